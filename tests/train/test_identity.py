@@ -18,7 +18,7 @@ from tests.train.runs import again, tiny
 LOCAL = {"output", "device", "backend", "threads", "timeout_seconds", "checkpoint_every", "keep", "resume"}
 LOCAL |= {
     "supervise", "restarts", "rejoin_seconds", "checksums", "allow_change", "overwrite", "eval_every", "eval_batches",
-    "tensorboard", "progress", "save_model",
+    "tensorboard", "progress", "report", "trace", "trace_steps", "save_model",
 }  # fmt: skip
 TEXT = {"dataset", "dataset_config", "dataset_split", "column", "max_bytes"}  # known by their outcome
 LAYOUT = {"ranks", "data_parallel", "stages_per_rank", "schedule"}

@@ -134,8 +134,10 @@ def test_tensorboard_has_every_metric(tmp_path):
     recorder.record(_metrics(1))
     recorder.record(_metrics(2, loss=1.5))
     recorder.record_evaluation(2, {"held_out_loss": 3.0})
-    recorder.record(_metrics(3))
+    recorder.record(dataclasses.replace(_metrics(3), links={"0 to 2": 700}, waiting={"0": 0.5}))
     recorder.close()
+    assert _scalars(tmp_path, "train/links/0_to_2") == [(3, 700.0)]
+    assert _scalars(tmp_path, "train/waiting/0") == [(3, 0.5)]
     assert _scalars(tmp_path, "train/loss") == [(1, 2.5), (2, 1.5), (3, 2.5)]
     assert _scalars(tmp_path, "evaluation/held_out_loss") == [(2, 3.0)]
     assert _scalars(tmp_path, "train/bits_forward")

@@ -7,13 +7,14 @@ import os
 import pty
 import re
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from lowbit.ranks.meeting import new_secret
 from lowbit.train.metrics import StepMetrics, Work, step_metrics
-from lowbit.train.progress import Progress, Rhythm, duration, first_on_machine, machine_name
+from lowbit.train.progress import Progress, Rhythm, duration, machine_name
 from tests.forked import CONTEXT, run_script
 from tests.train.runs import tiny
 
@@ -45,6 +46,30 @@ def test_a_line_says_what_matters(capsys: pytest.CaptureFixture[str]):
         "step 10/10  loss 2.5000  256 tok/s  waiting 12%  bits 4.00/7.00",
         "step 10/10  held-out loss 3.0000, with the codecs 3.5000",
     ]
+
+
+LINKS = {"0 to 2": 2_000_000, "2 to 0": 500_000, "2 to 4": 4_000_000, "4 to 2": 1_000_000}
+RATES = {"0 to 2": 10.0, "2 to 0": 100.0, "2 to 4": 160.0, "4 to 2": 100.0}
+
+
+@pytest.mark.parametrize(
+    ("machine", "rates", "waiting", "said"),
+    [
+        (0, RATES, "5%", "out 2.00 MB  in 0.50 MB  link 0 to 2: 8.0 of 10 Mbit/s"),
+        (2, RATES, "10%", "out 4.50 MB  in 3.00 MB  link 0 to 2: 8.0 of 10 Mbit/s"),
+        (4, RATES, "20%", "out 1.00 MB  in 4.00 MB  link 2 to 4: 16.0 of 160 Mbit/s"),
+        (4, {}, "20%", "out 1.00 MB  in 4.00 MB  link 2 to 4: 16.0 Mbit/s"),
+    ],
+)
+def test_every_machine_shows_its_own_links(
+    capsys: pytest.CaptureFixture[str], machine: int, rates: dict[str, float], waiting: str, said: str
+):
+    progress = Progress(10, machine=machine, rates=rates)
+    metrics = replace(_metrics(1), links=LINKS, waiting={"0": 0.1, "2": 0.2, "4": 0.4})
+    progress.record(metrics)
+    assert capsys.readouterr().err == (
+        f"step 1/10  loss 2.5000  256 tok/s  waiting {waiting}  {said}  bits 4.00/7.00  18s left\n"
+    )
 
 
 def test_the_time_left_is_that_of_steps_after_the_warm_up(capsys: pytest.CaptureFixture[str]):
@@ -88,9 +113,7 @@ def test_durations(seconds: float, text: str):
     assert duration(seconds) == text
 
 
-def test_the_first_rank_of_each_machine_shows():
-    machines = ["a", "a", "b", "a", "b", "c"]
-    assert [rank for rank in range(6) if first_on_machine(rank, machines)] == [0, 2, 5]
+def test_a_machine_has_one_name():
     assert machine_name() == machine_name() != ""
 
 
@@ -101,8 +124,8 @@ print("[rank]", flush=True)
 for name in ("TORCHELASTIC_USE_AGENT_STORE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
     del os.environ[name]
 os.environ |= {"MASTER_PORT": port, "LOWBIT_SECRET": secret}
-from lowbit.train import load, loop
-loop.machine_name = lambda: machines[int(os.environ["RANK"])]
+from lowbit.train import load, loop, trainer
+trainer.machine_name = lambda: machines[int(os.environ["RANK"])]
 loop.train(load("run.toml"))
 """
 
@@ -131,6 +154,7 @@ def test_a_rank_alone_on_its_machine_shows_the_run(tmp_path: Path):
     for shown in _train(tmp_path, ["here", "there"]):
         assert re.findall(r"^step (\d/3)  loss", shown, re.M) == ["1/3", "2/3", "3/3"]
         assert "held-out loss" in shown
+        assert len(re.findall(r"  out 0.0\d MB  in 0.0\d MB  link [01] to [01]: [\d.]+ of [\d,]+ Mbit/s", shown)) == 3
 
 
 def test_one_rank_of_a_machine_shows_the_run(tmp_path: Path):
@@ -146,7 +170,7 @@ def _on_a_terminal(terminal: str, columns: int) -> None:
         progress = Progress(200)
         for step in (1, 2, 200):
             progress._refreshed = float("-inf")
-            progress.record(_metrics(step))
+            progress.record(replace(_metrics(step), links=LINKS))
         progress.record_evaluation(200, {"held_out_loss": 3.0})
         progress.close()
     finally:
@@ -154,7 +178,7 @@ def _on_a_terminal(terminal: str, columns: int) -> None:
 
 
 @pytest.mark.parametrize("columns", [40, 80])
-def test_a_terminal_has_one_live_line_that_fits(columns: int):
+def test_a_terminal_has_live_lines_that_fit(columns: int):
     ours, theirs = pty.openpty()
     process = CONTEXT.Process(target=_on_a_terminal, args=(os.ttyname(theirs), columns), daemon=True)
     process.start()
@@ -170,4 +194,6 @@ def test_a_terminal_has_one_live_line_that_fits(columns: int):
     steps = [line.rstrip() for line in lines if line.startswith("step")]
     assert steps[0].startswith("step 1/200  loss 2.5000")
     assert steps[0].endswith(" left")
+    links = [line.rstrip() for line in lines if line.startswith("out")]
+    assert links[0] == "out 2.00 MB  in 0.50 MB" + "  link 0 to 2: 8.0 Mbit/s" * (columns > 40)
     assert any(line == "step 200/200  held-out loss 3.0000" for line in steps)

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from typing import Any, Protocol
 
 from lowbit.cli.errors import TRAIN
+from lowbit.cli.report import MakeReport
 from lowbit.cli.reports import Measurement, measurements
 from lowbit.cli.text import columns, examples_in_help, listed, wrapped
 from lowbit.cli.train import Config, Demo, Train
@@ -125,6 +126,7 @@ COMMANDS = Group(
             "lowbit.evaluate.commands:EVALUATE",
             "Measure perplexity and task scores of low-bit inference.",
         ),
+        "report": MakeReport(),
         "bench": Group(
             "Measure speed, traffic, loss and memory.",
             partial(measurements, "lowbit.bench"),

@@ -15,6 +15,8 @@ EXTRAS = dict.fromkeys(_TRAIN, TRAIN) | {
     "torchao": "8bit",
     "lm_eval": "tasks",
     "accelerate": "tasks",
+    "plotly": "report",
+    "jinja2": "report",
 }
 USAGE, FAILURE, INTERRUPTED = 2, 1, 130
 

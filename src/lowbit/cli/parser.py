@@ -119,10 +119,8 @@ class Parser(argparse.ArgumentParser):
         return resolve(self.settings, options.get(file) if file else None, given), options
 
     def _usage(self) -> str:
-        arguments = [
-            f"[{action.metavar}]" if action.nargs else action.metavar for action in self._get_positional_actions()
-        ]
-        return " ".join(["%(prog)s", *map(str, arguments), "[options]"])
+        arguments = (in_usage(str(action.metavar), action.nargs) for action in self._get_positional_actions())
+        return " ".join(["%(prog)s", *arguments, "[options]"])
 
     def error(self, message: str) -> NoReturn:
         """Refuse a command line in one line.
@@ -216,6 +214,11 @@ class _Formatter(argparse.HelpFormatter):
             return super()._format_action_invocation(action)
         value = str(action.metavar or "")
         return ", ".join(action.option_strings) + (value if value.startswith("[") else f" {value}".rstrip())
+
+
+def in_usage(name: str, count: int | str | None) -> str:
+    """A positional argument in a line of usage; `count`: argparse's `nargs`."""
+    return {"?": f"[{name}]", "+": f"{name} [{name} ...]"}.get(str(count), name)
 
 
 def _word(setting: Setting) -> str:

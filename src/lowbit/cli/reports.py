@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,7 +57,9 @@ class Measurement:
         from lowbit.cli.parser import Parser
 
         parser = Parser(program, self.command.summary, self.command.settings, examples=self.examples)
-        parser.add_argument("--json", metavar="FILE", type=Path, help="Write the rows to this file.")
+        parser.add_argument(
+            "--json", metavar="FILE", type=Path, help="Write the rows to this file, and a page beside it (.html)."
+        )
         parser.add_argument(
             "--png", metavar="FILE", type=Path, help="Draw a chart into this file (.png, .svg or .pdf)."
         )
@@ -67,4 +70,9 @@ class Measurement:
         settings, options = self.parser(program).resolve(words)
         from lowbit.report import execute
 
-        execute(self.command, settings, json=options.get("json"), png=options.get("png"))
+        command, json = self.command, options.get("json")
+        report = execute(command, settings, json=json, png=options.get("png"))
+        if json is not None and os.environ.get("RANK", "0") == "0":
+            from lowbit.report.measured import write_results
+
+            write_results(command, report, json)

@@ -14,6 +14,7 @@ _SHORT = {
     "run.resume": "--resume",
     "run.allow_change": "--allow-change",
     "run.supervise": "--supervise",
+    "run.trace": "--trace",
 }
 
 

@@ -115,7 +115,7 @@ class Lane:
             raise ValueError(
                 f"{self.name}: tensor {index} is {described((x.shape, x.dtype))}; both ends expect {described(slot)}"
             )
-        with self._aside():
+        with self._aside("encode", micro_batch):
             size = self.nbytes(index, step, micro_batch)
             message = torch.empty(size + room * bool(size), dtype=torch.uint8, device=x.device)
             payload = message[:size]
@@ -135,7 +135,7 @@ class Lane:
 
     def decode(self, index: int, step: Step, micro_batch: int, payload: Tensor, out: Tensor) -> None:
         """Write the tensor in `payload` to `out`, which has the shape and dtype of this slot."""
-        with self._aside():
+        with self._aside("decode", micro_batch):
             out, slot = out.detach(), self._slots[micro_batch][index]
             if self._coded(slot, step):
                 key, session = self._key(step, micro_batch), self.states.session(index, slot)
@@ -174,9 +174,9 @@ class Lane:
         return step.settling and not self.codec.settled and slot[1].is_floating_point
 
     @contextlib.contextmanager
-    def _aside(self) -> Iterator[None]:
+    def _aside(self, span: str, micro_batch: int) -> Iterator[None]:
         """Apart from the model's computation: no graph, no autocast (which would round inside the codec), timed."""
-        timed = self._traffic.timing("codec_seconds")
+        timed = self._traffic.timing("codec_seconds", span, at=self.name, micro_batch=micro_batch)
         with timed, torch.no_grad(), torch.autocast(self._device.type, enabled=False):
             yield
 

@@ -17,7 +17,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -45,6 +45,7 @@ class Sent:
         message: the buffer, which Gloo reads until the work is done.
         peer: the receiver.
         traffic: where its bytes are counted.
+        begin: when it was handed over, in nanoseconds of `time.perf_counter_ns`.
     """
 
     group: dist.ProcessGroup
@@ -52,6 +53,7 @@ class Sent:
     message: Tensor
     peer: int
     traffic: Traffic
+    begin: int = field(default_factory=time.perf_counter_ns)
 
 
 @dataclass(eq=False)
@@ -86,7 +88,7 @@ class Outbox:
                 self._thread = threading.Thread(target=self._reap, name="lowbit-outbox", daemon=True)
                 self._thread.start()
                 _running.add(self)
-            if self._nbytes >= _BATCH_BYTES:
+            if self._nbytes >= _BATCH_BYTES or sent.traffic.trace is not None:
                 self._changed.notify_all()
 
     def drain(self, patience: timedelta, blaming: Callable[[int], AbstractContextManager[None]]) -> None:
@@ -154,8 +156,10 @@ class Outbox:
         return not self._entries or self._entries[0].sent is None
 
     def _has_work(self) -> bool:
-        enough = self._nbytes >= _BATCH_BYTES or self._draining
-        return self._closed or (enough and any(entry.sent for entry in self._entries))
+        under_way = [entry.sent for entry in self._entries if entry.sent]
+        traced = any(sent.traffic.trace is not None for sent in under_way)  # for the time when it leaves
+        enough = self._nbytes >= _BATCH_BYTES or self._draining or traced
+        return self._closed or (enough and bool(under_way))
 
     def _finish(self, entry: _Entry) -> None:
         sent = entry.sent
@@ -168,6 +172,8 @@ class Outbox:
         except Exception as error:  # `drain` raises it
             entry.error = error
         nbytes = sent.message.numel()
+        if sent.traffic.trace is not None:
+            sent.traffic.trace.add_sent(sent.peer, sent.begin, time.perf_counter_ns(), nbytes)
         sent.traffic.hold(-nbytes)
         with self._changed:
             entry.sent = None

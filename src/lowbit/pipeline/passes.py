@@ -152,7 +152,7 @@ class Passes:
             number = self._known.get(seen)
             traffic.announced_bytes += self._announcements.send(self._passes, [number, problem, facts])
         else:
-            with traffic.timing("wait_seconds"):
+            with traffic.timing("wait_seconds", message="the announcement of the pass"):
                 announcement = self._announcements.receive(self._passes)
             number, problem, theirs = _checked(announcement, self._source)
             source, own = self._names[self._source], self._own_name

@@ -7,6 +7,9 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from typing import Any
+
+from lowbit.pipeline.trace import Trace
 
 _holding = threading.Lock()  # other threads release messages, too
 
@@ -29,6 +32,7 @@ class Traffic:
             `held_bytes` on. On the host with Gloo, on the device with NCCL.
         held_bytes: of those, held now. A message to receive is held from when its receive is posted until it is
             decoded; one to send, until its peer has it and the transport has released it.
+        trace: gets what is timed as spans, if it is set.
     """
 
     forward_bytes: int = 0
@@ -42,12 +46,24 @@ class Traffic:
     peak_bytes: int = 0
     held_bytes: int = 0
 
+    def __post_init__(self) -> None:
+        self.trace: Trace | None = None  # no field: it is no count
+
     @contextlib.contextmanager
-    def timing(self, name: str) -> Iterator[None]:
-        """Add the seconds that a block takes to the count of this name."""
-        start = time.perf_counter()
+    def timing(self, name: str, span: str = "", **about: Any) -> Iterator[None]:
+        """Add the seconds that a block takes to the count of this name, and to the trace what it did.
+
+        Args:
+            name: of the count, such as "wait_seconds".
+            span: name in the trace; absent: "wait" for "wait_seconds".
+            about: what it concerns, for the trace.
+        """
+        start = time.perf_counter_ns()
         yield
-        setattr(self, name, getattr(self, name) + time.perf_counter() - start)
+        end = time.perf_counter_ns()
+        setattr(self, name, getattr(self, name) + (end - start) / 1e9)
+        if self.trace is not None:
+            self.trace.add(span or name.removesuffix("_seconds"), start, end, **about)
 
     @property
     def forward_bits(self) -> float:

@@ -163,7 +163,8 @@ class Early(Transport):
 
     def take(self, route: Route, nbytes: int) -> Tensor:
         taking = self._inbox.taking(route, nbytes + self._checksums.room)
-        with self._board.blaming(route.peer), taking as (work, message), self.traffic.timing("wait_seconds"):
+        waiting = self.traffic.timing("wait_seconds", message=route.about)
+        with self._board.blaming(route.peer), taking as (work, message), waiting:
             work.wait(self._board.patience)
         with self.traffic.timing("checksum_seconds"):
             if not self._checksums.intact(message, self._pass, route.peer, route.tag):
@@ -179,7 +180,7 @@ class Early(Transport):
         return []
 
     def drain(self) -> None:
-        with self.traffic.timing("wait_seconds"):
+        with self.traffic.timing("wait_seconds", message="all that was sent"):
             self._outbox.drain(self._board.patience, self._board.blaming)
 
     def sever(self) -> None:

@@ -87,8 +87,8 @@ def earlier_rows(command: Command, settings: Any, file: Path) -> list[Row]:
     if not file.exists():
         return []
     earlier = Report.read_json(file, command=command.name, fields=command.key)
-    before = _flat(plain(command.settings())) | _flat(earlier.settings)  # newer settings had their defaults
-    for name, value in _flat(plain(settings)).items():
+    before = flat(plain(command.settings())) | flat(earlier.settings)  # newer settings had their defaults
+    for name, value in flat(plain(settings)).items():
         if name.partition(".")[0] not in command.free and before.get(name) != value:
             raise ValueError(
                 f"{file} holds rows with {name} {before.get(name)!r}; this call has {value!r}: name another file"
@@ -170,9 +170,9 @@ def check_output(path: Path | None, *, picture: bool = False) -> None:
         raise ValueError(f"{path} cannot be written: {error.strerror}") from error
 
 
-def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
+def flat(values: Any, prefix: str = "") -> dict[str, Any]:
     """Nested mappings as one, with dotted names."""
-    flat: dict[str, Any] = {}
+    items: dict[str, Any] = {}
     for name, value in values.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return flat
+        items |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return items

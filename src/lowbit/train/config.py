@@ -287,8 +287,14 @@ class RunConfig:
     tensorboard: bool = True
     """Write TensorBoard curves."""
     progress: bool = True
-    """Show progress: loss, speed, share of the time spent waiting for messages, bits per element forward/backward, and
-    time left."""
+    """Show progress on every machine: loss, speed, share of the time spent waiting for messages, its traffic and how
+    much of its link that takes, bits per element forward/backward, and time left."""
+    report: bool = True
+    """Write `report.html`: curves, speed, traffic, memory, settings and machines."""
+    trace: bool = False
+    """Record when each rank computes, codes, sends and waits, for the report and for ui.perfetto.dev."""
+    trace_steps: Annotated[int, Field(ge=1, le=100)] = 5
+    """Steps that `trace` records, after the warm-up."""
     save_model: bool = True
     """Save the trained model at the end."""
 

@@ -6,6 +6,7 @@ import json
 import logging
 import secrets
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,11 @@ from torch import Tensor
 from lowbit.ranks.messages import Messages
 from lowbit.ranks.objects import gather_json
 from lowbit.ranks.process_group import joined, world
+from lowbit.report.results import machine
+from lowbit.report.training import write_report
 from lowbit.train import export
+from lowbit.train.about import FILE as RANKS
+from lowbit.train.about import describe_machines, memory_of
 from lowbit.train.boundaries import costly, in_full
 from lowbit.train.checkpoints import state
 from lowbit.train.checkpoints.resume import resume
@@ -26,11 +31,13 @@ from lowbit.train.config import TrainConfig
 from lowbit.train.device import local_rank, threads_per_rank
 from lowbit.train.distance import needless, round_trips
 from lowbit.train.folder import RunFolder
+from lowbit.train.links import link_name, probe
 from lowbit.train.lora import save_adapters
 from lowbit.train.metrics import Recorder, StepMetrics
 from lowbit.train.prepare import FILES, IN_USE, left_behind, prepare
-from lowbit.train.progress import Progress, first_on_machine, machine_name
+from lowbit.train.progress import Progress
 from lowbit.train.summary import Summary, summarize
+from lowbit.train.tracing import Tracing, traced_steps
 from lowbit.train.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -81,8 +88,10 @@ class Run:
         self.checkpoints = Checkpoints(self.output, rank=trainer.rank, keep=run.keep)
         self._warn_of_cost()
         self.round_trip = self._measure_distance()
-        stated = gather_json([secrets.token_hex(8), machine_name()], trainer.side)
-        attempt, self._shows = stated[0][0], first_on_machine(trainer.rank, [machine for _, machine in stated])
+        self.rates = self._measure_links()
+        stated = gather_json([secrets.token_hex(8), machine()], trainer.side)
+        attempt = stated[0][0]
+        self.about = describe_machines(trainer, [each for _, each in stated], self.rates, self.round_trip)
         self.manifest = trainer.prepared.manifest(attempt, rank=trainer.rank, ranks=trainer.ranks)
         try:
             self.start = self._begin()
@@ -96,10 +105,11 @@ class Run:
         history: list[StepMetrics] = []
         try:
             self.recorder, self.progress = self._open_recorder(), self._open_progress()
-            before = self._evaluate_before()
+            before, tracing = self._evaluate_before(), self._open_tracing()
             done = self.start
             while done < run.steps:
-                history.append(trainer.step(done))
+                with nullcontext() if tracing is None else tracing.begin(done + 1):
+                    history.append(trainer.step(done))
                 done = history[-1].step
                 for watcher in self._watchers:
                     watcher.record(history[-1])
@@ -120,6 +130,8 @@ class Run:
                 trainer.elastic.close()
             for watcher in self._watchers:
                 watcher.close()
+            if trainer.rank == 0 and run.report:
+                write_report(self.output)
             self.folder.unlock()
 
     @property
@@ -151,6 +163,7 @@ class Run:
             self.folder.note(*FILES)
             written = replace(self.config, pipeline=in_full(self.config.pipeline)).to_json()
             (self.output / "config.json").write_text(written + "\n", encoding="utf-8")
+            self._write_about()
         return done
 
     def _evaluate_before(self) -> dict[str, float]:
@@ -175,6 +188,7 @@ class Run:
             first = trainer.replicas.index == 0
             weights = export.gather_weights(trainer.modules, self._messages("saving")) if first else {}
             together(partial(self._save_model, weights), trainer.side)
+        memory = gather_json(memory_of(trainer), trainer.side)
         summary = summarize(
             self.config, trainer.layout, history, losses, chosen=trainer.chosen(), model=model,
             changes=self.manifest.changes, round_trip=self.round_trip, before=before,
@@ -182,8 +196,13 @@ class Run:
         if trainer.rank == 0:
             text = json.dumps(asdict(summary), indent=2)
             (self.output / "summary.json").write_text(text + "\n", encoding="utf-8")
+            self.about["memory"] = memory
+            self._write_about()
         dist.barrier(group=trainer.side)
         return summary
+
+    def _write_about(self) -> None:
+        (self.output / RANKS).write_text(json.dumps(self.about, indent=1) + "\n", encoding="utf-8")
 
     def _save_model(self, weights: dict[str, Tensor]) -> None:
         """Write the trained model on rank 0, which may take longer than the time limit."""
@@ -210,9 +229,20 @@ class Run:
 
     def _open_progress(self) -> Progress | None:
         run = self.config.run
-        if not (run.progress and self._shows):
+        own = self.trainer.links.machine_of[self.trainer.rank]
+        if not run.progress or own != self.trainer.rank:
             return None
-        return Progress(run.steps, warmup=self.config.codec_warmup_steps)
+        return Progress(run.steps, warmup=self.config.codec_warmup_steps, machine=own, rates=self.rates)
+
+    def _open_tracing(self) -> Tracing | None:
+        run = self.config.run
+        if not run.trace:
+            return None
+        steps = traced_steps(
+            run.steps, start=self.start, warmup=self.config.codec_warmup_steps, count=run.trace_steps
+        )  # fmt: skip
+        messages = Messages(self.trainer.side, "trace", timeout=run.timeout_seconds, checksums=run.checksums)
+        return Tracing(self.trainer, messages, self.folder, steps)
 
     def _messages(self, topic: str) -> Messages:
         """Messages between the ranks of this pipeline."""
@@ -244,3 +274,17 @@ class Run:
         if self.trainer.rank == 0 and (warning := next(filter(None, warnings), None)):
             log.warning("%s", warning)
         return max(max(each.values()) for each in trips)
+
+    def _measure_links(self) -> dict[str, float]:
+        """Mbit/s of the links between machines, by name; empty where there are none."""
+        links, ranks = self.trainer.links, self.trainer.layout.ranks
+        if not links.pairs:
+            return {}
+        first = self.trainer.replicas.index * ranks
+        measured = probe(self._messages("probe"), links.machine_of[first : first + ranks])
+        own = [[first + a, first + b, rate] for (a, b), rate in measured.items()]
+        rates: dict[str, float] = {}
+        for source, target, rate in (each for one in gather_json(own, self.trainer.side) for each in one):
+            name = link_name(links.machine_of[source], links.machine_of[target])
+            rates[name] = max(rate, rates.get(name, 0.0))
+        return rates

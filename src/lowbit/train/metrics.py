@@ -5,12 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
+
+
+EVALUATIONS = "evaluations.jsonl"
 
 
 @dataclass
@@ -50,6 +54,8 @@ class StepMetrics:
             in the first step, and the same in all others.
         seconds: of the step; compute_seconds, codec_seconds, wait_seconds: its parts, mean over the ranks.
         checksum_seconds: part of codec_seconds.
+        links: bytes sent from a machine to another, by name ("0 to 2"). Machines are named by their first ranks.
+        waiting: seconds of waiting by machine, mean over its ranks.
     """
 
     step: int
@@ -69,6 +75,8 @@ class StepMetrics:
     codec_seconds: float
     checksum_seconds: float = 0.0
     wait_seconds: float
+    links: dict[str, int] = field(default_factory=dict)
+    waiting: dict[str, float] = field(default_factory=dict)
 
 
 def bits(nbytes: float, elements: float) -> float | None:
@@ -87,6 +95,8 @@ def step_metrics(
     ranks: int,
     work: Work,
     bytes_activations: int | None = None,
+    links: dict[str, int] | None = None,
+    waiting: dict[str, float] | None = None,
 ) -> StepMetrics:
     """Metrics from the sums over all ranks."""
     sent = work.forward_bytes + work.backward_bytes + work.gradient_bytes
@@ -99,7 +109,7 @@ def step_metrics(
         bits_backward=bits(work.backward_bytes, work.backward_elements),
         bits_gradients=bits(work.gradient_bytes, work.gradient_elements),
         bytes_sent=round(sent), bytes_saved=round(4 * elements - sent), bytes_activations=bytes_activations,
-        seconds=seconds, **shares,
+        seconds=seconds, links=links or {}, waiting=waiting or {}, **shares,
     )  # fmt: skip
 
 
@@ -119,6 +129,10 @@ class Recorder:
         part.write_text("".join(json.dumps(line) + "\n" for line in before), encoding="utf-8")
         part.replace(path)
         self._file = path.open("a", encoding="utf-8")
+        self._evaluations = folder / EVALUATIONS
+        kept = [line for line in _lines(self._evaluations) if line["step"] <= start]
+        part.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        part.replace(self._evaluations)
         first = start if any(map(_counts_from_zero, earlier)) else start + 1
         self._board = _open_board(folder / "tensorboard", first) if tensorboard else None
 
@@ -128,12 +142,13 @@ class Recorder:
         self._file.write(json.dumps(values) + "\n")
         self._file.flush()
         if self._board is not None:
-            for name, value in values.items():
-                if name not in ("step", "tokens") and value is not None:
-                    self._board.add_scalar(f"train/{name}", value, metrics.step)
+            for name, value in _scalars(values):
+                self._board.add_scalar(f"train/{name}", value, metrics.step)
 
     def record_evaluation(self, step: int, losses: dict[str, float]) -> None:
         """Write held-out losses after `step` steps."""
+        with self._evaluations.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, **losses}) + "\n")
         if self._board is not None:
             for name, value in losses.items():
                 self._board.add_scalar(f"evaluation/{name}", value, step)
@@ -151,6 +166,20 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     Lines of earlier versions, which counted steps from 0, are renumbered.
     """
     return list(map(_renumbered, _lines(path)))
+
+
+def read_evaluations(path: Path) -> list[dict[str, Any]]:
+    """The lines of an `evaluations.jsonl`, as `read_metrics`; of a step that was evaluated twice, the last."""
+    return list({line["step"]: line for line in _lines(path)}.values())
+
+
+def _scalars(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Names and values of the curves; of a value by link or machine, a curve for each."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from ((f"{name}/{key.replace(' ', '_')}", each) for key, each in value.items())
+        elif name not in ("step", "tokens") and value is not None:
+            yield name, value
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

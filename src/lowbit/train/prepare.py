@@ -38,9 +38,11 @@ from lowbit.train.lora import check_lora
 from lowbit.train.model import count_layers, hidden_size, longest_sequence, vocabulary
 from lowbit.train.replicas import all_reduce_codec, ranks_of_pipeline
 
-FILES = ("metrics.jsonl", "metrics.part", "summary.json", "config.json")
+FILES = (
+    "metrics.jsonl", "metrics.part", "evaluations.jsonl", "summary.json", "config.json", "ranks.json", "report.html",
+)  # fmt: skip
 IN_USE = "run.output {!r} is in use by {}; allowed: another folder, or to wait until it has ended"
-_FOLDERS = (FOLDER, "tensorboard", "model")
+_FOLDERS = (FOLDER, "tensorboard", "trace", "model")
 
 
 @dataclass(frozen=True, kw_only=True)

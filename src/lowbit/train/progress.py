@@ -9,8 +9,9 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -32,11 +33,6 @@ def machine_name() -> str:
     if not (_BOOT.exists() and _NETWORK.exists()):
         return socket.gethostname()
     return f"{socket.gethostname()} {_BOOT.read_text().strip()} {_NETWORK.stat().st_ino}"
-
-
-def first_on_machine(rank: int, machines: Sequence[str]) -> bool:
-    """Whether a rank is the first of its machine; `machines`: `machine_name()` of every rank."""
-    return machines.index(machines[rank]) == rank
 
 
 class Rhythm:
@@ -66,11 +62,21 @@ class Progress:
 
     Args:
         steps: of the whole run. warmup: its first steps, which are not as fast as the others.
+        machine: the first rank of this machine. rates: measured Mbit/s of links, by name.
         clock: seconds.
     """
 
-    def __init__(self, steps: int, *, warmup: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        steps: int,
+        *,
+        warmup: int = 0,
+        machine: int = 0,
+        rates: Mapping[str, float] = MappingProxyType({}),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._steps, self._warmup, self._clock = steps, warmup, clock
+        self._machine, self._rates = str(machine), rates
         self._recent: deque[float] = deque(maxlen=_RECENT)
         self._before: float | None = None
         self._was_slow = False
@@ -96,7 +102,10 @@ class Progress:
 
             self._refreshed = self._clock()
             width = self._live.console.width
-            self._live.update(Text(self._line(metrics, width), no_wrap=True, overflow="ellipsis"), refresh=True)
+            lines = self._line(metrics, width)
+            if traffic := describe_links(metrics, self._machine, self._rates):
+                lines += f"\n{_fitting(traffic, width).strip()}"
+            self._live.update(Text(lines, no_wrap=True, overflow="ellipsis"), refresh=True)
 
     def record_evaluation(self, step: int, losses: dict[str, float]) -> None:
         """Show held-out losses after `step` steps."""
@@ -132,7 +141,10 @@ class Progress:
         start = f"step {metrics.step}/{self._steps}"
         end = f"  {duration(seconds)} left" if left else ""
         room = None if width is None else width - len(start) - len(end)
-        return start + _fitting(describe(metrics), room) + end
+        parts = describe(metrics, self._machine)
+        if width is None:
+            parts[3:3] = describe_links(metrics, self._machine, self._rates)
+        return start + _fitting(parts, room) + end
 
 
 _LOSSES = {
@@ -141,17 +153,42 @@ _LOSSES = {
 }  # fmt: skip
 
 
-def describe(metrics: StepMetrics) -> list[str]:
-    """A step in a few words each: loss, speed, share of the time that ranks wait for messages, bits, memory."""
+def describe(metrics: StepMetrics, machine: str = "") -> list[str]:
+    """A step in a few words each: loss, speed, share of the time that ranks wait for messages, bits, memory.
+
+    Args:
+        machine: whose ranks' waiting is meant; those of all machines where it is not known.
+    """
     parts = [f"loss {metrics.loss:.4f}", f"{metrics.tokens_per_second:,.0f} tok/s"]
     if metrics.bits_forward is not None and metrics.bits_backward is not None:
-        parts.append(f"waiting {metrics.wait_seconds / metrics.seconds:.0%}")
+        waited = metrics.waiting.get(machine, metrics.wait_seconds)
+        parts.append(f"waiting {waited / metrics.seconds:.0%}")
         parts.append(f"bits {metrics.bits_forward:.2f}/{metrics.bits_backward:.2f}")
     if metrics.bits_gradients is not None:
         parts.append(f"gradients {metrics.bits_gradients:.2f}")
     if metrics.bytes_activations is not None:
         parts.append(f"activations {metrics.bytes_activations / 1e6:.1f} MB")
     return parts
+
+
+def describe_links(metrics: StepMetrics, machine: str, rates: Mapping[str, float]) -> list[str]:
+    """What a machine sent and received in a step, and the Mbit/s of its busiest link, beside those that were measured.
+
+    Empty where all ranks are on one machine.
+    """
+    ends = {name: name.split(" to ") for name in metrics.links}
+    own = {name: nbytes for name, nbytes in metrics.links.items() if machine in ends[name]}
+    if not own:
+        return []
+    out, into = (sum(n for name, n in own.items() if ends[name][end] == machine) for end in (0, 1))
+    used = {name: 8 * nbytes / metrics.seconds / 1e6 for name, nbytes in own.items()}
+    busiest = max(used, key=lambda name: used[name] / rates.get(name, float("inf")) if rates else used[name])
+    of = f" of {rates[busiest]:,.0f}" if rates.get(busiest) else ""
+    return [f"out {_megabytes(out)}", f"in {_megabytes(into)}", f"link {busiest}: {used[busiest]:,.1f}{of} Mbit/s"]
+
+
+def _megabytes(nbytes: float) -> str:
+    return f"{nbytes / 1e6:,.2f} MB"
 
 
 def _fitting(parts: Sequence[str], width: int | None) -> str:

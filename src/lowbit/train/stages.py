@@ -80,6 +80,7 @@ class Pipeline:
             loss_fn=self._loss,
             scale_grads=storage is None,
         )
+        self.sent: dict[tuple[int, int], int] = {}  # bytes of the last step, from a stage of this rank to another
         self._compile_kernels()
 
     @property
@@ -159,7 +160,9 @@ class Pipeline:
         """Work of a step that took `seconds`."""
         work = Work()
         if self.config.pipeline.boundary == "lowbit":
-            for traffic in (stage.traffic for stage in self.lowbit_stages.values()):
+            for index, stage in self.lowbit_stages.items():
+                traffic = stage.traffic
+                self._note_sent(index, traffic.forward_bytes, traffic.backward_bytes)
                 for name in _COUNTED:
                     setattr(work, name, getattr(work, name) + getattr(traffic, name))
                 work.codec_seconds += traffic.codec_seconds + traffic.checksum_seconds
@@ -175,11 +178,18 @@ class Pipeline:
         rows = self.config.rows * self.config.pipeline.microbatches
         for index, module in self.modules.items():
             elements = rows * self.config.data.sequence * module.width
-            work.forward_elements += elements * (index < self.layout.stages - 1 and self.layout.crosses(index))
-            work.backward_elements += elements * (index > 0 and self.layout.crosses(index - 1))
+            forward = elements * (index < self.layout.stages - 1 and self.layout.crosses(index))
+            backward = elements * (index > 0 and self.layout.crosses(index - 1))
+            work.forward_elements += forward
+            work.backward_elements += backward
+            self._note_sent(index, forward * dtype.itemsize, backward * dtype.itemsize)
         work.forward_bytes = work.forward_elements * dtype.itemsize
         work.backward_bytes = work.backward_elements * dtype.itemsize
         return work
+
+    def _note_sent(self, stage: int, forward: int, backward: int) -> None:
+        self.sent |= {(stage, stage + 1): forward} if forward else {}
+        self.sent |= {(stage, stage - 1): backward} if backward else {}
 
 
 class _Loss:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 import time
+from collections.abc import Mapping
 from dataclasses import astuple, fields
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 import lowbit
 from lowbit.activations import counted
 from lowbit.collectives import agree
+from lowbit.pipeline.trace import Trace, span
 from lowbit.ranks.checksum import secret_facts
 from lowbit.ranks.groups import new_group
 from lowbit.ranks.objects import gather_json
@@ -25,17 +28,19 @@ from lowbit.train.data import Order
 from lowbit.train.elastic import Elastic, seed_of
 from lowbit.train.evaluate import Evaluation
 from lowbit.train.gradients import Gradients
+from lowbit.train.links import Links
 from lowbit.train.lora import add_adapters
 from lowbit.train.metrics import StepMetrics, Work, step_metrics
 from lowbit.train.model import StageModule, build_model
 from lowbit.train.prepare import Prepared
+from lowbit.train.progress import machine_name
 from lowbit.train.replicas import Replicas
 from lowbit.train.stages import Pipeline
 from lowbit.train.tied import TiedWeights
 
 _LOCAL = {  # settings that may differ between machines
     "data.text", "data.dataset", "data.held_out", "data.tokenizer", "model.pretrained", "activations.plan",
-    "run.output", "run.threads", "run.progress", "run.tensorboard",
+    "run.output", "run.threads", "run.progress", "run.tensorboard", "run.report",
 }  # fmt: skip
 
 
@@ -78,13 +83,17 @@ class Trainer:
             self.layout, self.modules, stages=self.pipeline.lowbit_stages, width=self.width, device=device,
             group=self.replicas.side, timeout=run.timeout_seconds, checksums=run.checksums,
         )  # fmt: skip
-        self._sums = Sums(self.side, 2 + len(fields(Work)), timeout=run.timeout_seconds, checksums=run.checksums)
+        self.links = Links(self.layout, self.replicas.count, gather_json(machine_name(), self.side))
+        count = 2 + len(fields(Work)) + self.links.count
+        self._sums = Sums(self.side, count, timeout=run.timeout_seconds, checksums=run.checksums)
+        self.trace: Trace | None = None
         self.counted = [p for p, m in owned if not self.tied.counted_elsewhere(p, m)]
         self.optimizer = optim.make_optimizer(self.parameters, self.config.optimizer)
         self.order = Order(samples=len(prepared.data.train), batch=data.batch, seed=seed_of(self.config))
-        self._saved_bytes: int | None = (
-            None  # peak of the saved activations, on the rank with most; the same in every step
-        )
+        # Saved activations at their peak, the same in every step: of the rank with most, of this one, and by layer.
+        self._saved_bytes: int | None = None
+        self.saved_bytes: int | None = None
+        self.saved_by_layer: dict[str, int] = {}
         self.elastic: Elastic | None = None
         if self.config.elastic.lighthouse:
             self.elastic = Elastic(
@@ -106,6 +115,10 @@ class Trainer:
                 return metrics
 
     def _attempt(self, done: int) -> StepMetrics | None:
+        with span(self.trace, "step", step=done + 1):
+            return self._optimize(done)
+
+    def _optimize(self, done: int) -> StepMetrics | None:
         begin = time.perf_counter()
         if self.elastic is not None:
             done = self.elastic.begin()
@@ -114,31 +127,28 @@ class Trainer:
         of_all, train = self.order.ids(done), self.prepared.data.train
         ids = self.replicas.share(of_all)
         inputs, targets = train.batch(ids)
-        loss, work = self._pass(
-            inputs, targets, ids, positions=train.positions(ids), learned=train.learned(of_all)
-        )  # fmt: skip
+        with span(self.trace, "pipeline"):
+            loss, work = self._pass(
+                inputs, targets, ids, positions=train.positions(ids), learned=train.learned(of_all)
+            )  # fmt: skip
         self.gradients.finish()
-        if self.replicas.count > 1:
-            # Before tied weights are summed: their copies are in different buckets, but must stay equal.
-            self.gradients.average(self.replicas.average)
-            self.replicas.note_traffic(work)
-        if self.elastic is not None:
-            self.gradients.average(self.elastic.average)
-            self.elastic.note_traffic(work)
-        with self.gradients.in_full(self.tied.copies):
-            self.tied.sum_gradients()
+        self._exchange_gradients(work)
         if self.elastic is not None and not self.elastic.commit():
             self.gradients.drop()
             return None
-        loss, norm, work = self._sum_over_ranks(loss, work)
+        with span(self.trace, "wait", message="the sums of all ranks"):
+            loss, norm, work, shares = self._sum_over_ranks(loss, work)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise DivergedError(f"step {done + 1}: the loss is {loss}, the norm of the gradients {norm}")
-        self.gradients.clip(norm=norm, limit=self.config.optimizer.clip)
-        self.gradients.step(self.optimizer)
+        with span(self.trace, "optimizer"):
+            self.gradients.clip(norm=norm, limit=self.config.optimizer.clip)
+            self.gradients.step(self.optimizer)
+        links, waiting = self.links.named(shares)
         replicas = self.replicas.count if self.elastic is None else self.elastic.replicas
         return step_metrics(
             step=done + 1, loss=loss, lr=rate, grad_norm=norm, tokens=inputs.numel() * replicas,
             seconds=time.perf_counter() - begin, ranks=self.ranks, work=work, bytes_activations=self._saved_bytes,
+            links=links, waiting=waiting,
         )  # fmt: skip
 
     def evaluate(self, *, with_codecs: bool = True) -> dict[str, float]:
@@ -178,16 +188,42 @@ class Trainer:
             loss, work = self.pipeline.step(*batch, **samples)
         most = torch.tensor(saved.total)
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self.side)
+        self.saved_bytes, self.saved_by_layer = saved.total, self._by_layer(saved.modules)
         self._saved_bytes = int(most)
         return loss, work
 
-    def _sum_over_ranks(self, loss: float, work: Work) -> tuple[float, float, Work]:
-        """Loss, norm of the gradients, and work over all ranks."""
+    def _by_layer(self, modules: Mapping[tuple[str, str], int]) -> dict[str, int]:
+        """Bytes by decoder layer of the model, and "other", from those by type and module."""
+        stages, by_layer = list(self.modules), dict[str, int]()
+        for (kind, module), nbytes in modules.items():
+            found = re.match(r"(\d+)\.\w+\.(?:layers|h)\.(\d+)", module)
+            layer = f"layer {self.layout.layers_of(stages[int(found[1])])[int(found[2])]}" if found else "other"
+            if kind != "weights":
+                by_layer[layer] = by_layer.get(layer, 0) + nbytes
+        return by_layer
+
+    def _exchange_gradients(self, work: Work) -> None:
+        """Average gradients over replicas, and sum those of tied weights."""
+        with span(self.trace, "all-reduce"):
+            if self.replicas.count > 1:
+                # Before tied weights are summed: their copies are in different buckets, but must stay equal.
+                self.gradients.average(self.replicas.average)
+                self.replicas.note_traffic(work)
+            if self.elastic is not None:
+                self.gradients.average(self.elastic.average)
+                self.elastic.note_traffic(work)
+            with self.gradients.in_full(self.tied.copies):
+                self.tied.sum_gradients()
+
+    def _sum_over_ranks(self, loss: float, work: Work) -> tuple[float, float, Work, list[float]]:
+        """Loss, norm of the gradients, and work over all ranks; also by link and machine (`Links.named`)."""
         squares = optim.squared_norm(self.gradients.of(self.counted))
-        sums = [loss, squares, *astuple(work)]
-        loss, squares, *costs = self._sums.of(torch.tensor(sums, dtype=torch.float64)).tolist()
+        own = self.links.values(self.rank, self.pipeline.sent, work.gradient_bytes, work.wait_seconds)
+        sums = torch.tensor([loss, squares, *astuple(work), *own], dtype=torch.float64)
+        loss, squares, *rest = self._sums.of(sums).tolist()
+        costs, shares = rest[: len(fields(Work))], rest[len(fields(Work)) :]
         replicas = self.replicas.count  # whose gradients are equal by now
-        return loss / replicas, math.sqrt(squares / replicas), Work(*costs)
+        return loss / replicas, math.sqrt(squares / replicas), Work(*costs), shares
 
     def _agree(self) -> None:
         """Compare configuration, text and versions of all ranks before the first byte."""

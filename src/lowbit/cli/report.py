@@ -1,0 +1,107 @@
+"""`lowbit report`: pages about runs and results, made again or compared."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lowbit.cli.reports import Measurement
+
+if TYPE_CHECKING:
+    from lowbit.cli.parser import Parser
+    from lowbit.report import Command, Report
+
+_OTHERS = {
+    "evaluate": "lowbit.evaluate.commands:EVALUATE", "calibrate": "lowbit.evaluate.commands:CALIBRATE",
+    "plan memory": "lowbit.plan.memory",
+}  # fmt: skip
+"""Places of the commands that are no benchmarks, by name."""
+_COMPARISON = Path("comparison.html")
+
+log = logging.getLogger(__name__)
+
+
+class MakeReport:
+    """`lowbit report`."""
+
+    summary = "Write a page about a run or a file of results, or compare several."
+    examples: tuple[str, ...] = (
+        "lowbit report runs/train",
+        "lowbit report runs/fp32 runs/transform --output comparison.html",
+        "lowbit report speed.json",
+    )
+
+    def parser(self, program: str) -> Parser:
+        """Parser of its command line."""
+        from lowbit.cli.parser import Parser
+        from lowbit.config import section
+
+        @section()
+        class ReportConfig:
+            """Where the page goes."""
+
+            output: str = ""
+            """File for the page. If omitted, `report.html` in the folder of the run, the file of results with .html, or
+            `comparison.html` for several."""
+
+        parser = Parser(program, self.summary, ReportConfig, examples=self.examples)
+        parser.add_argument(
+            "run", metavar="RUN", nargs="+", help="Folder of `lowbit train`, or file that `--json` wrote."
+        )
+        return parser
+
+    def __call__(self, program: str, words: Sequence[str]) -> None:
+        """Write the page and print its path."""
+        settings, options = self.parser(program).resolve(words)
+        print(write([Path(run) for run in options["run"]], Path(settings.output) if settings.output else None))
+
+
+def _read_results(file: Path) -> tuple[Report, Command | None]:
+    """Results that `--json` wrote, and the declaration of their command, if this version has it."""
+    from lowbit.bench import COMMANDS
+    from lowbit.report import Report
+
+    report = Report.read_json(file)
+    place = _OTHERS.get(report.command) or COMMANDS.get(report.command.removeprefix("bench "))
+    return report, Measurement(place).command if place else None
+
+
+def write(paths: Sequence[Path], output: Path | None = None) -> Path:
+    """Write a page about runs and files of results, and return its path. Of several, those that can be read are shown.
+
+    Raises:
+        ValueError: none can be read, they are of both kinds, or the page cannot be written.
+    """
+    from lowbit.report import measured, training
+    from lowbit.report.page import write_page
+    from lowbit.report.page.run import RunFiles, read_run
+
+    read, problems = dict[Path, object](), list[str]()
+    for path in dict.fromkeys(paths):
+        try:
+            read[path] = _read_results(path) if path.is_file() else read_run(path)
+        except (ValueError, OSError) as error:
+            problems.append(str(error))
+    if not read:
+        raise ValueError(problems[0])
+    for problem in problems:
+        log.warning("%s", problem)
+    runs = [value for value in read.values() if isinstance(value, RunFiles)]
+    results = {path: value for path, value in read.items() if isinstance(value, tuple)}
+    if runs and results:
+        raise ValueError("runs and files of results are given; allowed: all of one kind, which can be compared")
+    if len(runs) == 1 and not problems:
+        page, place = training.run_page(runs[0]), runs[0].folder / training.PAGE
+    elif runs:
+        page, place = training.comparison_page(runs, problems), _COMPARISON
+    else:
+        page = measured.results_page(measured.paired(list(results), list(results.values())), problems)
+        place = measured.page_beside(next(iter(results))) if len(paths) == 1 else _COMPARISON
+    if output is None and place.name == training.PAGE:
+        from lowbit.train.folder import RunFolder
+
+        RunFolder(place.parent).note(training.PAGE)
+    write_page(page, output or place)
+    return output or place

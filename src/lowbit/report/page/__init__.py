@@ -1,0 +1,7 @@
+"""Pages of results: one HTML file with everything in it, which asks the network for nothing."""
+
+from __future__ import annotations
+
+from lowbit.report.page.page import GENERATOR, Page, Part, write_page
+
+__all__ = ["GENERATOR", "Page", "Part", "write_page"]

@@ -1,0 +1,105 @@
+"""Figures for Plotly, as dictionaries."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lowbit.report.style import DARK, LIGHT, Palette
+
+Figure = dict[str, Any]
+MOST_POINTS = 2000  # of a curve; more are averaged
+LEAST_SHARE = 1e-3  # of the time; a kind of spans that takes less is left out
+COLORS = {
+    "compute": ("#8b9198", "#949aa3"), "coding": ("#0b5fd6", "#5aa2ff"), "waiting": ("#e08a00", "#f5ab35"),
+    "sending": ("#0f8a66", "#3fc49b"), "all-reduce": ("#6a3fc4", "#ab8cff"), "rest": ("#cbd0d4", "#5a606b"),
+}  # fmt: skip
+"""Of kinds of time, in light and in dark."""
+
+
+def lines(
+    curves: Mapping[str, Sequence[tuple[float, float]]],
+    *,
+    x: str,
+    y: str,
+    points: Mapping[str, Sequence[tuple[float, float]]] | None = None,
+    log_x: bool = False,
+    markers: bool = False,
+) -> Figure:
+    """Curves by name; `points`: markers of the same color without a line, by name of the curve."""
+    palettes, data = [Palette(LIGHT), Palette(DARK)], []
+    for name, curve in curves.items():
+        colors = COLORS.get(name) or tuple(palette[name] for palette in palettes)
+        meta = {"light": colors[0], "dark": colors[1]}
+        curve = thinned(curve)
+        mode = "lines+markers" if markers or len(curve) == 1 else "lines"
+        data.append(_trace(name, curve, mode, meta))
+        if held_out := (points or {}).get(name):
+            data.append(_trace(f"{name}, held-out", held_out, "markers", meta) | {"marker": {"size": 9}})
+    layout: Figure = {"xaxis": {"title": {"text": x}}, "yaxis": {"title": {"text": y}}, "hovermode": "x unified"}
+    if log_x:
+        layout["xaxis"]["type"] = "log"
+    return {"data": data, "layout": layout | {"showlegend": True}}
+
+
+def stacks(bars: Sequence[str], parts: Mapping[str, Sequence[float]], *, label: str) -> Figure:
+    """A horizontal bar for each name, made of parts."""
+    palettes, data = [Palette(LIGHT), Palette(DARK)], []
+    for name, lengths in parts.items():
+        colors = COLORS.get(name) or tuple(palette[name] for palette in palettes)
+        data.append({
+            "type": "bar", "orientation": "h", "name": escaped(name), "y": [escaped(bar) for bar in bars],
+            "x": list(lengths), "meta": {"light": colors[0], "dark": colors[1]},
+            "hovertemplate": "%{y}: %{x:.4g}<extra>%{fullData.name}</extra>",
+        })  # fmt: skip
+    layout = {
+        "barmode": "stack", "xaxis": {"title": {"text": label}}, "height": 160 + 34 * len(bars),
+        "yaxis": {"autorange": "reversed", "type": "category"}, "legend": {"traceorder": "normal"},
+    }  # fmt: skip
+    return {"data": data, "layout": layout}
+
+
+def timeline(spans: Sequence[tuple[str, str, float, float, str]]) -> Figure:
+    """Spans on tracks, each a kind, a track, its begin and length in milliseconds, and a text.
+
+    Spans that lie in others come later in `spans`, and cover them.
+    """
+    tracks = list(dict.fromkeys(track for _, track, *_ in spans))
+    data, length = [], max((begin + duration for _, _, begin, duration, _ in spans), default=0.0)
+    for kind, colors in COLORS.items():
+        own = [span for span in spans if span[0] == kind]
+        if kind != "rest" and sum(span[3] for span in own) > LEAST_SHARE * length:
+            data.append({
+                "type": "bar", "orientation": "h", "name": kind, "y": [span[1] for span in own],
+                "base": [round(span[2], 4) for span in own], "x": [round(span[3], 4) for span in own],
+                "text": [span[4] for span in own], "textposition": "none", "width": 0.8,
+                "meta": {"light": colors[0], "dark": colors[1]},
+                "hovertemplate": "%{text}<br>%{x:.3f} ms from %{base:.3f} ms<extra>%{y}</extra>",
+            })  # fmt: skip
+    layout = {
+        "barmode": "overlay", "xaxis": {"title": {"text": "milliseconds of the step"}}, "dragmode": "zoom",
+        "yaxis": {"categoryorder": "array", "categoryarray": tracks[::-1], "fixedrange": True, "type": "category"},
+        "height": 170 + 38 * len(tracks), "bargap": 0.1, "hovermode": "closest",
+    }  # fmt: skip
+    return {"data": data, "layout": layout}
+
+
+def thinned(curve: Sequence[tuple[float, float]], most: int = MOST_POINTS) -> list[tuple[float, float]]:
+    """At most so many points: means of equal stretches, each under its last x."""
+    width = -(-len(curve) // most)
+    if width <= 1:
+        return list(curve)
+    parts = [curve[i : i + width] for i in range(0, len(curve), width)]
+    return [(part[-1][0], sum(y for _, y in part) / len(part)) for part in parts]
+
+
+def escaped(text: str) -> str:
+    """A text for Plotly, which takes some HTML."""
+    return text.replace("&", "&amp;").replace("<", "&lt;")
+
+
+def _trace(name: str, curve: Sequence[tuple[float, float]], mode: str, meta: Mapping[str, str]) -> Figure:
+    return {
+        "type": "scatter", "mode": mode, "name": escaped(name), "x": [x for x, _ in curve], "y": [y for _, y in curve],
+        "meta": dict(meta), "hovertemplate": "%{y:.5g}",
+    }  # fmt: skip

@@ -1,0 +1,134 @@
+"""A page of parts: tables, figures of Plotly and pictures. Every text is escaped.
+
+Plotly's library is in the page, compressed; the browser unpacks it. A content security policy keeps the page from
+asking the network for anything, and from running any script but its own.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import gzip
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from lowbit.report.results import plain
+from lowbit.report.style import DARK, LIGHT, Theme
+
+GENERATOR = "lowbit report"
+_READ_BYTES = 400  # of a file, in which a page of ours names its generator
+_NUMBER = set("0123456789.,-+–x%∞ ")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A part of a page, with any of these.
+
+    Args:
+        text: below the title.
+        head, rows: a table, as texts. folded: shown on demand.
+        figure: {"data": ..., "layout": ...} for Plotly; `meta` of a trace holds its colors by theme.
+        picture: addresses of an image, {"light": ..., "dark": ...}.
+    """
+
+    title: str
+    text: str = ""
+    head: Sequence[str] = ()
+    rows: Sequence[Sequence[str]] = ()
+    folded: bool = False
+    figure: Mapping[str, Any] | None = None
+    picture: Mapping[str, str] | None = None
+
+    @property
+    def numeric(self) -> set[int]:
+        """Columns of numbers."""
+        columns = range(len(self.head))
+        return {i for i in columns if all(set(row[i]) <= _NUMBER or row[i][:1].isdigit() for row in self.rows)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Page:
+    """A page.
+
+    Args:
+        problems: what could not be read, each in a line.
+    """
+
+    title: str
+    subtitle: str = ""
+    problems: Sequence[str] = ()
+    parts: Sequence[Part] = field(default_factory=list)
+
+
+def render(page: Page) -> str:
+    """The page as HTML.
+
+    Raises:
+        ModuleNotFoundError: the extra "report" is not installed.
+    """
+    import jinja2
+
+    files = resources.files("lowbit.report.page")
+    environment = jinja2.Environment(
+        loader=jinja2.FunctionLoader(lambda name: files.joinpath(name).read_text("utf-8")), autoescape=True,
+        trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined,
+    )  # fmt: skip
+    parts = [_finite(part) for part in page.parts]
+    page = Page(title=page.title, subtitle=page.subtitle, problems=page.problems, parts=parts)
+    # Nobody can put a script into the page that knows a digest of the page.
+    nonce = hashlib.sha256(repr(page).encode("utf-8", "surrogatepass")).hexdigest()[:32]
+    library = _library() if any(part.figure for part in parts) else ""
+    return environment.get_template("page.html.j2").render(
+        page=page, nonce=nonce, library=library, generator=GENERATOR, light=_colors(LIGHT), dark=_colors(DARK)
+    )
+
+
+def write_page(page: Page, path: Path) -> None:
+    """Write a page; a reader never sees half a file.
+
+    Raises:
+        ValueError: a file is in the way that is no page of ours, or the path cannot be written.
+        ModuleNotFoundError: as `render`.
+    """
+    text = render(page)
+    if (path.exists() or path.is_symlink()) and not is_ours(path):
+        raise ValueError(f"{path} is in the way: it is no page of lowbit; allowed: another name, or to move it away")
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(text, encoding="utf-8", errors="replace")
+        part.replace(path)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written: {error.strerror}") from error
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def is_ours(path: Path) -> bool:
+    """Whether a file is a page that `write_page` wrote."""
+    try:
+        with path.open("rb") as file:
+            return f'name="generator" content="{GENERATOR}"'.encode() in file.read(_READ_BYTES)
+    except OSError:
+        return False
+
+
+@functools.cache
+def _library() -> str:
+    """Plotly's library, compressed, as base64."""
+    source = resources.files("plotly").joinpath("package_data", "plotly.min.js").read_bytes()
+    return base64.b64encode(gzip.compress(source, mtime=0)).decode()
+
+
+def _colors(theme: Theme) -> dict[str, str]:
+    return {"surface": theme.surface, "ink": theme.ink, "muted": theme.muted, "grid": theme.grid}
+
+
+def _finite(part: Part) -> Part:
+    """The part with null where its figure has a number that JSON does not."""
+    return replace(part, figure=None if part.figure is None else plain(part.figure))

@@ -1,0 +1,142 @@
+"""What a folder of `lowbit train` holds, read so that a broken file costs no more than what it says."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+CONFIG, METRICS, EVALUATIONS = "config.json", "metrics.jsonl", "evaluations.jsonl"
+SUMMARY, RANKS, TRACE = "summary.json", "ranks.json", "trace/all-ranks.json.gz"
+_MOST_BYTES = 256 << 20  # of a file, unpacked
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFiles:
+    """The files of a run.
+
+    Attributes:
+        config, summary, ranks: as they were written; empty where there is none.
+        steps, evaluations: lines of metrics and of held-out scores, ascending.
+        spans: Chrome trace events of all ranks.
+        problems: what could not be read, each in a line.
+    """
+
+    folder: Path
+    config: Mapping[str, Any]
+    summary: Mapping[str, Any]
+    ranks: Mapping[str, Any]
+    steps: list[dict[str, Any]]
+    evaluations: list[dict[str, Any]]
+    spans: list[dict[str, Any]]
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Values of the configuration by "section.key"."""
+        return {
+            f"{section}.{key}": value
+            for section, values in self.config.items()
+            for key, value in (values.items() if isinstance(values, dict) else ())
+        }
+
+
+def read_run(folder: Path) -> RunFiles:
+    """Read a folder of `lowbit train`.
+
+    Raises:
+        ValueError: it holds none, or nothing of it can be read.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no folder of a run and no file of results; allowed: what lowbit wrote")
+    problems: list[str] = []
+    config, summary, ranks = (_part(folder / name, _object, problems, {}) for name in (CONFIG, SUMMARY, RANKS))
+    steps = _part(folder / METRICS, lambda data: _lines(data, METRICS, problems), problems, [])
+    evaluations = _part(folder / EVALUATIONS, lambda data: _lines(data, EVALUATIONS, problems), problems, [])
+    if not (config or summary or steps):
+        reason = f": {problems[0]}" if problems else ""
+        raise ValueError(f"{folder} holds no run of lowbit that can be shown{reason}; allowed: a run.output folder")
+    spans = _part(folder / TRACE, _spans, problems, [])
+    if not config:
+        problems.append(f"{CONFIG} is missing or cannot be read: no settings")
+    total = _whole(config, "steps")
+    last = steps[-1]["step"] if steps else 0
+    if not summary:
+        of = f" of {total}" if total else ""
+        problems.append(f"The run did not end: {last}{of} steps are recorded, and there is no {SUMMARY}.")
+    return RunFiles(
+        folder=folder, config=config, summary=summary, ranks=ranks, steps=steps, evaluations=evaluations, spans=spans,
+        problems=problems,
+    )  # fmt: skip
+
+
+def number(value: Any) -> float | None:
+    """The value if it is a finite number."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and abs(value) < 1e300 and math.isfinite(value) else None
+
+
+def _whole(config: Mapping[str, Any], key: str) -> int | None:
+    run = config.get("run")
+    value = run.get(key) if isinstance(run, dict) else None
+    return value if isinstance(value, int) else None
+
+
+def _part(path: Path, parse: Callable[[bytes], Any], problems: list[str], absent: Any) -> Any:
+    """The contents of a file; `absent` where there is none, or where it cannot be read, which is a problem."""
+    if not path.is_file():
+        return absent
+    try:
+        return parse(_read(path))
+    except (OSError, EOFError, ValueError, RecursionError, KeyError, TypeError) as error:
+        problems.append(f"{path.name} cannot be read and is left out: {' '.join(str(error).split())[:200]}")
+        return absent
+
+
+def _read(path: Path) -> bytes:
+    if path.suffix == ".gz":
+        with gzip.open(path) as file:
+            data = file.read(_MOST_BYTES + 1)
+    else:
+        with path.open("rb") as file:
+            data = file.read(_MOST_BYTES + 1)
+    if len(data) > _MOST_BYTES:
+        raise ValueError(f"it has more than {_MOST_BYTES >> 20} MiB")
+    return data
+
+
+def _object(data: bytes) -> dict[str, Any]:
+    values = json.loads(data)
+    if not isinstance(values, dict):
+        raise ValueError("it holds no object")
+    return values
+
+
+def _lines(data: bytes, name: str, problems: list[str]) -> list[dict[str, Any]]:
+    """Lines with a step, by step; of a step that comes twice, the last. An unfinished last line is left out."""
+    by_step: dict[int, dict[str, Any]] = {}
+    bad = 0
+    for line in data.split(b"\n")[:-1]:
+        try:
+            values = json.loads(line)
+            by_step[int(values["step"])] = values
+        except (ValueError, RecursionError, KeyError, TypeError, OverflowError):
+            bad += 1
+    if bad:
+        problems.append(f"{name}: {bad} {'line' if bad == 1 else 'lines'} cannot be read and are left out")
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def _spans(data: bytes) -> list[dict[str, Any]]:
+    events = _object(data)["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    for event in spans:
+        if not (isinstance(event["args"], dict) and isinstance(event["name"], str) and isinstance(event["cat"], str)):
+            raise ValueError("an event has no name, kind or arguments")
+        if any(number(event[key]) is None for key in ("ts", "dur", "pid", "tid")):
+            raise ValueError("an event has no time")
+    return spans

@@ -1,0 +1,291 @@
+"""Pages about runs of `lowbit train`: one run, or several compared."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lowbit.report.page import Page, Part, write_page
+from lowbit.report.page.figures import lines, stacks
+from lowbit.report.page.run import RunFiles, number, read_run
+from lowbit.report.page.steps import shares_part, timeline_part
+
+PAGE = "report.html"
+_HELD_OUT = ("held_out_loss_codecs", "held_out_loss")
+_MACHINE = ("cpu", "gpu", "cores", "simd", "memory_gb", "system", "python", "torch", "lowbit", "date")
+_SUMMARY = {  # of a run: the name in the table, the format of its value, and its unit's size
+    "steps_here": ("steps", "{:,.0f}", 1), "loss": ("training loss", "{:.4f}", 1),
+    "held_out_loss": ("held-out loss, FP32 boundaries", "{:.4f}", 1),
+    "held_out_loss_codecs": ("held-out loss, with the codecs", "{:.4f}", 1),
+    "exact_match": ("exact match, FP32 boundaries", "{:.1%}", 1),
+    "exact_match_codecs": ("exact match, with the codecs", "{:.1%}", 1),
+    "tokens_per_second": ("tokens/s", "{:,.0f}", 1), "seconds_per_step": ("seconds per step", "{:.3f}", 1),
+    "compute_seconds": ("compute, seconds per step", "{:.3f}", 1),
+    "codec_seconds": ("coding, seconds per step", "{:.3f}", 1),
+    "wait_seconds": ("waiting, seconds per step", "{:.3f}", 1),
+    "bits_forward": ("bits per element, forward", "{:.2f}", 1),
+    "bits_backward": ("bits per element, backward", "{:.2f}", 1),
+    "bits_gradients": ("bits per element, gradients between pipelines", "{:.2f}", 1),
+    "bytes_per_step": ("MB sent per step", "{:,.2f}", 1e6), "bytes_sent": ("MB sent", "{:,.1f}", 1e6),
+    "seconds": ("seconds of all steps", "{:,.1f}", 1),
+}  # fmt: skip
+_AXES = {  # what a loss is drawn over, by field: its name, and units, the largest first
+    "seconds": ("time", ((3600, "hours"), (60, "minutes"), (1, "seconds"))),
+    "bytes_sent": ("traffic", ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))),
+}
+_Curve = list[tuple[float, float]]
+
+log = logging.getLogger(__name__)
+
+
+def write_report(folder: Path) -> None:
+    """Write the page of a run into its folder. What goes wrong is a warning: a run does not fail by its report."""
+    try:
+        write_page(run_page(read_run(folder)), folder / PAGE)
+    except ModuleNotFoundError as error:
+        log.warning(
+            'no report.html, because %s is missing: pip install "lowbit[report]", then lowbit report', error.name
+        )
+    except Exception as error:
+        log.warning("no report.html: %s", error)
+
+
+def run_page(run: RunFiles) -> Page:
+    """The page of one run."""
+    return Page(
+        title=f"Training run {run.folder.name}", subtitle=_subtitle(run), problems=run.problems,
+        parts=[part for part in _run_parts(run) if part.rows or part.figure or part.text],
+    )  # fmt: skip
+
+
+def comparison_page(runs: Sequence[RunFiles], problems: Sequence[str] = ()) -> Page:
+    """A page that compares runs."""
+    named = dict(zip(_names(runs), runs, strict=True))
+    problems = [*problems, *(f"{name}: {text}" for name, run in named.items() for text in run.problems)]
+    parts = [*_curve_parts(named), _outcomes(named), _differences(named)]
+    return Page(
+        title=f"{len(runs)} training runs",
+        problems=problems,
+        parts=[part for part in parts if part.rows or part.figure],
+    )
+
+
+def _run_parts(run: RunFiles) -> Iterator[Part]:
+    yield from _curve_parts({run.folder.name: run})
+    yield _outcomes({run.folder.name: run})
+    yield _shares_over_steps(run)
+    if run.spans:
+        yield timeline_part(run.spans)
+        yield shares_part(run.spans)
+    yield _links(run)
+    yield from _memory(run)
+    yield _machines(run)
+    yield Part(
+        title="Settings", head=("setting", "value"), folded=True,
+        rows=[(key, shown(value)) for key, value in run.settings.items()],
+    )  # fmt: skip
+
+
+def _subtitle(run: RunFiles) -> str:
+    pipeline, model = (run.config.get(name) for name in ("pipeline", "model"))
+    if not (isinstance(pipeline, dict) and isinstance(model, dict)):
+        return str(run.folder)
+    name = model.get("pretrained") or f"{model.get('family')}, {model.get('layers')} layers, width {model.get('dim')}"
+    formats = (
+        shown(pipeline.get("forward")) if pipeline.get("boundary") == "lowbit" else shown(pipeline.get("boundary"))
+    )
+    return f"{run.folder} · {name} · {pipeline.get('schedule')} on {pipeline.get('ranks')} ranks · {formats}"
+
+
+def _curve_parts(runs: Mapping[str, RunFiles]) -> Iterator[Part]:
+    """Loss by step, by time and by traffic; and the speed."""
+    by_step = {name: _curve(run, "loss") for name, run in runs.items()}
+    held_out = {name: _held_out(run) for name, run in runs.items()}
+    if any(by_step.values()):
+        text = "Training loss; a dot is the held-out loss." if any(held_out.values()) else "Training loss."
+        yield Part(
+            title="Loss by step", text=text, figure=lines(by_step, x="step", y="loss, nats a token", points=held_out)
+        )
+    for field, (what, units) in _AXES.items() if len(runs) > 1 else ():
+        sums = {name: _over(run, field) for name, run in runs.items()}
+        largest = max((x for curve in sums.values() for x, _ in curve), default=0.0)
+        size, unit = next(((size, unit) for size, unit in units if largest >= 2 * size), units[-1])
+        curves = {name: [(x / size, loss) for x, loss in curve] for name, curve in sums.items()}
+        if largest:
+            yield Part(title=f"Loss by {what}", figure=lines(curves, x=f"{what}, {unit}", y="loss, nats a token"))
+    speeds = {name: _curve(run, "tokens_per_second") for name, run in runs.items()}
+    if any(speeds.values()):
+        yield Part(title="Speed", figure=lines(speeds, x="step", y="tokens per second"))
+
+
+def _curve(run: RunFiles, field: str) -> _Curve:
+    values = ((line["step"], number(line.get(field))) for line in run.steps)
+    return [(step, value) for step, value in values if value is not None]
+
+
+def _over(run: RunFiles, field: str) -> _Curve:
+    """Loss over a sum, of seconds for example."""
+    sums = itertools.accumulate(number(line.get(field)) or 0.0 for line in run.steps)
+    losses = (number(line.get("loss")) for line in run.steps)
+    return [(total, loss) for total, loss in zip(sums, losses, strict=True) if loss is not None]
+
+
+def _held_out(run: RunFiles) -> _Curve:
+    """Held-out losses, with the codecs where there are any."""
+    for name in _HELD_OUT:
+        values = [(line["step"], number(line.get(name))) for line in run.evaluations]
+        if found := [(step, value) for step, value in values if value is not None]:
+            return found
+    return []
+
+
+def _outcomes(runs: Mapping[str, RunFiles]) -> Part:
+    """Summaries, side by side; of a run that has none, what its steps tell."""
+    outcomes = {name: dict(run.summary) or _so_far(run) for name, run in runs.items()}
+    rows = []
+    for field, (title, form, unit) in _SUMMARY.items():
+        values = [number(outcome.get(field)) for outcome in outcomes.values()]
+        if any(value is not None for value in values):
+            rows.append((title, *("–" if value is None else form.format(value / unit) for value in values)))
+    text = "Speed, times and bits: of the steps after the warm-up."
+    return Part(title="Outcome", text=text, head=("", *(runs if len(runs) > 1 else ["value"])), rows=rows)
+
+
+def _so_far(run: RunFiles) -> dict[str, Any]:
+    """Medians of the last steps of a run that did not end."""
+    recent = run.steps[-max(10, len(run.steps) // 2) :]
+    if not recent:
+        return {}
+    fields = ("tokens_per_second", "compute_seconds", "codec_seconds", "wait_seconds", "bits_forward", "bits_backward")
+    values = {field: [v for line in recent if (v := number(line.get(field))) is not None] for field in fields}
+    outcome: dict[str, Any] = {field: statistics.median(each) for field, each in values.items() if each}
+    last = [loss for line in run.steps[-10:] if (loss := number(line.get("loss"))) is not None]
+    sums = {field: sum(number(line.get(field)) or 0.0 for line in run.steps) for field in ("bytes_sent", "seconds")}
+    return outcome | sums | {"steps_here": len(run.steps), "loss": statistics.fmean(last) if last else None}
+
+
+def _shares_over_steps(run: RunFiles) -> Part:
+    """Where the time of each step went, as curves."""
+    names = {"compute": "compute_seconds", "coding": "codec_seconds", "waiting": "wait_seconds"}
+    curves = {name: _curve(run, field) for name, field in names.items()}
+    if not any(curves.values()):
+        return Part(title="")
+    return Part(
+        title="Seconds of a step", text="Mean over the ranks.", figure=lines(curves, x="step", y="seconds"),
+    )  # fmt: skip
+
+
+def _links(run: RunFiles) -> Part:
+    """What crossed between machines, and what the links can carry."""
+    rates = {row.get("link"): number(row.get("mbit")) for row in _rows(run.ranks.get("links"))}
+    recent = run.steps[-max(1, len(run.steps) // 2) :]
+    rows = []
+    for name in dict.fromkeys(key for line in recent for key in _mapping(line.get("links"))):
+        used = [(number(_mapping(line.get("links")).get(name)), number(line.get("seconds"))) for line in recent]
+        known = [(nbytes, seconds) for nbytes, seconds in used if nbytes is not None and seconds]
+        if known:
+            nbytes = statistics.median(n for n, _ in known)
+            mbit, rate = statistics.median(8 * n / s / 1e6 for n, s in known), rates.get(name)
+            share = f"{mbit / rate:.0%}" if rate else "–"
+            rows.append((str(name), f"{nbytes / 1e6:,.3f}", f"{mbit:,.1f}", f"{rate:,.1f}" if rate else "–", share))
+    trip = number(run.ranks.get("round_trip_seconds"))
+    text = "Medians of the later half of the steps. Machines are named by their first ranks."
+    text += f" Round trip: {1e3 * trip:.2f} ms." if trip else ""
+    return Part(
+        title="Links between machines", rows=rows, text=text if rows else "",
+        head=("link", "MB a step", "used Mbit/s", "measured Mbit/s", "used"),
+    )  # fmt: skip
+
+
+def _memory(run: RunFiles) -> Iterator[Part]:
+    """Memory of ranks, stages and layers, as far as the run recorded it."""
+    ranks = _rows(run.ranks.get("memory"))
+    if not ranks:
+        return
+    rows, bars, parts = [], [], {name: list[float]() for name in ("weights", "optimizer", "messages", "codec states")}
+    for rank in ranks:
+        stages = _rows(rank.get("stages"))
+        fields = ("weights", "messages", "codec_states")
+        values = [sum(number(stage.get(field)) or 0 for stage in stages) for field in fields]
+        saved, optimizer, process = (number(rank.get(field)) for field in ("saved_activations", "optimizer", "process"))
+        names = ", ".join(str(stage.get("stage")) for stage in stages)
+        weights, messages, states = values
+        bars.append(f"rank {rank.get('rank')}")
+        for part, value in zip(parts.values(), (weights, optimizer or 0, messages, states), strict=True):
+            part.append(value / 1e6)
+        cells = (weights, optimizer, saved, messages, states, number(rank.get("gpu")), process)
+        rows.append((str(rank.get("rank")), names, *("–" if v is None else f"{v / 1e6:,.2f}" for v in cells)))
+    head = (
+        "rank", "stages", "weights", "optimizer", "saved activations", "messages", "codec states", "GPU peak",
+        "process peak",
+    )  # fmt: skip
+    yield Part(
+        title="Memory by rank and stage, MB", head=head, rows=rows, figure=stacks(bars, parts, label="MB"),
+        text="Saved activations are counted where they are compressed; messages: most at once, in the last step.",
+    )  # fmt: skip
+    layers = [
+        (str(rank.get("rank")), str(layer), f"{number(size) or 0:,.0f}")
+        for rank in ranks
+        for layer, size in _mapping(rank.get("saved_by_layer")).items()
+    ]
+    yield Part(title="Saved activations by layer, bytes at the peak", head=("rank", "layer", "bytes"), rows=layers)
+
+
+def _machines(run: RunFiles) -> Part:
+    machines = _rows(run.ranks.get("machines"))
+    fields = [field for field in _MACHINE if any(field in machine for machine in machines)]
+    rows = [
+        (shown(machine.get("ranks")), *(shown(machine.get(field)) for field in fields)) for machine in machines
+    ]  # fmt: skip
+    about = ", ".join(f"{key} {run.ranks[key]}" for key in ("device", "backend", "precision") if key in run.ranks)
+    return Part(title="Machines and versions", text=about if rows else "", head=("ranks", *fields), rows=rows)
+
+
+def _differences(runs: Mapping[str, RunFiles]) -> Part:
+    """The settings that are not the same in all runs."""
+    settings = {name: {key: shown(value) for key, value in run.settings.items()} for name, run in runs.items()}
+    return differences(settings)
+
+
+def differences(settings: Mapping[str, Mapping[str, str]]) -> Part:
+    """A table of what is not the same everywhere."""
+    keys = dict.fromkeys(key for each in settings.values() for key in each)
+    rows = [
+        (key, *(each.get(key, "–") for each in settings.values()))
+        for key in keys
+        if len({each.get(key) for each in settings.values()}) > 1
+    ]
+    return Part(title="Settings that differ", head=("setting", *settings), rows=rows)
+
+
+def _names(runs: Sequence[RunFiles]) -> list[str]:
+    """Names of runs: of the folder, or the whole path where two have one name."""
+    return distinct_names([run.folder for run in runs])
+
+
+def distinct_names(paths: Sequence[Path]) -> list[str]:
+    """Short names of paths, all different."""
+    names = [path.name or str(path) for path in paths]
+    names = [str(path) if names.count(name) > 1 else name for path, name in zip(paths, names, strict=True)]
+    return [f"{name} ({i})" if names.count(name) > 1 else name for i, name in enumerate(names)]
+
+
+def shown(value: Any) -> str:
+    """A setting as text."""
+    if isinstance(value, list | tuple):
+        return ", ".join(map(shown, value))
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return "–" if value is None or value == "" else str(value)
+
+
+def _rows(value: Any) -> list[dict[str, Any]]:
+    return [row for row in value if isinstance(row, dict)] if isinstance(value, list) else []
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}

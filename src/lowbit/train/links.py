@@ -1,0 +1,140 @@
+"""The links between the machines of a run: what crosses each in a step, and what it can carry."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import permutations
+
+import torch
+
+from lowbit.ranks.messages import Messages
+from lowbit.train.layout import Layout
+
+_PROBE_BYTES = (1 << 18, 1 << 20, 1 << 22, 1 << 24)
+_ENOUGH_SECONDS = 0.15  # of the last message of a probe; a longer one would tell little more
+_NUMBER_BYTES = 8
+
+
+def link_name(source: int, target: int) -> str:
+    """Name of a direction of a link, by the first ranks of its machines."""
+    return f"{source} to {target}"
+
+
+class Links:
+    """Counts bytes by link, and waiting by machine. A machine is named by its first rank.
+
+    Args:
+        layout: of a pipeline. pipelines: how many there are.
+        machines: name of the machine of each rank.
+    """
+
+    def __init__(self, layout: Layout, pipelines: int, machines: Sequence[str]) -> None:
+        self._layout, self._pipelines = layout, pipelines
+        self.machine_of = [machines.index(name) for name in machines]
+        self.machines = sorted(set(self.machine_of))
+        self.pairs = sorted({(a, b) for a, b in map(self._ends, self._routes()) if a != b})
+
+    @property
+    def count(self) -> int:
+        """How many numbers `values` returns."""
+        return len(self.pairs) + len(self.machines)
+
+    def values(
+        self, rank: int, sent: Mapping[tuple[int, int], int], gradient_bytes: float, waited: float
+    ) -> list[float]:
+        """This rank's summands: bytes by link, and seconds of waiting by machine, each divided by the ranks there.
+
+        Args:
+            sent: bytes from a stage to another. gradient_bytes: sent to the ranks in the same place of other pipelines.
+            waited: seconds.
+        """
+        pipeline, place = divmod(rank, self._layout.ranks)
+        nbytes = dict.fromkeys(self.pairs, 0.0)
+        routes = [(rank, pipeline * self._layout.ranks + self._layout.rank_of(to), n) for (_, to), n in sent.items()]
+        others = [i * self._layout.ranks + place for i in range(self._pipelines) if i != pipeline]
+        routes += [(rank, other, gradient_bytes / len(others)) for other in others]
+        for source, target, size in routes:
+            if (pair := self._ends((source, target))) in nbytes:
+                nbytes[pair] += size
+        own = self.machine_of[rank]
+        share = waited / self.machine_of.count(own)
+        return [*nbytes.values(), *(share if machine == own else 0.0 for machine in self.machines)]
+
+    def named(self, sums: Sequence[float]) -> tuple[dict[str, int], dict[str, float]]:
+        """Bytes by link and seconds of waiting by machine, from the sums of `values` over all ranks."""
+        links = {link_name(*pair): round(size) for pair, size in zip(self.pairs, sums, strict=False)}
+        waits = sums[len(self.pairs) :]
+        return links, {str(machine): seconds for machine, seconds in zip(self.machines, waits, strict=True)}
+
+    def _ends(self, route: tuple[int, int]) -> tuple[int, int]:
+        return self.machine_of[route[0]], self.machine_of[route[1]]
+
+    def _routes(self) -> Iterator[tuple[int, int]]:
+        """Pairs of ranks, one of which sends to the other."""
+        ranks = self._layout.ranks
+        for first in range(0, self._pipelines * ranks, ranks):
+            for boundary in range(self._layout.stages - 1):
+                ends = (first + self._layout.rank_of(boundary), first + self._layout.rank_of(boundary + 1))
+                yield from (ends, (ends[1], ends[0]))
+        for place in range(ranks):
+            yield from permutations(range(place, self._pipelines * ranks, ranks), 2)
+
+
+def probe(messages: Messages, machine_of: Sequence[int]) -> dict[tuple[int, int], float]:
+    """Measure Mbit/s from and to the next rank, where that is on another machine; by sender and receiver.
+
+    All ranks of the pipeline call this. Pairs without a rank in common measure at the same time. Messages grow until
+    one takes 0.15 s.
+
+    Args:
+        machine_of: machine of each rank of the pipeline.
+
+    Returns:
+        What this rank measured, as the sender.
+
+    Raises:
+        DamagedError, PeerError: as `Messages`.
+    """
+    ranks = messages.ranks
+    pairs = [(rank, (rank + 1) % ranks) for rank in range(ranks if ranks > 2 else ranks - 1)]
+    rates: dict[tuple[int, int], float] = {}
+    for pair in sorted(pairs, key=lambda pair: pair[0] % 2):
+        if messages.rank in pair and machine_of[pair[0]] != machine_of[pair[1]]:
+            for sender, receiver in (pair, pair[::-1]):
+                if messages.rank == sender:
+                    rates[sender, receiver] = _send_probes(messages, receiver)
+                else:
+                    _take_probes(messages, sender)
+    return rates
+
+
+def _send_probes(messages: Messages, peer: int) -> float:
+    """Mbit/s, from the time until the peer has the last message and its answer is here."""
+    rate = 0.0
+    for nbytes in _PROBE_BYTES:
+        ready = messages.expect(_NUMBER_BYTES, peer, "probe")
+        answer = messages.expect(_NUMBER_BYTES, peer, "probe")
+        messages.send(torch.tensor([nbytes]), peer).wait()
+        payload = torch.zeros(nbytes, dtype=torch.uint8)
+        ready.wait()  # its receive is posted
+        begin = time.perf_counter()
+        sent = messages.send(payload, peer)
+        answer.wait()
+        seconds = time.perf_counter() - begin
+        sent.wait()
+        rate = 8 * nbytes / seconds / 1e6
+        if seconds >= _ENOUGH_SECONDS:
+            break
+    messages.send(torch.tensor([0]), peer).wait()
+    return rate
+
+
+def _take_probes(messages: Messages, peer: int) -> None:
+    while nbytes := int(messages.receive(_NUMBER_BYTES, peer, "probe").view(torch.int64)):
+        if nbytes not in _PROBE_BYTES:
+            raise ValueError(f"rank {peer} announces a probe of {nbytes} bytes; allowed: {_PROBE_BYTES}")
+        arriving = messages.expect(nbytes, peer, "probe")
+        messages.send(torch.tensor([1]), peer).wait()
+        arriving.wait()
+        messages.send(torch.tensor([1]), peer).wait()

@@ -1,0 +1,159 @@
+"""The trace of a run: a few steps of every rank on one clock, as files that Perfetto and Chrome open."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import time
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from lowbit.pipeline.trace import Span, Trace
+from lowbit.ranks.messages import Messages
+from lowbit.ranks.objects import gather_json
+from lowbit.train.folder import RunFolder
+
+if TYPE_CHECKING:
+    from lowbit.train.trainer import Trainer
+
+FOLDER, ALL = "trace", "all-ranks.json.gz"
+_PINGS = 9
+_CLOCK_BYTES = 8
+_SETTLING = 2  # steps after the warm-up that set up codecs and caches
+
+
+def traced_steps(steps: int, *, start: int, warmup: int, count: int) -> range:
+    """Numbers of the steps that are traced, such as range(103, 108): after the warm-up, if the run is long enough."""
+    first = max(start, min(max(start, warmup) + _SETTLING, steps - count))
+    return range(first + 1, min(first + count, steps) + 1)
+
+
+class Tracing:
+    """Traces steps of a trainer; all ranks make one and run the same steps.
+
+    Args:
+        messages: between all ranks. steps: numbers of those to trace.
+        folder: where rank 0 writes.
+    """
+
+    def __init__(self, trainer: Trainer, messages: Messages, folder: RunFolder, steps: range) -> None:
+        self._trainer, self._messages, self._folder, self._steps = trainer, messages, folder, steps
+        self._trace = Trace()
+        self._before: _Clock | None = None
+
+    def begin(self, step: int) -> contextlib.AbstractContextManager[None]:
+        """A block that runs a step."""
+        if step not in self._steps:
+            return contextlib.nullcontext()
+        return self._traced(last=step == self._steps[-1])
+
+    @contextlib.contextmanager
+    def _traced(self, *, last: bool) -> Iterator[None]:
+        trainer = self._trainer
+        if self._before is None:
+            self._before = _offset(self._messages)
+        trainer.trace = self._trace
+        with contextlib.ExitStack() as stack:
+            for stage in trainer.pipeline.stages:
+                stack.enter_context(self._trace.passes(stage))
+            for stage in trainer.pipeline.lowbit_stages.values():
+                stage.traffic.trace = self._trace
+            try:
+                yield
+            finally:
+                trainer.trace = None
+                for stage in trainer.pipeline.lowbit_stages.values():
+                    stage.traffic.trace = None
+        if last:
+            self._write()
+
+    def _write(self) -> None:
+        assert self._before is not None
+        trainer, clocks = self._trainer, (self._before, _offset(self._messages))
+        first = trainer.replicas.index * trainer.layout.ranks  # rank 0 of this pipeline
+        offset = sum(clock.offset for clock in clocks) // 2  # one for all spans, so that they keep their lengths
+        spans = [_plain(span, offset, first) for span in self._trace.spans]
+        error = max(abs(clock.offset - offset) + clock.error for clock in clocks)
+        gathered = gather_json({"spans": spans, "clock_error_ns": error}, trainer.side)
+        self._trace.spans.clear()
+        if trainer.rank != 0:
+            return
+        names = {f"{FOLDER}/rank-{rank}.json.gz": {rank: of_rank} for rank, of_rank in enumerate(gathered)}
+        names[f"{FOLDER}/{ALL}"] = dict(enumerate(gathered))
+        self._folder.note(f"{FOLDER}/", *names)
+        (self._folder.path / FOLDER).mkdir(exist_ok=True)
+        for name, ranks in names.items():
+            text = json.dumps({"traceEvents": list(_events(ranks)), "displayTimeUnit": "ms"})
+            (self._folder.path / name).write_bytes(gzip.compress(text.encode(), mtime=0))
+
+
+class _Clock(NamedTuple):
+    """What to add to this rank's clock for that of rank 0; wrong by at most `error`. Nanoseconds."""
+
+    offset: int
+    error: int
+
+
+def _offset(messages: Messages) -> _Clock:
+    """Compare the clocks of all ranks with rank 0's: half of the shortest of 9 round trips is the largest error."""
+    if messages.rank:
+        arriving = [messages.expect(_CLOCK_BYTES, 0, "clock") for _ in range(_PINGS)]
+        for message in arriving:
+            message.wait()
+            messages.send(torch.tensor([time.perf_counter_ns()]), 0).wait()
+        offset, error = messages.receive(2 * _CLOCK_BYTES, 0, "clock").view(torch.int64).tolist()
+        return _Clock(offset, error)
+    for rank in range(1, messages.ranks):
+        best = (1 << 62, 0)
+        arriving = [messages.expect(_CLOCK_BYTES, rank, "clock") for _ in range(_PINGS)]
+        for message in arriving:
+            begin = time.perf_counter_ns()
+            sent = messages.send(torch.tensor([0]), rank)
+            theirs = int(message.wait().view(torch.int64))
+            trip = time.perf_counter_ns() - begin
+            sent.wait()
+            best = min(best, (trip, begin + trip // 2 - theirs))
+        messages.send(torch.tensor([best[1], best[0] // 2]), rank).wait()
+    return _Clock(0, 0)
+
+
+def _plain(span: Span, offset: int, first: int) -> list[Any]:
+    """A span as JSON holds it, on the clock of rank 0; peers are ranks of the whole run."""
+    peer = None if span.peer is None else first + span.peer
+    return [span.name, peer, span.begin + offset, span.end + offset, span.about]
+
+
+def _events(ranks: Mapping[int, Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Chrome trace events, in microseconds: a process for each rank, with a thread for itself and one for each link."""
+    for rank, of_rank in ranks.items():
+        about = {"name": f"rank {rank}", "clock_error_us": of_rank["clock_error_ns"] / 1e3}
+        yield {"ph": "M", "name": "process_name", "pid": rank, "args": about}
+        yield {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}
+        threads = {peer for _, peer, *_ in of_rank["spans"]}
+        for peer in sorted(threads, key=lambda peer: -1 if peer is None else peer):
+            name = "computes" if peer is None else f"sends to rank {peer}"
+            yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": _thread(peer), "args": {"name": name}}
+        for name, peer, begin, end, args in of_rank["spans"]:
+            yield {
+                "ph": "X", "name": name, "cat": category(name), "pid": rank, "tid": _thread(peer), "ts": begin / 1e3,
+                "dur": (end - begin) / 1e3, "args": args,
+            }  # fmt: skip
+
+
+def _thread(peer: int | None) -> int:
+    return 0 if peer is None else peer + 1
+
+
+CATEGORIES = {
+    "forward": "compute", "backward": "compute", "weight": "compute", "optimizer": "compute", "encode": "coding",
+    "decode": "coding", "checksum": "coding", "wait": "waiting", "all-reduce": "all-reduce", "send": "sending",
+}  # fmt: skip
+"""Kinds of spans by name; a step and its pipeline pass are "rest": what nothing within them accounts for."""
+
+
+def category(name: str) -> str:
+    """Kind of a span."""
+    return CATEGORIES.get(name, "rest")
