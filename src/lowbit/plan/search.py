@@ -80,7 +80,8 @@ def search(
     """
     best: dict[str, Prediction] = {}
     problem: ConfigError | None = None
-    for count, schedule, each, cut in product(replicas, schedules, stages_per_rank, microbatches):
+    largest_first = sorted(microbatches, reverse=True)  # so that a problem is not that there are too few
+    for count, schedule, each, cut in product(replicas, schedules, stages_per_rank, largest_first):
         if schedule in _LAPS and each == 1 and "1F1B" in schedules:
             continue  # the same as 1F1B or GPipe
         plain = Choice(replicas=count, schedule=schedule, stages_per_rank=each, microbatches=cut)
