@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from lowbit.config import ConfigError
 from lowbit.evaluate import CalibrationConfig, EvaluationConfig, loading
@@ -115,6 +116,23 @@ def test_masked_tokens_are_predicted(tmp_path: Path):
     assert row["kind"] == loading.MASKED
     assert row["perplexity"] > 1
     assert 0 <= row["accuracy"] <= row["nearest"] == 1
+
+
+def test_a_checkpoint_without_its_head_is_an_encoder(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """Hugging Face would make up the head's weights, others at each start."""
+    folder = write_encoder(tmp_path)
+    config_file = folder / "config.json"
+    config_file.write_text(json.dumps(json.loads(config_file.read_text()) | {"architectures": ["BertForMaskedLM"]}))
+    weights = folder / "model.safetensors"
+    save_file({k: v for k, v in load_file(weights).items() if not k.startswith("pooler.")}, weights, {"format": "pt"})
+    row, *_ = run(EVALUATE, config(folder, formats=("int8",), sentences=30)).rows
+    assert (row["kind"], row["nearest"], row.get("perplexity")) == (loading.ENCODER, 1, None)
+    assert any("is taken for an encoder that predicts no tokens" in message for message in caplog.messages)
+    first, second = (loading.load_model(str(folder), "float32", torch.device("cpu")) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    save_file({k: v for k, v in load_file(weights).items() if "layer.1" not in k}, weights, {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"has no weights .*layer\.1\..*; allowed: a complete checkpoint"):
+        loading.load_model(str(folder), "float32", torch.device("cpu"))
 
 
 def test_a_calibration_of_an_encoder_reads_whole_sequences(folder: Path, tmp_path: Path):

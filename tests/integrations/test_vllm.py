@@ -338,6 +338,20 @@ def test_metadata_tells_prefills_from_decoding():
     assert VllmSettings(format=INT8).sums() == SumSettings()
 
 
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"format": "int5x"}, "codec is 'int5x'; allowed"),
+        ({"format": INT8, "small": "never"}, "small is 'never'; allowed"),
+        ({"format": INT8, "algorithm": "ring"}, "algorithm is 'ring'; allowed"),
+        ({"format": INT8, "timeout": 0}, "timeout is 0; allowed"),
+    ],
+)
+def test_wrong_settings_are_one_error_before_a_model_is_loaded(wrong: dict[str, Any], text: str):
+    with pytest.raises(ValueError, match=f"LOWBIT_VLLM cannot be used: {text}"):
+        VllmSettings.of(wrong, "LOWBIT_VLLM")
+
+
 def measuring() -> str:
     with served(llama, format=INT8, small="auto") as engine:
         return str(engine.sums.layers["model.layers.0.mlp.down_proj"].sum.settings.small)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load
 from torch import Tensor
 
 from lowbit.codecs import FeatureInt
@@ -20,6 +21,7 @@ from lowbit.tensor_parallel import (
     CalibrationError,
     calibrate,
     emulate_tensor_parallel_,
+    files,
 )
 from lowbit.tensor_parallel.calibration import select, tables_of
 from lowbit.tensor_parallel.files import join
@@ -226,11 +228,18 @@ def test_files_hold_everything(calibration: Calibration, tmp_path: Path):
 
 
 def edited(data: bytes, **changes: str) -> bytes:
+    """The file with other metadata, and a digest that fits them."""
     size = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + size])
-    header["__metadata__"] |= changes
-    text = json.dumps(header).encode()
+    metadata = header["__metadata__"] | changes
+    del metadata["sha256"]
+    metadata["sha256"] = files._digest(load(data), metadata)
+    text = json.dumps(header | {"__metadata__": metadata}).encode()
     return len(text).to_bytes(8, "little") + text + data[8 + size :]
+
+
+def flipped(data: bytes) -> bytes:
+    return data[:-3] + bytes([data[-3] ^ 4]) + data[-2:]
 
 
 DAMAGED = r"cut short, or not a safetensors file: it has {} bytes"
@@ -251,6 +260,9 @@ DAMAGED = r"cut short, or not a safetensors file: it has {} bytes"
             lambda d: edited(d, codec="FeatureInt4", codec_version="2"),
             "is for version 2 of FeatureInt4, this lowbit has version 3 of FeatureInt: calibrate again",
         ),
+        (flipped, "is damaged: its digest differs from that of its contents; calibrate again"),
+        (lambda d: d.replace(b'"world":"2"', b'"world":"4"'), "is damaged: its digest differs"),
+        (lambda d: edited(d, held_out="[" * 10_000), "not as `lowbit calibrate` writes it: RecursionError"),
         (lambda d: edited(d, held_out="[]"), "not as `lowbit calibrate` writes it"),
         (lambda d: edited(d, features="[]"), "not as `lowbit calibrate` writes it"),
         (lambda d: edited(d, world="two"), "not as `lowbit calibrate` writes it: ValueError"),

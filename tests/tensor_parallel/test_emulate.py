@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -33,6 +34,15 @@ def test_sums_that_are_not_coded_differ_by_roundings_only(ranks: int):
     assert emulation.ranks == ranks
     assert torch.equal(logits(model, ids()), full)
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_model_with_low_bit_sums_is_not_copied():
+    """A copy would compute with the original's weights."""
+    model = Toy()
+    message = r"cannot be copied; allowed: a copy before, or after remove\(\)"
+    with emulate_tensor_parallel_(model, 2), pytest.raises(RuntimeError, match=message):
+        copy.deepcopy(model)
+    assert torch.equal(logits(copy.deepcopy(model), ids()), logits(model, ids()))
 
 
 @pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])

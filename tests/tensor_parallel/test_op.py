@@ -129,7 +129,7 @@ def operator_on_tensors() -> dict[str, Any]:
     before = x.clone()
     total = torch.ops.lowbit.tp_all_reduce(x, layer_sum.number, group.group_name)
     unchanged = torch.equal(x, before)
-    with pytest.raises(RuntimeError, match="layer sums in few bits, for inference only"):
+    with pytest.raises(RuntimeError, match="layer is cut over ranks for inference only"):
         torch.ops.lowbit.tp_all_reduce(x.clone().requires_grad_(), layer_sum.number, group.group_name)
     torch.ops.lowbit.tp_all_reduce_(x, layer_sum.number, group.group_name)
     on_stream = before.clone()

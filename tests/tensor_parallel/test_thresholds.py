@@ -14,7 +14,14 @@ from torch import Tensor
 
 from lowbit.codecs import FeatureInt, GroupInt
 from lowbit.ranks import pytorch
-from lowbit.tensor_parallel import SumSettings, Thresholds, emulate_tensor_parallel_, low_bit_, tensor_parallel_
+from lowbit.tensor_parallel import (
+    SumSettings,
+    Thresholds,
+    emulate_tensor_parallel_,
+    low_bit_,
+    rowwise,
+    tensor_parallel_,
+)
 from lowbit.tensor_parallel.measure import ROWS, steps_of
 from lowbit.tensor_parallel.thresholds import kind_of
 from tests.processes import Ranks
@@ -102,7 +109,7 @@ def thresholds(**changes: Any) -> Thresholds:
     return Thresholds(**{**values, **changes})
 
 
-def test_thresholds_are_kept_in_a_file_and_decide_by_rows(tmp_path: Path):
+def test_thresholds_are_kept_in_a_file_and_decide_by_rows(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     path = tmp_path / "calibration.thresholds.json"
     thresholds().save(path)
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
@@ -114,7 +121,12 @@ def test_thresholds_are_kept_in_a_file_and_decide_by_rows(tmp_path: Path):
     assert kind_of(WIDTH, torch.float32, codec) == KIND
     settings = SumSettings(small=loaded)
     assert settings.choice(torch.ones(2, 4, WIDTH), 2, codec) == "one_shot"
-    assert settings.choice(torch.ones(2, 4, WIDTH).bfloat16(), 2, codec) == "plain"  # a kind that was not measured
+    for _ in range(2):
+        assert settings.choice(torch.ones(2, 4, WIDTH).bfloat16(), 2, codec) == "plain"
+    assert caplog.messages == [
+        f"sums of {KIND.replace('float32', 'bfloat16')} are not coded: thresholds were measured for {KIND}; give the "
+        "model its dtype before low_bit_, or a number as small"
+    ]
     model = Toy()
     with emulate_tensor_parallel_(model, 2, calibrated(), settings=settings) as emulation:
         logits(model, ids(2, 4))
@@ -122,11 +134,28 @@ def test_thresholds_are_kept_in_a_file_and_decide_by_rows(tmp_path: Path):
     assert emulation.traffic.share_coded == 4 * 8 / (5 * 15)  # of five sums the embedding's is not coded
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"steps": {"a": [[1, "ring"]]}}'])
+OF_NO_RANKS = '{"ranks": 1, "steps": {}, "milliseconds": {}, "mbit": 1, "date": ""}'
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"steps": {"a": [[1, "ring"]]}}', '{"steps": null}', OF_NO_RANKS])
 def test_other_files_are_refused(tmp_path: Path, text: str):
     (tmp_path / "file").write_text(text)
     with pytest.raises(ValueError, match=r"file does not hold thresholds: .*; allowed: what Thresholds.save wrote"):
         Thresholds.load(tmp_path / "file")
+
+
+def measured_without_rank_1() -> None:
+    model = tensor_parallel_(Toy())
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(rowwise, "measured", lambda *_, **__: time.sleep(6))
+        low_bit_(model, GroupInt(bits=8, group=64), settings=SumSettings(timeout=1.5))
+
+
+def test_a_rank_that_does_not_measure_ends_the_others_in_time(ranks: Ranks):
+    outcome, _ = ranks.outcomes(measured_without_rank_1)
+    assert outcome.kind == "PeerError", outcome
+    assert "did not take part within 1.5 s" in outcome.text
 
 
 def test_settings_are_checked():

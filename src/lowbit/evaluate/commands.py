@@ -277,7 +277,7 @@ EVALUATE = Command(
         ),
         Bars(
             title=_neighbours_heading,
-            subtitle="10 nearest neighbours that are the same as on one rank.",
+            subtitle="10 nearest neighbours that are the same as of the first row.",
             rows=lambda rows: [row for row in _parallel(rows) if row.get("nearest_10") is not None],
             group=_ranks,
             series="format",

@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -70,13 +70,27 @@ def load_model(folder: str, dtype: str, device: torch.device) -> PreTrainedModel
     from transformers.utils import logging as hugging_face
 
     kinds = {CAUSAL: AutoModelForCausalLM, MASKED: AutoModelForMaskedLM, ENCODER: AutoModel}
-    kind = kinds[model_kind(folder)]
+    kind = model_kind(folder)
     hugging_face.disable_progress_bar()
+
+    def load(auto: Any) -> tuple[PreTrainedModel, list[str]]:
+        found, info = auto.from_pretrained(
+            folder, dtype=choose_dtype(dtype, device), local_files_only=True, output_loading_info=True
+        )
+        return found, sorted(info["missing_keys"])
+
     try:
-        model = kind.from_pretrained(folder, dtype=choose_dtype(dtype, device), local_files_only=True)
+        model, missing = load(kinds[kind])
+        if kind == MASKED and missing:
+            log.warning("%s has no %s: it is taken for an encoder that predicts no tokens", folder, missing[0])
+            model, missing = load(AutoModel)
     except (OSError, ValueError, ImportError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"model {folder!r} cannot be loaded: {reason}") from error
+    if any(name.startswith("pooler.") for name in missing):  # nothing needs it
+        model.pooler, missing = None, [name for name in missing if not name.startswith("pooler.")]
+    if missing:
+        raise ConfigError(f"model {folder!r} has no weights {', '.join(missing[:3])}; allowed: a complete checkpoint")
     attention = model.config._attn_implementation
     if attention != "sdpa":
         log.warning("%s computes attention by %s: it has no other", type(model).__name__, attention)
@@ -87,9 +101,20 @@ def load_model(folder: str, dtype: str, device: torch.device) -> PreTrainedModel
 
 
 def model_kind(folder: str) -> str:
-    """Return `CAUSAL`, `MASKED` or `ENCODER` (without an output for tokens)."""
+    """Return `CAUSAL`, `MASKED` or `ENCODER` (without an output for tokens), as the checkpoint's config says.
+
+    Raises:
+        ConfigError: another kind of model.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
     config = model_config(folder)
     if config.model_type not in ENCODERS:
+        if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+            raise ConfigError(
+                f"model {folder!r} is of the type {config.model_type!r}; allowed: causal language models, and the "
+                f"encoders {', '.join(ENCODERS)}"
+            )
         return CAUSAL
     return MASKED if any(name.endswith("ForMaskedLM") for name in config.architectures or ()) else ENCODER
 

@@ -110,6 +110,8 @@ class Evaluation:
                 agree(None, self._facts(), topic="evaluation")
             calibrations = loading.load_calibrations(self.settings.calibrations)
             model = loading.load_model(self.settings.model, self.settings.dtype, self.device)
+            if self.kind == loading.MASKED and model.get_output_embeddings() is None:
+                self.kind = loading.ENCODER  # its checkpoint has no head
             for case in self._cases(model, calibrations):
                 rows = [*rows, self._measure(model, case)]
                 yield rows

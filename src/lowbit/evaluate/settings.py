@@ -99,10 +99,10 @@ class EvaluationConfig(InferenceConfig):
 
     low_bit: bool = False
     """Compare only feature-int4 with bf16: short for --format bf16,feature-int4."""
-    formats: tuple[str, ...] = FORMATS
+    formats: tuple[str, ...] = ()
     """Formats of the partial sums: bf16, int4 (static scales, no outliers), feature-int4 (with the outlier features of
     the calibration), feature-int4-distributed (as many outliers, placed where they help most), or a codec such as int8
-    (groups of 64 with a scale each). bf16 is always measured."""
+    (groups of 64 with a scale each). bf16 is always measured. If omitted, bf16, int4 and feature-int4."""
     tps: tuple[Positive, ...] = ()
     """Numbers of tensor-parallel ranks, emulated in this process. If omitted, those of 1, 2, 4 and 8 that the model can
     be split for. Under torchrun, its number of processes is used instead."""
@@ -135,8 +135,8 @@ class EvaluationConfig(InferenceConfig):
     """Sums with fewer elements are sent in the model's data type. If omitted, as in inference."""
 
     def __post_init__(self) -> None:
-        if not self.formats:
-            raise ConfigError(f"format is empty; allowed: {', '.join(FORMATS)}, or any codec")
+        if self.low_bit and self.formats:
+            raise ConfigError(f"format is {', '.join(self.formats)} and low-bit is given; allowed: one of them")
         if self.calibrations and self.calibration_text:
             raise ConfigError(
                 f"calibration-text is {', '.join(self.calibration_text)} and calibration is "
@@ -144,8 +144,11 @@ class EvaluationConfig(InferenceConfig):
             )
         if self.task_folder and not self.tasks:
             raise ConfigError(f"task-folder is {self.task_folder!r}; allowed: with --task")
+        for key, value in {"limit": self.limit, "shots": self.shots}.items():
+            if value and not self.tasks:
+                raise ConfigError(f"{key} is {value}; allowed: with --task")
 
     @property
     def compared(self) -> tuple[str, ...]:
         """All formats, the baseline first, none twice."""
-        return tuple(dict.fromkeys((BASELINE, *((LOW_BIT,) if self.low_bit else self.formats))))
+        return tuple(dict.fromkeys((BASELINE, *((LOW_BIT,) if self.low_bit else self.formats or FORMATS))))

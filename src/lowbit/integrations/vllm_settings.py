@@ -52,8 +52,14 @@ class VllmSettings:
     experts: Literal["engine", "refuse"] = "refuse"
 
     def __post_init__(self) -> None:
+        from lowbit.codecs import parse
+        from lowbit.tensor_parallel.reduce import check_codec
+
         if bool(self.calibration) == bool(self.format):
             raise ValueError(f"calibration is {self.calibration!r} and format is {self.format!r}; allowed: one of them")
+        if self.format:
+            check_codec("format", parse(self.format))
+        self.sums()
         check_choice("over", self.over, ("engine", "refuse"))
         check_choice("experts", self.experts, ("engine", "refuse"))
         check_int("prefills", self.prefills, 0, 1 << 30)

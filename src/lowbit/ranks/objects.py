@@ -16,34 +16,37 @@ MOST_BYTES = 64 << 20
 """Largest text of one rank: a peer's announcement decides how much memory this rank takes."""
 
 
-def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+def gather_json(value: Any, group: dist.ProcessGroup | None = None, *, timeout: float | None = None) -> list[Any]:
     """Return the values of all ranks, in the order of the ranks; every rank calls this.
 
-    Two collectives of PyTorch's, in which every rank sends as many bytes as the longest text has. The group's own time
-    limit applies.
+    Two collectives of PyTorch's, in which every rank sends as many bytes as the longest text has.
 
     Args:
         value: None, booleans, numbers (NaN and infinity, too), strings, lists and dictionaries with strings as keys.
             Tuples arrive as lists.
         group: the ranks; None: the default group.
+        timeout: seconds for each collective, as of `pytorch.finish`; None: the group's own.
 
     Raises:
         TypeError: JSON cannot hold `value`.
         ValueError: a text of more than 64 MiB (on all ranks), or a peer sent something that is no JSON.
+        PeerError: with `timeout`, a rank ended or did not take part in time.
     """
     group = plain(group)
     ranks, device = group.size(), _device(group)
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     sizes = torch.empty(ranks, dtype=torch.int64, device=device)
-    pytorch.gather(sizes, torch.tensor([text.numel()], device=device), group)
+    _gather(sizes, torch.tensor([text.numel()], device=device), group, timeout)
     lengths: list[int] = sizes.tolist()
     if not all(0 < length <= MOST_BYTES for length in lengths):
         raise ValueError(f"ranks state {lengths} bytes; allowed: 1 to {MOST_BYTES} each")
     padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
     padded[: text.numel()] = text
-    texts = gather_tensor(padded, group)
+    texts = padded.new_empty(ranks * padded.numel())
+    _gather(texts, padded, group, timeout)
+    rows = texts.view(ranks, -1).cpu()
     return [
-        parse_json(texts[rank, :length], f"what rank {rank} of the group stated is not JSON")
+        parse_json(rows[rank, :length], f"what rank {rank} of the group stated is not JSON")
         for rank, length in enumerate(lengths)
     ]
 
@@ -63,6 +66,12 @@ def gather_tensor(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     out = x.new_empty(ranks * x.numel())
     pytorch.gather(out, x.flatten(), group)
     return out.view(ranks, *x.shape).cpu()
+
+
+def _gather(out: Tensor, x: Tensor, group: dist.ProcessGroup, timeout: float | None) -> None:
+    work = pytorch.gather(out, x, group, async_op=timeout is not None)
+    if timeout is not None:
+        pytorch.finish(work, group, timeout)
 
 
 def _device(group: dist.ProcessGroup) -> torch.device:

@@ -79,8 +79,9 @@ def calibrate(
     only measures the errors of the formats, which `Drift` compares with.
 
     A whole model is run as on `ranks` tensor-parallel ranks (`emulate_tensor_parallel_`) and is whole again afterwards.
-    On real tensor-parallel ranks all of them call this with the same sequences and get the same result, that of the
-    emulation. They read all `sequences` first, and compare them and all settings before the first forward pass.
+    On real tensor-parallel ranks all of them call this with the same sequences and get the same result: on two ranks
+    that of the emulation bit for bit, on more up to the last bits of uncoded sums. They read all `sequences` first, and
+    compare them and all settings before the first forward pass.
 
     Args:
         model: Hugging Face model, whole or loaded with a `tp_plan`; or any module with a `plan` that takes token ids.

@@ -226,6 +226,7 @@ class Calibration:
                 f"{path} is for version {version} of {metadata.get('codec')}, this lowbit has version "
                 f"{FeatureInt.payload_version} of FeatureInt: calibrate again"
             )
+        files.verify(path, averages, metadata)
         try:
             return cls(
                 averages=averages, count=int(metadata["count"]),
@@ -246,7 +247,7 @@ class Calibration:
                 model=metadata["model"], dtype=metadata["dtype"], world=int(metadata["world"]), text=metadata["text"],
                 settings=json.loads(metadata["settings"]),
             )  # fmt: skip
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise CalibrationError(
                 f"{path} is not as `lowbit calibrate` writes it: {type(error).__name__}: {error}"
             ) from error

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 
@@ -17,11 +19,21 @@ class CalibrationError(ValueError):
 
 Tensors = Mapping[str, Mapping[str, Tensor]]
 """By kind ("low", "high", ...), then by layer."""
+_DIGEST = "sha256"
 
 
 def join(tensors: Tensors) -> dict[str, Tensor]:
     """Return the tensors of a file: "layer.kind"."""
     return {f"{name}.{kind}": t for kind, by_layer in tensors.items() for name, t in by_layer.items()}
+
+
+def _digest(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+    """SHA-256 of all that a file holds."""
+    digest = hashlib.sha256(json.dumps(dict(metadata), sort_keys=True).encode())
+    for name, t in sorted(tensors.items()):
+        digest.update(f"/{name} {t.dtype} {tuple(t.shape)}/".encode())
+        digest.update(t.flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def write(path: str | Path, tensors: Tensors, metadata: Mapping[str, str]) -> None:
@@ -30,7 +42,8 @@ def write(path: str | Path, tensors: Tensors, metadata: Mapping[str, str]) -> No
 
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    data = save({name: t.contiguous() for name, t in join(tensors).items()}, dict(metadata))
+    whole = {name: t.contiguous() for name, t in join(tensors).items()}
+    data = save(whole, {**metadata, _DIGEST: _digest(whole, metadata)})
     handle, part = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
@@ -72,3 +85,10 @@ def read(path: str | Path, kinds: Sequence[str], expected: str) -> tuple[dict[st
         for kind in kinds
     }
     return found, metadata
+
+
+def verify(path: str | Path, tensors: Tensors, metadata: Mapping[str, str]) -> None:
+    """Raise CalibrationError unless what `read` returned is what `write` wrote."""
+    rest = {key: value for key, value in metadata.items() if key != _DIGEST}
+    if metadata.get(_DIGEST) != _digest(join(tensors), rest):
+        raise CalibrationError(f"{path} is damaged: its digest differs from that of its contents; calibrate again")

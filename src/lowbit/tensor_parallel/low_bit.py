@@ -119,10 +119,12 @@ def low_bit_styles(
         settings: how partial sums are added up. drift: watches at run time whether the calibrated ranges hold.
 
     Raises:
-        TypeError: a codec instead of a calibration.
+        TypeError: a codec instead of a calibration. ValueError: a mesh of several dimensions.
         CalibrationError, AgreementError: as `low_bit_`; the model itself is not compared, only the sizes of its layers.
     """
     settings = settings or SumSettings()
+    if mesh.ndim != 1:
+        raise ValueError(f"mesh has {mesh.ndim} dimensions; allowed: 1, such as mesh['tp']")
     loaded = load_agreed(calibration, mesh.get_group(), settings)
     if not isinstance(loaded, Calibration):
         raise TypeError(

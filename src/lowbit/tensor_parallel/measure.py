@@ -99,12 +99,12 @@ def _times(sample: Sample, group: dist.ProcessGroup, settings: SumSettings, seco
     """
     competing, times = choices(dist.get_world_size(group), settings), Times()
     spent = last = 0.0
-    date: str = gather_json(datetime.now(UTC).strftime("%Y-%m-%d %H:%M"), group)[0]
+    date: str = gather_json(datetime.now(UTC).strftime("%Y-%m-%d %H:%M"), group, timeout=settings.timeout)[0]
     for rows in ROWS:
         turns = _FEWER if last > _LONG else _TURNS
         x = torch.zeros(rows, sample.width, dtype=sample.dtype, device=sample.device)
         mine = [[_turn(x, sample.codec, c, group, settings) for c in competing] for _ in range(1 + turns)]
-        by_rank: list[list[list[float]]] = gather_json(mine, group)
+        by_rank: list[list[list[float]]] = gather_json(mine, group, timeout=settings.timeout)
         slowest = [[max(one) for one in zip(*turn, strict=True)] for turn in zip(*by_rank, strict=True)]
         times[rows] = {c: [turn[i] for turn in slowest[1:]] for i, c in enumerate(competing)}
         last = sum(map(sum, slowest[1:]))  # the first calls of a process take seconds

@@ -237,6 +237,6 @@ def check_inference(name: str, x: Tensor, weight: Tensor | None = None) -> None:
 def no_gradient(name: str) -> str:
     """The error about a gradient of a layer that is asked for."""
     return (
-        f"{name} sums in few bits, for inference only, and gradients are on; allowed: calls under "
+        f"{name} is cut over ranks for inference only, and gradients are on; allowed: calls under "
         "torch.no_grad() or torch.inference_mode()"
     )

@@ -35,10 +35,18 @@ from lowbit.tensor_parallel.thresholds import Choice, Thresholds
 from lowbit.tensor_parallel.traffic import counting
 
 LAYER_SUM = "lowbit_sum"  # attribute of a forward: its `LayerSum`
+_GUARD = "lowbit_guard"  # attribute of a module: a `_NoCopy`
 
 Watch = Callable[[str, Sequence[Tensor], Tensor], None]
 """Called with the name of a layer, the partial sums in this process (its own, or those of all emulated ranks), and
 their sum over all ranks."""
+
+
+class _NoCopy:
+    """Stops a copy of a module whose forward has been replaced: that would compute with the original's weights."""
+
+    def __deepcopy__(self, memo: object) -> Self:
+        raise RuntimeError("a model with low-bit sums cannot be copied; allowed: a copy before, or after remove()")
 
 
 class Installed:
@@ -53,12 +61,12 @@ class Installed:
         self.traffic = Traffic()
         self.sums: list[LayerSum] = []
         self._settings: Callable[..., SumSettings] | None = None
-        self._before: list[tuple[nn.Module, Any]] = []
+        self._before: list[tuple[nn.Module, dict[str, Any]]] = []
 
     def replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         """Give a module another forward."""
-        self._before.append((module, module.__dict__.get("forward")))
-        module.__dict__["forward"] = forward
+        self._before.append((module, {name: module.__dict__.get(name) for name in ("forward", _GUARD)}))
+        module.__dict__ |= {"forward": forward, _GUARD: _NoCopy()}
 
     @property
     def thresholds(self) -> Thresholds | None:
@@ -92,9 +100,10 @@ class Installed:
         """Give all modules their own forward back."""
         while self._before:
             module, before = self._before.pop()
-            module.__dict__.pop("forward", None)
-            if before is not None:
-                module.__dict__["forward"] = before
+            for name, value in before.items():
+                module.__dict__.pop(name, None)
+                if value is not None:
+                    module.__dict__[name] = value
 
     def __enter__(self) -> Self:
         return self

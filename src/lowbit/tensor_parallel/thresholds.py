@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -15,6 +16,7 @@ import torch
 
 from lowbit.codecs.base import Codec
 
+log = logging.getLogger(__name__)
 Choice = Literal["plain", "one_shot", "two_shot"]
 """How a sum travels: by the engine's own all-reduce in the model's dtype, or coded by one of two algorithms."""
 Steps = tuple[tuple[int, Choice], ...]
@@ -50,8 +52,11 @@ class Thresholds:
         return min((steps[0][0] for steps in self.steps.values() if steps), default=0)
 
     def choice(self, kind: str, rows: int) -> Choice:
-        """Return how a sum of so many rows travels; of a kind that was not measured, "plain"."""
-        steps = self.steps.get(kind, ())
+        """Return how a sum of so many rows travels; of a kind that was not measured, "plain", which is logged once."""
+        if kind not in self.steps:
+            _warn_unmeasured(kind, ", ".join(self.steps))
+            return "plain"
+        steps = self.steps[kind]
         index = bisect_right([least for least, _ in steps], rows)
         return steps[index - 1][1] if index else "plain"
 
@@ -72,8 +77,10 @@ class Thresholds:
         try:
             values: dict[str, Any] = json.loads(Path(path).read_text("utf-8"))
             steps = {kind: tuple((int(n), _choice(name)) for n, name in s) for kind, s in values["steps"].items()}
+            if int(values["ranks"]) < 2 or any(least < 1 for taken in steps.values() for least, _ in taken):
+                raise ValueError("fewer than 2 ranks, or than 1 row")
             return cls(**{**values, "steps": steps})
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise ValueError(
                 f"{path} does not hold thresholds: {type(error).__name__}: {error}; allowed: what Thresholds.save wrote"
             ) from error
@@ -90,6 +97,14 @@ def kind_of(width: int, dtype: torch.dtype, codec: Codec) -> str:
     """Name what the time of a sum depends on, besides its rows."""
     bits = codec.bits_per_element((64, width))
     return f"{width} features, {str(dtype).removeprefix('torch.')}, {bits:.0f} bits"
+
+
+@cache
+def _warn_unmeasured(kind: str, measured: str) -> None:
+    log.warning(
+        "sums of %s are not coded: thresholds were measured for %s; give the model its dtype before low_bit_, or a "
+        "number as small", kind, measured,
+    )  # fmt: skip
 
 
 def _choice(name: object) -> Choice:
