@@ -9,8 +9,9 @@ WORKERS ?= 3
 MINUTES ?= 10
 SEED   ?= $(shell date +%s)
 # What a processor without AVX-512 and bfloat16 has, and what every x86-64 has. PyTorch and numba choose kernels by it.
-AVX2   := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 NUMBA_CPU_NAME=haswell NUMBA_CPU_FEATURES=+avx2
-SSE2   := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 NUMBA_CPU_NAME=generic
+# Compiled graphs are for one kind of processor, which PyTorch's cache of them does not tell apart.
+AVX2   := TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/$(VENV)/inductor-avx2 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 NUMBA_CPU_NAME=haswell NUMBA_CPU_FEATURES=+avx2
+SSE2   := TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/$(VENV)/inductor-sse2 ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 NUMBA_CPU_NAME=generic
 CPU_TESTS := $(addprefix tests/,kernels codecs tensor_parallel evaluate collectives/test_feature_int.py cli/test_app.py) \
   $(addprefix tests/activations/test_,norm.py gated.py modules.py distributed.py) $(addprefix tests/train/test_,prepare.py loop.py activations.py)
 TORCH  ?= 2.15.0

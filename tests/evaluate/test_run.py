@@ -48,7 +48,7 @@ def evaluation_config(folder: Path, **more: Any) -> EvaluationConfig:
 def test_rows_of_formats_and_ranks(folder: Path, calibrated: Path, caplog: pytest.LogCaptureFixture):
     settings = evaluation_config(
         folder, tps=(1, 2, 4), formats=("int4", "feature-int4", "int8"),
-        calibration_text=(str(folder / "text.txt"),), calibration_sequences=4,
+        calibration_text=(str(folder / "text.txt"),), calibration_sequences=4, dtype="bfloat16",
     )  # fmt: skip
     seen: list[int] = []
     report = run(EVALUATE, settings, on_rows=lambda rows: seen.append(len(rows)))
