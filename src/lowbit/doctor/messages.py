@@ -20,7 +20,8 @@ class Facts:
     """What a machine knows about itself.
 
     Attributes:
-        id: unique to this call. torch_problem: why this version does not work.
+        id: unique to this call. computer: the same for containers of one computer.
+        torch_problem: why this version does not work.
         address, interface: that lead to the meeting. gloo_*: where Gloo would listen under `lowbit train`;
             gloo_problem: why it would not; chosen: GLOO_SOCKET_IFNAME.
         host_address: where the host's name leads on this machine. meet_address: where the meeting's name leads.
@@ -29,6 +30,7 @@ class Facts:
     """
 
     id: Text
+    computer: Text = ""
     name: Text
     lowbit: Text
     torch: Text

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import permutations
+from itertools import permutations, zip_longest
 from typing import Any
 
 from lowbit.doctor.channel import StrangerError, read
@@ -92,21 +92,21 @@ class Survey:
             for pair in permutations(range(len(self.seats)), 2):
                 self._measure(*pair)
         say("measures compute and coding, which takes minutes the first time on a machine")
-        answers = self._all([{"do": "speed"}] * len(self.seats), _SPEED_SECONDS)
-        for seat, values in zip(self.seats, answers, strict=True):
-            seat.speed = seat.read(Speed, values) or Speed(problem="it gave none")
-
-    def _all(self, messages: Sequence[Mapping[str, Any]], limit: float) -> list[dict[str, Any] | None]:
-        """The answers of all machines, which work at the same time."""
-        with ThreadPoolExecutor(len(self.seats)) as pool:
-            return list(pool.map(lambda seat, message: seat.answer(message, limit), self.seats, messages))
+        computers: dict[str, list[Seat]] = {}
+        for seat in self.seats:
+            computers.setdefault(seat.facts.computer or seat.facts.id, []).append(seat)
+        for turn in zip_longest(*computers.values()):  # those that share a computer one after the other
+            seats = [seat for seat in turn if seat]
+            answers = _all(seats, [{"do": "speed"}] * len(seats), _SPEED_SECONDS)
+            for seat, values in zip(seats, answers, strict=True):
+                seat.speed = seat.read(Speed, values) or Speed(problem="it gave none")
 
     def _knock(self) -> None:
         """Have all machines connect to all others."""
         index_of = {seat.facts.id: index for index, seat in enumerate(self.seats)}
         doors = [{"id": s.facts.id, "addresses": s.addresses, "ports": s.facts.ports} for s in self.seats]
         asked = [{"do": "knock", "doors": [d for d in doors if d["id"] != s.facts.id]} for s in self.seats]
-        answers = self._all(asked, ANSWER_SECONDS + 5.0 * len(self.seats))
+        answers = _all(self.seats, asked, ANSWER_SECONDS + 5.0 * len(self.seats))
         for number, (seat, answer) in enumerate(zip(self.seats, answers, strict=True)):
             reached = seat.read(Reached, answer)
             for id, address, port, state in reached.found if reached else ():
@@ -131,6 +131,12 @@ class Survey:
                 elif rate := seat.read(Rate, answer):
                     self.rates[sender, receiver] = rate
                 return
+
+
+def _all(seats: Sequence[Seat], messages: Sequence[Mapping[str, Any]], limit: float) -> list[dict[str, Any] | None]:
+    """The answers of machines that work at the same time."""
+    with ThreadPoolExecutor(len(seats)) as pool:
+        return list(pool.map(lambda seat, message: seat.answer(message, limit), seats, messages))
 
 
 def tell(survey: Survey, rows: Sequence[Mapping[str, Any]]) -> None:
