@@ -63,6 +63,7 @@ class Doctor:
 def _show(rows: Sequence[dict[str, Any]], tables: Sequence[Any], ending: str) -> None:
     """Print one page: what is wrong and how to mend it, then the machines and links."""
     from rich.console import Console
+    from rich.markup import escape
 
     findings = [row for row in rows if row["kind"] == "finding"]
     count = sum(row["level"] == "stop" for row in findings)
@@ -73,7 +74,8 @@ def _show(rows: Sequence[dict[str, Any]], tables: Sequence[Any], ending: str) ->
         if row["mend"]:
             print("\n".join(wrapped(f"        → {row['mend']}", columns(), 10)))
     print()
+    shown = [{key: escape(value) if isinstance(value, str) else value for key, value in row.items()} for row in rows]
     for table in tables:
-        Console().print(table.render(rows))
+        Console().print(table.render(shown))
     if ending:
         print(ending)

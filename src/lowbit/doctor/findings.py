@@ -61,6 +61,8 @@ def _absent(survey: Survey) -> Iterator[Finding]:
             yield _stop(seat.facts, f"it left before the end: {seat.lost}", f"start it again on all machines: {again}")
     for address, problem in survey.strangers.items():
         if "secret" in problem:
+            if address in (seat.seen for seat in survey.seats):  # it came again, with the right one
+                continue
             yield Finding(
                 level="stop", machine=address, what=f"it does not know the secret ({SECRET}) of {first.name}",
                 mend=f"export the same {SECRET} on all machines",

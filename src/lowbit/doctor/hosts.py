@@ -27,12 +27,12 @@ _LIMIT_SECONDS = 3600.0
 class _Host(threading.Thread):
     """`lowbit doctor` on one host; `rows` if it gave any, `problem` if ssh or the command failed."""
 
-    def __init__(self, name: str, command: str, secret: str) -> None:
+    def __init__(self, host: str, command: str, secret: str) -> None:
         super().__init__(daemon=True)
-        self.name, self.rows, self.problem = name, None, ""
+        self.host, self.rows, self.problem = host, None, ""
         self._secret = secret
         self.process = subprocess.Popen(
-            [*_SSH, name, command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            [*_SSH, host, command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
 
     def run(self) -> None:
@@ -91,8 +91,8 @@ def from_hosts(settings: DoctorSettings) -> tuple[list[Any], list[Finding]]:
         for host in hosts:
             host.process.kill()
     problems = [
-        Finding(level="stop", machine=host.name, what=f"it gave no report: {host.problem}",
-                mend=f"try: ssh {host.name} 'cd {folder} && {settings.program} --version'")
+        Finding(level="stop", machine=host.host, what=f"it gave no report: {host.problem}",
+                mend=f"try: ssh {host.host} 'cd {folder} && {settings.program} --version'")
         for host in hosts if host.rows is None
     ]  # fmt: skip
     if not os.environ.get(SECRET):
@@ -100,7 +100,7 @@ def from_hosts(settings: DoctorSettings) -> tuple[list[Any], list[Finding]]:
             level="warning", what=f"{SECRET} is not set here; the hosts used one that was made for this check",
             mend="export a secret before the training, the same on all machines (docs/security.md)",
         ))  # fmt: skip
-    rows = next((host.rows for host in hosts if host.rows), None)
+    rows = max((host.rows for host in hosts if isinstance(host.rows, list)), key=len, default=None)
     if rows is None:
-        raise ConnectionError("no host gave a report: " + "; ".join(f"{host.name}: {host.problem}" for host in hosts))
-    return (rows if isinstance(rows, list) else []), problems
+        raise ConnectionError("no host gave a report: " + "; ".join(f"{host.host}: {host.problem}" for host in hosts))
+    return rows, problems
