@@ -88,10 +88,13 @@ def test_three_machines_with_one_name_meet(tmp_path: Path):
 
 def test_one_machine_without_a_recipe_gives_a_cluster(tmp_path: Path):
     machine = start(
-        tmp_path / "a", "--machines", "1", "--meet", f"127.0.0.1:{free_port()}", environment={"LOWBIT_SECRET": ""}
-    )
+        tmp_path / "a", "--machines", "1", "--meet", f"127.0.0.1:{free_port()}", "--name", "[/x]desk", "--json",
+        "doctor.json", environment={"LOWBIT_SECRET": ""},
+    )  # fmt: skip
     page = " ".join(machine.page(150).split())
     assert machine.code == 0, machine.said()
+    assert "[/x]desk" in page, "text of a machine is no markup"
+    assert "LOWBIT_SECRET is not set" in (tmp_path / "a" / "doctor.html").read_text()
     assert "LOWBIT_SECRET is not set" in page
     assert "tflops = " in (tmp_path / "a" / "cluster.toml").read_text()
 
