@@ -34,6 +34,7 @@ PUBLIC = {
     "lowbit.collectives": (
         "AgreementError DamagedError Pending PeerError agree all_gather all_reduce all_reduce_bytes reduce_scatter"
     ),
+    "lowbit.doctor": "",
     "lowbit.evaluate": "CalibrationConfig EvaluationConfig Score Sequences perplexity",
     "lowbit.gradients": "GradientStorage LowBitReduceScatter all_reduce_hook",
     "lowbit.integrations": "EngineError",

@@ -26,9 +26,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "train": _RECIPE | {"integrations", "report"},
     "simulate": {"codecs", "kernels"},
     "plan": _RECIPE | {"report", "train", "simulate"},
+    "doctor": {"codecs", "config", "network", "plan", "ranks", "report", "train"},
     "evaluate": _RECIPE | {"report", "train", "tensor_parallel"},
     "bench": _RECIPE | {"report", "train", "integrations", "tensor_parallel", "plan", "simulate", "kernels", "network"},
-    "cli": _RECIPE | {"report", "train", "plan", "evaluate", "bench"},
+    "cli": _RECIPE | {"report", "train", "plan", "doctor", "evaluate", "bench"},
     "__main__": {"cli"},
 }
 MOST_LINES = 400

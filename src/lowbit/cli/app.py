@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, metadata
 from importlib.util import find_spec
 from typing import Any, Protocol
 
+from lowbit.cli.doctor import Doctor
 from lowbit.cli.errors import TRAIN
 from lowbit.cli.report import MakeReport
 from lowbit.cli.reports import Measurement, measurements
@@ -107,6 +108,7 @@ COMMANDS = Group(
         "demo": Demo(),
         "train": Train(),
         "config": Config(),
+        "doctor": Doctor(),
         "plan": Group(
             "Plan the speed and the memory of a training run.",
             lambda: {  # the package imports PyTorch

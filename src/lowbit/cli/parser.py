@@ -32,6 +32,7 @@ class Parser(argparse.ArgumentParser):
         settings: the section.
         short: options, such as "--ranks", for keys, such as "pipeline.ranks", that are shown first.
         common: other keys that are shown first.
+        arguments: keys that are arguments, which may be left out, instead of options.
         examples: whole command lines for the help.
     """
 
@@ -43,6 +44,7 @@ class Parser(argparse.ArgumentParser):
         *,
         short: Mapping[str, str] = MappingProxyType({}),
         common: Sequence[str] = (),
+        arguments: Sequence[str] = (),
         examples: Sequence[str] = (),
     ) -> None:
         super().__init__(
@@ -55,7 +57,7 @@ class Parser(argparse.ArgumentParser):
         )
         self._positionals.title = "arguments"
         self.settings, self.examples = settings, tuple(examples)
-        self._short, self._common = short, {*short, *common}
+        self._short, self._common, self._arguments = short, {*short, *common}, arguments
         self._keys: list[str] = []
         self._flags: dict[str, str] = {}  # flags, with the option and value that they mean
         self._sections: dict[str, Any] = {}  # groups of options by section
@@ -146,6 +148,9 @@ class Parser(argparse.ArgumentParser):
         self._keys.append(key)
         if setting.default is dataclasses.MISSING:
             group.add_argument(key, metavar=setting.name.upper(), help=_help(setting))
+            return
+        if key in self._arguments:
+            group.add_argument(key, metavar=setting.name.upper(), nargs="?", help=_help(setting))
             return
         names = [setting.name if prefix else _word(setting)]
         options = [f"--{prefix}{names[0]}"]

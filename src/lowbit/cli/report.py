@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _OTHERS = {
     "evaluate": "lowbit.evaluate.commands:EVALUATE", "calibrate": "lowbit.evaluate.commands:CALIBRATE",
-    "plan memory": "lowbit.plan.memory",
+    "plan memory": "lowbit.plan.memory", "doctor": "lowbit.doctor.command",
 }  # fmt: skip
 """Places of the commands that are no benchmarks, by name."""
 _COMPARISON = Path("comparison.html")
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 class MakeReport:
     """`lowbit report`."""
 
-    summary = "Write a page about a run or a file of results, or compare several."
+    summary = "Write a page about a run or results, or compare several."
     examples: tuple[str, ...] = (
         "lowbit report runs/train",
         "lowbit report runs/fp32 runs/transform --output comparison.html",

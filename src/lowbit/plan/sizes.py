@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,6 +20,8 @@ from lowbit.train.model import StageModule, hugging_face_config, next_token_loss
 _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _TOKENS = 64  # of the sample whose saved activations are counted: they grow with the tokens
 _ROUNDS = 3
+_LEAST_SECONDS = 0.3  # of all calls together, so that one that nothing disturbs is among them
+_LONG_SECONDS = 3.0  # of a micro-batch in two layers
 STATE_BYTES = 16
 """Bytes of a parameter: float32 weight and gradient, and two float32 states of AdamW."""
 
@@ -64,14 +67,7 @@ class ModelSizes:
 
 def measure_sizes(model: ModelConfig, *, vocab: int, sequence: int, precision: Literal["fp32", "bf16"]) -> ModelSizes:
     """Measure a model on two of its layers, with random weights, and on a few tokens."""
-    from transformers import AutoModelForCausalLM
-
-    config: Any = hugging_face_config(model, vocab=vocab, sequence=sequence)
-    layers = config.num_hidden_layers
-    config.num_hidden_layers = 2
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:2]
-    whole = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").float()
+    whole, config, layers = _two_layers(model, vocab, sequence)
     autocast = torch.bfloat16 if precision == "bf16" else None
 
     def stage(count: int, *, first: bool = False, last: bool = False) -> StageModule:
@@ -98,9 +94,33 @@ def measure_sizes(model: ModelConfig, *, vocab: int, sequence: int, precision: L
     )
 
 
-def optimizer_ns() -> float:
-    """Nanoseconds of AdamW with clipping for one parameter, on this machine."""
-    parameter = nn.Parameter(torch.zeros(1 << 20))
+def layer_seconds(
+    model: ModelConfig, *, vocab: int, sequence: int, rows: int, autocast: torch.dtype | None, device: torch.device
+) -> tuple[float, int]:
+    """Seconds of forward and backward of one decoder layer on a device, and the tokens that they are for.
+
+    Args:
+        rows: windows of a micro-batch; one window is measured where so many would take long.
+        autocast: data type of matrix products; None: float32.
+    """
+    whole, _, _ = _two_layers(model, vocab, sequence)
+    stage = StageModule(whole, layers=range(2), first=False, last=False, autocast=autocast).train().to(device)
+
+    def step(count: int) -> None:
+        stage.zero_grad(set_to_none=True)
+        inputs = torch.randn(count, sequence, stage.width, device=device, requires_grad=True)
+        output = stage(inputs)
+        output.backward(torch.ones_like(output))
+
+    one = _fastest(lambda: step(1), device, rounds=1)
+    if one * rows > _LONG_SECONDS:
+        return _fastest(lambda: step(1), device) / 2, sequence
+    return _fastest(lambda: step(rows), device) / 2, rows * sequence
+
+
+def optimizer_ns(device: torch.device | None = None) -> float:
+    """Nanoseconds of AdamW with clipping for one parameter, on this machine; on the CPU if no device is given."""
+    parameter = nn.Parameter(torch.zeros(1 << 20, device=device))
     parameter.grad = torch.ones_like(parameter)
     optimizer = torch.optim.AdamW([parameter])
 
@@ -108,27 +128,50 @@ def optimizer_ns() -> float:
         nn.utils.clip_grad_norm_([parameter], 1.0)
         optimizer.step()
 
-    return 1e9 * _fastest(step) / parameter.numel()
+    return 1e9 * _fastest(step, device) / parameter.numel()
 
 
-def coding_speed(codec: Codec, shape: tuple[int, int, int]) -> tuple[float, float]:
-    """Bytes of float32 that a format encodes and decodes in a second on this machine, at this shape."""
-    x = torch.randn(shape)
+def coding_speed(codec: Codec, shape: tuple[int, int, int], device: torch.device | None = None) -> tuple[float, float]:
+    """Bytes of float32 that a format encodes and decodes in a second on this machine, at this shape.
+
+    On the CPU if no device is given.
+    """
+    x = torch.randn(shape, device=device)
     encoder, decoder = (codec.open(shape=x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     sent: list[torch.Tensor] = []
-    encode = _fastest(lambda: sent.append(encoder.encode(x)))
-    decode = _fastest(lambda: decoder.decode(sent.pop(0), out=torch.empty_like(x)))
-    return x.nbytes / encode, x.nbytes / decode
+    encoding, decoding = [], []
+    while len(encoding) <= _ROUNDS or sum(encoding[1:]) + sum(decoding[1:]) < _LEAST_SECONDS:
+        encoding.append(_seconds(lambda: sent.append(encoder.encode(x)), device))
+        decoding.append(_seconds(lambda: decoder.decode(sent.pop(), out=torch.empty_like(x)), device))
+    return x.nbytes / min(encoding[1:]), x.nbytes / min(decoding[1:])
 
 
-def _fastest(work: Any) -> float:
-    """Seconds of the fastest of a few calls; the first, which may compile, does not count."""
-    times = []
-    for _ in range(1 + _ROUNDS):
-        start = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - start)
+def _two_layers(model: ModelConfig, vocab: int, sequence: int) -> tuple[Any, Any, int]:
+    """A model cut to two layers with random weights, its configuration, and the layers that it has."""
+    from transformers import AutoModelForCausalLM
+
+    config: Any = hugging_face_config(model, vocab=vocab, sequence=sequence)
+    layers = config.num_hidden_layers
+    config.num_hidden_layers = 2
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:2]
+    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").float(), config, layers
+
+
+def _fastest(work: Callable[[], object], device: torch.device | None = None, rounds: int = _ROUNDS) -> float:
+    """Seconds of the fastest of a few calls, more of short ones; the first, which may compile, is left out."""
+    times: list[float] = []
+    while len(times) <= rounds or sum(times[1:]) < _LEAST_SECONDS:
+        times.append(_seconds(work, device))
     return min(times[1:])
+
+
+def _seconds(work: Callable[[], object], device: torch.device | None) -> float:
+    start = time.perf_counter()
+    work()
+    if device is not None and device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
 
 
 def _parameters(module: nn.Module) -> int:

@@ -32,6 +32,11 @@ FIXED = (
 )  # fmt: skip
 """Keys that no resume may change: the weights of a checkpoint belong to these."""
 
+_LOCAL = {  # settings that may differ between machines
+    "data.text", "data.dataset", "data.held_out", "data.tokenizer", "model.pretrained", "activations.plan",
+    "run.output", "run.threads", "run.progress", "run.tensorboard", "run.report",
+}  # fmt: skip
+
 NOT_RECORDED = "not recorded"
 """In place of a value that a checkpoint does not have."""
 
@@ -105,6 +110,12 @@ def run_identity(config: TrainConfig, *, data: Data, vocab: int) -> dict[str, An
     del identity["activations.plan"]  # known by the bits
     identity["activations.layers"] = planned_layers(config.activations)
     return json.loads(json.dumps(identity))
+
+
+def compared(config: TrainConfig) -> dict[str, str]:
+    """The settings that must be equal on all machines, by key."""
+    named = {f"{section}.{key}": str(v) for section, values in vars(config).items() for key, v in vars(values).items()}
+    return {name: value for name, value in named.items() if name not in _LOCAL}
 
 
 def layout_of(config: TrainConfig, layout: Layout) -> dict[str, Any]:

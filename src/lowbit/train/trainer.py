@@ -28,6 +28,7 @@ from lowbit.train.data import Order
 from lowbit.train.elastic import Elastic, seed_of
 from lowbit.train.evaluate import Evaluation
 from lowbit.train.gradients import Gradients
+from lowbit.train.identity import compared
 from lowbit.train.links import Links
 from lowbit.train.lora import add_adapters
 from lowbit.train.metrics import StepMetrics, Work, step_metrics
@@ -37,11 +38,6 @@ from lowbit.train.progress import machine_name
 from lowbit.train.replicas import Replicas
 from lowbit.train.stages import Pipeline
 from lowbit.train.tied import TiedWeights
-
-_LOCAL = {  # settings that may differ between machines
-    "data.text", "data.dataset", "data.held_out", "data.tokenizer", "model.pretrained", "activations.plan",
-    "run.output", "run.threads", "run.progress", "run.tensorboard", "run.report",
-}  # fmt: skip
 
 
 class DivergedError(RuntimeError):
@@ -232,9 +228,7 @@ class Trainer:
         facts["backend"] = self.prepared.backend
         bits = ("bits", "norm", "mlp", "linear", "group", "layers")  # from the configuration or the file of a plan
         facts["saved activations"] = str({key: self.prepared.identity[f"activations.{key}"] for key in bits})
-        for section, values in vars(self.config).items():
-            named = {f"{section}.{key}": str(value) for key, value in vars(values).items()}
-            facts |= {name: value for name, value in named.items() if name not in _LOCAL}
+        facts |= compared(self.config)
         agree(None, facts, self.config.run.timeout_seconds, topic="training run")
 
     def _build_modules(self) -> tuple[dict[int, StageModule], bool]:

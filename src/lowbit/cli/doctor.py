@@ -1,0 +1,81 @@
+"""`lowbit doctor`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lowbit.cli.text import columns, wrapped
+
+if TYPE_CHECKING:
+    from lowbit.cli.parser import Parser
+
+_HEADINGS = {"stop": "STOPS", "warning": "warning", "note": "note"}
+
+
+class Doctor:
+    """`lowbit doctor`."""
+
+    summary = "Check machines before they train together; write cluster.toml."
+    examples: tuple[str, ...] = (
+        "lowbit doctor run.toml --meet 192.168.1.10:29400",
+        "lowbit doctor run.toml --host 192.168.1.10,192.168.1.11",
+    )
+
+    def parser(self, program: str) -> Parser:
+        """Parser of its command line."""
+        from lowbit.cli.parser import Parser
+        from lowbit.doctor.settings import DoctorSettings
+
+        parser = Parser(program, self.summary, DoctorSettings, arguments=("recipe",), examples=self.examples)
+        parser.add_argument(
+            "--json", metavar="FILE", help="Write the rows to this file, and a page beside it (.html). -: print them."
+        )
+        return parser
+
+    def __call__(self, program: str, words: Sequence[str]) -> None:
+        """Check, print and write; exit with 1 if anything would stop the training."""
+        settings, options = self.parser(program).resolve(words)
+        from lowbit.doctor.command import COMMAND, examine, stops, write_output
+        from lowbit.report import Report, check_output, machine
+
+        file = options.get("json")
+        check_output(Path(file) if file and file != "-" else None)
+        rows, writes = examine(settings)
+        plain = [vars(row) for row in rows]
+        report = Report(command=COMMAND.name, settings=settings, machine=machine(), rows=plain)
+        if file == "-":
+            json.dump({"rows": plain}, sys.stdout)
+        else:
+            _show(plain, COMMAND.tables[1:], write_output(settings, rows) if writes else "")
+        if file and file != "-":
+            from lowbit.report.measured import write_results
+
+            report.write_json(file)
+            write_results(COMMAND, Report.read_json(file), Path(file))
+        if stops(rows):
+            raise SystemExit(1)
+
+
+def _show(rows: Sequence[dict[str, Any]], tables: Sequence[Any], ending: str) -> None:
+    """Print one page: what is wrong and how to mend it, then the machines and links."""
+    from rich.console import Console
+    from rich.markup import escape
+
+    findings = [row for row in rows if row["kind"] == "finding"]
+    count = sum(row["level"] == "stop" for row in findings)
+    print("Nothing would stop the training." if not count else f"{count} of these would stop the training:")
+    for row in findings:
+        where = f"{row['machine']}: " if row["machine"] else ""
+        print("\n".join(wrapped(f"{_HEADINGS[row['level']]:<8}{where}{row['what']}", columns(), 8)))
+        if row["mend"]:
+            print("\n".join(wrapped(f"        → {row['mend']}", columns(), 10)))
+    print()
+    shown = [{key: escape(value) if isinstance(value, str) else value for key, value in row.items()} for row in rows]
+    for table in tables:
+        Console().print(table.render(shown))
+    if ending:
+        print(ending)

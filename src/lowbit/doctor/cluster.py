@@ -1,0 +1,86 @@
+"""`cluster.toml`, as `lowbit plan pipeline` reads it, from the rows of a page."""
+
+from __future__ import annotations
+
+import hashlib
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from lowbit.config import ConfigError
+from lowbit.config.files import in_toml
+from lowbit.doctor.messages import LinkRow, MachineRow
+from lowbit.plan.cluster import Cluster
+from lowbit.report import check_output
+
+_FIRST = "# Written by `lowbit doctor`; it replaces the file only while it is unchanged: "
+
+
+def check_file(path: str, *, overwrite: bool) -> None:
+    """Check before anything else that the file can be written.
+
+    Raises:
+        ConfigError: it exists, and is not as `lowbit doctor` has written it.
+        ValueError: it cannot be written.
+    """
+    file = Path(path)
+    check_output(file)
+    if overwrite or not file.exists():
+        return
+    first, _, rest = file.read_bytes().partition(b"\n")
+    if first.decode(errors="replace") != _FIRST + _digest(rest):
+        raise ConfigError(
+            f"output is {path!r}, which exists and holds what somebody else wrote; "
+            "allowed: another file, or --overwrite"
+        )
+
+
+def write_cluster(path: str, rows: Sequence[Any], *, overwrite: bool) -> bool:
+    """Write the machines and links that are known; False if there is no machine with a known speed.
+
+    Raises:
+        ConfigError, ValueError: as `check_file`.
+    """
+    check_file(path, overwrite=overwrite)
+    text = cluster_toml(rows)
+    if not text:
+        return False
+    Cluster.from_mapping(tomllib.loads(text))
+    part = Path(path).with_name(f"{Path(path).name}.part")
+    try:
+        part.write_text(f"{_FIRST}{_digest(text.encode())}\n{text}", encoding="utf-8")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+    return True
+
+
+def cluster_toml(rows: Sequence[Any]) -> str:
+    """The text of the file; empty without a machine whose speed is known."""
+    machines = [row for row in rows if isinstance(row, MachineRow) and (row.layer_seconds or row.tflops)]
+    names = [machine.name for machine in machines]
+    links = [
+        row for row in rows
+        if isinstance(row, LinkRow) and row.mbit and row.back_mbit and {row.first, row.second} <= {*names}
+    ]  # fmt: skip
+    return "".join(f"\n{line}\n" for row in (*machines, *links) for line in ["\n".join(_lines(row))])
+
+
+def _lines(row: MachineRow | LinkRow) -> Iterator[str]:
+    values: dict[str, Any]
+    if isinstance(row, LinkRow):
+        yield "[[link]]"
+        values, names = {"between": (row.first, row.second)}, ("mbit", "back_mbit", "rtt_ms")
+    else:
+        yield "[[machine]]"
+        values = {"name": row.name, "address": row.address, "cores": max(1, row.cores), "gpus": row.gpus}
+        values["memory"] = f"{row.memory_bytes / 1e9:.1f}gb" if row.memory_bytes >= 1e8 else ""
+        names = ("layer_seconds", "layer_tokens", "tflops", "optimizer_ns", "coding")
+    for name, value in {**values, **{name: getattr(row, name) for name in names}}.items():
+        if value not in (None, "", 0, ()):
+            yield f"{name} = {in_toml(float(f'{value:.4g}') if isinstance(value, float) else value)}"
+
+
+def _digest(text: bytes) -> str:
+    return hashlib.sha256(text).hexdigest()[:16]

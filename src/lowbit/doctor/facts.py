@@ -1,0 +1,148 @@
+"""What a machine knows about itself before it talks to the others."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import platform
+import secrets
+import shutil
+import socket
+import struct
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import lowbit
+from lowbit.doctor.messages import Facts
+from lowbit.doctor.settings import DoctorSettings
+from lowbit.ranks.checksum import run_secret
+from lowbit.ranks.process_group import interface_towards
+from lowbit.ranks.pytorch import TorchVersionError, check_torch
+from lowbit.train import TrainConfig, load
+from lowbit.train.data import load_data
+from lowbit.train.device import choose_device
+from lowbit.train.identity import compared
+
+_SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+_FIREWALLS = ("ufw", "firewall-cmd")
+
+
+def now() -> float:
+    """Seconds of this machine's clock."""
+    return time.time()
+
+
+def versions() -> dict[str, str]:
+    """Versions that are compared."""
+    return {"lowbit": lowbit.__version__, "torch": torch.__version__, "python": platform.python_version()}
+
+
+def facts(settings: DoctorSettings) -> Facts:
+    """All that needs no other machine; the ports are opened later."""
+    host, _ = settings.place
+    problem = text = ""
+    compared_settings: dict[str, str] = {}
+    config = TrainConfig()
+    if settings.recipe:
+        try:
+            config = load(settings.recipe)
+            compared_settings = {key: _digest(value) for key, value in compared(config).items()}
+            text = load_data(config.data).fingerprint()
+        except (ValueError, OSError, ModuleNotFoundError) as error:
+            problem = " ".join(str(error).split())
+    try:
+        check_torch()
+        torch_problem = ""
+    except TorchVersionError as error:
+        torch_problem = str(error)
+    try:
+        gpu = choose_device(config.run.device, 1).type == "cuda"
+    except ValueError as error:
+        gpu, problem = False, problem or str(error)
+    address = address_towards(host)
+    interface = interface_towards(host) or ""
+    low, high = _port_range()
+    return Facts(
+        id=secrets.token_hex(8), computer=_computer(), name=(settings.name or socket.gethostname())[:60], **versions(),
+        torch_problem=torch_problem[:500], device=torch.cuda.get_device_name() if gpu else "CPU",
+        cores=len(os.sched_getaffinity(0)), gpus=torch.cuda.device_count() if gpu else 0,
+        memory_bytes=float(torch.cuda.mem_get_info()[0] if gpu else _free_memory()), address=address,
+        interface=interface, **gloo(interface), host_address=_resolved(socket.gethostname()),
+        meet_address=_resolved(host), firewall=next((name for name in _FIREWALLS if shutil.which(name)), ""),
+        secret=bool(run_secret()), recipe=settings.recipe[:200], recipe_problem=problem[:500], text=text,
+        settings=compared_settings, port_low=low, port_high=high,
+    )  # fmt: skip
+
+
+def gloo(interface: str) -> dict[str, Any]:
+    """Where Gloo listens: at GLOO_SOCKET_IFNAME, or at `interface`, to which `lowbit train` sets it."""
+    chosen = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    here = interfaces()
+    name = chosen or interface
+    if name and name not in here:
+        problem = f"GLOO_SOCKET_IFNAME is {name}; it has {', '.join(here)}"
+        return {"gloo_interface": name, "gloo_problem": problem[:500], "chosen": chosen[:100]}
+    # Left alone, Gloo takes the interface that the host's own name leads to.
+    address = here[name] if name else _resolved(socket.gethostname())
+    return {"gloo_interface": name, "gloo_address": address, "chosen": chosen[:100]}
+
+
+def interfaces() -> dict[str, str]:
+    """The first IPv4 address of each network interface that has one."""
+    found: dict[str, str] = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                found[name] = socket.inet_ntoa(reply[20:24])
+    return found
+
+
+def address_towards(host: str) -> str:
+    """The address of this machine from which packets leave to a host; empty without a way there."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # no packet is sent
+        return probe.getsockname()[0]
+    return ""
+
+
+def _computer() -> str:
+    with contextlib.suppress(OSError):
+        return hashlib.sha256(Path("/proc/sys/kernel/random/boot_id").read_bytes()).hexdigest()[:16]
+    return ""
+
+
+def _resolved(name: str) -> str:
+    with contextlib.suppress(OSError):
+        return socket.gethostbyname(name)
+    return ""
+
+
+def _port_range() -> tuple[int, int]:
+    """The ports that the system gives to programs that ask for any."""
+    with contextlib.suppress(OSError, ValueError):
+        low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+        return low, high
+    return 32768, 60999
+
+
+def _free_memory() -> int:
+    """Bytes that programs can still take."""
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with contextlib.suppress(OSError, ValueError):
+        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        free = 1024 * int(lines["MemAvailable"].split()[0])
+    with contextlib.suppress(OSError, ValueError):  # "max" without a limit
+        free = min(free, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return free
+
+
+def _digest(value: Any) -> str:
+    """A value, short enough to send and to show."""
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:40]}... {hashlib.sha256(text.encode()).hexdigest()[:8]}"

@@ -1,0 +1,82 @@
+"""Settings of `lowbit doctor`."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated
+
+from pydantic import Field
+
+from lowbit.codecs import parse
+from lowbit.config import ConfigError, section
+
+PORT = 29400
+_MOST_MACHINES = 32
+Seconds = Annotated[float, Field(gt=0, le=3600)]
+
+
+@section()
+class DoctorSettings:
+    """Where the machines meet, and what they measure."""
+
+    recipe: str = ""
+    """Configuration of `lowbit train`: its settings and its text are compared, and its model is measured."""
+    meet: str = ""
+    """Address of the first machine, where the others reach it, and a port that it listens at, such as
+    192.168.1.10:29400. If omitted, those of MASTER_ADDR and MASTER_PORT."""
+    machines: Annotated[int, Field(ge=0, le=_MOST_MACHINES)] = 0
+    """Number of machines. 0: WORLD_SIZE of the environment, or 2."""
+    name: str = ""
+    """Name of this machine in the report. If omitted, its host name."""
+    hosts: tuple[str, ...] = ()
+    """Run on these machines over ssh instead of on this one, in the folder of the same name. The first is where the
+    others meet."""
+    program: str = "lowbit"
+    """With `hosts`: the command there, such as venv/bin/lowbit."""
+    output: str = "cluster.toml"
+    """File for the machines and links, which `lowbit plan pipeline` reads. The first machine writes it. Empty: none."""
+    overwrite: bool = False
+    """Replace `output` even if somebody has changed it."""
+    formats: tuple[str, ...] = ()
+    """Formats whose coding speed is measured. If omitted, those of the recipe."""
+    wait: Seconds = 120.0
+    """Seconds to wait for the other machines."""
+    seconds: Annotated[float, Field(ge=0.2, le=60)] = 1.0
+    """Seconds for each direction of each link. More measure distant links better."""
+
+    def __post_init__(self) -> None:
+        for text in self.formats:
+            parse(text)
+        if len(set(self.hosts)) < len(self.hosts) or len(self.hosts) == 1 or any(h.startswith("-") for h in self.hosts):
+            raise ConfigError(f"hosts is {list(self.hosts)}; allowed: two or more, each once")
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """Host and port of the meeting.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        if self.meet:
+            host, _, port = self.meet.rpartition(":")
+            host, port = (host, port) if host else (self.meet, str(PORT))
+        else:
+            host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", str(PORT))
+        if not host or ":" in host or not (port.isascii() and port.isdecimal() and 0 < int(port) < 65536):
+            raise ConfigError(
+                f"meet is {self.meet or host!r}; allowed: the address of the first machine and a port, such as "
+                "192.168.1.10:29400"
+            )
+        return host, int(port)
+
+    @property
+    def count(self) -> int:
+        """How many machines there are.
+
+        Raises:
+            ConfigError: WORLD_SIZE is no number of machines.
+        """
+        text = str(self.machines or os.environ.get("WORLD_SIZE") or 2)
+        if not (text.isascii() and text.isdecimal() and 1 <= int(text) <= _MOST_MACHINES):
+            raise ConfigError(f"WORLD_SIZE is {text!r}; allowed: 1 to {_MOST_MACHINES} machines")
+        return int(text)

@@ -1,0 +1,55 @@
+"""How fast a machine computes the recipe's model and codes its messages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lowbit.codecs import parse_pair
+from lowbit.config import ConfigError
+from lowbit.doctor.messages import Speed
+from lowbit.doctor.settings import DoctorSettings
+from lowbit.plan.sizes import coding_speed, layer_seconds, measure_sizes, optimizer_ns
+from lowbit.train import TrainConfig, load
+from lowbit.train.device import choose_autocast, choose_device, threads_per_rank
+from lowbit.train.model import hidden_size, vocabulary
+from lowbit.train.tokenizer import load_tokenizer
+
+
+def speed(settings: DoctorSettings) -> Speed:
+    """Measure a decoder layer, the optimizer and the formats. What cannot be measured is left out, with the reason."""
+    problem, values = "", dict[str, Any]()
+    try:
+        config = load(settings.recipe) if settings.recipe else TrainConfig()
+        device = choose_device(config.run.device, 1)
+        torch.set_num_threads(config.run.threads or threads_per_rank(max(1, torch.cuda.device_count())))
+        vocab = vocabulary(config.model, load_tokenizer(config.data.tokenizer).size)
+        sequence, autocast = config.data.sequence, choose_autocast(config.run.precision, device)
+        seconds, tokens = layer_seconds(
+            config.model, vocab=vocab, sequence=sequence, rows=max(1, config.rows), autocast=autocast, device=device
+        )
+        values["optimizer_ns"] = optimizer_ns(device)
+        if settings.recipe:
+            values |= {"layer_seconds": seconds, "layer_tokens": tokens}
+        else:  # the layer is not one of the model that will be planned
+            sizes = measure_sizes(config.model, vocab=vocab, sequence=sequence, precision="fp32")
+            values["tflops"] = 3 * sizes.layer_flops * tokens / seconds / 1e12
+        if width := hidden_size(config.model):
+            values["coding"] = _coding(settings, config, (1, sequence, width), device)
+    except (ConfigError, OSError, RuntimeError, ModuleNotFoundError) as error:
+        problem = " ".join(str(error).split())[:500]
+    return Speed(**values, problem=problem)
+
+
+def _coding(
+    settings: DoctorSettings, config: TrainConfig, shape: tuple[int, int, int], device: torch.device
+) -> tuple[str, ...]:
+    """Speed of formats, as `cluster.toml` has it."""
+    texts = [*settings.formats, *config.pipeline.forward, *config.pipeline.backward]
+    codecs = dict.fromkeys(codec for text in texts for codec in parse_pair(text))
+    found = []
+    for codec in codecs:
+        encode, decode = coding_speed(codec, shape, device)
+        found.append(f"{codec!r}={encode / 1e9:.3g}/{decode / 1e9:.3g}")
+    return tuple(found)

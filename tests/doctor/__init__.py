@@ -1,0 +1,1 @@
+"""`lowbit doctor`, between real processes."""

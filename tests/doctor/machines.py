@@ -1,0 +1,126 @@
+"""Machines that run `lowbit doctor`: processes, each on a host of a link or all on this one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from unittest import mock
+
+from lowbit.network import SlowLink, delay
+from tests.forked import CONTEXT
+
+RECIPE = """
+[model]
+dim = 32
+layers = 2
+heads = 2
+[data]
+text = "text.txt"
+sequence = 32
+batch = 4
+[pipeline]
+microbatches = 2
+forward = "bf16"
+backward = "bf16"
+[run]
+threads = 1
+precision = "fp32"
+"""
+TEXT = "What is wrong, and how to mend it. " * 200
+PORT = 29400
+
+
+@dataclass
+class Running:
+    """A machine's `lowbit doctor`."""
+
+    process: BaseProcess
+    folder: Path
+
+    def page(self, seconds: float = 90) -> str:
+        """What it printed on standard output, once it has ended."""
+        self.process.join(seconds)
+        assert not self.process.is_alive(), self.said()
+        return (self.folder / "page").read_text()
+
+    def said(self) -> str:
+        """What it has printed so far, on both outputs."""
+        return "".join((self.folder / name).read_text() for name in ("page", "errors") if (self.folder / name).exists())
+
+    def wait_for(self, text: str, seconds: float = 60) -> None:
+        """Until it has printed a text."""
+        deadline = time.monotonic() + seconds
+        while text not in self.said():
+            assert time.monotonic() < deadline, self.said()
+            time.sleep(0.05)
+
+    @property
+    def code(self) -> int | None:
+        """Its exit status."""
+        return self.process.exitcode
+
+    def interrupt(self) -> None:
+        """Ctrl-C."""
+        assert self.process.pid
+        os.kill(self.process.pid, signal.SIGINT)
+
+
+def start(
+    folder: Path, *words: str, link: SlowLink | None = None, host: int = 0,
+    environment: Mapping[str, str] | None = None, before: Callable[..., None] | None = None,
+    arguments: Sequence[object] = (),
+) -> Running:  # fmt: skip
+    """Start `lowbit doctor` in a folder with the recipe and its text, unless they are there already.
+
+    Args:
+        link, host: where it runs; without a link on this machine.
+        environment: variables beside the secret. before: called with `arguments` in the process, first.
+    """
+    folder.mkdir(exist_ok=True)
+    for name, text in (("run.toml", RECIPE), ("text.txt", TEXT)):
+        if not (folder / name).exists():
+            (folder / name).write_text(text)
+    space = (link._namespaces[host].pid, link._namespaces[host].kinds) if link else None
+    variables = {"LOWBIT_SECRET": "a secret", **(environment or {})}
+    process = CONTEXT.Process(target=_run, args=(str(folder), words, space, variables, before, arguments), daemon=True)
+    process.start()
+    return Running(process, folder)
+
+
+def pretend_versions(**versions: str) -> None:
+    """Let this process have other versions."""
+    facts = sys.modules["lowbit.doctor.facts"]
+    mock.patch.object(facts, "versions", lambda own=facts.versions(): own | versions).start()
+
+
+def pretend_clock(ahead: float) -> None:
+    """Let the clock of this process be ahead."""
+    for name in ("lowbit.doctor.meeting", "lowbit.doctor.survey"):
+        mock.patch.object(sys.modules[name], "now", side_effect=lambda: time.time() + ahead).start()
+
+
+def _run(folder, words, space, variables, before, arguments) -> None:
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for stream, name in ((1, "page"), (2, "errors")):
+        os.dup2(os.open(f"{folder}/{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+    if space:
+        for kind in space[1]:
+            delay.enter(space[0], kind)
+    for name in [name for name in os.environ if name.startswith(("MASTER_", "GLOO_", "WORLD_", "RANK", "LOCAL_"))]:
+        del os.environ[name]
+    os.environ.update({"COLUMNS": "100", "OMP_NUM_THREADS": "1", **variables})
+    os.chdir(folder)
+    import lowbit.doctor.command  # noqa: F401
+    from lowbit.cli import main
+
+    if before:
+        before(*arguments)
+    main(["doctor", *words])

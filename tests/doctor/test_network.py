@@ -1,0 +1,254 @@
+"""What is wrong between two machines is named rightly: two network namespaces with real ports and a real link."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from lowbit.network import SlowLink
+from lowbit.plan.cluster import Cluster
+from tests.command_line import invoke
+from tests.doctor.machines import PORT, RECIPE, Running, pretend_clock, pretend_versions, start
+
+TRIED = tuple(range(32768, 61000, 4033))
+"""The ports that are tried of those that Linux gives to programs."""
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(SlowLink.available() is not None, reason=f"no shaped link here: {SlowLink.available()}"),
+]
+
+
+@pytest.fixture(scope="module")
+def link() -> Iterator[SlowLink]:
+    with SlowLink(hosts=2, rate_mbit=100) as opened:
+        # So that rules come before the way to this host itself: `closed`.
+        for host in range(2):
+            opened._namespaces[host].ip("rule add pref 20 lookup local", "rule del pref 0")
+        yield opened
+
+
+def pair(link: SlowLink, tmp_path: Path, *words: str, **second) -> tuple[Running, Running]:
+    """Both machines; `second`: options of `start` for the second one."""
+    common = ("run.toml", "--meet", f"{link.address(0)}:{PORT}", "--seconds", "0.5", *words)
+    first = start(tmp_path / "a", *common, "--name", "desk", link=link, host=0)
+    return first, start(tmp_path / "b", *common, "--name", "laptop", link=link, host=1, **second)
+
+
+@contextlib.contextmanager
+def closed(link: SlowLink, host: int, *ports: int) -> Iterator[None]:
+    """A firewall of a host. It knows no connections, so ports are named that no other connection happens to have."""
+    space = link._namespaces[host]
+    space.ip(*(f"rule add pref 10 iif {link.interface(host)} ipproto tcp dport {port} blackhole" for port in ports))
+    try:
+        yield
+    finally:
+        space.ip(*["rule del pref 10"] * len(ports))
+
+
+def agreed(machines: tuple[Running, Running]) -> str:
+    """The page, which both machines print, in one line."""
+    first, second = (each.page() for each in machines)
+    first, _, ending = first.rpartition("cluster.toml has")
+    assert ending, machines[0].said()
+    assert first.strip() == second.strip(), machines[1].said()
+    return " ".join(second.split())
+
+
+def test_all_is_well(link: SlowLink, tmp_path: Path):
+    machines = pair(link, tmp_path)
+    page = agreed(machines)
+    assert "Nothing would stop the training." in page
+    assert "warning" not in page
+    assert [each.code for each in machines] == [0, 0]
+    cluster = Cluster.read(tmp_path / "a" / "cluster.toml")
+    assert [machine.name for machine in cluster.machines] == ["desk", "laptop"]
+    assert cluster.machines[1].address == link.address(1)
+    assert cluster.machines[0].layer_tokens == 64
+    (found,) = cluster.links
+    assert 60 < found.mbit < 105
+    assert 60 < (found.back_mbit or 0) < 105
+    assert not (tmp_path / "b" / "cluster.toml").exists()
+    recipe = tomllib.loads(RECIPE)
+    options = [f"--{s}.{key}={value}" for s in ("model", "data") for key, value in recipe[s].items() if key != "text"]
+    words = ("--microbatch-count", "2", "--format", "bf16", "--schedule", "1F1B", "--stages-per-rank", "1", *options)
+    planned = invoke("plan", "pipeline", str(tmp_path / "a" / "cluster.toml"), *words)
+    assert planned.exit_code == 0, planned.output
+    assert "laptop" in planned.stdout
+
+
+def test_a_closed_port(link: SlowLink, tmp_path: Path):
+    with closed(link, 1, *TRIED):
+        machines = pair(link, tmp_path)
+        page = agreed(machines)
+    assert "1 of these would stop the training" in page
+    assert "STOPS laptop: ports 32768 to 60999 are closed for desk" in page
+    assert "packets are dropped" in page
+    assert "on laptop: sudo iptables -I INPUT -p tcp -s 198.18.0.1 --dport 32768:60999 -j ACCEPT" in page
+    assert [each.code for each in machines] == [1, 1]
+    assert Cluster.read(tmp_path / "a" / "cluster.toml").links, "measured over the ports of the other direction"
+
+
+def test_one_closed_port(link: SlowLink, tmp_path: Path):
+    with closed(link, 0, TRIED[2]):
+        page = agreed(pair(link, tmp_path))
+    assert f"STOPS desk: ports {TRIED[2]} are closed for laptop (1 of 8 that were tried)" in page
+
+
+def test_a_wrong_interface(link: SlowLink, tmp_path: Path):
+    link._namespaces[1].ip("link add other type bridge", "address add 10.9.0.2/24 dev other", "link set other up")
+    try:
+        page = agreed(pair(link, tmp_path, environment={"GLOO_SOCKET_IFNAME": "other"}))
+    finally:
+        link._namespaces[1].ip("link del other")
+    assert "1 of these would stop the training" in page
+    assert "STOPS laptop: Gloo would listen at 10.9.0.2 (GLOO_SOCKET_IFNAME=other), where desk cannot reach it" in page
+    assert "export GLOO_SOCKET_IFNAME=eth0" in page
+
+
+def test_an_interface_that_is_not_there(link: SlowLink, tmp_path: Path):
+    page = agreed(pair(link, tmp_path, environment={"GLOO_SOCKET_IFNAME": "eth7"}))
+    assert "STOPS laptop: GLOO_SOCKET_IFNAME is eth7; it has lo, eth0" in page
+
+
+def test_another_version(link: SlowLink, tmp_path: Path):
+    page = agreed(pair(link, tmp_path, before=_other_versions))
+    assert "2 of these would stop the training" in page
+    assert "STOPS laptop: lowbit is 9.9, and" in page
+    assert "STOPS laptop: PyTorch is 1.0, and" in page
+    assert "on laptop: pip install lowbit==" in page
+    assert "warning laptop: Python is 2.7.1, and" in page
+
+
+def _other_versions() -> None:
+    pretend_versions(lowbit="9.9", torch="1.0", python="2.7.1")
+
+
+def test_another_text_and_recipe(link: SlowLink, tmp_path: Path):
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "text.txt").write_text("other " * 2000)
+    page = agreed(pair(link, tmp_path))
+    assert "1 of these would stop the training" in page
+    assert "STOPS laptop: its text differs from that of desk: digest" in page
+
+
+def test_a_text_that_is_missing_and_another_setting(link: SlowLink, tmp_path: Path):
+    for name, change in (("a", ("dim = 32", "dim = 64")), ("b", ('"text.txt"', '"absent.txt"'))):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.toml").write_text(RECIPE.replace(*change))
+    page = agreed(pair(link, tmp_path))
+    assert "STOPS laptop: data.text" in page
+    assert "no such file, folder or pattern with a match" in page
+    assert "STOPS laptop: its recipe differs from that of desk: model.dim is 32 and 64" in page
+
+
+def test_a_slow_direction(link: SlowLink, tmp_path: Path):
+    before = link.link
+    link._namespaces[1].run(_limit(link, "10mbit"))
+    try:
+        page = agreed(machines := pair(link, tmp_path))
+    finally:
+        link.set_link(before)
+    assert "warning laptop: laptop to desk carries 9." in page
+    assert [each.code for each in machines] == [0, 0]
+    (found,) = Cluster.read(tmp_path / "a" / "cluster.toml").links
+    assert 5 * (found.back_mbit or 0) < found.mbit
+
+
+def _limit(link: SlowLink, rate: str) -> list[str]:
+    device = link.interface(1)
+    return f"tc qdisc replace dev {device} root tbf rate {rate} burst 32kb latency 50ms".split()
+
+
+def test_a_clock_that_is_off(link: SlowLink, tmp_path: Path):
+    page = agreed(pair(link, tmp_path, before=pretend_clock, arguments=(93.0,)))
+    assert "warning laptop: its clock is 93 s ahead of that of desk" in page
+    assert "Nothing would stop the training." in page
+
+
+def test_a_closed_meeting_port(link: SlowLink, tmp_path: Path):
+    with closed(link, 0, PORT):
+        machines = pair(link, tmp_path, "--wait", "12")
+        first, second = (" ".join(each.page().split()) for each in machines)
+    assert f"STOPS laptop: port {PORT} of 198.18.0.1 cannot be reached" in second
+    assert f"sudo iptables -I INPUT -p tcp -s 198.18.0.2 --dport {PORT} -j ACCEPT" in second
+    assert "STOPS desk: 1 of 2 machines did not come" in first
+    assert f"open it here: sudo iptables -I INPUT -p tcp --dport {PORT} -j ACCEPT" in first
+    assert [each.code for each in machines] == [1, 1]
+    assert [m.name for m in Cluster.read(tmp_path / "a" / "cluster.toml").machines] == ["desk"]
+
+
+def test_bytes_of_somebody_else_are_ignored_and_named(link: SlowLink, tmp_path: Path):
+    words = ("--meet", f"{link.address(0)}:{PORT}", "--name")
+    first = start(tmp_path / "a", *words, "desk", "run.toml", link=link, host=0)
+    first.wait_for("waits up to")
+    garbage = (
+        f"import socket; s = socket.create_connection(('{link.address(0)}', {PORT})); s.sendall(b'GET / HTTP/1.1' * 50)"
+    )
+    assert link.popen(1, ["python3", "-I", "-S", "-c", f"{garbage}; s.recv(1)"]).wait(20) in (0, 1)
+    second = start(tmp_path / "b", *words, "laptop", "run.toml", link=link, host=1)
+    page = agreed((first, second))
+    assert "warning 198.18.0.2: it connected to desk and was ignored: it sent bytes that are no message" in page
+    assert first.code == second.code == 0
+
+
+def test_another_secret(link: SlowLink, tmp_path: Path):
+    first, second = pair(link, tmp_path, "--wait", "12", environment={"LOWBIT_SECRET": "another"})
+    second.page()
+    assert "has another LOWBIT_SECRET than this one" in second.said()
+    assert second.said().count("error:") == 1
+    assert "STOPS 198.18.0.2: it does not know the secret (LOWBIT_SECRET) of desk" in " ".join(first.page().split())
+    assert (first.code, second.code) == (1, 1)
+
+
+def test_a_machine_that_leaves(link: SlowLink, tmp_path: Path):
+    first, second = pair(link, tmp_path, before=_interrupted)
+    page = " ".join(first.page().split())
+    second.page()
+    assert second.code == 130
+    assert "STOPS laptop: it left before the end" in page
+    assert [m.name for m in Cluster.read(tmp_path / "a" / "cluster.toml").machines] == ["desk"]
+
+
+def _interrupted() -> None:
+    """Ctrl-C where the speed would be measured."""
+    mock.patch("lowbit.doctor.meeting.speed", side_effect=KeyboardInterrupt).start()
+
+
+def test_the_first_machine_is_interrupted(link: SlowLink, tmp_path: Path):
+    first, second = pair(link, tmp_path, "--machines", "3")
+    second.wait_for("has met")
+    first.interrupt()
+    first.page()
+    assert first.code == 130
+    assert "STOPS laptop: the first machine is gone" in " ".join(second.page().split())
+    assert second.code == 1
+    assert not (tmp_path / "a" / "cluster.toml").exists()
+
+
+def test_from_one_machine_over_ssh(link: SlowLink, tmp_path: Path):
+    ssh = tmp_path / "bin" / "ssh"
+    ssh.parent.mkdir()
+    pids = {link.address(host): link._namespaces[host].pid for host in range(2)}
+    cases = "".join(f'{address}) exec nsenter --target={pid} --net sh -c "$6" ;;\n' for address, pid in pids.items())
+    ssh.write_text(f'#!/bin/sh\ncd "$HOME"\ncase "$5" in\n{cases}*) echo "ssh: no such host" >&2; exit 255 ;;\nesac\n')
+    ssh.chmod(0o755)
+    environment = {"PATH": f"{ssh.parent}:{os.environ['PATH']}", "HOME": str(tmp_path)}
+    environment["PYTHONPATH"] = str(Path(__file__).parents[2] / "src")
+    program = f"{sys.executable} -m lowbit"
+    hosts = ",".join([*pids, "198.18.0.9"])
+    machine = start(
+        tmp_path / "a", "run.toml", "--host", hosts, "--program", program, "--seconds", "0.3", "--wait", "40",
+        environment=environment,
+    )  # fmt: skip
+    page = " ".join(machine.page(200).split())
+    assert "STOPS 198.18.0.9: it gave no report: ssh: no such host" in page
+    assert machine.code == 1
+    assert len(Cluster.read(tmp_path / "a" / "cluster.toml").machines) == 2
