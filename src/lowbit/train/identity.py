@@ -32,6 +32,9 @@ FIXED = (
 )  # fmt: skip
 """Keys that no resume may change: the weights of a checkpoint belong to these."""
 
+CHOSEN = "pipeline.chosen"
+"""Key of the formats that a run has chosen itself, in the identity of its checkpoints; no resume compares it."""
+
 NOT_RECORDED = "not recorded"
 """In place of a value that a checkpoint does not have."""
 
