@@ -66,7 +66,8 @@ def measure(settings: AutoBenchmark, earlier: Sequence[Row] = ()) -> Iterator[Se
     Yields:
         Rows, one for each link and format: `boundary` ("auto" or the format), the fields of `set_link`,
         `seconds` (of the median step), `seconds_low`, `seconds_high`, `steps`, `formats` (what each run with `auto`
-        chose, by boundary; of a fixed format, none) and `predicted` (seconds of the last choice; None).
+        chose, by boundary; of a fixed format, none), `predicted` (seconds of the last choice; None) and `choice` (all
+        numbers of the last choice, `lowbit.train.auto.Choice`; None).
     """
     ranks_of = settings.pipeline.ranks
     rows: list[dict[str, Any]] = []
@@ -118,6 +119,7 @@ def _row(turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "steps": len(seconds),
         "formats": [choice["formats"] for choice in chosen],
         "predicted": chosen[-1]["predicted"] if chosen else None,
+        "choice": chosen[-1] if chosen else None,
     }
 
 

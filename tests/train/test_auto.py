@@ -25,7 +25,7 @@ from lowbit.train.boundaries import AUTO_FORMATS
 from lowbit.train.checkpoints.manifest import read_manifest
 from lowbit.train.config import PipelineConfig
 from lowbit.train.elastic import check_elastic
-from lowbit.train.forecast import Forecast, choose, coding_seconds, usable
+from lowbit.train.forecast import Forecast, choose, coding_seconds, share_of_rates, usable
 from lowbit.train.identity import CHOSEN
 from lowbit.train.layout import make_layout
 from tests.processes import Ranks
@@ -95,10 +95,28 @@ def test_a_forecast_is_as_long_as_its_slowest_part(schedule: str, per_rank: int)
         )  # fmt: skip
         return forecast.seconds(("x",) * (layout.stages - 1))
 
+    rates = {(0, 1): 100.0, (1, 0): 100.0}
+    forecast = Forecast(
+        layout, pipeline, [[0.1, 0.0, {"x": (0.0,) * 4}]] * 2, {"x": (1_000_000, 1_000_000)}, {(0, 1): 0.02}, rates,
+        checksum=0, rest=0.1, beside=False,
+    )  # fmt: skip
+    mix = ("x",) * (layout.stages - 1)
+    assert forecast.seconds(mix, 0.25) == pytest.approx(4 * forecast.seconds(mix), rel=0.4)
     crossings = sum(map(layout.crosses, range(layout.stages - 1)))
     assert 0.9 < seconds(1e6) < 1.4
     at_least = 8 * 8 * crossings / 2 / 1 if schedule == "Interleaved1F1B" else 8 * 8 * crossings
     assert at_least < seconds(1.0) < 2.5 * 8 * 8 * crossings
+
+
+def test_links_that_are_slower_in_training_explain_longer_steps():
+    def seconds(share: float) -> float:
+        return max(0.5, 0.4 / share)
+
+    assert share_of_rates(seconds, 0.55) == 1.0
+    assert share_of_rates(seconds, 0.8) == pytest.approx(0.5, rel=0.01)
+    assert share_of_rates(seconds, 0.8) >= 0.5
+    assert share_of_rates(seconds, 10.0) == 1.0, "no link explains this"
+    assert share_of_rates(lambda share: 0.5, 2.0) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -123,12 +141,13 @@ def test_replicas_that_come_and_go_need_formats(tmp_path: Path):
 def test_a_choice_tells_its_numbers():
     choice = Choice(
         step=7, formats=("bf16", "bf16", "transform"), predicted={"bf16": 1.5, "these": 0.5}, mbit={"0 to 1": 25.0},
-        round_trip=0.04, compute=[0.25, 0.5], change=2.0,
+        round_trip=0.04, compute=[0.25, 0.5], share=0.5, change=2.0,
     )  # fmt: skip
     assert described(choice.formats) == "boundary 0 to 1 bf16, boundary 2 transform"
     assert str(choice) == (
         "formats from step 8 on (a step took 2.00 times as long as before): boundary 0 to 1 bf16, boundary 2 "
-        "transform; links 0 to 1: 25.0 Mbit/s, 40.0 ms there and back; compute 0.500 s; predicted step with "
+        "transform; links 0 to 1: 25.0 Mbit/s, 40.0 ms there and back, 50% of the rates in training; "
+        "compute 0.500 s; predicted step with "
         "bf16: 1.500 s; these: 0.500 s"
     )
 

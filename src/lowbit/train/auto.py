@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 from lowbit.ranks.checksum import CHECKSUM_BYTES
 from lowbit.ranks.objects import gather_json
 from lowbit.train.boundaries import AUTO_FORMATS, codecs_of
+from lowbit.train.config import FULL_PRECISION
 from lowbit.train.distance import Pair
-from lowbit.train.forecast import Forecast, choose, coding_seconds, usable
+from lowbit.train.forecast import Forecast, choose, coding_seconds, share_of_rates, usable
 from lowbit.train.metrics import StepMetrics
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class Choice:
         step: steps done before. formats: of each boundary, from `AUTO_FORMATS`.
         predicted: seconds of a step with each format at all boundaries, and with `formats`.
         mbit: of the links between machines. round_trip: the longest, in seconds; None on one rank.
+        share: of these rates that training gets, by the seconds of the steps before.
         compute: seconds of each rank in a step.
         change: of the seconds of a step since the choice before, as a factor; None for the first.
         seconds: of a step with these formats, in the pipeline and averaged over the ranks; None until measured.
@@ -50,6 +52,7 @@ class Choice:
     mbit: dict[str, float]
     round_trip: float | None
     compute: list[float]
+    share: float = 1.0
     change: float | None = None
     seconds: float | None = None
 
@@ -66,6 +69,7 @@ class Choice:
         links = ", ".join(f"{name}: {rate:,.1f} Mbit/s" for name, rate in self.mbit.items()) or "one machine"
         if self.round_trip is not None:
             links += f", {1e3 * self.round_trip:.1f} ms there and back"
+        links += f", {self.share:.0%} of the rates in training" if self.share < 1 else ""
         seconds = "; ".join(f"{name}: {value:.3f} s" for name, value in self.predicted.items())
         changed = "" if self.change is None else f" (a step took {self.change:.2f} times as long as before)"
         return (
@@ -97,9 +101,11 @@ class Auto:
         self.choice: Choice | None = None
         shape = (self._config.rows, self._config.data.sequence, trainer.width)
         self._formats = usable(AUTO_FORMATS, shape)
+        self._sizes = self._formats | usable((FULL_PRECISION,), shape)
         device = trainer.prepared.device
-        self._coding = {text: coding_seconds(text, shape, device) for text in self._formats}
-        self._own: deque[tuple[float, float]] = deque(maxlen=_WINDOW)  # of this rank: in the pipeline, and after it
+        self._coding = {text: coding_seconds(text, shape, device) for text in self._sizes}
+        # Seconds of steps with the same formats on this rank: compute, what follows the pipeline, and all.
+        self._own: deque[tuple[float, float, float]] = deque(maxlen=_WINDOW)
         self._recent: deque[float] = deque(maxlen=_WINDOW)  # mean over the ranks
         self._count, self._every = 0, _EVERY  # steps since the last choice, and before the next
         self._change: float | None = None
@@ -109,7 +115,7 @@ class Auto:
         try:
             choice = Choice.of(stored)
             fits = len(choice.formats) == self._layout.stages - 1 and set(choice.formats) <= set(self._formats)
-            usual = choice.seconds is None or choice.seconds > 0
+            usual = choice.step >= 0 and (choice.seconds is None or choice.seconds > 0)
         except (KeyError, TypeError):
             return
         if fits and usual:
@@ -124,7 +130,9 @@ class Auto:
         work = self._trainer.work
         if self._count > 1:  # the first step compiles kernels
             passed = work.compute_seconds + work.codec_seconds + work.wait_seconds
-            self._own.append((work.compute_seconds, metrics.seconds - passed))
+            if metrics.step == self._config.codec_warmup_steps + 1:
+                self._own.clear()
+            self._own.append((work.compute_seconds, metrics.seconds - passed, metrics.seconds))
             self._recent.append(metrics.compute_seconds + metrics.codec_seconds + metrics.wait_seconds)
         if not any(map(self._layout.crosses, range(self._layout.stages - 1))):
             return False
@@ -148,28 +156,34 @@ class Auto:
             trips: seconds of a round trip in each pipeline, by two of its ranks.
             rates: Mbit/s by two ranks of the run, from the first to the second. mbit: the same by link.
         """
-        side, ranks = self._trainer.side, self._layout.ranks
-        compute, rest = (statistics.median(values) for values in zip(*self._own, strict=True))
+        side, ranks, boundaries = self._trainer.side, self._layout.ranks, self._layout.stages - 1
+        compute, rest, measured = (statistics.median(values) for values in zip(*self._own, strict=True))
         stated = gather_json([compute, rest, self._coding], side)
         decided: Any = None
         if self._trainer.rank == 0:
             forecasts = [
                 Forecast(
-                    self._layout, self._config.pipeline, stated[first : first + ranks], self._formats,
+                    self._layout, self._config.pipeline, stated[first : first + ranks], self._sizes,
                     trips[first // ranks], {(a - first, b - first): rate for (a, b), rate in rates.items()},
                     checksum=CHECKSUM_BYTES * self._config.run.checksums,
                     rest=min(rest for _, rest, _ in stated), beside=self._trainer.prepared.device.type == "cuda",
                 )
                 for first in range(0, len(stated), ranks)
             ]  # fmt: skip
+
+            def seconds(mix: Sequence[str], share: float) -> float:
+                return max(forecast.seconds(mix, share) for forecast in forecasts)
+
+            start = FULL_PRECISION if step <= self._config.codec_warmup_steps else AUTO_FORMATS[0]
+            before = (start,) * boundaries if self.choice is None else self.choice.formats
+            share = share_of_rates(lambda share: seconds(before, share), measured)
             formats, predicted = choose(
-                lambda mix: max(each.seconds(mix) for each in forecasts), self._formats,
-                [self._layout.crosses(i) for i in range(self._layout.stages - 1)],
-                None if self.choice is None else self.choice.formats,
+                lambda mix: seconds(mix, share), self._formats, [*map(self._layout.crosses, range(boundaries))],
+                None if self.choice is None else before,
             )  # fmt: skip
             decided = asdict(
                 Choice(
-                    step=step, formats=formats, predicted=predicted, mbit=mbit, change=self._change,
+                    step=step, formats=formats, predicted=predicted, mbit=mbit, share=share, change=self._change,
                     round_trip=max(max(each.values()) for each in trips), compute=[each[0] for each in stated],
                 )
             )  # fmt: skip

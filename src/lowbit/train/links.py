@@ -14,6 +14,7 @@ from lowbit.train.layout import Layout
 
 _PROBE_BYTES = (1 << 18, 1 << 20, 1 << 22, 1 << 24)
 _ENOUGH_SECONDS = 0.15  # of the last message of a probe; a longer one would tell little more
+_ENOUGH_TRIPS = 10  # of the last message: TCP needs several round trips until it uses a link
 _NUMBER_BYTES = 8
 
 
@@ -96,7 +97,7 @@ def probe(
     """Measure Mbit/s from and to the next rank, where that is on another machine; by sender and receiver.
 
     All ranks of the pipeline call this. Pairs without a rank in common measure at the same time. Messages grow until
-    one takes 0.15 s.
+    one takes 0.15 s and ten round trips, or has 16 MiB.
 
     Args:
         machine_of: machine of each rank of the pipeline.
@@ -136,7 +137,7 @@ def _send_probes(messages: Messages, peer: int, trip: float) -> float:
         seconds = time.perf_counter() - begin
         sent.wait()
         rate = 8 * nbytes / max(seconds - trip, seconds / 2) / 1e6
-        if seconds >= _ENOUGH_SECONDS:
+        if seconds >= max(_ENOUGH_SECONDS, _ENOUGH_TRIPS * trip):
             break
     messages.send(torch.tensor([0]), peer).wait()
     return rate
