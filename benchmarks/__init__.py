@@ -5,6 +5,7 @@ from __future__ import annotations
 COMMANDS = {
     "race": "benchmarks.race",
     "simulate": "benchmarks.simulate",
+    "auto": "benchmarks.auto",
     "grid": "benchmarks.grid",
     "events": "benchmarks.events",
     "codecs": "benchmarks.codecs",

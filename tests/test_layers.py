@@ -23,7 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tensor_parallel": _BOUNDARY,
     "activations": {"codecs", "kernels"},
     "integrations": _RECIPE | {"tensor_parallel"},
-    "train": _RECIPE | {"integrations", "report"},
+    "train": _RECIPE | {"integrations", "report", "simulate"},
     "simulate": {"codecs", "kernels"},
     "plan": _RECIPE | {"report", "train", "simulate"},
     "doctor": {"codecs", "config", "network", "plan", "ranks", "report", "train"},

@@ -199,6 +199,10 @@ def test_a_dry_run_checks_and_shows_and_starts_nothing(tmp_path: Path, monkeypat
     ):
         assert part in shown
     assert not [path for path in (tmp_path / "run").rglob("*") if path.name != "cache"]
+    chosen = " ".join(invoke(*words, "--pipeline.forward", "auto", columns=200).stdout.split())
+    assert "each boundary the most exact of these that does not make its link the bottleneck" in chosen
+    assert "format 0 forward Cast(dtype=torch.bfloat16), 16.00 bits per element" in chosen
+    assert "format 3 forward TransformQuant(step='token'), 3.29 bits per element" in chosen
     refused = invoke(*words, "--pipeline.stages_per_rank", "2")
     assert (refused.exit_code, refused.stderr.count("\n")) == (2, 1)
     assert "pipeline.stages_per_rank is 2; allowed with 1F1B: 1" in refused.stderr

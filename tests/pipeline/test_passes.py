@@ -523,3 +523,54 @@ def test_a_rank_that_loads_alone_is_the_same_error_everywhere(ranks: Ranks):
 def test_states_of_different_runs_are_the_same_error_everywhere(ranks: Ranks, codec: Codec):
     text = toy.disagreement(toy.timely(ranks, mixed, codec))
     assert "boundary 0 forward state: " in text
+
+
+def other_formats(schedule: str) -> Any:
+    """Bits of each step, gradients equal to those of stages made with the second format, and receives left over."""
+    first, second = GroupInt(bits=8, group=24), SubspaceQuant(directions=2, group=8)
+    run = toy.Run(schedule, toy.lowbit(forward=first, backward=first, warmup_steps=1))
+    bits, left = [], []
+    for step in range(8):
+        if step == 4:
+            left = [len(stage.transport._inbox._posted) for stage in run.stages]
+            for stage in run.stages:
+                stage.set_codecs(second, second)
+                stage.looks_ahead = True
+            weights = [p.detach().clone() for stage in run.stages for p in stage.submod.parameters()]
+        for stage in run.stages:
+            stage.looks_ahead &= step != 3
+            stage.traffic.reset()
+        grads = run.train(step)
+        bits.append([stage.traffic.forward_bits for stage in run.stages])
+        if step == 4:
+            with torch.no_grad():
+                fresh = toy.Run(schedule, toy.lowbit(forward=second, backward=second))
+                for parameter, value in zip(
+                    (p for stage in fresh.stages for p in stage.submod.parameters()), weights, strict=True
+                ):
+                    parameter.copy_(value)
+            assert same(fresh.train(step), grads), "states start empty"
+    return bits, left
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-2"])
+def test_formats_change_between_steps(ranks: Ranks, schedule: str):
+    bits, left = ranks.run(other_formats, schedule)[0]
+    assert left == [0] * len(left), "no receive waits for a message of the old size"
+    plain, coded, other = (sum(bits[step]) for step in (0, 3, 7))
+    assert plain > coded > 0
+    assert other not in (plain, coded)
+    assert [sum(each) for each in bits] == [plain, *[coded] * 3, *[other] * 4]
+
+
+def wrong_formats() -> str:
+    run = toy.Run("1f1b", toy.lowbit())
+    with pytest.raises(TypeError, match="forward is 'int4'; allowed: a codec"):
+        run.stages[0].set_codecs("int4", FP32)
+    with pytest.raises(ValueError, match="warmup_steps is 0, and backward has"):
+        run.stages[0].set_codecs(FP32, SubspaceQuant(directions="auto"))
+    return "refused"
+
+
+def test_formats_that_cannot_be_used_are_refused(ranks: Ranks):
+    assert ranks.run(wrong_formats) == ["refused"] * 2

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 from lowbit.cli.show import print_pairs
 from lowbit.config import to_toml
 from lowbit.ranks.pytorch import check_torch
+from lowbit.train.boundaries import AUTO_FORMATS, codecs_of
+from lowbit.train.forecast import usable
 from lowbit.train.lora import targets_of
 from lowbit.train.model import hidden_size
 from lowbit.train.prepare import Prepared, prepare
@@ -18,6 +20,9 @@ from lowbit.train.prepare import Prepared, prepare
 if TYPE_CHECKING:
     from lowbit.codecs import Codec
     from lowbit.train import TrainConfig
+
+
+_WIDE = 4096  # in place of a width that is not known before the run; all formats suit it
 
 
 def dry_run(config: TrainConfig) -> None:
@@ -50,10 +55,16 @@ def _lines(prepared: Prepared, ranks: int) -> Iterator[tuple[str, str]]:
     for stage in range(layout.stages):
         layers = layout.layers_of(stage)
         yield f"stage {stage}", f"rank {layout.rank_of(stage)}, layers {layers[0]} to {layers[-1]}"
-    shape = (config.rows, config.data.sequence, hidden_size(config.model))
-    pairs = zip(prepared.codecs.forward, prepared.codecs.backward, strict=True)
+    width = hidden_size(config.model)
+    shape = (config.rows, config.data.sequence, width)
+    if config.pipeline.is_auto and layout.stages > 1:
+        yield "each boundary", "the most exact of these that does not make its link the bottleneck"
+        codecs, name = codecs_of(list(usable(AUTO_FORMATS, (*shape[:2], width or _WIDE)))), "format"
+    else:
+        codecs, name = prepared.codecs, "boundary"
+    pairs = zip(codecs.forward, codecs.backward, strict=True)
     lines = (f"forward {_described(first, shape)}\nbackward {_described(second, shape)}" for first, second in pairs)
-    yield from _grouped("boundary", lines)
+    yield from _grouped(name, lines)
     if config.pipeline.boundary == "lowbit" and layout.stages > 1:
         yield "warm-up", f"{config.codec_warmup_steps} of {config.run.steps} steps at full precision"
     yield from _grouped("saved by stage", (str(policy or "as PyTorch does") for policy in prepared.activations))

@@ -131,7 +131,8 @@ class Passes:
         for stage in self._stages:
             stage.transport.drain()
         likely, again = self._last[batch.training, batch.micro_batches]
-        if again:  # a receive that is posted in vain takes memory until its message comes
+        # A receive that is posted in vain takes memory until its message comes.
+        if again and self._stages[0].looks_ahead:
             for stage in self._stages:
                 stage.await_next(likely)
 

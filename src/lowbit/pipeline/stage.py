@@ -107,6 +107,7 @@ class LowBitStage(HookedStage):
         self.transport = choose(self._group, self.device, self.traffic, self._checksums)
         self.lanes = Lanes(stage_index, num_stages, forward, backward, self.device, self.transport)
         self.steps = 0
+        self.looks_ahead = True  # whether receives of the next pass are posted at the end of one
         self._samples: Tensor | None = None
         self._passes: Passes | None = None  # shared by the stages of this rank
 
@@ -122,6 +123,24 @@ class LowBitStage(HookedStage):
             TypeError, ValueError: not integers, or not one dimension.
         """
         self._samples = checked_samples(ids)
+
+    def set_codecs(self, forward: Codecs, backward: Codecs) -> None:
+        """Change the formats from the next step on; call it with the same on every stage of the pipeline.
+
+        What codecs keep between steps starts empty. Set `looks_ahead` to False on every stage before the last step with
+        the old formats: otherwise, the receives that are posted at its end take memory for good.
+
+        Args:
+            forward, backward: as of the constructor.
+
+        Raises:
+            TypeError, ValueError: a wrong argument.
+        """
+        for name, codecs in (("forward", forward), ("backward", backward)):
+            check_warm_up(name, codecs, max(0, self.warmup_steps - self.steps))
+        self.lanes = Lanes(self.stage_index, self.num_stages, forward, backward, self.device, self.transport)
+        if self._passes is not None:
+            self._passes.forget()
 
     @property
     def in_warmup(self) -> bool:

@@ -82,6 +82,7 @@ def _run_parts(run: RunFiles) -> Iterator[Part]:
         yield timeline_part(run.spans)
         yield shares_part(run.spans)
     yield _links(run)
+    yield _formats(run)
     yield from _memory(run)
     yield _machines(run)
     yield Part(
@@ -198,6 +199,29 @@ def _links(run: RunFiles) -> Part:
     return Part(
         title="Links between machines", rows=rows, text=text if rows else "",
         head=("link", "MB a step", "used Mbit/s", "measured Mbit/s", "used"),
+    )  # fmt: skip
+
+
+def _formats(run: RunFiles) -> Part:
+    """What a run with `pipeline.forward = "auto"` chose, and why."""
+    rows = []
+    for choice in _rows(run.ranks.get("formats")):
+        predicted = _mapping(choice.get("predicted")).items()
+        seconds = ", ".join(f"{name}: {value:.3f}" for name, each in predicted if (value := number(each)) is not None)
+        links = (
+            f"{name}: {rate:,.1f}" for name, each in _mapping(choice.get("mbit")).items() if (rate := number(each))
+        )
+        step, trip = number(choice.get("step")), number(choice.get("round_trip"))
+        rows.append(
+            (
+                "–" if step is None else f"{step + 1:,.0f}", shown(choice.get("formats")), seconds,
+                ", ".join(links) or "–", "–" if trip is None else f"{1e3 * trip:.2f}",
+            )
+        )  # fmt: skip
+    return Part(
+        title="Formats that the run chose", rows=rows,
+        text='Predicted seconds of a step with each format at all boundaries, and with "these".' if rows else "",
+        head=("from step", "formats by boundary", "predicted seconds", "measured Mbit/s", "round trip, ms"),
     )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ Seconds = Annotated[float, Field(ge=1, le=1_000_000)]
 
 FAMILIES = get_args(Family)
 SCHEDULES = {name.lower(): name for name in get_args(Schedule)}
-FULL_PRECISION = "fp32"
+FULL_PRECISION, AUTO = "fp32", "auto"
 
 
 def _schedule(name: Any) -> Any:
@@ -157,7 +157,8 @@ class PipelineConfig:
     """Micro-batches of a step in each pipeline."""
     forward: tuple[str, ...] = ("transform",)
     """Formats of activations, by name ("transform", "int4") or in full ("GroupInt(bits=6, group=32)"): one for all
-    boundaries between stages, or one for each."""
+    boundaries between stages, or one for each. "auto": each boundary takes the most exact of a few formats that does
+    not make its link the bottleneck, by what the first steps measure."""
     backward: tuple[str, ...] = ()
     """Formats of the gradients of activations, written like `forward`. If omitted, the default for each format: itself
     for "fp32" and "bf16", "transform-backward" for "transform", 6 bits for others."""
@@ -166,6 +167,19 @@ class PipelineConfig:
     format that leaves something to choose, such as "SubspaceQuant(directions='auto')", needs at least 1."""
     boundary: Boundary = "lowbit"
     """lowbit uses the formats above. stock-fp32 and stock-bf16 are PyTorch's own stage, for comparison."""
+
+    def __post_init__(self) -> None:
+        alone = self.is_auto and self.backward in ((), (AUTO,)) and self.boundary == "lowbit"
+        if AUTO in (*self.forward, *self.backward) and not alone:
+            raise ConfigError(
+                f"pipeline.forward is {list(self.forward)}, backward {list(self.backward)}, boundary {self.boundary}; "
+                "allowed with auto: auto alone in forward, auto or nothing in backward, boundary lowbit"
+            )
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether the run chooses the formats."""
+        return self.forward == (AUTO,)
 
 
 @section("activations")

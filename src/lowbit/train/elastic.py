@@ -44,6 +44,11 @@ def check_elastic(config: TrainConfig, codecs: tuple[Codec, ...]) -> None:
     """
     if not config.elastic.lighthouse:
         return
+    if config.pipeline.is_auto:
+        raise ConfigError(
+            "pipeline.forward is auto; allowed with elastic.lighthouse: names of formats, since a replica that joins "
+            "takes over what the codecs of another keep"
+        )
     try:
         import lowbit.integrations.torchft  # noqa: F401
     except ImportError as error:

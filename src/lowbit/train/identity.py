@@ -37,6 +37,9 @@ _LOCAL = {  # settings that may differ between machines
     "run.output", "run.threads", "run.progress", "run.tensorboard", "run.report",
 }  # fmt: skip
 
+CHOSEN = "pipeline.chosen"
+"""Key of the formats that a run has chosen itself, in the identity of its checkpoints; no resume compares it."""
+
 NOT_RECORDED = "not recorded"
 """In place of a value that a checkpoint does not have."""
 

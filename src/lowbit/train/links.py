@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import permutations
+from types import MappingProxyType
 
 import torch
 
@@ -13,6 +14,7 @@ from lowbit.train.layout import Layout
 
 _PROBE_BYTES = (1 << 18, 1 << 20, 1 << 22, 1 << 24)
 _ENOUGH_SECONDS = 0.15  # of the last message of a probe; a longer one would tell little more
+_ENOUGH_TRIPS = 10  # of the last message: TCP needs several round trips until it uses a link
 _NUMBER_BYTES = 8
 
 
@@ -67,6 +69,14 @@ class Links:
         waits = sums[len(self.pairs) :]
         return links, {str(machine): seconds for machine, seconds in zip(self.machines, waits, strict=True)}
 
+    def by_link(self, rates: Mapping[tuple[int, int], float]) -> dict[str, float]:
+        """The highest rate of each link, from those between two ranks."""
+        found: dict[str, float] = {}
+        for pair, rate in rates.items():
+            name = link_name(*self._ends(pair))
+            found[name] = max(rate, found.get(name, 0.0))
+        return found
+
     def _ends(self, route: tuple[int, int]) -> tuple[int, int]:
         return self.machine_of[route[0]], self.machine_of[route[1]]
 
@@ -81,14 +91,17 @@ class Links:
             yield from permutations(range(place, self._pipelines * ranks, ranks), 2)
 
 
-def probe(messages: Messages, machine_of: Sequence[int]) -> dict[tuple[int, int], float]:
+def probe(
+    messages: Messages, machine_of: Sequence[int], trips: Mapping[tuple[int, int], float] = MappingProxyType({})
+) -> dict[tuple[int, int], float]:
     """Measure Mbit/s from and to the next rank, where that is on another machine; by sender and receiver.
 
     All ranks of the pipeline call this. Pairs without a rank in common measure at the same time. Messages grow until
-    one takes 0.15 s.
+    one takes 0.15 s and ten round trips, or has 16 MiB.
 
     Args:
         machine_of: machine of each rank of the pipeline.
+        trips: seconds of a round trip between two ranks, the lower one first, which do not count.
 
     Returns:
         What this rank measured, as the sender.
@@ -103,14 +116,14 @@ def probe(messages: Messages, machine_of: Sequence[int]) -> dict[tuple[int, int]
         if messages.rank in pair and machine_of[pair[0]] != machine_of[pair[1]]:
             for sender, receiver in (pair, pair[::-1]):
                 if messages.rank == sender:
-                    rates[sender, receiver] = _send_probes(messages, receiver)
+                    rates[sender, receiver] = _send_probes(messages, receiver, trips.get((min(pair), max(pair)), 0.0))
                 else:
                     _take_probes(messages, sender)
     return rates
 
 
-def _send_probes(messages: Messages, peer: int) -> float:
-    """Mbit/s, from the time until the peer has the last message and its answer is here."""
+def _send_probes(messages: Messages, peer: int, trip: float) -> float:
+    """Mbit/s, from the time until the peer has the last message and its answer is here, less a round trip."""
     rate = 0.0
     for nbytes in _PROBE_BYTES:
         ready = messages.expect(_NUMBER_BYTES, peer, "probe")
@@ -123,8 +136,8 @@ def _send_probes(messages: Messages, peer: int) -> float:
         answer.wait()
         seconds = time.perf_counter() - begin
         sent.wait()
-        rate = 8 * nbytes / seconds / 1e6
-        if seconds >= _ENOUGH_SECONDS:
+        rate = 8 * nbytes / max(seconds - trip, seconds / 2) / 1e6
+        if seconds >= max(_ENOUGH_SECONDS, _ENOUGH_TRIPS * trip):
             break
     messages.send(torch.tensor([0]), peer).wait()
     return rate

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,15 +24,18 @@ from lowbit.report.training import write_report
 from lowbit.train import export
 from lowbit.train.about import FILE as RANKS
 from lowbit.train.about import describe_machines, memory_of
+from lowbit.train.auto import Auto, Choice, described
 from lowbit.train.boundaries import costly, in_full
 from lowbit.train.checkpoints import state
+from lowbit.train.checkpoints.manifest import Manifest
 from lowbit.train.checkpoints.resume import resume
 from lowbit.train.checkpoints.save import Checkpoints, raise_everywhere, together
 from lowbit.train.config import TrainConfig
 from lowbit.train.device import local_rank, threads_per_rank
-from lowbit.train.distance import needless, round_trips
+from lowbit.train.distance import Pair, needless, round_trips
 from lowbit.train.folder import RunFolder
-from lowbit.train.links import link_name, probe
+from lowbit.train.identity import CHOSEN
+from lowbit.train.links import probe
 from lowbit.train.lora import save_adapters
 from lowbit.train.metrics import Recorder, StepMetrics
 from lowbit.train.prepare import FILES, IN_USE, left_behind, prepare
@@ -87,12 +91,15 @@ class Run:
         self.progress: Progress | None = None  # on the first rank of each machine
         self.checkpoints = Checkpoints(self.output, rank=trainer.rank, keep=run.keep)
         self._warn_of_cost()
-        self.round_trip = self._measure_distance()
+        self.trips = self._measure_distance()
         self.rates = self._measure_links()
+        self.mbit = trainer.links.by_link(self.rates)
         stated = gather_json([secrets.token_hex(8), machine()], trainer.side)
         attempt = stated[0][0]
-        self.about = describe_machines(trainer, [each for _, each in stated], self.rates, self.round_trip)
+        self.about = describe_machines(trainer, [each for _, each in stated], self.mbit, self.round_trip)
         self.manifest = trainer.prepared.manifest(attempt, rank=trainer.rank, ranks=trainer.ranks)
+        self.auto = Auto(trainer) if self.config.pipeline.is_auto else None
+        self.choices: list[Choice] = []
         try:
             self.start = self._begin()
         except BaseException:
@@ -106,6 +113,8 @@ class Run:
         try:
             self.recorder, self.progress = self._open_recorder(), self._open_progress()
             before, tracing = self._evaluate_before(), self._open_tracing()
+            if self.auto is not None and self.auto.choice is not None:  # of the checkpoint
+                self._note_formats(self.auto.choice)
             done = self.start
             while done < run.steps:
                 with nullcontext() if tracing is None else tracing.begin(done + 1):
@@ -115,15 +124,7 @@ class Run:
                     watcher.record(history[-1])
                 if on_step is not None:
                     on_step(history[-1])
-                if done == self.config.codec_warmup_steps:
-                    for place, codec in trainer.chosen().items():
-                        if self.progress is not None:
-                            self.progress.say(f"{place}: {codec}")
-                if run.checkpoint_every and (done % run.checkpoint_every == 0 or done == run.steps):
-                    snapshot = state.collect(trainer.pipeline, trainer.optimizer)
-                    self.checkpoints.save(done, snapshot, self.manifest, trainer.side)
-                if run.eval_every and done % run.eval_every == 0 and done < run.steps:
-                    self._evaluate(done)
+                self._end_step(history[-1])
             return self._conclude(history, before)
         finally:
             if trainer.elastic is not None:
@@ -133,6 +134,21 @@ class Run:
             if trainer.rank == 0 and run.report:
                 write_report(self.output)
             self.folder.unlock()
+
+    def _end_step(self, metrics: StepMetrics) -> None:
+        """What is due after a step: other formats, a checkpoint, an evaluation."""
+        run, trainer, done = self.config.run, self.trainer, metrics.step
+        if self.auto is not None and self.auto.due(metrics):
+            self._choose_formats(self.auto, done)
+        if done == self.config.codec_warmup_steps:
+            for place, codec in trainer.chosen().items():
+                if self.progress is not None:
+                    self.progress.say(f"{place}: {codec}")
+        if run.checkpoint_every and (done % run.checkpoint_every == 0 or done == run.steps):
+            snapshot = state.collect(trainer.pipeline, trainer.optimizer)
+            self.checkpoints.save(done, snapshot, self._manifest(), trainer.side)
+        if run.eval_every and done % run.eval_every == 0 and done < run.steps:
+            self._evaluate(done)
 
     @property
     def _watchers(self) -> list[Recorder | Progress]:
@@ -149,7 +165,7 @@ class Run:
         if run.resume:
             done, changes = resume(
                 self.checkpoints, trainer.pipeline, trainer.optimizer, self.manifest,
-                replica=trainer.replicas.index, run=run, group=trainer.side,
+                replica=trainer.replicas.index, run=run, group=trainer.side, adopt=self._restore_formats,
             )  # fmt: skip
             self.manifest = replace(self.manifest, changes=changes)
         if run.overwrite and local_rank() == 0:
@@ -192,6 +208,7 @@ class Run:
         summary = summarize(
             self.config, trainer.layout, history, losses, chosen=trainer.chosen(), model=model,
             changes=self.manifest.changes, round_trip=self.round_trip, before=before,
+            formats=[asdict(choice) for choice in self.choices],
         )  # fmt: skip
         if trainer.rank == 0:
             text = json.dumps(asdict(summary), indent=2)
@@ -232,7 +249,7 @@ class Run:
         own = self.trainer.links.machine_of[self.trainer.rank]
         if not run.progress or own != self.trainer.rank:
             return None
-        return Progress(run.steps, warmup=self.config.codec_warmup_steps, machine=own, rates=self.rates)
+        return Progress(run.steps, warmup=self.config.codec_warmup_steps, machine=own, rates=self.mbit)
 
     def _open_tracing(self) -> Tracing | None:
         run = self.config.run
@@ -259,13 +276,18 @@ class Run:
             if self.config.activations.plan and self.trainer.prepared.autocast is None:
                 log.warning("activations.plan counts bytes of matrix products in bfloat16; float32's are saved here")
 
-    def _measure_distance(self) -> float | None:
-        """The longest round trip between neighbours of a pipeline, in seconds; warns of a costly layout."""
+    @property
+    def round_trip(self) -> float | None:
+        """The longest round trip between neighbours of a pipeline, in seconds; None on one rank."""
+        return max((seconds for each in self.trips for seconds in each.values()), default=None)
+
+    def _measure_distance(self) -> list[dict[Pair, float]]:
+        """Round trips between neighbours of each pipeline, in seconds; warns of a costly layout."""
         layout = self.trainer.layout
         if layout.ranks == 1:
-            return None
+            return []
         own = list(round_trips(self._messages("distance")).items())
-        trips: list[dict[tuple[int, int], float]] = [{} for _ in range(self.trainer.replicas.count)]
+        trips: list[dict[Pair, float]] = [{} for _ in range(self.trainer.replicas.count)]
         for rank, measured in enumerate(gather_json(own, self.trainer.side)):
             pipeline, place = divmod(rank, layout.ranks)
             for other, seconds in measured:
@@ -273,18 +295,44 @@ class Run:
         warnings = [needless(layout, self.config.pipeline.schedule, each) for each in trips]
         if self.trainer.rank == 0 and (warning := next(filter(None, warnings), None)):
             log.warning("%s", warning)
-        return max(max(each.values()) for each in trips)
+        return trips
 
-    def _measure_links(self) -> dict[str, float]:
-        """Mbit/s of the links between machines, by name; empty where there are none."""
+    def _measure_links(self) -> dict[Pair, float]:
+        """Mbit/s between neighbours on two machines, by sender and receiver; empty where there are none."""
         links, ranks = self.trainer.links, self.trainer.layout.ranks
         if not links.pairs:
             return {}
         first = self.trainer.replicas.index * ranks
-        measured = probe(self._messages("probe"), links.machine_of[first : first + ranks])
+        trips = self.trips[self.trainer.replicas.index] if self.trips else {}
+        measured = probe(self._messages("probe"), links.machine_of[first : first + ranks], trips)
         own = [[first + a, first + b, rate] for (a, b), rate in measured.items()]
-        rates: dict[str, float] = {}
-        for source, target, rate in (each for one in gather_json(own, self.trainer.side) for each in one):
-            name = link_name(links.machine_of[source], links.machine_of[target])
-            rates[name] = max(rate, rates.get(name, 0.0))
-        return rates
+        return {(source, target): rate for each in gather_json(own, self.trainer.side) for source, target, rate in each}
+
+    def _choose_formats(self, auto: Auto, done: int) -> None:
+        """Choose the formats; for another time, measure the links again."""
+        if auto.choice is not None:
+            self.trips, self.rates = self._measure_distance(), self._measure_links()
+            self.mbit.update(self.trainer.links.by_link(self.rates))  # which the progress shows
+        choice = auto.choose(done, self.trips, self.rates, dict(self.mbit))
+        if self.trainer.rank == 0:
+            log.info("%s", choice)
+        self._note_formats(choice)
+
+    def _restore_formats(self, stored: Any) -> None:
+        if self.auto is not None:
+            self.auto.restore(stored)
+
+    def _note_formats(self, choice: Choice) -> None:
+        """Show a choice, and write it down for the report."""
+        self.choices.append(choice)
+        if self.progress is not None:
+            self.progress.say(f"formats from step {choice.step + 1} on: {described(choice.formats)}")
+        self.about["formats"] = [asdict(choice) for choice in self.choices]
+        if self.trainer.rank == 0:
+            self._write_about()
+
+    def _manifest(self) -> Manifest:
+        """That of the checkpoints, with the formats that the run has chosen."""
+        if self.auto is None or self.auto.choice is None:
+            return self.manifest
+        return replace(self.manifest, identity=self.manifest.identity | {CHOSEN: asdict(self.auto.choice)})

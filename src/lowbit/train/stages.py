@@ -130,6 +130,18 @@ class Pipeline:
         loss = torch.stack(losses).detach().mean().item() if losses else 0.0
         return loss, self._work(seconds)
 
+    def use_codecs(self, codecs: Codecs) -> None:
+        """Change the formats from the next step on; every rank calls it."""
+        self.codecs = codecs
+        for stage in self.lowbit_stages.values():
+            stage.set_codecs(dict(enumerate(codecs.forward)), dict(enumerate(codecs.backward)))
+        self._compile_kernels()
+
+    def look_ahead(self, ahead: bool) -> None:
+        """Whether steps end with receives of the next one; not before `use_codecs` (`LowBitStage.set_codecs`)."""
+        for stage in self.lowbit_stages.values():
+            stage.looks_ahead = ahead
+
     def _stage(self, index: int) -> PipelineStage:
         input_args, output_args = _examples(self.modules[index], self.config.rows, self.config.data.sequence)
         common: dict[str, Any] = {"input_args": input_args, "output_args": output_args, "group": self._group}

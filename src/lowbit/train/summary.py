@@ -39,6 +39,7 @@ class Summary:
         chosen: formats that the warm-up settled, in full, by boundary, direction and tensor, such as "boundary 0
             forward, tensor 0, width 256".
         changes: settings that a resume changed: step, key, before and after, oldest first.
+        formats: what the run has chosen with `pipeline.forward = "auto"`, each as `lowbit.train.auto.Choice`.
         round_trip_seconds: the longest between neighbours of a pipeline, measured at the start; None on one rank.
     """
 
@@ -74,6 +75,7 @@ class Summary:
     exact_match_codecs: float | None = None
     exact_match_before: float | None = None
     held_out_loss_before: float | None = None
+    formats: list[dict[str, Any]] = field(default_factory=list)
 
 
 def summarize(
@@ -87,12 +89,13 @@ def summarize(
     changes: Sequence[dict[str, Any]] = (),
     round_trip: float | None = None,
     before: Mapping[str, float] | None = None,
+    formats: Sequence[dict[str, Any]] = (),
 ) -> Summary:
     """The summary of a run with these steps and held-out scores, at the end and `before` the first step."""
     # Imported here: it loads PyTorch, which reading a summary does not need.
     from lowbit.train.boundaries import backward_formats
 
-    settled, before = _settled(config, history), before or {}
+    settled, before = _settled(config, history, formats[-1]["step"] if formats else 0), before or {}
     seconds = statistics.median(m.seconds for m in settled) if settled else None
     means: dict[str, Any] = {name: _mean(settled, name) for name in ("bits_forward", "bits_backward", "bits_gradients")}
     means |= {name: _mean(settled, name) or 0.0 for name in ("compute_seconds", "codec_seconds", "wait_seconds")}
@@ -112,7 +115,7 @@ def summarize(
         round_trip_seconds=round_trip,
         exact_match=losses.get("exact_match"), exact_match_codecs=losses.get("exact_match_codecs"),
         exact_match_before=before.get("exact_match"), held_out_loss_before=before.get("held_out_loss"),
-        **means, **totals,
+        formats=list(formats), **means, **totals,
     )  # fmt: skip
 
 
@@ -124,10 +127,10 @@ def read_summary(path: Path) -> Summary:
     return Summary(**values)
 
 
-def _settled(config: TrainConfig, history: Sequence[StepMetrics]) -> Sequence[StepMetrics]:
-    """The steps after the warm-up and the one that sets the codecs up, if there are any."""
+def _settled(config: TrainConfig, history: Sequence[StepMetrics], chosen: int) -> Sequence[StepMetrics]:
+    """The steps after the warm-up, the last choice of formats and the step that sets them up, if there are any."""
     warmup = config.codec_warmup_steps if config.pipeline.boundary == "lowbit" else 0
-    after = [m for m in history if m.step > warmup]
+    after = [m for m in history if m.step > max(warmup, chosen)]
     return after[1:] or after or history
 
 

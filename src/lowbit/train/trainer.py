@@ -83,6 +83,7 @@ class Trainer:
         count = 2 + len(fields(Work)) + self.links.count
         self._sums = Sums(self.side, count, timeout=run.timeout_seconds, checksums=run.checksums)
         self.trace: Trace | None = None
+        self.work = Work()  # of this rank in the last step
         self.counted = [p for p, m in owned if not self.tied.counted_elsewhere(p, m)]
         self.optimizer = optim.make_optimizer(self.parameters, self.config.optimizer)
         self.order = Order(samples=len(prepared.data.train), batch=data.batch, seed=seed_of(self.config))
@@ -127,6 +128,7 @@ class Trainer:
             loss, work = self._pass(
                 inputs, targets, ids, positions=train.positions(ids), learned=train.learned(of_all)
             )  # fmt: skip
+        self.work = work
         self.gradients.finish()
         self._exchange_gradients(work)
         if self.elastic is not None and not self.elastic.commit():
@@ -159,7 +161,7 @@ class Trainer:
             return {}
         scores = {"": self.evaluation.scores(held_out, batch=batch, batches=batches)}
         if self.layout.stages > 1 and with_codecs:
-            codecs = self.prepared.codecs.forward
+            codecs = self.pipeline.codecs.forward
             scores["_codecs"] = self.evaluation.scores(held_out, batch=batch, batches=batches, codecs=codecs)
         named = {f"held_out_loss{suffix}": loss for suffix, (loss, _) in scores.items()}
         if self.config.data.format == "jsonl":
@@ -168,7 +170,7 @@ class Trainer:
 
     def chosen(self) -> dict[str, str]:
         """Formats that the warm-up settled, by pipeline, boundary, direction and tensor; the same on all ranks."""
-        codecs = self.prepared.codecs
+        codecs = self.pipeline.codecs
         if all(codec.settled for codec in (*codecs.forward, *codecs.backward)):
             return {}
         prefix = f"pipeline {self.replicas.index} " if self.replicas.count > 1 else ""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from lowbit.train.checkpoints.search import SavedStep, Search
 from lowbit.train.checkpoints.share import DTYPES
 from lowbit.train.checkpoints.state import End, aliases_of, ends_of, parameters_of, restore
 from lowbit.train.config import RunConfig
-from lowbit.train.identity import NOT_RECORDED, Change, changes_between, refuse
+from lowbit.train.identity import CHOSEN, NOT_RECORDED, Change, changes_between, refuse
 from lowbit.train.stages import Pipeline
 
 log = logging.getLogger(__name__)
@@ -40,12 +40,14 @@ def resume(
     replica: int,
     run: RunConfig,
     group: dist.ProcessGroup | None,
+    adopt: Callable[[Any], None] = lambda formats: None,
 ) -> tuple[int, list[dict[str, Any]]]:
     """Restore the newest intact step; to be called on every rank.
 
     Args:
         now: the manifest of this run. replica: number of this rank's pipeline.
         run: whether there must be a checkpoint, and which keys may have changed since.
+        adopt: called with the formats that the run had chosen itself, before the codecs' states are restored.
 
     Returns:
         Steps done, 0 if no rank has any checkpoint; and all changes since the run began, oldest first.
@@ -62,6 +64,8 @@ def resume(
         return 0, []
     where = f"checkpoint {folder / step_name(saved.step)}"
     changes = _compare(saved, now, where, rank, run.allow_change, group)
+    if CHOSEN in saved.first.identity:
+        adopt(saved.first.identity[CHOSEN])
     sources = _Sources(saved, pipeline, rank=rank, replica=replica)
     raise_everywhere(f"{where}: {sources.problem}" if sources.problem else "", group)
     received = Exchange(saved, folder, rank, group).run(sources.items)

@@ -1,0 +1,214 @@
+"""`pipeline.forward = "auto"`: formats that follow from what the first steps and the links take.
+
+Rank 0 simulates a step (`lowbit.simulate`) with the compute and coding seconds of all ranks and the measured links, for
+each format of `AUTO_FORMATS`. Every boundary takes the most exact format with which a step is about as fast as
+with the fastest. All ranks watch the seconds of a step, whose sums are the same on all of them: if these change for
+good, the links are measured again and the formats chosen anew.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from lowbit.ranks.checksum import CHECKSUM_BYTES
+from lowbit.ranks.objects import gather_json
+from lowbit.train.boundaries import AUTO_FORMATS, codecs_of
+from lowbit.train.config import FULL_PRECISION
+from lowbit.train.distance import Pair
+from lowbit.train.forecast import Forecast, choose, coding_seconds, share_of_rates, usable
+from lowbit.train.metrics import StepMetrics
+
+if TYPE_CHECKING:
+    from lowbit.train.trainer import Trainer
+
+_FIRST = 5  # steps before the first choice, at least; the very first compiles kernels and does not count
+_WINDOW = 20  # steps whose median is the seconds of a step
+_FACTOR = 1.25  # by which they change before the links are measured again
+_EVERY = 100  # steps between two choices, at least; twice as many after each one that changed nothing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The formats of all boundaries, and the numbers that they follow from.
+
+    Attributes:
+        step: steps done before. formats: of each boundary, from `AUTO_FORMATS`.
+        predicted: seconds of a step with each format at all boundaries, and with `formats`.
+        mbit: of the links between machines. round_trip: the longest, in seconds; None on one rank.
+        share: of these rates that training gets, by the seconds of the steps before.
+        compute: seconds of each rank in a step.
+        change: of the seconds of a step since the choice before, as a factor; None for the first.
+        seconds: of a step with these formats, in the pipeline and averaged over the ranks; None until measured.
+    """
+
+    step: int
+    formats: tuple[str, ...]
+    predicted: dict[str, float]
+    mbit: dict[str, float]
+    round_trip: float | None
+    compute: list[float]
+    share: float = 1.0
+    change: float | None = None
+    seconds: float | None = None
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Choice:
+        """The choice that `dataclasses.asdict` gave to JSON.
+
+        Raises:
+            KeyError, TypeError: it is none.
+        """
+        return cls(**{**values, "formats": tuple(values["formats"])})
+
+    def __str__(self) -> str:
+        links = ", ".join(f"{name}: {rate:,.1f} Mbit/s" for name, rate in self.mbit.items()) or "one machine"
+        if self.round_trip is not None:
+            links += f", {1e3 * self.round_trip:.1f} ms there and back"
+        links += f", {self.share:.0%} of the rates in training" if self.share < 1 else ""
+        seconds = "; ".join(f"{name}: {value:.3f} s" for name, value in self.predicted.items())
+        changed = "" if self.change is None else f" (a step took {self.change:.2f} times as long as before)"
+        return (
+            f"formats from step {self.step + 1} on{changed}: {described(self.formats)}; links {links}; "
+            f"compute {max(self.compute):.3f} s; predicted step with {seconds}"
+        )
+
+
+def described(formats: Sequence[str]) -> str:
+    """Formats by boundary, in a line."""
+    texts, first = [], 0
+    for name, same in groupby(formats):
+        last = first + len(list(same)) - 1
+        texts.append(f"boundary {first}{f' to {last}' if last > first else ''} {name}")
+        first = last + 1
+    return ", ".join(texts)
+
+
+class Auto:
+    """Chooses the formats of a run; every rank makes one and calls the same methods.
+
+    Attributes:
+        choice: the last one; None before the first.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer, self._config = trainer, trainer.config
+        self._layout = trainer.layout
+        self.choice: Choice | None = None
+        shape = (self._config.rows, self._config.data.sequence, trainer.width)
+        self._formats = usable(AUTO_FORMATS, shape)
+        self._sizes = self._formats | usable((FULL_PRECISION,), shape)
+        device = trainer.prepared.device
+        self._coding = {text: coding_seconds(text, shape, device) for text in self._sizes}
+        # Seconds of steps with the same formats on this rank: compute, what follows the pipeline, and all.
+        self._own: deque[tuple[float, float, float]] = deque(maxlen=_WINDOW)
+        self._recent: deque[float] = deque(maxlen=_WINDOW)  # mean over the ranks
+        self._count, self._every = 0, _EVERY  # steps since the last choice, and before the next
+        self._change: float | None = None
+
+    def restore(self, stored: Any) -> None:
+        """Take over the choice of a checkpoint, unless it is of another number of boundaries or other formats."""
+        try:
+            choice = Choice.of(stored)
+            fits = len(choice.formats) == self._layout.stages - 1 and set(choice.formats) <= set(self._formats)
+            usual = choice.step >= 0 and (choice.seconds is None or choice.seconds > 0)
+        except (KeyError, TypeError):
+            return
+        if fits and usual:
+            self._use(choice)
+
+    def due(self, metrics: StepMetrics) -> bool:
+        """Note a step, and return whether the formats must be chosen after it; the same on all ranks.
+
+        Choices are known a step before: its end posts no receives of the next one, whose sizes may be others.
+        """
+        self._count += 1
+        work = self._trainer.work
+        if self._count > 1:  # the first step compiles kernels
+            passed = work.compute_seconds + work.codec_seconds + work.wait_seconds
+            if metrics.step == self._config.codec_warmup_steps + 1:
+                self._own.clear()
+            self._own.append((work.compute_seconds, metrics.seconds - passed, metrics.seconds))
+            self._recent.append(metrics.compute_seconds + metrics.codec_seconds + metrics.wait_seconds)
+        if not any(map(self._layout.crosses, range(self._layout.stages - 1))):
+            return False
+        if self.choice is None:
+            left = max(_FIRST - self._count, self._config.codec_warmup_steps - metrics.step)
+        elif self._change is not None:
+            left = 0
+        else:
+            self._change = self._noticed()
+            left = 2 if self._change is None else 1
+        self._trainer.pipeline.look_ahead(left != 1)
+        return left <= 0
+
+    def choose(
+        self, step: int, trips: Sequence[Mapping[Pair, float]], rates: Mapping[Pair, float], mbit: dict[str, float]
+    ) -> Choice:
+        """Choose the formats on rank 0, and use them on all ranks.
+
+        Args:
+            step: steps done.
+            trips: seconds of a round trip in each pipeline, by two of its ranks.
+            rates: Mbit/s by two ranks of the run, from the first to the second. mbit: the same by link.
+        """
+        side, ranks, boundaries = self._trainer.side, self._layout.ranks, self._layout.stages - 1
+        compute, rest, measured = (statistics.median(values) for values in zip(*self._own, strict=True))
+        stated = gather_json([compute, rest, self._coding], side)
+        decided: Any = None
+        if self._trainer.rank == 0:
+            forecasts = [
+                Forecast(
+                    self._layout, self._config.pipeline, stated[first : first + ranks], self._sizes,
+                    trips[first // ranks], {(a - first, b - first): rate for (a, b), rate in rates.items()},
+                    checksum=CHECKSUM_BYTES * self._config.run.checksums,
+                    rest=min(rest for _, rest, _ in stated), beside=self._trainer.prepared.device.type == "cuda",
+                )
+                for first in range(0, len(stated), ranks)
+            ]  # fmt: skip
+
+            def seconds(mix: Sequence[str], share: float) -> float:
+                return max(forecast.seconds(mix, share) for forecast in forecasts)
+
+            start = FULL_PRECISION if step <= self._config.codec_warmup_steps else AUTO_FORMATS[0]
+            before = (start,) * boundaries if self.choice is None else self.choice.formats
+            share = share_of_rates(lambda share: seconds(before, share), measured)
+            formats, predicted = choose(
+                lambda mix: seconds(mix, share), self._formats, [*map(self._layout.crosses, range(boundaries))],
+                None if self.choice is None else before,
+            )  # fmt: skip
+            decided = asdict(
+                Choice(
+                    step=step, formats=formats, predicted=predicted, mbit=mbit, share=share, change=self._change,
+                    round_trip=max(max(each.values()) for each in trips), compute=[each[0] for each in stated],
+                )
+            )  # fmt: skip
+        decided = gather_json(decided, side)[0]
+        choice = Choice.of(decided)
+        same = self.choice is not None and self.choice.formats == choice.formats
+        self._every = 2 * self._every if same else _EVERY
+        self._use(choice, same=same)
+        return choice
+
+    def _noticed(self) -> float | None:
+        """By what factor the seconds of a step have changed for good; None if they have not."""
+        assert self.choice is not None
+        if len(self._recent) < _WINDOW:
+            return None
+        seconds = statistics.median(self._recent)
+        if self.choice.seconds is None:
+            self.choice = replace(self.choice, seconds=seconds)
+        change = seconds / (self.choice.seconds or seconds)
+        return change if self._count >= self._every and not 1 / _FACTOR <= change <= _FACTOR else None
+
+    def _use(self, choice: Choice, *, same: bool = False) -> None:
+        self.choice, self._change, self._count = choice, None, 0
+        self._own.clear()
+        self._recent.clear()
+        if not same:
+            self._trainer.pipeline.use_codecs(codecs_of(choice.formats))
+        self._trainer.pipeline.look_ahead(True)

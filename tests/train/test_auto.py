@@ -1,0 +1,287 @@
+"""Formats that choose themselves: the choice, its agreement, resumes, and links whose rate changes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lowbit.bench.workers import Workers
+from lowbit.config import ConfigError
+from lowbit.network import Link, SlowLink
+from lowbit.ranks.errors import PeerError
+from lowbit.report.page.run import read_run
+from lowbit.report.training import run_page
+from lowbit.train import TrainConfig, loop, train, trainer
+from lowbit.train.auto import Choice, described
+from lowbit.train.boundaries import AUTO_FORMATS
+from lowbit.train.checkpoints.manifest import read_manifest
+from lowbit.train.config import PipelineConfig
+from lowbit.train.elastic import check_elastic
+from lowbit.train.forecast import Forecast, choose, coding_seconds, share_of_rates, usable
+from lowbit.train.identity import CHOSEN
+from lowbit.train.layout import make_layout
+from tests.processes import Ranks
+from tests.train.runs import again, curve, tiny
+
+LIMIT = 110
+SIZES = {"a": (16, 16), "b": (8, 8), "c": (4, 4), "d": (2, 2)}
+BOTH = [True, True]
+
+
+def _slow(*rates: float) -> Callable[[tuple[str, ...]], float]:
+    """A step of a second, or as long as the busiest link; formats with few bits take a hundredth more to code."""
+
+    def seconds(mix: tuple[str, ...]) -> float:
+        links = max(SIZES[name][0] / rate for name, rate in zip(mix, rates, strict=True))
+        return max(1.0, links) + 0.01 * sum("abcd".index(name) for name in mix)
+
+    return seconds
+
+
+def _chosen(*rates: float, current: tuple[str, ...] | None = None, crosses: list[bool] = BOTH) -> tuple[str, ...]:
+    return choose(_slow(*rates), SIZES, crosses, current)[0]
+
+
+def test_each_boundary_takes_the_most_exact_format_that_its_link_can_carry():
+    assert _chosen(100, 100) == ("a", "a")
+    assert _chosen(8, 8) == ("b", "b")
+    assert _chosen(8, 100) == ("b", "a")
+    assert _chosen(100, 4) == ("a", "c")
+    assert _chosen(1, 1) == ("d", "d"), "too slow for all: the fewest bits"
+    assert _chosen(15.8, 15.8) == ("a", "a"), "within 3 % of the fastest"
+    assert _chosen(8, 0.1, crosses=[True, False])[1] == "a", "nothing travels within a rank"
+
+
+def test_a_format_with_more_bits_stays_until_it_is_much_slower():
+    assert _chosen(15, 15, current=("b", "b")) == ("b", "b")
+    assert _chosen(15, 15) == ("b", "b")
+    assert _chosen(15, 15, current=("a", "a")) == ("a", "a"), "7 % slower"
+    assert _chosen(12, 12, current=("a", "a")) == ("b", "b"), "33 % slower"
+    assert _chosen(100, 100, current=("d", "d")) == ("a", "a")
+    predicted = choose(_slow(8, 8), SIZES, BOTH)[1]
+    assert predicted == pytest.approx({"a": 2.0, "b": 1.02, "c": 1.04, "d": 1.06, "these": 1.02})
+
+
+def test_formats_that_save_nothing_at_a_shape_are_left_out():
+    assert list(usable(AUTO_FORMATS, (4, 128, 256))) == list(AUTO_FORMATS)
+    small = usable(AUTO_FORMATS, (2, 16, 32))
+    assert "bf16" in small
+    assert list(small) != list(AUTO_FORMATS)
+    assert sorted(map(sum, small.values()), reverse=True) == [sum(sizes) for sizes in small.values()]
+    for text in small:
+        assert min(coding_seconds(text, (2, 16, 32), torch.device("cpu"))) > 0
+
+
+@pytest.mark.parametrize(
+    ("schedule", "per_rank"), [("1F1B", 1), ("Interleaved1F1B", 2), ("ZBVZeroBubble", 2), ("DualPipeV", 2)]
+)
+def test_a_forecast_is_as_long_as_its_slowest_part(schedule: str, per_rank: int):
+    pipeline = PipelineConfig(schedule=schedule, stages_per_rank=per_rank, microbatches=8)
+    layout = make_layout(pipeline, ranks=2, layers=8)
+
+    def seconds(rate: float) -> float:
+        stated = [[0.8, 0.0, {"x": (0.0,) * 4}]] * 2
+        forecast = Forecast(
+            layout, pipeline, stated, {"x": (1_000_000, 1_000_000)}, {(0, 1): 0.02}, {(0, 1): rate, (1, 0): rate},
+            checksum=0, rest=0.1, beside=False,
+        )  # fmt: skip
+        return forecast.seconds(("x",) * (layout.stages - 1))
+
+    rates = {(0, 1): 100.0, (1, 0): 100.0}
+    forecast = Forecast(
+        layout, pipeline, [[0.1, 0.0, {"x": (0.0,) * 4}]] * 2, {"x": (1_000_000, 1_000_000)}, {(0, 1): 0.02}, rates,
+        checksum=0, rest=0.1, beside=False,
+    )  # fmt: skip
+    mix = ("x",) * (layout.stages - 1)
+    assert forecast.seconds(mix, 0.25) == pytest.approx(4 * forecast.seconds(mix), rel=0.4)
+    crossings = sum(map(layout.crosses, range(layout.stages - 1)))
+    assert 0.9 < seconds(1e6) < 1.4
+    at_least = 8 * 8 * crossings / 2 / 1 if schedule == "Interleaved1F1B" else 8 * 8 * crossings
+    assert at_least < seconds(1.0) < 2.5 * 8 * 8 * crossings
+
+
+def test_links_that_are_slower_in_training_explain_longer_steps():
+    def seconds(share: float) -> float:
+        return max(0.5, 0.4 / share)
+
+    assert share_of_rates(seconds, 0.55) == 1.0
+    assert share_of_rates(seconds, 0.8) == pytest.approx(0.5, rel=0.01)
+    assert share_of_rates(seconds, 0.8) >= 0.5
+    assert share_of_rates(seconds, 10.0) == 1.0, "no link explains this"
+    assert share_of_rates(lambda share: 0.5, 2.0) == 1.0
+
+
+@pytest.mark.parametrize(
+    "pipeline",
+    [
+        {"forward": ["auto", "int4", "int4"]}, {"backward": "auto"}, {"forward": "auto", "backward": "int8"},
+        {"forward": "auto", "boundary": "stock-fp32"}, {"forward": ["auto", "auto", "auto"]},
+    ],
+)  # fmt: skip
+def test_auto_stands_alone(tmp_path: Path, pipeline: dict[str, Any]):
+    with pytest.raises(ConfigError, match="allowed with auto: auto alone in forward, auto or nothing in backward"):
+        tiny(tmp_path, pipeline=pipeline)
+    assert tiny(tmp_path, pipeline={"forward": "auto", "backward": "auto"}).pipeline.is_auto
+
+
+def test_replicas_that_come_and_go_need_formats(tmp_path: Path):
+    config = tiny(tmp_path, pipeline={"forward": "auto"}, elastic={"lighthouse": "http://x:1", "name": "a"})
+    with pytest.raises(ConfigError, match="forward is auto; allowed with elastic.lighthouse: names"):
+        check_elastic(config, ())
+
+
+def test_a_choice_tells_its_numbers():
+    choice = Choice(
+        step=7, formats=("bf16", "bf16", "transform"), predicted={"bf16": 1.5, "these": 0.5}, mbit={"0 to 1": 25.0},
+        round_trip=0.04, compute=[0.25, 0.5], share=0.5, change=2.0,
+    )  # fmt: skip
+    assert described(choice.formats) == "boundary 0 to 1 bf16, boundary 2 transform"
+    assert str(choice) == (
+        "formats from step 8 on (a step took 2.00 times as long as before): boundary 0 to 1 bf16, boundary 2 "
+        "transform; links 0 to 1: 25.0 Mbit/s, 40.0 ms there and back, 50% of the rates in training; "
+        "compute 0.500 s; predicted step with "
+        "bf16: 1.500 s; these: 0.500 s"
+    )
+
+
+def _train(config: TrainConfig, mbit: float | None) -> tuple[list[dict[str, Any]], list[float]]:
+    """What a run chose, and its losses, where links seem to have a rate; None: on one machine."""
+    losses: list[float] = []
+    with contextlib.nullcontext() if mbit is None else _links(mbit):
+        return train(config, on_step=lambda metrics: losses.append(metrics.loss)).formats, losses
+
+
+@contextlib.contextmanager
+def _links(mbit: float) -> Iterator[None]:
+    """Each rank seems to be on a machine of its own, and links seem to have this rate."""
+    ranks = range(int(dist.get_world_size()))
+    rates = {(rank, other): mbit for rank in ranks for other in ranks if rank != other}
+    with (
+        mock.patch.object(loop.Run, "_measure_links", return_value=rates),
+        mock.patch.object(trainer, "machine_name", return_value=f"machine of rank {dist.get_rank()}"),
+    ):
+        yield
+
+
+WIDE = {"model": {"dim": 64}, "data": {"sequence": 32}}
+
+
+def test_one_machine_keeps_the_most_exact_format(ranks: Ranks, tmp_path: Path):
+    config = tiny(tmp_path, pipeline={"forward": "auto", "warmup_steps": 3}, run={"steps": 7})
+    (here, losses), (there, _) = ranks.run(_train, config, None, timeout=LIMIT)
+    [choice] = here
+    assert here == there
+    assert (choice["step"], choice["formats"], choice["mbit"]) == (5, ("bf16",), {})
+    fixed = again(config, pipeline={"forward": ["bf16"], "backward": []})
+    assert ranks.run(_train, fixed, None, timeout=LIMIT)[0][1] == losses
+    alone = again(config, pipeline={"ranks": 1}, run={"steps": 2})
+    assert ranks.run(_train, alone, None, ranks=1, timeout=LIMIT)[0][0] == []
+
+
+@pytest.mark.parametrize(
+    ("count", "pipeline"),
+    [
+        (2, {"schedule": "Interleaved1F1B", "stages_per_rank": 2}),
+        (2, {"schedule": "ZBVZeroBubble", "stages_per_rank": 2, "layers": [2, 1, 1, 2]}),
+        (4, {"data_parallel": 2, "layers": [3, 1]}),
+    ],
+)
+def test_all_ranks_take_the_same_formats(ranks: Ranks, tmp_path: Path, count: int, pipeline: dict[str, Any]):
+    model = {"dim": 64, "layers": sum(pipeline.get("layers", [4]))}
+    config = tiny(
+        tmp_path, model=model, data={"sequence": 32, "batch": 16},
+        pipeline={"forward": "auto", "warmup_steps": 2, **pipeline}, run={"steps": 8},
+    )  # fmt: skip
+    outcomes = ranks.run(_train, config, 0.5, ranks=count, timeout=LIMIT)
+    [choice] = outcomes[0][0]
+    assert all(each == outcomes[0] for each in outcomes)
+    stages = 2 * pipeline.get("stages_per_rank", 1)
+    formats = choice["formats"]
+    assert len(formats) == stages - 1
+    fewest = list(usable(AUTO_FORMATS, (2, 32, 64)))[-1]
+    crosses = [i != 1 for i in range(3)] if pipeline.get("schedule") == "ZBVZeroBubble" else [True] * (stages - 1)
+    assert list(formats) == [fewest if does else "bf16" for does in crosses]
+    assert min(choice["predicted"].values()) == choice["predicted"]["these"] < choice["predicted"]["bf16"]
+    assert len(choice["compute"]) == count
+
+
+def test_a_resumed_run_keeps_its_formats_and_its_losses(ranks: Ranks, tmp_path: Path):
+    config = tiny(tmp_path, **WIDE, pipeline={"forward": "auto"}, run={"steps": 12, "checkpoint_every": 3})
+    whole = again(config, run={"output": str(tmp_path / "whole")})
+    expected = ranks.run(_train, whole, 0.5, timeout=LIMIT)[0]
+    [choice] = expected[0]
+    assert list(choice["formats"]) == [list(usable(AUTO_FORMATS, (2, 32, 64)))[-1]]
+    manifest = read_manifest(tmp_path / "whole" / "checkpoints" / "step-00000012" / "rank-0")
+    assert manifest.identity["pipeline.forward"] == ["auto"]
+    assert manifest.identity[CHOSEN]["formats"] == list(choice["formats"])
+
+    assert ranks.run(_interrupted, config, timeout=LIMIT) == [None, None]
+    resumed = ranks.run(_train, again(config, run={"resume": True, "overwrite": False}), 1000.0, timeout=LIMIT)
+    assert resumed[0] == resumed[1]
+    assert [each["formats"] for each in resumed[0][0]] == [choice["formats"]], "whatever the links are now"
+    assert curve(config) == curve(whole)
+    assert len(resumed[0][1]) == 3
+
+    run = read_run(Path(config.run.output))
+    [part] = [part for part in run_page(run).parts if part.title == "Formats that the run chose"]
+    assert part.rows[0][:2] == ("6", choice["formats"][0])
+    assert json.loads((Path(config.run.output) / "config.json").read_text())["pipeline"]["forward"] == ["auto"]
+
+
+def _interrupted(config: TrainConfig) -> None:
+    """Nine steps and a bit more."""
+
+    def stop(metrics: Any) -> None:
+        if metrics.step == 10:
+            raise InterruptedError
+
+    with contextlib.suppress(InterruptedError, PeerError), _links(0.5):
+        train(config, on_step=stop)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(SlowLink.available() is not None, reason=f"no shaped link here: {SlowLink.available()}")
+def test_a_link_that_changes_for_good_is_chosen_for_anew(tmp_path: Path):
+    config = tiny(
+        tmp_path, model={"dim": 64}, data={"sequence": 64, "held_out_share": 0.0},
+        pipeline={"forward": "auto", "warmup_steps": 2}, run={"steps": 40},
+    )  # fmt: skip
+    fast, slow = Link(1000.0), Link(1.0)
+    with (
+        SlowLink(2, fast.rate_mbit) as network,
+        Workers("tests.train.auto_rank", 2, grouped=True, network=network) as workers,
+    ):
+
+        def formats(changes: Mapping[int, Link]) -> list[dict[str, Any]]:
+            """What a run chose while the link changed after these steps."""
+            network.set_link(fast)
+
+            def report(metrics: dict[str, Any]) -> None:
+                if metrics["step"] in changes:
+                    network.set_link(changes[metrics["step"]])
+
+            constants = {"_WINDOW": 8, "_EVERY": 10, "_FACTOR": 3.0}
+            here, there = workers.ask(
+                "train", config=json.loads(config.to_json()), constants=constants, on_progress=report
+            )
+            assert here == there, "the same on all ranks"
+            return here
+
+        first, second = formats({18: slow})
+        assert first["formats"] == ["bf16"]
+        assert min(first["mbit"].values()) > 100
+        assert 18 + 4 <= second["step"] <= 18 + 8
+        assert second["change"] > 3
+        assert 0.5 < min(second["mbit"].values()) < max(second["mbit"].values()) < 1.1
+        assert second["formats"] != ["bf16"]
+        assert second["predicted"]["these"] < 0.5 * second["predicted"]["bf16"]
+        assert len(formats({18: slow, 20: fast})) == 1, "it returned at once"
