@@ -29,7 +29,7 @@ def test_every_setting_is_an_option_and_explained(place: str):
     assert "--json" in parser.format_help()
 
 
-def test_a_report_is_shown_written_and_drawn(tmp_path: Path):
+def test_a_report_is_shown_written_drawn_and_put_on_a_page(tmp_path: Path):
     file, picture = tmp_path / "new" / "codecs.json", tmp_path / "codecs.png"
     result = invoke(
         *("bench", "codecs", "--codec", "bf16,GroupInt(bits=4, group=32)", "--data", "gaussian", "--dtype", "float32"),
@@ -42,6 +42,7 @@ def test_a_report_is_shown_written_and_drawn(tmp_path: Path):
     assert written["command"] == "bench codecs"
     assert [row["codec"] for row in written["rows"]] == ["bf16", "GroupInt(bits=4, group=32)"]
     assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "GroupInt(bits=4, group=32)" in file.with_suffix(".html").read_text()
 
 
 def test_links_are_written_with_their_unit(monkeypatch: pytest.MonkeyPatch):

@@ -55,7 +55,7 @@ class Doctor:
             from lowbit.report.measured import write_results
 
             report.write_json(file)
-            write_results(COMMAND, Report.read_json(file), Path(file))
+            write_results(COMMAND, Path(file))
         if stops(rows):
             raise SystemExit(1)
 

@@ -71,8 +71,8 @@ class Measurement:
         from lowbit.report import execute
 
         command, json = self.command, options.get("json")
-        report = execute(command, settings, json=json, png=options.get("png"))
+        execute(command, settings, json=json, png=options.get("png"))
         if json is not None and os.environ.get("RANK", "0") == "0":
             from lowbit.report.measured import write_results
 
-            write_results(command, report, json)
+            write_results(command, json)

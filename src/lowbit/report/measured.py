@@ -31,10 +31,10 @@ def page_beside(file: Path) -> Path:
     return file.with_suffix(".html")
 
 
-def write_results(command: Command, report: Report, file: Path) -> None:
+def write_results(command: Command, file: Path) -> None:
     """Write the page of results beside their file. What goes wrong is a warning: a measurement does not fail by it."""
     try:
-        write_page(results_page({file.stem: (report, command)}), page_beside(file))
+        write_page(results_page({file.stem: (Report.read_json(file), command)}), page_beside(file))
     except ModuleNotFoundError as error:
         log.warning(
             'no report.html, because %s is missing: pip install "lowbit[report]", then lowbit report', error.name
