@@ -200,7 +200,7 @@ def test_all_ranks_take_the_same_formats(ranks: Ranks, tmp_path: Path, count: in
         tmp_path, model=model, data={"sequence": 32, "batch": 16},
         pipeline={"forward": "auto", "warmup_steps": 2, **pipeline}, run={"steps": 8},
     )  # fmt: skip
-    outcomes = ranks.run(_train, config, 0.5, ranks=count, timeout=LIMIT)
+    outcomes = ranks.run(_train, config, 0.05, ranks=count, timeout=LIMIT)  # much slower than any computing
     [choice] = outcomes[0][0]
     assert all(each == outcomes[0] for each in outcomes)
     stages = 2 * pipeline.get("stages_per_rank", 1)

@@ -157,8 +157,7 @@ class PipelineConfig:
     """Micro-batches of a step in each pipeline."""
     forward: tuple[str, ...] = ("transform",)
     """Formats of activations, by name ("transform", "int4") or in full ("GroupInt(bits=6, group=32)"): one for all
-    boundaries between stages, or one for each. "auto": each boundary takes the most exact of a few formats that does
-    not make its link the bottleneck, by what the first steps measure."""
+    boundaries between stages, or for each. "auto": the most exact that do not make a link the bottleneck."""
     backward: tuple[str, ...] = ()
     """Formats of the gradients of activations, written like `forward`. If omitted, the default for each format: itself
     for "fp32" and "bf16", "transform-backward" for "transform", 6 bits for others."""
@@ -306,7 +305,7 @@ class RunConfig:
     report: bool = True
     """Write `report.html`: curves, speed, traffic, memory, settings and machines."""
     trace: bool = False
-    """Record when each rank computes, codes, sends and waits, for the report and for ui.perfetto.dev."""
+    """Record when each rank computes, codes, sends and waits, for the report."""
     trace_steps: Annotated[int, Field(ge=1, le=100)] = 5
     """Steps that `trace` records, after the warm-up."""
     save_model: bool = True
