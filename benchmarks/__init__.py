@@ -7,6 +7,7 @@ COMMANDS = {
     "simulate": "benchmarks.simulate",
     "auto": "benchmarks.auto",
     "grid": "benchmarks.grid",
+    "plans": "benchmarks.plans",
     "events": "benchmarks.events",
     "codecs": "benchmarks.codecs",
     "activations": "benchmarks.activations",

@@ -22,6 +22,7 @@ from lowbit.codecs import parse_pair
 from lowbit.codecs.names import pair_name
 from lowbit.config import ConfigError, NonNegative, Positive, section
 from lowbit.network import Link
+from lowbit.network.shape import burst_bytes
 from lowbit.ranks.checksum import CHECKSUM_BYTES
 from lowbit.report import Column, Command, Row, Table
 from lowbit.simulate import Channel, Hosts, Network, StageTimes, Step, actions, simulate
@@ -29,7 +30,6 @@ from lowbit.train.config import DataConfig, ModelConfig, PipelineConfig, TrainCo
 from lowbit.train.layout import make_layout
 
 PROGRAM = "benchmarks.simulate_rank"
-_SLOW_START = "/proc/sys/net/ipv4/tcp_slow_start_after_idle"  # of the namespace of a host
 
 
 @dataclass(frozen=True)
@@ -80,9 +80,6 @@ class SimulateBenchmark:
     """Text to train on, and the size of a batch."""
     steps: Positive = 6
     """Timed steps of each setting. Another one comes first and is not timed."""
-    slow_start: bool = False
-    """Leave TCP's slow start after idle on. The simulator does not know it: a link that was idle for more than a round
-    trip and 0.2 s then needs several round trips until it is fast again."""
     device: Device = "cpu"
     """cuda: ranks share the GPUs of the machine."""
     precision: Literal["auto", "fp32", "bf16"] = "fp32"
@@ -110,9 +107,6 @@ def measure(settings: SimulateBenchmark, earlier: Sequence[Row] = ()) -> Iterato
         cases = [case for case in settings.cases if case.ranks == count]
         links = [case.link for case in cases]
         with tempfile.TemporaryDirectory() as folder, started(PROGRAM, count, links) as (network, ranks):
-            for host in range(count if network and not settings.slow_start else 0):
-                assert network is not None
-                network.popen(host, ["sh", "-c", f"echo 0 > {_SLOW_START}"]).wait()
             for number, case in enumerate(cases):
                 config = config_of(settings, case, f"{folder}/{number}")
                 ranks.ask("open", name=str(case), config=as_mapping(config), samples=0)
@@ -174,6 +168,8 @@ def _row(
     channel = Channel(
         bytes_per_second=rate * 1e6 / 8 if rate and case.link != UNLIMITED else math.inf,
         latency=(about["rtt_ms"] or 0.0) / 2000,
+        # Distant links have no token bucket.
+        burst=burst_bytes(case.link.rate_mbit) if case.link.rate_mbit and not case.link.far else 0,
     )
     step = predict(config, profiles, channel, len(os.sched_getaffinity(0)))
     steps = [max(each) for each in zip(*(profile["seconds"] for profile in profiles), strict=True)]

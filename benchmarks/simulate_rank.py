@@ -19,7 +19,8 @@ from lowbit.pipeline import LowBitStage
 class Profile:
     """Seconds of the actions of a trainer's stages, and of the rest of its steps.
 
-    Where ranks share cores, seconds are those that the thread ran, so that other ranks do not count.
+    Where ranks share cores, seconds are those that the thread ran, so that other ranks do not count. The rest then has
+    those of the threads that send and receive, because they take the cores of others.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -96,12 +97,13 @@ class Profile:
             return result
 
         def timed_run(*args: Any, **kwargs: Any) -> Any:
-            marks["run"] = start = self.clock()
+            whole = time.process_time if self._shared else time.perf_counter
+            marks["run"], start = self.clock(), whole()
             self._timed = self._waited = 0.0
             result = run(*args, **kwargs)
-            marks["ran"] = self.clock()
+            elapsed, marks["ran"] = whole() - start, self.clock()
             waits = sum(stage.traffic.wait_seconds for stage in self._stages) - self._waited
-            rest = marks["ran"] - start - self._timed - (0.0 if self._shared else waits)
+            rest = elapsed - self._timed - (0.0 if self._shared else waits)
             self.times["rest"].append(max(0.0, rest))
             return result
 

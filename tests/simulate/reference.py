@@ -27,6 +27,9 @@ class Line:
     rate: float
     latency: float
     most: float
+    burst: float = 0.0
+    credit: float = 0.0
+    since: float = 0.0
     queue: list[tuple[Any, float]] = field(default_factory=list)
     until: float = math.inf
     promised: int = 0
@@ -37,7 +40,10 @@ def seconds_of(
 ) -> tuple[float, dict[str, tuple[float, float]]]:
     """Seconds of a step, and when each action begins and ends."""
     programs = [_program(actions, stages, rank, optimizer) for rank in range(actions.ranks)]
-    lines = [Line(c.bytes_per_second, c.latency, c.most or math.inf) for c in network.channels]
+    lines = [
+        Line(c.bytes_per_second, c.latency, c.most or math.inf, burst := c.burst / c.bytes_per_second, burst)
+        for c in network.channels
+    ]
     routes = network.routes
     free, at, arrived, arriving, now = list(hosts.cores), [0] * actions.ranks, set(), [], 0.0
     while True:
@@ -57,9 +63,12 @@ def seconds_of(
             if line.until <= now:
                 message, _ = line.queue.pop(0)
                 arriving.append((now + line.latency, message))
-                line.until, line.promised = math.inf, line.promised - 1
+                line.until, line.since, line.promised = math.inf, now, line.promised - 1
             if line.queue and line.until == math.inf:
-                line.until = now + line.queue[0][1] / line.rate
+                wire = line.queue[0][1] / line.rate
+                line.credit = min(line.burst, line.credit + now - line.since)  # a pause earns what a message saves
+                line.until = now + (wire - min(line.credit, wire))
+                line.credit -= min(line.credit, wire)
         arrived |= {message for time, message in arriving if time <= now}
         arriving = [(time, message) for time, message in arriving if time > now]
     assert all(i == len(tasks) for i, tasks in zip(at, programs, strict=True))

@@ -136,6 +136,17 @@ def test_messages_of_the_timeline_leave_after_their_action_and_arrive_before_the
         assert line.arrives[i] - line.leaves[i] == pytest.approx((0.5 if line.backward[i] else 1.5) + 0.5)
 
 
+def test_a_pause_earns_a_burst():
+    times = [StageTimes(forward=3.0, backward=1.0, forward_bytes=4), TIMES]
+    order = actions("GPipe", ranks=2, microbatches=3)
+    for burst, seconds in ((0, [2.0, 2.0, 2.0]), (1, [1.5, 1.5, 1.5]), (4, [0.0, 0.0, 0.0]), (6, [0.0, 0.0, 0.0])):
+        line = simulate(order, times, chain(2, Channel(bytes_per_second=2.0, burst=burst))).timeline
+        assert (line.arrives - line.leaves)[~line.backward].tolist() == seconds
+    hasty = [StageTimes(forward=0.5, backward=1.0, forward_bytes=4), TIMES]
+    line = simulate(order, hasty, chain(2, Channel(bytes_per_second=2.0, burst=5))).timeline
+    assert (line.arrives - line.leaves)[~line.backward].tolist() == [0.0, 1.0, 2.0], "half a second earned 1 byte"
+
+
 SCHEDULES = st.sampled_from([
     ("GPipe", 1, 3), ("1F1B", 1, 3), ("Interleaved1F1B", 2, 4), ("InterleavedZeroBubble", 2, 4),
     ("ZBVZeroBubble", 2, 4), ("DualPipeV", 2, 6), ("LoopedBFS", 3, 2),
@@ -157,7 +168,12 @@ def test_every_moment_is_that_of_a_slow_simulator(schedule, ranks: int, seed: in
         for _ in range(ranks * each)
     ]  # fmt: skip
     channels = [
-        Channel(bytes_per_second=10 ** draw.uniform(1, 4), latency=draw.random(), most=0 if shared else most)
+        Channel(
+            bytes_per_second=10 ** draw.uniform(1, 4),
+            latency=draw.random(),
+            most=0 if shared else most,
+            burst=draw.choice((0, 0, 500)),
+        )
         for most in draw.choices((0, 1, 3), k=draw.randrange(1, 4))
     ]
     network = everybody(ranks, channels, draw.randrange)

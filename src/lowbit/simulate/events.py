@@ -19,7 +19,23 @@ _ENDED, _SENT, _ARRIVED = 0, 1, 2  # an action of a rank; a message, from its li
 
 @kernel
 def run(  # noqa: C901, PLR0915 - compiled as a whole
-    first, awaited, seconds, emitted, host, cores, link, wire, receiver, latency, most, begin, end, left, busy
+    first,
+    awaited,
+    seconds,
+    emitted,
+    host,
+    cores,
+    link,
+    wire,
+    receiver,
+    latency,
+    most,
+    burst,
+    begin,
+    end,
+    entered,
+    left,
+    busy,
 ) -> int:
     """Simulate all actions; return how many have ended: fewer than all if ranks wait for each other for ever.
 
@@ -34,13 +50,15 @@ def run(  # noqa: C901, PLR0915 - compiled as a whole
         link: int32 (M,): that a message travels on. wire: float64 (M,): seconds that it occupies the link.
         receiver: int32 (M,): rank. latency: float64 (M,): seconds from leaving the link to the receiver.
         most: int32 (L,): messages that may queue on a link, at least 1.
+        burst: float64 (L,): seconds that a message takes less after a pause; a pause earns as many as it lasts.
         begin, end: float64 (A,), to fill: when an action got its core, and when it was done.
-        left: float64 (M,), to fill: when a message had left the link.
+        entered, left: float64 (M,), to fill: when a message began to occupy the link, and had left it.
         busy: float64 (L,), to fill: seconds that a link was occupied.
     """
     ranks, links = len(first) - 1, len(most)
     at, arrived = first[:-1].copy(), np.zeros(len(link), np.bool_)
     free, queued, idle = cores.copy(), np.zeros(links, np.int32), np.ones(links, np.bool_)
+    credit, since = burst.copy(), np.zeros(links)  # seconds earned, and when a link became idle
     next_rank, next_message = np.full(ranks, NONE, np.int32), np.full(len(link), NONE, np.int32)
     host_head, host_tail = np.full(len(cores), NONE, np.int32), np.full(len(cores), NONE, np.int32)
     full_head = np.full(links, NONE, np.int32)  # ranks that wait for room in a link's queue
@@ -104,6 +122,7 @@ def run(  # noqa: C901, PLR0915 - compiled as a whole
         elif kind == _SENT:
             sender = link[i]
             idle[sender] = True
+            since[sender] = now
             queued[sender] -= 1
             r = full_head[sender]
             full_head[sender] = NONE
@@ -122,6 +141,10 @@ def run(  # noqa: C901, PLR0915 - compiled as a whole
             m = link_head[sender]
             link_head[sender] = next_message[m]
             idle[sender] = False
-            busy[sender] += wire[m]
+            earned = min(burst[sender], credit[sender] + now - since[sender])
+            saved = min(earned, wire[m])
+            credit[sender] = earned - saved
+            entered[m] = now
+            busy[sender] += wire[m] - saved
             made += 1
-            heapq.heappush(events, (now + wire[m], made, _SENT, np.int64(m)))
+            heapq.heappush(events, (now + (wire[m] - saved), made, _SENT, np.int64(m)))

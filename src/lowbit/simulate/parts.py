@@ -16,6 +16,8 @@ class Channel:
         latency: seconds from the end of sending to the receiver.
         most: messages that may be on it or wait for it; a rank whose next message finds no room stops computing.
             0: any number, as in lowbit.
+        burst: bytes that pass at once after a pause; the pause earns them at the channel's rate. Links that are limited
+            by a token bucket have it, such as those of `SlowLink`.
 
     Raises:
         ValueError: a rate that is not positive, or a negative latency or number.
@@ -24,12 +26,15 @@ class Channel:
     bytes_per_second: float = math.inf
     latency: float = 0.0
     most: int = 0
+    burst: int = 0
 
     def __post_init__(self) -> None:
         if not self.bytes_per_second > 0:
             raise ValueError(f"bytes_per_second is {self.bytes_per_second}; allowed: more than 0")
-        if not (0 <= self.latency < math.inf and self.most >= 0):
-            raise ValueError(f"latency is {self.latency} and most is {self.most}; allowed: at least 0")
+        if not (0 <= self.latency < math.inf and self.most >= 0 and self.burst >= 0):
+            raise ValueError(
+                f"latency is {self.latency}, most is {self.most} and burst is {self.burst}; allowed: at least 0"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

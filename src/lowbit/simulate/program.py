@@ -114,6 +114,7 @@ class Program:
             ]
             self.latency = self.latency + np.repeat(more, self.counts)
         self.most = np.array([*(channel.most or _UNBOUNDED for channel in channels), _UNBOUNDED], np.int32)
+        self.burst = np.array([*(channel.burst / channel.bytes_per_second for channel in channels), 0.0])
 
     def between_sums(self, before: Floats, after: Floats) -> tuple[Whole, NDArray[np.int64]]:
         """The program from sum to sum, and where the schedule's actions are in it.

@@ -112,14 +112,15 @@ def simulate(
         raise ValueError(f"hosts has {len(of)} ranks on {len(cores)} hosts; allowed: {actions.ranks} ranks, cores >= 1")
     before, after = _each(optimizer, actions.ranks), _each(averaging, actions.ranks)
     whole, place = program.between_sums(before, after)
-    begin, end, left = np.zeros(len(whole.seconds)), np.zeros(len(whole.seconds)), np.zeros(len(whole.link))
+    begin, end = np.zeros(len(whole.seconds)), np.zeros(len(whole.seconds))
+    entered, left = np.zeros(len(whole.link)), np.zeros(len(whole.link))
     busy = np.zeros(len(network.channels) + 1)
     _simulated[0] += len(end)
     loop = events.run if _simulated[0] >= _COMPILED_FROM else getattr(events.run, "py_func", events.run)
     done = loop(
         whole.first, whole.awaited, whole.seconds, whole.emitted, np.asarray(of, np.int32),
-        np.asarray(cores, np.int32), whole.link, whole.wire, whole.receiver, whole.latency, program.most, begin, end,
-        left, busy,
+        np.asarray(cores, np.int32), whole.link, whole.wire, whole.receiver, whole.latency, program.most,
+        program.burst, begin, end, entered, left, busy,
     )  # fmt: skip
     if done < len(end):
         raise ValueError(program.stuck(end[place], whole.seconds[place]))
@@ -137,7 +138,7 @@ def simulate(
             decode=np.zeros_like(coding) if beside else program.decode,
             encode=np.zeros_like(coding) if beside else program.encode,
             sender=program.sender, receiver=program.receiver, boundary=program.boundary, backward=program.backward,
-            micro_batch=program.number, leaves=left[:count] - program.wire,
+            micro_batch=program.number, leaves=entered[:count],
             arrives=left[:count] + program.latency,
         ),
     )  # fmt: skip

@@ -157,7 +157,7 @@ class PipelineConfig:
     """Micro-batches of a step in each pipeline."""
     forward: tuple[str, ...] = ("transform",)
     """Formats of activations, by name ("transform", "int4") or in full ("GroupInt(bits=6, group=32)"): one for all
-    boundaries between stages, or for each. "auto": the most exact that do not make a link the bottleneck."""
+    boundaries between stages, or for each. "auto": the most exact that links can carry."""
     backward: tuple[str, ...] = ()
     """Formats of the gradients of activations, written like `forward`. If omitted, the default for each format: itself
     for "fp32" and "bf16", "transform-backward" for "transform", 6 bits for others."""
