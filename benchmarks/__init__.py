@@ -8,6 +8,7 @@ COMMANDS = {
     "auto": "benchmarks.auto",
     "grid": "benchmarks.grid",
     "plans": "benchmarks.plans",
+    "arena": "benchmarks.arena",
     "events": "benchmarks.events",
     "codecs": "benchmarks.codecs",
     "activations": "benchmarks.activations",

@@ -1,4 +1,4 @@
-"""`python -m benchmarks simulate`, `grid` and `events`: a small real setting, and the arithmetic of predictions."""
+"""`python -m benchmarks simulate`, `grid`, `arena`, `plans` and `events`: small settings, and the arithmetic."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import events, grid
+from benchmarks import arena, events, grid, plans
 from benchmarks.simulate import CASES, COMMAND, Case, SimulateBenchmark, config_of, predict, ranked_right
 from lowbit.config import ConfigError
-from lowbit.network import Link
+from lowbit.network import Link, SlowLink
 from lowbit.report import run
 from lowbit.simulate import Channel
 from lowbit.train.config import DataConfig, ModelConfig
@@ -82,3 +82,26 @@ def test_the_grid_ranks_formats_by_their_bits_on_a_slow_link():
 def test_the_simulator_is_timed():
     rows = run(events.COMMAND, events.EventsBenchmark(sizes=(3, 5))).rows
     assert [(row["size"], row["actions"]) for row in rows] == [(3, 18), (5, 50)]
+
+
+def test_published_entries_of_the_speedrun_are_predicted_from_their_bytes():
+    rows = run(arena.COMMAND, arena.ArenaSettings(boundaries=("bf16", "int4"), rows=(8, 16))).rows
+    dense, subspace, bf16, int4 = rows
+    assert dense["seconds"] == pytest.approx(dense["published"], rel=0.01)
+    assert subspace["seconds"] == pytest.approx(subspace["published"], rel=0.02)
+    assert bf16["seconds"] == pytest.approx(dense["seconds"], rel=1e-9)
+    assert int4["seconds"] < bf16["seconds"] / 2
+    assert int4["score"] == 2925 * int4["seconds"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(SlowLink.available() is not None, reason="no namespaces here")
+def test_a_plan_is_measured_beside_other_choices():
+    settings = plans.PlansBenchmark(
+        links=(Link(100.0),), share=1.0, boundaries=("bf16",), schedules=("1F1B",), microbatch_counts=(2,),
+        first_layers=(1, 3), rounds=1, steps=1, model=TINY["model"], data=TINY["data"],
+    )  # fmt: skip
+    rows = run(plans.COMMAND, settings).rows
+    assert [row["planned"] for row in rows] == [True] + [False] * (len(rows) - 1)
+    assert {(1, 3), (3, 1)} <= {tuple(row["layers"]) for row in rows}
+    assert all(row["best"] <= row["seconds"] and row["predicted"] > 0 for row in rows)
