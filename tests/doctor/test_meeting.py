@@ -242,7 +242,7 @@ def test_rows_come_back_as_they_were():
 def machine_row(name: str) -> MachineRow:
     return MachineRow(
         name=name, address="", interface="", device="CPU", cores=1, gpus=0, memory_bytes=1e9, python="", torch="",
-        lowbit="", clock_ms=None, layer_seconds=0.5, layer_tokens=64, tflops=0.0, optimizer_ns=1.0,
+        lowbit="", clock_ms=None, layer_seconds=0.5, layer_tokens=64, layer_overhead=0.0, tflops=0.0, optimizer_ns=1.0,
         coding=("bf16=1/2",),
     )  # fmt: skip
 

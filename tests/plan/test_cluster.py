@@ -61,6 +61,10 @@ def test_a_link_between_nobody_is_of_all_other_pairs(tmp_path: Path):
         ('[[machine]]\nname = "desk"\ntflops = 1', "machines .* allowed: at least one, each with its own name"),
         ('[[machine]]\ntflops = 1\nname = ""', "machine.name is empty"),
         ('[[machine]]\nname = "c"', "machine 'c' has no speed; allowed: layer_seconds or tflops"),
+        (
+            '[[machine]]\nname = "c"\nlayer_seconds = 1\nlayer_overhead = 2',
+            "machine 'c' has layer_overhead 2; allowed: at most layer_seconds, 1",
+        ),
         ('[[machine]]\nname = "c"\ntflops = 1\nmemory = "lots"', "machine 'c': memory is 'lots'; allowed: bytes"),
         ('[[machine]]\nname = "c"\ntflops = 1\ncoding = ["int4"]', "machine 'c' has coding 'int4'; allowed: such as"),
         ("[machines]\na = 1", r"has machines; known: \[\[machine\]\], \[\[link\]\]"),

@@ -73,6 +73,15 @@ def test_a_machine_of_half_the_speed_gets_half_the_layers():
     assert best.seconds < even.seconds
 
 
+def test_what_every_micro_batch_costs_makes_them_larger():
+    def of(overhead: float) -> Predictor:
+        speed = {"tflops": 0.0, "layer_seconds": 1.0, "layer_tokens": 64, "layer_overhead": overhead}
+        return predictor(*(machine(name, **speed) for name in "ab"), mbit=1e6)
+
+    assert of(0.5).layer_seconds(of(0.5).machines[0], 4 * 64) == 0.5 + 4 * 0.5
+    assert [plan(of(overhead))[0].choice.microbatches for overhead in (0.0, 0.9)] == [8, 2]
+
+
 def _with(**changes) -> ModelSizes:
     return ModelSizes(**(vars(SIZES) | changes))
 

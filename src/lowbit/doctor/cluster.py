@@ -76,7 +76,7 @@ def _lines(row: MachineRow | LinkRow) -> Iterator[str]:
         yield "[[machine]]"
         values = {"name": row.name, "address": row.address, "cores": max(1, row.cores), "gpus": row.gpus}
         values["memory"] = f"{row.memory_bytes / 1e9:.1f}gb" if row.memory_bytes >= 1e8 else ""
-        names = ("layer_seconds", "layer_tokens", "tflops", "optimizer_ns", "coding")
+        names = ("layer_seconds", "layer_tokens", "layer_overhead", "tflops", "optimizer_ns", "coding")
     for name, value in {**values, **{name: getattr(row, name) for name in names}}.items():
         if value not in (None, "", 0, ()):
             yield f"{name} = {in_toml(float(f'{value:.4g}') if isinstance(value, float) else value)}"

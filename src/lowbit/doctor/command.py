@@ -54,7 +54,7 @@ def rows_from(survey: Survey) -> list[Any]:
         reached = {address for (_, number), states in survey.states.items() if survey.seats[number] is seat
                    for (address, _), state in states.items() if state == "open"}  # fmt: skip
         names = ("name", "interface", "device", "cores", "gpus", "memory_bytes", "python", "torch", "lowbit")
-        speeds = ("layer_seconds", "layer_tokens", "tflops", "optimizer_ns", "coding")
+        speeds = ("layer_seconds", "layer_tokens", "layer_overhead", "tflops", "optimizer_ns", "coding")
         machines.append(MachineRow(
             address=own.gloo_address if own.gloo_address in reached else own.address, clock_ms=seat.clock_ms,
             **{name: getattr(own, name) for name in names}, **{name: getattr(speed, name) for name in speeds},

@@ -68,7 +68,7 @@ def facts(settings: DoctorSettings) -> Facts:
     interface = interface_towards(host) or ""
     low, high = _port_range()
     return Facts(
-        id=secrets.token_hex(8), computer=_computer(), name=(settings.name or socket.gethostname())[:60], **versions(),
+        id=secrets.token_hex(8), name=(settings.name or socket.gethostname())[:60], **versions(),
         torch_problem=torch_problem[:500], device=torch.cuda.get_device_name() if gpu else "CPU",
         cores=len(os.sched_getaffinity(0)), gpus=torch.cuda.device_count() if gpu else 0,
         memory_bytes=float(torch.cuda.mem_get_info()[0] if gpu else _free_memory()), address=address,
@@ -108,12 +108,6 @@ def address_towards(host: str) -> str:
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # no packet is sent
         return probe.getsockname()[0]
-    return ""
-
-
-def _computer() -> str:
-    with contextlib.suppress(OSError):
-        return hashlib.sha256(Path("/proc/sys/kernel/random/boot_id").read_bytes()).hexdigest()[:16]
     return ""
 
 

@@ -20,8 +20,7 @@ class Facts:
     """What a machine knows about itself.
 
     Attributes:
-        id: unique to this call. computer: the same for containers of one computer.
-        torch_problem: why this version does not work.
+        id: unique to this call. torch_problem: why this version does not work.
         address, interface: that lead to the meeting. gloo_*: where Gloo would listen under `lowbit train`;
             gloo_problem: why it would not; chosen: GLOO_SOCKET_IFNAME.
         host_address: where the host's name leads on this machine. meet_address: where the meeting's name leads.
@@ -30,7 +29,6 @@ class Facts:
     """
 
     id: Text
-    computer: Text = ""
     name: Text
     lowbit: Text
     torch: Text
@@ -65,11 +63,13 @@ class Speed:
 
     Attributes:
         layer_seconds: forward and backward of a decoder layer, for `layer_tokens` tokens; 0: not measured.
+        layer_overhead: the part of it that a micro-batch of any size takes.
         tflops: instead of it, without a recipe. coding: as `cluster.toml` has it. problem: why something is missing.
     """
 
     layer_seconds: Number = 0.0
     layer_tokens: NonNegative = 0
+    layer_overhead: Number = 0.0
     tflops: Number = 0.0
     optimizer_ns: Number = 0.0
     coding: tuple[str, ...] = ()
@@ -157,6 +157,7 @@ class MachineRow:
     clock_ms: float | None
     layer_seconds: Number
     layer_tokens: NonNegative
+    layer_overhead: Number
     tflops: Number
     optimizer_ns: Number
     coding: tuple[Text, ...]

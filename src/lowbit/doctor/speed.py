@@ -26,12 +26,12 @@ def speed(settings: DoctorSettings) -> Speed:
         torch.set_num_threads(config.run.threads or threads_per_rank(max(1, torch.cuda.device_count())))
         vocab = vocabulary(config.model, load_tokenizer(config.data.tokenizer).size)
         sequence, autocast = config.data.sequence, choose_autocast(config.run.precision, device)
-        seconds, tokens = layer_seconds(
+        seconds, tokens, overhead = layer_seconds(
             config.model, vocab=vocab, sequence=sequence, rows=max(1, config.rows), autocast=autocast, device=device
         )
         values["optimizer_ns"] = optimizer_ns(device)
         if settings.recipe:
-            values |= {"layer_seconds": seconds, "layer_tokens": tokens}
+            values |= {"layer_seconds": seconds, "layer_tokens": tokens, "layer_overhead": overhead}
         else:  # the layer is not one of the model that will be planned
             sizes = measure_sizes(config.model, vocab=vocab, sequence=sequence, precision="fp32")
             values["tflops"] = 3 * sizes.layer_flops * tokens / seconds / 1e12

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import permutations, zip_longest
+from itertools import permutations
 from typing import Any
 
 from lowbit.doctor.channel import StrangerError, read
@@ -92,14 +92,10 @@ class Survey:
             for pair in permutations(range(len(self.seats)), 2):
                 self._measure(*pair)
         say("measures compute and coding, which takes minutes the first time on a machine")
-        computers: dict[str, list[Seat]] = {}
-        for seat in self.seats:
-            computers.setdefault(seat.facts.computer or seat.facts.id, []).append(seat)
-        for turn in zip_longest(*computers.values()):  # those that share a computer one after the other
-            seats = [seat for seat in turn if seat]
-            answers = _all(seats, [{"do": "speed"}] * len(seats), _SPEED_SECONDS)
-            for seat, values in zip(seats, answers, strict=True):
-                seat.speed = seat.read(Speed, values) or Speed(problem="it gave none")
+        for _ in range(2):  # the first time compiles kernels; the second time all compute at once, as in training
+            answers = _all(self.seats, [{"do": "speed"}] * len(self.seats), _SPEED_SECONDS)
+        for seat, values in zip(self.seats, answers, strict=True):
+            seat.speed = seat.read(Speed, values) or Speed(problem="it gave none")
 
     def _knock(self) -> None:
         """Have all machines connect to all others."""

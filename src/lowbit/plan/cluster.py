@@ -39,6 +39,8 @@ class Machine:
     """Seconds of forward and backward of one decoder layer of the model, for `layer_tokens` tokens."""
     layer_tokens: Positive = 1024
     """Tokens that `layer_seconds` is of."""
+    layer_overhead: NonNegativeFloat = 0.0
+    """The part of `layer_seconds` that a micro-batch of any size takes."""
     optimizer_ns: NonNegativeFloat = 0.0
     """Nanoseconds of the optimizer for one parameter. 0: measured here."""
     coding: tuple[str, ...] = ()
@@ -50,6 +52,11 @@ class Machine:
             raise ConfigError("machine.name is empty; allowed: a name for each machine")
         if not (self.tflops or self.layer_seconds):
             raise ConfigError(f"machine {self.name!r} has no speed; allowed: layer_seconds or tflops, more than 0")
+        if self.layer_overhead > self.layer_seconds:
+            raise ConfigError(
+                f"machine {self.name!r} has layer_overhead {self.layer_overhead:g}; allowed: at most layer_seconds, "
+                f"{self.layer_seconds:g}"
+            )
         if self.memory:
             parse_bytes(self.memory, f"machine {self.name!r}: memory")
         _ = self.coding_speeds

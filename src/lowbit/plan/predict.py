@@ -127,11 +127,12 @@ class Predictor:
         ranks = self.ranks(choice)
         return make_layout(replace(choice, formats=("fp32",)).pipeline(ranks), ranks=ranks, layers=self.sizes.layers)
 
-    def layer_seconds(self, machine: Machine) -> float:
-        """Seconds of forward and backward of a decoder layer, for one token."""
+    def layer_seconds(self, machine: Machine, tokens: int) -> float:
+        """Seconds of forward and backward of a decoder layer, for a micro-batch of so many tokens."""
         if machine.layer_seconds:
-            return machine.layer_seconds / machine.layer_tokens
-        return 3 * self.sizes.layer_flops / (machine.tflops * 1e12)
+            growing = machine.layer_seconds - machine.layer_overhead
+            return machine.layer_overhead + tokens * growing / machine.layer_tokens
+        return tokens * 3 * self.sizes.layer_flops / (machine.tflops * 1e12)
 
     def predict(self, choice: Choice) -> Prediction:
         """Simulate a choice.
@@ -184,7 +185,7 @@ class Predictor:
         for stage in range(layout.stages):
             machine = machines[layout.rank_of(stage)]
             layers = layout.layer_counts[stage] + (stage == last) * self.sizes.last_flops / self.sizes.layer_flops
-            seconds = tokens * layers * self.layer_seconds(machine)
+            seconds = layers * self.layer_seconds(machine, tokens)
             ends = self._ends(machine, formats, stage, shape)
             stages.append(StageTimes(forward=seconds / 3, backward=2 * seconds / 3, **ends))
         numbers = range(layout.ranks)

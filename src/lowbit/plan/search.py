@@ -109,13 +109,13 @@ def _splits(predictor: Predictor, choice: Choice) -> Iterator[tuple[int, ...]]:
         ConfigError: neither is possible.
     """
     layout, sizes = predictor.layout(choice), predictor.sizes
-    rows = predictor.rows(choice) * predictor.sequence
+    tokens = predictor.rows(choice) * predictor.sequence
 
     def cost(rank: int) -> Callable[[int], float]:
         of = [predictor.machines[index * layout.ranks + rank] for index in range(choice.replicas)]
-        slowest = max(map(predictor.layer_seconds, of))
+        slowest = max(predictor.layer_seconds(machine, tokens) for machine in of)
         extra = (rank == layout.rank_of(layout.stages - 1)) * sizes.last_flops / sizes.layer_flops
-        return lambda layers: rows * slowest * (layers + extra)
+        return lambda layers: slowest * (layers + extra)
 
     each = choice.stages_per_rank
     ranks = range(layout.ranks)

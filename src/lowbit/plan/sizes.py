@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from lowbit.train.model import StageModule, hugging_face_config, next_token_loss
 _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _TOKENS = 64  # of the sample whose saved activations are counted: they grow with the tokens
 _ROUNDS = 3
-_LEAST_SECONDS = 0.3  # of all calls together, so that one that nothing disturbs is among them
+_LEAST_SECONDS = 0.3  # of all calls together
 _LONG_SECONDS = 3.0  # of a micro-batch in two layers
 STATE_BYTES = 16
 """Bytes of a parameter: float32 weight and gradient, and two float32 states of AdamW."""
@@ -96,8 +97,10 @@ def measure_sizes(model: ModelConfig, *, vocab: int, sequence: int, precision: L
 
 def layer_seconds(
     model: ModelConfig, *, vocab: int, sequence: int, rows: int, autocast: torch.dtype | None, device: torch.device
-) -> tuple[float, int]:
-    """Seconds of forward and backward of one decoder layer on a device, and the tokens that they are for.
+) -> tuple[float, int, float]:
+    """Seconds of forward and backward of one decoder layer on a device, their tokens, and those of any micro-batch.
+
+    The last number is the share of these seconds that does not grow with the tokens: it makes small micro-batches slow.
 
     Args:
         rows: windows of a micro-batch; one window is measured where so many would take long.
@@ -112,10 +115,14 @@ def layer_seconds(
         output = stage(inputs)
         output.backward(torch.ones_like(output))
 
-    one = _fastest(lambda: step(1), device, rounds=1)
-    if one * rows > _LONG_SECONDS:
-        return _fastest(lambda: step(1), device) / 2, sequence
-    return _fastest(lambda: step(rows), device) / 2, rows * sequence
+    one = _usual(lambda: step(1), device, rounds=1)
+    if one * max(2, rows) > _LONG_SECONDS:
+        return _usual(lambda: step(1), device) / 2, sequence, 0.0
+    few, many = 1, max(2, rows)
+    few_seconds, many_seconds = (_usual(lambda count=count: step(count), device) / 2 for count in (few, many))
+    of_any = few_seconds - (many_seconds - few_seconds) * few / (many - few)
+    seconds = few_seconds if rows == few else many_seconds
+    return seconds, rows * sequence, min(max(0.0, of_any), seconds)
 
 
 def optimizer_ns(device: torch.device | None = None) -> float:
@@ -128,7 +135,7 @@ def optimizer_ns(device: torch.device | None = None) -> float:
         nn.utils.clip_grad_norm_([parameter], 1.0)
         optimizer.step()
 
-    return 1e9 * _fastest(step, device) / parameter.numel()
+    return 1e9 * _usual(step, device) / parameter.numel()
 
 
 def coding_speed(codec: Codec, shape: tuple[int, int, int], device: torch.device | None = None) -> tuple[float, float]:
@@ -143,7 +150,7 @@ def coding_speed(codec: Codec, shape: tuple[int, int, int], device: torch.device
     while len(encoding) <= _ROUNDS or sum(encoding[1:]) + sum(decoding[1:]) < _LEAST_SECONDS:
         encoding.append(_seconds(lambda: sent.append(encoder.encode(x)), device))
         decoding.append(_seconds(lambda: decoder.decode(sent.pop(), out=torch.empty_like(x)), device))
-    return x.nbytes / min(encoding[1:]), x.nbytes / min(decoding[1:])
+    return x.nbytes / statistics.median(encoding[1:]), x.nbytes / statistics.median(decoding[1:])
 
 
 def _two_layers(model: ModelConfig, vocab: int, sequence: int) -> tuple[Any, Any, int]:
@@ -158,12 +165,12 @@ def _two_layers(model: ModelConfig, vocab: int, sequence: int) -> tuple[Any, Any
     return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").float(), config, layers
 
 
-def _fastest(work: Callable[[], object], device: torch.device | None = None, rounds: int = _ROUNDS) -> float:
-    """Seconds of the fastest of a few calls, more of short ones; the first, which may compile, is left out."""
+def _usual(work: Callable[[], object], device: torch.device | None = None, rounds: int = _ROUNDS) -> float:
+    """Median seconds of a few calls, more of short ones; the first, which may compile, is left out."""
     times: list[float] = []
     while len(times) <= rounds or sum(times[1:]) < _LEAST_SECONDS:
         times.append(_seconds(work, device))
-    return min(times[1:])
+    return statistics.median(times[1:])
 
 
 def _seconds(work: Callable[[], object], device: torch.device | None) -> float:
