@@ -71,16 +71,16 @@ def measure(settings: AutoBenchmark, earlier: Sequence[Row] = ()) -> Iterator[Se
     """
     ranks_of = settings.pipeline.ranks
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder, started(PROGRAM, ranks_of, settings.links) as (network, ranks):
-        for link in settings.links:
+    for link in settings.links:
+        # A process group can serve a few dozen runs only: each link gets ranks of its own.
+        with tempfile.TemporaryDirectory() as folder, started(PROGRAM, ranks_of, [link]) as (network, ranks):
             about = set_link(network, link)
             taken: dict[str, list[dict[str, Any]]] = {name: [] for name in (AUTO, *settings.boundaries)}
             for number in range(settings.rounds):
-                for name, turns in taken.items():
-                    config = config_of(settings, name, f"{folder}/{len(rows)}-{number}-{len(turns)}-{name[:4]}")
-                    turns.append(_turn(ranks, config))
-            rows += [{"boundary": name, **about, **_row(turns)} for name, turns in taken.items()]
-            yield rows
+                for index, (name, turns) in enumerate(taken.items()):
+                    turns.append(_turn(ranks, config_of(settings, name, f"{folder}/{number}-{index}")))
+        rows += [{"boundary": name, **about, **_row(turns)} for name, turns in taken.items()]
+        yield rows
 
 
 def config_of(settings: AutoBenchmark, boundary: str, output: str) -> TrainConfig:

@@ -50,7 +50,7 @@ class PlansBenchmark:
     """Links to emulate."""
     share: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Share of its core's time that the second host gets."""
-    boundaries: Names = ("transform", "int4", "bf16")
+    boundaries: Names = ("transform", "bf16")
     """Formats of activations, or of both ways."""
     schedules: tuple[Schedule, ...] = ("1F1B", "GPipe")
     """Schedules, with a stage on each host."""

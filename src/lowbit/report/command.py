@@ -60,15 +60,14 @@ def run(
     Args:
         command: what to run.
         settings: an instance of its settings.
-        file: where a command with a `key` reads earlier rows, if the file is there, and writes all rows as they come.
+        file: where all rows are written as they come; a command with a `key` first reads those of an earlier call.
         on_rows: called with all rows so far whenever there are new ones.
 
     Raises:
         ValueError: `file` holds rows of other settings; or what the command refuses.
     """
-    file = file if command.key else None
     about = machine()
-    rows = compare(earlier_rows(command, settings, file) if file else [], command.baselines)
+    rows = compare(earlier_rows(command, settings, file) if file and command.key else [], command.baselines)
     for current in command.measure(settings, rows):
         rows = compare(current, command.baselines)
         if file:
@@ -113,8 +112,6 @@ def execute(command: Command, settings: Any, *, json: Path | None = None, png: P
         return run(command, settings)
     with _shown(command) if command.live else nullcontext() as show:
         report = run(command, settings, file=json, on_rows=show)
-    if json is not None:
-        report.write_json(json)
     for table in command.tables:
         Console().print(table.render(report.rows))
     if png is not None:
