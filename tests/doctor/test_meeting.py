@@ -22,8 +22,9 @@ from lowbit.doctor.command import rows_of
 from lowbit.doctor.messages import Door, Facts, Finding, MachineRow
 from lowbit.doctor.ports import DROPPED, OPEN, OTHER, REFUSED, Ports, knock
 from lowbit.doctor.settings import DoctorSettings
+from lowbit.doctor.speed import speed
 from tests.command_line import invoke
-from tests.doctor.machines import start
+from tests.doctor.machines import RECIPE, TEXT, start
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -262,6 +263,20 @@ def test_a_file_of_the_user_is_kept(tmp_path: Path):
     assert result.stderr.startswith("error: output is")
     assert "0.7" in (tmp_path / "cluster.toml").read_text()
     assert write_cluster(path, [machine_row("a")], overwrite=True)
+
+
+def test_a_recipe_that_chooses_its_formats_is_measured(tmp_path: Path):
+    recipe = RECIPE.replace('forward = "bf16"\nbackward = "bf16"', 'forward = "auto"')
+    (tmp_path / "run.toml").write_text(recipe)
+    (tmp_path / "text.txt").write_text(TEXT)
+    found = speed(DoctorSettings(recipe=str(tmp_path / "run.toml")))
+    assert not found.problem
+    assert found.layer_overhead <= found.layer_seconds
+    assert [text for text in found.coding if "TransformQuant" in text]
+
+
+def test_long_findings_are_cut():
+    assert len(Finding(level="stop", machine="m" * 999, what="w" * 999).what) == 600
 
 
 def test_nothing_is_written_without_a_speed(tmp_path: Path):

@@ -67,6 +67,10 @@ def test_a_link_between_nobody_is_of_all_other_pairs(tmp_path: Path):
         ),
         ('[[machine]]\nname = "c"\ntflops = 1\nmemory = "lots"', "machine 'c': memory is 'lots'; allowed: bytes"),
         ('[[machine]]\nname = "c"\ntflops = 1\ncoding = ["int4"]', "machine 'c' has coding 'int4'; allowed: such as"),
+        (
+            '[[link]]\nmbit = 1\nshared = "home"\n[[link]]\nbetween = ["desk", "server"]\nmbit = 2\nshared = "home"',
+            "links that share 'home' have different rates or round trips; allowed: the same for all",
+        ),
         ("[machines]\na = 1", r"has machines; known: \[\[machine\]\], \[\[link\]\]"),
         ("[link]\nmbit = 1", r"has \[link\]; allowed: \[\[link\]\], once for each"),
         ("a = [", "is not TOML"),

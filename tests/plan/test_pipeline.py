@@ -138,11 +138,27 @@ def test_two_pipelines_pay_for_their_gradients():
     assert {plan(of, replicas=(1, 2), formats=("int4",))[0].choice.replicas} <= {1, 2}
 
 
+def test_ranks_of_one_machine_share_its_link_when_they_average():
+    far = [predictor(*(machine(name, 1e6, gpus=gpus) for name in "ab"), mbit=0.01) for gpus in (1, 2)]
+    one, two = (
+        of.predict(Choice(replicas=2, schedule="GPipe", stages_per_rank=1, microbatches=2)) for of in far
+    )  # fmt: skip
+    assert one.gradient_bytes == pytest.approx(two.gradient_bytes, rel=0.01)
+    assert two.seconds == pytest.approx(one.seconds, rel=0.01), "half of the model each, at the same time"
+
+
+def test_a_stage_has_a_tied_embedding_once():
+    tied = _with(tied=True)
+    assert tied.parameters(2, first=True, last=True) == 2 * 10_000 + 5_000
+    assert tied.parameters(2, first=False, last=True) == 2 * 10_000 + 5_000
+
+
 def test_a_tied_embedding_is_summed_over_the_link():
     tied, own = (predictor(machine("a"), machine("b"), mbit=1, sizes=_with(tied=tied)) for tied in (True, False))
     choice = Choice(replicas=1, schedule="1F1B", stages_per_rank=1, microbatches=2)
     extra = tied.predict(choice).seconds - own.predict(choice).seconds
     assert extra == pytest.approx(4 * 5_000 * 8 / 1e6)
+    assert tied.predict(choice).nbytes - own.predict(choice).nbytes == 2 * 4 * 5_000
 
 
 @pytest.mark.parametrize(
@@ -181,20 +197,27 @@ rtt_ms = 10
 def test_the_command_writes_what_train_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     Path("cluster.toml").write_text(CLUSTER)
+    mixed = "int4 / GroupInt(bits=6, group=32)"
     model = ["--model.dim", "32", "--model.heads", "2", "--model.layers", "6", "--data.sequence", "32"]
-    words = ["--format", "int4,fp32", "--schedule", "1F1B", "--data.batch", "8", "--tokens", "100000", *model]
+    words = ["--format", f"{mixed},fp32", "--schedule", "1F1B", "--data.batch", "8", "--tokens", "100000", *model]
     result = invoke("plan", "pipeline", "cluster.toml", "--output", "run.toml", "--json", "plan.json", *words)
     assert result.exit_code == 0, result.output
     rows = json.loads(Path("plan.json").read_text())["rows"]
     first = rows[0]
-    assert (first["formats"], first["steps"], sum(first["layers"])) == ("int4", 391, 6)
+    assert (first["formats"], first["steps"], sum(first["layers"])) == ([mixed], 391, 6)
     assert first["layers"][0] > first["layers"][1]
     assert first["warmup_steps"] == 97
     assert [row["choice"] for row in rows] == [1, 2, None]
-    assert {row["formats"] for row in rows} == {"int4", "fp32", "bf16"}
+    assert sorted(row["formats"] for row in rows) == [["bf16"], ["fp32"], [mixed]]
     assert first["hours"] == pytest.approx(
         (97 * rows[1]["seconds_per_step"] + 294 * first["seconds_per_step"]) / 3600, rel=0.2
     )
+    again = ["plan", "pipeline", "cluster.toml", "--output", "run.toml", *words]
+    assert invoke(*again).exit_code == 0, "nobody has changed it"
+    mine = Path("run.toml").read_text() + "# mine\n"
+    Path("run.toml").write_text(mine)
+    assert "holds what somebody else wrote; allowed: another file, or --overwrite" in invoke(*again).stderr
+    assert Path("run.toml").read_text() == mine
     dry = invoke("train", "run.toml", "--dry-run")
     assert dry.exit_code == 0, dry.output
     assert f"rank 0, layers 0 to {first['layers'][0] - 1}" in dry.stdout
@@ -212,7 +235,7 @@ def test_a_hugging_face_folder_and_one_machine_are_enough(tmp_path: Path, monkey
     assert result.exit_code == 0, result.output
     [row, plain] = json.loads(Path("plan.json").read_text())["rows"]
     assert (row["layers"], row["forward"], row["bytes_per_step"]) == ([3], [], 0)
-    assert plain["formats"] == "bf16"
+    assert plain["formats"] == ["bf16"]
 
 
 def test_impossible_clusters_are_one_line_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

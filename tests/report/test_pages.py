@@ -197,6 +197,15 @@ def test_a_page_of_a_run_is_recorded_as_made_by_lowbit(tmp_path: Path):
     assert invoke("report", str(folder)).exit_code == 0, "our own page is replaced"
 
 
+def test_a_page_of_the_user_is_neither_replaced_nor_recorded(tmp_path: Path):
+    folder = make_run(tmp_path / "run")
+    (folder / "report.html").write_text("<p>mine")
+    assert invoke("report", str(folder)).exit_code == 2
+    assert (folder / "report.html").read_text() == "<p>mine"
+    record = folder / "lowbit-run.jsonl"
+    assert not record.exists() or "report.html" not in record.read_text()
+
+
 def test_long_curves_are_averaged():
     curve = [(float(i), float(i % 2)) for i in range(1, 5001)]
     assert thinned(curve, 2000)[:2] == [(3.0, pytest.approx(2 / 3)), (6.0, pytest.approx(1 / 3))]

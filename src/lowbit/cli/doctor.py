@@ -47,10 +47,11 @@ class Doctor:
         rows, writes = examine(settings)
         plain = [vars(row) for row in rows]
         report = Report(command=COMMAND.name, settings=settings, machine=machine(), rows=plain)
+        ending = write_output(settings, rows) if writes else ""
         if file == "-":
             json.dump({"rows": plain}, sys.stdout)
         else:
-            _show(plain, COMMAND.tables[1:], write_output(settings, rows) if writes else "")
+            _show(plain, COMMAND.tables[1:], ending)
         if file and file != "-":
             from lowbit.report.measured import write_results
 

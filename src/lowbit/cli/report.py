@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _OTHERS = {
     "evaluate": "lowbit.evaluate.commands:EVALUATE", "calibrate": "lowbit.evaluate.commands:CALIBRATE",
-    "plan memory": "lowbit.plan.memory", "doctor": "lowbit.doctor.command",
+    "plan memory": "lowbit.plan.memory", "plan pipeline": "lowbit.plan.pipeline", "doctor": "lowbit.doctor.command",
 }  # fmt: skip
 """Places of the commands that are no benchmarks, by name."""
 _COMPARISON = Path("comparison.html")
@@ -99,9 +99,9 @@ def write(paths: Sequence[Path], output: Path | None = None) -> Path:
     else:
         page = measured.results_page(measured.paired(list(results), list(results.values())), problems)
         place = measured.page_beside(next(iter(results))) if len(paths) == 1 else _COMPARISON
+    write_page(page, output or place)
     if output is None and place.name == training.PAGE:
         from lowbit.train.folder import RunFolder
 
         RunFolder(place.parent).note(training.PAGE)
-    write_page(page, output or place)
     return output or place

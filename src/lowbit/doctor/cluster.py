@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lowbit.config import ConfigError
 from lowbit.config.files import in_toml
+from lowbit.config.written import check_written, write_text
 from lowbit.doctor.messages import LinkRow, MachineRow
 from lowbit.plan.cluster import Cluster
 from lowbit.report import check_output
 
-_FIRST = "# Written by `lowbit doctor`; it replaces the file only while it is unchanged: "
+_PROGRAM = "lowbit doctor"
 
 
 def check_file(path: str, *, overwrite: bool) -> None:
@@ -24,16 +23,8 @@ def check_file(path: str, *, overwrite: bool) -> None:
         ConfigError: it exists, and is not as `lowbit doctor` has written it.
         ValueError: it cannot be written.
     """
-    file = Path(path)
-    check_output(file)
-    if overwrite or not file.exists():
-        return
-    first, _, rest = file.read_bytes().partition(b"\n")
-    if first.decode(errors="replace") != _FIRST + _digest(rest):
-        raise ConfigError(
-            f"output is {path!r}, which exists and holds what somebody else wrote; "
-            "allowed: another file, or --overwrite"
-        )
+    check_output(Path(path))
+    check_written(path, _PROGRAM, overwrite=overwrite)
 
 
 def write_cluster(path: str, rows: Sequence[Any], *, overwrite: bool) -> bool:
@@ -47,12 +38,7 @@ def write_cluster(path: str, rows: Sequence[Any], *, overwrite: bool) -> bool:
     if not text:
         return False
     Cluster.from_mapping(tomllib.loads(text))
-    part = Path(path).with_name(f"{Path(path).name}.part")
-    try:
-        part.write_text(f"{_FIRST}{_digest(text.encode())}\n{text}", encoding="utf-8")
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    write_text(path, _PROGRAM, text, overwrite=overwrite)
     return True
 
 
@@ -80,7 +66,3 @@ def _lines(row: MachineRow | LinkRow) -> Iterator[str]:
     for name, value in {**values, **{name: getattr(row, name) for name in names}}.items():
         if value not in (None, "", 0, ()):
             yield f"{name} = {in_toml(float(f'{value:.4g}') if isinstance(value, float) else value)}"
-
-
-def _digest(text: bytes) -> str:
-    return hashlib.sha256(text).hexdigest()[:16]

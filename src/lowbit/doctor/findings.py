@@ -242,8 +242,8 @@ def _names(seats: Iterator[Seat]) -> str:
 
 
 def _stop(own: Facts, what: str, mend: str) -> Finding:
-    return Finding(level="stop", machine=own.name, what=what[:600], mend=mend[:600])
+    return Finding(level="stop", machine=own.name, what=what, mend=mend)
 
 
 def _warn(own: Facts, what: str, mend: str) -> Finding:
-    return Finding(level="warning", machine=own.name, what=what[:600], mend=mend[:600])
+    return Finding(level="warning", machine=own.name, what=what, mend=mend)

@@ -103,4 +103,7 @@ def from_hosts(settings: DoctorSettings) -> tuple[list[Any], list[Finding]]:
     rows = max((host.rows for host in hosts if isinstance(host.rows, list)), key=len, default=None)
     if rows is None:
         raise ConnectionError("no host gave a report: " + "; ".join(f"{host.host}: {host.problem}" for host in hosts))
-    return rows, problems
+    pages = [host.rows for host in hosts if isinstance(host.rows, list)]  # a machine that met nobody has its own
+    alone = [row for page in pages for row in page if isinstance(row, dict) and row.get("kind") == "finding"]
+    alone = [row for row in alone if row not in rows]
+    return [*alone, *rows], problems

@@ -7,6 +7,7 @@ import errno
 import queue
 import socket
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -100,10 +101,14 @@ def _lead(settings: DoctorSettings, here: Here) -> Survey:
     survey = Survey(settings, [Seat(here.facts, here.answer)])
     seats = survey.seats
     joined: queue.Queue[Seat] = queue.Queue()
+    places = threading.Semaphore(settings.count - 1)
 
     def join(channel: Channel, message: dict[str, Any]) -> None:
         own = read(Facts, message.get("facts"))
-        channel.send({"welcome": True})
+        welcome = places.acquire(blocking=False)
+        channel.send({"welcome": welcome})
+        if not welcome:
+            return channel.close()
         _keep_alive(channel.connection)
 
         def ask(message: Mapping[str, Any], limit: float) -> dict[str, Any]:

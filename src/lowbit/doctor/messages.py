@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from lowbit.config import NonNegative
 from lowbit.doctor.channel import message
@@ -13,6 +13,7 @@ from lowbit.doctor.channel import message
 Share = Annotated[float, Field(ge=0, le=1)]
 Number = Annotated[float, Field(ge=0)]
 Text = Annotated[str, Field(max_length=600)]
+Line = Annotated[str, AfterValidator(lambda text: text[:600])]
 
 
 @message
@@ -130,9 +131,9 @@ class Finding:
 
     kind: Literal["finding"] = "finding"
     level: Literal["stop", "warning", "note"]
-    machine: Text = ""
-    what: Text
-    mend: Text = ""
+    machine: Line = ""
+    what: Line
+    mend: Line = ""
 
 
 @message

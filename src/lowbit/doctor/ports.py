@@ -25,7 +25,7 @@ _COMMAND_SECONDS = 5.0
 _SETTLE_SECONDS, _SETTLE_ROUND_TRIPS = 0.3, 20  # until TCP has reached the rate of the link
 _MOST_SECONDS = 150.0
 _STALLED_SECONDS = 10.0
-_MOST_CALLERS = 64
+_MOST_CALLERS, _AT_ONCE = 1024, 64  # connections that are served; that are opened
 _RETRANSMITTED, _SEGMENTS = 100, 136  # places of tcpi_total_retrans and tcpi_segs_out in Linux's tcp_info
 Join = Callable[[Channel, dict[str, Any]], None]
 
@@ -124,7 +124,7 @@ class Ports:
 def knock(doors: Sequence[Door], secret: bytes) -> tuple[tuple[str, str, int, str], ...]:
     """What connecting to each port of other machines gives: machine, address, port and state."""
     places = [(each.id, address, port) for each in doors for address in each.addresses for port in each.ports]
-    with ThreadPoolExecutor(_MOST_CALLERS) as pool:
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
         found = pool.map(lambda place: _state((place[1], place[2]), place[0], secret), places)
         return tuple((*place, state) for place, state in zip(places, found, strict=True))
 

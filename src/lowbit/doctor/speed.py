@@ -7,12 +7,14 @@ from typing import Any
 import torch
 
 from lowbit.codecs import parse_pair
-from lowbit.config import ConfigError
 from lowbit.doctor.messages import Speed
 from lowbit.doctor.settings import DoctorSettings
 from lowbit.plan.sizes import coding_speed, layer_seconds, measure_sizes, optimizer_ns
 from lowbit.train import TrainConfig, load
+from lowbit.train.boundaries import AUTO_FORMATS
+from lowbit.train.config import AUTO
 from lowbit.train.device import choose_autocast, choose_device, threads_per_rank
+from lowbit.train.forecast import usable
 from lowbit.train.model import hidden_size, vocabulary
 from lowbit.train.tokenizer import load_tokenizer
 
@@ -37,7 +39,7 @@ def speed(settings: DoctorSettings) -> Speed:
             values["tflops"] = 3 * sizes.layer_flops * tokens / seconds / 1e12
         if width := hidden_size(config.model):
             values["coding"] = _coding(settings, config, (1, sequence, width), device)
-    except (ConfigError, OSError, RuntimeError, ModuleNotFoundError) as error:
+    except (ValueError, OSError, RuntimeError, ModuleNotFoundError) as error:
         problem = " ".join(str(error).split())[:500]
     return Speed(**values, problem=problem)
 
@@ -47,7 +49,8 @@ def _coding(
 ) -> tuple[str, ...]:
     """Speed of formats, as `cluster.toml` has it."""
     texts = [*settings.formats, *config.pipeline.forward, *config.pipeline.backward]
-    codecs = dict.fromkeys(codec for text in texts for codec in parse_pair(text))
+    named = [each for text in texts for each in (usable(AUTO_FORMATS, shape) if text == AUTO else (text,))]
+    codecs = dict.fromkeys(codec for text in named for codec in parse_pair(text) if codec.settled)
     found = []
     for codec in codecs:
         encode, decode = coding_speed(codec, shape, device)

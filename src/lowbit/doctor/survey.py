@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -150,6 +151,6 @@ def _clock(seat: Seat) -> float | None:
         begin = now()
         there = (seat.answer({"do": "clock"}) or {}).get("time")
         end = now()
-        if isinstance(there, float):
+        if isinstance(there, float) and math.isfinite(there):
             found.append((end - begin, 1e3 * (there - (begin + end) / 2)))
     return min(found)[1] if found else None

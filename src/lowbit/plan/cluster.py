@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
@@ -138,6 +138,11 @@ class Cluster:
                         f"a link is between {' and '.join(link.between)}; there is no machine {name!r}; "
                         f"known: {', '.join(names)}"
                     )
+            alike = next((other for other in self.links if link.shared and other.shared == link.shared), link)
+            if replace(link, between=()) != replace(alike, between=()):
+                raise ConfigError(
+                    f"links that share {link.shared!r} have different rates or round trips; allowed: the same for all"
+                )
             pairs.append(frozenset(link.between))
             if pairs.count(pairs[-1]) > 1:
                 what = " and ".join(link.between) or "all other pairs"

@@ -12,6 +12,7 @@ from pydantic import AfterValidator
 from lowbit.codecs import parse_pair
 from lowbit.codecs.names import pair_name
 from lowbit.config import ConfigError, NonNegative, Positive, section, to_toml
+from lowbit.config.written import check_written, write_text
 from lowbit.plan.cluster import Cluster
 from lowbit.plan.predict import Choice, Prediction, Predictor
 from lowbit.plan.search import search
@@ -25,6 +26,7 @@ from lowbit.train.tokenizer import load_tokenizer
 
 _PLAIN = ("fp32", "bf16")
 _MOST_MICRO_BATCHES = 64
+_PROGRAM = "lowbit plan pipeline"
 
 
 def _some(values: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -41,6 +43,8 @@ class PipelinePlanSettings:
     """File with the machines and links (`cluster.toml`)."""
     output: str = ""
     """File for the settings of the best choice. `lowbit train` takes it."""
+    overwrite: bool = False
+    """Replace `output` even if somebody has changed it."""
     tokens: NonNegative = 0
     """Tokens of the whole run. 0: those of `run.steps` steps."""
     formats: Annotated[tuple[str, ...], AfterValidator(_some)] = ("transform", "subspace", "tah-quant", *_PLAIN)
@@ -91,7 +95,9 @@ def measure(settings: PipelinePlanSettings, earlier: Sequence[Row] = ()) -> Iter
     Raises:
         ConfigError: a cluster that contradicts itself, or on which the model cannot be trained; in one line.
     """
-    check_output(Path(settings.output) if settings.output else None)
+    if settings.output:
+        check_output(Path(settings.output))
+        check_written(settings.output, _PROGRAM, overwrite=settings.overwrite)
     cluster = Cluster.read(settings.cluster)
     vocab = vocabulary(settings.model, load_tokenizer(settings.data.tokenizer).size)
     sizes = measure_sizes(settings.model, vocab=vocab, sequence=settings.data.sequence, precision=settings.precision)
@@ -107,10 +113,10 @@ def measure(settings: PipelinePlanSettings, earlier: Sequence[Row] = ()) -> Iter
     plain = {name: search(predictor, formats=(name,), **options)[0] for name in _PLAIN}
     if settings.output:
         text = to_toml(train_settings(settings, predictor, found[0].choice), meanings=False)
-        Path(settings.output).write_text(text, encoding="utf-8")
+        write_text(settings.output, _PROGRAM, text, overwrite=settings.overwrite)
     rows = [_row(settings, predictor, each, number) for number, each in enumerate(found[:3], 1)]
-    shown = {row["formats"] for row in rows}
-    rows += [_row(settings, predictor, each, None) for name, each in plain.items() if name not in shown]
+    shown = [row["formats"] for row in rows]
+    rows += [_row(settings, predictor, each, None) for name, each in plain.items() if [name] not in shown]
     yield rows
 
 
@@ -136,7 +142,7 @@ def _row(settings: PipelinePlanSettings, predictor: Predictor, found: Prediction
     rest = settings.steps - warm
     return {
         "choice": number,
-        "formats": ", ".join(dict.fromkeys(choice.formats)),
+        "formats": list(dict.fromkeys(choice.formats)),
         "schedule": choice.schedule,
         "stages_per_rank": choice.stages_per_rank,
         "microbatches": choice.microbatches,
@@ -159,7 +165,7 @@ def _row(settings: PipelinePlanSettings, predictor: Predictor, found: Prediction
 
 
 def _name(row: Row) -> str:
-    return ", ".join(pair_name(text) for text in row["formats"].split(", "))
+    return ", ".join(pair_name(text) for text in row["formats"])
 
 
 def _bytes(size: float) -> str:

@@ -55,7 +55,7 @@ class Prediction:
     Attributes:
         steps: the simulated step of each pipeline. seconds: of the slowest.
         memory: bytes of each rank of all pipelines. bits: per element, forward and backward, of each boundary.
-        gradient_bytes: that each rank sends to other pipelines in a step.
+        gradient_bytes: that all ranks send in a step to average gradients, and to add those of a tied embedding.
     """
 
     choice: Choice
@@ -150,6 +150,8 @@ class Predictor:
             for forward, backward in map(parse_pair, _every(choice.formats, layout.stages - 1))
         )
         sent = sum(self._gradient_bytes(choice, self._parameters(layout, rank)) for rank in range(ranks))
+        if self._summed(layout):
+            sent += 2 * 4 * self.sizes.first_parameters
         return Prediction(
             choice=choice, steps=steps, memory=memory, bits=bits, gradient_bytes=choice.replicas * sent
         )  # fmt: skip
@@ -256,14 +258,24 @@ class Predictor:
         """Seconds of averaging gradients over pipelines, and of adding those of a tied embedding."""
         seconds = 0.0
         if choice.replicas > 1:
-            members = [self.machines[index * layout.ranks + rank] for index in range(choice.replicas)]
+            members = self._members(choice, layout, rank)
             rate, latency = self._slowest(members)
-            seconds = self._gradient_bytes(choice, parameters) / rate + 2 * latency
+            # Ranks of the same machines average at the same time, over the same links.
+            at_once = sum(self._members(choice, layout, other) == members for other in range(layout.ranks))
+            seconds = at_once * self._gradient_bytes(choice, parameters) / rate + 2 * latency
         ends = (layout.rank_of(0), layout.rank_of(layout.stages - 1))
-        if self.sizes.tied and rank in ends and ends[0] != ends[1]:
+        if self._summed(layout) and rank in ends:
             rate, latency = self._slowest([self.machines[end] for end in ends])
             seconds += 4 * self.sizes.first_parameters / rate + 2 * latency
         return seconds
+
+    def _members(self, choice: Choice, layout: Layout, rank: int) -> list[Machine]:
+        """The machines of a rank in all pipelines."""
+        return [self.machines[index * layout.ranks + rank] for index in range(choice.replicas)]
+
+    def _summed(self, layout: Layout) -> bool:
+        """Whether the first and the last rank add the gradients of a tied embedding."""
+        return self.sizes.tied and layout.rank_of(0) != layout.rank_of(layout.stages - 1)
 
     def _slowest(self, machines: Sequence[Machine]) -> tuple[float, float]:
         """Bytes a second and seconds one way, between the two of these machines that are slowest."""

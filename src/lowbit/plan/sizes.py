@@ -63,7 +63,8 @@ class ModelSizes:
 
     def parameters(self, layers: int, *, first: bool, last: bool) -> int:
         """Parameters of a stage."""
-        return layers * self.layer_parameters + first * self.first_parameters + last * self.last_parameters
+        shared = self.first_parameters if self.tied and first and last else 0
+        return layers * self.layer_parameters + first * self.first_parameters + last * self.last_parameters - shared
 
 
 def measure_sizes(model: ModelConfig, *, vocab: int, sequence: int, precision: Literal["fp32", "bf16"]) -> ModelSizes:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from lowbit.ranks.checksum import CHECKSUM_BYTES
 from lowbit.ranks.objects import gather_json
 from lowbit.train.boundaries import AUTO_FORMATS, codecs_of
+from lowbit.train.checkpoints.save import together
 from lowbit.train.config import FULL_PRECISION
 from lowbit.train.distance import Pair
 from lowbit.train.forecast import Forecast, choose, coding_seconds, share_of_rates, usable
@@ -103,7 +104,8 @@ class Auto:
         self._formats = usable(AUTO_FORMATS, shape)
         self._sizes = self._formats | usable((FULL_PRECISION,), shape)
         device = trainer.prepared.device
-        self._coding = {text: coding_seconds(text, shape, device) for text in self._sizes}
+        coding = together(lambda: {text: coding_seconds(text, shape, device) for text in self._sizes}, trainer.side)
+        self._coding = coding[trainer.rank]
         # Seconds of steps with the same formats on this rank: compute, what follows the pipeline, and all.
         self._own: deque[tuple[float, float, float]] = deque(maxlen=_WINDOW)
         self._recent: deque[float] = deque(maxlen=_WINDOW)  # mean over the ranks

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
+import logging
 import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,6 +24,8 @@ FOLDER, ALL = "trace", "all-ranks.json.gz"
 _PINGS = 9
 _CLOCK_BYTES = 8
 _SETTLING = 2  # steps after the warm-up that set up codecs and caches
+
+log = logging.getLogger(__name__)
 
 
 def traced_steps(steps: int, *, start: int, warmup: int, count: int) -> range:
@@ -83,6 +86,9 @@ class Tracing:
             return
         names = {f"{FOLDER}/rank-{rank}.json.gz": {rank: of_rank} for rank, of_rank in enumerate(gathered)}
         names[f"{FOLDER}/{ALL}"] = dict(enumerate(gathered))
+        if others := self._folder.foreign(names):
+            log.warning("%s was not made by lowbit and stays: the trace is not written", self._folder.path / others[0])
+            return
         self._folder.note(f"{FOLDER}/", *names)
         (self._folder.path / FOLDER).mkdir(exist_ok=True)
         for name, ranks in names.items():
