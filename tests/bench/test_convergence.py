@@ -128,6 +128,7 @@ DEVICES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_real_run_of_another_model_in_bfloat16(settings: ConvergenceBenchmark, device: str):
     settings = dataclasses.replace(

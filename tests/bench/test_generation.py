@@ -78,7 +78,9 @@ def test_report_is_shown_and_drawn(report: Report, tmp_path: Path):
     assert "Agreement with Transformers' own pipeline" in text
 
 
-@pytest.mark.parametrize(("layouts", "per_host"), [(("tensor",), 1), (("pipeline", "tensor", "both"), 2)])
+@pytest.mark.parametrize(
+    ("layouts", "per_host"), [(("tensor",), 1), pytest.param(("pipeline", "tensor", "both"), 2, marks=pytest.mark.slow)]
+)
 def test_layouts_are_measured_with_the_same_model(
     forked: None, settings: GenerationBenchmark, layouts: tuple[Any, ...], per_host: int
 ):

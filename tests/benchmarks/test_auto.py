@@ -43,6 +43,7 @@ def test_the_best_fixed_format_of_each_link_is_the_measure():
     assert shares(rows) == {"x": 0.5, "y": 2.0}
 
 
+@pytest.mark.slow
 def test_real_runs_are_compared():
     auto, fixed = run(COMMAND, AutoBenchmark(rounds=1, steps=1, **TINY)).rows
     assert (auto["boundary"], auto["formats"], auto["steps"]) == ("auto", [["bf16"]], 1)

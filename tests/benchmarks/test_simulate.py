@@ -29,6 +29,7 @@ def test_a_case_is_its_text():
         SimulateBenchmark(cases=(case, case))
 
 
+@pytest.mark.slow
 def test_a_real_run_is_measured_and_predicted():
     case = Case.parse("2:ZBVZeroBubble/2/4:int4:unlimited")
     [row] = run(COMMAND, SimulateBenchmark(cases=(case,), **TINY)).rows

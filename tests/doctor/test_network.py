@@ -199,6 +199,7 @@ def test_bytes_of_somebody_else_are_ignored_and_named(link: SlowLink, tmp_path: 
     assert first.code == second.code == 0
 
 
+@pytest.mark.slow
 def test_another_secret(link: SlowLink, tmp_path: Path):
     first, second = pair(link, tmp_path, "--wait", "12", environment={"LOWBIT_SECRET": "another"})
     second.page()
@@ -233,6 +234,7 @@ def test_the_first_machine_is_interrupted(link: SlowLink, tmp_path: Path):
     assert not (tmp_path / "a" / "cluster.toml").exists()
 
 
+@pytest.mark.slow
 def test_from_one_machine_over_ssh(link: SlowLink, tmp_path: Path):
     ssh = tmp_path / "bin" / "ssh"
     ssh.parent.mkdir()

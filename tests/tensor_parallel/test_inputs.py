@@ -135,6 +135,7 @@ def compiled_on_ranks() -> dict[str, Any]:
     return {"eager": eager, "graph": graph, "whole": whole, "after": logits(model, ids())}
 
 
+@pytest.mark.slow
 def test_ranks_compile_without_a_break_and_leave_no_trace(ranks: Ranks):
     results = ranks.run(compiled_on_ranks, ranks=2)
     for result in results:

@@ -79,6 +79,7 @@ def without_breaks(path: str) -> dict[str, Any]:
     return results
 
 
+@pytest.mark.slow
 def test_one_graph_however_installed(ranks: Ranks, tmp_path: Path):
     path = tmp_path / "calibration.safetensors"
     calibrated().save(path)

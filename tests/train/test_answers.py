@@ -249,6 +249,7 @@ def test_packed_samples_train_alike_on_any_layout(
     assert outcome == [pytest.approx(alone, rel=1e-6)] * 2
 
 
+@pytest.mark.slow
 def test_exact_match_is_what_greedy_decoding_writes(ranks: Ranks, tmp_path: Path):
     """The score of one pass over the expected answers equals that of answers which Transformers generates."""
     config = answering(

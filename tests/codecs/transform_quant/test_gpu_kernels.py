@@ -120,6 +120,7 @@ def test_zeros_nan_and_outliers(by_token: bool, monkeypatch: pytest.MonkeyPatch)
         assert (y - z)[[0, 4]].norm() < 0.05 * z[[0, 4]].norm()
 
 
+@pytest.mark.slow
 def test_attempts_that_do_not_fit_are_repeated_with_larger_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     z = tensor(6, 70)
     steps = []
