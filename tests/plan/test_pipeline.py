@@ -17,7 +17,7 @@ from tests.command_line import invoke
 
 CODING = ("fp32=10/10", "bf16=8/8", "int4=5/8", "GroupInt(bits=6, group=32)=5/8")
 SIZES = ModelSizes(
-    layers=8, width=64, layer_parameters=10_000, first_parameters=5_000, last_parameters=5_000, tied=False,
+    layers=8, width=64, layer_parameters=10_000, first_parameters=5_000, last_parameters=5_000, tied=0,
     layer_flops=1e8, last_flops=0.0, layer_saved=1000.0, last_saved=500.0, logits=100,
 )  # fmt: skip
 
@@ -123,7 +123,7 @@ def test_memory_bounds_the_layers_of_a_machine():
     need = roomy.rank_bytes(choice, (2, 6), 0)
     small = predictor(machine("a", memory=str(int(need))), machine("b"))
     assert plan(small, schedules=("GPipe",), microbatches=(4,))[0].choice.layers == (2, 6)
-    with pytest.raises(MemoryShort, match="machine 'a' has 0.0 GB and needs .* allowed: more memory, more machines"):
+    with pytest.raises(MemoryShort, match="machine 'a' has 0.0 MB and needs .* allowed: more memory, more machines"):
         plan(predictor(machine("a", memory="1kb"), machine("b")))
     with pytest.raises(MemoryShort, match="machine 'a' has"):
         small.predict(Choice(replicas=1, schedule="GPipe", stages_per_rank=1, microbatches=4, layers=(3, 5)))
@@ -147,18 +147,24 @@ def test_ranks_of_one_machine_share_its_link_when_they_average():
     assert two.seconds == pytest.approx(one.seconds, rel=0.01), "half of the model each, at the same time"
 
 
+def test_all_pipelines_average_over_a_link_that_they_share():
+    of = predictor(*(machine(name, 1e6) for name in "abcd"), mbit=1, shared="home", half_duplex=True)
+    found = of.predict(Choice(replicas=4, schedule="GPipe", stages_per_rank=1, microbatches=2))
+    assert found.seconds >= found.gradient_bytes * 8 / 1e6
+
+
 def test_a_stage_has_a_tied_embedding_once():
-    tied = _with(tied=True)
-    assert tied.parameters(2, first=True, last=True) == 2 * 10_000 + 5_000
+    tied = _with(tied=4_000)
+    assert tied.parameters(2, first=True, last=True) == 2 * 10_000 + 6_000
     assert tied.parameters(2, first=False, last=True) == 2 * 10_000 + 5_000
 
 
 def test_a_tied_embedding_is_summed_over_the_link():
-    tied, own = (predictor(machine("a"), machine("b"), mbit=1, sizes=_with(tied=tied)) for tied in (True, False))
+    tied, own = (predictor(machine("a"), machine("b"), mbit=1, sizes=_with(tied=tied)) for tied in (4_000, 0))
     choice = Choice(replicas=1, schedule="1F1B", stages_per_rank=1, microbatches=2)
     extra = tied.predict(choice).seconds - own.predict(choice).seconds
-    assert extra == pytest.approx(4 * 5_000 * 8 / 1e6)
-    assert tied.predict(choice).nbytes - own.predict(choice).nbytes == 2 * 4 * 5_000
+    assert extra == pytest.approx(4 * 4_000 * 8 / 1e6)
+    assert tied.predict(choice).nbytes - own.predict(choice).nbytes == 2 * 4 * 4_000
 
 
 @pytest.mark.parametrize(
@@ -243,7 +249,7 @@ def test_impossible_clusters_are_one_line_of_the_command(tmp_path: Path, monkeyp
     Path("cluster.toml").write_text(CLUSTER.replace("tflops = 0.1", 'tflops = 0.1\nmemory = "1kb"'))
     small = ["--model.dim", "32", "--model.heads", "2", "--data.sequence", "32", "--format", "fp32"]
     for words, message in {
-        ("--model.layers", "2"): "machine 'slow' has 0.0 GB and needs",
+        ("--model.layers", "2"): "machine 'slow' has 0.0 MB and needs",
         ("--model.layers", "1"): "the pipeline has 2 stages (2 ranks x 1), the model 1 layers",
         ("--format", "int9"): "codec is 'int9'; allowed",
     }.items():

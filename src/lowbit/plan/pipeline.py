@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -168,6 +168,11 @@ def _name(row: Row) -> str:
     return ", ".join(pair_name(text) for text in row["formats"])
 
 
+def _beyond_one(name: str) -> Callable[[Row], int | None]:
+    """A number for a column that is left out where all are 1."""
+    return lambda row: row[name] if row[name] > 1 else None
+
+
 def _bytes(size: float) -> str:
     return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"
 
@@ -217,14 +222,13 @@ COMMAND = Command(
                 Column("choice", lambda row: row["choice"] or "plain"),
                 Column("formats", _name),
                 Column("schedule", "schedule"),
-                Column("stages\na rank", "stages_per_rank"),
+                Column("stages\na rank", _beyond_one("stages_per_rank")),
                 Column("micro-\nbatches", "microbatches"),
-                Column("pipe-\nlines", "replicas"),
+                Column("pipe-\nlines", _beyond_one("replicas")),
                 Column("layers", lambda row: " ".join(map(str, row["layers"]))),
                 Column("tokens/s", "tokens_per_second", "{:,.0f}"),
                 Column("wait", "waiting_share", "{:.0%}"),
                 Column("link\nbusy", "link_share", "{:.0%}"),
-                Column("a step", "bytes_per_step", _bytes),
                 Column("run", lambda row: _time(row["hours"])),
                 Column("traffic", "traffic_bytes", _bytes),
             ),

@@ -108,7 +108,10 @@ class Predictor:
         """
         rows, rest = divmod(self.batch, choice.microbatches * choice.replicas)
         if rest:
-            raise ConfigError(f"data.batch is {self.batch}; allowed: a multiple of {choice.microbatches} micro-batches")
+            pipelines = f" in {choice.replicas} pipelines" if choice.replicas > 1 else ""
+            raise ConfigError(
+                f"data.batch is {self.batch}; allowed: a multiple of {choice.microbatches} micro-batches{pipelines}"
+            )
         return rows
 
     def ranks(self, choice: Choice) -> int:
@@ -151,7 +154,7 @@ class Predictor:
         )
         sent = sum(self._gradient_bytes(choice, self._parameters(layout, rank)) for rank in range(ranks))
         if self._summed(layout):
-            sent += 2 * 4 * self.sizes.first_parameters
+            sent += 2 * 4 * self.sizes.tied * choice.replicas
         return Prediction(
             choice=choice, steps=steps, memory=memory, bits=bits, gradient_bytes=choice.replicas * sent
         )  # fmt: skip
@@ -259,14 +262,14 @@ class Predictor:
         seconds = 0.0
         if choice.replicas > 1:
             members = self._members(choice, layout, rank)
-            rate, latency = self._slowest(members)
             # Ranks of the same machines average at the same time, over the same links.
             at_once = sum(self._members(choice, layout, other) == members for other in range(layout.ranks))
-            seconds = at_once * self._gradient_bytes(choice, parameters) / rate + 2 * latency
+            byte, latency = self._slowest(members, at_once, layout.ranks * (choice.replicas - 1))
+            seconds = byte * self._gradient_bytes(choice, parameters) + 2 * latency
         ends = (layout.rank_of(0), layout.rank_of(layout.stages - 1))
         if self._summed(layout) and rank in ends:
-            rate, latency = self._slowest([self.machines[end] for end in ends])
-            seconds += 4 * self.sizes.first_parameters / rate + 2 * latency
+            byte, latency = self._slowest([self.machines[end] for end in ends], 1, choice.replicas)
+            seconds += 4 * self.sizes.tied * byte + 2 * latency
         return seconds
 
     def _members(self, choice: Choice, layout: Layout, rank: int) -> list[Machine]:
@@ -275,14 +278,22 @@ class Predictor:
 
     def _summed(self, layout: Layout) -> bool:
         """Whether the first and the last rank add the gradients of a tied embedding."""
-        return self.sizes.tied and layout.rank_of(0) != layout.rank_of(layout.stages - 1)
+        return self.sizes.tied > 0 and layout.rank_of(0) != layout.rank_of(layout.stages - 1)
 
-    def _slowest(self, machines: Sequence[Machine]) -> tuple[float, float]:
-        """Bytes a second and seconds one way, between the two of these machines that are slowest."""
+    def _slowest(self, machines: Sequence[Machine], own: int, shared: int) -> tuple[float, float]:
+        """Seconds of a byte and seconds one way, between the two of these machines that are slowest.
+
+        Args:
+            own: messages at once in each direction of a link. shared: of one that has a name.
+        """
         names = [machine.name for machine in machines]
         links = [self.cluster.link(a, b) for i, a in enumerate(names) for b in names[i + 1 :]]
-        rates = [min(link.mbit, link.back_mbit or link.mbit) for link in links if link]
-        return min(rates, default=math.inf) * 1e6 / 8, max((link.rtt_ms for link in links if link), default=0.0) / 2000
+        seconds = [
+            (shared if link.shared else own) * (2 if link.half_duplex else 1) * 8e-6
+            / min(link.mbit, link.back_mbit or link.mbit)
+            for link in links if link
+        ]  # fmt: skip
+        return max(seconds, default=0.0), max((link.rtt_ms for link in links if link), default=0.0) / 2000
 
     def _memory(self, choice: Choice, layout: Layout) -> tuple[float, ...]:
         """Bytes of each rank.
@@ -297,7 +308,7 @@ class Predictor:
             if found[-1] > machine.bytes:
                 layers = sum(layout.layer_counts[stage] for stage in layout.stages_of(rank))
                 raise MemoryShort(
-                    f"machine {machine.name!r} has {machine.bytes / 1e9:.1f} GB and needs {found[-1] / 1e9:.1f} "
+                    f"machine {machine.name!r} has {machine.bytes / 1e6:,.1f} MB and needs {found[-1] / 1e6:,.1f} "
                     f"for {layers} layers; allowed: more memory, more machines, or a smaller model"
                 )
         return tuple(found)

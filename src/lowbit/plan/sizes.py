@@ -43,7 +43,7 @@ class ModelSizes:
     Attributes:
         layers: decoder layers. width: elements of an activation of a token.
         layer_parameters, first_parameters, last_parameters: of a layer, and of what only the first and the last stage
-            have. tied: whether the last stage's matrix is a copy of the first stage's embedding.
+            have. tied: those of the embedding, if the last stage's matrix is a copy of it; otherwise 0.
         layer_flops, last_flops: of a token's forward in a layer, and behind the last layer; backward takes twice that.
         layer_saved, last_saved: bytes that autograd saves of a token in a layer, and behind the last layer.
         logits: bytes of a token's logits and of their gradient.
@@ -54,7 +54,7 @@ class ModelSizes:
     layer_parameters: int
     first_parameters: int
     last_parameters: int
-    tied: bool
+    tied: int
     layer_flops: float
     last_flops: float
     layer_saved: float
@@ -63,8 +63,8 @@ class ModelSizes:
 
     def parameters(self, layers: int, *, first: bool, last: bool) -> int:
         """Parameters of a stage."""
-        shared = self.first_parameters if self.tied and first and last else 0
-        return layers * self.layer_parameters + first * self.first_parameters + last * self.last_parameters - shared
+        ends = first * self.first_parameters + last * self.last_parameters - (first and last) * self.tied
+        return layers * self.layer_parameters + ends
 
 
 def measure_sizes(model: ModelConfig, *, vocab: int, sequence: int, precision: Literal["fp32", "bf16"]) -> ModelSizes:
@@ -87,7 +87,7 @@ def measure_sizes(model: ModelConfig, *, vocab: int, sequence: int, precision: L
         layer_parameters=layer,
         first_parameters=parameters[2] - parameters[0],
         last_parameters=parameters[3] - parameters[0],
-        tied=bool(config.tie_word_embeddings),
+        tied=whole.get_input_embeddings().weight.numel() if config.tie_word_embeddings else 0,
         layer_flops=2.0 * layer + 2.0 * sequence * width,  # attention: a token sees half of the sequence, twice
         last_flops=2.0 * head,
         layer_saved=saved[1] - saved[0],
@@ -116,11 +116,12 @@ def layer_seconds(
         output = stage(inputs)
         output.backward(torch.ones_like(output))
 
-    one = _usual(lambda: step(1), device, rounds=1)
+    (one,) = _usual(lambda: step(1), device=device, rounds=1)
     if one * max(2, rows) > _LONG_SECONDS:
-        return _usual(lambda: step(1), device) / 2, sequence, 0.0
+        return _usual(lambda: step(1), device=device)[0] / 2, sequence, 0.0
     few, many = 1, max(2, rows)
-    few_seconds, many_seconds = (_usual(lambda count=count: step(count), device) / 2 for count in (few, many))
+    both = _usual(lambda: step(few), lambda: step(many), device=device)
+    few_seconds, many_seconds = (seconds / 2 for seconds in both)
     of_any = few_seconds - (many_seconds - few_seconds) * few / (many - few)
     seconds = few_seconds if rows == few else many_seconds
     return seconds, rows * sequence, min(max(0.0, of_any), seconds)
@@ -136,7 +137,7 @@ def optimizer_ns(device: torch.device | None = None) -> float:
         nn.utils.clip_grad_norm_([parameter], 1.0)
         optimizer.step()
 
-    return 1e9 * _usual(step, device) / parameter.numel()
+    return 1e9 * _usual(step, device=device)[0] / parameter.numel()
 
 
 def coding_speed(codec: Codec, shape: tuple[int, int, int], device: torch.device | None = None) -> tuple[float, float]:
@@ -166,12 +167,13 @@ def _two_layers(model: ModelConfig, vocab: int, sequence: int) -> tuple[Any, Any
     return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").float(), config, layers
 
 
-def _usual(work: Callable[[], object], device: torch.device | None = None, rounds: int = _ROUNDS) -> float:
-    """Median seconds of a few calls, more of short ones; the first, which may compile, is left out."""
-    times: list[float] = []
-    while len(times) <= rounds or sum(times[1:]) < _LEAST_SECONDS:
-        times.append(_seconds(work, device))
-    return statistics.median(times[1:])
+def _usual(*works: Callable[[], object], device: torch.device | None = None, rounds: int = _ROUNDS) -> list[float]:
+    """Median seconds of each of some calls, which take turns; the first, which may compile, is left out."""
+    times: list[list[float]] = [[] for _ in works]
+    while len(times[0]) <= rounds or sum(sum(each[1:]) for each in times) < _LEAST_SECONDS * len(works):
+        for each, work in zip(times, works, strict=True):
+            each.append(_seconds(work, device))
+    return [statistics.median(each[1:]) for each in times]
 
 
 def _seconds(work: Callable[[], object], device: torch.device | None) -> float:

@@ -146,7 +146,7 @@ def _held_out(run: RunFiles) -> _Curve:
 
 def _outcomes(runs: Mapping[str, RunFiles]) -> Part:
     """Summaries, side by side; of a run that has none, what its steps tell."""
-    outcomes = {name: dict(run.summary) or _so_far(run) for name, run in runs.items()}
+    outcomes = {name: dict(run.summary) | _in_all(run) if run.summary else _so_far(run) for name, run in runs.items()}
     rows = []
     for field, (title, form, unit) in _SUMMARY.items():
         values = [number(outcome.get(field)) for outcome in outcomes.values()]
@@ -165,8 +165,15 @@ def _so_far(run: RunFiles) -> dict[str, Any]:
     values = {field: [v for line in recent if (v := number(line.get(field))) is not None] for field in fields}
     outcome: dict[str, Any] = {field: statistics.median(each) for field, each in values.items() if each}
     last = [loss for line in run.steps[-10:] if (loss := number(line.get("loss"))) is not None]
+    return outcome | _in_all(run) | {"loss": statistics.fmean(last) if last else None}
+
+
+def _in_all(run: RunFiles) -> dict[str, Any]:
+    """What all steps of a run took, those before a restart too."""
+    if not run.steps:
+        return {}
     sums = {field: sum(number(line.get(field)) or 0.0 for line in run.steps) for field in ("bytes_sent", "seconds")}
-    return outcome | sums | {"steps_here": len(run.steps), "loss": statistics.fmean(last) if last else None}
+    return sums | {"steps_here": len(run.steps)}
 
 
 def _shares_over_steps(run: RunFiles) -> Part:
@@ -182,7 +189,7 @@ def _shares_over_steps(run: RunFiles) -> Part:
 
 def _links(run: RunFiles) -> Part:
     """What crossed between machines, and what the links can carry."""
-    rates = {row.get("link"): number(row.get("mbit")) for row in _rows(run.ranks.get("links"))}
+    rates = {str(row.get("link")): number(row.get("mbit")) for row in _rows(run.ranks.get("links"))}
     recent = run.steps[-max(1, len(run.steps) // 2) :]
     rows = []
     for name in dict.fromkeys(key for line in recent for key in _mapping(line.get("links"))):

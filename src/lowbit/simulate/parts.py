@@ -31,9 +31,10 @@ class Channel:
     def __post_init__(self) -> None:
         if not self.bytes_per_second > 0:
             raise ValueError(f"bytes_per_second is {self.bytes_per_second}; allowed: more than 0")
-        if not (0 <= self.latency < math.inf and self.most >= 0 and self.burst >= 0):
+        if not (0 <= self.latency < math.inf and self.most >= 0 and 0 <= self.burst < math.inf):
             raise ValueError(
-                f"latency is {self.latency}, most is {self.most} and burst is {self.burst}; allowed: at least 0"
+                f"latency is {self.latency}, most is {self.most} and burst is {self.burst}; allowed: at least 0 "
+                "and finite"
             )
 
 

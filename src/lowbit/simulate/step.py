@@ -151,7 +151,10 @@ def _sums(of: NDArray[np.int32], values: Floats, count: int) -> Floats:
 
 def _each(value: Sequence[float] | float, ranks: int) -> Floats:
     """One number for each rank."""
-    numbers = np.broadcast_to(np.asarray(value, dtype=np.float64), ranks)
+    numbers = np.asarray(value, dtype=np.float64)
+    if numbers.shape not in ((), (ranks,)):
+        raise ValueError(f"optimizer and averaging have {value}; allowed: one number, or one for each of {ranks} ranks")
+    numbers = np.broadcast_to(numbers, ranks)
     if not (np.isfinite(numbers).all() and (numbers >= 0).all()):
         raise ValueError(f"optimizer and averaging have {value}; allowed: at least 0 and finite")
     return numbers

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,7 +93,7 @@ def _part(path: Path, parse: Callable[[bytes], Any], problems: list[str], absent
         return absent
     try:
         return parse(_read(path))
-    except (OSError, EOFError, ValueError, RecursionError, KeyError, TypeError) as error:
+    except (OSError, EOFError, zlib.error, ValueError, RecursionError, KeyError, TypeError) as error:
         problems.append(f"{path.name} cannot be read and is left out: {' '.join(str(error).split())[:200]}")
         return absent
 
