@@ -120,7 +120,8 @@ def measure(settings: PlansBenchmark, earlier: Sequence[Row] = ()) -> Iterator[S
 
 def _examine(settings: PlansBenchmark, network: SlowLink, folder: Path, place: Path | None) -> Cluster:
     """`lowbit doctor` on both hosts, at the same time."""
-    config = recipe(settings, settings.boundaries[0], pipeline=PipelineConfig(ranks=2, microbatches=8), threads=1)
+    pipeline = PipelineConfig(ranks=2, microbatches=settings.microbatch_counts[0])
+    config = recipe(settings, settings.boundaries[0], pipeline=pipeline, threads=1)
     (folder / "run.toml").write_text(to_toml(config, meanings=False), encoding="utf-8")
     environment = os.environ | {
         "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": network.address(0), "MASTER_PORT": "29400",
