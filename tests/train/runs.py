@@ -23,7 +23,7 @@ def tiny(folder: Path, **sections: dict[str, Any]) -> TrainConfig:
     values: dict[str, dict[str, Any]] = {
         "model": {"dim": 32, "layers": 4, "heads": 2, "ffn": 64},
         "data": {"text": str(text), "sequence": 16, "batch": 8},
-        "pipeline": {"microbatches": 4, "warmup_steps": 0, "forward": "fp32"},
+        "pipeline": {"microbatches": 4, "warmup_steps": 0, "forward": "fp32", "tied_rows": "fp32"},
         "optimizer": {"lr": 3e-3, "lr_warmup_steps": 2, "clip": 0.5},
         "run": {
             "output": str(folder / "run"), "steps": 3, "checkpoint_every": 0, "eval_batches": 2, "overwrite": True,

@@ -164,6 +164,9 @@ class PipelineConfig:
     warmup_steps: NonNegative | None = None
     """First steps at full precision. If omitted, a quarter of the run, but at most 100; 0 with `model.pretrained`. A
     format that leaves something to choose, such as "SubspaceQuant(directions='auto')", needs at least 1."""
+    tied_rows: str = "bf16"
+    """Format in which a tied embedding's rows travel: the last stage keeps the weight, and sends the first the rows of
+    each step's tokens, whose gradients come back. "fp32": exact. Warm-up steps and evaluations always are."""
     boundary: Boundary = "lowbit"
     """lowbit uses the formats above. stock-fp32 and stock-bf16 are PyTorch's own stage, for comparison."""
 

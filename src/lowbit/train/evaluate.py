@@ -117,12 +117,12 @@ class Evaluation:
                 empty in each batch.
         """
         chosen = codecs or (Cast(dtype=torch.float32),) * (self._layout.stages - 1)
-        count = min(len(windows), batch * batches) if batches else len(windows)
-        if not count:
+        ids = evaluated(windows, batch=batch, batches=batches)
+        if not len(ids):
             return math.nan, math.nan
         total = torch.zeros(4, dtype=torch.float64)
         with self._evaluating():
-            for sums in self._sums(windows, torch.arange(count).split(batch), chosen):
+            for sums in self._sums(windows, ids.split(batch), chosen):
                 total += sums
         return float(total[0] / total[1]), float(total[2] / total[3])
 
@@ -236,6 +236,11 @@ class Evaluation:
                 return stage.forward_session(outgoing=outgoing, shape=shape, dtype=torch.float32)
             codec = Cast(dtype=torch.float32)
         return codec.open(shape=shape, dtype=torch.float32, device=self._device)
+
+
+def evaluated(windows: Windows | Answers, *, batch: int, batches: int) -> Tensor:
+    """Ids of the windows that an evaluation takes: at most `batches` batches (0: all)."""
+    return torch.arange(min(len(windows), batch * batches) if batches else len(windows))
 
 
 def _sums_of(logits: Tensor, targets: Tensor, positions: Tensor | None) -> Tensor:

@@ -43,14 +43,23 @@ class Gradients:
     Args:
         parameters: of this rank. codec: of their stored gradients; None: `.grad`.
         microbatches: of a step, whose gradients are averaged.
+        others: parameters whose gradients are handed over to another rank (`in_full`): they are stored alike, but have
+            no part in averages over replicas and in the optimizer's step.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], codec: Codec | None, *, microbatches: int) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        codec: Codec | None,
+        *,
+        microbatches: int,
+        others: Iterable[nn.Parameter] = (),
+    ) -> None:
         self.parameters = list(parameters)
         self.microbatches = microbatches
         self.storage: GradientStorage | None = None
         if codec is not None:
-            self.storage = GradientStorage(self.parameters, codec=codec)
+            self.storage = GradientStorage([*self.parameters, *others], codec=codec)
             for parameter in self.parameters[:1]:  # kernels are compiled before a peer waits
                 self.storage.codec.add(codec.encode(parameter), parameter)
 
@@ -91,7 +100,7 @@ class Gradients:
 
     @contextlib.contextmanager
     def in_full(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-        """Put these parameters' gradients into `.grad` for the `with` block, and store them again after it."""
+        """Put these parameters' gradients into `.grad` for the `with` block, and store what is there after it."""
         if self.storage is None:
             yield
             return

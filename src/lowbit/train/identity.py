@@ -24,6 +24,7 @@ from lowbit.train.data import Data, Windows
 from lowbit.train.layout import Layout
 from lowbit.train.lora import targets_of
 from lowbit.train.model import architecture
+from lowbit.train.tied import tied_codec
 from lowbit.train.tokenizer import definition
 
 FIXED = (
@@ -43,10 +44,12 @@ CHOSEN = "pipeline.chosen"
 NOT_RECORDED = "not recorded"
 """In place of a value that a checkpoint does not have."""
 
-_EARLIER = {"lora.rank": 0, "data.format": "text"}
+_EARLIER = {"lora.rank": 0, "data.format": "text", "pipeline.tied_rows": "Cast(dtype=torch.float32)"}
 """Values in checkpoints of versions that did not record these keys."""
 
-_FORMATS = ("pipeline.forward", "pipeline.backward", "gradients.storage", "gradients.all_reduce")
+_FORMATS = (
+    "pipeline.forward", "pipeline.backward", "pipeline.tied_rows", "gradients.storage", "gradients.all_reduce",
+)  # fmt: skip
 _LONGEST = 500  # characters of a value in a message
 _WARM_UP = "pipeline.warmup_steps"
 _BLOCKS, _BLOCK_BYTES = 16, 1 << 16  # of a file of pretrained weights, to distinguish it from another
@@ -98,6 +101,7 @@ def run_identity(config: TrainConfig, *, data: Data, vocab: int) -> dict[str, An
         "pipeline.microbatches": pipeline.microbatches,
         "pipeline.forward": _once(formats.forward) if lowbit_stages else None,
         "pipeline.backward": _once(formats.backward) if lowbit_stages else None,
+        "pipeline.tied_rows": repr(tied_codec(pipeline)) if identity["model.tied"] and not lora.rank else None,
         _WARM_UP: config.codec_warmup_steps if lowbit_stages else None,
         "gradients.storage": storage if storage == FULL_PRECISION else repr(parse(storage)),
         "gradients.all_reduce": repr(parse(config.gradients.all_reduce))

@@ -37,6 +37,7 @@ from lowbit.train.layout import Layout, make_layout
 from lowbit.train.lora import check_lora
 from lowbit.train.model import count_layers, hidden_size, longest_sequence, vocabulary
 from lowbit.train.replicas import all_reduce_codec, ranks_of_pipeline
+from lowbit.train.tied import tied_codec
 
 FILES = (
     "metrics.jsonl", "metrics.part", "evaluations.jsonl", "summary.json", "config.json", "ranks.json", "report.html",
@@ -51,7 +52,8 @@ class Prepared:
 
     Attributes:
         layout: of each pipeline. codecs: of its boundaries; activations: policies of saved activations, by stage.
-        storage: codec of stored gradients, if any; all_reduce: of gradients between pipelines.
+        storage: codec of stored gradients, if any; all_reduce: of gradients between pipelines;
+            tied_rows: of a tied embedding's rows.
         vocab: entries of the embedding. identity: all that losses depend on (`lowbit.train.identity`).
     """
 
@@ -61,6 +63,7 @@ class Prepared:
     activations: Policies
     storage: Codec | None
     all_reduce: Codec
+    tied_rows: Codec
     data: Data
     vocab: int
     device: torch.device
@@ -101,6 +104,7 @@ def prepare(config: TrainConfig, *, ranks: int) -> Prepared:
     device = choose_device(config.run.device, ranks)
     backend = choose_backend(config, device, ranks)
     storage, all_reduce = storage_codec(config.gradients), all_reduce_codec(config.gradients)
+    tied_rows = tied_codec(config.pipeline)
     check_output(config)
     check_lora(config)
     longest = longest_sequence(config.model)
@@ -118,7 +122,7 @@ def prepare(config: TrainConfig, *, ranks: int) -> Prepared:
         _check_resume(config, identity)
     return Prepared(
         config=config, layout=layout, codecs=codecs, activations=activations, storage=storage, all_reduce=all_reduce,
-        data=data, vocab=vocab, device=device, backend=backend, identity=identity,
+        tied_rows=tied_rows, data=data, vocab=vocab, device=device, backend=backend, identity=identity,
     )  # fmt: skip
 
 

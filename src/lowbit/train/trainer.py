@@ -26,7 +26,7 @@ from lowbit.train.activations import compress
 from lowbit.train.boundaries import stock_dtype
 from lowbit.train.data import Order
 from lowbit.train.elastic import Elastic, seed_of
-from lowbit.train.evaluate import Evaluation
+from lowbit.train.evaluate import Evaluation, evaluated
 from lowbit.train.gradients import Gradients
 from lowbit.train.identity import compared
 from lowbit.train.links import Links
@@ -66,10 +66,17 @@ class Trainer:
             timeout=run.timeout_seconds, side=self.side, checksums=run.checksums,
         )  # fmt: skip
         self.modules, is_tied = self._build_modules()
-        self.tied = TiedWeights(self.modules, self.layout, self.replicas, tied=is_tied and not self.config.lora.rank)
-        owned = [(p, m) for m in self.modules.values() for p in m.parameters() if p.requires_grad]
+        self.tied = TiedWeights(
+            self.modules, self.layout, self.replicas, tied=is_tied and not self.config.lora.rank,
+            codec=prepared.tied_rows, timeout=run.timeout_seconds, checksums=run.checksums,
+        )  # fmt: skip
+        trained = [(p, m) for m in self.modules.values() for p in m.parameters() if p.requires_grad]
+        owned = [(p, m) for p, m in trained if p is not self.tied.follower]
         self.parameters = [p for p, _ in owned]
-        self.gradients = Gradients(self.parameters, prepared.storage, microbatches=self.config.pipeline.microbatches)
+        self.gradients = Gradients(
+            self.parameters, prepared.storage, microbatches=self.config.pipeline.microbatches,
+            others=[p for p, _ in trained if p is self.tied.follower],
+        )  # fmt: skip
         self.pipeline = Pipeline(
             self.config, self.layout, self.modules, prepared.codecs, device, self.gradients.storage,
             self.replicas.pipeline,
@@ -124,6 +131,8 @@ class Trainer:
         of_all, train = self.order.ids(done), self.prepared.data.train
         ids = self.replicas.share(of_all)
         inputs, targets = train.batch(ids)
+        with span(self.trace, "wait", message="rows of the tied embedding"):
+            self.tied.begin_step(inputs, exact=done < self.config.codec_warmup_steps)
         with span(self.trace, "pipeline"):
             loss, work = self._pass(
                 inputs, targets, ids, positions=train.positions(ids), learned=train.learned(of_all)
@@ -159,6 +168,7 @@ class Trainer:
         held_out, batch, batches = self.prepared.data.held_out, self.config.data.batch, self.config.run.eval_batches
         if not len(held_out):
             return {}
+        self.tied.refresh(held_out.batch(evaluated(held_out, batch=batch, batches=batches))[0], exact=True)
         scores = {"": self.evaluation.scores(held_out, batch=batch, batches=batches)}
         if self.layout.stages > 1 and with_codecs:
             codecs = self.pipeline.codecs.forward
@@ -201,17 +211,16 @@ class Trainer:
         return by_layer
 
     def _exchange_gradients(self, work: Work) -> None:
-        """Average gradients over replicas, and sum those of tied weights."""
+        """Sum the gradients of tied weights, and average all over replicas."""
         with span(self.trace, "all-reduce"):
+            with self.gradients.in_full(self.tied.copies):
+                self.tied.sum_gradients()
             if self.replicas.count > 1:
-                # Before tied weights are summed: their copies are in different buckets, but must stay equal.
                 self.gradients.average(self.replicas.average)
                 self.replicas.note_traffic(work)
             if self.elastic is not None:
                 self.gradients.average(self.elastic.average)
                 self.elastic.note_traffic(work)
-            with self.gradients.in_full(self.tied.copies):
-                self.tied.sum_gradients()
 
     def _sum_over_ranks(self, loss: float, work: Work) -> tuple[float, float, Work, list[float]]:
         """Loss, norm of the gradients, and work over all ranks; also by link and machine (`Links.named`)."""

@@ -1,0 +1,208 @@
+"""A tied embedding in a pipeline: rows cross the link, and training is that of a single process."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lowbit.codecs import parse
+from lowbit.ranks import messages
+from lowbit.train import ConfigError, TrainConfig, train
+from lowbit.train.config import PipelineConfig
+from lowbit.train.prepare import prepare
+from lowbit.train.tied import TiedTraffic, expected_rows, row_bytes, tied_codec
+from lowbit.train.trainer import Trainer
+from tests.damage import on_the_way
+from tests.processes import Failure, Ranks
+from tests.train.runs import again, curve, losses, tiny
+from tests.train.test_data_parallel import stops_after, weights
+
+ONE = {"ranks": 1, "stages_per_rank": 1, "schedule": "GPipe", "layers": ()}
+THREE = {"ranks": 3, "layers": (1, 2, 1)}
+LIMIT = 110  # seconds, where everything else runs at the same time
+
+
+def tied(folder: Path, **sections: dict[str, Any]) -> TrainConfig:
+    return tiny(folder, **{"model": {"tied": True}, **sections})
+
+
+def _handed_over(config: TrainConfig) -> tuple[int, TiedTraffic, int]:
+    """Bytes that this rank hands to its process groups in a step, beside those of stages; what is counted of them; and
+    different tokens of the step."""
+    trainer, sent = Trainer(prepare(config, ranks=2)), []
+
+    def counting(function: Any) -> Any:
+        def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            sent.append(tensor.nbytes)
+            return function(tensor, *args, **kwargs)
+
+        return counted
+
+    trainer.step(0)
+    # `isend` where it is called: PyTorch's stages compare it with the original.
+    patched = SimpleNamespace(isend=counting(dist.isend), irecv=dist.irecv)
+    reducing = mock.patch.object(dist, "all_reduce", counting(dist.all_reduce))
+    with mock.patch.object(messages, "dist", patched), reducing:
+        trainer.step(1)
+    inputs, _ = trainer.prepared.data.train.batch(trainer.order.ids(1))
+    return sum(sent), trainer.tied.traffic, len(inputs.unique())
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp32", "int8"])
+def test_only_rows_of_the_tokens_that_occur_cross(ranks: Ranks, tmp_path: Path, name: str):
+    config = tied(tmp_path, pipeline={"tied_rows": name})
+    own = ranks.run(_handed_over, again(config, model={"tied": False}), timeout=LIMIT)
+    found = ranks.run(_handed_over, config, timeout=LIMIT)
+    for (whole, traffic, rows), (without, none, _) in zip(found, own, strict=True):
+        assert 1 < rows < 30  # of 256
+        assert traffic.sent_bytes == traffic.received_bytes == row_bytes(rows, 32, parse(name))
+        assert traffic.sent_elements == rows * 32
+        assert whole - without == traffic.sent_bytes
+        assert none == TiedTraffic()
+
+
+@pytest.mark.parametrize(
+    ("family", "sections"),
+    [
+        ("gpt2", {"pipeline": THREE}),
+        ("qwen3", {"pipeline": {"data_parallel": 2, "microbatches": 2}, "gradients": {"all_reduce": "fp32"}}),
+        ("llama", {"pipeline": {"warmup_steps": 4, "tied_rows": "bf16"}}),
+        ("mistral", {"pipeline": {"boundary": "stock-fp32", "tied_rows": "bf16"}}),
+    ],
+)
+def test_rows_in_float32_are_the_training_of_a_single_process(
+    ranks: Ranks, tmp_path: Path, family: str, sections: dict[str, Any]
+):
+    """Rows that no text holds decay as well, which the saved weights show."""
+    model = {"family": family, "tied": True}
+    config = tied(tmp_path, model=model, run={"steps": 4, "save_model": True}, **sections)
+    alone = again(config, pipeline=ONE | {"data_parallel": 1, "boundary": "lowbit", "microbatches": 4})
+    expected, whole = losses(alone), _saved(alone)
+    for outcome in ranks.run(losses, config, ranks=config.ranks, timeout=LIMIT):
+        assert outcome == pytest.approx(expected, rel=2e-5)
+    found = _saved(config)
+    assert found.keys() == whole.keys()
+    for name, weight in whole.items():
+        torch.testing.assert_close(found[name], weight, rtol=1e-3, atol=2e-4, msg=name)
+
+
+def _saved(config: TrainConfig) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(Path(config.run.output) / "model" / "model.safetensors")
+
+
+def _copies(config: TrainConfig) -> tuple[list[float], Tensor, Tensor]:
+    """Losses; this rank's copy when the last step begins, and the tokens of the step."""
+    trainer = Trainer(prepare(config, ranks=2))
+    found = [trainer.step(step).loss for step in range(5)]
+    inputs, _ = trainer.prepared.data.train.batch(trainer.order.ids(5))
+    trainer.tied.begin_step(inputs, exact=False)
+    return found, trainer.tied.copies[0].detach().clone(), inputs.unique()
+
+
+def test_the_first_stage_follows_the_last(ranks: Ranks, tmp_path: Path):
+    runs = {
+        name: ranks.run(_copies, tied(tmp_path, pipeline={"tied_rows": name}), timeout=LIMIT)
+        for name in ("fp32", "bf16", "fp8")
+    }
+    for name, ((first, following, tokens), (last, kept, _)) in runs.items():
+        assert torch.equal(following[tokens], parse(name).round_trip(kept[tokens]))
+        assert not torch.equal(following, kept), "rows of other tokens are old"
+        assert first == last
+        assert first == pytest.approx(runs["fp32"][0][0], abs={"fp32": 0, "bf16": 2e-3, "fp8": 2e-2}[name])
+    assert runs["bf16"][0][0] != runs["fp32"][0][0]
+
+
+def test_a_broken_run_goes_on_bit_for_bit_with_one_copy_saved(ranks: Ranks, tmp_path: Path):
+    sections = {
+        "model": {"tied": True, "dropout": 0.1}, "pipeline": {"tied_rows": "bf16", "forward": "int4"},
+        "gradients": {"storage": "fp8"},
+    }  # fmt: skip
+    run = {"steps": 4, "eval_every": 1}
+    whole = tied(tmp_path / "whole", run=run, **sections)
+    ranks.run(losses, whole, timeout=LIMIT)
+    first = tied(tmp_path / "parts", run=run | {"checkpoint_every": 2}, **sections)
+    ranks.outcomes(stops_after, first, 2, timeout=LIMIT)
+    name = "model/model.embed_tokens.weight"
+    assert [name in weights(first, rank) for rank in (0, 1)] == [False, True]
+    ranks.run(losses, again(first, run={"resume": True, "overwrite": False}), timeout=LIMIT)
+    assert curve(first) == curve(whole)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [({}, ONE), (ONE, {}), ({}, {"schedule": "ZBVZeroBubble", "stages_per_rank": 2}), ({}, THREE)],
+    ids=["to-one", "from-one", "to-a-v", "to-three"],
+)
+def test_a_run_goes_on_in_another_layout(ranks: Ranks, tmp_path: Path, before: dict[str, Any], after: dict[str, Any]):
+    whole = tied(tmp_path / "whole", pipeline=ONE, run={"steps": 4})
+    expected = losses(whole)
+    first = tied(tmp_path / "parts", pipeline=before, run={"steps": 4, "checkpoint_every": 2})
+    ranks.outcomes(stops_after, first, 2, ranks=first.ranks, timeout=LIMIT)
+    second = again(first, pipeline=after, run={"resume": True, "overwrite": False})
+    for outcome in ranks.run(losses, second, ranks=second.ranks, timeout=LIMIT):
+        assert outcome == pytest.approx(expected[2:], rel=1e-5)
+
+
+def _with_nan(config: TrainConfig) -> None:
+    """A gradient of the embedding alone is not finite."""
+    trainer = Trainer(prepare(config, ranks=2))
+    if trainer.tied.follower is not None:
+        trainer.tied.follower.register_hook(lambda gradient: gradient * math.inf)
+    trainer.step(0)
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8"])
+def test_a_gradient_that_is_not_finite_stops_both_ranks(ranks: Ranks, tmp_path: Path, name: str):
+    for outcome in ranks.outcomes(_with_nan, tied(tmp_path, pipeline={"tied_rows": name}), timeout=LIMIT):
+        assert (outcome.kind, "the norm of the gradients nan" in outcome.text) == ("DivergedError", True), outcome
+
+
+def _damaged(config: TrainConfig, sender: int) -> None:
+    def change(number: int, message: Tensor) -> None:
+        if 500 < message.numel() < 4000:  # rows: activations are larger, all else is smaller
+            message[3] ^= 16
+
+    with on_the_way(sender, change):
+        train(config)
+
+
+@pytest.mark.parametrize(("sender", "about"), [(0, "gradients"), (1, "weights")])
+def test_damaged_rows_are_noticed(ranks: Ranks, tmp_path: Path, sender: int, about: str):
+    config = tied(tmp_path, run={"timeout_seconds": 10})
+    outcomes = ranks.outcomes(_damaged, config, sender, timeout=LIMIT)
+    expected = f"tied embedding, {about}, number 0: the message from rank {sender} is damaged"
+    assert expected in outcomes[1 - sender].text, outcomes[1 - sender]
+    assert isinstance(outcomes[sender], Failure)
+
+
+def test_a_resume_compares_the_format(tmp_path: Path):
+    config = tied(tmp_path, pipeline=ONE, run={"steps": 2, "checkpoint_every": 1})
+    train(config)
+    changed = again(config, pipeline={"tied_rows": "bf16"}, run={"resume": True, "overwrite": False})
+    with pytest.raises(ConfigError, match=r"pipeline.tied_rows was Cast\(dtype=torch.float32\) and is Cast"):
+        train(changed)
+
+
+@pytest.mark.parametrize("name", ["nope", "aq-sgd", "feature-int4"])
+def test_formats_that_do_not_fit_rows_are_refused(name: str):
+    with pytest.raises(ConfigError, match="pipeline.tied_rows: codec is"):
+        tied_codec(PipelineConfig(tied_rows=name))
+
+
+def test_bytes_of_many_rows():
+    """Messages of at most 8 MiB of float32, each with a checksum; a text has fewer different tokens than tokens."""
+    assert row_bytes(8192, 576, parse("fp32")) == 8192 * 576 * 4 + 8 * math.ceil(8192 / 3640)
+    assert row_bytes(8192, 576, parse("bf16"), checksums=False) == 8192 * 576 * 2
+    assert row_bytes(0, 576, parse("bf16")) == 0
+    assert [expected_rows(tokens, 49152) for tokens in (1, 512, 2048, 65536)] == [1, 213, 575, 6903]
+    assert expected_rows(1 << 30, 49152) == 49152
