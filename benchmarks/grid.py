@@ -23,7 +23,7 @@ from lowbit.report import Bars, Baseline, Column, Command, Row, Table
 from lowbit.train.config import ModelConfig, Schedule
 
 XL = ModelConfig(family="gpt2", dim=1600, layers=48, heads=25, vocab=50257, tied=False)
-"""GPT-2 XL without a tied embedding, whose gradient would have to be summed over the link."""
+"""GPT-2 XL without a tied embedding, whose rows would have to cross the link."""
 
 
 @section()

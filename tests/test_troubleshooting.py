@@ -52,6 +52,7 @@ PASSED_ON = {
     "train/loop.py:_warn_of_cost": "of `costly`",
     "network/probe.py:main": "of the system: why an address cannot be reached",
     "train/replicas.py:all_reduce_codec": "of codecs",
+    "train/tied.py:tied_codec": "of codecs",
 }
 """Functions whose errors or warnings pass on a text that is somebody else's, and whose."""
 

@@ -180,7 +180,7 @@ def test_a_dry_run_checks_and_shows_and_starts_nothing(tmp_path: Path, monkeypat
     text = tmp_path / "text.txt"
     text.write_text("some text. " * 1000)
     words = ["train", "--dry-run", "--run.output", str(tmp_path / "run"), "--data.text", str(text)]
-    words += ["--data.sequence", "32", "--ranks", "4", "--activations.bits", "4,4,4,16"]
+    words += ["--data.sequence", "32", "--ranks", "4", "--activations.bits", "4,4,4,16", "--model.tied"]
     result = invoke(*words, columns=200)
     assert result.exit_code == 0, result.output
     assert from_mapping(tomllib.loads(result.stdout.partition("\n\nranks ")[0])).pipeline.ranks == 4
@@ -193,6 +193,7 @@ def test_a_dry_run_checks_and_shows_and_starts_nothing(tmp_path: Path, monkeypat
         "3.29 bits per element",
         "2.26 bits per element",
         "warm-up 50 of 200 steps at full precision",
+        "tied embedding Cast(dtype=torch.bfloat16), 8 of 256 rows in a step, 0.00 MB each way",
         "saved by stage 0 to 2 LayerAware(bits=4",
         "saved by stage 3 as PyTorch does",
         "10,450 to train on, 550 held out, vocabulary of 256",

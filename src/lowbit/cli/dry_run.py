@@ -12,10 +12,13 @@ from lowbit.cli.show import print_pairs
 from lowbit.config import to_toml
 from lowbit.ranks.pytorch import check_torch
 from lowbit.train.boundaries import AUTO_FORMATS, codecs_of
+from lowbit.train.data import Order
+from lowbit.train.elastic import seed_of
 from lowbit.train.forecast import usable
 from lowbit.train.lora import targets_of
-from lowbit.train.model import hidden_size
+from lowbit.train.model import hidden_size, hugging_face_config
 from lowbit.train.prepare import Prepared, prepare
+from lowbit.train.tied import row_bytes
 
 if TYPE_CHECKING:
     from lowbit.codecs import Codec
@@ -67,6 +70,8 @@ def _lines(prepared: Prepared, ranks: int) -> Iterator[tuple[str, str]]:
     yield from _grouped(name, lines)
     if config.pipeline.boundary == "lowbit" and layout.stages > 1:
         yield "warm-up", f"{config.codec_warmup_steps} of {config.run.steps} steps at full precision"
+    if row_format := _tied_rows(prepared, width):
+        yield "tied embedding", row_format
     yield from _grouped("saved by stage", (str(policy or "as PyTorch does") for policy in prepared.activations))
     if prepared.storage is not None:
         yield "gradients kept in", str(prepared.storage)
@@ -78,6 +83,23 @@ def _lines(prepared: Prepared, ranks: int) -> Iterator[tuple[str, str]]:
         yield "note", note
     if config.lora.rank:
         yield "lora", f"rank {config.lora.rank} on {', '.join(targets_of(config))}"
+
+
+def _tied_rows(prepared: Prepared, width: int | None) -> str:
+    """What a tied embedding sends in the first step after the warm-up, in each pipeline; empty where it sends none."""
+    config, layout = prepared.config, prepared.layout
+    model = hugging_face_config(config.model, vocab=prepared.vocab, sequence=config.data.sequence)
+    if not model.tie_word_embeddings or config.lora.rank or layout.rank_of(0) == layout.rank_of(layout.stages - 1):
+        return ""
+    train = prepared.data.train
+    order = Order(samples=len(train), batch=config.data.batch, seed=seed_of(config))
+    ids = order.ids(config.codec_warmup_steps).chunk(config.pipeline.data_parallel)[0]
+    rows = len(train.batch(ids)[0].unique())
+    size = ""
+    if width is not None:
+        nbytes = row_bytes(rows, width, prepared.tied_rows, checksums=config.run.checksums)
+        size = f", {nbytes / 1e6:,.2f} MB each way"
+    return f"{prepared.tied_rows}, {rows:,} of {prepared.vocab:,} rows in a step{size}"
 
 
 def _grouped(name: str, texts: Iterable[str]) -> Iterator[tuple[str, str]]:

@@ -12,12 +12,13 @@ from lowbit.codecs import Codec, parse, parse_pair
 from lowbit.config import ConfigError
 from lowbit.plan.cluster import Cluster, Machine
 from lowbit.plan.in_flight import InFlight, in_flight
-from lowbit.plan.sizes import STATE_BYTES, ModelSizes, coding_speed, optimizer_ns
+from lowbit.plan.sizes import MOMENT_BYTES, STATE_BYTES, ModelSizes, coding_speed, optimizer_ns
 from lowbit.ranks.checksum import CHECKSUM_BYTES
 from lowbit.simulate import Actions, Channel, Network, StageTimes, Step, actions_from, simulate
 from lowbit.simulate.orders import order_of
 from lowbit.train.config import PipelineConfig, Schedule
 from lowbit.train.layout import Layout, make_layout
+from lowbit.train.tied import expected_rows, row_bytes, tied_codec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +56,8 @@ class Prediction:
     Attributes:
         steps: the simulated step of each pipeline. seconds: of the slowest.
         memory: bytes of each rank of all pipelines. bits: per element, forward and backward, of each boundary.
-        gradient_bytes: that all ranks send in a step to average gradients, and to add those of a tied embedding.
+        gradient_bytes: that all ranks send in a step to average gradients, and for the rows of a tied embedding, both
+            ways.
     """
 
     choice: Choice
@@ -95,6 +97,7 @@ class Predictor:
     def __init__(self, cluster: Cluster, sizes: ModelSizes, *, sequence: int, batch: int, all_reduce: Codec) -> None:
         self.cluster, self.sizes, self.sequence, self.batch = cluster, sizes, sequence, batch
         self.all_reduce = all_reduce
+        self._tied_rows = tied_codec(PipelineConfig())
         self.machines = cluster.of_ranks
         self._speed = functools.cache(self._measured_speed)
         self._own_optimizer = functools.cache(optimizer_ns)
@@ -153,8 +156,8 @@ class Predictor:
             for forward, backward in map(parse_pair, _every(choice.formats, layout.stages - 1))
         )
         sent = sum(self._gradient_bytes(choice, self._parameters(layout, rank)) for rank in range(ranks))
-        if self._summed(layout):
-            sent += 2 * 4 * self.sizes.tied * choice.replicas
+        if self._followed(layout):
+            sent += 2 * self._row_bytes(choice)
         return Prediction(
             choice=choice, steps=steps, memory=memory, bits=bits, gradient_bytes=choice.replicas * sent
         )  # fmt: skip
@@ -175,6 +178,8 @@ class Predictor:
         }
         most = max(sum(count * saved[s] for s, count in moment.held.items()) for moment in held.moments[rank])
         most += sum(STATE_BYTES * sizes.parameters(counts[s], first=s == 0, last=s == last) for s in saved)
+        if self._followed(layout) and 0 in saved:
+            most -= MOMENT_BYTES * sizes.tied
         return most + tokens * sizes.logits * (last in saved)
 
     def _shape(self, choice: Choice) -> tuple[int, int, int]:
@@ -247,10 +252,12 @@ class Predictor:
         return Network(channels=channels, routes=routes)
 
     def _parameters(self, layout: Layout, rank: int) -> int:
-        last = layout.stages - 1
+        """Parameters that a rank has an optimizer for."""
+        last, stages = layout.stages - 1, layout.stages_of(rank)
+        follows = self._followed(layout) and 0 in stages
         return sum(
-            self.sizes.parameters(layout.layer_counts[s], first=s == 0, last=s == last) for s in layout.stages_of(rank)
-        )
+            self.sizes.parameters(layout.layer_counts[s], first=s == 0, last=s == last) for s in stages
+        ) - (follows * self.sizes.tied)  # fmt: skip
 
     def _gradient_bytes(self, choice: Choice, parameters: int) -> float:
         """Bytes that a rank sends to the other pipelines in a step."""
@@ -258,7 +265,7 @@ class Predictor:
         return 2 * (count - 1) / count * self.all_reduce.nbytes((parameters,)) if count > 1 else 0.0
 
     def _averaging(self, choice: Choice, layout: Layout, rank: int, parameters: int) -> float:
-        """Seconds of averaging gradients over pipelines, and of adding those of a tied embedding."""
+        """Seconds of averaging gradients over pipelines, and of a tied embedding's rows, there and back."""
         seconds = 0.0
         if choice.replicas > 1:
             members = self._members(choice, layout, rank)
@@ -267,17 +274,23 @@ class Predictor:
             byte, latency = self._slowest(members, at_once, layout.ranks * (choice.replicas - 1))
             seconds = byte * self._gradient_bytes(choice, parameters) + 2 * latency
         ends = (layout.rank_of(0), layout.rank_of(layout.stages - 1))
-        if self._summed(layout) and rank in ends:
+        if self._followed(layout) and rank in ends:
             byte, latency = self._slowest([self.machines[end] for end in ends], 1, choice.replicas)
-            seconds += 4 * self.sizes.tied * byte + 2 * latency
+            seconds += 2 * (self._row_bytes(choice) * byte + latency)
         return seconds
 
     def _members(self, choice: Choice, layout: Layout, rank: int) -> list[Machine]:
         """The machines of a rank in all pipelines."""
         return [self.machines[index * layout.ranks + rank] for index in range(choice.replicas)]
 
-    def _summed(self, layout: Layout) -> bool:
-        """Whether the first and the last rank add the gradients of a tied embedding."""
+    def _row_bytes(self, choice: Choice) -> int:
+        """Bytes of a tied embedding's rows in a step of a pipeline, in one direction."""
+        tokens = self.batch // choice.replicas * self.sequence
+        rows = expected_rows(tokens, self.sizes.tied // self.sizes.width)
+        return row_bytes(rows, self.sizes.width, self._tied_rows)
+
+    def _followed(self, layout: Layout) -> bool:
+        """Whether the first rank's copy of a tied embedding follows the last's."""
         return self.sizes.tied > 0 and layout.rank_of(0) != layout.rank_of(layout.stages - 1)
 
     def _slowest(self, machines: Sequence[Machine], own: int, shared: int) -> tuple[float, float]:

@@ -25,6 +25,8 @@ _LEAST_SECONDS = 0.3  # of all calls together
 _LONG_SECONDS = 3.0  # of a micro-batch in two layers
 STATE_BYTES = 16
 """Bytes of a parameter: float32 weight and gradient, and two float32 states of AdamW."""
+MOMENT_BYTES = 8
+"""Those of the two states."""
 
 
 def parse_bytes(text: str, name: str = "budget") -> int:

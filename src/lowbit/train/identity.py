@@ -101,7 +101,9 @@ def run_identity(config: TrainConfig, *, data: Data, vocab: int) -> dict[str, An
         "pipeline.microbatches": pipeline.microbatches,
         "pipeline.forward": _once(formats.forward) if lowbit_stages else None,
         "pipeline.backward": _once(formats.backward) if lowbit_stages else None,
-        "pipeline.tied_rows": repr(tied_codec(pipeline)) if identity["model.tied"] and not lora.rank else None,
+        "pipeline.tied_rows": repr(tied_codec(pipeline))
+        if identity["model.tied"] is not False and not lora.rank
+        else None,
         _WARM_UP: config.codec_warmup_steps if lowbit_stages else None,
         "gradients.storage": storage if storage == FULL_PRECISION else repr(parse(storage)),
         "gradients.all_reduce": repr(parse(config.gradients.all_reduce))
