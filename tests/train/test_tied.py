@@ -100,41 +100,47 @@ def _saved(config: TrainConfig) -> dict[str, Tensor]:
     return load_file(Path(config.run.output) / "model" / "model.safetensors")
 
 
-def _copies(config: TrainConfig) -> tuple[list[float], Tensor, Tensor]:
-    """Losses; this rank's copy when the last step begins, and the tokens of the step."""
+def _copies(config: TrainConfig) -> tuple[list[float], Tensor, list[Tensor], Tensor]:
+    """Losses; this rank's weight, the first stage's as both know it, and the tokens of the step that begins."""
     trainer = Trainer(prepare(config, ranks=2))
     found = [trainer.step(step).loss for step in range(5)]
     inputs, _ = trainer.prepared.data.train.batch(trainer.order.ids(5))
     trainer.tied.begin_step(inputs, exact=False)
-    return found, trainer.tied.copies[0].detach().clone(), inputs.unique()
+    dist.barrier()  # a rank that ends would take its message along
+    state = [rows.clone() for rows in trainer.tied.state.values()]
+    return found, trainer.tied.copies[0].detach().clone(), state, inputs.unique()
 
 
 def test_the_first_stage_follows_the_last(ranks: Ranks, tmp_path: Path):
+    """The error is one of the last change, not of the weight."""
     runs = {
         name: ranks.run(_copies, tied(tmp_path, pipeline={"tied_rows": name}), timeout=LIMIT)
         for name in ("fp32", "bf16", "fp8")
     }
-    for name, ((first, following, tokens), (last, kept, _)) in runs.items():
-        assert torch.equal(following[tokens], parse(name).round_trip(kept[tokens]))
+    errors = {"fp32": 0, "bf16": 2e-5, "fp8": 1e-3}
+    for name, ((first, following, own, tokens), (last, kept, known, _)) in runs.items():
+        assert (following - kept)[tokens].abs().max() <= errors[name]
         assert not torch.equal(following, kept), "rows of other tokens are old"
+        assert [rows.equal(following) for rows in (*own, *known)] == [True, True] * (name != "fp32")
         assert first == last
-        assert first == pytest.approx(runs["fp32"][0][0], abs={"fp32": 0, "bf16": 2e-3, "fp8": 2e-2}[name])
+        assert first == pytest.approx(runs["fp32"][0][0], abs={"fp32": 0, "bf16": 1e-3, "fp8": 1e-2}[name])
     assert runs["bf16"][0][0] != runs["fp32"][0][0]
 
 
-def test_a_broken_run_goes_on_bit_for_bit_with_one_copy_saved(ranks: Ranks, tmp_path: Path):
+@pytest.mark.parametrize("pipelines", [1, 2])
+def test_a_broken_run_goes_on_bit_for_bit_with_one_copy_saved(ranks: Ranks, tmp_path: Path, pipelines: int):
+    """Evaluations between the steps change nothing either."""
     sections = {
-        "model": {"tied": True, "dropout": 0.1}, "pipeline": {"tied_rows": "bf16", "forward": "int4"},
-        "gradients": {"storage": "fp8"},
+        "model": {"tied": True, "dropout": 0.1}, "gradients": {"storage": "fp8"},
+        "pipeline": {"tied_rows": "bf16", "forward": "int4", "data_parallel": pipelines, "microbatches": 2},
     }  # fmt: skip
-    run = {"steps": 4, "eval_every": 1}
-    whole = tied(tmp_path / "whole", run=run, **sections)
-    ranks.run(losses, whole, timeout=LIMIT)
-    first = tied(tmp_path / "parts", run=run | {"checkpoint_every": 2}, **sections)
-    ranks.outcomes(stops_after, first, 2, timeout=LIMIT)
+    whole = tied(tmp_path / "whole", run={"steps": 4}, **sections)
+    ranks.run(losses, whole, ranks=whole.ranks, timeout=LIMIT)
+    first = tied(tmp_path / "parts", run={"steps": 4, "eval_every": 1, "checkpoint_every": 2}, **sections)
+    ranks.outcomes(stops_after, first, 2, ranks=first.ranks, timeout=LIMIT)
     name = "model/model.embed_tokens.weight"
-    assert [name in weights(first, rank) for rank in (0, 1)] == [False, True]
-    ranks.run(losses, again(first, run={"resume": True, "overwrite": False}), timeout=LIMIT)
+    assert [name in weights(first, rank) for rank in range(first.ranks)] == [False, True] * pipelines
+    ranks.run(losses, again(first, run={"resume": True, "overwrite": False}), ranks=first.ranks, timeout=LIMIT)
     assert curve(first) == curve(whole)
 
 
@@ -146,11 +152,12 @@ def test_a_broken_run_goes_on_bit_for_bit_with_one_copy_saved(ranks: Ranks, tmp_
 def test_a_run_goes_on_in_another_layout(ranks: Ranks, tmp_path: Path, before: dict[str, Any], after: dict[str, Any]):
     whole = tied(tmp_path / "whole", pipeline=ONE, run={"steps": 4})
     expected = losses(whole)
-    first = tied(tmp_path / "parts", pipeline=before, run={"steps": 4, "checkpoint_every": 2})
+    bf16 = {"tied_rows": "bf16"}
+    first = tied(tmp_path / "parts", pipeline=bf16 | before, run={"steps": 4, "checkpoint_every": 2})
     ranks.outcomes(stops_after, first, 2, ranks=first.ranks, timeout=LIMIT)
     second = again(first, pipeline=after, run={"resume": True, "overwrite": False})
     for outcome in ranks.run(losses, second, ranks=second.ranks, timeout=LIMIT):
-        assert outcome == pytest.approx(expected[2:], rel=1e-5)
+        assert outcome == pytest.approx(expected[2:], abs=1e-3)
 
 
 def _with_nan(config: TrainConfig) -> None:

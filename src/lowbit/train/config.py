@@ -105,7 +105,6 @@ class DataConfig:
     {"messages": [{"role": ..., "content": ...}, ...]}, of which the model learns the answers only."""
     packing: bool = True
     """With `format` jsonl, several samples share a window, without attention between them. false: one in each."""
-
     text: tuple[str, ...] = ()
     """Files, folders or glob patterns to train on. If omitted, and without `dataset`, Python's standard library."""
     dataset: str = ""
@@ -165,8 +164,7 @@ class PipelineConfig:
     """First steps at full precision. If omitted, a quarter of the run, but at most 100; 0 with `model.pretrained`. A
     format that leaves something to choose, such as "SubspaceQuant(directions='auto')", needs at least 1."""
     tied_rows: str = "bf16"
-    """Format in which a tied embedding's rows travel: the last stage keeps the weight, and sends the first the rows of
-    each step's tokens, whose gradients come back. "fp32": exact. Warm-up steps and evaluations always are."""
+    """Format of a tied embedding's rows, weights one way and gradients back; "fp32" is exact, as the warm-up is."""
     boundary: Boundary = "lowbit"
     """lowbit uses the formats above. stock-fp32 and stock-bf16 are PyTorch's own stage, for comparison."""
 

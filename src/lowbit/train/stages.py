@@ -53,6 +53,9 @@ class Pipeline:
         codecs: of the boundaries.
         storage: of the gradients, instead of `.grad`; the schedule then does not divide them by the micro-batches.
         group: the ranks of this pipeline; None: the default group.
+
+    Attributes:
+        followed: parameters as another rank of this pipeline has them, by name; the same on all that have them.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class Pipeline:
             loss_fn=self._loss,
             scale_grads=storage is None,
         )
+        self.followed: dict[str, Tensor] = {}
         self.sent: dict[tuple[int, int], int] = {}  # bytes of the last step, from a stage of this rank to another
         self._compile_kernels()
 

@@ -5,12 +5,14 @@ tokens that occur, and only these have a gradient there. So the last stage keeps
 first stage the rows of the step's tokens, and gets their gradients after the last backward pass. It alone has states of
 the optimizer for the weight. What the first stage holds of other rows is old, and nothing reads it.
 
-Both ends know the tokens of every step from the data, so only numbers travel, in sizes that both know. With rows in
-fp32, a run has the losses of a single process.
+Both ends know the tokens of every step from the data, so only numbers travel, in sizes that both know. Of weights,
+these are the changes since a row was last sent, and what their coding lost: an update that is small beside the weight
+is not rounded away. With rows in fp32, weights are sent whole, and a run has the losses of a single process.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -89,6 +91,7 @@ class TiedWeights:
     Attributes:
         copies: of the weight, on this rank.
         follower: the one that follows another rank's; None on other ranks.
+        state: the weight as the first stage has it, by its name, the same on both ranks; empty if rows are exact.
         peer: rank of the run that has the other copy; None where none has.
         traffic: of this rank, since the last step began.
     """
@@ -113,6 +116,7 @@ class TiedWeights:
         self._ids, self._format = torch.empty(0, dtype=torch.int64), codec  # of the rows under way
         self.copies: list[nn.Parameter] = []
         self.follower: nn.Parameter | None = None
+        self.state: dict[str, Tensor] = {}
         self.peer: int | None = None
         self.traffic = TiedTraffic()
         if not tied or layout.stages == 1:
@@ -127,42 +131,72 @@ class TiedWeights:
         ends = {self._first_rank: self._last_rank, self._last_rank: self._first_rank}
         if replicas.place in ends:
             self.peer = replicas.members(replicas.index)[ends[replicas.place]]
+        if not self.copies:
+            return
+        (copy,) = self.copies
         if 0 in modules:
-            (self.follower,) = self.copies
-            del modules[0].names[self.follower]
-        if last in modules:
+            self.follower, name = copy, modules[0].names.pop(copy)
+        else:
             module = modules[last]
-            module.names[self.copies[0]] = module.aliases.pop(module.names[self.copies[0]])
+            module.names[copy] = name = module.aliases.pop(module.names[copy])
+        if codec != _EXACT:
+            self.state[name] = copy.detach() if 0 in modules else copy.detach().clone()
 
     def counted_elsewhere(self, parameter: nn.Parameter, module: StageModule) -> bool:
         """Whether norms count another copy on this rank."""
         return len(self.copies) == 2 and not module.first and any(parameter is copy for copy in self.copies)
 
     def begin_step(self, tokens: Tensor, *, exact: bool) -> None:
-        """`refresh` the rows of a step's tokens; `sum_gradients` sends their gradients back in the same format."""
-        self.traffic = TiedTraffic()
-        self.refresh(tokens, exact=exact)
-        if self._messages is not None and self.copies and self.follower is None:
-            self._expected = self._expect(self._first_rank, "gradients")
-
-    def refresh(self, tokens: Tensor, *, exact: bool) -> None:
-        """Bring the first stage's rows of these tokens to what the last stage's are.
+        """Bring the first stage's rows of a step's tokens up to date; `sum_gradients` sends their gradients back.
 
         Args:
-            tokens: int64, any shape, the same on both ranks. exact: in float32.
+            tokens: int64, any shape, the same on both ranks. exact: both in float32.
 
         Raises:
             DamagedError, PeerError: as `Messages`.
         """
+        self.traffic = TiedTraffic()
         if self._messages is None or not self.copies:
             return
         self._ids, self._format = tokens.unique(), _EXACT if exact else self._codec
-        (weight,) = self.copies
         if self.follower is None:
-            self._send(weight, self._first_rank)
+            self._expected = self._expect(self._first_rank, "gradients")
+            self._send_weights()
         else:
-            for ids, rows in self._rows(self._expect(self._last_rank, "weights")):
-                weight.data[ids] = rows
+            self._take_weights()
+
+    @contextlib.contextmanager
+    def exact(self, tokens: Tensor) -> Iterator[None]:
+        """The first stage's rows of these tokens are exact in the `with` block, and as before after it.
+
+        Args, Raises: as `begin_step`.
+        """
+        if self._messages is None or not self.copies:
+            yield
+            return
+        self._ids, self._format = tokens.unique(), _EXACT
+        if self.follower is None:
+            self._send(self.copies[0], self._first_rank)
+            yield
+            return
+        ids = self._ids.to(self.follower.device)
+        before = self.follower.detach()[ids]
+        self._take_weights()
+        yield
+        self.follower.data[ids] = before
+
+    def _send_weights(self) -> None:
+        (weight,), rows = self.copies, next(iter(self.state.values()), None)
+        whole = rows is None or self._format == _EXACT
+        self._send(weight, self._first_rank, since=None if whole else rows)
+        if whole and rows is not None:
+            for ids in self._pieces(weight):
+                rows[ids] = weight.detach()[ids]
+
+    def _take_weights(self) -> None:
+        (weight,) = self.copies
+        for ids, rows in self._rows(self._expect(self._last_rank, "weights")):
+            weight.data[ids] = rows if self._format == _EXACT else weight.data[ids].add_(rows)
 
     def sum_gradients(self) -> None:
         """Add up the gradients of both copies: on the last stage's rank, where the other copy follows."""
@@ -179,15 +213,21 @@ class TiedWeights:
             for ids, rows in self._rows(self._expected):
                 gradients[0].index_add_(0, ids, rows)
 
-    def _send(self, whole: Tensor, to: int) -> None:
+    def _send(self, whole: Tensor, to: int, *, since: Tensor | None = None) -> None:
+        """Send rows, or what has changed in them since others, which are then what the peer has."""
         assert self._messages is not None
         while self._sent:  # of the step before
             self._sent.pop().wait()
         for ids in self._pieces(whole):
-            payload = self._format.encode(whole.detach()[ids])
+            rows = whole.detach()[ids]
+            if since is None:
+                payload = self._format.encode(rows)
+            else:
+                payload = self._format.encode(rows - since[ids])
+                since[ids] += self._format.decode(payload, shape=rows.shape, dtype=rows.dtype)
             self._sent.append(self._messages.send(payload, to))
             self.traffic.sent_bytes += sealed_bytes(payload.numel(), self._checksums)
-            self.traffic.sent_elements += ids.numel() * whole.shape[1]
+            self.traffic.sent_elements += rows.numel()
 
     def _expect(self, source: int, about: str) -> list[Expected]:
         assert self._messages is not None

@@ -81,6 +81,7 @@ class Trainer:
             self.config, self.layout, self.modules, prepared.codecs, device, self.gradients.storage,
             self.replicas.pipeline,
         )  # fmt: skip
+        self.pipeline.followed = self.tied.state
         self.width = next(iter(self.modules.values())).width
         self.evaluation = Evaluation(
             self.layout, self.modules, stages=self.pipeline.lowbit_stages, width=self.width, device=device,
@@ -168,11 +169,12 @@ class Trainer:
         held_out, batch, batches = self.prepared.data.held_out, self.config.data.batch, self.config.run.eval_batches
         if not len(held_out):
             return {}
-        self.tied.refresh(held_out.batch(evaluated(held_out, batch=batch, batches=batches))[0], exact=True)
-        scores = {"": self.evaluation.scores(held_out, batch=batch, batches=batches)}
-        if self.layout.stages > 1 and with_codecs:
-            codecs = self.pipeline.codecs.forward
-            scores["_codecs"] = self.evaluation.scores(held_out, batch=batch, batches=batches, codecs=codecs)
+        scores: dict[str, tuple[float, float]] = {}
+        with self.tied.exact(held_out.batch(evaluated(held_out, batch=batch, batches=batches))[0]):
+            scores[""] = self.evaluation.scores(held_out, batch=batch, batches=batches)
+            if self.layout.stages > 1 and with_codecs:
+                codecs = self.pipeline.codecs.forward
+                scores["_codecs"] = self.evaluation.scores(held_out, batch=batch, batches=batches, codecs=codecs)
         named = {f"held_out_loss{suffix}": loss for suffix, (loss, _) in scores.items()}
         if self.config.data.format == "jsonl":
             named |= {f"exact_match{suffix}": exact for suffix, (_, exact) in scores.items()}

@@ -23,7 +23,7 @@ from lowbit.train.checkpoints.manifest import Manifest, step_name
 from lowbit.train.checkpoints.save import NO_CHECKPOINT, Checkpoints, raise_everywhere
 from lowbit.train.checkpoints.search import SavedStep, Search
 from lowbit.train.checkpoints.share import DTYPES
-from lowbit.train.checkpoints.state import End, aliases_of, ends_of, parameters_of, restore
+from lowbit.train.checkpoints.state import FOLLOWED, End, aliases_of, ends_of, parameters_of, restore
 from lowbit.train.config import RunConfig
 from lowbit.train.identity import CHOSEN, NOT_RECORDED, Change, changes_between, refuse
 from lowbit.train.stages import Pipeline
@@ -115,6 +115,7 @@ class _Sources:
         self._lanes: dict[str, _Memory] = {}
         self._memories = _memories(saved)
         self._take_parameters()
+        self._take_followed()
         self._take_generators()
         self.fresh = list(dict.fromkeys(self._take_codecs()))
         codecs = [item for memory in self._lanes.values() for item in memory.items.values()]
@@ -159,6 +160,19 @@ class _Sources:
         having = [r for r, m in self._saved.shares.items() if f"model/{name}" in m.tensors]
         order = lambda r: (r != self._rank, self._saved.holders[r] != self._rank, r)  # noqa: E731
         return min(having, key=order, default=None)
+
+    def _take_followed(self) -> None:
+        """Copies that ranks of a pipeline have in common, from one pipeline; if none has them, the parameter."""
+        places = self._saved.first.layout["pipeline.ranks"]
+        for name, tensor in self._pipeline.followed.items():
+            having = [r for r, manifest in self._saved.shares.items() if FOLLOWED + name in manifest.tensors]
+            order = lambda r: (r // places != self._replica, r // places, r != self._rank, r)  # noqa: E731
+            share = min(having, key=order) if having else self._share_with(name)
+            known = FOLLOWED + name if having else f"model/{name}"
+            if share is not None and self._saved.shares[share].tensors[known]["shape"] == list(tensor.shape):
+                self.tensors[FOLLOWED + name] = share, known
+            else:
+                self._note_problem(f"no share has a copy of {name} of shape {list(tensor.shape)}")
 
     def _take_generators(self) -> None:
         if share := self._saved.shares.get(self._rank):

@@ -2,6 +2,7 @@
 
 model/NAME, optimizer/NAME/KEY        a parameter by its name in the whole model, and AdamW's moments of it
 random/cpu, random/cuda               generators of the rank
+tied/NAME                             a tied embedding as the first stage has it, at both ends of the pipeline
 codecs/after layer 3 forward out/...  state of the codec at one end of a boundary
 """
 
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 from lowbit.train.boundaries import Codecs
 from lowbit.train.layout import Layout
 from lowbit.train.stages import Pipeline
+
+FOLLOWED = "tied/"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +78,7 @@ def collect(pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> Snapshot:
     tensors = {"random/cpu": torch.get_rng_state()}
     if pipeline.device.type == "cuda":
         tensors["random/cuda"] = torch.cuda.get_rng_state(pipeline.device)
+    tensors |= {FOLLOWED + name: followed for name, followed in pipeline.followed.items()}
     for name, parameter in parameters_of(pipeline).items():
         tensors[f"model/{name}"] = parameter.detach()
         for key, value in optimizer.state[parameter].items():
@@ -102,7 +106,7 @@ def restore(
     """Load a snapshot.
 
     Args:
-        tensors: by the names of a `Snapshot`; generators may be missing.
+        tensors: by the names of a `Snapshot`; generators and `Pipeline.followed` may be missing.
         lanes: states of the codecs at this rank's boundaries, by the names of `ends_of`, flat.
         steps: done so far.
     """
@@ -114,6 +118,9 @@ def restore(
         names = [name for name, _, _ in ends_of(pipeline.layout, pipeline.codecs, index)]
         own = {name: unflatten(lanes[name]) for name in names if name in lanes}
         stage.load_codec_state_dict({"steps": steps, "lanes": own})
+    for name, followed in pipeline.followed.items():
+        if FOLLOWED + name in tensors:
+            followed.copy_(tensors[FOLLOWED + name])
     for name, parameter in parameters_of(pipeline).items():
         parameter.data.copy_(tensors[f"model/{name}"])
         prefix = f"optimizer/{name}/"
