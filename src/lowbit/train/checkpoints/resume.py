@@ -172,7 +172,7 @@ class _Sources:
             if share is not None and self._saved.shares[share].tensors[known]["shape"] == list(tensor.shape):
                 self.tensors[FOLLOWED + name] = share, known
             else:
-                self._note_problem(f"no share has a copy of {name} of shape {list(tensor.shape)}")
+                self._note_problem(f"no share has the parameter {name}")
 
     def _take_generators(self) -> None:
         if share := self._saved.shares.get(self._rank):
