@@ -178,8 +178,8 @@ class Predictor:
         }
         most = max(sum(count * saved[s] for s, count in moment.held.items()) for moment in held.moments[rank])
         most += sum(STATE_BYTES * sizes.parameters(counts[s], first=s == 0, last=s == last) for s in saved)
-        if self._followed(layout) and 0 in saved:
-            most -= MOMENT_BYTES * sizes.tied
+        if self._followed(layout):  # the first rank has no moments, the last one what the first has
+            most += (4 * (last in saved) - MOMENT_BYTES * (0 in saved)) * sizes.tied
         return most + tokens * sizes.logits * (last in saved)
 
     def _shape(self, choice: Choice) -> tuple[int, int, int]:
