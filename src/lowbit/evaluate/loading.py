@@ -18,6 +18,7 @@ from lowbit.ranks.process_group import joined, world
 from lowbit.tensor_parallel import Calibration, SumSettings, tensor_parallel_
 from lowbit.tensor_parallel.encoders import ENCODERS
 from lowbit.tensor_parallel.low_bit import load_agreed
+from lowbit.terminal import console, filtered_again
 from lowbit.train.device import choose_autocast, choose_device
 
 if TYPE_CHECKING:
@@ -188,11 +189,12 @@ def load_calibration(path: str | Path) -> Calibration:
 @contextlib.contextmanager
 def progress_bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
     """Show a bar on the terminal of the first rank; yield a function that takes the number that is done."""
-    from rich.console import Console
+    from rich.markup import escape
     from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
     columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn())
     hidden = os.environ.get("RANK", "0") != "0"
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=hidden) as bar:
-        task = bar.add_task(title, total=total)
+    screen = console(stderr=True)
+    with Progress(*columns, console=screen, transient=True, disable=hidden) as bar, filtered_again():
+        task = bar.add_task(escape(title), total=total)
         yield lambda done: bar.update(task, completed=done)

@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from lowbit.train.checkpoints.manifest import printable
+from lowbit.terminal import printable
 
 log = logging.getLogger(__name__)
 

@@ -15,10 +15,10 @@ import torch
 import lowbit
 from lowbit.codecs import parse
 from lowbit.config import ConfigError
+from lowbit.terminal import printable
 from lowbit.train.activations import planned_layers, written_out
 from lowbit.train.answers import Answers
 from lowbit.train.boundaries import in_full
-from lowbit.train.checkpoints.manifest import printable
 from lowbit.train.config import FULL_PRECISION, TrainConfig
 from lowbit.train.data import Data, Windows
 from lowbit.train.layout import Layout
