@@ -195,7 +195,8 @@ def pretrained_digest(folder: str) -> str:
     if not folder:
         return ""
     digest = hashlib.sha256((Path(folder) / "config.json").read_bytes())
-    for path in sorted([*Path(folder).glob("*.safetensors"), *Path(folder).glob("*.bin")]):
+    files = (*Path(folder).glob("*.safetensors"), *Path(folder).glob("*.bin"))
+    for path in sorted(path for path in files if path.is_file()):
         size = path.stat().st_size
         digest.update(f"{path.name} {size}".encode())
         with path.open("rb") as file:
