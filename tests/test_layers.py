@@ -13,7 +13,7 @@ _RECIPE = _BOUNDARY | {"terminal", "config", "pipeline", "gradients", "activatio
 MAY_IMPORT: dict[str, set[str]] = {
     "terminal": set(),
     "kernels": set(),
-    "config": set(),
+    "config": {"terminal"},
     "report": {"terminal"},
     "network": set(),
     "codecs": {"kernels"},
