@@ -9,14 +9,15 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src"
 _BOUNDARY = {"collectives", "ranks", "codecs"}
-_RECIPE = _BOUNDARY | {"config", "pipeline", "gradients", "activations"}
+_RECIPE = _BOUNDARY | {"terminal", "config", "pipeline", "gradients", "activations"}
 MAY_IMPORT: dict[str, set[str]] = {
+    "terminal": set(),
     "kernels": set(),
-    "config": set(),
-    "report": set(),
+    "config": {"terminal"},
+    "report": {"terminal"},
     "network": set(),
     "codecs": {"kernels"},
-    "ranks": {"config"},
+    "ranks": {"config", "terminal"},
     "collectives": {"ranks", "codecs"},
     "pipeline": _BOUNDARY,
     "gradients": _BOUNDARY,
@@ -26,7 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "train": _RECIPE | {"integrations", "report", "simulate"},
     "simulate": {"codecs", "kernels"},
     "plan": _RECIPE | {"report", "train", "simulate"},
-    "doctor": {"codecs", "config", "network", "plan", "ranks", "report", "train"},
+    "doctor": {"codecs", "config", "network", "plan", "ranks", "report", "terminal", "train"},
     "evaluate": _RECIPE | {"report", "train", "tensor_parallel"},
     "bench": _RECIPE | {"report", "train", "integrations", "tensor_parallel", "plan", "simulate", "kernels", "network"},
     "cli": _RECIPE | {"report", "train", "plan", "doctor", "evaluate", "bench"},

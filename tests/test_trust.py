@@ -42,6 +42,9 @@ def unsafe_call(node: ast.AST) -> set[str]:
         case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr="load")):
             given = {k.arg: getattr(k.value, "value", None) for k in node.keywords}
             return set() if given.get("weights_only") is True else {"torch.load"}
+        case ast.Call(func=ast.Attribute(value=owner, attr="from_pretrained" | "from_config")):
+            automatic = ast.unparse(owner).lower().startswith("auto")  # Transformers' classes, which ask the user
+            return {"trust_remote_code"} if automatic and "trust_remote_code" not in ast.unparse(node) else set()
         case ast.keyword(arg="trust_remote_code", value=value):
             return set() if getattr(value, "value", None) is False else {"trust_remote_code"}
     return set()
@@ -61,6 +64,8 @@ def unsafe_call(node: ast.AST) -> set[str]:
         ("np.load(path, allow_pickle=True)", {"allow_pickle"}),
         ("load(folder, trust_remote_code=flag)", {"trust_remote_code"}),
         ("load(folder, trust_remote_code=False)", set()),
+        ("AutoConfig.from_pretrained(folder)", {"trust_remote_code"}),
+        ("AutoConfig.from_pretrained(folder, trust_remote_code=False); Calibration.from_config(x)", set()),
         ("subprocess.run(text, shell=True)", {"shell"}),
     ],
 )

@@ -138,6 +138,20 @@ def test_what_can_not_be_measured_is_said_first(settings: MemoryBenchmark, monke
     assert raised.value.name == "torchao"
 
 
+def test_of_all_methods_those_are_measured_that_are_there(
+    settings: MemoryBenchmark, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(memory.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(
+        memory, "_measured", lambda settings, method, sequence: {"method": method, "sequence": sequence}
+    )
+    every = list(memory.measure(dataclasses.replace(settings, methods=memory.METHODS, sequences=(64, 128)), []))
+    assert {row["method"] for row in every[-1]} == set(memory.METHODS) - {"low-bit+8bit"}
+    assert caplog.messages == [
+        'low-bit+8bit is left out: torchao is missing; install it with: pip install "lowbit[8bit]"'
+    ]
+
+
 def test_a_process_that_fails_is_an_error(settings: MemoryBenchmark, monkeypatch: pytest.MonkeyPatch):
     def fail(self: Workers, method: str, /, **arguments: object) -> None:
         raise ChildProcessError("process 0 failed: MemoryError: no more")

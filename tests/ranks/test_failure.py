@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from datetime import timedelta
 
@@ -9,6 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from lowbit.collectives import PeerError
+from lowbit.ranks.checksum import signature
 from lowbit.ranks.failure import FailureBoard
 from lowbit.ranks.groups import default_group
 from lowbit.ranks.store import Board
@@ -80,6 +82,10 @@ def test_a_store_that_is_gone_too_does_not_hold_anybody_up(ranks: Ranks, answers
     assert seconds < 20
 
 
+def signed(key: str = "lowbit/failure/test", attempt: str = "0", secret: bytes = b"", **note: object) -> str:
+    return json.dumps(note | {"signature": signature(secret, attempt, key, note)})
+
+
 def blames_after(written: str) -> tuple[str, int]:
     default_group().get_group_store().append("lowbit/failure/test", written + "\n")
     board = FailureBoard(default_group(), "test", ["host 0", "host 1"], 5.0)
@@ -89,11 +95,21 @@ def blames_after(written: str) -> tuple[str, int]:
 
 @pytest.mark.parametrize(
     "written",
-    ["{", "7", '{"rank": 1, "suspect": 9, "silent": 0}', '{"rank": 1, "suspect": []}', '{"rank": [], "reason": "x"}'],
-)
+    [
+        "{", "7", signed(rank=1, suspect=9, silent=0), signed(rank=1, suspect=[]), signed(rank=[], reason="x"),
+        '{"rank": 1, "reason": "pay me"}', '{"rank": 1, "reason": "pay me", "signature": "\u00e4"}',
+        signed(secret=b"another", rank=1, reason="pay me"), signed(attempt="1", rank=1, reason="pay me"),
+        signed(key="lowbit/failure/other", rank=1, reason="pay me"),
+    ],
+)  # fmt: skip
 def test_what_is_no_note_is_ignored(ranks: Ranks, written: str):
     [(text, rank)] = ranks.run(blames_after, written, ranks=1)
     assert (rank, text.split(" (")[0]) == (1, "host 1 closed its connection")
+
+
+def test_a_reason_that_a_rank_signed_is_given_in_printable_characters(ranks: Ranks):
+    [(text, rank)] = ranks.run(blames_after, signed(rank=1, reason="no \x1b[31mroom\x9b"), ranks=1)
+    assert (rank, text) == (1, "host 1 gave up: no \\x1b[31mroom\\x9b")
 
 
 def waits_for_less_than_the_timeout() -> timedelta:

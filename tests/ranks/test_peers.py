@@ -77,7 +77,7 @@ def _strangers_alarm() -> bool:
     if dist.get_rank() == 0:
         store = PrefixStore("peers", default_group().get_group_store())
         store.append("alarm", '{"cause": "[]"}\n[7]\n{')
-        Alarm(store, b"another secret").sound(Cause(1, "all is lost"))
+        Alarm(store, b"another secret", ["0"]).sound(Cause(1, "all is lost"))
         time.sleep(0.2)
     dist.barrier()
     peers = _peers(10)
@@ -117,17 +117,36 @@ def test_who_gives_up_on_a_rank_says_so_to_all(ranks: Ranks):
     assert exit_code(AbsentError("rank 2 did not come", 0)) == ALONE
 
 
+def _read(written: bytes, secret: bytes = SECRET, attempts: tuple[str, ...] = ("second",)) -> Cause | None:
+    return Cause.read(written, secret, attempts)
+
+
 def test_causes_are_signed():
     cause = Cause(3, "rank 3 is gone")
-    written = cause.signed(SECRET).encode()
-    assert Cause.read(written, SECRET) == cause
+    written = cause.signed(SECRET, "second").encode()
+    assert _read(written) == cause
     given_up = cause._replace(alone=True)
-    assert Cause.read(given_up.signed(SECRET).encode(), SECRET) == given_up
-    assert Cause.read(written.replace(b"false", b"true"), SECRET) is None
-    assert Cause.read(written, b"") is None
-    assert Cause.read(written.replace(b"3", b"2"), SECRET) is None
+    assert _read(given_up.signed(SECRET, "second").encode()) == given_up
+    assert _read(written.replace(b"false", b"true")) is None
+    assert _read(written, b"") is None
+    assert _read(written.replace(b"3", b"2")) is None
     for damaged in (b"", b"{}", b"[1, 2]", b"\xff", b'["x", 1, 2]'):
-        assert Cause.read(damaged, SECRET) is None
+        assert _read(damaged) is None
+
+
+def test_an_alarm_belongs_to_an_attempt():
+    """Whoever reads the store can keep an alarm, and write it again in the next attempt."""
+    kept = Cause(3, "rank 3 is gone").signed(SECRET, "first").encode()
+    assert _read(kept) is None
+    assert _read(kept, attempts=("first", "second")) is not None, "until all ranks know the attempt's name"
+
+
+def test_a_cause_is_safe_to_print():
+    cause = Cause(3, "gone \x1b[2J\u202e" + "x" * 100_000)
+    read = _read(cause.signed(SECRET, "second").encode())
+    assert read is not None
+    assert read.text.startswith("gone \\x1b[2J\\u202exxx")
+    assert len(read.text) < 10_000
 
 
 def test_errors_are_told_in_one_line():
@@ -137,7 +156,7 @@ def test_errors_are_told_in_one_line():
 
 @pytest.mark.parametrize("written", ['[Infinity, "a", "b"]', "[" * 100_000, '[0, "a", "\u00e4"]', "", "7"])
 def test_what_a_stranger_writes_is_no_cause(written: str):
-    assert Cause.read(written.encode(), SECRET) is None
+    assert _read(written.encode()) is None
 
 
 def test_a_watch_that_is_closed_leaves_no_thread(ranks: Ranks):

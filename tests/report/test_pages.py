@@ -6,6 +6,7 @@ import gzip
 import html
 import json
 import re
+import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,25 @@ def test_what_is_left_of_a_broken_run_is_shown(tmp_path: Path, damage: dict[str,
     text = html.unescape(_page(folder))
     assert said in text or said == "A processor"
     assert "NaN" not in json.dumps(_figures(text))
+
+
+@pytest.mark.parametrize(
+    ("unit", "count", "said"),
+    [(b" " * (1 << 20), 400, "it has more than 64 MiB"), (b"[]," * (1 << 20), 16, "values; allowed: at most 4000000")],
+)
+def test_a_trace_that_unpacks_to_more_than_it_can_be_is_left_out(tmp_path: Path, unit: bytes, count: int, said: str):
+    folder = make_run(tmp_path / "run")
+    with gzip.open(folder / "trace" / "all-ranks.json.gz", "wb", compresslevel=1) as file:
+        file.write(b'{"traceEvents": [')
+        for _ in range(count):
+            file.write(unit)
+        file.write(b"0]}")
+    tracemalloc.start()
+    text = html.unescape(_page(folder))
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert said in text
+    assert most < 200 << 20
 
 
 def test_an_interrupted_run_has_its_curves(tmp_path: Path):

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -122,3 +124,20 @@ def test_too_little_held_out_text_is_one_clear_line(tmp_path):
     text, held_out = _text(tmp_path, 1000), _text(tmp_path, 10)
     with pytest.raises(ConfigError, match=r"data.held_out has 10 tokens; .* data.sequence \(10\)"):
         load_data(DataConfig(text=text, held_out=held_out, sequence=10))
+
+
+@pytest.mark.parametrize("kind", ["text", "jsonl"])
+def test_no_more_of_a_large_file_is_read_than_is_used(tmp_path: Path, kind: str):
+    path = tmp_path / "large"
+    line = '{"prompt": "what is it?", "completion": "a bit"}\n' if kind == "jsonl" else "a bit is the unit\n"
+    path.write_text(100 * line)
+    os.truncate(path, 1 << 28)  # zeros that take no room on the disk
+    tracemalloc.start()
+    loaded = load_data(DataConfig(text=(str(path),), format=kind, sequence=64, batch=2, max_bytes=4000))
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(loaded.train) >= 2
+    assert most < 64 << 20
+    assert [note.split(" were not")[0] for note in loaded.notes] == (
+        [f"samples of {(1 << 28) - 4000 // len(line) * len(line)} bytes"] if kind == "jsonl" else []
+    )

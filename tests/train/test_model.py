@@ -148,7 +148,7 @@ def test_what_can_not_be_loaded_is_named(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama", "vocab_size": 9}')
     with pytest.raises(ConfigError, match="vocabulary has 9 entries, the tokenizer 256"):
         vocabulary(ModelConfig(pretrained=str(tmp_path)), 256)
-    with pytest.raises(ConfigError, match=r"model.pretrained .* cannot be loaded"):
+    with pytest.raises(ConfigError, match=r"model.pretrained .* holds no weights"):
         build_model(ModelConfig(pretrained=str(tmp_path)), vocab=9, sequence=8, seed=0)
     with pytest.raises(ConfigError, match="vocabulary has 9 entries"):
         vocabulary(ModelConfig(vocab=9), 256)

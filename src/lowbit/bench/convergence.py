@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
-from rich.console import Console
 
 from lowbit.bench.progress import step_bars
 from lowbit.bench.replicas import RANKS
@@ -33,6 +32,7 @@ from lowbit.config import ConfigError, NonNegative, Positive, section
 from lowbit.pipeline.arguments import check_warm_up
 from lowbit.report import Baseline, Column, Command, Points, Row, Table
 from lowbit.report.style import family, recommended, row_name, title_of
+from lowbit.terminal import console
 from lowbit.train.config import DataConfig, ModelConfig, OptimizerConfig
 from lowbit.train.corpus import library_files
 from lowbit.train.data import load_data
@@ -246,7 +246,7 @@ def train_all(
     ]
     steps = {"steps": sum(recipes[one["regime"]].steps for one in runs)}
     with (
-        step_bars(steps, Console(stderr=True)) as step,
+        step_bars(steps, console(stderr=True)) as step,
         Workers("lowbit.bench.training", min(settings.jobs, max(1, len(runs)))) as workers,
     ):
         yield from workers.share("train", orders, on_progress=lambda line: step("steps", line))

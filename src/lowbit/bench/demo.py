@@ -14,6 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
+from lowbit import terminal
 from lowbit.bench.curves import curve, reached
 from lowbit.bench.pipeline import PipelineBenchmark
 from lowbit.bench.progress import step_bars
@@ -97,7 +98,7 @@ def run(output: Path = Path("runs/demo"), *, console: Console | None = None) -> 
         ConfigError, OSError: the folder cannot be written to.
         ChildProcessError: a rank failed.
     """
-    console = console or Console()
+    console = console or terminal.console()
     check_output(output)
     link = choose_link(console)
     rows = []

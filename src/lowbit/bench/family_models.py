@@ -46,7 +46,7 @@ def family_model(family: Family, *, dim: int, layers: int, vocab: int, sequence:
     else:
         sizes |= {"intermediate_size": 11 * dim // 4, "num_key_value_heads": max(1, heads // 2), "head_dim": 32}
     config = AutoConfig.for_model(NAMES.get(family, family), **sizes)
-    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").float().train()
+    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", trust_remote_code=False).float().train()
 
 
 def _with_adapters(model: Any, dropout: float) -> Any:

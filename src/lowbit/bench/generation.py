@@ -22,6 +22,7 @@ from lowbit.report import Bars, Baseline, Column, Command, Row, Table
 from lowbit.report.style import row_name, title_of
 from lowbit.tensor_parallel.reduce import check_codec
 from lowbit.train.config import DataConfig
+from lowbit.train.pretrained import check_files, transformers_config
 
 OWN = "transformers"
 """Transformers' own stages and sums, in the model's dtype."""
@@ -158,9 +159,13 @@ def measure(settings: GenerationBenchmark, earlier: Sequence[Row]) -> Iterator[S
         Transformers' own.
 
     Raises:
+        ConfigError: `pretrained` is no folder with a model.
         LinkUnavailable: a limited link is asked for and this machine does not permit one.
         ChildProcessError: a rank failed.
     """
+    if settings.pretrained:
+        transformers_config(settings.pretrained, "pretrained")
+        check_files(settings.pretrained, "pretrained")
     taken: list[Turns] = []
     count = 2 * settings.per_host
     with started(PROGRAM, count, settings.links, per_host=settings.per_host) as (network, ranks):

@@ -23,6 +23,7 @@ from lowbit.tensor_parallel import Installed, SumSettings, calibrate, low_bit_
 from lowbit.train.answers import Answers
 from lowbit.train.config import DataConfig
 from lowbit.train.data import Windows, load_data
+from lowbit.train.pretrained import load
 
 Key = tuple[str, str]
 """Layout and format."""
@@ -169,7 +170,7 @@ def _model_of(settings: dict[str, Any]) -> Any:
     """The whole model, in evaluation mode."""
     dtype = _DTYPES[settings["precision"]]
     if settings["pretrained"]:
-        return AutoModelForCausalLM.from_pretrained(settings["pretrained"], dtype=dtype).eval()
+        return load(AutoModelForCausalLM, settings["pretrained"], "pretrained", dtype=dtype)[0].eval()
     torch.manual_seed(settings["seed"])
     config = LlamaConfig(
         hidden_size=settings["width"], intermediate_size=settings["ffn"], num_hidden_layers=settings["layers"],

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import itertools
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, get_args
 
@@ -21,6 +22,8 @@ from lowbit.report import Baseline, Column, Command, Row, Stacks, Table
 from lowbit.train.config import DataConfig, ModelConfig
 from lowbit.train.data import load_data
 from lowbit.train.model import vocabulary
+
+log = logging.getLogger(__name__)
 
 Method = Literal["bf16", "checkpoint", "fp8", "int4-uniform", "int4", "low-bit", "low-bit+8bit"]
 METHODS = get_args(Method)
@@ -102,12 +105,17 @@ def measure(settings: MemoryBenchmark, earlier: Sequence[Row]) -> Iterator[list[
 
     Raises:
         ConfigError: text, model or device that cannot be used.
-        ModuleNotFoundError: a method needs torchao, which is not installed.
+        ModuleNotFoundError: a method that was chosen needs torchao, which is not installed; of all methods, it is left
+            out.
         ChildProcessError: a measurement failed.
     """
     check_device(settings.device)
-    if EIGHT_BIT in settings.methods and importlib.util.find_spec("torchao") is None:
-        raise ModuleNotFoundError("No module named 'torchao'", name="torchao")
+    methods = settings.methods
+    if not settings.depths and EIGHT_BIT in methods and importlib.util.find_spec("torchao") is None:
+        if methods != METHODS:  # it was asked for by name
+            raise ModuleNotFoundError("No module named 'torchao'", name="torchao")
+        methods = tuple(method for method in methods if method != EIGHT_BIT)
+        log.warning('%s is left out: torchao is missing; install it with: pip install "lowbit[8bit]"', EIGHT_BIT)
     load_data(settings.data(max(settings.sequences)))  # an unreadable text is an error here
     rows = list(earlier)
     if settings.depths:
@@ -115,7 +123,7 @@ def measure(settings: MemoryBenchmark, earlier: Sequence[Row]) -> Iterator[list[
         return
     known = {(row["method"], row["sequence"]) for row in rows}
     yield rows
-    for sequence, method in itertools.product(settings.sequences, settings.methods):
+    for sequence, method in itertools.product(settings.sequences, methods):
         if (method, sequence) not in known:
             rows.append(_measured(settings, method, sequence))
             rows.sort(key=lambda row: (row["sequence"], METHODS.index(row["method"])))

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from lowbit.terminal import filtered_again
 from lowbit.train.progress import Rhythm
 
 _WIDE = 100  # characters of a terminal that has room for bars beside the text
@@ -23,10 +24,10 @@ def step_bars(steps: Mapping[str, int], console: Console) -> Iterator[Callable[[
 def _bars(steps: Mapping[str, int], console: Console) -> Iterator[Callable[[str, str], None]]:
     wide = [BarColumn(10), TimeElapsedColumn()] if console.width >= _WIDE else []
     columns = (
-        TextColumn("{task.fields[name]}"), MofNCompleteColumn(), *wide, TimeRemainingColumn(compact=True),
+        TextColumn("{task.fields[name]}", markup=False), MofNCompleteColumn(), *wide, TimeRemainingColumn(compact=True),
         TextColumn("{task.description}", markup=False),
     )  # fmt: skip
-    with Progress(*columns, console=console, speed_estimate_period=_SPEED_SECONDS) as bars:
+    with Progress(*columns, console=console, speed_estimate_period=_SPEED_SECONDS) as bars, filtered_again():
         tasks = {name: bars.add_task("", total=total, name=name, start=False) for name, total in steps.items()}
 
         def step(name: str, line: str) -> None:

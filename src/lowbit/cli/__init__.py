@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from lowbit import __version__
 from lowbit.cli.app import COMMANDS, Command
 from lowbit.cli.errors import one_line_errors
+from lowbit.terminal import filtered
 
 __all__ = ["main"]
 
@@ -27,7 +28,7 @@ def main(words: Sequence[str] | None = None, *, program: str = "lowbit", command
     # PyTorch writes pages of stack traces when a store ends or does not answer; errors name the cause in one line.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     given = list(sys.argv[1:] if words is None else words)
-    with one_line_errors("--traceback" in given):
+    with filtered(), one_line_errors("--traceback" in given):
         if given[:1] == ["--version"]:
             print(f"lowbit {__version__}")
         else:

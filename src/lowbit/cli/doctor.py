@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowbit.cli.text import columns, wrapped
+from lowbit.terminal import console
 
 if TYPE_CHECKING:
     from lowbit.cli.parser import Parser
@@ -63,9 +64,6 @@ class Doctor:
 
 def _show(rows: Sequence[dict[str, Any]], tables: Sequence[Any], ending: str) -> None:
     """Print one page: what is wrong and how to mend it, then the machines and links."""
-    from rich.console import Console
-    from rich.markup import escape
-
     findings = [row for row in rows if row["kind"] == "finding"]
     count = sum(row["level"] == "stop" for row in findings)
     print("Nothing would stop the training." if not count else f"{count} of these would stop the training:")
@@ -75,8 +73,7 @@ def _show(rows: Sequence[dict[str, Any]], tables: Sequence[Any], ending: str) ->
         if row["mend"]:
             print("\n".join(wrapped(f"        → {row['mend']}", columns(), 10)))
     print()
-    shown = [{key: escape(value) if isinstance(value, str) else value for key, value in row.items()} for row in rows]
     for table in tables:
-        Console().print(table.render(shown))
+        console().print(table.render(rows))
     if ending:
         print(ending)

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from lowbit.terminal import one_line
+
 TRAIN = "train"
 """The extra that every command needs."""
 _TRAIN = ("pydantic", "transformers", "tokenizers", "safetensors", "rich", "tensorboard", "matplotlib")
@@ -69,8 +71,8 @@ def describe(error: Exception) -> str:
     if isinstance(error, ModuleNotFoundError):
         return f'{error.name} is missing; install it with: pip install "lowbit[{_extra(error)}]"'
     if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
-    return " ".join(str(error).split())
+        return one_line(f"{os.fsdecode(error.filename)}: {error.strerror}")
+    return one_line(str(error))
 
 
 def _extra(error: ModuleNotFoundError) -> str | None:

@@ -6,8 +6,9 @@ import os
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.table import Table
+
+from lowbit.terminal import console
 
 if TYPE_CHECKING:
     from lowbit.train import Summary
@@ -24,7 +25,7 @@ def print_pairs(pairs: Iterable[tuple[str, str]]) -> None:
     table = Table(show_header=False, box=None, pad_edge=False)
     for name, value in pairs:
         table.add_row(name, value)
-    Console().print(table)
+    console().print(table)
 
 
 def _lines(summary: Summary) -> Iterator[tuple[str, str]]:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from lowbit.config.section import ConfigError, Setting, build, settings_of
 from lowbit.config.types import Text
+from lowbit.terminal import printable
 
 _Class = TypeVar("_Class")
 _WIDTH = 80
@@ -37,11 +38,16 @@ def to_toml(config: Any, *, meanings: bool = True) -> str:
 
 
 def in_toml(value: Any) -> str:
-    """A value in TOML's notation, which is that of JSON for all values of fields."""
+    """A value in TOML's notation, which is that of JSON for all values of fields.
+
+    What a terminal would act upon is escaped.
+    """
     if isinstance(value, tuple):
         return f"[{', '.join(map(in_toml, value))}]"
     text = json.dumps(value if isinstance(value, str | int | float) else str(value), ensure_ascii=False)
-    return text.replace("\x7f", "\\u007f")
+    if text.isprintable():
+        return text
+    return "".join(c if printable(c) == c else f"\\U{ord(c):08x}" for c in text)
 
 
 def read_toml(path: Path) -> dict[str, Any]:

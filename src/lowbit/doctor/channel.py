@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
-from lowbit.train.checkpoints.manifest import printable
+from lowbit.terminal import printable
 
 PROTOCOL = 1
 """Number of the protocol. Messages may gain keys without a new one: unknown keys are ignored."""

@@ -16,7 +16,7 @@ from lowbit.config import ConfigError
 from lowbit.doctor.messages import Finding
 from lowbit.doctor.settings import PORT, DoctorSettings
 from lowbit.ranks.checksum import SECRET
-from lowbit.train.checkpoints.manifest import printable
+from lowbit.terminal import printable
 
 _SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
 _WAIT_SECONDS = 60.0  # at most, for machines that are all started now

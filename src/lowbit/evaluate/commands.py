@@ -10,6 +10,7 @@ from typing import Any
 from lowbit.evaluate.settings import BASELINE, CalibrationConfig, EvaluationConfig
 from lowbit.report import Bars, Baseline, Column, Command, Heights, Row, Table, compare
 from lowbit.report.style import recommended, title_of
+from lowbit.terminal import console
 
 _SHOWN = 4  # features in the table of a calibration
 
@@ -20,14 +21,12 @@ def _calibrate(settings: Any, earlier: Sequence[Row]) -> Iterator[Sequence[Row]]
 
 def _evaluate(settings: Any, earlier: Sequence[Row]) -> Iterator[Sequence[Row]]:
     """Also print each row on a terminal while others are still measured."""
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    shown = console.is_terminal and os.environ.get("RANK", "0") == "0"
+    screen = console(stderr=True)
+    shown = screen.is_terminal and os.environ.get("RANK", "0") == "0"
     for rows in importlib.import_module("lowbit.evaluate.run").measure(settings):
         if shown:
             row = compare(rows, EVALUATE.baselines)[-1]
-            console.print(_line(row))
+            screen.print(_line(row))
         yield rows
 
 

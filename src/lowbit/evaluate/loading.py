@@ -18,7 +18,9 @@ from lowbit.ranks.process_group import joined, world
 from lowbit.tensor_parallel import Calibration, SumSettings, tensor_parallel_
 from lowbit.tensor_parallel.encoders import ENCODERS
 from lowbit.tensor_parallel.low_bit import load_agreed
+from lowbit.terminal import console, filtered_again
 from lowbit.train.device import choose_autocast, choose_device
+from lowbit.train.pretrained import check_files, load, transformers_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -35,7 +37,9 @@ def prepare(settings: InferenceConfig) -> torch.device:
         ConfigError: no checkpoint, sequences that are too long for it, CUDA without a device.
     """
     device = choose_device(settings.device, world()[1], key="device")
-    longest = getattr(model_config(settings.model), "max_position_embeddings", None)
+    config = model_config(settings.model)
+    check_files(settings.model, "model")
+    longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and settings.length > longest:
         raise ConfigError(f"length is {settings.length}; the model has {longest} positions; allowed: at most as many")
     if settings.threads:
@@ -67,26 +71,14 @@ def load_model(folder: str, dtype: str, device: torch.device) -> PreTrainedModel
         ConfigError: no checkpoint there, or one that Hugging Face cannot load.
     """
     from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
-    from transformers.utils import logging as hugging_face
 
     kinds = {CAUSAL: AutoModelForCausalLM, MASKED: AutoModelForMaskedLM, ENCODER: AutoModel}
     kind = model_kind(folder)
-    hugging_face.disable_progress_bar()
-
-    def load(auto: Any) -> tuple[PreTrainedModel, list[str]]:
-        found, info = auto.from_pretrained(
-            folder, dtype=choose_dtype(dtype, device), local_files_only=True, output_loading_info=True
-        )
-        return found, sorted(info["missing_keys"])
-
-    try:
-        model, missing = load(kinds[kind])
-        if kind == MASKED and missing:
-            log.warning("%s has no %s: it is taken for an encoder that predicts no tokens", folder, missing[0])
-            model, missing = load(AutoModel)
-    except (OSError, ValueError, ImportError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"model {folder!r} cannot be loaded: {reason}") from error
+    options: Any = {"dtype": choose_dtype(dtype, device)}
+    model, missing = load(kinds[kind], folder, "model", complete=False, **options)
+    if kind == MASKED and missing:
+        log.warning("%s has no %s: it is taken for an encoder that predicts no tokens", folder, missing[0])
+        model, missing = load(AutoModel, folder, "model", complete=False, **options)
     if any(name.startswith("pooler.") for name in missing):  # nothing needs it
         model.pooler, missing = None, [name for name in missing if not name.startswith("pooler.")]
     if missing:
@@ -132,19 +124,7 @@ def model_config(folder: str) -> PreTrainedConfig:
     Raises:
         ConfigError: it is missing, or Hugging Face does not know the architecture.
     """
-    from transformers import AutoConfig
-
-    path = Path(folder) / "config.json"
-    if not path.is_file():
-        raise ConfigError(
-            f"model is {folder!r}, and there is no {path}; allowed: a local folder with a Hugging Face checkpoint"
-        )
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # Hugging Face checks fields with errors of its own
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"model is {folder!r}; {path} cannot be read: {reason}") from error
-    return config.get_text_config()
+    return transformers_config(folder, "model").get_text_config()
 
 
 def possible_ranks(folder: str, most: int = 128) -> list[int]:
@@ -188,11 +168,12 @@ def load_calibration(path: str | Path) -> Calibration:
 @contextlib.contextmanager
 def progress_bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
     """Show a bar on the terminal of the first rank; yield a function that takes the number that is done."""
-    from rich.console import Console
+    from rich.markup import escape
     from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
     columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn())
     hidden = os.environ.get("RANK", "0") != "0"
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=hidden) as bar:
-        task = bar.add_task(title, total=total)
+    screen = console(stderr=True)
+    with Progress(*columns, console=screen, transient=True, disable=hidden) as bar, filtered_again():
+        task = bar.add_task(escape(title), total=total)
         yield lambda done: bar.update(task, completed=done)

@@ -61,7 +61,10 @@ def load_parallel(folder: str | Path, *, tensor: int, stages: int, **options: An
 
     config = _Config(tp_size=tensor, pp_size=stages)
     with mock.patch.object(_mixin, "apply_tensor_parallelism", of_this_stage):
-        return AutoModelForCausalLM.from_pretrained(folder, distributed_config=config, **options).eval()
+        # Transformers' own default asks on the terminal whether to run a folder's code.
+        return AutoModelForCausalLM.from_pretrained(
+            folder, **({"distributed_config": config, "trust_remote_code": False} | options)
+        ).eval()
 
 
 def of_this_stage(model: nn.Module, mesh: Any, plan: dict[str, str]) -> nn.Module:

@@ -166,7 +166,11 @@ def _two_layers(model: ModelConfig, vocab: int, sequence: int) -> tuple[Any, Any
     config.num_hidden_layers = 2
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:2]
-    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").float(), config, layers
+    return (
+        AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", trust_remote_code=False).float(),
+        config,
+        layers,
+    )
 
 
 def _usual(*works: Callable[[], object], device: torch.device | None = None, rounds: int = _ROUNDS) -> list[float]:

@@ -51,7 +51,7 @@ class StageMeter:
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[:2]
         torch.manual_seed(settings.seed)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").float()
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", trust_remote_code=False).float()
         self.mixed = settings.weights == "fp32"
         self.model = model if self.mixed else model.bfloat16()
         self.dtype = torch.float32 if self.mixed else torch.bfloat16  # of the stages' outputs

@@ -14,8 +14,10 @@ from __future__ import annotations
 import functools
 import hashlib
 import hmac
+import json
 import os
 import struct
+from typing import Any
 
 import torch
 import xxhash
@@ -27,6 +29,9 @@ CHECKSUM_BYTES = 8
 """Bytes that follow the payload in a message."""
 SECRET = "LOWBIT_SECRET"
 """Environment variable with the secret of a run, which all of its ranks know."""
+ATTEMPT = "LOWBIT_ATTEMPT"
+"""Environment variable with the name of an attempt at a run, from a launcher that starts all of its ranks."""
+_attempt = ""  # of this process's last meeting
 _WORD = 8  # bytes that the checksum on a device takes at a time
 _LOW_HALF = 0xFFFFFFFF
 _ODD = (0x1E3779B97F4A7C15, 0x42B2AE3D27D4EB4F, 0x165667B19E3779F9)
@@ -158,6 +163,27 @@ def sealed_bytes(nbytes: int, checksums: bool = True) -> int:
 def run_secret() -> bytes:
     """The run's secret as this process was given it; empty without one."""
     return os.environ.get(SECRET, "").encode()
+
+
+def begin_attempt(name: str) -> None:
+    """Note the name of the attempt at a run that this process is part of, on which all of its ranks agree."""
+    global _attempt
+    _attempt = name
+
+
+def this_attempt() -> str:
+    """The name of this attempt: a launcher's, else one that the ranks drew together, else torchrun's count."""
+    return os.environ.get(ATTEMPT) or _attempt or os.environ.get("TORCHELASTIC_RESTART_COUNT") or "0"
+
+
+def signature(secret: bytes, *said: Any) -> str:
+    """A keyed hash (HMAC-SHA256) of JSON values, in hexadecimal digits."""
+    return hmac.new(secret, json.dumps(said, sort_keys=True).encode(), hashlib.sha256).hexdigest()
+
+
+def is_signed(written: object, secret: bytes, *said: Any) -> bool:
+    """Whether `written` is the signature of these values by somebody who knows the secret."""
+    return isinstance(written, str) and hmac.compare_digest(written.encode(), signature(secret, *said).encode())
 
 
 @functools.cache

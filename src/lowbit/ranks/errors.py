@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from lowbit.terminal import lines
+
 
 class PeerError(RuntimeError):
     """A peer ended, or did not answer in time.
@@ -11,7 +13,7 @@ class PeerError(RuntimeError):
     """
 
     def __init__(self, message: str, rank: int) -> None:
-        super().__init__(message)
+        super().__init__(lines(message))  # others wrote parts of it
         self.rank = rank
 
 
@@ -19,6 +21,9 @@ class AgreementError(RuntimeError):
     """The ranks contradict each other, or some never came; the same text on every rank."""
 
     on_all_ranks = True
+
+    def __init__(self, message: str) -> None:
+        super().__init__(lines(message))  # others wrote parts of it
 
 
 def described(error: BaseException) -> str:

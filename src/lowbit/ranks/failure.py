@@ -18,8 +18,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lowbit.ranks.checksum import is_signed, run_secret, signature, this_attempt
 from lowbit.ranks.errors import AgreementError, PeerError, described
-from lowbit.ranks.groups import job_ranks
+from lowbit.ranks.groups import is_known, job_ranks
 from lowbit.ranks.store import Board, bounded, wait_until
 
 _CLOSED_GRACE = 0.5  # seconds for the note of a suspect that gave up on somebody itself to arrive
@@ -38,7 +39,10 @@ class FailureBoard:
     """
 
     def __init__(self, group: dist.ProcessGroup, topic: str, names: Sequence[str], timeout: float) -> None:
-        self._board = Board(group.get_group_store(), f"lowbit/failure/{topic}")
+        key = f"lowbit/failure/{topic}"
+        self._board = Board(group.get_group_store(), key)
+        # Groups of other makers, such as torchft's, join processes of several runs, each with attempts of its own.
+        self._place = (this_attempt() if is_known(group) else "", key)
         self.topic = topic
         self._names = list(names)
         self._rank = group.rank()
@@ -87,7 +91,7 @@ class FailureBoard:
         agreement = isinstance(error, AgreementError)
         text = (str(error) if agreement else described(error))[:_MOST_CHARACTERS]
         note = {"rank": self._rank, "reason": text, "agreement": agreement}
-        written = _within(0.2 * self._timeout, lambda: self._board.append(**note))
+        written = _within(0.2 * self._timeout, lambda: self._write(**note))
         sever()
         if written and self._rank == self._host:
             _within(0.2 * self._timeout, lambda: self._linger(self._rank, min(_LINGER, 0.1 * self._timeout)))
@@ -104,11 +108,11 @@ class FailureBoard:
         _within(limit, lambda: self._follow(trace, silent))
         culprit = trace.chain[-1]
         if trace.note.get("agreement"):
-            error = AgreementError(trace.note["reason"])
+            error = AgreementError(trace.note["reason"][:_MOST_CHARACTERS])
             error.on_all_ranks = False  # those that wait for this one do not know it yet
             return error
         if trace.note:
-            return PeerError(f"{self._names[culprit]} gave up: {trace.note['reason']}", culprit)
+            return PeerError(f"{self._names[culprit]} gave up: {trace.note['reason'][:_MOST_CHARACTERS]}", culprit)
         failed = f"did not answer within {self._timeout:g} s" if silent else "closed its connection"
         text = f"{self._names[suspect]} {failed if cause else 'gave up'}"
         if culprit != suspect:
@@ -123,7 +127,7 @@ class FailureBoard:
     def _follow(self, trace: _Trace, silent: bool) -> None:
         """Extend the chain for as long as new notes may come, and keep the reason that its last rank left."""
         chain = trace.chain
-        self._board.append(rank=self._rank, suspect=chain[0], silent=silent)
+        self._write(rank=self._rank, suspect=chain[0], silent=silent)
         start = time.monotonic()
         while True:
             notes, _ = self._read()
@@ -139,7 +143,7 @@ class FailureBoard:
             if trace.note or time.monotonic() > start + grace:
                 break
             time.sleep(_POLL)
-        self._board.append(seen=self._rank)
+        self._write(seen=self._rank)
         trace.finished = True
         if self._rank == self._host:
             self._linger(chain[-1], min(_LINGER, (0.1 if silent else 0.5) * self._timeout))
@@ -149,11 +153,16 @@ class FailureBoard:
         others = set(range(len(self._names))) - {culprit}
         wait_until(lambda: others <= self._read()[1], seconds)
 
+    def _write(self, **note: Any) -> None:
+        self._board.append(**note, signature=signature(run_secret(), *self._place, note))
+
     def _read(self) -> tuple[dict[int, dict[str, Any]], set[int]]:
-        """The last note of each rank, and the ranks that are done reading; malformed lines are ignored."""
+        """The last note of each rank, and the ranks that are done reading; lines that no rank signed are ignored."""
         notes: dict[int, dict[str, Any]] = {}
         seen: set[int] = set()
         for line in self._board.entries():
+            if not is_signed(line.pop("signature", None), run_secret(), *self._place, line):
+                continue
             rank: Any = line.get("rank", line.get("seen"))
             if not self._is_rank(rank):
                 continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import subprocess
 import threading
@@ -48,17 +49,19 @@ def start_all(program: Program, ranks: int, *, secret: str | None = None) -> Non
     Raises:
         LaunchError: one of them failed; none is left.
     """
-    from lowbit.ranks.checksum import SECRET
+    from lowbit.ranks.checksum import ATTEMPT, SECRET
     from lowbit.ranks.meeting import listen, new_secret
     from lowbit.ranks.peers import Alarm
     from lowbit.ranks.store import of_attempt
 
     secret = new_secret() if secret is None else secret
     store = listen("127.0.0.1", 0, timeout=60)
-    alarm = Alarm(of_attempt(store), secret.encode())
+    attempt = secrets.token_hex(16)
+    alarm = Alarm(of_attempt(store), secret.encode(), [attempt])
     common = {
         "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True", SECRET: secret,
+        ATTEMPT: attempt,
     }  # fmt: skip
     processes = [Process(program, r, common | {"RANK": str(r), "LOCAL_RANK": str(r)}) for r in range(ranks)]
     _watch(processes, alarm)

@@ -16,6 +16,7 @@ import os
 import secrets
 import socket
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 
@@ -147,11 +148,19 @@ def reach(rank: int, *, timeout: float, patience: float, number: int = 0) -> Sto
     return of_attempt(store, f"{os.environ.get('TORCHELASTIC_RESTART_COUNT') or 0}/{number}")
 
 
-def prove(store: Store, rank: int, ranks: int, *, secret: bytes, patience: float) -> None:
+def prove(
+    store: Store, rank: int, ranks: int, *, secret: bytes, patience: float, known: Callable[[str], None] | None = None
+) -> str:
     """Show all other ranks that this one knows the secret, and have them show it; to be called by every rank.
 
     Each rank has written a random number (`meet`). It now writes a keyed hash (HMAC-SHA256) of all of them and its own
     rank. So nothing that was written for another run or by another rank proves anything.
+
+    Args:
+        known: called with the name of this attempt, before the others see that this rank knows it.
+
+    Returns:
+        The name of this attempt: a digest of the numbers.
 
     Raises:
         AloneError: a rank did not come in time.
@@ -159,6 +168,8 @@ def prove(store: Store, rank: int, ranks: int, *, secret: bytes, patience: float
     """
     numbers = _everybody(store, "hello", rank, ranks, patience)
     run = hashlib.sha256(b"|".join(numbers)).digest()
+    if known is not None:
+        known(run.hex())
     store.set(f"proof/{rank}", _proof(secret, run, rank))
     proofs = _everybody(store, "proof", rank, ranks, patience)
     strangers = [
@@ -169,6 +180,7 @@ def prove(store: Store, rank: int, ranks: int, *, secret: bytes, patience: float
             f"{', '.join(strangers)} did not prove knowledge of this run's secret to rank {rank}; "
             f"allowed: the same {SECRET} on all machines"
         )
+    return run.hex()
 
 
 def _proof(secret: bytes, run: bytes, rank: int) -> str:

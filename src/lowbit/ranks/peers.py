@@ -14,8 +14,6 @@ A process that was stopped for a while does not blame the others: silence is cou
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import hmac
 import itertools
 import json
 import math
@@ -23,15 +21,17 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch._C._distributed_c10d import Store
 
+from lowbit.ranks.checksum import is_signed, signature, this_attempt
 from lowbit.ranks.errors import AgreementError, PeerError, first_line
 from lowbit.ranks.meeting import launcher_keeps_store
 from lowbit.ranks.process import ALONE, FAILED
 from lowbit.ranks.store import Board
+from lowbit.terminal import MOST_CHARACTERS, lines, one_line
 
 _BEAT_SECONDS = 0.5
 _TURN_SECONDS = 0.2
@@ -51,37 +51,37 @@ class Cause(NamedTuple):
     text: str
     alone: bool = False
 
-    def signed(self, secret: bytes) -> str:
+    def signed(self, secret: bytes, attempt: str) -> str:
         """The text that is written to the store."""
-        return json.dumps([*self, self._signature(secret)])
+        return json.dumps([*self, signature(secret, attempt, *self)])
 
     @classmethod
-    def read(cls, written: object, secret: bytes) -> Cause | None:
-        """Parse a signed text; None if nobody who knows the secret wrote it."""
+    def read(cls, written: object, secret: bytes, attempts: Iterable[str]) -> Cause | None:
+        """Parse a signed text; None unless somebody who knows the secret wrote it, in one of these attempts."""
         with contextlib.suppress(ValueError, TypeError, OverflowError, RecursionError):
-            rank, text, alone, signature = json.loads(written)  # pyright: ignore[reportArgumentType]
+            rank, text, alone, signed = json.loads(written)  # pyright: ignore[reportArgumentType]
             cause = cls(int(rank), str(text), bool(alone))
-            if hmac.compare_digest(cause._signature(secret), str(signature)):
-                return cause
+            if any(is_signed(signed, secret, attempt, *cause) for attempt in attempts):
+                return cause._replace(text=lines(cause.text[:MOST_CHARACTERS]))
         return None
-
-    def _signature(self, secret: bytes) -> str:
-        return hmac.new(secret, json.dumps(self).encode(), hashlib.sha256).hexdigest()
 
 
 class Alarm:
-    """The board for causes and for the ranks that have read them; unsigned causes are ignored.
+    """The board for causes and for the ranks that have read them.
+
+    A cause that is not signed for this attempt is ignored: somebody may have kept it from an earlier one.
 
     Args:
         store: the part of a store for this attempt at the run (`store.of_attempt`). secret: of the run.
+        attempts: names of the attempt, of which the last is used to sign.
     """
 
-    def __init__(self, store: Store, secret: bytes) -> None:
-        self._board, self._secret = Board(store, "alarm"), secret
+    def __init__(self, store: Store, secret: bytes, attempts: Sequence[str]) -> None:
+        self._board, self._secret, self._attempts = Board(store, "alarm"), secret, attempts
 
     def sound(self, cause: Cause) -> Cause | None:
         """Write a cause; returns the first one, with which all ranks end."""
-        self._board.append(cause=cause.signed(self._secret))
+        self._board.append(cause=cause.signed(self._secret, self._attempts[-1]))
         return self.read()[0]  # after an answer this process may end: the store has the line
 
     def acknowledge(self, rank: int) -> None:
@@ -91,7 +91,8 @@ class Alarm:
     def read(self) -> tuple[Cause | None, set[int]]:
         """The first cause, if there is one, and the ranks that know it; one round trip."""
         entries = self._board.entries()
-        causes = (Cause.read(entry["cause"], self._secret) for entry in entries if "cause" in entry)
+        attempts = tuple(self._attempts)
+        causes = (Cause.read(entry["cause"], self._secret, attempts) for entry in entries if "cause" in entry)
         readers = {entry["read"] for entry in entries if isinstance(entry.get("read"), int)}
         return next((cause for cause in causes if cause), None), readers
 
@@ -115,7 +116,7 @@ class Peers:
         self._limit = _SHARE * timeout
         self._patience = min(4.0, max(3 * _BEAT_SECONDS, 0.15 * timeout))
         self._grace = min(_GRACE_SECONDS, 1.0 + 0.1 * timeout)
-        self._secret = secret
+        self._secret, self._attempts = secret, [this_attempt()]
         self._store: Any = store  # PyTorch's stubs lack `clone`
         self._beats: dict[int, bytes] = {}
         self._silence: dict[int, float] = {}  # seconds, of each peer that has been heard
@@ -132,6 +133,17 @@ class Peers:
         ]
         for thread in self._threads:
             thread.start()
+
+    def enter(self, attempt: str) -> None:
+        """Sign alarms for the attempt of this name, which the ranks have drawn; alarms of before count until `settle`.
+
+        To be called before this rank shows the others that it knows the name.
+        """
+        self._attempts.append(attempt)
+
+    def settle(self) -> None:
+        """Ignore alarms without the attempt's name: all ranks know it."""
+        del self._attempts[:-1]
 
     def close(self) -> None:
         """Stop watching; the run is over.
@@ -172,7 +184,7 @@ class Peers:
         store know the cause.
         """
         names_ranks = isinstance(error, ConnectionError)
-        text = str(error) if names_ranks else f"rank {self.rank} failed: {first_line(error)}"
+        text = lines(str(error) if names_ranks else f"rank {self.rank} failed: {first_line(error)}")[:MOST_CHARACTERS]
         mine = Cause(self.rank, text, getattr(error, "alone", False))
         if isinstance(error, PeerError):  # the cause is known already
             cause = Cause(error.rank, str(error))
@@ -223,7 +235,7 @@ class Peers:
     def _beat(self) -> None:
         try:
             store = self._store.clone()
-            alarm = Alarm(store, self._secret)
+            alarm = Alarm(store, self._secret, self._attempts)
             for count in itertools.count():
                 self._exchange(store, alarm, count)
                 self._store_silence = 0.0
@@ -269,6 +281,6 @@ class Peers:
     def _end(self, cause: Cause) -> None:
         if self._closed.is_set():
             return
-        sys.stderr.write(f"rank {self.rank}: error: {' '.join(cause.text.split())}\n")
+        sys.stderr.write(f"rank {self.rank}: error: {one_line(cause.text)}\n")
         sys.stderr.flush()
         os._exit(ALONE if cause.alone else FAILED)

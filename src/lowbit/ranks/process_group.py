@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from lowbit.config import ConfigError
-from lowbit.ranks.checksum import run_secret
+from lowbit.ranks.checksum import ATTEMPT, begin_attempt, run_secret
 from lowbit.ranks.groups import default_group, next_round
 from lowbit.ranks.meeting import MeetingError, meet, prove
 from lowbit.ranks.peers import Peers
@@ -86,9 +86,12 @@ def joined(timeout: float, *, backend: str = "gloo", patience: float | None = No
     if not alone and "GLOO_SOCKET_IFNAME" not in os.environ and (name := interface_towards(os.environ["MASTER_ADDR"])):
         os.environ["GLOO_SOCKET_IFNAME"] = name
     try:
-        with _watched(store, rank, ranks, timeout):
+        with _watched(store, rank, ranks, timeout) as peers:
             if not alone:
-                prove(store, rank, ranks, secret=run_secret(), patience=patience)
+                known = None if peers is None or ATTEMPT in os.environ else peers.enter
+                begin_attempt(prove(store, rank, ranks, secret=run_secret(), patience=patience, known=known))
+                if peers is not None:
+                    peers.settle()
             _connect(backend, PrefixStore("group", store), rank, ranks, timedelta(seconds=0.8 * timeout))
             yield
     except BaseException:
@@ -115,13 +118,13 @@ def _leave() -> None:
 
 
 @contextlib.contextmanager
-def _watched(store: Store, rank: int, ranks: int, timeout: float) -> Iterator[None]:
+def _watched(store: Store, rank: int, ranks: int, timeout: float) -> Iterator[Peers | None]:
     if ranks == 1:
-        yield
+        yield None
         return
     peers = Peers(store, rank=rank, ranks=ranks, timeout=timeout, secret=run_secret())
     with peers.explaining():
-        yield
+        yield peers
 
 
 def interface_towards(host: str) -> str | None:

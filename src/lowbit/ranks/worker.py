@@ -27,6 +27,9 @@ def work(do: Callable[[Any], object], exit_code: Callable[[Exception], int]) -> 
         do: called with the parsed order. Imports that take long belong there: the launcher waits for signs of life.
         exit_code: of an error (`lowbit.ranks.process`).
     """
+    from lowbit.terminal import filtered
+
+    filtered().__enter__()  # until the end of the process
     order = json.loads(sys.stdin.readline())
     for target in (_end_with_launcher, _pulse):
         threading.Thread(target=target, name=f"lowbit-{target.__name__[1:]}", daemon=True).start()
@@ -47,21 +50,23 @@ def _complain(error: Exception) -> None:
         import traceback
 
         traceback.print_exception(error)
-    text, rank = " ".join(str(error).split()), int(os.environ.get("RANK", "0"))
+    from lowbit.terminal import one_line
+
+    text, rank = one_line(str(error)), int(os.environ.get("RANK", "0"))
     sys.stderr.write(f"rank {rank}: error: {text}\n")
     _sound_alarm(rank, text if names_its_cause else f"rank {rank}: {text}")
 
 
 def _sound_alarm(rank: int, text: str) -> None:
     """Tell the launcher and the other ranks, if this rank failed before it watched them; the first cause counts."""
-    from lowbit.ranks.checksum import run_secret
+    from lowbit.ranks.checksum import run_secret, this_attempt
     from lowbit.ranks.meeting import launcher_keeps_store, reach
     from lowbit.ranks.peers import Alarm, Cause
 
     if not launcher_keeps_store():
         return
     with contextlib.suppress(RuntimeError, OSError):  # it is gone, too
-        Alarm(reach(rank, timeout=5, patience=5), run_secret()).sound(Cause(rank, text))
+        Alarm(reach(rank, timeout=5, patience=5), run_secret(), [this_attempt()]).sound(Cause(rank, text))
 
 
 def _end(code: int) -> Never:

@@ -17,6 +17,7 @@ from lowbit.report.charts import Chart, draw
 from lowbit.report.results import Report, machine, plain
 from lowbit.report.rows import Baseline, Row, compare
 from lowbit.report.tables import Table
+from lowbit.terminal import console, filtered_again
 
 _LOG_SECONDS = 30.0
 
@@ -104,8 +105,6 @@ def execute(command: Command, settings: Any, *, json: Path | None = None, png: P
         ValueError: `json` or `png` cannot be written, which is checked first; or what the command refuses.
         ModuleNotFoundError: a picture is asked for without matplotlib.
     """
-    from rich.console import Console
-
     check_output(json)
     check_output(png, picture=True)
     if os.environ.get("RANK", "0") != "0":
@@ -113,7 +112,7 @@ def execute(command: Command, settings: Any, *, json: Path | None = None, png: P
     with _shown(command) if command.live else nullcontext() as show:
         report = run(command, settings, file=json, on_rows=show)
     for table in command.tables:
-        Console().print(table.render(report.rows))
+        console().print(table.render(report.rows))
     if png is not None:
         draw(command.charts, report.rows, png)
     return report
@@ -122,13 +121,12 @@ def execute(command: Command, settings: Any, *, json: Path | None = None, png: P
 @contextmanager
 def _shown(command: Command) -> Iterator[Callable[[Sequence[Row]], None]]:
     """Show rows as they come: the first table on a terminal, elsewhere a line now and then."""
-    from rich.console import Console
     from rich.live import Live
 
-    console = Console(stderr=True)
-    if console.is_terminal:
+    screen = console(stderr=True)
+    if screen.is_terminal:
         # A thread that refreshes the screen would slow down the measurement.
-        with Live(console=console, transient=True, auto_refresh=False) as live:
+        with Live(console=screen, transient=True, auto_refresh=False) as live, filtered_again():
             yield lambda rows: live.update(command.tables[0].render(rows), refresh=True)
         return
     began = last = time.monotonic()

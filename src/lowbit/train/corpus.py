@@ -16,23 +16,24 @@ from lowbit.config import ConfigError
 from lowbit.train.config import DataConfig
 from lowbit.train.tokenizer import Tokenizer
 
+_PIECE_BYTES = 16 << 20
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
 
 
 def documents(data: DataConfig) -> Iterator[bytes]:
-    """The training documents, always in the same order.
+    """The training documents, always in the same order; of files, `data.max_bytes` bytes in total.
 
     Raises:
         ConfigError: a path or dataset does not exist or cannot be read.
     """
     if data.dataset:
         return _dataset_documents(data)
-    return _read(text_files(data) if data.text else library_files())
+    return _read(text_files(data) if data.text else library_files(), data.max_bytes)
 
 
 def held_out_documents(data: DataConfig) -> Iterator[bytes]:
     """The documents of `data.held_out`, like `documents`."""
-    return _read(held_out_files(data))
+    return _read(held_out_files(data), data.max_bytes)
 
 
 def text_files(data: DataConfig) -> list[Path]:
@@ -100,12 +101,20 @@ def _find(patterns: tuple[str, ...], key: str) -> list[Path]:
     return files
 
 
-def _read(files: Iterable[Path]) -> Iterator[bytes]:
+def _read(files: Iterable[Path], limit: int) -> Iterator[bytes]:
+    """The files' bytes, `limit` in total: nothing beyond is read, however large a file is."""
     for path in files:
         try:
-            yield path.read_bytes()
+            with path.open("rb") as file:
+                pieces = []
+                while limit > 0 and (piece := file.read(min(limit, _PIECE_BYTES))):
+                    pieces.append(piece)
+                    limit -= len(piece)
         except OSError as error:
             raise ConfigError(f"text file {path}: {error.strerror}") from error
+        yield b"".join(pieces)
+        if limit <= 0:
+            return
 
 
 def _dataset_documents(data: DataConfig) -> Iterator[bytes]:

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from lowbit.config import ConfigError
+from lowbit.terminal import printable
 from lowbit.train import corpus
 from lowbit.train.answers import Answers, encode, fit, fit_held_out
-from lowbit.train.checkpoints.manifest import printable
 from lowbit.train.config import DataConfig
 from lowbit.train.folder import RunFolder
 from lowbit.train.samples import Sample, read_samples

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lowbit.ranks.messages import Messages
 from lowbit.train.model import StageModule
+from lowbit.train.pretrained import load
 from lowbit.train.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def save_model(folder: Path, weights: dict[str, Tensor], config: PretrainedConfi
     if config.tie_word_embeddings:  # the last stage's copy; Hugging Face ties it again when it loads
         weights = {name: w for name, w in weights.items() if name != "lm_head.weight"}
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     logging.disable_progress_bar()
     model.save_pretrained(folder, state_dict=weights)
     tokenizer.hugging_face().save_pretrained(folder)
@@ -101,8 +102,9 @@ def generate(folder: str | Path, prompt: str, *, tokens: int = 80, temperature: 
     if not prompt:
         raise ValueError("prompt is ''; allowed: at least one character")
     logging.disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    model, _ = load(AutoModelForCausalLM, str(folder), "folder", dtype=torch.float32)
+    model = model.eval()
     generator = torch.Generator().manual_seed(seed)
     ids = torch.tensor([tokenizer(prompt)["input_ids"]])
     window = model.config.max_position_embeddings

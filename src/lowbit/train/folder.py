@@ -19,7 +19,8 @@ from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from lowbit.train.checkpoints.manifest import printable
+from lowbit.config import ConfigError
+from lowbit.terminal import printable
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._held = 0  # the descriptor of its lock
 
     @property
     def marked(self) -> bool:
@@ -85,7 +87,7 @@ class RunFolder:
         if file in _LOCKED or not self._try_lock(descriptor, patience):
             os.close(descriptor)
             return "" if file in _LOCKED else self._holder()
-        _LOCKED[file] = descriptor
+        _LOCKED[file] = self._held = descriptor
         self._append({"made": [], "process": os.getpid(), "host": socket.gethostname()})
         return ""
 
@@ -103,12 +105,29 @@ class RunFolder:
             os.close(descriptor)
         return "" if free else self._holder()
 
+    def check_there(self) -> None:
+        """Check that the folder which this process has locked has not been removed: what it writes would be lost.
+
+        Raises:
+            ConfigError: it has, or another one is in its place.
+        """
+        if self._own and (os.fstat(self._own).st_nlink == 0 or not (self.path / MARK).exists()):
+            raise ConfigError(
+                f"run.output {str(self.path)!r} was removed during the run, with all that was written there; "
+                "allowed: to leave it until the run has ended"
+            )
+
     def unlock(self) -> None:
         """Release the lock, if this process holds it."""
         with contextlib.suppress(OSError):
-            status = (self.path / MARK).stat()
+            status = os.fstat(self._own) if self._own else (self.path / MARK).stat()  # which may have been removed
             if (held := _LOCKED.pop((status.st_dev, status.st_ino), None)) is not None:
                 os.close(held)
+
+    @property
+    def _own(self) -> int:
+        """The descriptor of the lock that this object holds; 0 without one."""
+        return self._held if self._held in _LOCKED.values() else 0
 
     def clear(self) -> None:
         """Remove lowbit's files, and its folders that are empty then; cached token ids (`KEPT`) and the record stay.

@@ -15,10 +15,10 @@ import torch
 import lowbit
 from lowbit.codecs import parse
 from lowbit.config import ConfigError
+from lowbit.terminal import printable
 from lowbit.train.activations import planned_layers, written_out
 from lowbit.train.answers import Answers
 from lowbit.train.boundaries import in_full
-from lowbit.train.checkpoints.manifest import printable
 from lowbit.train.config import FULL_PRECISION, TrainConfig
 from lowbit.train.data import Data, Windows
 from lowbit.train.layout import Layout
@@ -201,7 +201,8 @@ def pretrained_digest(folder: str) -> str:
     if not folder:
         return ""
     digest = hashlib.sha256((Path(folder) / "config.json").read_bytes())
-    for path in sorted([*Path(folder).glob("*.safetensors"), *Path(folder).glob("*.bin")]):
+    files = (*Path(folder).glob("*.safetensors"), *Path(folder).glob("*.bin"))
+    for path in sorted(path for path in files if path.is_file()):
         size = path.stat().st_size
         digest.update(f"{path.name} {size}".encode())
         with path.open("rb") as file:

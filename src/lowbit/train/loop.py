@@ -131,13 +131,14 @@ class Run:
                 trainer.elastic.close()
             for watcher in self._watchers:
                 watcher.close()
-            if trainer.rank == 0 and run.report:
+            if trainer.rank == 0 and run.report and self.folder.marked:
                 write_report(self.output)
             self.folder.unlock()
 
     def _end_step(self, metrics: StepMetrics) -> None:
         """What is due after a step: other formats, a checkpoint, an evaluation."""
         run, trainer, done = self.config.run, self.trainer, metrics.step
+        self.folder.check_there()  # locked by rank 0, whose error ends all
         if self.auto is not None and self.auto.due(metrics):
             self._choose_formats(self.auto, done)
         if done == self.config.codec_warmup_steps:

@@ -8,9 +8,7 @@ instead of token ids; in a stage without the final norm, the identity replaces i
 from __future__ import annotations
 
 import copy
-import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +17,7 @@ from torch import Tensor, nn
 
 from lowbit.config import ConfigError
 from lowbit.train.config import FAMILIES, ModelConfig
+from lowbit.train.pretrained import check_weights, load, read_config, transformers_config
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -57,7 +56,7 @@ def vocabulary(model: ModelConfig, tokenizer_size: int) -> int:
     """
     wanted = model.vocab or tokenizer_size
     if model.pretrained:
-        wanted = int(_pretrained_config(model.pretrained)["vocab_size"])
+        wanted = int(read_config(model.pretrained)["vocab_size"])
     if wanted < tokenizer_size:
         raise ConfigError(
             f"the model's vocabulary has {wanted} entries, the tokenizer {tokenizer_size}; "
@@ -100,20 +99,27 @@ def build_model(model: ModelConfig, *, vocab: int, sequence: int, seed: int) -> 
         ConfigError: Hugging Face cannot load the folder.
     """
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
 
     config = hugging_face_config(model, vocab=vocab, sequence=sequence)
     torch.manual_seed(seed)
     if not model.pretrained:
-        return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").float()
-    logging.disable_progress_bar()
-    try:
-        return AutoModelForCausalLM.from_pretrained(
-            model.pretrained, config=config, dtype=torch.float32, attn_implementation="sdpa"
-        )
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"model.pretrained {model.pretrained!r} cannot be loaded: {reason}") from error
+        return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", trust_remote_code=False).float()
+    check_weights(model.pretrained, config)
+    loaded, _ = load(
+        AutoModelForCausalLM, model.pretrained, "model.pretrained",
+        config=config, dtype=torch.float32, attn_implementation="sdpa",
+    )  # fmt: skip
+    return loaded
+
+
+def check_pretrained(model: ModelConfig) -> None:
+    """Check all of a pretrained model that can be checked without loading it; nothing to do without one.
+
+    Raises:
+        ConfigError: its folder is damaged, incomplete, or of a model that is not supported.
+    """
+    if model.pretrained:
+        check_weights(model.pretrained, hugging_face_config(model, vocab=0, sequence=0))
 
 
 def hugging_face_config(model: ModelConfig, *, vocab: int, sequence: int) -> PretrainedConfig:
@@ -121,7 +127,8 @@ def hugging_face_config(model: ModelConfig, *, vocab: int, sequence: int) -> Pre
     from transformers import AutoConfig
 
     if model.pretrained:
-        config = AutoConfig.from_pretrained(model.pretrained)
+        read_config(model.pretrained)
+        config = transformers_config(model.pretrained, "model.pretrained")
         for key, value in _dropouts(config.model_type, model.dropout).items():
             setattr(config, key, value)
         return config
@@ -150,14 +157,14 @@ def linear_layers(model: ModelConfig) -> list[str]:
     from transformers import AutoModelForCausalLM
     from transformers.pytorch_utils import Conv1D
 
-    if not _pretrained_config(model.pretrained):
+    if not read_config(model.pretrained):
         return []
     config: Any = hugging_face_config(model, vocab=0, sequence=0)
     config.num_hidden_layers = 1
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:1]
     with torch.device("meta"):
-        whole = AutoModelForCausalLM.from_config(config)
+        whole = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     layer = getattr(whole.base_model, _ANATOMY[config.model_type].layers)[0]
     return [name for name, module in layer.named_modules() if isinstance(module, nn.Linear | Conv1D)]
 
@@ -267,24 +274,8 @@ class _Zero(nn.Module):
 
 def _size(model: ModelConfig, *names: str) -> Any:
     """A value of a pretrained model's configuration, under the first of these names that it has; None without one."""
-    values = _pretrained_config(model.pretrained)
+    values = read_config(model.pretrained)
     return next((values[name] for name in names if name in values), None)
-
-
-def _pretrained_config(folder: str) -> dict[str, Any]:
-    given, path = f"model.pretrained is {folder!r}", Path(folder) / "config.json"
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{given}; {path}: {error.strerror}; allowed: a folder with a saved model") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{given}; {path} is not JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{given}; {path} does not hold a JSON object")
-    kind = values.get("model_type")
-    if kind not in FAMILIES:
-        raise ConfigError(f"{given}, a model of type {kind!r}; allowed: {', '.join(FAMILIES)}")
-    return values
 
 
 def _ffn(model: ModelConfig) -> int:

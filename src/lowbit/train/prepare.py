@@ -35,7 +35,7 @@ from lowbit.train.gradients import storage_codec
 from lowbit.train.identity import changes_between, check_allowed, layout_of, refuse, run_identity, versions
 from lowbit.train.layout import Layout, make_layout
 from lowbit.train.lora import check_lora
-from lowbit.train.model import count_layers, hidden_size, longest_sequence, vocabulary
+from lowbit.train.model import check_pretrained, count_layers, hidden_size, longest_sequence, vocabulary
 from lowbit.train.replicas import all_reduce_codec, ranks_of_pipeline
 from lowbit.train.tied import tied_codec
 
@@ -106,6 +106,7 @@ def prepare(config: TrainConfig, *, ranks: int) -> Prepared:
     storage, all_reduce = storage_codec(config.gradients), all_reduce_codec(config.gradients)
     tied_rows = tied_codec(config.pipeline)
     check_output(config)
+    check_pretrained(config.model)
     check_lora(config)
     longest = longest_sequence(config.model)
     if longest is not None and config.data.sequence > longest:

@@ -5,6 +5,7 @@ It goes to standard error: one live line on a terminal, plain lines elsewhere.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import sys
 import time
@@ -13,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
+
+from lowbit.terminal import console, filtered_again
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -82,14 +85,14 @@ class Progress:
         self._was_slow = False
         self._rhythm = Rhythm(steps, clock)
         self._live: Live | None = None
+        self._display = contextlib.ExitStack()
         self._refreshed = float("-inf")
         if sys.stderr.isatty():
-            from rich.console import Console
             from rich.live import Live
 
             # A thread that refreshes the screen would slow down the steps.
-            self._live = Live(console=Console(stderr=True), auto_refresh=False)
-            self._live.start()
+            self._live = self._display.enter_context(Live(console=console(stderr=True), auto_refresh=False))
+            self._display.enter_context(filtered_again())
 
     def record(self, metrics: StepMetrics) -> None:
         """Show a step."""
@@ -122,8 +125,7 @@ class Progress:
 
     def close(self) -> None:
         """Leave the last line on the screen."""
-        if self._live is not None:
-            self._live.stop()
+        self._display.close()
 
     def _time(self, metrics: StepMetrics) -> None:
         """Note how long the step took, with what was done between it and the one before, such as a checkpoint."""

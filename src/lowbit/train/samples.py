@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +44,7 @@ class Sample:
 def read_samples(
     files: list[Path], *, limit: int, tokenizer: PreTrainedTokenizerBase | None
 ) -> tuple[list[Sample], int]:
-    """The samples of all files, and how many bytes were left out.
+    """The samples of all files, and how many bytes were left out: from the first line on that does not fit.
 
     Args:
         limit: bytes to read at most, in whole lines. tokenizer: has the template of conversations; None: there is none.
@@ -52,20 +53,25 @@ def read_samples(
         ConfigError: a file that cannot be read, or a line that holds no sample; it names file and line.
     """
     samples: list[Sample] = []
-    left_out = 0
+    left_out, full = 0, False
     for path in files:
         try:
-            content = path.read_bytes()
+            with path.open("rb") as file:
+                size, read = path.stat().st_size, 0
+                for number in itertools.count(1) if not full else ():
+                    text = file.readline(max(0, limit) + 2)  # as much of a line as shows whether it fits
+                    line = text.removesuffix(b"\n")
+                    if not text:
+                        break
+                    if line.strip():
+                        limit -= len(line) + 1
+                        if full := limit < -1:
+                            break
+                        samples.append(_sample(line, f"{path} line {number}", tokenizer))
+                    read += len(text)
+                left_out += max(0, size - read) if full else 0
         except OSError as error:
             raise ConfigError(f"text file {path}: {error.strerror}") from error
-        for number, line in enumerate(content.split(b"\n"), 1):
-            if not line.strip():
-                continue
-            limit -= len(line) + 1
-            if limit < -1:
-                left_out += len(line) + 1
-            else:
-                samples.append(_sample(line, f"{path} line {number}", tokenizer))
     return samples, left_out
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from lowbit.config import ConfigError
+from lowbit.train.pretrained import hint, reason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -56,10 +57,11 @@ class FolderTokenizer:
         from transformers import AutoTokenizer
 
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        except (OSError, ValueError) as error:
-            reason = str(error).splitlines()[0]
-            raise ConfigError(f"{key} {folder!r} cannot be loaded: {reason}") from error
+            self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # of many kinds; the tokenizers' own panics are no `Exception`
+            raise ConfigError(f"{key} {folder!r} cannot be loaded: {reason(error)}") from error
         self.size = len(self._tokenizer)
 
     def encode(self, document: bytes) -> np.ndarray:
@@ -84,7 +86,7 @@ def load_tokenizer(name: str, *, key: str = "data.tokenizer") -> Tokenizer:
     if name == "bytes":
         return ByteTokenizer()
     if not Path(name).is_dir():
-        raise ConfigError(f"{key} is {name!r}; allowed: bytes, or a folder that exists")
+        raise ConfigError(f"{key} is {name!r}; allowed: bytes, or a folder that exists{hint(name)}")
     return FolderTokenizer(name, key=key)
 
 

@@ -207,9 +207,13 @@ def test_every_changed_byte_that_would_stay_is_an_error_at_once(training: bool) 
     crossed(sender, receiver, tokens(seed=3))
 
 
-@pytest.mark.parametrize("slot", [4, 32767, -2])
+@pytest.mark.parametrize(
+    ("slot", "length"), [(4, 0.0), (32767, 0.0), (-2, 0.0), (0, math.nan), (0, math.inf), (0, -1.0), (0, 1e30)]
+)
 @pytest.mark.parametrize("late", [False, True])
-def test_directions_beyond_the_rank_are_refused(slot: int, late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_directions_that_cannot_be_are_refused(
+    slot: int, length: float, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """From a sender that does not keep to the format: its digest is right."""
     sender, receiver = ends(SubspaceQuant(directions=4, refresh=2))
     payload = sender.encode(tokens(seed=0))
@@ -217,6 +221,7 @@ def test_directions_beyond_the_rank_are_refused(slot: int, late: bool, monkeypat
     parts = (("slots", torch.int16, 4), ("lengths", torch.float32, 8), ("directions", torch.int8, 140))
     slots, lengths, codes = (payload[at[n] : at[n] + size].view(t) for n, t, size in parts)
     slots[0] = slot
+    lengths[0] = length
     payload[12:16].view(torch.int32).copy_(Renewal(slots, lengths, codes.view(2, 70)).digest())
     if late:
         check = Headers.check

@@ -15,7 +15,16 @@ from torch import Tensor
 
 from lowbit.codecs.subspace_quant.layout import SubspaceGeometry
 from lowbit.codecs.subspace_quant.reference import FARTHEST
-from lowbit.codecs.subspace_quant.reference_basis import ITERATIONS, PLACES, RIDGE, WEIGHT, Basis, BasisGeometry, start
+from lowbit.codecs.subspace_quant.reference_basis import (
+    ITERATIONS,
+    LONGEST,
+    PLACES,
+    RIDGE,
+    WEIGHT,
+    Basis,
+    BasisGeometry,
+    start,
+)
 from lowbit.kernels.cpu.jit import helper, kernel, summing
 from lowbit.kernels.cpu.memory import (
     get_byte,
@@ -297,7 +306,8 @@ def _follow(
         slot = np.int64(np.int16(get_half(slots, m)))
         fits = fits and -1 <= slot < rank
         if fits and slot >= 0:
-            fits = taken[slot] == 0
+            length = get_float(lengths, m)
+            fits = taken[slot] == 0 and 0 <= length <= LONGEST  # not so for NaN
             taken[slot] = 1
     own = own if fits else -1
     for i in range(rank * channels):

@@ -22,6 +22,7 @@ from lowbit.kernels.layout import Layout
 PLACES, WEIGHT = 65521, 0x9E3779B1  # of a digest's weights
 ITERATIONS = 3  # of the block power method, from a random start
 RIDGE = 1e-4  # directions are of length 1 and near to orthogonal; absent ones are zeros
+LONGEST = 1.0  # of a length in a payload: a direction of length 1 has at most 1/127
 
 
 class BasisGeometry(Protocol):
@@ -76,11 +77,15 @@ class Renewal(NamedTuple):
         return room.index_copy(0, index_M, new_MC)[:count]
 
     def fits(self, count: int) -> Tensor:
-        """Whether each slot is one of a basis of `count` directions, and none is there twice; a boolean ()."""
+        """Whether each slot is one of a basis of `count` directions, and none is there twice; a boolean ().
+
+        Nor may a new direction be longer than any of length 1 could be: NaN would stay in the basis for good.
+        """
         index_M = torch.where(self.slots_M < 0, count, self.slots_M.long()).clamp(max=count)
         times_K = index_M.new_zeros(count + 1).index_add_(0, index_M, torch.ones_like(index_M))
         within = (self.slots_M >= -1) & (self.slots_M < count)
-        return within.all() & (times_K[:count] <= 1).all()
+        sane = (self.slots_M < 0) | ((self.lengths_M >= 0) & (self.lengths_M <= LONGEST))  # not so for NaN
+        return within.all() & (times_K[:count] <= 1).all() & sane.all()
 
     def digest(self) -> Tensor:
         """An int64 number of 31 bits, other for every change of one slot, one code or half a length.

@@ -1,4 +1,4 @@
-"""A page of parts: tables, figures of Plotly and pictures. Every text is escaped.
+"""A page of parts: tables, figures of Plotly and pictures. Every text is escaped, and holds no control characters.
 
 Plotly's library is in the page, compressed; the browser unpacks it. A content security policy keeps the page from
 asking the network for anything, and from running any script but its own.
@@ -19,6 +19,7 @@ from typing import Any
 
 from lowbit.report.results import plain
 from lowbit.report.style import DARK, LIGHT, Theme
+from lowbit.terminal import lines
 
 GENERATOR = "lowbit report"
 _READ_BYTES = 400  # of a file, in which a page of ours names its generator
@@ -77,6 +78,7 @@ def render(page: Page) -> str:
     environment = jinja2.Environment(
         loader=jinja2.FunctionLoader(lambda name: files.joinpath(name).read_text("utf-8")), autoescape=True,
         trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined,
+        finalize=lambda value: lines(value) if type(value) is str else value,
     )  # fmt: skip
     parts = [_finite(part) for part in page.parts]
     page = Page(title=page.title, subtitle=page.subtitle, problems=page.problems, parts=parts)

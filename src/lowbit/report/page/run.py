@@ -6,14 +6,16 @@ import gzip
 import json
 import math
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 CONFIG, METRICS, EVALUATIONS = "config.json", "metrics.jsonl", "evaluations.jsonl"
 SUMMARY, RANKS, TRACE = "summary.json", "ranks.json", "trace/all-ranks.json.gz"
-_MOST_BYTES = 256 << 20  # of a file, unpacked
+_MOST_BYTES = 256 << 20  # of a file of lines
+_MOST_UNPACKED, _MOST_VALUES = 64 << 20, 4_000_000  # of a trace: an event takes 200 bytes and has a dozen values
+_PIECE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,15 +101,26 @@ def _part(path: Path, parse: Callable[[bytes], Any], problems: list[str], absent
 
 
 def _read(path: Path) -> bytes:
-    if path.suffix == ".gz":
-        with gzip.open(path) as file:
-            data = file.read(_MOST_BYTES + 1)
-    else:
-        with path.open("rb") as file:
-            data = file.read(_MOST_BYTES + 1)
-    if len(data) > _MOST_BYTES:
-        raise ValueError(f"it has more than {_MOST_BYTES >> 20} MiB")
+    """The bytes of a file, unpacked; what is too large, or would be too large as values, is not kept."""
+    packed = path.suffix == ".gz"
+    most = _MOST_UNPACKED if packed else _MOST_BYTES
+    opened = gzip.open if packed else open
+    with opened(path, "rb") as file:
+        size = sum(len(piece) for piece in _pieces(file, most + 1))
+    if size > most:
+        raise ValueError(f"it has more than {most >> 20} MiB")
+    with opened(path, "rb") as file:
+        data = b"".join(_pieces(file, size))
+    if packed and (values := sum(map(data.count, (b",", b"[", b"{")))) > _MOST_VALUES:
+        raise ValueError(f"it has {values} values; allowed: at most {_MOST_VALUES}")
     return data
+
+
+def _pieces(file: Any, most: int) -> Iterator[bytes]:
+    """Pieces of an open file, of at most so many bytes together."""
+    while most > 0 and (piece := file.read(min(most, _PIECE_BYTES))):
+        most -= len(piece)
+        yield piece
 
 
 def _object(data: bytes) -> dict[str, Any]:

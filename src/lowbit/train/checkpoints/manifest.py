@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lowbit.terminal import printable
+
 FORMAT = 2
 """Number of the format; 1 was PyTorch's own, of older versions."""
 
@@ -36,11 +38,6 @@ class DamagedError(ValueError):
 
     def __init__(self, text: str) -> None:
         super().__init__(printable(text))
-
-
-def printable(text: str) -> str:
-    r"""The text with control characters, which a terminal would act upon, escaped ("\x1b")."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from lowbit.config import ConfigError
 from lowbit.ranks.objects import gather_json
-from lowbit.train.checkpoints.manifest import FILES, Manifest, printable, shares_in, step_name, steps_in
+from lowbit.terminal import lines
+from lowbit.train.checkpoints.manifest import FILES, Manifest, shares_in, step_name, steps_in
 from lowbit.train.checkpoints.share import commit_share, drop_share, remove_share, stage_share, staged
 from lowbit.train.checkpoints.state import Snapshot
 from lowbit.train.folder import RunFolder
@@ -149,4 +150,4 @@ def raise_everywhere(
         CheckpointError: with that text, as far as it is printable; or another `kind`.
     """
     if problems := [text for text in gather_json(problem, group) if text]:
-        raise kind("\n".join(map(printable, problems[0].split("\n"))))
+        raise kind(lines(problems[0]))

@@ -1,0 +1,277 @@
+"""Folders with a pretrained model, which others made or which were copied by half.
+
+They are checked before any communication: the configuration, and names, shapes and types of all weights, which the
+headers of their files hold. Code in a folder is never run, whatever its files ask for, and nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lowbit.config import ConfigError
+from lowbit.train.config import FAMILIES
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+log = logging.getLogger(__name__)
+
+SIZES = {
+    "num_hidden_layers": 4096, "n_layer": 4096, "hidden_size": 1 << 20, "n_embd": 1 << 20, "vocab_size": 1 << 26,
+    "num_attention_heads": 1 << 14, "n_head": 1 << 14, "num_key_value_heads": 1 << 14, "head_dim": 1 << 16,
+    "intermediate_size": 1 << 22, "max_position_embeddings": 1 << 30, "n_positions": 1 << 30,
+}  # fmt: skip
+"""Sizes of a model by their names in `config.json`, and the most of each: a larger one is a mistake, or an attack."""
+
+_MOST_BYTES = 64 << 20  # of a file of JSON
+_LONGEST = 400  # characters of a reason
+_INDEX = ".index.json"
+_FILES = ("model.safetensors", "pytorch_model.bin")  # in the order in which Transformers looks for them
+_FLOATS = {"F64", "F32", "F16", "BF16"} | {str(dtype) for dtype in (torch.float64, torch.float32)}
+_FLOATS |= {str(torch.float16), str(torch.bfloat16)}
+_COMPUTED = re.compile(r"rotary_emb\.inv_freq$|attn\.(masked_)?bias$")  # older versions saved these, too
+_LAYER = re.compile(r"\b(?:layers|h)\.\d+\.")
+_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
+_LFS = b"version https://git-lfs"
+
+_Shapes = dict[str, tuple[tuple[int, ...], str]]  # shape and type of a weight, by name
+
+
+def read_config(folder: str, key: str = "model.pretrained") -> dict[str, Any]:
+    """The `config.json` of a model that `lowbit train` supports; `key`: the setting, for errors.
+
+    Raises:
+        ConfigError: there is none, or one that cannot be.
+    """
+    given, path = f"{key} is {folder!r}", Path(folder) / "config.json"
+    try:
+        values = read_json(path)
+    except OSError as error:
+        why = f"{path}: {error.strerror}; allowed: a folder with a saved model{hint(folder)}"
+        raise ConfigError(f"{given}; {why}") from error
+    except ValueError as error:
+        raise ConfigError(f"{given}; {path} is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{given}; {path} does not hold a JSON object")
+    kind = values.get("model_type")
+    if kind not in FAMILIES:
+        raise ConfigError(f"{given}, a model of type {kind!r}; allowed: {', '.join(FAMILIES)}")
+    if quantized := values.get("quantization_config"):
+        how = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
+        raise ConfigError(f"{given}, which is quantized ({how}); allowed: weights in floating point")
+    for name, most in SIZES.items():
+        value = values.get(name)
+        if value is not None and not (type(value) is int and 1 <= value <= most):
+            raise ConfigError(f"{given}; {path} has {name} {value!r}; allowed: an integer from 1 to {most}")
+    return values
+
+
+def read_json(path: Path) -> Any:
+    """A file of JSON of bounded size, without NaN and Infinity.
+
+    Raises:
+        OSError: it cannot be read. ValueError: it is no such file.
+    """
+    if path.exists() and not path.is_file():  # a pipe would block
+        raise OSError(None, "not a regular file", str(path))
+    with path.open("rb") as file:
+        data = file.read(_MOST_BYTES + 1)
+    if len(data) > _MOST_BYTES:
+        raise ValueError(f"it has more than {_MOST_BYTES >> 20} MiB")
+    if data.startswith(_LFS):
+        raise ValueError("it is a pointer of Git LFS; `git lfs pull` brings the file")
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"it holds {constant}")
+
+    try:
+        return json.loads(data.decode("utf-8"), parse_constant=refuse)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def transformers_config(folder: str, key: str) -> PreTrainedConfig:
+    """The configuration of any model that Transformers has.
+
+    Raises:
+        ConfigError: there is none, or one that Transformers refuses.
+    """
+    from transformers import AutoConfig
+
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise ConfigError(
+            f"{key} is {folder!r}, and there is no {path}; allowed: a local folder with a Hugging Face checkpoint"
+            f"{hint(folder)}"
+        )
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # Transformers checks fields with errors of its own
+        raise ConfigError(f"{key} is {folder!r}; {path} cannot be read: {reason(error)}") from error
+
+
+def hint(name: str) -> str:
+    """How to download a model of this name, if it can be one of Hugging Face's hub; empty if it cannot."""
+    if Path(name).exists() or not _HUB_NAME.fullmatch(name):
+        return ""
+    folder = name.rpartition("/")[2]
+    return (
+        "; lowbit downloads nothing: if this is a name on the Hugging Face Hub, run "
+        f"hf download {name} --local-dir {folder} and give the folder {folder}"
+    )
+
+
+def check_files(folder: str, key: str) -> _Shapes:
+    """The weights of a folder, as the headers of their files describe them.
+
+    Raises:
+        ConfigError: there are none, or a file is missing, cut short or no such file.
+    """
+    given, place = f"{key} is {folder!r}", Path(folder)
+    for name in _FILES:
+        if (place / name).exists():
+            return _headers(given, [place / name])
+        if (place / f"{name}{_INDEX}").exists():
+            return _headers(given, _shards(given, place / f"{name}{_INDEX}"))
+    raise ConfigError(f"{given}, which holds no weights; allowed: a folder with {', '.join(_FILES)}, or their parts")
+
+
+def check_weights(folder: str, config: Any, key: str = "model.pretrained") -> None:
+    """Check that a folder has the weights of a model of this configuration (Transformers' class), and no other layers.
+
+    Raises:
+        ConfigError: it does not, or they are not floating-point numbers.
+    """
+    from transformers import AutoModelForCausalLM
+
+    given, found = f"{key} is {folder!r}", check_files(folder, key)
+    layers = {match[0] for match in map(_LAYER.search, found) if match}
+    if (count := config.num_hidden_layers) != len(layers):  # before a model of so many layers is built
+        raise ConfigError(f"{given}; config.json has {count} layers, the weights are of {len(layers)}")
+    try:
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except Exception as error:  # Transformers and PyTorch check sizes with errors of many kinds
+        raise ConfigError(f"{given}; config.json describes no model: {reason(error)}") from error
+    expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    prefix = f"{model.base_model_prefix}."
+    names = {_name_of(name, expected, prefix): name for name in found}
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    if missing := [name for name in expected if name not in names and name not in tied]:
+        raise ConfigError(f"{given}, which has no weights {_few(missing)}; allowed: a complete checkpoint")
+    for name, shape in expected.items():
+        if name in names and (stored := found[names[name]])[0] != shape:
+            raise ConfigError(f"{given}; {names[name]} has shape {stored[0]}, config.json says {shape}")
+        if name in names and found[names[name]][1] not in _FLOATS:
+            how = f"{names[name]} is {found[names[name]][1]}"
+            raise ConfigError(f"{given}, which is quantized ({how}); allowed: weights in floating point")
+    ignored = [re.compile(text) for text in model._keys_to_ignore_on_load_unexpected or ()]
+    others = [n for n in names.keys() - expected.keys() if not any(p.search(n) for p in (*ignored, _COMPUTED))]
+    if strange := sorted(name for name in others if _LAYER.search(name)):
+        raise ConfigError(f"{given}; its layers hold {_few(strange)}, which {config.model_type} does not have")
+    if others:
+        log.warning("%s: %s of the folder are not part of the model, and are not used", given, _few(sorted(others)))
+
+
+def load(auto: Any, folder: str, key: str, *, complete: bool = True, **options: Any) -> tuple[Any, list[str]]:
+    """A model by one of Transformers' Auto classes, and the names of its weights that the folder lacks.
+
+    Args:
+        complete: refuse a folder that lacks any. options: of `from_pretrained`.
+
+    Raises:
+        ConfigError: it cannot be loaded, or weights are missing or have other shapes.
+    """
+    from transformers.utils import logging as hugging_face
+
+    hugging_face.disable_progress_bar()
+    level = hugging_face.get_verbosity()
+    hugging_face.set_verbosity_error()  # what it reports on many lines, an error says in one
+    try:
+        model, about = auto.from_pretrained(
+            folder, output_loading_info=True, local_files_only=True, trust_remote_code=False, **options
+        )
+    except Exception as error:  # of many kinds: of safetensors, pickle, Transformers, PyTorch
+        raise ConfigError(f"{key} {folder!r} cannot be loaded: {reason(error)}") from error
+    finally:
+        hugging_face.set_verbosity(level)
+    if about.get("mismatched_keys"):
+        name, stored, shape = min(about["mismatched_keys"])
+        raise ConfigError(f"{key} is {folder!r}; {name} has shape {tuple(stored)}, config.json says {tuple(shape)}")
+    missing = sorted(about["missing_keys"])
+    if complete and missing:
+        raise ConfigError(f"{key} is {folder!r}, which has no weights {_few(missing)}; allowed: a complete checkpoint")
+    return model, missing
+
+
+def reason(error: BaseException) -> str:
+    """Why Transformers refuses a folder, in few words."""
+    text = " ".join(str(error).split())
+    if "trust_remote_code" in text:
+        return "it needs code of its own (auto_map), which lowbit never runs; allowed: what Transformers itself has"
+    bare = not text or isinstance(error, LookupError | AttributeError)  # such as the name of a key
+    named = f"{type(error).__name__}: {text}" if bare else text
+    return named[:_LONGEST].rstrip(": ")
+
+
+def _shards(given: str, index: Path) -> list[Path]:
+    """The files that an index names."""
+    try:
+        names = set(read_json(index)["weight_map"].values())
+        if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
+            raise ValueError("allowed: names of files in the same folder")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{given}; {index} cannot be used: {reason(error)}") from error
+    if missing := sorted(name for name in names if not (index.parent / name).exists()):
+        raise ConfigError(f"{given}, which lacks {_few(missing)} of {len(names)} files; allowed: a complete checkpoint")
+    return [index.parent / name for name in sorted(names)]
+
+
+def _headers(given: str, files: Iterable[Path]) -> _Shapes:
+    shapes: _Shapes = {}
+    for path in files:
+        try:
+            if not path.is_file():
+                raise ValueError("it is not a regular file")
+            with path.open("rb") as file:
+                if file.read(len(_LFS)) == _LFS:
+                    raise ValueError("it is a pointer of Git LFS; `git lfs pull` brings the file")
+            shapes |= _safetensors(path) if path.suffix == ".safetensors" else _pickled(path)
+        except Exception as error:  # of safetensors, zipfile and pickle
+            why = f"it has {path.stat().st_size} bytes; {reason(error)}" if path.is_file() else reason(error)
+            raise ConfigError(f"{given}; {path} is cut short or cannot be read: {why}") from error
+    return shapes
+
+
+def _safetensors(path: Path) -> _Shapes:
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file:
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        return {name: (tuple(each.get_shape()), each.get_dtype()) for name, each in slices.items()}
+
+
+def _pickled(path: Path) -> _Shapes:
+    """As `_safetensors`, of PyTorch's older format: no code in it runs, and no weights are read."""
+    content = torch.load(path, weights_only=True, map_location="meta", mmap=True)
+    if not isinstance(content, Mapping):
+        raise ValueError(f"it holds {type(content).__name__}; allowed: weights by name")
+    tensors = {name: x for name, x in content.items() if isinstance(name, str) and isinstance(x, torch.Tensor)}
+    return {name: (tuple(x.shape), str(x.dtype)) for name, x in tensors.items()}
+
+
+def _name_of(name: str, expected: Mapping[str, Any], prefix: str) -> str:
+    """The name of a stored weight in the model: files of a bare decoder have none of its prefix, and the reverse."""
+    candidates = (name, f"{prefix}{name}", name.removeprefix(prefix))
+    return next((each for each in candidates if each in expected), name)
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,0 +1,280 @@
+"""Folders of models as people have them: half copied, of another model, or made by somebody hostile.
+
+Each is one line and exit code 2, before a process or a connection exists.
+"""
+
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from lowbit.train.config import ModelConfig
+from lowbit.train.model import build_model
+from lowbit.train.tokenizer import ByteTokenizer
+from tests.command_line import invoke
+
+WEIGHTS = "model.safetensors"
+EMBEDDING = "model.embed_tokens.weight"
+CODE = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model", "AutoTokenizer": ["code.T", None]}
+
+
+@pytest.fixture(scope="module")
+def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("intact") / "model"
+    config = ModelConfig(dim=32, layers=2, heads=2, ffn=32)
+    build_model(config, vocab=256, sequence=64, seed=0).save_pretrained(folder)
+    ByteTokenizer().hugging_face().save_pretrained(folder)
+    return folder
+
+
+def rewrite(name: str, **values: Any) -> Callable[[Path], None]:
+    """Change values of a file of JSON."""
+
+    def change(folder: Path) -> None:
+        path = folder / name
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+    return change
+
+
+def config(**values: Any) -> Callable[[Path], None]:
+    return rewrite("config.json", **values)
+
+
+def write(name: str, data: bytes) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_bytes(data) and None
+
+
+def cut(name: str, share: float = 0.5) -> Callable[[Path], None]:
+    """Leave the beginning of a file, as an interrupted copy does."""
+    return lambda folder: os.truncate(folder / name, int((folder / name).stat().st_size * share))
+
+
+def weights(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
+    def rewritten(folder: Path) -> None:
+        tensors = load_file(folder / WEIGHTS)
+        change(tensors)
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+
+    return rewritten
+
+
+def pickled(content: Callable[[dict[str, torch.Tensor]], Any], share: float = 1.0) -> Callable[[Path], None]:
+    """The weights in PyTorch's older format."""
+
+    def rewritten(folder: Path) -> None:
+        torch.save(content(load_file(folder / WEIGHTS)), folder / "pytorch_model.bin")
+        (folder / WEIGHTS).unlink()
+        cut("pytorch_model.bin", share)(folder)
+
+    return rewritten
+
+
+def sharded(folder: Path) -> None:
+    """Two files and their index, of which one file is missing."""
+    tensors = load_file(folder / WEIGHTS)
+    (folder / WEIGHTS).unlink()
+    names = {name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(sorted(tensors))}
+    index = {"metadata": {}, "weight_map": names}
+    (folder / f"{WEIGHTS}.index.json").write_text(json.dumps(index))
+    first = {n: x for n, x in tensors.items() if "00001-of" in names[n]}
+    save_file(first, folder / "model-00001-of-00002.safetensors", metadata={"format": "pt"})
+
+
+def with_index(index: Any) -> Callable[[Path], None]:
+    def written(folder: Path) -> None:
+        (folder / WEIGHTS).unlink()
+        (folder / f"{WEIGHTS}.index.json").write_text(json.dumps(index))
+
+    return written
+
+
+def instead(name: str, make: Callable[[Path], Any]) -> Callable[[Path], None]:
+    """Something that is no regular file, in the place of one."""
+
+    def made(folder: Path) -> None:
+        (folder / name).unlink()
+        make(folder / name)
+
+    return made
+
+
+class Hostile:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("touch was-run",)
+
+
+NO_JSON, SHORT = "config.json is not JSON: ", "is cut short or cannot be read: it has "
+BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no config": (lambda f: (f / "config.json").unlink(), "No such file or directory; allowed: a folder with a saved"),
+    "empty config": (write("config.json", b""), NO_JSON),
+    "config cut short": (cut("config.json"), NO_JSON),
+    "config not UTF-8": (write("config.json", b'{"model_type": "\xff"}'), NO_JSON),
+    "config a list": (write("config.json", b"[1]"), "does not hold a JSON object"),
+    "config nested": (write("config.json", b"[" * 100_000), NO_JSON),
+    "config a pointer": (write("config.json", b"version https://git-lfs.github.com/spec/v1\n"), "pointer of Git LFS"),
+    "config a pipe": (instead("config.json", os.mkfifo), "config.json: not a regular file"),
+    "config a loop": (instead("config.json", lambda p: p.symlink_to(p)), "Too many levels of symbolic links"),
+    "NaN": (config(rms_norm_eps=float("nan")), "it holds NaN"),
+    "text for a size": (config(hidden_size="x"), "has hidden_size 'x'; allowed: an integer from 1 to"),
+    "a negative size": (config(hidden_size=-32), "has hidden_size -32; allowed"),
+    "a fraction": (config(num_attention_heads=2.5), "has num_attention_heads 2.5; allowed"),
+    "no size": (config(hidden_size=None), "model.pretrained"),
+    "a huge size": (config(vocab_size=10**30), "has vocab_size 1000000000000000000000000000000; allowed"),
+    "huge layers": (config(num_hidden_layers=4000), "config.json has 4000 layers, the weights are of 2"),
+    "more layers": (config(num_hidden_layers=3), "config.json has 3 layers, the weights are of 2"),
+    "heads that do not divide": (config(num_attention_heads=7, num_key_value_heads=7, head_dim=None), "pretrained"),
+    "unknown activation": (config(hidden_act="sigmoidish"), "config.json describes no model: "),
+    "rope of nothing": (config(rope_parameters=7, rope_scaling=7), "model.pretrained"),
+    "another architecture": (config(model_type="mamba"), "a model of type 'mamba'; allowed: llama"),
+    "unknown architecture": (config(model_type="mine", auto_map=CODE), "a model of type 'mine'; allowed: llama"),
+    "architecture a list": (config(model_type=["llama"]), "a model of type ['llama']; allowed: llama"),
+    "quantized": (config(quantization_config={"quant_method": "gptq"}), "which is quantized (gptq); allowed: weights"),
+    "tokenizer with code": (
+        rewrite("tokenizer_config.json", tokenizer_class="Mine", auto_map={"AutoTokenizer": ["code.T", None]}),
+        "it needs code of its own (auto_map), which lowbit never runs",
+    ),
+    "tokenizer cut short": (cut("tokenizer.json"), "data.tokenizer"),
+    "tokenizer empty": (write("tokenizer.json", b"{}"), "data.tokenizer"),
+    "tokenizer a list": (write("tokenizer_config.json", b"[]"), "data.tokenizer"),
+    "tokenizer without a model": (rewrite("tokenizer.json", model={"type": "none"}), "data.tokenizer"),
+    "tokenizer of more tokens": (
+        rewrite("tokenizer.json", added_tokens=[
+            {"id": 256 + i, "content": f"<{i}>", "special": False, "single_word": False, "lstrip": False,
+             "rstrip": False, "normalized": False} for i in range(8)
+        ]),
+        "the model's vocabulary has 256 entries, the tokenizer 264",
+    ),
+    "no weights": (lambda f: (f / WEIGHTS).unlink(), "which holds no weights; allowed: a folder with model.safetens"),
+    "weights cut short": (cut(WEIGHTS), SHORT),
+    "weights cut within the header": (cut(WEIGHTS, 0.001), SHORT),
+    "weights empty": (write(WEIGHTS, b""), f"{SHORT}0 bytes"),
+    "weights a pointer": (write(WEIGHTS, b"version https://git-lfs.github.com/spec/v1\noid 7"), "pointer of Git LFS"),
+    "weights a folder": (instead(WEIGHTS, os.mkdir), "it is not a regular file"),
+    "weights a pipe": (instead(WEIGHTS, os.mkfifo), "not a regular file"),
+    "a huge header": (write(WEIGHTS, struct.pack("<Q", 1 << 60) + b"{}"), SHORT),
+    "a header of lies": (
+        write(WEIGHTS, struct.pack("<Q", 60) + b'{"x":{"dtype":"F32","shape":[9],"data_offsets":[0,36]}}'.ljust(60)),
+        SHORT,
+    ),
+    "a shard is missing": (sharded, "which lacks model-00002-of-00002.safetensors of 2 files"),
+    "index a list": (with_index([]), "model.safetensors.index.json cannot be used: "),
+    "index to elsewhere": (with_index({"weight_map": {"x": "../../secret"}}), "names of files in the same folder"),
+    "a weight is missing": (weights(lambda w: w.pop("model.norm.weight")), "which has no weights model.norm.weight"),
+    "weights of another model": (
+        weights(lambda w: [w.update({f"encoder.{n}": w.pop(n)}) for n in sorted(w) if "layers" not in n]),
+        "which has no weights model.embed_tokens.weight",
+    ),
+    "another shape": (
+        weights(lambda w: w.update({EMBEDDING: torch.zeros(255, 32)})),
+        "has shape (255, 32), config.json says (256, 32)",
+    ),
+    "more in a layer": (
+        weights(lambda w: w.update({"model.layers.0.mlp.extra.weight": torch.zeros(2)})), "which llama does not have"
+    ),
+    "integers": (
+        weights(lambda w: w.update({EMBEDDING: torch.zeros(256, 32, dtype=torch.int8)})), "which is quantized"
+    ),
+    "pickled, cut short": (pickled(lambda w: w, share=0.5), SHORT),
+    "pickled, with code": (pickled(lambda w: w | {"x": Hostile()}), SHORT),
+    "pickled, no weights": (pickled(lambda w: [1, 2]), "it holds list; allowed: weights by name"),
+}  # fmt: skip
+
+
+def dry_run(folder: Path, *more: str) -> Any:
+    # Python's standard library is text enough, and its first bytes are read quickly.
+    options = ("--data.max_bytes", "20000", "--data.sequence", "32", "--run.output", str(folder.parent / "run"), *more)
+    return invoke("train", "--dry-run", "--model.pretrained", str(folder), "--data.tokenizer", str(folder), *options)
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_folder_is_one_line(
+    name: str, intact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("a question on the terminal"))
+    shutil.copytree(intact, folder := tmp_path / "model")
+    damage, line = BROKEN[name]
+    damage(folder)
+    result = dry_run(folder)
+    assert result.exit_code == 2, (result.output, result.exception)
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    assert line in result.stderr
+    assert capfd.readouterr().err == "", "beside the error"
+    assert not Path("was-run").exists()
+
+
+def intact_ones() -> dict[str, Callable[[Path], Any]]:
+    return {
+        "as it is": lambda folder: None,
+        "pickled": pickled(lambda w: w),
+        "code that is not needed": config(auto_map=CODE),
+        "a bare decoder": weights(lambda w: [w.update({n.removeprefix("model."): w.pop(n)}) for n in sorted(w)]),
+        "of an older version": weights(
+            lambda w: w.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)})
+        ),
+        "with a head of another task": weights(lambda w: w.update({"v_head.weight": torch.ones(8)})),
+        "in halves": weights(lambda w: w.update({n: x.bfloat16() for n, x in w.items()})),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", intact_ones())
+def test_an_intact_folder_is_taken(name: str, intact: Path, tmp_path: Path):
+    shutil.copytree(intact, folder := tmp_path / "model")
+    intact_ones()[name](folder)
+    result = dry_run(folder)
+    assert result.exit_code == 0, (result.output, result.exception)
+    model = build_model(ModelConfig(pretrained=str(folder)), vocab=256, sequence=32, seed=0)
+    assert torch.isfinite(model(torch.zeros(1, 4, dtype=torch.long)).logits).all()
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-0.6B", "gpt2"])
+@pytest.mark.parametrize("command", ["train --model.pretrained", "train --data.tokenizer", "evaluate"])
+def test_a_name_of_the_hub_says_how_to_download_it(command: str, name: str, tmp_path: Path, monkeypatch: Any):
+    monkeypatch.chdir(tmp_path)
+    result = invoke(*command.split(), name)
+    folder = name.rpartition("/")[2]
+    assert result.exit_code == 2
+    assert f"run hf download {name} --local-dir {folder} and give the folder {folder}\n" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+OTHERS = ["evaluate", "calibrate", "plan memory --budget 1gb --model.pretrained", "bench spectrum",
+          "bench generation --link unlimited --pretrained"]  # fmt: skip
+
+
+@pytest.mark.parametrize("command", OTHERS)
+@pytest.mark.parametrize("name", ["weights cut short", "a shard is missing", "no config", "text for a size"])
+def test_other_commands_refuse_it_in_one_line_too(command: str, name: str, intact: Path, tmp_path: Path):
+    shutil.copytree(intact, folder := tmp_path / "model")
+    BROKEN[name][0](folder)
+    result = invoke(*command.split(), str(folder))
+    assert result.exit_code == 2, (result.output, result.exception)
+    assert [line[:7] for line in result.stderr.strip().splitlines()] == ["error: "]
+
+
+def test_each_rank_refuses_it_before_it_meets_the_others(intact: Path, tmp_path: Path):
+    shutil.copytree(intact, folder := tmp_path / "model")
+    cut(WEIGHTS)(folder)
+    command = [sys.executable, "-m", "lowbit", "train", "--model.pretrained", str(folder), "--data.max_bytes", "20000",
+               "--run.output", str(tmp_path / "run"), "--data.sequence", "32"]  # fmt: skip
+    there = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}  # nobody listens
+    processes = [
+        subprocess.Popen(command, env=os.environ | there | {"RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    for process in processes:
+        _, text = process.communicate(timeout=60)
+        assert process.returncode == 2
+        assert text.count("\n") == 1
+        assert SHORT in text
