@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from lowbit.collectives import PeerError
 from lowbit.pipeline import LowBitStage
-from lowbit.pipeline.layouts import MESSAGE_BYTES, _run, parse, receive_layouts, send_layouts
+from lowbit.pipeline.layouts import MESSAGE_BYTES, _run, layout_of, parse, receive_layouts, send_layouts
 from tests.pipeline import toy
 from tests.pipeline.toy import FP32
 from tests.processes import Ranks
@@ -18,14 +18,31 @@ from tests.processes import Ranks
 LAYOUTS = [
     torch.empty(2, 3, 4, dtype=torch.bfloat16, requires_grad=True),
     torch.empty(5, 2).T,
-    torch.empty(1, dtype=torch.int64).expand(3, 0, 7),
+    torch.empty(3, 0, 7, dtype=torch.int64),
     torch.empty((), dtype=torch.bool),
     torch.empty(3, dtype=torch.complex64, requires_grad=True),
+    torch.empty(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
 ]
 
 
 def facts(x: Any) -> Any:
     return x.shape, x.stride(), x.dtype, x.requires_grad
+
+
+@pytest.mark.parametrize(
+    "x", [torch.empty(1, 7).expand(5, 7), torch.empty(9).unfold(0, 4, 1), torch.empty(4, 9)[:, ::2]]
+)
+def test_what_shares_memory_or_has_gaps_arrives_without(x: torch.Tensor):
+    layout = layout_of(x)
+    assert facts(layout) == facts(x.contiguous())
+    stated = {"shape": list(x.shape), "stride": list(x.stride()), "dtype": "float32", "requires_grad": False}
+    assert facts(parse(json.dumps([stated]).encode())[0]) == facts(layout)
+
+
+@pytest.mark.parametrize("x", [torch.eye(3).to_sparse(), torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])])
+def test_what_is_not_dense_is_refused(x: torch.Tensor):
+    with pytest.raises(TypeError, match="a (sparse_coo|nested) tensor cannot cross .*; allowed: dense tensors"):
+        layout_of(x)
 
 
 def told(layouts: list[Any]) -> Any:

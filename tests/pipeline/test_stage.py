@@ -256,6 +256,62 @@ def test_several_tensors_cross_in_their_own_dtypes_and_strides(ranks: Ranks):
     assert traffic.forward_bytes == toy.MICRO_BATCHES * each
 
 
+class Oddly(nn.Module):
+    """Passes on tensors whose elements share memory, have gaps, or lie in another order; one has none."""
+
+    def __init__(self, last: bool) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, toy.WIDTH))
+        self.last = last
+
+    def forward(self, x: Tensor, *rest: Tensor) -> Any:
+        rows = x.shape[0]
+        if self.last:
+            bias, positions, mask, windows, image, gaps, turned, nothing = rest
+            assert nothing.shape == (0, toy.WIDTH)
+            y = x * self.scale + bias * positions[:, :1, None] + windows.sum(-1) + image.mean((1, 2, 3))[:, None, None]
+            return (y + gaps.sum((1, 2))[:, None, None]) * mask + turned.T[:, None, :] + nothing.sum()
+        y = x * self.scale
+        return (
+            y,
+            self.scale.expand(rows, 3, -1),  # requires a gradient
+            torch.arange(3).unsqueeze(0).expand(rows, -1),  # position_ids
+            torch.tensor(True).expand(rows, 3, toy.WIDTH),
+            torch.arange(rows * 3 * toy.WIDTH + 3.0).as_strided(
+                (rows, 3, toy.WIDTH, 4), (3 * toy.WIDTH, toy.WIDTH, 1, 1)
+            ),
+            y[:, :, :16].reshape(rows, 3, 4, 4).contiguous(memory_format=torch.channels_last),
+            y[:, ::2, 1::3],
+            y[:, 0].T,
+            y.new_empty(0, toy.WIDTH),
+        )
+
+
+def odd_layouts() -> tuple[list[Tensor], list[Tensor]]:
+    make = toy.lowbit(forward=FP32, backward=FP32, timeout=30)
+    modules, rank = [Oddly(last=False), Oddly(last=True)], dist.get_rank()
+    runner = ScheduleGPipe(make(modules[rank], rank, 2, toy.CPU), toy.MICRO_BATCHES, loss_fn=toy.loss_of)
+    losses: list[Tensor] = []
+    for step in range(2):
+        modules[rank].zero_grad()
+        x, target = toy.batch(step)
+        runner.step(*([x] if rank == 0 else []), target=target if rank else None, losses=losses)
+    return [loss.detach() for loss in losses], [p.grad for p in modules[rank].parameters() if p.grad is not None]
+
+
+def test_tensors_of_any_layout_cross(ranks: Ranks):
+    """Expanded ones among them, such as position_ids of Transformers."""
+    first, last = Oddly(last=False), Oddly(last=True)
+    expected = []
+    for x, target in zip(*(t.split(toy.ROWS) for t in toy.batch(1)), strict=True):
+        expected.append(toy.loss_of(last(*first(x)), target))
+        (expected[-1] / toy.MICRO_BATCHES).backward()
+    outcomes = ranks.run(odd_layouts)
+    torch.testing.assert_close(outcomes[1][0], [loss.detach() for loss in expected])
+    for (_, grads), module in zip(outcomes, (first, last), strict=True):
+        torch.testing.assert_close(grads, [p.grad for p in module.parameters()])
+
+
 @new_only
 def test_integers_and_masks_are_never_coded(ranks: Ranks):
     (_, _, traffic), (losses, _, _) = ranks.run(several, INT4, INT6)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lowbit.codecs.base import Codec
 from lowbit.codecs.checks import FLOATS
+from lowbit.codecs.foreign import check_ends, is_own, open_session
 from lowbit.codecs.sessions import Key
 from lowbit.pipeline.arguments import Step
 from lowbit.pipeline.states import Slot, States, described
@@ -183,13 +184,20 @@ class Lane:
 
 @functools.cache
 def warm_up(codec: Codec, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
-    """Code zeros both ways, once in a process, so that the codec's kernels are compiled before anybody waits."""
+    """Code zeros both ways, once in a process, so that the codec's kernels are compiled before anybody waits.
+
+    Raises:
+        CodecError: a codec of another package fails here, and would fail later.
+    """
     key = tuple(range(shape[0])) if codec.needs_key else None
-    sender, receiver = (codec.open(shape=shape, dtype=dtype, device=device) for _ in range(2))
+    sender, receiver = (open_session(codec, shape=shape, dtype=dtype, device=device) for _ in range(2))
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         x = torch.zeros(shape, dtype=dtype, device=device)
+        if not is_own(codec):  # zeros would leave many states as they were
+            x.copy_(torch.linspace(-1, 1, x.numel(), device=device).view(shape))
         for _ in range(2 if codec.needs_key else 1):  # a sample that comes back is coded otherwise
             receiver.decode(sender.encode(x, key=key), key=key)
+    check_ends(sender, receiver)
 
 
 def _plain_bytes(slot: Slot) -> int:

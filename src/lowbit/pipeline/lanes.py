@@ -83,7 +83,8 @@ class Lanes:
                     which = f" of micro-batch {first}" if len(variants) > 1 else ""
                     facts |= {f"{name}{which}": fact for name, fact in lane.facts(slots).items()}
                 except (TypeError, ValueError) as error:
-                    faults.append(f"{lane.name}: {error}")
+                    text = str(error)
+                    faults.append(text if text.startswith(lane.name) else f"{lane.name}: {text}")
         fault = "; ".join(dict.fromkeys(faults))
         most = max(len(layouts.outputs) for layouts in variants.values())
         return facts | {"codecs": fault or "fit what crosses", f"tensors from stage {self._stage}": str(most)}, fault

@@ -38,15 +38,19 @@ class Layouts:
 
 
 def layout_of(x: Any) -> Tensor:
-    """A tensor's layout.
+    """The layout in which a tensor arrives: its own, or that of a copy where elements share memory or have gaps.
+
+    So an expanded tensor arrives in memory of its full size, and a part of a large one in memory of its own size.
 
     Raises:
-        TypeError: not a tensor, or a DTensor, whose mesh does not travel.
+        TypeError: not a tensor, or one that is not dense, or a DTensor, whose mesh does not travel.
     """
     if not isinstance(x, Tensor) or hasattr(x, "placements"):
         raise TypeError(f"a {type(x).__name__} cannot cross between two stages; allowed: tensors")
-    layout = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-    return layout.requires_grad_(x.requires_grad)
+    if x.layout != torch.strided or x.is_nested:
+        kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
+        raise TypeError(f"a {kind} tensor cannot cross between two stages; allowed: dense tensors")
+    return _dense(x.shape, x.stride(), x.dtype).requires_grad_(x.requires_grad)
 
 
 @dataclass(frozen=True)
@@ -160,9 +164,13 @@ def _tensor(stated: Any) -> Tensor:
             and _can_be(shape, stride)
             and (not grad or _DTYPES[dtype].is_floating_point or _DTYPES[dtype].is_complex)
         ):
-            x = torch.empty_strided(shape, stride, dtype=_DTYPES[dtype], device="meta")
-            return x.requires_grad_(grad)
+            return _dense(shape, stride, _DTYPES[dtype]).requires_grad_(grad)
     raise ValueError(f"{str(stated)[:200]} is not the layout of a tensor")
+
+
+def _dense(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A layout in which every element has memory of its own, without gaps; strides that are so already stay."""
+    return torch.empty_like(torch.empty_strided(shape, stride, dtype=dtype, device="meta"))
 
 
 def _can_be(shape: Sequence[int], stride: Sequence[int]) -> bool:

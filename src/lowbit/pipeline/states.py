@@ -11,6 +11,7 @@ import xxhash
 from torch import Tensor
 
 from lowbit.codecs.base import Codec
+from lowbit.codecs.foreign import CHOICE, COMPARED, DIGEST, call, check_state, open_session
 from lowbit.codecs.sessions import Session
 from lowbit.codecs.stateful import StatefulCodec
 
@@ -18,9 +19,6 @@ log = logging.getLogger(__name__)
 
 Slot = tuple[torch.Size, torch.dtype]
 """Shape and dtype of one of the tensors that cross a boundary together."""
-
-CHOICE = "choice"
-"""Key of the parameter that a sender chose, in a state."""
 
 
 class States:
@@ -49,14 +47,18 @@ class States:
         Raises:
             ValueError: a shape that the codec does not take, a restored state of another format, or an open parameter
                 that the warm-up has not settled.
+            CodecError: a codec of another package failed.
         """
         if (index, slot) not in self._sessions:
             (shape, dtype), name = slot, self._name(index, slot)
             if name in self._shared:
                 session = self._shared[name].beside(shape=shape, dtype=dtype)
             else:
-                session = self._settled(name).open(shape=shape, dtype=dtype, device=self._device)
-                session.load_state_dict(self._restored.pop(name, {}))
+                codec = self._settled(name)
+                session = open_session(codec, shape=shape, dtype=dtype, device=self._device, about=self._lane)
+                if name in self._restored:
+                    session.load_state_dict(self._restored[name])
+                    del self._restored[name]
                 self._shared[name] = session
             self._sessions[index, slot] = session
         return self._sessions[index, slot]
@@ -70,7 +72,7 @@ class States:
         name = self._name(index, slot)
         if name not in self._choices:
             assert isinstance(self._codec, StatefulCodec)  # others leave nothing open
-            self._choices[name] = self._codec.choose(x)
+            self._choices[name] = call(self._codec, "choose", self._codec.choose, x, about=self._lane)
             log.info("%s: %s: %s", self._lane, name, self._settled(name))
         return self._choices[name]
 
@@ -103,34 +105,39 @@ class States:
 
     def load_state_dict(self, states: Mapping[str, dict[str, Any]]) -> None:
         """Take over what `state_dict` gave, for sessions that are open and those that will be."""
-        self._restored = dict(states)
+        self._restored = {name: state for name, state in states.items() if state}
         if not self._codec.settled:
             self._choices = {name: int(state[CHOICE]) for name, state in states.items() if CHOICE in state}
             without = {name: {k: v for k, v in state.items() if k != CHOICE} for name, state in states.items()}
             self._restored = {name: state for name, state in without.items() if state}
             self._sessions.clear()  # of other choices
             self._shared.clear()
+        # A session without a state begins anew: it can only be given what `state_dict` gave, which was not empty.
+        self._sessions = {key: session for key, session in self._sessions.items() if self._name(*key) in self._restored}
+        self._shared = {name: session for name, session in self._shared.items() if name in self._restored}
         for name, session in self._shared.items():
-            session.load_state_dict(self._restored.pop(name, {}))
+            session.load_state_dict(self._restored.pop(name))
 
     def digest(self) -> str:
         """Digest of all states: the same at both ends, or they do not belong together."""
         digest = xxhash.xxh3_64()
         for name, state in sorted(self.state_dict().items()):
             # A state that counts its messages is known by them; computed numbers may differ in the last bits.
-            keys = {"messages", "digest", CHOICE} if "digest" in state else state
+            keys = {*COMPARED, CHOICE} if DIGEST in state else state
             for key in sorted(state.keys() & keys):
                 value = state[key]
                 digest.update(f"{name}/{key}".encode())
                 if isinstance(value, Tensor):
-                    digest.update(value.cpu().contiguous().view(torch.uint8).numpy().data)
+                    digest.update(value.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
                 else:
                     digest.update(str(value).encode())
         return digest.hexdigest()
 
     def _name(self, index: int, slot: Slot) -> str:
         """Name of the state of a tensor, which several shapes may share."""
-        shared = self._codec.shared_by(slot[0]) if isinstance(self._codec, StatefulCodec) else None
+        shared = None
+        if isinstance(self._codec, StatefulCodec):
+            shared = call(self._codec, "shared_by", self._codec.shared_by, slot[0], about=self._lane)
         return f"tensor {index}, {described(slot) if shared is None else f'width {shared}'}"
 
     def _settled(self, name: str) -> Codec:
@@ -141,7 +148,7 @@ class States:
                 f"{name}: {self._codec} chooses a parameter in the last step of the warm-up, and has not done so here; "
                 "allowed: warmup_steps of at least 1, and states that were saved after the warm-up"
             )
-        return self._codec.settle(self._choices[name])
+        return call(self._codec, "settle", self._codec.settle, self._choices[name], about=self._lane)
 
 
 def check_states(name: str, codec: Codec, ends: Mapping[str, Any]) -> None:
@@ -153,7 +160,7 @@ def check_states(name: str, codec: Codec, ends: Mapping[str, Any]) -> None:
         choices.append({state: values[CHOICE] for state, values in states.items() if CHOICE in values})
         if isinstance(codec, StatefulCodec):
             for choice in choices[-1].values():
-                codec.settle(choice)
+                call(codec, "settle", codec.settle, choice, about=name)
     if choices[0] != choices[1]:
         raise ValueError(f"{name}: state has {choices}; both ends have the same choices")
 
@@ -164,10 +171,10 @@ def described(slot: Slot) -> str:
 
 
 def _is_state_dict(states: Any) -> bool:
-    """Whether these are dictionaries of tensors and integers, by name."""
+    """Whether these are states of sessions by name, perhaps with choices."""
     if not isinstance(states, Mapping) or not all(isinstance(values, Mapping) for values in states.values()):
         return False
-    items = [item for values in states.values() for item in values.items()]
-    return all(isinstance(name, str) for name in (*states, *(key for key, _ in items))) and all(
-        type(value) is int or (isinstance(value, Tensor) and key != CHOICE) for key, value in items
-    )
+    own = [{key: value for key, value in values.items() if key != CHOICE} for values in states.values()]
+    choices = [values[CHOICE] for values in states.values() if CHOICE in values]
+    named = all(isinstance(name, str) for name in states)
+    return named and not any(map(check_state, own)) and all(type(choice) is int for choice in choices)

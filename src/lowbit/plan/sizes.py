@@ -14,6 +14,7 @@ from torch import nn
 
 from lowbit.activations import counted
 from lowbit.codecs import Codec
+from lowbit.codecs.foreign import open_session
 from lowbit.config import ConfigError
 from lowbit.train.config import ModelConfig
 from lowbit.train.model import StageModule, hugging_face_config, next_token_loss
@@ -148,7 +149,7 @@ def coding_speed(codec: Codec, shape: tuple[int, int, int], device: torch.device
     On the CPU if no device is given.
     """
     x = torch.randn(shape, device=device)
-    encoder, decoder = (codec.open(shape=x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    encoder, decoder = (open_session(codec, shape=x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     sent: list[torch.Tensor] = []
     encoding, decoding = [], []
     while len(encoding) <= _ROUNDS or sum(encoding[1:]) + sum(decoding[1:]) < _LEAST_SECONDS:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowbit.codecs import Cast, Codec, Session, StatefulCodec
+from lowbit.codecs.foreign import open_session
 from lowbit.codecs.sessions import Key
 from lowbit.pipeline import LowBitStage
 from lowbit.ranks.messages import Expected, Messages, Sent
@@ -235,7 +236,7 @@ class Evaluation:
             if not stage.in_warmup:
                 return stage.forward_session(outgoing=outgoing, shape=shape, dtype=torch.float32)
             codec = Cast(dtype=torch.float32)
-        return codec.open(shape=shape, dtype=torch.float32, device=self._device)
+        return open_session(codec, shape=shape, dtype=torch.float32, device=self._device, about=f"boundary {boundary}")
 
 
 def evaluated(windows: Windows | Answers, *, batch: int, batches: int) -> Tensor:

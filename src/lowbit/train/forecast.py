@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from lowbit.codecs import Codec, parse_pair
+from lowbit.codecs.foreign import open_session
 from lowbit.pipeline.boundary import warm_up
 from lowbit.train.config import PipelineConfig
 from lowbit.train.distance import Pair
@@ -174,7 +175,7 @@ def coding_seconds(text: str, shape: tuple[int, int, int], device: torch.device)
 def _coding(codec: Codec, shape: tuple[int, int, int], device: torch.device) -> tuple[float, float]:
     warm_up(codec, torch.Size(shape), torch.float32, device)
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device)  # not the generator of the training
-    sender, receiver = (codec.open(shape=x.shape, dtype=x.dtype, device=device) for _ in range(2))
+    sender, receiver = (open_session(codec, shape=x.shape, dtype=x.dtype, device=device) for _ in range(2))
     times: tuple[list[float], list[float]] = [], []
     cache = torch.zeros(_CACHE, device=device)
     for _ in range(_ROUNDS):

@@ -1,0 +1,216 @@
+"""Codecs of other packages: their errors name them, and what they return is checked before anything relies on it."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from lowbit.codecs.base import Codec
+from lowbit.codecs.sessions import Key, Session
+
+T = TypeVar("T")
+
+CHOICE = "choice"
+"""Key of a parameter that was chosen from data, in a saved state; a session's own state has no such key."""
+
+DIGEST = "digest"
+COMPARED = "messages", DIGEST
+"""Keys of what alone is compared between the two ends of a boundary, where a state has a digest."""
+
+_VALUES = (Tensor, int, float, str)
+_LIBRARIES = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
+
+
+class CodecError(ValueError):
+    """A codec of another package failed, or returned what it must not; the text names the codec and the method."""
+
+
+def open_session(
+    codec: Codec, *, shape: Sequence[int], dtype: torch.dtype, device: torch.device, about: str = ""
+) -> Session:
+    """`codec.open(...)`, guarded if the codec is of another package.
+
+    Args:
+        about: what the session is for, in errors.
+
+    Raises:
+        CodecError: a codec of another package failed, or opened something else; all methods of its session raise this.
+    """
+    if is_own(codec):
+        return codec.open(shape=shape, dtype=dtype, device=device)
+    session = call(codec, "open", codec.open, shape=shape, dtype=dtype, device=device, about=about)
+    return _Guarded(session, codec, torch.Size(shape), dtype, device, about)
+
+
+def call(codec: Codec, method: str, function: Callable[..., T], *args: Any, about: str = "", **kwargs: Any) -> T:
+    """Call a method of a codec.
+
+    Raises:
+        CodecError: an error of a codec of another package, in one line that names it, the method and the place.
+    """
+    try:
+        return function(*args, **kwargs)
+    except Exception as error:
+        if is_own(codec) or isinstance(error, CodecError | MemoryError | torch.OutOfMemoryError):
+            raise
+        text = f"{type(error).__name__}: {error}{_place(error)}"
+        raise _error(codec, about, f"{method} raised {text}").with_traceback(error.__traceback__) from None
+
+
+def is_own(codec: Codec) -> bool:
+    """Whether a codec, and those that it uses, belong to lowbit."""
+    inner = (getattr(codec, field.name, None) for field in fields(codec))
+    return type(codec).__module__.partition(".")[0] == "lowbit" and all(
+        is_own(c) for c in inner if isinstance(c, Codec)
+    )
+
+
+def check_state(state: object) -> str:
+    """What is wrong with the state of a session; empty if nothing is."""
+    if not isinstance(state, Mapping):
+        return f"{type(state).__name__}; allowed: a dictionary"
+    for key, value in state.items():
+        if not isinstance(key, str) or not key or "/" in key or key == CHOICE:
+            return f"the key {key!r}; allowed: texts without '/', other than {CHOICE!r}"
+        if not isinstance(value, _VALUES) or (isinstance(value, Tensor) and value.layout != torch.strided):
+            return f"{type(value).__name__} under {key!r}; allowed: tensors, numbers and texts"
+    return ""
+
+
+def check_ends(sender: Session, receiver: Session) -> None:
+    """Try the states of two sessions after their first messages, rather than at the first checkpoint.
+
+    Raises:
+        CodecError: the ends of a codec of another package keep different states, or cannot restore them.
+    """
+    if not isinstance(sender, _Guarded) or not isinstance(receiver, _Guarded):
+        return
+    states = [session.state_dict() for session in (sender, receiver)]
+    compared = [{k: v for k, v in state.items() if DIGEST not in state or k in COMPARED} for state in states]
+    if unlike := sorted(key for key in {*compared[0], *compared[1]} if not _equal(*(c.get(key) for c in compared))):
+        raise sender.error(
+            f"state_dict returned other values of {', '.join(unlike)} at the sender than at the receiver, after the "
+            f"same message; allowed: equal ones, or {DIGEST!r}, an integer that is equal"
+        )
+    for session, state in zip((sender, receiver), states, strict=True):
+        if state:
+            session.anew().load_state_dict(state)
+
+
+class _Guarded(Session):
+    """A session of another package's codec, which is passed on to."""
+
+    def __init__(
+        self, inner: Session, codec: Codec, shape: torch.Size, dtype: torch.dtype, device: torch.device, about: str
+    ) -> None:
+        self._inner, self._about = inner, about
+        self.codec, self.shape, self.dtype, self.device = codec, shape, dtype, device
+        if not isinstance(inner, Session):
+            raise self._refused("open", type(inner).__name__, "a lowbit.codecs.Session")
+        self._nbytes = self._size("max_nbytes", self._call("max_nbytes"))
+
+    def nbytes(self, key: Key | None = None) -> int:
+        size = self._size("nbytes", self._call("nbytes", key))
+        # Receives are posted ahead, before the messages in between have changed the state.
+        if size > self._nbytes or (size != self._nbytes and not self.codec.needs_key):
+            at_most = "at most " if self.codec.needs_key else "the same for every message, "
+            raise self._refused("nbytes", str(size), f"{at_most}{self._nbytes}, as `max_nbytes` says")
+        return size
+
+    def beside(self, *, shape: Sequence[int], dtype: torch.dtype) -> Session:
+        inner = self._call("beside", shape=shape, dtype=dtype)
+        return _Guarded(inner, self.codec, torch.Size(shape), dtype, self.device, self._about)
+
+    def encode(self, x: Tensor, *, key: Key | None = None, training: bool = True, out: Tensor | None = None) -> Tensor:
+        size = self.nbytes(key)
+        payload = torch.empty(size, dtype=torch.uint8, device=x.device) if out is None else out
+        before = None if x.is_inference() else x._version
+        returned = self._call("encode", x, key=key, training=training, out=payload)
+        if before is not None and x._version != before:
+            raise self.error("encode changed the tensor that it was given; allowed: to read it")
+        return self._filled("encode", payload, returned, (size,), torch.uint8)
+
+    def decode(
+        self, payload: Tensor, *, key: Key | None = None, out: Tensor | None = None, training: bool = True
+    ) -> Tensor:
+        target = torch.empty(self.shape, dtype=self.dtype, device=payload.device) if out is None else out
+        returned = self._call("decode", payload, key=key, out=target, training=training)
+        return self._filled("decode", target, returned, self.shape, target.dtype)
+
+    def state_bytes(self) -> int:
+        return self._size("state_bytes", self._call("state_bytes"))
+
+    def state_dict(self) -> dict[str, Any]:
+        """A copy: the session may go on to change its own tensors in place."""
+        state = self._call("state_dict")
+        if problem := check_state(state):
+            raise self.error(f"state_dict returned {problem}")
+        return _copied(state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._call("load_state_dict", _copied(state))
+
+    def error(self, text: str) -> CodecError:
+        """An error of this codec."""
+        return _error(self.codec, self._about, text)
+
+    def anew(self) -> Session:
+        """Another session like this one, before its first message."""
+        return open_session(self.codec, shape=self.shape, dtype=self.dtype, device=self.device, about=self._about)
+
+    def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return call(self.codec, method, getattr(self._inner, method), *args, about=self._about, **kwargs)
+
+    def _filled(
+        self, method: str, target: Tensor, returned: object, shape: Sequence[int], dtype: torch.dtype
+    ) -> Tensor:
+        """`target`, which the method has filled, or which now holds what it returned instead."""
+        expected = f"{_described(shape, dtype)} on {target.device}"
+        if target.shape != torch.Size(shape):
+            raise self._refused(method, f"its `out` as {_described(target.shape, target.dtype)}", expected)
+        if returned is target:
+            return target
+        if not isinstance(returned, Tensor):
+            raise self._refused(method, type(returned).__name__, expected)
+        if (returned.shape, returned.dtype, returned.device) != (torch.Size(shape), dtype, target.device):
+            given = f"{_described(returned.shape, returned.dtype)} on {returned.device}"
+            raise self._refused(method, given, expected)
+        return target.copy_(returned)
+
+    def _size(self, method: str, value: object) -> int:
+        if type(value) is not int or value < 0:
+            raise self._refused(method, repr(value), "a number of bytes, an integer")
+        return value
+
+    def _refused(self, method: str, returned: str, allowed: str) -> CodecError:
+        return self.error(f"{method} returned {returned}; allowed: {allowed}")
+
+
+def _error(codec: Codec, about: str, text: str) -> CodecError:
+    return CodecError(" ".join(f"{about + ': ' if about else ''}{codec}: {text}".split()))
+
+
+def _place(error: BaseException) -> str:
+    """The last line of the other package that the error came through."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_LIBRARIES)]
+    return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno}, in {frames[-1].name})" if frames else ""
+
+
+def _described(shape: Sequence[int], dtype: torch.dtype) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {tuple(shape)}"
+
+
+def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value.detach().clone() if isinstance(value, Tensor) else value for key, value in state.items()}
+
+
+def _equal(one: object, other: object) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    return type(one) is type(other) and one == other
