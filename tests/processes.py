@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -123,11 +124,35 @@ def _serve(pipe: Connection, port: int) -> None:
 
 
 def _outcome(function: Callable[..., Any], args: Any, rank: int, ranks: int, store: Store) -> Any:
+    before = _constants()
     try:
         with process_group(rank, ranks, store):
-            return function(*args)
+            outcome = function(*args)
     except Exception as error:
-        return Failure(type(error).__name__, str(error), traceback.format_exc())
+        outcome = Failure(type(error).__name__, str(error), traceback.format_exc())
+    if leaked := _restore(before):
+        return Failure("Leak", f"{function.__name__} left {leaked} changed for later tests: use mock.patch.object")
+    return outcome
+
+
+def _constants() -> dict[tuple[str, str], Any]:
+    """Numbers and texts in capitals of all modules of lowbit, which a test may change for itself only."""
+    modules = [(name, module) for name, module in list(sys.modules.items()) if name.partition(".")[0] == "lowbit"]
+    return {
+        (name, key): value
+        for name, module in modules
+        for key, value in vars(module).items()
+        if key.isupper() and isinstance(value, int | float | str)
+    }
+
+
+def _restore(before: dict[tuple[str, str], Any]) -> str:
+    """Undo changes of constants; returns the names of those that were changed."""
+    now = _constants()
+    changed = [key for key, value in before.items() if now.get(key, value) != value]
+    for module, name in changed:
+        setattr(sys.modules[module], name, before[module, name])
+    return ", ".join(map(".".join, changed))
 
 
 @contextlib.contextmanager

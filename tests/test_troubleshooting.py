@@ -36,6 +36,8 @@ PASSED_ON = {
     "cli/doctor.py:__call__": "an exit code",
     "cli/errors.py:one_line_errors": "an exit code",
     "cli/report.py:write": "of `read_run` and `Report.read_json`",
+    "codecs/foreign.py:_error": "of its callers",
+    "codecs/foreign.py:call": "of codecs of other packages",
     "network/delay.py:main": "the operating system's words",
     "pipeline/passes.py:run": "of `_Conflict` and `_Refused`",
     "ranks/failure.py:blame": "of an `AgreementError` that another rank wrote",

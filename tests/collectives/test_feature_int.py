@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -143,12 +144,12 @@ def test_other_ranges_are_the_same_error_on_all(ranks: Ranks):
 
 def swapped(features: tuple[int, ...], first: bool) -> None:
     """Rank 0 in layer 0, rank 1 in layer 1, of a kind that is agreed on already, or of a new one."""
-    calls._SLOW = calls._LOOK = 0.1  # rather than wait for seconds
     layers = [codec_of(2, "one")]
     layers.append(FeatureInt(ranges=layers[0].ranges * 2, total=layers[0].total, features=features, artifact="one"))
-    if not first:
-        all_reduce(part(0, 4), layers[0], small=0)
-    all_reduce(part(0, 4), layers[dist.get_rank()], small=0, timeout=40)
+    with mock.patch.multiple(calls, _SLOW=0.1, _LOOK=0.1):  # rather than wait for seconds
+        if not first:
+            all_reduce(part(0, 4), layers[0], small=0)
+        all_reduce(part(0, 4), layers[dist.get_rank()], small=0, timeout=40)
 
 
 def test_swapped_layers_are_the_same_error_on_all(ranks: Ranks):

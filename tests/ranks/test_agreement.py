@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -98,17 +101,61 @@ def test_members_that_no_rank_speaks_for_are_an_error_at_once(ranks: Ranks):
     assert {o.text for o in outcomes} == {"no rank reports for member 2"}
 
 
-def lingers(topic: str) -> set[int]:
-    agreement = Agreement(default_group(), topic, 20)
-    rank = dist.get_rank()
-    agreement.exchange({rank: SAME}, [f"rank {i}" for i in range(dist.get_world_size())])
-    agreement.linger()
-    return agreement._read().left
+LATE = """
+import os, sys, time
+import torch.distributed as dist
+from lowbit.collectives import agree
+
+rank, late, hard = int(os.environ["RANK"]), float(sys.argv[1]), sys.argv[2] == "hard"
+dist.init_process_group("gloo")
+dist.barrier()
+start = time.monotonic()
+time.sleep(late if rank == 2 else 0)
+try:
+    agree(None, "int8" if rank == 1 else "int4", 30)
+except Exception as error:
+    print(f"{type(error).__name__}: {error}", flush=True)
+    print(f"raised after {time.monotonic() - start:.1f} s")
+if hard:  # as `lowbit.ranks.worker` ends
+    from lowbit.ranks.agreement import stay
+
+    stay()
+    sys.stdout.flush()
+    os._exit(1)
+"""
 
 
-def test_no_rank_goes_before_all_know_the_outcome(ranks: Ranks):
-    for number in range(5):
-        assert ranks.run(lingers, f"topic {number}", ranks=3) == [{0, 1, 2}] * 3
+@pytest.mark.parametrize(("late", "end"), [(0, "soft"), (6, "hard")])
+def test_a_rank_that_comes_late_reads_the_same_from_the_rank_that_keeps_the_store(
+    tmp_path: Path, late: float, end: str
+):
+    """And nobody prints lines of C++ about a store that has gone."""
+    script = tmp_path / "late.py"
+    script.write_text(LATE)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "3"}
+    common.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+    command = [sys.executable, str(script), str(late), end]
+    processes = [
+        subprocess.Popen(
+            command, env=common | {"RANK": str(r)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for r in range(3)
+    ]
+    said = []
+    for rank, process in enumerate(processes):
+        output, errors = process.communicate(timeout=120)
+        said.append(output.partition("raised after")[0])
+        staying = "so that rank 2 can read why the run ended" in errors
+        assert staying == (rank == 0 and late > 3), errors
+        assert len(errors.splitlines()) == staying, errors
+        if late and rank < 2:  # nobody waits for the late rank before saying why
+            assert float(output.partition("raised after ")[2].split()[0]) < 5
+    assert len(set(said)) == 1, said
+    where = "rank 0" if late else "rank 0 and rank 2"
+    assert said[0] == f"AgreementError: the ranks do not agree:\n  configuration: int4 on {where}; int8 on rank 1\n"
 
 
 def gives_up(rank: int) -> None:

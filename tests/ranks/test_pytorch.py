@@ -6,10 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from lowbit.network import SlowLink
 from lowbit.ranks.pytorch import WORKS, TorchVersionError, check_torch
+from lowbit.train import train
 from tests.command_line import invoke
+from tests.pipeline import toy
+from tests.processes import Ranks
 from tests.train.runs import tiny
 
 LINE = "PyTorch {} is installed; lowbit works with 2.11 to 2.15: pip install 'torch>=2.11,<2.16'"
@@ -56,3 +60,39 @@ def test_commands_say_so_before_any_rank_starts(command: list[str], tmp_path: Pa
     result = invoke(*command)
     assert result.exit_code == 1
     assert result.stderr.splitlines()[-1] == f"error: {LINE.format('2.16.0')}"
+
+
+def makes_a_stage(affected: int) -> None:
+    version = torch.__version__
+    if dist.get_rank() == affected:
+        torch.__version__ = "2.9.0"
+    try:
+        toy.Run("gpipe", toy.lowbit(timeout=60)).train(0)
+    finally:
+        torch.__version__ = version
+
+
+@pytest.mark.parametrize("affected", [0, 1])
+def test_all_ranks_learn_at_once_that_one_has_another_version(ranks: Ranks, affected: int):
+    outcomes = toy.timely(ranks, makes_a_stage, affected, count=3)
+    text = LINE.format("2.9.0")
+    assert (outcomes[affected].kind, outcomes[affected].text) == ("TorchVersionError", text)
+    others = {(o.kind, o.text) for rank, o in enumerate(outcomes) if rank != affected}
+    assert others == {("AgreementError", f"rank {affected} gave up: TorchVersionError: {text}")}
+
+
+def trains(folder: Path, affected: int) -> None:
+    version = torch.__version__
+    if dist.get_rank() == affected:
+        torch.__version__ = "2.9.0"
+    try:
+        train(tiny(folder, pipeline={"ranks": 2}))
+    finally:
+        torch.__version__ = version
+
+
+def test_in_training_too(ranks: Ranks, tmp_path: Path):
+    outcomes = toy.timely(ranks, trains, tmp_path, 1)
+    assert outcomes[1].kind == "TorchVersionError"
+    assert outcomes[0].kind == "PeerError"
+    assert f"rank 1 failed: TorchVersionError: {LINE.format('2.9.0')}" in outcomes[0].text

@@ -32,14 +32,13 @@ class Module:
 
 
 def gathered(change: Any = None, alien: str = "") -> Any:
-    export._PIECE_BYTES = 64
     rank = dist.get_rank()
     module: Any = Module(rank)
     if alien and rank == 1:
         module.names = {torch.nn.Parameter(torch.zeros(2)): alien}
     messages = Messages(None, "saving", timeout=10)
     try:
-        with on_the_way(2, change or (lambda count, message: None)):
+        with mock.patch.object(export, "_PIECE_BYTES", 64), on_the_way(2, change or (lambda count, message: None)):
             return export.gather_weights({0: module}, messages)
     except DamagedError as error:
         return str(error), error.rank

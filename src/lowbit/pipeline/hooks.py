@@ -30,7 +30,6 @@ from torch.distributed.pipelining.schedules import _PipelineSchedule
 from lowbit.pipeline.boundary import Direction
 from lowbit.pipeline.lanes import Lanes
 from lowbit.pipeline.layouts import Batch, Layouts, layout_of
-from lowbit.ranks.pytorch import check_torch
 
 
 class HookedStage(PipelineStage):
@@ -44,7 +43,6 @@ class HookedStage(PipelineStage):
     lanes: Lanes
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        check_torch()
         super().__init__(*args, **kwargs)
         self.declared = self._declared(*args, **kwargs)
         self._runtime_validate = False  # by what PyTorch has prepared

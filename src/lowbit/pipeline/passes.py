@@ -260,6 +260,11 @@ class Passes:
         return layouts
 
 
+def first_topic(pipeline: int) -> str:
+    """Topic of the first agreement of a pipeline, which is about all that it will be."""
+    return f"pipeline {pipeline}/0"
+
+
 class _Conflict(AgreementError):
     """A disagreement that only this rank has noticed."""
 

@@ -30,12 +30,15 @@ from lowbit.pipeline.hooks import HookedStage
 from lowbit.pipeline.lanes import Lanes
 from lowbit.pipeline.layouts import Batch, receive_layouts, send_layouts
 from lowbit.pipeline.numbering import Configuration, pipeline_number
-from lowbit.pipeline.passes import Passes
+from lowbit.pipeline.passes import Passes, first_topic
 from lowbit.pipeline.traffic import Traffic
 from lowbit.pipeline.transport import choose
+from lowbit.ranks.agreement import Agreement
 from lowbit.ranks.checksum import Checksums, agreed_facts, check_checksums
+from lowbit.ranks.errors import described
 from lowbit.ranks.failure import FailureBoard
-from lowbit.ranks.groups import default_group
+from lowbit.ranks.groups import default_group, rank_names
+from lowbit.ranks.pytorch import TorchVersionError, check_torch
 
 
 class LowBitStage(HookedStage):
@@ -97,6 +100,7 @@ class LowBitStage(HookedStage):
         backward = backward_beside(forward) if backward is None else backward
         check_warm_up("forward", forward, warmup_steps)
         check_warm_up("backward", backward, warmup_steps)
+        self._check_torch(num_stages, timeout, *args, **kwargs)
         super().__init__(submodule, stage_index, num_stages, torch.device(device), *args, **kwargs)
         self.traffic = Traffic()
         self.warmup_steps = warmup_steps
@@ -110,6 +114,27 @@ class LowBitStage(HookedStage):
         self.looks_ahead = True  # whether receives of the next pass are posted at the end of one
         self._samples: Tensor | None = None
         self._passes: Passes | None = None  # shared by the stages of this rank
+
+    @staticmethod
+    def _check_torch(
+        stages: int,
+        timeout: float,
+        input_args: Any = None,
+        output_args: Any = None,
+        group: Any = None,
+        *_: Any,
+        **__: Any,
+    ) -> None:
+        """Raise a TorchVersionError if this PyTorch is not known to work, and tell the ranks that wait for this one."""
+        try:
+            check_torch()
+        except TorchVersionError as error:
+            group = group or default_group()
+            topic = first_topic(pipeline_number(group, stages, group.size()))
+            agreement = Agreement(group, topic, timeout)
+            agreement.give_up(f"{rank_names(group)[group.rank()]} gave up: {described(error)}")
+            agreement.linger()
+            raise
 
     def set_samples(self, ids: Tensor | Sequence[int]) -> None:
         """Set the sample ids of the next training step's batch, for codecs that keep something per sample.

@@ -8,11 +8,16 @@ missing, and does not need the data path whose use is being agreed on.
 An agreement is a board in the store. Each rank appends one line, which waits for no answer, and reads the board until
 all have. A rank that gives up appends a line, too: the agreement has failed if it comes before the last statement. So
 no rank is special, and all conclude the same. Ranks that start together need at most two round trips to the store.
+
+A rank that comes later reads the same. So where an agreement has failed, the process that keeps the store does not end
+before every rank has read how, or the time limit is over (`stay`).
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import logging
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -23,12 +28,17 @@ import torch.distributed as dist
 from lowbit.ranks.errors import AgreementError
 from lowbit.ranks.groups import next_round, plain, rank_names
 from lowbit.ranks.statements import Facts, Ledger, Statements, listed
-from lowbit.ranks.store import Board, BoundedStore, wait_until
+from lowbit.ranks.store import Board, BoundedStore, is_kept_here, wait_until
 
-_LINGER = 5.0  # seconds that a rank stays, after an error, so that all others can read the same
+_LINGER = 5.0  # seconds that the rank with the store stays before it raises, so that those that came can read the same
+_QUIET_SECONDS = 2.0  # of staying for others before a line says so
 _GRACE = 1.0  # seconds that members in conflict wait for others, to show the whole of it
 # Seconds between two looks at the board: a share of those waited.
 _SHORTEST, _LONGEST, _SHARE = 0.01, 0.5, 0.1
+
+log = logging.getLogger(__name__)
+
+_unread: list[tuple[Board, list[str], float]] = []  # of failed agreements whose store is here: names of ranks, deadline
 
 _ledgers: weakref.WeakKeyDictionary[dist.ProcessGroup, Ledger] = weakref.WeakKeyDictionary()
 
@@ -64,12 +74,14 @@ class Agreement:
 
     def __init__(self, group: dist.ProcessGroup, topic: str, timeout: float) -> None:
         self._store = BoundedStore(group, timeout)
+        self._kept = group.get_group_store()
         self._key = f"lowbit/agreement/{topic}"
         self._board = Board(self._store, self._key)
         self._timeout = timeout
         self._rank, self._ranks = group.rank(), rank_names(group)
         self._ledger = _ledgers.setdefault(group, Ledger())
         self._stated = False
+        self._deadline = time.monotonic() + timeout
 
     def exchange(self, facts: Mapping[int, Facts], names: Sequence[str]) -> dict[int, Facts]:
         """State facts, wait for those of all ranks, and compare them; to be called by every rank of the group, once.
@@ -107,18 +119,19 @@ class Agreement:
         self._store.delete_key(self._key)
 
     def linger(self) -> None:
-        """Stay until every rank that came has read how it ended: the store may live in this process, which ends now.
+        """Note that this rank knows how it ended; where this process keeps the store, stay until the others do.
 
-        After an `exchange` whose outcome is an error; to be called by every rank.
+        After an `exchange` whose outcome is an error; to be called by every rank. Returns once all that came know it;
+        the process then ends once all know it.
         """
-
-        def all_left() -> bool:
-            statements = self._read()
-            return statements.came <= statements.left
-
         with contextlib.suppress(RuntimeError):  # the store has gone already
             self._board.append(left=self._rank)
-            wait_until(all_left, _LINGER, pause=_SHORTEST)
+        # No other rank asks again: the store may go as soon as all have left, and PyTorch would print lines of C++.
+        if is_kept_here(self._kept):
+            board = Board(self._kept, self._key)  # without threads, which cannot start while this process ends
+            wait_until(lambda: not _read(board, self._ranks).unaware(), _LINGER, pause=_SHORTEST)
+            if _strangers(board, self._ranks):
+                _unread.append((board, self._ranks, self._deadline))
 
     def give_up(self, why: str) -> None:
         """Instead of `exchange`: end it for the ranks that are waiting in it, with an error of this text."""
@@ -131,7 +144,7 @@ class Agreement:
         self._stated = True
 
     def _read(self) -> Statements:
-        return Statements.read(self._board.lines(), self._ranks)
+        return _read(self._board, self._ranks)
 
     def _conclude(self, names: Sequence[str]) -> dict[int, Facts]:
         """Read until all ranks have stated something, one gave up, or this one does."""
@@ -170,3 +183,31 @@ class Agreement:
         if self._rank == 0:  # most often near the store, so that this takes least
             for key in read_by_all:
                 self._store.delete_key(key)
+
+
+@atexit.register
+def stay() -> None:
+    """Keep the store reachable for ranks that have not come yet to an agreement that has failed; before this ends.
+
+    For each at most as long as ranks wait for each other there.
+    """
+    start = time.monotonic()
+    with contextlib.suppress(RuntimeError, KeyboardInterrupt):
+        while _unread:
+            board, ranks, deadline = _unread.pop()
+            told = False
+            while (late := _strangers(board, ranks)) and (left := deadline - time.monotonic()) > 0:
+                if not told and time.monotonic() > start + _QUIET_SECONDS:
+                    log.warning("staying up to %.0f s, so that %s can read why the run ended", left, listed(late))
+                    told = True
+                time.sleep(_LONGEST / 5)
+
+
+def _strangers(board: Board, ranks: Sequence[str]) -> list[str]:
+    """Ranks that do not know how an agreement ended; none if its board is gone."""
+    statements = _read(board, ranks)
+    return statements.absent() if statements.came or statements.ended else []
+
+
+def _read(board: Board, ranks: Sequence[str]) -> Statements:
+    return Statements.read(board.lines(), ranks)

@@ -103,6 +103,14 @@ class Statements:
                 return f"{rank} and {another} both report for {name}"
         return ""
 
+    def unaware(self) -> set[int]:
+        """Ranks that came and do not know yet how it ended."""
+        return self.came - self.left
+
+    def absent(self) -> list[str]:
+        """Names of all ranks that do not know how it ended."""
+        return [name for rank, name in enumerate(self.ranks) if rank not in self.left]
+
     def missing(self, names: Sequence[str]) -> list[str]:
         """Members that no rank has spoken for; else ranks that have stated nothing."""
         stated = self.members()

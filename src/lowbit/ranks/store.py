@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from lowbit.ranks.errors import PeerError
+from lowbit.ranks.errors import PeerError, first_line
 
 T = TypeVar("T")
 _NOTHING = "lowbit: nothing"
@@ -55,14 +55,19 @@ class BoundedStore:
         """The outcome of a call.
 
         Raises:
-            PeerError: the store did not answer in time.
-            RuntimeError: its connection has ended.
+            PeerError: the store did not answer in time, or its connection has ended.
         """
         if not self._silent:
             try:
                 return bounded(call, self._seconds)
             except TimeoutError:
                 self._silent = True
+            except RuntimeError as error:  # PyTorch's text may go on with lines of C++
+                raise PeerError(
+                    f"the store of the process group closed its connection ({first_line(error)}): the rank or launcher "
+                    "that keeps it has ended",
+                    -1,
+                ) from None
         raise PeerError(
             f"the store of the process group did not answer within {self._seconds:g} s: the rank or launcher that "
             "keeps it, or the network to its machine, is gone",
@@ -99,6 +104,13 @@ class Board:
             except (ValueError, RecursionError):
                 continue
         return [entry for entry in entries if isinstance(entry, dict)]
+
+
+def is_kept_here(store: Any) -> bool:
+    """Whether this process keeps a store: others cannot reach it once this process has ended."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return isinstance(store, TCPStore) and "server=TCPServer" in repr(store)  # PyTorch says it nowhere else
 
 
 def of_attempt(store: Store, attempt: str = "0/0") -> PrefixStore:

@@ -37,6 +37,7 @@ def work(do: Callable[[Any], object], exit_code: Callable[[Exception], int]) -> 
         do(order)
     except Exception as error:
         _complain(error)
+        _stay()
         _end(exit_code(error))
     _end(0)  # without destructors: a rank that is killed in them would be started again, and wait for the others
 
@@ -69,8 +70,16 @@ def _sound_alarm(rank: int, text: str) -> None:
         Alarm(reach(rank, timeout=5, patience=5), run_secret(), [this_attempt()]).sound(Cause(rank, text))
 
 
+def _stay() -> None:
+    """Keep a store that is in this process reachable for ranks that come late."""
+    from lowbit.ranks.agreement import stay
+
+    sys.stderr.flush()
+    stay()
+
+
 def _end(code: int) -> Never:
-    """Exit at once: destructors of a broken process group can wait for peers that are gone."""
+    """Exit without destructors: those of a broken process group can wait for peers that are gone."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

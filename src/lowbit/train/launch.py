@@ -31,7 +31,8 @@ def run(config: TrainConfig) -> Summary | None:
     """
     from lowbit.ranks.pytorch import check_torch
 
-    check_torch()
+    if "RANK" not in os.environ:  # else the ranks meet first, so that all learn what is wrong with one
+        check_torch()
     one_rank = "RANK" in os.environ or config.ranks == 1
     summary = Path(config.run.output) / "summary.json"
     if config.run.supervise:

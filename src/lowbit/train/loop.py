@@ -19,6 +19,7 @@ from torch import Tensor
 from lowbit.ranks.messages import Messages
 from lowbit.ranks.objects import gather_json
 from lowbit.ranks.process_group import joined, world
+from lowbit.ranks.pytorch import check_torch
 from lowbit.report.results import machine
 from lowbit.report.training import write_report
 from lowbit.train import export
@@ -72,6 +73,7 @@ def train(config: TrainConfig, *, on_step: Callable[[StepMetrics], None] | None 
         torch.set_num_threads(run.threads or threads_per_rank(ranks))
     patience = run.rejoin_seconds if run.supervise else None
     with joined(run.timeout_seconds, backend=prepared.backend, patience=patience):
+        check_torch()
         return Run(Trainer(prepared)).finish(on_step)
 
 

@@ -25,13 +25,14 @@ def exit_code(error: Exception) -> int:
     from lowbit.config import ConfigError
     from lowbit.ranks.meeting import AloneError
     from lowbit.ranks.peers import AbsentError
+    from lowbit.ranks.pytorch import TorchVersionError
     from lowbit.train.checkpoints.save import TransientError
     from lowbit.train.trainer import DivergedError
 
     kinds = {
         DivergedError: DIVERGED, AloneError: ALONE, AbsentError: ALONE,
         TransientError: FAILED,  # a full disk may have room again
-        ConfigError: USAGE,
+        ConfigError: USAGE, TorchVersionError: USAGE,
     }  # fmt: skip
     return next((code for kind, code in kinds.items() if isinstance(error, kind)), FAILED)
 
