@@ -26,7 +26,6 @@ from lowbit.activations.recipes import (
 )
 from lowbit.codecs.checks import FLOATS
 
-
 _MUCH_WIDER = 4  # outputs than inputs: the product takes less time than saving the output takes bytes
 
 
