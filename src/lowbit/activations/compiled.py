@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from lowbit.activations.gated.reference import ACTIVATIONS
 from lowbit.activations.policy import LayerAware
 from lowbit.activations.recipes import FEWEST, Norm, default_eps
 from lowbit.codecs import Codec
@@ -149,7 +150,8 @@ def compiled_forward(module: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
         return layer.own(x)
     if layer.kind == "norm":
         return _norm(module, layer.formula, x, codec)
-    return _Activation.apply(x, layer.formula, codec) if x.requires_grad else layer.own(x)
+    known = layer.formula in ACTIVATIONS
+    return _Activation.apply(x, layer.formula, codec) if known and x.requires_grad else layer.own(x)
 
 
 def _linear(module: Any, layer: Any, x: Tensor, codec: str) -> Tensor:

@@ -224,6 +224,45 @@ class LinearFunction(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None, None, None, None
 
 
+class SquareFunction(torch.autograd.Function):
+    """x squared; saves tensors that rebuild x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rebuilt: Rebuilt, saved: SavedTensors) -> Tensor:
+        """`rebuilt`: x in backward, from `saved`."""
+        ctx.rebuilt, ctx.shape, ctx.dtype = rebuilt, x.shape, x.dtype
+        ctx.save_for_backward(*saved)
+        return x.square()
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
+        x = ctx.rebuilt.get(tuple(ctx.saved_tensors), ctx.dtype).reshape(ctx.shape)
+        return 2 * x * grad_out, None, None
+
+
+class ScaledFunction(torch.autograd.Function):
+    """x (..., C) times a factor for each channel; saves the factors and tensors that rebuild x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: Tensor, rebuilt: Rebuilt, saved: SavedTensors) -> Tensor:
+        """`factor`: of C elements, and as many dimensions as x at most; `rebuilt`: x in backward, from `saved`."""
+        ctx.rebuilt, ctx.shape, ctx.dtypes = rebuilt, x.shape, (x.dtype, factor.dtype)
+        ctx.save_for_backward(factor, *saved)
+        return x * factor
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
+        factor, *saved = ctx.saved_tensors
+        grad_x = (grad_out * factor).to(ctx.dtypes[0]) if ctx.needs_input_grad[0] else None
+        grad_factor = None
+        if ctx.needs_input_grad[1]:
+            x = ctx.rebuilt.get(tuple(saved), ctx.dtypes[0]).reshape(ctx.shape)
+            grad_factor = (grad_out * x).flatten(0, -2).sum(0).reshape(factor.shape).to(ctx.dtypes[1])
+        return grad_x, grad_factor, None, None
+
+
 def needed_now(ctx: Any) -> list[bool]:
     """Whether this backward pass needs the gradient of each input; `ctx.present` says which inputs are tensors.
 

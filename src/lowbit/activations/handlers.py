@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from lowbit.activations.checkpoint import after_linear
 from lowbit.activations.follow import Call, encoded, handles, known, large_enough
-from lowbit.activations.functions import GatedFunction, LinearFunction, MaskFunction
+from lowbit.activations.functions import GatedFunction, LinearFunction, MaskFunction, ScaledFunction, SquareFunction
 from lowbit.activations.layers import activated, attach_until_backward, normalized
 from lowbit.activations.recipes import (
     GatedOutput,
@@ -25,6 +25,8 @@ from lowbit.activations.recipes import (
     recipe_of,
 )
 from lowbit.codecs.checks import FLOATS
+
+_MUCH_WIDER = 4  # outputs than inputs: the product takes less time than saving the output takes bytes
 
 
 @handles(functional.linear)
@@ -61,7 +63,17 @@ def _linear(
     dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
     with call.handled(*given):
         rebuilt, saved = call.source(x, dtype) if weight.requires_grad else (None, ())
-        return after_linear(LinearFunction.apply(x, weight, bias, transposed, dtype, rebuilt, saved))
+        out = after_linear(LinearFunction.apply(x, weight, bias, transposed, dtype, rebuilt, saved))
+        recipe = recipe_of(x) if rebuilt is not None and bias is None and not transposed else None
+        if recipe is not None and _MUCH_WIDER * weight.shape[1] <= weight.shape[0]:  # an adapter, which DoRA scales
+            attach(out, recipe.derived(x.shape, _times, weight))
+        return out
+
+
+def _times(x: Tensor, weight: Tensor) -> Tensor:
+    """A linear layer's output."""
+    with torch.autocast(x.device.type, enabled=False):
+        return functional.linear(x, weight.to(x.dtype))
 
 
 def _is_parameter(x: Any) -> bool:
@@ -129,9 +141,15 @@ def _activation(call: Call, given: tuple[Any, ...], x: Tensor, activation: str, 
 
 @handles(torch.mul, torch.multiply, Tensor.mul, Tensor.multiply, Tensor.__mul__, Tensor.__rmul__)
 def product(call: Call, input: Any, other: Any, **kwargs: Any) -> Any:
-    """act(gate) * up: a payload each of gate and up serves the product, its gradients and the layer that follows."""
-    if kwargs or not isinstance(input, Tensor) or not isinstance(other, Tensor) or input.shape != other.shape:
+    """act(gate) * up: a payload each of gate and up serves the product, its gradients and the layer that follows.
+
+    A tensor times a trained factor for each channel (DoRA, LayerScale) saves a payload of the tensor.
+    """
+    if kwargs or not isinstance(input, Tensor) or not isinstance(other, Tensor):
         return NotImplemented
+    if input.shape != other.shape:
+        x, factor = (input, other) if input.numel() > other.numel() else (other, input)
+        return _scaled(call, (input, other), x, factor)
     for gate, up in ((input, other), (other, input)):
         recipe = recipe_of(gate)
         if recipe is None or recipe.edge is None or not up.requires_grad or not call.saves(gate, up):
@@ -142,6 +160,27 @@ def product(call: Call, input: Any, other: Any, **kwargs: Any) -> Any:
         with call.handled(input, other):
             return _gated(recipe.edge, gate, up, form, saved[0])
     return NotImplemented
+
+
+def _scaled(call: Call, given: tuple[Tensor, Tensor], x: Tensor, factor: Tensor) -> Any:
+    if x.dim() < 2 or factor.dim() > x.dim() or factor.shape[-1:] != x.shape[-1:] or factor.numel() != x.shape[-1]:
+        return NotImplemented
+    if not factor.requires_grad or not large_enough(x) or not call.saves(x, factor):
+        return NotImplemented
+    with call.handled(*given):
+        return ScaledFunction.apply(x, factor, *call.source(x, x.dtype))
+
+
+@handles(torch.square, Tensor.square)
+def square(call: Call, input: Tensor) -> Any:
+    """The square of what is saved anyway, such as that of ReLU's output."""
+    recipe = recipe_of(input)
+    if recipe is None or not call.saves(input):
+        return NotImplemented
+    with call.handled(input):
+        out = SquareFunction.apply(input, *call.source(input, input.dtype))
+        attach_until_backward(out, recipe.derived(input.shape, torch.square))
+        return out
 
 
 def _gated(edge: Tensor, activation: Tensor, up: Tensor, form: GatedOutput, payload: Tensor | None) -> Tensor:

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from lowbit.activations.follow import Call, Layer, encoded, large_enough
 from lowbit.activations.functions import Edge, GatedFunction, MaskFunction, NormFunction
 from lowbit.activations.recipes import (
+    QUICK_GELU,
+    STEEPNESS,
     GatedOutput,
     Itself,
     Masked,
@@ -64,7 +66,20 @@ def norm_forward(call: Call, x: Tensor) -> Tensor:
 @_of_one_tensor
 def activation_forward(call: Call, x: Tensor) -> Tensor:
     """An activation function."""
-    return activated(call, x, call.layer.formula)
+    if call.layer.formula != QUICK_GELU:
+        return activated(call, x, call.layer.formula)
+    steep = activated(call, x * STEEPNESS, "silu")
+    recipe, out = recipe_of(steep), steep / STEEPNESS
+    if recipe is not None:
+        attach(out, recipe.derived(steep.shape, _Flatter()))
+    return out
+
+
+class _Flatter:
+    """What SiLU's output is divided by."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x / STEEPNESS
 
 
 def normalized(

@@ -29,7 +29,7 @@ class LayerAware:
     """Bits of saved activations (AGoQ's layer-aware quantization, arXiv 2605.00539).
 
     n elements in b bits take n b / 8 + 4 n / group bytes (`GroupInt`, asymmetric): by default 6.5 bits an element, 8.5
-    for norms and attention. With 16 bits tensors are saved as they are; others that follow from them are still
+    for norms and v, 12.75 for q and k. With 16 bits tensors are saved as they are; others that follow from them are still
     recomputed. In place of bits a codec without state can stand, such as `BlockFloat8()` or
     `GroupInt(bits=8, group=16)`: then norms and gates are computed by PyTorch's own functions, unless it is an
     asymmetric `GroupInt`, which has fused kernels.
@@ -42,10 +42,9 @@ class LayerAware:
         mlp: bits for the inputs of activation functions and gates. ReLU takes one bit more an element.
         linear: bits for inputs of linear layers that come neither from a norm nor from an activation nor from
             attention.
-        attention: bits for q, k, v and attention's output. None: 8, or `bits` if that is more. The paper does not round
-            them, because the error of the gradients grew with sequence length and width. With 8 bits it did not change
-            beside that of all others here; 4 bits for attention alone gave three to five times the error of 4 bits for
-            all others, at 256 and 1024 tokens.
+        attention: bits for v; q and k, whose errors softmax amplifies, take 4.25 bits more. Attention runs again from
+            them in backward, so its output and probabilities are not saved. None: 8, or `bits` if that is more. A codec
+            that is no asymmetric `GroupInt` serves all three. The paper does not round them.
         group: elements for each scale, a multiple of 8; codecs have their own.
         rounding: "nearest" or "stochastic", whose error is zero on average; codecs have their own.
         outliers: look at each norm's input in the first training pass, and save it as `BlockFloat8()` from then on if 8

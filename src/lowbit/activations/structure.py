@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from lowbit.activations.gated.reference import ACTIVATIONS
-from lowbit.activations.recipes import Norm, plain_gated
+from lowbit.activations.recipes import QUICK_GELU, Norm, plain_gated, quick_gelu
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _EPS = ("variance_epsilon", "eps", "epsilon", "norm_eps")
 _USUAL_EPS = (1e-5, 1e-6, 1e-8, 1e-12)  # for modules without such an attribute
 _ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
+_NAMED = ("gelu", "silu")  # classes elsewhere, such as Bloom's own GELU
 _NOT_ROWS = (nn.GroupNorm, nn.LocalResponseNorm, nn.modules.batchnorm._NormBase)
 
 
@@ -70,14 +71,16 @@ def _computes(module: nn.Module, norm: Norm, weights: dict[str, Tensor], x: Tens
 
 def activation_like(module: nn.Module) -> str | None:
     """The name of the activation function, if there is an operator for it; None: something else."""
-    if type(module).__module__ not in _ACTIVATIONS or getattr(module, "inplace", False):
+    kind, own = type(module), [*module.parameters(), *module.children()]
+    known = kind.__module__ in _ACTIVATIONS or (not own and any(name in kind.__name__.lower() for name in _NAMED))
+    if not known or getattr(module, "inplace", False):
         return None
     x = _samples()
     y = _try(module, {}, x)
     if y is None:
         return None
-    for name in ACTIVATIONS:
-        expected = plain_gated(x, None, name)
+    for name in (*ACTIVATIONS, QUICK_GELU):
+        expected = quick_gelu(x) if name == QUICK_GELU else plain_gated(x, None, name)
         if y.shape == expected.shape and torch.allclose(y, expected, rtol=1e-5, atol=1e-5):
             return name
     return None
