@@ -207,7 +207,7 @@ def _gated_gradients(
 
 @dataclass(frozen=True)
 class _Passed:
-    """In the pass `task`: the gradient at an activation's input, handed to its node, and what the product sent there."""
+    """In the pass `task`: the gradient at an activation's input, handed to its node, and what was sent there."""
 
     task: int
     sent: Tensor
