@@ -226,3 +226,19 @@ def test_bad_arguments_are_refused_when_the_hook_is_made(ranks: Ranks, options: 
 
 def refuses(options: dict[str, Any]) -> None:
     refused(**options)
+
+
+def refused_sparse() -> str:
+    model = nn.Sequential(nn.Embedding(50, 96, sparse=True), nn.Linear(96, 8))
+    ddp = DistributedDataParallel(model)
+    ddp.register_comm_hook(None, all_reduce_hook(BlockFloat8()))
+    try:
+        ddp(torch.arange(6)).square().sum().backward()
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+def test_sparse_gradients_are_named(ranks: Ranks):
+    for text in ranks.run(refused_sparse):
+        assert "the gradient of a parameter of shape [50, 96] is sparse; allowed: dense gradients" in text

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from lowbit.activations import handlers
@@ -116,7 +115,7 @@ class _IndexAdd(torch.autograd.Function):
         return input.index_add_(0, index, source)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
         return grad_out, None, grad_out.index_select(0, ctx.saved_tensors[0])
 

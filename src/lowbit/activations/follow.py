@@ -8,6 +8,7 @@ as they are. `recipes.attach` tells the functions that follow what a tensor was 
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import threading
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from lowbit.activations.checkpoint import first_pass
 from lowbit.activations.compiled import compiled_forward
@@ -247,7 +249,7 @@ def _run(module: nn.Module, layer: Layer, *args: Any, **kwargs: Any) -> Any:
     modules = _threads.running
     modules.append((module, layer, checkpoint_hook()))
     try:
-        if layer.forward is not None:
+        if layer.forward is not None and not selective():
             return layer.forward(module, layer, *args, **kwargs)
         return layer.own(*args, **kwargs)
     finally:
@@ -279,7 +281,7 @@ class Following(TorchFunctionMode):
         module, layer, checkpoint = modules[-1]
         handler = HANDLERS.get(func)
         # A checkpoint that began in this module's forward runs its functions again without the module.
-        if handler is not None and checkpoint_hook() is checkpoint:
+        if handler is not None and checkpoint_hook() is checkpoint and _fits(handler, args, kwargs) and not selective():
             out = handler(Call(func, module, layer), *args, **kwargs)
             if out is not NotImplemented:
                 return out
@@ -288,6 +290,31 @@ class Following(TorchFunctionMode):
             return func(*args, **kwargs)
         with survey.function(func):
             return func(*args, **kwargs)
+
+
+def _fits(handler: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a handler knows all arguments; if not, such as `out`, the function itself runs."""
+    try:
+        _signature(handler).bind(None, *args, **kwargs)
+    except TypeError:
+        return False
+    return True
+
+
+_signature = functools.cache(inspect.signature)
+
+
+def selective() -> bool:
+    """Whether a checkpoint runs that keeps results of chosen functions: those must be the same in backward."""
+    if not torch._C._len_torch_dispatch_stack():  # pyright: ignore
+        return False
+    if not any(type(mode).__name__ in _SELECTIVE for mode in _get_current_dispatch_mode_stack()):
+        return False
+    say_once("activations inside a selective checkpoint are saved as they are")
+    return True
+
+
+_SELECTIVE = ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
 
 
 @functools.cache

@@ -7,12 +7,14 @@ checks, hooks and checkpointing see it.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
+from torch.utils.weak import TensorWeakRef
 
 from lowbit.activations.checkpoint import first_pass, product_needed
 from lowbit.activations.gated import reference as gated
@@ -27,23 +29,23 @@ from lowbit.activations.recipes import (
     decoded,
     is_fused,
     plain_gated,
+    refuse_second_order,
     release,
 )
 from lowbit.codecs.checks import draw_seed
 
 
 def first_order(backward: Any) -> Any:
-    """A backward that PyTorch refuses to differentiate.
+    """A backward that refuses to be differentiated.
 
-    `once_differentiable` alone would take the result of a constant `grad_out` for a constant.
+    `once_differentiable` would let a second pass go by that asks for gradients of inputs alone: what it returns has no
+    path to them, so they would get 0, or None.
     """
-    once = once_differentiable(backward)
 
     @functools.wraps(backward)
     def checked(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
-        if torch.is_grad_enabled():  # create_graph=True
-            grad_out = grad_out.detach().requires_grad_()
-        return once(ctx, grad_out)
+        refuse_second_order()
+        return backward(ctx, grad_out)
 
     return checked
 
@@ -103,67 +105,158 @@ class NormFunction(torch.autograd.Function):
         return grad_x, grad_weight, bias, None, None, None, None
 
 
-class GatedFunction(torch.autograd.Function):
-    """act(gate) * up, or act(gate); saves gate and up."""
+class ActivationFunction(torch.autograd.Function):
+    """act(x); saves x."""
 
     @staticmethod
-    def forward(
-        ctx: Any, gate: Tensor, up: Tensor | None, form: GatedOutput, saved: SavedTensors, activated: Tensor | None
-    ) -> Tensor:  # fmt: skip
-        """`saved`: empty payloads, or gate and up; with `activated`, act(gate) itself, payloads that are filled."""
-        ctx.form, ctx.dtypes = form, (gate.dtype, None if up is None else up.dtype)
-        ctx.save_for_backward(*saved)
-        if activated is not None and up is not None:
-            return activated * up
-        dtype = gate.dtype if up is None else torch.promote_types(gate.dtype, up.dtype)
+    def forward(ctx: Any, x: Tensor, form: GatedOutput, saved: Tensor) -> Tensor:
+        """`saved`: an empty payload, or x."""
+        ctx.form, ctx.dtype, ctx.observed, ctx.passed = form, x.dtype, False, None
+        ctx.save_for_backward(saved)
         codec = form.codec
         if first_pass():
-            return plain_gated(gate, up, form.activation, wide=False).to(dtype)
+            return plain_gated(x, None, form.activation, wide=False).to(x.dtype)
         if not is_fused(codec):
-            for x, payload in zip((gate, up), saved, strict=True):
-                if codec is not None and x is not None:
-                    codec.encode(x, out=payload)
-            return plain_gated(gate, up, form.activation).to(dtype)
-        out = torch.empty(gate.shape, dtype=dtype, device=gate.device)
-        gated.encode(
-            gate.contiguous(), None if up is None else up.contiguous(), saved[0], saved[1], out,
-            form.activation, codec.bits, codec.group, draw_seed(codec.rounding, gate.device),
-        )  # fmt: skip
+            if codec is not None:
+                codec.encode(x, out=saved)
+            return plain_gated(x, None, form.activation).to(x.dtype)
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        seed = draw_seed(codec.rounding, x.device)
+        gated.encode(x.contiguous(), None, saved, None, out, form.activation, codec.bits, codec.group, seed)
         return out
 
     @staticmethod
     @first_order
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
-        gate, up = ctx.saved_tensors
+        (saved,) = ctx.saved_tensors
         release(ctx)
-        form: GatedOutput = ctx.form
-        if not is_fused(form.codec):
-            formula = functools.partial(plain_gated, activation=form.activation)
-            gate = decoded(form.codec, gate, form.shape, ctx.dtypes[0])
-            up = None if up is None else decoded(form.codec, up, form.shape, ctx.dtypes[1])
-            return *_differentiate(formula, gate, up, grad_out=grad_out), None, None, None
-        gate_dtype, up_dtype = ctx.dtypes
-        grad_gate = torch.empty(form.shape, dtype=gate_dtype, device=grad_out.device)
-        grad_up = None if up_dtype is None else torch.empty_like(grad_gate, dtype=up_dtype)
-        gated.backward(
-            gate, up, grad_out.contiguous(), grad_gate, grad_up, None,
-            form.activation, form.codec.bits, form.codec.group,
-        )  # fmt: skip
-        return grad_gate, grad_up, None, None, None
+        passed, ctx.passed = ctx.passed, None
+        if passed is None or passed.task != torch._C._current_graph_task_id():  # that pass failed on its way
+            return _gated_gradients(ctx.form, (saved, None), (ctx.dtype, None), grad_out)[0], None, None
+        if passed.sent is grad_out:
+            return passed.grad, None, None
+        grad_x = _gated_gradients(ctx.form, (saved, None), (ctx.dtype, None), grad_out)[0]
+        assert grad_x is not None
+        return grad_x + passed.grad if passed.is_zero else grad_x, None, None
 
 
-class Edge(torch.autograd.Function):
-    """Stands for `x` in the graph: a tensor of its shape without its elements, whose gradient is that of `x`."""
+class ProductFunction(torch.autograd.Function):
+    """act(gate) * up; saves gate and up.
+
+    One kernel gives the gradients at gate and up. The first is handed to the activation's node, the next in the graph,
+    which gets zeros as its own gradient; in a pass for some of the gradients, which may be after that one, it gets the
+    true one. Where somebody may look at it on its way, and where the factor is something else that was made of what
+    the activation returned, nothing is handed on.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        """One element, expanded."""
-        return x.new_empty(()).expand(x.shape)
+    def forward(
+        ctx: Any, activation: Tensor, up: Tensor, leaf: Tensor, form: GatedOutput, saved: SavedTensors
+    ) -> Tensor:  # fmt: skip
+        """`saved`: payloads of gate and up, or both as they are; `leaf`: `nobodys`."""
+        ctx.form, ctx.dtypes, ctx.present = form, (activation.dtype, up.dtype), (True, True)
+        ctx.save_for_backward(*saved)
+        ctx.activation = TensorWeakRef(activation)
+        return activation * up
 
     @staticmethod
     @first_order
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
-        return (grad_out,)
+        saved = ctx.saved_tensors
+        release(ctx)
+        form: GatedOutput = ctx.form
+        needs_activation, needs_up = needed_now(ctx)[:2]
+        gate, up = saved
+        grad_activation = grad_up = handed = None
+        node: Any = ctx.next_functions[0][0]
+        if needs_activation and _is_of(node, form) and not _is_observed(node, ctx.activation()):
+            handed, grad_up = _gated_gradients(form, saved, ctx.dtypes, grad_out)
+        elif needs_up:
+            value = form.rebuild((gate, None), ctx.dtypes[0])
+            grad_up = (grad_out * value).to(ctx.dtypes[1])
+        if handed is not None and torch._C._will_engine_execute_node(ctx.next_functions[2][0]):  # pyright: ignore
+            grad_activation = handed.new_zeros(()).expand(handed.shape)
+        elif needs_activation:
+            up = decoded(form.codec, up, form.shape, ctx.dtypes[1])
+            grad_activation = (grad_out * up).to(ctx.dtypes[0])
+        if handed is not None:
+            _hand(node, handed, grad_activation)
+        return grad_activation, grad_up, None, None, None
+
+
+def _gated_gradients(
+    form: GatedOutput, saved: SavedTensors, dtypes: tuple[torch.dtype, torch.dtype | None], grad_out: Tensor
+) -> list[Tensor | None]:
+    """Gradients of act(gate) * up at gate and up, or of act(gate), in these dtypes."""
+    gate, up = saved
+    gate_dtype, up_dtype = dtypes
+    assert gate is not None
+    if not is_fused(form.codec):
+        formula = functools.partial(plain_gated, activation=form.activation)
+        gate = decoded(form.codec, gate, form.shape, gate_dtype)
+        up = None if up is None or up_dtype is None else decoded(form.codec, up, form.shape, up_dtype)
+        return _differentiate(formula, gate, up, grad_out=grad_out)
+    grad_gate = torch.empty(form.shape, dtype=gate_dtype, device=grad_out.device)
+    grad_up = None if up_dtype is None else torch.empty_like(grad_gate, dtype=up_dtype)
+    gated.backward(
+        gate, up, grad_out.contiguous(), grad_gate, grad_up, None,
+        form.activation, form.codec.bits, form.codec.group,
+    )  # fmt: skip
+    return [grad_gate, grad_up]
+
+
+@dataclass(frozen=True)
+class _Passed:
+    """In the pass `task`: the gradient at an activation's input, handed to its node, and what was sent there."""
+
+    task: int
+    sent: Tensor
+    grad: Tensor
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether zeros were sent, to which the gradients of other readers are added."""
+        return self.sent.stride() == (0,) * self.sent.dim()
+
+
+def _hand(node: Any, grad: Tensor, sent: Tensor) -> None:
+    """Hand a gradient to an activation's node."""
+    task = torch._C._current_graph_task_id()
+    if node.passed is not None and node.passed.task == task:  # by another product of the same activation
+        grad = node.passed.grad + grad
+    node.passed = _Passed(task, sent, grad)
+
+
+def _is_of(node: Any, form: GatedOutput) -> bool:
+    """Whether a node is the activation's own."""
+    return isinstance(node, _ActivationNode) and node.form is form  # pyright: ignore
+
+
+def _is_observed(node: Any, activation: Tensor | None) -> bool:
+    """Whether hooks see the gradient that goes to an activation's node; `activation`: its output, if that lives."""
+    return node.observed or (activation is not None and activation.retains_grad)
+
+
+@functools.cache
+def nobodys(device: torch.device) -> Tensor:
+    """A leaf that no pass asks for: its node runs in those passes only that run all nodes."""
+    with torch.inference_mode(False), torch._C.DisableTorchFunction():
+        return torch.zeros((), device=device, requires_grad=True)
+
+
+_ActivationNode: Any = ActivationFunction._backward_cls  # pyright: ignore
+
+
+def _noting(register: str) -> Callable[..., Any]:
+    def noted(node: Any, *args: Any, **kwargs: Any) -> Any:
+        node.observed = True
+        return getattr(super(_ActivationNode, node), register)(*args, **kwargs)
+
+    return noted
+
+
+for _name in ("register_hook", "register_prehook", "_register_hook_dict"):  # the last: `Tensor.register_hook`
+    setattr(_ActivationNode, _name, _noting(_name))
 
 
 class MaskFunction(torch.autograd.Function):

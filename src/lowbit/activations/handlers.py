@@ -11,7 +11,14 @@ from torch.nn import functional
 
 from lowbit.activations.checkpoint import after_linear
 from lowbit.activations.follow import Call, encoded, handles, known, large_enough
-from lowbit.activations.functions import GatedFunction, LinearFunction, MaskFunction, ScaledFunction, SquareFunction
+from lowbit.activations.functions import (
+    LinearFunction,
+    MaskFunction,
+    ProductFunction,
+    ScaledFunction,
+    SquareFunction,
+    nobodys,
+)
 from lowbit.activations.layers import activated, attach_until_backward, normalized
 from lowbit.activations.recipes import (
     GatedOutput,
@@ -35,7 +42,13 @@ def linear(call: Call, input: Tensor, weight: Tensor, bias: Tensor | None = None
     return _linear(call, (input, weight, bias), input, weight, bias, transposed=False)
 
 
-@handles(torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__)
+@handles(torch.mm, Tensor.mm)
+def mm(call: Call, input: Tensor, mat2: Tensor, **kwargs: Any) -> Any:
+    """The same as `matmul`, of matrices."""
+    return matmul(call, input, mat2, **kwargs)
+
+
+@handles(torch.matmul, Tensor.matmul, Tensor.__matmul__)
 def matmul(call: Call, input: Any, other: Any, **kwargs: Any) -> Any:
     """A linear layer, if the second matrix is a parameter."""
     if kwargs or not isinstance(input, Tensor) or not _is_parameter(other) or input.dim() < 2:
@@ -152,13 +165,13 @@ def product(call: Call, input: Any, other: Any, **kwargs: Any) -> Any:
         return _scaled(call, (input, other), x, factor)
     for gate, up in ((input, other), (other, input)):
         recipe = recipe_of(gate)
-        if recipe is None or recipe.edge is None or not up.requires_grad or not call.saves(gate, up):
+        if recipe is None or not isinstance(recipe.form, GatedOutput) or gate.shape != recipe.form.shape:
             continue
-        form, saved = recipe.form, recipe.saved()
-        if not isinstance(form, GatedOutput) or saved is None or gate.shape != form.shape:
+        saved = recipe.saved()
+        if saved is None or saved[1] is not None or not up.requires_grad or not call.saves(gate, up):
             continue
         with call.handled(input, other):
-            return _gated(recipe.edge, gate, up, form, saved[0])
+            return _gated(gate, up, recipe.form, saved[0])
     return NotImplemented
 
 
@@ -183,7 +196,7 @@ def square(call: Call, input: Tensor) -> Any:
         return out
 
 
-def _gated(edge: Tensor, activation: Tensor, up: Tensor, form: GatedOutput, payload: Tensor | None) -> Tensor:
+def _gated(activation: Tensor, up: Tensor, form: GatedOutput, payload: Tensor | None) -> Tensor:
     if form.codec is None:
         second: Tensor | None = up
     else:
@@ -192,12 +205,18 @@ def _gated(edge: Tensor, activation: Tensor, up: Tensor, form: GatedOutput, payl
         if recipe_of(up) is None:
             attach(up, Recipe(Itself(up.shape, form.codec), (second,), weak=True))
     saved = (payload, second)
-    out = GatedFunction.apply(edge, up, form, saved, activation.detach())
+    out = ProductFunction.apply(activation, up, nobodys(up.device), form, saved)
     attach_until_backward(out, Recipe(form, saved))
     return out
 
 
-@handles(functional.dropout, torch.dropout)
+@handles(torch.dropout)
+def torch_dropout(call: Call, input: Tensor, p: float, train: bool) -> Any:
+    """The same, written so."""
+    return dropout(call, input, p, train)
+
+
+@handles(functional.dropout)
 def dropout(call: Call, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
     """Dropout, which saves a bit for each element."""
     if inplace or not training or not 0 < p < 1 or not large_enough(input) or not call.saves(input):

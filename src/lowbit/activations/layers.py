@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.activations.follow import Call, Layer, encoded, large_enough
-from lowbit.activations.functions import Edge, GatedFunction, MaskFunction, NormFunction
+from lowbit.activations.functions import ActivationFunction, MaskFunction, NormFunction
 from lowbit.activations.recipes import (
     QUICK_GELU,
     STEEPNESS,
@@ -105,14 +105,12 @@ def activated(call: Call, x: Tensor, activation: str) -> Any:
     codec = call.codec("mlp", x)
     if activation == "relu" and codec is not None:
         return _rectified(x, codec)
-    saved = (room(codec, x), None)
+    saved = room(codec, x)
     form = GatedOutput(x.shape, codec, activation)
-    out = GatedFunction.apply(x, None, form, saved, None)
+    out = ActivationFunction.apply(x, form, saved)
     if recipe_of(x) is None:
-        attach(x, Recipe(Itself(x.shape, codec), saved[:1], weak=True))
-    recipe = Recipe(form, saved)
-    recipe.edge = Edge.apply(x)
-    attach_until_backward(out, recipe)
+        attach(x, Recipe(Itself(x.shape, codec), (saved,), weak=True))
+    attach_until_backward(out, Recipe(form, (saved, None)))
     return out
 
 

@@ -244,7 +244,6 @@ class Recipe:
         self._count = sum(t is not None for t in saved)
         hook = checkpoint_hook()
         self._checkpoint = None if hook is None else weakref.ref(hook)
-        self.edge: Tensor | None = None  # stands for an activation's input in the graph, without its elements
 
     def saved(self) -> SavedTensors | None:
         """The tensors; None once they are gone."""
@@ -384,3 +383,12 @@ def check_present(*weights: Tensor | None) -> None:
                 "backward of a linear layer needs the weight of the norm before it, which FSDP has sharded again; "
                 "allowed: one fully_shard for both, such as for the whole decoder layer"
             )
+
+
+def refuse_second_order() -> None:
+    """Raise RuntimeError in a backward pass that is to be differentiated."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "create_graph=True in a model whose saved activations are compressed, which have no second derivatives; "
+            "allowed: create_graph=False, or restore_(model) before the forward pass"
+        )

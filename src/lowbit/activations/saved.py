@@ -42,7 +42,9 @@ def compress_saved_(
     Call it before `torch.compile`, DDP and `fully_shard`. Sharding must keep a norm together with the linear layers
     that follow it, as wrapping whole decoder layers does. In a graph of `torch.compile` each norm, activation function
     and linear layer saves its own input, and nothing is rebuilt from what another layer saved.
-    Not supported, and refused by PyTorch: second derivatives, and `torch.func` (`grad`, `vmap`, ...) around the model.
+    Hooks, `retain_grad` and autograd functions of yours see the gradient at the rounded tensors, wherever they are.
+    Refused: second derivatives (`create_graph=True`), and, by PyTorch, `torch.func` (`grad`, `vmap`, ...) and
+    forward-mode AD around the model.
 
     Deviations from the paper (arXiv 2605.00539): groups of 64 with a middle as well as a scale, nearest rounding, 6
     bits in place of 4, and 8 bits for the inputs of norms and for attention, which the paper does not round.

@@ -66,6 +66,12 @@ def all_reduce_hook(
 
     def hook(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         buffer = bucket.buffer()
+        if buffer.layout != torch.strided:
+            shapes = ", ".join(str([*parameter.shape]) for parameter in bucket.parameters())
+            raise ValueError(
+                f"the gradient of a parameter of shape {shapes} is sparse; allowed: dense gradients "
+                "(nn.Embedding(..., sparse=False))"
+            )
         errors = None
         if feedback is not None:
             errors = feedback.of(bucket.parameters(), buffer)

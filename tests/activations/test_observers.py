@@ -1,0 +1,308 @@
+"""What users put between compressed operators sees and changes the gradients that it would see and change without."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
+
+from lowbit.activations import LayerAware, compress_saved_
+from tests.activations.models import DIM, FFN, LENGTH, ROWS, VOCAB, GatedBlock, distance
+
+FAMILIES = ("plain", "llama", "gemma", "gpt2", "phi3", "mixtral")
+
+
+@functools.cache
+def model_of(family: str) -> Any:
+    """One layer of a family, from embedded tokens to hidden states."""
+    torch.manual_seed(0)
+    if family == "plain":
+        return GatedBlock(DIM, FFN)
+    from transformers import AutoConfig, AutoModel
+
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB, "max_position_embeddings": 64, "hidden_size": DIM, "num_hidden_layers": 1,
+        "num_attention_heads": 4, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+    }  # fmt: skip
+    if family == "gpt2":
+        sizes |= {"n_inner": FFN, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+    else:
+        sizes |= {"intermediate_size": FFN, "num_key_value_heads": 2, "head_dim": 8}
+    if family == "mixtral":
+        sizes |= {"num_local_experts": 2, "num_experts_per_tok": 2}
+    config = AutoConfig.for_model(family, **sizes)
+    return AutoModel.from_config(config, attn_implementation="sdpa").float().train()
+
+
+def forward(model: Any, x: Tensor) -> Tensor:
+    return model(x) if isinstance(model, GatedBlock) else model(inputs_embeds=x, use_cache=False).last_hidden_state
+
+
+class Reversed(torch.autograd.Function):
+    """The same tensor, whose gradient is turned around and halved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore
+        return -0.5 * grad
+
+
+class ReversedItself(Reversed):
+    """The same; returns its input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x
+
+
+Seen = list[Tensor]
+Later = Callable[[Tensor], Any]
+"""What is done between forward and backward, with the loss; returns what is to be added to it, or None."""
+
+
+def halve(grad: Tensor) -> Tensor:
+    return grad * 0.5
+
+
+def _first(output: Any) -> Tensor:
+    return output[0] if isinstance(output, tuple) else output
+
+
+def on_output(act: Callable[[Tensor, Seen], Any]) -> Callable[[nn.Module, Seen], None]:
+    """Do something with the output of a module, which may give another one."""
+
+    def install(module: nn.Module, seen: Seen) -> None:
+        def hook(_: Any, args: Any, out: Any) -> Any:
+            new = act(_first(out), seen)
+            return (new, *out[1:]) if isinstance(out, tuple) and new is not None else new
+
+        module.register_forward_hook(hook)
+
+    return install
+
+
+def on_input(act: Callable[[Tensor, Seen], Any]) -> Callable[[nn.Module, Seen], None]:
+    """Do something with the input of a module."""
+
+    def install(module: nn.Module, seen: Seen) -> None:
+        def hook(_: Any, args: Any, kwargs: Any) -> Any:
+            if args:
+                new = act(args[0], seen)
+                return None if new is None else ((new, *args[1:]), kwargs)
+            name = next(iter(kwargs))
+            new = act(kwargs[name], seen)
+            return None if new is None else (args, kwargs | {name: new})
+
+        module.register_forward_pre_hook(hook, with_kwargs=True)
+
+    return install
+
+
+def tensor_hook(x: Tensor, seen: Seen) -> None:
+    x.register_hook(halve)
+
+
+def watching_hook(x: Tensor, seen: Seen) -> None:
+    x.register_hook(lambda grad: seen.append(grad.clone()))
+
+
+def removed_hook(x: Tensor, seen: Seen) -> None:
+    x.register_hook(halve).remove()
+
+
+def retained(x: Tensor, seen: Seen) -> None:
+    x.retain_grad()
+    seen.append(x)  # its gradient is read when all is done
+
+
+def node_hook(x: Tensor, seen: Seen) -> None:
+    assert x.grad_fn is not None
+    x.grad_fn.register_hook(lambda grads, outs: tuple(None if g is None else g * 0.5 for g in grads))
+
+
+def node_prehook(x: Tensor, seen: Seen) -> None:
+    assert x.grad_fn is not None
+    x.grad_fn.register_prehook(lambda grads: tuple(g * 0.5 for g in grads))
+
+
+def multi_hook(x: Tensor, seen: Seen) -> None:
+    register_multi_grad_hook([x], lambda grads: seen.extend(g.clone() for g in grads if g is not None))
+
+
+def reverse(x: Tensor, seen: Seen) -> Tensor:
+    return Reversed.apply(x)
+
+
+def reverse_itself(x: Tensor, seen: Seen) -> Tensor:
+    return ReversedItself.apply(x)
+
+
+def viewed(x: Tensor, seen: Seen) -> Tensor:
+    return x.view(-1, x.shape[-1]).view(x.shape)
+
+
+def scaled(x: Tensor, seen: Seen) -> Tensor:
+    return x * 0.5
+
+
+def detached(x: Tensor, seen: Seen) -> Tensor:
+    return x.detach()
+
+
+def in_place(x: Tensor, seen: Seen) -> None:
+    x.mul_(0.5)
+
+
+def full_hook(module: nn.Module, seen: Seen) -> None:
+    def hook(_: Any, grads: Any, outs: Any) -> Any:
+        seen.extend(t.clone() for t in (*grads, *outs) if t is not None)
+        return tuple(g * 0.5 if g is not None and g.is_floating_point() else g for g in grads)
+
+    module.register_full_backward_hook(hook)
+
+
+def full_pre_hook(module: nn.Module, seen: Seen) -> None:
+    module.register_full_backward_pre_hook(lambda _, outs: tuple(None if g is None else g * 0.5 for g in outs))
+
+
+def full_hook_later(module: nn.Module, seen: Seen) -> None:
+    """A hook on every tensor that the module gave, registered after the forward pass."""
+    outs: Seen = []
+    on_output(lambda x, _: outs.append(x))(module, seen)
+    LATER.append(lambda loss: [tensor_hook(x, seen) for x in outs] and None)
+
+
+def retained_later(module: nn.Module, seen: Seen) -> None:
+    outs: Seen = []
+    on_output(lambda x, _: outs.append(x))(module, seen)
+    LATER.append(lambda loss: [retained(x, seen) for x in outs] and None)
+
+
+def asked_for(module: nn.Module, seen: Seen) -> None:
+    outs: Seen = []
+    on_output(lambda x, _: outs.append(x))(module, seen)
+    LATER.append(lambda loss: seen.extend(torch.autograd.grad(loss, outs, retain_graph=True)))
+
+
+def edge_asked_for(module: nn.Module, seen: Seen) -> None:
+    edges: list[Any] = []
+    on_output(lambda x, _: edges.append(get_gradient_edge(x)))(module, seen)
+    LATER.append(lambda loss: seen.extend(torch.autograd.grad(loss, edges, retain_graph=True)))
+
+
+def read_twice(module: nn.Module, seen: Seen) -> None:
+    outs: Seen = []
+    on_output(lambda x, _: outs.append(x.square().mean()))(module, seen)
+    LATER.append(lambda loss: sum(outs))
+
+
+def twice(module: nn.Module, seen: Seen) -> None:
+    LATER.append(lambda loss: loss.backward(retain_graph=True))
+
+
+LATER: list[Later] = []
+ON_OUTPUTS: dict[str, Any] = {
+    f"output {name}": on_output(act)
+    for name, act in {
+        "hook": tensor_hook, "watching hook": watching_hook, "removed hook": removed_hook, "retain_grad": retained,
+        "node hook": node_hook, "node prehook": node_prehook, "multi hook": multi_hook, "reversed": reverse,
+        "reversed itself": reverse_itself, "viewed": viewed, "scaled": scaled,
+    }.items()
+}  # fmt: skip
+ON_MODULES = ON_OUTPUTS | {
+    "full hook": full_hook, "full pre-hook": full_pre_hook, "hook after forward": full_hook_later,
+    "retain_grad after forward": retained_later, "autograd.grad": asked_for, "edge": edge_asked_for,
+    "another reader": read_twice,
+}  # fmt: skip
+ON_INPUTS: dict[str, Any] = {
+    f"input {name}": on_input(act)
+    for name, act in {"hook": tensor_hook, "retain_grad": retained, "reversed": reverse_itself}.items()
+}
+PLACEMENTS: dict[str, tuple[str, Any]] = (
+    {f"activation: {name}": ("act", install) for name, install in ON_MODULES.items()}
+    | {f"activation: {f.__name__}": ("act", on_output(f)) for f in (in_place, detached)}
+    | {"two passes": ("act", twice)}
+    | {f"norm: {name}": ("norm", install) for name, install in ON_MODULES.items()}
+    | {f"last linear: {name}": ("linear", install) for name, install in (ON_INPUTS | ON_MODULES).items()}
+    | {f"{part}: full hook": (part, full_hook) for part in ("mlp", "attention")}
+)
+"""What is observed, and how."""
+
+
+def parts(model: nn.Module, kind: str) -> list[nn.Module]:
+    names = {
+        "act": ("SiLU", "GELU"),
+        "norm": ("Norm",),
+        "mlp": ("MLP", "Gated", "Experts"),
+        "attention": ("Attention",),
+    }
+    modules = [m for m in model.modules() if m is not model]
+    if kind == "linear":
+        return [m for m in modules if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"][-1:]
+    return [m for m in modules if any(name in type(m).__name__ for name in names[kind])]
+
+
+def observed(family: str, place: str, bits: int | None) -> tuple[dict[str, Tensor], Seen]:
+    """All gradients, and what was seen; without bits, of the plain model."""
+    model = copy.deepcopy(model_of(family))
+    if bits is not None:
+        compress_saved_(model, LayerAware(bits=bits, attention=bits), report=False)
+    kind, install = PLACEMENTS[place]
+    LATER.clear()
+    seen: Seen = []
+    for module in parts(model, kind):
+        install(module, seen)
+    x = torch.randn(ROWS, LENGTH, DIM, generator=torch.Generator().manual_seed(3)).requires_grad_()
+    loss = (forward(model, x) * torch.randn(DIM, generator=torch.Generator().manual_seed(4))).sum()
+    added = [later(loss) for later in LATER]
+    sum((more for more in added if more is not None), loss).backward()
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert x.grad is not None
+    return grads | {"x": x.grad}, [t.grad if t.retains_grad and t.grad is not None else t for t in seen]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_observers_get_the_plain_gradient(family: str):
+    wrong = []
+    for place in PLACEMENTS:
+        plain, expected = observed(family, place, None)
+        for bits, allowed in ((16, 1e-5), (8, 0.03))[: 2 if "activation" in place else 1]:
+            grads, seen = observed(family, place, bits)
+            pairs = dict(zip(map(str, range(99)), seen, strict=False))
+            others = dict(zip(map(str, range(99)), expected, strict=False))
+            assert len(pairs) == len(others), place
+            error = max(distance(grads, plain), distance(pairs, others) if pairs else 0.0)
+            if not error < allowed:
+                wrong.append(f"{place}, {bits} bits: {error:.3g}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("family", ["plain", "llama", "gpt2", "mixtral"])
+def test_second_derivatives_are_refused(family: str):
+    model = copy.deepcopy(model_of(family))
+    compress_saved_(model, report=False)
+    x = torch.randn(ROWS, LENGTH, DIM)
+
+    def loss(x: Tensor) -> Tensor:
+        return forward(model, x).square().sum()
+
+    def penalty() -> None:
+        leaf = x.clone().requires_grad_()
+        (grad,) = torch.autograd.grad(loss(leaf), leaf, create_graph=True)
+        torch.autograd.grad(grad.square().sum(), [leaf, *model.parameters()], allow_unused=True)
+
+    functional: Any = torch.autograd.functional
+    ways = [penalty, lambda: loss(x).backward(create_graph=True)]
+    ways += [lambda way=way: way(loss, x, x) for way in (functional.hvp, functional.vhp, functional.jvp)]
+    for way in ways:
+        with pytest.raises(RuntimeError, match=r"create_graph=True in a model whose .*; allowed: create_graph=False"):
+            way()
