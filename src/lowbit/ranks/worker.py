@@ -48,7 +48,8 @@ def _complain(error: Exception) -> None:
 
         traceback.print_exception(error)
     text, rank = " ".join(str(error).split()), int(os.environ.get("RANK", "0"))
-    sys.stderr.write(f"rank {rank}: error: {text}\n")
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"rank {rank}: error: {text}\n")
     _sound_alarm(rank, text if names_its_cause else f"rank {rank}: {text}")
 
 
@@ -66,8 +67,9 @@ def _sound_alarm(rank: int, text: str) -> None:
 
 def _end(code: int) -> Never:
     """Exit at once: destructors of a broken process group can wait for peers that are gone."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # nobody reads any more, such as a launcher that was killed
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)
 
 
