@@ -83,9 +83,8 @@ class Train(Config):
         # Of torchrun's ranks, only those of replicas have threads that must not stop; what they print, it passes on.
         awaited = config.elastic.lighthouse or ("RANK" not in os.environ and (config.ranks > 1 or config.run.supervise))
         with passed_on() if awaited else nullcontext():
-            outcome = run(config)
-        if outcome is not None:
-            show_summary(outcome)
+            if (outcome := run(config)) is not None:
+                show_summary(outcome)
 
 
 class Demo:
