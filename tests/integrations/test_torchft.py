@@ -165,7 +165,7 @@ def test_wrong_arguments(wrong: dict[str, Any], text: str):
 
 def test_dtypes_and_operations(tmp_path: Path):
     """Floats are averaged in few bits; float64, integers and other operations by torchft itself, exactly."""
-    replicas = Replicas(tmp_path, at_least=2, codec=FOUR)
+    replicas = Replicas(tmp_path, at_least=2, codec=FOUR, timeout=20)  # no step follows: the first compiles kernels
     for name in "ac":
         replicas.start(name, dtypes)
     assert replicas.wait(60) == {"a": 0, "c": 0}
