@@ -19,6 +19,14 @@ BLOCKS = [
 ]
 
 
+NOT_RUN = {"index": "a table", "vllm": "vLLM needs a GPU; `test_vllm.py` runs the plug-in with a stand-in"}
+
+
+def test_each_engine_has_a_block_that_runs():
+    with_blocks = {page.stem for page in PAGES if any(b.language == "py" for b in blocks(page.read_text()))}
+    assert with_blocks | NOT_RUN.keys() == {page.stem for page in PAGES}
+
+
 @pytest.mark.parametrize("block", BLOCKS)
 def test_block_runs(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for package in block.words:

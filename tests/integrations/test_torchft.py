@@ -22,7 +22,14 @@ from tests.integrations.replicas import Replicas, average, diloco, dtypes, sums
 
 torchft = pytest.importorskip("torchft")
 
-from lowbit.integrations.torchft import LowBitManager, _contradiction, _Feedback, _Stated  # noqa: E402
+from lowbit.integrations.torchft import (  # noqa: E402
+    LowBitManager,
+    _contradiction,
+    _differences,
+    _digest,
+    _Feedback,
+    _Stated,
+)  # fmt: skip
 
 FOUR = GroupInt(bits=4, group=64, symmetric=True)
 EIGHT = GroupInt(bits=8, group=64, symmetric=True)
@@ -158,7 +165,7 @@ def test_wrong_arguments(wrong: dict[str, Any], text: str):
 
 def test_dtypes_and_operations(tmp_path: Path):
     """Floats are averaged in few bits; float64, integers and other operations by torchft itself, exactly."""
-    replicas = Replicas(tmp_path, at_least=2, codec=FOUR)
+    replicas = Replicas(tmp_path, at_least=2, codec=FOUR, timeout=20)  # no step follows: the first compiles kernels
     for name in "ac":
         replicas.start(name, dtypes)
     assert replicas.wait(60) == {"a": 0, "c": 0}
@@ -316,7 +323,7 @@ def test_calls_are_told_apart():
 
 
 def stated(name: str, batches: int = 0, **facts: str) -> _Stated:
-    return _Stated(name, {"codec": "x", "model": "m"} | facts, batches, name)
+    return _Stated(name, json.dumps({"codec": "x", "model": "m"} | facts), batches, name, "")
 
 
 @pytest.mark.parametrize(
@@ -332,25 +339,75 @@ def stated(name: str, batches: int = 0, **facts: str) -> _Stated:
             "ac",
             "codec is y on a, x on the others; codec is z on c, x on the others; model is n on a, m on the others",
         ),
+        ([stated("a"), stated("b", lr="1"), stated("c")], "b", "lr is stated by b or by the others, not by both"),
     ],
 )
 def test_contradictions(replicas: list[_Stated], leave: str, text: str):
-    who, differences = _contradiction(replicas)
+    stays, who = _contradiction(replicas)
     assert "".join(each.name for each in who) == leave
-    assert differences == text
+    assert _differences(stays, who, lambda each: json.loads(each.facts)) == text
 
 
 @pytest.mark.parametrize(
     "handle",
     [
-        "", "[", "[]", "7", "null", "{}", '{"lowbit": 7}', '{"lowbit": {"name": "c", "facts": 7}}', "[" * 100_000,
-        '{"lowbit": {"name": "c", "facts": {}, "batches": "many"}}',
-        '{"lowbit": {"name": "c", "facts": {}, "batches": 1e999}}',
+        "", "[", "[]", "7", "null", "{}", '{"lowbit": 7}', '{"lowbit": {"name": "c", "batches": 1}}', "[" * 100_000,
+        '{"id": "c", "store": "a:1", "lowbit": {"name": "c", "facts": "", "batches": "many"}}',
+        '{"id": "c", "store": "a:1", "lowbit": {"name": "c", "facts": "", "batches": 1e999}}',
     ],
 )  # fmt: skip
 def test_a_replica_that_states_nothing_must_leave(handle: str):
-    facts = {"manager": "LowBitManager", "codec": "x"}
-    good = [json.dumps({"id": name, "lowbit": {"name": name, "facts": facts, "batches": 1}}) for name in "ab"]
-    leave, differences = _contradiction([_Stated.read(each, place) for place, each in enumerate([*good, handle])])
+    facts = json.dumps({"manager": "LowBitManager", "codec": "x"})
+    said = {"facts": _digest(facts), "batches": 1}
+    good = [json.dumps({"id": n, "store": "127.0.0.1:1", "lowbit": {"name": n} | said}) for n in "ab"]
+    stays, leave = _contradiction([_Stated.read(each, place) for place, each in enumerate([*good, handle])])
     assert [each.name for each in leave] == ["replica 2 of the quorum"]
+    whole = {_digest(facts): json.loads(facts)}
+    differences = _differences(stays, leave, lambda each: whole.get(each.facts) or each.whole(1))
     assert differences == "manager is another one on replica 2 of the quorum, LowBitManager on the others"
+
+
+FACTS = json.dumps({"codec": "x"})
+
+
+@pytest.mark.parametrize(
+    ("held", "facts"),
+    [(FACTS, {"codec": "x"}), (FACTS + " ", {}), ("[]", {}), ("{", {}), ("7", {}), ("\udc80", {}), (None, {})],
+    ids=["right", "others", "list", "broken", "number", "bytes", "none"],
+)
+def test_facts_that_a_store_shows(held: str | None, facts: dict[str, str]):
+    """What differs from the digest that the replica has stated, or is not there at all, is not taken for its facts."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    if held is not None:
+        store.set("lowbit/facts", held.encode("utf-8", "surrogateescape"))
+    digest = _digest(FACTS if held is None or held.startswith(FACTS) or "\udc80" in held else held)
+    assert _Stated("b", digest, 0, "b", f"127.0.0.1:{store.port}").whole(1) == facts
+
+
+@pytest.mark.parametrize("store", ["", "nowhere", "127.0.0.1:1", "127.0.0.1:99999999", "127.0.0.1:x", ":" * 99])
+def test_a_store_that_cannot_be_reached(store: str):
+    """The replica that leaves still says who contradicts whom."""
+    away = _Stated("b", "other digest", 0, "b", store)
+    assert away.whole(1) == {}
+    assert _differences(stated("a"), [away], lambda each: each.whole(1)) == "the facts of the others cannot be read"
+    read = {"a": {"codec": "x"}}
+    text = _differences(stated("a"), [away], lambda each: read.get(each.name) or each.whole(1))
+    assert text == "the facts of b cannot be read"
+
+
+def test_messages_are_short(tmp_path: Path):
+    """torchft logs the handles of all replicas at each step."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    lighthouse = torchft.coordination.LighthouseServer(bind="127.0.0.1:0", min_replicas=1)
+    ours = LowBitManager(
+        torchft.ProcessGroupGloo(), codec=FOUR, facts={f"setting {i}": "x" * 50 for i in range(100)},
+        load_state_dict=None, state_dict=None, min_replica_size=1, rank=0, world_size=1, store_addr="127.0.0.1",
+        store_port=store.port, lighthouse_addr=lighthouse.address(), replica_id="a",
+    )  # fmt: skip
+    ours.start_quorum()
+    ours.wait_quorum()
+    handle = ours._pg.get_reconfigure_handle()
+    assert len(handle) < 250
+    assert len(_Stated.read(handle, 0).whole(5)) == 107
+    ours.shutdown(wait=False)
+    lighthouse.shutdown()

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -40,15 +41,46 @@ def lighthouse():
     server.shutdown()
 
 
-def start(folder: Path, name: str, lighthouse: str, **more: Any) -> subprocess.Popen[str]:
-    """A replica, in a session of its own with all of its ranks."""
+class Replica(subprocess.Popen[bytes]):
+    """A launcher with its ranks. What they print is in a file: a pipe must be read all the time."""
+
+    def __init__(self, command: list[str], printed: Path) -> None:
+        self._printed = printed
+        with printed.open("ab") as log:
+            super().__init__(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=log, stderr=log)
+
+    @property
+    def printed(self) -> str:
+        return self._printed.read_text()
+
+    def kill_all(self) -> None:
+        """The launcher and its ranks, at once."""
+        children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
+        for pid in [self.pid, *map(int, children)]:
+            os.kill(pid, signal.SIGKILL)
+        self.wait()
+
+
+@pytest.fixture
+def start(tmp_path: Path, lighthouse: str) -> Iterator[Callable[..., Replica]]:
+    """Start a replica; none outlives the test."""
+    started: list[Replica] = []
+
+    def replica(name: str, **more: Any) -> Replica:
+        command = [sys.executable, "-m", "lowbit", "train", "--resume=auto", *options(tmp_path, name, lighthouse, more)]
+        started.append(Replica(command, tmp_path / f"{name}.log"))
+        return started[-1]
+
+    yield replica
+    for each in started:
+        if each.poll() is None:
+            each.kill_all()
+
+
+def options(folder: Path, name: str, lighthouse: str, more: dict[str, Any]) -> list[str]:
     chosen = SETTINGS | {"elastic.lighthouse": lighthouse, "elastic.name": name, "run.output": folder / name}
     chosen |= {key.replace("__", "."): value for key, value in more.items()}
-    options = [word for key, value in chosen.items() for word in (f"--{key}", str(value))]
-    return subprocess.Popen(
-        [sys.executable, "-m", "lowbit", "train", "--resume=auto", *options],
-        env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+    return [word for key, value in chosen.items() for word in (f"--{key}", str(value))]
 
 
 def steps_of(folder: Path, name: str) -> list[int]:
@@ -56,28 +88,31 @@ def steps_of(folder: Path, name: str) -> list[int]:
     return [json.loads(line)["step"] for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def kill_all(process: subprocess.Popen[str]) -> None:
-    """The launcher and its ranks, at once."""
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    for pid in [process.pid, *map(int, children)]:
-        os.kill(pid, signal.SIGKILL)
-    process.wait()
-
-
-def test_a_replica_of_two_stages_dies_and_returns(tmp_path: Path, lighthouse: str):
-    replicas = {name: start(tmp_path, name, lighthouse) for name in "ab"}
+def await_steps(folder: Path, name: str, steps: int, *replicas: Replica) -> None:
+    """Until a replica has done so many steps; none of these ends before."""
     deadline = time.monotonic() + 200
-    while max(steps_of(tmp_path, "b"), default=0) < 15 and time.monotonic() < deadline:
-        assert replicas["b"].poll() is None, replicas["b"].communicate()[0]
+    while max(steps_of(folder, name), default=0) < steps:
+        for replica in replicas:
+            assert replica.poll() is None, replica.printed
+        assert time.monotonic() < deadline, replicas[0].printed
         time.sleep(0.1)
-    kill_all(replicas["b"])
+
+
+def test_a_replica_of_two_stages_dies_and_returns(tmp_path: Path, start: Callable[..., Replica]):
+    replicas = {name: start(name) for name in "ab"}
+    await_steps(tmp_path, "b", 15, *replicas.values())
+    replicas["b"].kill_all()
     time.sleep(1)
-    replicas["b"] = start(tmp_path, "b", lighthouse)
-    printed = {name: process.communicate(timeout=200)[0] for name, process in replicas.items()}
-    assert {name: process.returncode for name, process in replicas.items()} == {"a": 0, "b": 0}, printed
+    replicas["b"] = start("b")
+    codes = {name: replica.wait(200) for name, replica in replicas.items()}
+    printed = {name: replica.printed for name, replica in replicas.items()}
+    assert codes == {"a": 0, "b": 0}, printed
     assert "is tried again: PeerError" in printed["a"], printed["a"]
     assert "taking over the weights of another replica" in printed["b"], printed["b"]
-    assert "Traceback" not in printed["a"] + printed["b"]
+    for text in printed.values():
+        assert "Traceback" not in text
+        assert "[INFO]" not in text, "torchft's own log, which nobody asked for"
+        assert text.count("torchft's own log: RUST_LOG=info") >= 1
     files = [tmp_path / name / "model" / "model.safetensors" for name in "ab"]
     assert len({hashlib.sha256(file.read_bytes()).hexdigest() for file in files}) == 1
     steps = steps_of(tmp_path, "a")
@@ -88,22 +123,33 @@ def test_a_replica_of_two_stages_dies_and_returns(tmp_path: Path, lighthouse: st
     assert lines[-1]["loss"] < lines[0]["loss"]
 
 
-def test_a_replica_with_another_learning_rate_ends_and_says_why(tmp_path: Path, lighthouse: str):
-    first = start(tmp_path, "a", lighthouse, elastic__at_least=1, run__steps=100_000)
-    while len(steps_of(tmp_path, "a")) < 3:
-        assert first.poll() is None, first.communicate()[0]
+def test_a_replica_with_another_learning_rate_ends_and_says_why(tmp_path: Path, start: Callable[..., Replica]):
+    more = {"elastic__at_least": 1, "run__steps": 100_000}
+    first = start("a", **more)
+    await_steps(tmp_path, "a", 3, first)
+    second = start("b", **more, optimizer__lr=0.5)
+    assert second.wait(200) == 1
+    assert "replicas do not agree, and b must leave: optimizer.lr is 0.5 on b, 0.001 on the others" in second.printed
+    await_steps(tmp_path, "a", max(steps_of(tmp_path, "a")) + 3, first)
+
+
+def test_replicas_whose_output_nobody_reads_go_on(tmp_path: Path, lighthouse: str, monkeypatch: pytest.MonkeyPatch):
+    """With torchft's own log, which fills a pipe in a few steps and is written by the threads of its heartbeats."""
+    monkeypatch.setenv("RUST_LOG", "info")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    processes = []
+    for name in "ab":
+        more = {"run__steps": 60, "pipeline__ranks": 1}
+        command = [sys.executable, "-m", "lowbit", "train", *options(tmp_path, name, lighthouse, more)]
+        processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
+    deadline = time.monotonic() + 200
+    while not all((tmp_path / name / "summary.json").exists() for name in "ab") and time.monotonic() < deadline:
         time.sleep(0.1)
-    second = start(tmp_path, "b", lighthouse, elastic__at_least=1, run__steps=100_000, optimizer__lr=0.5)
-    printed = second.communicate(timeout=200)[0]
-    assert second.returncode == 1
-    assert "replicas do not agree, and b must leave: optimizer.lr is 0.5 on b, 0.001 on the others" in printed
-    before = len(steps_of(tmp_path, "a"))
-    deadline = time.monotonic() + 60
-    while len(steps_of(tmp_path, "a")) < before + 3:
-        assert time.monotonic() < deadline
-        assert first.poll() is None, first.communicate()[0]
-        time.sleep(0.1)
-    kill_all(first)
+    printed = [process.communicate(timeout=60)[0].decode() for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], printed
+    for text in printed:
+        assert len(text) > 1 << 16, "more than a pipe holds"
+        assert "is tried again" not in text
 
 
 class Harm:
@@ -145,9 +191,8 @@ def test_settings_that_do_not_go_together(tmp_path: Path, overrides: list[str], 
         prepare(load(None, config), ranks=4)
 
 
-def test_a_lighthouse_that_cannot_be_reached_is_one_line(tmp_path: Path):
-    process = start(tmp_path, "a", "http://127.0.0.1:9", run__timeout_seconds=5, run__rejoin_seconds=8)
-    printed = process.communicate(timeout=200)[0]
-    assert process.returncode == 1
-    assert "lighthouse" in printed.splitlines()[-1]
-    assert "Traceback" not in printed
+def test_a_lighthouse_that_cannot_be_reached_is_one_line(start: Callable[..., Replica]):
+    replica = start("a", elastic__lighthouse="http://127.0.0.1:9", run__timeout_seconds=5, run__rejoin_seconds=8)
+    assert replica.wait(200) == 1
+    assert "lighthouse" in replica.printed.splitlines()[-1]
+    assert "Traceback" not in replica.printed

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -75,10 +77,14 @@ class Train(Config):
 
             return dry_run(config)
         from lowbit.cli.show import show_summary
+        from lowbit.ranks.output import passed_on
         from lowbit.train import run
 
-        if (outcome := run(config)) is not None:
-            show_summary(outcome)
+        # Of torchrun's ranks, only those of replicas have threads that must not stop; what they print, it passes on.
+        awaited = config.elastic.lighthouse or ("RANK" not in os.environ and (config.ranks > 1 or config.run.supervise))
+        with passed_on() if awaited else nullcontext():
+            if (outcome := run(config)) is not None:
+                show_summary(outcome)
 
 
 class Demo:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from lowbit import __version__
 from lowbit.codecs.base import Codec
@@ -27,7 +28,8 @@ from lowbit.collectives.checks import check_call, check_flat
 from lowbit.collectives.reduce import SMALL, all_reduce
 from lowbit.integrations.engine import engine, part
 from lowbit.ranks.errors import AgreementError
-from lowbit.ranks.statements import listed
+from lowbit.ranks.statements import Facts, listed
+from lowbit.ranks.store import bounded
 
 __all__ = ["LowBitManager"]
 
@@ -41,6 +43,10 @@ _Wrapper: Any = part(_groups, "ProcessGroupWrapper", **_NEEDS)
 for _name in ("_reconfigure_pg", "_apply_pending_state_dict"):
     part(_Manager, _name, **_NEEDS)
 part(_Wrapper, "get_reconfigure_handle", **_NEEDS)
+
+_FACTS = "lowbit/facts"  # key in the store that a replica's handle names
+_OTHER_MANAGER = {"manager": "another one"}  # facts of a replica that states none
+_READ_SECONDS, _STAYING_SECONDS = 10.0, 2.0  # for the facts of another: to say why this one leaves, or another does
 
 
 class LowBitManager(_Manager):
@@ -57,7 +63,8 @@ class LowBitManager(_Manager):
 
     When the members change, replicas compare version, format and the names, shapes and dtypes in the registered
     `state_dict`s (without optimizer states), before they connect. Replicas that contradict most others end with an
-    error; the others lose one step and go on.
+    error; the others lose one step and go on. A digest of these facts travels in torchft's messages, which it logs
+    at each step; the facts themselves are read from a replica's store once digests differ.
 
     Args:
         pg: torchft's process group: `ProcessGroupGloo`, or `ProcessGroupNCCL` (not tested).
@@ -93,7 +100,7 @@ class LowBitManager(_Manager):
         self._how: dict[str, Any] = {"codec": codec, "small": small, "checksums": checksums}
         self._feedback = _Feedback() if error_feedback else None
         self._more_facts = dict(facts or {})
-        self._model_facts = ""
+        self._facts, self._facts_at = "", ""  # as JSON; the store that holds them for others
         self._refused: AgreementError | None = None
         try:
             super().__init__(_Group(pg, self), *arguments, **more)
@@ -121,7 +128,7 @@ class LowBitManager(_Manager):
     def start_quorum(self, *arguments: Any, **more: Any) -> None:
         if self._feedback is not None:
             self._feedback.begin()
-        self._model_facts = self._model_facts or _digest({k: get() for k, get in self._user_state_dicts.items()})
+        self._facts = self._facts or json.dumps(self._own_facts(), sort_keys=True)
         super().start_quorum(*arguments, **more)
 
     def wait_quorum(self) -> None:
@@ -136,24 +143,34 @@ class LowBitManager(_Manager):
             self._feedback.settle(committed, self.num_participants())
         return committed
 
-    def stated(self) -> dict[str, Any]:
-        """What this replica tells the others when it asks for a quorum."""
-        facts = {
+    def stated(self, handle: Mapping[str, Any]) -> dict[str, Any]:
+        """What this replica tells the others in a handle of torchft's when it asks for a quorum."""
+        if self._facts_at != handle["store"]:
+            bounded(lambda: _store(handle["store"], _READ_SECONDS).set(_FACTS, self._facts), _READ_SECONDS)
+            self._facts_at = handle["store"]
+        name = str(self._replica_id or self._logger._replica_id)
+        return {"name": name, "facts": _digest(self._facts), "batches": self.batches_committed()}
+
+    def _own_facts(self) -> dict[str, str]:
+        states = {key: get() for key, get in self._user_state_dicts.items()}
+        return {
             "manager": "LowBitManager", "lowbit version": __version__, "codec": self._how["codec"].identity(),
             "small": str(self._how["small"]), "checksums": str(self._how["checksums"]),
-            "error feedback": "yes" if self._feedback else "no", "model": self._model_facts, **self._more_facts,
+            "error feedback": "yes" if self._feedback else "no",
+            "model": _digest(json.dumps(sorted(_tensors(states, "")))), **self._more_facts,
         }  # fmt: skip
-        name = str(self._replica_id or self._logger._replica_id)
-        return {"name": name, "facts": facts, "batches": self.batches_committed()}
 
     def _reconfigure_pg(self, communicator_id: int, handles: list[str]) -> None:
         """Compare facts with the replicas of a new quorum, then connect to them: what is raised fails the step."""
         stated = [_Stated.read(handle, place) for place, handle in enumerate(handles)]
-        leave, differences = _contradiction(stated)
+        stays, leave = _contradiction(stated)
         if leave:
+            refused = any(each.handle == self._pg._handle_id() for each in leave)
+            seconds = _READ_SECONDS if refused else _STAYING_SECONDS
+            differences = _differences(stays, leave, lambda each: each.whole(seconds))
             names = listed([each.name for each in leave])
             error = AgreementError(f"replicas do not agree, and {names} must leave: {differences}")
-            if any(each.handle == self._pg._handle_id() for each in leave):
+            if refused:
                 self._refused = error
             raise error
         names = [each.name for each in stated]
@@ -178,8 +195,9 @@ class _Group(_Wrapper):
         self._manager = manager
 
     def get_reconfigure_handle(self) -> str:
-        """torchft hands the handles of all replicas to all of them with each quorum; facts travel inside."""
-        return json.dumps(json.loads(super().get_reconfigure_handle()) | {"lowbit": self._manager.stated()})
+        """torchft hands the handles of all replicas to all of them with each quorum, and logs them."""
+        handle = json.loads(super().get_reconfigure_handle())
+        return json.dumps(handle | {"lowbit": self._manager.stated(handle)})
 
     def allreduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
         if len(tensors) != 1 or tensors[0].dtype not in FLOATS or opts.reduceOp != dist.ReduceOp.SUM:
@@ -253,12 +271,19 @@ class _Feedback:
         self._kept.clear()
 
 
-def _digest(states: Mapping[str, Any]) -> str:
-    """Digest of the names, shapes and dtypes of all tensors in nested dictionaries, but those of optimizers."""
-    return hashlib.sha256(json.dumps(sorted(_tensors(states, ""))).encode()).hexdigest()[:16]
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _store(address: str, seconds: float) -> TCPStore:
+    """The store that a replica keeps at "host:port"."""
+    host, _, port = address.rpartition(":")
+    limit = timedelta(seconds=seconds)
+    return TCPStore(host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=limit)
 
 
 def _tensors(value: Any, name: str) -> Iterator[str]:
+    """Names, shapes and dtypes of all tensors in nested dictionaries, but those of optimizers."""
     if isinstance(value, Tensor):
         yield f"{name}: {value.dtype} {tuple(value.shape)}"
     elif isinstance(value, Mapping) and not {"state", "param_groups"} <= set(value):
@@ -268,12 +293,17 @@ def _tensors(value: Any, name: str) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class _Stated:
-    """What a replica has stated: its name, facts and committed batches, and the id of its torchft handle."""
+    """What a replica has stated: its name, committed batches, the id of its torchft handle, and about its facts.
+
+    Attributes:
+        facts: their digest, empty from a replica that states none. store: "host:port" of the store that has them.
+    """
 
     name: str
-    facts: Mapping[str, str]
+    facts: str
     batches: int
     handle: str
+    store: str
 
     @classmethod
     def read(cls, handle: str, place: int) -> _Stated:
@@ -281,26 +311,51 @@ class _Stated:
         try:
             value = json.loads(handle)
             said = value["lowbit"]
-            facts = {str(name): str(fact) for name, fact in said["facts"].items()}
-            return cls(str(said["name"]), facts, int(said["batches"]), str(value["id"]))
+            return cls(
+                str(said["name"]), str(said["facts"]), int(said["batches"]), str(value["id"]), str(value["store"])
+            )
         except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError):
-            return cls(f"replica {place} of the quorum", {"manager": "another one"}, 0, "")
+            return cls(f"replica {place} of the quorum", "", 0, "", "")
+
+    def whole(self, seconds: float) -> Facts:
+        """The facts themselves, from the replica's store; none if it does not show those that it has stated."""
+        if not self.facts:
+            return _OTHER_MANAGER
+        try:
+            text = bounded(lambda: _store(self.store, seconds).get(_FACTS), seconds).decode()
+            facts = json.loads(text) if _digest(text) == self.facts else {}
+            return {str(name): str(fact) for name, fact in facts.items()}
+        except (RuntimeError, ValueError, TypeError, AttributeError, OSError, OverflowError):
+            return {}
 
 
-def _contradiction(stated: Sequence[_Stated]) -> tuple[list[_Stated], str]:
-    """The replicas that must leave, and the facts in which they contradict the others.
+def _contradiction(stated: Sequence[_Stated]) -> tuple[_Stated, list[_Stated]]:
+    """A replica of those that stay, and the replicas that must leave.
 
     Those stay whose facts most replicas share; of equally many, those that have committed more, then the first.
     """
-    kinds = [json.dumps(each.facts, sort_keys=True) for each in stated]
+    kinds = [each.facts for each in stated]
     count, most = Counter(kinds), dict.fromkeys(kinds, 0)
-    for kind, each in zip(kinds, stated, strict=True):
-        most[kind] = max(most[kind], each.batches)
-    stays = max(range(len(stated)), key=lambda place: (count[kinds[place]], most[kinds[place]], -place))
-    leave = [each for kind, each in zip(kinds, stated, strict=True) if kind != kinds[stays]]
+    for each in stated:
+        most[each.facts] = max(most[each.facts], each.batches)
+    place = max(range(len(stated)), key=lambda place: (count[kinds[place]], most[kinds[place]], -place))
+    return stated[place], [each for each in stated if each.facts != kinds[place]]
+
+
+def _differences(stays: _Stated, leave: Sequence[_Stated], whole: Callable[[_Stated], Facts]) -> str:
+    """The facts in which replicas contradict the others, which are read once of each kind of replica."""
+    common = whole(stays)
+    kinds = {each.facts: each for each in leave}
+    facts = {kind: whole(each) for kind, each in kinds.items()} if common else {}
     differences = []
-    for name, value in stated[stays].facts.items():
-        for other in sorted({each.facts[name] for each in leave if name in each.facts} - {value}):
-            names = listed([each.name for each in leave if each.facts.get(name) == other])
+    for name, value in common.items():
+        for other in sorted({facts[kind][name] for kind in kinds if name in facts[kind]} - {value}):
+            names = listed([each.name for each in leave if facts[each.facts].get(name) == other])
             differences.append(f"{name} is {other} on {names}, {value} on the others")
-    return leave, "; ".join(differences)
+    for kind in kinds:
+        names = listed([each.name for each in leave if each.facts == kind])
+        if not (common and facts[kind]):
+            differences.append(f"the facts of {names if common else 'the others'} cannot be read")
+        elif _OTHER_MANAGER not in (common, facts[kind]) and (missing := set(common) ^ set(facts[kind])):
+            differences.append(f"{listed(sorted(missing))} is stated by {names} or by the others, not by both")
+    return "; ".join(dict.fromkeys(differences))

@@ -54,7 +54,8 @@ def _complain(error: Exception) -> None:
     from lowbit.terminal import one_line
 
     text, rank = one_line(str(error)), int(os.environ.get("RANK", "0"))
-    sys.stderr.write(f"rank {rank}: error: {text}\n")
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"rank {rank}: error: {text}\n")
     _sound_alarm(rank, text if names_its_cause else f"rank {rank}: {text}")
 
 
@@ -79,9 +80,10 @@ def _stay() -> None:
 
 
 def _end(code: int) -> Never:
-    """Exit without destructors: those of a broken process group can wait for peers that are gone."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    """Exit at once: destructors of a broken process group can wait for peers that are gone."""
+    with contextlib.suppress(OSError):  # nobody reads any more, such as a launcher that was killed
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)
 
 

@@ -50,7 +50,7 @@ def check_elastic(config: TrainConfig, codecs: tuple[Codec, ...]) -> None:
             "takes over what the codecs of another keep"
         )
     try:
-        import lowbit.integrations.torchft  # noqa: F401
+        _import_torchft()
     except ImportError as error:
         raise ConfigError(f"elastic.lighthouse needs torchft: {error}") from error
     if not config.elastic.name:
@@ -65,6 +65,19 @@ def check_elastic(config: TrainConfig, codecs: tuple[Codec, ...]) -> None:
             f"pipeline.forward or backward is {unsettled[0]!r}; allowed with elastic.lighthouse: formats that leave "
             "nothing to the warm-up, which a replica that comes later does not have"
         )
+
+
+def _import_torchft() -> None:
+    """Import torchft, which logs several lines at each step, with warnings only unless the user asks for its log."""
+    asked = os.environ.get("RUST_LOG")
+    os.environ["RUST_LOG"] = asked or "warn"  # torchft reads it once, when it is imported
+    try:
+        import lowbit.integrations.torchft  # noqa: F401
+    finally:
+        if asked is None:
+            del os.environ["RUST_LOG"]
+    if not asked:
+        logging.getLogger("torchft").setLevel(logging.CRITICAL)  # its tracebacks; `Elastic.commit` says why in a line
 
 
 def seed_of(config: TrainConfig) -> int:
@@ -117,6 +130,7 @@ class Elastic:
         optimizer: Any,
         side: dist.ProcessGroup | None,
     ) -> None:
+        _import_torchft()
         from torchft.process_group import ProcessGroupGloo  # pyright: ignore[reportMissingImports]
 
         from lowbit.integrations.torchft import LowBitManager
@@ -126,7 +140,11 @@ class Elastic:
         self._replicas, self._at_least, self._patience = 0, config.elastic.at_least, config.run.rejoin_seconds
         self._elements = self._bytes = 0.0
         _use_interface(config.elastic.lighthouse)
-        logging.getLogger("torchft").setLevel(logging.CRITICAL)  # what it logs with tracebacks, `commit` says in a line
+        if self._rank == 0:
+            log.warning(
+                "replica %s meets others at %s; torchft's own log: RUST_LOG=info",
+                config.elastic.name, config.elastic.lighthouse,
+            )  # fmt: skip
         limit = timedelta(seconds=0.8 * config.run.timeout_seconds)
         self._store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False) if self._rank == 0 else None
         port = gather_json(self._store and self._store.port, side)[0]
