@@ -50,8 +50,8 @@ def config(**values: Any) -> Callable[[Path], None]:
     return rewrite("config.json", **values)
 
 
-def write(name: str, data: bytes) -> Callable[[Path], None]:
-    return lambda folder: (folder / name).write_bytes(data) and None
+def write(name: str, data: bytes) -> Callable[[Path], Any]:
+    return lambda folder: (folder / name).write_bytes(data)
 
 
 def cut(name: str, share: float = 0.5) -> Callable[[Path], None]:
