@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lowbit.ranks.groups import new_group
 from lowbit.train.layout import Layout
+from lowbit.train.metrics import Work
 from lowbit.train.model import StageModule
 from lowbit.train.replicas import Replicas
 
@@ -28,6 +29,7 @@ class TiedWeights:
 
     Attributes:
         copies: of the weight, on this rank.
+        peer: rank of the run that has the other copy; None where none has.
     """
 
     def __init__(self, modules: dict[int, StageModule], layout: Layout, replicas: Replicas, *, tied: bool) -> None:
@@ -35,6 +37,8 @@ class TiedWeights:
         ends = sorted({layout.rank_of(0), layout.rank_of(last)})
         self._group: dist.ProcessGroup | None = None
         self.copies: list[nn.Parameter] = []
+        self.peer: int | None = None
+        self._sent_bytes = self._sent_elements = 0
         if not tied or layout.stages == 1:
             return
         if len(ends) == 2:
@@ -42,6 +46,9 @@ class TiedWeights:
                 members = replicas.members(index)
                 group = new_group([members[place] for place in ends], timeout=replicas.timeout)
                 self._group = group or self._group
+            own = replicas.members(replicas.index)
+            if replicas.place in ends:
+                self.peer = own[ends[0] if replicas.place == ends[1] else ends[1]]
         if 0 in modules:
             self.copies.append(modules[0].decoder.get_input_embeddings().weight)  # pyright: ignore
         if last in modules:
@@ -59,6 +66,14 @@ class TiedWeights:
             gradients[1].copy_(gradients[0])
         elif gradients and self._group is not None:
             dist.all_reduce(gradients[0], group=self._group)
+            self._sent_elements += gradients[0].numel()  # a ring of two: half of the sum, and half of the result
+            self._sent_bytes += gradients[0].nbytes
+
+    def note_traffic(self, work: Work) -> None:
+        """Add what this rank has sent since the last call."""
+        work.tied_bytes += self._sent_bytes
+        work.tied_elements += self._sent_elements
+        self._sent_bytes = self._sent_elements = 0
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
