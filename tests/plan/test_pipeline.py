@@ -165,6 +165,9 @@ def test_a_tied_embedding_is_summed_over_the_link():
     extra = tied.predict(choice).seconds - own.predict(choice).seconds
     assert extra == pytest.approx(4 * 4_000 * 8 / 1e6)
     assert tied.predict(choice).nbytes - own.predict(choice).nbytes == 2 * 4 * 4_000
+    tied, own = (predictor(*map(machine, "abcd"), mbit=1, sizes=_with(tied=tied)) for tied in (4_000, 0))
+    choice = Choice(replicas=2, schedule="1F1B", stages_per_rank=1, microbatches=2)
+    assert tied.predict(choice).nbytes - own.predict(choice).nbytes == 2 * 2 * 4 * 4_000, "by each pipeline"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,9 @@ import torch.distributed as dist
 
 from lowbit.network import SlowLink
 from lowbit.train import StepMetrics, Summary, TrainConfig, train
+from lowbit.train.expected import Expected
 from lowbit.train.metrics import read_evaluations, read_metrics
+from lowbit.train.prepare import prepare
 from lowbit.train.summary import read_summary
 from tests.interfaces import train_on_hosts
 from tests.processes import Ranks
@@ -55,7 +57,21 @@ def _compare(config: TrainConfig, folder: Path, large: set[str]) -> Summary:
     assert {name for name, nbytes in summary.parts.items() if nbytes > 0.04 * counted} >= large, summary.parts
     for line in steps:  # each rank has a machine of its own
         assert sum(line["links"].values()) == line["bytes_sent"] == sum(line["parts"].values())
+    if not config.pipeline.is_auto:
+        _foresee(config, summary, steps)
     return summary
+
+
+def _foresee(config: TrainConfig, summary: Summary, steps: list[dict[str, Any]]) -> None:
+    """Compare with what `--dry-run` says."""
+    expected = Expected(prepare(config, ranks=config.ranks))
+    for line in steps:
+        foreseen = expected.step(warmup=line["step"] <= config.codec_warmup_steps)
+        assert foreseen == {name: nbytes for name, nbytes in line["parts"].items() if name != "coordination"}
+    evaluations = read_evaluations(Path(config.run.output) / "evaluations.jsonl")
+    assert {line["bytes_sent"] for line in evaluations} == {expected.evaluation()}
+    if config.run.save_model:
+        assert summary.parts["saving the model"] == pytest.approx(expected.saving(), rel=0.05), "and names"
 
 
 @needs_hosts

@@ -17,7 +17,9 @@ from lowbit.ranks.checksum import CHECKSUM_BYTES
 from lowbit.simulate import Actions, Channel, Network, StageTimes, Step, actions_from, simulate
 from lowbit.simulate.orders import order_of
 from lowbit.train.config import PipelineConfig, Schedule
+from lowbit.train.expected import evaluation_bytes
 from lowbit.train.layout import Layout, make_layout
+from lowbit.train.tied import sum_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,10 +156,21 @@ class Predictor:
         )
         sent = sum(self._gradient_bytes(choice, self._parameters(layout, rank)) for rank in range(ranks))
         if self._summed(layout):
-            sent += 2 * 4 * self.sizes.tied * choice.replicas
+            sent += 2 * sum_bytes(self.sizes.tied)
         return Prediction(
             choice=choice, steps=steps, memory=memory, bits=bits, gradient_bytes=choice.replicas * sent
         )  # fmt: skip
+
+    def beside_steps(self, choice: Choice, *, evaluations: int, batches: int, saved: bool) -> float:
+        """Bytes that all ranks send outside of steps: for evaluations of so many batches, and to save the model."""
+        layout = self.layout(choice)
+        exact, shapes = parse("fp32"), [(self.batch, self.sequence, self.sizes.width)] * batches
+        coded = [parse_pair(text)[0] for text in _every(choice.formats, layout.stages - 1)]
+        formats = ([exact] * len(coded), coded) if coded else ()
+        each = choice.replicas * sum(evaluation_bytes(layout, codecs, shapes) for codecs in formats)
+        weights = sum(self._parameters(layout, rank) for rank in range(1, layout.ranks))
+        weights -= self.sizes.tied * self._summed(layout)  # a copy, which nobody sends
+        return evaluations * each + 4 * weights * saved
 
     def fits(self, choice: Choice, counts: Sequence[int], rank: int) -> bool:
         """Whether the machines of a rank have the memory for so many layers on each stage."""
@@ -269,7 +282,7 @@ class Predictor:
         ends = (layout.rank_of(0), layout.rank_of(layout.stages - 1))
         if self._summed(layout) and rank in ends:
             byte, latency = self._slowest([self.machines[end] for end in ends], 1, choice.replicas)
-            seconds += 4 * self.sizes.tied * byte + 2 * latency
+            seconds += sum_bytes(self.sizes.tied) * byte + 2 * latency
         return seconds
 
     def _members(self, choice: Choice, layout: Layout, rank: int) -> list[Machine]:

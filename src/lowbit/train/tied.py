@@ -66,14 +66,19 @@ class TiedWeights:
             gradients[1].copy_(gradients[0])
         elif gradients and self._group is not None:
             dist.all_reduce(gradients[0], group=self._group)
-            self._sent_elements += gradients[0].numel()  # a ring of two: half of the sum, and half of the result
-            self._sent_bytes += gradients[0].nbytes
+            self._sent_elements += gradients[0].numel()
+            self._sent_bytes += sum_bytes(gradients[0].numel())
 
     def note_traffic(self, work: Work) -> None:
         """Add what this rank has sent since the last call."""
         work.tied_bytes += self._sent_bytes
         work.tied_elements += self._sent_elements
         self._sent_bytes = self._sent_elements = 0
+
+
+def sum_bytes(numel: int) -> int:
+    """Bytes that each of the two ranks sends to sum the gradients of a weight: half of its sum, half of the result."""
+    return 4 * numel
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
