@@ -286,7 +286,7 @@ def test_a_resume_knows_its_samples(tmp_path: Path):
     resumed: dict[str, Any] = {"resume": True, "overwrite": False}
     longer = again(config, run=resumed | {"steps": 3, "allow_change": ["run.steps"]})
     summary = train(longer)
-    assert (summary.steps_here, summary.exact_match_before) == (1, None)
+    assert (summary.steps_here, summary.exact_match_before) == (1, 0.0)
     for data, key in [({"packing": False}, "data.packing was True and is False now"), ({"format": "text"}, "data.for")]:
         with pytest.raises(ConfigError, match=key):
             prepare(again(longer, data=data), ranks=1)

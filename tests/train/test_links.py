@@ -11,7 +11,7 @@ from lowbit.ranks.messages import Messages
 from lowbit.train import StepMetrics, TrainConfig, train, trainer
 from lowbit.train.config import PipelineConfig
 from lowbit.train.layout import make_layout
-from lowbit.train.links import Links, link_name, probe
+from lowbit.train.links import OUTSIDE, Links, link_name, probe
 from tests.processes import Ranks
 from tests.train.runs import tiny
 
@@ -28,9 +28,9 @@ def test_only_what_leaves_a_machine_is_on_a_link():
     assert links.pairs == [(0, 2), (2, 0)]
     assert links.machines == [0, 2]
     sums = [0.0] * links.count
-    sent = {0: {(0, 1): 10}, 1: {(1, 2): 20, (1, 0): 5}, 2: {(2, 3): 30, (2, 1): 7}, 3: {(3, 2): 40}}
+    sent = {0: {1: 10}, 1: {2: 20, 0: 5}, 2: {3: 30, 1: 7}, 3: {2: 40}}
     for rank, of_rank in sent.items():
-        sums = [a + b for a, b in zip(sums, links.values(rank, of_rank, 0.0, 1.0 + rank), strict=True)]
+        sums = [a + b for a, b in zip(sums, links.values(rank, of_rank, 1.0 + rank), strict=True)]
     assert links.named(sums) == ({"0 to 2": 20, "2 to 0": 7}, {"0": 1.5, "2": 3.5})
 
 
@@ -45,11 +45,18 @@ def test_a_v_goes_back_on_the_same_link_and_laps_on_another():
 def test_gradients_between_pipelines_are_on_links_too():
     links = _links("abab", ranks=2, pipelines=2)  # machine a has the first stages
     assert links.pairs == [(0, 1), (1, 0)]
-    assert links.values(0, {}, 900.0, 0.0)[:2] == [0.0, 0.0], "rank 2 is on the same machine"
+    assert links.values(0, {2: 900.0}, 0.0)[:2] == [0.0, 0.0], "rank 2 is on the same machine"
     links = _links("aabbcc", ranks=2, pipelines=3)
-    assert dict(zip(links.pairs, links.values(0, {}, 900.0, 0.0), strict=False)) == {
+    assert dict(zip(links.pairs, links.values(0, {2: 450.0, 4: 450.0}, 0.0), strict=False)) == {
         (0, 2): 450.0, (0, 4): 450.0, (2, 0): 0.0, (2, 4): 0.0, (4, 0): 0.0, (4, 2): 0.0,
     }  # fmt: skip
+
+
+def test_ends_of_a_pipeline_and_other_runs_have_links():
+    assert (2, 0) in _links("abc", ranks=3).pairs, "a tied embedding, and the sums of a step"
+    layout = make_layout(PipelineConfig(), ranks=2, layers=12)
+    links = Links(layout, 1, ["a", "a"], elastic=True)
+    assert links.named(links.values(0, {OUTSIDE: 700.0, 1: 5.0}, 0.0))[0] == {"0 to other replicas": 700}
 
 
 def _probe(machines: list[int]) -> dict[tuple[int, int], float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING
@@ -12,11 +12,11 @@ from lowbit.cli.show import print_pairs
 from lowbit.config import to_toml
 from lowbit.ranks.pytorch import check_torch
 from lowbit.train.boundaries import AUTO_FORMATS, codecs_of
-from lowbit.train.data import Order
-from lowbit.train.elastic import seed_of
+from lowbit.train.expected import Expected
 from lowbit.train.forecast import usable
 from lowbit.train.lora import targets_of
-from lowbit.train.model import hidden_size, hugging_face_config
+from lowbit.train.metrics import EVALUATION
+from lowbit.train.model import hidden_size
 from lowbit.train.prepare import Prepared, prepare
 from lowbit.train.tied import row_bytes
 
@@ -77,6 +77,8 @@ def _lines(prepared: Prepared, ranks: int) -> Iterator[tuple[str, str]]:
         yield "gradients kept in", str(prepared.storage)
     if pipelines > 1:
         yield "gradients averaged in", str(prepared.all_reduce)
+    if ranks > 1:
+        yield from _traffic(prepared)
     kind = "samples" if config.data.format == "jsonl" else "tokens"
     yield kind, f"{prepared.data.described()}, vocabulary of {prepared.vocab:,}"
     for note in prepared.data.notes:
@@ -85,21 +87,24 @@ def _lines(prepared: Prepared, ranks: int) -> Iterator[tuple[str, str]]:
         yield "lora", f"rank {config.lora.rank} on {', '.join(targets_of(config))}"
 
 
-def _tied_rows(prepared: Prepared, width: int | None) -> str:
-    """What a tied embedding sends in the first step after the warm-up, in each pipeline; empty where it sends none."""
-    config, layout = prepared.config, prepared.layout
-    model = hugging_face_config(config.model, vocab=prepared.vocab, sequence=config.data.sequence)
-    if not model.tie_word_embeddings or config.lora.rank or layout.rank_of(0) == layout.rank_of(layout.stages - 1):
-        return ""
-    train = prepared.data.train
-    order = Order(samples=len(train), batch=config.data.batch, seed=seed_of(config))
-    ids = order.ids(config.codec_warmup_steps).chunk(config.pipeline.data_parallel)[0]
-    rows = len(train.batch(ids)[0].unique())
-    size = ""
-    if width is not None:
-        nbytes = row_bytes(rows, width, prepared.tied_rows, checksums=config.run.checksums)
-        size = f", {nbytes / 1e6:,.2f} MB each way"
-    return f"{prepared.tied_rows}, {rows:,} of {prepared.vocab:,} rows in a step{size}"
+def _traffic(prepared: Prepared) -> Iterator[tuple[str, str]]:
+    """What all ranks together will send, by part."""
+    config, expected = prepared.config, Expected(prepared)
+    chosen = config.pipeline.is_auto or not all(codec.settled for codec in prepared.codecs.forward)
+    if config.codec_warmup_steps and config.pipeline.boundary == "lowbit":
+        yield "a step of the warm-up", f"sends {_megabytes(expected.step(warmup=True))}"
+    more = ", and less once the run has chosen its formats" if chosen else ""
+    yield "a step", f"sends {_megabytes(expected.step())}{more}"
+    if nbytes := expected.evaluation():
+        yield "an evaluation", f"sends {_megabytes({EVALUATION: nbytes})}"
+    if config.run.save_model and (nbytes := expected.saving()):
+        yield "saving the model", f"sends {_megabytes({'weights': nbytes})}"
+    yield "link probes", "send up to 22 MB each way between neighbouring machines, in a second or less"
+
+
+def _megabytes(parts: Mapping[str, float]) -> str:
+    text = ", ".join(f"{name} {nbytes / 1e6:,.2f}" for name, nbytes in parts.items())
+    return f"{sum(parts.values()) / 1e6:,.2f} MB" + (f" ({text})" if len(parts) > 1 else "")
 
 
 def _grouped(name: str, texts: Iterable[str]) -> Iterator[tuple[str, str]]:

@@ -45,5 +45,7 @@ def _lines(summary: Summary) -> Iterator[tuple[str, str]]:
     if summary.bytes_sent:
         sent, saved = summary.bytes_sent / 1e6, summary.bytes_saved / 1e6
         yield "traffic", f"{sent:,.1f} MB sent, {saved:,.1f} MB less than in float32"
+        parts = sorted(summary.parts.items(), key=lambda part: -part[1])
+        yield "of that", ", ".join(f"{name} {nbytes / 1e6:,.1f}" for name, nbytes in parts)
     if summary.model is not None:
         yield "model", summary.model

@@ -90,7 +90,8 @@ def measure(settings: PipelinePlanSettings, earlier: Sequence[Row] = ()) -> Iter
         `formats`, `schedule`, `stages_per_rank`, `microbatches`, `replicas`, `layers` (of each stage), `forward` and
         `backward` (bits per element of each boundary), `seconds_per_step`, `tokens_per_second`, `waiting_share`,
         `bytes_per_step`, `link_share` (of the busiest link), `memory_bytes` (by rank) and `machines` (their names),
-        `steps`, `warmup_steps` (at full precision), `hours` and `traffic_bytes` (of the whole run).
+        `steps`, `warmup_steps` (at full precision), `hours` (of all steps) and `traffic_bytes` (of all steps, of
+        evaluations of `run.eval_batches` batches, and of saving the model).
 
     Raises:
         ConfigError: a cluster that contradicts itself, or on which the model cannot be trained; in one line.
@@ -139,7 +140,11 @@ def _row(settings: PipelinePlanSettings, predictor: Predictor, found: Prediction
     choice, tokens = found.choice, settings.data.batch * settings.data.sequence
     warm = min(train_settings(settings, predictor, choice).codec_warmup_steps, settings.steps)
     exact = found if choice.formats == ("fp32",) else predictor.predict(replace(choice, formats=("fp32",)))
-    rest = settings.steps - warm
+    rest, run = settings.steps - warm, settings.run
+    evaluations = 1 + ((settings.steps - 1) // run.eval_every if run.eval_every else 0)
+    beside = predictor.beside_steps(
+        choice, evaluations=evaluations, batches=run.eval_batches, saved=run.save_model
+    )  # fmt: skip
     return {
         "choice": number,
         "formats": list(dict.fromkeys(choice.formats)),
@@ -160,7 +165,7 @@ def _row(settings: PipelinePlanSettings, predictor: Predictor, found: Prediction
         "steps": settings.steps,
         "warmup_steps": warm,
         "hours": (warm * exact.seconds + rest * found.seconds) / 3600,
-        "traffic_bytes": warm * exact.nbytes + rest * found.nbytes,
+        "traffic_bytes": warm * exact.nbytes + rest * found.nbytes + beside,
     }
 
 

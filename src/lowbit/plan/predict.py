@@ -17,6 +17,7 @@ from lowbit.ranks.checksum import CHECKSUM_BYTES
 from lowbit.simulate import Actions, Channel, Network, StageTimes, Step, actions_from, simulate
 from lowbit.simulate.orders import order_of
 from lowbit.train.config import PipelineConfig, Schedule
+from lowbit.train.expected import evaluation_bytes
 from lowbit.train.layout import Layout, make_layout
 from lowbit.train.tied import expected_rows, row_bytes, tied_codec
 
@@ -157,10 +158,23 @@ class Predictor:
         )
         sent = sum(self._gradient_bytes(choice, self._parameters(layout, rank)) for rank in range(ranks))
         if self._followed(layout):
-            sent += 2 * self._row_bytes(choice)
+            sent += 2 * self._step_rows(choice)
         return Prediction(
             choice=choice, steps=steps, memory=memory, bits=bits, gradient_bytes=choice.replicas * sent
         )  # fmt: skip
+
+    def beside_steps(self, choice: Choice, *, evaluations: int, batches: int, saved: bool) -> float:
+        """Bytes that all ranks send outside of steps: for evaluations of so many batches, and to save the model."""
+        layout = self.layout(choice)
+        exact, shapes = parse("fp32"), [(self.batch, self.sequence, self.sizes.width)] * batches
+        coded = [parse_pair(text)[0] for text in _every(choice.formats, layout.stages - 1)]
+        formats = ([exact] * len(coded), coded) if coded else ()
+        each = sum(evaluation_bytes(layout, codecs, shapes) for codecs in formats)
+        if self._followed(layout) and batches:
+            each += self._row_bytes(batches * self.batch * self.sequence, exact)
+        each *= choice.replicas
+        weights = sum(self._parameters(layout, rank) for rank in range(1, layout.ranks))
+        return evaluations * each + 4 * weights * saved
 
     def fits(self, choice: Choice, counts: Sequence[int], rank: int) -> bool:
         """Whether the machines of a rank have the memory for so many layers on each stage."""
@@ -276,18 +290,21 @@ class Predictor:
         ends = (layout.rank_of(0), layout.rank_of(layout.stages - 1))
         if self._followed(layout) and rank in ends:
             byte, latency = self._slowest([self.machines[end] for end in ends], 1, choice.replicas)
-            seconds += 2 * (self._row_bytes(choice) * byte + latency)
+            seconds += 2 * (self._step_rows(choice) * byte + latency)
         return seconds
 
     def _members(self, choice: Choice, layout: Layout, rank: int) -> list[Machine]:
         """The machines of a rank in all pipelines."""
         return [self.machines[index * layout.ranks + rank] for index in range(choice.replicas)]
 
-    def _row_bytes(self, choice: Choice) -> int:
+    def _step_rows(self, choice: Choice) -> int:
         """Bytes of a tied embedding's rows in a step of a pipeline, in one direction."""
-        tokens = self.batch // choice.replicas * self.sequence
+        return self._row_bytes(self.batch // choice.replicas * self.sequence, self._tied_rows)
+
+    def _row_bytes(self, tokens: int, codec: Codec) -> int:
+        """Bytes of the rows of a text of so many tokens."""
         rows = expected_rows(tokens, self.sizes.tied // self.sizes.width)
-        return row_bytes(rows, self.sizes.width, self._tied_rows)
+        return row_bytes(rows, self.sizes.width, codec)
 
     def _followed(self, layout: Layout) -> bool:
         """Whether the first rank's copy of a tied embedding follows the last's."""

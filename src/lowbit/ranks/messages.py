@@ -18,6 +18,7 @@ from lowbit.ranks.checksum import Checksums, damaged
 from lowbit.ranks.failure import FailureBoard
 from lowbit.ranks.groups import default_group, next_round, rank_names
 from lowbit.ranks.objects import MOST_BYTES, parse_json
+from lowbit.ranks.sent import note_sent
 
 _SIZE_BYTES = 8
 _FIRST_TAG = 1 << 27  # away from the small ones that a program may use itself
@@ -72,7 +73,8 @@ class Messages:
     """The messages of one purpose; all ranks of the group make their objects in the same order.
 
     Args:
-        group: the ranks, over Gloo; None: the default group. purpose: for errors, such as "evaluation".
+        group: the ranks, over Gloo; None: the default group.
+        purpose: such as "evaluation", for errors and for the count of what is sent (`lowbit.ranks.sent`).
         timeout: seconds after which a peer that does not answer is an error.
         checksums: whether 8 bytes behind each payload tell if it arrived as it was sent; the same on all ranks.
     """
@@ -105,6 +107,7 @@ class Messages:
         with self._board.blaming(to):
             work = dist.isend(message, group=self._group, group_dst=to, tag=self._tag)
         assert work is not None  # only for ranks outside the group
+        note_sent(self._purpose, message.numel())
         return Sent(self._board, work, message, to)
 
     def expect(self, nbytes: int, source: int, about: str = "") -> Expected:

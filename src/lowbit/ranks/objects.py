@@ -11,9 +11,12 @@ from torch import Tensor
 
 from lowbit.ranks import pytorch
 from lowbit.ranks.groups import is_known, plain
+from lowbit.ranks.sent import note_sent
 
 MOST_BYTES = 64 << 20
 """Largest text of one rank: a peer's announcement decides how much memory this rank takes."""
+AGREEING = "values of all ranks"
+"""What `lowbit.ranks.sent` counts these values under."""
 
 
 def gather_json(value: Any, group: dist.ProcessGroup | None = None, *, timeout: float | None = None) -> list[Any]:
@@ -69,6 +72,7 @@ def gather_tensor(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
 
 
 def _gather(out: Tensor, x: Tensor, group: dist.ProcessGroup, timeout: float | None) -> None:
+    note_sent(AGREEING, out.nbytes - x.nbytes)  # a ring passes on what the others state
     work = pytorch.gather(out, x, group, async_op=timeout is not None)
     if timeout is not None:
         pytorch.finish(work, group, timeout)

@@ -10,9 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lowbit.ranks.checksum import sealed_bytes
 from lowbit.ranks.messages import Expected, Messages, Sent
 
 _FIRST = 0
+SUMS = "sums"
 
 
 class Sums:
@@ -21,12 +23,17 @@ class Sums:
     Args:
         group: the ranks, over Gloo. count: of the numbers.
         timeout, checksums: as for `Messages`.
+
+    Attributes:
+        sent_to: bytes that this rank sends to each other rank for a sum.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, count: int, *, timeout: float, checksums: bool) -> None:
-        self._messages = Messages(group, "sums", timeout=timeout, checksums=checksums)
+        self._messages = Messages(group, SUMS, timeout=timeout, checksums=checksums)
         self._nbytes = count * torch.float64.itemsize
         self._others = range(1, self._messages.ranks)
+        receivers = self._others if self._messages.rank == _FIRST else [_FIRST]
+        self.sent_to = dict.fromkeys(receivers, sealed_bytes(self._nbytes, checksums))
         self._sent: list[Sent] = []
         self._expected: list[Expected] = []
         self._expect()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,7 @@ def _run_parts(run: RunFiles) -> Iterator[Part]:
     if run.spans:
         yield timeline_part(run.spans)
         yield shares_part(run.spans)
+    yield _traffic(run)
     yield _links(run)
     yield _formats(run)
     yield from _memory(run)
@@ -146,7 +148,7 @@ def _held_out(run: RunFiles) -> _Curve:
 
 def _outcomes(runs: Mapping[str, RunFiles]) -> Part:
     """Summaries, side by side; of a run that has none, what its steps tell."""
-    outcomes = {name: dict(run.summary) | _in_all(run) if run.summary else _so_far(run) for name, run in runs.items()}
+    outcomes = {name: _outcome(run) for name, run in runs.items()}
     rows = []
     for field, (title, form, unit) in _SUMMARY.items():
         values = [number(outcome.get(field)) for outcome in outcomes.values()]
@@ -154,6 +156,16 @@ def _outcomes(runs: Mapping[str, RunFiles]) -> Part:
             rows.append((title, *("–" if value is None else form.format(value / unit) for value in values)))
     text = "Speed, times and bits: of the steps after the warm-up."
     return Part(title="Outcome", text=text, head=("", *(runs if len(runs) > 1 else ["value"])), rows=rows)
+
+
+def _outcome(run: RunFiles) -> dict[str, Any]:
+    """The summary; what its version counted of the steps since a restart only, of all steps."""
+    if not run.summary:
+        return _so_far(run)
+    whole = _in_all(run)
+    if _mapping(run.summary.get("parts")):
+        del whole["bytes_sent"]  # of steps, the summary has all
+    return dict(run.summary) | whole
 
 
 def _so_far(run: RunFiles) -> dict[str, Any]:
@@ -171,7 +183,7 @@ def _so_far(run: RunFiles) -> dict[str, Any]:
 def _in_all(run: RunFiles) -> dict[str, Any]:
     """What all steps of a run took, those before a restart too."""
     if not run.steps:
-        return {}
+        return {"bytes_sent": run.summary.get("bytes_sent")}
     sums = {field: sum(number(line.get(field)) or 0.0 for line in run.steps) for field in ("bytes_sent", "seconds")}
     return sums | {"steps_here": len(run.steps)}
 
@@ -185,6 +197,20 @@ def _shares_over_steps(run: RunFiles) -> Part:
     return Part(
         title="Seconds of a step", text="Mean over the ranks.", figure=lines(curves, x="step", y="seconds"),
     )  # fmt: skip
+
+
+def _traffic(run: RunFiles) -> Part:
+    """What all ranks sent, by part."""
+    each, steps = Counter[str](), [_mapping(line.get("parts")) for line in run.steps]
+    for parts in steps:
+        each.update({str(name): nbytes for name, value in parts.items() if (nbytes := number(value))})
+    parts = {str(name): number(value) for name, value in _mapping(run.summary.get("parts")).items()} or dict(each)
+    rows = [
+        (name, f"{each[name] / len(steps) / 1e6:,.3f}" if each[name] else "–", f"{nbytes / 1e6:,.2f}")
+        for name, nbytes in sorted(parts.items(), key=lambda part: -(part[1] or 0)) if nbytes
+    ]  # fmt: skip
+    text = "By all ranks, with checksums, without headers of Gloo, TCP and Ethernet." if rows else ""
+    return Part(title="Traffic by part", rows=rows, text=text, head=("part", "MB a step", "MB in all"))
 
 
 def _links(run: RunFiles) -> Part:

@@ -8,7 +8,7 @@ import logging
 import os
 import time
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,6 +23,7 @@ from lowbit.config import ConfigError
 from lowbit.ranks.errors import AgreementError, first_line
 from lowbit.ranks.objects import gather_json
 from lowbit.ranks.process_group import interface_towards
+from lowbit.ranks.sent import note_sent
 from lowbit.train.checkpoints.state import collect, restore
 from lowbit.train.config import TrainConfig
 from lowbit.train.metrics import Work
@@ -100,12 +101,24 @@ def _transport(limit: timedelta) -> Any:
     from torchft.checkpointing.http_transport import HTTPTransport  # pyright: ignore[reportMissingImports]
 
     class Transport(HTTPTransport):
+        def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: Any, timeout: timedelta) -> None:
+            note_sent("replicas", len(dst_ranks) * sum(x.nbytes for x in _tensors_in(state_dict)))
+            super().send_checkpoint(dst_ranks, step, state_dict, timeout)
+
         @classmethod
         def _load_from_address(cls, address: str, timeout: timedelta) -> object:
             with urllib.request.urlopen(address, timeout=timeout.total_seconds()) as stream:
                 return _streaming_load(stream, weights_only=True)
 
     return Transport(timeout=limit, num_chunks=0)
+
+
+def _tensors_in(state: Any) -> Iterator[Tensor]:
+    if isinstance(state, Tensor):
+        yield state
+    elif isinstance(state, Mapping):
+        for each in state.values():
+            yield from _tensors_in(each)
 
 
 class Elastic:

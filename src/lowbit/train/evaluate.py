@@ -25,7 +25,7 @@ from lowbit.train.model import StageModule, next_token_loss
 
 _ROUND_BYTES = 1 << 27
 """Of a round's float32 activations that a rank sends or receives; up to two rounds arrive and two leave at a time."""
-_SUMS_BYTES = 32
+SUMS_BYTES = 32
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ class Evaluation:
         }
         last = self._layout.rank_of(self._layout.stages - 1)
         expected = len(batches) if last != self._messages.rank else 0
-        return _Round(batches, arriving, [self._messages.expect(_SUMS_BYTES, last, "sums") for _ in range(expected)])
+        return _Round(batches, arriving, [self._messages.expect(SUMS_BYTES, last, "sums") for _ in range(expected)])
 
     def _expect(self, boundary: int, batch: _Batch, codec: Codec) -> _Arriving:
         session = self._session(boundary, codec, (*batch.inputs.shape, self._width), outgoing=False)

@@ -31,6 +31,8 @@ MODEL_FILES = re.compile(
 def gather_weights(modules: dict[int, StageModule], messages: Messages | None = None) -> dict[str, Tensor]:
     """All trained parameters of all stages on the CPU of a pipeline's first rank, by their names in the whole model.
 
+    Without the last stage's copy of a tied embedding, which is equal to the first stage's.
+
     Empty on the other ranks. Each rank in turn sends a piece of 8 MiB, so that no wait is longer than one piece of
     every rank takes, and no rank but 0 needs memory for more than it has.
 
@@ -42,7 +44,8 @@ def gather_weights(modules: dict[int, StageModule], messages: Messages | None = 
         PeerError: a rank ended or does not answer.
         ValueError: a rank describes weights that it cannot have.
     """
-    weights = {n: p.detach().cpu() for m in modules.values() for p, n in m.names.items() if p.requires_grad}
+    named = [(p, n) for m in modules.values() for p, n in m.names.items() if n not in m.aliases]
+    weights = {name: parameter.detach().cpu() for parameter, name in named if parameter.requires_grad}
     if messages is None:
         return weights
     if messages.rank != 0:
@@ -74,8 +77,6 @@ def save_model(folder: Path, weights: dict[str, Tensor], config: PretrainedConfi
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    if config.tie_word_embeddings:  # the last stage's copy; Hugging Face ties it again when it loads
-        weights = {name: w for name, w in weights.items() if name != "lm_head.weight"}
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     logging.disable_progress_bar()

@@ -80,7 +80,7 @@ class Gradients:
             self.storage.all_reduce(reduce)
             return
         under_way: list[tuple[list[nn.Parameter], Tensor, Any]] = []
-        for bucket in self._buckets():
+        for bucket in self.buckets():
             flat = torch.cat([_flat(p) for p in bucket])
             under_way.append((bucket, flat, reduce(flat)))
             if len(under_way) > 1:
@@ -88,7 +88,8 @@ class Gradients:
         for waiting in under_way:
             _take(*waiting)
 
-    def _buckets(self) -> Iterator[list[nn.Parameter]]:
+    def buckets(self) -> Iterator[list[nn.Parameter]]:
+        """Parameters whose gradients in `.grad` are averaged together."""
         bucket: list[nn.Parameter] = []
         for parameter in self.parameters:
             bucket.append(parameter)

@@ -16,11 +16,13 @@ _PROBE_BYTES = (1 << 18, 1 << 20, 1 << 22, 1 << 24)
 _ENOUGH_SECONDS = 0.15  # of the last message of a probe; a longer one would tell little more
 _ENOUGH_TRIPS = 10  # of the last message: TCP needs several round trips until it uses a link
 _NUMBER_BYTES = 8
+OUTSIDE = -1
+"""In place of a rank or machine: replicas that are runs of their own."""
 
 
 def link_name(source: int, target: int) -> str:
     """Name of a direction of a link, by the first ranks of its machines."""
-    return f"{source} to {target}"
+    return f"{source} to {'other replicas' if target == OUTSIDE else target}"
 
 
 class Links:
@@ -28,36 +30,30 @@ class Links:
 
     Args:
         layout: of a pipeline. pipelines: how many there are.
-        machines: name of the machine of each rank.
+        machines: name of the machine of each rank. elastic: there are replicas that are runs of their own.
     """
 
-    def __init__(self, layout: Layout, pipelines: int, machines: Sequence[str]) -> None:
+    def __init__(self, layout: Layout, pipelines: int, machines: Sequence[str], *, elastic: bool = False) -> None:
         self._layout, self._pipelines = layout, pipelines
         self.machine_of = [machines.index(name) for name in machines]
         self.machines = sorted(set(self.machine_of))
         self.pairs = sorted({(a, b) for a, b in map(self._ends, self._routes()) if a != b})
+        self.pairs += [(machine, OUTSIDE) for machine in self.machines if elastic]
 
     @property
     def count(self) -> int:
         """How many numbers `values` returns."""
         return len(self.pairs) + len(self.machines)
 
-    def values(
-        self, rank: int, sent: Mapping[tuple[int, int], int], gradient_bytes: float, waited: float
-    ) -> list[float]:
+    def values(self, rank: int, sent: Mapping[int, float], waited: float) -> list[float]:
         """This rank's summands: bytes by link, and seconds of waiting by machine, each divided by the ranks there.
 
         Args:
-            sent: bytes from a stage to another. gradient_bytes: sent to the ranks in the same place of other pipelines.
-            waited: seconds.
+            sent: bytes by receiver. waited: seconds.
         """
-        pipeline, place = divmod(rank, self._layout.ranks)
         nbytes = dict.fromkeys(self.pairs, 0.0)
-        routes = [(rank, pipeline * self._layout.ranks + self._layout.rank_of(to), n) for (_, to), n in sent.items()]
-        others = [i * self._layout.ranks + place for i in range(self._pipelines) if i != pipeline]
-        routes += [(rank, other, gradient_bytes / len(others)) for other in others]
-        for source, target, size in routes:
-            if (pair := self._ends((source, target))) in nbytes:
+        for target, size in sent.items():
+            if (pair := self._ends((rank, target))) in nbytes:
                 nbytes[pair] += size
         own = self.machine_of[rank]
         share = waited / self.machine_of.count(own)
@@ -78,7 +74,7 @@ class Links:
         return found
 
     def _ends(self, route: tuple[int, int]) -> tuple[int, int]:
-        return self.machine_of[route[0]], self.machine_of[route[1]]
+        return self.machine_of[route[0]], OUTSIDE if route[1] == OUTSIDE else self.machine_of[route[1]]
 
     def _routes(self) -> Iterator[tuple[int, int]]:
         """Pairs of ranks, one of which sends to the other."""
@@ -87,6 +83,8 @@ class Links:
             for boundary in range(self._layout.stages - 1):
                 ends = (first + self._layout.rank_of(boundary), first + self._layout.rank_of(boundary + 1))
                 yield from (ends, (ends[1], ends[0]))
+            for rank in range(first, first + ranks):  # announcements, a tied embedding; the sums of a step
+                yield from ((first, rank), (rank, first), (0, rank), (rank, 0))
         for place in range(ranks):
             yield from permutations(range(place, self._pipelines * ranks, ranks), 2)
 

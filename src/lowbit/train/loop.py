@@ -20,6 +20,7 @@ from lowbit.ranks.messages import Messages
 from lowbit.ranks.objects import gather_json
 from lowbit.ranks.process_group import joined, world
 from lowbit.ranks.pytorch import check_torch
+from lowbit.ranks.sent import sent_so_far
 from lowbit.report.results import machine
 from lowbit.report.training import write_report
 from lowbit.train import export
@@ -38,10 +39,10 @@ from lowbit.train.folder import RunFolder
 from lowbit.train.identity import CHOSEN
 from lowbit.train.links import probe
 from lowbit.train.lora import save_adapters
-from lowbit.train.metrics import Recorder, StepMetrics
+from lowbit.train.metrics import EVALUATION, TIED, Recorder, StepMetrics
 from lowbit.train.prepare import FILES, IN_USE, left_behind, prepare
 from lowbit.train.progress import Progress
-from lowbit.train.summary import Summary, summarize
+from lowbit.train.summary import Summary, from_json, summarize
 from lowbit.train.tracing import Tracing, traced_steps
 from lowbit.train.trainer import Trainer
 
@@ -111,23 +112,22 @@ class Run:
     def finish(self, on_step: Callable[[StepMetrics], None] | None = None) -> Summary:
         """Run the remaining steps and the final evaluation, and save the model."""
         run, trainer = self.config.run, self.trainer
-        history: list[StepMetrics] = []
         try:
             self.recorder, self.progress = self._open_recorder(), self._open_progress()
             before, tracing = self._evaluate_before(), self._open_tracing()
             if self.auto is not None and self.auto.choice is not None:  # of the checkpoint
                 self._note_formats(self.auto.choice)
-            done = self.start
+            done, here = self.start, 0
             while done < run.steps:
                 with nullcontext() if tracing is None else tracing.begin(done + 1):
-                    history.append(trainer.step(done))
-                done = history[-1].step
+                    metrics = trainer.step(done)
+                done, here = metrics.step, here + 1
                 for watcher in self._watchers:
-                    watcher.record(history[-1])
+                    watcher.record(metrics)
                 if on_step is not None:
-                    on_step(history[-1])
-                self._end_step(history[-1])
-            return self._conclude(history, before)
+                    on_step(metrics)
+                self._end_step(metrics)
+            return self._conclude(here, before)
         finally:
             if trainer.elastic is not None:
                 trainer.elastic.close()
@@ -194,12 +194,16 @@ class Run:
         return self._evaluate(0, with_codecs=False)
 
     def _evaluate(self, step: int, *, with_codecs: bool = True) -> dict[str, float]:
+        sent = _evaluation_bytes()
         losses = self.trainer.evaluate(with_codecs=with_codecs)
-        for watcher in self._watchers if losses else ():
-            watcher.record_evaluation(step, losses)
+        if losses:
+            nbytes = round(self.trainer.total(_evaluation_bytes() - sent))
+            for watcher in self._watchers:
+                watcher.record_evaluation(step, losses, nbytes)
         return losses
 
-    def _conclude(self, history: list[StepMetrics], before: dict[str, float]) -> Summary:
+    def _conclude(self, here: int, before: dict[str, float]) -> Summary:
+        """Save, and sum up the whole run after the `here` steps of this call; the same summary on every rank."""
         trainer = self.trainer
         losses = self._evaluate(self.config.run.steps)
         model = self.output / "model" if self.config.run.save_model else None
@@ -207,19 +211,25 @@ class Run:
             first = trainer.replicas.index == 0
             weights = export.gather_weights(trainer.modules, self._messages("saving")) if first else {}
             together(partial(self._save_model, weights), trainer.side)
-        memory = gather_json(memory_of(trainer), trainer.side)
-        summary = summarize(
-            self.config, trainer.layout, history, losses, chosen=trainer.chosen(), model=model,
-            changes=self.manifest.changes, round_trip=self.round_trip, before=before,
-            formats=[asdict(choice) for choice in self.choices],
-        )  # fmt: skip
-        if trainer.rank == 0:
-            text = json.dumps(asdict(summary), indent=2)
+        chosen = trainer.chosen()
+        stated = gather_json([memory_of(trainer), trainer.sent_beside_steps()], trainer.side)
+        summary: dict[str, Any] = {}
+        if self.recorder is not None:  # which knows the steps of earlier attempts
+            evaluations = self.recorder.evaluations
+            summary = asdict(
+                summarize(
+                    self.config, trainer.layout, self.recorder.history, losses, chosen=chosen, model=model, here=here,
+                    changes=self.manifest.changes, round_trip=self.round_trip, before=before or evaluations.get(0, {}),
+                    formats=[asdict(choice) for choice in self.choices],
+                    beside=[*({EVALUATION: line.get("bytes_sent", 0)} for line in evaluations.values()),
+                            *(sent for _, sent in stated)],
+                )
+            )  # fmt: skip
+            text = json.dumps(summary, indent=2)
             (self.output / "summary.json").write_text(text + "\n", encoding="utf-8")
-            self.about["memory"] = memory
+            self.about["memory"] = [memory for memory, _ in stated]
             self._write_about()
-        dist.barrier(group=trainer.side)
-        return summary
+        return from_json(gather_json(summary, trainer.side)[0])
 
     def _write_about(self) -> None:
         (self.output / RANKS).write_text(json.dumps(self.about, indent=1) + "\n", encoding="utf-8")
@@ -339,3 +349,9 @@ class Run:
         if self.auto is None or self.auto.choice is None:
             return self.manifest
         return replace(self.manifest, identity=self.manifest.identity | {CHOSEN: asdict(self.auto.choice)})
+
+
+def _evaluation_bytes() -> int:
+    """Bytes that this rank has sent for evaluations, if no step has come between two calls."""
+    sent = sent_so_far()
+    return sent[EVALUATION] + sent[TIED]

@@ -15,14 +15,19 @@ if TYPE_CHECKING:
 
 
 EVALUATIONS = "evaluations.jsonl"
+BOUNDARIES, TIED, GRADIENTS, COORDINATION = "boundaries", "tied embedding", "gradients", "coordination"
+EARLIER = "steps of an earlier version"
+EVALUATION = "evaluation"
+"""Parts of the traffic, and the purpose of messages."""
 
 
 @dataclass
 class Work:
     """Time and traffic of one step on this rank.
 
-    Seconds of codecs include those of checksums. Bytes and elements are those sent over boundaries, and of gradients to
-    other pipelines: an all-reduce over W of them sends 2 (W - 1) / W elements for each element of the tensor.
+    Seconds of codecs include those of checksums. Bytes and elements are those sent over boundaries, of gradients to
+    other pipelines (an all-reduce over W of them sends 2 (W - 1) / W elements for each element of the tensor), and of a
+    tied embedding's gradients. Other bytes: what ranks tell each other in a step, loss and counts for example.
     """
 
     forward_bytes: int = 0
@@ -35,6 +40,24 @@ class Work:
     wait_seconds: float = 0.0
     gradient_bytes: float = 0.0
     gradient_elements: float = 0.0
+    tied_bytes: float = 0.0
+    tied_elements: float = 0.0
+    other_bytes: float = 0.0
+
+    def add_traffic(self, other: Work) -> None:
+        """Add the bytes and elements of another step."""
+        for name, value in vars(other).items():
+            if name.endswith(("_bytes", "_elements")):
+                setattr(self, name, getattr(self, name) + value)
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes by part of the traffic, without those that have none."""
+        parts = {
+            BOUNDARIES: self.forward_bytes + self.backward_bytes, TIED: self.tied_bytes, GRADIENTS: self.gradient_bytes,
+            COORDINATION: self.other_bytes,
+        }  # fmt: skip
+        return {name: round(nbytes) for name, nbytes in parts.items() if nbytes}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +72,10 @@ class StepMetrics:
         tokens_per_second: of the whole batch, over the whole step.
         bits_forward, bits_backward: bits sent for each element that crossed a boundary; None if nothing did.
         bits_gradients: the same for gradients between pipelines.
-        bytes_sent: over all boundaries, both ways, and between pipelines. bytes_saved: compared with float32.
+        bytes_sent: by all ranks to others, with checksums and without headers of Gloo and TCP. bytes_saved: by formats,
+            compared with float32.
+        parts: of `bytes_sent`: "boundaries" (both ways), "tied embedding" (its gradients, between both ends of a
+            pipeline), "gradients" (between pipelines) and "coordination" (announcements, loss, counts).
         bytes_activations: peak of the saved activations, on the rank with most; None if none are compressed. Counted
             in the first step, and the same in all others.
         seconds: of the step; compute_seconds, codec_seconds, wait_seconds: its parts, mean over the ranks.
@@ -77,6 +103,7 @@ class StepMetrics:
     wait_seconds: float
     links: dict[str, int] = field(default_factory=dict)
     waiting: dict[str, float] = field(default_factory=dict)
+    parts: dict[str, int] = field(default_factory=dict)
 
 
 def bits(nbytes: float, elements: float) -> float | None:
@@ -99,8 +126,8 @@ def step_metrics(
     waiting: dict[str, float] | None = None,
 ) -> StepMetrics:
     """Metrics from the sums over all ranks."""
-    sent = work.forward_bytes + work.backward_bytes + work.gradient_bytes
-    elements = work.forward_elements + work.backward_elements + work.gradient_elements
+    coded = work.forward_bytes + work.backward_bytes + work.gradient_bytes + work.tied_bytes
+    elements = work.forward_elements + work.backward_elements + work.gradient_elements + work.tied_elements
     shares = {name: value / ranks for name, value in vars(work).items() if name.endswith("_seconds")}
     return StepMetrics(
         step=step, loss=loss, lr=lr, grad_norm=grad_norm, tokens=tokens,
@@ -108,8 +135,8 @@ def step_metrics(
         bits_forward=bits(work.forward_bytes, work.forward_elements),
         bits_backward=bits(work.backward_bytes, work.backward_elements),
         bits_gradients=bits(work.gradient_bytes, work.gradient_elements),
-        bytes_sent=round(sent), bytes_saved=round(4 * elements - sent), bytes_activations=bytes_activations,
-        seconds=seconds, links=links or {}, waiting=waiting or {}, **shares,
+        bytes_sent=sum(work.parts.values()), bytes_saved=round(4 * elements - coded), parts=work.parts,
+        bytes_activations=bytes_activations, seconds=seconds, links=links or {}, waiting=waiting or {}, **shares,
     )  # fmt: skip
 
 
@@ -119,12 +146,21 @@ class Recorder:
     Args:
         folder: of the run. start: steps done before; lines that an earlier attempt wrote for later steps are dropped.
         tensorboard: whether to write curves.
+
+    Attributes:
+        history: all steps of the run, those of earlier attempts too.
+        evaluations: lines of `evaluations.jsonl` by step, those of earlier attempts too.
     """
 
     def __init__(self, folder: Path, *, start: int, tensorboard: bool) -> None:
         path = folder / "metrics.jsonl"
         earlier = _lines(path)
         before = [line for line in map(_renumbered, earlier) if line["step"] <= start]
+        self.history = list(filter(None, map(_restored, before)))
+        if (missing := start - len(self.history)) > 0:
+            logging.getLogger(__name__).warning(
+                "%s has no line of %d of the %d steps before: the summary leaves them out", path, missing, start
+            )
         part = path.with_suffix(".part")
         part.write_text("".join(json.dumps(line) + "\n" for line in before), encoding="utf-8")
         part.replace(path)
@@ -133,22 +169,25 @@ class Recorder:
         kept = [line for line in _lines(self._evaluations) if line["step"] <= start]
         part.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
         part.replace(self._evaluations)
+        self.evaluations = {line["step"]: line for line in kept}
         first = start if any(map(_counts_from_zero, earlier)) else start + 1
         self._board = _open_board(folder / "tensorboard", first) if tensorboard else None
 
     def record(self, metrics: StepMetrics) -> None:
         """Write one step."""
         values = dataclasses.asdict(metrics)
+        self.history.append(metrics)
         self._file.write(json.dumps(values) + "\n")
         self._file.flush()
         if self._board is not None:
             for name, value in _scalars(values):
                 self._board.add_scalar(f"train/{name}", value, metrics.step)
 
-    def record_evaluation(self, step: int, losses: dict[str, float]) -> None:
-        """Write held-out losses after `step` steps."""
+    def record_evaluation(self, step: int, losses: dict[str, float], nbytes: int = 0) -> None:
+        """Write held-out losses after `step` steps, and how many bytes all ranks sent for them."""
+        self.evaluations[step] = {"step": step, **losses, "bytes_sent": nbytes}
         with self._evaluations.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, **losses}) + "\n")
+            file.write(json.dumps(self.evaluations[step]) + "\n")
         if self._board is not None:
             for name, value in losses.items():
                 self._board.add_scalar(f"evaluation/{name}", value, step)
@@ -201,6 +240,18 @@ def _lines(path: Path) -> list[dict[str, Any]]:
             path, "s" * (len(bad) > 1), ", ".join(bad), "are" if len(bad) > 1 else "is",
         )  # fmt: skip
     return lines
+
+
+def _restored(values: dict[str, Any]) -> StepMetrics | None:
+    """The metrics in a line; None if it lacks some, or holds something else in their place."""
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        metrics = TypeAdapter(StepMetrics).validate_python(values)
+    except ValidationError:
+        return None
+    # Earlier versions counted boundaries and gradients, and wrote only their sum.
+    return dataclasses.replace(metrics, parts=metrics.parts or {EARLIER: metrics.bytes_sent})
 
 
 def _counts_from_zero(values: dict[str, Any]) -> bool:

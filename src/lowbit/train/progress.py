@@ -110,10 +110,11 @@ class Progress:
                 lines += f"\n{_fitting(traffic, width).strip()}"
             self._live.update(Text(lines, no_wrap=True, overflow="ellipsis"), refresh=True)
 
-    def record_evaluation(self, step: int, losses: dict[str, float]) -> None:
-        """Show held-out losses after `step` steps."""
+    def record_evaluation(self, step: int, losses: dict[str, float], nbytes: int = 0) -> None:
+        """Show held-out losses after `step` steps, and how many bytes all ranks sent for them."""
         shown = ", ".join(f"{_LOSSES.get(name, name)} {value:.4f}" for name, value in losses.items())
-        self.say(f"step {step}/{self._steps}  {shown}")
+        sent = f"  ({_megabytes(nbytes)} sent)" if nbytes else ""
+        self.say(f"step {step}/{self._steps}  {shown}{sent}")
 
     def say(self, text: str) -> None:
         """Print a line; on a terminal, above the live one."""

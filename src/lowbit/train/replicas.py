@@ -90,6 +90,11 @@ class Replicas:
         """The ranks of a pipeline."""
         return list(range(index * self.ranks, (index + 1) * self.ranks))
 
+    @property
+    def others(self) -> list[int]:
+        """The ranks in this one's place in other pipelines."""
+        return [self.members(index)[self.place] for index in range(self.count) if index != self.index]
+
     def share(self, ids: Tensor) -> Tensor:
         """This pipeline's share of a step's sample ids."""
         return ids.chunk(self.count)[self.index]

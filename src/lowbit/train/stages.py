@@ -182,6 +182,7 @@ class Pipeline:
                 for name in _COUNTED:
                     setattr(work, name, getattr(work, name) + getattr(traffic, name))
                 work.codec_seconds += traffic.codec_seconds + traffic.checksum_seconds
+                work.other_bytes += traffic.announced_bytes
             work.compute_seconds = seconds - work.codec_seconds - work.wait_seconds
             return work
         for stage in self.stages:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,20 +21,25 @@ _LAST = 10  # steps over which the final training loss is averaged
 class Summary:
     """The outcome of a run, as `summary.json` holds it.
 
+    All but `steps_here` and `round_trip_seconds` is of the whole run, as if it had never stopped: a resumed run takes
+    the steps and evaluations before from its folder, and a step that was done again counts once.
+
     Attributes:
         steps: of the whole run; steps_here: those of this call (fewer after a resume).
-        loss: mean training loss of the last 10 steps of this call, in nats; None without steps.
+        loss: mean training loss of the last 10 steps, in nats; None without steps.
         held_out_loss: with float32 at the boundaries; None without held-out text.
         held_out_loss_codecs: with the configured codecs at the boundaries; None with a single stage, too.
         exact_match, exact_match_codecs: share of the held-out samples that are answered right, in the same two ways;
-            None without samples. exact_match_before, held_out_loss_before: of the model that training began with; None
-            also after a resume.
+            None without samples. exact_match_before, held_out_loss_before: of the model that training began with.
         tokens_per_second, seconds_per_step: of the median step, without the warm-up and the step after it if others
             remain.
         bits_forward, bits_backward, bits_gradients, bytes_per_step, compute_seconds, codec_seconds, wait_seconds: means
             over the same steps, as in `StepMetrics`.
         bytes_activations: as in `StepMetrics`.
-        bytes_sent, bytes_saved, seconds: totals over all steps of this call.
+        bytes_sent: by all ranks, of all steps and evaluations, and of what else this call sent.
+        bytes_saved, seconds: of all steps.
+        parts: of `bytes_sent`: those of `StepMetrics`, "evaluation", "saving the model", "link probes", "checkpoints"
+            (that ranks resumed from), "weights for replicas". What is not of steps and evaluations is of this call.
         boundary, forward, backward: kind and formats of the boundaries; ranks, stages, schedule: the pipeline.
         model: folder of the trained model; None if it was not saved.
         chosen: formats that the warm-up settled, in full, by boundary, direction and tensor, such as "boundary 0
@@ -76,6 +82,7 @@ class Summary:
     exact_match_before: float | None = None
     held_out_loss_before: float | None = None
     formats: list[dict[str, Any]] = field(default_factory=list)
+    parts: dict[str, int] = field(default_factory=dict)
 
 
 def summarize(
@@ -86,12 +93,18 @@ def summarize(
     *,
     model: Path | None,
     chosen: dict[str, str],
+    here: int | None = None,
+    beside: Sequence[Mapping[str, int]] = (),
     changes: Sequence[dict[str, Any]] = (),
     round_trip: float | None = None,
     before: Mapping[str, float] | None = None,
     formats: Sequence[dict[str, Any]] = (),
 ) -> Summary:
-    """The summary of a run with these steps and held-out scores, at the end and `before` the first step."""
+    """The summary of a run with these steps and held-out scores, at the end and `before` the first step.
+
+    Args:
+        here: steps of this call; None: all. beside: bytes by part that were sent outside of steps.
+    """
     # Imported here: it loads PyTorch, which reading a summary does not need.
     from lowbit.train.boundaries import backward_formats
 
@@ -99,11 +112,13 @@ def summarize(
     seconds = statistics.median(m.seconds for m in settled) if settled else None
     means: dict[str, Any] = {name: _mean(settled, name) for name in ("bits_forward", "bits_backward", "bits_gradients")}
     means |= {name: _mean(settled, name) or 0.0 for name in ("compute_seconds", "codec_seconds", "wait_seconds")}
-    totals: dict[str, Any] = {
-        name: sum(getattr(m, name) for m in history) for name in ("bytes_sent", "bytes_saved", "seconds")
-    }
+    totals: dict[str, Any] = {name: sum(getattr(m, name) for m in history) for name in ("bytes_saved", "seconds")}
+    parts = Counter[str]()
+    for each in (*(m.parts for m in history), *beside):
+        parts.update(each)
     return Summary(
-        steps=config.run.steps, steps_here=len(history),
+        steps=config.run.steps, steps_here=len(history) if here is None else here,
+        bytes_sent=sum(parts.values()), parts={name: nbytes for name, nbytes in parts.items() if nbytes},
         loss=statistics.fmean(m.loss for m in history[-_LAST:]) if history else None,
         held_out_loss=losses.get("held_out_loss"), held_out_loss_codecs=losses.get("held_out_loss_codecs"),
         tokens_per_second=config.data.batch * config.data.sequence / seconds if seconds else None,
@@ -121,10 +136,12 @@ def summarize(
 
 def read_summary(path: Path) -> Summary:
     """The summary that a run wrote."""
-    values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    for key in ("forward", "backward"):
-        values[key] = tuple(values[key])
-    return Summary(**values)
+    return from_json(json.loads(path.read_text(encoding="utf-8")))
+
+
+def from_json(values: Mapping[str, Any]) -> Summary:
+    """The summary that `dataclasses.asdict` made these values of, before they became JSON."""
+    return Summary(**{**values, **{key: tuple(values[key]) for key in ("forward", "backward")}})
 
 
 def _settled(config: TrainConfig, history: Sequence[StepMetrics], chosen: int) -> Sequence[StepMetrics]:

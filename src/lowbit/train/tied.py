@@ -26,6 +26,7 @@ from lowbit.ranks.checksum import sealed_bytes
 from lowbit.ranks.messages import Expected, Messages, Sent
 from lowbit.train.config import PipelineConfig
 from lowbit.train.layout import Layout
+from lowbit.train.metrics import Work
 from lowbit.train.model import StageModule
 from lowbit.train.replicas import Replicas
 
@@ -212,6 +213,11 @@ class TiedWeights:
         else:
             for ids, rows in self._rows(self._expected):
                 gradients[0].index_add_(0, ids, rows)
+
+    def note_traffic(self, work: Work) -> None:
+        """Add what this rank has sent since the step began."""
+        work.tied_bytes += self.traffic.sent_bytes
+        work.tied_elements += self.traffic.sent_elements
 
     def _send(self, whole: Tensor, to: int, *, since: Tensor | None = None) -> None:
         """Send rows, or what has changed in them since others, which are then what the peer has."""

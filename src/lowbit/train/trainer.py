@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import astuple, fields
 from typing import Any
@@ -20,7 +21,8 @@ from lowbit.pipeline.trace import Trace, span
 from lowbit.ranks.checksum import secret_facts
 from lowbit.ranks.groups import new_group
 from lowbit.ranks.objects import gather_json
-from lowbit.ranks.sums import Sums
+from lowbit.ranks.sent import sent_so_far
+from lowbit.ranks.sums import SUMS, Sums
 from lowbit.train import optim
 from lowbit.train.activations import compress
 from lowbit.train.boundaries import stock_dtype
@@ -29,15 +31,20 @@ from lowbit.train.elastic import Elastic, seed_of
 from lowbit.train.evaluate import Evaluation, evaluated
 from lowbit.train.gradients import Gradients
 from lowbit.train.identity import compared
-from lowbit.train.links import Links
+from lowbit.train.links import OUTSIDE, Links
 from lowbit.train.lora import add_adapters
-from lowbit.train.metrics import StepMetrics, Work, step_metrics
+from lowbit.train.metrics import COORDINATION, EVALUATION, TIED, StepMetrics, Work, step_metrics
 from lowbit.train.model import StageModule, build_model
 from lowbit.train.prepare import Prepared
 from lowbit.train.progress import machine_name
 from lowbit.train.replicas import Replicas
 from lowbit.train.stages import Pipeline
 from lowbit.train.tied import TiedWeights
+
+_BESIDE = {  # parts of the traffic outside of steps, by the purpose of messages; all others are coordination
+    "saving": "saving the model", "probe": "link probes", "distance": "link probes", "checkpoints": "checkpoints",
+    "replicas": "weights for replicas",
+}  # fmt: skip
 
 
 class DivergedError(RuntimeError):
@@ -54,6 +61,7 @@ class Trainer:
     """
 
     def __init__(self, prepared: Prepared) -> None:
+        self._sent_before = sent_so_far()
         self.prepared, self.config, self.layout = prepared, prepared.config, prepared.layout
         run, data, device = self.config.run, self.config.data, prepared.device
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
@@ -87,11 +95,13 @@ class Trainer:
             self.layout, self.modules, stages=self.pipeline.lowbit_stages, width=self.width, device=device,
             group=self.replicas.side, timeout=run.timeout_seconds, checksums=run.checksums,
         )  # fmt: skip
-        self.links = Links(self.layout, self.replicas.count, gather_json(machine_name(), self.side))
+        names, lighthouse = gather_json(machine_name(), self.side), self.config.elastic.lighthouse
+        self.links = Links(self.layout, self.replicas.count, names, elastic=bool(lighthouse))
         count = 2 + len(fields(Work)) + self.links.count
         self._sums = Sums(self.side, count, timeout=run.timeout_seconds, checksums=run.checksums)
         self.trace: Trace | None = None
         self.work = Work()  # of this rank in the last step
+        self._lost = Work()  # of this rank in steps that it did not keep
         self.counted = [p for p, m in owned if not self.tied.counted_elsewhere(p, m)]
         self.optimizer = optim.make_optimizer(self.parameters, self.config.optimizer)
         self.order = Order(samples=len(prepared.data.train), batch=data.batch, seed=seed_of(self.config))
@@ -100,7 +110,7 @@ class Trainer:
         self.saved_bytes: int | None = None
         self.saved_by_layer: dict[str, int] = {}
         self.elastic: Elastic | None = None
-        if self.config.elastic.lighthouse:
+        if lighthouse:
             self.elastic = Elastic(
                 self.config, prepared.all_reduce, prepared.identity, self.pipeline, self.optimizer, self.side
             )
@@ -143,7 +153,10 @@ class Trainer:
         self._exchange_gradients(work)
         if self.elastic is not None and not self.elastic.commit():
             self.gradients.drop()
+            self._lost.add_traffic(work)
             return None
+        work.add_traffic(self._lost)
+        self._lost = Work()
         with span(self.trace, "wait", message="the sums of all ranks"):
             loss, norm, work, shares = self._sum_over_ranks(loss, work)
         if not (math.isfinite(loss) and math.isfinite(norm)):
@@ -217,6 +230,7 @@ class Trainer:
         with span(self.trace, "all-reduce"):
             with self.gradients.in_full(self.tied.copies):
                 self.tied.sum_gradients()
+            self.tied.note_traffic(work)
             if self.replicas.count > 1:
                 self.gradients.average(self.replicas.average)
                 self.replicas.note_traffic(work)
@@ -227,12 +241,39 @@ class Trainer:
     def _sum_over_ranks(self, loss: float, work: Work) -> tuple[float, float, Work, list[float]]:
         """Loss, norm of the gradients, and work over all ranks; also by link and machine (`Links.named`)."""
         squares = optim.squared_norm(self.gradients.of(self.counted))
-        own = self.links.values(self.rank, self.pipeline.sent, work.gradient_bytes, work.wait_seconds)
+        own = self.links.values(self.rank, self._by_receiver(work), work.wait_seconds)
+        work.other_bytes += sum(self._sums.sent_to.values())
         sums = torch.tensor([loss, squares, *astuple(work), *own], dtype=torch.float64)
         loss, squares, *rest = self._sums.of(sums).tolist()
         costs, shares = rest[: len(fields(Work))], rest[len(fields(Work)) :]
         replicas = self.replicas.count  # whose gradients are equal by now
         return loss / replicas, math.sqrt(squares / replicas), Work(*costs), shares
+
+    def _by_receiver(self, work: Work) -> Counter[int]:
+        """Bytes of a step by the rank that this one sends them to, with those of the sums that follow."""
+        sent, own = Counter[int](self._sums.sent_to), self.replicas.members(self.replicas.index)
+        for (_, stage), nbytes in self.pipeline.sent.items():
+            sent[own[self.layout.rank_of(stage)]] += nbytes
+        shares = [(self.replicas.others if self.elastic is None else [OUTSIDE], work.gradient_bytes)]
+        shares += [([rank for rank in own if rank != self.rank], work.other_bytes)]  # announcements
+        shares += [([] if self.tied.peer is None else [self.tied.peer], work.tied_bytes)]
+        for receivers, nbytes in shares:
+            sent.update({rank: round(nbytes / len(receivers)) for rank in receivers})
+        return sent
+
+    def total(self, value: float) -> float:
+        """The sum of a number over all ranks, each of which calls this."""
+        values = torch.zeros(2 + len(fields(Work)) + self.links.count, dtype=torch.float64)
+        values[0] = value
+        return float(self._sums.of(values)[0])
+
+    def sent_beside_steps(self) -> dict[str, int]:
+        """Bytes that this rank has sent outside of steps and evaluations, by part, since the trainer was made."""
+        parts = Counter[str]()
+        for purpose, nbytes in (sent_so_far() - self._sent_before).items():
+            if purpose not in (EVALUATION, SUMS, TIED):
+                parts[_BESIDE.get(purpose, COORDINATION)] += nbytes
+        return dict(parts)
 
     def _agree(self) -> None:
         """Compare configuration, text and versions of all ranks before the first byte."""

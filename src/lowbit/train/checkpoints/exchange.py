@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowbit.ranks.objects import gather_json
+from lowbit.ranks.sent import note_sent
 from lowbit.train.checkpoints.manifest import step_name
 from lowbit.train.checkpoints.save import TransientError, raise_everywhere, together
 from lowbit.train.checkpoints.search import SavedStep
@@ -81,5 +82,6 @@ class Exchange:
         piece = tensor.view(-1).view(torch.uint8)[start : start + _PIECE_BYTES]
         if self._rank == holder:
             dist.send(piece, group=self._group, group_dst=receiver)
+            note_sent("checkpoints", piece.numel())
         elif self._rank == receiver:
             dist.recv(piece, group=self._group, group_src=holder)

@@ -1,0 +1,69 @@
+"""Whole runs of `lowbit train` on hosts of their own, and what the hosts' network interfaces have counted."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from lowbit.network import SlowLink, delay
+from lowbit.train import TrainConfig, links, train
+from tests.forked import CONTEXT
+
+_HEADERS = 66
+"""Bytes of a packet that are no payload: Ethernet 14, IPv4 20, TCP 32, with its time stamps."""
+_PORT = "29500"
+
+
+def train_on_hosts(
+    config: TrainConfig | Sequence[TrainConfig], link: SlowLink, folder: Path, *, timeout: float = 200
+) -> list[int]:
+    """Train with a rank on each host; returns the bytes of TCP's streams that each host has sent meanwhile.
+
+    With several configurations, each host has a run of its own.
+
+    Links are probed with 256 KiB: the usual 22 MB of a fast link would hide all else that a small run sends.
+    """
+    before = [sent_bytes(link, host) for host in range(link.hosts)]
+    processes = []
+    for rank in range(link.hosts):
+        environment = {
+            "RANK": str(rank), "WORLD_SIZE": str(link.hosts), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": link.address(0), "MASTER_PORT": _PORT, "GLOO_SOCKET_IFNAME": link.interface(rank),
+        }  # fmt: skip
+        own = config if isinstance(config, TrainConfig) else config[rank]
+        if own is not config:
+            environment |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": link.address(rank)}
+        namespace = link._namespace(rank)
+        work = (own, namespace.pid, namespace.kinds, environment, str(folder / f"rank-{rank}.log"))
+        processes.append(CONTEXT.Process(target=_train, args=work, daemon=True))
+        processes[-1].start()
+    for process in processes:
+        process.join(timeout)
+        process.kill()
+    logs = "\n".join((folder / f"rank-{rank}.log").read_text() for rank in range(link.hosts))
+    assert [process.exitcode for process in processes] == [0] * link.hosts, logs
+    return [sent_bytes(link, host) - first for host, first in enumerate(before)]
+
+
+def sent_bytes(link: SlowLink, host: int) -> int:
+    """Bytes that a host has sent on TCP's connections, as its interface counts."""
+    lines = link.popen(host, ["cat", "/proc/net/dev"], stdout=subprocess.PIPE, text=True).communicate()[0].splitlines()
+    (fields,) = (line.split(":")[1].split() for line in lines if line.split(":")[0].strip() == link.interface(host))
+    return int(fields[8]) - _HEADERS * int(fields[9])
+
+
+def _train(config: TrainConfig, pid: int, kinds: tuple[str, ...], environment: dict[str, str], log: str) -> None:
+    for kind in kinds:
+        delay.enter(pid, kind)
+    for stream in (1, 2):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+    os.environ.update(environment)
+    links._PROBE_BYTES = (1 << 18,)
+    try:
+        train(config)
+    except BaseException as error:
+        print(type(error).__name__, error, file=sys.stderr, flush=True)
+        raise

@@ -1,0 +1,159 @@
+"""What a run says that it has sent: the whole of it, of every mode, and of the whole run after a resume."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from lowbit.network import SlowLink
+from lowbit.train import StepMetrics, Summary, TrainConfig, train
+from lowbit.train.expected import Expected
+from lowbit.train.metrics import read_evaluations, read_metrics
+from lowbit.train.prepare import prepare
+from lowbit.train.summary import read_summary
+from tests.interfaces import train_on_hosts
+from tests.processes import Ranks
+from tests.train.runs import again, answering, tiny
+
+LIMIT = 110
+SIZES: dict[str, dict[str, Any]] = {  # messages of many kilobytes: Gloo adds some 100 bytes to each
+    "model": {"family": "qwen2", "tied": True, "dim": 128, "ffn": 256},
+    "data": {"sequence": 128},
+    "pipeline": {"forward": "int4"},
+    "run": {"eval_batches": 0, "eval_every": 2},
+}
+ALONE = {"tied embedding", "saving the model"}
+MODES: dict[str, tuple[dict[str, dict[str, Any]], set[str]]] = {
+    "tied": ({"run": {"save_model": True}}, {"boundaries", "evaluation", *ALONE}),
+    "replicas": (
+        {"pipeline": {"data_parallel": 2}, "gradients": {"all_reduce": "fp8"}},
+        {"boundaries", "gradients", "tied embedding"},
+    ),
+    "interleaved": (
+        {
+            "model": {"layers": 6},
+            "pipeline": {"ranks": 3, "stages_per_rank": 2, "schedule": "Interleaved1F1B", "warmup_steps": 1},
+        },
+        {"boundaries", "evaluation", "tied embedding"},
+    ),
+    "stock": ({"model": {"tied": False}, "pipeline": {"boundary": "stock-bf16"}}, {"boundaries", "evaluation"}),
+    "chosen formats": ({"pipeline": {"forward": "auto"}, "run": {"steps": 8}}, {"boundaries", "tied embedding"}),
+}  # fmt: skip
+
+needs_hosts = pytest.mark.skipif(SlowLink.available() is not None, reason=f"no hosts here: {SlowLink.available()}")
+
+
+def _compare(config: TrainConfig, folder: Path, large: set[str]) -> Summary:
+    """Train on hosts, and compare with what their interfaces have counted."""
+    output = Path(config.run.output)
+    with SlowLink(hosts=config.ranks, rate_mbit=None) as link:
+        counted = sum(train_on_hosts(config, link, folder))
+    summary, steps = read_summary(output / "summary.json"), read_metrics(output / "metrics.jsonl")
+    assert summary.bytes_sent == pytest.approx(counted, rel=0.03), (counted, summary.parts)
+    assert {name for name, nbytes in summary.parts.items() if nbytes > 0.04 * counted} >= large, summary.parts
+    for line in steps:  # each rank has a machine of its own
+        assert sum(line["links"].values()) == line["bytes_sent"] == sum(line["parts"].values())
+    if not config.pipeline.is_auto:
+        _foresee(config, summary, steps)
+    return summary
+
+
+def _foresee(config: TrainConfig, summary: Summary, steps: list[dict[str, Any]]) -> None:
+    """Compare with what `--dry-run` says."""
+    expected = Expected(prepare(config, ranks=config.ranks))
+    for line in steps:
+        foreseen = expected.step(warmup=line["step"] <= config.codec_warmup_steps)
+        assert foreseen == {name: nbytes for name, nbytes in line["parts"].items() if name != "coordination"}
+    evaluations = read_evaluations(Path(config.run.output) / "evaluations.jsonl")
+    assert {line["bytes_sent"] for line in evaluations} == {expected.evaluation()}
+    if config.run.save_model:
+        assert summary.parts["saving the model"] == pytest.approx(expected.saving(), rel=0.05), "and names"
+
+
+@needs_hosts
+def test_all_that_a_run_sends_is_counted_and_the_interfaces_agree(tmp_path: Path):
+    more, parts = MODES["tied"]
+    config = tiny(tmp_path, **_with(more))
+    summary = _compare(config, tmp_path, parts)
+    folder = Path(config.run.output)
+    evaluations = sum(line["bytes_sent"] for line in read_evaluations(folder / "evaluations.jsonl"))
+    steps = sum(line["bytes_sent"] for line in read_metrics(folder / "metrics.jsonl"))
+    assert summary.parts["evaluation"] == evaluations
+    assert summary.bytes_sent > steps + evaluations
+    assert summary.parts["tied embedding"] == 3 * 2 * 4 * 256 * 128, "a sum in float32, of two ranks"
+
+
+@needs_hosts
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "tied"])
+def test_the_interfaces_agree_with_what_each_mode_counts(tmp_path: Path, mode: str):
+    more, parts = MODES[mode]
+    _compare(tiny(tmp_path, **_with(more)), tmp_path, parts)
+
+
+@needs_hosts
+@pytest.mark.slow
+def test_the_interfaces_agree_about_adapters_of_a_saved_model(tmp_path: Path):
+    first = tiny(tmp_path / "first", **_with({"pipeline": ONE, "run": {"save_model": True, "steps": 1}}))
+    model = train(first).model
+    config = tiny(
+        tmp_path, model={"pretrained": model}, lora={"rank": 4}, data=SIZES["data"], pipeline=SIZES["pipeline"],
+        run={"eval_batches": 0, "save_model": True, "steps": 8},
+    )  # fmt: skip
+    assert ALONE.isdisjoint(
+        _compare(config, tmp_path, {"boundaries", "evaluation"}).parts.keys() - {"saving the model"}
+    )
+
+
+def _with(more: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {name: SIZES.get(name, {}) | more.get(name, {}) for name in {*SIZES, *more}}
+
+
+ONE = {"ranks": 1, "stages_per_rank": 1, "schedule": "GPipe", "forward": "fp32"}
+
+
+def _interrupted(config: TrainConfig) -> Summary:
+    def stop(metrics: StepMetrics) -> None:
+        if metrics.step == 10:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(config, on_step=stop)
+    dist.barrier()
+    return train(again(config, run={"resume": True, "overwrite": False}))
+
+
+def test_the_summary_of_a_resumed_run_is_that_of_the_whole_run(ranks: Ranks, tmp_path: Path):
+    run = {"steps": 12, "checkpoint_every": 4, "eval_every": 5}
+    config = answering(tmp_path, model={"tied": True, "layers": 2}, run=run)
+    whole = again(config, run={"output": str(tmp_path / "whole")})
+    expected = [dataclasses.asdict(each) for each in ranks.run(train, whole, timeout=LIMIT)]
+    resumed = [dataclasses.asdict(each) for each in ranks.run(_interrupted, config, timeout=LIMIT)]
+    assert resumed[0] == resumed[1] == dataclasses.asdict(read_summary(tmp_path / "run" / "summary.json"))
+    assert (resumed[0]["steps_here"], expected[0]["steps_here"]) == (4, 12)
+    assert resumed[0]["exact_match_before"] is not None
+    for name, value in expected[0].items():
+        if name == "parts":
+            for part in ("boundaries", "tied embedding", "evaluation"):
+                assert resumed[0]["parts"][part] == value[part]
+        elif name not in ("steps_here", "bytes_sent", "model") and "second" not in name:
+            rel = 0.01 if name == "bytes_per_step" else 0  # no announcement before the first pass of an attempt
+            assert resumed[0][name] == (pytest.approx(value, rel=rel) if rel else value), name
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert resumed[0]["seconds"] == pytest.approx(sum(line["seconds"] for line in lines))
+
+
+def test_steps_that_nobody_knows_any_more_are_left_out_aloud(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    config = tiny(tmp_path, pipeline=ONE, run={"steps": 4, "checkpoint_every": 3})
+    train(config)
+    metrics = Path(config.run.output) / "metrics.jsonl"
+    first, _, third, fourth = metrics.read_text().splitlines()
+    metrics.write_text("\n".join([first, third.replace('"loss": ', '"loss": "x", "lost": '), fourth, ""]))
+    summary = train(again(config, run={"resume": True, "overwrite": False}))
+    assert f"{metrics} has no line of 2 of the 4 steps before: the summary leaves them out" in caplog.text
+    losses = [line["loss"] for line in read_metrics(metrics) if line["loss"] != "x"]
+    assert (summary.steps_here, summary.loss) == (0, pytest.approx(sum(losses) / 2))
