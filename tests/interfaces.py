@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from lowbit.network import SlowLink, delay
@@ -17,12 +16,8 @@ _HEADERS = 66
 _PORT = "29500"
 
 
-def train_on_hosts(
-    config: TrainConfig | Sequence[TrainConfig], link: SlowLink, folder: Path, *, timeout: float = 200
-) -> list[int]:
+def train_on_hosts(config: TrainConfig, link: SlowLink, folder: Path, *, timeout: float = 200) -> list[int]:
     """Train with a rank on each host; returns the bytes of TCP's streams that each host has sent meanwhile.
-
-    With several configurations, each host has a run of its own.
 
     Links are probed with 256 KiB: the usual 22 MB of a fast link would hide all else that a small run sends.
     """
@@ -33,11 +28,8 @@ def train_on_hosts(
             "RANK": str(rank), "WORLD_SIZE": str(link.hosts), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
             "MASTER_ADDR": link.address(0), "MASTER_PORT": _PORT, "GLOO_SOCKET_IFNAME": link.interface(rank),
         }  # fmt: skip
-        own = config if isinstance(config, TrainConfig) else config[rank]
-        if own is not config:
-            environment |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": link.address(rank)}
         namespace = link._namespace(rank)
-        work = (own, namespace.pid, namespace.kinds, environment, str(folder / f"rank-{rank}.log"))
+        work = (config, namespace.pid, namespace.kinds, environment, str(folder / f"rank-{rank}.log"))
         processes.append(CONTEXT.Process(target=_train, args=work, daemon=True))
         processes[-1].start()
     for process in processes:
