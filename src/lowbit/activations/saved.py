@@ -25,7 +25,8 @@ def compress_saved_(
     gates, linear layers and attention, and recomputes the rest: a norm's output for the projections that follow (once
     for all of them), act(gate) * up for the layer after it. So a decoder layer saves one payload for each norm, for
     gate and up, and for q, k and v. `scaled_dot_product_attention` runs again in
-    backward, from rounded q, k and v, which also gives its output again. Dropout and ReLU save a bit for each element. Weights are saved by reference, even where autocast casts them.
+    backward, from rounded q, k and v, which also gives its output again. Dropout and ReLU save a bit for each
+    element. Weights are saved by reference, even where autocast casts them.
     A linear layer with a frozen weight saves no input. In evaluation mode and without gradients nothing is saved or
     coded.
 
