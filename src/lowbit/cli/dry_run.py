@@ -18,7 +18,6 @@ from lowbit.train.lora import targets_of
 from lowbit.train.metrics import EVALUATION
 from lowbit.train.model import hidden_size
 from lowbit.train.prepare import Prepared, prepare
-from lowbit.train.tied import row_bytes
 
 if TYPE_CHECKING:
     from lowbit.codecs import Codec
@@ -70,8 +69,6 @@ def _lines(prepared: Prepared, ranks: int) -> Iterator[tuple[str, str]]:
     yield from _grouped(name, lines)
     if config.pipeline.boundary == "lowbit" and layout.stages > 1:
         yield "warm-up", f"{config.codec_warmup_steps} of {config.run.steps} steps at full precision"
-    if row_format := _tied_rows(prepared, width):
-        yield "tied embedding", row_format
     yield from _grouped("saved by stage", (str(policy or "as PyTorch does") for policy in prepared.activations))
     if prepared.storage is not None:
         yield "gradients kept in", str(prepared.storage)

@@ -78,14 +78,9 @@ class Expected:
 
     def saving(self) -> float:
         """Bytes of gathering the trained weights on the first rank."""
-        layout = self._layout
-        return float(
-            sum(
-                parameter.numel() * 4
-                for stage, module in enumerate(self._modules) if layout.rank_of(stage)
-                for parameter, name in module.names.items() if parameter.requires_grad and (self._followed or name not in module.aliases)
-            )
-        )  # fmt: skip
+        away = [module for stage, module in enumerate(self._modules) if self._layout.rank_of(stage)]
+        named = [(parameter, name in module.aliases) for module in away for parameter, name in module.names.items()]
+        return 4.0 * sum(p.numel() for p, copy in named if p.requires_grad and (self._followed or not copy))
 
     @property
     def _followed(self) -> bool:
