@@ -15,7 +15,7 @@ from lowbit.train.boundaries import AUTO_FORMATS, codecs_of
 from lowbit.train.expected import Expected
 from lowbit.train.forecast import usable
 from lowbit.train.lora import targets_of
-from lowbit.train.metrics import EVALUATION
+from lowbit.train.metrics import EVALUATION, TIED
 from lowbit.train.model import hidden_size
 from lowbit.train.prepare import Prepared, prepare
 
@@ -91,7 +91,10 @@ def _traffic(prepared: Prepared) -> Iterator[tuple[str, str]]:
     if config.codec_warmup_steps and config.pipeline.boundary == "lowbit":
         yield "a step of the warm-up", f"sends {_megabytes(expected.step(warmup=True))}"
     more = ", and less once the run has chosen its formats" if chosen else ""
-    yield "a step", f"sends {_megabytes(expected.step())}{more}"
+    step = expected.step()
+    if TIED in step:
+        yield "tied embedding", f"rows of a step's tokens in {prepared.tied_rows}"
+    yield "a step", f"sends {_megabytes(step)}{more}"
     if nbytes := expected.evaluation():
         yield "an evaluation", f"sends {_megabytes({EVALUATION: nbytes})}"
     if config.run.save_model and (nbytes := expected.saving()):
