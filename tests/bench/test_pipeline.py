@@ -58,7 +58,8 @@ def test_every_boundary_travels_in_its_bits(report: Report):
     more = 8 * CHECKSUM_BYTES / math.prod(message)
     for name, bits in (("stock-fp32", 32), ("fp32", 32 + more), ("stock-bf16", 16)):
         assert (rows[name]["bits_forward"], rows[name]["bits_backward"]) == (bits, bits)
-        assert rows[name]["bytes_per_step"] == BYTES_FP32 * bits / 32
+        coordination = rows[name]["bytes_per_step"] - BYTES_FP32 * bits / 32
+        assert 0 < coordination < 1000
     assert rows["tah-quant"]["bits_forward"] < 4.6
     assert rows["tah-quant"]["bits_backward"] == pytest.approx(6.5, abs=0.1)
     for way, codec in zip(("forward", "backward"), parse_pair(SUBSPACE), strict=True):

@@ -179,7 +179,7 @@ def test_one_machine_keeps_the_most_exact_format(ranks: Ranks, tmp_path: Path):
     (here, losses), (there, _) = ranks.run(_train, config, None, timeout=LIMIT)
     [choice] = here
     assert here == there
-    assert (choice["step"], choice["formats"], choice["mbit"]) == (5, ("bf16",), {})
+    assert (choice["step"], choice["formats"], choice["mbit"]) == (5, ["bf16"], {})
     fixed = again(config, pipeline={"forward": ["bf16"], "backward": []})
     assert ranks.run(_train, fixed, None, timeout=LIMIT)[0][1] == losses
     alone = again(config, pipeline={"ranks": 1}, run={"steps": 2})

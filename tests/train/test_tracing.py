@@ -62,7 +62,7 @@ def test_spans_of_two_ranks_nest_and_account_for_the_step(ranks: Ranks, tmp_path
     for metrics in by_rank[0][2:]:
         _check_sums([e for e in _spans(config) if e["tid"] == 0], metrics)
     sent = sum(event["args"]["bytes"] for event in sends)
-    assert sent == sum(metrics.bytes_sent for metrics in by_rank[0][2:])
+    assert sent == sum(metrics.parts["boundaries"] for metrics in by_rank[0][2:])
 
 
 def _check_sums(spans: list[dict[str, Any]], metrics: StepMetrics) -> None:

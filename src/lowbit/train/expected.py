@@ -130,7 +130,7 @@ def _stages(prepared: Prepared) -> list[Any]:
     config, layout = prepared.config, prepared.layout
     with torch.device("meta"):
         whole: Any = hugging_face_config(config.model, vocab=prepared.vocab, sequence=config.data.sequence)
-        model: Any = AutoModelForCausalLM.from_config(whole, attn_implementation="sdpa")
+        model: Any = AutoModelForCausalLM.from_config(whole, attn_implementation="sdpa", trust_remote_code=False)
         model.tie_weights()
         if config.lora.rank:
             add_adapters(model, config)
