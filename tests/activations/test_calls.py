@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -12,7 +14,9 @@ from torch.nn import functional
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lowbit.activations import LayerAware, compress_saved_
-from tests.activations.models import DIM, GatedBlock, distance
+from lowbit.activations.follow import HANDLERS
+from tests.activations.models import DIM, distance
+from tests.activations.test_observers import forward, model_of
 
 CALLS: dict[str, Any] = {
     "mm": lambda x, w: torch.mm(x, w),
@@ -63,9 +67,127 @@ def test_legal_calls(name: str):
     torch.testing.assert_close(grads[1], grads[0], rtol=1e-4, atol=1e-2)
 
 
-def test_selective_checkpoints_save_as_they_are():
+@dataclass(frozen=True)
+class Values:
+    """What functions are called with: `h` has a recipe."""
+
+    x: Tensor
+    w: nn.Parameter
+
+    @property
+    def h(self) -> Tensor:
+        return functional.silu(self.x @ self.w)
+
+
+ROWS = torch.arange(4)
+SHAPE = {"normalized_shape": [DIM]}
+WEIGHT = {"weight": lambda v: v.w[0]}
+ON_H: dict[str, Any] = {"input": lambda v: v.h}
+ARGUMENTS: dict[Any, dict[str, Any]] = {
+    functional.scaled_dot_product_attention: {
+        "query": lambda v: v.h.view(1, 4, 10, DIM), "key": lambda v: v.h.view(1, 4, 10, DIM),
+        "value": lambda v: v.h.view(1, 4, 10, DIM), "attn_mask": None, "dropout_p": 0.0, "is_causal": True,
+        "scale": 0.5, "enable_gqa": False,
+    },
+    functional.linear: ON_H | {"weight": lambda v: v.w, "bias": lambda v: v.w[0]},
+    functional.layer_norm: ON_H | SHAPE | WEIGHT | {"bias": lambda v: v.w[1], "eps": 1e-3},
+    functional.rms_norm: ON_H | SHAPE | WEIGHT | {"eps": 1e-3},
+    functional.silu: ON_H | {"inplace": False},
+    functional.relu: ON_H | {"inplace": False},
+    functional.gelu: ON_H | {"approximate": "tanh"},
+    functional.dropout: ON_H | {"p": 0.5, "training": True, "inplace": False},
+    functional.cross_entropy: {
+        "input": lambda v: v.h.bfloat16().float(), "target": torch.arange(40) % DIM, "weight": None,
+        "size_average": None, "ignore_index": 3, "reduce": None, "reduction": "sum", "label_smoothing": 0.0,
+    },
+    torch.split: {"tensor": lambda v: v.h, "split_size_or_sections": [8, 24], "dim": 1},
+    Tensor.split: ON_H | {"split_size": [8, 24], "dim": 1},
+    Tensor.unflatten: ON_H | {"dim": 1, "sizes": (4, -1)},
+    Tensor.index_add_: {
+        "input": lambda v: torch.zeros(5, DIM), "dim": 0, "index": ROWS, "source": lambda v: v.h[:4], "alpha": 2,
+    },
+}  # fmt: skip
+BY_NAME: dict[str, dict[str, Any]] = {
+    "mm": ON_H | {"mat2": lambda v: v.w}, "matmul": ON_H | {"other": lambda v: v.w},
+    "__matmul__": ON_H | {"": lambda v: v.w},
+    "addmm": {"input": lambda v: v.w[0], "mat1": lambda v: v.h, "mat2": lambda v: v.w},
+    "mul": ON_H | {"other": lambda v: v.x @ v.w}, "multiply": ON_H | {"other": lambda v: v.x @ v.w},
+    "__mul__": ON_H | {"": lambda v: v.x @ v.w}, "__rmul__": ON_H | {"": lambda v: v.x @ v.w},
+    "relu": ON_H, "square": ON_H, "dropout": ON_H | {"p": 0.5, "train": True},
+    "view": ON_H | {"size": (20, -1)}, "view_as": ON_H | {"other": lambda v: v.x}, "reshape": ON_H | {"shape": (-1,)},
+    "reshape_as": ON_H | {"other": lambda v: v.x}, "flatten": ON_H | {"start_dim": 0, "end_dim": 1},
+    "unflatten": ON_H | {"dim": 1, "sizes": (4, -1)}, "squeeze": ON_H | {"dim": 0}, "unsqueeze": ON_H | {"dim": 0},
+    "contiguous": ON_H | {"memory_format": torch.contiguous_format},
+    "clone": ON_H, "to": ON_H | {"dtype": torch.float64}, "type": ON_H | {"dtype": torch.float64},
+    "type_as": ON_H | {"other": lambda v: v.x}, "float": ON_H, "bfloat16": ON_H, "half": ON_H,
+    "transpose": ON_H | {"dim0": 0, "dim1": 1}, "swapaxes": ON_H | {"axis0": 0, "axis1": 1},
+    "permute": ON_H | {"dims": (1, 0)}, "movedim": ON_H | {"source": 0, "destination": 1}, "t": ON_H, "__get__": ON_H,
+    "chunk": ON_H | {"chunks": 2, "dim": 1}, "unbind": ON_H | {"dim": 1},
+    "narrow": ON_H | {"dim": 1, "start": 2, "length": 9}, "select": ON_H | {"dim": 0, "index": 1},
+    "__getitem__": ON_H | {"": ROWS}, "expand": ON_H | {"size": (2, 40, DIM)},
+    "index_select": ON_H | {"dim": 0, "index": ROWS}, "repeat": ON_H | {"repeats": (2, 1)},
+    "repeat_interleave": ON_H | {"repeats": 2, "dim": 0},
+    "bmm": {"input": lambda v: v.h[None], "mat2": lambda v: v.w[None]},
+    "grouped_mm": {"mat_a": lambda v: v.h.bfloat16(), "mat_b": lambda v: v.w.bfloat16()[None]},
+}  # fmt: skip
+
+
+METHODS = [f for f in HANDLERS if getattr(f, "__objclass__", None) or f is getattr(Tensor, f.__name__, None)]
+
+
+def spellings(func: Any) -> list[functools.partial[Any]]:
+    """Calls of a function with each number of its arguments by position, and the others by PyTorch's names."""
+    name = func.__name__.removeprefix("_") if func.__name__ == "_grouped_mm" else func.__name__
+    arguments = ARGUMENTS.get(func) or BY_NAME[name]
+    if name == "grouped_mm":
+        arguments = arguments | {"offs": torch.tensor([40], dtype=torch.int32)}
+    first = int(func in METHODS)  # these have no name for `self`
+
+    def call(count: int, without: int, values: Values) -> Any:
+        given = [*arguments.items()][: len(arguments) - without]
+        of = [(name, value(values) if callable(value) else value) for name, value in given]
+        return func(*(value for _, value in of[:count]), **dict(of[count:]))
+
+    counts = range(first, len(arguments) + 1)
+    return [functools.partial(call, count, without) for count in counts for without in range(len(arguments))]
+
+
+@pytest.mark.parametrize("func", HANDLERS, ids=lambda func: func.__name__)
+def test_every_spelling_of_every_function(func: Any):
     torch.manual_seed(0)
-    model, x = GatedBlock(), torch.randn(2, 20, DIM)
+    x, taken = torch.randn(40, DIM), 0
+    for call in spellings(func):
+        model = Calls(lambda x, w, call=call: call(Values(x, w)))
+        plain = outcome(model, x)
+        compress_saved_(model, LayerAware(bits=16), report=False)
+        ours = outcome(model, x)
+        if isinstance(plain, str):  # no legal call
+            assert isinstance(ours, str)
+            continue
+        assert not isinstance(ours, str), f"{call.args}: {ours}"
+        taken += 1
+        torch.testing.assert_close(ours, plain, rtol=1e-2, atol=1e-2)
+    assert taken, "no spelling is legal"
+
+
+def outcome(model: Calls, x: Tensor) -> list[Tensor] | str:
+    """Results and the gradient of the weight, or the error."""
+    torch.manual_seed(1)
+    try:
+        out = model(x)
+        if isinstance(out, str):  # `Tensor.type()`
+            return out
+        outs = [out] if isinstance(out, Tensor) else [*out]
+        loss = sum((o.float().square().mean() for o in outs), torch.zeros(()))
+        return [*outs, *torch.autograd.grad(loss, [model.weight])]
+    except (TypeError, ValueError, RuntimeError, IndexError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize("family", ["plain", "llama"])
+def test_selective_checkpoints_save_as_they_are(family: str):
+    torch.manual_seed(0)
+    model, x = copy.deepcopy(model_of(family)), torch.randn(2, 20, DIM)
     contexts = functools.partial(
         create_selective_checkpoint_contexts,
         lambda _, op, *args, **kwargs: (
@@ -76,7 +198,7 @@ def test_selective_checkpoints_save_as_they_are():
     for compressed in (False, True):
         if compressed:
             compress_saved_(model)
-        out: Any = checkpoint(model, x, use_reentrant=False, context_fn=contexts)
+        out: Any = checkpoint(forward, model, x, use_reentrant=False, context_fn=contexts)
         out.square().sum().backward()
         grads.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
         model.zero_grad(set_to_none=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
+from torch.nn.modules.module import register_module_forward_hook, register_module_full_backward_hook
 
 from lowbit.activations import LayerAware, compress_saved_
 from tests.activations.models import DIM, FFN, LENGTH, ROWS, VOCAB, GatedBlock, distance
@@ -225,8 +227,11 @@ ON_MODULES = ON_OUTPUTS | {
 }  # fmt: skip
 ON_INPUTS: dict[str, Any] = {
     f"input {name}": on_input(act)
-    for name, act in {"hook": tensor_hook, "retain_grad": retained, "reversed": reverse_itself}.items()
-}
+    for name, act in {
+        "hook": tensor_hook, "retain_grad": retained, "reversed": reverse_itself, "node hook": node_hook,
+        "node prehook": node_prehook,
+    }.items()
+}  # fmt: skip
 PLACEMENTS: dict[str, tuple[str, Any]] = (
     {f"activation: {name}": ("act", install) for name, install in ON_MODULES.items()}
     | {f"activation: {f.__name__}": ("act", on_output(f)) for f in (in_place, detached)}
@@ -306,3 +311,84 @@ def test_second_derivatives_are_refused(family: str):
     for way in ways:
         with pytest.raises(RuntimeError, match=r"create_graph=True in a model whose .*; allowed: create_graph=False"):
             way()
+
+
+def within(loss: Tensor, out: Tensor) -> None:
+    """A pass that starts in the middle of another one of the same graph."""
+
+    def hook(grad: Tensor) -> None:
+        handle.remove()
+        loss.backward(retain_graph=True)
+
+    handle = out.register_hook(hook)
+    loss.backward(retain_graph=True)
+
+
+def in_threads(loss: Tensor, out: Tensor) -> None:
+    """Two passes of the same graph at the same time: the first waits in the middle for the second."""
+    second = threading.Thread(target=lambda: loss.backward(retain_graph=True))
+
+    def hook(grad: Tensor) -> None:
+        handle.remove()
+        second.start()
+        second.join(30)
+
+    handle = out.register_hook(hook)
+    loss.backward(retain_graph=True)
+
+
+def after_a_failure(loss: Tensor, out: Tensor) -> None:
+    """A pass that fails in the middle, then one for some of the gradients, then a whole one."""
+
+    def hook(grad: Tensor) -> None:
+        handle.remove()
+        raise ArithmeticError
+
+    handle = out.register_hook(hook)
+    with pytest.raises(ArithmeticError):
+        loss.backward(retain_graph=True)
+    torch.autograd.grad(loss, out, retain_graph=True)
+    loss.backward()
+
+
+def global_hooks(loss: Tensor, out: Tensor) -> None:
+    """A whole pass; see `block_gradients` for the hooks."""
+    loss.backward()
+
+
+def block_gradients(passes: Callable[[Tensor, Tensor], None], policy: LayerAware | None) -> dict[str, Tensor]:
+    """All gradients of a gated block whose activation two products read; without a policy, of the plain block."""
+    torch.manual_seed(0)
+    block = TwoProducts()
+    if policy is not None:
+        compress_saved_(block, policy, report=False)
+    outs: Seen = []
+    block.mlp.w3.register_forward_hook(lambda _, args, out: outs.append(out))
+    handles: list[Any] = []
+    if passes is global_hooks:
+        handles.append(register_module_forward_hook(lambda module, args, out: out * 0.9))
+        handles.append(register_module_full_backward_hook(lambda module, grads, _: tuple(halve(g) for g in grads)))
+    x = torch.randn(ROWS, LENGTH, DIM, requires_grad=True)
+    try:
+        passes(block(x).square().sum(), outs[0])
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert x.grad is not None
+    return {name: p.grad for name, p in block.named_parameters() if p.grad is not None} | {"x": x.grad}
+
+
+class TwoProducts(GatedBlock):
+    """The gated block, whose activation is read by two products and by a sum."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, mlp = self.norm(x), self.mlp
+        activation, up = mlp.act(mlp.w1(h)), mlp.w3(h)
+        return x + mlp.w2(activation * up + activation * (up + 1)) + activation.sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("bits", [16, 8])
+@pytest.mark.parametrize("passes", [within, in_threads, after_a_failure, global_hooks])
+def test_passes_that_meet_in_one_graph(passes: Any, bits: int):
+    grads = block_gradients(passes, LayerAware(bits=bits, smallest=0))
+    assert distance(grads, block_gradients(passes, None)) < (1e-5 if bits == 16 else 0.03)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -111,7 +110,7 @@ class ActivationFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, form: GatedOutput, saved: Tensor) -> Tensor:
         """`saved`: an empty payload, or x."""
-        ctx.form, ctx.dtype, ctx.observed, ctx.passed = form, x.dtype, False, None
+        ctx.form, ctx.dtype, ctx.observed, ctx.handed = form, x.dtype, False, {}
         ctx.save_for_backward(saved)
         codec = form.codec
         if first_pass():
@@ -130,23 +129,22 @@ class ActivationFunction(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
         (saved,) = ctx.saved_tensors
         release(ctx)
-        passed, ctx.passed = ctx.passed, None
-        if passed is None or passed.task != torch._C._current_graph_task_id():  # that pass failed on its way
-            return _gated_gradients(ctx.form, (saved, None), (ctx.dtype, None), grad_out)[0], None, None
-        if passed.sent is grad_out:
-            return passed.grad, None, None
+        sent, handed = ctx.handed.pop(torch._C._current_graph_task_id(), (None, None))
+        if handed is not None and grad_out is sent:
+            return handed, None, None
         grad_x = _gated_gradients(ctx.form, (saved, None), (ctx.dtype, None), grad_out)[0]
         assert grad_x is not None
-        return grad_x + passed.grad if passed.is_zero else grad_x, None, None
+        return grad_x if handed is None else grad_x + handed, None, None
 
 
 class ProductFunction(torch.autograd.Function):
     """act(gate) * up; saves gate and up.
 
-    One kernel gives the gradients at gate and up. The first is handed to the activation's node, the next in the graph,
-    which gets zeros as its own gradient; in a pass for some of the gradients, which may be after that one, it gets the
-    true one. Where somebody may look at it on its way, and where the factor is something else that was made of what
-    the activation returned, nothing is handed on.
+    One kernel gives the gradients at gate and up. In a pass that runs all nodes, the first is handed to the
+    activation's node, the next in the graph, and zeros are sent there in place of the gradient at the activation.
+    The true gradient goes there wherever somebody may see it: if either node or the activation has a hook, if it
+    retains its gradient, and in passes for some of the gradients, since that may be one of them. The same holds if the
+    factor is something else that was made of what the activation returned: then another node is the next.
     """
 
     @staticmethod
@@ -154,7 +152,7 @@ class ProductFunction(torch.autograd.Function):
         ctx: Any, activation: Tensor, up: Tensor, leaf: Tensor, form: GatedOutput, saved: SavedTensors
     ) -> Tensor:  # fmt: skip
         """`saved`: payloads of gate and up, or both as they are; `leaf`: `nobodys`."""
-        ctx.form, ctx.dtypes, ctx.present = form, (activation.dtype, up.dtype), (True, True)
+        ctx.form, ctx.dtypes, ctx.present, ctx.observed = form, (activation.dtype, up.dtype), (True, True), False
         ctx.save_for_backward(*saved)
         ctx.activation = TensorWeakRef(activation)
         return activation * up
@@ -166,22 +164,42 @@ class ProductFunction(torch.autograd.Function):
         release(ctx)
         form: GatedOutput = ctx.form
         needs_activation, needs_up = needed_now(ctx)[:2]
+        if needs_activation and _hands_on(ctx):
+            grad_gate, grad_up = _gated_gradients(form, saved, ctx.dtypes, grad_out)
+            assert grad_gate is not None
+            return _hand(ctx.next_functions[0][0], grad_gate), grad_up, None, None, None
         gate, up = saved
-        grad_activation = grad_up = handed = None
-        node: Any = ctx.next_functions[0][0]
-        if needs_activation and _is_of(node, form) and not _is_observed(node, ctx.activation()):
-            handed, grad_up = _gated_gradients(form, saved, ctx.dtypes, grad_out)
-        elif needs_up:
-            value = form.rebuild((gate, None), ctx.dtypes[0])
-            grad_up = (grad_out * value).to(ctx.dtypes[1])
-        if handed is not None and torch._C._will_engine_execute_node(ctx.next_functions[2][0]):  # pyright: ignore
-            grad_activation = handed.new_zeros(()).expand(handed.shape)
-        elif needs_activation:
+        grad_activation = grad_up = None
+        if needs_up:
+            grad_up = (grad_out * form.rebuild((gate, None), ctx.dtypes[0])).to(ctx.dtypes[1])
+        if needs_activation:
             up = decoded(form.codec, up, form.shape, ctx.dtypes[1])
             grad_activation = (grad_out * up).to(ctx.dtypes[0])
-        if handed is not None:
-            _hand(node, handed, grad_activation)
         return grad_activation, grad_up, None, None, None
+
+
+def _hands_on(product: Any) -> bool:
+    """Whether a product's node may hand the gradient at gate to the activation's: nobody can tell in this pass."""
+    (node, _), _, (leaf, _) = product.next_functions
+    if not isinstance(node, _ActivationNode) or node.form is not product.form:  # pyright: ignore
+        return False
+    activation = product.activation()  # None once nobody can read its gradient
+    if product.observed or node.observed or (activation is not None and activation.retains_grad):
+        return False
+    return torch._C._will_engine_execute_node(leaf)  # pyright: ignore
+
+
+def _hand(node: Any, grad: Tensor) -> Tensor:
+    """Hand a gradient at gate to an activation's node; returns the zeros to send there.
+
+    It is kept under the number of the pass: others may run on the same graph at the same time, in other threads or
+    from hooks, and one may have failed on its way.
+    """
+    sent = grad.new_zeros(()).expand(grad.shape)  # what other readers of the activation send is added to these
+    task = torch._C._current_graph_task_id()
+    _, others = node.handed.get(task, (None, None))  # of other products of the same activation
+    node.handed[task] = sent, grad if others is None else others + grad
+    return sent
 
 
 def _gated_gradients(
@@ -205,38 +223,6 @@ def _gated_gradients(
     return [grad_gate, grad_up]
 
 
-@dataclass(frozen=True)
-class _Passed:
-    """In the pass `task`: the gradient at an activation's input, handed to its node, and what was sent there."""
-
-    task: int
-    sent: Tensor
-    grad: Tensor
-
-    @property
-    def is_zero(self) -> bool:
-        """Whether zeros were sent, to which the gradients of other readers are added."""
-        return self.sent.stride() == (0,) * self.sent.dim()
-
-
-def _hand(node: Any, grad: Tensor, sent: Tensor) -> None:
-    """Hand a gradient to an activation's node."""
-    task = torch._C._current_graph_task_id()
-    if node.passed is not None and node.passed.task == task:  # by another product of the same activation
-        grad = node.passed.grad + grad
-    node.passed = _Passed(task, sent, grad)
-
-
-def _is_of(node: Any, form: GatedOutput) -> bool:
-    """Whether a node is the activation's own."""
-    return isinstance(node, _ActivationNode) and node.form is form  # pyright: ignore
-
-
-def _is_observed(node: Any, activation: Tensor | None) -> bool:
-    """Whether hooks see the gradient that goes to an activation's node; `activation`: its output, if that lives."""
-    return node.observed or (activation is not None and activation.retains_grad)
-
-
 @functools.cache
 def nobodys(device: torch.device) -> Tensor:
     """A leaf that no pass asks for: its node runs in those passes only that run all nodes."""
@@ -245,18 +231,21 @@ def nobodys(device: torch.device) -> Tensor:
 
 
 _ActivationNode: Any = ActivationFunction._backward_cls  # pyright: ignore
+_ProductNode: Any = ProductFunction._backward_cls  # pyright: ignore
 
 
-def _noting(register: str) -> Callable[..., Any]:
+def _noting(kind: Any, register: str) -> Callable[..., Any]:
     def noted(node: Any, *args: Any, **kwargs: Any) -> Any:
         node.observed = True
-        return getattr(super(_ActivationNode, node), register)(*args, **kwargs)
+        return getattr(super(kind, node), register)(*args, **kwargs)
 
     return noted
 
 
+# A hook that runs before a product's node sees what comes from above; only one that runs after it sees what it sends.
 for _name in ("register_hook", "register_prehook", "_register_hook_dict"):  # the last: `Tensor.register_hook`
-    setattr(_ActivationNode, _name, _noting(_name))
+    setattr(_ActivationNode, _name, _noting(_ActivationNode, _name))
+_ProductNode.register_hook = _noting(_ProductNode, "register_hook")
 
 
 class MaskFunction(torch.autograd.Function):
