@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from lowbit.activations import compress_saved_
 from lowbit.activations.recipes import Norm
 from lowbit.activations.structure import activation_like, norm_like
 
@@ -104,3 +105,29 @@ def test_nobodys_hooks_see_what_is_made_up():
     assert not seen
     activation(norm(torch.zeros(8)))
     assert len(seen) == 2
+
+
+class _Sign(torch.autograd.Function):
+    """GELU whose gradient is of its author's choice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return functional.gelu(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # pyright: ignore
+        return grad.sign()
+
+
+class MyGELU(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Sign.apply(x)
+
+
+def test_an_activation_of_somebodys_own_keeps_its_own_gradient():
+    model = nn.Sequential(nn.Linear(64, 64), MyGELU())
+    x = torch.randn(32, 64, requires_grad=True)
+    (expected,) = torch.autograd.grad(model(x).square().sum(), x)
+    compress_saved_(model)
+    (found,) = torch.autograd.grad(model(x).square().sum(), x)
+    assert torch.equal(found, expected)

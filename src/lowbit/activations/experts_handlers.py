@@ -17,6 +17,7 @@ from torch.nn import functional
 from lowbit.activations import handlers
 from lowbit.activations.follow import Call, handles, large_enough
 from lowbit.activations.functions import first_order, needed_now
+from lowbit.activations.products import product_of_two
 from lowbit.activations.recipes import Rebuilt, SavedTensors, attach, recipe_of
 
 
@@ -122,8 +123,9 @@ class _IndexAdd(torch.autograd.Function):
 
 @handles(torch.bmm, Tensor.bmm)
 def bmm(call: Call, input: Tensor, mat2: Tensor) -> Any:
-    """A batch of linear layers, if the second matrices are a parameter."""
-    return _batched(call, input, mat2, (input, mat2), {})
+    """A batch of linear layers, if the second matrices are a parameter; otherwise a product of two activations."""
+    out = _batched(call, input, mat2, (input, mat2), {})
+    return product_of_two(call, input, mat2, (input, mat2)) if out is NotImplemented else out
 
 
 @handles(functional.grouped_mm, torch._grouped_mm)  # pyright: ignore[reportPrivateImportUsage]

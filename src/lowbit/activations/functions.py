@@ -22,6 +22,7 @@ from lowbit.activations.recipes import (
     GatedOutput,
     Masked,
     NormOutput,
+    Part,
     Rebuilt,
     SavedTensors,
     check_present,
@@ -343,6 +344,59 @@ class ScaledFunction(torch.autograd.Function):
             x = ctx.rebuilt.get(tuple(saved), ctx.dtypes[0]).reshape(ctx.shape)
             grad_factor = (grad_out * x).flatten(0, -2).sum(0).reshape(factor.shape).to(ctx.dtypes[1])
         return grad_x, grad_factor, None, None
+
+
+class MatmulFunction(torch.autograd.Function):
+    """alpha * x @ y of two activations, and what is added to it; saves tensors that rebuild both."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, y: Tensor, out: Tensor, parts: tuple[Part, Part], alpha: float, saved: SavedTensors
+    ) -> Tensor:
+        """`out`: the result; `parts`: x and y in backward, from `saved`."""
+        ctx.parts, ctx.alpha, ctx.present, ctx.dtypes = parts, alpha, (True, True), (x.dtype, y.dtype)
+        ctx.save_for_backward(*saved)
+        return owned(out)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
+        saved = ctx.saved_tensors
+        release(ctx)
+        first, second = ctx.parts
+        needs_x, needs_y = needed_now(ctx)
+        grad_x = grad_y = None
+        if ctx.alpha != 1:
+            grad_out = grad_out * ctx.alpha
+        with torch.autocast(grad_out.device.type, enabled=False):
+            if needs_x:
+                grad_x = grad_out @ second.get(saved[first.count :]).mT
+                grad_x = grad_x.sum_to_size(first.shape).to(ctx.dtypes[0])
+            if needs_y:
+                grad_y = first.get(saved[: first.count]).mT @ grad_out
+                grad_y = grad_y.sum_to_size(second.shape).to(ctx.dtypes[1])
+        return grad_x, grad_y, None, None, None, None
+
+
+class OutputFunction(torch.autograd.Function):
+    """A function whose gradient needs its output alone; saves tensors that rebuild that."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, out: Tensor, rebuilt: Rebuilt, gradient: Callable[..., Tensor], saved: SavedTensors
+    ) -> Tensor:
+        """`out`: the result; `gradient`: of x, from that of the output and the output, which `rebuilt` gives."""
+        ctx.rebuilt, ctx.gradient, ctx.dtypes, ctx.shape = rebuilt, gradient, (x.dtype, out.dtype), out.shape
+        ctx.save_for_backward(*saved)
+        return owned(out)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
+        saved = tuple(ctx.saved_tensors)
+        release(ctx)
+        out = ctx.rebuilt.get(saved, ctx.dtypes[1]).reshape(ctx.shape)
+        return ctx.gradient(grad_out, out).to(ctx.dtypes[0]), None, None, None, None
 
 
 def needed_now(ctx: Any) -> list[bool]:

@@ -20,6 +20,7 @@ from lowbit.activations.functions import (
     nobodys,
 )
 from lowbit.activations.layers import activated, attach_until_backward, normalized
+from lowbit.activations.products import elementwise, product_of_two
 from lowbit.activations.recipes import (
     GatedOutput,
     Itself,
@@ -50,9 +51,11 @@ def mm(call: Call, input: Tensor, mat2: Tensor, **kwargs: Any) -> Any:
 
 @handles(torch.matmul, Tensor.matmul, Tensor.__matmul__)
 def matmul(call: Call, input: Any, other: Any, **kwargs: Any) -> Any:
-    """A linear layer, if the second matrix is a parameter."""
-    if kwargs or not isinstance(input, Tensor) or not _is_parameter(other) or input.dim() < 2:
+    """A linear layer, if the second matrix is a parameter; otherwise a product of two activations."""
+    if kwargs or not isinstance(input, Tensor) or input.dim() < 2:
         return NotImplemented
+    if not _is_parameter(other):
+        return product_of_two(call, input, other, (input, other))
     return _linear(call, (input, other), input, other, None, transposed=True)
 
 
@@ -159,7 +162,7 @@ def product(call: Call, input: Any, other: Any, **kwargs: Any) -> Any:
     A tensor times a trained factor for each channel (DoRA, LayerScale) saves a payload of the tensor.
     """
     if kwargs or not isinstance(input, Tensor) or not isinstance(other, Tensor):
-        return NotImplemented
+        return NotImplemented if kwargs else elementwise(call, input, other)
     if input.shape != other.shape:
         x, factor = (input, other) if input.numel() > other.numel() else (other, input)
         return _scaled(call, (input, other), x, factor)

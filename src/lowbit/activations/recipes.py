@@ -180,8 +180,9 @@ class Rebuilt:
     def add_user(self) -> None:
         """One more layer reads the tensor in backward."""
         self.users += 1
-        if self.users == 1 and isinstance(self.form, Derived):
-            self.form.parent.add_user()
+        if self.users == 1:
+            for parent in parents_of(self.form):
+                parent.add_user()
 
     def get(self, saved: SavedTensors, dtype: torch.dtype) -> Tensor:
         """The tensor, from what a layer saved; for use in backward."""
@@ -224,6 +225,52 @@ class Derived:
         """The function of the rebuilt tensor."""
         split = len(saved) - self.count
         return self.function(self.parent.get(saved[:split], dtype).reshape(self.shape), *saved[split:])
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor that another one is computed from: how it is rebuilt, its shape and dtype, and how many are saved."""
+
+    rebuilt: Rebuilt
+    shape: torch.Size
+    dtype: torch.dtype
+    count: int
+
+    def get(self, saved: SavedTensors) -> Tensor:
+        """The tensor, in backward. A payload is decoded for each reader: holding it would drop the copy of others."""
+        form = self.rebuilt.form
+        x = form.rebuild(saved, self.dtype) if isinstance(form, Itself) else self.rebuilt.get(saved, self.dtype)
+        return x.reshape(self.shape)
+
+
+@dataclass(frozen=True)
+class Computed:
+    """Saved: what rebuilds each of the parts, of which this tensor is a function, then tensors of its own.
+
+    Args:
+        parts: other tensors. function: of them and of the last `count` saved tensors, in the dtypes of forward.
+    """
+
+    parts: tuple[Part, ...]
+    function: Callable[..., Tensor]
+    count: int = 0
+
+    def rebuild(self, saved: SavedTensors, dtype: torch.dtype) -> Tensor:
+        """The function of the rebuilt tensors."""
+        values = []
+        rest = saved
+        for part in self.parts:
+            values.append(part.get(rest[: part.count]))
+            rest = rest[part.count :]
+        with torch.autocast(values[0].device.type, enabled=False):
+            return self.function(*values, *rest).to(dtype)
+
+
+def parents_of(form: Form) -> tuple[Rebuilt, ...]:
+    """What a tensor is rebuilt from."""
+    if isinstance(form, Computed):
+        return tuple(part.rebuilt for part in form.parts)
+    return (form.parent,) if isinstance(form, Derived) else ()
 
 
 class Recipe:

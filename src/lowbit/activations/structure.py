@@ -24,7 +24,7 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 _EPS = ("variance_epsilon", "eps", "epsilon", "norm_eps")
 _USUAL_EPS = (1e-5, 1e-6, 1e-8, 1e-12)  # for modules without such an attribute
 _ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
-_NAMED = ("gelu", "silu")  # classes elsewhere, such as Bloom's own GELU
+_NAMED = ("gelu", "silu")  # Transformers' own elsewhere, such as Bloom's GELU: others' may have a backward of theirs
 _NOT_ROWS = (nn.GroupNorm, nn.LocalResponseNorm, nn.modules.batchnorm._NormBase)
 
 
@@ -72,8 +72,8 @@ def _computes(module: nn.Module, norm: Norm, weights: dict[str, Tensor], x: Tens
 def activation_like(module: nn.Module) -> str | None:
     """The name of the activation function, if there is an operator for it; None: something else."""
     kind, own = type(module), [*module.parameters(), *module.children()]
-    known = kind.__module__ in _ACTIVATIONS or (not own and any(name in kind.__name__.lower() for name in _NAMED))
-    if not known or getattr(module, "inplace", False):
+    named = kind.__module__.startswith("transformers.") and any(name in kind.__name__.lower() for name in _NAMED)
+    if not (kind.__module__ in _ACTIVATIONS or (named and not own)) or getattr(module, "inplace", False):
         return None
     x = _samples()
     y = _try(module, {}, x)

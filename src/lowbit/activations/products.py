@@ -1,0 +1,203 @@
+"""What is saved for products of two activations, and for attention that is written out with them.
+
+A product saves payloads of its two factors. What follows it (a factor, a mask, tanh, softmax, dropout) has a recipe
+that follows from the product's, so softmax and tanh save the same payloads again, and nothing of tokens x tokens is
+kept but what dropout takes. Everything is computed again in the dtypes of the forward pass: a mask with the least
+float32 stays finite there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from lowbit.activations.follow import Call, encoded, handles, large_enough
+from lowbit.activations.functions import MatmulFunction, OutputFunction
+from lowbit.activations.layers import attach_until_backward
+from lowbit.activations.recipes import Computed, Derived, Form, Itself, Part, Recipe, SavedTensors, attach
+from lowbit.activations.recipes import recipe_of as any_recipe_of
+from lowbit.activations.remainder import finer
+from lowbit.codecs import Codec
+
+
+def product_of_two(
+    call: Call, x: Any, y: Any, given: Sequence[Any], added: Tensor | None = None, beta: float = 1, alpha: float = 1
+) -> Any:
+    """beta * added + alpha * x @ y of two activations, both with two dimensions or more; saves a payload of each."""
+    if not isinstance(x, Tensor) or not isinstance(y, Tensor) or min(x.dim(), y.dim()) < 2:
+        return NotImplemented
+    if any(t.is_leaf and t.requires_grad for t in (x, y)) or (added is not None and added.requires_grad):
+        return NotImplemented
+    # What only one gradient needs is saved by PyTorch only then; a constant factor is kept by reference.
+    if not (x.requires_grad and y.requires_grad and large_enough(x) and large_enough(y) and call.saves(x, y)):
+        return NotImplemented
+    codec = call.codec("attention")
+    kwargs = {} if added is None else {"beta": beta, "alpha": alpha}
+    with call.handled(*given, **kwargs):
+        with torch.no_grad():
+            out = call.func(*(t.detach() for t in given), **kwargs)
+        # Softmax amplifies errors of q and k: they get more bits than v.
+        fine = codec if codec is None or any(map(_is_softmax, (x, y))) else finer(codec)
+        parts, saved = zip(*(_factor(t, fine, out.dtype) for t in (x, y)), strict=True)
+        rest = () if added is None else (added.detach(),)
+        form = Computed(parts, _Product(beta, alpha), len(rest))
+        out = MatmulFunction.apply(x, y, out, parts, alpha, (*saved[0], *saved[1]))
+        attach_until_backward(out, Recipe(form, (*saved[0], *saved[1], *rest)))
+        return out
+
+
+def _factor(x: Tensor, codec: Codec | None, dtype: torch.dtype) -> tuple[Part, SavedTensors]:
+    """How a factor is rebuilt, and from what."""
+    recipe = any_recipe_of(x)
+    if recipe is None or (isinstance(recipe.form, Itself) and recipe.form.bits < Itself(x.shape, codec).bits):
+        saved: SavedTensors = (x.to(dtype) if codec is None else encoded(codec, x),)
+        recipe = Recipe(Itself(x.shape, codec), saved, weak=True)
+        attach(x, recipe)
+    else:
+        saved = recipe.saved() or ()
+    recipe.rebuilt.add_user()
+    return Part(recipe.rebuilt, x.shape, dtype, len(saved)), saved
+
+
+class _Product:
+    """A product, as `torch.baddbmm` has it."""
+
+    def __init__(self, beta: float, alpha: float) -> None:
+        self.beta, self.alpha = beta, alpha
+
+    def __call__(self, x: Tensor, y: Tensor, *added: Tensor) -> Tensor:
+        if not added:
+            return x @ y
+        return torch.baddbmm(added[0].to(x.dtype), x, y, beta=self.beta, alpha=self.alpha)
+
+
+@handles(torch.baddbmm, Tensor.baddbmm)
+def baddbmm(call: Call, input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
+    """A product of two activations, added to a tensor without a gradient."""
+    return product_of_two(call, batch1, batch2, (input, batch1, batch2), input, beta, alpha)
+
+
+def _recipe_of(x: Any) -> Recipe | None:
+    """The recipe of what follows from a product of two activations."""
+    recipe = any_recipe_of(x) if isinstance(x, Tensor) and x.requires_grad else None
+    return recipe if recipe is not None and isinstance(recipe.form, Computed) else None
+
+
+def _is_softmax(x: Tensor) -> bool:
+    """Whether a tensor is softmax's output, perhaps after dropout."""
+    recipe = any_recipe_of(x)
+    form: Form | None = None if recipe is None else recipe.form
+    while isinstance(form, Derived):
+        form = form.parent.form
+    return isinstance(form, Computed) and isinstance(form.function, _Softmax)
+
+
+def _then(recipe: Recipe, x: Tensor, function: Callable[..., Tensor], *tensors: Tensor) -> Recipe:
+    """The recipe of a function of `x`, which has this recipe, and of other tensors."""
+    saved = recipe.saved() or ()
+    part = Part(recipe.rebuilt, x.shape, x.dtype, len(saved))
+    return Recipe(Computed((part,), function, len(tensors)), tensors, parent=recipe)
+
+
+_IN_PLACE = {
+    Tensor.__imul__: torch.mul, Tensor.mul_: torch.mul, Tensor.__itruediv__: torch.div, Tensor.div_: torch.div,
+    Tensor.__iadd__: torch.add, Tensor.add_: torch.add, Tensor.masked_fill_: torch.masked_fill,
+}  # fmt: skip
+
+
+@handles(
+    torch.div, torch.divide, torch.true_divide, Tensor.div, Tensor.divide, Tensor.__truediv__, torch.add, Tensor.add,
+    Tensor.__add__, Tensor.__radd__, Tensor.masked_fill, torch.masked_fill, *_IN_PLACE,
+)  # fmt: skip
+def elementwise(call: Call, input: Any, other: Any, *value: Any) -> Any:
+    """A factor, a mask or a bias of scores, of which PyTorch saves nothing."""
+    if (recipe := _recipe_of(input)) is None:
+        if call.func not in (torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__) or not _recipe_of(other):
+            return NotImplemented
+        input, other = other, input
+        recipe = _recipe_of(input)
+    tensors = [t for t in (other, *value) if isinstance(t, Tensor)]
+    # What is as large as the scores would be kept for them alone: softmax then saves what PyTorch does.
+    if recipe is None or any(t.requires_grad or 2 * t.numel() > input.numel() for t in tensors):
+        return NotImplemented
+    function = _With(_IN_PLACE.get(call.func, call.func), (other, *value))
+    before = _then(recipe, input, function, *tensors)
+    out = call.func(input, other, *value)
+    if isinstance(out, Tensor) and out.shape == input.shape:
+        attach(out, before)
+    return out
+
+
+class _With:
+    """A function of a tensor and other arguments, of which the tensors are given again."""
+
+    def __init__(self, function: Any, args: tuple[Any, ...]) -> None:
+        self.function = function
+        self.args = tuple(_GIVEN if isinstance(arg, Tensor) else arg for arg in args)
+
+    def __call__(self, x: Tensor, *tensors: Tensor) -> Tensor:
+        given = iter(tensors)
+        return self.function(x, *(next(given) if arg is _GIVEN else arg for arg in self.args))
+
+
+_GIVEN = object()
+
+
+@handles(torch.tanh, Tensor.tanh, functional.tanh)
+def tanh(call: Call, input: Tensor) -> Any:
+    """The soft cap of scores, which is computed again in backward."""
+    return _output(call, input, (input,), {}, torch.tanh, _tanh_gradient)
+
+
+@handles(functional.softmax)
+def functional_softmax(
+    call: Call, input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
+) -> Any:
+    """Softmax of scores, which is computed again in backward."""
+    return NotImplemented if dim is None else softmax(call, input, dim, dtype)
+
+
+@handles(torch.softmax, Tensor.softmax)
+def softmax(call: Call, input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
+    """The same, written so."""
+    function = _Softmax(dim)
+    return _output(call, input, (input,), {"dim": dim, "dtype": dtype}, function, function.gradient)
+
+
+class _Softmax:
+    """Softmax over a dimension, in the dtype that it had."""
+
+    def __init__(self, dim: int) -> None:
+        self.dim = dim
+        self.dtype: torch.dtype | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.softmax(x, self.dim, dtype=self.dtype)
+
+    def gradient(self, grad_out: Tensor, out: Tensor) -> Tensor:
+        return torch.ops.aten._softmax_backward_data(grad_out, out, self.dim, out.dtype)
+
+
+def _tanh_gradient(grad_out: Tensor, out: Tensor) -> Tensor:
+    return torch.ops.aten.tanh_backward(grad_out, out)
+
+
+def _output(call: Call, x: Tensor, given: tuple[Any, ...], kwargs: dict[str, Any], function: Any, gradient: Any) -> Any:
+    """A function of scores whose gradient needs its output alone."""
+    recipe = _recipe_of(x)
+    if recipe is None or not call.saves(x):
+        return NotImplemented
+    with call.handled(*given, **kwargs):
+        with torch.no_grad():
+            out = call.func(x.detach(), **kwargs)
+        if isinstance(function, _Softmax):
+            function.dtype = out.dtype
+        own = _then(recipe, x, function)
+        own.rebuilt.add_user()
+        out = OutputFunction.apply(x, out, own.rebuilt, gradient, own.saved())
+        attach_until_backward(out, own)
+    return call.returned(out)
