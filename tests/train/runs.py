@@ -36,6 +36,21 @@ def tiny(folder: Path, **sections: dict[str, Any]) -> TrainConfig:
     return from_mapping(values)
 
 
+def base(folder: Path, family: str = "llama", *, seed: int = 7, **model: Any) -> str:
+    """A folder with a model of random weights."""
+    from lowbit.train.export import save_model
+    from lowbit.train.model import build_model, hugging_face_config
+    from lowbit.train.tokenizer import ByteTokenizer
+
+    config = tiny(folder, model={"family": family, **model}).model
+    built = build_model(config, vocab=256, sequence=24, seed=seed)
+    path = folder / "base"
+    path.mkdir()
+    weights = {name: weight.detach() for name, weight in built.named_parameters()}
+    save_model(path, weights, hugging_face_config(config, vocab=256, sequence=24), ByteTokenizer())
+    return str(path)
+
+
 def questions(folder: Path, count: int = 60) -> Path:
     """A file of samples whose answers have between one and five letters."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -26,7 +26,7 @@ from lowbit.train.summary import read_summary
 from lowbit.train.trainer import Trainer
 from tests.damage import Flip, on_the_way, secret
 from tests.processes import Failure, Ranks
-from tests.train.runs import again, curve, losses, tiny
+from tests.train.runs import again, base, curve, losses, tiny
 
 ONE = {"ranks": 1, "stages_per_rank": 1, "schedule": "GPipe"}
 LIMIT = 110  # seconds, where everything else runs at the same time
@@ -217,6 +217,10 @@ def _other_settings(config: TrainConfig, change: dict[str, Any]) -> None:
     train(again(config, **change) if dist.get_rank() else config)
 
 
+def _other_weights(config: TrainConfig, folders: list[str]) -> None:
+    train(again(config, model={"pretrained": folders[dist.get_rank()]}))
+
+
 def _other_secret(config: TrainConfig, change: str) -> None:
     with secret(change if dist.get_rank() else "same"):
         train(config)
@@ -245,10 +249,12 @@ def test_a_folder_that_is_removed_ends_the_run(tmp_path: Path, again: bool):
 def test_ranks_with_other_settings_or_text_all_stop(ranks: Ranks, tmp_path: Path):
     config = tiny(tmp_path)
     (tmp_path / "other.txt").write_text("x" * 5000)
+    folders = [base(tmp_path / str(seed), seed=seed) for seed in (7, 8)]
     for run, change, key in [
         (_other_settings, {"data": {"batch": 16}}, "data.batch: 8 on rank 0; 16 on rank 1"),
         (_other_settings, {"data": {"text": str(tmp_path / "other.txt")}}, "text: "),
         (_other_settings, {"run": {"checksums": False}}, "run.checksums: True on rank 0; False on"),
+        (_other_weights, folders, "model.pretrained: "),
         (_other_secret, "another", "LOWBIT_SECRET: one with digest "),
     ]:
         first, second = ranks.outcomes(run, config, change, timeout=LIMIT)

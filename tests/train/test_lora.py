@@ -14,30 +14,15 @@ from lowbit.config import ConfigError
 from lowbit.train import TrainConfig, from_mapping, train
 from lowbit.train.checkpoints.manifest import newest_step, read_manifest, step_name
 from lowbit.train.data import Order, load_data
-from lowbit.train.model import build_model, hugging_face_config
 from lowbit.train.optim import learning_rate, make_optimizer, set_learning_rate
 from lowbit.train.prepare import prepare
 from tests.processes import Ranks
-from tests.train.runs import again, answering, curve, losses, tiny
+from tests.train.runs import again, answering, base, curve, losses, tiny
 
 peft = pytest.importorskip("peft")
 
 ONE = {"ranks": 1, "schedule": "GPipe"}
 RESUME: dict[str, Any] = {"resume": True, "overwrite": False}
-
-
-def base(folder: Path, family: str = "llama", **model: Any) -> str:
-    """A folder with a model of random weights."""
-    from lowbit.train.export import save_model
-    from lowbit.train.tokenizer import ByteTokenizer
-
-    config = tiny(folder, model={"family": family, **model}).model
-    built = build_model(config, vocab=256, sequence=24, seed=7)
-    path = folder / "base"
-    path.mkdir()
-    weights = {name: weight.detach() for name, weight in built.named_parameters()}
-    save_model(path, weights, hugging_face_config(config, vocab=256, sequence=24), ByteTokenizer())
-    return str(path)
 
 
 def adapted(folder: Path, family: str = "llama", **sections: dict[str, Any]) -> TrainConfig:

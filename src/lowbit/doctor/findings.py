@@ -112,7 +112,9 @@ def _recipes(survey: Survey) -> Iterator[Finding]:
             keys = sorted(k for k in {*own.settings, *first.settings} if own.settings.get(k) != first.settings.get(k))
             some = ", ".join(f"{k} is {own.settings.get(k)} and {first.settings.get(k)}" for k in keys[:_MOST_KEYS])
             more = f", and {len(keys) - _MOST_KEYS} more" if len(keys) > _MOST_KEYS else ""
-            yield _stop(own, f"its recipe differs from that of {first.name}: {some}{more}", f"copy {own.recipe} to it")
+            weights = " and the folder of model.pretrained" if "model.pretrained" in keys else ""
+            said = f"its recipe differs from that of {first.name}: {some}{more}"
+            yield _stop(own, said, f"copy {own.recipe}{weights} to it")
         if own.text and first.text and own.text != first.text:
             yield _stop(
                 own, f"its text differs from that of {first.name}: digest {own.text}, not {first.text}",

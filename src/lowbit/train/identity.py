@@ -122,9 +122,14 @@ def run_identity(config: TrainConfig, *, data: Data, vocab: int) -> dict[str, An
 
 
 def compared(config: TrainConfig) -> dict[str, str]:
-    """The settings that must be equal on all machines, by key."""
+    """The settings that must be equal on all machines, by key; of pretrained weights a digest.
+
+    Raises:
+        OSError: `model.pretrained` cannot be read.
+    """
     named = {f"{section}.{key}": str(v) for section, values in vars(config).items() for key, v in vars(values).items()}
-    return {name: value for name, value in named.items() if name not in _LOCAL}
+    weights = {"model.pretrained": pretrained_digest(config.model.pretrained)}  # in whatever folder they lie
+    return {name: value for name, value in named.items() if name not in _LOCAL} | weights
 
 
 def layout_of(config: TrainConfig, layout: Layout) -> dict[str, Any]:
