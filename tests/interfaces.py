@@ -32,7 +32,8 @@ def train_on_hosts(
 ) -> list[int]:
     """Train with a rank on each host; returns the bytes of TCP's streams that each host has sent meanwhile.
 
-    With several configurations, each host has a run of its own. Links are probed with 256 KiB: the usual 22 MB of a fast link would hide all else that a small run sends.
+    With several configurations, each host has a run of its own. Links are probed with 256 KiB: the usual 22 MB of a
+    fast link would hide all else that a small run sends.
     """
     before = [sent_bytes(link, host) for host in range(link.hosts)]
     processes = []
