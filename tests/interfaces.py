@@ -1,25 +1,39 @@
-"""Whole runs of `lowbit train` on hosts of their own, and what the hosts' network interfaces have counted."""
+"""Whole runs of `lowbit train` on hosts of their own, and what the hosts' network interfaces have counted.
+
+`python -m tests.interfaces MBIT OPTIONS` makes such a run over a link of a rate, with the options of `lowbit train`.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
+import socket
 import subprocess
 import sys
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
+from lowbit.cli.train import Train
 from lowbit.network import SlowLink, delay
 from lowbit.train import TrainConfig, links, train
+from lowbit.train.metrics import read_metrics
+from lowbit.train.summary import read_summary
 from tests.forked import CONTEXT
 
 _HEADERS = 66
 """Bytes of a packet that are no payload: Ethernet 14, IPv4 20, TCP 32, with its time stamps."""
 _PORT = "29500"
+_OWN_NAME = 0x04000000  # CLONE_NEWUTS
 
 
-def train_on_hosts(config: TrainConfig, link: SlowLink, folder: Path, *, timeout: float = 200) -> list[int]:
+def train_on_hosts(
+    config: TrainConfig | Sequence[TrainConfig], link: SlowLink, folder: Path, *, timeout: float = 200
+) -> list[int]:
     """Train with a rank on each host; returns the bytes of TCP's streams that each host has sent meanwhile.
 
-    Links are probed with 256 KiB: the usual 22 MB of a fast link would hide all else that a small run sends.
+    With several configurations, each host has a run of its own. Links are probed with 256 KiB: the usual 22 MB of a
+    fast link would hide all else that a small run sends.
     """
     before = [sent_bytes(link, host) for host in range(link.hosts)]
     processes = []
@@ -28,8 +42,12 @@ def train_on_hosts(config: TrainConfig, link: SlowLink, folder: Path, *, timeout
             "RANK": str(rank), "WORLD_SIZE": str(link.hosts), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
             "MASTER_ADDR": link.address(0), "MASTER_PORT": _PORT, "GLOO_SOCKET_IFNAME": link.interface(rank),
         }  # fmt: skip
+        own = config if isinstance(config, TrainConfig) else config[rank]
+        if own is not config:
+            environment |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": link.address(rank)}
         namespace = link._namespace(rank)
-        work = (config, namespace.pid, namespace.kinds, environment, str(folder / f"rank-{rank}.log"))
+        environment["HOST"] = link.address(rank)
+        work = (own, namespace.pid, namespace.kinds, environment, str(folder / f"rank-{rank}.log"))
         processes.append(CONTEXT.Process(target=_train, args=work, daemon=True))
         processes[-1].start()
     for process in processes:
@@ -53,9 +71,34 @@ def _train(config: TrainConfig, pid: int, kinds: tuple[str, ...], environment: d
     for stream in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     os.environ.update(environment)
+    _rename_host(environment["HOST"])
     links._PROBE_BYTES = (1 << 18,)
     try:
         train(config)
     except BaseException as error:
         print(type(error).__name__, error, file=sys.stderr, flush=True)
         raise
+
+
+def _rename_host(name: str) -> None:
+    """Let this process alone have a host of another name: torchft tells other replicas the name of its host."""
+    if ctypes.CDLL(None, use_errno=True).unshare(_OWN_NAME):
+        raise OSError(ctypes.get_errno(), "cannot have a host name of its own")
+    socket.sethostname(name)
+
+
+def main() -> None:
+    """Print what the interfaces have counted, and what the run says."""
+    config = Train().parser("lowbit train").resolve(sys.argv[2:], "config")[0]
+    with SlowLink(hosts=config.ranks, rate_mbit=float(sys.argv[1])) as link, tempfile.TemporaryDirectory() as folder:
+        counted = train_on_hosts(config, link, Path(folder), timeout=1200)
+    output = Path(config.run.output)
+    print("interfaces", counted, sum(counted))
+    summary = read_summary(output / "summary.json")
+    print("summary", summary.bytes_sent, summary.parts)
+    for line in read_metrics(output / "metrics.jsonl"):
+        print("step", line["step"], f"{line['seconds']:.2f} s", line["bytes_sent"], line["parts"])
+
+
+if __name__ == "__main__":
+    main()

@@ -183,8 +183,10 @@ class TiedWeights:
         ids = self._ids.to(self.follower.device)
         before = self.follower.detach()[ids]
         self._take_weights()
-        yield
-        self.follower.data[ids] = before
+        try:
+            yield
+        finally:
+            self.follower.data[ids] = before
 
     def _send_weights(self) -> None:
         (weight,), rows = self.copies, next(iter(self.state.values()), None)
