@@ -33,6 +33,7 @@ _ELSEWHERE: Any = {"norm": 16, "mlp": 16, "linear": 16}
 _FOUR: Any = {"bits": 4, "attention": 16}
 METHODS: dict[str, LayerAware | None] = {
     PLAIN: None,
+    "default": LayerAware(),
     "norm-8": LayerAware(**_FOUR),
     "int4": LayerAware(**_FOUR, norm=4),
     "int4-uniform": LayerAware(bits=4, norm=4, attention=4),
@@ -49,8 +50,9 @@ class ActivationsBenchmark:
     """The model, how it is trained first, and the methods."""
 
     methods: Annotated[tuple[str, ...], EachOnce] = tuple(METHODS)[1:]
-    """norm-8: 4 bits, norms in 8. int4: norms in 4, too. int4-uniform: attention in 4, too. int8-uniform: everything
-    in 8. attention-4, attention-8: attention only. norm-8+attention-4, norm-8+attention-8: norm-8 and attention.
+    """default: that of `compress_saved_`. norm-8: 4 bits, norms in 8. int4: norms in 4, too. int4-uniform: attention in
+    4, too. int8-uniform: everything in 8. attention-4, attention-8: attention only. norm-8+attention-4,
+    norm-8+attention-8: norm-8 and attention.
     What PyTorch saves is always measured."""
     sequences: Annotated[tuple[Annotated[int, Field(ge=2)], ...], EachOnce] = (256, 1024)
     """Tokens of a sample."""
@@ -94,8 +96,8 @@ def measure(settings: ActivationsBenchmark, earlier: Sequence[Row]) -> Iterator[
     Yields:
         Rows, one for each sequence and method: `method`, `sequence`, `train_loss` (of the last tenth of the training
         steps; None without any), `saved_bytes` (by autograd for a sample, each storage once), `saved_vs_plain`,
-        and `errors`: for "all" parameters, for those of each layer type, and for each of attention's linear layers by
-        its name, |g' - g| / |g| of every sample. g are PyTorch's own gradients in float32.
+        and `errors`: for "all" parameters, for those of each layer type, for each of attention's linear layers by its
+        name, and for the "worst norm" alone, |g' - g| / |g| of every sample. g are PyTorch's own gradients in float32.
 
     Raises:
         ConfigError: text, model or device that cannot be used.
@@ -142,6 +144,9 @@ def _measure(
             given = gradients(model, lambda batch=batch: model_loss(model, *batch))
             for where, names in groups.items():
                 errors[where].append(relative_error(given, {n: wanted[n] for n in names if n in wanted}))
+            each = [relative_error(given, {n: wanted[n]}) for n in groups.get("norm", ()) if n in wanted]
+            if each:
+                errors["worst norm"].append(max(each))
     finally:
         if compressed is not None:
             compressed.remove()

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.activations import LayerAware, compress_saved_
+from lowbit.activations.remainder import finer
 from lowbit.codecs import BlockFloat8, Codec, GroupInt
-from tests.activations.models import distance, gradients, hugging_face, loss_of, saved_bytes, tokens
+from tests.activations.models import distance, gradients, loss_of, saved_bytes
 
 DIM = 256
 OUTLIERS = [5, 70, 200]
@@ -57,8 +58,8 @@ def test_outlier_channels_are_found_at_the_first_step(norm: Any):
     bad, _ = errors(Block(norm), LayerAware(outliers=False, **exact), inputs())
     good, far = errors(Block(norm), LayerAware(**exact), inputs())
     assert bad > 0.1
-    assert good < 0.04
-    assert far < 0.04
+    assert good < 0.03
+    assert far < 0.02
     usual, _ = errors(Block(norm), LayerAware(**exact), inputs(ratio=1.0))
     assert usual < 0.01  # 8 bits in groups, as without outliers
 
@@ -72,7 +73,7 @@ def test_the_first_input_decides():
             model(inputs(ratio=ratio)).sum().backward()
         sizes.append(saved[torch.uint8])
     gate = GroupInt(bits=6).nbytes((4, 50, 96))
-    assert sizes == [BlockFloat8().nbytes((4, 50, DIM)) + gate] * 2
+    assert sizes == [finer(GroupInt(bits=8)).nbytes((4, 50, DIM)) + gate] * 2
 
 
 @pytest.mark.parametrize(
@@ -148,27 +149,32 @@ def test_a_first_input_that_is_not_finite(bad: float):
     assert not grads["norm.weight"].isfinite().all()
 
 
-@pytest.mark.parametrize("ratio", [1.0, 30.0, 100.0, 300.0])
-@pytest.mark.parametrize("signs", [False, True])
-def test_an_outlier_channel_of_the_residual_stream(ratio: float, signs: bool):
-    """Sharp attention, as in trained models, is what rounded q and k harm most."""
-    model = hugging_face("llama")
+@pytest.mark.parametrize("ratio", [30.0, 100.0, 300.0])
+def test_an_outlier_channel_of_the_residual_stream(ratio: float):
+    """Sharp attention, as in trained models, is what rounded q and k harm most: they erred by 20 to 28 % here."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(
+        vocab_size=64, hidden_size=DIM, intermediate_size=704, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, bos_token_id=None, eos_token_id=None, pad_token_id=None,
+    )).float().train()  # fmt: skip
     with torch.no_grad():
         rows = model.model.embed_tokens.weight
-        size = rows.square().mean().sqrt() * ratio
-        rows[:, 5] = size * (torch.randn(len(rows)).sign() if signs else 1)
+        rows[:, 37] = rows.square().mean().sqrt() * ratio * torch.randn(64)
         for name, weight in model.named_parameters():
             if "q_proj" in name or "k_proj" in name:
-                weight *= 30
-    plain = gradients(model, loss_of(model, tokens()))
+                weight *= 15
+    ids = torch.randint(64, (2, 64), generator=torch.Generator().manual_seed(5))
+    plain = gradients(model, loss_of(model, ids))
     with saved_bytes(model) as exact:
-        loss_of(model, tokens())
-    compress_saved_(model, LayerAware(smallest=0))
-    ours = gradients(model, loss_of(model, tokens()))
+        loss_of(model, ids)
+    compress_saved_(model)
+    ours = gradients(model, loss_of(model, ids))
     with saved_bytes(model) as saved:
-        loss_of(model, tokens())
+        loss_of(model, ids)
     assert distance(ours, plain) < 0.05
-    assert saved.total() < 0.4 * exact.total()
+    assert saved.total() < 0.3 * exact.total()
 
 
 def test_a_mask_that_is_trained():

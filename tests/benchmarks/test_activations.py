@@ -31,6 +31,7 @@ def test_bytes_and_errors_of_every_method(settings: ActivationsBenchmark, tmp_pa
         assert all(len(errors) == 2 for errors in found["norm-8"]["errors"].values())
         assert {"norm", "mlp", "q_proj", "k_proj", "v_proj", "o_proj", "embedding"} <= errors[PLAIN].keys()
         assert errors[PLAIN]["all"] < 1e-5
+        assert errors["default"]["norm"] < errors["default"]["worst norm"] < 0.2
         size = {method: row["saved_bytes"] for method, row in found.items()}
         assert size["int4-uniform"] < size["norm-8+attention-4"] < size["norm-8"] < size[PLAIN]
         assert size["int4"] < size["norm-8"]
@@ -45,7 +46,7 @@ def test_bytes_and_errors_of_every_method(settings: ActivationsBenchmark, tmp_pa
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"methods": ("int3",)}, r"methods has int3; allowed: plain, norm-8"),
+        ({"methods": ("int3",)}, r"methods has int3; allowed: plain, default, norm-8"),
         ({"sequences": (1,)}, r"sequences is \(1,\); allowed: at least 2"),
         ({"samples": 0}, "samples is 0; allowed: at least 1"),
         ({"device": "tpu"}, "device is 'tpu'"),
