@@ -96,6 +96,7 @@ ARGUMENTS: dict[Any, dict[str, Any]] = {
     functional.relu: ON_H | {"inplace": False},
     functional.gelu: ON_H | {"approximate": "tanh"},
     functional.dropout: ON_H | {"p": 0.5, "training": True, "inplace": False},
+    functional.softmax: ON_H | {"dim": -1, "_stacklevel": 3, "dtype": torch.float32},
     functional.cross_entropy: {
         "input": lambda v: v.h.bfloat16().float(), "target": torch.arange(40) % DIM, "weight": None,
         "size_average": None, "ignore_index": 3, "reduce": None, "reduction": "sum", "label_smoothing": 0.0,
@@ -128,6 +129,11 @@ BY_NAME: dict[str, dict[str, Any]] = {
     "index_select": ON_H | {"dim": 0, "index": ROWS}, "repeat": ON_H | {"repeats": (2, 1)},
     "repeat_interleave": ON_H | {"repeats": 2, "dim": 0},
     "bmm": {"input": lambda v: v.h[None], "mat2": lambda v: v.w[None]},
+    "baddbmm": {"input": lambda v: v.w[None], "batch1": lambda v: v.h[None, :DIM], "batch2": lambda v: v.h[None, :DIM]},
+    "tanh": ON_H, "softmax": ON_H | {"dim": -1, "dtype": torch.float32},
+    **{name: ON_H | {"other": 3.0} for name in ("div", "divide", "true_divide", "div_", "mul_", "add", "add_")},
+    **{name: ON_H | {"": 3.0} for name in ("__truediv__", "__idiv__", "__imul__", "__add__", "__radd__", "__iadd__")},
+    **{name: ON_H | {"mask": lambda v: v.x > 0, "value": -2.0} for name in ("masked_fill", "masked_fill_")},
     "grouped_mm": {"mat_a": lambda v: v.h.bfloat16(), "mat_b": lambda v: v.w.bfloat16()[None]},
 }  # fmt: skip
 

@@ -284,8 +284,8 @@ def test_a_pass_computes_only_what_it_is_asked_for():
     expected = torch.autograd.grad(loss, [x, ours.mlp.w1.weight], retain_graph=True)
     with Calls() as calls:
         of_x = torch.autograd.grad(loss, [x], retain_graph=True)
-    # The gradient at the activation's output might be asked for: it is made from `up`.
-    assert calls.count == {"gated_backward": 1, "norm_backward": 1, "group_int_decode": 1}
+    # The gradients at the activation's and the product's outputs might be asked for: they are made from `up`.
+    assert calls.count == {"gated_backward": 1, "gated_recompute": 1, "norm_backward": 1, "group_int_decode": 1}
     of_weight = torch.autograd.grad(loss, [ours.mlp.w1.weight], retain_graph=True)
     assert torch.equal(of_x[0], expected[0])
     assert torch.equal(of_weight[0], expected[1])
