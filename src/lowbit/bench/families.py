@@ -27,7 +27,8 @@ class FamiliesBenchmark:
     """The models, how long they are trained, and the bits."""
 
     families: Annotated[tuple[Family, ...], EachOnce] = FAMILIES
-    """Hugging Face models with random weights, a model in Megatron's layout, and LoRA on Llama by PEFT."""
+    """Hugging Face models with random weights, a model in Megatron's layout, and LoRA on Llama by PEFT. Mamba and RWKV
+    are scans, most of whose tensors are saved as they are."""
     weights: Annotated[tuple[Literal["autocast", "bf16"], ...], EachOnce] = ("autocast", "bf16")
     """autocast: float32 weights with bfloat16 autocast. bf16: bfloat16 weights. LoRA has bf16 only."""
     bits: Annotated[int, Field(ge=0, le=16)] = 0

@@ -10,12 +10,14 @@ from torch.nn import functional
 
 Family = Literal[
     "llama", "qwen3", "gemma3", "phi3", "glm4", "cohere", "opt", "gpt-neox", "falcon", "gpt2", "megatron",
-    "lora", "lora-dropout",
+    "bloom", "nemotron", "gemma2-eager", "mamba", "rwkv", "lora", "lora-dropout", "lora-dora",
 ]  # fmt: skip
 FAMILIES: tuple[Family, ...] = get_args(Family)
-NAMES = {"gemma3": "gemma3_text", "gpt-neox": "gpt_neox"}
+NAMES = {"gemma3": "gemma3_text", "gpt-neox": "gpt_neox", "gemma2-eager": "gemma2"}
 WIDE = {"opt": "ffn_dim", "gpt-neox": "intermediate_size", "falcon": "ffn_hidden_size", "gpt2": "n_inner"}
 """Families whose feed-forward block has two matrices, four times as wide as the model, by the name of that width."""
+SCANS = ("mamba", "rwkv")
+"""Families without attention: a scan passes over the tokens one after the other."""
 _NO_DROPOUT = ("attention_dropout", "attn_pdrop")
 
 
@@ -32,7 +34,8 @@ def family_model(family: Family, *, dim: int, layers: int, vocab: int, sequence:
         return _Megatron(dim, layers, vocab, sequence).train()
     if family.startswith("lora"):
         model = family_model("llama", dim=dim, layers=layers, vocab=vocab, sequence=sequence, seed=seed)
-        return _with_adapters(model.bfloat16(), 0.1 if family == "lora-dropout" else 0.0)
+        dropout = 0.1 if family == "lora-dropout" else 0.0
+        return _with_adapters(model.bfloat16(), dropout, dora=family == "lora-dora")
     from transformers import AutoConfig, AutoModelForCausalLM
 
     heads = max(1, dim // 32)
@@ -43,17 +46,23 @@ def family_model(family: Family, *, dim: int, layers: int, vocab: int, sequence:
     if family in WIDE:
         sizes |= {WIDE[family]: 4 * dim} | dict.fromkeys(_NO_DROPOUT, 0.0)
         sizes |= {"word_embed_proj_dim": dim} if family == "opt" else {}
+    elif family in SCANS:
+        sizes |= {"context_length": sequence}
+    elif family == "bloom":
+        sizes |= {"n_head": sizes.pop("num_attention_heads"), "n_layer": sizes.pop("num_hidden_layers")}
     else:
         sizes |= {"intermediate_size": 11 * dim // 4, "num_key_value_heads": max(1, heads // 2), "head_dim": 32}
     config = AutoConfig.for_model(NAMES.get(family, family), **sizes)
-    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", trust_remote_code=False).float().train()
+    attention = "eager" if family in ("bloom", "gemma2-eager", *SCANS) else "sdpa"
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, trust_remote_code=False)
+    return model.float().train()
 
 
-def _with_adapters(model: Any, dropout: float) -> Any:
+def _with_adapters(model: Any, dropout: float, *, dora: bool) -> Any:
     """LoRA of rank 8 at all linear layers. The second matrices are random: where they are 0, so are most gradients."""
     from peft import LoraConfig, get_peft_model
 
-    config = LoraConfig(r=8, lora_alpha=16, lora_dropout=dropout, target_modules="all-linear")
+    config = LoraConfig(r=8, lora_alpha=16, lora_dropout=dropout, use_dora=dora, target_modules="all-linear")
     model = get_peft_model(model, config)  # it casts adapters to float32
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
