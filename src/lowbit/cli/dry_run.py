@@ -93,7 +93,7 @@ def _traffic(prepared: Prepared) -> Iterator[tuple[str, str]]:
     more = ", and less once the run has chosen its formats" if chosen else ""
     step = expected.step()
     if TIED in step:
-        yield "tied embedding", f"rows of a step's tokens in {prepared.tied_rows}"
+        yield "tied embedding", f"rows of a step's tokens, below those of the first, in {prepared.tied_rows}"
     yield "a step", f"sends {_megabytes(step)}{more}"
     if nbytes := expected.evaluation():
         yield "an evaluation", f"sends {_megabytes({EVALUATION: nbytes})}"

@@ -27,7 +27,7 @@ class Work:
 
     Seconds of codecs include those of checksums. Bytes and elements are those sent over boundaries, of gradients to
     other pipelines (an all-reduce over W of them sends 2 (W - 1) / W elements for each element of the tensor), and of a
-    tied embedding's gradients. Other bytes: what ranks tell each other in a step, loss and counts for example.
+    tied embedding's rows. Other bytes: what ranks tell each other in a step, loss and counts for example.
     """
 
     forward_bytes: int = 0
@@ -74,8 +74,9 @@ class StepMetrics:
         bits_gradients: the same for gradients between pipelines.
         bytes_sent: by all ranks to others, with checksums and without headers of Gloo and TCP. bytes_saved: by formats,
             compared with float32.
-        parts: of `bytes_sent`: "boundaries" (both ways), "tied embedding" (its gradients, between both ends of a
-            pipeline), "gradients" (between pipelines) and "coordination" (announcements, loss, counts).
+        parts: of `bytes_sent`: "boundaries" (both ways), "tied embedding" (its rows and their
+            gradients, between both ends of a pipeline), "gradients" (between pipelines) and "coordination"
+            (announcements, loss, counts).
         bytes_activations: peak of the saved activations, on the rank with most; None if none are compressed. Counted
             in the first step, and the same in all others.
         seconds: of the step; compute_seconds, codec_seconds, wait_seconds: its parts, mean over the ranks.
