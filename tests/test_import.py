@@ -28,8 +28,8 @@ PUBLIC = {
     "lowbit.cli": "main",
     "lowbit.config": ("ConfigError NonNegative Positive Setting build resolve section settings_of to_toml"),
     "lowbit.codecs": (
-        "AQSGD BlockFloat8 Cast Codec FeatureInt GroupInt Session StatefulCodec SubspaceQuant Summable TAHQuant "
-        "TransformQuant backward_codec parse parse_pair"
+        "AQSGD BlockFloat8 Cast Codec CodecError FeatureInt GroupInt Session StatefulCodec SubspaceQuant Summable "
+        "TAHQuant TransformQuant backward_codec parse parse_pair"
     ),
     "lowbit.collectives": (
         "AgreementError DamagedError Pending PeerError agree all_gather all_reduce all_reduce_bytes reduce_scatter"

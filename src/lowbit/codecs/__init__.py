@@ -8,6 +8,7 @@ from lowbit.codecs.block_float8.codec import BlockFloat8
 from lowbit.codecs.cast.codec import Cast
 from lowbit.codecs.defaults import backward_codec
 from lowbit.codecs.feature_int.codec import FeatureInt
+from lowbit.codecs.foreign import CodecError
 from lowbit.codecs.group_int.codec import GroupInt
 from lowbit.codecs.names import parse, parse_pair
 from lowbit.codecs.sessions import Session
@@ -22,6 +23,7 @@ __all__ = [
     "BlockFloat8",
     "Cast",
     "Codec",
+    "CodecError",
     "FeatureInt",
     "GroupInt",
     "Session",

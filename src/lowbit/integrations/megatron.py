@@ -18,6 +18,7 @@ from lowbit import __version__
 from lowbit.codecs.base import Codec
 from lowbit.codecs.checks import FLOATS
 from lowbit.codecs.defaults import RECOMMENDED
+from lowbit.codecs.foreign import open_session
 from lowbit.codecs.sessions import Session
 from lowbit.integrations.engine import engine, part
 from lowbit.pipeline import Traffic
@@ -207,7 +208,7 @@ class _Lane:
         self.session: Callable[..., Session] = functools.cache(self._open)
 
     def _open(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Session:
-        return self._codec.open(shape=shape, dtype=dtype, device=device)
+        return open_session(self._codec, shape=shape, dtype=dtype, device=device)
 
     def next(self) -> int:
         """Number of the next message."""

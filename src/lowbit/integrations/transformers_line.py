@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowbit.codecs import Codec
+from lowbit.codecs.foreign import open_session
 from lowbit.ranks import pytorch
 from lowbit.ranks.messages import Expected, Messages, Sent
 
@@ -125,16 +126,16 @@ class Shares:
             rows = x.reshape(-1, x.shape[-1])
             rows = F.pad(rows, (0, 0, 0, shape[1] * self.ranks - len(rows)))
             x = rows.view(self.ranks, *shape)[dist.get_rank(self._group)]
-        return self._codec.open(shape=x.shape, dtype=x.dtype, device=x.device).encode(x), x.numel()
+        return open_session(self._codec, shape=x.shape, dtype=x.dtype, device=x.device).encode(x), x.numel()
 
     def nbytes(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> int:
         """Bytes that this rank sends or receives of hidden states of a shape."""
-        return self._codec.open(shape=self._shape(shape), dtype=dtype, device=device).nbytes()
+        return open_session(self._codec, shape=self._shape(shape), dtype=dtype, device=device).nbytes()
 
     def decode(self, payload: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """The hidden states, from what this rank has received."""
         part = self._shape(shape)
-        session = self._codec.open(shape=part, dtype=dtype, device=device)
+        session = open_session(self._codec, shape=part, dtype=dtype, device=device)
         if part == torch.Size(shape):
             return session.decode(payload.to(device))
         assert self._group is not None
