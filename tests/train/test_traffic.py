@@ -68,11 +68,15 @@ def _compare(config: TrainConfig, folder: Path, large: set[str]) -> Summary:
 
 
 def _foresee(config: TrainConfig, summary: Summary, steps: list[dict[str, Any]]) -> None:
-    """Compare with what `--dry-run` says, which looks at the tokens of one step; all steps have all letters here."""
+    """Compare with what `--dry-run` says, which looks at the tokens of the first step, in the warm-up and after it."""
     expected = Expected(prepare(config, ranks=config.ranks))
     for line in steps:
         foreseen = expected.step(warmup=line["step"] <= config.codec_warmup_steps)
-        assert foreseen == {name: nbytes for name, nbytes in line["parts"].items() if name != "coordination"}
+        sent = {name: nbytes for name, nbytes in line["parts"].items() if name != "coordination"}
+        if line["step"] not in (1, config.codec_warmup_steps + 1) and (rows := foreseen.get("tied embedding")):
+            assert sent["tied embedding"] == pytest.approx(rows, rel=0.05), "other letters"
+            sent["tied embedding"] = rows
+        assert foreseen == sent
     evaluations = read_evaluations(Path(config.run.output) / "evaluations.jsonl")
     assert {line["bytes_sent"] for line in evaluations} == {expected.evaluation()}
     if config.run.save_model:
