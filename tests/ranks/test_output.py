@@ -97,6 +97,33 @@ def test_streams_are_as_before_after_an_error(tmp_path: Path):
     assert "ValueError" in done.stderr.splitlines()[-1]
 
 
+ENDING = """
+import sys, threading, time
+from lowbit.ranks.output import end, passed_on
+
+def end_it():
+    sys.stderr.write("." * {size} + " the cause\\n")
+    end(3)
+
+with passed_on():
+    threading.Thread(target=end_it).start()
+    time.sleep(60)
+"""
+
+
+def test_a_process_that_ends_at_once_says_why():
+    for _ in range(3):
+        command = [sys.executable, "-c", ENDING.format(size=10_000)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+        assert (done.returncode, done.stderr[-10:]) == (3, "the cause\n")
+
+
+def test_a_process_that_ends_at_once_waits_for_no_reader():
+    command = [sys.executable, "-c", ENDING.format(size=500_000)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
+        assert process.wait(30) == 3
+
+
 def test_a_run_whose_output_nobody_reads_ends_well(tmp_path: Path):
     """All ranks wait for one that waits for a reader: the pipe is full before the run begins."""
     reader, writer = os.pipe()

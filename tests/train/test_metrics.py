@@ -68,6 +68,13 @@ def test_each_step_is_a_line_and_a_resumed_run_rewrites_what_it_repeats(tmp_path
     assert lines[0] == dataclasses.asdict(_metrics(1))
 
 
+def test_what_is_not_a_number_in_an_evaluation_is_left_out(tmp_path: Path):
+    (tmp_path / "evaluations.jsonl").write_text('{"step": 0, "held_out_loss": 2.5, "bytes_sent": "x"}\n')
+    recorder = _recorder(tmp_path, 3)
+    recorder.close()
+    assert recorder.evaluations == {0: {"step": 0, "held_out_loss": 2.5}}
+
+
 def _as_before(path: Path) -> None:
     """Rewrite a file as an earlier version wrote it, which counted steps from 0."""
     lines = read_metrics(path)

@@ -160,6 +160,24 @@ def test_a_run_goes_on_in_another_layout(ranks: Ranks, tmp_path: Path, before: d
         assert outcome == pytest.approx(expected[2:], abs=1e-3)
 
 
+def _both_copies(config: TrainConfig) -> list[Tensor]:
+    trainer = Trainer(prepare(config, ranks=config.ranks))
+    for step in range(3):
+        trainer.step(step)
+    dist.barrier()  # a rank that ends would take its message along
+    return [copy.detach().clone() for copy in trainer.tied.copies]
+
+
+def test_two_copies_on_one_rank_stay_equal_when_pipelines_average_in_few_bits(ranks: Ranks, tmp_path: Path):
+    """They are in different buckets, so the average of each is rounded in another way."""
+    v_shaped = {"schedule": "ZBVZeroBubble", "stages_per_rank": 2, "data_parallel": 2, "microbatches": 4}
+    config = tied(tmp_path, pipeline=v_shaped, gradients={"all_reduce": "int8"}, data={"batch": 8})
+    copies = [each for each in ranks.run(_both_copies, config, ranks=config.ranks, timeout=LIMIT) if each]
+    assert [len(each) for each in copies] == [2, 2]
+    for copy in (copies[0][1], *copies[1]):
+        assert torch.equal(copy, copies[0][0])
+
+
 def _with_nan(config: TrainConfig) -> None:
     """A gradient of the embedding alone is not finite."""
     trainer = Trainer(prepare(config, ranks=2))

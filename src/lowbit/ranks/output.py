@@ -13,11 +13,15 @@ import select
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Never
 
 _MOST = 1 << 20  # bytes that wait for a reader
 _PIECE = 4096  # bytes that are written at once; a pipe takes them whole, or a part of them later
 _LAST_SECONDS = 0.2  # for what is on its way when the run ends
+_END_SECONDS = 2.0  # for a reader, by a process that ends at once
+
+_open: list[Callable[[float | None], None]] = []  # each ends a `passed_on`, and waits at most so long for a reader
 
 
 @contextlib.contextmanager
@@ -29,6 +33,14 @@ def passed_on() -> Iterator[None]:
     """
     passing: dict[tuple[int, int], _Passing] = {}  # by file: the order of lines of two streams to one file stays
     saved: list[tuple[int, int]] = []
+
+    def restore(patience: float | None) -> None:
+        _flush()
+        for fd, original in saved:
+            os.dup2(original, fd)
+        for each in passing.values():
+            each.close(patience)
+
     _flush()
     try:
         for fd in (1, 2):
@@ -39,15 +51,22 @@ def passed_on() -> Iterator[None]:
                     file = (status.st_dev, status.st_ino)
                     passing[file] = passing.get(file) or _Passing(saved[-1][1])
                     os.dup2(passing[file].entry, fd)
+        _open.append(restore)
         yield
     finally:
-        _flush()
-        for fd, original in saved:
-            os.dup2(original, fd)
-        for each in passing.values():
-            each.close()
+        if restore in _open:
+            _open.remove(restore)
+        restore(None)
         for _, original in saved:
             os.close(original)
+
+
+def end(code: int) -> Never:
+    """End this process without destructors, from any thread; what it has printed reaches a reader that reads."""
+    while _open:
+        _open.pop()(_END_SECONDS)
+    _flush()
+    os._exit(code)
 
 
 def _flush() -> None:
@@ -77,13 +96,14 @@ class _Passing:
         for thread in self._threads:
             thread.start()
 
-    def close(self) -> None:
-        """Pass on the rest."""
+    def close(self, patience: float | None) -> None:
+        """Pass on the rest, for at most `patience` seconds; None: until all is read."""
         os.close(self.entry)
         self._closing.set()
         for thread in self._threads:
-            thread.join()
-        os.close(self._exit)
+            thread.join(patience)
+        if patience is None:  # else this process ends
+            os.close(self._exit)
 
     def _read(self) -> None:
         while True:

@@ -17,7 +17,6 @@ import contextlib
 import itertools
 import json
 import math
-import os
 import sys
 import threading
 import time
@@ -29,6 +28,7 @@ from torch._C._distributed_c10d import Store
 from lowbit.ranks.checksum import is_signed, signature, this_attempt
 from lowbit.ranks.errors import AgreementError, PeerError, first_line
 from lowbit.ranks.meeting import launcher_keeps_store
+from lowbit.ranks.output import end
 from lowbit.ranks.process import ALONE, FAILED
 from lowbit.ranks.store import Board
 from lowbit.terminal import MOST_CHARACTERS, lines, one_line
@@ -282,5 +282,4 @@ class Peers:
         if self._closed.is_set():
             return
         sys.stderr.write(f"rank {self.rank}: error: {one_line(cause.text)}\n")
-        sys.stderr.flush()
-        os._exit(ALONE if cause.alone else FAILED)
+        end(ALONE if cause.alone else FAILED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import logging
 from collections.abc import Iterator, Mapping
@@ -170,7 +171,7 @@ class Recorder:
         kept = [line for line in _lines(self._evaluations) if line["step"] <= start]
         part.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
         part.replace(self._evaluations)
-        self.evaluations = {line["step"]: line for line in kept}
+        self.evaluations = {line["step"]: {k: v for k, v in line.items() if type(v) in (int, float)} for line in kept}
         first = start if any(map(_counts_from_zero, earlier)) else start + 1
         self._board = _open_board(folder / "tensorboard", first) if tensorboard else None
 
@@ -243,12 +244,20 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
+@functools.cache
+def _step_lines() -> Any:
+    """What checks lines of steps; making it takes longer than checking a line."""
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(StepMetrics)
+
+
 def _restored(values: dict[str, Any]) -> StepMetrics | None:
     """The metrics in a line; None if it lacks some, or holds something else in their place."""
-    from pydantic import TypeAdapter, ValidationError
+    from pydantic import ValidationError
 
     try:
-        metrics = TypeAdapter(StepMetrics).validate_python(values)
+        metrics = _step_lines().validate_python(values)
     except ValidationError:
         return None
     # Earlier versions counted boundaries and gradients, and wrote only their sum.

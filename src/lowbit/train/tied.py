@@ -143,6 +143,11 @@ class TiedWeights:
         if codec != _EXACT:
             self.state[name] = copy.detach() if 0 in modules else copy.detach().clone()
 
+    @property
+    def apart(self) -> bool:
+        """Whether the copies are on different ranks, one of which follows the other."""
+        return self._messages is not None
+
     def counted_elsewhere(self, parameter: nn.Parameter, module: StageModule) -> bool:
         """Whether norms count another copy on this rank."""
         return len(self.copies) == 2 and not module.first and any(parameter is copy for copy in self.copies)

@@ -226,17 +226,23 @@ class Trainer:
         return by_layer
 
     def _exchange_gradients(self, work: Work) -> None:
-        """Sum the gradients of tied weights, and average all over replicas."""
+        """Average gradients over replicas, and sum those of tied weights."""
         with span(self.trace, "all-reduce"):
-            with self.gradients.in_full(self.tied.copies):
-                self.tied.sum_gradients()
-            self.tied.note_traffic(work)
+            if self.tied.apart:  # only the last stage's copy has a part in averages
+                self._sum_tied(work)
             if self.replicas.count > 1:
                 self.gradients.average(self.replicas.average)
                 self.replicas.note_traffic(work)
             if self.elastic is not None:
                 self.gradients.average(self.elastic.average)
                 self.elastic.note_traffic(work)
+            if not self.tied.apart:  # two copies on a rank are in different buckets, but must stay equal
+                self._sum_tied(work)
+
+    def _sum_tied(self, work: Work) -> None:
+        with self.gradients.in_full(self.tied.copies):
+            self.tied.sum_gradients()
+        self.tied.note_traffic(work)
 
     def _sum_over_ranks(self, loss: float, work: Work) -> tuple[float, float, Work, list[float]]:
         """Loss, norm of the gradients, and work over all ranks; also by link and machine (`Links.named`)."""
