@@ -167,3 +167,29 @@ def test_adapters_of_q_and_v():
     expected = gradients(plain, loss(plain))
     assert distance(gradients(exact, loss(exact)), expected) < 1e-5
     assert distance(gradients(ours, loss(ours)), expected) < 0.03
+
+
+class Masked(nn.Module):
+    """One head, whose mask is written again before softmax runs, or made in inference mode."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv, self.proj, self.how = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        with torch.inference_mode(self.how == "inference"):
+            mask = torch.full((1, LENGTH, LENGTH), -torch.inf).triu(1)
+        scores = torch.baddbmm(mask, q, k.mT, alpha=1 / 8) if self.how == "baddbmm" else q @ k.mT / 8 + mask
+        if self.how != "inference":
+            mask.zero_()
+        return self.proj(scores.softmax(-1) @ v)
+
+
+@pytest.mark.parametrize("how", ["add", "baddbmm", "inference"])
+def test_a_mask_that_cannot_be_read_again(how: str):
+    plain = Masked(how)
+    ours = copy.deepcopy(plain)
+    compress_saved_(ours, LayerAware(bits=16), report=False)
+    assert distance(gradients(ours, loss_of(ours)), gradients(plain, loss_of(plain))) < 1e-4

@@ -30,7 +30,9 @@ def product_of_two(
     """beta * added + alpha * x @ y of two activations, both with two dimensions or more; saves a payload of each."""
     if not isinstance(x, Tensor) or not isinstance(y, Tensor) or min(x.dim(), y.dim()) < 2:
         return NotImplemented
-    if any(t.is_leaf and t.requires_grad for t in (x, y)) or (added is not None and added.requires_grad):
+    if any(t.is_leaf and t.requires_grad for t in (x, y)):
+        return NotImplemented
+    if added is not None and (added.requires_grad or added.is_inference()):
         return NotImplemented
     # What only one gradient needs is saved by PyTorch only then; a constant factor is kept by reference.
     if not (x.requires_grad and y.requires_grad and large_enough(x) and large_enough(y) and call.saves(x, y)):
@@ -121,8 +123,9 @@ def elementwise(call: Call, input: Any, other: Any, *value: Any) -> Any:
         input, other = other, input
         recipe = _recipe_of(input)
     tensors = [t for t in (other, *value) if isinstance(t, Tensor)]
-    # What is as large as the scores would be kept for them alone: softmax then saves what PyTorch does.
-    if recipe is None or any(t.requires_grad or 2 * t.numel() > input.numel() for t in tensors):
+    # What is as large as the scores would be kept for them alone: softmax then saves what PyTorch does. Inference
+    # tensors cannot be saved at all.
+    if recipe is None or any(t.requires_grad or t.is_inference() or 2 * t.numel() > input.numel() for t in tensors):
         return NotImplemented
     function = _With(_IN_PLACE.get(call.func, call.func), (other, *value))
     before = _then(recipe, input, function, *tensors)

@@ -289,6 +289,7 @@ class Recipe:
         self.form, self.rebuilt, self._parent, self._weak = form, Rebuilt(form), parent, weak
         self._references = [weakref.ref(t) if weak and t is not None else lambda t=t: t for t in saved]
         self._count = sum(t is not None for t in saved)
+        self._versions = [_version(t) for t in saved]
         hook = checkpoint_hook()
         self._checkpoint = None if hook is None else weakref.ref(hook)
 
@@ -312,6 +313,9 @@ class Recipe:
         """
         if self._parent is not None and not self._parent.holds():
             return False
+        # What changed since, such as a mask that is used again, would give another tensor.
+        if any(_version(get()) != before for get, before in zip(self._references, self._versions, strict=False)):
+            return False
         hook = checkpoint_hook()
         if hook is not (None if self._checkpoint is None else self._checkpoint() or self):
             return False
@@ -324,6 +328,10 @@ class Recipe:
     def until_backward(self, node: Any) -> None:
         """Release the tensors in the backward of the node that made the rebuilt tensor, which may outlive it."""
         node.recipe = weakref.ref(self)
+
+
+def _version(x: Tensor | None) -> int:
+    return 0 if x is None or x.is_inference() else x._version
 
 
 def release(node: Any) -> None:
