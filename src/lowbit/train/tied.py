@@ -6,8 +6,8 @@ first stage the rows of the step's tokens, and gets their gradients after the la
 the optimizer for the weight. What the first stage holds of other rows is old, and nothing reads it.
 
 Both ends know the tokens of every step from the data, so only numbers travel, in sizes that both know. Of weights,
-these are the changes since a row was last sent, and what their coding lost: an update that is small beside the weight
-is not rounded away. With rows in fp32, weights are sent whole, and a run has the losses of a single process.
+these are the changes since a row was last sent, and what their coding lost: an update that is small compared with
+the weight is not rounded away. With rows in fp32, weights are sent whole, and a run has the losses of a single process.
 """
 
 from __future__ import annotations
