@@ -84,7 +84,7 @@ def filtered() -> Iterator[None]:
 
 @contextlib.contextmanager
 def filtered_again() -> Iterator[None]:
-    """Within `filtered()`: filter what is written beside a live display of rich, which puts itself before the streams.
+    """Within `filtered()`: filter what is written next to a live display of rich, which puts itself before the streams.
 
     Outside of it nothing changes: a program that uses lowbit as a library may color what it prints.
     """

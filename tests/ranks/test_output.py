@@ -63,6 +63,18 @@ def test_a_pipe_that_nobody_reads_stops_nothing(tmp_path: Path):
     assert err.splitlines() == [f"err {number}" for number in range(20_000)]
 
 
+def test_a_pipe_that_does_not_block_gets_all(tmp_path: Path):
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    process = start(tmp_path, 2000, stdout=writer, stderr=subprocess.DEVNULL)
+    os.close(writer)
+    await_done(tmp_path, process)  # with more than the pipe takes
+    with os.fdopen(reader, "rb") as read:
+        text = read.read().decode()
+    assert process.wait(60) == 0
+    assert [f"out {number} {'.' * 100}" for number in range(2000)] == text.splitlines()[:2000]
+
+
 def test_a_reader_that_is_gone_stops_nothing(tmp_path: Path):
     reader, writer = os.pipe()
     os.close(reader)

@@ -17,8 +17,9 @@ from lowbit.codecs import parse
 from lowbit.ranks import messages
 from lowbit.train import ConfigError, TrainConfig, train
 from lowbit.train.config import PipelineConfig
+from lowbit.train.metrics import Work
 from lowbit.train.prepare import prepare
-from lowbit.train.tied import TiedTraffic, expected_rows, row_bytes, tied_codec
+from lowbit.train.tied import expected_rows, row_bytes, tied_codec
 from lowbit.train.trainer import Trainer
 from tests.damage import on_the_way
 from tests.processes import Failure, Ranks
@@ -34,7 +35,7 @@ def tied(folder: Path, **sections: dict[str, Any]) -> TrainConfig:
     return tiny(folder, **{"model": {"tied": True}, **sections})
 
 
-def _handed_over(config: TrainConfig) -> tuple[int, TiedTraffic, int]:
+def _handed_over(config: TrainConfig) -> tuple[int, Work, int]:
     """Bytes that this rank hands to its process groups in a step, beside those of stages; what is counted of them; and
     different tokens of the step."""
     trainer, sent = Trainer(prepare(config, ranks=2)), []
@@ -53,7 +54,7 @@ def _handed_over(config: TrainConfig) -> tuple[int, TiedTraffic, int]:
     with mock.patch.object(messages, "dist", patched), reducing:
         trainer.step(1)
     inputs, _ = trainer.prepared.data.train.batch(trainer.order.ids(1))
-    return sum(sent), trainer.tied.traffic, len(inputs.unique())
+    return sum(sent), trainer.tied.sent, len(inputs.unique())
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp32", "int8"])
@@ -63,10 +64,10 @@ def test_only_rows_of_the_tokens_that_occur_cross(ranks: Ranks, tmp_path: Path, 
     found = ranks.run(_handed_over, config, timeout=LIMIT)
     for (whole, traffic, rows), (without, none, _) in zip(found, own, strict=True):
         assert 1 < rows < 30  # of 256
-        assert traffic.sent_bytes == traffic.received_bytes == row_bytes(rows, 32, parse(name))
-        assert traffic.sent_elements == rows * 32
-        assert whole - without == traffic.sent_bytes
-        assert none == TiedTraffic()
+        assert traffic.tied_bytes == row_bytes(rows, 32, parse(name))
+        assert traffic.tied_elements == rows * 32
+        assert whole - without == traffic.tied_bytes
+        assert none == Work()
 
 
 @pytest.mark.parametrize(

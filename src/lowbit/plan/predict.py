@@ -164,7 +164,7 @@ class Predictor:
         )  # fmt: skip
 
     def beside_steps(self, choice: Choice, *, evaluations: int, batches: int, saved: bool) -> float:
-        """Bytes that all ranks send outside of steps: for evaluations of so many batches, and to save the model."""
+        """Bytes that all ranks send outside of steps: for evaluations of `batches` batches, and to save the model."""
         layout = self.layout(choice)
         exact, shapes = parse("fp32"), [(self.batch, self.sequence, self.sizes.width)] * batches
         coded = [parse_pair(text)[0] for text in _every(choice.formats, layout.stages - 1)]
@@ -302,7 +302,7 @@ class Predictor:
         return self._row_bytes(self.batch // choice.replicas * self.sequence, self._tied_rows)
 
     def _row_bytes(self, tokens: int, codec: Codec) -> int:
-        """Bytes of the rows of a text of so many tokens."""
+        """Bytes of the rows of a text with this many tokens."""
         rows = expected_rows(tokens, self.sizes.tied // self.sizes.width)
         return row_bytes(rows, self.sizes.width, codec)
 

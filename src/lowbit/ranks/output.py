@@ -148,4 +148,7 @@ class _Passing:
         while piece := self._next():
             with contextlib.suppress(OSError):  # nobody reads any more, or a disk is full: the run goes on
                 while piece:
-                    piece = piece[os.write(self._target, piece) :]
+                    try:
+                        piece = piece[os.write(self._target, piece) :]
+                    except BlockingIOError:  # who started this process made the pipe non-blocking
+                        select.select([], [self._target], [])

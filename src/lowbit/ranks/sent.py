@@ -1,4 +1,4 @@
-"""Bytes that this process has sent beside its training traffic, by purpose.
+"""Bytes that this process has sent outside of its training traffic, by purpose.
 
 All senders of `lowbit.ranks` count here, so that nobody has to collect their counts. Payloads count with their
 checksums, and without what Gloo, TCP and the network add.

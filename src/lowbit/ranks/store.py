@@ -62,7 +62,7 @@ class BoundedStore:
                 return bounded(call, self._seconds)
             except TimeoutError:
                 self._silent = True
-            except RuntimeError as error:  # PyTorch's text may go on with lines of C++
+            except RuntimeError as error:  # PyTorch's text may continue with lines of C++
                 raise PeerError(
                     f"the store of the process group closed its connection ({first_line(error)}): the rank or launcher "
                     "that keeps it has ended",

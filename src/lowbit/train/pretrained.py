@@ -77,7 +77,7 @@ def read_json(path: Path) -> Any:
     """A file of JSON of bounded size, without NaN and Infinity.
 
     Raises:
-        OSError: it cannot be read. ValueError: it is no such file.
+        OSError: it cannot be read. ValueError: it is not such a file.
     """
     if path.exists() and not path.is_file():  # a pipe would block
         raise OSError(None, "not a regular file", str(path))
@@ -132,7 +132,7 @@ def check_files(folder: str, key: str) -> _Shapes:
     """The weights of a folder, as the headers of their files describe them.
 
     Raises:
-        ConfigError: there are none, or a file is missing, cut short or no such file.
+        ConfigError: there are none, or a file is missing, cut short or not one of weights.
     """
     given, place = f"{key} is {folder!r}", Path(folder)
     for name in _FILES:
@@ -153,7 +153,7 @@ def check_weights(folder: str, config: Any, key: str = "model.pretrained") -> No
 
     given, found = f"{key} is {folder!r}", check_files(folder, key)
     layers = {match[0] for match in map(_LAYER.search, found) if match}
-    if (count := config.num_hidden_layers) != len(layers):  # before a model of so many layers is built
+    if (count := config.num_hidden_layers) != len(layers):  # before a model of that many layers is built
         raise ConfigError(f"{given}; config.json has {count} layers, the weights are of {len(layers)}")
     try:
         with torch.device("meta"):
@@ -259,7 +259,7 @@ def _safetensors(path: Path) -> _Shapes:
 
 
 def _pickled(path: Path) -> _Shapes:
-    """As `_safetensors`, of PyTorch's older format: no code in it runs, and no weights are read."""
+    """Headers of PyTorch's older format: no code in it runs, and no weights are read."""
     content = torch.load(path, weights_only=True, map_location="meta", mmap=True)
     if not isinstance(content, Mapping):
         raise ValueError(f"it holds {type(content).__name__}; allowed: weights by name")

@@ -6,15 +6,14 @@ first stage the rows of the step's tokens, and gets their gradients after the la
 the optimizer for the weight. What the first stage holds of other rows is old, and nothing reads it.
 
 Both ends know the tokens of every step from the data, so only numbers travel, in sizes that both know. Of weights,
-these are the changes since a row was last sent, and what their coding lost: an update that is small beside the weight
-is not rounded away. With rows in fp32, weights are sent whole, and a run has the losses of a single process.
+these are the changes since a row was last sent, and what their coding lost: an update that is small compared with
+the weight is not rounded away. With rows in fp32, weights are sent whole, and a run has the losses of a single process.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -61,20 +60,6 @@ def row_bytes(rows: int, width: int, codec: Codec, *, checksums: bool = True) ->
     return sum(sealed_bytes(size, checksums) for size in sizes)
 
 
-@dataclass
-class TiedTraffic:
-    """Counts of what a rank sent and received of a tied embedding's rows in a step.
-
-    Attributes:
-        sent_bytes, received_bytes: as they travel, with checksums.
-        sent_elements: of the tensors in them.
-    """
-
-    sent_bytes: int = 0
-    received_bytes: int = 0
-    sent_elements: int = 0
-
-
 class TiedWeights:
     """Lets the first stage's copy of a tied embedding follow the last's; does nothing if it is not tied.
 
@@ -94,7 +79,7 @@ class TiedWeights:
         follower: the one that follows another rank's; None on other ranks.
         state: the weight as the first stage has it, by its name, the same on both ranks; empty if rows are exact.
         peer: rank of the run that has the other copy; None where none has.
-        traffic: of this rank, since the last step began.
+        sent: bytes and elements of this rank, since the last step began.
     """
 
     def __init__(
@@ -119,7 +104,7 @@ class TiedWeights:
         self.follower: nn.Parameter | None = None
         self.state: dict[str, Tensor] = {}
         self.peer: int | None = None
-        self.traffic = TiedTraffic()
+        self.sent = Work()
         if not tied or layout.stages == 1:
             return
         if 0 in modules:
@@ -161,7 +146,7 @@ class TiedWeights:
         Raises:
             DamagedError, PeerError: as `Messages`.
         """
-        self.traffic = TiedTraffic()
+        self.sent = Work()
         if self._messages is None or not self.copies:
             return
         self._ids, self._format = tokens.unique(), _EXACT if exact else self._codec
@@ -223,8 +208,7 @@ class TiedWeights:
 
     def note_traffic(self, work: Work) -> None:
         """Add what this rank has sent since the step began."""
-        work.tied_bytes += self.traffic.sent_bytes
-        work.tied_elements += self.traffic.sent_elements
+        work.add_traffic(self.sent)
 
     def _send(self, whole: Tensor, to: int, *, since: Tensor | None = None) -> None:
         """Send rows, or what has changed in them since others, which are then what the peer has."""
@@ -239,14 +223,13 @@ class TiedWeights:
                 payload = self._format.encode(rows - since[ids])
                 since[ids] += self._format.decode(payload, shape=rows.shape, dtype=rows.dtype)
             self._sent.append(self._messages.send(payload, to))
-            self.traffic.sent_bytes += sealed_bytes(payload.numel(), self._checksums)
-            self.traffic.sent_elements += rows.numel()
+            self.sent.tied_bytes += sealed_bytes(payload.numel(), self._checksums)
+            self.sent.tied_elements += rows.numel()
 
     def _expect(self, source: int, about: str) -> list[Expected]:
         assert self._messages is not None
         (weight,) = self.copies
         sizes = [self._format.nbytes((ids.numel(), weight.shape[1])) for ids in self._pieces(weight)]
-        self.traffic.received_bytes += sum(sealed_bytes(size, self._checksums) for size in sizes)
         return [self._messages.expect(size, source, about) for size in sizes]
 
     def _rows(self, expected: list[Expected]) -> Iterator[tuple[Tensor, Tensor]]:

@@ -117,7 +117,7 @@ def _read(path: Path) -> bytes:
 
 
 def _pieces(file: Any, most: int) -> Iterator[bytes]:
-    """Pieces of an open file, of at most so many bytes together."""
+    """Pieces of an open file, of at most `most` bytes together."""
     while most > 0 and (piece := file.read(min(most, _PIECE_BYTES))):
         most -= len(piece)
         yield piece
