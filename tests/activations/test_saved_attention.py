@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -31,3 +32,19 @@ def test_kernels_that_are_chosen_in_forward_serve_backward():
     object.__setattr__(y.grad_fn.repeat, "func", noting)
     y.sum().backward()
     assert seen == [[SDPBackend.MATH]]
+
+
+def test_no_casts_stay_in_the_cache_of_an_outer_autocast():
+    inputs: list[Any] = []
+
+    def noting(*args: Any, **kwargs: Any) -> Tensor:
+        inputs.extend(map(weakref.ref, args))
+        return functional.scaled_dot_product_attention(*args, **kwargs)
+
+    ours = Attention()
+    compress_saved_(nn.ModuleList([ours, nn.Linear(8, 8)]), report=False)
+    with torch.autocast("cpu", torch.bfloat16):
+        y: Any = ours(2 * torch.randn(2, 4, 32, 16, requires_grad=True))
+        object.__setattr__(y.grad_fn.repeat, "func", noting)
+        y.float().sum().backward()
+        assert [reference() for reference in inputs] == [None] * 3

@@ -84,7 +84,8 @@ class _Repeat:
             if self.random is not None:  # the same elements drop out
                 stack.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
                 (torch.cuda.set_rng_state if device.type == "cuda" else torch.set_rng_state)(self.random)
-            stack.enter_context(torch.autocast(device.type, dtype=self.autocast[1], enabled=self.autocast[0]))
+            enabled, dtype = self.autocast  # casts of q, k and v would stay in a cache until an outer autocast ends
+            stack.enter_context(torch.autocast(device.type, dtype=dtype, enabled=enabled, cache_enabled=False))
             stack.enter_context(sdpa_kernel(self.backends))  # another kernel would drop other elements
             stack.enter_context(torch.enable_grad())
             return leaves, self.func(*leaves, **self.options)
