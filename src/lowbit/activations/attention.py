@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kernel
 
 from lowbit.activations.follow import Call, encoded, handles, large_enough
 from lowbit.activations.functions import first_order, owned
@@ -43,7 +44,7 @@ def attention(call: Call, query: Tensor, key: Tensor, value: Tensor, *args: Any,
         codecs = (finer(codec), finer(codec), codec)
         kinds = [(x.shape, x.dtype) for x in inputs]
         trained = mask is not None and mask.requires_grad
-        repeat = _Repeat(call.func, options, codecs, random, autocast, kinds, trained)
+        repeat = _Repeat(call.func, options, codecs, random, autocast, _cur_sdpa_kernel_backends(), kinds, trained)
         payloads = [encoded(c, x) for c, x in zip(codecs, inputs, strict=True)]
         repeated = _Repeated.apply(*inputs, mask, out, repeat, *payloads)
         saved = (*payloads, None if mask is None else mask.detach())
@@ -64,6 +65,7 @@ class _Repeat:
     codecs: Sequence[Codec]
     random: Tensor | None
     autocast: tuple[bool, torch.dtype]
+    backends: list[SDPBackend]
     inputs: list[tuple[torch.Size, torch.dtype]]
     mask_is_trained: bool
     ready: list[tuple[list[Tensor], Tensor]] = field(default_factory=list)
@@ -82,7 +84,9 @@ class _Repeat:
             if self.random is not None:  # the same elements drop out
                 stack.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
                 (torch.cuda.set_rng_state if device.type == "cuda" else torch.set_rng_state)(self.random)
-            stack.enter_context(torch.autocast(device.type, dtype=self.autocast[1], enabled=self.autocast[0]))
+            enabled, dtype = self.autocast  # casts of q, k and v would stay in a cache until an outer autocast ends
+            stack.enter_context(torch.autocast(device.type, dtype=dtype, enabled=enabled, cache_enabled=False))
+            stack.enter_context(sdpa_kernel(self.backends))  # another kernel would drop other elements
             stack.enter_context(torch.enable_grad())
             return leaves, self.func(*leaves, **self.options)
 

@@ -281,8 +281,9 @@ class Following(TorchFunctionMode):
         module, layer, checkpoint = modules[-1]
         handler = HANDLERS.get(func)
         # A checkpoint that began in this module's forward runs its functions again without the module.
-        if handler is not None and checkpoint_hook() is checkpoint and _fits(handler, args, kwargs) and not selective():
-            out = handler(Call(func, module, layer), *args, **kwargs)
+        if handler is not None and checkpoint_hook() is checkpoint and not selective():
+            fits = _fits(handler, len(args), tuple(kwargs))
+            out = handler(Call(func, module, layer), *args, **kwargs) if fits else NotImplemented
             if out is not NotImplemented:
                 return out
         survey = layer.shared.survey
@@ -292,16 +293,14 @@ class Following(TorchFunctionMode):
             return func(*args, **kwargs)
 
 
-def _fits(handler: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a handler knows all arguments; if not, such as `out`, the function itself runs."""
+@functools.cache  # binding takes longer than the views that most calls are
+def _fits(handler: Callable[..., Any], count: int, names: tuple[str, ...]) -> bool:
+    """Whether a handler knows this many arguments, and these names; if not, such as `out`, the function itself runs."""
     try:
-        _signature(handler).bind(None, *args, **kwargs)
+        inspect.signature(handler).bind(None, *range(count), **dict.fromkeys(names))
     except TypeError:
         return False
     return True
-
-
-_signature = functools.cache(inspect.signature)
 
 
 def selective() -> bool:
