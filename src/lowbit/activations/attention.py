@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kernel
 
-from lowbit.activations.follow import Call, encoded, handles, large_enough
+from lowbit.activations.follow import Call, encoded, handles, large_enough, say_once
 from lowbit.activations.functions import first_order, owned
 from lowbit.activations.layers import attach_until_backward
 from lowbit.activations.recipes import Recipe, SavedTensors, decoded, release
@@ -32,10 +32,14 @@ def attention(call: Call, query: Tensor, key: Tensor, value: Tensor, *args: Any,
     codec = call.codec("attention")
     if codec is None or not large_enough(query) or not call.saves(query, key, value):
         return NotImplemented
+    options = dict(zip(_NAMES, args, strict=False)) | kwargs
+    if options.get("dropout_p") and query.device.type != "cpu":
+        # PyTorch chooses the kernel by requires_grad too, which differs between the two runs: another may drop others.
+        say_once("attention with dropout is saved as it is on GPUs")
+        return NotImplemented
     with call.handled(query, key, value, *args, **kwargs):
-        options = dict(zip(_NAMES, args, strict=False)) | kwargs
         mask = options.pop("attn_mask", None)
-        random = _random_state(query) if options.get("dropout_p") else None
+        random = torch.get_rng_state() if options.get("dropout_p") else None
         with torch.no_grad():
             out = call.func(query, key, value, mask, **options)
         inputs = (query, key, value)
@@ -50,10 +54,6 @@ def attention(call: Call, query: Tensor, key: Tensor, value: Tensor, *args: Any,
         saved = (*payloads, None if mask is None else mask.detach())
         attach_until_backward(repeated, Recipe(AttentionOutput(repeat), saved))
         return call.returned(repeated)
-
-
-def _random_state(x: Tensor) -> Tensor:
-    return torch.cuda.get_rng_state(x.device) if x.is_cuda else torch.get_rng_state()
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,8 @@ class _Repeat:
         device = leaves[0].device
         with ExitStack() as stack:
             if self.random is not None:  # the same elements drop out
-                stack.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
-                (torch.cuda.set_rng_state if device.type == "cuda" else torch.set_rng_state)(self.random)
+                stack.enter_context(torch.random.fork_rng(devices=[]))
+                torch.set_rng_state(self.random)
             enabled, dtype = self.autocast  # casts of q, k and v would stay in a cache until an outer autocast ends
             stack.enter_context(torch.autocast(device.type, dtype=dtype, enabled=enabled, cache_enabled=False))
             stack.enter_context(sdpa_kernel(self.backends))  # another kernel would drop other elements
@@ -92,8 +92,10 @@ class _Repeat:
 
     def gradients(self, saved: SavedTensors, grad_out: Tensor, needed: Sequence[bool]) -> list[Tensor | None]:
         """Gradients of q, k, v and the mask where they are needed."""
-        leaves, out = self.ready.pop() if self.ready else self.run(saved, needed)
-        self.ready.clear()
+        try:
+            leaves, out = self.ready.pop()
+        except IndexError:  # nobody rebuilt it, or another pass of the same graph has taken it
+            leaves, out = self.run(saved, needed)
         wanted = [x for x, is_needed in zip(leaves, needed, strict=False) if is_needed]
         gradients = iter(torch.autograd.grad(out, wanted, grad_out))
         return [next(gradients) if is_needed else None for is_needed in needed]
