@@ -53,7 +53,8 @@ def test_a_pipeline_has_the_losses_of_a_single_process(
     pipeline = {"schedule": schedule, "stages_per_rank": per_rank, "layers": layers}
     config = tiny(tmp_path, model=model, pipeline=pipeline)
     alone = losses(again(config, pipeline=ONE | {"layers": ()}))
-    if family == "gpt2" or tied:  # gradients of the two copies add up in another order
+    # Gradients of the two copies add up in another order; without AVX2, products may differ in the last bit.
+    if family == "gpt2" or tied or torch.backends.cpu.get_cpu_capability() == "DEFAULT":
         alone = pytest.approx(alone, rel=1e-6)
     assert ranks.run(losses, config, timeout=LIMIT) == [alone, alone]
 
