@@ -45,7 +45,7 @@ def linear(call: Call, input: Tensor, weight: Tensor, bias: Tensor | None = None
 
 @handles(torch.mm, Tensor.mm)
 def mm(call: Call, input: Tensor, mat2: Tensor, **kwargs: Any) -> Any:
-    """The same as `matmul`, of matrices."""
+    """Handle `mm` like `matmul`; PyTorch names its second argument `mat2`."""
     return matmul(call, input, mat2, **kwargs)
 
 
@@ -215,7 +215,7 @@ def _gated(activation: Tensor, up: Tensor, form: GatedOutput, payload: Tensor | 
 
 @handles(torch.dropout)
 def torch_dropout(call: Call, input: Tensor, p: float, train: bool) -> Any:
-    """The same, written so."""
+    """Handle `torch.dropout` like `functional.dropout`."""
     return dropout(call, input, p, train)
 
 

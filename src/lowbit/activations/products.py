@@ -166,7 +166,7 @@ def functional_softmax(
 
 @handles(torch.softmax, Tensor.softmax)
 def softmax(call: Call, input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
-    """The same, written so."""
+    """Handle `torch.softmax` and the method like `functional.softmax`."""
     function = _Softmax(dim)
     return _output(call, input, (input,), {"dim": dim, "dtype": dtype}, function, function.gradient)
 

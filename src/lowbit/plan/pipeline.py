@@ -142,7 +142,7 @@ def _row(settings: PipelinePlanSettings, predictor: Predictor, found: Prediction
     exact = found if choice.formats == ("fp32",) else predictor.predict(replace(choice, formats=("fp32",)))
     rest, run = settings.steps - warm, settings.run
     evaluations = 1 + ((settings.steps - 1) // run.eval_every if run.eval_every else 0)
-    beside = predictor.beside_steps(
+    outside = predictor.bytes_outside_steps(
         choice, evaluations=evaluations, batches=run.eval_batches, saved=run.save_model
     )  # fmt: skip
     return {
@@ -165,7 +165,7 @@ def _row(settings: PipelinePlanSettings, predictor: Predictor, found: Prediction
         "steps": settings.steps,
         "warmup_steps": warm,
         "hours": (warm * exact.seconds + rest * found.seconds) / 3600,
-        "traffic_bytes": warm * exact.nbytes + rest * found.nbytes + beside,
+        "traffic_bytes": warm * exact.nbytes + rest * found.nbytes + outside,
     }
 
 

@@ -163,7 +163,7 @@ class Predictor:
             choice=choice, steps=steps, memory=memory, bits=bits, gradient_bytes=choice.replicas * sent
         )  # fmt: skip
 
-    def beside_steps(self, choice: Choice, *, evaluations: int, batches: int, saved: bool) -> float:
+    def bytes_outside_steps(self, choice: Choice, *, evaluations: int, batches: int, saved: bool) -> float:
         """Bytes that all ranks send outside of steps: for evaluations of `batches` batches, and to save the model."""
         layout = self.layout(choice)
         exact, shapes = parse("fp32"), [(self.batch, self.sequence, self.sizes.width)] * batches

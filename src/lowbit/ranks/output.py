@@ -146,7 +146,7 @@ class _Passing:
 
     def _write(self) -> None:
         while piece := self._next():
-            with contextlib.suppress(OSError):  # nobody reads any more, or a disk is full: the run goes on
+            with contextlib.suppress(OSError):  # no reader is left, or a disk is full: the run continues
                 while piece:
                     try:
                         piece = piece[os.write(self._target, piece) :]

@@ -212,7 +212,7 @@ class Run:
             weights = export.gather_weights(trainer.modules, self._messages("saving")) if first else {}
             together(partial(self._save_model, weights), trainer.side)
         chosen = trainer.chosen()
-        stated = gather_json([memory_of(trainer), trainer.sent_beside_steps()], trainer.side)
+        stated = gather_json([memory_of(trainer), trainer.sent_outside_steps()], trainer.side)
         summary: dict[str, Any] = {}
         if self.recorder is not None:  # which knows the steps of earlier attempts
             evaluations = self.recorder.evaluations
@@ -221,7 +221,7 @@ class Run:
                     self.config, trainer.layout, self.recorder.history, losses, chosen=chosen, model=model, here=here,
                     changes=self.manifest.changes, round_trip=self.round_trip, before=before or evaluations.get(0, {}),
                     formats=[asdict(choice) for choice in self.choices],
-                    beside=[*({EVALUATION: line.get("bytes_sent", 0)} for line in evaluations.values()),
+                    outside=[*({EVALUATION: line.get("bytes_sent", 0)} for line in evaluations.values()),
                             *(sent for _, sent in stated)],
                 )
             )  # fmt: skip

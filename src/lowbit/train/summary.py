@@ -94,7 +94,7 @@ def summarize(
     model: Path | None,
     chosen: dict[str, str],
     here: int | None = None,
-    beside: Sequence[Mapping[str, int]] = (),
+    outside: Sequence[Mapping[str, int]] = (),
     changes: Sequence[dict[str, Any]] = (),
     round_trip: float | None = None,
     before: Mapping[str, float] | None = None,
@@ -103,7 +103,7 @@ def summarize(
     """The summary of a run with these steps and held-out scores, at the end and `before` the first step.
 
     Args:
-        here: steps of this call; None: all. beside: bytes by part that were sent outside of steps.
+        here: steps of this call; None: all. outside: bytes by part that were sent outside of steps.
     """
     # Imported here: it loads PyTorch, which reading a summary does not need.
     from lowbit.train.boundaries import backward_formats
@@ -114,7 +114,7 @@ def summarize(
     means |= {name: _mean(settled, name) or 0.0 for name in ("compute_seconds", "codec_seconds", "wait_seconds")}
     totals: dict[str, Any] = {name: sum(getattr(m, name) for m in history) for name in ("bytes_saved", "seconds")}
     parts = Counter[str]()
-    for each in (*(m.parts for m in history), *beside):
+    for each in (*(m.parts for m in history), *outside):
         parts.update(each)
     return Summary(
         steps=config.run.steps, steps_here=len(history) if here is None else here,

@@ -273,7 +273,7 @@ class Trainer:
         values[0] = value
         return float(self._sums.of(values)[0])
 
-    def sent_beside_steps(self) -> dict[str, int]:
+    def sent_outside_steps(self) -> dict[str, int]:
         """Bytes that this rank has sent outside of steps and evaluations, by part, since the trainer was made."""
         parts = Counter[str]()
         for purpose, nbytes in (sent_so_far() - self._sent_before).items():
