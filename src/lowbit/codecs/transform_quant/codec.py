@@ -50,6 +50,11 @@ class TransformQuant(StatefulCodec):
     themselves. A useless basis costs error at the same rate, never correctness. A message takes the smallest step with
     which it fits its bytes, so that payloads of a shape have one size and a receiver can always post its buffer.
 
+    Pretrained models have sinks: tokens, mostly the first, to which every later token attends and whose norm may be 100
+    times the others'. With step="token", a token of more than 4 times the median norm gets the step of the median, so
+    that its error is as small as theirs; tokens of zeros do not count. An element of it takes a bit for each factor of
+    2 up to 256. Where that would be more than 1/4 bit of each element of the message, such steps stay larger.
+
     Each message brings new directions, in place of those that serve it least, as in `SubspaceQuant`: an eighth of K =
     C / 4 (at most 128), fewer where they would take more than 1/8 bit. Evaluation is coded likewise, and what its
     messages bring is forgotten. Messages carry numbers and digests as there, with the same errors; beyond that, a
@@ -79,8 +84,8 @@ class TransformQuant(StatefulCodec):
             `decibels`, in the last step of the warm-up, by the first message that it sends there, and its choice
             travels with the messages of that step. Each tensor of each boundary gets a rate of its own. Until the
             warm-up is over there is no session.
-        step: "token": the error of each token is relative to its norm, which suits activations; "message": it is the
-            same for all, which suits gradients.
+        step: "token": the error of each token is relative to its norm, or for sinks to the median norm, which suits
+            activations; "message": it is the same for all, which suits gradients.
         decibels: signal over noise that "auto" wants, more than 0 and at most 80. The basis is less good in a run than
             for the message that was looked at: it will be about 2 dB less, and much less while a model changes fast.
     """

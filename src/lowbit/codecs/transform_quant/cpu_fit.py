@@ -25,8 +25,10 @@ from lowbit.codecs.transform_quant.reference import (
     FINE,
     FURTHEST_BELOW,
     LEAST_STEP,
+    MOST_LOWERED,
     MOST_STEP,
     NAN,
+    OUTLYING,
     ROUNDS,
     ZERO,
     _mantissas,
@@ -44,6 +46,7 @@ CORRECTIONS = 2  # of the first step, by that sample
 RESERVE = 0.012  # of the payload, which the first attempt leaves
 BEYOND, NORMAL = (127 + 112) << 23, 0x00800000  # bits of float32 magnitudes: `LARGEST`, and the least normal one
 NONE = -(1 << 20)  # in place of a scale
+NORMS = 1 << 10  # quarters of an octave: no norm is so large or so small
 ZERO_, NOT_A_NUMBER = np.float32(0), np.float32(np.nan)
 
 
@@ -227,6 +230,8 @@ def _travelling(
     total, channels, quarters, norms, factor, square, rows, by_token, level, token, norm, channel
 ) -> Any:  # fmt: skip
     """Scales as they travel, and the largest of them."""
+    if by_token:
+        _lower(quarters, norms, factor, rows)
     highest, most, largest = NONE, NONE, NONE
     for j in range(channels):
         scale = _quarters(get_float(total, j)) if get_float(total, j) > 0 else NONE
@@ -252,6 +257,32 @@ def _travelling(
     for j in range(channels):
         put_int(channel, j, highest + most - np.int64(get_byte(level, j)))
     return highest + most, largest
+
+
+@helper
+def _lower(quarters, norms, factor, rows) -> None:
+    """The reference's `lowered`: outliers' norms become less, and their scales, in units of norms, more."""
+    count, usable = np.zeros(2 * NORMS, np.int32), 0
+    for r in range(rows):
+        if get_float(factor, r) > 0:
+            count[np.int64(get_int(norms, r)) + NORMS] += 1
+            usable += 1
+    median, up_to = 0, np.int64(count[0])
+    while up_to <= (usable - 1) // 2:
+        median += 1
+        up_to += count[median]
+    most, cost, larger = 0, 0, 0  # `larger`: outliers that lie more than `most` above the median
+    for norm in range(median + OUTLYING + 1, 2 * NORMS):
+        larger += count[norm]
+    while most < MOST_LOWERED and cost + larger <= usable:
+        most, cost = most + 1, cost + larger
+        larger -= count[median + most] if most > OUTLYING else 0
+    for r in range(rows):
+        above = np.int64(get_int(norms, r)) + NORMS - median
+        if above > OUTLYING and get_float(factor, r) > 0:
+            above = min(above, most)
+            put_int(norms, r, np.int64(get_int(norms, r)) - above)
+            put_int(quarters, r, np.int64(get_int(quarters, r)) + above)
 
 
 @kernel

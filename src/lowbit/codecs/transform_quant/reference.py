@@ -34,6 +34,8 @@ FURTHEST_BELOW = 253  # quarters of an octave that a scale can lie below the lar
 ROUNDS = 2  # of fitting scales of directions and tokens to each other
 FINE = 64  # steps to an octave
 LEAST_STEP, MOST_STEP = -126 * FINE, 126 * FINE
+OUTLYING = 8  # quarters of an octave above the median: a token of a larger norm is coded as finely as the median's
+MOST_LOWERED = 32  # quarters of an octave: codes stay within `FARTHEST`
 FARTHEST = 1 << 28  # magnitude of a code, at most
 MOST_LEVEL = 1 << 14  # magnitude of the largest scale that a receiver takes
 BEGIN = 1 << 15  # a lane's state before its first symbol; it stays below 2^31
@@ -130,10 +132,12 @@ def fitted(z: Tensor, geo: TransformGeometry) -> tuple[Tensor, Tensor, Tensor, l
     for _ in range(ROUNDS + 1):
         channel_C = (a_RC / torch.where(token_R > 0, token_R, 1.0)[:, None]).sum(0) / count
         token_R = (a_RC / torch.where(channel_C > 0, channel_C, 1.0)).mean(1)
-    tokens_R = _quarters(token_R) + (0 if geo.by_token else 4 * exponent_R)
+    norm_R = norm_R + 4 * exponent_R
+    lowered_R = lowered(norm_R, usable_R) if geo.by_token else norm_R
+    tokens_R = _quarters(token_R) + (norm_R - lowered_R if geo.by_token else 4 * exponent_R)
     level_C, level = _below(_quarters(channel_C), channel_C.gt(0), 255)
     token_R, most = _below(tokens_R, usable_R, ZERO)
-    norm_R, norm = _below(norm_R + 4 * exponent_R, usable_R, FURTHEST_BELOW)
+    norm_R, norm = _below(lowered_R, usable_R, FURTHEST_BELOW)
     token_R = torch.where(finite_R, token_R, NAN)
     return level_C, token_R, norm_R if geo.by_token else torch.zeros_like(token_R), [level + most, norm, 0, 0]
 
@@ -148,6 +152,23 @@ def _below(quarters: Tensor, there: Tensor, otherwise: int) -> tuple[Tensor, int
     most = int(torch.where(there, quarters, -(1 << 20)).amax())
     most = most if bool(there.any()) else 0
     return torch.where(there, (most - quarters).clamp(max=FURTHEST_BELOW), otherwise), most
+
+
+def lowered(norm_R: Tensor, usable_R: Tensor) -> Tensor:
+    """The norms that steps are relative to, (R,), integers in quarters of an octave: those of sinks are lowered.
+
+    A sink, to which every later token attends, may have 100 times the norm of the others. A usable token of more than
+    4 times the median (the lower one of two) takes the median's norm, so that its error is as small as theirs. Each
+    quarter of an octave costs a quarter of a bit for each element of the token. Where that is more than a quarter of a
+    bit in the mean of usable tokens, all such norms are lowered by at most the largest number that is not.
+    """
+    count = int(usable_R.sum())
+    if not count:
+        return norm_R
+    median = norm_R[usable_R].sort().values[(count - 1) // 2]
+    above_R = torch.where(usable_R & (norm_R - median > OUTLYING), norm_R - median, 0)
+    most = max(i for i in range(MOST_LOWERED + 1) if int(above_R.clamp(max=i).sum()) <= count)
+    return norm_R - above_R.clamp(max=most)
 
 
 def scales(level_C: Tensor, token_R: Tensor, level: int) -> Tensor:
