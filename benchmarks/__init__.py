@@ -18,5 +18,6 @@ COMMANDS = {
     "diloco": "benchmarks.diloco",
     "reduce": "benchmarks.reduce",
     "sums": "benchmarks.sums",
+    "real": "benchmarks.real",
 }
 """The module of each benchmark, which has its `COMMAND`."""
