@@ -26,7 +26,7 @@ from lowbit.kernels import apart, implementation
 log = logging.getLogger(__name__)
 
 MOST = 16.0  # bits
-CODED = {"token": 2.875, "message": 1.875}  # bits of an element for symbols, where no rate is set, by `step`
+CODED = {"token": 3.0, "message": 1.875}  # bits of an element for symbols, where no rate is set, by `step`
 GRAIN = 64  # rates to a bit that can be chosen
 
 
@@ -78,7 +78,7 @@ class TransformQuant(StatefulCodec):
     left, so this codec works through sessions only (`open`), not through `encode`.
 
     Args:
-        bits: of an element, every byte counted, above 0 and at most 16. None: 2.875 for the symbols with step="token",
+        bits: of an element, every byte counted, above 0 and at most 16. None: 3 for the symbols with step="token",
             1.875 with step="message", and what scales and directions take beside them; where these take more than 16,
             as with one token or one channel, a tensor is sent as it is. "auto": a sender chooses the rate that gives
             `decibels`, in the last step of the warm-up, by the first message that it sends there, and its choice
