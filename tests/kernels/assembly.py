@@ -39,6 +39,8 @@ from lowbit.codecs.transform_quant.layout import transform_geometry
 KERNELS: dict[str, tuple[Codec, bool]] = {
     "TAHQuant() encode": (TAHQuant(), True),
     "TAHQuant() decode": (TAHQuant(), False),
+    "TAHQuant(pivot_ratio=None) encode": (TAHQuant(pivot_ratio=None), True),
+    "TAHQuant(pivot_ratio=None) decode": (TAHQuant(pivot_ratio=None), False),
     "TAHQuant.published() encode": (TAHQuant.published(), True),
     "TAHQuant.published() decode": (TAHQuant.published(), False),
     "GroupInt() encode": (GroupInt(), True),

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("triton")
-CODECS = ("TAHQuant()", "GroupInt()", "BlockFloat8()")
+CODECS = ("TAHQuant(pivot_ratio=None)", "GroupInt()", "BlockFloat8()")
 KERNELS = [f"{codec} {way}" for codec in CODECS for way in ("encode", "decode")]
 FEATURES = [f"FeatureInt {way}" for way in ("encode", "decode", "sum")]
 SUBSPACE = [f"{part}_{way}" for part in ("coefficients", "rest") for way in ("encode", "decode")]
@@ -53,6 +53,18 @@ def test_kernels_compile_without_spills_approximations_or_narrow_accesses() -> N
         assert row["vector_loads" if encode else "vector_stores"] >= 8, row
         assert row["vector_stores" if encode else "vector_loads"] >= 4, row
         assert row["instructions_per_element"] < (36 if encode else 20), row
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="Triton brings NVIDIA's tools there")
+def test_rotating_kernels_compile_without_spills_or_approximations() -> None:
+    """They hold a tile and its rotation, so they take more registers, and more instructions, than the others."""
+    rows = _rows("TAHQuant() encode", "TAHQuant() decode")
+    assert len(rows) == 2
+    for row, instructions in zip(rows, (64, 36), strict=True):
+        assert row["spilled_bytes"] == row["approximate"] == row["flushed"] == 0, row
+        assert row["registers"] <= 255, row
+        assert row["instructions_per_element"] < instructions, row
 
 
 @pytest.mark.slow
