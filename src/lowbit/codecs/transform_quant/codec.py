@@ -137,12 +137,12 @@ class TransformQuant(StatefulCodec):
     def choose(self, x: Tensor) -> int:
         """The rate for messages like `x`, (..., C), in 64ths of a bit; that of None where this one does not tell."""
         if self.nats is not None:
-            return self._rate(x.shape, None, "has had no gradient before the last step of the warm-up")
+            return self._rate(x.shape, None, "it has had no gradient before the last step of the warm-up")
         rows, channels = _folded(x.shape)
         geo = self._unset.geometry(x.shape)
         with apart(x.device):
             coded = coded_bits(x.detach().reshape(rows, channels), self.decibels, geo)
-        return self._rate(x.shape, coded, "is zeros, or has NaN or Inf")
+        return self._rate(x.shape, coded, "it is zeros, or has NaN or Inf")
 
     def choose_by_loss(self, x: Tensor, gradient: Tensor, part: float, *, backward: bool) -> int:
         rows, channels = _folded(x.shape)
@@ -152,7 +152,7 @@ class TransformQuant(StatefulCodec):
             coded = bits_for_loss(x_RC, gradient_RC, part * (self.nats or 0.0), codec.geometry(x.shape))
         less = (CODED["token"] - CODED["message"]) * backward
         coded = None if coded is None else max(0.0, coded - less)
-        return self._rate(x.shape, coded, "or its gradient is zeros, or has NaN or Inf")
+        return self._rate(x.shape, coded, "it or its gradient is zeros, or has NaN or Inf")
 
     def settle(self, choice: int) -> TransformQuant:
         return self if self.settled else replace(self._unset, bits=choice / GRAIN or None)
@@ -171,7 +171,7 @@ class TransformQuant(StatefulCodec):
         0, which stands for no set rate, where everything else takes more than the most that can be set.
         """
         if coded is None:
-            log.warning("a message of %s %s: %g bits", tuple(shape), why, CODED[self.step])
+            log.warning("a message of %s chooses no rate: %s; taken: %g bits", tuple(shape), why, CODED[self.step])
             coded = CODED[self.step]
         geo, numel = self._unset.geometry(shape), math.prod(shape)
         size = geo.overhead() + numel * coded / 8
