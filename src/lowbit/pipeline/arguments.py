@@ -51,17 +51,14 @@ class Step:
 
 
 def check_warm_up(argument: str, codecs: Codecs, warmup_steps: int, prefix: str = "") -> None:
-    """Raise a ValueError, which names `prefix`warmup_steps, if a codec needs a warm-up and there is none."""
+    """Raise a ValueError, which names `prefix`warmup_steps, if a codec needs a longer warm-up than there is."""
     for codec in codecs.values() if isinstance(codecs, Mapping) else (codecs,):
-        if isinstance(codec, Codec) and not codec.settled and not warmup_steps:
+        by_loss = isinstance(codec, StatefulCodec) and codec.wanted_nats is not None
+        if isinstance(codec, Codec) and not codec.settled and warmup_steps < 1 + by_loss:
+            which = "last two of these steps, by gradients" if by_loss else "last of these steps"
             raise ValueError(
-                f"{prefix}warmup_steps is 0, and {argument} has {codec}, which chooses a parameter in the "
-                "last of these steps; allowed: at least 1"
-            )
-        if warmup_steps == 1 and isinstance(codec, StatefulCodec) and codec.wanted_nats is not None:
-            raise ValueError(
-                f"{prefix}warmup_steps is 1, and {argument} has {codec}, which looks at gradients in the last but one "
-                "of these steps; allowed: at least 2"
+                f"{prefix}warmup_steps is {warmup_steps}, and {argument} has {codec}, which chooses a parameter in the "
+                f"{which}; allowed: at least {1 + by_loss}"
             )
 
 
