@@ -14,6 +14,7 @@ from lowbit.codecs import Cast, TransformQuant, parse
 from lowbit.train import ConfigError, TrainConfig, goal, train
 from lowbit.train.config import FULL_PRECISION
 from lowbit.train.goal import Check, judged, wanted_nats
+from lowbit.train.metrics import EVALUATION
 from lowbit.train.prepare import prepare
 from tests.processes import Ranks
 from tests.train.runs import again, curve, tiny
@@ -85,6 +86,14 @@ def test_a_run_measures_the_cost_and_keeps_rates_that_meet_the_goal(ranks: Ranks
     assert all(check.bits == 0 and check.reached and check.cost < 0.5 for check in checks)
     assert len(chosen) == 2
     assert abs(cost) < 0.5
+    evaluated = [_sent_for_evaluations(tmp_path)]
+    ranks.run(outcome, wide(tmp_path, "0.5"), (), timeout=LIMIT)
+    evaluated.append(_sent_for_evaluations(tmp_path))
+    assert evaluated[0] > 2 * evaluated[1], "what the checks sent is counted"
+
+
+def _sent_for_evaluations(folder: Path) -> int:
+    return json.loads((folder / "run" / "summary.json").read_text())["parts"][EVALUATION]
 
 
 def test_all_ranks_raise_their_rates_together(ranks: Ranks, tmp_path: Path) -> None:
