@@ -51,6 +51,7 @@ PASSED_ON = {
     "train/checkpoints/save.py:raise_everywhere": "of its callers",
     "train/gradients.py:storage_codec": "of codecs",
     "train/elastic.py:begin": "of `LowBitManager`",
+    "train/loop.py:_check": "of `Check`",
     "train/loop.py:_measure_distance": "of `needless`",
     "train/loop.py:_warn_of_cost": "of `costly`",
     "network/probe.py:main": "of the system: why an address cannot be reached",

@@ -14,6 +14,7 @@ from lowbit.ranks.pytorch import check_torch
 from lowbit.train.boundaries import AUTO_FORMATS, codecs_of
 from lowbit.train.expected import Expected
 from lowbit.train.forecast import usable
+from lowbit.train.goal import AFTER, wanted_nats
 from lowbit.train.lora import targets_of
 from lowbit.train.metrics import EVALUATION, TIED
 from lowbit.train.model import hidden_size
@@ -69,6 +70,9 @@ def _lines(prepared: Prepared, ranks: int) -> Iterator[tuple[str, str]]:
     yield from _grouped(name, lines)
     if config.pipeline.boundary == "lowbit" and layout.stages > 1:
         yield "warm-up", f"{config.codec_warmup_steps} of {config.run.steps} steps at full precision"
+        if (nats := wanted_nats(prepared.codecs.forward)) is not None:
+            checks = ", ".join(str(config.codec_warmup_steps + after) for after in AFTER)
+            yield "rates", f"chosen in the warm-up to cost {nats:g} nats; checked after steps {checks}"
     yield from _grouped("saved by stage", (str(policy or "as PyTorch does") for policy in prepared.activations))
     if prepared.storage is not None:
         yield "gradients kept in", str(prepared.storage)

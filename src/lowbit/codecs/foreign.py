@@ -18,6 +18,8 @@ T = TypeVar("T")
 
 CHOICE = "choice"
 """Key of a parameter that was chosen from data, in a saved state; a session's own state has no such key."""
+PROPOSAL = "proposal"
+"""The key of one that the sender has not told yet."""
 
 DIGEST = "digest"
 COMPARED = "messages", DIGEST
@@ -76,8 +78,8 @@ def check_state(state: object) -> str:
     if not isinstance(state, Mapping):
         return f"{type(state).__name__}; allowed: a dictionary"
     for key, value in state.items():
-        if not isinstance(key, str) or not key or "/" in key or key == CHOICE:
-            return f"the key {key!r}; allowed: texts without '/', other than {CHOICE!r}"
+        if not isinstance(key, str) or not key or "/" in key or key in (CHOICE, PROPOSAL):
+            return f"the key {key!r}; allowed: texts without '/', other than {CHOICE!r} and {PROPOSAL!r}"
         if not isinstance(value, _VALUES) or (isinstance(value, Tensor) and value.layout != torch.strided):
             return f"{type(value).__name__} under {key!r}; allowed: tensors, numbers and texts"
     return ""

@@ -31,6 +31,24 @@ class StatefulCodec(Codec):
         """Return the codec with this choice made; a settled codec returns itself."""
         return self
 
+    @property
+    def wanted_nats(self) -> float | None:
+        """What the coded activations of all boundaries may cost of the loss, in nats; None: no goal is set."""
+        return None
+
+    def choose_by_loss(self, x: Tensor, gradient: Tensor, part: float, *, backward: bool) -> int:
+        """Return the parameter for a boundary's tensors, in place of `choose`, where `wanted_nats` is a number.
+
+        Args:
+            x: activations of a message. gradient: of the loss, for these. part: of `wanted_nats` for this tensor.
+            backward: gradients like this one are to be sent, not activations.
+        """
+        raise NotImplementedError
+
+    def raised(self, choice: int, bits: float) -> int:
+        """Return the choice for so many more bits of an element, or the one with most; otherwise the same choice."""
+        return choice
+
     def advice(self, shape: Sequence[int]) -> str:
         """Return a warning if a setting makes messages of this shape needlessly long, else an empty text."""
         return ""

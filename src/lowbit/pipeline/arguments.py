@@ -14,6 +14,7 @@ from lowbit.codecs.base import Codec
 from lowbit.codecs.checks import check_int
 from lowbit.codecs.defaults import backward_codec
 from lowbit.codecs.sessions import Key
+from lowbit.codecs.stateful import StatefulCodec
 
 Codecs = Codec | Mapping[int, Codec]
 """One codec for all boundaries, or a mapping from boundary index (i: between stages i and i + 1)."""
@@ -28,17 +29,20 @@ class Step:
         full_precision: the warm-up is not over: everything travels in its own dtype.
         keys: sample ids of each micro-batch, for codecs that need them.
         settling: this is the last step of the warm-up, in which senders choose open parameters of their codecs.
+        looking: this is the one before that, in which they look at gradients where codecs have a goal in loss.
     """
 
     training: bool = True
     full_precision: bool = False
     keys: tuple[Key, ...] | None = None
     settling: bool = False
+    looking: bool = False
 
     @classmethod
     def numbered(cls, step: int, warmup_steps: int, *, training: bool = True) -> Step:
         """A step, or an evaluation pass, after `step` training steps."""
-        return cls(training, step < warmup_steps, settling=training and step == warmup_steps - 1)
+        left = warmup_steps - step if training else 0
+        return cls(training, step < warmup_steps, settling=left == 1, looking=left == 2)
 
     @property
     def phase(self) -> int:
@@ -47,13 +51,23 @@ class Step:
 
 
 def check_warm_up(argument: str, codecs: Codecs, warmup_steps: int, prefix: str = "") -> None:
-    """Raise a ValueError, which names `prefix`warmup_steps, if a codec needs a warm-up and there is none."""
+    """Raise a ValueError, which names `prefix`warmup_steps, if a codec needs a longer warm-up than there is."""
     for codec in codecs.values() if isinstance(codecs, Mapping) else (codecs,):
-        if isinstance(codec, Codec) and not codec.settled and not warmup_steps:
+        by_loss = isinstance(codec, StatefulCodec) and codec.wanted_nats is not None
+        if isinstance(codec, Codec) and not codec.settled and warmup_steps < 1 + by_loss:
+            which = "last two of these steps, by gradients" if by_loss else "last of these steps"
             raise ValueError(
-                f"{prefix}warmup_steps is 0, and {argument} has {codec}, which chooses a parameter in the "
-                "last of these steps; allowed: at least 1"
+                f"{prefix}warmup_steps is {warmup_steps}, and {argument} has {codec}, which chooses a parameter in the "
+                f"{which}; allowed: at least {1 + by_loss}"
             )
+
+
+def check_raise(bits: object, in_warmup: bool) -> None:
+    """Raise a ValueError unless rates can be raised by so many bits now."""
+    if not isinstance(bits, int | float) or isinstance(bits, bool) or not 0 < bits < math.inf:
+        raise ValueError(f"bits is {bits!r}; allowed: a number above 0")
+    if in_warmup:
+        raise ValueError("rates are raised before they were chosen; allowed: once the warm-up is over")
 
 
 def backward_beside(forward: Codecs) -> Codecs:

@@ -18,6 +18,7 @@ from lowbit.codecs.checks import FLOATS
 from lowbit.codecs.foreign import check_ends, is_own, open_session
 from lowbit.codecs.sessions import Key
 from lowbit.pipeline.arguments import Step
+from lowbit.pipeline.looking import Look
 from lowbit.pipeline.states import Slot, States, described
 from lowbit.pipeline.traffic import Traffic
 
@@ -36,7 +37,8 @@ class Lane:
 
     Where a codec leaves a parameter open (`Codec.settled`), the sender chooses it for each tensor, from its first
     message in the last step of the warm-up. All messages of that step have 16 bytes behind the tensor's, since they may
-    arrive in any order: the choice, int64, and zeros. From the next step on, both ends code with it.
+    arrive in any order: the choice, int64, and zeros. From the next step on, both ends code with it. A codec that has a
+    goal in loss has made its choice in the step before, from activations and their gradient (`Look`).
 
     Args:
         boundary: i, between stages i and i + 1.
@@ -45,6 +47,7 @@ class Lane:
         device: where the tensors live.
         traffic: where to count.
         overhead: bytes that travel beside every payload, to be counted.
+        look: of this end of the boundary, which both directions share; None: no codec has a goal in loss.
 
     Attributes:
         states: its sessions, and what a checkpoint holds of them.
@@ -58,6 +61,7 @@ class Lane:
         device: torch.device | str,
         traffic: Traffic,
         overhead: int = 0,
+        look: Look | None = None,
     ) -> None:
         self.name = f"boundary {boundary} {direction}"
         self.boundary, self.direction, self.codec = boundary, direction, codec
@@ -65,6 +69,9 @@ class Lane:
         self.states = States(self.name, codec, self._device)
         self._slots: Sequence[Sequence[Slot]] = ()  # by micro-batch
         self._traffic, self._overhead = traffic, overhead
+        self._look = look
+        if look is not None:
+            look.add(codec, self.states, backward=direction == "backward")
 
     def prepare(self, slots: Sequence[Slot], step: Step = _CODED) -> None:
         """Get ready for tensors that will cross together; sessions survive for shapes that come back.
@@ -127,6 +134,7 @@ class Lane:
                 # A copy, because the model may reuse the memory of its output while the bytes are under way.
                 plain, rest = payload.tensor_split([_plain_bytes(slot)])
                 plain.view(x.dtype).view(x.shape).copy_(x.detach())
+                self._note(index, step, micro_batch, x)
                 if self._tells_choice(slot, step):
                     choice = self.states.choose(index, slot, x)
                     warm_up(self.states.session(index, slot).codec, *slot, self._device)
@@ -147,6 +155,7 @@ class Lane:
                     self.states.adopt(index, slot, int(rest.clone().view(torch.int64)[0]))
                     warm_up(self.states.session(index, slot).codec, *slot, self._device)
                 out.copy_(plain.view(out.dtype).view(out.shape))
+                self._note(index, step, micro_batch, out)
 
     def facts(self, slots: Sequence[Slot]) -> dict[str, str]:
         """Facts that both ends must share before the first message with these tensors."""
@@ -169,6 +178,12 @@ class Lane:
 
     def _key(self, step: Step, micro_batch: int) -> Key | None:
         return step.keys[micro_batch] if self.codec.needs_key and step.keys else None
+
+    def _note(self, index: int, step: Step, micro_batch: int, x: Tensor) -> None:
+        """Look at a tensor that crosses at full precision."""
+        if step.looking and self._look is not None and x.is_floating_point():
+            note = self._look.activations if self.direction == "forward" else self._look.gradient
+            note(index, micro_batch, x)
 
     def _tells_choice(self, slot: Slot, step: Step) -> bool:
         """Whether a message at full precision has the sender's choice behind it."""

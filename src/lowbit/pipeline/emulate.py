@@ -17,12 +17,14 @@ from lowbit.pipeline.arguments import (
     Codecs,
     Step,
     backward_beside,
+    check_raise,
     check_warm_up,
     checked_samples,
     codec_at,
     keys_of,
 )
 from lowbit.pipeline.boundary import Direction, Lane
+from lowbit.pipeline.looking import Look
 from lowbit.pipeline.states import check_states
 from lowbit.pipeline.traffic import Traffic
 from lowbit.ranks.checksum import CHECKSUM_BYTES
@@ -81,7 +83,7 @@ def emulate_(
     check_warm_up("backward", backward, warmup_steps)
     emulation = Emulation(warmup_steps, in_evaluation)
     for boundary, (name, pair) in enumerate(zip(at, codecs, strict=True)):
-        emulation._insert(modules[name], boundary, *pair)
+        emulation._insert(modules[name], boundary, len(at), *pair)
     return emulation
 
 
@@ -123,6 +125,16 @@ class Emulation:
         """Return the codecs that the warm-up settled, by boundary, direction and tensor, as `LowBitStage.chosen`."""
         return {name: codec for pair in self._pairs for name, codec in pair.chosen().items()}
 
+    def raise_rates(self, bits: float) -> None:
+        """Give all tensors whose rates the warm-up chose so many more bits of an element, as `LowBitStage.raise_rates`.
+
+        Raises:
+            ValueError: not a number above 0, or the warm-up is not over.
+        """
+        check_raise(bits, self._steps < self._warmup_steps)
+        for pair in self._pairs:
+            pair.raise_rates(bits)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint: training steps so far, and what codecs keep at both ends.
 
@@ -161,10 +173,12 @@ class Emulation:
         while self._handles:
             self._handles.pop().remove()
 
-    def _insert(self, module: nn.Module, boundary: int, forward: Codec, backward: Codec) -> None:
-        activations = _LanePair(boundary, "forward", forward, self.traffic)
-        gradients = _LanePair(boundary, "backward", backward, self.traffic)
-        recomputed = _LanePair(boundary, "forward", forward, Traffic())
+    def _insert(self, module: nn.Module, boundary: int, boundaries: int, forward: Codec, backward: Codec) -> None:
+        look = Look(boundaries)
+        look.use([[0]])
+        activations = _LanePair(boundary, "forward", forward, self.traffic, look)
+        gradients = _LanePair(boundary, "backward", backward, self.traffic, look)
+        recomputed = _LanePair(boundary, "forward", forward, Traffic(), look)
         self._pairs += [activations, gradients]
 
         def hook(module: nn.Module, args: Any, output: Any) -> Any:
@@ -179,7 +193,7 @@ class Emulation:
                     "codec without state"
                 )
             pair = recomputed if recomputing else activations
-            return _map_first(output, lambda x: _Crossing.apply(x, pair, gradients, step))
+            return _map_first(output, lambda x: _Crossing.apply(x, pair, gradients, step, look))
 
         self._handles.append(module.register_forward_hook(hook))
 
@@ -195,8 +209,8 @@ class Emulation:
 class _LanePair:
     """Both ends of one direction of a boundary, on each device where it is used."""
 
-    def __init__(self, boundary: int, direction: Direction, codec: Codec, traffic: Traffic) -> None:
-        self.name = f"boundary {boundary} {direction}"
+    def __init__(self, boundary: int, direction: Direction, codec: Codec, traffic: Traffic, look: Look) -> None:
+        self.name, self._look = f"boundary {boundary} {direction}", look
         self._args = boundary, direction, codec
         self._codec, self._traffic = codec, traffic
         self._identity = f"{codec} [{codec.fingerprint()}]"
@@ -207,6 +221,8 @@ class _LanePair:
         """`x` as it arrives at the other end."""
         if x.device not in self._lanes:
             lanes = {end: Lane(*self._args, x.device, self._traffic, CHECKSUM_BYTES) for end in _ENDS}
+            for lane in lanes.values():
+                self._look.add(self._codec, lane.states, backward=lane.direction == "backward")
             for end, state in self._restored.items():
                 lanes[end].states.load_state_dict(state)
             self._lanes[x.device], self._restored = lanes, {}
@@ -218,6 +234,11 @@ class _LanePair:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         receiver.decode(0, step, 0, sender.encode(0, step, 0, x), out)
         return out
+
+    def raise_rates(self, bits: float) -> None:
+        for lanes in self._lanes.values():
+            for lane in lanes.values():
+                lane.states.raise_rates(bits)
 
     def state_bytes(self) -> int:
         return sum(lane.states.nbytes() for lanes in self._lanes.values() for lane in lanes.values())
@@ -255,13 +276,19 @@ class _Crossing(torch.autograd.Function):
     """A tensor crosses to the next stage; its gradient crosses back."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, activations: _LanePair, gradients: _LanePair, step: Step) -> Tensor:
-        ctx.gradients, ctx.step = gradients, step
+    def forward(ctx: Any, x: Tensor, activations: _LanePair, gradients: _LanePair, step: Step, look: Look) -> Tensor:
+        ctx.gradients, ctx.step, ctx.look = gradients, step, look
+        if step.looking:
+            ctx.save_for_backward(x)
         return activations.carry(x, step)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.gradients.carry(grads[0], ctx.step), None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        arrived = ctx.gradients.carry(grads[0], ctx.step)
+        if ctx.step.looking:  # batches may have their backward in any order
+            ctx.look.activations(0, 0, ctx.saved_tensors[0])
+            ctx.look.gradient(0, 0, grads[0])
+        return arrived, None, None, None, None
 
 
 def _check_keys(name: str, state: Any, keys: set[str]) -> None:

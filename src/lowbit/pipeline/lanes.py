@@ -18,6 +18,7 @@ from lowbit.pipeline.arguments import Codecs, Step, codec_at
 from lowbit.pipeline.boundary import Direction, Lane
 from lowbit.pipeline.inbox import Route
 from lowbit.pipeline.layouts import Layouts
+from lowbit.pipeline.looking import Look
 from lowbit.pipeline.numbering import Configuration
 from lowbit.pipeline.states import Slot
 from lowbit.pipeline.transport import Transport
@@ -42,11 +43,13 @@ class Lanes:
         self._peers: Mapping[int, int] = {}
         self._lanes: dict[tuple[Direction, bool], Lane] = {}  # by direction, and whether they lead out of the stage
         directions: list[tuple[Direction, Any]] = [("forward", forward), ("backward", backward)]
+        self._looks: dict[int, Look] = {}  # by boundary
         for boundary in range(max(0, stage - 1), min(stage, stages - 2) + 1):
+            look = self._looks[boundary] = Look(stages - 1)
             for direction, codecs in directions:
                 codec = codec_at(direction, codecs, boundary, stages - 1)
                 outgoing = (direction == "forward") == (boundary == stage)
-                lane = Lane(boundary, direction, codec, device, transport.traffic, transport.overhead)
+                lane = Lane(boundary, direction, codec, device, transport.traffic, transport.overhead, look)
                 self._lanes[direction, outgoing] = lane
         self._step, self._title = Step(), ""
         self._ranks: Sequence[str] = ()
@@ -96,8 +99,11 @@ class Lanes:
         next pass of this configuration: each has tags of its own.
         """
         self._step, self._configuration = step or self._step, configuration
+        layouts = configuration.layouts[self._stage]
+        for boundary, look in self._looks.items():
+            crossing = [each.outputs if boundary == self._stage else each.inputs for each in layouts]
+            look.use([[i for i, x in enumerate(each) if x.requires_grad] for each in crossing])
         for lane in self._lanes.values():
-            layouts = configuration.layouts[self._stage]
             lane.use([self._slots(lane, each, configuration.training) for each in layouts])
         now = configuration.number, self._step.phase
         for (direction, outgoing), lane in self._lanes.items():
@@ -135,6 +141,11 @@ class Lanes:
                     payload = self._transport.take(self._route(lane, micro_batch, index), nbytes)
                     lane.decode(index, self._step, micro_batch, payload, tensors[-1])
         return tensors
+
+    def raise_rates(self, bits: float) -> None:
+        """Give tensors whose rates were chosen so many more bits of an element. No receives may be posted ahead."""
+        for lane in self._lanes.values():
+            lane.states.raise_rates(bits)
 
     def forward(self, outgoing: bool) -> Lane:
         """The lane of activations to the next stage, or from the one before.

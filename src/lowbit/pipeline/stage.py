@@ -22,6 +22,7 @@ from lowbit.pipeline.arguments import (
     Step,
     backward_beside,
     check_numbers,
+    check_raise,
     check_warm_up,
     checked_samples,
     keys_of,
@@ -164,6 +165,21 @@ class LowBitStage(HookedStage):
         for name, codecs in (("forward", forward), ("backward", backward)):
             check_warm_up(name, codecs, max(0, self.warmup_steps - self.steps))
         self.lanes = Lanes(self.stage_index, self.num_stages, forward, backward, self.device, self.transport)
+        if self._passes is not None:
+            self._passes.forget()
+
+    def raise_rates(self, bits: float) -> None:
+        """Give all tensors whose rates the warm-up chose so many more bits of an element, up to 16, from the next step.
+
+        Call it with the same number on every stage of the pipeline, which agrees anew in the next step. Formats with a
+        set rate stay as they are. What codecs keep stays, too. A cost in loss falls to a quarter with each bit. Set
+        `looks_ahead` to False before the last step with the old rates, as for `set_codecs`.
+
+        Raises:
+            ValueError: not a number above 0, or the warm-up is not over.
+        """
+        check_raise(bits, self.in_warmup)
+        self.lanes.raise_rates(bits)
         if self._passes is not None:
             self._passes.forget()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ import xxhash
 from torch import Tensor
 
 from lowbit.codecs.base import Codec
-from lowbit.codecs.foreign import CHOICE, COMPARED, DIGEST, call, check_state, open_session
+from lowbit.codecs.foreign import CHOICE, COMPARED, DIGEST, PROPOSAL, call, check_state, open_session
 from lowbit.codecs.sessions import Session
 from lowbit.codecs.stateful import StatefulCodec
 
@@ -40,6 +40,7 @@ class States:
         self._shared: dict[str, Session] = {}  # by state, one of the sessions that share it
         self._restored: dict[str, dict[str, Any]] = {}  # of sessions that are not open yet
         self._choices: dict[str, int] = {}  # by state
+        self._proposals: dict[str, int] = {}  # by state: choices that have not been told yet
 
     def session(self, index: int, slot: Slot) -> Session:
         """The session of a tensor; both ends open the same.
@@ -68,13 +69,30 @@ class States:
         return self._codec.settled or self._name(index, slot) in self._choices
 
     def choose(self, index: int, slot: Slot, x: Tensor) -> int:
-        """The sender's choice for tensors like `x`, made from the first of them."""
+        """The sender's choice for tensors like `x`, made from the first of them, or proposed before."""
         name = self._name(index, slot)
         if name not in self._choices:
             assert isinstance(self._codec, StatefulCodec)  # others leave nothing open
-            self._choices[name] = call(self._codec, "choose", self._codec.choose, x, about=self._lane)
+            if (choice := self._proposals.pop(name, None)) is None:
+                choice = call(self._codec, "choose", self._codec.choose, x, about=self._lane)
+            self._choices[name] = choice
             log.info("%s: %s: %s", self._lane, name, self._settled(name))
         return self._choices[name]
+
+    def propose(self, index: int, slot: Slot, choose: Callable[[], int]) -> None:
+        """Keep what `choose` returns as the choice for a tensor, unless there is one."""
+        name = self._name(index, slot)
+        if name not in self._choices and name not in self._proposals:
+            self._proposals[name] = call(self._codec, "choose_by_loss", choose, about=self._lane)
+
+    def raise_rates(self, bits: float) -> None:
+        """Take the choices for so many more bits of an element; what sessions keep stays."""
+        if self._codec.settled or not isinstance(self._codec, StatefulCodec):
+            return
+        states = self.state_dict()
+        for name, choice in self._choices.items():
+            states[name][CHOICE] = call(self._codec, "raised", self._codec.raised, choice, bits, about=self._lane)
+        self.load_state_dict(states)
 
     def adopt(self, index: int, slot: Slot, choice: int) -> None:
         """Take over the sender's choice.
@@ -83,6 +101,7 @@ class States:
             ValueError: it differs from an earlier one.
         """
         name = self._name(index, slot)
+        self._proposals.pop(name, None)
         known = self._choices.setdefault(name, choice)
         if known != choice:
             raise ValueError(f"{self._lane}: {name} was set to {known} before, and the sender now says {choice}")
@@ -101,6 +120,8 @@ class States:
         states = self._restored | {name: state for name, state in states.items() if state}
         for name, choice in self._choices.items():
             states[name] = states.get(name, {}) | {CHOICE: choice}
+        for name, choice in self._proposals.items():
+            states[name] = states.get(name, {}) | {PROPOSAL: choice}
         return states
 
     def load_state_dict(self, states: Mapping[str, dict[str, Any]]) -> None:
@@ -108,7 +129,8 @@ class States:
         self._restored = {name: state for name, state in states.items() if state}
         if not self._codec.settled:
             self._choices = {name: int(state[CHOICE]) for name, state in states.items() if CHOICE in state}
-            without = {name: {k: v for k, v in state.items() if k != CHOICE} for name, state in states.items()}
+            self._proposals = {name: int(state[PROPOSAL]) for name, state in states.items() if PROPOSAL in state}
+            without = {name: _own(state) for name, state in states.items()}
             self._restored = {name: state for name, state in without.items() if state}
             self._sessions.clear()  # of other choices
             self._shared.clear()
@@ -124,7 +146,7 @@ class States:
         for name, state in sorted(self.state_dict().items()):
             # A state that counts its messages is known by them; computed numbers may differ in the last bits.
             keys = {*COMPARED, CHOICE} if DIGEST in state else state
-            for key in sorted(state.keys() & keys):
+            for key in sorted((state.keys() & keys) - {PROPOSAL}):  # each end has its own, and tells it later
                 value = state[key]
                 digest.update(f"{name}/{key}".encode())
                 if isinstance(value, Tensor):
@@ -174,7 +196,12 @@ def _is_state_dict(states: Any) -> bool:
     """Whether these are states of sessions by name, perhaps with choices."""
     if not isinstance(states, Mapping) or not all(isinstance(values, Mapping) for values in states.values()):
         return False
-    own = [{key: value for key, value in values.items() if key != CHOICE} for values in states.values()]
-    choices = [values[CHOICE] for values in states.values() if CHOICE in values]
+    own = [_own(values) for values in states.values()]
+    choices = [values[key] for values in states.values() for key in (CHOICE, PROPOSAL) if key in values]
     named = all(isinstance(name, str) for name in states)
     return named and not any(map(check_state, own)) and all(type(choice) is int for choice in choices)
+
+
+def _own(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What a session itself has saved, of a state."""
+    return {key: value for key, value in state.items() if key not in (CHOICE, PROPOSAL)}

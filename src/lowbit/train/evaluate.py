@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -101,7 +100,6 @@ class Evaluation:
             else:
                 self._legs.append([stage])
 
-    @torch.no_grad()
     def scores(
         self, windows: Windows | Answers, *, batch: int, batches: int, codecs: Sequence[Codec] | None = None
     ) -> tuple[float, float]:
@@ -117,15 +115,22 @@ class Evaluation:
                 training's codec at that boundary if it is the same (float32 during its warm-up), and otherwise starts
                 empty in each batch.
         """
+        total = torch.zeros(4, dtype=torch.float64)
+        for sums in self.sums(windows, batch=batch, batches=batches, codecs=codecs):
+            total += sums
+        return float(total[0] / total[1]), float(total[2] / total[3])
+
+    @torch.no_grad()
+    def sums(
+        self, windows: Windows | Answers, *, batch: int, batches: int, codecs: Sequence[Codec] | None = None
+    ) -> list[Tensor]:
+        """`_sums_of` each batch, float64 (4,), the same on every rank; arguments as for `scores`."""
         chosen = codecs or (Cast(dtype=torch.float32),) * (self._layout.stages - 1)
         ids = evaluated(windows, batch=batch, batches=batches)
         if not len(ids):
-            return math.nan, math.nan
-        total = torch.zeros(4, dtype=torch.float64)
+            return []
         with self._evaluating():
-            for sums in self._sums(windows, ids.split(batch), chosen):
-                total += sums
-        return float(total[0] / total[1]), float(total[2] / total[3])
+            return list(self._sums(windows, ids.split(batch), chosen))
 
     def loss(
         self, windows: Windows | Answers, *, batch: int, batches: int, codecs: Sequence[Codec] | None = None

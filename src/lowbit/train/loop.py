@@ -36,6 +36,7 @@ from lowbit.train.config import TrainConfig
 from lowbit.train.device import local_rank, threads_per_rank
 from lowbit.train.distance import Pair, needless, round_trips
 from lowbit.train.folder import RunFolder
+from lowbit.train.goal import Goal, wanted_nats
 from lowbit.train.identity import CHOSEN
 from lowbit.train.links import probe
 from lowbit.train.lora import save_adapters
@@ -102,6 +103,9 @@ class Run:
         self.about = describe_machines(trainer, [each for _, each in stated], self.mbit, self.round_trip)
         self.manifest = trainer.prepared.manifest(attempt, rank=trainer.rank, ranks=trainer.ranks)
         self.auto = Auto(trainer) if self.config.pipeline.is_auto else None
+        nats = wanted_nats(trainer.pipeline.codecs.forward)
+        self.goal = None if nats is None else Goal(trainer, nats)
+        self.checked_bytes = 0  # that this rank sent for checks of the goal
         self.choices: list[Choice] = []
         try:
             self.start = self._begin()
@@ -144,9 +148,9 @@ class Run:
         if self.auto is not None and self.auto.due(metrics):
             self._choose_formats(self.auto, done)
         if done == self.config.codec_warmup_steps:
-            for place, codec in trainer.chosen().items():
-                if self.progress is not None:
-                    self.progress.say(f"{place}: {codec}")
+            self._say_chosen()
+        if self.goal is not None and self.goal.due(done):
+            self._check(self.goal, done)
         if run.checkpoint_every and (done % run.checkpoint_every == 0 or done == run.steps):
             snapshot = state.collect(trainer.pipeline, trainer.optimizer)
             self.checkpoints.save(done, snapshot, self._manifest(), trainer.side)
@@ -212,7 +216,8 @@ class Run:
             weights = export.gather_weights(trainer.modules, self._messages("saving")) if first else {}
             together(partial(self._save_model, weights), trainer.side)
         chosen = trainer.chosen()
-        stated = gather_json([memory_of(trainer), trainer.sent_outside_steps()], trainer.side)
+        sent = trainer.sent_outside_steps() | ({EVALUATION: self.checked_bytes} if self.checked_bytes else {})
+        stated = gather_json([memory_of(trainer), sent], trainer.side)
         summary: dict[str, Any] = {}
         if self.recorder is not None:  # which knows the steps of earlier attempts
             evaluations = self.recorder.evaluations
@@ -330,6 +335,23 @@ class Run:
         if self.trainer.rank == 0:
             log.info("%s", choice)
         self._note_formats(choice)
+
+    def _check(self, goal: Goal, done: int) -> None:
+        """Compare what the formats cost with the goal, and show it."""
+        sent = _evaluation_bytes()
+        check = goal.check(done)
+        self.checked_bytes += _evaluation_bytes() - sent
+        if self.trainer.rank == 0 and not check.reached:
+            log.warning("%s", check)
+        elif self.progress is not None:
+            self.progress.say(str(check))
+        if check.bits:
+            self._say_chosen()
+
+    def _say_chosen(self) -> None:
+        for place, codec in self.trainer.chosen().items():
+            if self.progress is not None:
+                self.progress.say(f"{place}: {codec}")
 
     def _restore_formats(self, stored: Any) -> None:
         if self.auto is not None:

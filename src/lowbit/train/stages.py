@@ -141,8 +141,13 @@ class Pipeline:
             stage.set_codecs(dict(enumerate(codecs.forward)), dict(enumerate(codecs.backward)))
         self._compile_kernels()
 
+    def raise_rates(self, bits: float) -> None:
+        """Raise the rates that the warm-up chose, from the next step on; every rank calls it, with the same number."""
+        for stage in self.lowbit_stages.values():
+            stage.raise_rates(bits)
+
     def look_ahead(self, ahead: bool) -> None:
-        """Whether steps end with receives of the next one; not before `use_codecs` (`LowBitStage.set_codecs`)."""
+        """Whether steps end with receives of the next one; not before `use_codecs` and `raise_rates`."""
         for stage in self.lowbit_stages.values():
             stage.looks_ahead = ahead
 

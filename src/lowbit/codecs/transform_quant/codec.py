@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,6 +20,7 @@ from lowbit.codecs.subspace_quant.reference_basis import Basis, follow, renew
 from lowbit.codecs.subspace_quant.session import BasisSession
 from lowbit.codecs.transform_quant.basis import coefficients, tokens
 from lowbit.codecs.transform_quant.layout import TransformGeometry, transform_geometry
+from lowbit.codecs.transform_quant.loss import bits_for_loss
 from lowbit.codecs.transform_quant.rate import coded_bits
 from lowbit.codecs.transform_quant.reference import decode, encode
 from lowbit.kernels import apart, implementation
@@ -28,6 +30,7 @@ log = logging.getLogger(__name__)
 MOST = 16.0  # bits
 CODED = {"token": 3.0, "message": 1.875}  # bits of an element for symbols, where no rate is set, by `step`
 GRAIN = 64  # rates to a bit that can be chosen
+DECIBELS = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,11 +91,18 @@ class TransformQuant(StatefulCodec):
             activations; "message": it is the same for all, which suits gradients.
         decibels: signal over noise that "auto" wants, more than 0 and at most 80. The basis is less good in a run than
             for the message that was looked at: it will be about 2 dB less, and much less while a model changes fast.
+        nats: in place of `decibels`, what "auto" shall cost: how much higher the loss may be with the coded activations
+            of all boundaries, more than 0. In the last step of the warm-up but one, each sender looks at the first
+            activations and at their gradient, and takes the rate at which the expected cost of all boundaries together
+            is this, each an equal part. Gradients get 1 bit less than the activations of their boundary, as without
+            `bits`. The loss is taken to be the mean over the tokens of a message. It is a forecast: see
+            `LowBitStage.raise_rates`, and `lowbit train`, which measures and raises.
     """
 
     bits: float | Literal["auto"] | None = None
     step: Literal["token", "message"] = "token"
-    decibels: float = 30.0
+    decibels: float = DECIBELS
+    nats: float | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.bits, str | bool):
@@ -101,13 +111,20 @@ class TransformQuant(StatefulCodec):
         elif self.bits is not None:
             object.__setattr__(self, "bits", _number("bits", self.bits, MOST, ", or 'auto'"))
         object.__setattr__(self, "decibels", _number("decibels", self.decibels, 80.0))
+        if self.nats is not None:
+            object.__setattr__(self, "nats", _number("nats", self.nats, sys.float_info.max))
+            if self.bits != "auto":
+                raise ValueError(f"nats is {self.nats:g}, and bits is {self.bits!r}; allowed with nats: bits='auto'")
+            if self.decibels != DECIBELS:
+                raise ValueError(f"nats is {self.nats:g}, and decibels is {self.decibels:g}; allowed: one of them")
         if self.step not in CODED:
             raise ValueError(f"step is {self.step!r}; allowed: 'token', 'message'")
 
     def __repr__(self) -> str:
         """The settings, without a rate that is left to the shape, and the error only where it is asked for."""
         bits = "" if self.bits is None else f"bits={self.bits!r}, "
-        wanted = f", decibels={self.decibels!r}" if self.bits == "auto" else ""
+        wanted = f", decibels={self.decibels!r}" if self.nats is None else f", nats={self.nats!r}"
+        wanted = wanted if self.bits == "auto" else ""
         return f"{type(self).__name__}({bits}step={self.step!r}{wanted})"
 
     @property
@@ -118,20 +135,54 @@ class TransformQuant(StatefulCodec):
         """The format with one step for all tokens, and the same rate, or a bit less where none is set."""
         return replace(self, step="message")
 
+    @property
+    def wanted_nats(self) -> float | None:
+        return self.nats
+
     def choose(self, x: Tensor) -> int:
         """The rate for messages like `x`, (..., C), in 64ths of a bit; that of None where this one does not tell."""
+        if self.nats is not None:
+            return self._rate(x.shape, None, "it has had no gradient before the last step of the warm-up")
         rows, channels = _folded(x.shape)
-        geo = replace(self, bits=None).geometry(x.shape)
+        geo = self._unset.geometry(x.shape)
         with apart(x.device):
             coded = coded_bits(x.detach().reshape(rows, channels), self.decibels, geo)
-        if coded is None:
-            log.warning("a message of %s is zeros, or has NaN or Inf: %g bits", tuple(x.shape), CODED[self.step])
-            coded = CODED[self.step]
-        size = geo.overhead() + x.numel() * coded / 8
-        return min(int(MOST * GRAIN), math.ceil(max(size, geo.least()) * 8 * GRAIN / x.numel()))
+        return self._rate(x.shape, coded, "it is zeros, or has NaN or Inf")
+
+    def choose_by_loss(self, x: Tensor, gradient: Tensor, part: float, *, backward: bool) -> int:
+        rows, channels = _folded(x.shape)
+        codec = replace(self._unset, step="token") if backward else self._unset
+        with apart(x.device):
+            x_RC, gradient_RC = (each.detach().reshape(rows, channels) for each in (x, gradient))
+            coded = bits_for_loss(x_RC, gradient_RC, part * (self.nats or 0.0), codec.geometry(x.shape))
+        less = (CODED["token"] - CODED["message"]) * backward
+        coded = None if coded is None else max(0.0, coded - less)
+        return self._rate(x.shape, coded, "it or its gradient is zeros, or has NaN or Inf")
 
     def settle(self, choice: int) -> TransformQuant:
-        return self if self.settled else replace(self, bits=choice / GRAIN)
+        return self if self.settled else replace(self._unset, bits=choice / GRAIN or None)
+
+    def raised(self, choice: int, bits: float) -> int:
+        return min(int(MOST * GRAIN), choice + math.ceil(bits * GRAIN)) if choice else 0
+
+    @property
+    def _unset(self) -> TransformQuant:
+        """This format without a rate."""
+        return replace(self, bits=None, nats=None)
+
+    def _rate(self, shape: Sequence[int], coded: float | None, why: str) -> int:
+        """The choice that gives symbols so many bits of an element; None: as where no rate is set, and a warning.
+
+        0, which stands for no set rate, where everything else takes more than the most that can be set.
+        """
+        if coded is None:
+            log.warning("a message of %s chooses no rate: %s; taken: %g bits", tuple(shape), why, CODED[self.step])
+            coded = CODED[self.step]
+        geo, numel = self._unset.geometry(shape), math.prod(shape)
+        size = geo.overhead() + numel * coded / 8
+        if 8 * geo.least() > MOST * numel:
+            return 0
+        return min(int(MOST * GRAIN), math.ceil(max(size, geo.least()) * 8 * GRAIN / numel))
 
     def format_nbytes(self, shape: Sequence[int]) -> int:
         geo, numel = self.geometry(shape), math.prod(shape)

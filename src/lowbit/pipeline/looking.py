@@ -1,0 +1,64 @@
+"""What one end of a boundary looks at in the last step of the warm-up but one: activations and their gradients.
+
+A codec that has a goal in loss (`StatefulCodec.wanted_nats`) needs both. They cross at full precision then, so both
+ends see them. What the sender proposes from them is its choice in the last step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from torch import Tensor
+
+from lowbit.codecs.stateful import StatefulCodec
+from lowbit.pipeline.states import States
+
+
+class Look:
+    """The two directions of a boundary, at one end.
+
+    Of each tensor that is learned from, the activations of the first micro-batch are kept until their gradient has
+    crossed.
+
+    Args:
+        boundaries: of the pipeline, each of which gets an equal part of the goal.
+    """
+
+    def __init__(self, boundaries: int) -> None:
+        self._boundaries = boundaries
+        self._states: list[tuple[StatefulCodec, States, bool]] = []
+        self._learned: Sequence[Sequence[int]] = ()  # by micro-batch
+        self._seen: dict[tuple[int, int], tuple[int, Tensor | None]] = {}  # by tensor and width; and its micro-batch
+
+    def add(self, codec: object, states: States, *, backward: bool) -> None:
+        """Add a direction, where its codec has a goal."""
+        if isinstance(codec, StatefulCodec) and not codec.settled and codec.wanted_nats is not None:
+            self._states.append((codec, states, backward))
+
+    def use(self, learned: Sequence[Sequence[int]]) -> None:
+        """From now on, these of the tensors that cross with each micro-batch get gradients, in this order."""
+        self._learned = learned
+
+    def activations(self, index: int, micro_batch: int, x: Tensor) -> None:
+        """Activations cross: tensor `index` of their micro-batch."""
+        if self._states and index in self._learned[micro_batch]:
+            key = index, x.shape[-1] if x.dim() else 1
+            if key not in self._seen:
+                self._seen[key] = micro_batch, x.detach().clone()
+
+    def gradient(self, index: int, micro_batch: int, gradient: Tensor) -> None:
+        """A gradient crosses: number `index` of those of its micro-batch."""
+        if not self._states:
+            return
+        tensor = self._learned[micro_batch][index]
+        key = tensor, gradient.shape[-1] if gradient.dim() else 1
+        seen_with, x = self._seen.get(key, (None, None))
+        if x is None or seen_with != micro_batch:
+            return
+        self._seen[key] = micro_batch, None
+        slot = x.shape, x.dtype
+        part = 1 / (self._boundaries * len(self._learned[micro_batch]))
+        for codec, states, backward in self._states:
+            choose = partial(codec.choose_by_loss, x, gradient, part, backward=backward)
+            states.propose(index if backward else tensor, slot, choose)

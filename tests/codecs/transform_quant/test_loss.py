@@ -1,0 +1,123 @@
+"""`TransformQuant(bits="auto", nats=...)`: a rate by what the error is expected to cost of the loss."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowbit.codecs import TransformQuant, parse
+from lowbit.codecs.transform_quant.loss import bits_for_loss, expected_cost
+from tests.codecs.transform_quant.test_transform_quant import crossed, ends, tokens
+
+ROWS, CHANNELS = 256, 64
+
+
+def example() -> tuple[Tensor, Tensor]:
+    """Activations with a few large tokens, and gradients that differ by token."""
+    g = torch.Generator().manual_seed(3)
+    x = tokens((ROWS, CHANNELS), seed=0, directions=8) + 0.01 * torch.randn(ROWS, CHANNELS, generator=g)
+    x[::50] *= 5
+    gradient = torch.randn(ROWS, CHANNELS, generator=g) * torch.rand(ROWS, 1, generator=g) / ROWS
+    return x, gradient
+
+
+def test_the_expected_cost_is_that_of_the_definition() -> None:
+    _, gradient = example()
+    error = 0.1 * torch.randn(ROWS, CHANNELS, generator=torch.Generator().manual_seed(0))
+    expected = 0.0
+    for t in range(ROWS):  # (g . e)^2 in the mean over errors with the same square in all directions
+        square = sum(float(value) ** 2 for value in error[t]) / CHANNELS
+        expected += ROWS / 2 * sum(float(value) ** 2 for value in gradient[t]) * square
+    assert expected_cost(error, gradient) == pytest.approx(expected, rel=1e-5)
+    signs = (
+        torch.randn(2000, ROWS, CHANNELS, generator=torch.Generator().manual_seed(1))
+        * error.square().mean(1, keepdim=True).sqrt()
+    )
+    felt = (signs * gradient).sum((1, 2)).square().mean()  # errors of tokens are independent: their sum is as good
+    assert ROWS / 2 * float(felt) == pytest.approx(expected, rel=0.15)
+
+
+@pytest.mark.parametrize("step", ["token", "message"])
+@pytest.mark.parametrize("nats", [0.1, 0.01, 0.001])
+def test_the_rate_that_is_chosen_costs_about_what_is_wanted(nats: float, step: str) -> None:
+    x, gradient = example()
+    codec = TransformQuant(bits="auto", nats=2 * nats, step=step)
+    settled = codec.settle(codec.choose_by_loss(x, gradient, 0.5, backward=False))
+    assert settled.settled
+    assert settled.nats is None
+    sender, receiver = ends(settled, (ROWS, CHANNELS))
+    for _ in range(12):
+        y = crossed(sender, receiver, x)
+    assert 0.4 < expected_cost(y - x, gradient) / nats < 1.6
+
+
+def test_a_quarter_of_the_cost_takes_a_bit_more_and_gradients_a_bit_less() -> None:
+    x, gradient = example()
+    geo = TransformQuant().geometry(x.shape)
+    bits = [bits_for_loss(x, gradient, nats, geo) or 0.0 for nats in (4e-4, 1e-4)]
+    assert bits[1] - bits[0] == pytest.approx(1, abs=0.1)
+    assert bits_for_loss(x, 2 * gradient, 4e-4, geo) == pytest.approx(bits[1], abs=0.02)
+    codec = TransformQuant(bits="auto", nats=1e-4)
+    rates = [codec.choose_by_loss(x, gradient, 1.0, backward=False) / 64]
+    rates.append(codec.for_gradients().choose_by_loss(x, gradient, 1.0, backward=True) / 64)
+    assert 0.95 < rates[0] - rates[1] < 1.2  # a gradient has no norms to send
+
+
+def test_rates_stay_between_the_least_and_the_most() -> None:
+    x, gradient = example()
+    least = TransformQuant(bits="auto", nats=1e9)
+    settled = least.settle(least.choose_by_loss(x, gradient, 1.0, backward=False))
+    assert settled.nbytes(x.shape) < 0.6 * x.numel() / 8 * 2
+    crossed(*ends(settled, (ROWS, CHANNELS)), x)
+    assert TransformQuant(bits="auto", nats=1e-30).choose_by_loss(x, gradient, 1.0, backward=False) == 16 * 64
+    codec = TransformQuant(bits="auto", nats=0.01)
+    assert codec.raised(64, 0.5) == 96
+    assert codec.raised(1000, 2.0) == 1024
+
+
+@pytest.mark.parametrize("bad", [0.0, math.nan, math.inf])
+@pytest.mark.parametrize("which", ["activations", "gradients"])
+def test_what_tells_nothing_chooses_the_rate_of_none(bad: float, which: str, caplog: pytest.LogCaptureFixture) -> None:
+    x, gradient = example()
+    (x if which == "activations" else gradient).fill_(bad)
+    codec = TransformQuant(bits="auto", nats=0.01)
+    chosen = codec.choose_by_loss(x, gradient, 1.0, backward=False)
+    assert abs(chosen / 64 - TransformQuant().bits_per_element(x.shape)) < 0.1
+    assert "or its gradient is zeros, or has NaN or Inf" in caplog.text
+
+
+def test_a_token_of_nan_does_not_count() -> None:
+    x, gradient = example()
+    geo = TransformQuant().geometry(x.shape)
+    x[3], gradient[3] = 0, 0
+    assert bits_for_loss(x, gradient, 0.01, geo) == pytest.approx(bits_for_loss(*example(), 0.01, geo), abs=0.1)
+
+
+@pytest.mark.parametrize("shape", [(1, 600), (300, 1), (1, 1), (2, 5, 7)])
+def test_unusual_shapes_get_a_rate(shape: tuple[int, ...]) -> None:
+    g = torch.Generator().manual_seed(0)
+    x, gradient = torch.randn(shape, generator=g), torch.randn(shape, generator=g)
+    codec = TransformQuant(bits="auto", nats=0.01)
+    settled = codec.settle(codec.choose_by_loss(x, gradient, 1.0, backward=False))
+    crossed(*ends(settled, shape), x)
+
+
+@pytest.mark.parametrize("nats", [0, 0.0, -1, math.nan, math.inf, "0.1", True])
+def test_goals_that_are_none_are_errors(nats: object) -> None:
+    with pytest.raises(ValueError, match="nats is .*; allowed: a number above 0"):
+        TransformQuant(bits="auto", nats=nats)
+
+
+def test_a_goal_goes_with_auto_alone() -> None:
+    for bits in (None, 3.0):
+        with pytest.raises(ValueError, match="nats is 0.01, and bits is .*; allowed with nats: bits='auto'"):
+            TransformQuant(bits=bits, nats=0.01)
+    with pytest.raises(ValueError, match="nats is 0.01, and decibels is 34; allowed: one of them"):
+        TransformQuant(bits="auto", nats=0.01, decibels=34)
+    codec = TransformQuant(bits="auto", nats=0.005)
+    assert repr(codec) == "TransformQuant(bits='auto', step='token', nats=0.005)"
+    assert parse(repr(codec)) == codec
+    assert codec.for_gradients() == TransformQuant(bits="auto", nats=0.005, step="message")

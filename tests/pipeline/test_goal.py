@@ -1,0 +1,175 @@
+"""A goal in loss: rates that follow from activations and gradients in the warm-up, and rates that are raised."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, cast
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lowbit.codecs import TransformQuant
+from lowbit.pipeline import LowBitStage, emulate_
+from tests.pipeline import toy
+from tests.processes import Ranks
+
+GOAL = TransformQuant(bits="auto", nats=0.01)
+WARM, RAISED = 3, 5  # steps before
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets, both (8, 40, WIDTH): more tokens than `toy.batch` has."""
+    generator = torch.Generator().manual_seed(100 + step)
+    shape = (toy.ROWS * toy.MICRO_BATCHES, 40, toy.WIDTH)
+    return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
+
+
+@mock.patch.object(toy, "batch", batch)
+def in_pipeline(schedule: str, stops: tuple[int, ...] = (), codec: TransformQuant = GOAL) -> Any:
+    """Losses, choices before and after rates are raised, and bytes of each step; restarts from checkpoints."""
+    make = toy.lowbit(forward=codec, warmup_steps=WARM, timeout=30)
+    run, losses, chosen, sent = toy.Run(schedule, make), [], [], []
+    for step in range(8):
+        stages = cast("list[LowBitStage]", run.stages)
+        if step in stops:
+            kept = [(stage.codec_state_dict(), stage.submod.state_dict()) for stage in stages]
+            run = toy.Run(schedule, make)
+            stages = cast("list[LowBitStage]", run.stages)
+            for stage, (state, weights) in zip(stages, kept, strict=True):
+                stage.submod.load_state_dict(weights)
+                stage.load_codec_state_dict(state)
+        if step == RAISED:
+            chosen.append({name: codec for stage in stages for name, codec in stage.chosen().items()})
+            for stage in stages:
+                stage.raise_rates(1.5)
+        for stage in stages:
+            stage.looks_ahead = step != RAISED - 1
+            stage.traffic.reset()
+        run.train(step)
+        run.evaluate(step)
+        losses += run.losses[-toy.MICRO_BATCHES :]
+        sent.append(sum(stage.traffic.forward_bytes for stage in stages))
+    chosen.append({name: codec for stage in stages for name, codec in stage.chosen().items()})
+    return losses, chosen, sent
+
+
+def in_one_process(codec: TransformQuant = GOAL) -> Any:
+    model = nn.Sequential(*toy.blocks(2))
+    emulation = emulate_(model, at=["0"], forward=codec, warmup_steps=WARM)
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for step in range(8):
+        if step == RAISED:
+            emulation.raise_rates(1.5)
+        x, target = batch(step)
+        optimizer.zero_grad()
+        for part, wanted in zip(x.split(toy.ROWS), target.split(toy.ROWS), strict=True):
+            loss = toy.loss_of(model(part), wanted)
+            loss.backward()
+            losses.append(loss.detach())
+        for p in model.parameters():
+            assert p.grad is not None
+            p.grad /= toy.MICRO_BATCHES
+        optimizer.step()
+        emulation.step()
+    return losses, emulation.chosen()
+
+
+def equal(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def bits(codec: Any) -> float:
+    return codec.bits
+
+
+def test_both_ends_choose_by_loss_and_raise_together(ranks: Ranks) -> None:
+    first, last = ranks.run(in_pipeline, "1f1b")
+    [(expected, chosen)] = ranks.run(in_one_process, ranks=1)
+    assert equal(last[0], expected)
+    assert chosen == first[1][1] | last[1][1]
+    (forward, raised), (backward, more) = (
+        [next(iter(each.values())) for each in outcome[1]] for outcome in (first, last)
+    )
+    assert bits(raised) == pytest.approx(min(16, bits(forward) + 1.5))
+    assert bits(more) == pytest.approx(min(16, bits(backward) + 1.5))
+    assert backward.step == "message"
+    assert 0.9 < bits(forward) - bits(backward) < 2, "gradients get a bit less"
+    sent = first[2]
+    assert sent[0] > sent[RAISED] > sent[RAISED - 1]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zero-bubble", pytest.param("zbv")])
+def test_schedules_choose_alike(ranks: Ranks, schedule: str) -> None:
+    outcomes = ranks.run(in_pipeline, schedule)
+    for _, chosen, _ in outcomes:
+        assert chosen[0]
+        assert all(0 < bits(codec) <= 16 for codec in chosen[0].values())
+    boundaries = 3 if schedule != "gpipe" else 1
+    assert sum(len(chosen[0]) for _, chosen, _ in outcomes) == 2 * (boundaries - (schedule == "zbv"))
+
+
+@pytest.mark.parametrize("stop", [WARM - 1, WARM, RAISED + 1])
+def test_a_restart_keeps_what_was_seen_chosen_and_raised(ranks: Ranks, stop: int) -> None:
+    through, resumed = ranks.run(in_pipeline, "1f1b"), ranks.run(in_pipeline, "1f1b", (stop,))
+    for a, b in zip(through, resumed, strict=True):
+        assert equal(a[0], b[0])
+        assert a[1:] == b[1:]
+
+
+def test_a_stricter_goal_takes_more_bits(ranks: Ranks) -> None:
+    rates = []
+    for nats in (0.04, 0.01):
+        codec = TransformQuant(bits="auto", nats=nats)
+        [(_, chosen)] = ranks.run(in_one_process, codec, ranks=1)
+        rates.append(bits(chosen["boundary 0 forward, tensor 0, width 24"]))
+    assert rates[1] - rates[0] == pytest.approx(1, abs=0.1)
+
+
+def test_an_emulation_takes_batches_in_any_order_and_restores_what_it_proposed() -> None:
+    found = []
+    for order in ((0, 1), (1, 0)):
+        model = nn.Sequential(*toy.blocks(2))
+        emulation = emulate_(model, at=["0"], forward=GOAL, warmup_steps=2)
+        for number in range(2):
+            losses = [toy.loss_of(model(part), batch(1)[1][:2]) for part in batch(1)[0].split(2)]
+            for i in order if not number else (0, 1):
+                losses[i].backward()
+            emulation.step()
+            if not number:
+                state = emulation.state_dict()
+                emulation.remove()
+                emulation = emulate_(model, at=["0"], forward=GOAL, warmup_steps=2)
+                emulation.load_state_dict(state)
+        found.append(emulation.chosen())
+    assert found[0] != found[1], "each looks at the batch whose gradient comes first"
+
+
+def test_no_gradient_is_a_warning_and_the_rate_of_none(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(*toy.blocks(2))
+    emulation = emulate_(model, at=["0"], forward=GOAL, warmup_steps=2)
+    for _ in range(3):
+        with torch.no_grad():
+            model(batch(0)[0])
+        emulation.step()
+    assert "has had no gradient before the last step of the warm-up; taken: 2.875 bits" in caplog.text
+    [codec] = emulation.chosen().values()
+    assert bits(codec) == pytest.approx(TransformQuant().bits_per_element(batch(0)[0].shape), abs=0.1)
+
+
+def test_a_goal_needs_two_steps_of_warm_up() -> None:
+    for steps in (0, 1):
+        with pytest.raises(
+            ValueError, match=f"warmup_steps is {steps}, and forward has .*nats=0.01.*by gradients; allowed: at least 2"
+        ):
+            emulate_(nn.Sequential(nn.Identity()), at=["0"], forward=GOAL, warmup_steps=steps)
+
+
+def test_rates_are_raised_by_a_number_and_after_the_warm_up() -> None:
+    emulation = emulate_(nn.Sequential(nn.Identity()), at=["0"], forward=GOAL, warmup_steps=2)
+    for wrong in (0, -1.0, math.nan, math.inf, "1", True):
+        with pytest.raises(ValueError, match="bits is .*; allowed: a number above 0"):
+            emulation.raise_rates(cast("float", wrong))
+    with pytest.raises(ValueError, match="rates are raised before they were chosen"):
+        emulation.raise_rates(1.0)

@@ -1,0 +1,156 @@
+"""A goal in loss that a run measures and keeps."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from lowbit.codecs import Cast, TransformQuant, parse
+from lowbit.train import ConfigError, TrainConfig, goal, train
+from lowbit.train.config import FULL_PRECISION
+from lowbit.train.goal import Check, judged, wanted_nats
+from lowbit.train.metrics import EVALUATION
+from lowbit.train.prepare import prepare
+from tests.processes import Ranks
+from tests.train.runs import again, curve, tiny
+
+LIMIT = 110
+GOAL = "TransformQuant(bits='auto', nats=0.02)"
+
+
+def wide(folder: Path, nats: str = "0.02", **sections: dict[str, Any]) -> TrainConfig:
+    """A run with messages long enough that rates differ."""
+    pipeline = {"forward": GOAL.replace("0.02", nats), "warmup_steps": 4, "microbatches": 2}
+    data = {"sequence": 64, "batch": 4}
+    return tiny(folder, **{"data": data, "pipeline": pipeline, "run": {"steps": 12}} | sections)
+
+
+def test_a_check_compares_the_cost_beyond_its_error_with_the_goal() -> None:
+    met = judged(16, 0.02, [(0.01, 100.0), (0.03, 100.0)])
+    assert (met.cost, met.error, met.bits) == (pytest.approx(0.02), pytest.approx(0.01), 0.0)
+    assert str(met) == "goal of 0.02 nats: the codecs cost 0.02 ± 0.01 after step 16, which meets it"
+    assert judged(16, 0.02, [(0.01, 100.0), (0.05, 100.0)]).bits == 0.0, "within the error"
+    assert judged(16, 0.02, [(0.02, 300.0), (0.06, 100.0)]).cost == pytest.approx(0.03), "by tokens"
+    missed = judged(32, 0.02, [(0.08, 100.0), (0.08, 100.0)])
+    assert missed.bits == pytest.approx(1.0), "four times the goal is a bit"
+    assert str(missed).endswith("rates raised by 1.00 bits")
+    assert judged(64, 0.02, [(0.08, 1.0)]).bits == pytest.approx(1.0), "one batch has no error to subtract"
+    for bad in ([(math.nan, 1.0), (0.0, 1.0)], [(math.inf, 1.0)], []):
+        check = judged(16, 0.02, bad)
+        assert check.bits == 0.0
+        assert str(check).endswith("which tells nothing")
+
+
+def test_the_strictest_goal_counts_and_set_rates_have_none() -> None:
+    codecs = [TransformQuant(bits="auto", nats=nats) for nats in (0.1, 0.01)]
+    assert wanted_nats([Cast(), TransformQuant(bits=3.0), *codecs]) == 0.01
+    assert wanted_nats([Cast(), TransformQuant(), TransformQuant(bits="auto")]) is None
+
+
+def outcome(config: TrainConfig, after: tuple[int, ...], cost: float | None = None, failing: int = 0) -> Any:
+    """What a run chose, and its checks; `cost` in place of what is measured."""
+    checks: list[Check] = []
+    check = goal.Goal.check
+
+    def noted(self: goal.Goal, done: int) -> Check:
+        checks.append(check(self, done))
+        return checks[-1]
+
+    def stop(metrics: Any) -> None:
+        if metrics.step == failing:
+            raise KeyboardInterrupt
+
+    patches: dict[str, Any] = {"check": noted}
+    if cost is not None:
+        patches["_differences"] = lambda _: [(cost, 1.0), (cost, 1.0)]
+    with mock.patch.object(goal, "AFTER", after), mock.patch.multiple(goal.Goal, **patches):
+        summary = train(config, on_step=stop)
+    assert summary.held_out_loss is not None
+    assert summary.held_out_loss_codecs is not None
+    return summary.chosen, checks, summary.held_out_loss_codecs - summary.held_out_loss
+
+
+def bits(chosen: dict[str, str]) -> dict[str, float]:
+    return {place: parse(codec).bits for place, codec in chosen.items()}  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_run_measures_the_cost_and_keeps_rates_that_meet_the_goal(ranks: Ranks, tmp_path: Path) -> None:
+    (chosen, checks, cost), other = ranks.run(outcome, wide(tmp_path, "0.5"), (2, 5), timeout=LIMIT)
+    assert other[:2] == (chosen, checks)
+    assert [check.step for check in checks] == [6, 9]
+    assert all(check.bits == 0 and check.reached and check.cost < 0.5 for check in checks)
+    assert len(chosen) == 2
+    assert abs(cost) < 0.5
+    evaluated = [_sent_for_evaluations(tmp_path)]
+    ranks.run(outcome, wide(tmp_path, "0.5"), (), timeout=LIMIT)
+    evaluated.append(_sent_for_evaluations(tmp_path))
+    assert evaluated[0] > 2 * evaluated[1], "what the checks sent is counted"
+
+
+def _sent_for_evaluations(folder: Path) -> int:
+    return json.loads((folder / "run" / "summary.json").read_text())["parts"][EVALUATION]
+
+
+def test_all_ranks_raise_their_rates_together(ranks: Ranks, tmp_path: Path) -> None:
+    kept = ranks.run(outcome, wide(tmp_path / "kept"), (2, 5), 0.0, timeout=LIMIT)[0]
+    (chosen, checks, _), other = ranks.run(outcome, wide(tmp_path / "raised"), (2, 5), 0.04, timeout=LIMIT)
+    assert other[:2] == (chosen, checks)
+    assert [check.bits for check in checks] == [pytest.approx(0.5)] * 2
+    before, after = bits(kept[0]), bits(chosen)
+    assert after == {place: pytest.approx(rate + 1) for place, rate in before.items()}
+    rates = [line["bits_forward"] for line in map(json.loads, (tmp_path / "raised/run/metrics.jsonl").open())]
+    assert rates[5] + 0.4 < rates[6] < rates[6 + 3] - 0.4, "from the step after each check"
+
+
+def test_ranks_that_measure_otherwise_still_agree(ranks: Ranks, tmp_path: Path) -> None:
+    (chosen, checks, _), other = ranks.run(apart, wide(tmp_path), timeout=LIMIT)
+    assert other[:2] == (chosen, checks)
+    assert checks[0].bits == pytest.approx(0.5)
+
+
+def apart(config: TrainConfig) -> Any:
+    """Rank 0 measures no cost, rank 1 twice what is allowed."""
+    import torch.distributed as dist
+
+    def differences(self: goal.Goal) -> list[tuple[float, float]]:
+        return [(0.04 * dist.get_rank(), 1.0)]
+
+    with mock.patch.object(goal.Goal, "_differences", differences):
+        return outcome(config, (2,))
+
+
+def test_a_resumed_run_continues_with_raised_rates(ranks: Ranks, tmp_path: Path) -> None:
+    through = wide(tmp_path / "through")
+    stopped = wide(tmp_path / "stopped", run={"steps": 12, "checkpoint_every": 7})
+    expected = ranks.run(outcome, through, (2, 5), 0.04, timeout=LIMIT)
+    ranks.outcomes(outcome, stopped, (2, 5), 0.04, 8, timeout=LIMIT)
+    resumed = again(stopped, run={"resume": True, "overwrite": False})
+    found = ranks.run(outcome, resumed, (2, 5), 0.04, timeout=LIMIT)
+    assert [each[0] for each in found] == [each[0] for each in expected]
+    assert [check.step for check in found[0][1]] == [9], "the check before the checkpoint is not made again"
+    assert curve(resumed) == curve(through)
+
+
+def test_a_goal_that_cannot_be_met_is_said_and_training_continues(ranks: Ranks, tmp_path: Path) -> None:
+    (chosen, checks, _), _ = ranks.run(outcome, wide(tmp_path, "1e-12"), (2, 5), 0.1, timeout=LIMIT)
+    assert set(bits(chosen).values()) == {16.0}
+    assert not checks[-1].reached
+    assert str(checks[-1]).endswith("at the most bits: it cannot be met; training continues with these")
+
+
+@pytest.mark.parametrize("nats", ["0", "-0.1", "float('nan')", "'little'"])
+def test_goals_that_are_none_stop_a_run_before_it_starts(tmp_path: Path, nats: str) -> None:
+    with pytest.raises(ConfigError, match=r"pipeline.forward: "):
+        prepare(wide(tmp_path, nats), ranks=2)
+
+
+def test_a_goal_needs_a_warm_up(tmp_path: Path) -> None:
+    config = wide(tmp_path)
+    with pytest.raises(ConfigError, match=r"pipeline.warmup_steps is 1, and .*nats=0.02.*; allowed: at least 2"):
+        prepare(again(config, pipeline={"warmup_steps": 1}), ranks=2)
+    assert prepare(again(config, pipeline={"forward": [FULL_PRECISION]}), ranks=2)
