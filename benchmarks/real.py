@@ -155,7 +155,7 @@ class Reading:
             return (begin + piece)[:length]
         turns = [(QUESTION, self._tokenizer.decode(piece))]
         messages = [m for q, a in turns for m in ({"role": "user", "content": q}, {"role": "assistant", "content": a})]
-        written = self._tokenizer.apply_chat_template(messages, tokenize=False)
+        written: Any = self._tokenizer.apply_chat_template(messages, tokenize=False)
         return self._tokenizer(written, add_special_tokens=False)["input_ids"][:length]
 
 
