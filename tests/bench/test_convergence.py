@@ -4,16 +4,18 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from lowbit.bench import convergence
 from lowbit.bench.convergence import COMMAND, ConvergenceBenchmark, planned, recipe, summarized
-from lowbit.bench.training import Recipe
+from lowbit.bench.training import Recipe, train
 from lowbit.codecs import Cast, parse
 from lowbit.config import build
 from lowbit.report import Report, run
-from lowbit.train.config import DataConfig, ModelConfig, OptimizerConfig
+from lowbit.train.config import DataConfig, LoraConfig, ModelConfig, OptimizerConfig
 from lowbit.train.data import load_data
 from tests.bench.shown import shown
+from tests.evaluate.models import write_checkpoint
 
 FP32 = Cast()
 LOSS = {"fp32": 2.0, "int4": 2.5, "tah-quant": 2.25, "aq-sgd": 2.125}
@@ -43,7 +45,12 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
                 Path(keep).parent.mkdir(exist_ok=True)
                 Path(keep).touch()
             ways = zip(("forward", "backward"), convergence.codec_pair(one["boundary"], one["backward"]), strict=True)
-            yield {**one, **{way: repr(codec) for way, codec in ways}, "loss": LOSS[one["boundary"]] + one["seed"]}
+            yield {
+                **one,
+                **{way: repr(codec) for way, codec in ways},
+                "loss": LOSS[one["boundary"]] + one["seed"],
+                "loss_through_codecs": None,
+            }
 
     monkeypatch.setattr(convergence, "train_all", train_all)
     return log
@@ -120,6 +127,26 @@ def test_real_runs_in_two_processes(settings: ConvergenceBenchmark, tmp_path: Pa
     assert found["finetune", "aq-sgd"]["state_bytes"] > 0
     assert abs(found["finetune", "aq-sgd"]["over_fp32"]) < 0.1
     assert [path.suffix for path in Path(settings.folder).iterdir()] == [".pt"]
+
+
+def test_adapters_alone_are_trained_and_the_losses_are_those_with_and_without_codecs(
+    settings: ConvergenceBenchmark, tmp_path: Path
+):
+    pytest.importorskip("peft")
+    folder = write_checkpoint(tmp_path / "model")
+    settings = dataclasses.replace(
+        settings, regimes=("finetune",), boundaries=("fp32", "GroupInt(bits=2, group=32)"), seeds=(0,), stages=2,
+        model=ModelConfig(pretrained=str(folder)), lora=LoraConfig(rank=2), finetune_lr=1e-2,
+    )  # fmt: skip
+    exact, coarse = run(COMMAND, settings).rows
+    assert exact["loss"] == exact["loss_through_codecs"]
+    assert coarse["over_fp32"] == coarse["loss"] - exact["loss"] != 0
+    assert coarse["over_fp32_codecs"] == coarse["loss_through_codecs"] - exact["loss"] != coarse["over_fp32"]
+    model, _ = train(recipe(settings, "finetune"), "fp32", seed=0)
+    before = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    after = {name.replace("base_layer.", ""): tensor for name, tensor in model.state_dict().items()}
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert any("lora_B" in name and tensor.any() for name, tensor in after.items())
 
 
 DEVICES = [
@@ -206,6 +233,7 @@ def test_the_default_texts_are_on_this_machine_and_apart():
         ({"boundaries": ("SubspaceQuant(directions=300)",)}, "boundaries has .*: directions is 300, .* 1 to 256"),
         ({"stages": 1}, "stages is 1; allowed: at least 2"),
         ({"stages": 9}, r"stages is 9; allowed: at most model.layers \(8\)"),
+        ({"lora": {"rank": 4}}, "lora.rank is 4 and model.pretrained is empty"),
         ({"jobs": 0}, "jobs is 0"),
         ({"device": "gpu"}, "device is 'gpu'; allowed: cpu, cuda"),
         ({"precision": "fp16"}, "precision is 'fp16'; allowed: fp32, bf16"),
@@ -228,6 +256,7 @@ def row(regime: str, boundary: str, seed: int, loss: float, over: float | None) 
     curve = [[10, loss + 1], [20, loss]]
     return {
         "regime": regime, "boundary": boundary, "seed": seed, "loss": loss, "over_fp32": over, "curve": curve,
+        "over_fp32_codecs": None if over is None else 2 * over,
         "bits_forward": bits, "bits_backward": bits, "state_bytes": 2_000_000 * (boundary != "fp32"),
     }  # fmt: skip
 
@@ -258,6 +287,7 @@ def test_means_and_spreads_are_over_seeds_of_one_regime_and_boundary():
     assert second["loss"] == 2.5
     assert second["over_fp32"] == 0.5
     assert second["over_fp32_spread"] == pytest.approx(0.5 / 2**0.5)
+    assert (second["over_fp32_codecs"], third["over_fp32_codecs"]) == (1.0, None)
     assert second["state_mb"] == 2
 
 

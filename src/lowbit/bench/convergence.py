@@ -33,9 +33,10 @@ from lowbit.pipeline.arguments import check_warm_up
 from lowbit.report import Baseline, Column, Command, Points, Row, Table
 from lowbit.report.style import family, recommended, row_name, title_of
 from lowbit.terminal import console
-from lowbit.train.config import DataConfig, ModelConfig, OptimizerConfig
+from lowbit.train.config import DataConfig, LoraConfig, ModelConfig, OptimizerConfig, TrainConfig
 from lowbit.train.corpus import library_files
 from lowbit.train.data import load_data
+from lowbit.train.lora import check_lora
 from lowbit.train.model import hidden_size, vocabulary
 
 Regime = Literal["scratch-warmup", "scratch", "finetune"]
@@ -73,6 +74,8 @@ class ConvergenceBenchmark:
     """Seeds of weights and data order."""
     model: ModelConfig = ModelConfig()
     """Model to train. Fine-tuning starts from `pretrained`, or else from a checkpoint that is trained first."""
+    lora: LoraConfig = LoraConfig()
+    """Adapters that fine-tuning from `model.pretrained` trains in place of all weights."""
     data: DataConfig = DataConfig(sequence=128, batch=4)
     """Text for training from scratch and for the checkpoint. By default, it leaves out the text for fine-tuning."""
     finetune_text: tuple[str, ...] = ()
@@ -116,6 +119,7 @@ class ConvergenceBenchmark:
             activation_policy(boundary)
             if gradient_codec(boundary) and self.data.batch % RANKS:
                 raise ConfigError(f"data.batch is {self.data.batch}; allowed: multiples of {RANKS}")
+        check_lora(TrainConfig(model=self.model, lora=self.lora))
         if not self.model.pretrained and self.stages > self.model.layers:
             raise ConfigError(f"stages is {self.stages}; allowed: at most model.layers ({self.model.layers})")
 
@@ -161,6 +165,7 @@ def recipe(settings: ConvergenceBenchmark, regime: str) -> Recipe:
     steps = {"finetune": settings.finetune_steps, "pretrain": settings.pretrain_steps}
     return Recipe(
         model=_model(settings, regime),
+        lora=settings.lora if finetune else LoraConfig(),
         data=data,
         optimizer=optimizer,
         steps=steps.get(regime, settings.steps),
@@ -186,8 +191,8 @@ def measure(settings: ConvergenceBenchmark, earlier: Sequence[Row]) -> Iterator[
 
     Yields:
         Rows, one for each run: `regime`, `boundary`, `forward` and `backward` (its formats in full), `seed`,
-        `over_fp32` (`loss` minus that of fp32 with the same seed; None without one) and the fields of
-        `lowbit.bench.training.train`.
+        `over_fp32` (`loss` minus that of fp32 with the same seed; None without one), `over_fp32_codecs` (likewise,
+        evaluated through the codecs) and the fields of `lowbit.bench.training.train`.
 
     Raises:
         ConfigError: earlier rows of a boundary have other formats, or a text, folder or device cannot be used.
@@ -263,7 +268,9 @@ def summarized(rows: Sequence[Row]) -> list[Row]:
         groups.setdefault((row["regime"], row["boundary"]), []).append(row)
     result = []
     for (regime, boundary), group in groups.items():
-        over = [row["over_fp32"] for row in group if row["over_fp32"] is not None]
+        over, through = (
+            [row[name] for row in group if row.get(name) is not None] for name in ("over_fp32", "over_fp32_codecs")
+        )
         bits = {name: statistics.fmean(row[name] for row in group) for name in ("bits_forward", "bits_backward")}
         result.append(
             {
@@ -273,6 +280,8 @@ def summarized(rows: Sequence[Row]) -> list[Row]:
                 "loss": statistics.fmean(row["loss"] for row in group),
                 "over_fp32": statistics.fmean(over) if over else None,
                 "over_fp32_spread": statistics.stdev(over) if len(over) > 1 else None,
+                "over_fp32_codecs": statistics.fmean(through) if through else None,
+                "over_fp32_codecs_spread": statistics.stdev(through) if len(through) > 1 else None,
                 "lowest": min(over, default=None),
                 "highest": max(over, default=None),
                 **bits,
@@ -305,7 +314,8 @@ COMMAND = Command(
     free=("regimes", "boundaries", "backward", "seeds", "jobs", "threads", "folder"),
     live=False,
     baselines=[
-        Baseline(field="over_fp32", value="loss", to={"boundary": REFERENCE}, alike=("regime", "seed"), way="minus")
+        Baseline(field=field, value=value, to={"boundary": REFERENCE}, alike=("regime", "seed"), way="minus")
+        for field, value in (("over_fp32", "loss"), ("over_fp32_codecs", "loss_through_codecs"))
     ],
     tables=[
         Table(
@@ -320,6 +330,8 @@ COMMAND = Command(
                 Column("loss", "loss", "{:.4f}"),
                 Column("over\nfp32", "over_fp32", "{:+.4f}"),
                 Column("±", "over_fp32_spread", "{:.4f}"),
+                Column("with\ncodecs", "over_fp32_codecs", "{:+.4f}"),
+                Column("±", "over_fp32_codecs_spread", "{:.4f}"),
                 Column("seeds", "seeds"),
                 Column("state\nMB", "state_mb", "{:.1f}"),
             ],

@@ -25,9 +25,18 @@ from lowbit.codecs import BlockFloat8, Cast, Codec, parse, parse_pair
 from lowbit.config import ConfigError, NonNegative, Positive, build, section
 from lowbit.pipeline import Traffic, emulate_
 from lowbit.train.answers import Answers
-from lowbit.train.config import DataConfig, ModelConfig, OptimizerConfig, PipelineConfig
+from lowbit.train.config import (
+    DataConfig,
+    LoraConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PipelineConfig,
+    RunConfig,
+    TrainConfig,
+)
 from lowbit.train.data import Data, Windows, load_data
 from lowbit.train.layout import make_layout
+from lowbit.train.lora import add_adapters
 from lowbit.train.model import build_model, vocabulary
 from lowbit.train.optim import make_optimizer
 from lowbit.train.single_process import model_loss, train_single_process
@@ -56,6 +65,8 @@ class Recipe:
     """A training run without its boundary and seed."""
 
     model: ModelConfig = ModelConfig()
+    """As in `lowbit train`."""
+    lora: LoraConfig = LoraConfig()
     """As in `lowbit train`."""
     data: DataConfig = DataConfig()
     """As in `lowbit train`."""
@@ -202,6 +213,8 @@ def prepare(recipe: Recipe, seed: int) -> tuple[Data, PreTrainedModel]:
     model = build_model(recipe.model, vocab=vocab, sequence=recipe.data.sequence, seed=seed)
     if recipe.start:
         model.load_state_dict(torch.load(recipe.start, map_location="cpu", weights_only=True))
+    if recipe.lora.rank:
+        add_adapters(model, TrainConfig(model=recipe.model, lora=recipe.lora, run=RunConfig(seed=seed)))
     nn.Module.to(model, torch.device(recipe.device))
     return data, model.train()
 
