@@ -16,7 +16,7 @@ from lowbit.activations.follow import Call, encoded, handles, large_enough, say_
 from lowbit.activations.functions import first_order, owned
 from lowbit.activations.layers import attach_until_backward
 from lowbit.activations.recipes import Recipe, SavedTensors, decoded, release
-from lowbit.activations.remainder import finer
+from lowbit.activations.remainder import coarser, finer
 from lowbit.codecs import Codec
 
 _NAMES = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
@@ -45,7 +45,8 @@ def attention(call: Call, query: Tensor, key: Tensor, value: Tensor, *args: Any,
         inputs = (query, key, value)
         autocast = torch.is_autocast_enabled(out.device.type), torch.get_autocast_dtype(out.device.type)
         # Softmax amplifies errors of q and k: they get more bits than v.
-        codecs = (finer(codec), finer(codec), codec)
+        sharp = finer(coarser(codec))
+        codecs = (sharp, sharp, codec)
         kinds = [(x.shape, x.dtype) for x in inputs]
         trained = mask is not None and mask.requires_grad
         repeat = _Repeat(call.func, options, codecs, random, autocast, _cur_sdpa_kernel_backends(), kinds, trained)

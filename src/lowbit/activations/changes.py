@@ -73,12 +73,13 @@ class Compressed:
         for name, module in modules.items():
             change = next(filter(None, (change(name, module, model, policy) for change in CHANGES)), None)
             kind, forward, formula = change or ("linear" if linear_like(module) else "", None, None)
+            format_of = "gate" if kind == "mlp" and formula == "silu" else kind
             layer = Layer(
                 name=name, own=module.forward, shared=shared, forward=forward, kind=kind, formula=formula,
-                in_graphs=name_of(policy, kind, name),
+                in_graphs=name_of(policy, format_of, name),
             )  # fmt: skip
             if kind:
-                self.bits[name] = (kind, policy.bits_of(kind, name))
+                self.bits[name] = (kind, policy.bits_of(format_of, name))
             # Callers that inspect the signature, such as trainers, see that of the module's own forward.
             module.forward = functools.update_wrapper(
                 functools.partial(followed_forward, module, layer), module.forward, updated=()

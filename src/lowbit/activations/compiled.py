@@ -43,7 +43,7 @@ def _(payload: Tensor, shape: list[int], dtype: torch.dtype, codec: str) -> Tens
 
 def name_of(policy: LayerAware, kind: str, name: str) -> str | None:
     """What operators in graphs call the format of a layer; None: it is saved as it is."""
-    codec = policy.codec(policy.bits_of(kind, name)) if kind in ("norm", "mlp", "linear") else None
+    codec = policy.codec(policy.bits_of(kind, name)) if kind in ("norm", "mlp", "gate", "linear") else None
     if codec is None:
         return None
     _codecs[repr(codec)] = codec

@@ -80,7 +80,7 @@ class Shared:
                 return codec
             chosen = self._codecs[kind, name] = self.policy.for_outliers(kind, codec, x)
             if chosen != codec:
-                log.info("%s has outlier channels: its input is saved as %r", name, chosen)
+                log.info("%s has outliers: its input is saved as %r", name, chosen)
         return self._codecs[kind, name]
 
 

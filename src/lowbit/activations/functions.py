@@ -32,6 +32,7 @@ from lowbit.activations.recipes import (
     refuse_second_order,
     release,
 )
+from lowbit.activations.rows import WithRows
 from lowbit.codecs.checks import draw_seed
 
 
@@ -68,17 +69,21 @@ class NormFunction(torch.autograd.Function):
         ctx.present = (True, weight is not None, bias is not None)
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.save_for_backward(*saved, weight)
-        codec, norm = form.codec, form.norm
+        norm, payload = form.norm, saved[0]
+        assert payload is not None
+        codec, coded = form.in_kernels(payload)
         first = first_pass()
-        if not is_fused(codec) or not fresh or first:
-            if codec is not None and fresh and not first:
-                codec.encode(x, out=saved[0])
+        if codec is None or not fresh or first:
+            if form.codec is not None and fresh and not first:
+                form.codec.encode(x, out=payload)
             return norm.plain(x, weight, bias).to(dtype)
         out = torch.empty(x.shape, dtype=dtype, device=x.device)
         norm_operators.encode(
-            _rows(x), weight, bias, saved[0], _rows(out), form.eps, norm.centred, norm.offset,
+            _rows(x), weight, bias, coded, _rows(out), form.eps, norm.centred, norm.offset,
             codec.bits, codec.group, draw_seed(codec.rounding, x.device),
         )  # fmt: skip
+        if isinstance(form.codec, WithRows):
+            form.codec.keep(x.contiguous(), payload)
         return out
 
     @staticmethod
@@ -92,16 +97,26 @@ class NormFunction(torch.autograd.Function):
         bias = None  # the gradients do not depend on its values
         if needs_bias:
             bias = torch.zeros(ctx.shape[-1:], dtype=ctx.bias_dtype, device=grad_out.device)
-        if not is_fused(form.codec):
+        codec, coded = form.in_kernels(saved)
+        if codec is None:
             x = decoded(form.codec, saved, ctx.shape, ctx.dtype)
             grads = _differentiate(form.norm.plain, x, weight, bias, grad_out=grad_out)
             return *grads, None, None, None, None
         grad_x = torch.empty(ctx.shape, dtype=ctx.dtype, device=grad_out.device)
         grad_weight = torch.empty_like(weight) if needs_weight else None
         norm_operators.backward(
-            saved, weight, None, _rows(grad_out), _rows(grad_x), grad_weight, bias, None,
-            form.eps, form.norm.centred, form.norm.offset, form.codec.bits, form.codec.group,
+            coded, weight, None, _rows(grad_out), _rows(grad_x), grad_weight, bias, None,
+            form.eps, form.norm.centred, form.norm.offset, codec.bits, codec.group,
         )  # fmt: skip
+        if isinstance(form.codec, WithRows):
+            # The kernel saw zeros there, which add nothing to the weight's gradient.
+            index, kept = form.codec.kept(saved, ctx.shape)
+            at_kept = _rows(grad_out)[index].float()
+            grad_kept, more, _ = _differentiate(form.norm.plain, kept, weight, None, grad_out=at_kept)
+            assert grad_kept is not None
+            _rows(grad_x)[index] = grad_kept.to(grad_x.dtype)
+            if grad_weight is not None and more is not None:
+                grad_weight += more
         return grad_x, grad_weight, bias, None, None, None, None
 
 

@@ -102,7 +102,7 @@ def normalized(
 
 def activated(call: Call, x: Tensor, activation: str) -> Any:
     """act(x); attaches a recipe to it for the product or layer that follows."""
-    codec = call.codec("mlp", x)
+    codec = call.codec("gate" if activation == "silu" else "mlp", x)
     if activation == "relu" and codec is not None:
         return _rectified(x, codec)
     saved = room(codec, x)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lowbit.activations.remainder import finer
+from lowbit.activations.remainder import WithRemainder
+from lowbit.activations.rows import WithRows, is_aligned, outliers_and_rest
 from lowbit.codecs import Codec, GroupInt
 from lowbit.codecs.checks import check_int
 from lowbit.codecs.sums import Summable
@@ -19,6 +20,8 @@ KINDS = ("norm", "mlp", "linear", "attention")
 WHOLE = 16
 LEAST_BITS = {"norm": 8, "attention": 8}
 """The fewest bits unless a policy sets them: gradients of all layers after a norm or attention depend on these."""
+GATED = 6
+"""The default bits, with which gates take one more in groups of twice the length: 7.25 bits in place of 6.5."""
 SPOILED = 0.1
 """Error of 8 bits in groups, as the root mean square over channels, from which on a norm gets `finer` ones."""
 
@@ -29,9 +32,9 @@ Format = int | Codec
 class LayerAware:
     """Bits of saved activations (AGoQ's layer-aware quantization, arXiv 2605.00539).
 
-    n elements in b bits take n b / 8 + 4 n / group bytes (`GroupInt`, asymmetric): by default 6.5 bits an element, 8.5
-    for norms and v, 12.75 for q and k. With 16 bits tensors are saved as they are; others that follow from them are
-    still recomputed. In place of bits a codec without state can stand, such as `BlockFloat8()` or
+    n elements in b bits take n b / 8 + 4 n / group bytes (`GroupInt`, asymmetric): by default 6.5 bits an element, 7.25
+    for SiLU's gates, 8.5 for norms and v, 10.75 for q and k. With 16 bits tensors are saved as they are; others that
+    follow from them are still recomputed. In place of bits a codec without state can stand, such as `BlockFloat8()` or
     `GroupInt(bits=8, group=16)`: then norms and gates are computed by PyTorch's own functions, unless it is an
     asymmetric `GroupInt`, which has fused kernels.
 
@@ -40,17 +43,20 @@ class LayerAware:
             gradients four times the error of 6, in models that were trained for 60 steps.
         norm: bits for the inputs of norms, from which the inputs of the linear layers that follow are recomputed. None:
             8, or `bits` if that is more. With 4 bits, as in the paper, one short training from scratch lost 0.1 nats.
-        mlp: bits for the inputs of activation functions and gates. ReLU takes one bit more an element.
+        mlp: bits for the inputs of activation functions and gates. ReLU takes one bit more an element. None: `bits`,
+            but if that is 6, SiLU and what it gates take 7 in groups of twice the length: in a pretrained model these
+            were most of the error.
         linear: bits for inputs of linear layers that come neither from a norm nor from an activation nor from
             attention.
-        attention: bits for v; q and k, whose errors softmax amplifies, take 4.25 bits more. Attention runs again from
+        attention: bits for v; q and k, whose errors softmax amplifies, take 2.25 bits more. Attention runs again from
             them in backward, so its output and probabilities are not saved. None: 8, or `bits` if that is more. A codec
             that is no asymmetric `GroupInt` serves all three. The paper does not round them.
         group: elements for each scale, a multiple of 8; codecs have their own.
         rounding: "nearest" or "stochastic", whose error is zero on average; codecs have their own.
-        outliers: look at each norm's input in the first training pass, and save it in 12.75 bits from then on if 8 bits
-            in groups err by more than 10 % in the mean of its channels, as they do where a few are hundreds of times
-            larger than the rest. Norms with other bits or a codec are left alone.
+        outliers: look at each norm's input in the first training pass. If the norm of a token is 8 times the median or
+            more, as that of a sink, one token of every 128 is kept exactly from then on, those of largest norm. If 8
+            bits in groups err by more than 10 % in the mean of the channels of all others, as they do where a few are
+            hundreds of times larger than the rest, these take 12.75. Norms with other bits or a codec are left alone.
         smallest: inputs of linear layers with fewer elements are saved as they are, unless they are recomputed: there
             are few bytes to save, and what a classifier gets of each sequence is not averaged over tokens.
         layers: bits by module name, for all types but attention: {"model.layers.3": 8} or {"*.mlp": 3}. A name or
@@ -62,7 +68,7 @@ class LayerAware:
         TypeError, ValueError: other values.
     """
 
-    bits: Format = 6
+    bits: Format = GATED
     norm: Format | None = None
     mlp: Format | None = None
     linear: Format | None = None
@@ -91,8 +97,13 @@ class LayerAware:
         object.__setattr__(self, "layers", dict(self.layers))
 
     def bits_of(self, kind: str, name: str = "") -> Format:
-        """Bits or codec of a layer type ("norm", "mlp", "linear", "attention") in the module of this name."""
-        own = getattr(self, kind)
+        """Bits or codec of a layer type ("norm", "mlp", "linear", "attention") in the module of this name.
+
+        "gate": SiLU among "mlp".
+        """
+        own = getattr(self, "mlp" if kind == "gate" else kind)
+        if kind == "gate" and own is None and self.bits == GATED:
+            own = GroupInt(bits=GATED + 1, group=2 * self.group, rounding=self.rounding)
         least = LEAST_BITS.get(kind, 0) if own is None else 0
         chosen = _at_least(self.bits, least) if own is None else own
         if kind != "attention":
@@ -113,8 +124,11 @@ class LayerAware:
         """The format for the input of such a layer from its first one: `codec`, unless outliers spoil it."""
         if not self.outliers or kind != "norm" or codec != self.codec(LEAST_BITS["norm"]):
             return codec
+        assert isinstance(codec, GroupInt)
+        found, rest = outliers_and_rest(x) if is_aligned(codec, x.shape[-1]) else (False, x)
         # Not FP8: it errs by 2.7 % in the large channels, too, which gradients depend on most.
-        return finer(codec) if codec is not None and _error_of_groups(x, self.group) > SPOILED else codec
+        chosen = WithRemainder(first=codec) if _error_of_groups(rest, self.group) > SPOILED else codec
+        return WithRows(inner=chosen) if found else chosen
 
     def check_layers(self, names: Collection[str]) -> None:
         """Raise ValueError unless each entry of `layers` matches one of these modules."""

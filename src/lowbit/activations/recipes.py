@@ -23,6 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from lowbit.activations.gated import reference as gated
 from lowbit.activations.norm import reference as norm_operators
 from lowbit.activations.policy import WHOLE
+from lowbit.activations.rows import WithRows
 from lowbit.codecs import Codec, GroupInt
 from lowbit.codecs.checks import FLOATS
 
@@ -126,14 +127,28 @@ class NormOutput:
         x, weight, bias = saved
         check_present(weight, bias)
         assert x is not None
-        if not is_fused(self.codec):
+        codec, payload = self.in_kernels(x)
+        if codec is None:
             return self.norm.plain(decoded(self.codec, x, self.shape), weight, bias).to(dtype)
         out = torch.empty(self.shape, dtype=dtype, device=x.device)
+        rows = out.view(-1, self.shape[-1])
         norm_operators.recompute(
-            x, weight, bias, out.view(-1, self.shape[-1]), self.eps, self.norm.centred, self.norm.offset,
-            self.codec.bits, self.codec.group,
-        )  # fmt: skip
+            payload, weight, bias, rows, self.eps, self.norm.centred, self.norm.offset, codec.bits, codec.group
+        )
+        if isinstance(self.codec, WithRows):
+            index, kept = self.codec.kept(x, self.shape)
+            rows[index] = self.norm.plain(kept, weight, bias).to(dtype)
         return out
+
+    def in_kernels(self, payload: Tensor) -> tuple[GroupInt | None, Tensor]:
+        """The format that the norm's kernels read, and its payload; None: PyTorch's own functions compute it.
+
+        Tokens that are kept apart are zeros in there, which need an epsilon.
+        """
+        codec = self.codec
+        if isinstance(codec, WithRows) and self.eps > 0:
+            codec, payload = codec.inner, codec.inner_of(payload, self.shape)
+        return (codec if is_fused(codec) else None), payload
 
 
 @dataclass(frozen=True)
@@ -410,6 +425,8 @@ def bits_of(codec: Codec | None) -> int:
     """Whole bits of an element in a format, scales left out."""
     if codec is None:
         return WHOLE
+    if isinstance(codec, WithRows):
+        return bits_of(codec.inner)
     return codec.bits if isinstance(codec, GroupInt) else int(codec.bits_per_element((1 << 16,)))
 
 

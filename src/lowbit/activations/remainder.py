@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch import Tensor
@@ -49,6 +49,13 @@ class WithRemainder(Summable):
 
     def _split(self, shape: Sequence[int]) -> int:
         return -(-self.first.nbytes(shape) // 16) * 16
+
+
+def coarser(codec: Codec) -> Codec:
+    """The format with 2 bits fewer, where a remainder follows: 10.75 bits in all suffice for q and k."""
+    if isinstance(codec, GroupInt) and not codec.symmetric and codec.bits > 4:
+        return replace(codec, bits=codec.bits - 2)
+    return codec
 
 
 def finer(codec: Codec) -> Codec:
