@@ -100,6 +100,15 @@ class Session:
         """Write the tensor in `payload` to `out` (not empty)."""
         self.codec.decode(payload, shape=self.shape, out=out)
 
+    def observe(self, gradient: Tensor) -> None:
+        """Learn from the gradient of a tensor that this end has sent, as it came back: finite or not, (..., C).
+
+        A sender may code later tensors by it, if messages tell the receiver all it needs. Most formats do nothing.
+        """
+
+    def end_step(self) -> None:
+        """A training step is over: what was observed in it may count from the next message on."""
+
     def state_bytes(self) -> int:
         """Bytes kept between messages."""
         return 0

@@ -157,6 +157,11 @@ class Lane:
                 out.copy_(plain.view(out.dtype).view(out.shape))
                 self._note(index, step, micro_batch, out)
 
+    def observe(self, index: int, micro_batch: int, gradient: Tensor) -> None:
+        """Take note of the gradient of a tensor that this end has sent."""
+        with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
+            self.states.observe(index, self._slots[micro_batch][index], gradient.detach())
+
     def facts(self, slots: Sequence[Slot]) -> dict[str, str]:
         """Facts that both ends must share before the first message with these tensors."""
         sessions = [

@@ -108,6 +108,8 @@ class Emulation:
         several batches add up for a step of the optimizer, call it for each of these batches.
         """
         self._steps += 1
+        for pair in self._pairs:
+            pair.end_step()
 
     def set_samples(self, ids: Tensor | Sequence[int]) -> None:
         """Set the sample ids of the next forward passes, int64 (micro-batch,), for codecs that need them.
@@ -235,6 +237,14 @@ class _LanePair:
         receiver.decode(0, step, 0, sender.encode(0, step, 0, x), out)
         return out
 
+    def observe(self, gradient: Tensor) -> None:
+        """The gradient of a tensor that was carried has come back."""
+        self._lanes[gradient.device]["sender"].observe(0, 0, gradient)
+
+    def end_step(self) -> None:
+        for lanes in self._lanes.values():
+            lanes["sender"].states.end_step()
+
     def raise_rates(self, bits: float) -> None:
         for lanes in self._lanes.values():
             for lane in lanes.values():
@@ -277,7 +287,7 @@ class _Crossing(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, activations: _LanePair, gradients: _LanePair, step: Step, look: Look) -> Tensor:
-        ctx.gradients, ctx.step, ctx.look = gradients, step, look
+        ctx.activations, ctx.gradients, ctx.step, ctx.look = activations, gradients, step, look
         if step.looking:
             ctx.save_for_backward(x)
         return activations.carry(x, step)
@@ -285,6 +295,8 @@ class _Crossing(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         arrived = ctx.gradients.carry(grads[0], ctx.step)
+        if ctx.step.training:
+            ctx.activations.observe(arrived)
         if ctx.step.looking:  # batches may have their backward in any order
             ctx.look.activations(0, 0, ctx.saved_tensors[0])
             ctx.look.gradient(0, 0, grads[0])

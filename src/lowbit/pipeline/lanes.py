@@ -44,6 +44,7 @@ class Lanes:
         self._lanes: dict[tuple[Direction, bool], Lane] = {}  # by direction, and whether they lead out of the stage
         directions: list[tuple[Direction, Any]] = [("forward", forward), ("backward", backward)]
         self._looks: dict[int, Look] = {}  # by boundary
+        self._learned: dict[int, list[list[int]]] = {}  # by boundary and micro-batch: tensors that get gradients
         for boundary in range(max(0, stage - 1), min(stage, stages - 2) + 1):
             look = self._looks[boundary] = Look(stages - 1)
             for direction, codecs in directions:
@@ -68,6 +69,8 @@ class Lanes:
     def begin(self, step: Step, title: str, ranks: Sequence[str]) -> None:
         """A pass begins; its configuration is not known yet. title, ranks: names of it and of the ranks, for errors."""
         self._step, self._title, self._ranks = step, title, ranks
+        if ("forward", True) in self._lanes:
+            self._lanes["forward", True].states.end_step()  # that of the pass before
 
     def prepare(self, variants: Mapping[int, Layouts], training: bool) -> tuple[dict[str, str], str]:
         """Get ready for tensors that will cross; returns facts that both ends of a boundary must share, and faults.
@@ -102,7 +105,8 @@ class Lanes:
         layouts = configuration.layouts[self._stage]
         for boundary, look in self._looks.items():
             crossing = [each.outputs if boundary == self._stage else each.inputs for each in layouts]
-            look.use([[i for i, x in enumerate(each) if x.requires_grad] for each in crossing])
+            self._learned[boundary] = [[i for i, x in enumerate(each) if x.requires_grad] for each in crossing]
+            look.use(self._learned[boundary])
         for lane in self._lanes.values():
             lane.use([self._slots(lane, each, configuration.training) for each in layouts])
         now = configuration.number, self._step.phase
@@ -140,6 +144,9 @@ class Lanes:
                 if nbytes := lane.nbytes(index, self._step, micro_batch):
                     payload = self._transport.take(self._route(lane, micro_batch, index), nbytes)
                     lane.decode(index, self._step, micro_batch, payload, tensors[-1])
+                    if direction == "backward":
+                        sent = self._learned[self._stage][micro_batch][index]
+                        self._lanes["forward", True].observe(sent, micro_batch, tensors[-1])
         return tensors
 
     def raise_rates(self, bits: float) -> None:

@@ -94,6 +94,16 @@ class States:
             states[name][CHOICE] = call(self._codec, "raised", self._codec.raised, choice, bits, about=self._lane)
         self.load_state_dict(states)
 
+    def observe(self, index: int, slot: Slot, gradient: Tensor) -> None:
+        """Hand a session the gradient of a tensor that this end has sent."""
+        if gradient.is_floating_point() and self.is_settled(index, slot):
+            self.session(index, slot).observe(gradient)
+
+    def end_step(self) -> None:
+        """A training step is over, for all sessions."""
+        for session in self._shared.values():
+            session.end_step()
+
     def adopt(self, index: int, slot: Slot, choice: int) -> None:
         """Take over the sender's choice.
 

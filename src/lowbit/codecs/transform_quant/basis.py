@@ -34,14 +34,17 @@ def coefficients(x_RC: Tensor, directions_KC: Tensor) -> Tensor:
     return torch.addmm(x_RC, x_RC @ y_KC.t(), ty_KC, alpha=-1)
 
 
-def tokens(z_RC: Tensor, directions_KC: Tensor, out: Tensor) -> None:
-    """Write the tokens with these coefficients to `out`, (R, C), in its dtype."""
+def tokens(z_RC: Tensor, directions_KC: Tensor, out: Tensor, factors_C: Tensor | None = None) -> None:
+    """Write the tokens with these coefficients, times factors of channels if given, to `out`, (R, C), in its dtype."""
     y_KC, ty_KC = _reflections(directions_KC, True)
     along_RK = z_RC @ y_KC.t()
     if out.dtype == torch.float32:
         torch.addmm(z_RC, along_RK, ty_KC, alpha=-1, out=out)
+        if factors_C is not None:
+            out.mul_(factors_C)
     else:
-        store(z_RC.addmm(along_RK, ty_KC, alpha=-1), out, False)
+        x_RC = z_RC.addmm(along_RK, ty_KC, alpha=-1)
+        store(x_RC if factors_C is None else x_RC.mul_(factors_C), out, False)
 
 
 def _reflections(directions_KC: Tensor, back: bool) -> tuple[Tensor, Tensor]:

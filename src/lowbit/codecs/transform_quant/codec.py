@@ -8,14 +8,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from lowbit.codecs.sessions import Session
 from lowbit.codecs.stateful import StatefulCodec
-from lowbit.codecs.subspace_quant.memory import BAD_STREAMS, Memory
+from lowbit.codecs.subspace_quant.memory import BAD_STREAMS
 from lowbit.codecs.subspace_quant.reference_basis import Basis, follow, renew
 from lowbit.codecs.subspace_quant.session import BasisSession
 from lowbit.codecs.transform_quant.basis import coefficients, tokens
@@ -23,6 +23,7 @@ from lowbit.codecs.transform_quant.layout import TransformGeometry, transform_ge
 from lowbit.codecs.transform_quant.loss import bits_for_loss
 from lowbit.codecs.transform_quant.rate import coded_bits
 from lowbit.codecs.transform_quant.reference import decode, encode
+from lowbit.codecs.transform_quant.weights import ALL_ONE, WeightedMemory, packed, weights
 from lowbit.kernels import apart, implementation
 
 log = logging.getLogger(__name__)
@@ -58,6 +59,12 @@ class TransformQuant(StatefulCodec):
     that its error is as small as theirs; tokens of zeros do not count. An element of it takes a bit for each factor of
     2 up to 256. Where that would be more than 1/4 bit of each element of the message, such steps stay larger.
 
+    Models feel errors in some channels much more than in others: in Gemma 3 the roots of channels' mean-square
+    gradients span 6 to 9 octaves. A sender of activations sees the gradients that cross the boundary back. With
+    step="token" it multiplies tokens by the roots of a running mean of their squares, rounded to half octaves, before
+    it codes them, and the receiver divides (`weights`). Until there are gradients, and in inference, weights are 1.
+    They change between training steps (`LowBitStage`, `emulate_`), and are part of a sender's state.
+
     Each message brings new directions, in place of those that serve it least, as in `SubspaceQuant`: an eighth of K =
     C / 4 (at most 128), fewer where they would take more than 1/8 bit. Evaluation is coded likewise, and what its
     messages bring is forgotten. Messages carry numbers and digests as there, with the same errors; beyond that, a
@@ -72,6 +79,7 @@ class TransformQuant(StatefulCodec):
       largest; a token of zeros has 255, one with NaN, Inf or coefficients beyond 2^112 has 254 and decodes to NaN; one
       of less than 2^-63 of the largest gets noise as if it were larger;
     - norms, R bytes, likewise, if steps are relative to tokens' norms;
+    - weights, C / 2 bytes, likewise: levels of 4 bits, 8 for the weight 1, in half octaves;
     - streams of about 2^16 symbols, after a table of three int32 for each: 32 states of rANS, which take the symbols in
       turn, 4 bytes each; words of 16 bits; codes beyond the 15 symbols, int16; the lowest bits of codes whose scale is
       2 steps or more.
@@ -98,6 +106,8 @@ class TransformQuant(StatefulCodec):
             `bits`. The loss is taken to be the mean over the tokens of a message. It is a forecast: see
             `LowBitStage.raise_rates`, and `lowbit train`, which measures and raises.
     """
+
+    payload_version: ClassVar[int] = 2
 
     bits: float | Literal["auto"] | None = None
     step: Literal["token", "message"] = "token"
@@ -216,7 +226,7 @@ class TransformQuant(StatefulCodec):
 
     def open(self, *, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Session:
         geo = self.geometry(shape)
-        memory = Memory(geo.directions, geo.channels, torch.device(device))
+        memory = WeightedMemory(geo.directions, geo.channels, torch.device(device))
         return TransformSession(self, torch.Size(shape), dtype, torch.device(device), memory)
 
 
@@ -224,16 +234,29 @@ class TransformSession(BasisSession):
     """One shape's messages."""
 
     codec: TransformQuant
+    _memory: WeightedMemory
 
     def __init__(
-        self, codec: TransformQuant, shape: torch.Size, dtype: torch.dtype, device: torch.device, memory: Memory
+        self, codec: TransformQuant, shape: torch.Size, dtype: torch.dtype, device: torch.device, memory: WeightedMemory
     ) -> None:
         super().__init__(codec, shape, dtype, device, memory)
         self._geometry = codec.geometry(shape)
 
+    def observe(self, gradient: Tensor) -> None:
+        if self._geometry.by_token and not self._plain:
+            self._memory.observe(gradient)
+
+    def end_step(self) -> None:
+        self._memory.end_step()
+
     def _code(self, x: Tensor, payload: Tensor, training: bool) -> None:
         memory, geo = self._memory, self._geometry
         x_RC = x.view(geo.rows, geo.channels).float()
+        if geo.by_token:
+            section = geo.layout.section(payload, "weights")
+            section.copy_(packed(memory.levels))
+            if not _all_one(section):
+                x_RC = x_RC * weights(section, geo.channels, inverse=False)
         basis = Basis(memory.directions, memory.inverse(), memory.digest)
         new = Basis(*map(torch.empty_like, basis))
         implementation(renew, self.device)(x_RC, basis, payload, new, memory.messages, training, True, geo)
@@ -260,9 +283,16 @@ class TransformSession(BasisSession):
             wrong = ((header != expected) | (expected < 0)).any()
             directions_KC = torch.where(wrong, memory.directions, directions_KC)
             z_RC = torch.where(wrong, math.nan, z_RC)
-        tokens(z_RC, directions_KC, out.view(geo.rows, geo.channels))
+        section = geo.layout.section(payload, "weights") if geo.by_token else None
+        back_C = None if section is None or _all_one(section) else weights(section, geo.channels, inverse=True)
+        tokens(z_RC, directions_KC, out.view(geo.rows, geo.channels), back_C)
         if training:
             memory.keep(directions_KC, digest)
+
+
+def _all_one(packed: Tensor) -> bool:
+    """Whether the host knows that all weights are 1; a GPU is not waited for."""
+    return not packed.is_cuda and bool((packed == ALL_ONE).all())
 
 
 def _number(name: str, value: object, most: float, besides: str = "") -> float:
