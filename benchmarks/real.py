@@ -74,8 +74,6 @@ class RealBenchmark:
     """Threads of this process."""
 
     def __post_init__(self) -> None:
-        for folder in self.models:
-            check_files(folder, "model")
         for boundary in self.boundaries:
             pair = parse_pair(boundary, "")
             if not all(codec.settled for codec in pair) or any(codec.needs_key for codec in pair):
@@ -100,6 +98,8 @@ def measure(settings: RealBenchmark, earlier: Sequence[Row]) -> Iterator[list[Ro
     from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
     logging.disable_progress_bar()
+    for folder in settings.models:
+        check_files(folder, "model")
     torch.set_num_threads(settings.threads)
     rows: list[Row] = []
     for folder in settings.models:

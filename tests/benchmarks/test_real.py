@@ -64,4 +64,4 @@ def test_what_cannot_be_measured_is_an_error(model: Path, wrong: dict, message: 
 
 def test_a_folder_without_a_model_is_an_error(tmp_path: Path):
     with pytest.raises(ConfigError, match="model"):
-        RealBenchmark(models=(str(tmp_path),))
+        run(COMMAND, RealBenchmark(models=(str(tmp_path),)))

@@ -190,7 +190,7 @@ def test_a_dry_run_checks_and_shows_and_starts_nothing(tmp_path: Path, monkeypat
         "schedule 1F1B, 4 micro-batches of 2 windows",
         "stage 3 rank 3, layers 6 to 7",
         "boundary 0 to 2 forward TransformQuant(",
-        "3.29 bits per element",
+        "3.48 bits per element",
         "2.26 bits per element",
         "warm-up 50 of 200 steps at full precision",
         "tied embedding rows of a step's tokens, below those of the first, in Cast(dtype=torch.bfloat16)",
@@ -203,7 +203,7 @@ def test_a_dry_run_checks_and_shows_and_starts_nothing(tmp_path: Path, monkeypat
     chosen = " ".join(invoke(*words, "--pipeline.forward", "auto", columns=200).stdout.split())
     assert "each boundary the most exact of these that does not make its link the bottleneck" in chosen
     assert "format 0 forward Cast(dtype=torch.bfloat16), 16.00 bits per element" in chosen
-    assert "format 3 forward TransformQuant(step='token'), 3.29 bits per element" in chosen
+    assert "format 3 forward TransformQuant(step='token'), 3.48 bits per element" in chosen
     refused = invoke(*words, "--pipeline.stages_per_rank", "2")
     assert (refused.exit_code, refused.stderr.count("\n")) == (2, 1)
     assert "pipeline.stages_per_rank is 2; allowed with 1F1B: 1" in refused.stderr

@@ -153,7 +153,7 @@ def test_no_gradient_is_a_warning_and_the_rate_of_none(caplog: pytest.LogCapture
         with torch.no_grad():
             model(batch(0)[0])
         emulation.step()
-    assert "has had no gradient before the last step of the warm-up; taken: 2.875 bits" in caplog.text
+    assert "has had no gradient before the last step of the warm-up; taken: 3 bits" in caplog.text
     [codec] = emulation.chosen().values()
     assert bits(codec) == pytest.approx(TransformQuant().bits_per_element(batch(0)[0].shape), abs=0.1)
 

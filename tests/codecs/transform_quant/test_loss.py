@@ -63,7 +63,7 @@ def test_a_quarter_of_the_cost_takes_a_bit_more_and_gradients_a_bit_less() -> No
     codec = TransformQuant(bits="auto", nats=1e-4)
     rates = [codec.choose_by_loss(x, gradient, 1.0, backward=False) / 64]
     rates.append(codec.for_gradients().choose_by_loss(x, gradient, 1.0, backward=True) / 64)
-    assert 0.95 < rates[0] - rates[1] < 1.2  # a gradient has no norms to send
+    assert 1.1 < rates[0] - rates[1] < 1.35  # a gradient has neither norms nor weights to send
 
 
 def test_rates_stay_between_the_least_and_the_most() -> None:

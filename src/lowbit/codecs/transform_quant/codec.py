@@ -102,7 +102,7 @@ class TransformQuant(StatefulCodec):
         nats: in place of `decibels`, what "auto" shall cost: how much higher the loss may be with the coded activations
             of all boundaries, more than 0. In the last step of the warm-up but one, each sender looks at the first
             activations and at their gradient, and takes the rate at which the expected cost of all boundaries together
-            is this, each an equal part. Gradients get 1 bit less than the activations of their boundary, as without
+            is this, each an equal part. Gradients get 9/8 bits less than the activations of their boundary, as without
             `bits`. The loss is taken to be the mean over the tokens of a message. It is a forecast: see
             `LowBitStage.raise_rates`, and `lowbit train`, which measures and raises.
     """

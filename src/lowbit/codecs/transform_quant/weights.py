@@ -54,7 +54,7 @@ class WeightedMemory(Memory):
 
     def load_state_dict(self, state: dict[str, Any], codec: object) -> None:
         rest = {key: value for key, value in state.items() if key != FELT}
-        felt = state.get(FELT, torch.zeros(self._shape[1], dtype=torch.float64))
+        felt = state.get(FELT, torch.zeros(self._shape[1], dtype=torch.float64, device=self._device))
         if not isinstance(felt, Tensor) or felt.shape != self._shape[1:] or felt.dtype != torch.float64:
             raise ValueError(f"state has {FELT} of a wrong type or shape; allowed: float64 {self._shape[1:]}")
         if not (felt.isfinite() & (felt >= 0)).all():
