@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import yaml
 from markdown_it import MarkdownIt
@@ -146,10 +147,6 @@ TORCHRUN = [
 ]
 
 
-MADE_EARLIER = {"docs/start/first-run.md": "runs/mine/model", "docs/tutorials/fine-tune.md": "runs/tune/model"}
-"""The model that the commands of a page have made before its Python runs."""
-
-
 def save_small_model(folder: Path) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = LlamaConfig(vocab_size=256, **sizes)
@@ -157,10 +154,25 @@ def save_small_model(folder: Path) -> None:
     save_model(folder, dict(model.state_dict()), config, ByteTokenizer())
 
 
+def save_small_adapters(folder: Path) -> None:
+    """A model with adapters, as the fine-tuning of the page leaves them."""
+    save_small_model(folder / "model")
+    model = LlamaForCausalLM.from_pretrained(folder / "model")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
+    adapted.save_pretrained(folder / "runs" / "tune" / "model")
+
+
+MADE_EARLIER = {
+    "docs/start/first-run.md": lambda folder: save_small_model(folder / "runs" / "mine" / "model"),
+    "docs/tutorials/fine-tune.md": save_small_adapters,
+}
+"""What the commands of a page have made before its Python runs."""
+
+
 @pytest.mark.parametrize("page", PYTHON, ids=name)
 def test_python_runs(page: Path, tmp_path: Path):
-    if folder := MADE_EARLIER.get(name(page)):
-        save_small_model(tmp_path / folder)
+    if make := MADE_EARLIER.get(name(page)):
+        make(tmp_path)
     found = [b for b in blocks(page.read_text()) if b.language == "python" and not b.ranks]
     script = tmp_path / f"{page.stem}.py"
     script.write_text(joined(found))
