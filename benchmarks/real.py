@@ -61,13 +61,11 @@ class RealBenchmark:
     text: tuple[str, ...] = ()
     """Files to evaluate on. If omitted, Python's language reference."""
     warm_text: tuple[str, ...] = ()
-    """Files that messages before "warm" are of. If omitted, the end of the other text."""
+    """Files to warm up on. If omitted, the windows of `text` that follow those to evaluate on; always so for code."""
     tokens: Annotated[int, Field(ge=16)] = 512
     """Tokens of a window."""
     windows: Annotated[int, Field(ge=2)] = 8
     """Windows to evaluate on."""
-    first_windows: NonNegative = 0
-    """Further windows of 16 tokens each, for the cost of tokens 1 to 15; 0: those of `windows` alone."""
     warm: Positive = 8
     """Windows that are sent before "warm"."""
     threads: Positive = 1
@@ -122,16 +120,16 @@ class Reading:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, kind: Kind, settings: RealBenchmark) -> None:
         if kind == "chat" and not tokenizer.chat_template:
             raise ConfigError("kind is 'chat', and the tokenizer of the model has no chat template")
-        self._tokenizer, self._kind, self._tokens = tokenizer, kind, settings.tokens
-        text = (
-            _read(library_files()[:200]) if kind == "code" else _text(settings.text) if settings.text else _reference()
-        )
-        warm = _text(settings.warm_text) if settings.warm_text and kind != "code" else None
+        self._tokenizer, self._kind = tokenizer, kind
+        if kind == "code":
+            text, warm = _read(library_files()[:200]), None
+        else:
+            text = _text(settings.text) if settings.text else _reference()
+            warm = _text(settings.warm_text) if settings.warm_text else None
         need = settings.windows + settings.warm * (warm is None)
         windows = self._windows(text, need, settings.tokens)
         self.held_out = windows[: settings.windows]
         self.warm = windows[settings.windows :] if warm is None else self._windows(warm, settings.warm, settings.tokens)
-        self.first = self._windows(text, settings.first_windows, 16)
 
     def _windows(self, text: str, count: int, tokens: int) -> list[Window]:
         """So many windows, one after the other, each with the tokenizer's beginning of a text, if it has one."""
@@ -180,9 +178,7 @@ def _measure(
         losses = [_compare(exact, coded, window) for window in reading.held_out]
         sent = emulation.traffic
         bits = 8 * (sent.forward_bytes - traffic.forward_bytes) / (sent.forward_elements - traffic.forward_elements)
-        found = errors.end()
-        early = losses + [_compare(exact, coded, window) for window in reading.first]
-        yield {"phase": phase, "bits_forward": bits, **_summary(losses, early), **found}
+        yield {"phase": phase, "bits_forward": bits, **_summary(losses), **errors.end()}
     for handle in (*before, *after):
         handle.remove()
     emulation.remove()
@@ -209,10 +205,10 @@ def _compare(exact: PreTrainedModel, coded: PreTrainedModel, window: Window) -> 
     return {"exact": plain, "change": changed - plain, "divergence": divergence, "place": place}
 
 
-def _summary(losses: list[dict[str, Tensor]], early: list[dict[str, Tensor]]) -> Row:
+def _summary(losses: list[dict[str, Tensor]]) -> Row:
     """Means over windows, with standard errors from their spread; a ratio of perplexities has that of its logarithm."""
     change = _mean_of([each["change"] for each in losses])
-    first = _mean_of([each["change"][each["place"] < 16] for each in early])
+    first = _mean_of([each["change"][each["place"] < 16] for each in losses])
     divergence = _mean_of([each["divergence"] for each in losses])
     loss = statistics.fmean(each["exact"].mean().item() for each in losses)
     return {
@@ -231,11 +227,14 @@ def _mean_of(windows: list[Tensor]) -> tuple[float, float]:
 class Errors:
     """Squares of a boundary's tensors and of their errors, by place in the sequence and by channel."""
 
-    def begin(self) -> None:
-        """Forget what there was."""
+    def __init__(self) -> None:
         self._energy: dict[str, float] = {}
         self._error: dict[str, float] = {}
-        self._on = True
+        self._counts = False
+
+    def begin(self) -> None:
+        """Count from here on, and forget what was counted before."""
+        self._energy, self._error, self._counts = {}, {}, True
 
     def sent(self, module: nn.Module, inputs: object, output: Any) -> None:
         """A hook that sees a tensor before it is coded."""
@@ -243,7 +242,7 @@ class Errors:
 
     def received(self, module: nn.Module, inputs: object, output: Any) -> None:
         """A hook that sees it afterwards."""
-        if not getattr(self, "_on", False):
+        if not self._counts:
             return
         error, energy = (_tensor_of(output) - self._x).double().square(), self._x.double().square()
         few = energy.sum((0, 1)).topk(min(FEW, energy.shape[-1])).indices
@@ -255,7 +254,7 @@ class Errors:
 
     def end(self) -> Row:
         """The fields of the row."""
-        self._on = False
+        self._counts = False
         found: Row = {f"error{name}": error / self._energy[name] for name, error in self._error.items()}
         return {**found, "energy_few": self._energy["_few"] / self._energy[""]}
 

@@ -20,7 +20,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_exact_boundaries_cost_nothing_and_few_bits_something(model: Path):
     settings = RealBenchmark(
         models=(str(model),), boundaries=("fp32 / fp32", "transform", COARSE), stages=2,
-        kinds=("text", "code", "padded"), tokens=64, windows=2, first_windows=3, warm=2,
+        kinds=("text", "code", "padded"), tokens=64, windows=2, warm=2,
     )  # fmt: skip
     rows = list(run(COMMAND, settings).rows)
     phases = [("fp32 / fp32", "cold"), ("transform", "cold"), ("transform", "warm"), (COARSE, "cold")]

@@ -67,7 +67,7 @@ class Recipe:
     model: ModelConfig = ModelConfig()
     """As in `lowbit train`."""
     lora: LoraConfig = LoraConfig()
-    """As in `lowbit train`."""
+    """Adapters to train in place of all weights; with rank 0, all weights."""
     data: DataConfig = DataConfig()
     """As in `lowbit train`."""
     optimizer: OptimizerConfig = OptimizerConfig()

@@ -42,11 +42,14 @@ class StatefulCodec(Codec):
         Args:
             x: activations of a message. gradient: of the loss, for these. part: of `wanted_nats` for this tensor.
             backward: gradients like this one are to be sent, not activations.
+
+        Raises:
+            ValueError: the format has no such rule, though it sets `wanted_nats`.
         """
-        raise NotImplementedError
+        raise ValueError(f"{type(self).__name__} sets wanted_nats and lacks choose_by_loss; allowed: both, or neither")
 
     def raised(self, choice: int, bits: float) -> int:
-        """Return the choice for so many more bits of an element, or the one with most; otherwise the same choice."""
+        """Return the choice for `bits` more per element; a format without rates returns `choice` itself."""
         return choice
 
     def advice(self, shape: Sequence[int]) -> str:

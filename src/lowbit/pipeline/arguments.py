@@ -63,7 +63,7 @@ def check_warm_up(argument: str, codecs: Codecs, warmup_steps: int, prefix: str 
 
 
 def check_raise(bits: object, in_warmup: bool) -> None:
-    """Raise a ValueError unless rates can be raised by so many bits now."""
+    """Raise a ValueError unless rates can be raised by `bits` now."""
     if not isinstance(bits, int | float) or isinstance(bits, bool) or not 0 < bits < math.inf:
         raise ValueError(f"bits is {bits!r}; allowed: a number above 0")
     if in_warmup:

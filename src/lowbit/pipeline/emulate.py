@@ -128,7 +128,7 @@ class Emulation:
         return {name: codec for pair in self._pairs for name, codec in pair.chosen().items()}
 
     def raise_rates(self, bits: float) -> None:
-        """Give all tensors whose rates the warm-up chose so many more bits of an element, as `LowBitStage.raise_rates`.
+        """Raise the rates that the warm-up chose by `bits` per element, as `LowBitStage.raise_rates` does.
 
         Raises:
             ValueError: not a number above 0, or the warm-up is not over.

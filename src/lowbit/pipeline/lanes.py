@@ -150,7 +150,7 @@ class Lanes:
         return tensors
 
     def raise_rates(self, bits: float) -> None:
-        """Give tensors whose rates were chosen so many more bits of an element. No receives may be posted ahead."""
+        """Raise the rates that were chosen by `bits` per element. No receives may be posted ahead."""
         for lane in self._lanes.values():
             lane.states.raise_rates(bits)
 

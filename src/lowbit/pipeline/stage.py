@@ -169,7 +169,7 @@ class LowBitStage(HookedStage):
             self._passes.forget()
 
     def raise_rates(self, bits: float) -> None:
-        """Give all tensors whose rates the warm-up chose so many more bits of an element, up to 16, from the next step.
+        """Raise the rates that the warm-up chose by `bits` per element, up to 16, from the next step on.
 
         Call it with the same number on every stage of the pipeline, which agrees anew in the next step. Formats with a
         set rate stay as they are. What codecs keep stays, too. A cost in loss falls to a quarter with each bit. Set

@@ -86,7 +86,7 @@ class States:
             self._proposals[name] = call(self._codec, "choose_by_loss", choose, about=self._lane)
 
     def raise_rates(self, bits: float) -> None:
-        """Take the choices for so many more bits of an element; what sessions keep stays."""
+        """Raise the rates that were chosen by `bits` per element; what sessions keep stays."""
         if self._codec.settled or not isinstance(self._codec, StatefulCodec):
             return
         states = self.state_dict()

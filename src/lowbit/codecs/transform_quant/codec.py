@@ -181,9 +181,10 @@ class TransformQuant(StatefulCodec):
         return replace(self, bits=None, nats=None)
 
     def _rate(self, shape: Sequence[int], coded: float | None, why: str) -> int:
-        """The choice that gives symbols so many bits of an element; None: as where no rate is set, and a warning.
+        """Turn the bits per element of the symbols into a choice.
 
-        0, which stands for no set rate, where everything else takes more than the most that can be set.
+        None: the default rate, with a warning that says `why`. The choice is 0 (no set rate) if the sections beside the
+        symbols alone exceed the highest rate.
         """
         if coded is None:
             log.warning("a message of %s chooses no rate: %s; taken: %g bits", tuple(shape), why, CODED[self.step])

@@ -76,7 +76,7 @@ def _cost(scale_RC: Tensor, step: int, weight_R: Tensor, drawn: bool) -> float:
     if not drawn:
         return float(weight_R.sum()) * square / 12
     variance_RC = torch.exp2(0.5 * scale_RC.double())
-    # About what the best linear estimate leaves of a coefficient beside uniform noise.
+    # Error of the best linear estimate of a coefficient under uniform noise of variance square / 12.
     return float(weight_R @ (variance_RC * square / (12 * variance_RC + square)).mean(1))
 
 
