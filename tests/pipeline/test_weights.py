@@ -1,4 +1,4 @@
-"""Weights of channels in pipelines: senders of activations follow the gradients that come back, all ranks alike."""
+"""Weights in pipelines: senders follow the tensors that cross the other way, all ranks alike."""
 
 from __future__ import annotations
 
@@ -10,13 +10,23 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.codecs import TransformQuant
+from lowbit.codecs.sessions import Session
+from lowbit.codecs.transform_quant.codec import TransformSession
 from lowbit.codecs.transform_quant.weights import FELT
 from lowbit.pipeline import LowBitStage, emulate_
-from tests.pipeline import toy
-from tests.pipeline.test_goal import batch, equal
+from tests.pipeline import test_goal, toy
+from tests.pipeline.test_goal import equal
 from tests.processes import Ranks
 
 STEPS = 4
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    """Each sequence has a sink, at a place of its own."""
+    x, target = test_goal.batch(step)
+    for place, sequence in enumerate(x):
+        sequence[place] *= 12
+    return x, target
 
 
 class Uneven(toy.Block):
@@ -78,16 +88,42 @@ def in_one_process() -> Any:
     return losses, felt(emulation.state_dict())
 
 
-def test_the_sender_feels_what_comes_back_and_an_emulation_is_the_same(ranks: Ranks) -> None:
+def test_senders_feel_what_crosses_the_other_way_and_an_emulation_is_the_same(ranks: Ranks) -> None:
     (_, first), (losses, last) = ranks.run(in_pipeline, "1f1b")
     [(expected, emulated)] = ranks.run(in_one_process, ranks=1)
     assert equal(losses, expected)
-    (own,) = first[0].values()
-    assert last == [{}], "a receiver feels nothing"
-    (path, same), = emulated.items()  # fmt: skip
-    assert "sender" in path
-    assert torch.equal(own, same)
-    assert own[-1] > 100 * own[0] > 0
+    assert all("sender" in path for path in emulated)
+    (gradients,), (activations,) = first[0].values(), last[0].values()
+    for own, same in zip((gradients, activations), emulated.values(), strict=True):
+        assert torch.equal(own, same)
+    assert gradients[-1] > 100 * gradients[0] > 0
+    assert (activations > 0).all()
+
+
+@mock.patch.object(toy, "batch", batch)
+def gains_sent() -> list[Tensor]:
+    run, levels = toy.Run("1f1b", toy.lowbit(forward=TransformQuant(), timeout=30)), []
+    encode = Session.encode
+
+    def noting(session: Session, *args: Any, **named: Any) -> Tensor:
+        payload = encode(session, *args, **named)
+        assert isinstance(session, TransformSession)
+        packed = session._geometry.layout.section(payload, "gains")
+        levels.extend([torch.stack([packed & 15, packed >> 4], 1).view(-1)] if len(packed) else [])
+        return payload
+
+    with mock.patch.object(Session, "encode", noting):
+        run.train(0)
+    return levels
+
+
+def test_gradients_of_sinks_are_coded_finer(ranks: Ranks) -> None:
+    """The gains in the payloads that the last stage sends, in their order, are those of the sinks' places."""
+    _, gains = ranks.run(gains_sent)
+    assert len(gains) == toy.MICRO_BATCHES
+    for micro_batch, levels in enumerate(gains):
+        expected = [place + 40 * row for row, place in enumerate((2 * micro_batch, 2 * micro_batch + 1))]
+        assert levels.nonzero()[:, 0].tolist() == expected
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])

@@ -129,7 +129,15 @@ class _Guarded(Session):
         inner = self._call("beside", shape=shape, dtype=dtype)
         return _Guarded(inner, self.codec, torch.Size(shape), dtype, self.device, self._about)
 
-    def encode(self, x: Tensor, *, key: Key | None = None, training: bool = True, out: Tensor | None = None) -> Tensor:
+    def encode(
+        self,
+        x: Tensor,
+        *,
+        key: Key | None = None,
+        training: bool = True,
+        out: Tensor | None = None,
+        note: Tensor | None = None,  # none: what crosses the other way is not shown to other packages
+    ) -> Tensor:
         size = self.nbytes(key)
         payload = torch.empty(size, dtype=torch.uint8, device=x.device) if out is None else out
         before = None if x.is_inference() else x._version

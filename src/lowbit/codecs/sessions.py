@@ -32,6 +32,7 @@ class Session:
         self.shape = shape
         self.dtype = dtype
         self.device = device
+        self._note: Tensor | None = None  # of the message that is encoded
         self._nbytes, self._plain = codec.sized(shape, dtype)
 
     def nbytes(self, key: Key | None = None) -> int:
@@ -46,12 +47,21 @@ class Session:
         """Return a session for another shape that shares the state of this one; see `StatefulCodec.shared_by`."""
         return self.codec.open(shape=shape, dtype=dtype, device=self.device)
 
-    def encode(self, x: Tensor, *, key: Key | None = None, training: bool = True, out: Tensor | None = None) -> Tensor:
+    def encode(
+        self,
+        x: Tensor,
+        *,
+        key: Key | None = None,
+        training: bool = True,
+        out: Tensor | None = None,
+        note: Tensor | None = None,
+    ) -> Tensor:
         """Encode `x`, whose shape must be the session's.
 
         Args:
             x: the tensor; key: its samples' ids, if the codec needs them. training: False in an evaluation pass: what
-                is kept is used, and stays as it is. out: uint8 (nbytes(key),) to fill; allocated if absent.
+                is kept is used, and stays as it is. out: uint8 (nbytes(key),) to fill; allocated if absent. note: what
+                `observe` returned for the activations whose gradient `x` is, if anything.
 
         Raises:
             TypeError: `x` is not a tensor of float32, bfloat16 or float16.
@@ -64,6 +74,7 @@ class Session:
         if out is None:
             out = torch.empty(size, dtype=torch.uint8, device=x.device)
         check_payload("out", out, size, x.device)
+        self._note = note
         if x.numel():
             if self._plain:
                 plain.write(x.detach().contiguous(), self.dtype, out)
@@ -100,11 +111,13 @@ class Session:
         """Write the tensor in `payload` to `out` (not empty)."""
         self.codec.decode(payload, shape=self.shape, out=out)
 
-    def observe(self, gradient: Tensor) -> None:
-        """Learn from the gradient of a tensor that this end has sent, as it came back: finite or not, (..., C).
+    def observe(self, x: Tensor) -> Tensor | None:
+        """Learn from a tensor that crossed the other way, as it arrived at this sender: finite or not, (..., C).
 
-        A sender may code later tensors by it, if messages tell the receiver all it needs. Most formats do nothing.
+        A sender of activations gets their gradients. A sender of gradients gets activations, and what this returns is
+        handed to `encode` with their gradient. Messages must tell the receiver all it needs. Most formats do nothing.
         """
+        return None
 
     def end_step(self) -> None:
         """A training step is over: what was observed in it may count from the next message on."""

@@ -108,12 +108,15 @@ class Lane:
             return _plain_bytes(slot) + _CHOICE_BYTES * self._tells_choice(slot, step)
         return self.states.session(index, slot).nbytes(self._key(step, micro_batch))
 
-    def encode(self, index: int, step: Step, micro_batch: int, x: Tensor, *, room: int = 0) -> Tensor:
+    def encode(
+        self, index: int, step: Step, micro_batch: int, x: Tensor, *, room: int = 0, note: Tensor | None = None
+    ) -> Tensor:
         """The bytes of a tensor: uint8, one dimension, memory of its own; empty if there is nothing to send.
 
         Args:
             index: of the tensor at this boundary; step, micro_batch: what it belongs to; x: the tensor.
             room: so many bytes are left free behind its own.
+            note: what `observe` returned for the activations whose gradient this is.
 
         Raises:
             ValueError: shape or dtype differ from what the boundary was prepared for.
@@ -129,7 +132,7 @@ class Lane:
             payload = message[:size]
             if self._coded(slot, step):
                 key, session = self._key(step, micro_batch), self.states.session(index, slot)
-                session.encode(x, key=key, training=step.training, out=payload)
+                session.encode(x, key=key, training=step.training, out=payload, note=note)
             else:
                 # A copy, because the model may reuse the memory of its output while the bytes are under way.
                 plain, rest = payload.tensor_split([_plain_bytes(slot)])
@@ -157,10 +160,14 @@ class Lane:
                 out.copy_(plain.view(out.dtype).view(out.shape))
                 self._note(index, step, micro_batch, out)
 
-    def observe(self, index: int, micro_batch: int, gradient: Tensor) -> None:
-        """Take note of the gradient of a tensor that this end has sent."""
+    def observe(self, index: int, micro_batch: int, x: Tensor) -> Tensor | None:
+        """Show this sender what crossed the other way: a gradient of its activations, or activations.
+
+        Returns:
+            For activations, a note for `encode` of their gradient, if the codec wants one.
+        """
         with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
-            self.states.observe(index, self._slots[micro_batch][index], gradient.detach())
+            return self.states.observe(index, self._slots[micro_batch][index], x.detach())
 
     def facts(self, slots: Sequence[Slot]) -> dict[str, str]:
         """Facts that both ends must share before the first message with these tensors."""

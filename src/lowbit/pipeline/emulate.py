@@ -219,8 +219,19 @@ class _LanePair:
         self._lanes: dict[torch.device, dict[str, Lane]] = {}  # by device and end
         self._restored: dict[str, Any] = {}  # states of both ends, until there are lanes
 
-    def carry(self, x: Tensor, step: Step) -> Tensor:
-        """`x` as it arrives at the other end."""
+    def carry(self, x: Tensor, step: Step, note: Tensor | None = None) -> Tensor:
+        """`x` as it arrives at the other end. note: as for `Lane.encode`."""
+        sender, receiver = self._ends(x, step)
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        receiver.decode(0, step, 0, sender.encode(0, step, 0, x, note=note), out)
+        return out
+
+    def observe(self, x: Tensor, step: Step) -> Tensor | None:
+        """A tensor has arrived from the other direction: see `Lane.observe`."""
+        return self._ends(x, step)[0].observe(0, 0, x)
+
+    def _ends(self, x: Tensor, step: Step) -> list[Lane]:
+        """Sender and receiver, ready for tensors like `x`."""
         if x.device not in self._lanes:
             lanes = {end: Lane(*self._args, x.device, self._traffic, CHECKSUM_BYTES) for end in _ENDS}
             for lane in lanes.values():
@@ -228,18 +239,11 @@ class _LanePair:
             for end, state in self._restored.items():
                 lanes[end].states.load_state_dict(state)
             self._lanes[x.device], self._restored = lanes, {}
-        sender, receiver = self._lanes[x.device].values()
-        slots = [(x.shape, x.dtype)]
-        for lane in (sender, receiver):
+        ends, slots = list(self._lanes[x.device].values()), [(x.shape, x.dtype)]
+        for lane in ends:
             lane.prepare(slots, step)
             lane.use([slots])
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        receiver.decode(0, step, 0, sender.encode(0, step, 0, x), out)
-        return out
-
-    def observe(self, gradient: Tensor) -> None:
-        """The gradient of a tensor that was carried has come back."""
-        self._lanes[gradient.device]["sender"].observe(0, 0, gradient)
+        return ends
 
     def end_step(self) -> None:
         for lanes in self._lanes.values():
@@ -290,13 +294,15 @@ class _Crossing(torch.autograd.Function):
         ctx.activations, ctx.gradients, ctx.step, ctx.look = activations, gradients, step, look
         if step.looking:
             ctx.save_for_backward(x)
-        return activations.carry(x, step)
+        arrived = activations.carry(x, step)
+        ctx.note = gradients.observe(arrived, step) if step.training and ctx.needs_input_grad[0] else None
+        return arrived
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        arrived = ctx.gradients.carry(grads[0], ctx.step)
+        arrived = ctx.gradients.carry(grads[0], ctx.step, ctx.note)
         if ctx.step.training:
-            ctx.activations.observe(arrived)
+            ctx.activations.observe(arrived, ctx.step)
         if ctx.step.looking:  # batches may have their backward in any order
             ctx.look.activations(0, 0, ctx.saved_tensors[0])
             ctx.look.gradient(0, 0, grads[0])

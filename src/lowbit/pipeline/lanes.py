@@ -52,6 +52,7 @@ class Lanes:
                 outgoing = (direction == "forward") == (boundary == stage)
                 lane = Lane(boundary, direction, codec, device, transport.traffic, transport.overhead, look)
                 self._lanes[direction, outgoing] = lane
+        self._notes: dict[tuple[int, int], Tensor] = {}  # for gradients to send, by tensor and micro-batch
         self._step, self._title = Step(), ""
         self._ranks: Sequence[str] = ()
         self._configuration: Configuration | None = None  # of this pass
@@ -69,8 +70,9 @@ class Lanes:
     def begin(self, step: Step, title: str, ranks: Sequence[str]) -> None:
         """A pass begins; its configuration is not known yet. title, ranks: names of it and of the ranks, for errors."""
         self._step, self._title, self._ranks = step, title, ranks
-        if ("forward", True) in self._lanes:
-            self._lanes["forward", True].states.end_step()  # that of the pass before
+        self._notes.clear()
+        for lane in self.by_name(outgoing_only=True).values():
+            lane.states.end_step()  # that of the pass before
 
     def prepare(self, variants: Mapping[int, Layouts], training: bool) -> tuple[dict[str, str], str]:
         """Get ready for tensors that will cross; returns facts that both ends of a boundary must share, and faults.
@@ -125,7 +127,8 @@ class Lanes:
         lane, ops = self._lanes[direction, True], []
         for index, tensor in enumerate(tensors):
             with self._transport.leaving(tensor):
-                message = lane.encode(index, self._step, micro_batch, tensor, room=self._transport.room)
+                note = self._notes.pop((index, micro_batch), None) if direction == "backward" else None
+                message = lane.encode(index, self._step, micro_batch, tensor, room=self._transport.room, note=note)
                 if message.numel():
                     ops += self._transport.send(self._route(lane, micro_batch, index), message)
         return ops
@@ -144,10 +147,19 @@ class Lanes:
                 if nbytes := lane.nbytes(index, self._step, micro_batch):
                     payload = self._transport.take(self._route(lane, micro_batch, index), nbytes)
                     lane.decode(index, self._step, micro_batch, payload, tensors[-1])
-                    if direction == "backward":
-                        sent = self._learned[self._stage][micro_batch][index]
-                        self._lanes["forward", True].observe(sent, micro_batch, tensors[-1])
+                    self._observe(direction, index, micro_batch, tensors[-1])
         return tensors
+
+    def _observe(self, direction: Direction, index: int, micro_batch: int, tensor: Tensor) -> None:
+        """Show a tensor that arrived to the lane that leads back."""
+        if direction == "backward":
+            sent = self._learned[self._stage][micro_batch][index]
+            self._lanes["forward", True].observe(sent, micro_batch, tensor)
+        elif self._step.training and index in (learned := self._learned[self._stage - 1][micro_batch]):
+            place = learned.index(index)
+            note = self._lanes["backward", True].observe(place, micro_batch, tensor)
+            if note is not None:
+                self._notes[place, micro_batch] = note
 
     def raise_rates(self, bits: float) -> None:
         """Raise the rates that were chosen by `bits` per element. No receives may be posted ahead."""

@@ -94,10 +94,11 @@ class States:
             states[name][CHOICE] = call(self._codec, "raised", self._codec.raised, choice, bits, about=self._lane)
         self.load_state_dict(states)
 
-    def observe(self, index: int, slot: Slot, gradient: Tensor) -> None:
-        """Hand a session the gradient of a tensor that this end has sent."""
-        if gradient.is_floating_point() and self.is_settled(index, slot):
-            self.session(index, slot).observe(gradient)
+    def observe(self, index: int, slot: Slot, x: Tensor) -> Tensor | None:
+        """Show a session of a sender what crossed the other way; see `Session.observe`."""
+        if x.is_floating_point() and self.is_settled(index, slot):
+            return self.session(index, slot).observe(x)
+        return None
 
     def end_step(self) -> None:
         """A training step is over, for all sessions."""

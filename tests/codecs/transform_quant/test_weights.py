@@ -1,6 +1,8 @@
-"""Weights of channels: they follow gradients, travel with messages, and bring the error where it is not felt."""
+"""Weights: they follow what crosses the other way, travel with messages, and bring the error where it costs little."""
 
 from __future__ import annotations
+
+import math
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from torch import Tensor
 from lowbit import kernels
 from lowbit.codecs import TransformQuant
 from lowbit.codecs.sessions import Session
-from lowbit.codecs.transform_quant.weights import ALL_ONE, FELT, ONE, levels_of, packed, weights
+from lowbit.codecs.transform_quant.weights import ALL_ONE, FELT, ONE, SEEN, factors, levels_of, packed, sinks
 from tests.codecs.transform_quant.test_transform_quant import ends, tokens
 
 SHAPE = (64, 33)
@@ -72,12 +74,72 @@ def test_weights_of_one_change_nothing():
     assert torch.equal(session.encode(x), expected)
 
 
-def test_gradients_are_sent_without_weights():
-    codec = TransformQuant(step="message")
-    sender, other = (ends(codec, SHAPE)[0] for _ in range(2))
-    observed(sender, uneven())
-    x = tokens(SHAPE, seed=0)
-    assert torch.equal(sender.encode(x), other.encode(x))
+def with_sink(factor: float = 100.0, row: int = 5) -> Tensor:
+    x = torch.randn(SHAPE, generator=torch.Generator().manual_seed(3))
+    x[row] *= factor
+    return x
+
+
+def test_gradients_of_channels_with_large_activations_are_more_exact_at_the_same_bytes():
+    pairs = [ends(TransformQuant(bits=3.5, step="message"), SHAPE) for _ in range(2)]
+    pairs[0][0].observe(gradient(uneven() * 1e6))
+    pairs[0][0].end_step()
+    for seed in range(4):
+        weighted, plain = (error(*pair, tokens(SHAPE, seed=seed)) for pair in pairs)
+    least, middle, most = (weighted[i::3].mean() for i in range(3))
+    assert least > 2 * middle > 4 * most, "fourth roots of mean squares: errors of 4 times the energy"
+    assert (uneven().square() @ weighted) < 0.9 * (uneven().square() @ plain)
+    assert pairs[0][0].nbytes() == pairs[1][0].nbytes()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_sinks_gradient_is_more_exact_by_its_norm_and_the_others_lose_little(dtype: torch.dtype):
+    pairs = [ends(TransformQuant(bits=4, step="message"), SHAPE, dtype) for _ in range(2)]
+    note = pairs[0][0].observe(with_sink().to(dtype))
+    assert note is not None
+    assert note.nonzero().tolist() == [[5]]
+    errors = []
+    for (sender, receiver), given in zip(pairs, (note, None), strict=True):
+        for seed in range(4):
+            x = tokens(SHAPE, seed=seed).to(dtype)
+            y = receiver.decode(sender.encode(x, note=given))
+        errors.append((y - x).double().square().mean(1))
+    finer, plain = errors
+    rounding = 2 ** (-18 if dtype == torch.bfloat16 else -40)
+    assert finer[5] < plain[5] / 2**10 + rounding
+    others = torch.arange(SHAPE[0]) != 5
+    assert finer[others].mean() < 2 * plain[others].mean()
+
+
+def test_a_note_is_of_one_message():
+    sender, other = (ends(TransformQuant(step="message"), SHAPE)[0] for _ in range(2))
+    note, x = sender.observe(with_sink()), tokens(SHAPE, seed=0)
+    first = sender.encode(x, note=note)
+    assert not torch.equal(first, other.encode(x))
+    assert not sender._geometry.layout.section(sender.encode(x), "gains").any()
+
+
+def test_which_tokens_are_sinks():
+    assert not sinks(with_sink(3.0))[0].any()
+    assert not sinks(torch.zeros(SHAPE))[0].any()
+    assert not sinks(torch.ones(1, 5))[0].any()
+    assert not sinks(with_sink(math.nan))[0].any()
+    levels, relative = sinks(with_sink(1e4))
+    assert levels[5] == 15
+    assert levels.sum() == 15
+    torch.testing.assert_close(relative.norm(dim=1), torch.ones(SHAPE[0]))
+    several = with_sink(1.0)
+    several[:33] *= 2.0**10
+    assert not sinks(several)[0].any(), "most of a message are no exceptions"
+    many = sinks(torch.ones(1200, 3))
+    assert len(many[0]) == 1200
+    assert SEEN <= len(many[1]) < 2 * SEEN
+    for strange in (math.nan, math.inf):
+        x = with_sink()
+        x[7, 2] = strange
+        levels, relative = sinks(x)
+        assert levels.nonzero().tolist() == [[5]]
+        assert relative.isfinite().all()
 
 
 def test_steps_count_and_micro_batches_do_not():
@@ -140,13 +202,13 @@ def test_backends_write_the_same_weights_and_read_the_same_tokens(dtype: torch.d
 
 def test_levels_travel_as_they_are():
     levels = torch.arange(33).to(torch.uint8) % 16
-    travelling = packed(levels)
+    travelling = packed(levels, ONE)
     assert len(travelling) == 17
     assert (
-        weights(travelling, 33, inverse=False).log2().mul(2).add(ONE).round().to(torch.uint8).tolist()
+        factors(travelling, 33, ONE, inverse=False).log2().mul(2).add(ONE).round().to(torch.uint8).tolist()
         == levels.tolist()
     )
-    product = weights(travelling, 33, inverse=False) * weights(travelling, 33, inverse=True)
+    product = factors(travelling, 33, ONE, inverse=False) * factors(travelling, 33, ONE, inverse=True)
     torch.testing.assert_close(product, torch.ones(33))
-    assert set(packed(levels_of(torch.zeros(8, dtype=torch.float64))).tolist()) == {ALL_ONE}
-    assert levels_of(torch.tensor([0.0, 1, 1, 1, 1e30], dtype=torch.float64)).tolist() == [0, ONE, ONE, ONE, 15]
+    assert set(packed(levels_of(torch.zeros(8, dtype=torch.float64), 2), ONE).tolist()) == {ALL_ONE}
+    assert levels_of(torch.tensor([0.0, 1, 1, 1, 1e30], dtype=torch.float64), 2).tolist() == [0, ONE, ONE, ONE, 15]

@@ -23,13 +23,13 @@ from lowbit.codecs.transform_quant.layout import TransformGeometry, transform_ge
 from lowbit.codecs.transform_quant.loss import bits_for_loss
 from lowbit.codecs.transform_quant.rate import coded_bits
 from lowbit.codecs.transform_quant.reference import decode, encode
-from lowbit.codecs.transform_quant.weights import ALL_ONE, WeightedMemory, packed, weights
+from lowbit.codecs.transform_quant.weights import ALL_ONE, ONE, WeightedMemory, factors, packed, seen, sinks
 from lowbit.kernels import apart, implementation
 
 log = logging.getLogger(__name__)
 
 MOST = 16.0  # bits
-CODED = {"token": 3.0, "message": 1.875}  # bits of an element for symbols, where no rate is set, by `step`
+CODED = {"token": 3.0, "message": 1.85}  # bits of an element for symbols, where no rate is set, by `step`
 GRAIN = 64  # rates to a bit that can be chosen
 DECIBELS = 30.0
 
@@ -62,8 +62,11 @@ class TransformQuant(StatefulCodec):
     Models feel errors in some channels much more than in others: in Gemma 3 the roots of channels' mean-square
     gradients span 6 to 9 octaves. A sender of activations sees the gradients that cross the boundary back. With
     step="token" it multiplies tokens by the roots of a running mean of their squares, rounded to half octaves, before
-    it codes them, and the receiver divides (`weights`). Until there are gradients, and in inference, weights are 1.
-    They change between training steps (`LowBitStage`, `emulate_`), and are part of a sender's state.
+    it codes them, and the receiver divides (`weights`). With step="message" it is the other way round: a sender of
+    gradients holds the activations that came, and multiplies channels by the fourth roots of their mean squares. A
+    sink's gradient it codes finer by as much as the sink's norm lies above the median, within the same 1/4 bit: the
+    layers that make sinks multiply an error there by 100. Without the other tensor, as in inference, weights are 1.
+    Those of channels change between training steps (`LowBitStage`, `emulate_`), and are part of a sender's state.
 
     Each message brings new directions, in place of those that serve it least, as in `SubspaceQuant`: an eighth of K =
     C / 4 (at most 128), fewer where they would take more than 1/8 bit. Evaluation is coded likewise, and what its
@@ -78,8 +81,9 @@ class TransformQuant(StatefulCodec):
     - levels, C bytes, and tokens, R bytes: scales of coordinates and tokens, in quarters of an octave below the
       largest; a token of zeros has 255, one with NaN, Inf or coefficients beyond 2^112 has 254 and decodes to NaN; one
       of less than 2^-63 of the largest gets noise as if it were larger;
-    - norms, R bytes, likewise, if steps are relative to tokens' norms;
-    - weights, C / 2 bytes, likewise: levels of 4 bits, 8 for the weight 1, in half octaves;
+    - norms, R bytes, likewise, with step="token";
+    - weights, C / 2 bytes: levels of 4 bits, 8 for the weight 1, in half octaves;
+    - gains, R / 2 bytes, with step="message": weights of tokens, likewise, 0 for the weight 1;
     - streams of about 2^16 symbols, after a table of three int32 for each: 32 states of rANS, which take the symbols in
       turn, 4 bytes each; words of 16 bits; codes beyond the 15 symbols, int16; the lowest bits of codes whose scale is
       2 steps or more.
@@ -90,7 +94,7 @@ class TransformQuant(StatefulCodec):
 
     Args:
         bits: of an element, every byte counted, above 0 and at most 16. None: 3 for the symbols with step="token",
-            1.875 with step="message", and what scales and directions take beside them; where these take more than 16,
+            1.85 with step="message", and what scales and directions take beside them; where these take more than 16,
             as with one token or one channel, a tensor is sent as it is. "auto": a sender chooses the rate that gives
             `decibels`, in the last step of the warm-up, by the first message that it sends there, and its choice
             travels with the messages of that step. Each tensor of each boundary gets a rate of its own. Until the
@@ -102,12 +106,12 @@ class TransformQuant(StatefulCodec):
         nats: in place of `decibels`, what "auto" shall cost: how much higher the loss may be with the coded activations
             of all boundaries, more than 0. In the last step of the warm-up but one, each sender looks at the first
             activations and at their gradient, and takes the rate at which the expected cost of all boundaries together
-            is this, each an equal part. Gradients get 9/8 bits less than the activations of their boundary, as without
+            is this, each an equal part. Gradients get 1.15 bits less than the activations of their boundary, as without
             `bits`. The loss is taken to be the mean over the tokens of a message. It is a forecast: see
             `LowBitStage.raise_rates`, and `lowbit train`, which measures and raises.
     """
 
-    payload_version: ClassVar[int] = 2
+    payload_version: ClassVar[int] = 3
 
     bits: float | Literal["auto"] | None = None
     step: Literal["token", "message"] = "token"
@@ -227,7 +231,7 @@ class TransformQuant(StatefulCodec):
 
     def open(self, *, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Session:
         geo = self.geometry(shape)
-        memory = WeightedMemory(geo.directions, geo.channels, torch.device(device))
+        memory = WeightedMemory(geo.directions, geo.channels, torch.device(device), root=2 if geo.by_token else 4)
         return TransformSession(self, torch.Size(shape), dtype, torch.device(device), memory)
 
 
@@ -243,9 +247,17 @@ class TransformSession(BasisSession):
         super().__init__(codec, shape, dtype, device, memory)
         self._geometry = codec.geometry(shape)
 
-    def observe(self, gradient: Tensor) -> None:
-        if self._geometry.by_token and not self._plain:
-            self._memory.observe(gradient)
+    def observe(self, x: Tensor) -> Tensor | None:
+        geo = self._geometry
+        if self._plain:
+            return None
+        x_RC = x.detach().reshape(geo.rows, geo.channels)
+        if geo.by_token:
+            self._memory.observe(x_RC[:: seen(geo.rows)])
+            return None
+        gains_R, relative_RC = sinks(x_RC)
+        self._memory.observe(relative_RC)
+        return gains_R
 
     def end_step(self) -> None:
         self._memory.end_step()
@@ -253,11 +265,15 @@ class TransformSession(BasisSession):
     def _code(self, x: Tensor, payload: Tensor, training: bool) -> None:
         memory, geo = self._memory, self._geometry
         x_RC = x.view(geo.rows, geo.channels).float()
-        if geo.by_token:
-            section = geo.layout.section(payload, "weights")
-            section.copy_(packed(memory.levels))
-            if not _all_one(section):
-                x_RC = x_RC * weights(section, geo.channels, inverse=False)
+        channels = geo.layout.section(payload, "weights")
+        channels.copy_(packed(memory.levels, ONE))
+        if not _all(channels, ALL_ONE):
+            x_RC = x_RC * factors(channels, geo.channels, ONE, inverse=False)
+        if self._note is not None:
+            rows = geo.layout.section(payload, "gains")
+            rows.copy_(packed(self._note, 0))
+            if not _all(rows, 0):
+                x_RC = x_RC * factors(rows, geo.rows, 0, inverse=False)[:, None]
         basis = Basis(memory.directions, memory.inverse(), memory.digest)
         new = Basis(*map(torch.empty_like, basis))
         implementation(renew, self.device)(x_RC, basis, payload, new, memory.messages, training, True, geo)
@@ -284,16 +300,18 @@ class TransformSession(BasisSession):
             wrong = ((header != expected) | (expected < 0)).any()
             directions_KC = torch.where(wrong, memory.directions, directions_KC)
             z_RC = torch.where(wrong, math.nan, z_RC)
-        section = geo.layout.section(payload, "weights") if geo.by_token else None
-        back_C = None if section is None or _all_one(section) else weights(section, geo.channels, inverse=True)
+        rows, channels = (geo.layout.section(payload, name) for name in ("gains", "weights"))
+        if len(rows) and not _all(rows, 0):
+            z_RC *= factors(rows, geo.rows, 0, inverse=True)[:, None]
+        back_C = None if _all(channels, ALL_ONE) else factors(channels, geo.channels, ONE, inverse=True)
         tokens(z_RC, directions_KC, out.view(geo.rows, geo.channels), back_C)
         if training:
             memory.keep(directions_KC, digest)
 
 
-def _all_one(packed: Tensor) -> bool:
-    """Whether the host knows that all weights are 1; a GPU is not waited for."""
-    return not packed.is_cuda and bool((packed == ALL_ONE).all())
+def _all(packed: Tensor, ones: int) -> bool:
+    """Whether the host knows that all weights are 1, which these bytes say; a GPU is not waited for."""
+    return not packed.is_cuda and bool((packed == ones).all())
 
 
 def _number(name: str, value: object, most: float, besides: str = "") -> float:

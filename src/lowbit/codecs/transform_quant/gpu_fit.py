@@ -30,11 +30,10 @@ from lowbit.codecs.transform_quant.reference import (
     FINE,
     FURTHEST_BELOW,
     LARGEST,
-    MOST_LOWERED,
     NAN,
-    OUTLYING,
     ROUNDS,
     ZERO,
+    lowered,
 )
 from lowbit.kernels.exact import SMALLEST
 from lowbit.kernels.gpu.launch import launch
@@ -80,7 +79,7 @@ def fitted(z: Tensor, geo: TransformGeometry) -> Fit:
         channel_C = torch.where(token_R > 0, token_R, 1.0).clamp(min=SMALLEST).reciprocal() @ a_RC / count
         token_R = a_RC @ torch.where(channel_C > 0, channel_C, 1.0).clamp(min=SMALLEST).reciprocal() / geo.channels
     norm_R += 4 * exponent_R
-    lowered_R = _lowered(norm_R, usable_R) if geo.by_token else norm_R
+    lowered_R = lowered(norm_R, usable_R) if geo.by_token else norm_R
     tokens_R = _quarters(token_R) + (norm_R - lowered_R if geo.by_token else 4 * exponent_R)
     plan = torch.zeros(COSTS.value + CANDIDATES.value, dtype=torch.int64, device=z.device)
     levels, level = _below(_quarters(channel_C), channel_C > 0, 255)
@@ -95,17 +94,6 @@ def fitted(z: Tensor, geo: TransformGeometry) -> Fit:
 def _quarters(square: Tensor) -> Tensor:
     """The logarithm of a root, in quarters of an octave."""
     return (torch.where(square > 0, square, 1.0).log2() * 2).round().int()
-
-
-def _lowered(norm_R: Tensor, usable_R: Tensor) -> Tensor:
-    """See the reference."""
-    count = usable_R.sum()
-    ordered_R = torch.where(usable_R, norm_R, 1 << 20).sort().values
-    median = ordered_R.gather(0, ((count - 1) // 2).clamp(min=0)[None])
-    above_R = torch.where(usable_R & (norm_R - median > OUTLYING), norm_R - median, 0)
-    most = torch.arange(1, MOST_LOWERED + 1, dtype=above_R.dtype, device=norm_R.device)
-    most = (torch.minimum(above_R, most[:, None]).sum(1) <= count).sum()
-    return norm_R - torch.minimum(above_R, most)
 
 
 def _below(quarters: Tensor, there: Tensor, otherwise: int) -> tuple[Tensor, Tensor]:

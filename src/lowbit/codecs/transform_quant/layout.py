@@ -75,7 +75,8 @@ def transform_geometry(rows: int, channels: int, by_token: bool, bits: float | N
             levels=channels,
             tokens=rows,
             norms=rows * by_token,
-            weights=ceil_div(channels, 2) * by_token,
+            weights=ceil_div(channels, 2),
+            gains=ceil_div(rows, 2) * (not by_token),
             streams=max(0, size),
         )
 

@@ -162,13 +162,13 @@ def lowered(norm_R: Tensor, usable_R: Tensor) -> Tensor:
     quarter of an octave costs a quarter of a bit for each element of the token. Where that is more than a quarter of a
     bit in the mean of usable tokens, all such norms are lowered by at most the largest number that is not.
     """
-    count = int(usable_R.sum())
-    if not count:
-        return norm_R
-    median = norm_R[usable_R].sort().values[(count - 1) // 2]
+    count = usable_R.sum()  # on its device: a GPU is not waited for
+    ordered_R = torch.where(usable_R, norm_R, 1 << 20).sort().values
+    median = ordered_R.gather(0, ((count - 1) // 2).clamp(min=0)[None])
     above_R = torch.where(usable_R & (norm_R - median > OUTLYING), norm_R - median, 0)
-    most = max(i for i in range(MOST_LOWERED + 1) if int(above_R.clamp(max=i).sum()) <= count)
-    return norm_R - above_R.clamp(max=most)
+    most = torch.arange(1, MOST_LOWERED + 1, dtype=above_R.dtype, device=norm_R.device)
+    most = (torch.minimum(above_R, most[:, None]).sum(1) <= count).sum()
+    return norm_R - torch.minimum(above_R, most)
 
 
 def scales(level_C: Tensor, token_R: Tensor, level: int) -> Tensor:
