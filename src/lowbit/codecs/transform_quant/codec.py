@@ -23,7 +23,7 @@ from lowbit.codecs.transform_quant.layout import TransformGeometry, transform_ge
 from lowbit.codecs.transform_quant.loss import bits_for_loss
 from lowbit.codecs.transform_quant.rate import coded_bits
 from lowbit.codecs.transform_quant.reference import decode, encode
-from lowbit.codecs.transform_quant.weights import ALL_ONE, ONE, WeightedMemory, factors, packed, seen, sinks
+from lowbit.codecs.transform_quant.weights import ONE, WeightedMemory, factors, packed, seen, sinks
 from lowbit.kernels import apart, implementation
 
 log = logging.getLogger(__name__)
@@ -265,15 +265,13 @@ class TransformSession(BasisSession):
     def _code(self, x: Tensor, payload: Tensor, training: bool) -> None:
         memory, geo = self._memory, self._geometry
         x_RC = x.view(geo.rows, geo.channels).float()
-        channels = geo.layout.section(payload, "weights")
-        channels.copy_(packed(memory.levels, ONE))
-        if not _all(channels, ALL_ONE):
-            x_RC = x_RC * factors(channels, geo.channels, ONE, inverse=False)
+        geo.layout.section(payload, "weights").copy_(memory.packed)
+        if memory.factors is not None:
+            x_RC = x_RC * memory.factors
         if self._note is not None:
-            rows = geo.layout.section(payload, "gains")
-            rows.copy_(packed(self._note, 0))
-            if not _all(rows, 0):
-                x_RC = x_RC * factors(rows, geo.rows, 0, inverse=False)[:, None]
+            gains = geo.layout.section(payload, "gains").copy_(packed(self._note, 0))
+            if (factor_R := factors(gains, geo.rows, 0, inverse=False)) is not None:
+                x_RC = x_RC * factor_R[:, None]
         basis = Basis(memory.directions, memory.inverse(), memory.digest)
         new = Basis(*map(torch.empty_like, basis))
         implementation(renew, self.device)(x_RC, basis, payload, new, memory.messages, training, True, geo)
@@ -300,18 +298,13 @@ class TransformSession(BasisSession):
             wrong = ((header != expected) | (expected < 0)).any()
             directions_KC = torch.where(wrong, memory.directions, directions_KC)
             z_RC = torch.where(wrong, math.nan, z_RC)
-        rows, channels = (geo.layout.section(payload, name) for name in ("gains", "weights"))
-        if len(rows) and not _all(rows, 0):
-            z_RC *= factors(rows, geo.rows, 0, inverse=True)[:, None]
-        back_C = None if _all(channels, ALL_ONE) else factors(channels, geo.channels, ONE, inverse=True)
-        tokens(z_RC, directions_KC, out.view(geo.rows, geo.channels), back_C)
+        gains, levels = (geo.layout.section(payload, name) for name in ("gains", "weights"))
+        if (factor_R := factors(gains, geo.rows, 0, inverse=True)) is not None:
+            z_RC *= factor_R[:, None]
+        factor_C = factors(levels, geo.channels, ONE, inverse=True)
+        tokens(z_RC, directions_KC, out.view(geo.rows, geo.channels), factor_C)
         if training:
             memory.keep(directions_KC, digest)
-
-
-def _all(packed: Tensor, ones: int) -> bool:
-    """Whether the host knows that all weights are 1, which these bytes say; a GPU is not waited for."""
-    return not packed.is_cuda and bool((packed == ones).all())
 
 
 def _number(name: str, value: object, most: float, besides: str = "") -> float:

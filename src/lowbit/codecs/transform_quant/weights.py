@@ -16,6 +16,7 @@ rows (tokens), C channels.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -28,8 +29,7 @@ GRAIN = 2  # weights to an octave
 ONE = 8  # level of the weight 1 of a channel; levels are 0 to 15
 KEPT = 0.9  # of the mean squares, when those of another step come
 ZEROS = 2.0**-60  # mean squares relative to their mean, at least
-SEEN = 512  # tokens of a message that mean squares are taken of, spread evenly
-ALL_ONE = ONE | ONE << 4  # a byte of two channels' weights
+SEEN = 128  # tokens of a message that mean squares are taken of, spread evenly
 FELT = "felt"
 
 
@@ -42,6 +42,7 @@ class WeightedMemory(Memory):
     Attributes:
         felt: float64 (C,), running mean squares; zeros: there were none.
         levels: uint8 (C,), of the weights of the next messages.
+        packed: how they travel; factors: what they stand for, or None if the host knows that all are 1.
     """
 
     def __init__(self, directions: int, channels: int, device: torch.device, root: int) -> None:
@@ -82,6 +83,8 @@ class WeightedMemory(Memory):
     def _feel(self, felt: Tensor) -> None:
         self.felt, self._squares = felt, torch.zeros_like(felt)
         self.levels = levels_of(felt, self._root)
+        self.packed = packed(self.levels, ONE)
+        self.factors = factors(self.packed, len(felt), ONE, inverse=False)
 
 
 def levels_of(felt_C: Tensor, root: int) -> Tensor:
@@ -99,7 +102,7 @@ def sinks(x_RC: Tensor) -> tuple[Tensor, Tensor]:
         for other tokens. And float32 (at most `SEEN` rows, C), for `WeightedMemory.observe`.
     """
     norm_R = torch.linalg.vector_norm(x_RC, dim=1, dtype=torch.float32)
-    usable_R = norm_R.isfinite() & (norm_R > 0)
+    usable_R = (norm_R > 0) & (norm_R < torch.inf)
     norm_R = torch.where(usable_R, norm_R, 1.0)
     quarters_R = (4 * norm_R.log2()).round().int()
     above_R = quarters_R - lowered(quarters_R, usable_R)
@@ -119,8 +122,19 @@ def packed(levels: Tensor, filler: int) -> Tensor:
     return even_2[:, 0] | even_2[:, 1] << 4
 
 
-def factors(packed: Tensor, count: int, one: int, *, inverse: bool) -> Tensor:
-    """Float32 (count,): what to multiply by before coding, or after with `inverse`; `one`: the level of 1."""
-    levels = torch.stack([packed & 15, packed >> 4], 1).view(-1)[:count].long()
-    steps = torch.arange(16, device=packed.device, dtype=torch.float64) - one
-    return (2.0 ** ((-steps if inverse else steps) / GRAIN)).float()[levels]
+def factors(packed: Tensor, count: int, one: int, *, inverse: bool) -> Tensor | None:
+    """What to multiply by before coding, or after with `inverse`, float32 (count,); `one`: the level of the weight 1.
+
+    None: the host knows that all weights are 1. A GPU is not waited for.
+    """
+    if not packed.is_cuda and bool((packed == one * 17).all()):
+        return None
+    return _powers(packed.device, one, inverse)[packed.long()].view(-1)[:count]
+
+
+@functools.lru_cache(maxsize=8)
+def _powers(device: torch.device, one: int, inverse: bool) -> Tensor:
+    """The two weights of each byte, float32 (256, 2)."""
+    byte = torch.arange(256, device=device)
+    steps = torch.stack([byte & 15, byte >> 4], 1).double() - one
+    return (2.0 ** ((-steps if inverse else steps) / GRAIN)).float()
