@@ -79,7 +79,7 @@ NAMES = {
     "int6": "INT6", "int4": "INT4", "feature-int4": "FeatureInt, 4 bits", "feature-int8": "FeatureInt, 8 bits",
     "feature-int4-distributed": "FeatureInt, 4 bits, distributed", "tah-quant": "TAH-Quant by range (ours)",
     "TAHQuant()": "TAH-Quant by range (ours)", "tah-quant-published": "TAH-Quant as published",
-    "tah-quant-token": "TAH-Quant as published, by token", "aq-sgd": "AQ-SGD", "subspace": "SubspaceQuant",
+    "tah-quant-published-token": "TAH-Quant as published, by token", "aq-sgd": "AQ-SGD", "subspace": "SubspaceQuant",
     "transform": "TransformQuant", "bound": "rate-distortion bound",
 }  # fmt: skip
 """Short names of formats, as figures write them."""
