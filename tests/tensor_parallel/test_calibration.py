@@ -258,7 +258,7 @@ DAMAGED = r"cut short, or not a safetensors file: it has {} bytes"
         (lambda d: edited(d, format="other"), "has the format 'other'; expected 'lowbit-calibration'"),
         (
             lambda d: edited(d, codec="FeatureInt4", codec_version="2"),
-            "is for version 2 of FeatureInt4, this lowbit has version 3 of FeatureInt: calibrate again",
+            "is for version 2 of FeatureInt4, this lowbit has version 4 of FeatureInt: calibrate again",
         ),
         (flipped, "is damaged: its digest differs from that of its contents; calibrate again"),
         (lambda d: d.replace(b'"world":"2"', b'"world":"4"'), "is damaged: its digest differs"),
