@@ -92,6 +92,8 @@ def test_half_a_pair_is_an_error(text: str) -> None:
         ("int9", "codec is 'int9'; allowed: aq-sgd, fp8"),
         ("tah-quant-published-v1", "tah-quant, tah-quant-published, tah-quant-published-token, transform"),
         ("TAHQuant(allocation='entropy')", "allocation is 'entropy'; allowed: 'range', 'tile', 'token'"),
+        ("feature-int4-static", "codec is 'feature-int4-static', which needs calibrated ranges; allowed: a codec that"),
+        ("FeatureInt(gain='static')", "codec is "),
         ("GroupInt(bits=9)", "bits is 9; allowed: 2 to 8"),
         ("GroupInt(6)", "keyword arguments"),
         ("GroupInt(bit=6)", "unexpected keyword argument 'bit'"),

@@ -21,6 +21,7 @@ from lowbit.report.style import LIGHT, THEMES, Palette, family, mixed, recommend
         ("int8 / int4", "int8"),
         ("GroupInt(bits=6, group=32, symmetric=True)", "int6"),
         ("feature-int4 one_shot", "feature-int"),
+        ("feature-int4-static two_shot", "feature-int-static"),
         ("low-bit+8bit", "low-bit"),
         ("saved activations", "saved"),
         ("gradients", "gradients"),
@@ -44,6 +45,7 @@ def test_the_family_of_a_series(name: str, wanted: str | None):
         ("tah-quant / int8", "TAH-Quant by range (ours) / INT8"),
         ("tah-quant-published-token", "TAH-Quant as published, by token"),
         ("feature-int4 one_shot", "FeatureInt, 4 bits, one-shot"),
+        ("feature-int4-static two_shot", "static ranges, as published, two-shot"),
         ("low-bit+8bit", "low-bit+8bit"),
     ],
 )

@@ -29,8 +29,10 @@ from lowbit.report.style import row_name
 
 DTypeName = Literal["float32", "bfloat16", "float16"]
 Data = Literal["gaussian", "student-t", "outliers", "real"]
-FITTED = {"feature-int4": 4, "feature-int8": 8}
-"""Bits by the names of `FeatureInt`, fitted to the tensors that it codes."""
+FITTED: dict[str, dict[str, Any]] = {
+    "feature-int4": {}, "feature-int4-static": {"gain": "static", "means": False}, "feature-int8": {"bits": 8},
+}  # fmt: skip
+"""Arguments of `FeatureInt.fit` by the names of formats that are fitted to the tensors that they code."""
 EXTRA_NAMES: dict[str, Any] = {}
 """Names besides those of `lowbit.codecs.parse` and `FITTED`; those of objects with only `round_trip` and
 `bits_per_element` are not timed."""
@@ -44,9 +46,10 @@ class CodecsBenchmark:
         "bf16", "fp8", "int8", "GroupInt(bits=6, group=32, symmetric=True)", "int4", "subspace", "transform",
         "tah-quant", "tah-quant-published", "tah-quant-published-token", *FITTED,
     )  # fmt: skip
-    """Formats by name or in full, except those that need sample ids. feature-int4 and feature-int8 are fitted to
-    the tensors that they code. tah-quant is our setting of TAH-Quant, tah-quant-published that of
-    the paper's v2 (bits by tile), tah-quant-published-token that of its v1 (bits by token)."""
+    """Formats by name or in full, except those that need sample ids. feature-int4, feature-int4-static (the
+    published format, without a gain for each token) and feature-int8 are fitted to the tensors that they code.
+    tah-quant is our setting of TAH-Quant, tah-quant-published that of the paper's v2 (bits by tile),
+    tah-quant-published-token that of its v1 (bits by token)."""
     dtypes: Annotated[tuple[DTypeName, ...], EachOnce] = ("float32", "bfloat16")
     """Data types of the tensors."""
     device: Device = "cpu"
@@ -118,7 +121,7 @@ def _rows(settings: CodecsBenchmark, data: str) -> Iterator[Row]:
         inputs = Inputs(timed.to(settings.device, dtype))
         layer = layer.to(settings.device, dtype) if layer else None
         for name in settings.codecs:
-            codec = _fitted(tensors, FITTED[name]) if name in FITTED else codec_of(name)
+            codec = _fitted(tensors, name) if name in FITTED else codec_of(name)
             about = {
                 "codec": name, "device": settings.device, "dtype": str(dtype).removeprefix("torch."), "data": data,
                 "shape": list(timed.shape), **_accuracy(codec, [t.to(settings.device, dtype) for t in tensors]),
@@ -171,8 +174,8 @@ def codec_of(name: str) -> Any:
     return codec
 
 
-def _fitted(tensors: Sequence[Tensor], bits: int) -> FeatureInt:
-    return FeatureInt.fit([torch.cat([t.float().flatten(0, -2) for t in tensors])], bits=bits)
+def _fitted(tensors: Sequence[Tensor], name: str) -> FeatureInt:
+    return FeatureInt.fit([torch.cat([t.float().flatten(0, -2) for t in tensors])], **FITTED[name])
 
 
 def _counts(settings: CodecsBenchmark) -> list[int]:
