@@ -23,8 +23,8 @@ class PublishedBenchmark(CodecsBenchmark):
 
     codecs: tuple[str, ...] = (
         "bf16", "fp8", "int8", "GroupInt(bits=6, group=32, symmetric=True)", "int4", "subspace", "transform",
-        "tah-quant", "tah-quant-published", "tah-quant-token", "published-procedure", "published-procedure-token",
-        *FITTED,
+        "tah-quant", "tah-quant-published", "tah-quant-published-token", "published-procedure",
+        "published-procedure-token", *FITTED,
     )  # fmt: skip
     """As in `lowbit bench codecs`. published-procedure and published-procedure-token (bits by token): errors and bits
     of the paper's research code, not its speed."""

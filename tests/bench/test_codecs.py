@@ -12,7 +12,7 @@ from lowbit.report import run
 from tests.bench.shown import shown
 
 MEMORY = "SubspaceQuant(directions=4)"
-NAMES = ("int4", "feature-int4", "tah-quant", MEMORY, "untimed")
+NAMES = ("int4", "feature-int4", "feature-int4-static", "tah-quant", MEMORY, "untimed")
 
 
 class Untimed:

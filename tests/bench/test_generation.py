@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lowbit.bench.generation import CALIBRATED, COMMAND, OWN, GenerationBenchmark, Turns
+from lowbit.bench.generation import CALIBRATED, COMMAND, GAINS, OWN, GenerationBenchmark, Turns
 from lowbit.network import Link, LinkUnavailable, SlowLink
 from lowbit.report import Report, run
 from lowbit.train.config import DataConfig
@@ -86,11 +86,12 @@ def test_layouts_are_measured_with_the_same_model(
 ):
     few = dataclasses.replace(
         settings, layouts=layouts, per_host=per_host, formats=(OWN, "int8"), chunks=(0,), batch=(1, 2), rounds=1,
-        pretrained="", width=64, layers=4, heads=4, ffn=64, vocab=128,
+        pretrained="", width=64, layers=4, heads=4, ffn=64, vocab=128, sums=(OWN, "int8", *GAINS),
     )  # fmt: skip
     rows = run(COMMAND, few).rows
     found = {(row["layout"], row["format"], row["batch"]) for row in rows}
-    names = {"pipeline": (OWN, "int8"), "tensor": (OWN, "int8", CALIBRATED), "both": (OWN, "int8", CALIBRATED)}
+    sums = (OWN, "int8", CALIBRATED, "feature-int4-static")
+    names = {"pipeline": (OWN, "int8"), "tensor": sums, "both": sums}
     assert found == {(layout, name, batch) for layout in layouts for name in names[layout] for batch in (1, 2)}
     own = {(row["layout"], row["batch"]): row["prefill_ms"] for row in rows if row["format"] == OWN}
     for row in rows:

@@ -130,7 +130,7 @@ def test_block_float8(codec: BlockFloat8) -> None:
     [
         (571, (0, 7, 570), 4, "token"), (33, (), 8, "token"), (1, (), 4, "token"),
         (70, tuple(range(1, 70)), 5, "token"), (1100, tuple(range(1, 1100, 2)), 7, "static"), (600, (3,), 3, "token"),
-        (71, (), 6, "token"),
+        (71, (), 6, "token"), (71, (), 4, "static"),
     ],
 )  # fmt: skip
 def test_feature_int(size: int, outliers: tuple[int, ...], bits: int, gain: Literal["token", "static"]) -> None:

@@ -14,6 +14,7 @@ def test_short_names() -> None:
     assert parse("fp8-e5m2") == BlockFloat8(format="e5m2")
     assert parse("tah-quant") == TAHQuant()
     assert parse("tah-quant-published") == TAHQuant.published()
+    assert parse("tah-quant-published-token") == TAHQuant.published(allocation="token")
     assert parse("aq-sgd") == AQSGD()
     assert parse("subspace-backward") == SubspaceQuant(bits=4)
     assert parse(repr(SubspaceQuant(directions=5))) == SubspaceQuant(directions=5)
@@ -38,6 +39,7 @@ BF16 = Cast(dtype=torch.bfloat16)
         ("int4", "int8", (parse("int4"), parse("int8"))),
         ("int4 / bf16", "int8", (parse("int4"), BF16)),
         ("aq-sgd", "", (AQSGD(), SIX_BITS)),
+        ("tah-quant-published-token", "", (TAHQuant.published(allocation="token"), SIX_BITS)),
         ("subspace", "", (parse("subspace"), parse("subspace-backward"))),
         ("subspace", "int6", (SubspaceQuant(), parse("int6"))),
         (
@@ -88,6 +90,10 @@ def test_half_a_pair_is_an_error(text: str) -> None:
     ("text", "message"),
     [
         ("int9", "codec is 'int9'; allowed: aq-sgd, fp8"),
+        ("tah-quant-published-v1", "tah-quant, tah-quant-published, tah-quant-published-token, transform"),
+        ("TAHQuant(allocation='entropy')", "allocation is 'entropy'; allowed: 'range', 'tile', 'token'"),
+        ("feature-int4-static", "codec is 'feature-int4-static', which needs calibrated ranges; allowed: a codec that"),
+        ("FeatureInt(gain='static')", "codec is "),
         ("GroupInt(bits=9)", "bits is 9; allowed: 2 to 8"),
         ("GroupInt(6)", "keyword arguments"),
         ("GroupInt(bit=6)", "unexpected keyword argument 'bit'"),

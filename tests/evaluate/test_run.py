@@ -73,6 +73,42 @@ def test_rows_of_formats_and_ranks(folder: Path, calibrated: Path, caplog: pytes
     assert caplog.text.count("the calibration was made from the same") == 1
 
 
+def test_static_ranges_by_one_name(folder: Path, calibrated: Path, tmp_path: Path):
+    """Of a calibration made with --gain static as it says; of others, the paper's format from the same averages."""
+    output = tmp_path / "static"
+    made = f"--text {folder / 'text.txt'} --length 32 --sequences 8 --output {output}"
+    result = invoke("calibrate", str(folder), *made.split(), "--features", "1", "--gain", "static")
+    assert result.exit_code == 0, result.output
+    assert Calibration.load(output).gain == "static"
+    settings = evaluation_config(folder, tps=(2,), formats=("feature-int4-static",), dtype="bfloat16")
+    theirs = run(EVALUATE, dataclasses.replace(settings, calibrations=(str(output),))).rows[1]
+    derived = run(EVALUATE, dataclasses.replace(settings, calibrations=(str(calibrated),))).rows[1]
+    ours = run(EVALUATE, dataclasses.replace(settings, formats=("feature-int4",))).rows[1]
+    one = (16 + 4 * 32) / 32  # an outlier, and 31 codes in whole bytes; of five sums the embedding's stays in bfloat16
+    assert theirs["bits_per_value"] == pytest.approx((4 * one + 16) / 5)
+    assert derived["bits_per_value"] == pytest.approx((4 * 4 + 16) / 5), "E // 64 outliers: none"
+    assert theirs["format"] == derived["format"] == "feature-int4-static"
+    assert theirs["sum_error"] > ours["sum_error"]
+    again = f"{made} --seed 1 --continue"
+    for gain, wanted in (("", "static"), ("--gain token", "token")):
+        result = invoke("calibrate", str(folder), *again.split(), *gain.split())
+        assert result.exit_code == 0, result.output
+        assert Calibration.load(output).gain == wanted
+    result = invoke("calibrate", str(folder), "--gain", "row")
+    assert result.exit_code == 2
+    assert "error: gain is 'row'; allowed: token, static or nothing" in result.stderr
+
+
+@pytest.mark.parametrize("name", ["int4", "feature-int4", "feature-int4-distributed"])
+def test_static_ranges_do_not_pass_for_another_format(folder: Path, tmp_path: Path, name: str):
+    config = calibration_config(folder, output=str(tmp_path / "c"), gain="static", sequences=2)
+    run(CALIBRATE, config)
+    settings = evaluation_config(folder, tps=(2,), formats=(name,), calibrations=(config.output,), sequences=1)
+    line = f"format is {name}, which has a gain for each token, and the calibration was made with --gain static; "
+    with pytest.raises(CalibrationError, match=line):
+        run(EVALUATE, settings)
+
+
 @pytest.mark.parametrize(("dtype", "own"), [("float32", 32), ("bfloat16", 16)])
 def test_values_that_were_not_coded_count_with_their_dtype(folder: Path, calibrated: Path, dtype: str, own: int):
     settings = evaluation_config(folder, tps=(2,), formats=("int4",), batch=3, small=3000, dtype=dtype)
@@ -122,7 +158,7 @@ def test_a_config_takes_missing_fields_from_its_architecture(tmp_path: Path):
 
 
 def test_real_and_emulated_ranks_agree_to_the_last_bit(folder: Path, calibrated: Path, ranks: Ranks):
-    settings = evaluation_config(folder, tps=(2,), formats=("feature-int4", "int8"))
+    settings = evaluation_config(folder, tps=(2,), formats=("feature-int4", "feature-int4-static", "int8"))
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -145,7 +181,7 @@ def on_a_rank(folder: str) -> tuple[Any, str, str]:
     file = path / ("nowhere" if torch.distributed.get_rank() else "calibration-tp2.safetensors")
     with pytest.raises(AgreementError) as missing:
         run(EVALUATE, evaluation_config(path, calibrations=(str(file),)))
-    rows = run(EVALUATE, evaluation_config(path, formats=("feature-int4", "int8"))).rows
+    rows = run(EVALUATE, evaluation_config(path, formats=("feature-int4", "feature-int4-static", "int8"))).rows
     settings = calibration_config(path, output=str(path / "real.safetensors"))
     run(CALIBRATE, settings)
     torch.distributed.barrier()

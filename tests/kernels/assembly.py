@@ -59,8 +59,8 @@ FUSED: dict[str, tuple[Any, str, Any]] = {  # module, operator, and its argument
 }
 FEATURES: dict[str, Any] = {  # arguments from matrix, payload, tables of numbers by rank and of one, order
     "FeatureInt encode": lambda m, p, t, f, o: (m, p, f, f, o, 64, 4, 0.1, True),
-    "FeatureInt decode": lambda m, p, t, f, o: (p, m, f, f, o, 64, 4, True),
-    "FeatureInt sum": lambda m, p, t, f, o: ([p] * 4, m, t, f, o, 64, 4, 3),
+    "FeatureInt decode": lambda m, p, t, f, o: (p, m, f, f, o, 64, 4, 0.0, True),
+    "FeatureInt sum": lambda m, p, t, f, o: ([p] * 4, m, t, f, o, 64, 4, 0.0, 3),
 }
 SUBSPACE: dict[str, Any] = {  # arguments from coefficients, units, matrix, directions, payload
     "coefficients_encode": lambda c, u, m, d, p: (c, u, p, c),
@@ -103,7 +103,7 @@ def feature_launches(name: str) -> list[tuple]:
 
     given = FEATURES[name](
         empty((rows, size), torch.bfloat16),
-        empty((feature_int_layout(rows, size, 64, 4).nbytes,), torch.uint8),
+        empty((feature_int_layout(rows, size, 64, 4, True).nbytes,), torch.uint8),
         empty((4, size), torch.float32), empty((size,), torch.float32), empty((size,), torch.int32),
     )  # fmt: skip
     return _caught(getattr(feature_int, name.split()[1]), given, feature_int)

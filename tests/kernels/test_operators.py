@@ -164,12 +164,12 @@ def test_wrong_tables_of_features_are_refused() -> None:
         encode(x, payload, inverse, offset, order, 70, *how)
     with pytest.raises(ValueError, match="bits 9, .*allowed: .* 3 to 8"):
         encode(x, payload, inverse, offset, order, outliers, 9, *how[1:])
-    payloads, out, scales, offset, order, outliers, bits, divisor = CASES["feature_int_sum"]()
+    payloads, out, scales, offset, order, outliers, bits, gain, divisor = CASES["feature_int_sum"]()
     add_up = torch.ops.lowbit.feature_int_sum
     with pytest.raises(ValueError, match=r"scale is torch.float32 \(3, 70\).*\(2, 70\)"):
-        add_up(payloads[:2], out, scales, offset, order, outliers, bits, divisor)
+        add_up(payloads[:2], out, scales, offset, order, outliers, bits, gain, divisor)
     with pytest.raises(ValueError, match="divisor 0, payloads 3; allowed"):
-        add_up(payloads, out, scales, offset, order, outliers, bits, 0)
+        add_up(payloads, out, scales, offset, order, outliers, bits, gain, 0)
 
 
 def test_wrong_settings_are_refused() -> None:

@@ -13,6 +13,7 @@ from lowbit.report.style import LIGHT, THEMES, Palette, family, mixed, recommend
         ("subspace", "subspace"),
         ("tah-quant", "tah-quant"),
         ("TAH-Quant as published", "tah-quant-published"),
+        ("tah-quant-published-token", "tah-quant-published"),
         ("stock-fp32", "stock-fp32"),
         ("PyTorch's stage, FP32", "stock-fp32"),
         ("engine-bf16", "stock-bf16"),
@@ -20,6 +21,7 @@ from lowbit.report.style import LIGHT, THEMES, Palette, family, mixed, recommend
         ("int8 / int4", "int8"),
         ("GroupInt(bits=6, group=32, symmetric=True)", "int6"),
         ("feature-int4 one_shot", "feature-int"),
+        ("feature-int4-static two_shot", "feature-int-static"),
         ("low-bit+8bit", "low-bit"),
         ("saved activations", "saved"),
         ("gradients", "gradients"),
@@ -41,7 +43,9 @@ def test_the_family_of_a_series(name: str, wanted: str | None):
         ("SubspaceQuant()", "SubspaceQuant"),
         ("int8 / int8", "INT8 both ways"),
         ("tah-quant / int8", "TAH-Quant by range (ours) / INT8"),
+        ("tah-quant-published-token", "TAH-Quant as published, by token"),
         ("feature-int4 one_shot", "FeatureInt, 4 bits, one-shot"),
+        ("feature-int4-static two_shot", "static ranges, as published, two-shot"),
         ("low-bit+8bit", "low-bit+8bit"),
     ],
 )
@@ -52,7 +56,7 @@ def test_the_name_of_a_series(name: str, wanted: str):
 def test_no_row_of_a_table_passes_our_setting_off_as_the_published_format():
     assert row_name("tah-quant") == "tah-quant (ours, by range)"
     assert row_name("int4 / TAHQuant()") == "int4 / TAHQuant() (ours, by range)"
-    for name in ("tah-quant-published", "tah-quant-token", "TAHQuant(tile=32)", "int4"):
+    for name in ("tah-quant-published", "tah-quant-published-token", "tah-quant-token", "TAHQuant(tile=32)", "int4"):
         assert row_name(name) == name
     assert title_of("TAHQuant()") == title_of("tah-quant") != title_of("tah-quant-published")
 

@@ -19,6 +19,7 @@ from lowbit.ranks.groups import default_group
 from lowbit.tensor_parallel import (
     Calibration,
     CalibrationError,
+    SumSettings,
     calibrate,
     emulate_tensor_parallel_,
     files,
@@ -227,6 +228,45 @@ def test_files_hold_everything(calibration: Calibration, tmp_path: Path):
     assert [p.name for p in path.parent.iterdir()] == ["c.safetensors"]
 
 
+def test_static_ranges_are_the_papers_and_no_token_has_a_gain(calibration: Calibration, tmp_path: Path):
+    """Symmetric by averages of extremes, E // 64 features in bfloat16, 4 bits for the others, and nothing else."""
+    made = calibrate(Toy(), sequences(), ranks=2, text="toy text", gain="static")
+    made.save(tmp_path / "static")
+    loaded = Calibration.load(tmp_path / "static")
+    assert loaded.fingerprint() == made.fingerprint() != calibration.fingerprint()
+    assert (loaded.gain, loaded.settings["gain"], calibration.gain) == ("static", "static", "token")
+    weight, rows = 1 - 0.99**3, partial_sums(sequences(9)[8].repeat(2)[:16], 2)[LAYERS[1]][1].float()
+    for name in LAYERS:
+        low, high = (loaded.averages[kind][name] / weight for kind in ("low", "high"))
+        extreme = torch.maximum(low.abs(), high.abs())
+        codec = loaded.codec(name, rank=1)
+        best = extreme[:2].square().sum(0).argmax()
+        assert codec == FeatureInt(
+            gain="static", clip=1.0, ranges=extreme[:2], total=extreme[2], features=(int(best),), rank=1,
+            artifact=made.fingerprint(),
+        )  # fmt: skip
+        assert codec.bits_per_element(rows.shape) == made.bits_per_value(name) == (16 + 4 * 64) / 64  # whole bytes
+        step, rest = extreme[1] / 7, [e for e in range(WIDTH) if e != best]
+        expected = (rows / step).round().clamp(-7, 7) * step
+        torch.testing.assert_close(codec.round_trip(rows)[:, rest], expected[:, rest])
+    other = calibration.select(gain="static")
+    assert all(torch.equal(other.ranges[name], made.ranges[name]) for name in LAYERS)
+    assert (other.features, other.curves, other.held_out) == (made.features, {}, {})
+    assert torch.equal(other.select(gain="token").ranges[LAYERS[0]], calibration.ranges[LAYERS[0]])
+    assert {clip for curve in made.curves.values() for clip, _ in curve.values()} == {1.0}
+    budget = calibrate(Toy(), sequences(), ranks=2, gain="static", bits=5)
+    assert 4.25 < budget.bits_per_value() <= 5
+    model = Toy()
+    sums: list[Any] = []
+    every = SumSettings(small=0)
+    with emulate_tensor_parallel_(model, 2, made, settings=every, watch=lambda *seen: sums.append(seen)):
+        logits(model, sequences(1)[0][None])
+    for name, partials, total in sums:
+        codec = made.codec(name)
+        expected = codec.sum([codec.part(r).encode(x) for r, x in enumerate(partials)], out=torch.empty_like(total))
+        assert torch.equal(total, expected)
+
+
 def edited(data: bytes, **changes: str) -> bytes:
     """The file with other metadata, and a digest that fits them."""
     size = int.from_bytes(data[:8], "little")
@@ -258,13 +298,14 @@ DAMAGED = r"cut short, or not a safetensors file: it has {} bytes"
         (lambda d: edited(d, format="other"), "has the format 'other'; expected 'lowbit-calibration'"),
         (
             lambda d: edited(d, codec="FeatureInt4", codec_version="2"),
-            "is for version 2 of FeatureInt4, this lowbit has version 3 of FeatureInt: calibrate again",
+            "is for version 2 of FeatureInt4, this lowbit has version 4 of FeatureInt: calibrate again",
         ),
         (flipped, "is damaged: its digest differs from that of its contents; calibrate again"),
         (lambda d: d.replace(b'"world":"2"', b'"world":"4"'), "is damaged: its digest differs"),
         (lambda d: edited(d, held_out="[" * 10_000), "not as `lowbit calibrate` writes it: RecursionError"),
         (lambda d: edited(d, held_out="[]"), "not as `lowbit calibrate` writes it"),
         (lambda d: edited(d, features="[]"), "not as `lowbit calibrate` writes it"),
+        (lambda d: edited(d, settings='{"momentum": 0, "gain": "row"}'), "ValueError: gain is 'row'; allowed: 'token'"),
         (lambda d: edited(d, world="two"), "not as `lowbit calibrate` writes it: ValueError"),
     ],
 )
@@ -333,6 +374,7 @@ def test_zero_features_get_a_floor_and_zero_layers_an_error(caplog: pytest.LogCa
         ({"momentum": 1.0}, "momentum is 1.0"),
         ({"bits": 3.4}, "bits is 3.4; allowed: at least 3.5, which codes of 3 bits take, or None"),
         ({"bits": "5"}, "bits is '5'; allowed: a number of bits per value, or None"),
+        ({"gain": "row"}, "gain is 'row'; allowed: 'token', 'static'"),
         ({"features": "some"}, "features is 'some'; allowed: 'fixed', 'distributed'"),
         ({"ranks": 3}, None),
         ({"ranks": None}, "ranks is None"),

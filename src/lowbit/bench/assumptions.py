@@ -37,7 +37,8 @@ class AssumptionsBenchmark:
 
     boundaries: Names = ("fp32", "int4", "tah-quant", "tah-quant-published", "subspace", "transform")
     """Formats of activations, by name or in full, or of both ways, such as "int4 / int6". tah-quant is our setting of
-    TAH-Quant, tah-quant-published the paper's."""
+    TAH-Quant, tah-quant-published that of the paper's v2 (bits by tile), tah-quant-published-token that of its v1 (bits
+    by token)."""
     backward: str = ""
     """Format of gradients beside low-bit activations, unless `boundaries` names it. If omitted, the default of each
     format. fp32, bf16 and fp16 are used both ways."""

@@ -9,7 +9,6 @@ measures later ones).
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 import re
@@ -23,16 +22,18 @@ from torch import Tensor
 from lowbit.bench import samples, timing
 from lowbit.bench.codec_speed import Inputs, decoder_layer, ends_of, layer_config, speeds
 from lowbit.bench.settings import Device, EachOnce, check_device
-from lowbit.codecs import Codec, FeatureInt, TAHQuant, parse
+from lowbit.codecs import Codec, FeatureInt, parse
 from lowbit.config import ConfigError, Positive, section
 from lowbit.report import Bars, Column, Command, Row, Table
 from lowbit.report.style import row_name
 
 DTypeName = Literal["float32", "bfloat16", "float16"]
 Data = Literal["gaussian", "student-t", "outliers", "real"]
-FITTED = {"feature-int4": 4, "feature-int8": 8}
-"""Bits by the names of `FeatureInt`, fitted to the tensors that it codes."""
-EXTRA_NAMES: dict[str, Any] = {"tah-quant-token": dataclasses.replace(TAHQuant.published(), allocation="token")}
+FITTED: dict[str, dict[str, Any]] = {
+    "feature-int4": {}, "feature-int4-static": {"gain": "static", "means": False}, "feature-int8": {"bits": 8},
+}  # fmt: skip
+"""Arguments of `FeatureInt.fit` by the names of formats that are fitted to the tensors that they code."""
+EXTRA_NAMES: dict[str, Any] = {}
 """Names besides those of `lowbit.codecs.parse` and `FITTED`; those of objects with only `round_trip` and
 `bits_per_element` are not timed."""
 
@@ -43,11 +44,12 @@ class CodecsBenchmark:
 
     codecs: tuple[str, ...] = (
         "bf16", "fp8", "int8", "GroupInt(bits=6, group=32, symmetric=True)", "int4", "subspace", "transform",
-        "tah-quant", "tah-quant-published", "tah-quant-token", *FITTED,
+        "tah-quant", "tah-quant-published", "tah-quant-published-token", *FITTED,
     )  # fmt: skip
-    """Formats by name or in full, except those that need sample ids. feature-int4 and feature-int8 are fitted to
-    the tensors that they code. tah-quant is our setting of TAH-Quant, tah-quant-published the paper's, tah-quant-token
-    that of its first version, by token."""
+    """Formats by name or in full, except those that need sample ids. feature-int4, feature-int4-static (the
+    published format, without a gain for each token) and feature-int8 are fitted to the tensors that they code.
+    tah-quant is our setting of TAH-Quant, tah-quant-published that of the paper's v2 (bits by tile),
+    tah-quant-published-token that of its v1 (bits by token)."""
     dtypes: Annotated[tuple[DTypeName, ...], EachOnce] = ("float32", "bfloat16")
     """Data types of the tensors."""
     device: Device = "cpu"
@@ -119,7 +121,7 @@ def _rows(settings: CodecsBenchmark, data: str) -> Iterator[Row]:
         inputs = Inputs(timed.to(settings.device, dtype))
         layer = layer.to(settings.device, dtype) if layer else None
         for name in settings.codecs:
-            codec = _fitted(tensors, FITTED[name]) if name in FITTED else codec_of(name)
+            codec = _fitted(tensors, name) if name in FITTED else codec_of(name)
             about = {
                 "codec": name, "device": settings.device, "dtype": str(dtype).removeprefix("torch."), "data": data,
                 "shape": list(timed.shape), **_accuracy(codec, [t.to(settings.device, dtype) for t in tensors]),
@@ -172,8 +174,8 @@ def codec_of(name: str) -> Any:
     return codec
 
 
-def _fitted(tensors: Sequence[Tensor], bits: int) -> FeatureInt:
-    return FeatureInt.fit([torch.cat([t.float().flatten(0, -2) for t in tensors])], bits=bits)
+def _fitted(tensors: Sequence[Tensor], name: str) -> FeatureInt:
+    return FeatureInt.fit([torch.cat([t.float().flatten(0, -2) for t in tensors])], **FITTED[name])
 
 
 def _counts(settings: CodecsBenchmark) -> list[int]:

@@ -60,8 +60,9 @@ class ConvergenceBenchmark:
     boundaries: tuple[str, ...] = (
         "fp32", "int4", "tah-quant", "tah-quant-published", "aq-sgd", "subspace", "transform",
     )  # fmt: skip
-    """Formats of activations, by name or in full. tah-quant is our setting of TAH-Quant, tah-quant-published the
-    paper's. aq-sgd runs in fine-tuning only: it needs samples that come again.
+    """Formats of activations, by name or in full. tah-quant is our setting of TAH-Quant, tah-quant-published that of
+    the paper's v2 (bits by tile), tah-quant-published-token that of its v1 (bits by token). aq-sgd
+    runs in fine-tuning only: it needs samples that come again.
     "gradients:fp8": float32 activations, but gradients stored and all-reduced over two ranks in this format.
     "activations:norm-8": float32 boundaries, but saved activations in 4 bits, norms in 8; "activations:norm-4": norms
     in 4, too; "activations:attention-8": attention in 8; "activations:uniform": everything in 4;

@@ -14,7 +14,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.distributed.pipeline_parallel import apply_pipeline_parallelism
 
-from lowbit.bench.generation import CALIBRATED, OWN, codec_of
+from lowbit.bench.generation import GAINS, OWN, codec_of
 from lowbit.bench.sums import sent_bytes
 from lowbit.bench.worker import TIMEOUT_SECONDS, serve
 from lowbit.integrations.transformers import LowBitPipelineStage, low_bit_pipeline_
@@ -72,13 +72,14 @@ class GenerationRank:
         for wanted in settings["models"]:
             layout, name = key = wanted["layout"], wanted["name"]
             tensor = {"pipeline": 1, "tensor": ranks, "both": settings["per_host"]}[layout]
-            if name == CALIBRATED and tensor not in calibrations:
-                calibrations[tensor] = calibrate(model, [self._prompt[0]], ranks=tensor)
+            if name in GAINS and (tensor, name) not in calibrations:
+                calibrated = calibrate(model, [self._prompt[0]], ranks=tensor, gain=GAINS[name])
+                calibrations[tensor, name] = calibrated
             shared = {id(weight): weight for weight in model.parameters()}
             cut = self._models[key] = _cut(copy.deepcopy(model, shared), tensor)
             if name == OWN:
                 continue
-            source: Any = calibrations[tensor] if name == CALIBRATED else codec_of(name)
+            source: Any = calibrations[tensor, name] if name in GAINS else codec_of(name)
             if layout == "pipeline":
                 self._stages[key] = low_bit_pipeline_(cut, source, timeout=TIMEOUT_SECONDS)
             elif layout == "tensor":

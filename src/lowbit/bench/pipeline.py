@@ -52,7 +52,8 @@ class PipelineBenchmark:
         *STOCK, "fp32", "bf16", "int4", "tah-quant", "tah-quant-published", "aq-sgd", "subspace", "transform",
     )  # fmt: skip
     """Formats of activations, by name or in full, or of both ways, such as "int4 / int6". stock-fp32 and stock-bf16 are
-    PyTorch's own stage; tah-quant is our setting of TAH-Quant, tah-quant-published the paper's."""
+    PyTorch's own stage; tah-quant is our setting of TAH-Quant, tah-quant-published that of the paper's v2 (bits by
+    tile), tah-quant-published-token that of its v1 (bits by token)."""
     backward: str = ""
     """Format of gradients beside low-bit activations, unless `boundaries` names it. If omitted, the default of each
     format. fp32, bf16 and fp16 are used both ways."""

@@ -20,7 +20,7 @@ from lowbit.report import Baseline, Column, Command, Lines, Row, Table
 from lowbit.report.style import RECOMMENDED, family, title_of
 from lowbit.train.config import ModelConfig
 
-Format = Literal["bf16", "int4", "int8", "feature-int4"]
+Format = Literal["bf16", "int4", "int8", "feature-int4", "feature-int4-static"]
 Algorithm = Literal["one_shot", "two_shot", "auto"]
 _CALLS = 1 << 20  # elements that a turn sums at least, by calling several times
 _MOST_CALLS = 8
@@ -34,9 +34,10 @@ class TensorParallelBenchmark:
     """Links to emulate: a rate, with a round trip if there is a distance, such as 25mbit, 100mbit/40ms or unlimited."""
     ranks: Annotated[tuple[Annotated[int, Field(ge=2)], ...], EachOnce] = (2, 4)
     """Numbers of ranks, each on a host of its own."""
-    formats: Annotated[tuple[Format, ...], EachOnce] = get_args(Format)
-    """bf16: PyTorch's all-reduce of bfloat16. int4: a static scale for each feature. int8: symmetric, a scale for each
-    128 elements. feature-int4: int4 with width / 64 outlier features in bfloat16."""
+    formats: Annotated[tuple[Format, ...], EachOnce] = ("bf16", "int4", "int8", "feature-int4")
+    """bf16: PyTorch's all-reduce of bfloat16. int4: a gain for each token times a calibrated range for each feature.
+    int8: symmetric, a scale for each 128 elements. feature-int4: int4 with width / 64 outlier features in bfloat16.
+    feature-int4-static: the published format, ranges without a gain, and as many outlier features."""
     algorithms: Annotated[tuple[Algorithm, ...], EachOnce] = get_args(Algorithm)
     """All-reduce algorithms of codecs. auto: for each size the faster of these and PyTorch's own all-reduce, by
     thresholds that the ranks measure on each link before the first turn, as `low_bit_` does."""
@@ -77,9 +78,11 @@ def codec_of(name: str, parts: Sequence[Tensor]) -> Codec:
         ValueError: PyTorch's own format, which has none.
     """
     if name == "bf16":
-        raise ValueError("format is 'bf16', PyTorch's own; allowed: int4, int8, feature-int4")
+        raise ValueError("format is 'bf16', PyTorch's own; allowed: int4, int8, feature-int4, feature-int4-static")
     if name == "int8":
         return GroupInt(bits=8, group=128, symmetric=True)
+    if name == "feature-int4-static":
+        return FeatureInt.fit(parts, gain="static", means=False)
     return FeatureInt.fit(parts, outliers=0 if name == "int4" else None)
 
 

@@ -70,6 +70,11 @@ def parse(text: str) -> Codec:
     if isinstance(node, ast.Call):
         return _build(node, text)
     factory = registry.named(text)
+    if factory is None and text.startswith("feature-int"):
+        raise ValueError(
+            f"codec is {text!r}, which needs calibrated ranges; allowed: a codec that does not, or for the sums of "
+            "tensor-parallel ranks a calibration (lowbit calibrate)"
+        )
     if factory is None:
         raise ValueError(
             f"codec is {text!r}; allowed: {', '.join(_short_names())}, "

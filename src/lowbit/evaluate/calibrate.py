@@ -84,6 +84,7 @@ def make(
     k, layout = settings.selection(model.config.get_text_config().hidden_size)
     if start is not None and not settings.features:
         k, layout = start.settings.get("k"), start.settings.get("features", "fixed")
+    gain = settings.gain or (start.gain if start is not None else "token")
     inputs = _inputs(settings, start)
     bits = start.settings.get("bits") if start is not None and settings.bits is None else settings.bits
     description = (
@@ -97,6 +98,7 @@ def make(
             ranks=None if world()[1] > 1 else settings.ranks,
             k=k,
             features=layout,
+            gain=gain,
             bits=bits,
             inputs=inputs,
             momentum=settings.momentum,

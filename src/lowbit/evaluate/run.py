@@ -18,7 +18,7 @@ from lowbit.evaluate.errors import SumErrors, root_mean_square
 from lowbit.evaluate.generation import generate, same_tokens
 from lowbit.evaluate.harness import mean_score, zero_shot
 from lowbit.evaluate.score import Reference, perplexity
-from lowbit.evaluate.settings import BASELINE, LOW_BIT, CalibrationConfig, EvaluationConfig, default_calibration
+from lowbit.evaluate.settings import BASELINE, LOW_BIT, STATIC, CalibrationConfig, EvaluationConfig, default_calibration
 from lowbit.ranks.objects import gather_json
 from lowbit.ranks.process_group import world
 from lowbit.tensor_parallel import (
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-CALIBRATED = ("int4", LOW_BIT, f"{LOW_BIT}-distributed")
-"""Formats with calibrated scales; other names are codecs, whose scales are sent."""
+CALIBRATED = ("int4", LOW_BIT, f"{LOW_BIT}-distributed", STATIC)
+"""Formats with calibrated ranges; other names are codecs, whose scales are sent."""
 log = logging.getLogger(__name__)
 
 
@@ -307,7 +307,18 @@ def _check_format(name: str) -> None:
 
 
 def _with_features(calibration: Calibration, name: str) -> Calibration:
-    """Return the calibration with the features of one of the formats `CALIBRATED`."""
+    """Return the calibration with the features and the gain of one of the formats `CALIBRATED`.
+
+    Raises:
+        CalibrationError: it was made for static ranges, and the format is another.
+    """
+    if name == STATIC:
+        return calibration if calibration.gain == "static" else calibration.select(gain="static")
+    if calibration.gain == "static":
+        raise CalibrationError(
+            f"format is {name}, which has a gain for each token, and the calibration was made with --gain static; "
+            f"allowed: --format {STATIC}, or a calibration made with --gain token"
+        )
     if name == LOW_BIT:
         return calibration
     return calibration.select(k=0) if name == "int4" else calibration.select(features="distributed")

@@ -13,6 +13,8 @@ FORMATS = ("bf16", "int4", "feature-int4")
 BASELINE = "bf16"
 """The format that others are compared with."""
 LOW_BIT = "feature-int4"
+STATIC = f"{LOW_BIT}-static"
+"""The published format, without a gain for each token."""
 
 
 def default_calibration(model: str, ranks: int) -> Path:
@@ -59,6 +61,10 @@ class CalibrationConfig(InferenceConfig):
     """Features that are sent in bfloat16: "E/64" (that share of the E features of each layer, those with the largest
     ranges), a number for each layer, or "distributed" (E/64 on average, placed where they help most). If omitted, E/64,
     or with --continue as before."""
+    gain: Literal["token", "static"] | None = None
+    """token: each token has a gain of 16 bits, times the ranges of its features. static: the published format (arXiv
+    2411.07942), in which symmetric ranges alone say what codes stand for. If omitted, token, or with --continue as
+    before."""
     bits: Annotated[float, Field(gt=3, le=16)] | None = None
     """Budget of bits per value over all layers, every bit counted, such as 5: layers get codes of 3 to 8 bits by what
     these do to the model's outputs. If omitted, 4-bit codes everywhere, or with --continue as before."""
@@ -100,9 +106,11 @@ class EvaluationConfig(InferenceConfig):
     low_bit: bool = False
     """Compare only feature-int4 with bf16: short for --format bf16,feature-int4."""
     formats: tuple[str, ...] = ()
-    """Formats of the partial sums: bf16, int4 (static scales, no outliers), feature-int4 (with the outlier features of
-    the calibration), feature-int4-distributed (as many outliers, placed where they help most), or a codec such as int8
-    (groups of 64 with a scale each). bf16 is always measured. If omitted, bf16, int4 and feature-int4."""
+    """Formats of the partial sums: bf16, int4 (a gain for each token times calibrated ranges, no outliers),
+    feature-int4 (with the outlier features of the calibration), feature-int4-distributed (as many outliers, placed
+    where they help most), feature-int4-static (the published format: ranges alone, E/64 outliers, unless the
+    calibration was made with --gain static: as it says), or a codec such as int8 (groups of 64 with a scale each). bf16
+    is always measured. If omitted, bf16, int4 and feature-int4."""
     tps: tuple[Positive, ...] = ()
     """Numbers of tensor-parallel ranks, emulated in this process. If omitted, those of 1, 2, 4 and 8 that the model can
     be split for. Under torchrun, its number of processes is used instead."""

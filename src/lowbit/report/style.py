@@ -49,7 +49,8 @@ class Theme:
 LIGHT = Theme(
     name="light", surface="#ffffff", ink="#1f2328", muted="#59636e", grid="#e4e7ea",
     formats={
-        "subspace": "#0b5fd6", "transform": "#c0264e", "feature-int": "#6a3fc4", "low-bit": "#0b5fd6",
+        "subspace": "#0b5fd6", "transform": "#c0264e", "feature-int": "#6a3fc4", "feature-int-static": "#3d2373",
+        "low-bit": "#0b5fd6",
         "stock-fp32": "#3a3f45", "stock-bf16": "#6b7178", "fp32": "#8b9198", "bf16": "#b4b9be", "fp16": "#cbd0d4",
         "tah-quant": "#e08a00", "tah-quant-published": "#b0460c", "int4": "#b5518f", "int6": "#d38cb7",
         "int8": "#0f8a66", "fp8": "#35a0c4", "aq-sgd": "#8a7a1a", "powersgd": "#7d5a3c",
@@ -61,7 +62,8 @@ LIGHT = Theme(
 DARK = Theme(
     name="dark", surface="#1e2129", ink="#e6e9ee", muted="#a6aeb9", grid="#363b46",
     formats={
-        "subspace": "#5aa2ff", "transform": "#ff7a9c", "feature-int": "#ab8cff", "low-bit": "#5aa2ff",
+        "subspace": "#5aa2ff", "transform": "#ff7a9c", "feature-int": "#ab8cff", "feature-int-static": "#d9ccff",
+        "low-bit": "#5aa2ff",
         "stock-fp32": "#e0e3e7", "stock-bf16": "#b7bcc3", "fp32": "#949aa3", "bf16": "#727883", "fp16": "#5a606b",
         "tah-quant": "#f5ab35", "tah-quant-published": "#e0703a", "int4": "#e08cc0", "int6": "#a8628c",
         "int8": "#3fc49b", "fp8": "#6fd0ee", "aq-sgd": "#c9b955", "powersgd": "#b58f6c",
@@ -77,9 +79,10 @@ NAMES = {
     "engine-bf16": "PyTorch, BF16", "hook-fp16": "DDP hook, FP16", "hook-bf16": "DDP hook, BF16",
     "powersgd": "PowerSGD", "fp32": "FP32", "bf16": "BF16", "fp16": "FP16", "fp8": "FP8", "int8": "INT8",
     "int6": "INT6", "int4": "INT4", "feature-int4": "FeatureInt, 4 bits", "feature-int8": "FeatureInt, 8 bits",
-    "feature-int4-distributed": "FeatureInt, 4 bits, distributed", "tah-quant": "TAH-Quant by range (ours)",
+    "feature-int4-distributed": "FeatureInt, 4 bits, distributed",
+    "feature-int4-static": "static ranges, as published", "tah-quant": "TAH-Quant by range (ours)",
     "TAHQuant()": "TAH-Quant by range (ours)", "tah-quant-published": "TAH-Quant as published",
-    "tah-quant-token": "TAH-Quant as published, by token", "aq-sgd": "AQ-SGD", "subspace": "SubspaceQuant",
+    "tah-quant-published-token": "TAH-Quant as published, by token", "aq-sgd": "AQ-SGD", "subspace": "SubspaceQuant",
     "transform": "TransformQuant", "bound": "rate-distortion bound",
 }  # fmt: skip
 """Short names of formats, as figures write them."""
@@ -99,6 +102,7 @@ _FAMILIES = (  # the first that matches
     (r"tah-?quant", "tah-quant"),
     (r"aq-?sgd", "aq-sgd"),
     (r"power-?sgd", "powersgd"),
+    (r"feature-?int.*static", "feature-int-static"),
     (r"feature-?int", "feature-int"),
     (r"low-bit", "low-bit"),
     (r"fp8|blockfloat8", "fp8"),

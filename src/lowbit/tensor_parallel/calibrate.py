@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowbit.codecs.checks import check_choice, check_int
+from lowbit.codecs.feature_int.codec import GAINS
 from lowbit.codecs.sums import Summable
 from lowbit.collectives import agree
 from lowbit.ranks.objects import gather_json
@@ -54,6 +55,7 @@ def calibrate(
     ranks: int | None = None,
     k: int | None = None,
     features: str = "fixed",
+    gain: str = "token",
     bits: float | None = None,
     inputs: Summable | None = None,
     momentum: float = 0.99,
@@ -68,9 +70,9 @@ def calibrate(
 
     As in the paper (arXiv 2411.07942), minimum and maximum of every sequence enter exponential moving averages, for
     each device, layer and feature; the features with the largest range aggregated over the devices are the outliers.
-    Deviations: averages are corrected for their start (`Observer`); ranges are those around the mean, an average, too;
-    ranges of the sum over the ranks are kept beside the ranks' own, for the second step of two_shot. Meanwhile sums
-    stay in the model's dtype.
+    Deviations: averages are corrected for their start (`Observer`); unless `gain` is "static", ranges are those around
+    the mean, an average, too, and each token has a gain; ranges of the sum over the ranks are kept as well, for the
+    second step of two_shot. Meanwhile sums stay in the model's dtype.
 
     Up to 128 rows of each layer and rank, spread evenly over the sequences, tell where its codes should end and what
     error its sum has with codes of 3 to 8 bits (`formats`). With a budget, the model runs once for each layer over the
@@ -88,6 +90,8 @@ def calibrate(
         sequences: token ids, int64, (length,) or (batch, length); every row counts as one sequence.
         ranks: to calibrate for; None: those that the model is on.
         k: outlier features of each layer; None: E // 64. features: "fixed" or "distributed" (`calibration.select`).
+        gain: "token": each token has a gain of 16 bits, times ranges around means. "static": the published format.
+            Ranges alone, symmetric, say what codes stand for, and nothing is computed of a token at inference.
         bits: budget of bits per value over all layers, every bit counted; None: 4-bit codes everywhere (4.19 at
             E = 4096). Layers have codes of 3, 4, 5, 6 or 8 bits.
         inputs: format in which layers send their inputs instead of partial sums where that takes no more bits than
@@ -117,11 +121,12 @@ def calibrate(
     def prepare() -> tuple[Observer, dict[str, str]]:
         """Check the arguments and load averages of earlier runs; also return facts that identify this run."""
         widths = {layer: summed.width for layer, summed in layers.items()}
+        check_choice("gain", gain, GAINS)
         _check_arguments(k, features, momentum, save_every)
         sent.update(_sent(inputs, layers, _world(ranks, group)))
         check_budget(
             bits, widths, {layer: outlier_count(layer, k, width) for layer, width in widths.items()},
-            {layer: row for layer, (_, _, row) in sent.items()},
+            {layer: row for layer, (_, _, row) in sent.items()}, gain,
         )  # fmt: skip
         observer = Observer(widths, ranks=_world(ranks, group), momentum=momentum)
         if start is not None:
@@ -136,8 +141,8 @@ def calibrate(
         return observer, facts
 
     settings = {
-        "text": text, "start": start.fingerprint() if start else None, "k": k, "features": features, "bits": bits,
-        "inputs": inputs, "momentum": momentum, "save_every": save_every, "saves": state is not None,
+        "text": text, "start": start.fingerprint() if start else None, "k": k, "features": features, "gain": gain,
+        "bits": bits, "inputs": inputs, "momentum": momentum, "save_every": save_every, "saves": state is not None,
     }  # fmt: skip
     observer, facts = prepare() if group is None else _prepare_agreed(prepare, settings, read, group)
     observed, held_out = _split(read)
@@ -148,7 +153,7 @@ def calibrate(
     ranges = Calibration(
         averages=observer.averages, count=observer.count, features={}, model=name, world=observer.ranks,
         dtype=dtype_of(layers), text="; ".join(filter(None, [start.text if start else "", text])),
-        settings={"momentum": momentum},
+        settings={"momentum": momentum, "gain": gain},
     ).select(k=k, features=features)  # fmt: skip
     calibration = dataclasses.replace(ranges, curves=_curves(ranges, observer, group), inputs=sent)
     if bits is not None:

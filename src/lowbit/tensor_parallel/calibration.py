@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lowbit.codecs import FeatureInt
 from lowbit.codecs.checks import check_choice, check_int
+from lowbit.codecs.feature_int.codec import GAINS
 from lowbit.codecs.feature_int.reference import FEWEST, MOST
 from lowbit.codecs.sums import Summable
 from lowbit.tensor_parallel import files
@@ -58,14 +59,15 @@ class Calibration:
         model: its `identity`. dtype: of its partial sums.
         world: tensor-parallel ranks.
         text: where the sequences came from.
-        settings: momentum, k, layout of the features, and budget of bits.
+        settings: momentum, k, layout of the features, gain, and budget of bits.
 
     Attributes:
         ranges: by layer, float32 (world, E): the furthest that corrected averages of extremes are from that of the
             mean, or their magnitude where they never differ from it. A feature that was always zero on a rank gets the
-            smallest range of its layer; none is below 1/64 of the root mean square of its rank's.
+            smallest range of its layer; none is below 1/64 of the root mean square of its rank's. With gain "static"
+            as published: the magnitude of the extremes, so that ranges are symmetric.
         total: the same of the sum over the ranks, (E,).
-        means: by layer, float32 (world + 1, E).
+        means: by layer, float32 (world + 1, E); no part of the formats with gain "static".
 
     Raises:
         ValueError: a layer whose partial sums were always zero.
@@ -89,7 +91,8 @@ class Calibration:
     means: dict[str, Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
-        ranges, means, _ = tables_of(self.averages, self.count, self.momentum)
+        check_choice("gain", self.gain, GAINS)
+        ranges, means, _ = tables_of(self.averages, self.count, self.momentum, self.gain)
         object.__setattr__(self, "ranges", {name: r[:-1] for name, r in ranges.items()})
         object.__setattr__(self, "total", {name: r[-1] for name, r in ranges.items()})
         object.__setattr__(self, "means", means)
@@ -98,6 +101,11 @@ class Calibration:
     def momentum(self) -> float:
         """Of the moving averages."""
         return float(self.settings["momentum"])
+
+    @property
+    def gain(self) -> Any:
+        """Of all layers' formats, as `FeatureInt` takes it."""
+        return self.settings.get("gain", "token")
 
     def codec(self, layer: str, rank: int = 0) -> FeatureInt:
         """Return the format of a layer for this rank's partial sums; its `part(r)` is for another rank's.
@@ -114,11 +122,12 @@ class Calibration:
         artifact = self.fingerprint()
         codecs = {}
         for name, features in self.features.items():
-            bits, means = self.bits.get(name, 4), self.means[name]
+            bits, means = self.bits.get(name, 4), self.means[name] if self.gain == "token" else None
             codecs[name] = FeatureInt(
-                bits=bits, clip=self.curves[name][bits][0] if name in self.curves else None,
-                ranges=self.ranges[name], offsets=means[:-1], total=self.total[name], total_offset=means[-1],
-                features=features, artifact=artifact, held_out=self.held_out.get(name, ()),
+                bits=bits, gain=self.gain, clip=self.curves[name][bits][0] if name in self.curves else None,
+                ranges=self.ranges[name], offsets=None if means is None else means[:-1], total=self.total[name],
+                total_offset=None if means is None else means[-1], features=features, artifact=artifact,
+                held_out=self.held_out.get(name, ()),
             )  # fmt: skip
         return codecs
 
@@ -126,12 +135,19 @@ class Calibration:
         """Return the formats of inputs, by layer that sends them where its partial sums would be coded."""
         return {name: input_format(bits, group) for name, (bits, group, _) in self.inputs.items()}
 
-    def select(self, *, k: int | None = None, features: str = "fixed") -> Calibration:
-        """Return the same ranges and bits with features chosen anew, as `calibrate` does; k=0: none in bfloat16.
+    def select(self, *, k: int | None = None, features: str = "fixed", gain: str | None = None) -> Calibration:
+        """Return the same averages and bits with features chosen anew, as `calibrate` does; k=0: none in bfloat16.
+
+        With another `gain`, ranges are another measure of the averages, and what was chosen for the old ones is left
+        out: codes have 4 bits, no layer sends its inputs, and nothing was held out.
 
         Raises:
-            ValueError: k is not smaller than the features of a layer.
+            ValueError: k is not smaller than the features of a layer, or an unknown gain.
         """
+        if gain not in (None, self.gain):
+            settings = {**self.settings, "gain": gain, "bits": None}
+            chosen = {key: {} for key in ("features", "bits", "effects", "inputs", "curves", "held_out")}
+            return dataclasses.replace(self, **chosen, settings=settings).select(k=k, features=features)
         selected = select(self.ranges, self.total, k=k, layout=features)
         settings = {**self.settings, "k": k, "features": features}
         return dataclasses.replace(self, features=selected, settings=settings)
@@ -145,14 +161,14 @@ class Calibration:
         widths = {name: r.shape[1] for name, r in self.ranges.items()}
         counts = {name: len(features) for name, features in self.features.items()}
         fixed = {name: row for name, (_, _, row) in self.inputs.items()}
-        check_budget(bits, widths, counts, fixed)
+        check_budget(bits, widths, counts, fixed, self.gain)
         chosen = dict.fromkeys(counts, 4)
         if bits is not None:
             if missing := [name for name in counts if name not in fixed and name not in self.effects]:
                 raise ValueError(
                     f"effects of {missing[0]} were not measured; allowed: a calibration made for a budget of bits"
                 )
-            costs = {name: _costs(widths[name], count) for name, count in counts.items() if name not in fixed}
+            costs = {name: _costs(widths[name], n, self.gain) for name, n in counts.items() if name not in fixed}
             curves = {name: self.curves[name] for name in costs}
             chosen |= spend(curves, costs, bits * sum(widths.values()) - sum(fixed.values()), self.effects)
         return dataclasses.replace(self, bits=chosen, settings={**self.settings, "bits": bits})
@@ -164,7 +180,7 @@ class Calibration:
         costs = (
             self.inputs[name][2]
             if name in self.inputs
-            else _costs(widths[name], len(self.features[name]))[self.bits.get(name, 4)]
+            else _costs(widths[name], len(self.features[name]), self.gain)[self.bits.get(name, 4)]
             for name in names
         )
         return sum(costs) / sum(widths.values())
@@ -270,7 +286,7 @@ def dtype_of(sums: Mapping[str, ModelSum]) -> str:
 
 
 def tables_of(
-    averages: files.Tensors, count: int, momentum: float
+    averages: files.Tensors, count: int, momentum: float, gain: str = "token"
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], list[str]]:
     """Correct moving averages for their start at zero; return ranges and means by layer, and names of zeros.
 
@@ -292,14 +308,14 @@ def tables_of(
                 f"features 0 to {magnitude.shape[1] - 1} of {name} were zero in all {count} sequences; "
                 "allowed: a layer whose output is not always zero"
             )
-        magnitude = torch.where(spread > 0, spread, magnitude)
+        magnitude = torch.where((spread > 0) & (gain == "token"), spread, magnitude)
         if bool(empty.any()):
             rank, feature = (int(i) for i in empty.nonzero()[0])
             where = "the sum" if rank == len(magnitude) - 1 else f"rank {rank}"
             zeros.append(f"feature {feature} on {where} of {name}")
             magnitude = magnitude.masked_fill(empty, float(magnitude[~empty].min()))
         # What hardly varied may vary more: then it must not set the gain of all others.
-        least = magnitude.square().mean(1, keepdim=True).sqrt() * FLOOR
+        least = magnitude.square().mean(1, keepdim=True).sqrt() * (FLOOR if gain == "token" else 0.0)
         ranges[name], means[name] = torch.maximum(magnitude, least), mean
     return ranges, means, zeros
 
@@ -336,7 +352,7 @@ def select(
 
 
 def check_budget(
-    bits: object, widths: Mapping[str, int], outliers: Mapping[str, int], fixed: Mapping[str, float]
+    bits: object, widths: Mapping[str, int], outliers: Mapping[str, int], fixed: Mapping[str, float], gain: str
 ) -> None:
     """Raise unless a budget of bits per value is None, or suffices for the narrowest codes of these layers.
 
@@ -346,7 +362,7 @@ def check_budget(
         return
     if isinstance(bits, bool) or not isinstance(bits, int | float):
         raise TypeError(f"bits is {bits!r}; allowed: a number of bits per value, or None")
-    least = sum(fixed.get(name, _costs(width, outliers[name])[WIDTHS[0]]) for name, width in widths.items())
+    least = sum(fixed.get(name, _costs(width, outliers[name], gain)[WIDTHS[0]]) for name, width in widths.items())
     if bits * sum(widths.values()) < least:
         raise ValueError(
             f"bits is {bits:g}; allowed: at least {least / sum(widths.values()):.4g}, which codes of {WIDTHS[0]} bits "
@@ -354,9 +370,9 @@ def check_budget(
         )
 
 
-def _costs(width: int, outliers: int) -> dict[int, int]:
+def _costs(width: int, outliers: int, gain: str) -> dict[int, int]:
     """Bits of a row of a payload, by the bits of its codes."""
-    return {bits: FeatureInt.row_bits(bits, width, outliers) for bits in range(FEWEST, MOST + 1)}
+    return {bits: FeatureInt.row_bits(bits, width, outliers, gain) for bits in range(FEWEST, MOST + 1)}
 
 
 def outlier_count(name: str, k: int | None, width: int) -> int:

@@ -30,7 +30,7 @@ def curve_of(codec: FeatureInt, rows: Tensor) -> Curve:
 
 
 def _best(codec: FeatureInt, bits: int, rows: Tensor, exact: Tensor) -> tuple[float, float]:
-    """The error has one minimum over the grid: go down from the usual clip."""
+    """The error has one minimum over the grid: go down from the usual clip. Static ranges cut nothing, as published."""
     errors: dict[int, float] = {}
 
     def error(i: int) -> float:
@@ -41,8 +41,8 @@ def _best(codec: FeatureInt, bits: int, rows: Tensor, exact: Tensor) -> tuple[fl
             errors[i] = float((total - exact).square().sum(1).mean())
         return errors[i]
 
-    at = GRID.index(CLIPS[bits])
-    for step in (-1, 1):
+    at = GRID.index(CLIPS[bits] if codec.gain == "token" else 1.0)
+    for step in (-1, 1) if codec.gain == "token" else ():
         while 0 <= at + step < len(GRID) and error(at + step) < error(at):
             at += step
     return GRID[at], error(at)

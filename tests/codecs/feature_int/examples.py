@@ -44,18 +44,18 @@ OPERATORS = {
         *(5, 0.1, True),
     ),
     "feature_int_decode": lambda: (
-        *(encoded(FEATURES, 3, 70), torch.empty(3, 70), torch.rand(70), torch.randn(70), ORDER, 2, 5), True,
+        *(encoded(FEATURES, 3, 70), torch.empty(3, 70), torch.rand(70), torch.randn(70), ORDER, 2, 5), 0.0, True,
     ),
     "feature_int_sum": lambda: (
         *([encoded(FEATURES, 3, 70) for _ in range(3)], torch.empty(3, 70), torch.rand(3, 70), torch.randn(70)),
-        *(ORDER, 2, 5, 3),
+        *(ORDER, 2, 5, 0.0, 3),
     ),
 }  # fmt: skip
 
 
 def layout(codec: FeatureInt, shape: tuple[int, ...]) -> Layout:
     rows = torch.Size(shape).numel() // codec.grain
-    return feature_int_layout(rows, codec.grain, len(codec.features), codec.bits)
+    return feature_int_layout(rows, codec.grain, len(codec.features), codec.bits, codec.gain == "token")
 
 
 def hostile() -> list[Target]:

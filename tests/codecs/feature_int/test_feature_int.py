@@ -33,22 +33,23 @@ def made(
 def slowly(codec: FeatureInt, x: Tensor, rank: int) -> Tensor:
     """What element after element becomes, in Python, without offsets; float32, any shape of whole rows."""
     y = x.float().reshape(-1, codec.grain).clone()
-    center = torch.tensor(2.0 ** (codec.bits - 1) - 0.5)
+    center = torch.tensor(2.0 ** (codec.bits - 1) - (0.5 if codec.gain == "token" else 1.0))
     assert codec.clip is not None
     share = torch.tensor(codec.clip / float(center))
     for row in y:
         v = {e: (row[e] - offsets_of(codec)[rank, e]) * (1 / codec.ranges[rank, e])
              for e in range(codec.grain) if e not in codec.features}  # fmt: skip
         finite = all(value.isfinite() for value in v.values())
-        most = max(value.abs() for value in v.values()) if codec.gain == "token" and finite else torch.tensor(1.0)
+        most = max(value.abs() for value in v.values()) if finite else torch.tensor(1.0)
         gain = (most * share).clamp(min=2.0**-126).bfloat16().float() if most > 0 else torch.tensor(0.0)
+        gain = gain if codec.gain == "token" else share
         for e in range(codec.grain):
             if e in codec.features:
                 largest = torch.finfo(torch.bfloat16).max
                 kept = row[e].clamp(-largest, largest) if row[e].isfinite() else row[e]
                 row[e] = kept.bfloat16().float()
             elif finite:
-                code = (v[e] * (1 / gain if gain > 0 else 1) + center).clamp(0, 2**codec.bits - 1).round()
+                code = (v[e] * (1 / gain if gain > 0 else 1) + center).clamp(0, float(2 * center)).round()
                 row[e] = (code - center) * gain * codec.ranges[rank, e]
             else:
                 row[e] = math.nan
@@ -166,6 +167,24 @@ def test_bits_count_gains_and_planes():
         assert codec.bits_per_element((128, 4096)) == (16 + 16 * 64 + bits * 4032) / 4096
     small = FeatureInt(ranges=torch.ones(2, 384), total=torch.ones(384), features=tuple(range(6)))
     assert small.bits_per_element((128, 384)) == (16 + 16 * 6 + 4 * 378) / 384 < 4.25
+
+
+def test_static_ranges_are_the_published_format():
+    """A symmetric INT4 of each feature by its range alone: no row matters to another, and no gain travels."""
+    g = torch.Generator().manual_seed(0)
+    codec = FeatureInt(ranges=torch.rand(2, 4096, generator=g) + 0.5, total=torch.ones(4096),
+                       features=tuple(range(0, 4096, 64)), gain="static")  # fmt: skip
+    rest = [e for e in range(4096) if e % 64]
+    x = torch.randn(24, 4096, generator=g) * torch.arange(24)[:, None] / 12
+    assert codec.bits_per_element(x.shape) == (16 * 64 + 4 * 4032) / 4096
+    for name in ("reference", "cpu"):
+        with kernels.backend(name):
+            y = codec.round_trip(x)
+            assert torch.equal(codec.round_trip(100 * x[3:4]), codec.round_trip(torch.cat([x, 100 * x[3:4]]))[24:])
+        step = codec.ranges[0] / 7
+        torch.testing.assert_close(y[:, rest], ((x / step).round().clamp(-7, 7) * step)[:, rest])
+        assert torch.equal(y[:, ::64], x[:, ::64].bfloat16().float())
+        assert not y[0, rest].any(), "0 has a code"
 
 
 def test_a_gain_and_means_are_why_it_beats_static_ranges():

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lowbit.codecs import GroupInt, TAHQuant
+from lowbit.codecs import GroupInt, TAHQuant, parse
 from lowbit.kernels.exact import entropy, rotate
 
 
@@ -45,6 +45,29 @@ def test_counts_are_floored_once() -> None:
     """0.2 * 10 is 2 candidates and not 1; 1024 tokens lose none."""
     assert TAHQuant().geometry((1, 1, 640)).low == 2
     assert TAHQuant(allocation="token").geometry((1, 1024, 64)).low == 204
+
+
+def test_published_versions_and_their_parts_have_spellings() -> None:
+    """Bits by tile or by token; equal bits alone, then bits by entropy, then pivots and the Hadamard transform."""
+    assert TAHQuant.published() == TAHQuant.published(allocation="tile") == parse("tah-quant-published")
+    with pytest.raises(ValueError, match="allocation is 'range'; allowed: 'tile', 'token'"):
+        TAHQuant.published(allocation="range")
+    for version in ("tile", "token"):
+        parts = [
+            "TAHQuant(high_bits=4, low_bits=4, pivot_ratio=None)",
+            f"TAHQuant(pivot_ratio=None, allocation='{version}')",
+            f"TAHQuant(pivot_ratio=2.0, allocation='{version}')",
+        ]
+        codecs = [parse(part) for part in parts]
+        assert codecs[-1] == TAHQuant.published(allocation=version)
+        sizes = [codec.geometry((2, 10, 640)) for codec in codecs if isinstance(codec, TAHQuant)]
+        assert [size.low > 0 for size in sizes] == [False, True, True]
+        assert [size.layout.sizes["pivots"] > 0 for size in sizes] == [False, False, True]
+        assert [size.per_scope for size in sizes[1:]] == [10, 10]  # a token's tiles; a sequence's tokens
+    x = heavy_tailed(2, 128, 1024)
+    x[..., 32::64] = 100.0  # in each tile one outlier
+    alone, entropy, published = (squared_error(c, x) for c in codecs if isinstance(c, TAHQuant))
+    assert published < 0.1 * alone < 0.1 * entropy
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 8])

@@ -1,4 +1,4 @@
-"""`FeatureInt`: integers with a gain for each token and a static scale for each feature, and a few outlier features."""
+"""`FeatureInt`: integers with a calibrated range for each feature, by default a gain for each token, and outliers."""
 
 from __future__ import annotations
 
@@ -50,19 +50,21 @@ class FeatureInt(Summable):
     bits has ceil(n p / 8) bytes, and with h as many, its byte j holds, from its low bits up, elements j, j + h,
     j + 2 h, ... Bits: (16 + 16 k + bits (E - k)) / E; 4.19 with 4 bits, k = E / 64 and E = 4096.
 
+    gain="static" is the format of arXiv 2411.07942, with no offsets: c = 2^(bits - 1) - 1, so that a code stands for 0,
+    and the gain is float32(clip / c) in every row. Nothing is computed of a row, and no gain travels: codes are 0 to
+    2 c, bits (16 k + bits (E - k)) / E, and a payload of zeros decodes to -clip times the ranges. The paper gives
+    neither layout nor rounding. Additions to it: in a row with NaN or Inf beside the outliers all codes are 2^bits - 1
+    (decoders look at the first), and the sum has calibrated ranges, too, so that it may be reduced in two steps.
+    clip=1.2 makes its ranges as much wider.
+
     In a sum over R ranks (`lowbit.collectives.all_reduce`) `part(r)` codes what rank r adds, with its own tables, and
     `whole()` the sum, where that travels too (two_shot), with those of `total`. `sum` decodes the payloads of all ranks
     and adds them up in one pass: float32, in the order of the ranks, then the offsets of all of them, which have been
     added up before; the features back in their places.
 
-    gain="static" is the format of arXiv 2411.07942: m is 1 in every row. Deviations, as the paper gives neither layout
-    nor rounding: 2^bits levels, of which none is 0, instead of one fewer; a gain travels there too, to say NaN; a
-    calibrated second quantization, so that the sum may be reduced in two steps. clip=1.2 makes its ranges as much
-    wider.
-
     Args:
         bits: of a code, 3 to 8.
-        gain: "token": of each row, or "static": ranges alone say where codes end.
+        gain: "token": of each row, or "static": ranges alone say where codes end, as published.
         clip: of m, where codes end, above 0 and at most 2; None: 1 for "static", else `CLIPS`, by bits.
         ranges: (R, E) float32, positive: the largest magnitude that rank r's partial sums have in each feature, around
             the offsets. Those of outliers are not used, but must be positive.
@@ -79,7 +81,7 @@ class FeatureInt(Summable):
             not come from. No part of the format; `lowbit.tensor_parallel.Drift` compares with them.
     """
 
-    payload_version: ClassVar[int] = 3
+    payload_version: ClassVar[int] = 4
 
     bits: int = 4
     gain: Literal["token", "static"] = "token"
@@ -160,9 +162,9 @@ class FeatureInt(Summable):
         )  # fmt: skip
 
     @staticmethod
-    def row_bits(bits: int, features: int, outliers: int) -> int:
-        """Return the bits of a row of a payload: gain, outliers and codes."""
-        return 16 + 16 * outliers + 8 * planes_nbytes(features - outliers, bits)
+    def row_bits(bits: int, features: int, outliers: int, gain: str = "token") -> int:
+        """Return the bits of a row of a payload: the gain if it travels, outliers and codes."""
+        return 16 * (gain == "token") + 16 * outliers + 8 * planes_nbytes(features - outliers, bits)
 
     @property
     def grain(self) -> int:
@@ -191,7 +193,8 @@ class FeatureInt(Summable):
         return self._like(bits=bits, clip=clip)
 
     def format_nbytes(self, shape: Sequence[int]) -> int:
-        return feature_int_layout(self._rows(shape), self.grain, len(self.features), self.bits).nbytes
+        rows, outliers = self._rows(shape), len(self.features)
+        return feature_int_layout(rows, self.grain, outliers, self.bits, self.gain == "token").nbytes
 
     def identity(self) -> str:
         if self.artifact:
@@ -222,17 +225,16 @@ class FeatureInt(Summable):
 
     def _encode(self, x: Tensor, payload: Tensor) -> None:
         tables, rank = self._tables.on(x.device), self.rank
-        assert self.clip is not None
         reference.encode(
             x.view(-1, self.grain), payload, tables.inverse[rank], tables.offset[rank], tables.order,
-            len(self.features), self.bits, self.clip / center_of(self.bits), self.gain == "token",
+            len(self.features), self.bits, self._share, self.gain == "token",
         )  # fmt: skip
 
     def _decode(self, payload: Tensor, out: Tensor, accumulate: bool) -> None:
         tables, rank = self._tables.on(payload.device), self.rank
         reference.decode(
             payload, out.view(-1, self.grain), tables.scale[rank], tables.offset[rank], tables.order,
-            len(self.features), self.bits, accumulate,
+            len(self.features), self.bits, self._static, accumulate,
         )  # fmt: skip
 
     def _sum(self, payloads: Iterable[Tensor], out: Tensor, divisor: int, scratch: Tensor | None) -> None:
@@ -242,8 +244,19 @@ class FeatureInt(Summable):
             raise ValueError(f"payloads are {len(payloads)}; allowed: {self.ranks}, one for each rank")
         reference.sum(
             payloads, out.view(-1, self.grain), tables.scale, tables.offsets, tables.order,
-            len(self.features), self.bits, divisor,
+            len(self.features), self.bits, self._static, divisor,
         )  # fmt: skip
+
+    @property
+    def _share(self) -> float:
+        """Of a row's largest magnitude, or of 1, that is its gain."""
+        assert self.clip is not None
+        return max(self.clip / center_of(self.bits, self.gain == "token"), SMALLEST)
+
+    @property
+    def _static(self) -> float:
+        """The gain of all rows; 0: each has its own."""
+        return self._share if self.gain == "static" else 0.0
 
     def _rows(self, shape: Sequence[int]) -> int:
         numel, size = math.prod(shape), self.grain

@@ -52,7 +52,7 @@ from lowbit.kernels.cpu.threads import over_rows
 from lowbit.kernels.packing import planes_nbytes
 
 MOST = np.float32(LARGEST_BF16)
-INFINITE = np.float32(np.inf)
+INFINITE, NAN = np.float32(np.inf), np.float32(np.nan)
 INFINITE_BITS = 0x7F800000
 
 
@@ -62,7 +62,7 @@ def encode(
 ) -> None:  # fmt: skip
     """The reference's bytes."""
     rows, features = x.shape
-    layout = feature_int_layout(rows, features, outliers, bits)
+    layout = feature_int_layout(rows, features, outliers, bits, by_token)
     at = sections(payload, layout)
     zero_gaps(payload, layout)
     per_row = planes_nbytes(features - outliers, bits)
@@ -71,7 +71,7 @@ def encode(
         scratch = _scratch(features)
         _encode(
             x.data_ptr(), KINDS[x.dtype], features, inverse.data_ptr(), offset.data_ptr(), order.data_ptr(), outliers,
-            bits, per_row, np.float32(center_of(bits)), np.float32(share), by_token,
+            bits, per_row, np.float32(center_of(bits, by_token)), np.float32(share), by_token,
             at["gains"], at["features"], at["codes"], scratch.data_ptr(), start, stop,
         )  # fmt: skip
 
@@ -80,26 +80,26 @@ def encode(
 
 def decode(
     payload: Tensor, out: Tensor, scale: Tensor, offset: Tensor, order: Tensor, outliers: int, bits: int,
-    accumulate: bool,
+    gain: float, accumulate: bool,
 ) -> None:  # fmt: skip
     """The reference's numbers."""
-    _sum([payload], out, scale, offset, order, outliers, bits, 1, accumulate)
+    _sum([payload], out, scale, offset, order, outliers, bits, gain, 1, accumulate)
 
 
 def sum(
     payloads: Sequence[Tensor], out: Tensor, scales: Tensor, offset: Tensor, order: Tensor, outliers: int, bits: int,
-    divisor: int,
+    gain: float, divisor: int,
 ) -> None:  # fmt: skip
     """The reference's numbers."""
-    _sum(payloads, out, scales, offset, order, outliers, bits, divisor, False)
+    _sum(payloads, out, scales, offset, order, outliers, bits, gain, divisor, False)
 
 
 def _sum(
     payloads: Sequence[Tensor], out: Tensor, scales: Tensor, offset: Tensor, order: Tensor, outliers: int, bits: int,
-    divisor: int, accumulate: bool,
+    gain: float, divisor: int, accumulate: bool,
 ) -> None:  # fmt: skip
     rows, features = out.shape
-    layout = feature_int_layout(rows, features, outliers, bits)
+    layout = feature_int_layout(rows, features, outliers, bits, not gain)
     starts = np.array([payload.data_ptr() for payload in payloads])
     per_row = planes_nbytes(features - outliers, bits)
 
@@ -108,8 +108,8 @@ def _sum(
         _decode(
             starts.ctypes.data, len(payloads), *(layout.offsets[name] for name in ("gains", "features", "codes")),
             scales.data_ptr(), offset.data_ptr(), order.data_ptr(), outliers,
-            bits, per_row, np.float32(center_of(bits)), out.data_ptr(), KINDS[out.dtype], features,
-            divisor, accumulate, scratch.data_ptr(), start, stop,
+            bits, per_row, np.float32(center_of(bits, not gain)), np.float32(gain), out.data_ptr(), KINDS[out.dtype],
+            features, divisor, accumulate, scratch.data_ptr(), start, stop,
         )  # fmt: skip
 
     over_rows(work, rows, out.nbytes * len(payloads))
@@ -172,13 +172,18 @@ def _encode(
             most = max(most, np.int64(float_bits(magnitude(value))))
         if most >= INFINITE_BITS:  # maybe that of an outlier, which does not count
             most = _most_between(line, chosen, outliers, features)
-        finite, largest = most < INFINITE_BITS, bits_float(most) if by_token else ONE
-        gain = to_bf16(greater(largest * share, SMALLEST)) if largest > ZERO else np.uint16(0)
-        put_half(to_gains, n, gain if finite else NAN_BF16)
-        factor = ONE / from_bf16(gain) if finite and gain > 0 else ONE
+        finite, factor = most < INFINITE_BITS, ONE / share
+        if by_token:
+            largest = bits_float(most)
+            gain = to_bf16(greater(largest * share, SMALLEST)) if largest > ZERO else np.uint16(0)
+            put_half(to_gains, n, gain if finite else NAN_BF16)
+            factor = ONE / from_bf16(gain) if finite and gain > 0 else ONE
         code_line(line, factor, center, top, whole, codes, x + size * features, size)
         for j in range(whole, features):
             put_byte(codes, j, code(get_float(line, j) * factor + center, top))
+        if not by_token and not finite:
+            for j in range(features):
+                put_byte(codes, j, (1 << bits) - 1)
         begin = 0
         for i in range(outliers + 1):
             end = np.int64(get_int(chosen, i)) if i < outliers else features
@@ -189,7 +194,7 @@ def _encode(
 
 @kernel
 def _decode(
-    payloads, ranks, at_gains, at_features, at_codes, scales, offset, order, outliers, bits, per_row, center,
+    payloads, ranks, at_gains, at_features, at_codes, scales, offset, order, outliers, bits, per_row, center, static,
     target, kind, features, divisor, accumulate, scratch, start, stop,
 ) -> None:  # fmt: skip
     spare, codes = scratch, scratch + 4 * features
@@ -208,7 +213,10 @@ def _decode(
                 end = np.int64(get_int(chosen, i)) if i < outliers else features
                 move(kept + begin - i, codes + begin, end - begin)
                 begin = end + 1
-            gain = from_bf16(get_half(payload + at_gains, n))
+            if static == ZERO:
+                gain = from_bf16(get_half(payload + at_gains, n))
+            else:
+                gain = static if get_byte(kept, 0) < (1 << bits) - 1 else NAN
             numbers(codes, center, gain, scale, offset, whole, line, r == 0, last)
             for j in range(whole, features):
                 value = restored(get_byte(codes, j), -center, gain) * get_float(scale, j)

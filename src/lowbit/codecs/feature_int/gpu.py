@@ -45,7 +45,7 @@ def encode(
 ) -> None:  # fmt: skip
     """The reference's bytes."""
     rows, features = x.shape
-    layout = feature_int_layout(rows, features, outliers, bits)
+    layout = feature_int_layout(rows, features, outliers, bits, by_token)
     launch(
         _encode, ceil_div(rows, ENCODE["ROWS"]), WARPS, ENCODE, x, payload, inverse, offset, order,
         rows, features, outliers, share, *starts(layout, "features", "codes"), *ends(layout, "gains", "features"),
@@ -55,31 +55,31 @@ def encode(
 
 def decode(
     payload: Tensor, out: Tensor, scale: Tensor, offset: Tensor, order: Tensor, outliers: int, bits: int,
-    accumulate: bool,
+    gain: float, accumulate: bool,
 ) -> None:  # fmt: skip
     """The reference's numbers."""
-    _sum((payload,), out, scale, offset, order, outliers, bits, 1, accumulate)
+    _sum((payload,), out, scale, offset, order, outliers, bits, gain, 1, accumulate)
 
 
 def sum(
     payloads: Sequence[Tensor], out: Tensor, scales: Tensor, offset: Tensor, order: Tensor, outliers: int, bits: int,
-    divisor: int,
+    gain: float, divisor: int,
 ) -> None:  # fmt: skip
     """The reference's numbers."""
-    _sum(tuple(payloads), out, scales, offset, order, outliers, bits, divisor, False)
+    _sum(tuple(payloads), out, scales, offset, order, outliers, bits, gain, divisor, False)
 
 
 def _sum(
     payloads: tuple[Tensor, ...], out: Tensor, scales: Tensor, offset: Tensor, order: Tensor, outliers: int, bits: int,
-    divisor: int, accumulate: bool,
+    gain: float, divisor: int, accumulate: bool,
 ) -> None:  # fmt: skip
     rows, features = out.shape
-    layout = feature_int_layout(rows, features, outliers, bits)
+    layout = feature_int_layout(rows, features, outliers, bits, not gain)
     columns = ceil_div(features - outliers, DECODE["WIDTH"]) + ceil_div(outliers, DECODE["WIDTH"])
     launch(
         _decode, ceil_div(rows, DECODE["ROWS"]) * columns, WARPS, DECODE, out, payloads, scales, offset, order,
-        rows, features, outliers, divisor, *starts(layout, "features", "codes"),
-        BITS=bits, RANKS=len(payloads), DIVIDE=divisor > 1, ACCUMULATE=accumulate,
+        rows, features, outliers, gain, divisor, *starts(layout, "features", "codes"),
+        BITS=bits, BY_TOKEN=not gain, RANKS=len(payloads), DIVIDE=divisor > 1, ACCUMULATE=accumulate,
     )  # fmt: skip
 
 
@@ -93,12 +93,12 @@ def _scaled(x, inverse, offset, row, feature, features, keep, exists):
 
 @triton.jit
 def _store_plane(
-    x, to, inverse, offset, order, row, rows, features, rest, factor, lane,
-    DONE: tl.constexpr, P: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr,
+    x, to, inverse, offset, order, row, rows, features, rest, factor, finite, lane,
+    DONE: tl.constexpr, P: tl.constexpr, BITS: tl.constexpr, BY_TOKEN: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Write the plane of P bits that has DONE bits of a code below it; where the next one begins."""
     width = (rest * P + 7) // 8
-    center: tl.constexpr = 2.0 ** (BITS - 1) - 0.5
+    center: tl.constexpr = 2.0 ** (BITS - 1) - (0.5 if BY_TOKEN else 1.0)
     for first in range(0, width, WIDTH):
         j = first + lane
         byte = tl.zeros(row.shape, tl.int32) + tl.zeros(lane.shape, tl.int32)
@@ -108,6 +108,8 @@ def _store_plane(
             keep = (row < rows) & exists
             v = _scaled(x, inverse, offset, row, feature, features, keep, exists)
             code = code_of(v, factor, center, 2 * center)
+            if not BY_TOKEN:
+                code = tl.where(finite, code, 2**BITS - 1)
             byte |= tl.where(exists, ((code >> DONE) & ((1 << P) - 1)) << (P * s), 0)
         tl.store(to + j, byte.to(tl.uint8), mask=(row < rows) & (j < width))
     return to + width
@@ -131,14 +133,15 @@ def _encode(
         v = _scaled(x, inverse, offset, row, feature, features, (row < rows) & exists, exists)
         most = tl.maximum(most, bits_of(v) & 0x7FFFFFFF)
     top = tl.max(most, axis=1)[:, None]
-    largest = tl.full(top.shape, 1.0, tl.float32)
+    finite = top < INFINITE_BITS
+    gain = tl.full(top.shape, 1.0, tl.float32) * share
     if BY_TOKEN:
         largest = of_bits(top)
-    gain = tl.where(largest > 0, round_bf16(tl.maximum(largest * share, SMALLEST_)), 0.0)
-    finite = top < INFINITE_BITS
-    gains = payload.to(tl.pointer_type(tl.int16))
-    tl.store(gains + row, tl.where(finite, bits_of(gain) >> 16, NAN_BF16_).to(tl.int16), mask=row < rows)
-    factor = inverse_of(tl.where(finite, gain, 0.0))
+        gain = tl.where(largest > 0, round_bf16(tl.maximum(largest * share, SMALLEST_)), 0.0)
+        gains = payload.to(tl.pointer_type(tl.int16))
+        tl.store(gains + row, tl.where(finite, bits_of(gain) >> 16, NAN_BF16_).to(tl.int16), mask=row < rows)
+        gain = tl.where(finite, gain, 0.0)
+    factor = inverse_of(gain)
 
     size = 0
     for p in tl.static_range(4):
@@ -147,19 +150,23 @@ def _encode(
     to = section(payload, codes_16) + row * size
     if BITS & 8:
         to = _store_plane(
-            x, to, inverse, offset, order, row, rows, features, rest, factor, lane, 0, 8, BITS, WIDTH
+            x, to, inverse, offset, order, row, rows, features, rest, factor, finite, lane,
+            0, 8, BITS, BY_TOKEN, WIDTH,
         )  # fmt: skip
     if BITS & 4:
         to = _store_plane(
-            x, to, inverse, offset, order, row, rows, features, rest, factor, lane, BITS & 8, 4, BITS, WIDTH
+            x, to, inverse, offset, order, row, rows, features, rest, factor, finite, lane,
+            BITS & 8, 4, BITS, BY_TOKEN, WIDTH,
         )  # fmt: skip
     if BITS & 2:
         to = _store_plane(
-            x, to, inverse, offset, order, row, rows, features, rest, factor, lane, BITS & 12, 2, BITS, WIDTH
+            x, to, inverse, offset, order, row, rows, features, rest, factor, finite, lane,
+            BITS & 12, 2, BITS, BY_TOKEN, WIDTH,
         )  # fmt: skip
     if BITS & 1:
         to = _store_plane(
-            x, to, inverse, offset, order, row, rows, features, rest, factor, lane, BITS & 14, 1, BITS, WIDTH
+            x, to, inverse, offset, order, row, rows, features, rest, factor, finite, lane,
+            BITS & 14, 1, BITS, BY_TOKEN, WIDTH,
         )  # fmt: skip
 
     for first in range(0, outliers, WIDTH):
@@ -187,13 +194,8 @@ def _add_plane(code, at, e, rest, keep, DONE: tl.constexpr, P: tl.constexpr):
 
 
 @triton.jit
-def _number(payload, codes_16, row, e, rest, keep, there, scale, BITS: tl.constexpr):
-    """What the codes of elements `e` of a row stand for, without offsets."""
-    size = 0
-    for p in tl.static_range(4):
-        if BITS & (8 >> p):
-            size += (rest * (8 >> p) + 7) // 8
-    at = section(payload, codes_16) + row * size
+def _code(at, e, rest, keep, BITS: tl.constexpr):
+    """The codes of elements `e` of the rows that begin at `at`."""
     code = tl.zeros(keep.shape, tl.int32)
     if BITS & 8:
         code, at = _add_plane(code, at, e, rest, keep, 0, 8)
@@ -203,8 +205,26 @@ def _number(payload, codes_16, row, e, rest, keep, there, scale, BITS: tl.conste
         code, at = _add_plane(code, at, e, rest, keep, BITS & 12, 2)
     if BITS & 1:
         code, at = _add_plane(code, at, e, rest, keep, BITS & 14, 1)
-    gain = of_bits(tl.load(payload.to(tl.pointer_type(tl.int16)) + row, mask=there, other=0).to(tl.int32) << 16)
-    return ((number_of(code) - (2.0 ** (BITS - 1) - 0.5)) * gain) * scale
+    return code
+
+
+@triton.jit
+def _number(
+    payload, codes_16, row, e, rest, keep, there, scale, static, BITS: tl.constexpr, BY_TOKEN: tl.constexpr
+):  # fmt: skip
+    """What the codes of elements `e` of a row stand for, without offsets."""
+    size = 0
+    for p in tl.static_range(4):
+        if BITS & (8 >> p):
+            size += (rest * (8 >> p) + 7) // 8
+    at = section(payload, codes_16) + row * size
+    code = _code(at, e, rest, keep, BITS)
+    if BY_TOKEN:
+        gain = of_bits(tl.load(payload.to(tl.pointer_type(tl.int16)) + row, mask=there, other=0).to(tl.int32) << 16)
+    else:
+        first = _code(at, row * 0, rest, there, BITS)
+        gain = tl.where(first == 2**BITS - 1, float("nan"), static)
+    return ((number_of(code) - (2.0 ** (BITS - 1) - (0.5 if BY_TOKEN else 1.0))) * gain) * scale
 
 
 @triton.jit
@@ -217,10 +237,10 @@ def _give(value, out, row, feature, features, keep, divisor, DIVIDE: tl.constexp
     tl.store(to, narrowed(value, out.dtype.element_ty), mask=keep)
 
 
-@triton.jit(do_not_specialize=["rows", "divisor", "features_16", "codes_16"])
+@triton.jit(do_not_specialize=["rows", "static", "divisor", "features_16", "codes_16"])
 def _decode(
-    out, payloads, scales, offset, order, rows, features, outliers, divisor, features_16, codes_16,
-    BITS: tl.constexpr, RANKS: tl.constexpr, DIVIDE: tl.constexpr, ACCUMULATE: tl.constexpr,
+    out, payloads, scales, offset, order, rows, features, outliers, static, divisor, features_16, codes_16,
+    BITS: tl.constexpr, BY_TOKEN: tl.constexpr, RANKS: tl.constexpr, DIVIDE: tl.constexpr, ACCUMULATE: tl.constexpr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     rest = features - outliers
@@ -233,12 +253,11 @@ def _decode(
         exists = e < rest
         keep = there & exists
         feature = tl.load(order + e, mask=exists, other=0)
-        y = _number(
-            payloads[0], codes_16, row, e, rest, keep, there, tl.load(scales + feature, mask=exists, other=0.0), BITS
-        )  # fmt: skip
+        scale = tl.load(scales + feature, mask=exists, other=0.0)
+        y = _number(payloads[0], codes_16, row, e, rest, keep, there, scale, static, BITS, BY_TOKEN)
         for r in tl.static_range(1, RANKS):
             scale = tl.load(scales + r * features + feature, mask=exists, other=0.0)
-            y += _number(payloads[r], codes_16, row, e, rest, keep, there, scale, BITS)
+            y += _number(payloads[r], codes_16, row, e, rest, keep, there, scale, static, BITS, BY_TOKEN)
         y += tl.load(offset + feature, mask=exists, other=0.0)
         _give(y, out, row, feature, features, keep, divisor, DIVIDE, ACCUMULATE)
     else:

@@ -23,20 +23,20 @@ LARGEST_BF16 = 2.0**127 * (2 - 2.0**-7)
 NAN_BF16 = 0x7FC0
 
 
-def feature_int_layout(rows: int, features: int, outliers: int, bits: int) -> Layout:
+def feature_int_layout(rows: int, features: int, outliers: int, bits: int, by_token: bool) -> Layout:
     """Payload of `encode` (see `lowbit.codecs.FeatureInt`)."""
     codes = rows * planes_nbytes(features - outliers, bits)
-    return Layout.of(gains=2 * rows, features=2 * rows * outliers, codes=codes)
+    return Layout.of(gains=2 * rows * by_token, features=2 * rows * outliers, codes=codes)
 
 
-def center_of(bits: int) -> float:
-    """What lies in the middle of the codes."""
-    return 2.0 ** (bits - 1) - 0.5
+def center_of(bits: int, by_token: bool) -> float:
+    """What lies in the middle of the codes: between two of them, or with static ranges one, for 0."""
+    return 2.0 ** (bits - 1) - (0.5 if by_token else 1.0)
 
 
 def _check(
     x: Tensor, payloads: Sequence[Tensor], scales: Tensor, offset: Tensor, order: Tensor, outliers: int, bits: int,
-    divisor: int = 1,
+    by_token: bool, divisor: int = 1,
 ) -> None:  # fmt: skip
     features = x.shape[-1] if x.dim() else 0
     if not 0 <= outliers < max(1, features) or not FEWEST <= bits <= MOST or divisor < 1 or not payloads:
@@ -45,7 +45,7 @@ def _check(
             f"allowed: fewer outliers than features, {FEWEST} to {MOST}, at least 1 and 1"
         )
     check_numbers(x, 2)
-    nbytes = feature_int_layout(len(x), features, outliers, bits).nbytes
+    nbytes = feature_int_layout(len(x), features, outliers, bits, by_token).nbytes
     for payload in payloads:
         check_bytes("payload", payload, nbytes, x.device)
     shape = (features,) if scales.dim() == 1 else (len(payloads), features)
@@ -54,31 +54,35 @@ def _check(
     check_table("order", order, torch.int32, (features,), x.device)
 
 
-@operator(writes="payload", check=lambda x, payload, *rest: _check(x, [payload], *rest[:5]))
+@operator(writes="payload", check=lambda x, payload, *rest: _check(x, [payload], *rest[:5], by_token=rest[6]))
 def encode(
     x: Tensor, payload: Tensor, inverse: Tensor, offset: Tensor, order: Tensor, outliers: int, bits: int,
     share: float, by_token: bool,
 ) -> None:  # fmt: skip
     """x (N, E) -> payload.
 
-    See `lowbit.codecs.FeatureInt` for formulas and layout. `share`: of the largest magnitude of a row, or of 1, that is
-    its gain.
+    See `lowbit.codecs.FeatureInt` for formulas and layout. `share`: of the largest magnitude of a row, which is its
+    gain; or the gain of all rows, which does not travel.
     """
     rows, features = x.shape
-    layout = feature_int_layout(rows, features, outliers, bits)
+    layout, center = feature_int_layout(rows, features, outliers, bits, by_token), center_of(bits, by_token)
+    zero_gaps(payload, layout)
     rest, chosen = order.long().tensor_split([features - outliers])
     x_NE = x.float()
     v_NM = ((x_NE - offset) * inverse)[:, rest]
-    most_N = v_NM.abs().amax(1)  # NaN where a row holds one
-    finite_N = most_N.isfinite()
-    most_N = most_N if by_token else torch.ones_like(most_N)
-    gain_N = torch.where(most_N > 0, (most_N * share).clamp(min=exact.SMALLEST), 0.0).bfloat16()
-    bits_N = torch.where(finite_N, gain_N.view(torch.int16), NAN_BF16)
-    inverse_N = exact.inverse(torch.where(finite_N, gain_N.float(), 0.0))
-    v_NM = v_NM * inverse_N[:, None] + center_of(bits)
-    codes_NM = torch.where(v_NM > 0, v_NM, 0.0).clamp(max=2**bits - 1).round().to(torch.uint8)
-    zero_gaps(payload, layout)
-    layout.section(payload, "gains", torch.int16).copy_(bits_N)
+    finite_N = v_NM.isfinite().all(1)
+    if by_token:
+        most_N = v_NM.abs().amax(1)  # NaN where a row holds one
+        gain_N = torch.where(most_N > 0, (most_N * share).clamp(min=exact.SMALLEST), 0.0).bfloat16()
+        bits_N = torch.where(finite_N, gain_N.view(torch.int16), NAN_BF16)
+        layout.section(payload, "gains", torch.int16).copy_(bits_N)
+        gain_N = torch.where(finite_N, gain_N.float(), 0.0)
+    else:
+        gain_N = torch.full_like(v_NM[:, 0], share)
+    v_NM = v_NM * exact.inverse(gain_N)[:, None] + center
+    codes_NM = torch.where(v_NM > 0, v_NM, 0.0).clamp(max=2 * center).round().to(torch.uint8)
+    if not by_token:
+        codes_NM[~finite_N] = 2**bits - 1
     layout.section(payload, "codes").copy_(_packed(codes_NM, bits).view(-1))
     x_NK = x_NE[:, chosen]
     x_NK = torch.where(x_NK.isfinite(), x_NK.clamp(-LARGEST_BF16, LARGEST_BF16), x_NK)
@@ -87,37 +91,45 @@ def encode(
     layout.section(payload, "features", torch.int16).copy_(bits_NK.view(-1))
 
 
-@operator(writes="out", check=lambda payload, out, *rest: _check(out, [payload], *rest[:5]))
+@operator(writes="out", check=lambda payload, out, *rest: _check(out, [payload], *rest[:5], by_token=not rest[5]))
 def decode(
     payload: Tensor, out: Tensor, scale: Tensor, offset: Tensor, order: Tensor, outliers: int, bits: int,
-    accumulate: bool,
+    gain: float, accumulate: bool,
 ) -> None:  # fmt: skip
-    """Payload -> out (N, E), or added to it."""
-    store(_decoded(payload, out.shape, scale, order, outliers, bits) + offset, out, accumulate)
+    """Payload -> out (N, E), or added to it. `gain`: of all rows; 0: each row's own, in the payload."""
+    store(_decoded(payload, out.shape, scale, order, outliers, bits, gain) + offset, out, accumulate)
 
 
-@operator(writes="out", check=lambda payloads, out, *rest: _check(out, payloads, *rest[:5], divisor=rest[5]))
+@operator(
+    writes="out",
+    check=lambda payloads, out, *rest: _check(out, payloads, *rest[:5], by_token=not rest[5], divisor=rest[6]),
+)
 def sum(
     payloads: Sequence[Tensor], out: Tensor, scales: Tensor, offset: Tensor, order: Tensor, outliers: int, bits: int,
-    divisor: int,
+    gain: float, divisor: int,
 ) -> None:  # fmt: skip
     """The sum of what R payloads decode to, in float32 and in their order, then the offsets of all; divided, to out."""
-    total = _decoded(payloads[0], out.shape, scales[0], order, outliers, bits)
+    total = _decoded(payloads[0], out.shape, scales[0], order, outliers, bits, gain)
     for payload, scale in zip(payloads[1:], scales[1:], strict=True):
-        total = total + _decoded(payload, out.shape, scale, order, outliers, bits)
+        total = total + _decoded(payload, out.shape, scale, order, outliers, bits, gain)
     total = total + offset
     # By a tensor: CUDA multiplies by the rounded inverse of a number.
     store(total / total.new_full((), divisor) if divisor > 1 else total, out, False)
 
 
-def _decoded(payload: Tensor, shape: torch.Size, scale: Tensor, order: Tensor, outliers: int, bits: int) -> Tensor:
+def _decoded(
+    payload: Tensor, shape: torch.Size, scale: Tensor, order: Tensor, outliers: int, bits: int, gain: float
+) -> Tensor:
     """float32 (N, E), without offsets."""
     rows, features = shape
-    layout = feature_int_layout(rows, features, outliers, bits)
+    layout = feature_int_layout(rows, features, outliers, bits, not gain)
     rest, chosen = order.long().tensor_split([features - outliers])
-    gain_N = layout.section(payload, "gains", torch.bfloat16).float()
     codes_NM = _unpacked(layout.section(payload, "codes").view(rows, -1), len(rest), bits)
-    y_NM = (codes_NM.float() - center_of(bits)) * gain_N[:, None] * scale[rest]
+    if gain:
+        gain_N = torch.where(codes_NM[:, 0] == 2**bits - 1, torch.nan, torch.full_like(scale[:1], gain))
+    else:
+        gain_N = layout.section(payload, "gains", torch.bfloat16).float()
+    y_NM = (codes_NM.float() - center_of(bits, not gain)) * gain_N[:, None] * scale[rest]
     y_NE = torch.empty(shape, device=payload.device)
     y_NE[:, rest] = y_NM
     y_NE[:, chosen] = layout.section(payload, "features", torch.bfloat16).view(rows, -1).float()

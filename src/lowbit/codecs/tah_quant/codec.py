@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 from torch import Tensor
@@ -20,8 +21,8 @@ class TAHQuant(Summable):
     """Quantize each tile of a token's channels in one of two bit widths, chosen from its values (arXiv 2506.01352).
 
     `TAHQuant()` is our setting: bits by range, nearly every tile rotated. `TAHQuant.published()` is the paper's: bits
-    by entropy, tiles with a pivot rotated. Both take 4 bits for 80 % and 3 for the others. Figures of ours are not
-    those of the paper.
+    by entropy of tiles (its v2) or of tokens (v1), tiles with a pivot rotated. All take 4 bits for 80 % and 3 for the
+    others. Figures of ours are not those of the paper.
 
     The tensor is (..., S, C): S tokens of C channels in each sequence; one dimension counts as one token. Each token's
     channels are cut into tiles of `tile`. `floor((1 - high_fraction) * candidates)` of them get `low_bits`:
@@ -94,9 +95,17 @@ class TAHQuant(Summable):
         check_choice("allocation", self.allocation, ("range", "tile", "token"))
 
     @classmethod
-    def published(cls) -> TAHQuant:
-        """Return the paper's settings: tiles of 64, 4 bits for 80 % and 3 for others, by tile, pivots from ratio 2."""
-        return cls(tile=64, high_bits=4, low_bits=3, high_fraction=0.8, pivot_ratio=2.0, allocation="tile")
+    def published(cls, *, allocation: str = "tile") -> TAHQuant:
+        """Return the paper's settings: tiles of 64, 4 bits for 80 % and 3 for others, pivots from ratio 2.
+
+        Args:
+            allocation: "tile" as in the paper's v2, or "token" as in its v1.
+
+        Raises:
+            ValueError: another allocation.
+        """
+        check_choice("allocation", allocation, ("tile", "token"))
+        return cls(tile=64, high_bits=4, low_bits=3, high_fraction=0.8, pivot_ratio=2.0, allocation=allocation)
 
     def format_nbytes(self, shape: Sequence[int]) -> int:
         return self.geometry(shape).layout.nbytes if math.prod(shape) else 0
@@ -122,4 +131,8 @@ def _folded(shape: Sequence[int]) -> tuple[int, int, int]:
     return math.prod(padded[:-2]), padded[-2], padded[-1]
 
 
-SHORT_NAMES = {"tah-quant": TAHQuant, "tah-quant-published": TAHQuant.published}
+SHORT_NAMES = {
+    "tah-quant": TAHQuant,
+    "tah-quant-published": TAHQuant.published,
+    "tah-quant-published-token": partial(TAHQuant.published, allocation="token"),
+}
