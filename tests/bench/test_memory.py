@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from lowbit.bench import memory
-from lowbit.bench.memory import COMMAND, METHODS, MemoryBenchmark
-from lowbit.bench.memory_methods import Updates, saving
+from lowbit.activations import LayerAware
+from lowbit.bench import memory, memory_methods
+from lowbit.bench.memory import COMMAND, METHODS, MemoryBenchmark, in_8_bits
+from lowbit.bench.memory_methods import Updates, policy_of, saving
 from lowbit.bench.memory_run import Meter, measure
 from lowbit.bench.workers import Workers
 from lowbit.config import build
@@ -55,17 +56,22 @@ def layers_bytes(row: dict[str, Any]) -> int:
 
 SHARES = {
     "bf16": (1, 1), "checkpoint": (0.1, 0.4), "fp8": (0.3, 0.6), "int4-uniform": (0.05, 0.3), "int4": (0.1, 0.33),
-    "low-bit": (0.1, 0.38),
+    "low-bit": (0.1, 0.38), "agoq": (0.1, 0.33), "bf16+8bit-gradients": (1, 1), "bf16+8bit-optimizer": (1, 1),
+    "int4+8bit-gradients": (0.1, 0.33),
 }  # fmt: skip
 
 
-def test_what_each_method_keeps_and_loses(settings: MemoryBenchmark):
+def test_what_each_method_keeps_and_loses(settings: MemoryBenchmark, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(memory_methods, "eight_bit_adamw", memory_methods.make_optimizer)
     plain = measure(settings, "bf16", 64)
     for method, (low, high) in SHARES.items():
         row = plain if method == "bf16" else measure(settings, method, 64)
         error = row["gradient_error"]["all"]
         assert low <= layers_bytes(row) / layers_bytes(plain) <= high, method
-        assert (error == 0) == (method in ("bf16", "checkpoint"))
+        assert (error == 0) == (method in ("bf16", "checkpoint", "bf16+8bit-optimizer"))
+        assert row["gradients_bytes"] == pytest.approx(
+            plain["gradients_bytes"] / (4 if "gradients" in in_8_bits(method) else 1), rel=0.05
+        )
         assert error < 0.3
         assert row["loss"] == pytest.approx(plain["loss"], abs=0.02)
 
@@ -105,8 +111,6 @@ def test_rows_are_shown_and_drawn(settings: MemoryBenchmark, tmp_path: Path):
 
 
 def test_gradients_in_8_bits_are_a_quarter_and_a_step_is_that_of_adamw(monkeypatch: pytest.MonkeyPatch):
-    from lowbit.bench import memory_methods
-
     monkeypatch.setattr(memory_methods, "eight_bit_adamw", memory_methods.make_optimizer)
     weights = []
     for method in ("low-bit", "low-bit+8bit"):
@@ -124,6 +128,25 @@ def test_gradients_in_8_bits_are_a_quarter_and_a_step_is_that_of_adamw(monkeypat
         weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     moved = (weights[0] - weights[1]).norm() / weights[0].norm()
     assert 0 < moved < 0.05
+
+
+def test_agoq_is_all_of_its_parts_whatever_the_bits():
+    both = ("gradients", "optimizer")
+    assert in_8_bits("agoq") == in_8_bits("low-bit+8bit") == both
+    assert [in_8_bits(f"bf16+8bit-{part}") for part in both] == [("gradients",), ("optimizer",)]
+    assert in_8_bits("int4+8bit-gradients") == ("gradients",)
+    assert in_8_bits("int4") == in_8_bits("low-bit") == ()
+    assert policy_of(0, "int4") == policy_of(6, "agoq") == LayerAware.published()
+    assert policy_of(0, "low-bit") == LayerAware()
+
+
+def test_agoq_has_torchaos_optimizer(settings: MemoryBenchmark):
+    pytest.importorskip("torchao.optim")
+    large = dataclasses.replace(settings, model=ModelConfig(dim=64, layers=1, heads=2, vocab=256))
+    plain, agoq = (measure(large, method, 64) for method in ("bf16", "agoq"))
+    assert agoq["optimizer_bytes"] < 0.3 * plain["optimizer_bytes"]
+    assert agoq["gradients_bytes"] < 0.3 * plain["gradients_bytes"]
+    assert agoq["saved"]["attention"] == plain["saved"]["attention"]
 
 
 def test_what_can_not_be_measured_is_said_first(settings: MemoryBenchmark, monkeypatch: pytest.MonkeyPatch):
@@ -146,9 +169,10 @@ def test_of_all_methods_those_are_measured_that_are_there(
         memory, "_measured", lambda settings, method, sequence: {"method": method, "sequence": sequence}
     )
     every = list(memory.measure(dataclasses.replace(settings, methods=memory.METHODS, sequences=(64, 128)), []))
-    assert {row["method"] for row in every[-1]} == set(memory.METHODS) - {"low-bit+8bit"}
+    left_out = ["low-bit+8bit", "bf16+8bit-optimizer", "agoq"]
+    assert {row["method"] for row in every[-1]} == set(memory.METHODS) - set(left_out)
     assert caplog.messages == [
-        'low-bit+8bit is left out: torchao is missing; install it with: pip install "lowbit[8bit]"'
+        f'{method} is left out: torchao is missing; install it with: pip install "lowbit[8bit]"' for method in left_out
     ]
 
 
@@ -165,6 +189,7 @@ def test_a_process_that_fails_is_an_error(settings: MemoryBenchmark, monkeypatch
     ("wrong", "message"),
     [
         ({"methods": ("int3",)}, r"methods is .*; allowed: bf16, checkpoint"),
+        ({"methods": ("agoc",)}, r"methods is .*'agoc'.*; allowed: bf16, .*, agoq"),
         ({"sequences": (0,)}, r"sequences is \(0,\); allowed: at least 1"),
         ({"steps": 1}, "steps is 1; allowed: at least 2"),
         ({"bits": 9}, "bits is 9; allowed: "),

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit import kernels
+from lowbit.activations import LayerAware
 from lowbit.bench import training
 from lowbit.bench.convergence import ConvergenceBenchmark
 from lowbit.bench.replicas import Replicas
@@ -24,6 +25,7 @@ from lowbit.ranks.checksum import CHECKSUM_BYTES
 from lowbit.train.config import DataConfig, ModelConfig, OptimizerConfig
 from lowbit.train.data import load_data
 from lowbit.train.model import build_model
+from lowbit.train.optim import make_optimizer
 
 FP32 = Cast()
 CHECKSUM_BITS = 8 * CHECKSUM_BYTES / (2 * 16 * 32)  # an element, in messages of (2, 16, 32)
@@ -77,6 +79,35 @@ def test_policies_have_names():
     assert activation_policy("int4") is None
     with pytest.raises(ValueError, match="boundary is 'activations:4'; allowed: activations:default, act"):
         activation_policy("activations:4")
+
+
+def test_agoq_is_its_activations_with_all_in_8_bits(recipe: Recipe, monkeypatch: pytest.MonkeyPatch):
+    made = []
+    monkeypatch.setattr(training, "eight_bit_adamw", lambda *a, compiled: made.append(compiled) or make_optimizer(*a))
+    assert activation_policy("agoq") == activation_policy("activations:agoq") == LayerAware.published()
+    assert gradient_codec("agoq") == gradient_codec("activations:agoq+8bit") == BlockFloat8()
+    assert gradient_codec("activations:agoq") is None
+    assert codec_pair("agoq") == (FP32, FP32)
+    losses = {
+        name: first_losses(recipe, name) for name in ("fp32", "activations:agoq", "agoq", "activations:agoq+8bit")
+    }
+    assert losses["agoq"] == losses["activations:agoq+8bit"] == pytest.approx(losses["fp32"], abs=0.05)
+    assert len({tuple(each) for each in losses.values()}) == 3
+    assert made == [True, True]
+
+
+@pytest.mark.parametrize("name", ["agoc", "agoq+8bit", "int55"])
+def test_an_unknown_boundary_is_told_all_that_there_are(name: str):
+    named = r"boundary: codec is '.*'; allowed: .*tah-quant-published.*; or agoq, activations:POLICY, gradients:CODEC"
+    with pytest.raises(ValueError, match=named):
+        ConvergenceBenchmark(boundaries=(name,))
+
+
+def test_real_8_bit_states_train(recipe: Recipe, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("torchao.optim")
+    monkeypatch.setenv("CXX", "no compiler")  # which takes a minute
+    losses = [first_losses(recipe, name) for name in ("fp32", "agoq")]
+    assert losses[1] == pytest.approx(losses[0], abs=0.1)
 
 
 def first_losses(recipe: Recipe, boundary: str, *, seed: int = 0) -> list[float]:

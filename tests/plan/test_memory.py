@@ -1,5 +1,6 @@
 """`lowbit plan memory`; that its bytes are real is checked in tests/plan/test_held.py."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -7,14 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from lowbit.activations import BitPlan, LayerPlan, compress_saved_
+from lowbit.activations import BitPlan, LayerAware, LayerPlan, compress_saved_
 from lowbit.config import build
 from lowbit.plan.memory import COMMAND, MemorySettings
 from lowbit.plan.sizes import parse_bytes
 from lowbit.plan.stages import StageMeter
 from lowbit.report import execute, run
+from lowbit.train import from_mapping
 from lowbit.train.activations import planned_settings
+from lowbit.train.config import GradientsConfig, OptimizerConfig
 from lowbit.train.model import StageModule, build_model
+from lowbit.train.prepare import prepare
+from tests.train.runs import TEXT
 
 TINY: dict[str, Any] = {
     "pipeline": {"ranks": 2, "microbatches": 2},
@@ -88,6 +93,32 @@ def test_gradients_and_optimizer_in_8_bits_take_less():
     assert narrow / wide == pytest.approx((4 + 1.01 + 2.03) / 16, rel=0.02)
 
 
+def test_agoq_by_name_is_8_bits_for_both_and_a_plan_that_its_run_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    out, text = tmp_path / "plan.json", tmp_path / "text.txt"
+    text.write_text(TEXT)
+    by_name, by_hand = tiny(method="agoq", out=str(out)), tiny(gradients={"storage": "fp8"}, optimizer="adamw-8bit")
+    assert (by_name.gradients, by_name.optimizer) == (by_hand.gradients, by_hand.optimizer)
+    run(COMMAND, by_name)
+    config = from_mapping(
+        {name: TINY[name] for name in ("pipeline", "model")}
+        | {"data": TINY["data"] | {"text": str(text)}, "activations": {"plan": str(out)}}
+        | {"run": {"method": "agoq", "output": str(tmp_path / "run")}}
+    )
+    monkeypatch.setattr("lowbit.train.prepare.check_torchao", lambda: None)
+    policies = prepare(config, ranks=2).activations
+    assert all(policy is None or (isinstance(policy, LayerAware) and policy.attention == 16) for policy in policies)
+    with pytest.raises(ValueError, match="activations.plan: .* was made for gradients.storage|for optimizer"):
+        prepare(
+            dataclasses.replace(
+                config,
+                run=dataclasses.replace(config.run, method="none"),
+                gradients=GradientsConfig(),
+                optimizer=OptimizerConfig(),
+            ),
+            ranks=2,
+        )
+
+
 def test_dropout_saves_masks_but_does_not_blur_errors():
     plain, dropping = (run(COMMAND, tiny(model={"family": "gpt2", "dropout": p})).rows[0] for p in (0.0, 0.1))
     assert dropping["int4_bytes"] > plain["int4_bytes"]
@@ -111,6 +142,9 @@ def test_budgets_are_written_with_their_unit(text: str, size: int):
         ({"pipeline": {"schedule": "2F2B"}}, "pipeline.schedule is '2F2B'"),
         ({"data": {"batch": 3}}, "data.batch is 3; allowed: a multiple of pipeline.microbatches"),
         ({"optimizer": "sgd"}, "optimizer is 'sgd'; allowed: adamw, adamw-8bit"),
+        ({"method": "agoc"}, "method is 'agoc'; allowed: none, agoq"),
+        ({"method": "agoq", "by": "layer"}, "by is 'layer', .* and method is 'agoq'; allowed: stage"),
+        ({"method": "agoq", "gradients": {"storage": "int8"}}, "gradients.storage is 'int8' and run.method is 'agoq'"),
         ({"weights": "fp16"}, "weights is 'fp16'; allowed: fp32, bf16"),
         ({"gradients": {"storage": "fp7"}}, "codec is 'fp7'"),
         ({"data": {"sequence": 0}}, "data.sequence is 0; allowed: at least 1"),

@@ -19,6 +19,7 @@ LOCAL = {"output", "device", "backend", "threads", "timeout_seconds", "checkpoin
 LOCAL |= {
     "supervise", "restarts", "rejoin_seconds", "checksums", "allow_change", "overwrite", "eval_every", "eval_batches",
     "tensorboard", "progress", "report", "trace", "trace_steps", "save_model",
+    "method",  # known by the settings that it stands for
 }  # fmt: skip
 TEXT = {"dataset", "dataset_config", "dataset_split", "column", "max_bytes"}  # known by their outcome
 LAYOUT = {"ranks", "data_parallel", "stages_per_rank", "schedule"}

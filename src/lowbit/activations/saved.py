@@ -48,8 +48,8 @@ def compress_saved_(
     Refused: second derivatives (`create_graph=True`), and, by PyTorch, `torch.func` (`grad`, `vmap`, ...) and
     forward-mode AD around the model.
 
-    Deviations from the paper (arXiv 2605.00539): groups of 64 with a middle as well as a scale, nearest rounding, 6
-    bits in place of 4, and 8 bits for the inputs of norms and for attention, which the paper does not round.
+    The default differs from AGoQ (arXiv 2605.00539), which stores norms, gates and other inputs in 4 bits and does not
+    code attention: see `LayerAware`. `LayerAware.published()` is the paper's setting.
 
     Args:
         model: any module; its parameters, hooks and state_dict stay as they are.

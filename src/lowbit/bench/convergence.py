@@ -64,10 +64,11 @@ class ConvergenceBenchmark:
     the paper's v2 (bits by tile), tah-quant-published-token that of its v1 (bits by token). aq-sgd
     runs in fine-tuning only: it needs samples that come again.
     "gradients:fp8": float32 activations, but gradients stored and all-reduced over two ranks in this format.
-    "activations:norm-8": float32 boundaries, but saved activations in 4 bits, norms in 8; "activations:norm-4": norms
-    in 4, too; "activations:attention-8": attention in 8; "activations:uniform": everything in 4;
-    "activations:default": the bits of `LayerAware()`. With "+8bit" after these, gradients are stored and all-reduced
-    over two ranks in FP8 as well, and the optimizer is torchao's 8-bit AdamW."""
+    "activations:norm-8": float32 boundaries, but saved activations in 4 bits, norms in 8, attention as it is;
+    "activations:agoq": norms in 4, too, as AGoQ has it; "activations:attention-8": attention in 8;
+    "activations:uniform": everything in 4; "activations:default": the bits of `LayerAware()`. With "+8bit" after these,
+    gradients are stored and all-reduced over two ranks in FP8 as well, and the optimizer is torchao's 8-bit AdamW.
+    "agoq" is AGoQ as published: "activations:agoq+8bit"."""
     backward: str = ""
     """Format of gradients beside low-bit activations, unless `boundaries` names it. If omitted, the default of each
     format. fp32, bf16 and fp16 are used both ways. SubspaceQuant(directions='auto') needs a regime with a warm-up."""

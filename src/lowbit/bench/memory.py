@@ -22,12 +22,15 @@ from lowbit.report import Baseline, Column, Command, Row, Stacks, Table
 from lowbit.train.config import DataConfig, ModelConfig
 from lowbit.train.data import load_data
 from lowbit.train.model import vocabulary
+from lowbit.train.optim import check_torchao
 
 log = logging.getLogger(__name__)
 
-Method = Literal["bf16", "checkpoint", "fp8", "int4-uniform", "int4", "low-bit", "low-bit+8bit"]
+Method = Literal[
+    "bf16", "checkpoint", "fp8", "int4-uniform", "int4", "low-bit", "low-bit+8bit", "bf16+8bit-gradients",
+    "bf16+8bit-optimizer", "int4+8bit-gradients", "agoq",
+]  # fmt: skip
 METHODS = get_args(Method)
-EIGHT_BIT = "low-bit+8bit"
 DEPTH_METHODS = ("bf16", "checkpoint", "low-bit", "checkpoint+low-bit", "plan")
 # Without these, glibc holds on to freed memory, and the process looks as large as it ever was.
 _EXACT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
@@ -40,7 +43,8 @@ class MemoryBenchmark:
     methods: Annotated[tuple[Method, ...], EachOnce] = METHODS
     """bf16: as PyTorch does. checkpoint: gradient checkpointing of decoder layers. fp8: everything saved in 8 bits.
     int4-uniform: everything in 4 bits. int4: everything but attention. low-bit: `compress_saved_` as it is by default.
-    low-bit+8bit: also gradients and AdamW in 8 bits."""
+    low-bit+8bit: also gradients and AdamW in 8 bits. agoq: AGoQ as published, that is int4 with both in 8 bits,
+    whatever `bits` says. Its parts: int4, bf16+8bit-gradients, bf16+8bit-optimizer, int4+8bit-gradients."""
     sequences: Annotated[tuple[Positive, ...], EachOnce] = (1024,)
     """Tokens of a sample."""
     depths: tuple[Positive, ...] = ()
@@ -86,6 +90,13 @@ class MemoryBenchmark:
         return DataConfig(text=self.text, batch=batch, max_bytes=self.max_bytes, sequence=sequence)
 
 
+def in_8_bits(method: str) -> tuple[str, ...]:
+    """What a method keeps in 8 bits: "gradients", "optimizer", both or neither."""
+    if method == "agoq" or method.endswith("+8bit"):
+        return "gradients", "optimizer"
+    return tuple(part for part in ("gradients", "optimizer") if method.endswith(f"+8bit-{part}"))
+
+
 def measure(settings: MemoryBenchmark, earlier: Sequence[Row]) -> Iterator[list[Row]]:
     """Measure every method at every sequence length that `earlier` rows lack.
 
@@ -111,11 +122,13 @@ def measure(settings: MemoryBenchmark, earlier: Sequence[Row]) -> Iterator[list[
     """
     check_device(settings.device)
     methods = settings.methods
-    if not settings.depths and EIGHT_BIT in methods and importlib.util.find_spec("torchao") is None:
+    needing = [method for method in methods if "optimizer" in in_8_bits(method)]
+    if not settings.depths and needing and importlib.util.find_spec("torchao") is None:
         if methods != METHODS:  # it was asked for by name
-            raise ModuleNotFoundError("No module named 'torchao'", name="torchao")
-        methods = tuple(method for method in methods if method != EIGHT_BIT)
-        log.warning('%s is left out: torchao is missing; install it with: pip install "lowbit[8bit]"', EIGHT_BIT)
+            check_torchao()
+        methods = tuple(method for method in methods if method not in needing)
+        for method in needing:
+            log.warning('%s is left out: torchao is missing; install it with: pip install "lowbit[8bit]"', method)
     load_data(settings.data(max(settings.sequences)))  # an unreadable text is an error here
     rows = list(earlier)
     if settings.depths:
@@ -198,7 +211,7 @@ COMMAND = Command(
     name="bench memory",
     summary="Memory of training, and how much low-bit activations save.",
     examples=(
-        "lowbit bench memory --sequence 1024 --method bf16,low-bit",
+        "lowbit bench memory --sequence 1024 --method bf16,low-bit,agoq",
         "lowbit bench memory --depth 2,8 --sequence 512 --model.dim 64",
         "lowbit bench memory --device cuda --sequence 1024,4096 --json memory.json",
     ),

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -13,12 +11,12 @@ from torch import Tensor, nn
 
 from lowbit.activations import LayerAware, compress_saved_
 from lowbit.activations.hooks import coded_by
-from lowbit.bench.memory import EIGHT_BIT
+from lowbit.bench.memory import in_8_bits
 from lowbit.codecs import BlockFloat8
 from lowbit.gradients import GradientStorage
 from lowbit.plan import measure
 from lowbit.train.config import OptimizerConfig
-from lowbit.train.optim import make_optimizer, parameter_groups
+from lowbit.train.optim import eight_bit_adamw, make_optimizer, parts_of
 
 Around = Callable[[], contextlib.AbstractContextManager[None]]
 
@@ -30,29 +28,31 @@ def saving(method: str, model: nn.Module, bits: int) -> Iterator[Around]:
     bf16: as PyTorch does. checkpoint: the inputs of decoder layers, which run again in backward (non-reentrant). fp8:
     all saved tensors, attention's too, as `BlockFloat8`, none recomputed (COAT does the same in fused layers).
     low-bit: `compress_saved_`, with `bits` unless that is 0. int4: 4 bits (or `bits`) for all but attention, norms too.
-    int4-uniform: for attention, too.
+    int4-uniform: for attention, too. agoq: `LayerAware.published()`. What follows "+" concerns `Updates`.
 
     Yields:
         Makes the context that each forward pass has to run in.
     """
     around: Around = contextlib.nullcontext
+    method = method.partition("+")[0]
     with contextlib.ExitStack() as stack:
         if method == "checkpoint":
             stack.callback(enable_checkpointing(model))
         elif method == "fp8":
             around = partial(coded_by, BlockFloat8(), attention=BlockFloat8())
-        elif method.startswith("int4"):
-            few = bits or 4
-            policy = LayerAware(bits=few, norm=few, attention=few if method == "int4-uniform" else 16)
-            stack.callback(compress_saved_(model, policy, report=False).remove)
         elif method != "bf16":
-            stack.callback(compress_saved_(model, policy_of(bits), report=False).remove)
+            stack.callback(compress_saved_(model, policy_of(bits, method), report=False).remove)
         yield around
 
 
-def policy_of(bits: int) -> LayerAware:
-    """The policy with so many bits; 0: the default."""
-    return LayerAware(bits=bits) if bits else LayerAware()
+def policy_of(bits: int, method: str = "low-bit") -> LayerAware:
+    """The policy of a method with so many bits; 0: its default."""
+    if method == "low-bit":
+        return LayerAware(bits=bits) if bits else LayerAware()
+    if method == "agoq":
+        return LayerAware.published()
+    few = bits or 4
+    return LayerAware(bits=few, norm=few, attention=few if method == "int4-uniform" else 16)
 
 
 def enable_checkpointing(model: nn.Module) -> Callable[[], None]:
@@ -67,7 +67,7 @@ def enable_checkpointing(model: nn.Module) -> Callable[[], None]:
 
 
 class Updates:
-    """Gradients and optimizer of a method: 8 bits each for `low-bit+8bit`, otherwise `.grad` and PyTorch's AdamW.
+    """Gradients and optimizer of a method: in 8 bits if `in_8_bits` names them, otherwise `.grad` and PyTorch's AdamW.
 
     Raises:
         ModuleNotFoundError: torchao, whose 8-bit AdamW is used, is not installed.
@@ -75,8 +75,9 @@ class Updates:
 
     def __init__(self, method: str, model: nn.Module, config: OptimizerConfig) -> None:
         self.model = model
-        self.storage = GradientStorage(model) if method == EIGHT_BIT else None
-        make = eight_bit_adamw if method == EIGHT_BIT else make_optimizer
+        eight = in_8_bits(method)
+        self.storage = GradientStorage(model) if "gradients" in eight else None
+        make = eight_bit_adamw if "optimizer" in eight else make_optimizer
         self.optimizer = make(model.parameters(), config)
 
     def step(self, microbatches: int) -> None:
@@ -111,27 +112,4 @@ class Updates:
     def state_bytes(self) -> int:
         """Bytes of the optimizer's state."""
         values = [v for state in self.optimizer.state.values() for v in state.values()]
-        return sum(_nbytes(value) for value in values if isinstance(value, Tensor))
-
-
-def eight_bit_adamw(
-    parameters: Iterable[nn.Parameter], config: OptimizerConfig, *, compiled: bool = False
-) -> torch.optim.Optimizer:
-    """torchao's AdamW with states of 8 bits.
-
-    `compiled`: also on a CPU, if there is a C++ compiler. That is four times as fast, but takes memory of its own.
-    """
-    import torchao.optim  # pyright: ignore[reportMissingImports]
-
-    groups = parameter_groups(parameters, config)
-    if not groups[0]["params"][0].is_cuda and not (compiled and shutil.which(os.environ.get("CXX", "g++"))):
-        torch.compiler.set_stance("force_eager")
-    return torchao.optim.AdamW8bit(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
-
-
-def _nbytes(tensor: Tensor) -> int:
-    """Bytes of a tensor, or of the tensors that a tensor subclass holds."""
-    if not hasattr(tensor, "__tensor_flatten__"):
-        return tensor.nbytes
-    names, _ = tensor.__tensor_flatten__()  # pyright: ignore[reportAttributeAccessIssue]
-    return sum(_nbytes(getattr(tensor, name)) for name in names)
+        return sum(x.nbytes for value in values if isinstance(value, Tensor) for x in parts_of(value).values())

@@ -173,6 +173,8 @@ def _saved_and_errors(training: Training) -> dict[str, Any]:
     model, updates = training.model, training.updates
     with saving(training.method, model, training.settings.bits) as around, counted(model) as saved:
         coded = updates.gradients(lambda: training.loss(inputs, targets, around))
+    if updates.storage is not None:
+        updates.storage.close()  # which would round these gradients, too
     exact = gradients(model, lambda: training.loss(inputs, targets, contextlib.nullcontext))
     groups: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for name, gradient in exact.items():

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.activations import LayerAware, compress_saved_
-from lowbit.bench.memory_methods import eight_bit_adamw
 from lowbit.bench.replicas import Replicas
 from lowbit.bench.worker import serve, tell_progress
 from lowbit.codecs import BlockFloat8, Cast, Codec, parse, parse_pair
@@ -38,7 +37,7 @@ from lowbit.train.data import Data, Windows, load_data
 from lowbit.train.layout import make_layout
 from lowbit.train.lora import add_adapters
 from lowbit.train.model import build_model, vocabulary
-from lowbit.train.optim import make_optimizer
+from lowbit.train.optim import eight_bit_adamw, make_optimizer
 from lowbit.train.single_process import model_loss, train_single_process
 
 if TYPE_CHECKING:
@@ -51,10 +50,12 @@ ACTIVATIONS = "activations:"
 """Before the name of a policy for saved activations, in place of a boundary's format."""
 EIGHT_BITS = "+8bit"
 """After the name of a policy: gradients in 8 bits, stored and all-reduced, and an 8-bit optimizer as well."""
+AGOQ = "agoq"
+"""The whole of AGoQ as published: short for "activations:agoq+8bit"."""
 POLICIES = {
     "default": LayerAware(),
     "norm-8": LayerAware(bits=4, attention=16),
-    "norm-4": LayerAware(bits=4, norm=4, attention=16),
+    AGOQ: LayerAware.published(),
     "attention-8": LayerAware(bits=4, attention=8),
     "uniform": LayerAware(bits=4, norm=4, attention=4),
 }
@@ -96,13 +97,23 @@ class Recipe:
 
 
 def codec_pair(boundary: str, backward: str = "") -> tuple[Codec, Codec]:
-    """Codecs each way, as `parse_pair` has it; float32 where gradients or saved activations have a format instead."""
-    plain = boundary.startswith((GRADIENTS, ACTIVATIONS))
-    return (Cast(), Cast()) if plain else parse_pair(boundary, backward)
+    """Codecs each way, as `parse_pair` has it; float32 where gradients or saved activations have a format instead.
+
+    Raises:
+        ConfigError: an unknown name.
+    """
+    if boundary.startswith((GRADIENTS, ACTIVATIONS)) or boundary == AGOQ:
+        return Cast(), Cast()
+    try:
+        return parse_pair(boundary, backward)
+    except ValueError as error:
+        if "(" in boundary:  # the arguments of a codec
+            raise
+        raise ConfigError(f"boundary: {error}; or {AGOQ}, {ACTIVATIONS}POLICY, {GRADIENTS}CODEC") from None
 
 
 def gradient_codec(boundary: str) -> Codec | None:
-    """The codec that gradients are stored and all-reduced in ("gradients:fp8", "...+8bit"); None: float32.
+    """The codec that gradients are stored and all-reduced in ("gradients:fp8", "...+8bit", "agoq"); None: float32.
 
     Raises:
         ConfigError: an unknown format, or one with state.
@@ -118,13 +129,13 @@ def gradient_codec(boundary: str) -> Codec | None:
 
 
 def activation_policy(boundary: str) -> LayerAware | None:
-    """The policy for saved activations ("activations:norm-8", "activations:norm-8+8bit"); None: all is kept.
+    """The policy for saved activations ("activations:agoq", "activations:agoq+8bit", "agoq"); None: all is kept.
 
     Raises:
         ConfigError: an unknown policy.
     """
     if not boundary.startswith(ACTIVATIONS):
-        return None
+        return POLICIES[AGOQ] if boundary == AGOQ else None
     name = boundary.removeprefix(ACTIVATIONS).removesuffix(EIGHT_BITS)
     if name not in POLICIES:
         allowed = ", ".join(ACTIVATIONS + policy for policy in POLICIES)
@@ -133,7 +144,7 @@ def activation_policy(boundary: str) -> LayerAware | None:
 
 
 def _is_eight_bit(boundary: str) -> bool:
-    return boundary.startswith(ACTIVATIONS) and boundary.endswith(EIGHT_BITS)
+    return boundary == AGOQ or (boundary.startswith(ACTIVATIONS) and boundary.endswith(EIGHT_BITS))
 
 
 def train(
@@ -148,7 +159,7 @@ def train(
 
     Args:
         recipe: the run.
-        boundary: formats of activations, or of both ways, or "gradients:..." or "activations:...".
+        boundary: formats of activations, or of both ways, or "gradients:...", "activations:..." or "agoq".
         backward: format of gradients that `boundary` does not name.
         seed: of weights and data order.
         on_step: called after every step with the number of steps done and the loss.

@@ -110,7 +110,7 @@ class _Stages:
         self.pipeline = [meter.stage(self.layout, stage).cost for stage in self.numbers]
         layer = next(iter(layers_of(meter.module(2, True, True)).values()))
         self.made_for = layer_settings(layer) | planned_settings(settings.recipe, self.layout, settings.vocab)
-        self.made_for |= {"weights": settings.weights, "optimizer": settings.optimizer}
+        self.made_for |= {"weights": settings.weights}
 
     def predictions(self, stage: int) -> list[Prediction]:
         """What can be chosen for a stage."""

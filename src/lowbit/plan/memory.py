@@ -16,7 +16,7 @@ from pydantic import Field
 
 from lowbit.activations.bit_plan import PLANNED
 from lowbit.codecs import parse
-from lowbit.config import NonNegative, section
+from lowbit.config import ConfigError, NonNegative, section
 from lowbit.plan.budget import StageCost, beside_autograd, plan_bits
 from lowbit.plan.in_flight import InFlight, in_flight
 from lowbit.plan.sizes import parse_bytes
@@ -24,7 +24,17 @@ from lowbit.plan.stages import StageMeter, gradient_errors
 from lowbit.report import Bars, Column, Command, Row, Table, check_output
 from lowbit.simulate.orders import order_of
 from lowbit.train.activations import planned_settings
-from lowbit.train.config import FULL_PRECISION, DataConfig, GradientsConfig, ModelConfig, PipelineConfig, TrainConfig
+from lowbit.train.config import (
+    FULL_PRECISION,
+    DataConfig,
+    GradientsConfig,
+    Method,
+    ModelConfig,
+    OptimizerConfig,
+    PipelineConfig,
+    RunConfig,
+    TrainConfig,
+)
 from lowbit.train.layout import Layout, make_layout
 from lowbit.train.model import count_layers, vocabulary
 from lowbit.train.tokenizer import load_tokenizer
@@ -42,7 +52,10 @@ class MemorySettings:
     weights: Literal["fp32", "bf16"] = "fp32"
     """fp32: float32 weights, with matrix products in bfloat16, as in `lowbit train`. bf16: bfloat16 weights only."""
     optimizer: Literal["adamw", "adamw-8bit"] = "adamw"
-    """adamw: float32 states, as in `lowbit train`. adamw-8bit: torchao's states in 8 bits."""
+    """adamw: float32 states. adamw-8bit: torchao's states in 8 bits, `optimizer.states = "8bit"` in `lowbit train`."""
+    method: Method = "none"
+    """agoq: a plan for `run.method = "agoq"` of `lowbit train`, with gradients in fp8 and the 8-bit optimizer. Bits by
+    stage and an attention that is not coded are those of every plan by stage."""
     group: int = 64
     """Elements that share a scale."""
     by: Literal["stage", "layer"] = "stage"
@@ -73,11 +86,20 @@ class MemorySettings:
             parse(self.gradients.storage)
         parse_bytes(self.budget or "1", "budget")
         _ = self.layout, self.vocab, self.recipe
+        if self.method == "agoq":
+            if self.by == "layer":
+                raise ConfigError("by is 'layer', with attention in 8 bits, and method is 'agoq'; allowed: stage")
+            object.__setattr__(self, "optimizer", "adamw-8bit")
+            object.__setattr__(self, "gradients", self.recipe.gradients)
 
     @property
     def recipe(self) -> TrainConfig:
         """The settings that `lowbit train` has as well."""
-        return TrainConfig(model=self.model, data=self.data, pipeline=self.pipeline, gradients=self.gradients)
+        return TrainConfig(
+            model=self.model, data=self.data, pipeline=self.pipeline, gradients=self.gradients,
+            optimizer=OptimizerConfig(states="8bit" if self.optimizer == "adamw-8bit" else "fp32"),
+            run=RunConfig(method=self.method),
+        )  # fmt: skip
 
     @property
     def vocab(self) -> int:
@@ -134,7 +156,7 @@ def measure(settings: MemorySettings, earlier: Sequence[Row] = ()) -> Iterator[S
     plan = choose(costs, device_bytes=budget)
     if settings.out:
         made_for = planned_settings(settings.recipe, layout, settings.vocab)
-        made_for |= {"weights": settings.weights, "optimizer": settings.optimizer}
+        made_for |= {"weights": settings.weights}
         replace(plan.bits, made_for=made_for).write(settings.out)
     yield [
         {

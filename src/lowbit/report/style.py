@@ -83,7 +83,7 @@ NAMES = {
     "feature-int4-static": "static ranges, as published", "tah-quant": "TAH-Quant by range (ours)",
     "TAHQuant()": "TAH-Quant by range (ours)", "tah-quant-published": "TAH-Quant as published",
     "tah-quant-published-token": "TAH-Quant as published, by token", "aq-sgd": "AQ-SGD", "subspace": "SubspaceQuant",
-    "transform": "TransformQuant", "bound": "rate-distortion bound",
+    "transform": "TransformQuant", "bound": "rate-distortion bound", "agoq": "AGoQ as published",
 }  # fmt: skip
 """Short names of formats, as figures write them."""
 _FAMILIES = (  # the first that matches

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lowbit.train.links import link_name
+from lowbit.train.optim import parts_of
 
 if TYPE_CHECKING:
     from lowbit.train.trainer import Trainer
@@ -58,7 +59,7 @@ def memory_of(trainer: Trainer) -> dict[str, Any]:
     memory: dict[str, Any] = {
         "rank": trainer.rank,
         "stages": stages,
-        "optimizer": sum(_nbytes(value) for value in states if isinstance(value, torch.Tensor)),
+        "optimizer": sum(_nbytes(x) for value in states for x in parts_of(value).values()),
         "saved_activations": trainer.saved_bytes,
         "saved_by_layer": trainer.saved_by_layer,
         "process": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,

@@ -81,7 +81,7 @@ def planned_settings(config: TrainConfig, layout: Layout, vocab: int) -> dict[st
         "pipeline.microbatches": config.pipeline.microbatches,
         "gradients.storage": storage if storage == FULL_PRECISION else repr(parse(storage)),
         "weights": "fp32",
-        "optimizer": "adamw",
+        "optimizer": "adamw" if config.optimizer.states == FULL_PRECISION else "adamw-8bit",
     }
 
 

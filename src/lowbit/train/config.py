@@ -28,6 +28,16 @@ Seconds = Annotated[float, Field(ge=1, le=1_000_000)]
 FAMILIES = get_args(Family)
 SCHEDULES = {name.lower(): name for name in get_args(Schedule)}
 FULL_PRECISION, AUTO = "fp32", "auto"
+Method = Literal["none", "agoq"]
+METHODS: dict[str, dict[str, dict[str, Any]]] = {
+    "none": {},
+    "agoq": {
+        "activations": {"bits": (4,), "norm": (4,), "mlp": (), "linear": (), "attention": (16,)},
+        "gradients": {"storage": "fp8", "all_reduce": "fp8"},
+        "optimizer": {"states": "8bit"},
+    },
+}
+"""Settings of published methods, by section. AGoQ's activations are those of `LayerAware.published()`."""
 
 
 def _schedule(name: Any) -> Any:
@@ -236,6 +246,9 @@ class ElasticConfig:
 class OptimizerConfig:
     """AdamW. The learning rate rises linearly and falls along a cosine."""
 
+    states: Literal["fp32", "8bit"] = "fp32"
+    """Format of the two moments. 8bit: torchao's AdamW, which keeps those of parameters with fewer than 4096 elements
+    in float32."""
     lr: NonNegativeFloat = 1e-3
     """Highest learning rate."""
     lr_end: Share = 0.1
@@ -260,6 +273,10 @@ class RunConfig:
 
     output: str = "runs/train"
     """Folder for metrics, checkpoints and the trained model."""
+    method: Method = "none"
+    """A published method as a whole. agoq: AGoQ (arXiv 2605.00539). It sets `activations` to 4 bits for all but
+    attention, which is not coded (or to the bits by stage of `activations.plan`), `gradients.storage` and
+    `gradients.all_reduce` to fp8, and `optimizer.states` to 8bit. Leave these out."""
     steps: Positive = 200
     """Optimizer steps."""
     seed: NonNegative = 0
@@ -341,6 +358,9 @@ class TrainConfig:
     run: RunConfig = RunConfig()
 
     def __post_init__(self) -> None:
+        for name, values in METHODS[self.run.method].items():
+            if name != "activations" or not self.activations.plan:
+                object.__setattr__(self, name, self._with(name, values))
         replicas = self.pipeline.data_parallel
         if self.lora.rank and not self.model.pretrained:
             raise ConfigError(
@@ -352,6 +372,17 @@ class TrainConfig:
                 f"data.batch is {self.data.batch}; "
                 f"allowed: a multiple of pipeline.microbatches ({self.pipeline.microbatches}){times}"
             )
+
+    def _with(self, name: str, values: Mapping[str, Any]) -> Any:
+        """A section with the settings of `run.method`."""
+        given = getattr(self, name)
+        for key, value in values.items():
+            if (own := getattr(given, key)) not in (value, getattr(type(given)(), key)):
+                raise ConfigError(
+                    f"{name}.{key} is {own!r} and run.method is {self.run.method!r}, which sets it to {value!r}; "
+                    "allowed: one of the two"
+                )
+        return dataclasses.replace(given, **values)
 
     @property
     def ranks(self) -> int:

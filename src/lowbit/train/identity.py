@@ -44,7 +44,10 @@ CHOSEN = "pipeline.chosen"
 NOT_RECORDED = "not recorded"
 """In place of a value that a checkpoint does not have."""
 
-_EARLIER = {"lora.rank": 0, "data.format": "text", "pipeline.tied_rows": "Cast(dtype=torch.float32)"}
+_EARLIER = {
+    "lora.rank": 0, "data.format": "text", "pipeline.tied_rows": "Cast(dtype=torch.float32)",
+    "optimizer.states": FULL_PRECISION,
+}  # fmt: skip
 """Values in checkpoints of versions that did not record these keys."""
 
 _FORMATS = (

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
-from collections.abc import Iterable
+import os
+import shutil
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,10 +15,57 @@ from torch import Tensor, nn
 from lowbit.train.config import OptimizerConfig
 
 
-def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
-    """PyTorch's fused AdamW with `parameter_groups`."""
+def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
+    """AdamW with `parameter_groups`: PyTorch's fused one, or torchao's if states have 8 bits."""
+    if config.states == "8bit":
+        return eight_bit_adamw(parameters, config)
     groups = parameter_groups(parameters, config)
     return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+
+
+def eight_bit_adamw(
+    parameters: Iterable[nn.Parameter], config: OptimizerConfig, *, compiled: bool = False
+) -> torch.optim.Optimizer:
+    """torchao's AdamW with states of 8 bits.
+
+    `compiled`: also on a CPU, if there is a C++ compiler. That is four times as fast, but takes memory of its own.
+    """
+    import torchao.optim  # pyright: ignore[reportMissingImports]
+
+    groups = parameter_groups(parameters, config)
+    adamw = torchao.optim.AdamW8bit(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
+    if not groups[0]["params"][0].is_cuda and not (compiled and shutil.which(os.environ.get("CXX", "g++"))):
+        adamw.register_step_pre_hook(lambda *_: _set_stance("force_eager"))
+        adamw.register_step_post_hook(lambda *_: _set_stance("default"))
+    return adamw
+
+
+def _set_stance(stance: str) -> None:
+    torch.compiler.set_stance(stance)  # pyright: ignore[reportArgumentType]
+
+
+def check_torchao() -> None:
+    """Raise ModuleNotFoundError, from which follows what to install, without torchao."""
+    if importlib.util.find_spec("torchao") is None:
+        raise ModuleNotFoundError("No module named 'torchao'", name="torchao")
+
+
+def parts_of(state: Tensor) -> dict[str, Tensor]:
+    """The plain tensors that a state consists of: codes, scales and table of one in 8 bits, by "/" and their names."""
+    if not hasattr(state, "__tensor_flatten__"):
+        return {"": state}
+    names, _ = state.__tensor_flatten__()  # pyright: ignore[reportAttributeAccessIssue]
+    return {f"/{name}": getattr(state, name) for name in names}
+
+
+def state_of(parts: Mapping[str, Tensor]) -> Tensor:
+    """The state that `parts_of` took apart."""
+    if "" in parts:
+        return parts[""]
+    from torchao.optim.subclass_8bit import OptimState8bit  # pyright: ignore[reportMissingImports]
+
+    codes, scale, table = (parts[f"/{name}"] for name in ("codes", "scale", "qmap"))
+    return OptimState8bit(codes, scale, table, signed=bool((table < 0).any()))
 
 
 def parameter_groups(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> list[dict[str, Any]]:

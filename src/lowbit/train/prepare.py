@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from lowbit.codecs import Codec
 from lowbit.config import ConfigError
-from lowbit.train.activations import Policies, check_schedule, planned_settings, saved_policies
+from lowbit.train.activations import Policies, StageOfPlan, check_schedule, planned_settings, saved_policies
 from lowbit.train.boundaries import Codecs, check_codecs, make_codecs
 from lowbit.train.checkpoints.manifest import (
     MANIFEST,
@@ -36,6 +36,7 @@ from lowbit.train.identity import changes_between, check_allowed, layout_of, ref
 from lowbit.train.layout import Layout, make_layout
 from lowbit.train.lora import check_lora
 from lowbit.train.model import check_pretrained, count_layers, hidden_size, longest_sequence, vocabulary
+from lowbit.train.optim import check_torchao
 from lowbit.train.replicas import all_reduce_codec, ranks_of_pipeline
 from lowbit.train.tied import tied_codec
 
@@ -103,6 +104,8 @@ def prepare(config: TrainConfig, *, ranks: int) -> Prepared:
     check_elastic(config, (*codecs.forward, *codecs.backward))
     device = choose_device(config.run.device, ranks)
     backend = choose_backend(config, device, ranks)
+    if config.optimizer.states == "8bit":
+        check_torchao()
     storage, all_reduce = storage_codec(config.gradients), all_reduce_codec(config.gradients)
     tied_rows = tied_codec(config.pipeline)
     check_output(config)
@@ -117,6 +120,11 @@ def prepare(config: TrainConfig, *, ranks: int) -> Prepared:
     vocab = vocabulary(config.model, data.tokenizer.size)
     activations = saved_policies(config.activations, layout.stages, planned_settings(config, layout, vocab))
     check_schedule(activations, config.pipeline.schedule)
+    if config.run.method == "agoq" and any(isinstance(policy, StageOfPlan) for policy in activations):
+        raise ConfigError(
+            f"activations.plan is {config.activations.plan!r}, a plan by layer, and run.method is agoq; "
+            "allowed: a plan by stage, which leaves attention as it is"
+        )
     identity = run_identity(config, data=data, vocab=vocab)
     check_allowed(config.run.allow_change, identity)
     if config.run.resume and not _launched():

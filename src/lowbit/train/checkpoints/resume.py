@@ -148,7 +148,7 @@ class _Sources:
             self.tensors[f"model/{name}"] = share, f"model/{known}"
             prefix = f"optimizer/{known}/"
             for moment in (n for n in entries if n.startswith(prefix)):
-                if entries[moment]["shape"] not in ([], entry["shape"]):
+                if entries[moment]["shape"] not in ([], entry["shape"]) and not moment.endswith(("/scale", "/qmap")):
                     self._note_problem(f"{moment} does not have the shape of its parameter")
                 self.tensors[f"optimizer/{name}/{moment.removeprefix(prefix)}"] = share, moment
 

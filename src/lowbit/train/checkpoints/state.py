@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lowbit.train.boundaries import Codecs
 from lowbit.train.layout import Layout
+from lowbit.train.optim import parts_of, state_of
 from lowbit.train.stages import Pipeline
 
 FOLLOWED = "tied/"
@@ -82,7 +83,7 @@ def collect(pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> Snapshot:
     for name, parameter in parameters_of(pipeline).items():
         tensors[f"model/{name}"] = parameter.detach()
         for key, value in optimizer.state[parameter].items():
-            tensors[f"optimizer/{name}/{key}"] = value
+            tensors |= {f"optimizer/{name}/{key}{part}": tensor for part, tensor in parts_of(value).items()}
     codecs = []
     for index, stage in pipeline.lowbit_stages.items():
         lanes = stage.codec_state_dict()["lanes"]
@@ -124,8 +125,12 @@ def restore(
     for name, parameter in parameters_of(pipeline).items():
         parameter.data.copy_(tensors[f"model/{name}"])
         prefix = f"optimizer/{name}/"
-        moments = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
-        optimizer.state[parameter] = {k: v.to(parameter.device) for k, v in moments.items()}
+        moments: dict[str, dict[str, Tensor]] = {}
+        for key, tensor in tensors.items():
+            if key.startswith(prefix):
+                moment, slash, part = key.removeprefix(prefix).partition("/")
+                moments.setdefault(moment, {})[slash + part] = tensor.to(parameter.device)
+        optimizer.state[parameter] = {moment: state_of(parts) for moment, parts in moments.items()}
 
 
 def parameters_of(pipeline: Pipeline) -> dict[str, nn.Parameter]:
