@@ -44,7 +44,8 @@ def attention(call: Call, query: Tensor, key: Tensor, value: Tensor, *args: Any,
             out = call.func(query, key, value, mask, **options)
         inputs = (query, key, value)
         autocast = torch.is_autocast_enabled(out.device.type), torch.get_autocast_dtype(out.device.type)
-        # Softmax amplifies errors of q and k: they get more bits than v. With grouped heads, k is small.
+        # Softmax amplifies errors of q and k: they get more bits than v. Where k is smaller than q, as with grouped
+        # heads, finer ones cost little.
         codecs = (finer(coarser(codec)), finer(codec if key.numel() < query.numel() else coarser(codec)), codec)
         kinds = [(x.shape, x.dtype) for x in inputs]
         trained = mask is not None and mask.requires_grad

@@ -36,8 +36,8 @@ class LayerAware:
     `LayerAware.published()` is the paper's: 4 bits, and attention as it is.
 
     n elements in b bits take n b / 8 + 4 n / group bytes (`GroupInt`, asymmetric): by default 6.5 bits an element, 7.25
-    for SiLU's gates, 8.5 for norms and v, 10.75 for q and k. With 16 bits tensors are saved as they are; others that
-    follow from them are still recomputed. In place of bits a codec without state can stand, such as `BlockFloat8()` or
+    for SiLU's gates, 8.5 for norms and v, 10.75 for q and k, 12.75 for a k that is smaller than q. With 16 bits tensors
+    are saved as they are; others that follow from them are still recomputed. In place of bits a codec without state can stand, such as `BlockFloat8()` or
     `GroupInt(bits=8, group=16)`: then norms and gates are computed by PyTorch's own functions, unless it is an
     asymmetric `GroupInt`, which has fused kernels.
 

@@ -52,7 +52,7 @@ class WithRemainder(Summable):
 
 
 def coarser(codec: Codec) -> Codec:
-    """The format with 2 bits fewer, where a remainder follows: 10.75 bits in all suffice for q and k."""
+    """The format with 2 bits fewer, where a remainder follows: 10.75 bits in all."""
     if isinstance(codec, GroupInt) and not codec.symmetric and codec.bits > 4:
         return replace(codec, bits=codec.bits - 2)
     return codec

@@ -27,9 +27,9 @@ from lowbit.train.pretrained import check_files, transformers_config
 OWN = "transformers"
 """Transformers' own stages and sums, in the model's dtype."""
 CALIBRATED = "feature-int4"
+"""Sums in 4 bits: a gain for each token times ranges that were measured on the prompt."""
 GAINS = {CALIBRATED: "token", f"{CALIBRATED}-static": "static"}
 """Gains of calibrated formats, by their names."""
-"""Sums in 4 bits with scales that were measured on the prompt."""
 Layout = Literal["pipeline", "tensor", "both"]
 PROGRAM = "lowbit.bench.generation_rank"
 

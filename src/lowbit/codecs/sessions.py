@@ -80,6 +80,7 @@ class Session:
                 plain.write(x.detach().contiguous(), self.dtype, out)
             else:
                 self._encode(x.detach(), out, key, training)
+        self._note = None
         return out
 
     def decode(

@@ -67,12 +67,15 @@ class Lanes:
         remote = [lane.codec for lane in self._lanes.values() if self._peer(lane) is not None]
         return next((codec for codec in remote if codec.needs_key), None)
 
+    def end_step(self) -> None:
+        """The pass before is over: what senders observed in it may count from now on."""
+        self._notes.clear()
+        for lane in self.by_name(outgoing_only=True).values():
+            lane.states.end_step()
+
     def begin(self, step: Step, title: str, ranks: Sequence[str]) -> None:
         """A pass begins; its configuration is not known yet. title, ranks: names of it and of the ranks, for errors."""
         self._step, self._title, self._ranks = step, title, ranks
-        self._notes.clear()
-        for lane in self.by_name(outgoing_only=True).values():
-            lane.states.end_step()  # that of the pass before
 
     def prepare(self, variants: Mapping[int, Layouts], training: bool) -> tuple[dict[str, str], str]:
         """Get ready for tensors that will cross; returns facts that both ends of a boundary must share, and faults.
@@ -128,6 +131,8 @@ class Lanes:
         for index, tensor in enumerate(tensors):
             with self._transport.leaving(tensor):
                 note = self._notes.pop((index, micro_batch), None) if direction == "backward" else None
+                if note is not None and note.is_cuda:  # made on the stream of what arrives
+                    note.record_stream(torch.cuda.current_stream(note.device))
                 message = lane.encode(index, self._step, micro_batch, tensor, room=self._transport.room, note=note)
                 if message.numel():
                     ops += self._transport.send(self._route(lane, micro_batch, index), message)

@@ -263,6 +263,7 @@ class LowBitStage(HookedStage):
         Raises:
             ValueError: a codec needs sample ids, which are missing or not all different.
         """
+        self.lanes.end_step()  # before other streams of a GPU wait for this one
         self.transport.begin(board, number)
         neighbours = (self.stage_index - 1, self.stage_index + 1)  # which a V schedule places after they are made
         self.lanes.place({stage: self.rank_of(stage) for stage in neighbours if self.is_remote(stage)})

@@ -30,7 +30,7 @@ def curve_of(codec: FeatureInt, rows: Tensor) -> Curve:
 
 
 def _best(codec: FeatureInt, bits: int, rows: Tensor, exact: Tensor) -> tuple[float, float]:
-    """The error has one minimum over the grid: go down from the usual clip. Static ranges cut nothing, as published."""
+    """The error has one minimum over the grid: go down from the usual clip. Static ranges are not clipped."""
     errors: dict[int, float] = {}
 
     def error(i: int) -> float:

@@ -247,8 +247,8 @@ class OptimizerConfig:
     """AdamW. The learning rate rises linearly and falls along a cosine."""
 
     states: Literal["fp32", "8bit"] = "fp32"
-    """Format of the two moments. 8bit: torchao's AdamW, which keeps those of parameters with fewer than 4096 elements
-    in float32."""
+    """Format of the two moments. 8bit: torchao's AdamW, which keeps those of parameters with fewer than 4096 elements,
+    or whose number is no multiple of its blocks, in float32."""
     lr: NonNegativeFloat = 1e-3
     """Highest learning rate."""
     lr_end: Share = 0.1

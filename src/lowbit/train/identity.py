@@ -29,9 +29,9 @@ from lowbit.train.tokenizer import definition
 
 FIXED = (
     "model.family", "model.dim", "model.layers", "model.heads", "model.kv_heads", "model.ffn", "model.vocab",
-    "model.tied", "lora.rank", "lora.targets",
+    "model.tied", "lora.rank", "lora.targets", "optimizer.states",
 )  # fmt: skip
-"""Keys that no resume may change: the weights of a checkpoint belong to these."""
+"""Keys that no resume may change: the weights of a checkpoint, or the states of its optimizer, belong to these."""
 
 _LOCAL = {  # settings that may differ between machines
     "data.text", "data.dataset", "data.held_out", "data.tokenizer", "model.pretrained", "activations.plan",

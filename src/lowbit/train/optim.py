@@ -35,13 +35,14 @@ def eight_bit_adamw(
     groups = parameter_groups(parameters, config)
     adamw = torchao.optim.AdamW8bit(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
     if not groups[0]["params"][0].is_cuda and not (compiled and shutil.which(os.environ.get("CXX", "g++"))):
-        adamw.register_step_pre_hook(lambda *_: _set_stance("force_eager"))
-        adamw.register_step_post_hook(lambda *_: _set_stance("default"))
+        step = adamw.step
+
+        def eager(*args: Any, **kwargs: Any) -> Any:
+            with torch.compiler.set_stance("force_eager"):
+                return step(*args, **kwargs)
+
+        adamw.step = eager
     return adamw
-
-
-def _set_stance(stance: str) -> None:
-    torch.compiler.set_stance(stance)  # pyright: ignore[reportArgumentType]
 
 
 def check_torchao() -> None:

@@ -28,7 +28,7 @@ class BasisSession(Session):
         self._memory = memory
         # Compiled code would free tensors whose addresses kernels have. (Not as decorators: this imports the compiler.)
         disable = torch.compiler.disable
-        vars(self).update(encode=disable(self.encode), decode=disable(self.decode))
+        vars(self).update(encode=disable(self.encode), decode=disable(self.decode), observe=disable(self.observe))
 
     def beside(self, *, shape: Sequence[int], dtype: torch.dtype) -> Session:
         return type(self)(self.codec, torch.Size(shape), dtype, self.device, self._memory)

@@ -23,7 +23,7 @@ from lowbit.codecs.transform_quant.layout import TransformGeometry, transform_ge
 from lowbit.codecs.transform_quant.loss import bits_for_loss
 from lowbit.codecs.transform_quant.rate import coded_bits
 from lowbit.codecs.transform_quant.reference import decode, encode
-from lowbit.codecs.transform_quant.weights import ONE, WeightedMemory, factors, packed, seen, sinks
+from lowbit.codecs.transform_quant.weights import ONE, WeightedMemory, factors, packed, sampled, sinks
 from lowbit.kernels import apart, implementation
 
 log = logging.getLogger(__name__)
@@ -63,9 +63,9 @@ class TransformQuant(StatefulCodec):
     gradients span 6 to 9 octaves. A sender of activations sees the gradients that cross the boundary back. With
     step="token" it multiplies tokens by the roots of a running mean of their squares, rounded to half octaves, before
     it codes them, and the receiver divides (`weights`). With step="message" it is the other way round: a sender of
-    gradients holds the activations that came, and multiplies channels by the fourth roots of their mean squares. A
-    sink's gradient it codes finer by as much as the sink's norm lies above the median, within the same 1/4 bit: the
-    layers that make sinks multiply an error there by 100. Without the other tensor, as in inference, weights are 1.
+    gradients holds the activations that came, and multiplies channels by the fourth roots of their mean squares. It
+    codes the gradient of a sink more finely, by the factor that the sink's norm exceeds the median, within the same
+    1/4 bit: layers that make sinks multiply an error there by 100. Until there is something to follow, weights are 1.
     Those of channels change between training steps (`LowBitStage`, `emulate_`), and are part of a sender's state.
 
     Each message brings new directions, in place of those that serve it least, as in `SubspaceQuant`: an eighth of K =
@@ -88,7 +88,8 @@ class TransformQuant(StatefulCodec):
       turn, 4 bytes each; words of 16 bits; codes beyond the 15 symbols, int16; the lowest bits of codes whose scale is
       2 steps or more.
 
-    Each end of each direction of a boundary keeps `state_bytes()` = 4 C K + 16, and a sender 4 K^2 more. While it
+    Each end of each direction of a boundary keeps `state_bytes()` = 4 C K + 16, about 22 C bytes for weights, and a
+    sender 4 K^2 more. While it
     works, `encode` takes about 14 R C bytes beside its payload, and `decode` 4 R C. A message needs what earlier ones
     left, so this codec works through sessions only (`open`), not through `encode`.
 
@@ -253,7 +254,7 @@ class TransformSession(BasisSession):
             return None
         x_RC = x.detach().reshape(geo.rows, geo.channels)
         if geo.by_token:
-            self._memory.observe(x_RC[:: seen(geo.rows)])
+            self._memory.observe(x_RC[sampled(geo.rows, x_RC.device)])
             return None
         gains_R, relative_RC = sinks(x_RC)
         self._memory.observe(relative_RC)

@@ -1,4 +1,4 @@
-"""Weights of channels and tokens: an error falls where the other direction of the boundary says that it costs little.
+"""Weights of channels and tokens: put the error where the tensor from the other direction shows that it costs little.
 
 An error of activations costs loss in proportion to their gradients, and an error of gradients makes the gradients of
 parameters wrong in proportion to the activations. Each sender holds both tensors. It multiplies what it sends by
@@ -29,7 +29,7 @@ GRAIN = 2  # weights to an octave
 ONE = 8  # level of the weight 1 of a channel; levels are 0 to 15
 KEPT = 0.9  # of the mean squares, when those of another step come
 ZEROS = 2.0**-60  # mean squares relative to their mean, at least
-SEEN = 128  # tokens of a message that mean squares are taken of, spread evenly
+SEEN = 128  # tokens of a message, at most, that mean squares are taken of
 FELT = "felt"
 
 
@@ -56,7 +56,8 @@ class WeightedMemory(Memory):
     def observe(self, x_RC: Tensor) -> None:
         """Take in a tensor that crossed the other way; one with NaN or Inf is left out."""
         square_C = x_RC.double().square().sum(0)
-        self._squares += torch.where(square_C.isfinite().all(), square_C, 0.0)
+        # Not in place: evaluation in inference mode may have made the sum.
+        self._squares = self._squares + torch.where(square_C.isfinite().all(), square_C, 0.0)
 
     def end_step(self) -> None:
         """Let the weights of the next messages follow what was observed since the last call."""
@@ -106,14 +107,21 @@ def sinks(x_RC: Tensor) -> tuple[Tensor, Tensor]:
     norm_R = torch.where(usable_R, norm_R, 1.0)
     quarters_R = (4 * norm_R.log2()).round().int()
     above_R = quarters_R - lowered(quarters_R, usable_R)
-    every = seen(len(x_RC))
-    relative_RC = torch.where(usable_R[::every, None], x_RC[::every].float() / norm_R[::every, None], 0.0)
+    some = sampled(len(x_RC), x_RC.device)
+    relative_RC = torch.where(usable_R[some, None], x_RC[some].float() / norm_R[some, None], 0.0)
     return (above_R // 2).clamp(max=15).to(torch.uint8), relative_RC
 
 
-def seen(rows: int) -> int:
-    """Every how many tokens one is looked at."""
-    return max(1, rows // SEEN)
+@functools.lru_cache(maxsize=64)
+def sampled(rows: int, device: torch.device) -> Tensor:
+    """Places of the tokens that mean squares are taken of, int64: all, or one of each run, at a hashed place in it.
+
+    A regular stride would see the same places of every sequence, such as the first tokens alone.
+    """
+    run = -(-rows // SEEN)
+    begin = torch.arange(0, rows, max(1, run))
+    place = begin + ((begin * 0x9E3779B1 & 0xFFFFFFFF) >> 16) % max(1, run)
+    return place.clamp(max=rows - 1).to(device)
 
 
 def packed(levels: Tensor, filler: int) -> Tensor:
@@ -125,7 +133,7 @@ def packed(levels: Tensor, filler: int) -> Tensor:
 def factors(packed: Tensor, count: int, one: int, *, inverse: bool) -> Tensor | None:
     """What to multiply by before coding, or after with `inverse`, float32 (count,); `one`: the level of the weight 1.
 
-    None: the host knows that all weights are 1. A GPU is not waited for.
+    None if all weights are 1; never None on a GPU, which would have to be waited for.
     """
     if not packed.is_cuda and bool((packed == one * 17).all()):
         return None
