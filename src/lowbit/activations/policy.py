@@ -37,9 +37,9 @@ class LayerAware:
 
     n elements in b bits take n b / 8 + 4 n / group bytes (`GroupInt`, asymmetric): by default 6.5 bits an element, 7.25
     for SiLU's gates, 8.5 for norms and v, 10.75 for q and k, 12.75 for a k that is smaller than q. With 16 bits tensors
-    are saved as they are; others that follow from them are still recomputed. In place of bits a codec without state can stand, such as `BlockFloat8()` or
-    `GroupInt(bits=8, group=16)`: then norms and gates are computed by PyTorch's own functions, unless it is an
-    asymmetric `GroupInt`, which has fused kernels.
+    are saved as they are; others that follow from them are still recomputed. In place of bits a codec without state can
+    stand, such as `BlockFloat8()` or `GroupInt(bits=8, group=16)`: then norms and gates are computed by PyTorch's own
+    functions, unless it is an asymmetric `GroupInt`, which has fused kernels.
 
     Args:
         bits: 2 to 8, or 16, or a codec; for all layer types that have no bits of their own. The paper has 4, which gave

@@ -29,7 +29,7 @@ GRAIN = 2  # weights to an octave
 ONE = 8  # level of the weight 1 of a channel; levels are 0 to 15
 KEPT = 0.9  # of the mean squares, when those of another step come
 ZEROS = 2.0**-60  # mean squares relative to their mean, at least
-SEEN = 128  # tokens of a message, at most, that mean squares are taken of
+SEEN = 256  # tokens of a message, at most, that mean squares are taken of
 FELT = "felt"
 
 
