@@ -101,4 +101,4 @@ def test_a_real_encoder_keeps_its_neighbours(tmp_path: Path):
 
 
 def test_the_packages_with_weights_are_named():
-    assert set(MODELS) == {"minilm", "mpnet", "smollm2", "gemma3"}
+    assert set(MODELS) == {"minilm", "mpnet", "smollm2", "gemma3", "qwen"}

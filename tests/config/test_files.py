@@ -46,7 +46,7 @@ def test_a_string_that_looks_like_a_number_stays_a_string():
     [
         (["pipeline.forwrad=int4"], "unknown key pipeline.forwrad; did you mean pipeline.forward?"),
         (["pipelnie.forward=int4"], "unknown section pipelnie; did you mean pipeline?"),
-        (["run.zzzzzz=1"], "unknown key run.zzzzzz; known: output, steps,"),
+        (["run.zzzzzz=1"], "unknown key run.zzzzzz; known: output, method, steps,"),
         (["run.steps"], "override is 'run.steps'; allowed: section.key=value"),
         (["steps=3"], "override is 'steps=3'; allowed: section.key=value"),
         (["run.steps=many"], "run.steps is 'many'; allowed: an integer"),

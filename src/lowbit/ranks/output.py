@@ -42,15 +42,19 @@ def passed_on() -> Iterator[None]:
             each.close(patience)
 
     _flush()
+    for fd in (0, 1, 2):
+        try:
+            os.fstat(fd)
+        except OSError:  # closed by who started this process: a pipe made here could get its number
+            os.open(os.devnull, os.O_RDWR)
     try:
         for fd in (1, 2):
-            with contextlib.suppress(OSError):  # closed by who started this process
-                if not os.isatty(fd):
-                    saved.append((fd, os.dup(fd)))
-                    status = os.fstat(fd)
-                    file = (status.st_dev, status.st_ino)
-                    passing[file] = passing.get(file) or _Passing(saved[-1][1])
-                    os.dup2(passing[file].entry, fd)
+            if not os.isatty(fd):
+                saved.append((fd, os.dup(fd)))
+                status = os.fstat(fd)
+                file = (status.st_dev, status.st_ino)
+                passing[file] = passing.get(file) or _Passing(saved[-1][1])
+                os.dup2(passing[file].entry, fd)
         _open.append(restore)
         yield
     finally:
