@@ -46,7 +46,7 @@ def saving(method: str, model: nn.Module, bits: int) -> Iterator[Around]:
 
 
 def policy_of(bits: int, method: str = "low-bit") -> LayerAware:
-    """The policy of a method with so many bits; 0: its default."""
+    """Return the policy of a method. bits: for saved activations; 0: its default."""
     if method == "low-bit":
         return LayerAware(bits=bits) if bits else LayerAware()
     if method == "agoq":

@@ -104,7 +104,7 @@ class Calibration:
 
     @property
     def gain(self) -> Any:
-        """Of all layers' formats, as `FeatureInt` takes it."""
+        """Gain of all layers' formats, in the spelling of `FeatureInt`."""
         return self.settings.get("gain", "token")
 
     def codec(self, layer: str, rank: int = 0) -> FeatureInt:

@@ -248,7 +248,7 @@ class OptimizerConfig:
 
     states: Literal["fp32", "8bit"] = "fp32"
     """Format of the two moments. 8bit: torchao's AdamW, which keeps those of parameters with fewer than 4096 elements,
-    or whose number is no multiple of its blocks, in float32."""
+    or with a number of elements that its blocks do not divide, in float32."""
     lr: NonNegativeFloat = 1e-3
     """Highest learning rate."""
     lr_end: Share = 0.1

@@ -53,7 +53,7 @@ class FeatureInt(Summable):
     gain="static" is the format of arXiv 2411.07942, with no offsets: c = 2^(bits - 1) - 1, so that a code stands for 0,
     and the gain is float32(clip / c) in every row. Nothing is computed of a row, and no gain travels: codes are 0 to
     2 c, bits (16 k + bits (E - k)) / E, and a payload of zeros decodes to -clip times the ranges. The paper gives
-    neither layout nor rounding. Additions to it: in a row with NaN or Inf beside the outliers all codes are 2^bits - 1
+    neither layout nor rounding. Two additions: in a row with NaN or Inf outside its outliers all codes are 2^bits - 1
     (decoders look at the first), and the sum has calibrated ranges, too, so that it may be reduced in two steps.
     clip=1.2 makes its ranges as much wider.
 
@@ -249,7 +249,7 @@ class FeatureInt(Summable):
 
     @property
     def _share(self) -> float:
-        """Of a row's largest magnitude, or of 1, that is its gain."""
+        """Factor from a row's largest magnitude (static ranges: from 1) to its gain."""
         assert self.clip is not None
         return max(self.clip / center_of(self.bits, self.gain == "token"), SMALLEST)
 

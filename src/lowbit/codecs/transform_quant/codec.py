@@ -95,7 +95,7 @@ class TransformQuant(StatefulCodec):
 
     Args:
         bits: of an element, every byte counted, above 0 and at most 16. None: 3 for the symbols with step="token",
-            1.85 with step="message", and what scales and directions take beside them; where these take more than 16,
+            1.85 with step="message", and what scales and directions take on top; where these take more than 16,
             as with one token or one channel, a tensor is sent as it is. "auto": a sender chooses the rate that gives
             `decibels`, in the last step of the warm-up, by the first message that it sends there, and its choice
             travels with the messages of that step. Each tensor of each boundary gets a rate of its own. Until the
