@@ -11,7 +11,16 @@ from torch import Tensor
 from lowbit import kernels
 from lowbit.codecs import TransformQuant
 from lowbit.codecs.sessions import Session
-from lowbit.codecs.transform_quant.weights import FELT, ONE, SEEN, factors, levels_of, packed, sampled, sinks
+from lowbit.codecs.transform_quant.weights import (
+    FELT,
+    ONE,
+    SEEN,
+    factors,
+    levels_of,
+    packed,
+    sampled,
+    sinks,
+)
 from tests.codecs.transform_quant.test_transform_quant import ends, tokens
 
 SHAPE = (64, 33)
@@ -112,11 +121,11 @@ def test_a_sinks_gradient_is_more_exact_by_its_norm_and_the_others_lose_little(d
 @pytest.mark.parametrize(("sequences", "length"), [(128, 64), (64, 64), (8, 1024), (1, 2048), (127, 96)])
 def test_no_place_of_the_sequences_is_looked_at_more_than_others(sequences: int, length: int):
     """A regular stride would see the sinks of all sequences, and nothing else."""
-    places = sampled(sequences * length, torch.device("cpu")) % length
+    places = sampled(sequences * length, SEEN, torch.device("cpu")) % length
     assert len(places.unique()) > min(length, len(places)) / 2
     assert (places == 0).sum() <= 2 + 3 * len(places) / length
-    assert sampled(SEEN, torch.device("cpu")).tolist() == list(range(SEEN))
-    assert sampled(1, torch.device("cpu")).tolist() == [0]
+    assert sampled(SEEN, SEEN, torch.device("cpu")).tolist() == list(range(SEEN))
+    assert sampled(1, SEEN, torch.device("cpu")).tolist() == [0]
 
 
 def test_a_note_is_of_one_message():
@@ -220,3 +229,48 @@ def test_levels_travel_as_they_are():
     zeros = packed(levels_of(torch.zeros(8, dtype=torch.float64), 2), ONE)
     assert factors(zeros, 8, ONE, inverse=True) is None
     assert levels_of(torch.tensor([0.0, 1, 1, 1, 1e30], dtype=torch.float64), 2).tolist() == [0, ONE, ONE, ONE, 15]
+
+
+def spread(octaves: float, seed: int = 0) -> Tensor:
+    """Tokens; the logarithms of channels' root mean squares have this standard deviation."""
+    return gradient((octaves * math.sqrt(1.5) * (torch.arange(SHAPE[1]) % 3 - 1)).exp2(), seed)
+
+
+def test_without_gradients_channels_that_differ_very_much_get_larger_errors_where_they_are_large():
+    sender, receiver = ends(TransformQuant(bits=7), SHAPE)
+    for seed in range(4):
+        found = error(sender, receiver, spread(2.5, seed))
+    small, middle, large = (found[i::3].mean().sqrt().log2() for i in range(3))
+    assert middle - small == pytest.approx(2.5 * math.sqrt(1.5) * 0.75, abs=0.3)
+    assert large - middle == pytest.approx(2.5 * math.sqrt(1.5) * 0.75, abs=0.3)
+    assert FELT not in sender.state_dict()
+
+
+@pytest.mark.parametrize(
+    "x",
+    [spread(0.9), spread(2.5)[:7], torch.cat([spread(2.5)[:7], torch.zeros(40, SHAPE[1])]), spread(2.5) * torch.nan],
+    ids=["like SmolLM2", "few tokens", "padded", "NaN"],
+)
+def test_otherwise_channels_are_alike(x: Tensor) -> None:
+    sender, _ = ends(TransformQuant(), tuple(x.shape))
+    payload = sender.encode(x)
+    assert (sender._geometry.layout.section(payload, "weights") == ONE * 17).all()
+
+
+def test_channels_of_zeros_count_as_if_in_the_middle() -> None:
+    for octaves, level in ((0.9, ONE), (2.3, ONE + 4)):  # 2.3 * 1.22 * 3 / 4 octaves, in halves
+        x = spread(octaves)
+        x[:, 1] = 0
+        sender, _ = ends(TransformQuant(), SHAPE)
+        packed = sender._geometry.layout.section(sender.encode(x), "weights")
+        assert torch.stack([packed & 15, packed >> 4], 1).flatten()[:33:3].tolist() == [level] * 11
+
+
+def test_gradients_replace_own_weights() -> None:
+    sender, _ = ends(TransformQuant(), SHAPE)
+    observed(sender, uneven())
+    payload = sender.encode(spread(2.5))
+    weights = sender._geometry.layout.section(payload, "weights")
+    assert torch.equal(weights, sender._memory.packed)
+    backward, _ = ends(TransformQuant(step="message"), SHAPE)
+    assert (backward._geometry.layout.section(backward.encode(spread(2.5)), "weights") == ONE * 17).all()

@@ -23,7 +23,7 @@ from lowbit.codecs.transform_quant.layout import TransformGeometry, transform_ge
 from lowbit.codecs.transform_quant.loss import bits_for_loss
 from lowbit.codecs.transform_quant.rate import coded_bits
 from lowbit.codecs.transform_quant.reference import decode, encode
-from lowbit.codecs.transform_quant.weights import ONE, WeightedMemory, factors, packed, sampled, sinks
+from lowbit.codecs.transform_quant.weights import ONE, SEEN, WeightedMemory, factors, packed, sampled, sinks
 from lowbit.kernels import apart, implementation
 
 log = logging.getLogger(__name__)
@@ -65,8 +65,9 @@ class TransformQuant(StatefulCodec):
     it codes them, and the receiver divides (`weights`). With step="message" it is the other way round: a sender of
     gradients holds the activations that came, and multiplies channels by the fourth roots of their mean squares. It
     codes the gradient of a sink more finely, by the factor that the sink's norm exceeds the median, within the same
-    1/4 bit: layers that make sinks multiply an error there by 100. Until there is something to follow, weights are 1.
-    Those of channels change between training steps (`LowBitStage`, `emulate_`), and are part of a sender's state.
+    1/4 bit: layers that make sinks multiply an error there by 100. Weights of channels change between training steps
+    (`LowBitStage`, `emulate_`), and are part of a sender's state. Until there is something to follow they are 1; but
+    activations whose channels differ very much, as in Gemma 3, are then weighted by themselves.
 
     Each message brings new directions, in place of those that serve it least, as in `SubspaceQuant`: an eighth of K =
     C / 4 (at most 128), fewer where they would take more than 1/8 bit. Evaluation is coded likewise, and what its
@@ -254,7 +255,7 @@ class TransformSession(BasisSession):
             return None
         x_RC = x.detach().reshape(geo.rows, geo.channels)
         if geo.by_token:
-            self._memory.observe(x_RC[sampled(geo.rows, x_RC.device)])
+            self._memory.observe(x_RC[sampled(geo.rows, SEEN, x_RC.device)])
             return None
         gains_R, relative_RC = sinks(x_RC)
         self._memory.observe(relative_RC)
@@ -266,9 +267,10 @@ class TransformSession(BasisSession):
     def _code(self, x: Tensor, payload: Tensor, training: bool) -> None:
         memory, geo = self._memory, self._geometry
         x_RC = x.view(geo.rows, geo.channels).float()
-        geo.layout.section(payload, "weights").copy_(memory.packed)
-        if memory.factors is not None:
-            x_RC = x_RC * memory.factors
+        weights, factor_C = memory.weights(x_RC, own=geo.by_token)
+        geo.layout.section(payload, "weights").copy_(weights)
+        if factor_C is not None:
+            x_RC = x_RC * factor_C
         if self._note is not None:
             gains = geo.layout.section(payload, "gains").copy_(packed(self._note, 0))
             if (factor_R := factors(gains, geo.rows, 0, inverse=False)) is not None:

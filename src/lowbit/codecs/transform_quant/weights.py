@@ -10,8 +10,11 @@ weights before it codes it, and the receiver divides:
 
 The fourth root was measured: the error of all parameters' gradients is less than with the root or without weights on
 three pretrained models together (docs/results/codecs.md). Weights travel with each message, in steps of half an octave,
-4 bits each, so that a receiver needs to know nothing. Until there is something to follow, all are 1. Shape suffixes: R
-rows (tokens), C channels.
+4 bits each, so that a receiver needs to know nothing. Until there is something to follow, all are 1, with an exception:
+where the channels of activations differ very much, the layers that read them undo it, and feel errors least in the
+largest. Without gradients, as in inference, weights are then channels' own root mean squares to the power -3/4 (in
+Gemma 3 the logarithms spread by 1.2 to 1.6 octaves, and gradients fall by 0.6 to 1 octave for each; in SmolLM2 and
+Qwen2.5 they spread by 0.4 to 0.9, and gradients do not fall). Shape suffixes: R rows (tokens), C channels.
 """
 
 from __future__ import annotations
@@ -30,6 +33,9 @@ ONE = 8  # level of the weight 1 of a channel; levels are 0 to 15
 KEPT = 0.9  # of the mean squares, when those of another step come
 ZEROS = 2.0**-60  # mean squares relative to their mean, at least
 SEEN = 256  # tokens of a message, at most, that mean squares are taken of
+OWN_ROOT = -8 / 3  # of a message's own mean squares: their weights are these to the power -3/8
+OWN_SPREAD, OWN_TOKENS = 1.0, 8  # octaves that channels' root mean squares must differ by, in so many tokens at least
+OWN_SEEN = 64  # tokens at most that these are taken of
 FELT = "felt"
 
 
@@ -43,6 +49,7 @@ class WeightedMemory(Memory):
         felt: float64 (C,), running mean squares; zeros: there were none.
         levels: uint8 (C,), of the weights of the next messages.
         packed: how they travel; factors: what they stand for, or None if the host knows that all are 1.
+        warm: whether the host knows that there were some.
     """
 
     def __init__(self, directions: int, channels: int, device: torch.device, root: int) -> None:
@@ -86,9 +93,34 @@ class WeightedMemory(Memory):
         self.levels = levels_of(felt, self._root)
         self.packed = packed(self.levels, ONE)
         self.factors = factors(self.packed, len(felt), ONE, inverse=False)
+        self.warm = not felt.is_cuda and bool(felt.any())
+
+    def weights(self, x_RC: Tensor, *, own: bool) -> tuple[Tensor, Tensor | None]:
+        """`packed` and `factors` for a message; with `own`, and as long as there were no gradients, from itself."""
+        if self.warm or not own or len(x_RC) < OWN_TOKENS:
+            return self.packed, self.factors
+        square_C, differ = own_squares(x_RC)
+        if not x_RC.is_cuda and not differ:
+            return self.packed, self.factors
+        levels = torch.where(differ & ~self.felt.any(), levels_of(square_C, OWN_ROOT), self.levels)
+        chosen = packed(levels, ONE)
+        return chosen, factors(chosen, len(levels), ONE, inverse=False)
 
 
-def levels_of(felt_C: Tensor, root: int) -> Tensor:
+def own_squares(x_RC: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean squares of channels of activations, relative to tokens' norms, float64 (C,); and whether they differ enough.
+
+    They never do in messages with NaN or Inf, or of fewer than `OWN_TOKENS` tokens other than zeros.
+    """
+    some_RC = x_RC[sampled(len(x_RC), OWN_SEEN, x_RC.device)]
+    norm_R = torch.linalg.vector_norm(some_RC, dim=1)
+    square_C = (some_RC / norm_R.clamp(min=torch.finfo(norm_R.dtype).tiny)[:, None]).square().mean(0).double()
+    # Channels of zeros count as if they were in the middle.
+    spread = torch.where(square_C > ZEROS, square_C, square_C.median()).log2().std(correction=0) / 2
+    return square_C, (spread > OWN_SPREAD) & ((norm_R > 0).sum() >= OWN_TOKENS)
+
+
+def levels_of(felt_C: Tensor, root: float) -> Tensor:
     """Levels of channels' weights, uint8: roots of mean squares, relative to their median; 1 where all are zeros."""
     octaves_C = torch.where(felt_C.sum() > 0, felt_C, 1.0).clamp(min=ZEROS).log2() / root
     steps_C = (GRAIN * (octaves_C - octaves_C.median())).round()
@@ -107,18 +139,18 @@ def sinks(x_RC: Tensor) -> tuple[Tensor, Tensor]:
     norm_R = torch.where(usable_R, norm_R, 1.0)
     quarters_R = (4 * norm_R.log2()).round().int()
     above_R = quarters_R - lowered(quarters_R, usable_R)
-    some = sampled(len(x_RC), x_RC.device)
+    some = sampled(len(x_RC), SEEN, x_RC.device)
     relative_RC = torch.where(usable_R[some, None], x_RC[some].float() / norm_R[some, None], 0.0)
     return (above_R // 2).clamp(max=15).to(torch.uint8), relative_RC
 
 
 @functools.lru_cache(maxsize=64)
-def sampled(rows: int, device: torch.device) -> Tensor:
+def sampled(rows: int, most: int, device: torch.device) -> Tensor:
     """Places of the tokens that mean squares are taken of, int64: all, or one of each run, at a hashed place in it.
 
     A regular stride would see the same places of every sequence, such as the first tokens alone.
     """
-    run = -(-rows // SEEN)
+    run = -(-rows // most)
     begin = torch.arange(0, rows, max(1, run))
     place = begin + ((begin * 0x9E3779B1 & 0xFFFFFFFF) >> 16) % max(1, run)
     return place.clamp(max=rows - 1).to(device)
