@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowbit.codecs import AQSGD, GroupInt
+from lowbit.codecs import AQSGD, GroupInt, parse
 
 
 @pytest.fixture(autouse=True)
@@ -102,3 +102,23 @@ def test_bad_input() -> None:
         AQSGD(inner=AQSGD())
     with pytest.raises(ValueError, match=r"state of sample 5 has shape \(2,\)"):
         sender.load_state_dict({"5": torch.zeros(2)})
+
+
+def test_a_coded_cache_is_a_quarter_and_both_ends_hold_the_same() -> None:
+    codec = parse("aq-sgd-8bit")
+    sender, receiver, exact = (c.open(shape=(2, 3, 64), dtype=torch.float32) for c in (codec, codec, AQSGD()))
+    x = torch.randn(2, 3, 64)
+    assert torch.equal(receiver.decode(sender.encode(x, key=(0, 1)), key=(0, 1)), x), "the first visit is exact"
+    exact.encode(x, key=(0, 1))
+    for _ in range(5):
+        y = receiver.decode(sender.encode(x, key=(0, 1)), key=(0, 1))
+        assert all(torch.equal(m, receiver.state_dict()[k]) for k, m in sender.state_dict().items())
+    assert 1e-4 < (y - x).norm() / x.norm() < 1e-3, "4 bits of what 8 bits leave"
+    assert sender.state_bytes() == 2 * GroupInt(bits=8, group=64).nbytes((3, 64)) < 0.27 * exact.state_bytes()
+    again = codec.open(shape=(2, 3, 64), dtype=torch.float32)
+    again.load_state_dict(sender.state_dict())
+    assert torch.equal(again.encode(2 * x, key=(1, 0)), sender.encode(2 * x, key=(1, 0)))
+    with pytest.raises(ValueError, match=r"state of sample 5 has shape \(3, 64\); expected \(204,\)"):
+        sender.load_state_dict({"5": x[0]})
+    with pytest.raises(TypeError, match="cache is 8; allowed: a codec without state, or None"):
+        AQSGD(cache=8)  # pyright: ignore[reportArgumentType]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -23,7 +24,8 @@ class AQSGD(StatefulCodec):
 
     Both ends keep the last reconstructed activation m of every sample, under its id. The first visit sends x in
     its own dtype and m = x; a later one sends q(x - m) and both ends set m to m + q(x - m). So the state grows with the
-    data set: samples x elements of a sample x 4 bytes, on each side of each boundary (`Session.state_bytes`).
+    data set: samples x elements of a sample x 4 bytes, or what `cache` makes of them, on each side of each boundary
+    (`Session.state_bytes`).
 
     Bytes of a message: for each sample (entry of the first dimension) apart, 4 or 2 an element at its first visit, the
     inner codec's later. `nbytes` is that of a message whose samples have all been seen; a session knows the rest.
@@ -32,16 +34,21 @@ class AQSGD(StatefulCodec):
 
     Args:
         inner: the codec of the differences.
+        cache: a codec without state for m while it is kept: the paper's variant with less memory. Differences are then
+            from what it decodes to, on both ends alike. None: float32, exact.
     """
 
     payload_version: ClassVar[int] = 2
 
     inner: Codec = field(default_factory=lambda: GroupInt(bits=4, group=64))
+    cache: Codec | None = None
     needs_key: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.inner, Codec) or self.inner.stateful:
             raise TypeError(f"inner is {self.inner!r}; allowed: a codec without state")
+        if self.cache is not None and (not isinstance(self.cache, Codec) or self.cache.stateful):
+            raise TypeError(f"cache is {self.cache!r}; allowed: a codec without state, or None")
 
     def format_nbytes(self, shape: Sequence[int]) -> int:
         batch, sample = (shape[0], shape[1:]) if shape else (1, ())
@@ -54,7 +61,7 @@ class AQSGD(StatefulCodec):
 
 
 class AQSGDSession(Session):
-    """The last reconstruction of every sample that has passed, in float32, under its id."""
+    """The last reconstruction of every sample that has passed, in float32 or as `cache` codes it, under its id."""
 
     codec: AQSGD
 
@@ -72,19 +79,19 @@ class AQSGDSession(Session):
     def _encode(self, x: Tensor, payload: Tensor, key: Key | None, training: bool) -> None:
         parts = []
         for row, sample in zip(x, self._ids(key), strict=True):
-            codec, last = self._codec_of(sample), self._memory.get(sample)
+            codec, last = self._codec_of(sample), self._last(sample)
             parts.append(codec.encode(row if last is None else row.float() - last))
             if training:
-                self._memory[sample] = self._moved(sample, parts[-1])
+                self._keep(sample, self._moved(sample, last, parts[-1]))
         torch.cat(parts, out=payload)
 
     def _decode(self, payload: Tensor, out: Tensor, key: Key | None, training: bool) -> None:
         ids = self._ids(key)
         for row, sample, part in zip(out, ids, payload.split(self._sizes(ids)), strict=True):
-            moved = self._moved(sample, part)
+            moved = self._moved(sample, self._last(sample), part)
             row.copy_(moved)
             if training:
-                self._memory[sample] = moved
+                self._keep(sample, moved)
 
     def state_bytes(self) -> int:
         return sum(m.numel() * m.element_size() for m in self._memory.values())
@@ -93,12 +100,15 @@ class AQSGDSession(Session):
         return {str(i): m for i, m in self._memory.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        cache, shape = self.codec.cache, tuple(self.shape[1:])
+        shape = shape if cache is None else (cache.nbytes(shape),)
         for i, m in state.items():
             if not isinstance(m, Tensor):
                 raise ValueError(f"state of sample {i} is {type(m).__name__}; allowed: a tensor")
-            if m.shape != self.shape[1:]:
-                raise ValueError(f"state of sample {i} has shape {tuple(m.shape)}; expected {tuple(self.shape[1:])}")
-        self._memory = {int(i): m.to(self.device, torch.float32, copy=True) for i, m in state.items()}
+            if m.shape != shape:
+                raise ValueError(f"state of sample {i} has shape {tuple(m.shape)}; expected {shape}")
+        dtype = torch.float32 if cache is None else torch.uint8
+        self._memory = {int(i): m.to(self.device, dtype, copy=True) for i, m in state.items()}
 
     def _ids(self, key: Key | None) -> Key:
         if key is None or len(key) != self.shape[0] or len(set(key)) != len(key):
@@ -111,12 +121,20 @@ class AQSGDSession(Session):
     def _codec_of(self, sample: int) -> Codec:
         return self.codec.inner if sample in self._memory else self._first
 
-    def _moved(self, sample: int, payload: Tensor) -> Tensor:
-        """What the receiver holds of a sample after this message."""
-        codec, last, shape = self._codec_of(sample), self._memory.get(sample), self.shape[1:]
+    def _last(self, sample: int) -> Tensor | None:
+        """What both ends know of a sample, float32; None before its first visit."""
+        kept, cache = self._memory.get(sample), self.codec.cache
+        return kept if kept is None or cache is None else cache.decode(kept, shape=self.shape[1:])
+
+    def _keep(self, sample: int, moved: Tensor) -> None:
+        self._memory[sample] = moved if self.codec.cache is None else self.codec.cache.encode(moved)
+
+    def _moved(self, sample: int, last: Tensor | None, payload: Tensor) -> Tensor:
+        """What the receiver gets of a sample with this message."""
+        codec, shape = self._codec_of(sample), self.shape[1:]
         if last is None:
             return codec.decode(payload, shape=shape)
         return codec.decode(payload, shape=shape, out=last.clone(), accumulate=True)
 
 
-SHORT_NAMES = {"aq-sgd": AQSGD}
+SHORT_NAMES = {"aq-sgd": AQSGD, "aq-sgd-8bit": partial(AQSGD, cache=GroupInt(bits=8, group=64))}
