@@ -89,7 +89,7 @@ def test_half_a_pair_is_an_error(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("int9", "codec is 'int9'; allowed: aq-sgd, fp8"),
+        ("int9", "codec is 'int9'; allowed: aq-sgd, aq-sgd-8bit, fp8"),
         ("tah-quant-published-v1", "tah-quant, tah-quant-published, tah-quant-published-token, transform"),
         ("TAHQuant(allocation='entropy')", "allocation is 'entropy'; allowed: 'range', 'tile', 'token'"),
         ("feature-int4-static", "codec is 'feature-int4-static', which needs calibrated ranges; allowed: a codec that"),

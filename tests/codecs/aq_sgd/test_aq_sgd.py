@@ -114,7 +114,7 @@ def test_a_coded_cache_is_a_quarter_and_both_ends_hold_the_same() -> None:
         y = receiver.decode(sender.encode(x, key=(0, 1)), key=(0, 1))
         assert all(torch.equal(m, receiver.state_dict()[k]) for k, m in sender.state_dict().items())
     assert 1e-4 < (y - x).norm() / x.norm() < 1e-3, "4 bits of what 8 bits leave"
-    assert sender.state_bytes() == 2 * GroupInt(bits=8, group=64).nbytes((3, 64)) < 0.27 * exact.state_bytes()
+    assert sender.state_bytes() == 2 * GroupInt(bits=8, group=64).nbytes((3, 64)) < 0.3 * exact.state_bytes()
     again = codec.open(shape=(2, 3, 64), dtype=torch.float32)
     again.load_state_dict(sender.state_dict())
     assert torch.equal(again.encode(2 * x, key=(1, 0)), sender.encode(2 * x, key=(1, 0)))

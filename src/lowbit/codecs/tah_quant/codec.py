@@ -55,7 +55,7 @@ class TAHQuant(Summable):
     0 nor 128 + a position in a full tile. Other changed bytes give other numbers, Inf among them; bits behind a
     bitmap's last candidate mean nothing.
 
-    At C = 4096 that is 4.33 bits for both settings (4.43 with the paper's FP16 metadata).
+    At C = 4096 that is 4.32 bits for `TAHQuant()` and 4.33 as published (4.44 with the paper's FP16 metadata).
 
     Deviations from the paper, all measured to cost nothing or to gain: (1) codes are computed from the parameters as
     they travel; (2) a step has 4 mantissa bits and float32's exponents, so that tiny and huge values neither underflow
