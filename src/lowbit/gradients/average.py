@@ -103,7 +103,8 @@ def average(
     Args:
         gradients: with a tensor of the shape and device of each.
     """
-    mine = torch.tensor([(stored.held, stored.factor) for stored, _ in gradients], device=gradients[0][1].device)
+    told = [(stored.held, stored.factor) for stored, _ in gradients]
+    mine = torch.tensor(told, dtype=torch.float32, device=gradients[0][1].device)
     by_rank = mine.new_empty(group.size(), *mine.shape)
     all_gather(by_rank, mine, _AS_IT_IS, group, timeout=timeout, checksums=checksums)
     means: list[tuple[Stored, Tensor, float]] = []
