@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lowbit.bench.gradients import COMMAND, ENGINE, GradientsBenchmark
+from lowbit.bench.gradients import COMMAND, ENGINE, STORED, GradientsBenchmark
 from lowbit.network import Link, LinkUnavailable, SlowLink
 from lowbit.report import Report, run
 from lowbit.train.config import ModelConfig
@@ -16,7 +16,7 @@ from tests.bench.shown import shown
 
 TINY = GradientsBenchmark(
     links=(Link(None),), ranks=(2,), numel=1 << 20, rounds=2, steps=1, batch=1, sequence=16,
-    model=ModelConfig(dim=32, layers=1, heads=2, ffn=32),
+    formats=(*GradientsBenchmark().formats, *STORED), model=ModelConfig(dim=32, layers=1, heads=2, ffn=32),
 )  # fmt: skip
 SLOW = 100.0
 FAR = Link(SLOW, rtt_ms=20)
@@ -65,6 +65,13 @@ def test_training_is_measured_where_ddp_permits(report: Report):
     assert trained == {name for name in TINY.formats if not name.endswith("-bf16")}
     assert rows["engine-fp32"]["training_speedup_fp32"] == 1
     assert 0 < rows["engine-fp32"]["gradient_bytes"] <= rows["fp8"]["gradient_bytes"]
+
+
+def test_stored_gradients_that_travel_as_they_are_take_less_memory_and_err_less(report: Report):
+    rows = rows_of(report)
+    stored, recoded = (rows[name] for name in STORED)
+    assert stored["peak_bytes"] < recoded["peak_bytes"]
+    assert stored["relative_error"] <= recoded["relative_error"]
 
 
 @pytest.mark.skipif(NO_DISTANCE is not None, reason=f"{NO_DISTANCE}")

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from lowbit.gradients import GradientStorage
 from lowbit.train import ConfigError, TrainConfig
 from lowbit.train.checkpoints.manifest import newest_step, read_manifest, step_name
 from lowbit.train.checkpoints.share import Reader
-from lowbit.train.metrics import read_metrics
+from lowbit.train.expected import Expected
+from lowbit.train.metrics import GRADIENTS, read_metrics
+from lowbit.train.prepare import prepare
 from tests.processes import Ranks
 from tests.train.runs import again, curve, losses, tiny
 
@@ -81,6 +85,37 @@ def test_it_goes_on_exactly_where_it_stopped(ranks: Ranks, tmp_path: Path):
     outcomes = ranks.outcomes(losses, changed, ranks=4, timeout=60)
     assert {o.kind for o in outcomes} == {"CheckpointError"}
     assert "gradients.all_reduce was BlockFloat8(" in outcomes[0].text
+
+
+def stored_losses(config: TrainConfig) -> list[float]:
+    refused = mock.Mock(side_effect=AssertionError("decoded to be sent"))
+    with mock.patch.object(GradientStorage, "all_reduce", refused):
+        return losses(config)
+
+
+@pytest.mark.parametrize("sections", [{}, {"run": {"method": "agoq"}}], ids=["fp8", "agoq"])
+def test_stored_gradients_travel_as_they_are_and_a_killed_run_goes_on(
+    ranks: Ranks, tmp_path: Path, sections: dict[str, Any]
+):
+    if sections:
+        pytest.importorskip("torchao")
+    run_as = {"checkpoint_every": 3, "steps": 6, **sections.get("run", {})}
+    gradients = {} if sections else {"storage": "fp8", "all_reduce": "BlockFloat8(rounding='stochastic')"}
+    pipeline = {"ranks": 1, "data_parallel": 2, "microbatches": 2}
+    whole = tiny(tmp_path / "whole", pipeline=pipeline, gradients=gradients, run=run_as)
+    stored = ranks.run(stored_losses, whole, timeout=120)
+    assert stored[0] == stored[1]
+    assert_replicas_equal(whole)
+    first = tiny(tmp_path / "parts", pipeline=pipeline, gradients=gradients, run=run_as)
+    ranks.outcomes(stops_after, first, 3, timeout=120)
+    ranks.run(stored_losses, again(first, run={"resume": True, "overwrite": False}), timeout=120)
+    assert curve(first) == curve(whole)
+    lines = read_metrics(Path(whole.run.output) / "metrics.jsonl")
+    expected = Expected(prepare(whole, ranks=2)).step(warmup=False)
+    assert {line["parts"][GRADIENTS] for line in lines} == {expected[GRADIENTS]}
+    if not sections:
+        plain = again(whole, gradients={"storage": "fp32", "all_reduce": "fp32"})
+        assert stored[0] == pytest.approx(ranks.run(losses, plain, timeout=120)[0], abs=0.02)
 
 
 def stops_after(config: TrainConfig, steps: int) -> None:

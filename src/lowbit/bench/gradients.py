@@ -23,9 +23,13 @@ from lowbit.report.style import title_of
 from lowbit.train.config import ModelConfig
 
 ENGINE = ("engine-fp32", "engine-bf16", "hook-fp16", "hook-bf16", "powersgd")
+STORED = ("fp8-stored", "fp8-recoded")
 SHORT = {"int8": "GroupInt(bits=8, group=128, symmetric=True)", "int4": "GroupInt(bits=4, group=64, symmetric=True)"}
+SHORT |= dict.fromkeys(STORED, "fp8")
 POWER_RANK = 4
 MATRIX = 1024
+Outcomes = dict[tuple[int, str], dict[str, float]]
+"""Fields of rows, by number of ranks and format."""
 
 
 @section()
@@ -38,7 +42,9 @@ class GradientsBenchmark:
     """Numbers of ranks, each on a host of its own."""
     formats: Names = (*ENGINE, "fp8", "int8", "int4")
     """engine-fp32 and engine-bf16: PyTorch's all-reduce. hook-fp16, hook-bf16 and powersgd (rank 4): its DDP hooks.
-    int8 and int4: symmetric, in groups of 128 and 64. Others: codecs, by name or in full."""
+    int8 and int4: symmetric, in groups of 128 and 64. fp8-stored: means over 3 micro-batches in `GradientStorage`,
+    which travel as they are stored; fp8-recoded: the same, decoded, coded again and stored again. Others: codecs, by
+    name or in full."""
     numel: Positive = 16 << 20
     """Float32 elements of the tensor that is averaged, a multiple of 1048576."""
     rounds: Positive = 5
@@ -80,22 +86,25 @@ def measure(settings: GradientsBenchmark, earlier: Sequence[Row]) -> Iterator[li
         range over median), `speedup_fp32`, `speedup_bf16` (of the medians, over PyTorch's), `bits_per_element` (of
         the format), `wire_bits` (bytes that really left a rank, headers included, over those elements that an
         all-reduce has to send), `link_share` (of the link's goodput that was used: 1 is the physical limit; None:
-        unlimited), `relative_error` (of the mean, against float64), `rounds`; and from training `tokens_per_second`
-        (all ranks, median step), `training_speedup_fp32`, `gradient_bytes` (held by a rank when backward has ended:
-        gradients, buckets, and the format's own buffers), None where it was not trained.
+        unlimited), `relative_error` (of the mean, against float64, storing included), `peak_bytes` (of gradients,
+        payloads and what an average takes beside them), `rounds`; and from training `tokens_per_second` (all ranks,
+        median step), `training_speedup_fp32`, `gradient_bytes` (held by a rank when backward has ended: gradients,
+        buckets, and the format's own buffers), None where it was not trained.
 
     Raises:
         LinkUnavailable: a limited link is asked for and this machine does not permit one.
         ChildProcessError: a rank failed.
     """
-    errors: dict[tuple[int, str], float] = {}
+    outcomes: Outcomes = {}
     # PyTorch's all-reduce of bfloat16 is no hook, and DDP refuses its own bfloat16 hook without NCCL.
     trained = [{"name": name} for name in settings.formats if not name.endswith("-bf16")]
 
     def prepare(ranks: Workers, count: int) -> list[Phase]:
         ranks.ask("open", numel=settings.numel, algorithm=settings.algorithm)
         for name in settings.formats:
-            errors[count, name] = ranks.ask("error", name=name)[0]
+            first, *others = ranks.ask("outcome", name=name)
+            peak = max(each["peak_bytes"] for each in (first, *others))
+            outcomes[count, name] = {"relative_error": first["error"], "peak_bytes": peak}
         every = [{"name": name} for name in settings.formats]
         phases = [Phase(name="average", order="average", contenders=every, rounds=settings.rounds)]
         if settings.steps and count == max(settings.ranks):
@@ -106,10 +115,10 @@ def measure(settings: GradientsBenchmark, earlier: Sequence[Row]) -> Iterator[li
         return phases
 
     for taken in take_turns("lowbit.bench.gradients_rank", settings.ranks, settings.links, prepare):
-        yield rows_of(settings, taken, errors)
+        yield rows_of(settings, taken, outcomes)
 
 
-def rows_of(settings: GradientsBenchmark, taken: Sequence[Taken], errors: dict[tuple[int, str], float]) -> list[Row]:
+def rows_of(settings: GradientsBenchmark, taken: Sequence[Taken], outcomes: Outcomes) -> list[Row]:
     """A row for each number of ranks, link and format, in the order of measuring."""
     rows: dict[tuple[int, str, str], dict[str, Any]] = {}
     for one in taken:
@@ -119,7 +128,7 @@ def rows_of(settings: GradientsBenchmark, taken: Sequence[Taken], errors: dict[t
             row = {"format": name, **one.about(), "numel": settings.numel}
             row["bits_per_element"] = bits_of(name, settings.numel)
             row["wire_bits"] = one.bits_sent(settings.numel)
-            row["relative_error"] = errors.get((one.ranks, name))
+            row |= outcomes[one.ranks, name]
             bits = all_reduce_elements(one.ranks, settings.numel) * row["bits_per_element"]
             goodput = row["goodput_mbit"]
             row["link_share"] = bits / (1e3 * goodput) / row["ms"] if goodput is not None else None
@@ -186,7 +195,8 @@ COMMAND = Command(
                 Column("over\nbf16", "speedup_bf16", "{:.2f}x"),
                 Column("of the\nlink", "link_share", "{:.0%}"),
                 Column("bits", "bits_per_element", "{:.1f}"),
-                Column("rel.\nerror", "relative_error", "{:.0e}"),
+                Column("rel.\nerror", "relative_error", "{:.1e}"),
+                Column("peak\nMB", lambda row: row["peak_bytes"] / 1e6, "{:.0f}"),
             ],
         ),
         Table(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Self
@@ -24,6 +24,7 @@ class Summable(Codec):
     Attributes:
         shaped: the format depends on the tensor's shape, so that flat pieces cannot be coded: no sums over ranks.
         grain: elements that must stay together where a tensor is cut, such as the features of a token; 1: none.
+        unit: elements at whose multiples a payload can be cut (`copy_units`); 0: it cannot.
         ranks: how many ranks' tensors it can code in a sum; None: any number.
     """
 
@@ -32,6 +33,10 @@ class Summable(Codec):
     @property
     def grain(self) -> int:
         return 1
+
+    @property
+    def unit(self) -> int:
+        return 0
 
     @property
     def ranks(self) -> int | None:
@@ -56,6 +61,29 @@ class Summable(Codec):
     def layer(self) -> str:
         """Return which of the codecs with one identity this is; empty if there is only one."""
         return ""
+
+    def sections(self, numel: int) -> list[tuple[int, int]]:
+        """Return first byte and bytes of each section of a payload, if there is a `unit`.
+
+        In a section each unit of elements has as many bytes, and a shorter last one has the first of them.
+        """
+        raise NotImplementedError
+
+    def copy_units(
+        self, source: Tensor, start: int, target: Tensor, at: int, count: int, *, numel: Sequence[int]
+    ) -> None:
+        """Copy elements from a payload to another, as they are coded.
+
+        Args:
+            source, target: payloads in the format, not plain numbers.
+            start, at: the first element in each, multiples of `unit`. count: of elements; what follows in the last unit
+                is padding.
+            numel: elements of each payload.
+        """
+        of_both = zip(*(self.sections(n) for n in (*numel, self.unit, count)), strict=True)
+        for (from_byte, _), (to_byte, _), (_, width), (_, size) in of_both:
+            part = source[from_byte + start // self.unit * width :][:size]
+            target[to_byte + at // self.unit * width :][:size].copy_(part)
 
     def add(self, payload: Tensor, x: Tensor) -> Tensor:
         """Add a tensor to the one in a payload: decode, add in float32, code again.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from functools import partial
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -46,32 +48,80 @@ def two_shot(
         errors: float32 like `x`; filled with the quantization error of this rank's contribution and, in its own shard,
             of the sum: added to this rank's next contribution, it makes up for both. Zero where it is not finite.
     """
-    rank, ranks = exchange.rank, exchange.ranks
-    shards, whole = Shards(numel=x.numel(), ranks=ranks, chunk=chunk, grain=codec.grain), codec.whole()
+    rank, mine, whole = exchange.rank, codec.part(exchange.rank), codec.whole()
+    shards = Shards(numel=x.numel(), ranks=exchange.ranks, chunk=chunk, grain=codec.grain)
+
+    def take(piece: slice, payload: Tensor) -> None:
+        whole.decode(payload, shape=x[piece].shape, out=x[piece])
+
+    def note_loss(k: int, part: Tensor, payload: Tensor) -> None:
+        if errors is not None:
+            lost = _finite(part - whole.decode(payload, shape=part.shape))
+            errors[shards.piece(rank, k)].add_(lost, alpha=divisor)
+
+    put = partial(_encode, x, codec=mine, errors=errors)
+    _two_shot(put, take, codec, exchange, shards, _total(x.device, shards), divisor, note_loss)
+
+
+class Coded(Protocol):
+    """A tensor that is kept as payloads of a codec, which can be cut at multiples of its `unit`.
+
+    Attributes:
+        numel: elements, a multiple of the unit. device: of the payloads.
+    """
+
+    numel: int
+    device: torch.device
+
+    def put(self, piece: slice, box: Tensor) -> None:
+        """Copy the payload of these elements, which begin at a multiple of the unit, to `box`."""
+        ...
+
+    def take(self, piece: slice, payload: Tensor) -> None:
+        """Replace these elements by those of a payload."""
+        ...
+
+
+def two_shot_coded(x: Coded, codec: Summable, exchange: Exchange, *, chunk: int, divisor: int) -> None:
+    """`two_shot` of a tensor that is coded already: payloads travel as they are, and the sum's are kept as they come.
+
+    Only the sum is coded here, and only a chunk of it is float32 at a time.
+    """
+    shards = Shards(numel=x.numel, ranks=exchange.ranks, chunk=chunk, grain=codec.unit)
+    _two_shot(x.put, x.take, codec, exchange, shards, _total(x.device, shards), divisor)
+
+
+def _two_shot(
+    put: Callable[[slice, Tensor], None],
+    take: Callable[[slice, Tensor], None],
+    codec: Summable,
+    exchange: Exchange,
+    shards: Shards,
+    total: Tensor,
+    divisor: int,
+    note_loss: Callable[[int, Tensor, Tensor], None] = lambda *_: None,
+) -> None:
+    """Both shots: `put` fills the box of a piece, `take` gets the payload of its sum."""
+    rank, ranks, whole = exchange.rank, exchange.ranks, codec.whole()
     # All receives first: a sender begins only when it knows of the receive, and that notice would queue behind
     # everything that this rank sends to it.
     _open_scatter(codec, exchange, shards)
     for k in range(shards.chunks):
         sizes = [codec.nbytes((shards.size(r, k),)) for r in range(ranks)]
         exchange.open(shards.chunks + k, sizes, [sizes[rank]])
-    total = _total(x, shards)
     for turn in range(shards.chunks + 2 * AHEAD):
         if turn < shards.chunks:
-            _scatter(x, codec, exchange, shards, turn, errors)
+            _scatter(put, exchange, shards, turn)
         if 0 <= (k := turn - AHEAD) < shards.chunks:
             if size := shards.size(rank, k):
                 part = _add_up(total[:size], codec, exchange, k, divisor)
-                payload = whole.encode(part, out=exchange.box(shards.chunks + k))
-                if errors is not None:
-                    lost = _finite(part - whole.decode(payload, shape=part.shape))
-                    errors[shards.piece(rank, k)].add_(lost, alpha=divisor)
+                note_loss(k, part, whole.encode(part, out=exchange.box(shards.chunks + k)))
             exchange.send(shards.chunks + k)
         if 0 <= (k := turn - 2 * AHEAD) < shards.chunks:
             for source in range(ranks):
                 piece = shards.piece(source, k)
                 if piece.stop > piece.start:
-                    payload = exchange.take(shards.chunks + k, source)
-                    whole.decode(payload, shape=x[piece].shape, out=x[piece])
+                    take(piece, exchange.take(shards.chunks + k, source))
 
 
 def one_shot(
@@ -83,7 +133,7 @@ def one_shot(
     """
     shards = Shards(numel=x.numel(), ranks=1, chunk=chunk, grain=codec.grain)
     _gather(x, codec, exchange, shards, errors)
-    total = _total(x, shards)
+    total = _total(x.device, shards)
     for k in range(shards.chunks):
         _add_up(x[shards.piece(0, k)], codec, exchange, k, divisor, total)
 
@@ -93,9 +143,10 @@ def reduce_scatter(x: Tensor, out: Tensor, codec: Summable, exchange: Exchange, 
     rank, length = exchange.rank, out.numel()
     shards = Shards(numel=x.numel(), ranks=exchange.ranks, chunk=chunk, length=length, grain=codec.grain)
     _open_scatter(codec, exchange, shards)
+    put = partial(_encode, x, codec=codec.part(rank), errors=None)
     for k in range(shards.chunks):
-        _scatter(x, codec, exchange, shards, k, None)
-    total = _total(x, shards)
+        _scatter(put, exchange, shards, k)
+    total = _total(x.device, shards)
     for k in range(shards.chunks):
         part = _add_up(total[: shards.size(rank, k)], codec, exchange, k, divisor)
         out[shards.piece(rank, k).start - rank * length :][: part.numel()].copy_(part)
@@ -118,14 +169,13 @@ def _open_scatter(codec: Summable, exchange: Exchange, shards: Shards) -> None:
         exchange.open(k, [sizes[exchange.rank]] * exchange.ranks, sizes)
 
 
-def _scatter(x: Tensor, codec: Summable, exchange: Exchange, shards: Shards, k: int, errors: Tensor | None) -> None:
-    """Code chunk k of every rank's shard of `x` and send it there, on lane k."""
-    mine = codec.part(exchange.rank)
+def _scatter(put: Callable[[slice, Tensor], None], exchange: Exchange, shards: Shards, k: int) -> None:
+    """Send chunk k of every rank's shard there, on lane k."""
     for step in range(1, exchange.ranks + 1):  # each rank begins with its successor and ends with itself
         to = (exchange.rank + step) % exchange.ranks
         piece = shards.piece(to, k)
         if piece.stop > piece.start:
-            _encode(x, piece, mine, exchange.box(k, to), errors)
+            put(piece, exchange.box(k, to))
         exchange.send(k, to)
 
 
@@ -136,13 +186,13 @@ def _gather(x: Tensor, codec: Summable, exchange: Exchange, shards: Shards, erro
         exchange.open(k, [size] * exchange.ranks, [size])
     mine = codec.part(exchange.rank)
     for k in range(shards.chunks):
-        _encode(x, shards.piece(0, k), mine, exchange.box(k), errors)
+        _encode(x, shards.piece(0, k), exchange.box(k), mine, errors)
         exchange.send(k)
 
 
-def _total(x: Tensor, shards: Shards) -> Tensor:
+def _total(device: torch.device, shards: Shards) -> Tensor:
     """Room for the float32 sum of a chunk."""
-    return torch.empty(min(shards.chunk, shards.length), device=x.device)
+    return torch.empty(min(shards.chunk, shards.length), device=device)
 
 
 def _add_up(
@@ -158,7 +208,7 @@ def _add_up(
     return out
 
 
-def _encode(x: Tensor, piece: slice, codec: Summable, box: Tensor, errors: Tensor | None) -> None:
+def _encode(x: Tensor, piece: slice, box: Tensor, codec: Summable, errors: Tensor | None) -> None:
     part = x[piece]
     codec.encode(part, out=box)
     if errors is not None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from lowbit.codecs.base import Codec
 from lowbit.codecs.sums import Summable
 from lowbit.collectives import algorithms
-from lowbit.collectives.algorithms import CHUNK, SMALL
+from lowbit.collectives.algorithms import CHUNK, SMALL, Coded
 from lowbit.collectives.calls import TIMEOUT, Call, Pending, Transport, queue_of
 from lowbit.collectives.checks import check_call, check_errors, check_pair, check_summable, check_tensor, described
 from lowbit.collectives.exchange import Exchange
@@ -149,16 +149,48 @@ def all_reduce_bytes(
     if ranks == 1 or numel < max(1, small):
         return 2 * (ranks - 1) * 4 * numel // ranks
     codec = check_summable(codec)
-    to_everybody = _chosen(algorithm, numel, codec, ranks) == "one_shot"
-    shards = Shards(numel=numel, ranks=1 if to_everybody else ranks, chunk=chunk, grain=codec.grain)
+    if _chosen(algorithm, numel, codec, ranks) == "one_shot":
+        return (ranks - 1) * _shard_bytes(
+            Shards(numel=numel, ranks=1, chunk=chunk, grain=codec.grain), codec, 0, checksums
+        )
+    return _two_shot_bytes(Shards(numel=numel, ranks=ranks, chunk=chunk, grain=codec.grain), codec, rank, checksums)
 
-    def coded(owner: int) -> int:
-        sizes = [codec.nbytes((shards.size(owner, k),)) for k in range(shards.chunks)]
-        return sum(sealed_bytes(size, checksums) for size in sizes)
 
-    if to_everybody:
-        return (ranks - 1) * coded(0)
-    return sum(coded(other) for other in range(ranks) if other != rank) + (ranks - 1) * coded(rank)
+def average_coded(
+    x: Coded, codec: Summable, group: dist.ProcessGroup | None = None, *, timeout: float = TIMEOUT,
+    transport: Transport = "auto", checksums: bool = True,
+) -> Pending:  # fmt: skip
+    """Start to replace a tensor that is kept as payloads by its mean over all ranks; bit-identical on all of them.
+
+    `all_reduce` by two_shot without its first coding: what is kept travels, and the coded mean is kept.
+
+    Args:
+        x: the tensor; the same number of elements on all ranks, of which there are several.
+        codec: of its payloads, with a `unit`. group, timeout, transport, checksums: as for `all_reduce`.
+    """
+    group = plain(group)
+    sums = partial(algorithms.two_shot_coded, x, codec, chunk=CHUNK, divisor=group.size())
+    facts = {"collective": "average of coded tensors", "tensor": f"{x.numel} elements", "codec": codec.identity()}
+    call = Call(
+        facts=facts, group=group, device=x.device, timeout=timeout, work=sums, transport=transport,
+        checksums=checksums,
+    )  # fmt: skip
+    return queue_of(group).submit(call)
+
+
+def average_coded_bytes(numel: int, codec: Summable, *, rank: int, ranks: int, checksums: bool = True) -> int:
+    """Return the bytes that a rank sends in an `average_coded` of `numel` elements."""
+    return _two_shot_bytes(Shards(numel=numel, ranks=ranks, chunk=CHUNK, grain=codec.unit), codec, rank, checksums)
+
+
+def _two_shot_bytes(shards: Shards, codec: Summable, rank: int, checksums: bool) -> int:
+    owned = [_shard_bytes(shards, codec, owner, checksums) for owner in range(shards.ranks)]
+    return sum(owned) - owned[rank] + (shards.ranks - 1) * owned[rank]
+
+
+def _shard_bytes(shards: Shards, codec: Summable, owner: int, checksums: bool) -> int:
+    sizes = [codec.nbytes((shards.size(owner, k),)) for k in range(shards.chunks)]
+    return sum(sealed_bytes(size, checksums) for size in sizes)
 
 
 def reduce_scatter(

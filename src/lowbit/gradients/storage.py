@@ -8,15 +8,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowbit.codecs import BlockFloat8
 from lowbit.codecs.base import Codec
 from lowbit.codecs.sums import Summable
+from lowbit.collectives.checks import check_call
+from lowbit.collectives.reduce import TIMEOUT
+from lowbit.gradients.average import agree_on, average
 from lowbit.gradients.optimizers import check_optimizer, finish, forget_optimizers, in_step, watch_optimizers
 from lowbit.gradients.shards import as_shard, local, placed, sums_of, total
 from lowbit.gradients.stored import Stored, check_parameter, named, parts, portions
 from lowbit.gradients.view import StoredGradient, is_stored
+from lowbit.ranks.groups import plain
 
 BUCKET_BYTES = 16 << 20
 
@@ -35,7 +40,7 @@ class GradientStorage:
 
         for micro_batch in batch:
             loss(micro_batch).backward()
-        storage.all_reduce(...)                 # data parallel only
+        storage.average()                       # data parallel only
         norm = storage.clip_(1.0)
         storage.step(optimizer)
         storage.zero_()
@@ -46,13 +51,13 @@ class GradientStorage:
 
     Of sharded parameters (DTensor: FSDP2, tensor parallelism) each rank stores the gradient of its own shard; make the
     storage after `fully_shard` or `parallelize_module`. Not with `DistributedDataParallel`, whose buckets are
-    full-precision copies: use `all_reduce` on the plain module.
+    full-precision copies: use `average` on the plain module.
 
     Args:
         parameters: a module, or parameters (each counts once, however often it is shared).
         codec: the format, without state; `BlockFloat8(rounding="stochastic")` where more than some 30 micro-batches are
-            summed. Results of `put` and `all_reduce` are rounded to nearest in any case, so that all ranks hold the
-            same.
+            summed. Results of `put`, `average` and `all_reduce` are rounded to nearest in any case, so that all ranks
+            hold the same.
 
     Raises:
         TypeError: a parameter of a dtype other than float32, bfloat16 and float16; a codec with state; a module wrapped
@@ -73,12 +78,18 @@ class GradientStorage:
             check_parameter(stored.name, parameter)
         self._hooks = [p.register_post_accumulate_grad_hook(self._absorb) for p in self._stored]
         self._closed = False
+        self._agreed: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # groups of `average`
         watch_optimizers(self)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all payloads that exist."""
         return sum(s.payload.nbytes for s in self._stored.values() if s.payload is not None)
+
+    @property
+    def count(self) -> int:
+        """How many parameters' gradients are stored here."""
+        return len(self._stored)
 
     def absorb(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Add `.grad` of parameters (None: all; those not stored here are left alone) to the storage, and free it.
@@ -163,8 +174,47 @@ class GradientStorage:
             self.scale_(max_norm / (norm + 1e-6))
         return norm
 
+    def average(
+        self, group: dist.ProcessGroup | None = None, *, timeout: float = TIMEOUT, checksums: bool = True
+    ) -> None:
+        """Replace the gradients by their means over ranks, which send what is stored and store what they receive.
+
+        AGoQ's all-reduce (`lowbit.collectives.all_reduce` by two_shot) without decoding and coding again: each rank
+        adds up its share in float32, a chunk at a time, and codes the mean once. All ranks then store the same bytes,
+        and each has sent 2 (W - 1) / W bytes for a parameter, as W ranks. A parameter that has no gradient on one rank
+        counts as zeros there; one that has none on any rank stays without. `scale_` costs nothing here while its factor
+        is the same on all ranks; where it is not, the gradient is coded once more. After an error, call `zero_`.
+
+        Args:
+            group: the ranks, which store the same parameters in the same format; None: the default group.
+            timeout: seconds after which a missing or failed peer is an error.
+            checksums: whether 8 bytes behind each message tell if it arrived as it was sent.
+
+        Raises:
+            TypeError: a codec whose payloads cannot be cut into parts; allowed: BlockFloat8.
+            AgreementError: the ranks store other parameters or in other formats; the same text on all of them.
+            DamagedError, PeerError: as of `lowbit.collectives.all_reduce`.
+        """
+        if not self._nearest.unit:
+            raise TypeError(
+                f"codec is {self.codec}, whose payloads cannot be cut into parts; allowed: BlockFloat8, or all_reduce"
+            )
+        self.absorb()
+        group = plain(group)
+        check_call(self._nearest, group, timeout=timeout, checksums=checksums)
+        if group.size() == 1 or not self._stored:
+            return
+        gradients = [(stored, local(p)) for p, stored in self._stored.items()]
+        if group not in self._agreed:
+            agree_on(self._nearest, gradients, group, timeout=timeout, checksums=checksums)
+            self._agreed.add(group)
+        average(self._nearest, gradients, group, timeout=timeout, checksums=checksums)
+        for parameter, stored in self._stored.items():
+            if stored.held:
+                self._show(parameter, stored)
+
     def all_reduce(self, reduce: Callable[[Tensor], Any], *, bucket_bytes: int = BUCKET_BYTES) -> None:
-        """Replace the gradients by sums or means over ranks, a bucket of parameters at a time.
+        """Replace the gradients by sums or means over ranks in any other format: decoded, a bucket at a time.
 
         Every rank makes the same calls, whatever its gradients are: one with a flag for each parameter, then one for
         each bucket. A parameter that has no gradient on one rank counts as zeros there; one that has none on any rank

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -64,6 +64,21 @@ class Stored:
             codec.encode(total.add_(gradient), out=room)
         self.factor, self.held = 1.0, True
 
+    def prepare(self, codec: Summable, shape: torch.Size, device: torch.device, factors: Sequence[float]) -> float:
+        """Make the payload ready for a mean over ranks, whose gradients have these factors.
+
+        Returns:
+            The factor of the mean: that of all, which need not be coded, or 1 where they differ and now are.
+        """
+        if self._room(device) is None:
+            self.payload = torch.zeros(codec.nbytes(shape), dtype=torch.uint8, device=device)
+        if factors.count(factors[0]) == len(factors):
+            return factors[0]
+        value = self.value(codec, shape, torch.float32)
+        if value is not None:
+            self.replace(codec, value, device)
+        return 1.0
+
     def _room(self, device: torch.device) -> Tensor | None:
         if self.payload is not None and self.payload.device != device:
             self.payload = self.payload.to(device)
@@ -79,7 +94,7 @@ def named(parameters: nn.Module | Iterable[nn.Parameter]) -> list[tuple[str, nn.
     if isinstance(parameters, nn.parallel.DistributedDataParallel):
         raise TypeError(
             "parameters is a DistributedDataParallel, which keeps full-precision gradients of its own; "
-            "allowed: the module inside, and all_reduce of the storage"
+            "allowed: the module inside, and average of the storage"
         )
     if isinstance(parameters, nn.Module):
         pairs = list(parameters.named_parameters())

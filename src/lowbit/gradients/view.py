@@ -100,7 +100,7 @@ class StoredGradient(Tensor):
                 return view._scale(_number(args[1]), divide=_BY_NUMBER[func])
         if func.namespace == "c10d":
             raise TypeError(
-                f"{func} would change a gradient that is stored in few bits; allowed: GradientStorage.all_reduce"
+                f"{func} would change a gradient that is stored in few bits; allowed: GradientStorage.average"
             )
         return _on_decoded(func, args, kwargs)
 

@@ -223,7 +223,8 @@ class GradientsConfig:
     """Format in which gradients are added up over micro-batches: "fp32" (PyTorch's `.grad`), or a codec such as "fp8",
     which takes less memory."""
     all_reduce: str = "fp8"
-    """Format in which gradients are averaged over `pipeline.data_parallel` pipelines, or replicas that come and go."""
+    """Format in which gradients are averaged over `pipeline.data_parallel` pipelines, or replicas that come and go.
+    Gradients stored in fp8 travel between pipelines as they are stored, if this is fp8 as well."""
 
 
 @section("elastic")

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from lowbit.codecs import Cast, Codec
 from lowbit.collectives import all_reduce_bytes
+from lowbit.gradients.average import average_bytes
 from lowbit.ranks.checksum import sealed_bytes
 from lowbit.train.data import Order
 from lowbit.train.elastic import seed_of
 from lowbit.train.evaluate import SUMS_BYTES, evaluated
-from lowbit.train.gradients import Gradients
+from lowbit.train.gradients import Gradients, travels_as_stored
 from lowbit.train.layout import Layout
 from lowbit.train.lora import add_adapters
 from lowbit.train.metrics import BOUNDARIES, GRADIENTS, TIED
@@ -99,18 +100,19 @@ class Expected:
         if config.pipeline.data_parallel == 1:
             return 0.0
         embedding = self._modules[0].decoder.get_input_embeddings().weight  # the last stage has its gradient
-        parameters = [
-            parameter for stage in self._layout.stages_of(rank) for parameter in self._modules[stage].parameters()
-            if parameter.requires_grad and not (self._followed and parameter is embedding)
-        ]  # fmt: skip
+        modules = [self._modules[stage] for stage in self._layout.stages_of(rank)]
+        trained = [p for module in modules for p in module.parameters() if p.requires_grad]
+        parameters = [p for p in trained if not (self._followed and p is embedding)]
+        storage, codec = self._prepared.storage, self._prepared.all_reduce
+        ranks, checksums = config.pipeline.data_parallel, config.run.checksums
+        if travels_as_stored(storage, codec):
+            shapes = [parameter.shape for parameter in parameters]
+            return average_bytes(shapes, storage, count=len(trained), rank=place, ranks=ranks, checksums=checksums)
         buckets = Gradients(parameters, None, microbatches=config.pipeline.microbatches).buckets()
         return sum(
-            all_reduce_bytes(
-                sum(parameter.numel() for parameter in bucket), self._prepared.all_reduce, rank=place,
-                ranks=config.pipeline.data_parallel, checksums=config.run.checksums,
-            )
+            all_reduce_bytes(sum(p.numel() for p in bucket), codec, rank=place, ranks=ranks, checksums=checksums)
             for bucket in buckets
-        )  # fmt: skip
+        )
 
 
 def evaluation_bytes(

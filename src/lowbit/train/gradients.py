@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,13 @@ def storage_codec(config: GradientsConfig) -> Codec | None:
             "allowed: codecs without state"
         )
     return codec
+
+
+def travels_as_stored(storage: Codec | None, codec: Codec) -> TypeGuard[Summable]:
+    """Whether what one codec stores can be sent in place of what another would send."""
+    if not isinstance(storage, Summable) or not isinstance(codec, Summable):
+        return False
+    return storage.unit > 0 and storage.nearest() == codec.nearest()
 
 
 class Gradients:
@@ -70,7 +77,7 @@ class Gradients:
             self.storage.scale_(1 / self.microbatches)
 
     def average(self, reduce: Callable[[Tensor], Any]) -> None:
-        """Replace all gradients by their means over replicas.
+        """Replace all gradients by their means over replicas, in any format.
 
         Args:
             reduce: starts to replace a float32 tensor of one dimension by its mean and returns something with `wait`.

@@ -13,8 +13,10 @@ from lowbit.codecs import Codec, parse
 from lowbit.collectives import Pending, all_reduce, all_reduce_bytes
 from lowbit.collectives.checks import check_summable
 from lowbit.config import ConfigError
+from lowbit.gradients.average import average_bytes
 from lowbit.ranks.groups import new_group
 from lowbit.train.config import GradientsConfig
+from lowbit.train.gradients import Gradients, travels_as_stored
 from lowbit.train.metrics import Work
 
 _WARM = 1 << 10  # elements that are encoded once, to compile kernels before a peer waits
@@ -99,7 +101,7 @@ class Replicas:
         """This pipeline's share of a step's sample ids."""
         return ids.chunk(self.count)[self.index]
 
-    def average(self, flat: Tensor) -> Pending | None:
+    def _average(self, flat: Tensor) -> Pending | None:
         """Start to replace gradients, float32 and one-dimensional, by their mean over all pipelines."""
         self._sent_bytes += all_reduce_bytes(
             flat.numel(), self._codec, rank=self.index, ranks=self.count, checksums=self._checksums
@@ -109,6 +111,19 @@ class Replicas:
             flat, self._codec, self._across, "avg",
             async_op=True, timeout=self.timeout, checksums=self._checksums,
         )  # fmt: skip
+
+    def average_all(self, gradients: Gradients) -> None:
+        """Replace gradients by their means over all pipelines; what is stored in the format that travels, as it is."""
+        storage = gradients.storage
+        if storage is None or not travels_as_stored(storage.codec, self._codec):
+            gradients.average(self._average)
+            return
+        storage.average(self._across, timeout=self.timeout, checksums=self._checksums)
+        shapes = [p.shape for p in gradients.parameters if p.grad is not None]
+        self._sent_bytes += average_bytes(
+            shapes, storage.codec, count=storage.count, rank=self.index, ranks=self.count, checksums=self._checksums
+        )
+        self._sent_elements += 2 * (self.count - 1) / self.count * sum(shape.numel() for shape in shapes)
 
     def note_traffic(self, work: Work) -> None:
         """Add the gradients that this rank has sent since the last call."""

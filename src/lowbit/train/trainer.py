@@ -231,7 +231,7 @@ class Trainer:
             if self.tied.apart:  # only the last stage's copy has a part in averages
                 self._sum_tied(work)
             if self.replicas.count > 1:
-                self.gradients.average(self.replicas.average)
+                self.replicas.average_all(self.gradients)
                 self.replicas.note_traffic(work)
             if self.elastic is not None:
                 self.gradients.average(self.elastic.average)

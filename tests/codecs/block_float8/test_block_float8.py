@@ -180,3 +180,21 @@ def test_long_sums_survive_stochastic_rounding_only() -> None:
 def test_bad_settings(arguments: dict, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         BlockFloat8(**arguments)
+
+
+@pytest.mark.parametrize("codec", [BlockFloat8(), BlockFloat8(format="e5m2", block=32)], ids=repr)
+@pytest.mark.parametrize("numel", [1, 200, 256, 1025])
+def test_a_payload_is_cut_as_if_the_parts_had_been_coded(codec: BlockFloat8, numel: int) -> None:
+    x = spread(numel)
+    x[numel // 2 :] *= math.inf
+    payload = torch.zeros(codec.format_nbytes((numel,)), dtype=torch.uint8)
+    codec._encode(x, payload)
+    for start in range(0, numel, codec.unit):
+        for stop in {min(start + codec.unit, numel), numel}:
+            part, expected = (torch.zeros(codec.format_nbytes((stop - start,)), dtype=torch.uint8) for _ in range(2))
+            codec.copy_units(payload, start, part, 0, stop - start, numel=(numel, stop - start))
+            codec._encode(x[start:stop].clone(), expected)
+            assert torch.equal(part, expected)
+            back = payload.clone()
+            codec.copy_units(part, 0, back, start, stop - start, numel=(stop - start, numel))
+            assert torch.equal(back, payload)

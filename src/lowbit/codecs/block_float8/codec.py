@@ -57,6 +57,14 @@ class BlockFloat8(Summable):
         check_int("block", self.block, 32, 65536, multiple=32)
         check_choice("rounding", self.rounding, ("nearest", "stochastic"))
 
+    @property
+    def unit(self) -> int:
+        return self.block
+
+    def sections(self, numel: int) -> list[tuple[int, int]]:
+        layout = block_float8_layout(numel, self.block)
+        return [(layout.offsets[name], size) for name, size in layout.sizes.items()]
+
     def nearest(self) -> BlockFloat8:
         return replace(self, rounding="nearest")
 

@@ -1,0 +1,316 @@
+"""Means of stored gradients: the bytes that a slow, obvious computation gives, and one error where there are none."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lowbit.codecs import BlockFloat8, GroupInt
+from lowbit.collectives import AgreementError, PeerError, algorithms, all_reduce, reduce
+from lowbit.gradients import GradientStorage, all_reduce_hook, average
+from lowbit.gradients.average import average_bytes
+from lowbit.ranks import pytorch
+from tests.collectives.traffic import sent_bytes
+from tests.processes import Ranks
+
+FP8 = BlockFloat8()
+SHAPES = [(), (3,), (5,), (127,), (128,), (129, 7), (300, 40), (64, 64), (2, 0), (6000,)]
+NOWHERE, FIRST_ONLY, ZERO, NAN, INF = 2, 3, 7, 6, 9  # parameters by what is special about their gradients
+
+
+def gradients(rank: int) -> list[Tensor | None]:
+    generator = torch.Generator().manual_seed(rank)
+    every: list[Any] = [torch.randn(shape, generator=generator) * 10.0 ** (i - 4) for i, shape in enumerate(SHAPES)]
+    every[NOWHERE] = None
+    every[FIRST_ONLY] = every[FIRST_ONLY] if rank == 0 else None
+    every[ZERO].zero_()
+    every[NAN][:, 0] = math.nan if rank == 1 else 0.0
+    every[INF][-1] = math.inf if rank == 0 else 1.0
+    return every
+
+
+def stored(rank: int, codec: BlockFloat8 = FP8, factor: float = 1.0) -> tuple[GradientStorage, list[nn.Parameter]]:
+    """A rank's gradients, twice over."""
+    parameters = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+    storage = GradientStorage(parameters, codec=codec)
+    for _ in range(2):
+        for parameter, gradient in zip(parameters, gradients(rank), strict=True):
+            if gradient is not None:
+                (parameter * gradient).sum().backward()
+    storage.scale_(factor)
+    return storage, parameters
+
+
+def payloads(storage: GradientStorage) -> dict[str, Tensor]:
+    return storage.state_dict()["payloads"]
+
+
+def coded(x: Tensor) -> Tensor:
+    """Coded and decoded, few elements as a whole block, too: alone they are stored as plain numbers."""
+    padded = torch.nn.functional.pad(x.reshape(-1).float(), (0, -x.numel() % FP8.block))
+    return FP8.round_trip(padded)[: x.numel()].view(x.shape)
+
+
+def expected(factors: list[float], dtype: torch.dtype) -> Iterator[Tensor | None]:
+    """Decode all, add in the order of the ranks, divide, code."""
+    of_ranks = [stored(rank, factor=factor) for rank, factor in enumerate(factors)]
+    common = factors[0] if len(set(factors)) == 1 else 1.0
+    for index, shape in enumerate(SHAPES):
+        total, missing = torch.zeros(shape, dtype=dtype), True
+        for storage, parameters in of_ranks:
+            value = storage.gradient(parameters[index])
+            if value is not None:
+                total, missing = total + coded(value / common).to(dtype), False
+        yield None if missing else coded(total / len(factors)) * common
+
+
+def equal_everywhere(storage: GradientStorage) -> bool:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, [(name, p.numpy().tobytes()) for name, p in payloads(storage).items()])
+    return all(each == found[0] for each in found)
+
+
+def means(factors: list[float], bucket: int, chunk: int, messages: bool = True, checksums: bool = True) -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    storage, parameters = stored(rank, factor=factors[rank])
+    present = [p.shape for i, p in enumerate(parameters) if i != NOWHERE]
+    with mock.patch.object(average, "BUCKET", bucket), mock.patch.object(reduce, "CHUNK", chunk):
+        with sent_bytes() as sent:
+            storage.average(checksums=checksums)
+        nbytes = average_bytes(present, FP8, count=len(SHAPES), rank=rank, ranks=ranks, checksums=checksums)
+        assert sum(sent) == (nbytes if messages else 0)
+    assert equal_everywhere(storage)
+    references = zip(expected(factors, torch.float32), expected(factors, torch.float64), strict=True)
+    for index, (mean, exact) in enumerate(references):
+        mine: Any = storage.gradient(parameters[index])
+        if mean is None or exact is None:
+            assert mine is parameters[index].grad is None
+            continue
+        assert torch.equal(mine.isnan(), mean.isnan())
+        assert torch.equal(mine.nan_to_num(), mean.nan_to_num()), index
+        # The order of a float32 sum may decide between two neighbours in the format, 1/8 apart at most.
+        assert torch.allclose(mine, exact.float(), rtol=1 / 8, atol=0, equal_nan=True), index
+        assert mine.isnan().any() == (index in (NAN, INF))
+    assert storage.gradient(parameters[ZERO]).any() == False  # noqa: E712
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_means_are_those_of_the_obvious_computation(ranks: Ranks, count: int):
+    """Buckets and chunks that cut parameters, and those that hold all of them; a common factor costs nothing."""
+    ranks.run(means, [1.0] * count, average.BUCKET, reduce.CHUNK, ranks=count)
+    ranks.run(means, [1 / 3] * count, 4096, 512, ranks=count)
+
+
+def unlike_means() -> None:
+    ranks = dist.get_world_size()
+    means([1.0, *[0.3] * (ranks - 1)], 4096, 512, checksums=False)
+    with mock.patch.object(pytorch, "carries", return_value=False):  # as on a GPU: PyTorch's collectives
+        means([0.5] * ranks, 4096, 512, messages=False)
+    storage, _ = stored(dist.get_rank(), [BlockFloat8(rounding="stochastic"), FP8][dist.get_rank() % 2])
+    storage.average()
+    assert equal_everywhere(storage)
+
+
+def test_factors_that_differ_other_transports_and_rounding(ranks: Ranks):
+    ranks.run(unlike_means, ranks=3)
+
+
+def error_of(storage: GradientStorage, parameters: list[nn.Parameter], exact: list[Tensor]) -> float:
+    found: Any = [storage.gradient(p) for p in parameters]
+    wrong = torch.cat([(f.double() - e).flatten() for f, e in zip(found, exact, strict=True)])
+    return float(wrong.norm() / torch.cat([e.flatten() for e in exact]).norm())
+
+
+def both_errors() -> tuple[float, float]:
+    """Of the mean as stored, and of the mean that is decoded and coded again, against that of what is stored."""
+    errors: list[float] = []
+    for way in (
+        lambda storage: storage.average(),
+        lambda storage: storage.all_reduce(lambda flat: all_reduce(flat, FP8, op="avg", async_op=True, small=0)),
+    ):
+        torch.manual_seed(dist.get_rank())
+        parameters = [nn.Parameter(torch.zeros(shape)) for shape in ((300, 301), (77,), (128, 128))]
+        storage = GradientStorage(parameters)
+        for _ in range(3):
+            for parameter in parameters:
+                (parameter * torch.randn_like(parameter)).sum().backward()
+        storage.scale_(1 / 3)
+        exact: list[Any] = [storage.gradient(p) for p in parameters]
+        exact = [each.double() for each in exact]
+        for each in exact:
+            dist.all_reduce(each)
+        way(storage)
+        errors.append(error_of(storage, parameters, [each / dist.get_world_size() for each in exact]))
+    return errors[0], errors[1]
+
+
+def test_a_coding_less_is_an_error_less(ranks: Ranks):
+    for as_stored, recoded in ranks.run(both_errors):
+        assert as_stored < 0.85 * recoded  # errors of the parts add half of a rounding's square: 1 / sqrt(1.5) = 0.82
+        assert as_stored < 0.03  # a single rounding to 4 significant bits
+
+
+class Floats(TorchDispatchMode):
+    """The most elements of a floating-point tensor that an operator has made."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.is_floating_point():
+            Floats.most = max(Floats.most, out.untyped_storage().nbytes() // out.element_size())
+        return out
+
+
+def watched() -> int:
+    work = algorithms.two_shot_coded
+
+    def two_shot_coded(*args: Any, **options: Any) -> None:
+        with Floats():
+            work(*args, **options)
+
+    parameter = nn.Parameter(torch.zeros(1 << 16))
+    storage = GradientStorage([parameter])
+    parameter.grad = torch.randn(1 << 16)
+    Floats.most = 0
+    storage.absorb()
+    chunks = mock.patch.object(reduce, "CHUNK", 2048)
+    with mock.patch.object(algorithms, "two_shot_coded", two_shot_coded), chunks, Floats():
+        storage.average()
+    most = Floats.most
+    with Floats():
+        storage.gradient(parameter)
+    assert Floats.most == 1 << 16, "a whole one is seen"
+    return most
+
+
+def test_no_more_than_a_chunk_is_ever_decoded(ranks: Ranks):
+    for most in ranks.run(watched):
+        assert 0 < most <= 2048
+
+
+def differ(what: str) -> int:
+    rank = dist.get_rank()
+    codec = BlockFloat8(block=64) if what == "codec" and rank else FP8
+    shape = (9,) if what == "parameters" and rank else (8,)
+    parameter = nn.Parameter(torch.zeros(shape))
+    storage = GradientStorage([parameter], codec=codec)
+    parameter.grad = torch.ones(shape)
+    before = copy.deepcopy(storage.state_dict())
+    with sent_bytes() as sent, pytest.raises(AgreementError, match=rf"{what}: .*\n?.*rank 0"):
+        storage.average(timeout=20)
+    assert torch.equal(payloads(storage)["0"], before["payloads"]["0"])
+    return sum(sent)
+
+
+@pytest.mark.parametrize("what", ["codec", "parameters"])
+def test_ranks_that_store_otherwise_get_one_error_before_a_byte(ranks: Ranks, what: str):
+    assert ranks.run(differ, what) == [0, 0]
+
+
+def dies() -> float:
+    storage, _ = stored(dist.get_rank())
+    storage.average(timeout=10)
+    if dist.get_rank() == 1:
+        os._exit(4)
+    start = time.monotonic()
+    with pytest.raises(PeerError, match="rank 1"):
+        storage.average(timeout=10)
+    return time.monotonic() - start
+
+
+def hangs() -> float:
+    """In the middle of a mean: the other has told its factors, but sends no gradients."""
+    storage, _ = stored(dist.get_rank())
+    storage.average(timeout=4)
+    start = time.monotonic()
+    if dist.get_rank() == 1:
+        with mock.patch.object(average, "average_coded"):
+            storage.average(timeout=4)
+        time.sleep(8)
+        return 0.0
+    with pytest.raises(PeerError, match="rank 1"):
+        storage.average(timeout=4)
+    return time.monotonic() - start
+
+
+def test_a_peer_that_is_gone_or_hangs_is_named_in_time(ranks: Ranks):
+    ranks.start(2)
+    left, dead = ranks.outcomes(dies)
+    assert dead.kind == "ended"
+    assert left < 12, left
+    assert ranks.run(hangs)[0] < 8
+
+
+def refuses() -> str:
+    storage = GradientStorage([nn.Parameter(torch.zeros(4))], codec=GroupInt(bits=8, symmetric=True))
+    with pytest.raises(
+        TypeError, match="codec is GroupInt.*cannot be cut into parts; allowed: BlockFloat8, or all_red"
+    ):
+        storage.average()
+    with pytest.raises(TypeError, match="timeout is 'soon'"):
+        GradientStorage([nn.Parameter(torch.zeros(4))]).average(timeout="soon")  # pyright: ignore
+    alone = GradientStorage([parameter := nn.Parameter(torch.zeros(4))])
+    parameter.grad = torch.arange(4.0)
+    alone.average()
+    return str(alone.gradient(parameter))
+
+
+def test_formats_that_are_not_cut_are_refused_and_one_rank_keeps_its_gradients(ranks: Ranks):
+    assert ranks.run(refuses, ranks=1) == [str(torch.arange(4.0))]
+
+
+def under_ddp(view: bool) -> tuple[list[float], float]:
+    """Errors of gradients of three micro-batches a step, and bytes a parameter of the buckets that stay."""
+    models = [DistributedDataParallel(layers(), gradient_as_bucket_view=view) for _ in range(2)]
+    exact, low = models
+    buckets: dict[int, int] = {}
+    hook = all_reduce_hook(FP8, small=0)
+
+    def watch(state, bucket):  # DDP refuses annotations that are strings
+        buckets[bucket.buffer().data_ptr()] = bucket.buffer().nbytes
+        return hook(state, bucket)
+
+    low.register_comm_hook(None, watch)
+    storage, errors = GradientStorage(low.module), []
+    for step in range(3):
+        if step == 1:
+            buckets.clear()  # they are rebuilt after the first step
+        for part in range(3):
+            x = torch.randn(4, 96, generator=torch.Generator().manual_seed(100 * step + 10 * part + dist.get_rank()))
+            for model in models:
+                with contextlib.nullcontext() if part == 2 else model.no_sync():
+                    model(x).square().mean().backward()
+        storage.absorb()
+        pairs = zip(low.module.parameters(), exact.module.parameters(), strict=True)
+        wrong = [(storage.gradient(p), q.grad) for p, q in pairs]
+        errors.append(max(float((f - g).norm() / g.norm()) for f, g in wrong))  # pyright: ignore
+        assert equal_everywhere(storage)
+        storage.zero_()
+        exact.zero_grad()
+    return errors, sum(buckets.values()) / sum(p.numel() for p in low.parameters())
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(96, 96), nn.Tanh(), nn.Linear(96, 33))
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_under_ddp_gradients_are_right_but_its_buckets_stay(ranks: Ranks, view: bool):
+    for errors, held in ranks.run(under_ddp, view):
+        assert max(errors) < 0.07
+        assert held == 4  # the same in the second step and the third
