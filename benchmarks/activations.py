@@ -35,7 +35,7 @@ METHODS: dict[str, LayerAware | None] = {
     PLAIN: None,
     "default": LayerAware(),
     "norm-8": LayerAware(**_FOUR),
-    "int4": LayerAware(**_FOUR, norm=4),
+    "agoq": LayerAware.published(),
     "int4-uniform": LayerAware(bits=4, norm=4, attention=4),
     "int8-uniform": LayerAware(bits=8, attention=8),
     "attention-4": LayerAware(**_ELSEWHERE, attention=4),
@@ -50,7 +50,7 @@ class ActivationsBenchmark:
     """The model, how it is trained first, and the methods."""
 
     methods: Annotated[tuple[str, ...], EachOnce] = tuple(METHODS)[1:]
-    """default: that of `compress_saved_`. norm-8: 4 bits, norms in 8. int4: norms in 4, too. int4-uniform: attention in
+    """default: that of `compress_saved_`. norm-8: 4 bits, norms in 8. agoq: norms in 4, too. int4-uniform: attention in
     4, too. int8-uniform: everything in 8. attention-4, attention-8: attention only. norm-8+attention-4,
     norm-8+attention-8: norm-8 and attention.
     What PyTorch saves is always measured."""
@@ -197,7 +197,7 @@ COMMAND = Command(
     name="benchmarks activations",
     summary="Error of a trained model's gradients by bits of saved activations.",
     examples=(
-        "python -m benchmarks activations --method norm-8,int4 --sequence 256",
+        "python -m benchmarks activations --method norm-8,agoq --sequence 256",
     ),
     settings=ActivationsBenchmark,
     measure=measure,

@@ -34,8 +34,8 @@ def test_bytes_and_errors_of_every_method(settings: ActivationsBenchmark, tmp_pa
         assert errors["default"]["norm"] < errors["default"]["worst norm"] < 0.2
         size = {method: row["saved_bytes"] for method, row in found.items()}
         assert size["int4-uniform"] < size["norm-8+attention-4"] < size["norm-8"] < size[PLAIN]
-        assert size["int4"] < size["norm-8"]
-        assert 1e-3 < errors["norm-8"]["all"] < errors["int4"]["all"] < 0.3
+        assert size["agoq"] < size["norm-8"]
+        assert 1e-3 < errors["norm-8"]["all"] < errors["agoq"]["all"] < 0.3
         assert errors["attention-8"]["all"] < errors["attention-4"]["all"]
         # Attention alone turns its own linear layers, which backward reaches after it.
         assert errors["attention-4"]["mlp"] < 1e-5 < 1e-3 < errors["attention-4"]["k_proj"]
