@@ -12,7 +12,7 @@ import torch
 
 from lowbit.collectives import AgreementError
 from lowbit.config import ConfigError, settings_of
-from lowbit.evaluate import CalibrationConfig, EvaluationConfig, calibrate, harness, loading
+from lowbit.evaluate import CalibrationConfig, EvaluationConfig, calibrate, choices, loading
 from lowbit.evaluate.commands import CALIBRATE, EVALUATE
 from lowbit.report import run
 from lowbit.tensor_parallel import Calibration, CalibrationError
@@ -133,7 +133,7 @@ def test_the_default_dtype_suits_the_processor(monkeypatch: pytest.MonkeyPatch, 
 
 def test_scores_are_means_over_tasks():
     scores = {"a acc": 0.2, "a acc_norm": 0.4, "b acc strict": 0.5}
-    assert harness.mean_score(scores) == pytest.approx(0.4)
+    assert choices.mean_score(scores) == pytest.approx(0.4)
 
 
 def test_gemma_2_computes_with_its_own_attention(folder: Path, tmp_path: Path):
