@@ -172,8 +172,9 @@ def measure(settings: RanksBenchmark, earlier: Sequence[Row]) -> Iterator[Sequen
         rank's partial sums, over these), `cancelled` (error of the sum over the square root of the ranks' summed
         squared errors: 1 if they are independent, the square root of their number if they are equal), and `layers`
         (`kurtosis` by boundary). Of the published format also `kurtosis_of_rounding` and `rounding` (kurtosis and error
-        as if codes had no end), `expected` (3 - 1.2 / ranks), `expected_here` (the same for the ranges that the ranks
-        have), and `clipped` (share of the coded values outside their ranges).
+        as if codes had no end), `layers_of_rounding` (that kurtosis by boundary), `expected` (3 - 1.2 / ranks),
+        `expected_here` (the same for the ranges that the ranks have), and `clipped` (share of the coded values outside
+        their ranges).
     """
     layers = Layers(settings)
     rows: list[Row] = []
@@ -192,6 +193,7 @@ def measure(settings: RanksBenchmark, earlier: Sequence[Row]) -> Iterator[Sequen
             row = {
                 "model": Path(settings.model).absolute().name, "candidate": name, "ranks": ranks, **means,
                 "layers": {layer: values["kurtosis"] for layer, values in each.items()},
+                "layers_of_rounding": {layer: values.get("kurtosis_of_rounding") for layer, values in each.items()},
                 "expected": 3 - 1.2 / ranks if "expected_here" in means else None,
             }  # fmt: skip
             rows = [*rows, row]
