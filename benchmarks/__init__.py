@@ -18,6 +18,7 @@ COMMANDS = {
     "diloco": "benchmarks.diloco",
     "reduce": "benchmarks.reduce",
     "sums": "benchmarks.sums",
+    "ranks": "benchmarks.ranks",
     "real": "benchmarks.real",
 }
 """The module of each benchmark, which has its `COMMAND`."""

@@ -12,12 +12,13 @@ import torch
 
 from lowbit.collectives import AgreementError
 from lowbit.config import ConfigError, settings_of
-from lowbit.evaluate import CalibrationConfig, EvaluationConfig, calibrate, harness, loading
+from lowbit.evaluate import CalibrationConfig, EvaluationConfig, calibrate, choices, loading
 from lowbit.evaluate.commands import CALIBRATE, EVALUATE
 from lowbit.report import run
 from lowbit.tensor_parallel import Calibration, CalibrationError
 from tests.command_line import invoke
 from tests.evaluate.models import write_checkpoint
+from tests.evaluate.questions import WINOGRANDE
 from tests.processes import Ranks
 
 SHORT: dict[str, Any] = {"length": 32, "threads": 1}
@@ -133,7 +134,7 @@ def test_the_default_dtype_suits_the_processor(monkeypatch: pytest.MonkeyPatch, 
 
 def test_scores_are_means_over_tasks():
     scores = {"a acc": 0.2, "a acc_norm": 0.4, "b acc strict": 0.5}
-    assert harness.mean_score(scores) == pytest.approx(0.4)
+    assert choices.mean_score(scores) == pytest.approx(0.4)
 
 
 def test_gemma_2_computes_with_its_own_attention(folder: Path, tmp_path: Path):
@@ -158,7 +159,8 @@ def test_a_config_takes_missing_fields_from_its_architecture(tmp_path: Path):
 
 
 def test_real_and_emulated_ranks_agree_to_the_last_bit(folder: Path, calibrated: Path, ranks: Ranks):
-    settings = evaluation_config(folder, tps=(2,), formats=("feature-int4", "feature-int4-static", "int8"))
+    (folder / "winogrande.jsonl").write_text("\n".join(map(json.dumps, WINOGRANDE)))
+    settings = compared_config(folder, tps=(2,))
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -166,7 +168,8 @@ def test_real_and_emulated_ranks_agree_to_the_last_bit(folder: Path, calibrated:
     finally:
         torch.set_num_threads(before)
     real = ranks.run(on_a_rank, str(folder), ranks=2, timeout=120)
-    fields = ("format", "tp", "logits", "loss", "kept", "calibration")  # not the bits: here embeddings stay whole
+    # not the bits: here embeddings stay whole
+    fields = ("format", "tp", "logits", "loss", "kept", "calibration", "scores", "score_kept")
     for rows, _, _ in real:
         assert [[r[f] for f in fields] for r in rows] == [[r[f] for f in fields] for r in emulated]
         assert all(row["real"] and row["sum_error"] is None for row in rows)
@@ -175,13 +178,20 @@ def test_real_and_emulated_ranks_agree_to_the_last_bit(folder: Path, calibrated:
     assert "No such file" in real[0][2]
 
 
+def compared_config(folder: Path, **more: Any) -> EvaluationConfig:
+    """All formats, on the text and on questions."""
+    tasks = (f"winogrande={folder / 'winogrande.jsonl'}",)
+    formats = ("feature-int4", "feature-int4-static", "int8")
+    return evaluation_config(folder, formats=formats, tasks=tasks, **more)
+
+
 def on_a_rank(folder: str) -> tuple[Any, str, str]:
     """Rows of the evaluation, the fingerprint of a calibration made on real ranks, and the error for a missing one."""
     path = Path(folder)
     file = path / ("nowhere" if torch.distributed.get_rank() else "calibration-tp2.safetensors")
     with pytest.raises(AgreementError) as missing:
         run(EVALUATE, evaluation_config(path, calibrations=(str(file),)))
-    rows = run(EVALUATE, evaluation_config(path, formats=("feature-int4", "feature-int4-static", "int8"))).rows
+    rows = run(EVALUATE, compared_config(path)).rows
     settings = calibration_config(path, output=str(path / "real.safetensors"))
     run(CALIBRATE, settings)
     torch.distributed.barrier()

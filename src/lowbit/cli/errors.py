@@ -14,6 +14,7 @@ TRAIN = "train"
 _TRAIN = ("pydantic", "transformers", "tokenizers", "safetensors", "rich", "tensorboard", "matplotlib")
 EXTRAS = dict.fromkeys(_TRAIN, TRAIN) | {
     "datasets": "datasets",
+    "pyarrow": "datasets",
     "torchao": "8bit",
     "lm_eval": "tasks",
     "accelerate": "tasks",

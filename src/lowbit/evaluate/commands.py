@@ -184,12 +184,21 @@ def _share_coded(rows: Sequence[Row]) -> Sequence[Row]:
     return [{**row, "coded": None} for row in rows] if everything else rows
 
 
-def _task_columns(rows: Sequence[Row]) -> list[Column]:
-    scores = [
-        Column(name.replace(" ", "\n"), lambda row, name=name: row["scores"][name], "{:.4f}")
-        for name in rows[0]["scores"]
-    ]
-    return [*_CASE, *scores, Column("kept", "scores_kept", "{:.2%}")]
+def _by_score(rows: Sequence[Row]) -> Sequence[Row]:
+    """Make a row of each score, and one of their mean if there are several."""
+    listed: list[Row] = []
+    for row in rows:
+        scores = row.get("scores") or {}
+        for name, score in scores.items():
+            task, _, metric = name.partition(" ")
+            listed.append({
+                **row, "task": task, "metric": metric, "score": score, "score_error": row["scores_error"][name],
+                "kept": row["score_kept"].get(name), "kept_error": row["score_kept_error"].get(name),
+            })  # fmt: skip
+        if len(scores) > 1:
+            means = {"kept": row["scores_kept"], "kept_error": row["scores_kept_error"]}
+            listed.append({**row, "task": "mean", "metric": "", **means})
+    return listed
 
 
 _CASE = (Column("format", "format"), Column("tp", "tp"))
@@ -258,9 +267,17 @@ EVALUATE = Command(
             columns=_layer_columns,
         ),
         Table(
-            title="Zero-shot scores",
-            rows=lambda rows: [row for row in rows if row.get("scores")],
-            columns=_task_columns,
+            title="Zero-shot scores, ± standard errors",
+            rows=_by_score,
+            columns=(
+                *_CASE,
+                Column("task", "task"),
+                Column("metric", "metric"),
+                Column("score", "score", "{:.4f}"),
+                Column("±", "score_error", "{:.4f}"),
+                Column("kept", "kept", "{:.2%}"),
+                Column("± of\nkept", "kept_error", "{:.2%}"),
+            ),
         ),
     ),
     charts=(

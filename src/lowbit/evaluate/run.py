@@ -14,11 +14,12 @@ from lowbit.codecs import Codec, parse
 from lowbit.collectives import agree
 from lowbit.config import ConfigError
 from lowbit.evaluate import calibrate, loading, neighbours, text
+from lowbit.evaluate.choices import Metric
 from lowbit.evaluate.errors import SumErrors, root_mean_square
 from lowbit.evaluate.generation import generate, same_tokens
-from lowbit.evaluate.harness import mean_score, zero_shot
 from lowbit.evaluate.score import Reference, perplexity
 from lowbit.evaluate.settings import BASELINE, LOW_BIT, STATIC, CalibrationConfig, EvaluationConfig, default_calibration
+from lowbit.evaluate.tasks import Tasks
 from lowbit.ranks.objects import gather_json
 from lowbit.ranks.process_group import world
 from lowbit.tensor_parallel import (
@@ -58,8 +59,10 @@ def measure(settings: EvaluationConfig) -> Iterator[list[dict[str, Any]]]:
         `logits` (digits of the first batch's bits). Of encoders `sentences`, `nearest`, `nearest_10` and
         `rank_correlation`, against the first row's (`neighbours.Agreement`). With `generate`, `same_tokens`,
         `tokens_before`, `same_texts`, against the first row's (`generation.SameTokens`). With tasks `scores` (by task
-        and metric) and `score` (their mean). The command adds `kept` (bf16's perplexity over this one) and
-        `scores_kept` (this score over bf16's), unless nothing was coded.
+        and metric), `scores_error` (their standard errors), `score` (their mean) and, unless nothing was coded,
+        `score_kept` (each over bf16's on as many ranks), `score_kept_error` and `scores_kept_error` (standard errors).
+        The command adds `kept` (bf16's perplexity over this one) and `scores_kept` (`score` over bf16's), unless
+        nothing was coded.
 
     Raises:
         ConfigError, ValueError: settings, model or text that cannot be used.
@@ -92,7 +95,10 @@ class Evaluation:
         self.kind = loading.model_kind(settings.model)
         self.encoder = self.kind != loading.CAUSAL
         self._check_measures()
+        self.tasks = Tasks(settings)
         self.sequences, self.tokenizer = text.read(settings, held_out=True, encoder=self.encoder)
+        if settings.task_files:
+            self.tasks.encode(self.tokenizer.hugging_face())
         self.sentences = self._sentences() if self.encoder else []
         self.pooling = neighbours.Pooling.read(settings.model) if self.encoder else neighbours.Pooling()
         self.vectors: Tensor | None = None
@@ -151,10 +157,13 @@ class Evaluation:
 
     def _facts(self) -> dict[str, str]:
         """Return facts that must be the same on all ranks."""
-        local = ("model", "text", "calibration_text", "task_folder", "tokenizer", "calibrations")
+        local = ("model", "text", "calibration_text", "task_folder", "tokenizer", "calibrations", "tasks")
         values = dataclasses.asdict(self.settings)
         facts = {key: str(value) for key, value in values.items() if key not in local}
-        return facts | {"text": self.sequences.fingerprint(), "calibrations": str(len(self.settings.calibrations))}
+        return facts | {
+            "text": self.sequences.fingerprint(), "calibrations": str(len(self.settings.calibrations)),
+            "tasks": self.tasks.facts(),
+        }  # fmt: skip
 
     def _cases(self, model: PreTrainedModel, calibrations: Mapping[int, Calibration]) -> Iterator[_Case]:
         warned = False
@@ -216,6 +225,7 @@ class Evaluation:
 
     def _measure(self, model: PreTrainedModel, case: _Case) -> dict[str, Any]:
         settings, errors = self.settings, SumErrors(case.low_bit if case.format != BASELINE else None)
+        scored: dict[str, Metric] = {}
         with self._install(model, case, errors) as installed:
             measured = self._predict(model, case) if self.kind != loading.ENCODER else {}
             if self.encoder:
@@ -223,14 +233,17 @@ class Evaluation:
             if settings.generate:
                 measured |= self._generate(model)
             if settings.tasks:
-                scores = zero_shot(model, self.tokenizer.hugging_face(), settings)
-                measured |= {"scores": scores, "score": mean_score(scores)}
+                title = f"{case.format}, tp {case.tp}"
+                scored = self.tasks.score(model, self.tokenizer.hugging_face(), self.device, title)
         traffic = installed.traffic if case.low_bit is not None else None
         if traffic is not None and not traffic.coded and case.format != BASELINE and self.rank == 0:
             log.warning(
                 "%s, tp %d: nothing was coded: every sum has fewer than %d elements (small)",
                 case.format, case.tp, self.sums.small,
             )  # fmt: skip
+        if scored:
+            coded = traffic is None or bool(traffic.coded)
+            measured |= self.tasks.row(scored, case.tp, baseline=case.format == BASELINE, coded=coded)
         return {
             "model": Path(settings.model).absolute().name,
             "kind": self.kind,
