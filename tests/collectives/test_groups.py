@@ -146,14 +146,14 @@ def die_between() -> None:
     all_reduce(data(job), INT8, small=0, timeout=patient)
     encode = algorithms._encode
 
-    def dying(*args: Any) -> None:
+    def dying(*args: Any, **settings: Any) -> None:
         parts.append(args)
         if len(parts) == 2:
             time.sleep(1)  # the first has left
             os.kill(os.getpid(), 9)
-        encode(*args)
+        encode(*args, **settings)
 
-    if job == 2:
+    if job == 2:  # its process ends with it
         algorithms._encode = dying
     start = time.monotonic()
     with pytest.raises(PeerError, match="rank 2") as caught:
