@@ -19,5 +19,6 @@ COMMANDS = {
     "reduce": "benchmarks.reduce",
     "sums": "benchmarks.sums",
     "real": "benchmarks.real",
+    "parallel": "benchmarks.parallel",
 }
 """The module of each benchmark, which has its `COMMAND`."""
