@@ -10,12 +10,10 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
-
 from benchmarks.parallel_rank import Layout, Sizes
 from lowbit.bench.settings import EachOnce
 from lowbit.bench.workers import Workers
-from lowbit.config import Positive, section
+from lowbit.config import ConfigError, Positive, section
 from lowbit.report import Column, Command, Row, Table
 
 LAYOUTS = {
@@ -27,10 +25,10 @@ LAYOUTS = {
 }
 NAMES = {
     "one": "one process",
-    "tensor": "tensor parallel",
-    "sequence": "tensor and sequence parallel",
-    "zero": "2 replicas, ZeRO-1",
-    "three": "pipeline, tensor, sequence and data parallel",
+    "tensor": "TP",
+    "sequence": "TP, SP",
+    "zero": "DP, ZeRO-1",
+    "three": "PP, TP, SP, DP",
 }
 
 
@@ -47,10 +45,15 @@ class ParallelBenchmark:
     """Channels."""
     inner: Positive = 352
     """Channels of the feed-forward."""
-    layers: Annotated[int, Field(ge=2, multiple_of=2)] = 4
+    layers: Positive = 4
     """Layers of the model."""
-    length: Annotated[int, Field(ge=8, multiple_of=2)] = 128
+    length: Positive = 128
     """Tokens of a sequence; each replica has two micro-batches of two."""
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "length"):
+            if getattr(self, name) % 2:
+                raise ConfigError(f"{name} is {getattr(self, name)}; allowed: multiples of 2")
 
 
 def measure(settings: ParallelBenchmark, earlier: Sequence[Row]) -> Iterator[list[Row]]:
@@ -110,14 +113,14 @@ COMMAND = Command(
                 Column("layout", "layout", lambda name: NAMES[name]),
                 Column("policy", "policy"),
                 Column("ranks", "ranks"),
-                Column("PyTorch keeps (MB)", "plain_bytes", _megabytes),
-                Column("kept (MB)", "kept_bytes", _megabytes),
+                Column("plain\nMB", "plain_bytes", _megabytes),
+                Column("kept\nMB", "kept_bytes", _megabytes),
                 Column("share", "kept", "{:.1%}"),
-                Column("share, one process", "kept_alone", "{:.1%}"),
+                Column("share\nalone", "kept_alone", "{:.1%}"),
                 Column("error", "error", "{:.4f}"),
-                Column("error, one process", "error_alone", "{:.4f}"),
-                Column("gradients (MB)", "gradient_bytes", _megabytes),
-                Column("AdamW (MB)", "state_bytes", _megabytes),
+                Column("error\nalone", "error_alone", "{:.4f}"),
+                Column("gradients\nMB", "gradient_bytes", _megabytes),
+                Column("AdamW\nMB", "state_bytes", _megabytes),
             ],
         )
     ],
