@@ -20,5 +20,6 @@ COMMANDS = {
     "sums": "benchmarks.sums",
     "ranks": "benchmarks.ranks",
     "real": "benchmarks.real",
+    "parallel": "benchmarks.parallel",
 }
 """The module of each benchmark, which has its `COMMAND`."""

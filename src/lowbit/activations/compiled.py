@@ -6,10 +6,13 @@ by a table; what several layers save of the same tensor, the compiler computes o
 
 from __future__ import annotations
 
+import functools
+import logging
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from lowbit.activations.gated.reference import ACTIVATIONS
@@ -17,6 +20,8 @@ from lowbit.activations.policy import LayerAware
 from lowbit.activations.recipes import FEWEST, Norm, default_eps
 from lowbit.codecs import Codec
 from lowbit.codecs.checks import FLOATS
+
+log = logging.getLogger(__name__)
 
 _codecs: dict[str, Codec] = {}
 
@@ -138,12 +143,21 @@ def _default_eps(dtype: torch.dtype, device: str) -> float:
     return default_eps(dtype, device)
 
 
+@torch.compiler.assume_constant_result  # so that it runs while the graph is made
+@functools.cache
+def _say_left() -> None:
+    log.warning("activations are saved in full where graphs of torch.compile have DTensors")
+
+
 def compiled_forward(module: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
     """A module's forward inside a graph."""
     x = args[0] if len(args) == 1 and not kwargs else None
     codec: str | None = layer.in_graphs
     if codec is None or not isinstance(x, Tensor) or not module.training or x.dtype not in FLOATS or x.dim() < 2:
         return layer.own(*args, **kwargs)
+    if isinstance(x, DTensor):
+        _say_left()
+        return layer.own(x)
     if layer.kind == "linear":
         return _linear(module, layer, x, codec)
     if x.numel() < FEWEST:

@@ -250,8 +250,9 @@ def copies_a_weight(tensor: Tensor, module: nn.Module) -> bool:
     if tensor.dim() != 2:
         return False
     return any(
-        x.shape == parameter.shape and torch.equal(x[:4, :4], parameter.detach()[:4, :4].to(x.dtype))
+        x.shape == part.shape and torch.equal(x[:4, :4], part[:4, :4].to(x.dtype))
         for parameter in module.parameters()
         if tensor.dtype != parameter.dtype
+        for part in parts_of(parameter.detach())
         for x in (tensor.detach(), tensor.detach().t())
     )

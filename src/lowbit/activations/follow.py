@@ -36,6 +36,7 @@ from lowbit.activations.recipes import (
     room,
     takes,
 )
+from lowbit.activations.sharded import is_sharded, on_shards
 from lowbit.activations.survey import Survey
 from lowbit.codecs import Codec
 
@@ -46,7 +47,7 @@ MARK = "_lowbit_saved"
 HANDLERS: dict[Any, Callable[..., Any]] = {}
 """By torch function: called with a `Call` and the function's arguments; NotImplemented runs the function itself."""
 
-_VIEWS = ("View", "ReshapeAlias", "Transpose", "Permute", "Squeeze")
+_VIEWS = ("View", "ReshapeAlias", "Transpose", "Permute", "Squeeze", "_FromTorchTensor", "_ToTorchTensor")
 _ATTENTION = ("Attention", "attention", "Attn")
 
 
@@ -277,13 +278,16 @@ class Following(TorchFunctionMode):
         modules = _threads.running
         # A graph of `torch.compile` inside cannot see what tensors remember (`compiled_forward` runs there).
         if torch.compiler.is_compiling() or not modules or not torch.is_grad_enabled():
-            return func(*args, **kwargs)
+            out = func(*args, **kwargs)
+            if func is Tensor.view_as and modules and (recipe := recipe_of(args[0])) is not None:
+                attach(out, recipe)  # in `from_local` and `to_local` of a DTensor
+            return out
         module, layer, checkpoint = modules[-1]
         handler = HANDLERS.get(func)
         # A checkpoint that began in this module's forward runs its functions again without the module.
         if handler is not None and checkpoint_hook() is checkpoint and not selective():
             fits = _fits(handler, len(args), tuple(kwargs))
-            out = handler(Call(func, module, layer), *args, **kwargs) if fits else NotImplemented
+            out = _handled(handler, Call(func, module, layer), args, kwargs) if fits else NotImplemented
             if out is not NotImplemented:
                 return out
         survey = layer.shared.survey
@@ -291,6 +295,13 @@ class Following(TorchFunctionMode):
             return func(*args, **kwargs)
         with survey.function(func):
             return func(*args, **kwargs)
+
+
+def _handled(handler: Callable[..., Any], call: Call, args: Any, kwargs: Any) -> Any:
+    handler = functools.partial(handler, call)
+    if any(map(is_sharded, args)):
+        return on_shards(call.func, handler, *args, **kwargs)
+    return handler(*args, **kwargs)
 
 
 @functools.cache  # binding takes longer than the views that most calls are

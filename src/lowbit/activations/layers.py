@@ -28,10 +28,11 @@ from lowbit.activations.recipes import (
     recipe_of,
     room,
 )
+from lowbit.activations.sharded import is_sharded, on_shards
 from lowbit.codecs import Codec, GroupInt
 
 
-def _of_one_tensor(forward: Callable[[Call, Tensor], Any]) -> Callable[..., Any]:
+def _of_one_tensor(forward: Callable[..., Any]) -> Callable[..., Any]:
     """A forward for calls with one tensor that save something for backward; the module's own for all others."""
 
     @functools.wraps(forward)
@@ -46,25 +47,29 @@ def _of_one_tensor(forward: Callable[[Call, Tensor], Any]) -> Callable[..., Any]
         mixed = isinstance(module, nn.LayerNorm) and len({t.dtype for t in (x, *weights)}) > 1
         if (mixed and not torch.is_autocast_enabled(x.device.type)) or not named_right:
             return layer.own(*args, **kwargs)
-        if not large_enough(x) or not call.saves(x, *weights):
-            return layer.own(*args, **kwargs)
-        with call.handled(x), torch._C.DisableTorchFunction():
-            return call.returned(forward(call, x))
+        own = {n: t for n in ("weight", "bias") if isinstance(t := getattr(module, n, None), Tensor)}
+
+        def run(input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Any:
+            if not large_enough(input) or not call.saves(input, weight, bias):
+                return NotImplemented
+            with call.handled(x), torch._C.DisableTorchFunction():
+                return call.returned(forward(call, input, weight, bias))
+
+        out = on_shards(layer.kind, run, x, **own) if is_sharded(x) else run(x, **own)
+        return layer.own(*args, **kwargs) if out is NotImplemented else out
 
     return called
 
 
 @_of_one_tensor
-def norm_forward(call: Call, x: Tensor) -> Tensor:
+def norm_forward(call: Call, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     """A norm over the last dimension."""
-    module = call.module
-    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     norm: Norm = call.layer.formula
-    return normalized(call, x, weight, bias, norm, _norm_dtype(module, norm, x))
+    return normalized(call, x, weight, bias, norm, _norm_dtype(call.module, norm, x))
 
 
 @_of_one_tensor
-def activation_forward(call: Call, x: Tensor) -> Tensor:
+def activation_forward(call: Call, x: Tensor, *weights: Tensor | None) -> Tensor:
     """An activation function."""
     if call.layer.formula != QUICK_GELU:
         return activated(call, x, call.layer.formula)

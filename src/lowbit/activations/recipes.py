@@ -367,7 +367,7 @@ def attach(x: Tensor, recipe: Recipe) -> None:
 
 def recipe_of(x: Tensor) -> Recipe | None:
     """The recipe of `x`, if it has one. A view of the same elements counts as the tensor."""
-    version, recipe = _recipes.get(x) or _recipes.get(_same_elements(x)) or (None, None)
+    version, recipe = _recipes.get(x) or _recipes.get(base_of(x)) or (None, None)
     # A tensor that was changed in place, or whose graph is gone, has to be saved anew.
     return recipe if recipe and version == x._version and recipe.holds() else None
 
@@ -379,7 +379,7 @@ def checkpoint_hook() -> Any:
     return pack if getattr(pack, "__module__", "") in _CHECKPOINTS else None
 
 
-def _same_elements(x: Tensor) -> Tensor:
+def base_of(x: Tensor) -> Tensor:
     """The base of the view `x`, if both have the same elements in the same order; otherwise `x`."""
     base = x._base if x._is_view() else None
     if base is None or base.numel() != x.numel():

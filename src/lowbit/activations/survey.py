@@ -219,7 +219,7 @@ class Survey:
             stack.enter_context(saved_tensors_hooks(pack, lambda tensor: tensor))
             with suppress(Exception):  # of dtypes that only lowbit takes
                 out = function(*args, **kwargs)
-        self._saves_result = isinstance(out, Tensor) and _key(out) in saved
+        self._saves_result = isinstance(out, Tensor) and any(_key(part) in saved for part in parts_of(out))
 
 
 def _unpack(packed: tuple[Tensor, int]) -> Tensor:

@@ -55,7 +55,7 @@ def _install() -> None:
 
 def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     """Before an optimizer's own step: take it for all portions but the last, and prepare that one."""
-    if not _watches:
+    if not _watches or _delegates(optimizer):
         return None
     if id(optimizer) in _under_way:
         _under_way[id(optimizer)].enter()
@@ -77,6 +77,14 @@ def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     except BaseException:
         finish(step)
         raise
+
+
+def _delegates(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether another optimizer takes the steps, as in ZeRO-1: that one is asked, for this rank's parameters.
+
+    The step around it sends parameters to other ranks, which must happen once, and alike on all ranks.
+    """
+    return any(isinstance(value, torch.optim.Optimizer) for value in vars(optimizer).values())
 
 
 def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
