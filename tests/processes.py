@@ -11,6 +11,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from time import monotonic
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -124,7 +125,7 @@ def _serve(pipe: Connection, port: int) -> None:
 
 
 def _outcome(function: Callable[..., Any], args: Any, rank: int, ranks: int, store: Store) -> Any:
-    before = _constants()
+    before = _names()
     try:
         with process_group(rank, ranks, store):
             outcome = function(*args)
@@ -135,20 +136,20 @@ def _outcome(function: Callable[..., Any], args: Any, rank: int, ranks: int, sto
     return outcome
 
 
-def _constants() -> dict[tuple[str, str], Any]:
-    """Numbers and texts in capitals of all modules of lowbit, which a test may change for itself only."""
+def _names() -> dict[tuple[str, str], Any]:
+    """Functions, classes and constants of all modules of lowbit, which a test may change for itself only."""
     modules = [(name, module) for name, module in list(sys.modules.items()) if name.partition(".")[0] == "lowbit"]
     return {
         (name, key): value
         for name, module in modules
         for key, value in vars(module).items()
-        if key.isupper() and isinstance(value, int | float | str)
+        if isinstance(value, FunctionType | type) or key.isupper() and isinstance(value, int | float | str)
     }
 
 
 def _restore(before: dict[tuple[str, str], Any]) -> str:
-    """Undo changes of constants; returns the names of those that were changed."""
-    now = _constants()
+    """Undo changes of such names; returns those that were changed."""
+    now = _names()
     changed = [key for key, value in before.items() if now.get(key, value) != value]
     for module, name in changed:
         setattr(sys.modules[module], name, before[module, name])
