@@ -143,7 +143,7 @@ def _names() -> dict[tuple[str, str], Any]:
         (name, key): value
         for name, module in modules
         for key, value in vars(module).items()
-        if isinstance(value, FunctionType | type) or key.isupper() and isinstance(value, int | float | str)
+        if isinstance(value, FunctionType | type) or (key.isupper() and isinstance(value, int | float | str))
     }
 
 
