@@ -22,6 +22,7 @@ from lowbit.activations.compiled import name_of
 from lowbit.activations.experts import experts
 from lowbit.activations.follow import MARK, Layer, Shared, followed_forward, running
 from lowbit.activations.policy import Format, LayerAware
+from lowbit.activations.python_functions import ask_first
 from lowbit.activations.structure import activation_like, linear_like, norm_like
 from lowbit.activations.survey import Survey
 
@@ -67,6 +68,7 @@ class Compressed:
         self.bits: dict[str, tuple[str, Format]] = {}
         self.survey = Survey(running) if report else None
         self._model = model
+        ask_first()
         shared = Shared(policy, self.survey)
         modules = {n: m for n, m in model.named_modules() if _can_run(m) and MARK not in vars(m)}
         policy.check_layers(modules)

@@ -45,7 +45,7 @@ def product_of_two(
         # Softmax amplifies errors of q and k: they get more bits than v.
         fine = codec if codec is None or any(map(_is_softmax, (x, y))) else finer(codec)
         parts, saved = zip(*(_factor(t, fine, out.dtype) for t in (x, y)), strict=True)
-        rest = () if added is None else (added.detach(),)
+        rest = () if added is None or not beta else (added.detach(),)  # not a buffer that others write to
         form = Computed(parts, _Product(beta, alpha), len(rest))
         out = MatmulFunction.apply(x, y, out, parts, alpha, (*saved[0], *saved[1]))
         attach_until_backward(out, Recipe(form, (*saved[0], *saved[1], *rest)))
@@ -72,9 +72,10 @@ class _Product:
         self.beta, self.alpha = beta, alpha
 
     def __call__(self, x: Tensor, y: Tensor, *added: Tensor) -> Tensor:
-        if not added:
+        if not added and self.alpha == 1:
             return x @ y
-        return torch.baddbmm(added[0].to(x.dtype), x, y, beta=self.beta, alpha=self.alpha)
+        shift = added[0].to(x.dtype) if added else x.new_empty(1)
+        return torch.baddbmm(shift, x, y, beta=self.beta, alpha=self.alpha)
 
 
 @handles(torch.baddbmm, Tensor.baddbmm)

@@ -35,7 +35,8 @@ def compress_saved_(
     projections, adapters and subclasses of `nn.Linear` need nothing of their own. Norms and activation functions made
     of several functions are recognized by what they compute. Attention
     written out as products and softmax is computed again from q, k and v, too. Saved as they are: tensors of any other
-    function, such as the scans of state-space models, and of autograd functions written in Python.
+    function, such as the scans of state-space models, and of autograd functions written in Python, but for
+    Megatron-Core's.
 
     The first training pass counts, by module, what it keeps and what it would keep without compression; for that, it
     computes functions twice. `print` of the result shows the table. The log warns of functions that save more than a

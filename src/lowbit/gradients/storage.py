@@ -61,7 +61,7 @@ class GradientStorage:
 
     Raises:
         TypeError: a parameter of a dtype other than float32, bfloat16 and float16; a codec with state; a module wrapped
-            in `DistributedDataParallel`.
+            in `DistributedDataParallel`, PyTorch's or Megatron's.
     """
 
     def __init__(self, parameters: nn.Module | Iterable[nn.Parameter], *, codec: Codec | None = None) -> None:

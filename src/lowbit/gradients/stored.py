@@ -104,9 +104,14 @@ def named(parameters: nn.Module | Iterable[nn.Parameter]) -> list[tuple[str, nn.
 
 
 def check_parameter(name: str, parameter: nn.Parameter) -> None:
-    """Raise a TypeError for a parameter of a dtype that codecs do not take."""
+    """Raise a TypeError for a parameter of a dtype that codecs do not take, or in Megatron's DDP."""
     if parameter.dtype not in FLOATS:
         raise TypeError(f"parameter {name!r} has dtype {parameter.dtype}; allowed: {', '.join(map(str, FLOATS))}")
+    if hasattr(parameter, "main_grad"):
+        raise TypeError(
+            f"parameter {name!r} has a main_grad, a full-precision gradient of Megatron's DistributedDataParallel; "
+            "allowed: a model without that wrapper, and average of the storage"
+        )
 
 
 def portions(parameters: list[nn.Parameter], limit: int) -> list[list[nn.Parameter]]:

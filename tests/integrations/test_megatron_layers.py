@@ -1,0 +1,202 @@
+"""Saved activations and stored gradients of Megatron-Core's own layers, without CUDA."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+pytest.importorskip("megatron.core")
+
+from benchmarks.megatron_layers import VOCABULARY, core, gpt, measured, passes, step, without_cuda
+from lowbit.activations import LayerAware, compress_saved_, counted, follow
+from lowbit.gradients import GradientStorage
+from tests.processes import Ranks
+
+GELU = {"add_bias_linear": True, "gated_linear_unit": False, "activation_func": functional.gelu}
+GELU |= {"normalization": "LayerNorm", "bias_activation_fusion": True}
+FUSED = {"bias_activation_fusion": True}
+RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    """Processes of this module alone."""
+    ranks = Ranks(4)
+    yield ranks
+    ranks.stop()
+
+
+@contextlib.contextmanager
+def parallel(tensor: int) -> Iterator[Any]:
+    """Megatron's groups, of `tensor` ranks each, and no CUDA."""
+    state = core("parallel_state")
+    state.initialize_model_parallel(tensor_model_parallel_size=tensor)
+    try:
+        with without_cuda():
+            yield state
+    finally:
+        state.destroy_model_parallel()
+
+
+def measured_here(changes: dict[str, Any]) -> Any:
+    with parallel(dist.get_world_size()):
+        return measured(**changes)
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("changes", [{}, FUSED, {"sequence_parallel": True}])
+def test_layers_keep_and_err_as_those_of_torch(ranks: Ranks, tensor: int, changes: dict[str, Any]):
+    """On every rank, and with both policies."""
+    if tensor == 1 and "sequence_parallel" in changes:
+        pytest.skip("Megatron turns it off there")
+    for of_rank in ranks.run(measured_here, changes, ranks=tensor):
+        for layers in of_rank.values():
+            (kept, size, error), (kept_alike, size_alike, error_alike) = layers["megatron"], layers["torch"]
+            assert kept <= 1.01 * kept_alike
+            assert size < size_alike or kept / size < 1.05 * kept_alike / size_alike
+            assert 0.95 < error / error_alike < 1.05
+
+
+def exact(changes: dict[str, Any]) -> Any:
+    """Bytes without compression and with 16 bits, and the largest difference of gradients; then once undone."""
+    with parallel(dist.get_world_size()):
+        plain, ours = gpt(**changes), gpt(**changes)
+        size, loss, expected = step(plain)
+        compressed = compress_saved_(ours, LayerAware(bits=16))
+        kept, same, gradients = step(ours)
+        assert abs(loss - same) < 1e-5
+        compressed.remove()
+        assert step(ours)[0] == size
+        return size, kept, float((gradients - expected).abs().max() / expected.abs().max())
+
+
+@pytest.mark.parametrize(
+    ("changes", "share"),
+    [
+        (FUSED, 0.6), (FUSED | {"add_bias_linear": True}, 0.6), (GELU, 0.6), (GELU | {"sequence_parallel": True}, 0.6),
+        (FUSED | {"activation_func": functional.gelu}, 0.6), ({"num_query_groups": 2}, 0.6), (RECOMPUTED, 1.0),
+        ({"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}, 0.7),
+        (FUSED | {"activation_func": functional.gelu, "add_bias_linear": True}, 0.6),
+    ],
+)  # fmt: skip
+def test_gradients_are_exact_without_rounding(ranks: Ranks, changes: dict[str, Any], share: float):
+    for size, kept, difference in ranks.run(exact, changes):
+        assert kept < share * size
+        assert difference < 1e-5
+
+
+def accumulated() -> None:
+    """Megatron's fused sum of gradients into `main_grad`, whose kernel is for GPUs."""
+
+    def kernel(x: Tensor, grad: Tensor, main_grad: Tensor) -> None:
+        main_grad += grad.t() @ x
+
+    layers = core("tensor_parallel.layers")
+    fused = SimpleNamespace(wgrad_gemm_accum_fp32=kernel)
+    own = {"_grad_accum_fusion_available": True, "fused_weight_gradient_mlp_cuda": fused}
+    with parallel(2), mock.patch.multiple(layers, create=True, **own):
+        sums = []
+        for bits in (None, 8):
+            model = gpt(gradient_accumulation_fusion=True)
+            for p in model.parameters():
+                p.main_grad = torch.zeros_like(p)
+            if bits:
+                compress_saved_(model, LayerAware(bits=bits))
+            passes(model)
+            sums.append([p.main_grad for p in model.parameters() if p.grad is None])
+        assert len(sums[0]) == 9
+        for ours, expected in zip(*reversed(sums), strict=True):
+            assert 0 < (ours - expected).norm() < 0.03 * expected.norm()
+            with pytest.raises(TypeError, match=r"has a main_grad, .*; allowed: a model without that wrapper"):
+                GradientStorage(model)
+
+
+def test_fused_sums_of_gradients_get_the_rebuilt_input(ranks: Ranks):
+    ranks.run(accumulated)
+
+
+def left_to_megatron() -> tuple[list[str], float]:
+    lines: list[str] = []
+    follow.say_once.cache_clear()
+    with parallel(2), mock.patch.object(logging.getLogger("lowbit.activations.follow"), "warning", lines.append):
+        model = gpt(**FUSED, activation_func_fp8_input_store=True)
+        for name, p in model.named_parameters():
+            p.requires_grad_("linear_proj" not in name)
+        compress_saved_(model)
+        tokens = torch.randint(VOCABULARY, (2, 64))
+        mask = torch.ones(64, 64, dtype=torch.bool).triu(1)[None, None]
+        with counted(model) as kept:
+            model(tokens, torch.arange(64).expand(2, -1), mask).sum().backward()
+        assert model.decoder.layers[0].self_attention.linear_proj.weight.grad is None
+        return lines, kept.total
+
+
+def test_gates_that_megatron_compresses_and_frozen_weights_are_left_to_it(ranks: Ranks):
+    for lines, kept in ranks.run(left_to_megatron):
+        assert lines == ["gates that Megatron saves in FP8 or moves to the CPU are left to it"]
+        assert kept > 0
+
+
+def averaged() -> Any:
+    """Two replicas of two ranks each, sequence parallel: gradients in FP8, as docs/engines/megatron.md has them."""
+    with parallel(2) as state:
+        group = state.get_data_parallel_group()
+        tensor_group, tensor_rank = state.get_tensor_model_parallel_group(), state.get_tensor_model_parallel_rank()
+        model = gpt(sequence_parallel=True)
+        compress_saved_(model, LayerAware.published())
+        storage = GradientStorage(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        generator = torch.Generator().manual_seed(state.get_data_parallel_rank())
+        mask = torch.ones(32, 32, dtype=torch.bool).triu(1)[None, None]
+
+        def train(of: nn.Module) -> None:
+            for tokens in torch.randint(VOCABULARY, (2, 2, 32), generator=generator):
+                (of(tokens, torch.arange(32).expand(2, -1), mask, labels=tokens).mean() / 2).backward()
+
+        before = generator.get_state()
+        train(model)
+        local = sum(p.numel() for p in model.parameters())
+        assert storage.nbytes < 1.04 * local
+        storage.average(group)
+        for p in model.parameters():
+            if getattr(p, "sequence_parallel", False):
+                part = storage.gradient(p, torch.float32)
+                assert part is not None
+                dist.all_reduce(part, group=tensor_group)
+                storage.put(p, part)
+        pairs = [*storage.gradients()]
+        own = [g for p, g in pairs if getattr(p, "tensor_model_parallel", False) or tensor_rank == 0]
+        squares = torch.stack([g.square().sum() for g in own]).sum()
+        dist.all_reduce(squares, group=tensor_group)
+        generator.set_state(before)
+        plain = gpt()
+        train(plain)
+        for p in plain.parameters():
+            dist.all_reduce(p.grad, group=group)
+        means = torch.cat([p.grad.flatten() / 2 for p in plain.parameters() if p.grad is not None])
+        error = float((torch.cat([g.flatten() for _, g in pairs]) - means).norm() / means.norm())
+        assert sum(getattr(p, "sequence_parallel", False) for p in model.parameters()) == 5
+        storage.step(optimizer)
+        storage.zero_()
+        return error, tensor_rank, float(squares.sqrt()), [p.detach() for p in model.parameters()]
+
+
+def test_gradients_are_stored_and_averaged_in_8_bits(ranks: Ranks):
+    outcomes = ranks.run(averaged, ranks=4)
+    weights: dict[int, list[Tensor]] = {}
+    for error, tensor_rank, norm, parameters in outcomes:
+        assert 0.02 < error < 0.15
+        assert norm == pytest.approx(outcomes[0][2], rel=1e-6)
+        for p, q in zip(weights.setdefault(tensor_rank, parameters), parameters, strict=True):
+            assert torch.equal(p, q)
+    assert [*weights] == [0, 1]
