@@ -214,6 +214,7 @@ WRONG: list[tuple[str, Records, str]] = [
     ("winogrande", changed(WINOGRANDE[0], option2=" "), "option2 is ' '; allowed: text that is not empty"),
     ("boolq", changed(BOOLQ[0], label=-1), "label is -1; allowed: true or false, 1 or 0"),
     ("boolq", changed(BOOLQ[0], passage=None), "line 1 has no passage; it has question, idx, label"),
+    ("boolq", changed(BOOLQ[0], passage="\ud800"), "line 1 is not JSON ('utf-8' codec can't encode"),
     ("boolq", [*BOOLQ, {"passage": "p"}], "line 3 has no label; it has passage"),
 ]
 
@@ -225,6 +226,11 @@ def test_a_wrong_question_is_named_by_its_line(name: str, records: Records, line
         task_files.read_questions(name, str(path))
     assert f"task {name}={path}" in str(caught.value)
     assert line in str(caught.value)
+
+
+def test_brackets_that_nothing_closes_stay_and_take_no_time(tmp_path: Path):
+    path = write(tmp_path, "open", changed(HELLASWAG[0], activity_label="[a] b", ctx_a="[" * 10**6, ctx_b=""))
+    assert task_files.read_questions("hellaswag", str(path))[0].contexts[0] == f" b: {'[' * 10**6}"
 
 
 def test_a_wrong_row_of_parquet_is_named(tmp_path: Path):
@@ -240,6 +246,7 @@ REFUSED = [
     ("arc_easy=nowhere.jsonl", "task arc_easy=nowhere.jsonl cannot be read: No such file or directory; allowed: a loc"),
     ("arc_easy={folder}/text.txt", "text.txt: '.txt' is not read; allowed: .jsonl, .json or .parquet"),
     ("arc_easy={folder}", "is not read; allowed: .jsonl, .json or .parquet"),
+    ("arc_easy={folder}/odd.json", "odd.json cannot be read: Is a directory; allowed: a local file"),
     ("arc_easy={folder}/config.json", "config.json line 1 is not JSON"),
     ("arc_easy={folder}/list.json", "list.json line 1 is [1]; allowed: an object on each line"),
     (
@@ -260,6 +267,7 @@ def test_bad_files_are_one_line_before_the_model_is_loaded(
 ):
     write(folder, "boolq", BOOLQ)
     (folder / "list.json").write_text("[1]")
+    (folder / "odd.json").mkdir(exist_ok=True)
     monkeypatch.setattr("lowbit.evaluate.loading.load_model", lambda *_: pytest.fail("the model was loaded"))
     common = f"--text {folder / 'text.txt'} --tp 2 --low-bit {'' if '--length' in options else '--length 32'}"
     done = invoke("evaluate", str(folder), *common.split(), "--task", *options.format(folder=folder).split())

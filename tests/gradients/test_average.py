@@ -206,17 +206,19 @@ def differ(what: str) -> int:
     rank = dist.get_rank()
     codec = BlockFloat8(block=64) if what == "codec" and rank else FP8
     shape = (9,) if what == "parameters" and rank else (8,)
-    parameter = nn.Parameter(torch.zeros(shape))
-    storage = GradientStorage([parameter], codec=codec)
-    parameter.grad = torch.ones(shape)
-    before = copy.deepcopy(storage.state_dict())
-    with sent_bytes() as sent, pytest.raises(AgreementError, match=rf"{what}: .*\n?.*rank 0"):
+    parameters = [] if what == "nothing" and rank else [nn.Parameter(torch.zeros(shape))]
+    storage = GradientStorage(parameters, codec=codec)
+    for parameter in parameters:
+        parameter.grad = torch.ones(shape)
+    before = copy.deepcopy(payloads(storage))
+    fact = "codec" if what == "codec" else "parameters"
+    with sent_bytes() as sent, pytest.raises(AgreementError, match=rf"{fact}: .*\n?.*rank 0"):
         storage.average(timeout=20)
-    assert torch.equal(payloads(storage)["0"], before["payloads"]["0"])
+    assert all(torch.equal(payload, before[name]) for name, payload in payloads(storage).items())
     return sum(sent)
 
 
-@pytest.mark.parametrize("what", ["codec", "parameters"])
+@pytest.mark.parametrize("what", ["codec", "parameters", "nothing"])
 def test_ranks_that_store_otherwise_get_one_error_before_a_byte(ranks: Ranks, what: str):
     assert ranks.run(differ, what) == [0, 0]
 
@@ -266,6 +268,10 @@ def refuses() -> str:
     alone = GradientStorage([parameter := nn.Parameter(torch.zeros(4))])
     parameter.grad = torch.arange(4.0)
     alone.average()
+    alone.close()
+    alone.average()
+    assert list(payloads(alone)) == ["0"]
+    assert parameter.grad is None
     return str(alone.gradient(parameter))
 
 

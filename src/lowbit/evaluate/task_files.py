@@ -113,7 +113,7 @@ def _short(value: Any) -> str:
 
 
 def _records(task: str, path: Path) -> Iterator[_Record]:
-    if path.suffix not in (*_LINES, _PARQUET) or path.is_dir():
+    if path.suffix not in (*_LINES, _PARQUET):
         raise ConfigError(f"{task}: {path.suffix or path.name!r} is not read; allowed: .jsonl, .json or .parquet")
     try:
         if path.suffix == _PARQUET:
@@ -132,6 +132,7 @@ def _lines(task: str, path: Path) -> Iterator[_Record]:
             where = f"{task} line {number}"
             try:
                 fields = json.loads(line.decode("utf-8"))
+                json.dumps(fields, ensure_ascii=False).encode()  # tokenizers refuse half a surrogate pair
             except (ValueError, RecursionError) as error:
                 raise ConfigError(f"{where} is not JSON ({error}); allowed: an object on each line") from error
             if not isinstance(fields, dict):
@@ -178,7 +179,8 @@ def _hellaswag(record: _Record) -> Question:
 
 def _without_brackets(text: str) -> str:
     """Remove what WikiHow leaves in brackets."""
-    return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
+    # A bracket that nothing closes takes the rest of its line: search it once, not from each such bracket.
+    return re.sub(r"\[.*?\]|(\[.*)", r"\1", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
 
 def _winogrande(record: _Record) -> Question:

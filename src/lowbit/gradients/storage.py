@@ -109,7 +109,7 @@ class GradientStorage:
                     "allowed: a new GradientStorage (close() this one first)"
                 )
         for parameter in self._stored if parameters is None else parameters:
-            if parameter in self._stored:
+            if parameter in self._stored and not self._closed:
                 self._absorb(parameter)
 
     def gradient(self, parameter: nn.Parameter, dtype: torch.dtype | None = None) -> Tensor | None:
@@ -202,13 +202,14 @@ class GradientStorage:
         self.absorb()
         group = plain(group)
         check_call(self._nearest, group, timeout=timeout, checksums=checksums)
-        if group.size() == 1 or not self._stored:
+        if group.size() == 1:
             return
         gradients = [(stored, local(p)) for p, stored in self._stored.items()]
         if group not in self._agreed:
             agree_on(self._nearest, gradients, group, timeout=timeout, checksums=checksums)
             self._agreed.add(group)
-        average(self._nearest, gradients, group, timeout=timeout, checksums=checksums)
+        if gradients:
+            average(self._nearest, gradients, group, timeout=timeout, checksums=checksums)
         for parameter, stored in self._stored.items():
             if stored.held:
                 self._show(parameter, stored)
@@ -373,7 +374,9 @@ class GradientStorage:
         return stored if stored is not None and stored.held else None
 
     def _show(self, parameter: Tensor, stored: Stored) -> None:
-        """Let `.grad` be the stored gradient."""
+        """Let `.grad` be the stored gradient, unless the storage is closed."""
+        if self._closed:
+            return
         if stored.view is None:
             stored.view = StoredGradient(local(parameter), stored, self.codec, self._nearest)
         parameter.grad = as_shard(stored.view, parameter)

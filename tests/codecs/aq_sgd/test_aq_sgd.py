@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -118,7 +120,9 @@ def test_a_coded_cache_is_a_quarter_and_both_ends_hold_the_same() -> None:
     again = codec.open(shape=(2, 3, 64), dtype=torch.float32)
     again.load_state_dict(sender.state_dict())
     assert torch.equal(again.encode(2 * x, key=(1, 0)), sender.encode(2 * x, key=(1, 0)))
-    with pytest.raises(ValueError, match=r"state of sample 5 has shape \(3, 64\); expected \(204,\)"):
+    with pytest.raises(ValueError, match=r"state of sample 5 has shape \(3, 64\); expected \(224,\)"):
         sender.load_state_dict({"5": x[0]})
-    with pytest.raises(TypeError, match="cache is 8; allowed: a codec without state, or None"):
-        AQSGD(cache=8)  # pyright: ignore[reportArgumentType]
+    bad: Any
+    for bad in (8, AQSGD(), GroupInt(bits=8, rounding="stochastic")):
+        with pytest.raises(TypeError, match="cache is .*; allowed: a codec without state that rounds to nearest"):
+            AQSGD(cache=bad)

@@ -16,6 +16,7 @@ from lowbit.codecs.cast.codec import Cast
 from lowbit.codecs.group_int.codec import GroupInt
 from lowbit.codecs.sessions import Key, Session
 from lowbit.codecs.stateful import StatefulCodec
+from lowbit.codecs.sums import Summable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +35,8 @@ class AQSGD(StatefulCodec):
 
     Args:
         inner: the codec of the differences.
-        cache: a codec without state for m while it is kept: the paper's variant with less memory. Differences are then
-            from what it decodes to, on both ends alike. None: float32, exact.
+        cache: a codec without state that rounds to nearest, for m while it is kept: the paper's variant with less
+            memory. Differences are then from what it decodes to, on both ends alike. None: float32, exact.
     """
 
     payload_version: ClassVar[int] = 2
@@ -47,8 +48,10 @@ class AQSGD(StatefulCodec):
     def __post_init__(self) -> None:
         if not isinstance(self.inner, Codec) or self.inner.stateful:
             raise TypeError(f"inner is {self.inner!r}; allowed: a codec without state")
-        if self.cache is not None and (not isinstance(self.cache, Codec) or self.cache.stateful):
-            raise TypeError(f"cache is {self.cache!r}; allowed: a codec without state, or None")
+        cache = self.cache
+        random = isinstance(cache, Summable) and cache != cache.nearest()  # both ends would draw other numbers
+        if cache is not None and (not isinstance(cache, Codec) or cache.stateful or random):
+            raise TypeError(f"cache is {cache!r}; allowed: a codec without state that rounds to nearest, or None")
 
     def format_nbytes(self, shape: Sequence[int]) -> int:
         batch, sample = (shape[0], shape[1:]) if shape else (1, ())
