@@ -80,6 +80,7 @@ def test_static_ranges_by_one_name(folder: Path, calibrated: Path, tmp_path: Pat
     made = f"--text {folder / 'text.txt'} --length 32 --sequences 8 --output {output}"
     result = invoke("calibrate", str(folder), *made.split(), "--features", "1", "--gain", "static")
     assert result.exit_code == 0, result.output
+    assert "bits per value, as published: no gain for each token\n" in result.stdout
     assert Calibration.load(output).gain == "static"
     settings = evaluation_config(folder, tps=(2,), formats=("feature-int4-static",), dtype="bfloat16")
     theirs = run(EVALUATE, dataclasses.replace(settings, calibrations=(str(output),))).rows[1]
@@ -266,7 +267,7 @@ REFUSED = [
     ("calibrate {model} --ranks 3", f"ranks is 3; {CUT}"),
     ("calibrate {model} --length 65", "length is 65; the model has 64 positions"),
     ("calibrate {model} --features E/0", "features is 'E/0'; allowed: 'E/64'"),
-    ("calibrate {model} --features 32 --length 8 --text {text}", "k is 32; allowed: 0 to 31"),
+    ("calibrate {model} --features 32 --length 8 --text {text}", "features is '32'; allowed: fewer than all 32"),
     (
         "calibrate {model} --length 64 --text {short}",
         "has 9 tokens; allowed: at least one sequence of 64 (65 tokens)",
@@ -274,6 +275,10 @@ REFUSED = [
     (
         "evaluate {model} --length 8 --text {text} --format int5x",
         "format is 'int5x'; allowed: int4, feature-int4",
+    ),
+    (
+        "evaluate {model} --length 8 --text {text} --format feature-int4-statik",
+        "feature-int4-distributed, feature-int4-static, or a codec\n",
     ),
     ("evaluate {model} --length 8 --text {text} --tp 3", f"tp is 3; {CUT}"),
     ("evaluate {model} --length 8 --calibration {short}", "not a safetensors file"),

@@ -316,7 +316,8 @@ def _check_format(name: str) -> None:
         try:
             parse(name)
         except ValueError as error:
-            raise ConfigError(f"format is {name!r}; allowed: {', '.join(CALIBRATED)}, or a codec: {error}") from error
+            which = "" if name.startswith("feature-int") else f": {error}"  # that one speaks of calibrations
+            raise ConfigError(f"format is {name!r}; allowed: {', '.join(CALIBRATED)}, or a codec{which}") from error
 
 
 def _with_features(calibration: Calibration, name: str) -> Calibration:

@@ -99,7 +99,10 @@ class CalibrationConfig(InferenceConfig):
                 f"features is {self.features!r}; allowed: 'E/64' or another share of a layer's E features, "
                 "a number of them, or 'distributed'"
             )
-        return (int(share) if share == wanted else width // int(share)), "fixed"
+        k = int(share) if share == wanted else width // int(share)
+        if k >= width:
+            raise ConfigError(f"features is {self.features!r}; allowed: fewer than all {width} of a layer")
+        return k, "fixed"
 
 
 @section()
