@@ -101,6 +101,17 @@ def test_static_ranges_by_one_name(folder: Path, calibrated: Path, tmp_path: Pat
     assert "error: gain is 'row'; allowed: token, static or nothing" in result.stderr
 
 
+def test_a_calibration_that_does_not_fit_is_refused_before_the_model_is_loaded(
+    folder: Path, calibrated: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("lowbit.evaluate.loading.load_model", pytest.fail)
+    settings = evaluation_config(
+        folder, tps=(1, 2, 4), formats=("feature-int4-static",), calibrations=(str(calibrated),)
+    )
+    with pytest.raises(CalibrationError, match="calibration is for 2 ranks and tp is 4; allowed: a file for each"):
+        run(EVALUATE, settings)
+
+
 @pytest.mark.parametrize("name", ["int4", "feature-int4", "feature-int4-distributed"])
 def test_static_ranges_do_not_pass_for_another_format(folder: Path, tmp_path: Path, name: str):
     config = calibration_config(folder, output=str(tmp_path / "c"), gain="static", sequences=2)
@@ -312,7 +323,7 @@ def test_settings_are_checked_and_explained():
     with pytest.raises(ConfigError, match="sequences is 0; allowed: at least 1"):
         CalibrationConfig(model="m", sequences=0)
     assert CalibrationConfig(model="m", features="E/32").selection(256) == (8, "fixed")
-    assert CalibrationConfig(model="m", features="5").selection(256) == (5, "fixed")
+    assert CalibrationConfig(model="m", features="500").selection(512) == (500, "fixed")
     assert EvaluationConfig(model="m", low_bit=True).compared == ("bf16", "feature-int4")
     assert all(
         setting.meaning for config in (CalibrationConfig, EvaluationConfig) for setting in settings_of(config).values()

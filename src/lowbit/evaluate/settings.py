@@ -81,7 +81,7 @@ class CalibrationConfig(InferenceConfig):
     """Momentum of the moving averages."""
 
     def __post_init__(self) -> None:
-        self.selection(64)
+        self.selection(1 << 30)  # wider than any model, whose width is not known yet
 
     @property
     def path(self) -> Path:
