@@ -278,7 +278,8 @@ REFUSED = [
     ("calibrate {model} --ranks 3", f"ranks is 3; {CUT}"),
     ("calibrate {model} --length 65", "length is 65; the model has 64 positions"),
     ("calibrate {model} --features E/0", "features is 'E/0'; allowed: 'E/64'"),
-    ("calibrate {model} --features 32 --length 8 --text {text}", "features is '32'; allowed: fewer than all 32"),
+    ("calibrate {model} --features E/1", "features is 'E/1'; allowed: 'E/2' or another share, not all features"),
+    ("calibrate {model} --features 32 --length 8 --text {text}", "features is '32'; allowed: 0 to 31, fewer than"),
     (
         "calibrate {model} --length 64 --text {short}",
         "has 9 tokens; allowed: at least one sequence of 64 (65 tokens)",

@@ -101,7 +101,8 @@ class CalibrationConfig(InferenceConfig):
             )
         k = int(share) if share == wanted else width // int(share)
         if k >= width:
-            raise ConfigError(f"features is {self.features!r}; allowed: fewer than all {width} of a layer")
+            allowed = f"0 to {width - 1}, fewer than" if share == wanted else "'E/2' or another share, not"
+            raise ConfigError(f"features is {self.features!r}; allowed: {allowed} all features of a layer")
         return k, "fixed"
 
 
