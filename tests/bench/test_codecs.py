@@ -163,7 +163,7 @@ def test_the_report_is_shown_and_drawn(report, tmp_path: Path):
     ("wrong", "message"),
     [
         ({"codecs": ("int9",)}, "codec is 'int9'"),
-        ({"codecs": ("aq-sgd",)}, "needs every sample twice"),
+        ({"codecs": ("aq-sgd-8bit",)}, "'aq-sgd-8bit', which needs every sample twice; .*`lowbit bench pipeline`"),
         (
             {"codecs": ("SubspaceQuant(directions='auto')",)},
             "codec is .*, which chooses a parameter in a",

@@ -188,7 +188,7 @@ class FakeWorkers:
         ({"samples": 0}, "samples is 0; allowed: at least 1"),
         ({"links": ()}, "links is"),
         ({"boundaries": ("int4", "int4")}, "boundaries is"),
-        ({"boundaries": ("int9",)}, "codec is 'int9'"),
+        ({"boundaries": ("int9",)}, "boundaries has 'int9': codec is 'int9'"),
         ({"backward": "what"}, "codec is 'what'"),
         ({"boundaries": ("SubspaceQuant(directions='auto')",)}, "boundaries has .*: directions is 'auto'"),
         ({"backward": "SubspaceQuant(directions=65)"}, "has 'tah-quant': directions is 65, .* allowed: 1 to 64"),

@@ -10,6 +10,7 @@ import pytest
 from pydantic import Field
 
 from lowbit.config import ConfigError, Positive, build, section, settings_of, to_toml
+from lowbit.config.types import Text
 
 
 @section("inner")
@@ -36,6 +37,8 @@ class Outer:
     inner: Inner = Inner(size=5)
     sizes: tuple[Positive, ...] = ()
     """Some."""
+    level: Literal[0, 4, 8] = 0
+    """One of a few."""
 
     def __post_init__(self) -> None:
         if self.inner.size == 13:
@@ -70,6 +73,13 @@ def test_the_first_error_is_one_line(values: dict, message: str):
         build(Outer, values)
 
 
+def test_choices_that_are_integers_are_read_from_a_command_line():
+    assert build(Outer, {"name": "x", "level": Text("4")}).level == 4
+    for text, shown in (("5", "5"), ("four", "'four'")):
+        with pytest.raises(ConfigError, match=f"^level is {shown}; allowed: 0, 4, 8$"):
+            build(Outer, {"name": "x", "level": Text(text)})
+
+
 def test_what_is_not_given_stays_as_in_the_default():
     assert build(Outer, {"name": "x", "inner": {"share": 0}}).inner == Inner(size=5, share=0.0)
     assert build(Outer, {"name": "x", "inner": {"share": 0}, "inner.size": 7}).inner == Inner(size=7, share=0.0)
@@ -88,7 +98,7 @@ def test_sections_are_frozen_and_checked_again_when_they_are_replaced():
 def test_settings_say_what_they_mean():
     settings = settings_of(Later)
     assert [setting.meaning for setting in settings.values()] == [
-        *("Whose.", "Which.", "What is inside. In two paragraphs.", "Some.", "More of it.")
+        *("Whose.", "Which.", "What is inside. In two paragraphs.", "Some.", "One of a few.", "More of it.")
     ]
     assert (settings["kinds"].limits, settings["sizes"].limits, settings["name"].limits) == ("a, b", "at least 1", "")
 

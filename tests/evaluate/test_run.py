@@ -80,6 +80,7 @@ def test_static_ranges_by_one_name(folder: Path, calibrated: Path, tmp_path: Pat
     made = f"--text {folder / 'text.txt'} --length 32 --sequences 8 --output {output}"
     result = invoke("calibrate", str(folder), *made.split(), "--features", "1", "--gain", "static")
     assert result.exit_code == 0, result.output
+    assert "bits per value, as published: no gain for each token\n" in result.stdout
     assert Calibration.load(output).gain == "static"
     settings = evaluation_config(folder, tps=(2,), formats=("feature-int4-static",), dtype="bfloat16")
     theirs = run(EVALUATE, dataclasses.replace(settings, calibrations=(str(output),))).rows[1]
@@ -98,6 +99,17 @@ def test_static_ranges_by_one_name(folder: Path, calibrated: Path, tmp_path: Pat
     result = invoke("calibrate", str(folder), "--gain", "row")
     assert result.exit_code == 2
     assert "error: gain is 'row'; allowed: token, static or nothing" in result.stderr
+
+
+def test_a_calibration_that_does_not_fit_is_refused_before_the_model_is_loaded(
+    folder: Path, calibrated: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("lowbit.evaluate.loading.load_model", pytest.fail)
+    settings = evaluation_config(
+        folder, tps=(1, 2, 4), formats=("feature-int4-static",), calibrations=(str(calibrated),)
+    )
+    with pytest.raises(CalibrationError, match="calibration is for 2 ranks and tp is 4; allowed: a file for each"):
+        run(EVALUATE, settings)
 
 
 @pytest.mark.parametrize("name", ["int4", "feature-int4", "feature-int4-distributed"])
@@ -266,7 +278,8 @@ REFUSED = [
     ("calibrate {model} --ranks 3", f"ranks is 3; {CUT}"),
     ("calibrate {model} --length 65", "length is 65; the model has 64 positions"),
     ("calibrate {model} --features E/0", "features is 'E/0'; allowed: 'E/64'"),
-    ("calibrate {model} --features 32 --length 8 --text {text}", "k is 32; allowed: 0 to 31"),
+    ("calibrate {model} --features E/1", "features is 'E/1'; allowed: 'E/2' or another share, not all features"),
+    ("calibrate {model} --features 32 --length 8 --text {text}", "features is '32'; allowed: 0 to 31, fewer than"),
     (
         "calibrate {model} --length 64 --text {short}",
         "has 9 tokens; allowed: at least one sequence of 64 (65 tokens)",
@@ -274,6 +287,10 @@ REFUSED = [
     (
         "evaluate {model} --length 8 --text {text} --format int5x",
         "format is 'int5x'; allowed: int4, feature-int4",
+    ),
+    (
+        "evaluate {model} --length 8 --text {text} --format feature-int4-statik",
+        "feature-int4-distributed, feature-int4-static, or a codec\n",
     ),
     ("evaluate {model} --length 8 --text {text} --tp 3", f"tp is 3; {CUT}"),
     ("evaluate {model} --length 8 --calibration {short}", "not a safetensors file"),
@@ -307,7 +324,7 @@ def test_settings_are_checked_and_explained():
     with pytest.raises(ConfigError, match="sequences is 0; allowed: at least 1"):
         CalibrationConfig(model="m", sequences=0)
     assert CalibrationConfig(model="m", features="E/32").selection(256) == (8, "fixed")
-    assert CalibrationConfig(model="m", features="5").selection(256) == (5, "fixed")
+    assert CalibrationConfig(model="m", features="500").selection(512) == (500, "fixed")
     assert EvaluationConfig(model="m", low_bit=True).compared == ("bf16", "feature-int4")
     assert all(
         setting.meaning for config in (CalibrationConfig, EvaluationConfig) for setting in settings_of(config).values()

@@ -119,6 +119,7 @@ def test_a_plan_gives_the_bits_of_each_stage(tmp_path: Path, without_torchao: li
     for policy, bits in zip(prepare(planned, ranks=2).activations, (4, 8), strict=True):
         assert isinstance(policy, LayerAware)
         assert [policy.bits_of(kind) for kind in ("norm", "mlp", "linear", "attention")] == [bits, bits, bits, 16]
+        assert not policy.outliers, "tokens that stay exact in norms of 8 bits are ours, not the paper's"
     stages = ((LayerChoice(), LayerChoice()),) * 2
     LayerPlan(stages=stages, made_for=made_for).write(tmp_path / "plan.json")
     with pytest.raises(ConfigError, match=r"a plan by layer, and run\.method is agoq; allowed: a plan by stage"):

@@ -165,7 +165,10 @@ def codec_of(name: str) -> Any:
     """
     codec = EXTRA_NAMES.get(name) or parse(name)
     if isinstance(codec, Codec) and codec.needs_key:
-        raise ConfigError(f"codec is {name!r}, which needs every sample twice; allowed: other codecs")
+        raise ConfigError(
+            f"codec is {name!r}, which needs every sample twice; allowed: other codecs, "
+            "or `lowbit bench pipeline` and `convergence`, where samples come again"
+        )
     if isinstance(codec, Codec) and not codec.settled:
         raise ConfigError(
             f"codec is {name!r}, which chooses a parameter in a pipeline's warm-up; "

@@ -31,8 +31,15 @@ Device = Literal["cpu", "cuda"]
 
 
 def formats_of(boundary: str, backward: str) -> dict[str, str | None]:
-    """Formats of a boundary in full, as `forward` and `backward`; None for PyTorch's own stage."""
-    pair = (None, None) if boundary in STOCK else map(repr, parse_pair(boundary, backward))
+    """Formats of a boundary in full, as `forward` and `backward`; None for PyTorch's own stage.
+
+    Raises:
+        ConfigError: an unknown name.
+    """
+    try:
+        pair = (None, None) if boundary in STOCK else map(repr, parse_pair(boundary, backward))
+    except ValueError as error:
+        raise ConfigError(f"boundaries has {boundary!r}: {error}") from error
     return dict(zip(("forward", "backward"), pair, strict=True))
 
 

@@ -6,9 +6,10 @@ import argparse
 import dataclasses
 import difflib
 import re
+import typing
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from lowbit.cli.text import examples_in_help, listed, wrapped
 from lowbit.config import ConfigError, Setting, resolve, settings_of
@@ -239,7 +240,8 @@ def _metavar(setting: Setting) -> str:
     kinds = union_of(setting.hint if element is None else element)
     if bool in kinds:
         return "".join(f"[={choice}]" for kind in kinds for choice in choices_of(kind))
-    word = kinds[0].__name__.upper() if hasattr(kinds[0], "parse") else _METAVARS.get(kinds[0], "TEXT")
+    kind = type(typing.get_args(kinds[0])[0]) if typing.get_origin(kinds[0]) is Literal else kinds[0]
+    word = kind.__name__.upper() if hasattr(kind, "parse") else _METAVARS.get(kind, "TEXT")
     return word if element is None else f"{word},..."
 
 

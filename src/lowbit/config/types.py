@@ -80,8 +80,14 @@ def read(text: str, hint: Any) -> Any:
     kinds = union_of(hint)
     if isinstance(value, str) or (isinstance(value, bool) and bool in kinds):
         return value
-    wants_text = any(kind is str or hasattr(kind, "parse") or choices_of(kind) for kind in kinds)
-    return str(text) if wants_text else value
+    return str(text) if any(map(_takes_text, kinds)) else value
+
+
+def _takes_text(kind: Any) -> bool:
+    """Whether a member of a union is text, is made of it, or is a choice that has some."""
+    if typing.get_origin(kind) is Literal:
+        return any(isinstance(choice, str) for choice in typing.get_args(kind))
+    return kind is str or hasattr(kind, "parse")
 
 
 def _split(text: str) -> list[str]:

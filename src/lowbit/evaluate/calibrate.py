@@ -34,7 +34,7 @@ def measure(settings: CalibrationConfig) -> list[dict[str, Any]]:
 
     Returns:
         A row for each layer, with `layer`, `features` (chosen), `k` (their number), `width`, `bits_per_value`,
-        `aggregated` (root mean square of the ranks' ranges, by feature), and of that `range_median` and
+        `gain`, `aggregated` (root mean square of the ranks' ranges, by feature), and of that `range_median` and
         `range_largest`.
 
     Raises:
@@ -126,6 +126,7 @@ def _row(calibration: Calibration, layer: str) -> dict[str, Any]:
         "k": len(features),
         "width": ranges.shape[1],
         "bits_per_value": calibration.bits_per_value(layer),
+        "gain": calibration.gain,
         "range_median": float(aggregated.median()),
         "range_largest": float(aggregated.max()),
         "aggregated": aggregated.tolist(),

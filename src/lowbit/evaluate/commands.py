@@ -43,7 +43,8 @@ def _line(row: Row) -> str:
 
 def _ranges_title(rows: Sequence[Row]) -> str:
     bits = sum(row["bits_per_value"] * row["width"] for row in rows) / sum(row["width"] for row in rows)
-    return f"Ranges of partial sums; {bits:.4f} bits per value"
+    published = ", as published: no gain for each token" if rows[0].get("gain") == "static" else ""
+    return f"Ranges of partial sums; {bits:.4f} bits per value{published}"
 
 
 def _kind(row: Row) -> str:

@@ -115,6 +115,7 @@ class Evaluation:
             if self.ranks > 1:
                 agree(None, self._facts(), topic="evaluation")
             calibrations = loading.load_calibrations(self.settings.calibrations)
+            self._check_calibrations(calibrations)
             model = loading.load_model(self.settings.model, self.settings.dtype, self.device)
             if self.kind == loading.MASKED and model.get_output_embeddings() is None:
                 self.kind = loading.ENCODER  # its checkpoint has no head
@@ -132,6 +133,18 @@ class Evaluation:
                 )
         if self.kind == loading.MASKED and self.settings.tokenizer == "bytes":
             raise ConfigError("tokenizer is bytes; allowed for a masked language model: one with a mask token")
+
+    def _check_calibrations(self, calibrations: Mapping[int, Calibration]) -> None:
+        """Raise, before anything is measured, unless the files that were named are for all ranks and formats."""
+        names = [name for name in self.settings.compared if name in CALIBRATED]
+        for tp in self.tps if calibrations and names else ():
+            if tp > 1 and tp not in calibrations:
+                given = ", ".join(map(str, calibrations))
+                raise CalibrationError(
+                    f"calibration is for {given} ranks and tp is {tp}; allowed: a file for each number of ranks"
+                )
+            for name in names if tp > 1 else ():
+                _with_features(calibrations[tp], name)
 
     def _sentences(self) -> list[str]:
         wanted = self.settings.sentences
@@ -192,11 +205,6 @@ class Evaluation:
         settings = self.settings
         if tp in calibrations:
             return calibrations[tp]
-        if calibrations:
-            given = ", ".join(map(str, calibrations))
-            raise CalibrationError(
-                f"calibration is for {given} ranks and tp is {tp}; allowed: a file for each number of ranks"
-            )
         beside = default_calibration(settings.model, tp)
         if not settings.calibration_text and self._all_have(beside):
             return loading.load_calibration(beside)
@@ -316,7 +324,8 @@ def _check_format(name: str) -> None:
         try:
             parse(name)
         except ValueError as error:
-            raise ConfigError(f"format is {name!r}; allowed: {', '.join(CALIBRATED)}, or a codec: {error}") from error
+            which = "" if name.startswith("feature-int") else f": {error}"  # that one speaks of calibrations
+            raise ConfigError(f"format is {name!r}; allowed: {', '.join(CALIBRATED)}, or a codec{which}") from error
 
 
 def _with_features(calibration: Calibration, name: str) -> Calibration:

@@ -81,7 +81,7 @@ class CalibrationConfig(InferenceConfig):
     """Momentum of the moving averages."""
 
     def __post_init__(self) -> None:
-        self.selection(64)
+        self.selection(1 << 30)  # wider than any model, whose width is not known yet
 
     @property
     def path(self) -> Path:
@@ -99,7 +99,11 @@ class CalibrationConfig(InferenceConfig):
                 f"features is {self.features!r}; allowed: 'E/64' or another share of a layer's E features, "
                 "a number of them, or 'distributed'"
             )
-        return (int(share) if share == wanted else width // int(share)), "fixed"
+        k = int(share) if share == wanted else width // int(share)
+        if k >= width:
+            allowed = f"0 to {width - 1}, fewer than" if share == wanted else "'E/2' or another share, not"
+            raise ConfigError(f"features is {self.features!r}; allowed: {allowed} all features of a layer")
+        return k, "fixed"
 
 
 @section()

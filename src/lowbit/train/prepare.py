@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from lowbit.activations import LayerAware
 from lowbit.codecs import Codec
 from lowbit.config import ConfigError
 from lowbit.train.activations import Policies, StageOfPlan, check_schedule, planned_settings, saved_policies
@@ -120,11 +121,8 @@ def prepare(config: TrainConfig, *, ranks: int) -> Prepared:
     vocab = vocabulary(config.model, data.tokenizer.size)
     activations = saved_policies(config.activations, layout.stages, planned_settings(config, layout, vocab))
     check_schedule(activations, config.pipeline.schedule)
-    if config.run.method == "agoq" and any(isinstance(policy, StageOfPlan) for policy in activations):
-        raise ConfigError(
-            f"activations.plan is {config.activations.plan!r}, a plan by layer, and run.method is agoq; "
-            "allowed: a plan by stage, which leaves attention as it is"
-        )
+    if config.run.method == "agoq" and config.activations.plan:
+        activations = tuple(_as_published(policy, config.activations.plan) for policy in activations)
     identity = run_identity(config, data=data, vocab=vocab)
     check_allowed(config.run.allow_change, identity)
     if config.run.resume and not _launched():
@@ -133,6 +131,16 @@ def prepare(config: TrainConfig, *, ranks: int) -> Prepared:
         config=config, layout=layout, codecs=codecs, activations=activations, storage=storage, all_reduce=all_reduce,
         tied_rows=tied_rows, data=data, vocab=vocab, device=device, backend=backend, identity=identity,
     )  # fmt: skip
+
+
+def _as_published(policy: Any, plan: str) -> LayerAware:
+    """Return a stage's policy for AGoQ: bits of a plan by stage, without our own care for outliers in 8-bit norms."""
+    if isinstance(policy, StageOfPlan):
+        raise ConfigError(
+            f"activations.plan is {plan!r}, a plan by layer, and run.method is agoq; "
+            "allowed: a plan by stage, which leaves attention as it is"
+        )
+    return replace(policy, outliers=False)
 
 
 def check_output(config: TrainConfig) -> None:
