@@ -54,7 +54,10 @@ SOONER = recorded("race", "speedup_fp32", boundary="transform")
 SOONER_BF16 = SOONER / recorded("race", "speedup_fp32", boundary="bf16")
 LEAST = min(reduced(ranks, "100mbit", name) for ranks in (2, 4) for name in ("fp8", "int8"))
 TP = "tensor-parallel"
-STATIC = [cell(TP, "MiniLM, 10 nearest kept | 2 | static", 1), stated(TP, r"static ranges it is [\d.]+ % \(kept ([\d.]+) %\)")]
+STATIC = [
+    cell(TP, "MiniLM, 10 nearest kept | 2 | static", 1),
+    stated(TP, r"static ranges it is [\d.]+ % \(kept ([\d.]+) %\)"),
+]
 OURS = [cell(TP, "feature-int4: a gain", 5), stated(TP, r"feature-int4 \| [\d.]+ \| ([\d.]+)% \| [\d.]+% \|")]
 BUDGET = [cell(TP, f"budget 4.25: attention by its inputs in {bits}", column) for bits, column in ((6, 5), (8, 2))]
 ALL_REDUCE = stated(TP, r"2,048 tokens: ([\d.]+) times as fast as BF16")
