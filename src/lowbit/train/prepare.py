@@ -133,14 +133,14 @@ def prepare(config: TrainConfig, *, ranks: int) -> Prepared:
     )  # fmt: skip
 
 
-def _as_published(policy: Any, plan: str) -> LayerAware:
+def _as_published(policy: Any, plan: str) -> LayerAware | None:
     """Return a stage's policy for AGoQ: bits of a plan by stage, without our own care for outliers in 8-bit norms."""
     if isinstance(policy, StageOfPlan):
         raise ConfigError(
             f"activations.plan is {plan!r}, a plan by layer, and run.method is agoq; "
             "allowed: a plan by stage, which leaves attention as it is"
         )
-    return replace(policy, outliers=False)
+    return None if policy is None else replace(policy, outliers=False)
 
 
 def check_output(config: TrainConfig) -> None:

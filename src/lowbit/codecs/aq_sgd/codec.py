@@ -53,6 +53,10 @@ class AQSGD(StatefulCodec):
         if cache is not None and (not isinstance(cache, Codec) or cache.stateful or random):
             raise TypeError(f"cache is {cache!r}; allowed: a codec without state that rounds to nearest, or None")
 
+    def __repr__(self) -> str:
+        cache = "" if self.cache is None else f", cache={self.cache!r}"
+        return f"{type(self).__name__}(inner={self.inner!r}{cache})"
+
     def format_nbytes(self, shape: Sequence[int]) -> int:
         batch, sample = (shape[0], shape[1:]) if shape else (1, ())
         return batch * self.inner.format_nbytes(sample) if math.prod(shape) else 0
