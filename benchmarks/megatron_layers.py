@@ -1,4 +1,4 @@
-"""Bytes that layers of Megatron-Core keep for backward, and errors of gradients, beside those of `nn.Linear`.
+"""Bytes that layers of Megatron-Core keep for backward, and errors of gradients, compared with `nn.Linear`.
 
     torchrun --nproc-per-node 2 -m benchmarks.megatron_layers
 

@@ -178,7 +178,7 @@ def cut(layout: Layout) -> Iterator[tuple[DeviceMesh, int, int]]:
 
 
 def measured(sizes: Sizes, layout: Layout, policy: str) -> dict[str, Any]:
-    """This rank's bytes and errors, beside those of one process with the same data."""
+    """This rank's bytes and errors, and those of one process with the same data."""
     eight_bits = layout.data > 1
     exact, _ = alone(sizes, "none", layout.data)
     expected, kept_alone = alone(sizes, policy, layout.data, eight_bits=eight_bits)

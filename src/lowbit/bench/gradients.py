@@ -87,7 +87,7 @@ def measure(settings: GradientsBenchmark, earlier: Sequence[Row]) -> Iterator[li
         the format), `wire_bits` (bytes that really left a rank, headers included, over those elements that an
         all-reduce has to send), `link_share` (of the link's goodput that was used: 1 is the physical limit; None:
         unlimited), `relative_error` (of the mean, against float64, storing included), `peak_bytes` (of gradients,
-        payloads and what an average takes beside them), `rounds`; and from training `tokens_per_second` (all ranks,
+        payloads and the working memory of an average), `rounds`; and from training `tokens_per_second` (all ranks,
         median step), `training_speedup_fp32`, `gradient_bytes` (held by a rank when backward has ended: gradients,
         buckets, and the format's own buffers), None where it was not trained.
 

@@ -24,7 +24,7 @@ from lowbit.train.config import ModelConfig
 from lowbit.train.model import build_model, next_token_loss, vocabulary
 
 MICROBATCHES = 3
-"""Of which stored gradients are means: by a factor that is no power of two, so that coding it rounds."""
+"""Micro-batches that stored gradients are averaged over: dividing by 3 makes coding round, as by 4 it would not."""
 _BUCKET_MB = 25  # PyTorch's default
 # PowerSGD starts its second all-reduce when the first has ended. With several buckets the order differs between ranks,
 # and Gloo ends the process; so it gets a single bucket.

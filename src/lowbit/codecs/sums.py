@@ -66,8 +66,11 @@ class Summable(Codec):
         """Return first byte and bytes of each section of a payload, if there is a `unit`.
 
         In a section each unit of elements has as many bytes, and a shorter last one has the first of them.
+
+        Raises:
+            TypeError: there is none.
         """
-        raise NotImplementedError
+        raise TypeError(f"codec is {self}; allowed: one whose payloads can be cut into parts, such as BlockFloat8()")
 
     def copy_units(
         self, source: Tensor, start: int, target: Tensor, at: int, count: int, *, numel: Sequence[int]

@@ -34,8 +34,9 @@ KEPT = 0.9  # of the mean squares, when those of another step come
 ZEROS = 2.0**-60  # mean squares relative to their mean, at least
 SEEN = 256  # tokens of a message, at most, that mean squares are taken of
 OWN_ROOT = -8 / 3  # of a message's own mean squares: their weights are these to the power -3/8
-OWN_SPREAD, OWN_TOKENS = 1.0, 8  # octaves that channels' root mean squares must differ by, in so many tokens at least
-OWN_SEEN = 64  # tokens at most that these are taken of
+OWN_SPREAD = 1.0  # octaves: own weights are taken where the spread of channels' root mean squares is larger
+OWN_TOKENS = 8  # fewer tell too little about channels
+OWN_SEEN = 64  # tokens of a message, at most, that the spread and the weights are computed from
 FELT = "felt"
 
 
