@@ -320,3 +320,16 @@ def test_under_ddp_gradients_are_right_but_its_buckets_stay(ranks: Ranks, view: 
     for errors, held in ranks.run(under_ddp, view):
         assert max(errors) < 0.07
         assert held == 4  # the same in the second step and the third
+
+
+def after_inference() -> None:
+    storage, parameters = stored(dist.get_rank())
+    with torch.inference_mode():
+        storage.average()
+    assert equal_everywhere(storage)
+    for parameter in parameters:  # as in the next step
+        parameter.sum().backward()
+
+
+def test_the_next_backward_works_after_an_average_in_inference_mode(ranks: Ranks):
+    ranks.run(after_inference)

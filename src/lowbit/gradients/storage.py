@@ -174,6 +174,7 @@ class GradientStorage:
             self.scale_(max_norm / (norm + 1e-6))
         return norm
 
+    @torch.inference_mode(False)  # what it leaves in `.grad` must take part in the next backward pass
     def average(
         self, group: dist.ProcessGroup | None = None, *, timeout: float = TIMEOUT, checksums: bool = True
     ) -> None:
@@ -181,7 +182,7 @@ class GradientStorage:
 
         AGoQ's all-reduce (`lowbit.collectives.all_reduce` by two_shot) without decoding and coding again: each rank
         adds up its share in float32, a chunk at a time, and codes the mean once. All ranks then store the same bytes,
-        and each has sent 2 (W - 1) / W bytes for a parameter, as W ranks. A parameter that has no gradient on one rank
+        and each has sent 2 (W - 1) / W bytes for a parameter, with W ranks. A parameter that has no gradient on one rank
         counts as zeros there; one that has none on any rank stays without. `scale_` costs nothing here while its factor
         is the same on all ranks; where it is not, the gradient is coded once more. After an error, call `zero_`.
 
