@@ -182,9 +182,9 @@ class GradientStorage:
 
         AGoQ's all-reduce (`lowbit.collectives.all_reduce` by two_shot) without decoding and coding again: each rank
         adds up its share in float32, a chunk at a time, and codes the mean once. All ranks then store the same bytes,
-        and each has sent 2 (W - 1) / W bytes for a parameter, with W ranks. A parameter that has no gradient on one rank
-        counts as zeros there; one that has none on any rank stays without. `scale_` costs nothing here while its factor
-        is the same on all ranks; where it is not, the gradient is coded once more. After an error, call `zero_`.
+        and each of W ranks has sent 2 (W - 1) / W bytes per element. A parameter without a gradient on one rank counts
+        as zeros there; one that has none on any rank stays without. `scale_` costs nothing here while its factor is the
+        same on all ranks; where it is not, the gradient is coded once more. After an error, call `zero_`.
 
         Args:
             group: the ranks, which store the same parameters in the same format; None: the default group.
