@@ -12,7 +12,7 @@ SEED   ?= $(shell date +%s)
 # Compiled graphs are for one kind of processor, which PyTorch's cache of them does not tell apart.
 AVX2   := TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/$(VENV)/inductor-avx2 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 NUMBA_CPU_NAME=haswell NUMBA_CPU_FEATURES=+avx2
 SSE2   := TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/$(VENV)/inductor-sse2 ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 NUMBA_CPU_NAME=generic
-CPU_TESTS := $(addprefix tests/,kernels codecs tensor_parallel evaluate collectives/test_feature_int.py cli/test_app.py) \
+CPU_TESTS := $(addprefix tests/,kernels codecs tensor_parallel lab/evaluate collectives/test_feature_int.py cli/test_app.py) \
   $(addprefix tests/activations/test_,norm.py gated.py modules.py distributed.py) $(addprefix tests/train/test_,prepare.py loop.py activations.py)
 TORCH  ?= 2.15.0
 OTHER  := .venv-torch/$(TORCH)
@@ -23,21 +23,24 @@ TORCH_TESTS := $(addprefix tests/,pipeline train/test_loop.py activations/test_d
   $(addprefix tests/test_docs.py::,test_python_runs test_scripts_for_several_ranks_run)
 # Not on the terminal: what the theme's authors have to say of MkDocs 2.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
-GPU_TESTS := $(addprefix tests/,codecs/test_gpu.py pipeline/test_side_streams.py train/test_device.py bench/test_convergence.py)
+GPU_TESTS := $(addprefix tests/,codecs/test_gpu.py pipeline/test_side_streams.py train/test_device.py lab/bench/test_convergence.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-integrations test-slow test-cpus test-torch test-docs fuzz torture gpu-test docs docs-serve docs-browser reports-browser real-models reference package lint format clean
+.PHONY: help demo test test-lab test-integrations test-slow test-cpus test-torch test-docs fuzz torture gpu-test docs docs-serve docs-browser reports-browser real-models reference package lint format clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 
-demo: $(VENV)/.installed-train ## Train a small Llama over a slow link: PyTorch's stage, lowbit's in FP32, lowbit's in few bits
+demo: $(VENV)/.installed-lab ## Train a small Llama over a slow link: PyTorch's stage, lowbit's in FP32, lowbit's in few bits
 	@$(BIN)/lowbit demo
 
 test: $(VENV)/.installed-dev ## Run the test suite (ARGS="-k codecs" is handed to pytest)
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not docs" $(ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not docs and not lab" $(ARGS)
 
-test-slow: $(VENV)/.installed-dev ## Run the long tests that `make test` leaves out
+test-lab: $(VENV)/.installed-dev ## Run the tests of benchmarks, emulated links and evaluation
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not docs and lab" $(ARGS)
+
+test-slow: $(VENV)/.installed-dev ## Run the long tests that `make test` and `make test-lab` leave out
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m slow $(ARGS)
 
 test-integrations: $(ENGINES)/.installed ## Run the tests inside other people's engines: torchft, TorchTitan, Megatron, Ray (4 GB of disk)

@@ -2,7 +2,7 @@
 
 from benchmarks.figures import Figures
 from lowbit.cli import main
-from lowbit.cli.app import Group
+from lowbit.cli.group import Group
 from lowbit.cli.reports import measurements
 
 BENCHMARKS = Group(

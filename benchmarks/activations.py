@@ -17,16 +17,17 @@ from torch import Tensor, nn
 
 from lowbit.activations import LayerAware, compress_saved_, counted
 from lowbit.activations.counting import layer_type
-from lowbit.bench.memory_run import modules_around
-from lowbit.bench.settings import Device, EachOnce, check_device
-from lowbit.bench.training import spread_evenly
 from lowbit.config import ConfigError, NonNegative, Positive, section
 from lowbit.plan.measure import gradients, relative_error
-from lowbit.report import Baseline, Column, Command, Lines, Row, Table
+from lowbit.report import Baseline, Column, Command, Row, Table
 from lowbit.train.config import DataConfig, ModelConfig, OptimizerConfig
 from lowbit.train.data import Data, load_data
 from lowbit.train.model import build_model, vocabulary
 from lowbit.train.single_process import model_loss, train_single_process
+from lowbit_lab.bench.memory_run import modules_around
+from lowbit_lab.bench.settings import Device, EachOnce, check_device
+from lowbit_lab.bench.training import spread_evenly
+from lowbit_lab.charts import Lines
 
 PLAIN = "plain"
 _ELSEWHERE: Any = {"norm": 16, "mlp": 16, "linear": 16}

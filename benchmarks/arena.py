@@ -14,12 +14,12 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from lowbit.bench.settings import Names
 from lowbit.codecs import parse_pair
 from lowbit.codecs.names import pair_name
 from lowbit.config import Positive, section
 from lowbit.report import Column, Command, Row, Table
 from lowbit.simulate import Channel, Network, StageTimes, actions, simulate
+from lowbit_lab.bench.settings import Names
 
 _STAGES, _WINDOWS, _SEQUENCE, _WIDTH = 8, 512, 1024, 1024
 _BYTES_PER_SECOND, _LATENCY = 25e6, 0.05

@@ -13,16 +13,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from lowbit.bench.recipes import PROGRAM, THIN_MODEL, as_mapping, check_recipes, recipe
-from lowbit.bench.settings import LINK, Device, Links, Names
-from lowbit.bench.workers import UNLIMITED, Workers, set_link, started
 from lowbit.codecs.names import pair_name
 from lowbit.config import NonNegative, Positive, section
-from lowbit.network import Link
 from lowbit.report import Column, Command, Row, Table
 from lowbit.train.boundaries import AUTO_FORMATS
 from lowbit.train.config import AUTO, DataConfig, ModelConfig, PipelineConfig, TrainConfig
 from lowbit.train.summary import read_summary
+from lowbit_lab.bench.recipes import PROGRAM, THIN_MODEL, as_mapping, check_recipes, recipe
+from lowbit_lab.bench.settings import LINK, Device, Links, Names
+from lowbit_lab.bench.workers import UNLIMITED, Workers, set_link, started
+from lowbit_lab.network import Link
 
 _UNTIMED = 7  # first steps of a run: five before the choice, and two with the formats that it sets up
 

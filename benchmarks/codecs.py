@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 from benchmarks.published import PublishedProcedure
-from lowbit.bench import codecs
-from lowbit.bench.codecs import FITTED, CodecsBenchmark
 from lowbit.config import section
+from lowbit_lab.bench import codecs
+from lowbit_lab.bench.codecs import FITTED, CodecsBenchmark
 
 codecs.EXTRA_NAMES.update(
     {

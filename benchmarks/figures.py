@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from lowbit.config import section
 from lowbit.report import Report, Row
-from lowbit.report.charts import Chart, draw
 from lowbit.report.style import THEMES, family, title_of
+from lowbit_lab.charts.charts import Chart, draw
 
 if TYPE_CHECKING:
     from lowbit.cli.parser import Parser
@@ -87,7 +87,8 @@ def command_of(name: str) -> Any:
     Raises:
         ValueError: there is none.
     """
-    from lowbit.cli.app import COMMANDS, Group
+    from lowbit.cli.app import COMMANDS
+    from lowbit.cli.group import Group
     from lowbit.cli.reports import measurements
 
     first, *words = name.split()

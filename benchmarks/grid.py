@@ -11,16 +11,17 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from lowbit.bench.settings import LINK, Links, Names, link_name
 from lowbit.codecs import parse, parse_pair
 from lowbit.codecs.names import pair_name
 from lowbit.config import ConfigError, NonNegative, Positive, section
-from lowbit.network import Link
 from lowbit.plan.cluster import Cluster, ClusterLink, Machine
 from lowbit.plan.predict import Choice, Predictor
 from lowbit.plan.sizes import measure_sizes
-from lowbit.report import Bars, Baseline, Column, Command, Row, Table
+from lowbit.report import Baseline, Column, Command, Row, Table
 from lowbit.train.config import ModelConfig, Schedule
+from lowbit_lab.bench.settings import LINK, Links, Names, link_name
+from lowbit_lab.charts import Bars
+from lowbit_lab.network import Link
 
 XL = ModelConfig(family="gpt2", dim=1600, layers=48, heads=25, vocab=50257, tied=False)
 """GPT-2 XL without a tied embedding, whose rows would have to cross the link."""

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from benchmarks.parallel_rank import Layout, Sizes
-from lowbit.bench.settings import EachOnce
-from lowbit.bench.workers import Workers
 from lowbit.config import ConfigError, Positive, section
 from lowbit.report import Column, Command, Row, Table
+from lowbit_lab.bench.settings import EachOnce
+from lowbit_lab.bench.workers import Workers
 
 LAYOUTS = {
     "one": Layout(),

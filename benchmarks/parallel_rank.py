@@ -24,11 +24,11 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional
 
 from lowbit.activations import LayerAware, compress_saved_, counted
-from lowbit.bench.worker import serve
 from lowbit.codecs import BlockFloat8, Cast
 from lowbit.collectives import all_reduce
 from lowbit.gradients import GradientStorage
 from lowbit.pipeline import LowBitStage
+from lowbit_lab.bench.worker import serve
 
 POLICIES = {"none": None, "ours": LayerAware(), "published": LayerAware.published()}
 VOCABULARY = 256

@@ -20,12 +20,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from lowbit.bench.recipes import PROGRAM, THIN_MODEL, as_mapping, recipe, step
-from lowbit.bench.settings import LINK, Device, Links, Names
-from lowbit.bench.workers import Workers, check_available, set_link
 from lowbit.codecs.names import pair_name
 from lowbit.config import NonNegative, Positive, section, to_toml
-from lowbit.network import Link, LinkUnavailable, SlowLink
 from lowbit.plan.cluster import Cluster
 from lowbit.plan.pipeline import PipelinePlanSettings
 from lowbit.plan.predict import Choice, Prediction, Predictor
@@ -36,6 +32,10 @@ from lowbit.train.config import DataConfig, ModelConfig, PipelineConfig, Schedul
 from lowbit.train.model import vocabulary
 from lowbit.train.replicas import all_reduce_codec
 from lowbit.train.tokenizer import load_tokenizer
+from lowbit_lab.bench.recipes import PROGRAM, THIN_MODEL, as_mapping, recipe, step
+from lowbit_lab.bench.settings import LINK, Device, Links, Names
+from lowbit_lab.bench.workers import Workers, check_available, set_link
+from lowbit_lab.network import Link, LinkUnavailable, SlowLink
 
 _CPU = Path("/sys/fs/cgroup/cpu")  # of the first version of control groups, and of the second one:
 _CPU_2 = Path("/sys/fs/cgroup")

@@ -19,8 +19,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from lowbit.bench.curves import reached
-from lowbit.bench.recipes import (
+from lowbit.config import ConfigError, NonNegative, Positive, section
+from lowbit.report import Baseline, Column, Command, Row, Table
+from lowbit.report.style import recommended, row_name
+from lowbit.train.config import DataConfig, ModelConfig, OptimizerConfig, PipelineConfig
+from lowbit_lab.bench.curves import reached
+from lowbit_lab.bench.recipes import (
     MANY_STAGES,
     PROGRAM,
     THIN_MODEL,
@@ -30,13 +34,10 @@ from lowbit.bench.recipes import (
     recipe,
     step,
 )
-from lowbit.bench.settings import LINK, Device, Links, Names, formats_of, link_name
-from lowbit.bench.workers import UNLIMITED, Workers, set_link, started
-from lowbit.config import ConfigError, NonNegative, Positive, section
-from lowbit.network import Link, SlowLink
-from lowbit.report import Baseline, Column, Command, Lines, Row, Table
-from lowbit.report.style import recommended, row_name
-from lowbit.train.config import DataConfig, ModelConfig, OptimizerConfig, PipelineConfig
+from lowbit_lab.bench.settings import LINK, Device, Links, Names, formats_of, link_name
+from lowbit_lab.bench.workers import UNLIMITED, Workers, set_link, started
+from lowbit_lab.charts import Lines
+from lowbit_lab.network import Link, SlowLink
 
 
 @section()

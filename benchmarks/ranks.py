@@ -25,11 +25,12 @@ from torch import Tensor
 from benchmarks.sum_candidates import FORMATS, Format, to_grid
 from benchmarks.sums import with_sum
 from lowbit.config import ConfigError, Positive, section
-from lowbit.evaluate import EvaluationConfig, loading, text
-from lowbit.evaluate.errors import root_mean_square
-from lowbit.report import Column, Command, Lines, Row, Table
+from lowbit.report import Column, Command, Row, Table
 from lowbit.tensor_parallel import emulate_tensor_parallel_, model_sums
 from lowbit.tensor_parallel.plan import shards
+from lowbit_lab.charts import Lines
+from lowbit_lab.evaluate import EvaluationConfig, loading, text
+from lowbit_lab.evaluate.errors import root_mean_square
 
 _CODED = ("static", "feature-int4")
 _ERRORS = ("error", "error_of_rank", "rounding")  # combined by their squares, all others by their mean

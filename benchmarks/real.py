@@ -19,8 +19,6 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from lowbit.bench.settings import Names, formats_of
-from lowbit.bench.training import boundary_modules
 from lowbit.codecs import parse_pair
 from lowbit.config import ConfigError, NonNegative, Positive, section
 from lowbit.pipeline import emulate_
@@ -29,6 +27,8 @@ from lowbit.report.style import row_name
 from lowbit.train.config import DataConfig
 from lowbit.train.corpus import library_files, text_files
 from lowbit.train.pretrained import check_files
+from lowbit_lab.bench.settings import Names, formats_of
+from lowbit_lab.bench.training import boundary_modules
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -15,18 +15,18 @@ from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImport
 from torch.distributed.distributed_c10d import AllreduceOptions  # pyright: ignore[reportPrivateImportUsage]
 
 from benchmarks.elastic import TORCHFT
-from lowbit.bench.gradients import MATRIX, codec_of
-from lowbit.bench.gradients_rank import sample
-from lowbit.bench.settings import LINK, EachOnce, Links, Names
-from lowbit.bench.sums import Phase, Taken, take_turns, timed
-from lowbit.bench.worker import serve
-from lowbit.bench.workers import Workers
 from lowbit.collectives import all_reduce
 from lowbit.config import ConfigError, Positive, section
 from lowbit.integrations.engine import engine
-from lowbit.network import Link
 from lowbit.ranks.groups import default_group
 from lowbit.report import Baseline, Column, Command, Row, Table
+from lowbit_lab.bench.gradients import MATRIX, codec_of
+from lowbit_lab.bench.gradients_rank import sample
+from lowbit_lab.bench.settings import LINK, EachOnce, Links, Names
+from lowbit_lab.bench.sums import Phase, Taken, take_turns, timed
+from lowbit_lab.bench.worker import serve
+from lowbit_lab.bench.workers import Workers
+from lowbit_lab.network import Link
 
 OWN = "torchft-fp32"
 ERRORS = "+errors"

@@ -15,19 +15,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from lowbit.bench.recipes import THIN_MODEL, Split, as_mapping, recipe
-from lowbit.bench.settings import LINK, Device
-from lowbit.bench.workers import UNLIMITED, Workers, set_link, started
 from lowbit.codecs import parse_pair
 from lowbit.codecs.names import pair_name
 from lowbit.config import ConfigError, NonNegative, Positive, section
-from lowbit.network import Link
-from lowbit.network.shape import burst_bytes
 from lowbit.ranks.checksum import CHECKSUM_BYTES
 from lowbit.report import Column, Command, Row, Table
 from lowbit.simulate import Channel, Hosts, Network, StageTimes, Step, actions, simulate
 from lowbit.train.config import DataConfig, ModelConfig, PipelineConfig, TrainConfig
 from lowbit.train.layout import make_layout
+from lowbit_lab.bench.recipes import THIN_MODEL, Split, as_mapping, recipe
+from lowbit_lab.bench.settings import LINK, Device
+from lowbit_lab.bench.workers import UNLIMITED, Workers, set_link, started
+from lowbit_lab.network import Link
+from lowbit_lab.network.shape import burst_bytes
 
 PROGRAM = "benchmarks.simulate_rank"
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lowbit.bench.runs import Runs
-from lowbit.bench.worker import serve
 from lowbit.pipeline import LowBitStage
+from lowbit_lab.bench.runs import Runs
+from lowbit_lab.bench.worker import serve
 
 
 class Profile:

@@ -27,13 +27,14 @@ from benchmarks.sum_candidates import (
     inputs_in_8_bits,
     summed,
 )
-from lowbit.bench.bound import spectrum
 from lowbit.config import ConfigError, Positive, section
-from lowbit.evaluate import EvaluationConfig, Sequences, loading, neighbours, perplexity, text
-from lowbit.evaluate.errors import root_mean_square
-from lowbit.report import Bars, Column, Command, Row, Table
+from lowbit.report import Column, Command, Row, Table
 from lowbit.tensor_parallel import emulate_tensor_parallel_, model_sums
 from lowbit.tensor_parallel.plan import shards
+from lowbit_lab.bench.bound import spectrum
+from lowbit_lab.charts import Bars
+from lowbit_lab.evaluate import EvaluationConfig, Sequences, loading, neighbours, perplexity, text
+from lowbit_lab.evaluate.errors import root_mean_square
 
 Captures = dict[str, list[Tensor]]
 """By layer and rank: float32 (sequences, tokens, features)."""

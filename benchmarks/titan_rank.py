@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.titan import OWN
-from lowbit.bench.recipes import MANY_STAGES, THIN_MODEL
-from lowbit.bench.worker import serve
 from lowbit.codecs import parse
 from lowbit.integrations.engine import engine
+from lowbit_lab.bench.recipes import MANY_STAGES, THIN_MODEL
+from lowbit_lab.bench.worker import serve
 
 VOCABULARY = 256
 FULL = 32.0

@@ -16,18 +16,27 @@ from tests.processes import Ranks
 
 TESTS = Path(__file__).parent
 LONG = [
-    *("bench/test_demo.py", "bench/test_convergence.py", "test_docs.py", "test_examples.py", "train/test_launch.py"),
-    *("plan/test_held.py", "fuzz/test_fuzz.py", "bench/test_gradients.py", "bench/test_pipeline.py"),
-    *("network/test_distance.py", "kernels/test_jit.py", "train/test_loop.py", "train/test_progress.py"),
+    *(
+        "lab/bench/test_demo.py",
+        "lab/bench/test_convergence.py",
+        "test_docs.py",
+        "test_examples.py",
+        "train/test_launch.py",
+    ),
+    *("plan/test_held.py", "fuzz/test_fuzz.py", "lab/bench/test_gradients.py", "lab/bench/test_pipeline.py"),
+    *("lab/network/test_distance.py", "kernels/test_jit.py", "train/test_loop.py", "train/test_progress.py"),
     *("pipeline/test_transport.py", "train/test_supervise.py", "cli/test_app.py", "ranks/test_peers.py"),
-    *("train/checkpoints/test_resume.py", "train/checkpoints/test_save.py", "bench/test_memory.py"),
+    *("train/checkpoints/test_resume.py", "train/checkpoints/test_save.py", "lab/bench/test_memory.py"),
     *("collectives/test_reduce.py", "collectives/test_checksum.py", "pipeline/test_guard.py", "train/test_export.py"),
 ]
 """Files that take longest. A file is one worker's: the last one to start keeps the others waiting."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first, so that the workers of `make test` end together."""
+    """Long files first, so that the workers of `make test` end together. The laboratory's tests are marked `lab`."""
+    for item in items:
+        if TESTS / "lab" in item.path.parents and item.path.name != "test_tour.py":
+            item.add_marker(pytest.mark.lab)
     places = {TESTS / name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: places.get(item.path, len(places)))
 

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lowbit.cli.train import Train
-from lowbit.network import SlowLink, delay
 from lowbit.train import TrainConfig, links, train
 from lowbit.train.metrics import read_metrics
 from lowbit.train.summary import read_summary
+from lowbit_lab.network import SlowLink, delay
 from tests.forked import CONTEXT
 
 _HEADERS = 66

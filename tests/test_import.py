@@ -24,7 +24,7 @@ PUBLIC = {
     "lowbit.activations": (
         "BitPlan Compressed LayerAware LayerChoice LayerPlan checkpoint_ compress_saved_ counted low_bit_saved restore_"
     ),
-    "lowbit.bench": "COMMANDS",
+    "lowbit_lab.bench": "COMMANDS",
     "lowbit.cli": "main",
     "lowbit.config": ("ConfigError NonNegative Positive Setting build resolve section settings_of to_toml"),
     "lowbit.codecs": (
@@ -35,20 +35,20 @@ PUBLIC = {
         "AgreementError DamagedError Pending PeerError agree all_gather all_reduce all_reduce_bytes reduce_scatter"
     ),
     "lowbit.doctor": "",
-    "lowbit.evaluate": "CalibrationConfig EvaluationConfig Score Sequences perplexity",
+    "lowbit_lab.evaluate": "CalibrationConfig EvaluationConfig Score Sequences perplexity",
     "lowbit.gradients": "GradientStorage LowBitReduceScatter all_reduce_hook",
     "lowbit.integrations": "EngineError",
     "lowbit.kernels": "Operator apart backend implementation operator",
-    "lowbit.network": "Goodput Link LinkUnavailable SlowLink goodput measure round_trip",
+    "lowbit_lab.network": "Goodput Link LinkUnavailable SlowLink goodput measure round_trip",
     "lowbit.plan": (
         "InFlight MemoryPlan StageCost actions_of choose_layers in_flight measure_layers order_of plan_bits plan_layers"
     ),
     "lowbit.pipeline": "AgreementError DamagedError Emulation LowBitStage PeerError Traffic emulate_",
     "lowbit.ranks": "",
     "lowbit.report": (
-        "Bars Baseline Column Command Heights Lines Points Report Row Stacks Table Value check_output compare execute "
-        "machine run spread summary"
+        "Baseline Column Command Report Row Table Value check_output compare execute machine run spread summary"
     ),
+    "lowbit_lab.charts": "Bars Heights Lines Points Stacks",
     "lowbit.simulate": "Actions Channel Hosts Network StageTimes Step Timeline actions actions_from simulate",
     "lowbit.tensor_parallel": (
         "Calibration CalibrationError Drift Emulation Installed LowBitRowwiseParallel ModelSum SumSettings Thresholds "
@@ -87,6 +87,11 @@ def test_the_library_loads_no_kernel_compiler_and_no_extra():
     assert not loaded & set(HEAVY)
 
 
+def test_the_library_loads_nothing_of_the_laboratory():
+    modules = ["lowbit.train", "lowbit.plan", "lowbit.tensor_parallel", "lowbit.report", "lowbit.activations"]
+    assert "lowbit_lab" not in loaded_by(*modules)
+
+
 def test_the_version_needs_no_installation():
     shown = python("import lowbit; print(lowbit.__version__)", flags="-S", PYTHONPATH=str(SOURCE))
     assert shown == importlib.import_module("lowbit").__version__
@@ -99,8 +104,8 @@ def test_the_public_surface_is_frozen(module: str):
 
 
 def test_every_package_has_a_frozen_surface():
-    packages = {path.parent.name for path in (SOURCE / "lowbit").glob("*/__init__.py")}
-    assert packages == {name.split(".")[1] for name in PUBLIC if "." in name}
+    packages = {".".join(path.relative_to(SOURCE).parent.parts) for path in SOURCE.glob("lowbit*/*/__init__.py")}
+    assert packages == {name for name in PUBLIC if "." in name}
 
 
 @pytest.mark.parametrize("module", PUBLIC)

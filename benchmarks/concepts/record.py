@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-from lowbit.bench.samples import capture
-from lowbit.bench.spectrum import outside
-from lowbit.bench.training import spread_evenly
 from lowbit.report.results import Report, machine
 from lowbit.train.config import DataConfig, ModelConfig
 from lowbit.train.data import load_data
 from lowbit.train.model import build_model, vocabulary
+from lowbit_lab.bench.samples import capture
+from lowbit_lab.bench.spectrum import outside
+from lowbit_lab.bench.training import spread_evenly
 
 STAGES, SEQUENCE, BATCH = 4, 256, 4
 TOKEN = 100

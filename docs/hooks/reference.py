@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lowbit.cli.app import COMMANDS, Group
+from lowbit.cli.app import COMMANDS
+from lowbit.cli.group import Group
 from lowbit.cli.parser import in_usage
 from lowbit.config import Setting, settings_of
 from lowbit.config.files import in_toml
@@ -22,7 +23,7 @@ from lowbit.config.types import choices_of, element_of, kind_of, range_of, union
 from lowbit.train import TrainConfig
 
 FOLDER = Path(__file__).parents[1] / "reference"
-PACKAGES = Path(__file__).parents[2] / "src/lowbit"
+PACKAGES = Path(__file__).parents[2] / "src"
 _TOML = {int: "integer", float: "float", bool: "boolean", str: "string"}
 
 
@@ -45,7 +46,8 @@ def main() -> None:
 
 def packages() -> list[str]:
     """Every package with public names."""
-    names = ["lowbit", *(f"lowbit.{path.parent.name}" for path in sorted(PACKAGES.glob("*/__init__.py")))]
+    files = sorted(PACKAGES.glob("lowbit*/*/__init__.py"))
+    names = ["lowbit", *(f"{file.parts[-3]}.{file.parts[-2]}" for file in files)]
     return [name for name in names if importlib.import_module(name).__all__]
 
 

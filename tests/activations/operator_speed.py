@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lowbit.bench.timing import in_turn
 from lowbit.codecs import GroupInt
+from lowbit_lab.bench.timing import in_turn
 
 BUFFERS, ROUNDS = 3, 15
 NORM, CODE = (1e-6, False, 0.0), (4, 64)

@@ -5,10 +5,10 @@ import sys
 
 import pytest
 
-from lowbit.bench import COMMANDS
 from lowbit.cli.app import COMMANDS as APP
 from lowbit.cli.errors import describe, exit_code, one_line_errors
 from lowbit.pipeline import PeerError
+from lowbit_lab.bench import COMMANDS
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_a_fault_is_not_hidden(error: Exception):
 BASE = """
 import sys
 from lowbit.cli import main
-from lowbit.bench import COMMANDS
+from lowbit_lab.bench import COMMANDS
 from lowbit.cli.app import COMMANDS as APP
 from lowbit.cli.errors import EXTRAS
 

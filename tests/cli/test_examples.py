@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from benchmarks.__main__ import BENCHMARKS
-from lowbit.cli.app import COMMANDS, Group
+from lowbit.cli.app import COMMANDS
+from lowbit.cli.group import Group
 
 
 def every(command: Any, program: str) -> Iterator[tuple[str, Any]]:

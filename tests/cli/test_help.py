@@ -12,7 +12,8 @@ import pytest
 
 import lowbit.cli.app
 from benchmarks.__main__ import BENCHMARKS
-from lowbit.cli.app import COMMANDS, Group
+from lowbit.cli.app import COMMANDS
+from lowbit.cli.group import Group
 from lowbit.cli.parser import Parser, shown
 from lowbit.config import Setting, settings_of
 from tests.cli.test_examples import every

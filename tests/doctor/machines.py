@@ -12,7 +12,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from unittest import mock
 
-from lowbit.network import SlowLink, delay
+from lowbit_lab.network import SlowLink, delay
 from tests.forked import CONTEXT
 
 RECIPE = """

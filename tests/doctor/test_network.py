@@ -12,8 +12,8 @@ from unittest import mock
 
 import pytest
 
-from lowbit.network import SlowLink
 from lowbit.plan.cluster import Cluster
+from lowbit_lab.network import SlowLink
 from tests.command_line import invoke
 from tests.doctor.machines import PORT, RECIPE, Running, pretend_clock, pretend_versions, start
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks import diloco, reduce, replicas
-from lowbit.bench.workers import UNLIMITED
 from lowbit.collectives import all_reduce_bytes
 from lowbit.report import run
 from lowbit.train.config import DataConfig, ModelConfig
-from tests.bench.shown import shown
+from lowbit_lab.bench.workers import UNLIMITED
+from tests.lab.bench.shown import shown
 
 pytest.importorskip("torchft")
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from lowbit.network import SlowLink
 from lowbit.train.config import ElasticConfig
 from lowbit.train.metrics import read_metrics
 from lowbit.train.summary import read_summary
+from lowbit_lab.network import SlowLink
 from tests.interfaces import train_on_hosts
 from tests.train.runs import tiny
 

@@ -23,7 +23,7 @@ from lowbit.integrations import EngineError
 from lowbit.integrations import transformers as module
 from lowbit.integrations.transformers import low_bit_pipeline_
 from tests.damage import Flip, on_the_way
-from tests.evaluate.models import TEXT
+from tests.lab.evaluate.models import TEXT
 from tests.processes import Failure, Ranks
 
 LAYERS, WIDTH, PROMPT, NEW = 4, 64, 24, 20

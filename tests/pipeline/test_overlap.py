@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lowbit.network import SlowLink
+from lowbit_lab.network import SlowLink
 
 WORKER = """
 import json, sys, time

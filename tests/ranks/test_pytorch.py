@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lowbit.network import SlowLink
 from lowbit.ranks.pytorch import WORKS, TorchVersionError, check_torch
 from lowbit.train import train
+from lowbit_lab.network import SlowLink
 from tests.command_line import invoke
 from tests.pipeline import toy
 from tests.processes import Ranks

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from lowbit.report import (
-    Bars,
     Baseline,
     Column,
     Command,
@@ -47,7 +46,6 @@ COMMAND = Command(
     name="bench x", summary="Sleeps.", settings=Settings, measure=measure, key=("name",), free=("names",),
     baselines=[Baseline(field="speedup", value="ms", to={"name": "fp32"}, way="under")],
     tables=[Table(columns=[Column("name", "name"), Column("ms", "ms")])],
-    charts=[Bars(group="name", series="name", y="ms", label="ms")],
 )  # fmt: skip
 
 
@@ -81,11 +79,10 @@ def test_rows_of_other_settings_are_not_mixed_in(tmp_path: Path):
     run(COMMAND, Settings(), file=file)  # a setting that is newer than the file was as by default
 
 
-def test_a_report_is_shown_written_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    execute(replace(COMMAND, key=()), Settings(), json=tmp_path / "new" / "x.json", png=tmp_path / "x.png")
+def test_a_report_is_shown_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    execute(replace(COMMAND, key=()), Settings(), json=tmp_path / "new" / "x.json")
     assert "int4" in capsys.readouterr().out
     assert json.loads((tmp_path / "new" / "x.json").read_text())["command"] == "bench x"
-    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_other_ranks_neither_show_nor_write(
@@ -104,8 +101,6 @@ def test_an_outcome_that_cannot_be_written_is_said_before_the_run(tmp_path: Path
             execute(COMMAND, Settings(), json=path)
     check_output(tmp_path / "new" / "rows.json")
     assert not list((tmp_path / "new").iterdir())
-    with pytest.raises(ValueError, match=r"picture is '.*rows.json'; allowed: a file that ends in"):
-        check_output(tmp_path / "rows.json", picture=True)
 
 
 def test_comparisons_are_with_the_row_that_is_alike():

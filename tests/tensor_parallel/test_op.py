@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from lowbit.bench.sums import sent_bytes
 from lowbit.codecs import GroupInt
 from lowbit.collectives.exchange import CollectiveExchange
 from lowbit.tensor_parallel import (
@@ -26,6 +25,7 @@ from lowbit.tensor_parallel import (
 )
 from lowbit.tensor_parallel.reduce import sum_in_process, sum_on_stream
 from lowbit.tensor_parallel.rowwise import LayerSum
+from lowbit_lab.bench.sums import sent_bytes
 from tests.processes import Ranks
 from tests.tensor_parallel.models import LAYERS, WIDTH, Toy, calibrated, ids, llama, logits, sequences
 from tests.tensor_parallel.test_ranks import ONE, Pair, hf_parallel

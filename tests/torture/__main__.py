@@ -34,9 +34,9 @@ from pathlib import Path
 
 import torch
 
-from lowbit.network import SlowLink
 from lowbit.pipeline.boundary import warm_up
 from lowbit.train.prepare import prepare
+from lowbit_lab.network import SlowLink
 from tests.torture import report
 from tests.torture.checks import Reference
 from tests.torture.plan import FAULTS, SHAPES, SHAPES_OF, plan

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from lowbit.network import SlowLink
 from lowbit.train.metrics import read_metrics
 from lowbit.train.summary import Summary, read_summary
+from lowbit_lab.network import SlowLink
 from tests.torture.plan import Shape
 from tests.torture.rank import Command
 

@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
-from lowbit.network import SlowLink
 from lowbit.train.model import StageModule
+from lowbit_lab.network import SlowLink
 
 PAUSE = 0.03  # seconds in each forward pass of the first stage: a run should last long enough to be hit
 

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lowbit.network import SlowLink
 from lowbit.train import TrainConfig
+from lowbit_lab.network import SlowLink
 from tests.torture import faults
 from tests.torture.attempt import Attempt
 from tests.torture.checks import LIMIT, Ending, Reference, complaints, endings, gave_up, lost

@@ -8,12 +8,12 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from lowbit.bench.worker import serve, tell_progress
 from lowbit.train import auto, from_mapping
 from lowbit.train.loop import Run
 from lowbit.train.metrics import StepMetrics
 from lowbit.train.prepare import prepare
 from lowbit.train.trainer import Trainer
+from lowbit_lab.bench.worker import serve, tell_progress
 
 
 class AutoRuns:

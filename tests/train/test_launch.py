@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from lowbit.codecs import SubspaceQuant, parse
-from lowbit.network import SlowLink
 from lowbit.ranks.checksum import CHECKSUM_BYTES
 from lowbit.train import LaunchError, TrainConfig, run
 from lowbit.train.checkpoints.manifest import newest_step
 from lowbit.train.metrics import read_metrics
 from lowbit.train.summary import read_summary
+from lowbit_lab.network import SlowLink
 from tests.processes import Ranks
 from tests.train.runs import again, curve, losses, tiny
 

@@ -12,7 +12,6 @@ import pytest
 import torch.distributed as dist
 
 from lowbit.codecs import parse
-from lowbit.network import SlowLink
 from lowbit.train import StepMetrics, Summary, TrainConfig, train
 from lowbit.train.data import Order
 from lowbit.train.expected import Expected
@@ -20,6 +19,7 @@ from lowbit.train.metrics import read_evaluations, read_metrics
 from lowbit.train.prepare import prepare
 from lowbit.train.summary import read_summary
 from lowbit.train.tied import row_bytes
+from lowbit_lab.network import SlowLink
 from tests.interfaces import train_on_hosts
 from tests.processes import Ranks
 from tests.train.runs import again, answering, tiny

@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from lowbit.network import SlowLink
+from lowbit_lab.network import SlowLink
 
 ROOT = Path(__file__).parents[2]
 _DONE = "@done@"

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from lowbit.network import SlowLink
 from lowbit.plan.cluster import Cluster
 from lowbit.train.metrics import read_metrics
+from lowbit_lab.network import SlowLink
 from tests.tutorials.machines import Machine
 from tests.tutorials.page import TUTORIALS, Shown, sections
 

@@ -7,8 +7,9 @@ import sys
 from collections.abc import Sequence
 
 from lowbit import __version__
-from lowbit.cli.app import COMMANDS, Command
+from lowbit.cli.app import COMMANDS
 from lowbit.cli.errors import one_line_errors
+from lowbit.cli.group import Command
 from lowbit.terminal import filtered
 
 __all__ = ["main"]

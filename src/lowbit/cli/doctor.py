@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lowbit.cli.extensions import extension
 from lowbit.cli.text import columns, wrapped
 from lowbit.terminal import console
 
@@ -54,10 +55,9 @@ class Doctor:
         else:
             _show(plain, COMMAND.tables[1:], ending)
         if file and file != "-":
-            from lowbit.report.measured import write_results
-
             report.write_json(file)
-            write_results(COMMAND, Path(file))
+            if results := extension("results"):
+                results.write_results(COMMAND, Path(file))
         if stops(rows):
             raise SystemExit(1)
 

@@ -11,8 +11,9 @@ from lowbit.terminal import one_line
 
 TRAIN = "train"
 """The extra that every command needs."""
-_TRAIN = ("pydantic", "transformers", "tokenizers", "safetensors", "rich", "tensorboard", "matplotlib")
+_TRAIN = ("pydantic", "transformers", "tokenizers", "safetensors", "rich", "tensorboard")
 EXTRAS = dict.fromkeys(_TRAIN, TRAIN) | {
+    "matplotlib": "lab",
     "datasets": "datasets",
     "pyarrow": "datasets",
     "torchao": "8bit",

@@ -7,17 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lowbit.cli.reports import Measurement
+from lowbit.cli.extensions import extension
 
 if TYPE_CHECKING:
     from lowbit.cli.parser import Parser
-    from lowbit.report import Command, Report
 
-_OTHERS = {
-    "evaluate": "lowbit.evaluate.commands:EVALUATE", "calibrate": "lowbit.evaluate.commands:CALIBRATE",
-    "plan memory": "lowbit.plan.memory", "plan pipeline": "lowbit.plan.pipeline", "doctor": "lowbit.doctor.command",
-}  # fmt: skip
-"""Places of the commands that are no benchmarks, by name."""
 _COMPARISON = Path("comparison.html")
 
 log = logging.getLogger(__name__)
@@ -58,30 +52,23 @@ class MakeReport:
         print(write([Path(run) for run in options["run"]], Path(settings.output) if settings.output else None))
 
 
-def _read_results(file: Path) -> tuple[Report, Command | None]:
-    """Results that `--json` wrote, and the declaration of their command, if this version has it."""
-    from lowbit.bench import COMMANDS
-    from lowbit.report import Report
-
-    report = Report.read_json(file)
-    place = _OTHERS.get(report.command) or COMMANDS.get(report.command.removeprefix("bench "))
-    return report, Measurement(place).command if place else None
-
-
 def write(paths: Sequence[Path], output: Path | None = None) -> Path:
     """Write a page about runs and files of results, and return its path. Of several, those that can be read are shown.
 
     Raises:
         ValueError: none can be read, they are of both kinds, or the page cannot be written.
     """
-    from lowbit.report import measured, training
+    from lowbit.report import training
     from lowbit.report.page import write_page
     from lowbit.report.page.run import RunFiles, read_run
 
+    measured = extension("results")
     read, problems = dict[Path, object](), list[str]()
     for path in dict.fromkeys(paths):
         try:
-            read[path] = _read_results(path) if path.is_file() else read_run(path)
+            if path.is_file() and measured is None:
+                raise ValueError(f"{path} is a file of results, and lowbit's benchmarks are not installed")
+            read[path] = measured.read_results(path) if path.is_file() and measured else read_run(path)
         except (ValueError, OSError) as error:
             problems.append(str(error))
     if not read:
@@ -97,8 +84,9 @@ def write(paths: Sequence[Path], output: Path | None = None) -> Path:
     elif runs:
         page, place = training.comparison_page(runs, problems), _COMPARISON
     else:
+        assert measured is not None  # nothing else reads files of results
         page = measured.results_page(measured.paired(list(results), list(results.values())), problems)
-        place = measured.page_beside(next(iter(results))) if len(paths) == 1 else _COMPARISON
+        place = next(iter(results)).with_suffix(".html") if len(paths) == 1 else _COMPARISON
     write_page(page, output or place)
     if output is None and place.name == training.PAGE:
         from lowbit.train.folder import RunFolder

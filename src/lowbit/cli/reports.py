@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lowbit.cli.extensions import extension
+
 if TYPE_CHECKING:
     from lowbit.cli.parser import Parser
     from lowbit.report import Command
@@ -23,7 +25,7 @@ class Measurement:
     """A `lowbit.report.Command` as a word of the command line.
 
     Args:
-        place: the command's module, such as "lowbit.bench.pipeline", and its name behind a colon, if not COMMAND.
+        place: the command's module, such as "lowbit.plan.memory", and its name behind a colon, if not COMMAND.
         summary: one line for lists of commands; absent: from the first line of the module's docstring.
     """
 
@@ -58,7 +60,7 @@ class Measurement:
 
         parser = Parser(program, self.command.summary, self.command.settings, examples=self.examples)
         parser.add_argument(
-            "--json", metavar="FILE", type=Path, help="Write the rows to this file, and a page beside it (.html)."
+            "--json", metavar="FILE", type=Path, help="Write the rows to this file, and a page next to it (.html)."
         )
         parser.add_argument(
             "--png", metavar="FILE", type=Path, help="Draw a chart into this file (.png, .svg or .pdf)."
@@ -70,9 +72,15 @@ class Measurement:
         settings, options = self.parser(program).resolve(words)
         from lowbit.report import execute
 
-        command, json = self.command, options.get("json")
-        execute(command, settings, json=json, png=options.get("png"))
-        if json is not None and os.environ.get("RANK", "0") == "0":
-            from lowbit.report.measured import write_results
-
-            write_results(command, json)
+        command, json, png = self.command, options.get("json"), options.get("png")
+        results = extension("results")
+        if png is not None:
+            if results is None:
+                raise ValueError(f"--png is {str(png)!r}, and nothing draws: lowbit's benchmarks are not installed")
+            results.check_picture(png)
+        report = execute(command, settings, json=json)
+        if results is not None and os.environ.get("RANK", "0") == "0":
+            if png is not None:
+                results.draw_results(command, report.rows, png)
+            if json is not None:
+                results.write_results(command, json)

@@ -1,11 +1,10 @@
-"""`lowbit train`, `lowbit config` and `lowbit demo`."""
+"""`lowbit train` and `lowbit config`."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -85,31 +84,3 @@ class Train(Config):
         with passed_on() if awaited else nullcontext():
             if (outcome := run(config)) is not None:
                 show_summary(outcome)
-
-
-class Demo:
-    """`lowbit demo`."""
-
-    summary = "Compare FP32 with low-bit training over a 100 Mbit/s link."
-    examples: tuple[str, ...] = ("lowbit demo", "lowbit demo --output runs/my-demo")
-
-    def parser(self, program: str) -> Parser:
-        """Parser of its command line."""
-        from lowbit.cli.parser import Parser
-        from lowbit.config import section
-
-        @section()
-        class DemoConfig:
-            """Where the demo writes."""
-
-            output: str = "runs/demo"
-            """Folder for the report, the chart and the trained models."""
-
-        return Parser(program, self.summary, DemoConfig, examples=self.examples)
-
-    def __call__(self, program: str, words: Sequence[str]) -> None:
-        """Train and compare."""
-        settings, _ = self.parser(program).resolve(words)
-        from lowbit.bench.demo import run
-
-        run(Path(settings.output))

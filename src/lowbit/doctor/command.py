@@ -158,5 +158,4 @@ COMMAND = Command(
             ),
         ),
     ),
-    charts=(),
 )  # fmt: skip

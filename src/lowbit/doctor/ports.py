@@ -15,7 +15,7 @@ from typing import Any
 
 from lowbit.doctor.channel import Channel, SecretError, StrangerError
 from lowbit.doctor.messages import Door, Measure, Rate
-from lowbit.network import probe
+from lowbit_lab.network import probe
 
 OPEN, DROPPED, REFUSED, UNREACHABLE, OTHER = "open", "dropped", "refused", "unreachable", "other"
 """What connecting to a port gives: a machine of the meeting; nothing; a refusal; no way; another program or machine."""

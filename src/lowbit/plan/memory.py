@@ -6,7 +6,7 @@ multiplied; errors of the gradient are measured on the whole model, on few token
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from lowbit.plan.budget import StageCost, beside_autograd, plan_bits
 from lowbit.plan.in_flight import InFlight, in_flight
 from lowbit.plan.sizes import parse_bytes
 from lowbit.plan.stages import StageMeter, gradient_errors
-from lowbit.report import Bars, Column, Command, Row, Table, check_output
+from lowbit.report import Column, Command, Row, Table, check_output
 from lowbit.simulate.orders import order_of
 from lowbit.train.activations import planned_settings
 from lowbit.train.config import (
@@ -201,17 +201,6 @@ def _title(rows: Sequence[Row]) -> str:
     )
 
 
-def _series(fields: Mapping[str, str]) -> Callable[[Sequence[Row]], Sequence[Row]]:
-    """A row for each stage and field, by the name of the field in the chart; fields that are 16 everywhere are out."""
-
-    def long(rows: Sequence[Row]) -> Sequence[Row]:
-        rows = _kind("stage")(rows)
-        shown = {name: field for name, field in fields.items() if any(row[field] != 16 for row in rows)}
-        return [{**row, "series": name, "y": row[field]} for row in rows for name, field in shown.items()]
-
-    return long
-
-
 def _kind(by: str) -> Callable[[Sequence[Row]], Sequence[Row]]:
     """The rows of a plan by stage, or by layer."""
     return lambda rows: [row for row in rows if ("choices" in row) == (by == "layer")]
@@ -229,7 +218,6 @@ _BYTES = {
     "saved": "saved_bytes", "4 bits": "int4_bytes", "BF16": "bf16_bytes", "fixed": "fixed_bytes",
     "pipeline": "pipeline_bytes", "device": "device_bytes",
 }  # fmt: skip
-_stage = "stage {stage}\n{held} held".format_map
 COMMAND = Command(
     name="plan memory",
     summary="Bits of saved activations by stage and layer type, for a memory budget.",
@@ -261,24 +249,6 @@ COMMAND = Command(
             ),
             title=_title_by_layer,
             rows=_kind("layer"),
-        ),
-    ),
-    charts=(
-        Bars(
-            group=_stage,
-            series="series",
-            y=lambda row: row["y"] / 1e6,
-            label="MB",
-            title="Saved activations at the peak of each stage",
-            rows=_series({"plain BF16": "bf16_bytes", "this plan": "saved_bytes", "4 bits everywhere": "int4_bytes"}),
-        ),
-        Bars(
-            group=_stage,
-            series="series",
-            y="y",
-            label="bits",
-            title="Bits by layer type",
-            rows=_series({kind: kind for kind in PLANNED}),
         ),
     ),
 )

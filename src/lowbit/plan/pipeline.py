@@ -17,7 +17,7 @@ from lowbit.plan.cluster import Cluster
 from lowbit.plan.predict import Choice, Prediction, Predictor
 from lowbit.plan.search import search
 from lowbit.plan.sizes import measure_sizes
-from lowbit.report import Bars, Column, Command, Row, Table, check_output
+from lowbit.report import Column, Command, Row, Table, check_output
 from lowbit.train.config import DataConfig, GradientsConfig, ModelConfig, RunConfig, Schedule, TrainConfig
 from lowbit.train.layout import even
 from lowbit.train.model import vocabulary
@@ -247,12 +247,6 @@ COMMAND = Command(
                 Column("layers", "layers"),
                 Column("memory", "memory_bytes", _bytes),
             ),
-        ),
-    ),
-    charts=(
-        Bars(
-            group=lambda row: "", series=_name, y="tokens_per_second", label="tokens per second",
-            title="Predicted training speed by boundary format",
         ),
     ),
 )  # fmt: skip

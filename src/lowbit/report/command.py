@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 import tempfile
@@ -13,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lowbit.report.charts import Chart, draw
 from lowbit.report.results import Report, machine, plain
 from lowbit.report.rows import Baseline, Row, compare
 from lowbit.report.tables import Table
@@ -33,7 +31,7 @@ class Command:
         settings: a frozen dataclass whose fields are options.
         measure: given settings and the rows that an earlier file has, yields all rows so far, again and again.
         tables: the first is also shown while rows come.
-        charts: side by side in one picture.
+        charts: `lowbit_lab.charts` of the rows, one below the other in one picture.
         baselines: comparisons that are added to the rows.
         key: fields that tell rows apart; with it, rows of an earlier `--json` file are kept.
         free: settings that may differ from those of that file.
@@ -45,7 +43,7 @@ class Command:
     settings: type
     measure: Callable[[Any, Sequence[Row]], Iterator[Sequence[Row]]]
     tables: Sequence[Table]
-    charts: Sequence[Chart]
+    charts: Sequence[Any] = ()
     examples: tuple[str, ...] = ()
     baselines: Sequence[Baseline] = ()
     key: tuple[str, ...] = ()
@@ -96,25 +94,21 @@ def earlier_rows(command: Command, settings: Any, file: Path) -> list[Row]:
     return list(earlier.rows)
 
 
-def execute(command: Command, settings: Any, *, json: Path | None = None, png: Path | None = None) -> Report:
-    """Run a command on a terminal: show rows as they come and at the end, write them, and draw them.
+def execute(command: Command, settings: Any, *, json: Path | None = None) -> Report:
+    """Run a command on a terminal: show rows as they come and at the end, and write them.
 
     Of several ranks (`RANK`), only rank 0 shows and writes.
 
     Raises:
-        ValueError: `json` or `png` cannot be written, which is checked first; or what the command refuses.
-        ModuleNotFoundError: a picture is asked for without matplotlib.
+        ValueError: `json` cannot be written, which is checked first; or what the command refuses.
     """
     check_output(json)
-    check_output(png, picture=True)
     if os.environ.get("RANK", "0") != "0":
         return run(command, settings)
     with _shown(command) if command.live else nullcontext() as show:
         report = run(command, settings, file=json, on_rows=show)
     for table in command.tables:
         console().print(table.render(report.rows))
-    if png is not None:
-        draw(command.charts, report.rows, png)
     return report
 
 
@@ -142,19 +136,10 @@ def _shown(command: Command) -> Iterator[Callable[[Sequence[Row]], None]]:
     yield write
 
 
-def check_output(path: Path | None, *, picture: bool = False) -> None:
-    """Check before a long run that its results can be written.
-
-    Raises:
-        ValueError: it cannot, or it is to be a picture of a kind that matplotlib does not draw.
-        ModuleNotFoundError: a picture is asked for without matplotlib.
-    """
+def check_output(path: Path | None) -> None:
+    """Raise a ValueError unless a file can be written; called before a long run whose results go there."""
     if path is None:
         return
-    if picture:
-        kinds = sorted(importlib.import_module("matplotlib.backend_bases").FigureCanvasBase.filetypes)
-        if path.suffix[1:].lower() not in kinds:
-            raise ValueError(f"picture is {str(path)!r}; allowed: a file that ends in .{', .'.join(kinds)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and not path.is_file():  # a device would be replaced by a file

@@ -1,0 +1,19 @@
+"""Benchmarks: the module of each declares a `lowbit.report.Command`; `lowbit bench NAME` runs it."""
+
+from __future__ import annotations
+
+COMMANDS = {
+    "pipeline": "lowbit_lab.bench.pipeline",
+    "codecs": "lowbit_lab.bench.codecs",
+    "spectrum": "lowbit_lab.bench.spectrum",
+    "assumptions": "lowbit_lab.bench.assumptions",
+    "gradients": "lowbit_lab.bench.gradients",
+    "tensor-parallel": "lowbit_lab.bench.tensor_parallel",
+    "convergence": "lowbit_lab.bench.convergence",
+    "memory": "lowbit_lab.bench.memory",
+    "families": "lowbit_lab.bench.families",
+    "generation": "lowbit_lab.bench.generation",
+}
+"""The module of each benchmark, which has its `COMMAND`. They import PyTorch: import one when it is asked for."""
+
+__all__ = ["COMMANDS"]

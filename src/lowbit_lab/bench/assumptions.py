@@ -1,0 +1,259 @@
+"""`lowbit bench assumptions`: what proofs of convergence assume of a boundary format, measured while a model trains.
+
+Such proofs, like that of the TAH-Quant paper (arXiv 2506.01352), bound the error of the format, or that of the gradient
+behind it, and conclude that the squared norm of the gradient, on average over T steps, falls as O(1/sqrt(T)). Here a
+model trains with the format at every boundary of an emulated pipeline, and assumptions and conclusion are measured.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from lowbit.codecs import parse, parse_pair
+from lowbit.codecs.names import pair_name
+from lowbit.config import ConfigError, NonNegative, Positive, section
+from lowbit.report import Column, Command, Row, Table
+from lowbit.report.style import row_name
+from lowbit.train.answers import Answers
+from lowbit.train.config import DataConfig, ModelConfig, OptimizerConfig
+from lowbit.train.data import Windows
+from lowbit.train.model import count_layers, hidden_size
+from lowbit.train.single_process import train_single_process
+from lowbit_lab.bench.observed import WAYS, Batch, Meter, Observed, running, slope_of
+from lowbit_lab.bench.settings import Device, Names, check_device, check_shape
+from lowbit_lab.bench.training import Recipe, boundary_modules, prepare, spread_evenly
+from lowbit_lab.charts import Lines
+
+AtLeastTwo = Annotated[int, Field(ge=2)]
+EXTREMES: dict[str, Callable[[list[float]], float]] = {"lowest": min, "highest": max}
+
+
+@section()
+class AssumptionsBenchmark:
+    """Formats, and the training run in which they are measured."""
+
+    boundaries: Names = ("fp32", "int4", "tah-quant", "tah-quant-published", "subspace", "transform")
+    """Formats of activations, by name or in full, or of both ways, such as "int4 / int6". tah-quant is our setting of
+    TAH-Quant, tah-quant-published that of the paper's v2 (bits by tile), tah-quant-published-token that of its v1 (bits
+    by token)."""
+    backward: str = ""
+    """Format of gradients beside low-bit activations, unless `boundaries` names it. If omitted, the default of each
+    format. fp32, bf16 and fp16 are used both ways."""
+    seeds: tuple[NonNegative, ...] = (0,)
+    """Seeds of weights and data order."""
+    model: ModelConfig = ModelConfig(dim=128, layers=4)
+    """Model to train."""
+    data: DataConfig = DataConfig(sequence=128, batch=4)
+    """Text to train on, and the size of a batch."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """Optimizer and learning rates."""
+    stages: AtLeastTwo = 4
+    """Stages of the emulated pipeline. It has one boundary fewer."""
+    steps: Positive = 150
+    """Optimizer steps."""
+    warmup_steps: NonNegative = 30
+    """First steps at full precision. Nothing is measured in them."""
+    every: Positive = 10
+    """Steps from one comparison of the gradient with the exact one to the next."""
+    repeats: AtLeastTwo = 8
+    """How often each message of these steps is sent again, to find the part of its error that is always the same."""
+    norm_windows: AtLeastTwo = 16
+    """Windows of the text that the squared norm of the gradient is computed on, the same ones every time."""
+    device: Device = "cpu"
+    """Where to train."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Data type of matrix products."""
+
+    def __post_init__(self) -> None:
+        if self.backward:
+            parse(self.backward)
+        for boundary in self.boundaries:
+            codecs = parse_pair(boundary, self.backward)
+            for codec in codecs:
+                if codec.needs_key:
+                    raise ConfigError(f"boundaries has {boundary!r}, which learns from epoch to epoch; allowed: others")
+                if not codec.settled:
+                    raise ConfigError(
+                        f"boundaries has {boundary!r}, and {codec} chooses a parameter in a warm-up; "
+                        "allowed: codecs with all parameters set"
+                    )
+            if (width := hidden_size(self.model)) is not None:
+                check_shape(boundary, codecs, (self.data.batch, self.data.sequence, width))
+        if self.warmup_steps >= self.steps:
+            raise ConfigError(f"warmup_steps is {self.warmup_steps}; allowed: fewer than steps ({self.steps})")
+
+
+def measure(settings: AssumptionsBenchmark, earlier: Sequence[Row]) -> Iterator[list[Row]]:
+    """Train with every format and seed that `earlier` rows lack.
+
+    Yields:
+        Rows with `boundary`, `forward` and `backward` (its formats in full) and `seed`; in each direction `bits_*`,
+        `error_*` (|y - x|^2 / |x|^2 of a message x that arrives as y, mean over all), `error_*_highest`, `bias_*`
+        (share of the error's energy that is the same whenever a tensor is sent) and `constant_*` (share that is the
+        same for all tokens of all messages; both are None without an error); `cosine`, `projection` and
+        `gradient_error` (see `lowbit_lab.bench.observed.aligned`; means over all comparisons), `cosine_lowest`,
+        `projection_lowest`, `gradient_error_highest`; `curve` (pairs of T and the mean squared norm of the gradient
+        over the first T coded steps) and `slope` (of its logarithms).
+
+    Raises:
+        ConfigError: a text or device that cannot be used, or more stages than layers.
+    """
+    check_device(settings.device)
+    if settings.stages > (layers := count_layers(settings.model)):
+        raise ConfigError(f"stages is {settings.stages}; the model has {layers} layers; allowed: at most as many")
+    rows = list(earlier)
+    known = [(row["boundary"], row["seed"]) for row in rows]
+    yield rows
+    for seed in settings.seeds:
+        for boundary in settings.boundaries:
+            if (boundary, seed) not in known:
+                rows.append(observe(settings, boundary, seed))
+                yield rows
+
+
+def observe(settings: AssumptionsBenchmark, boundary: str, seed: int) -> dict[str, Any]:
+    """Train once, and return the row."""
+    recipe = Recipe(
+        model=settings.model, data=settings.data, steps=settings.steps, device=settings.device,
+        precision=settings.precision,
+    )  # fmt: skip
+    data, model = prepare(recipe, seed)
+    codecs = parse_pair(boundary, settings.backward)
+    observed = Observed(
+        model, boundary_modules(model, settings.stages), codecs, warmup_steps=settings.warmup_steps,
+        every=settings.every, repeats=settings.repeats, fixed=_fixed(data.train, settings.norm_windows),
+    )  # fmt: skip
+    train_single_process(
+        model, data.train, settings.optimizer, steps=settings.steps, batch=settings.data.batch, seed=seed,
+        autocast=recipe.autocast, gradients=observed,
+    )  # fmt: skip
+    observed.close()
+    row: dict[str, Any] = {"boundary": boundary, "seed": seed, **observed.bits()}
+    for way, codec in zip(WAYS, codecs, strict=True):
+        row |= {way: repr(codec), **_errors(way, observed.meters[way])}
+    for name, worst in (("cosine", "lowest"), ("projection", "lowest"), ("gradient_error", "highest")):
+        values = [one[name] for one in observed.alignment]
+        row |= {name: statistics.fmean(values), f"{name}_{worst}": EXTREMES[worst](values)}
+    curve = running(observed.norms, settings.every)
+    return row | {"curve": [list(point) for point in curve], "slope": slope_of(curve)}
+
+
+def _fixed(windows: Windows | Answers, count: int) -> tuple[Batch, Batch]:
+    """Two batches that share no window, spread over the text."""
+    ids = spread_evenly(count, len(windows))
+    if len(ids) < 2:
+        raise ConfigError(f"the text has {len(windows)} windows to train on; allowed: at least 2")
+    return windows.batch(ids[::2]), windows.batch(ids[1::2])
+
+
+def _errors(way: str, meters: Sequence[Meter]) -> dict[str, Any]:
+    """Errors and bias in one direction, over all boundaries."""
+    errors = [error for meter in meters for error in meter.errors]
+    repeated = [share for meter in meters for share in meter.repeated]
+    constant = [share for meter in meters if (share := meter.constant()) is not None]
+    return {
+        f"error_{way}": statistics.fmean(errors) if errors else None,
+        f"error_{way}_highest": max(errors, default=None),
+        f"bias_{way}": statistics.fmean(repeated) if repeated else None,
+        f"constant_{way}": statistics.fmean(constant) if constant else None,
+    }
+
+
+def summarized(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """One row for each boundary: means over the seeds, of lowest and highest values the extremes."""
+    result = []
+    for boundary in dict.fromkeys(row["boundary"] for row in rows):
+        group = [row for row in rows if row["boundary"] == boundary]
+        one: dict[str, Any] = {"boundary": boundary, "name": pair_name(boundary), "seeds": len(group)}
+        for name, example in group[0].items():
+            values = [row[name] for row in group if row[name] is not None]
+            if name in ("boundary", "seed", "curve") or isinstance(example, str):
+                continue
+            merge = EXTREMES.get(name.rpartition("_")[2], statistics.fmean)
+            one[name] = merge(values) if values else None
+        one["curve"] = [
+            (points[0][0], statistics.fmean(norm for _, norm in points))
+            for points in zip(*(row["curve"] for row in group), strict=False)
+        ]
+        result.append(one)
+    return result
+
+
+def _directions(rows: Sequence[Row]) -> list[Row]:
+    """A row for each boundary format and direction."""
+    names = ("bits", "error", "bias", "constant")
+    return [
+        {
+            "name": row["name"],
+            "direction": way,
+            **{name: row[f"{name}_{way}"] for name in names},
+            "highest": row[f"error_{way}_highest"],
+        }
+        for row in summarized(rows)
+        for way in WAYS
+    ]
+
+
+def _finding(rows: Sequence[Row]) -> str:
+    slopes = {row["boundary"]: row["slope"] for row in rows if row["slope"] is not None}
+    exact = slopes.pop("fp32", None)
+    if exact is None or not slopes:
+        return "Mean squared norm of the gradient by steps"
+    low, high = min(slopes.values()), max(slopes.values())
+    return f"Slope of the mean squared gradient norm: {low:+.2f} to {high:+.2f}; {exact:+.2f} with FP32"
+
+
+COMMAND = Command(
+    name="bench assumptions",
+    summary="What proofs of convergence assume of a boundary format, measured while a model trains.",
+    examples=(
+        "lowbit bench assumptions --boundary int4,subspace --steps 60",
+        "lowbit bench assumptions --data.text train.txt --json assumptions.json",
+    ),
+    settings=AssumptionsBenchmark,
+    measure=measure,
+    key=("boundary", "seed"),
+    free=("boundaries", "backward", "seeds"),
+    tables=[
+        Table(
+            title="Error of messages, |y - x|²/|x|² (contraction: below 1), and shares of its energy that are bias",
+            rows=_directions,
+            gap="name",
+            columns=[
+                Column("boundary", "name", row_name),
+                Column("direction", "direction"),
+                Column("bits", "bits", "{:.2f}"),
+                Column("error,\nmean", "error", "{:.2g}"),
+                Column("error,\nhighest", "highest", "{:.2g}"),
+                Column("same for\na tensor", "bias", "{:.0%}"),
+                Column("same for\nall tokens", "constant", "{:z.2%}"),
+            ],
+        ),
+        Table(
+            title="Gradient h through the codecs beside the exact one g, and slope of the mean of |g|² (proofs: -0.5)",
+            rows=summarized,
+            columns=[
+                Column("boundary", "name", row_name),
+                Column("cosine", "cosine", "{:.4f}"),
+                Column("lowest", "cosine_lowest", "{:.4f}"),
+                Column("<g,h>\n/|g|²", "projection", "{:.4f}"),
+                Column("lowest", "projection_lowest", "{:.4f}"),
+                Column("|h-g|²\n/|g|²", "gradient_error", "{:.2g}"),
+                Column("highest", "gradient_error_highest", "{:.2g}"),
+                Column("slope", "slope", "{:+.2f}"),
+                Column("seeds", "seeds"),
+            ],
+        ),
+    ],
+    charts=[
+        Lines(
+            rows=summarized, series="boundary", curve="curve", x_label="steps T with low-bit boundaries",
+            label="mean of |g|² over T steps", title=_finding,
+            subtitle="Exact gradient at the weights of each run. Slopes are those of the logarithms.",
+        )
+    ],
+)  # fmt: skip

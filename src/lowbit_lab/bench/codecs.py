@@ -1,0 +1,282 @@
+"""`lowbit bench codecs`: speed, bits and accuracy of codecs, beside a copy and eager PyTorch.
+
+Speeds are gigabytes of input a second, from cold caches; a copy of the same tensor takes its turn in every round. A
+copy moves every byte twice, coding fewer bytes: the share of the copy's rate counts bytes read and written.
+
+Formats with memory have a session at either end. Their error is that of the first message (`lowbit bench spectrum`
+measures later ones).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import statistics
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from lowbit.codecs import Codec, FeatureInt, parse
+from lowbit.config import ConfigError, Positive, section
+from lowbit.report import Column, Command, Row, Table
+from lowbit.report.style import row_name
+from lowbit_lab.bench import samples, timing
+from lowbit_lab.bench.codec_speed import Inputs, decoder_layer, ends_of, layer_config, speeds
+from lowbit_lab.bench.settings import Device, EachOnce, check_device
+from lowbit_lab.charts import Bars
+
+DTypeName = Literal["float32", "bfloat16", "float16"]
+Data = Literal["gaussian", "student-t", "outliers", "real"]
+FITTED: dict[str, dict[str, Any]] = {
+    "feature-int4": {}, "feature-int4-static": {"gain": "static", "means": False}, "feature-int8": {"bits": 8},
+}  # fmt: skip
+"""Arguments of `FeatureInt.fit` by the names of formats that are fitted to the tensors that they code."""
+EXTRA_NAMES: dict[str, Any] = {}
+"""Names besides those of `lowbit.codecs.parse` and `FITTED`; those of objects with only `round_trip` and
+`bits_per_element` are not timed."""
+
+
+@section()
+class CodecsBenchmark:
+    """Formats and the tensors that they code."""
+
+    codecs: tuple[str, ...] = (
+        "bf16", "fp8", "int8", "GroupInt(bits=6, group=32, symmetric=True)", "int4", "subspace", "transform",
+        "tah-quant", "tah-quant-published", "tah-quant-published-token", *FITTED,
+    )  # fmt: skip
+    """Formats by name or in full, except those that need sample ids. feature-int4, feature-int4-static (the
+    published format, without a gain for each token) and feature-int8 are fitted to the tensors that they code.
+    tah-quant is our setting of TAH-Quant, tah-quant-published that of the paper's v2 (bits by tile),
+    tah-quant-published-token that of its v1 (bits by token)."""
+    dtypes: Annotated[tuple[DTypeName, ...], EachOnce] = ("float32", "bfloat16")
+    """Data types of the tensors."""
+    device: Device = "cpu"
+    """Where to measure."""
+    threads: Annotated[tuple[int, ...], EachOnce] = (1, 0)
+    """Numbers of CPU threads to measure with. 0: all cores."""
+    data: Annotated[tuple[Data, ...], EachOnce] = get_args(Data)
+    """Values of the tensors: gaussian, student-t (heavy tails), outliers (a few large channels), real (activations
+    between the layers of a language model)."""
+    shape: tuple[Positive, Positive, Positive] = (1, 1024, 4096)
+    """Sequences, tokens and channels of a tensor. Real activations keep their channels and are repeated to this many
+    elements."""
+    rounds: Positive = 15
+    """Turns of each operation."""
+    reference: bool = True
+    """Measure the eager PyTorch code too, on the first kind of data."""
+    layer: bool = False
+    """Compare with forward and backward of a Llama layer of the same width, on the first kind of data."""
+    activations: str = ""
+    """Source of the real activations: a .pt or .safetensors file, or a local Hugging Face folder. If omitted, a small
+    Llama is trained on Python's standard library."""
+    train_steps: Positive = 60
+    """Training steps of that Llama."""
+
+    def __post_init__(self) -> None:
+        check_device(self.device)
+        cores = _cores()
+        if not all(0 <= count <= cores for count in self.threads):
+            raise ConfigError(f"threads is {self.threads}; allowed: 0 (all cores) to {cores}")
+        for name in set(self.codecs) - set(FITTED):
+            if isinstance(codec := codec_of(name), Codec):
+                codec.nbytes(self.shape)  # or an error that says what does not fit
+        if self.layer:
+            layer_config(self.shape[-1])
+
+
+def measure(settings: CodecsBenchmark, earlier: Sequence[Row]) -> Iterator[list[Row]]:
+    """Measure every codec on every kind of data, in every dtype and with every number of threads.
+
+    Yields:
+        Rows with `codec`, `device`, `dtype`, `threads`, `data`, `shape`; `encode_gb_s`, `decode_gb_s`,
+        `copy_gb_s` (medians), `encode_best_gb_s` (the fastest round), `encode_spread` (interquartile range over median)
+        and the same of the others; `encode_share_of_copy`, `decode_share_of_copy` (medians over the rounds);
+        `encode_share_of_rate`, `decode_share_of_rate` (the same, of bytes read and written); `reference_encode_gb_s`,
+        `reference_decode_gb_s` (eager PyTorch); `checksum_gb_s` (of the payload, not of the input: what a transport's
+        checksum of it takes) and `checksum_share` (of both ends' checksums over encoding and decoding; medians);
+        `layer_seconds` (median) and `share_of_layer` (medians of encoding and of decoding over it); `bits_per_element`
+        (every byte counted) and `relative_error` (root mean square of the error over that of the tensor).
+
+    Raises:
+        ValueError, OSError: activations that cannot be had.
+    """
+    rows: list[Row] = []
+    for data in settings.data:
+        for row in _rows(settings, data):
+            rows.append(row)
+            yield rows
+
+
+def _rows(settings: CodecsBenchmark, data: str) -> Iterator[Row]:
+    if data == "real":
+        tensors = samples.real(settings.activations, steps=settings.train_steps)
+    else:
+        tensors = [samples.drawn(data, settings.shape)]
+    timed = samples.filled(tensors, math.prod(settings.shape))
+    first = data == settings.data[0]
+    layer = decoder_layer(timed) if settings.layer and first else None
+    for dtype in (getattr(torch, name) for name in settings.dtypes):
+        inputs = Inputs(timed.to(settings.device, dtype))
+        layer = layer.to(settings.device, dtype) if layer else None
+        for name in settings.codecs:
+            codec = _fitted(tensors, name) if name in FITTED else codec_of(name)
+            about = {
+                "codec": name, "device": settings.device, "dtype": str(dtype).removeprefix("torch."), "data": data,
+                "shape": list(timed.shape), **_accuracy(codec, [t.to(settings.device, dtype) for t in tensors]),
+            }  # fmt: skip
+            for count in _counts(settings):
+                speed = {}
+                if isinstance(codec, Codec):
+                    with timing.threads(count):
+                        reference = settings.reference and first
+                        speed = speeds(codec, inputs, settings.rounds, reference=reference, layer=layer)
+                yield about | {"threads": count} | speed
+
+
+def _accuracy(codec: Any, tensors: Sequence[Tensor]) -> dict[str, float]:
+    """Bits per element and relative error, means over tensors of equal weight."""
+    errors = [relative_error(t, _crossed(codec, t)) for t in tensors]
+    bits = [codec.bits_per_element(t.shape) for t in tensors]
+    return {"bits_per_element": statistics.fmean(bits), "relative_error": statistics.fmean(errors)}
+
+
+def _crossed(codec: Any, x: Tensor) -> Tensor:
+    """`x` as it arrives at the other end; as the first message of a codec with memory."""
+    if not isinstance(codec, Codec) or not codec.stateful:
+        return codec.round_trip(x)
+    sender, receiver = ends_of(codec, x)
+    return receiver.decode(sender.encode(x))
+
+
+def relative_error(x: Tensor, y: Tensor) -> float:
+    """|x - y| / |x|, Euclidean norms in float64 (0 for two zero tensors)."""
+    x, y = x.double(), y.double()
+    size = x.norm().item()
+    return (x - y).norm().item() / size if size else y.norm().item()
+
+
+def codec_of(name: str) -> Any:
+    """A codec by name.
+
+    Raises:
+        ValueError: it is unknown, or needs samples that come back or a warm-up, which this benchmark lacks.
+    """
+    codec = EXTRA_NAMES.get(name) or parse(name)
+    if isinstance(codec, Codec) and codec.needs_key:
+        raise ConfigError(
+            f"codec is {name!r}, which needs every sample twice; allowed: other codecs, "
+            "or `lowbit bench pipeline` and `convergence`, where samples come again"
+        )
+    if isinstance(codec, Codec) and not codec.settled:
+        raise ConfigError(
+            f"codec is {name!r}, which chooses a parameter in a pipeline's warm-up; "
+            "allowed: codecs with all parameters set"
+        )
+    return codec
+
+
+def _fitted(tensors: Sequence[Tensor], name: str) -> FeatureInt:
+    return FeatureInt.fit([torch.cat([t.float().flatten(0, -2) for t in tensors])], **FITTED[name])
+
+
+def _counts(settings: CodecsBenchmark) -> list[int]:
+    """Numbers of threads to measure with, each once; a GPU's rows say 1, the one that feeds it."""
+    if settings.device == "cuda":
+        return [1]
+    return list(dict.fromkeys(count or _cores() for count in settings.threads))
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _label(row: Row) -> str:
+    """A codec's name without those of its arguments: "GroupInt(6, 32, True)"."""
+    return re.sub(r"\w+=", "", row["codec"])
+
+
+def _speeds(rows: Sequence[Row]) -> list[Row]:
+    """Rows with speeds, of the first kind of data."""
+    return [row for row in rows if row["data"] == rows[0]["data"] and "copy_gb_s" in row]
+
+
+def _errors(rows: Sequence[Row]) -> list[Row]:
+    """A row for each codec: bits on the first kind of data, and the error on each kind, in the first dtype."""
+    errors: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        if row["dtype"] == rows[0]["dtype"]:
+            first = {name: row[name] for name in ("codec", "dtype", "data", "bits_per_element")}
+            errors.setdefault(row["codec"], first)[row["data"]] = row["relative_error"]
+    return list(errors.values())
+
+
+def _few_bits(rows: Sequence[Row]) -> list[Row]:
+    """Rows of the first dtype and number of threads; only those below 6 bits, if there are any."""
+    rows = [row for row in rows if all(row[name] == rows[0][name] for name in ("dtype", "threads"))]
+    return [row for row in rows if row["bits_per_element"] < 6] or rows
+
+
+def _error_and_bits(row: Row) -> str:
+    return f"{row['relative_error']:.3f} · {row['bits_per_element']:.1f} bits"
+
+
+def _ways(rows: Sequence[Row]) -> list[Row]:
+    """A row for each of encoding, decoding and copying, in the first dtype and number of threads."""
+    rows = [row for row in _speeds(rows) if all(row[name] == rows[0][name] for name in ("dtype", "threads"))]
+    return [{**row, "way": way, "gb_s": row[f"{way}_gb_s"]} for row in rows for way in ("encode", "decode", "copy")]
+
+
+COMMAND = Command(
+    name="bench codecs",
+    summary="Speed, bits and accuracy of codecs, beside a copy and eager PyTorch.",
+    examples=(
+        "lowbit bench codecs --codec tah-quant-published,int4 --thread 1",
+        "lowbit bench codecs --dtype bfloat16 --data gaussian --json codecs.json",
+    ),
+    settings=CodecsBenchmark,
+    measure=measure,
+    tables=[
+        Table(
+            rows=_speeds,
+            each=lambda row: (row["dtype"], row["threads"]),
+            title=lambda rows: "GB of {dtype} a second, {threads} thread(s), {data}".format(**rows[0]),
+            columns=[
+                Column("codec", _label, row_name),
+                Column("encode", "encode_gb_s", "{:.2f}"),
+                Column("of\ncopy", "encode_share_of_copy", "{:.0%}"),
+                Column("of its\nrate", "encode_share_of_rate", "{:.0%}"),
+                Column("decode", "decode_gb_s", "{:.2f}"),
+                Column("of\ncopy", "decode_share_of_copy", "{:.0%}"),
+                Column("of its\nrate", "decode_share_of_rate", "{:.0%}"),
+                Column("check-\nsum", "checksum_gb_s", "{:.1f}"),
+                Column("adds", "checksum_share", "{:.2%}"),
+                Column("both, of\na layer", "share_of_layer", "{:.2%}"),
+                Column("copy", "copy_gb_s", "{:.1f}"),
+                Column("eager\nenc.", "reference_encode_gb_s", "{:.2f}"),
+                Column("eager\ndec.", "reference_decode_gb_s", "{:.2f}"),
+            ],
+        ),
+        Table(
+            rows=_errors,
+            title=lambda rows: "Relative error, {dtype}; bits per element, {data}".format(**rows[0]),
+            columns=[
+                Column("codec", _label, row_name),
+                Column("bits", "bits_per_element", "{:.2f}"),
+                *(Column(kind, kind, "{:.4f}") for kind in get_args(Data)),
+            ],
+        ),
+    ],
+    charts=[
+        Bars(
+            rows=_few_bits, title="Relative error of few bits", group="data", series=_label, y="relative_error",
+            label="relative error", show=_error_and_bits,
+        ),
+        Bars(
+            rows=_ways, group="way", series=_label, y="gb_s", label="GB/s of input",
+            title=lambda rows: "Speed: {threads} thread(s), {dtype}, {data}".format(**rows[0]),
+        ),
+    ],
+)  # fmt: skip

@@ -1,0 +1,221 @@
+"""`lowbit bench gradients`: gradient averaging over emulated slow links, by format."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from lowbit.codecs import Codec, parse
+from lowbit.collectives.checks import check_summable
+from lowbit.config import ConfigError, NonNegative, Positive, section
+from lowbit.report import Baseline, Column, Command, Row, Table
+from lowbit.report.style import title_of
+from lowbit.train.config import ModelConfig
+from lowbit_lab.bench.settings import LINK, EachOnce, Links, Names, link_name
+from lowbit_lab.bench.sums import Phase, Taken, all_reduce_elements, take_turns
+from lowbit_lab.bench.workers import UNLIMITED, Workers
+from lowbit_lab.charts import Bars
+from lowbit_lab.network import Link
+
+ENGINE = ("engine-fp32", "engine-bf16", "hook-fp16", "hook-bf16", "powersgd")
+STORED = ("fp8-stored", "fp8-recoded")
+SHORT = {"int8": "GroupInt(bits=8, group=128, symmetric=True)", "int4": "GroupInt(bits=4, group=64, symmetric=True)"}
+SHORT |= dict.fromkeys(STORED, "fp8")
+POWER_RANK = 4
+MATRIX = 1024
+Outcomes = dict[tuple[int, str], dict[str, float]]
+"""Fields of rows, by number of ranks and format."""
+
+
+@section()
+class GradientsBenchmark:
+    """Formats, links and numbers of ranks."""
+
+    links: Links = (Link(100.0), Link(1000.0), Link(10000.0), UNLIMITED)
+    """Links to emulate: a rate, with a round trip if there is a distance, such as 25mbit, 100mbit/40ms or unlimited."""
+    ranks: Annotated[tuple[Annotated[int, Field(ge=2)], ...], EachOnce] = (2, 4)
+    """Numbers of ranks, each on a host of its own."""
+    formats: Names = (*ENGINE, "fp8", "int8", "int4")
+    """engine-fp32 and engine-bf16: PyTorch's all-reduce. hook-fp16, hook-bf16 and powersgd (rank 4): its DDP hooks.
+    int8 and int4: symmetric, in groups of 128 and 64. fp8-stored: means over 3 micro-batches in `GradientStorage`,
+    which travel as they are stored; fp8-recoded: the same, decoded, coded again and stored again. Others: codecs, by
+    name or in full."""
+    numel: Positive = 16 << 20
+    """Float32 elements of the tensor that is averaged, a multiple of 1048576."""
+    rounds: Positive = 5
+    """Turns of each format."""
+    steps: NonNegative = 2
+    """Timed steps of data-parallel training for each format and link, on the most ranks. 0: none."""
+    model: ModelConfig = ModelConfig(dim=512, layers=4, heads=4, ffn=1536)
+    """Model to train."""
+    batch: Positive = 2
+    """Samples of each rank in a step."""
+    sequence: Positive = 64
+    """Tokens of a sample."""
+    algorithm: Literal["one_shot", "two_shot"] = "two_shot"
+    """All-reduce algorithm of codecs."""
+
+    def __post_init__(self) -> None:
+        if self.numel % MATRIX**2:
+            raise ConfigError(f"numel is {self.numel}; allowed: multiples of {MATRIX**2}")
+        for name in set(self.formats) - set(ENGINE):
+            codec_of(name)
+
+
+@functools.cache  # so that no turn is timed with it
+def codec_of(name: str) -> Codec:
+    """The codec of a format that is not PyTorch's.
+
+    Raises:
+        TypeError, ValueError: an unknown name, or a codec that cannot be summed.
+    """
+    return check_summable(parse(SHORT.get(name, name)))
+
+
+def measure(settings: GradientsBenchmark, earlier: Sequence[Row]) -> Iterator[list[Row]]:
+    """Measure every format on every link with every number of ranks.
+
+    Yields:
+        Rows, one for each number of ranks, link and format: `format`, the fields of `set_link`, `ranks`,
+        `numel`, `ms` (median over the rounds of the slowest rank's time), `ms_low`, `ms_high`, `spread` (interquartile
+        range over median), `speedup_fp32`, `speedup_bf16` (of the medians, over PyTorch's), `bits_per_element` (of
+        the format), `wire_bits` (bytes that really left a rank, headers included, over those elements that an
+        all-reduce has to send), `link_share` (of the link's goodput that was used: 1 is the physical limit; None:
+        unlimited), `relative_error` (of the mean, against float64, storing included), `peak_bytes` (of gradients,
+        payloads and the working memory of an average), `rounds`; and from training `tokens_per_second` (all ranks,
+        median step), `training_speedup_fp32`, `gradient_bytes` (held by a rank when backward has ended: gradients,
+        buckets, and the format's own buffers), None where it was not trained.
+
+    Raises:
+        LinkUnavailable: a limited link is asked for and this machine does not permit one.
+        ChildProcessError: a rank failed.
+    """
+    outcomes: Outcomes = {}
+    # PyTorch's all-reduce of bfloat16 is no hook, and DDP refuses its own bfloat16 hook without NCCL.
+    trained = [{"name": name} for name in settings.formats if not name.endswith("-bf16")]
+
+    def prepare(ranks: Workers, count: int) -> list[Phase]:
+        ranks.ask("open", numel=settings.numel, algorithm=settings.algorithm)
+        for name in settings.formats:
+            first, *others = ranks.ask("outcome", name=name)
+            peak = max(each["peak_bytes"] for each in (first, *others))
+            outcomes[count, name] = {"relative_error": first["error"], "peak_bytes": peak}
+        every = [{"name": name} for name in settings.formats]
+        phases = [Phase(name="average", order="average", contenders=every, rounds=settings.rounds)]
+        if settings.steps and count == max(settings.ranks):
+            sizes: dict[str, Any] = {"batch": settings.batch, "sequence": settings.sequence}
+            for contender in trained:
+                ranks.ask("prepare", **contender, model=dataclasses.asdict(settings.model), **sizes)
+            phases.append(Phase(name="train", order="step", contenders=trained, rounds=settings.steps))
+        return phases
+
+    for taken in take_turns("lowbit_lab.bench.gradients_rank", settings.ranks, settings.links, prepare):
+        yield rows_of(settings, taken, outcomes)
+
+
+def rows_of(settings: GradientsBenchmark, taken: Sequence[Taken], outcomes: Outcomes) -> list[Row]:
+    """A row for each number of ranks, link and format, in the order of measuring."""
+    rows: dict[tuple[int, str, str], dict[str, Any]] = {}
+    for one in taken:
+        name = one.contender["name"]
+        key = (one.ranks, one.link["link"], name)
+        if one.phase == "average":
+            row = {"format": name, **one.about(), "numel": settings.numel}
+            row["bits_per_element"] = bits_of(name, settings.numel)
+            row["wire_bits"] = one.bits_sent(settings.numel)
+            row |= outcomes[one.ranks, name]
+            bits = all_reduce_elements(one.ranks, settings.numel) * row["bits_per_element"]
+            goodput = row["goodput_mbit"]
+            row["link_share"] = bits / (1e3 * goodput) / row["ms"] if goodput is not None else None
+            rows[key] = row | dict.fromkeys(("tokens_per_second", "gradient_bytes"))
+        else:
+            tokens = one.ranks * settings.batch * settings.sequence
+            rows[key]["tokens_per_second"] = tokens / statistics.median(one.seconds)
+            rows[key]["gradient_bytes"] = max(answer["gradient_bytes"] for answer in one.last)
+    return list(rows.values())
+
+
+def bits_of(name: str, numel: int) -> float:
+    """Bits per element on the network, without headers."""
+    if name == "powersgd":
+        return 32 * POWER_RANK * 2 * MATRIX / MATRIX**2
+    if name in ENGINE:
+        return 32.0 if name == "engine-fp32" else 16.0
+    return codec_of(name).bits_per_element((numel,))
+
+
+WHERE = (Column("ranks", "ranks"), LINK, Column("format", lambda row: row["format"].partition("(")[0]))
+
+
+def _finding(rows: Sequence[Row]) -> str:
+    """How much faster FP8 is on the slowest link, or else the fastest format."""
+    rows = [row for row in rows if row.get("speedup_fp32")]
+    if not rows:
+        return "All-reduce of gradients by link and format"
+    slowest = [row for row in rows if row["link"] == min(rows, key=lambda row: row["link_mbit"] or math.inf)["link"]]
+    best = max(slowest, key=lambda row: (row["format"] == "fp8", row["speedup_fp32"]))
+    name, ranks = title_of(best["format"]), f"{best['ranks']} ranks"
+    return f"{name} averages gradients {best['speedup_fp32']:.2f}x as fast as FP32 ({link_name(best)}, {ranks})"
+
+
+def _speed_and_error(row: Row) -> str:
+    return f"{row['speedup_fp32']:.2f}x · {row['relative_error']:.1%}"
+
+
+COMMAND = Command(
+    name="bench gradients",
+    summary="Gradient averaging over emulated slow links, by format.",
+    examples=(
+        "lowbit bench gradients --link 1gbit --rank 2 --format engine-fp32,fp8",
+        "lowbit bench gradients --json gradients.json --png gradients.png",
+    ),
+    settings=GradientsBenchmark,
+    measure=measure,
+    baselines=[
+        Baseline(field="speedup_fp32", value="ms", to={"format": "engine-fp32"}, alike=("ranks", "link"), way="under"),
+        Baseline(field="speedup_bf16", value="ms", to={"format": "engine-bf16"}, alike=("ranks", "link"), way="under"),
+        Baseline(
+            field="training_speedup_fp32", value="tokens_per_second", to={"format": "engine-fp32"},
+            alike=("ranks", "link"),
+        ),
+    ],
+    tables=[
+        Table(
+            title=lambda rows: f"Averaging {rows[0]['numel'] * 4 / 2**20:.0f} MB of gradients",
+            columns=[
+                *WHERE,
+                Column("ms", "ms", "{:.0f}"),
+                Column("±", "spread", "{:.0%}"),
+                Column("over\nfp32", "speedup_fp32", "{:.2f}x"),
+                Column("over\nbf16", "speedup_bf16", "{:.2f}x"),
+                Column("of the\nlink", "link_share", "{:.0%}"),
+                Column("bits", "bits_per_element", "{:.1f}"),
+                Column("rel.\nerror", "relative_error", "{:.1e}"),
+                Column("peak\nMB", lambda row: row["peak_bytes"] / 1e6, "{:.0f}"),
+            ],
+        ),
+        Table(
+            title="Data-parallel training",
+            rows=lambda rows: [row for row in rows if row["tokens_per_second"]],
+            columns=[
+                *WHERE,
+                Column("tokens/s", "tokens_per_second", "{:,.0f}"),
+                Column("over\nfp32", "training_speedup_fp32", "{:.2f}x"),
+                Column("gradients\nMB", lambda row: (row["gradient_bytes"] or 0) / 1e6 or None, "{:.1f}"),
+            ],
+        ),
+    ],
+    charts=[
+        Bars(
+            title=_finding, subtitle="Speed over PyTorch's own all-reduce in FP32 · relative error of the mean",
+            panel=lambda row: f"{row['ranks']} ranks", group=link_name, series="format", y="speedup_fp32",
+            show=_speed_and_error, label="times the speed of PyTorch's FP32",
+        )
+    ],
+)  # fmt: skip

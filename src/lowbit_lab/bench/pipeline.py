@@ -1,0 +1,307 @@
+"""`lowbit bench pipeline`: training speed over emulated slow links, by boundary format.
+
+All formats train the same model on the same samples in the same processes and take turns of a few steps, round after
+round, so that other work on the machine slows all of them alike. PyTorch's own stage is measured beside `LowBitStage`
+with the same bits, because part of the gain is scheduling: receives posted early, sends not waited for.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any, Literal
+
+from lowbit.codecs.names import pair_name
+from lowbit.config import ConfigError, NonNegative, Positive, section
+from lowbit.report import Baseline, Column, Command, Row, Table
+from lowbit.report.style import recommended, row_name, title_of
+from lowbit.train.config import DataConfig, ModelConfig, PipelineConfig
+from lowbit_lab.bench.recipes import (
+    MANY_STAGES,
+    PROGRAM,
+    THIN_MODEL,
+    Split,
+    as_mapping,
+    check_recipes,
+    check_samples,
+    recipe,
+    step,
+)
+from lowbit_lab.bench.settings import LINK, STOCK, Device, Links, Names, formats_of, link_name
+from lowbit_lab.bench.workers import UNLIMITED, Workers, set_link, started
+from lowbit_lab.charts import Bars
+from lowbit_lab.network import Link
+
+MEDIANS = ("bits_forward", "bits_backward", "compute_seconds", "codec_seconds", "checksum_seconds", "wait_seconds")
+
+
+@section()
+class PipelineBenchmark:
+    """Boundary formats, links and a model.
+
+    The default model has many stages and thin layers (a feed-forward as narrow as the model, one key-value head): even
+    where two CPU cores compute, a slow link is the bottleneck, as it is for a large model on GPUs.
+    """
+
+    links: Links = (Link(25.0), Link(100.0), Link(1000.0), UNLIMITED)
+    """Links to emulate: a rate, with a round trip if there is a distance, such as 25mbit, 100mbit/40ms or unlimited."""
+    boundaries: Names = (
+        *STOCK, "fp32", "bf16", "int4", "tah-quant", "tah-quant-published", "aq-sgd", "subspace", "transform",
+    )  # fmt: skip
+    """Formats of activations, by name or in full, or of both ways, such as "int4 / int6". stock-fp32 and stock-bf16 are
+    PyTorch's own stage; tah-quant is our setting of TAH-Quant, tah-quant-published that of the paper's v2 (bits by
+    tile), tah-quant-published-token that of its v1 (bits by token)."""
+    backward: str = ""
+    """Format of gradients beside low-bit activations, unless `boundaries` names it. If omitted, the default of each
+    format. fp32, bf16 and fp16 are used both ways."""
+    model: ModelConfig = THIN_MODEL
+    """Model to train."""
+    data: DataConfig = DataConfig(batch=32, sequence=128)
+    """Text to train on, and the size of a batch."""
+    pipeline: PipelineConfig = MANY_STAGES
+    """Ranks, each on a host of its own, stages and schedule. The formats are those of `boundaries`."""
+    splits: tuple[Split, ...] = ()
+    """Schedules to compare, as schedule/stages per rank/micro-batches, such as 1F1B/1/8. They replace those of
+    `pipeline`."""
+    rounds: Positive = 3
+    """Turns of each format on each link."""
+    steps: Positive = 2
+    """Timed steps of a turn. One more comes first and is not timed."""
+    evaluations: NonNegative = 0
+    """Held-out batches to evaluate after each turn, in the formats of training. 0: none."""
+    samples: Positive = 64
+    """Distinct samples, a multiple of the batch. All are visited once before anything is timed, because formats such as
+    aq-sgd send known samples in fewer bits."""
+    device: Device = "cpu"
+    """cuda: ranks share the GPUs of the machine, which PyTorch's own stage cannot."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """Data type of matrix products; weights stay in float32. auto: bf16 where the device supports it."""
+    seed: NonNegative = 0
+    """Seed of weights and data order."""
+
+    def __post_init__(self) -> None:
+        if len(set(self.splits)) < len(self.splits):
+            raise ConfigError(f"splits is {', '.join(map(str, self.splits))}; allowed: each once")
+        check_samples(self)
+        for pipeline in self.pipelines:
+            check_recipes(self, pipeline)
+
+    @property
+    def pipelines(self) -> list[PipelineConfig]:
+        """A pipeline for each of `splits`, or else `pipeline`."""
+        return [replace(self.pipeline, **vars(split)) for split in self.splits] or [self.pipeline]
+
+
+def measure(settings: PipelineBenchmark, earlier: Sequence[Row]) -> Iterator[Sequence[Row]]:
+    """Measure every boundary on every link.
+
+    Yields:
+        Rows, one for each link, split and boundary: `boundary`, `split` (its text), `forward` and `backward` (the
+        formats in full; None for PyTorch's own stage), the fields of `set_link`, `tokens_per_second` (of the
+        median step) with `tokens_per_second_low` and `_high` (slowest and fastest step), `speedup_stock_fp32`,
+        `speedup_fp32` (the same stage with full precision; both with the same split), `speedup_best_stock_fp32`
+        (PyTorch's own stage with the split that suits it best), `share_of_unlimited` (of the fastest on the unlimited
+        link), `bits_forward`, `bits_backward`, `bytes_per_step` (all ranks, both ways), `seconds_per_step`,
+        `compute_seconds`, `codec_seconds` (`checksum_seconds` of it), `wait_seconds` (of a step, mean over the ranks),
+        `loss` (of the last step; all boundaries of a link have done the same steps), `state_bytes` (kept between steps,
+        all ranks), `steps`, `evaluation_seconds` (None without evaluations).
+
+    Raises:
+        LinkUnavailable: a limited link is asked for and this machine does not permit one.
+        ChildProcessError: a rank failed.
+    """
+    taken: list[Turns] = []
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        started(PROGRAM, settings.pipeline.ranks, settings.links) as (network, ranks),
+    ):
+        contenders = list(product(settings.pipelines, settings.boundaries))
+        for number, (pipeline, boundary) in enumerate(contenders):
+            _open(settings, ranks, pipeline, boundary, f"{folder}/{number}")
+        for link in settings.links:
+            about = set_link(network, link)
+            every = [Turns(about, pipeline, boundary) for pipeline, boundary in contenders]
+            for _ in range(settings.rounds):
+                for turns in every:
+                    turns.take(ranks, settings)
+                    yield rows_of(settings, [*taken, *(t for t in every if t.steps)])
+            taken += every
+
+
+@dataclass
+class Turns:
+    """The steps of one boundary on one link."""
+
+    link: Mapping[str, Any]
+    pipeline: PipelineConfig
+    boundary: str
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    evaluations: list[float] = field(default_factory=list)
+    state_bytes: int = 0
+
+    @property
+    def split(self) -> str:
+        """How the model is cut, as text."""
+        return str(Split(self.pipeline.schedule, self.pipeline.stages_per_rank, self.pipeline.microbatches))
+
+    @property
+    def name(self) -> str:
+        """Name of the run in orders to the ranks."""
+        return f"{self.split} {self.boundary}"
+
+    def take(self, ranks: Workers, settings: PipelineBenchmark) -> None:
+        """Take a turn; its first step does not count: caches are cold and TCP starts anew."""
+        self.steps += step(ranks, self.name, 1 + settings.steps)[1:]
+        if settings.evaluations:
+            self.evaluations.append(max(ranks.ask("evaluate", name=self.name)))
+        self.state_bytes = sum(ranks.ask("state_bytes", name=self.name))
+
+    def row(self, backward: str) -> dict[str, Any]:
+        """The row without comparisons."""
+        speeds = [step["tokens_per_second"] for step in self.steps]
+        return {
+            "boundary": self.boundary,
+            "split": self.split,
+            **self.link,
+            **formats_of(self.boundary, backward),
+            "tokens_per_second": statistics.median(speeds),
+            "tokens_per_second_low": min(speeds),
+            "tokens_per_second_high": max(speeds),
+            "seconds_per_step": self._median("seconds"),
+            "bytes_per_step": round(self._median("bytes_sent")),
+            **{name: self._median(name) for name in MEDIANS},
+            "loss": self.steps[-1]["loss"],
+            "steps": len(self.steps),
+            "evaluation_seconds": statistics.median(self.evaluations) if self.evaluations else None,
+            "state_bytes": self.state_bytes,
+        }
+
+    def _median(self, name: str) -> float:
+        return statistics.median(step[name] for step in self.steps)
+
+
+def rows_of(settings: PipelineBenchmark, taken: Sequence[Turns]) -> list[dict[str, Any]]:
+    """A row for each link, split and boundary, with the comparisons that are not with one other row."""
+    rows = [turns.row(settings.backward) for turns in taken]
+    unlimited = max((row["tokens_per_second"] for row in rows if row["link_mbit"] is None), default=None)
+    stock: dict[str, float] = {}
+    for row in rows:
+        if row["boundary"] == "stock-fp32":
+            stock[row["link"]] = max(stock.get(row["link"], 0.0), row["tokens_per_second"])
+    for row in rows:
+        speed, best = row["tokens_per_second"], stock.get(row["link"])
+        row["speedup_best_stock_fp32"] = speed / best if best else None
+        row["share_of_unlimited"] = speed / unlimited if unlimited else None
+    return rows
+
+
+def _open(settings: PipelineBenchmark, ranks: Workers, pipeline: PipelineConfig, boundary: str, folder: str) -> None:
+    """Set up a boundary's run, and let it visit every sample."""
+    held_out = settings.evaluations * settings.data.batch
+    windows = settings.samples + held_out
+    data = replace(settings.data, held_out_share=held_out / windows) if held_out else settings.data
+    if data.tokenizer == "bytes":
+        data = replace(data, max_bytes=min(data.max_bytes, 2 * windows * data.sequence))
+    config = recipe(settings, boundary, pipeline=pipeline, data=data, output=folder, eval_batches=settings.evaluations)
+    name = Turns({}, pipeline, boundary).name
+    ranks.ask("open", name=name, config=as_mapping(config), samples=settings.samples)
+    ranks.ask("steps", name=name, count=settings.samples // settings.data.batch)
+
+
+def _shown(rows: Sequence[Row]) -> list[Row]:
+    """Rows with names for tables and bars; values about splits are dropped if there is only one split."""
+    named = [{**row, "name": pair_name(row["boundary"])} for row in rows]
+    if len({row["split"] for row in rows}) > 1:
+        return [{**row, "bar": f"{row['split']} {row['name']}"} for row in named]
+    return [{**row, "bar": row["name"], "split": None, "speedup_best_stock_fp32": None} for row in named]
+
+
+def _spread(row: Row) -> float:
+    """Half the way from the slowest to the fastest step, as a share of the median."""
+    return (row["tokens_per_second_high"] - row["tokens_per_second_low"]) / 2 / row["tokens_per_second"]
+
+
+def _finding(rows: Sequence[Row]) -> str:
+    """How much faster than FP32 the recommended format, or else the fastest, is on the slowest link."""
+    rows = [row for row in rows if row.get("speedup_fp32")]
+    rows = sorted(rows, key=lambda row: row["link_mbit"] or math.inf)
+    slowest = [row for row in rows if row["link"] == rows[0]["link"]]
+    best = recommended(slowest, "bar") or max(slowest, key=lambda row: row["speedup_fp32"], default=None)
+    if best is None:
+        return "Training speed by link and boundary format"
+    name = f"{title_of(best['bar'])}:" if recommended([best], "bar") else "Few bits: up to"
+    return f"{name} {best['speedup_fp32']:.1f}x as fast as FP32 at {link_name(best)}"
+
+
+def _what(rows: Sequence[Row]) -> str:
+    text = "Whole training steps · ratio to FP32 through the same stage"
+    return f"{text}. Error bars: slowest and fastest step." if "tokens_per_second_low" in rows[0] else text
+
+
+def _speed(row: Row) -> str:
+    ratio = f" · {row['speedup_fp32']:.1f}x" if row.get("speedup_fp32") else ""
+    return f"{row['tokens_per_second']:,.0f}{ratio}"
+
+
+WHERE = (LINK, Column("split", "split"), Column("boundary", "name", row_name))
+COMMAND = Command(
+    name="bench pipeline",
+    summary="Training speed over emulated slow links, by boundary format.",
+    examples=(
+        "lowbit bench pipeline --link 100mbit --boundary stock-fp32,transform",
+        "lowbit bench pipeline --link 25mbit,100mbit/40ms --png speed.png",
+    ),
+    settings=PipelineBenchmark,
+    measure=measure,
+    baselines=[
+        Baseline(
+            field=f"speedup_{name.replace('-', '_')}", value="tokens_per_second", to={"boundary": name},
+            alike=("link", "split"),
+        )
+        for name in ("stock-fp32", "fp32")
+    ],
+    tables=[
+        Table(
+            title="Training speed",
+            rows=_shown,
+            gap="link",
+            columns=[
+                *WHERE,
+                Column("tokens/s", "tokens_per_second", "{:,.0f}"),
+                Column("±", _spread, "{:.0%}"),
+                Column("over\nstock fp32", "speedup_stock_fp32", "{:.2f}x"),
+                Column("over\nfp32", "speedup_fp32", "{:.2f}x"),
+                Column("over best\nstock fp32", "speedup_best_stock_fp32", "{:.2f}x"),
+                Column("of un-\nlimited", "share_of_unlimited", "{:.0%}"),
+            ],
+        ),
+        Table(
+            title="Traffic, and seconds of a step on a rank",
+            rows=_shown,
+            gap="link",
+            columns=[
+                *WHERE,
+                Column("bits\nfwd", "bits_forward", "{:.2f}"),
+                Column("bits\nbwd", "bits_backward", "{:.2f}"),
+                Column("MB a\nstep", lambda row: row["bytes_per_step"] / 1e6, "{:.2f}"),
+                Column("com-\npute", "compute_seconds", "{:.2f}"),
+                Column("codec", "codec_seconds", "{:.2f}"),
+                Column("wait", "wait_seconds", "{:.2f}"),
+                Column("eval", "evaluation_seconds", "{:.2f}"),
+                Column("loss", "loss", "{:.3f}"),
+                Column("state\nMB", lambda row: row["state_bytes"] / 1e6, "{:.1f}"),
+            ],
+        ),
+    ],
+    charts=[
+        Bars(
+            title=_finding, subtitle=_what, label="tokens per second", rows=_shown, group=link_name,
+            series="bar", y="tokens_per_second", low="tokens_per_second_low", high="tokens_per_second_high",
+            show=_speed,
+        )
+    ],
+)  # fmt: skip

@@ -1,0 +1,91 @@
+"""One rank of several training runs that take turns: the program of the pipeline benchmarks."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+import torch.distributed as dist
+
+from lowbit.pipeline import LowBitStage
+from lowbit.train.config import from_mapping
+from lowbit.train.data import Order
+from lowbit.train.loop import Run
+from lowbit.train.metrics import StepMetrics
+from lowbit.train.prepare import prepare
+from lowbit.train.trainer import Trainer
+from lowbit_lab.bench.worker import serve, tell_progress
+
+
+class Runs:
+    """This rank's part of every run, by name. All ranks get the same orders."""
+
+    def __init__(self) -> None:
+        self._trainers: dict[str, Trainer] = {}
+        self._steps: dict[str, int] = {}
+
+    def open(self, name: str, config: dict[str, Any], samples: int) -> None:
+        """Set up a run.
+
+        Args:
+            name: of the run in later orders.
+            config: of the run, as nested mappings.
+            samples: windows of the text to train on, again in every epoch; 0: all.
+        """
+        trainer = _trainer(config)
+        if samples:
+            trainer.order = Order(samples=samples, batch=trainer.config.data.batch, seed=trainer.config.run.seed)
+        self._trainers[name], self._steps[name] = trainer, 0
+
+    def steps(self, name: str, count: int) -> list[dict[str, Any]]:
+        """Advance a run; metrics of each step (`lowbit.train.metrics.StepMetrics`)."""
+        dist.barrier()
+        start = self._steps[name]
+        self._steps[name] += count
+        done = [self._trainers[name].step(step) for step in range(start, start + count)]
+        return [dataclasses.asdict(metrics) for metrics in done]
+
+    def held_out_loss(self, name: str) -> float:
+        """Loss on held-out text, with full precision at the boundaries."""
+        return self._evaluate(name, None)
+
+    def scores(self, name: str) -> dict[str, float]:
+        """Held-out scores (`lowbit.train.trainer.Trainer.evaluate`), with full precision at the boundaries."""
+        return self._trainers[name].evaluate(with_codecs=False)
+
+    def evaluate(self, name: str) -> float:
+        """Seconds of an evaluation on held-out text, with this run's formats at the boundaries."""
+        prepared = self._trainers[name].prepared
+        codecs = prepared.codecs.forward if prepared.config.pipeline.boundary == "lowbit" else None
+        dist.barrier()
+        start = time.perf_counter()
+        self._evaluate(name, codecs)
+        return time.perf_counter() - start
+
+    def state_bytes(self, name: str) -> int:
+        """Bytes that this rank's codecs keep between steps."""
+        stages = self._trainers[name].pipeline.stages
+        return sum(stage.state_bytes() for stage in stages if isinstance(stage, LowBitStage))
+
+    def train(self, config: dict[str, Any]) -> None:
+        """Run a whole training with all its files, as `lowbit train` does; rank 0 reports each step."""
+
+        def report(metrics: StepMetrics) -> None:
+            if dist.get_rank() == 0:
+                tell_progress(dataclasses.asdict(metrics))
+
+        Run(_trainer(config)).finish(report)
+
+    def _evaluate(self, name: str, codecs: Any) -> float:
+        trainer = self._trainers[name]
+        batch, batches = trainer.config.data.batch, trainer.config.run.eval_batches
+        return trainer.evaluation.loss(trainer.prepared.data.held_out, batch=batch, batches=batches, codecs=codecs)
+
+
+def _trainer(config: dict[str, Any]) -> Trainer:
+    return Trainer(prepare(from_mapping(config), ranks=dist.get_world_size()))
+
+
+if __name__ == "__main__":
+    serve(Runs)

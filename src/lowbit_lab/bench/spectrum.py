@@ -1,0 +1,315 @@
+"""`lowbit bench spectrum`: how many directions suit a model's tensors, and the accuracy of formats.
+
+The model of a checkpoint runs on a text, forward and backward, without training. The tensors that would cross each
+boundary go through the sessions of every format, message after message, as in a pipeline. Beside each format's bits
+stand those of the rate-distortion bound of the same messages at the same error.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from lowbit.codecs import Codec, SubspaceQuant, parse
+from lowbit.codecs.sessions import Session
+from lowbit.config import ConfigError, Positive, section
+from lowbit.report import Column, Command, Row, Table
+from lowbit.train.config import DataConfig, ModelConfig
+from lowbit.train.data import load_data
+from lowbit.train.model import build_model, count_layers, vocabulary
+from lowbit_lab.bench import bound
+from lowbit_lab.bench.codec_speed import ends_of
+from lowbit_lab.bench.samples import capture
+from lowbit_lab.bench.training import spread_evenly
+from lowbit_lab.charts import Lines
+
+DIRECTIONS = ("forward", "backward")
+BOUND = "bound"
+BOUND_DECIBELS = range(0, 65, 5)  # where rows show the bound
+AtLeastTwo = Annotated[int, Field(ge=2)]
+
+
+@section()
+class SpectrumBenchmark:
+    """A model, a text, and formats to try."""
+
+    checkpoint: str
+    """Local folder with a causal language model in Hugging Face format."""
+    text: str
+    """File, folder or glob pattern to run the model on."""
+    stages: AtLeastTwo = 4
+    """Pipeline stages that the model is split into, at most one for each layer."""
+    directions: tuple[Positive, ...] = (8, 16, 32, 64)
+    """Numbers of directions to try, besides the one that suits the first message."""
+    bits: tuple[int, ...] = (3, 4)
+    """Bits of the remainder, to try with each number of directions."""
+    group: Positive = 64
+    """Elements that share a scale in SubspaceQuant."""
+    refresh: Positive | None = None
+    """Messages within which SubspaceQuant renews all its directions. If omitted, its default."""
+    codecs: tuple[str, ...] = (
+        "int8", "int4", "tah-quant", "tah-quant-published", "transform", "transform-backward",
+    )  # fmt: skip
+    """Other formats to compare with, by name or in full."""
+    sequence: AtLeastTwo = 256
+    """Tokens of a window."""
+    batch: Positive = 4
+    """Windows of a message."""
+    messages: AtLeastTwo = 8
+    """Number of messages. The errors are those of the second half."""
+    tokenizer: str = ""
+    """Local folder with a Hugging Face tokenizer, or "bytes". If omitted, the model's own."""
+    max_bytes: Positive = 16_000_000
+    """Read at most this many bytes of text."""
+
+    def __post_init__(self) -> None:
+        for name in self.codecs:
+            codec = parse(name)
+            if codec.needs_key:
+                raise ConfigError(f"codecs has {name!r}, which learns from epoch to epoch; allowed: others")
+            if not codec.settled:
+                raise ConfigError(
+                    f"codecs has {name!r}, which chooses a parameter in a pipeline's warm-up; "
+                    "allowed: those with all parameters set (the spectrum's own choice is measured anyway)"
+                )
+        if not self.bits:
+            raise ConfigError("bits is empty; allowed: 2 to 8, between commas")
+        for directions in (*self.directions, 1):
+            for bits in self.bits:
+                SubspaceQuant(directions=directions, bits=bits, group=self.group, refresh=self.refresh)
+
+
+@dataclass
+class _Errors:
+    """Squared errors and what they are measured against, of all messages that count."""
+
+    signal: float = 0.0
+    noise: float = 0.0
+    elements: int = 0
+
+    def add(self, x: Tensor, error: Tensor) -> None:
+        self.signal += float(x.square().sum())
+        self.noise += float(error.square().sum())
+        self.elements += x.numel()
+
+    def decibels(self) -> float:
+        return 10 * math.log10(self.signal / self.noise) if self.noise and self.signal else math.inf
+
+    def bound(self, spectra: Sequence[Tensor]) -> float | None:
+        """Bits per element of the rate-distortion bound at this error."""
+        return bound.rate(spectra, self.noise / self.elements)
+
+
+@dataclass
+class _Trial:
+    """A format at one boundary, in one direction."""
+
+    name: str
+    codec: Codec
+    ends: tuple[Session, Session]
+    fitted: bool = False
+    total: _Errors = field(default_factory=_Errors)
+    by_token: _Errors = field(default_factory=_Errors)
+
+    def carry(self, x: Tensor, counted: bool) -> None:
+        sender, receiver = self.ends
+        y = receiver.decode(sender.encode(x))
+        if counted:
+            x, error = x.double(), x.double() - y.double()
+            norm = bound.norms(x)
+            self.total.add(x, error)
+            self.by_token.add(x / norm, error / norm)
+
+
+@dataclass
+class _Boundary:
+    """What crosses a boundary in one direction, and its trials."""
+
+    index: int
+    direction: str
+    outside: Tensor = field(default_factory=lambda: torch.zeros(0))
+    spectra: list[Tensor] = field(default_factory=list)
+    token_spectra: list[Tensor] = field(default_factory=list)
+    trials: list[_Trial] = field(default_factory=list)
+
+    def begin(self, settings: SpectrumBenchmark, x: Tensor) -> None:
+        self.outside = outside(x)
+        candidates: dict[tuple[int, int], bool] = {}
+        shared = {"group": settings.group, "refresh": settings.refresh}
+        for bits in settings.bits:
+            candidates |= {(directions, bits): False for directions in settings.directions if directions <= x.shape[-1]}
+            suiting = SubspaceQuant.fitted(x, bits=bits, **shared)
+            candidates[suiting.geometry(x.shape).directions, bits] = True
+        codecs = {name: parse(name) for name in settings.codecs}
+        self.trials = [_Trial(name, codec, ends_of(codec, x)) for name, codec in codecs.items()]
+        for (directions, bits), fitted in sorted(candidates.items(), key=lambda item: item[0][::-1]):
+            codec = SubspaceQuant(directions=directions, bits=bits, **shared)
+            self.trials.append(_Trial("subspace", codec, ends_of(codec, x), fitted))
+
+    def carry(self, x: Tensor, counted: bool) -> None:
+        if counted:
+            self.spectra.append(bound.spectrum(x))
+            self.token_spectra.append(bound.spectrum(x.double() / bound.norms(x)))
+        for trial in self.trials:
+            trial.carry(x, counted)
+
+    def rows(self, shape: Sequence[int]) -> Iterator[Row]:
+        for trial in self.trials:
+            directions = getattr(trial.codec, "directions", None)
+            yield {
+                "boundary": self.index,
+                "direction": self.direction,
+                "shape": list(shape),
+                "format": trial.name,
+                "codec": str(trial.codec),
+                "directions": directions,
+                "bits": getattr(trial.codec, "bits", None) if directions else None,
+                "fitted": trial.fitted,
+                "outside": float(self.outside[min(directions, len(self.outside) - 1)]) if directions else None,
+                "bits_per_element": (bits := trial.codec.bits_per_element(shape)),
+                "decibels": trial.total.decibels(),
+                **_beside("", bits, trial.total.bound(self.spectra)),
+                "token_decibels": trial.by_token.decibels(),
+                **_beside("token_", bits, trial.by_token.bound(self.token_spectra)),
+            }
+        about = {"boundary": self.index, "direction": self.direction, "shape": list(shape), "format": BOUND}
+        for decibels in BOUND_DECIBELS:
+            bits = bound.rate_at(self.spectra, decibels)
+            yield {**about, "directions": None, "fitted": False, "bits_per_element": bits, "decibels": float(decibels)}
+
+
+def _beside(prefix: str, bits: float, least: float | None) -> Row:
+    """The bound, and the bits of a format above it."""
+    return {f"{prefix}bound": least, f"{prefix}above": None if least is None else bits - least}
+
+
+def measure(settings: SpectrumBenchmark, earlier: Sequence[Row]) -> Iterator[list[Row]]:
+    """Measure every format on what crosses every boundary.
+
+    Yields:
+        Rows with `boundary`, `direction`, `shape` (of a message), `format` (a name), `codec`, `bits_per_element` (every
+        byte counted), `decibels` (signal over noise, second half of the messages), `bound` (bits per element of the
+        rate-distortion bound of these messages at this error, see `lowbit_lab.bench.bound`; None where there is none),
+        `above` (bits of the format above it); `token_decibels`, `token_bound`, `token_above`: the same for each
+        token's error relative to its own norm; those of SubspaceQuant also `directions`, `bits` and `outside`: the
+        share of the first message's energy that its best directions leave out; `fitted`: whether this number is
+        `SubspaceQuant.fitted`'s. Rows whose format is "bound" are points of the bound.
+
+    Raises:
+        ConfigError: a model or text that cannot be used, or more stages than layers.
+    """
+    config = ModelConfig(pretrained=settings.checkpoint)
+    if settings.stages > (layers := count_layers(config)):
+        raise ConfigError(f"stages is {settings.stages}; the model has {layers} layers; allowed: at most as many")
+    data = load_data(
+        DataConfig(
+            text=(settings.text,), tokenizer=settings.tokenizer or settings.checkpoint, sequence=settings.sequence,
+            batch=settings.batch * settings.messages, max_bytes=settings.max_bytes, held_out_share=0,
+        )
+    )  # fmt: skip
+    vocab = vocabulary(config, data.tokenizer.size)
+    model = build_model(config, vocab=vocab, sequence=settings.sequence, seed=0)
+    ids = spread_evenly(settings.batch * settings.messages, len(data.train))
+    boundaries = [_Boundary(i, d) for d in DIRECTIONS for i in range(settings.stages - 1)]
+    for message, part in enumerate(ids.split(settings.batch)):
+        sent = capture(model, *data.train.batch(part), stages=settings.stages)
+        tensors = [x for direction in sent for x in direction]
+        for boundary, x in zip(boundaries, tensors, strict=True):
+            if not message:
+                boundary.begin(settings, x)
+            boundary.carry(x, message >= settings.messages // 2)
+        if message >= settings.messages // 2:
+            yield [row for b, x in zip(boundaries, tensors, strict=True) for row in b.rows(x.shape)]
+
+
+def outside(x: Tensor) -> Tensor:
+    """Share of the energy of tokens (..., C) that the k best directions leave out, for k from 0 on."""
+    energy = torch.linalg.svdvals(x.reshape(-1, x.shape[-1]).double()).square()
+    total = energy.sum().clamp(min=torch.finfo(torch.float64).tiny)
+    return (1 - torch.cat([torch.zeros(1), energy.cumsum(0) / total])).clamp(min=0)
+
+
+def _directions(row: Row) -> str | None:
+    return f"{row['directions']}{'*' * row['fitted']}" if row["directions"] else None
+
+
+def _name(row: Row) -> str:
+    return f"{row['format']}, {row['bits']} bits" if row["directions"] else row["format"]
+
+
+def _formats(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if row["format"] != BOUND]
+
+
+def _points(rows: Sequence[Row]) -> list[Row]:
+    """Means over the boundaries, by bits; one that only some boundaries have, because it suits them, by itself.
+
+    The bound's are by decibels, in the range of the formats.
+    """
+    boundaries = len({row["boundary"] for row in rows})
+    groups: dict[tuple[str, str, float], list[Row]] = {}
+    for row in _formats(rows):
+        groups.setdefault((row["direction"], _name(row), row["bits_per_element"]), []).append(row)
+    points = []
+    for (direction, name, bits), group in sorted(groups.items(), key=lambda item: item[0][2]):
+        alone = len(group) < boundaries
+        about = {"direction": direction, "series": name, "bits_per_element": bits, "alone": alone}
+        heights = [row["decibels"] for row in group]
+        points += [{**about, "decibels": height} for height in (heights if alone else [statistics.fmean(heights)])]
+    for direction in DIRECTIONS:
+        heights = [p["decibels"] for p in points if p["direction"] == direction and math.isfinite(p["decibels"])]
+        for decibels in BOUND_DECIBELS if heights else ():
+            own = [row["bits_per_element"] for row in rows if row["format"] == BOUND
+                   and row["direction"] == direction and row["decibels"] == decibels]  # fmt: skip
+            if own and None not in own and min(heights) - 5 < decibels < max(heights) + 5:
+                about = {"direction": direction, "series": BOUND, "alone": False, "decibels": decibels}
+                points.append({**about, "bits_per_element": statistics.fmean(own)})
+    return sorted(points, key=lambda point: DIRECTIONS.index(point["direction"]))
+
+
+COMMAND = Command(
+    name="bench spectrum",
+    summary="How many directions suit a model's tensors, and the accuracy of formats.",
+    examples=(
+        "lowbit bench spectrum runs/train/model held-out.txt",
+        "lowbit bench spectrum runs/train/model held-out.txt --stages 2 --bit 3",
+    ),
+    settings=SpectrumBenchmark,
+    measure=measure,
+    tables=[
+        Table(
+            rows=_formats,
+            each="direction",
+            title=lambda rows: (
+                f"{rows[0]['direction'].capitalize()}, messages of {' x '.join(map(str, rows[0]['shape']))}; "
+                "*: number by the spectrum;\nby token: bits above the bound for errors relative to each token's norm"
+            ),
+            columns=[
+                Column("boundary", "boundary"),
+                Column("format", _name),
+                Column("directions", _directions),
+                Column("energy\noutside", "outside", "{:.2%}"),
+                Column("bits", "bits_per_element", "{:.2f}"),
+                Column("dB", "decibels", "{:.1f}"),
+                Column("bound,\nbits", "bound", "{:.2f}"),
+                Column("above\nit", "above", "{:.2f}"),
+                Column("by\ntoken", "token_above", "{:.2f}"),
+            ],
+        )
+    ],
+    charts=[
+        Lines(
+            rows=_points, panel="direction", series="series", x="bits_per_element", y="decibels",
+            alone="alone", x_label="bits per element", label="signal over noise, dB",
+            title="Precision of formats by bits, and the bound", subtitle="Higher and further left is better. Means "
+            "over the boundaries; stars: a number of directions that only some boundaries have.",
+        )
+    ],
+)  # fmt: skip

@@ -1,0 +1,137 @@
+"""Shared parts of benchmarks of sums over ranks: turns on every link, times, bytes and errors.
+
+All formats sum the same tensors in the same processes and take turns, round after round, so that other work on the
+machine slows all of them alike.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lowbit.report import summary
+from lowbit_lab.bench.workers import Workers, set_link, started
+from lowbit_lab.network import Link
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """Contenders that take turns.
+
+    Args:
+        name: tells the phases of a benchmark apart.
+        order: the method of the ranks' program that each turn calls; it answers {"seconds", "sent", ...}.
+        contenders: arguments of each; they also tell results apart.
+        arguments: common to all.
+        rounds: timed turns of each; untimed: turns before these, in which ranks agree and allocate buffers.
+        before: what the ranks are asked once on each link, before the first turn, with its arguments; None: nothing.
+    """
+
+    name: str
+    order: str
+    contenders: Sequence[Mapping[str, Any]]
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    rounds: int
+    untimed: int = 0
+    before: tuple[str, Mapping[str, Any]] | None = None
+
+
+@dataclass(kw_only=True)
+class Taken:
+    """The results of one contender of a phase, on one link and number of ranks."""
+
+    phase: str
+    contender: Mapping[str, Any]
+    ranks: int
+    link: Mapping[str, Any]
+    seconds: list[float] = field(default_factory=list)
+    sent: list[float] = field(default_factory=list)
+    last: Sequence[Mapping[str, Any]] = ()
+
+    def add(self, answers: Sequence[Mapping[str, Any]], own_hosts: bool) -> None:
+        """Add a turn, with the time of the slowest rank. Ranks on one host see the bytes of all of them."""
+        self.seconds.append(max(answer["seconds"] for answer in answers))
+        self.sent.append(statistics.fmean(a.get("sent", 0) for a in answers) / (1 if own_hosts else self.ranks))
+        self.last = answers
+
+    def about(self) -> dict[str, Any]:
+        """Fields of a row: ranks, link, and milliseconds with their spread."""
+        return {"ranks": self.ranks, **self.link, **summary([1e3 * seconds for seconds in self.seconds], "ms")}
+
+    def bits_sent(self, numel: int) -> float:
+        """Bits that really left a rank for each element that an all-reduce of `numel` elements has to send."""
+        return 8 * statistics.median(self.sent) / all_reduce_elements(self.ranks, numel)
+
+
+def all_reduce_elements(ranks: int, numel: int) -> float:
+    """Elements that a rank must send in an all-reduce of `numel` elements."""
+    return 2 * (ranks - 1) / ranks * numel
+
+
+def take_turns(
+    program: str, counts: Sequence[int], links: Sequence[Link], prepare: Callable[[Workers, int], Sequence[Phase]]
+) -> Iterator[Sequence[Taken]]:
+    """Run the phases on every link with every number of ranks; yield all results so far after every round.
+
+    Args:
+        program: module of the ranks; counts: numbers of ranks; links: to measure on.
+        prepare: sets up the ranks, given their number, and returns the phases.
+
+    Raises:
+        LinkUnavailable: a limited link is asked for and this machine does not permit one.
+        ChildProcessError: a rank failed.
+    """
+    every: list[Taken] = []
+    for count in counts:
+        with started(program, count, links) as (network, ranks):
+            phases = prepare(ranks, count)
+            for link in links:
+                about = set_link(network, link)
+                for phase in phases:
+                    if phase.before is not None:
+                        order, arguments = phase.before
+                        ranks.ask(order, **arguments)
+                    taken = [
+                        Taken(phase=phase.name, contender=contender, ranks=count, link=about)
+                        for contender in phase.contenders
+                    ]
+                    for turn in range(phase.untimed + phase.rounds):
+                        for one in taken:
+                            answers = ranks.ask(phase.order, **phase.arguments, **one.contender)
+                            if turn >= phase.untimed:
+                                one.add(answers, network is not None)
+                        if turn >= phase.untimed:
+                            yield [*every, *taken]
+                    every += taken
+
+
+def timed(action: Callable[[], object]) -> dict[str, float]:
+    """On a rank: seconds of an action that all ranks take together, and the bytes that left this host for it."""
+    dist.barrier()
+    before, start = sent_bytes(), time.perf_counter()
+    action()
+    seconds = time.perf_counter() - start
+    dist.barrier()
+    return {"seconds": seconds, "sent": sent_bytes() - before}
+
+
+def sent_bytes() -> int:
+    """Bytes that all interfaces of this host have sent."""
+    lines = Path("/proc/net/dev").read_text("utf-8").splitlines()[2:]
+    return sum(int(line.split(":")[1].split()[8]) for line in lines)
+
+
+def error_of_sum(x: Tensor, parts: Iterable[Tensor]) -> float:
+    """Relative error of `x` as the sum of `parts`, against float64."""
+    exact = torch.zeros(x.shape, dtype=torch.float64)
+    for part in parts:
+        exact += part
+    return float((x - exact).norm() / exact.norm())

@@ -1,0 +1,276 @@
+"""`lowbit bench tensor-parallel`: tensor-parallel sums over emulated slow links, by message size."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal, get_args
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from lowbit.codecs import Codec, FeatureInt, GroupInt
+from lowbit.config import ConfigError, NonNegative, Positive, section
+from lowbit.report import Baseline, Column, Command, Row, Table
+from lowbit.report.style import RECOMMENDED, family, title_of
+from lowbit.train.config import ModelConfig
+from lowbit_lab.bench.settings import LINK, EachOnce, Links, link_name
+from lowbit_lab.bench.sums import Phase, Taken, take_turns
+from lowbit_lab.bench.workers import UNLIMITED, Workers
+from lowbit_lab.charts import Lines
+from lowbit_lab.network import Link
+
+Format = Literal["bf16", "int4", "int8", "feature-int4", "feature-int4-static"]
+Algorithm = Literal["one_shot", "two_shot", "auto"]
+_CALLS = 1 << 20  # elements that a turn sums at least, by calling several times
+_MOST_CALLS = 8
+
+
+@section()
+class TensorParallelBenchmark:
+    """Formats, links and numbers of ranks."""
+
+    links: Links = (Link(1000.0), Link(2500.0), Link(10000.0), UNLIMITED)
+    """Links to emulate: a rate, with a round trip if there is a distance, such as 25mbit, 100mbit/40ms or unlimited."""
+    ranks: Annotated[tuple[Annotated[int, Field(ge=2)], ...], EachOnce] = (2, 4)
+    """Numbers of ranks, each on a host of its own."""
+    formats: Annotated[tuple[Format, ...], EachOnce] = ("bf16", "int4", "int8", "feature-int4")
+    """bf16: PyTorch's all-reduce of bfloat16. int4: a gain for each token times a calibrated range for each feature.
+    int8: symmetric, a scale for each 128 elements. feature-int4: int4 with width / 64 outlier features in bfloat16.
+    feature-int4-static: the published format, ranges without a gain, and as many outlier features."""
+    algorithms: Annotated[tuple[Algorithm, ...], EachOnce] = get_args(Algorithm)
+    """All-reduce algorithms of codecs. auto: for each size the faster of these and PyTorch's own all-reduce, by
+    thresholds that the ranks measure on each link before the first turn, as `low_bit_` does."""
+    tokens: Annotated[tuple[Positive, ...], EachOnce] = (1, 8, 16, 64, 256, 1024, 2048)
+    """Tokens of a message."""
+    width: Positive = 4096
+    """Features of a token."""
+    rounds: Positive = 7
+    """Turns of each format and algorithm."""
+    prefill: NonNegative = 512
+    """Tokens of a prompt that a model with random bfloat16 weights, split over the ranks, reads at once, for each
+    format and link, with thresholds that the ranks measure. 0: none."""
+    model: ModelConfig = ModelConfig(dim=512, layers=4, heads=8, ffn=1536)
+    """Model that reads the prompt. Each layer has two sums of prefill x dim elements."""
+
+    def __post_init__(self) -> None:
+        for name in ("heads", "ffn") if self.prefill and not self.model.pretrained else ():
+            value = getattr(self.model, name)
+            if any(value % count for count in self.ranks):
+                raise ConfigError(
+                    f"model.{name} is {value}, ranks {self.ranks}; allowed: multiples of each number of ranks"
+                )
+
+    @property
+    def contenders(self) -> list[dict[str, Any]]:
+        """Format and algorithm of every sum that takes a turn; PyTorch's algorithm is a ring."""
+        return [
+            {"name": name, "algorithm": algorithm}
+            for name in self.formats
+            for algorithm in (("ring",) if name == "bf16" else self.algorithms)
+        ]
+
+
+def codec_of(name: str, parts: Sequence[Tensor]) -> Codec:
+    """The codec of a format, fitted to the partial sums of all ranks, (tokens, width) each.
+
+    Raises:
+        ValueError: PyTorch's own format, which has none.
+    """
+    if name == "bf16":
+        raise ValueError("format is 'bf16', PyTorch's own; allowed: int4, int8, feature-int4, feature-int4-static")
+    if name == "int8":
+        return GroupInt(bits=8, group=128, symmetric=True)
+    if name == "feature-int4-static":
+        return FeatureInt.fit(parts, gain="static", means=False)
+    return FeatureInt.fit(parts, outliers=0 if name == "int4" else None)
+
+
+def sample(tokens: int, width: int, rank: int, draw: int = 0) -> Tensor:
+    """A rank's partial sums, bfloat16: Gaussian features of different sizes, one in 64 of them 30 times as large.
+
+    `draw`: other tokens, features of the same sizes. Codecs are fitted to another draw than what is summed.
+    """
+    sizes = torch.randn(width, generator=torch.Generator().manual_seed(0)).mul(0.5).exp()
+    sizes[::64] *= 30
+    own = torch.randn(tokens, width, generator=torch.Generator().manual_seed(1 + rank + 1000 * draw))
+    return (own * sizes).bfloat16()
+
+
+def measure(settings: TensorParallelBenchmark, earlier: Sequence[Row]) -> Iterator[list[Row]]:
+    """Measure every format and algorithm with messages of every size, on every link, with every number of ranks.
+
+    Yields:
+        Rows, one for each number of ranks, link, size, format and algorithm: `format`, `algorithm`, `choice` (what
+        "auto" takes, "plain" for PyTorch's; else the algorithm), `ranks`, the fields of `set_link`, `numel`, `tokens`,
+        `ms` (median over the rounds of the slowest rank's time, with the tensor already there), `ms_low`, `ms_high`,
+        `spread` (interquartile range over median), `speedup_bf16` (of the medians, over PyTorch's), `bits_per_value`
+        (of the format), `wire_bits` (bytes that really left a rank, headers included, over what an all-reduce has to
+        send), `crossover` (fewest elements measured from which on this is faster than PyTorch's; None: never),
+        `relative_error` (of the largest message, which is not what the codec was fitted to, against float64; not of
+        "auto"), `rounds`. Then a row for each prefill: its `tokens_per_second` (absent before) by the same `format`,
+        with algorithm "auto", `ms` and `speedup_bf16` of all of it, and `numel` of one of its sums.
+
+    Raises:
+        LinkUnavailable: a limited link is asked for and this machine does not permit one.
+        ChildProcessError: a rank failed.
+    """
+    bits: dict[str, float] = {}
+    errors: dict[tuple[int, str, str], float] = {}
+
+    def prepare(ranks: Workers, count: int) -> list[Phase]:
+        bits.update(ranks.ask("open", tokens=max(settings.tokens), width=settings.width)[0])
+        for contender in settings.contenders:
+            key = count, contender["name"], contender["algorithm"]
+            if key[2] == "auto":  # of one of the others
+                continue
+            errors[key] = ranks.ask("error", **contender)[0]
+        phases = []
+        coded = {"names": [name for name in settings.formats if name != "bf16"]}
+        before = ("measure", coded) if "auto" in settings.algorithms else None
+        for tokens in settings.tokens:
+            calls = min(_MOST_CALLS, max(1, _CALLS // (tokens * settings.width)))
+            arguments = {"tokens": tokens, "calls": calls}
+            phases.append(
+                Phase(
+                    name=f"sum of {tokens}", order="reduce", contenders=settings.contenders, arguments=arguments,
+                    rounds=settings.rounds, untimed=1, before=None if phases else before,
+                )
+            )  # fmt: skip
+        if settings.prefill:
+            ranks.ask("prepare", tokens=settings.prefill, model=dataclasses.asdict(settings.model))
+            names = [{"name": name} for name in settings.formats]
+            for name in settings.formats:
+                ranks.ask("prefill", name=name)
+            before = "measure_prefill", coded
+            phases.append(
+                Phase(name="prefill", order="prefill", contenders=names, rounds=settings.rounds, before=before)
+            )
+        return phases
+
+    for taken in take_turns("lowbit_lab.bench.tensor_parallel_rank", settings.ranks, settings.links, prepare):
+        yield rows_of(settings, taken, bits, errors)
+
+
+def rows_of(
+    settings: TensorParallelBenchmark,
+    taken: Sequence[Taken],
+    bits: Mapping[str, float],
+    errors: Mapping[tuple[int, str, str], float],
+) -> list[Row]:
+    """A row for each number of ranks, link, size, format and algorithm, in the order of measuring; then prefill."""
+    sums, prefills = [], []
+    for one in taken:
+        name = one.contender["name"]
+        if one.phase == "prefill":
+            row = {"format": name, "algorithm": "ring" if name == "bf16" else "auto", **one.about()}
+            row |= {"numel": settings.prefill * settings.model.dim, "tokens": settings.prefill}
+            prefills.append(row | {"tokens_per_second": 1e3 * settings.prefill / row["ms"]})
+        else:
+            tokens, algorithm = int(one.phase.rpartition(" ")[2]), one.contender["algorithm"]
+            numel = tokens * settings.width
+            row = {"format": name, "algorithm": algorithm, **one.about(), "numel": numel, "tokens": tokens}
+            choice = one.last[0].get("choice", algorithm)
+            plain = choice == "plain"
+            row |= {
+                "choice": choice,
+                "bits_per_value": bits["bf16" if plain else name],
+                "wire_bits": one.bits_sent(numel),
+            }
+            sums.append(row | {"relative_error": errors.get((one.ranks, name, algorithm))})
+    return [row | {"crossover": crossover(row, sums)} for row in sums] + prefills
+
+
+def crossover(row: Row, rows: Sequence[Row]) -> int | None:
+    """Fewest elements from which on a format is faster than PyTorch's at every size measured."""
+    here = [r for r in rows if (r["ranks"], r["link"]) == (row["ranks"], row["link"])]
+    base = {r["numel"]: r["ms"] for r in here if r["format"] == "bf16"}
+    own = {r["numel"]: r["ms"] for r in here if (r["format"], r["algorithm"]) == (row["format"], row["algorithm"])}
+    fewest = None
+    for numel in sorted(own, reverse=True):
+        if numel not in base or base[numel] <= own[numel]:
+            break
+        fewest = numel
+    return fewest
+
+
+def _is_sum(row: Row) -> bool:
+    return not row.get("tokens_per_second")
+
+
+def _finding(rows: Sequence[Row]) -> str:
+    """Where the recommended format gains most."""
+    best = max(rows, key=lambda row: (family(row["format"]) in RECOMMENDED, row["speedup_bf16"]))
+    return (
+        f"{title_of(best['format'])}: up to {best['speedup_bf16']:.1f}x as fast as PyTorch's BF16 "
+        f"({best['tokens']:,} tokens, {link_name(best)})"
+    )
+
+
+def _name(row: Row) -> str:
+    chosen = f" ({row['choice']})" if row["algorithm"] == "auto" else ""
+    return f"{row['format']} {row['algorithm']}{chosen}".replace("_", "-")
+
+
+def _width(row: Row) -> int:
+    return row["numel"] // row["tokens"]
+
+
+COMMAND = Command(
+    name="bench tensor-parallel",
+    summary="Tensor-parallel sums over emulated slow links, by message size.",
+    examples=(
+        "lowbit bench tensor-parallel --rank 2 --link 1gbit --token 1,256",
+        "lowbit bench tensor-parallel --prefill 0 --json sums.json --png sums.png",
+    ),
+    settings=TensorParallelBenchmark,
+    measure=measure,
+    baselines=[
+        Baseline(
+            field="speedup_bf16", value="ms", to={"format": "bf16"}, way="under",
+            alike=("ranks", "link", "tokens", "numel"),
+        )
+    ],
+    tables=[
+        Table(
+            rows=lambda rows: list(filter(_is_sum, rows)),
+            each="ranks",
+            title=lambda rows: (
+                f"All-reduce of partial sums, {_width(rows[0])} features a token, {rows[0]['ranks']} ranks"
+            ),
+            columns=[
+                LINK,
+                Column("tokens", "tokens", "{:,}"),
+                Column("format", _name),
+                Column("ms", "ms", "{:.2f}"),
+                Column("±", "spread", "{:.0%}"),
+                Column("over\nbf16", "speedup_bf16", "{:.2f}x"),
+                Column("bits", "bits_per_value", "{:.2f}"),
+                Column("faster\nfrom", lambda row: row["crossover"] and row["crossover"] // _width(row), "{:,}"),
+            ],
+        ),
+        Table(
+            rows=lambda rows: [row for row in rows if not _is_sum(row)],
+            title=lambda rows: f"Prefill of {rows[0]['tokens']} tokens by a Llama with random weights",
+            columns=[
+                Column("ranks", "ranks"),
+                LINK,
+                Column("format", "format"),
+                Column("ms", "ms", "{:.0f}"),
+                Column("±", "spread", "{:.0%}"),
+                Column("tokens/s", "tokens_per_second", "{:,.0f}"),
+                Column("over\nbf16", "speedup_bf16", "{:.2f}x"),
+            ],
+        ),
+    ],
+    charts=[
+        Lines(
+            rows=lambda rows: [row for row in rows if _is_sum(row) and row["speedup_bf16"]],
+            panel=lambda row: f"{row['ranks']} ranks · {link_name(row)}", x="tokens", y="speedup_bf16", log_x=True,
+            series=lambda row: row["format"] if row["format"] == "bf16" else f"{row['format']} {row['algorithm']}",
+            x_label="tokens", label="times the speed of PyTorch's BF16", title=_finding,
+            subtitle="All-reduce of partial sums, by the size of the message.",
+        )
+    ],
+)  # fmt: skip

@@ -1,0 +1,294 @@
+"""One training run in one process, with a pipeline's codecs between the layers where stages would end.
+
+Runs of the same recipe and seed start from the same weights and see the same samples in the same order, whatever their
+boundaries carry, so that their losses can be compared.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lowbit.activations import LayerAware, compress_saved_
+from lowbit.codecs import BlockFloat8, Cast, Codec, parse, parse_pair
+from lowbit.config import ConfigError, NonNegative, Positive, build, section
+from lowbit.pipeline import Traffic, emulate_
+from lowbit.train.answers import Answers
+from lowbit.train.config import (
+    DataConfig,
+    LoraConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PipelineConfig,
+    RunConfig,
+    TrainConfig,
+)
+from lowbit.train.data import Data, Windows, load_data
+from lowbit.train.layout import make_layout
+from lowbit.train.lora import add_adapters
+from lowbit.train.model import build_model, vocabulary
+from lowbit.train.optim import eight_bit_adamw, make_optimizer
+from lowbit.train.single_process import model_loss, train_single_process
+from lowbit_lab.bench.replicas import Replicas
+from lowbit_lab.bench.worker import serve, tell_progress
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+CURVE_POINTS = 40
+GRADIENTS = "gradients:"
+"""Before a format that gradients are stored and all-reduced in, in place of a boundary's."""
+ACTIVATIONS = "activations:"
+"""Before the name of a policy for saved activations, in place of a boundary's format."""
+EIGHT_BITS = "+8bit"
+"""After the name of a policy: gradients in 8 bits, stored and all-reduced, and an 8-bit optimizer as well."""
+AGOQ = "agoq"
+"""The whole of AGoQ as published: short for "activations:agoq+8bit"."""
+POLICIES = {
+    "default": LayerAware(),
+    "norm-8": LayerAware(bits=4, attention=16),
+    AGOQ: LayerAware.published(),
+    "attention-8": LayerAware(bits=4, attention=8),
+    "uniform": LayerAware(bits=4, norm=4, attention=4),
+}
+
+
+@section("recipe")
+class Recipe:
+    """A training run without its boundary and seed."""
+
+    model: ModelConfig = ModelConfig()
+    """As in `lowbit train`."""
+    lora: LoraConfig = LoraConfig()
+    """Adapters to train in place of all weights; with rank 0, all weights."""
+    data: DataConfig = DataConfig()
+    """As in `lowbit train`."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """As in `lowbit train`."""
+    steps: Positive
+    """Optimizer steps."""
+    warmup_steps: NonNegative = 0
+    """First steps at full precision."""
+    stages: Positive = 2
+    """Stages of the emulated pipeline. It has one boundary fewer."""
+    samples: NonNegative = 0
+    """Distinct windows to train on. Each epoch visits all of them. 0: the whole text."""
+    eval_windows: Positive = 256
+    """Held-out windows of the final evaluation, spread evenly over the text."""
+    start: str = ""
+    """File with weights to start from. If empty, random ones."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """cuda: the current GPU."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Data type of matrix products."""
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """The dtype of matrix products; None: the weights' own."""
+        return torch.bfloat16 if self.precision == "bf16" else None
+
+
+def codec_pair(boundary: str, backward: str = "") -> tuple[Codec, Codec]:
+    """Codecs each way, as `parse_pair` has it; float32 where gradients or saved activations have a format instead.
+
+    Raises:
+        ConfigError: an unknown name.
+    """
+    if boundary.startswith((GRADIENTS, ACTIVATIONS)) or boundary == AGOQ:
+        return Cast(), Cast()
+    try:
+        return parse_pair(boundary, backward)
+    except ValueError as error:
+        if "(" in boundary:  # the arguments of a codec
+            raise
+        raise ConfigError(f"boundary: {error}; or {AGOQ}, {ACTIVATIONS}POLICY, {GRADIENTS}CODEC") from None
+
+
+def gradient_codec(boundary: str) -> Codec | None:
+    """The codec that gradients are stored and all-reduced in ("gradients:fp8", "...+8bit", "agoq"); None: float32.
+
+    Raises:
+        ConfigError: an unknown format, or one with state.
+    """
+    if _is_eight_bit(boundary):
+        return BlockFloat8()
+    if not boundary.startswith(GRADIENTS):
+        return None
+    codec = parse(boundary.removeprefix(GRADIENTS))
+    if codec.stateful:
+        raise ConfigError(f"{boundary!r} has state between messages; allowed: codecs without state")
+    return codec
+
+
+def activation_policy(boundary: str) -> LayerAware | None:
+    """The policy for saved activations ("activations:agoq", "activations:agoq+8bit", "agoq"); None: all is kept.
+
+    Raises:
+        ConfigError: an unknown policy.
+    """
+    if not boundary.startswith(ACTIVATIONS):
+        return POLICIES[AGOQ] if boundary == AGOQ else None
+    name = boundary.removeprefix(ACTIVATIONS).removesuffix(EIGHT_BITS)
+    if name not in POLICIES:
+        allowed = ", ".join(ACTIVATIONS + policy for policy in POLICIES)
+        raise ConfigError(f"boundary is {boundary!r}; allowed: {allowed}, each also with {EIGHT_BITS}")
+    return POLICIES[name]
+
+
+def _is_eight_bit(boundary: str) -> bool:
+    return boundary == AGOQ or (boundary.startswith(ACTIVATIONS) and boundary.endswith(EIGHT_BITS))
+
+
+def train(
+    recipe: Recipe,
+    boundary: str = "fp32",
+    backward: str = "",
+    *,
+    seed: int,
+    on_step: Callable[[int, float], None] | None = None,
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Train once and evaluate on the held-out text.
+
+    Args:
+        recipe: the run.
+        boundary: formats of activations, or of both ways, or "gradients:...", "activations:..." or "agoq".
+        backward: format of gradients that `boundary` does not name.
+        seed: of weights and data order.
+        on_step: called after every step with the number of steps done and the loss.
+
+    Returns:
+        The trained model without emulation, and a mapping: `loss` (held-out, nats a token, the trained model by
+        itself), `loss_through_codecs` (None for formats that need known samples), `bits_forward`, `bits_backward` (an
+        element, once warm-up is over), `bits_forward_run`, `bits_backward_run` (over the whole run), `state_bytes` (at
+        one end of all boundaries), `curve` (pairs of step and mean training loss), `seconds`.
+    """
+    started = time.perf_counter()
+    forward, back = codec_pair(boundary, backward)
+    data, model = prepare(recipe, seed)
+    places = boundary_modules(model, recipe.stages)
+    emulation = emulate_(model, at=places, forward=forward, backward=back, warmup_steps=recipe.warmup_steps)
+    gradients = gradient_codec(boundary)
+    policy = activation_policy(boundary)
+    compressed = compress_saved_(model, policy) if policy else None
+    in_warmup = replace(emulation.traffic)
+
+    def before_step(step: int, ids: Tensor) -> None:
+        nonlocal in_warmup
+        if step == recipe.warmup_steps:
+            in_warmup = replace(emulation.traffic)
+        emulation.set_samples(ids)
+
+    def after_step(step: int, loss: float) -> None:
+        emulation.step()
+        if on_step:
+            on_step(step + 1, loss)
+
+    losses = train_single_process(
+        model, data.train, recipe.optimizer, steps=recipe.steps, batch=recipe.data.batch, seed=seed,
+        samples=recipe.samples, autocast=recipe.autocast, gradients=Replicas(model, gradients) if gradients else None,
+        make=partial(eight_bit_adamw, compiled=True) if _is_eight_bit(boundary) else make_optimizer,
+        before_step=before_step, after_step=after_step,
+    )  # fmt: skip
+    run = replace(emulation.traffic)  # which evaluation adds to
+    after = _since(in_warmup, run)
+    state_bytes = emulation.state_bytes()
+    if compressed is not None:
+        compressed.remove()
+    through = None if forward.needs_key else evaluate(model, data.held_out, recipe)
+    emulation.remove()
+    return model, {
+        "bits_forward": after.forward_bits,
+        "bits_backward": after.backward_bits,
+        "bits_forward_run": run.forward_bits,
+        "bits_backward_run": run.backward_bits,
+        "state_bytes": state_bytes,
+        "loss": evaluate(model, data.held_out, recipe),
+        "loss_through_codecs": through,
+        "curve": curve_of(losses),
+        "seconds": round(time.perf_counter() - started, 1),
+    }
+
+
+def prepare(recipe: Recipe, seed: int) -> tuple[Data, PreTrainedModel]:
+    """The text, and the model on its device, in training mode."""
+    data = load_data(recipe.data)
+    vocab = vocabulary(recipe.model, data.tokenizer.size)
+    model = build_model(recipe.model, vocab=vocab, sequence=recipe.data.sequence, seed=seed)
+    if recipe.start:
+        model.load_state_dict(torch.load(recipe.start, map_location="cpu", weights_only=True))
+    if recipe.lora.rank:
+        add_adapters(model, TrainConfig(model=recipe.model, lora=recipe.lora, run=RunConfig(seed=seed)))
+    nn.Module.to(model, torch.device(recipe.device))
+    return data, model.train()
+
+
+def boundary_modules(model: PreTrainedModel, stages: int) -> list[str]:
+    """Names of the last decoder layer of each stage but the last."""
+    count = model.config.num_hidden_layers
+    lists = (name for name, m in model.named_modules() if isinstance(m, nn.ModuleList))
+    layers = next(name for name in lists if len(model.get_submodule(name)) == count)  # pyright: ignore[reportArgumentType]
+    plan = make_layout(PipelineConfig(schedule="GPipe"), ranks=stages, layers=count)
+    return [f"{layers}.{plan.layers_of(stage)[-1]}" for stage in range(stages - 1)]
+
+
+@torch.no_grad()
+def evaluate(model: PreTrainedModel, held_out: Windows | Answers, recipe: Recipe) -> float:
+    """Mean loss, in nats a token, over windows spread evenly over the held-out text."""
+    ids = spread_evenly(recipe.eval_windows, len(held_out))
+    model.eval()
+    total = 0.0
+    for part in ids.split(8):
+        total += model_loss(model, *held_out.batch(part), autocast=recipe.autocast).item() * len(part)
+    model.train()
+    return total / len(ids)
+
+
+def spread_evenly(count: int, windows: int) -> Tensor:
+    """Ids of at most `count` windows, spread evenly over the text."""
+    count = min(count, windows)
+    return torch.arange(count) * windows // count
+
+
+def curve_of(losses: list[float]) -> list[tuple[int, float]]:
+    """Mean loss of equal stretches of the run, each under its last step."""
+    width = max(1, math.ceil(len(losses) / CURVE_POINTS))
+    parts = [losses[i : i + width] for i in range(0, len(losses), width)]
+    return [(i * width + len(part), sum(part) / len(part)) for i, part in enumerate(parts)]
+
+
+def _since(earlier: Traffic, later: Traffic) -> Traffic:
+    return Traffic(**{f.name: getattr(later, f.name) - getattr(earlier, f.name) for f in fields(Traffic)})
+
+
+class Training:
+    """The process that trains."""
+
+    def train(
+        self, regime: str, boundary: str, backward: str, seed: int, recipe: dict[str, Any], threads: int, keep: str
+    ) -> dict[str, Any]:
+        """Train once and return the row; `keep`: file for the weights."""
+        torch.set_num_threads(threads)
+
+        def on_step(step: int, loss: float) -> None:
+            tell_progress(f"{regime} {boundary} seed {seed}: step {step}, loss {loss:.3f}")
+
+        model, result = train(build(Recipe, recipe), boundary, backward, seed=seed, on_step=on_step)
+        if keep:
+            part = Path(keep).with_suffix(".part")  # so that an interrupted call leaves no half file
+            part.parent.mkdir(parents=True, exist_ok=True)
+            torch.save(model.state_dict(), part)
+            part.replace(keep)
+        formats = zip(("forward", "backward"), map(repr, codec_pair(boundary, backward)), strict=True)
+        return {"boundary": boundary, **dict(formats), "seed": seed, "regime": regime, **result}
+
+
+if __name__ == "__main__":
+    serve(Training)

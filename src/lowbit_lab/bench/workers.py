@@ -1,0 +1,247 @@
+"""Processes that follow a benchmark's orders, on the hosts of a slow link or on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import IO, Any
+
+from lowbit_lab.network import Link, LinkUnavailable, SlowLink, goodput, round_trip
+
+UNLIMITED = Link(None)
+_CONNECTING = Link(1000.0)
+_PROBE_SECONDS = 1.0
+
+OnProgress = Callable[[Any], None]
+
+
+class Workers:
+    """Processes that follow orders; a context manager that ends them all. Their side is `lowbit_lab.bench.worker`.
+
+    Args:
+        program: the module that each of them runs.
+        count: number of processes.
+        grouped: they join one process group.
+        network: an open link, whose host i gets process i; None: all on this machine's loopback.
+        environment: more variables for them.
+        per_host: processes on each host, neighbours together.
+    """
+
+    def __init__(
+        self,
+        program: str,
+        count: int = 1,
+        *,
+        grouped: bool = False,
+        network: SlowLink | None = None,
+        environment: Mapping[str, str] | None = None,
+        per_host: int = 1,
+    ) -> None:
+        self._program, self._count, self._grouped, self._network = program, count, grouped, network
+        self._per_host = per_host
+        self._environment = environment or {}
+        self._processes: list[subprocess.Popen[str]] = []
+        self._readers: list[threading.Thread] = []
+        self._errors: list[IO[str]] = []
+        self._files = contextlib.ExitStack()
+        self._lines: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
+
+    def __enter__(self) -> Workers:
+        port = "29500" if self._network else str(_free_port())
+        try:
+            for index in range(self._count):
+                self._start(index, port)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the processes."""
+        return [process.pid for process in self._processes]
+
+    def ask(self, method: str, /, *, on_progress: OnProgress | None = None, **arguments: Any) -> list[Any]:
+        """Give all processes an order and collect their answers, by process.
+
+        Args:
+            method: of the program's object; arguments: its keyword arguments, which JSON can hold.
+            on_progress: called with progress reports of the processes.
+
+        Raises:
+            ChildProcessError: one failed; the message says how.
+        """
+        for index in range(self._count):
+            self._tell(index, method, arguments)
+        results = dict(self._answers(set(range(self._count)), on_progress))
+        return [results[index] for index in range(self._count)]
+
+    def share(self, method: str, orders: Sequence[Mapping[str, Any]], on_progress: OnProgress) -> Iterator[Any]:
+        """Give each order to the next process that is free, and yield answers as they come.
+
+        Raises:
+            ChildProcessError: a process failed; the message says how.
+        """
+        left = list(orders)[::-1]
+        busy = set(range(min(self._count, len(left))))
+        for index in busy:
+            self._tell(index, method, left.pop())
+        while busy:
+            index, answer = next(self._answers(busy, on_progress))
+            busy.discard(index)
+            if left:
+                busy.add(index)
+                self._tell(index, method, left.pop())
+            yield answer
+
+    def close(self) -> None:
+        """End all processes."""
+        for process in self._processes:
+            process.kill()
+        for process, reader in zip(self._processes, self._readers, strict=True):
+            process.wait()
+            reader.join()
+            for pipe in (process.stdin, process.stdout):
+                assert pipe is not None
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+        self._files.close()
+        self._processes.clear()
+        self._readers.clear()
+
+    def _start(self, index: int, port: str) -> None:
+        environment = os.environ | self._environment | {"LOWBIT_WORKER": str(index)}
+        if self._grouped:
+            environment |= {"RANK": str(index), "LOCAL_RANK": str(index)}
+            environment |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(self._count))
+            environment |= {"MASTER_ADDR": self._network.address(0) if self._network else "127.0.0.1"}
+            environment |= {"MASTER_PORT": port}
+        file = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
+        self._errors.append(self._files.enter_context(file))  # `close` closes it
+        argv = [sys.executable, "-m", self._program]
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": file, "text": True}
+        if self._network:
+            host = index // self._per_host
+            environment["GLOO_SOCKET_IFNAME"] = self._network.interface(host)
+            process = self._network.popen(host, argv, env=environment, **pipes)
+        else:
+            process = subprocess.Popen(argv, env=environment, **pipes)
+        self._processes.append(process)
+        self._readers.append(threading.Thread(target=self._read, args=(index, process.stdout), daemon=True))
+        self._readers[-1].start()
+
+    def _read(self, index: int, stdout: IO[str]) -> None:
+        for line in stdout:
+            self._lines.put((index, line))
+        self._lines.put((index, ""))  # the process has ended
+
+    def _tell(self, index: int, method: str, arguments: Mapping[str, Any]) -> None:
+        stdin = self._processes[index].stdin
+        assert stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # waiting for the answer tells why the process ended
+            stdin.write(json.dumps([method, arguments]) + "\n")
+            stdin.flush()
+
+    def _answers(self, waiting: set[int], on_progress: OnProgress | None) -> Iterator[tuple[int, Any]]:
+        """Yield processes and answers as they come; the first failure raises."""
+        left = set(waiting)
+        while left:
+            index, line = self._lines.get()
+            if not line:
+                self._processes[index].wait()
+                raise self._failure(index, self._last_words(index))
+            match json.loads(line):
+                case {"progress": value}:
+                    if on_progress:
+                        on_progress(value)
+                case {"error": reason}:
+                    raise self._failure(index, reason)
+                case {"result": result}:
+                    left.discard(index)
+                    yield index, result
+
+    def _failure(self, index: int, reason: str) -> ChildProcessError:
+        return ChildProcessError(f"{'rank' if self._grouped else 'process'} {index} failed: {reason}")
+
+    def _last_words(self, index: int) -> str:
+        """The exit status of a process that has ended, and the last line of its standard error."""
+        self._errors[index].seek(0)
+        lines = self._errors[index].read().strip().splitlines()
+        return f"exit status {self._processes[index].returncode}" + (f", {lines[-1]}" if lines else "")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextlib.contextmanager
+def started(
+    program: str, count: int, links: Sequence[Link], *, per_host: int = 1
+) -> Iterator[tuple[SlowLink | None, Workers]]:
+    """Start ranks on the hosts of a link that `set_link` changes; on loopback if this machine permits no limits.
+
+    Neighbours share a host, `per_host` of them.
+
+    If one of `links` is limited, the ranks connect on a limited link, which fixes the size of TCP's trains of packets.
+    Those of an unlimited link are larger than the token bucket of a limited one, which then drops packets: FP32 at
+    1 Gbit/s was five times too slow.
+
+    Raises:
+        TorchVersionError: this PyTorch is not known to work.
+        LinkUnavailable: one of `links` is limited, or has a distance, and this machine does not permit that.
+    """
+    from lowbit.ranks.pytorch import check_torch
+
+    check_torch()
+    check_available(links)
+    if SlowLink.available():
+        with Workers(program, count, grouped=True) as ranks:
+            yield None, ranks
+    else:
+        first = UNLIMITED if set(links) == {UNLIMITED} else _CONNECTING
+        with (
+            SlowLink(count // per_host, first.rate_mbit) as network,
+            Workers(program, count, grouped=True, network=network, per_host=per_host) as ranks,
+        ):
+            yield network, ranks
+
+
+def check_available(links: Sequence[Link]) -> None:
+    """Check that this machine permits links.
+
+    Raises:
+        LinkUnavailable: it does not; the message says why, and what is possible.
+    """
+    limited = [link for link in links if link != UNLIMITED]
+    if limited and (reason := SlowLink.available()):
+        raise LinkUnavailable(f"{reason} `--link unlimited` measures without a limit.")
+    far = next((link for link in limited if link.far), None)
+    if far and (reason := SlowLink.available(distance=True)):
+        raise LinkUnavailable(f"{reason} `--link {Link(far.rate_mbit)}` measures without a distance.")
+
+
+def set_link(network: SlowLink | None, link: Link) -> dict[str, Any]:
+    """Change the link between the ranks, and return its fields of a row.
+
+    They are `link` (its text), `link_mbit` (None: unlimited), `link_rtt_ms`, and as measured with plain sockets
+    `goodput_mbit` (payload from rank 0 to rank 1) and `rtt_ms`, both None on loopback.
+    """
+    about: dict[str, Any] = dict.fromkeys(("goodput_mbit", "rtt_ms"))
+    if network is not None:
+        network.set_link(link)
+        about["goodput_mbit"] = goodput(network, [(0, 1)], _PROBE_SECONDS)[0]
+        about["rtt_ms"] = round_trip(network)
+    return {"link": str(link), "link_mbit": link.rate_mbit, "link_rtt_ms": link.rtt_ms, **about}

@@ -1,0 +1,8 @@
+"""Charts of rows, declared by the values that they show, and pages of results with tables and charts."""
+
+from __future__ import annotations
+
+from lowbit_lab.charts.bars import Bars, Stacks
+from lowbit_lab.charts.curves import Heights, Lines, Points
+
+__all__ = ["Bars", "Heights", "Lines", "Points", "Stacks"]

@@ -1,0 +1,62 @@
+"""The laboratory's commands. Imports of a command wait until it is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lowbit.cli.group import Group
+from lowbit.cli.reports import Measurement, measurements
+
+if TYPE_CHECKING:
+    from lowbit.cli.parser import Parser
+
+
+class Demo:
+    """`lowbit demo`."""
+
+    summary = "Compare FP32 with low-bit training over a 100 Mbit/s link."
+    examples: tuple[str, ...] = ("lowbit demo", "lowbit demo --output runs/my-demo")
+
+    def parser(self, program: str) -> Parser:
+        """Parser of its command line."""
+        from lowbit.cli.parser import Parser
+        from lowbit.config import section
+
+        @section()
+        class DemoConfig:
+            """Where the demo writes."""
+
+            output: str = "runs/demo"
+            """Folder for the report, the chart and the trained models."""
+
+        return Parser(program, self.summary, DemoConfig, examples=self.examples)
+
+    def __call__(self, program: str, words: Sequence[str]) -> None:
+        """Train and compare."""
+        settings, _ = self.parser(program).resolve(words)
+        from lowbit_lab.bench.demo import run
+
+        run(Path(settings.output))
+
+
+def commands() -> dict[str, Any]:
+    """Return the commands by name."""
+    return {
+        "demo": Demo(),
+        "calibrate": Measurement(
+            "lowbit_lab.evaluate.commands:CALIBRATE",
+            "Calibrate a model for low-bit tensor-parallel inference.",
+        ),
+        "evaluate": Measurement(
+            "lowbit_lab.evaluate.commands:EVALUATE",
+            "Measure perplexity and task scores of low-bit inference.",
+        ),
+        "bench": Group(
+            "Measure speed, traffic, loss and memory.",
+            partial(measurements, "lowbit_lab.bench"),
+            examples=("lowbit bench codecs", "lowbit bench pipeline --link 100mbit --png speed.png"),
+        ),
+    }

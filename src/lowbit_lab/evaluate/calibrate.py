@@ -1,0 +1,164 @@
+"""`lowbit calibrate`: measure the ranges of a model's partial sums once, and write them to one file."""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import hashlib
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lowbit.codecs import parse
+from lowbit.codecs.sums import Summable
+from lowbit.collectives import agree
+from lowbit.collectives.checks import check_summable
+from lowbit.config import ConfigError
+from lowbit.ranks.process_group import world
+from lowbit.report import check_output
+from lowbit.tensor_parallel import Calibration, calibrate
+from lowbit_lab.evaluate import loading, text
+from lowbit_lab.evaluate.settings import CalibrationConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+log = logging.getLogger(__name__)
+
+
+def measure(settings: CalibrationConfig) -> list[dict[str, Any]]:
+    """Draw sequences, observe the sums, choose features, write the file.
+
+    Under torchrun the model is cut over the ranks and each observes its own partial sums; the file is that of the
+    emulation. An interrupted run goes on from the state beside its output, with the same outcome.
+
+    Returns:
+        A row for each layer, with `layer`, `features` (chosen), `k` (their number), `width`, `bits_per_value`,
+        `gain`, `aggregated` (root mean square of the ranks' ranges, by feature), and of that `range_median` and
+        `range_largest`.
+
+    Raises:
+        ConfigError: a model, text or output that cannot be used.
+        CalibrationError: with `continue_`, an output that is missing or made for something else.
+    """
+    rank, ranks = world()
+    settings = dataclasses.replace(settings, ranks=ranks if ranks > 1 else settings.ranks)
+    loading.check_ranks("ranks", settings.ranks, settings.model)
+    device = loading.prepare(settings)
+    sequences = read(settings)
+    with loading.job(device):
+        _check_output(settings.path)
+        start = loading.load_calibration(settings.path) if settings.continue_ else None
+        model = loading.load_model(settings.model, settings.dtype, device)
+        calibration = make(model, sequences, settings, start=start)
+    if rank == 0:
+        calibration.save(settings.path)
+        for state in _states(settings.path):
+            state.unlink(missing_ok=True)
+    return [_row(calibration, name) for name in calibration.ranges]
+
+
+def read(settings: CalibrationConfig) -> text.Sequences:
+    """Read the text that sequences are drawn from; ConfigError if it is missing or shorter than one sequence."""
+    encoder = loading.model_kind(settings.model) != loading.CAUSAL
+    sequences, _ = text.read(settings, encoder=encoder)
+    sequences.draw(1, settings.seed)
+    return sequences
+
+
+def make(
+    model: PreTrainedModel,
+    sequences: text.Sequences,
+    settings: CalibrationConfig,
+    *,
+    start: Calibration | None = None,
+    keep_state: bool = True,
+) -> Calibration:
+    """Calibrate a loaded model, whole or on real ranks, with a progress bar on the first rank.
+
+    `keep_state`: save the state beside the output now and then, and go on from it.
+    """
+    drawn = sequences.draw(settings.sequences, settings.seed)
+    if world()[0] == 0:
+        sequences.warn_if_fewer(settings.sequences)
+    k, layout = settings.selection(model.config.get_text_config().hidden_size)
+    if start is not None and not settings.features:
+        k, layout = start.settings.get("k"), start.settings.get("features", "fixed")
+    gain = settings.gain or (start.gain if start is not None else "token")
+    inputs = _inputs(settings, start)
+    bits = start.settings.get("bits") if start is not None and settings.bits is None else settings.bits
+    description = (
+        f"{len(drawn)} of {settings.length} tokens from {sequences.source}, seed {settings.seed}, "
+        f"tokens {sequences.fingerprint()}"
+    )
+    with loading.progress_bar("calibrating", len(drawn)) as progress:
+        return calibrate(
+            model,
+            (sequence.to(model.device) for sequence in drawn),
+            ranks=None if world()[1] > 1 else settings.ranks,
+            k=k,
+            features=layout,
+            gain=gain,
+            bits=bits,
+            inputs=inputs,
+            momentum=settings.momentum,
+            text=description,
+            start=start,
+            state=_state_file(settings, description, start) if keep_state else None,
+            progress=progress,
+        )
+
+
+def _inputs(settings: CalibrationConfig, start: Calibration | None) -> Summable | None:
+    """Return the format of inputs that is asked for, or that of the calibration that goes on."""
+    if settings.inputs:
+        return check_summable(parse(settings.inputs))
+    earlier = start.inputs_codecs() if start is not None else {}
+    return next(iter(earlier.values()), None)
+
+
+def _row(calibration: Calibration, layer: str) -> dict[str, Any]:
+    ranges, features = calibration.ranges[layer], calibration.features[layer]
+    aggregated = ranges.square().mean(0).sqrt()
+    return {
+        "layer": layer,
+        "features": list(features),
+        "k": len(features),
+        "width": ranges.shape[1],
+        "bits_per_value": calibration.bits_per_value(layer),
+        "gain": calibration.gain,
+        "range_median": float(aggregated.median()),
+        "range_largest": float(aggregated.max()),
+        "aggregated": aggregated.tolist(),
+    }
+
+
+def _check_output(path: Path) -> None:
+    """Raise ConfigError unless the first rank can write there; on the ranks of a job AgreementError, alike on all."""
+    rank, ranks = world()
+    problem = ""
+    if rank == 0:
+        try:
+            check_output(path)
+        except ValueError as error:
+            problem = f"output {error}; allowed: a file in a folder that can be written"
+    if ranks > 1:
+        agree(None, {"output": problem or f"{path} can be written"}, topic="output")
+    elif problem:
+        raise ConfigError(problem)
+
+
+def _state_file(settings: CalibrationConfig, description: str, start: Calibration | None) -> Path:
+    """Return the file for the state of a run; other options or text give another name."""
+    before = start.fingerprint() if start else ""
+    key = f"{settings.model}/{settings.ranks}/{settings.dtype}/{settings.momentum}/{description}/{before}"
+    name = hashlib.sha256(key.encode()).hexdigest()[:8]
+    state = settings.path.with_name(f".{settings.path.name}.{name}.state")
+    if world()[0] == 0 and _states(settings.path) and not state.exists():
+        log.warning("a calibration with other options or text was interrupted before: this one begins anew")
+    return state
+
+
+def _states(output: Path) -> list[Path]:
+    """Return the files that interrupted runs left beside the output."""
+    return list(output.parent.glob(f".{glob.escape(output.name)}.*.state"))

@@ -1,0 +1,199 @@
+"""Scores of multiple-choice questions, as lm-eval computes them: the choice with the largest log-likelihood counts."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit.config import ConfigError
+from lowbit_lab.evaluate.task_files import Question
+
+NORMALIZED = ("arc_challenge", "arc_easy", "hellaswag")
+"""Tasks that lm-eval scores by acc_norm, too: log-likelihoods over the number of characters of the choice."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """A score of a task.
+
+    Attributes:
+        value: the score. items: that of each question, if it is their mean.
+        error: the standard error of the mean, by the standard deviation of the items with n - 1; None of one item.
+    """
+
+    value: float
+    error: float | None = None
+    items: tuple[float, ...] = ()
+
+    @classmethod
+    def mean(cls, items: Sequence[float]) -> Metric:
+        """Return the mean of the items."""
+        error = statistics.stdev(items) / math.sqrt(len(items)) if len(items) > 1 else None
+        return cls(value=statistics.fmean(items), error=error, items=tuple(items))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """Tokens of a choice: the model reads `inputs`, whose last predict `targets`, the tokens of the ending."""
+
+    inputs: tuple[int, ...]
+    targets: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalTask:
+    """A task from a file: its questions, and the tokens of the choices of each."""
+
+    name: str
+    questions: Sequence[Question]
+    choices: Sequence[Sequence[Choice]]
+
+    @classmethod
+    def encode(cls, name: str, questions: Sequence[Question], tokenizer: Any, length: int) -> LocalTask:
+        """Encode the choices as lm-eval does; what is longer than `length` tokens loses its beginning.
+
+        Raises:
+            ConfigError: an ending without tokens of its own, or with more than `length`.
+        """
+        choices = [
+            [
+                _choice(tokenizer, context, ending, length, f"task {name} question {number}")
+                for context, ending in zip(question.contexts, question.endings, strict=True)
+            ]
+            for number, question in enumerate(questions, 1)
+        ]
+        return cls(name=name, questions=questions, choices=choices)
+
+    def metrics(self, log_likelihoods: Mapping[Choice, float]) -> dict[str, Metric]:
+        """Return acc, and acc_norm where lm-eval reports that, by "task metric"."""
+        right: list[float] = []
+        right_normalized: list[float] = []
+        for question, choices in zip(self.questions, self.choices, strict=True):
+            sums = [log_likelihoods[choice] for choice in choices]
+            sizes = [len(ending) - 1 for ending in question.endings]  # without the space in front
+            over = [each / size if size else -math.inf for each, size in zip(sums, sizes, strict=True)]
+            right.append(float(_best(sums) == question.answer))
+            right_normalized.append(float(_best(over) == question.answer))
+        metrics = {f"{self.name} acc": Metric.mean(right)}
+        return metrics | ({f"{self.name} acc_norm": Metric.mean(right_normalized)} if self.name in NORMALIZED else {})
+
+
+def _choice(tokenizer: Any, context: str, ending: str, length: int, where: str) -> Choice:
+    """Spaces at the end of the context belong to the ending, so that both together are split into the usual tokens."""
+    spaces = len(context) - len(context.rstrip())
+    start = len(tokenizer.encode(context[: len(context) - spaces]))
+    tokens = tokenizer.encode(context + ending)
+    targets = tokens[start:]
+    if not 0 < len(targets) <= length:
+        raise ConfigError(f"{where} has a choice of {len(targets)} tokens; allowed: 1 to {length} (length)")
+    return Choice(inputs=tuple(tokens[-length - 1 : -1]), targets=tuple(targets))
+
+
+def _best(values: Sequence[float]) -> int:
+    """Return the index of the first of the largest values."""
+    return max(range(len(values)), key=values.__getitem__)
+
+
+@torch.no_grad()
+def score(
+    model: Any,
+    tasks: Sequence[LocalTask],
+    *,
+    batch: int,
+    device: torch.device | str = "cpu",
+    progress: Callable[[int], None] | None = None,
+) -> dict[str, Metric]:
+    """Ask the model all questions, and return its scores by "task metric".
+
+    Choices with the same inputs, such as BoolQ's yes and no, are read once. The longest come first, `batch` at a time.
+    Log-likelihoods are computed in float32 whatever the model's dtype is.
+
+    Args:
+        model: takes token ids, int64 (batch, length), and returns an object with `logits` (batch, length, vocabulary).
+        progress: called with the number of inputs done.
+    """
+    by_inputs: dict[tuple[int, ...], dict[Choice, None]] = {}
+    for choice in (choice for task in tasks for choices in task.choices for choice in choices):
+        by_inputs.setdefault(choice.inputs, {})[choice] = None
+    order = sorted(by_inputs, key=lambda inputs: (-len(inputs), inputs))
+    found: dict[Choice, float] = {}
+    for start in range(0, len(order), batch):
+        group = order[start : start + batch]
+        padded = torch.zeros(len(group), len(group[0]), dtype=torch.int64)
+        for row, inputs in zip(padded, group, strict=True):
+            row[: len(inputs)] = torch.tensor(inputs)
+        logits: Tensor = model(padded.to(device), use_cache=False).logits
+        for row, inputs in zip(logits, group, strict=True):
+            for choice in by_inputs[inputs]:
+                found[choice] = _log_likelihood(row[: len(inputs)], choice)
+        if progress is not None:
+            progress(start + len(group))
+    return {name: metric for task in tasks for name, metric in task.metrics(found).items()}
+
+
+def count_inputs(tasks: Sequence[LocalTask]) -> int:
+    """Return how many inputs the model reads for these tasks."""
+    return len({choice.inputs for task in tasks for choices in task.choices for choice in choices})
+
+
+def _log_likelihood(logits: Tensor, choice: Choice) -> float:
+    """Add up the log-probabilities of the targets, after which nothing is padded."""
+    targets = torch.tensor(choice.targets, device=logits.device)
+    log_probabilities = logits[-len(targets) :].float().log_softmax(-1)
+    return float(log_probabilities.gather(1, targets[:, None]).sum())
+
+
+def mean_score(scores: Mapping[str, float]) -> float:
+    """Return the mean over the tasks of the mean of each task's metrics, from scores by "task metric"."""
+    by_task: dict[str, list[float]] = {}
+    for name, value in scores.items():
+        by_task.setdefault(task_of(name), []).append(value)
+    return statistics.fmean(map(statistics.fmean, by_task.values())) if by_task else 0.0
+
+
+def task_of(name: str) -> str:
+    """Return the task of a "task metric"."""
+    return name.partition(" ")[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """A score over that of the baseline on the same questions.
+
+    Attributes:
+        share: of the baseline's score. error: its standard error, of questions in pairs: both models err on mostly the
+            same ones, so it is smaller than the errors of the two scores suggest. None without items.
+    """
+
+    share: float
+    error: float | None
+
+
+def kept(metrics: Mapping[str, Metric], baseline: Mapping[str, Metric]) -> Kept | None:
+    """Compare the mean score of some metrics with that of the baseline (`mean_score`); None if that is 0.
+
+    The standard error is that of the mean of a - r b over the questions, over the baseline's score, for r the share and
+    a and b the scores of a question: the delta method. Tasks are independent, the metrics of a task are not.
+    """
+    exact = mean_score({name: metric.value for name, metric in baseline.items()})
+    if not exact:
+        return None
+    share = mean_score({name: metric.value for name, metric in metrics.items()}) / exact
+    by_task: dict[str, list[tuple[float, ...]]] = {}
+    for name, metric in metrics.items():
+        other = baseline[name].items
+        if len(metric.items) < 2 or len(metric.items) != len(other):
+            return Kept(share=share, error=None)
+        differences = tuple(a - share * b for a, b in zip(metric.items, other, strict=True))
+        by_task.setdefault(task_of(name), []).append(differences)
+    squares = 0.0
+    for listed in by_task.values():
+        means = [statistics.fmean(each) for each in zip(*listed, strict=True)]
+        squares += statistics.variance(means) / len(means)
+    return Kept(share=share, error=math.sqrt(squares) / len(by_task) / exact)

@@ -1,0 +1,319 @@
+"""`lowbit calibrate` and `lowbit evaluate`: their tables and charts. Imports no PyTorch before they run."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from lowbit.report import Baseline, Column, Command, Row, Table, compare
+from lowbit.report.style import recommended, title_of
+from lowbit.terminal import console
+from lowbit_lab.charts import Bars, Heights
+from lowbit_lab.evaluate.settings import BASELINE, CalibrationConfig, EvaluationConfig
+
+_SHOWN = 4  # features in the table of a calibration
+
+
+def _calibrate(settings: Any, earlier: Sequence[Row]) -> Iterator[Sequence[Row]]:
+    yield importlib.import_module("lowbit_lab.evaluate.calibrate").measure(settings)
+
+
+def _evaluate(settings: Any, earlier: Sequence[Row]) -> Iterator[Sequence[Row]]:
+    """Also print each row on a terminal while others are still measured."""
+    screen = console(stderr=True)
+    shown = screen.is_terminal and os.environ.get("RANK", "0") == "0"
+    for rows in importlib.import_module("lowbit_lab.evaluate.run").measure(settings):
+        if shown:
+            row = compare(rows, EVALUATE.baselines)[-1]
+            screen.print(_line(row))
+        yield rows
+
+
+def _line(row: Row) -> str:
+    """Return what one case measured, in one line."""
+    shown = {
+        "perplexity": "perplexity {:.4f}", "kept": "kept {:.2%}", "nearest": "nearest neighbour kept {:.1%}",
+        "nearest_10": "10 nearest {:.1%}", "same_tokens": "tokens equal {:.1%}",
+    }  # fmt: skip
+    parts = [form.format(row[name]) for name, form in shown.items() if row.get(name) is not None]
+    parts += ["nothing was coded"] if row["coded"] == 0 else []
+    return f"{row['format']}, tp {row['tp']}: {', '.join(parts)}"
+
+
+def _ranges_title(rows: Sequence[Row]) -> str:
+    bits = sum(row["bits_per_value"] * row["width"] for row in rows) / sum(row["width"] for row in rows)
+    published = ", as published: no gain for each token" if rows[0].get("gain") == "static" else ""
+    return f"Ranges of partial sums; {bits:.4f} bits per value{published}"
+
+
+def _kind(row: Row) -> str:
+    return importlib.import_module("lowbit_lab.evaluate.errors").kind_of(row["layer"])
+
+
+def _few(features: Sequence[int]) -> str:
+    return ", ".join(map(str, features[:_SHOWN])) + (", ..." if len(features) > _SHOWN else "")
+
+
+CALIBRATE = Command(
+    name="calibrate",
+    summary="Measure the ranges of a model's tensor-parallel sums once, so that they can be sent in 4.2 bits.",
+    examples=(
+        "lowbit calibrate my_model --ranks 4",
+        "lowbit calibrate my_model --text my_texts --output tp2.safetensors",
+    ),
+    settings=CalibrationConfig,
+    measure=_calibrate,
+    tables=(
+        Table(
+            title=_ranges_title,
+            columns=(
+                Column("layer", lambda row: row["layer"].removeprefix("model.")),
+                Column("median\nrange", "range_median", "{:.3g}"),
+                Column("largest", "range_largest", "{:.3g}"),
+                Column("over\nmedian", lambda row: row["range_largest"] / row["range_median"], "{:.1f}"),
+                Column("in\nbf16", "k"),
+                Column("which", "features", _few),
+            ),
+        ),
+    ),
+    charts=(
+        Heights(
+            panel=_kind,
+            values=lambda row: [value / row["range_median"] for value in row["aggregated"]],
+            marks="features",
+            x_label="feature",
+            y_label="layer",
+            label="range over the layer's median",
+        ),
+    ),
+    live=False,
+)
+
+
+def _parallel(rows: Sequence[Row]) -> Sequence[Row]:
+    return [row for row in rows if row["tp"] > 1]
+
+
+def _ranks(row: Row) -> str:
+    return f"{row['tp']} ranks"
+
+
+def _with(field: str) -> Callable[[Sequence[Row]], Sequence[Row]]:
+    """Select the rows that measured this; the shares of coded values stay only where some were not coded."""
+
+    def rows_with(rows: Sequence[Row]) -> Sequence[Row]:
+        return _share_coded([row for row in rows if row.get(field) is not None])
+
+    return rows_with
+
+
+def _what(rows: Sequence[Row], measured: str) -> str:
+    """Return a title: the measure, the model, and whether its ranks are real."""
+    ranks = "real" if rows[0]["real"] else "emulated"
+    nothing = "; NOTHING WAS CODED" if _nothing_coded(rows) else ""
+    return f"{measured}: {rows[0]['model']}, {ranks} ranks{nothing}"
+
+
+def _nothing_coded(rows: Sequence[Row]) -> bool:
+    """Whether no format coded anything: all sums were small."""
+    formats = [row for row in _parallel(rows) if row["format"] != BASELINE]
+    return bool(formats) and all(row["coded"] == 0 for row in formats)
+
+
+def _perplexity_title(rows: Sequence[Row]) -> str:
+    masked = "masked tokens" if rows[0]["kind"].startswith("masked") else "tokens"
+    return _what(rows, f"Perplexity of {rows[0]['tokens']:,} {masked}")
+
+
+def _neighbours_title(rows: Sequence[Row]) -> str:
+    return _what(rows, f"Neighbours of {rows[0]['sentences']:,} sentences")
+
+
+def _tokens_title(rows: Sequence[Row]) -> str:
+    return _what(rows, "Greedy generation")
+
+
+def _layer_columns(rows: Sequence[Row]) -> list[Column]:
+    kinds = importlib.import_module("lowbit_lab.evaluate.errors").by_kind
+    names = dict.fromkeys(name for row in rows for name in kinds(row["layers"]))
+    columns = [
+        Column(name.replace(".", "\n"), lambda row, name=name: kinds(row["layers"]).get(name), "{:.2%}")
+        for name in names
+    ]
+    return [
+        *_CASE, *columns,
+        Column("worst\nboundary", lambda row: max(row["layers"].values(), default=None), "{:.2%}"),
+        Column("each token\nalike", "token_error", "{:.2%}"),
+    ]  # fmt: skip
+
+
+def _with_errors(rows: Sequence[Row]) -> Sequence[Row]:
+    """Rows with the error of sums, and names of their bars: the format, and the algorithm where there are several."""
+    rows = [row for row in _parallel(rows) if row["sum_error"] is not None]
+    several = len({(row["tp"], row["format"]) for row in rows}) < len(rows)
+    names = [" ".join(filter(None, (row["format"], row["algorithm"] if several else None))) for row in rows]
+    return [{**row, "bar": name} for row, name in zip(rows, names, strict=True)]
+
+
+def _quality_title(rows: Sequence[Row]) -> str:
+    """What the recommended format keeps with the fewest ranks."""
+    best = recommended(rows, "format")
+    if best is None:
+        return "Perplexity with low-bit sums"
+    if best["kept"] is None:
+        return f"{best['model']}: nothing was coded: every sum is below {best['small']:,} elements"
+    bits = f" in {best['bits_per_value']:.2f} bits" if best.get("bits_per_value") else ""
+    kept = f"{best['kept']:.2%} of the perplexity of {best['model']}"
+    return f"{title_of(best['format'])} keeps {kept} on {best['tp']} ranks{bits}"
+
+
+def _neighbours_heading(rows: Sequence[Row]) -> str:
+    """What the recommended format keeps of the neighbours with the fewest ranks."""
+    best = recommended(rows, "format")
+    if best is None:
+        return "Nearest neighbours with low-bit sums"
+    if best["coded"] == 0:
+        return f"{best['model']}: nothing was coded: every sum is below {best['small']:,} elements"
+    kept = f"{best['nearest_10']:.1%} of the 10 nearest neighbours of {best['model']}"
+    return f"{title_of(best['format'])} keeps {kept} on {best['tp']} ranks in {best['bits_per_value']:.2f} bits"
+
+
+def _share_coded(rows: Sequence[Row]) -> Sequence[Row]:
+    """Leave the share of coded values out where it is all of them."""
+    everything = all(row["coded"] in (None, 1) for row in rows)
+    return [{**row, "coded": None} for row in rows] if everything else rows
+
+
+def _by_score(rows: Sequence[Row]) -> Sequence[Row]:
+    """Make a row of each score, and one of their mean if there are several."""
+    listed: list[Row] = []
+    for row in rows:
+        scores = row.get("scores") or {}
+        for name, score in scores.items():
+            task, _, metric = name.partition(" ")
+            listed.append({
+                **row, "task": task, "metric": metric, "score": score, "score_error": row["scores_error"][name],
+                "kept": row["score_kept"].get(name), "kept_error": row["score_kept_error"].get(name),
+            })  # fmt: skip
+        if len(scores) > 1:
+            means = {"kept": row["scores_kept"], "kept_error": row["scores_kept_error"]}
+            listed.append({**row, "task": "mean", "metric": "", **means})
+    return listed
+
+
+_CASE = (Column("format", "format"), Column("tp", "tp"))
+_SENT = (
+    Column("bits per\nvalue", "bits_per_value", "{:.6g}"),
+    Column("coded", "coded", "{:.0%}"),
+    Column("all-\nreduce", "algorithm"),
+)
+
+_SMALL = {"coded": 0}  # a format that coded nothing has kept nothing either
+
+EVALUATE = Command(
+    name="evaluate",
+    summary="What a model or encoder says with low-bit tensor-parallel sums: perplexity, neighbours, tasks.",
+    examples=(
+        "lowbit evaluate my_model --low-bit --tp 2,4",
+        "lowbit evaluate my_model --format int4,feature-int4 --json scores.json",
+    ),
+    settings=EvaluationConfig,
+    measure=_evaluate,
+    tables=(
+        Table(
+            title=_perplexity_title,
+            rows=_with("perplexity"),
+            columns=(
+                *_CASE,
+                *_SENT,
+                Column("perplex-\nity", "perplexity", "{:.4f}"),
+                Column("kept", "kept", "{:.2%}"),
+            ),
+        ),
+        Table(
+            title=_neighbours_title,
+            rows=_with("nearest"),
+            columns=(
+                *_CASE,
+                *_SENT,
+                Column("nearest\nkept", "nearest", "{:.1%}"),
+                Column("10 nearest\nkept", "nearest_10", "{:.1%}"),
+                Column("rank\ncorrelation", "rank_correlation", "{:.2%}"),
+            ),
+        ),
+        Table(
+            title=_tokens_title,
+            rows=_with("same_tokens"),
+            columns=(
+                *_CASE,
+                *_SENT,
+                Column("tokens\nequal", "same_tokens", "{:.1%}"),
+                Column("before the first\ndifference", "tokens_before", "{:.1f}"),
+                Column("texts\nequal", "same_texts", "{:.0%}"),
+            ),
+        ),
+        Table(
+            title="Errors; equal digits mean equal logits",
+            columns=(
+                *_CASE,
+                Column("error of\nsums", "sum_error", "{:.2%}"),
+                Column("error of\nlogits", "logits_error", "{:.2%}"),
+                Column("digits of\nlogits", "logits", "{:.8}"),
+            ),
+        ),
+        Table(
+            title="Errors of the sums by boundary",
+            rows=lambda rows: [row for row in rows if row["layers"]],
+            columns=_layer_columns,
+        ),
+        Table(
+            title="Zero-shot scores, ± standard errors",
+            rows=_by_score,
+            columns=(
+                *_CASE,
+                Column("task", "task"),
+                Column("metric", "metric"),
+                Column("score", "score", "{:.4f}"),
+                Column("±", "score_error", "{:.4f}"),
+                Column("kept", "kept", "{:.2%}"),
+                Column("± of\nkept", "kept_error", "{:.2%}"),
+            ),
+        ),
+    ),
+    charts=(
+        Bars(
+            title=_quality_title,
+            subtitle="Perplexity of BF16 over that of the format, minus 100 %.",
+            rows=lambda rows: [row for row in _parallel(rows) if row["kept"] is not None],
+            group=_ranks,
+            series="format",
+            y=lambda row: 100 * (row["kept"] - 1),
+            show=lambda row: f"{round(row['kept'] - 1, 4) + 0.0:+.2%}",
+            label="perplexity kept, difference to BF16 in %",
+        ),
+        Bars(
+            title=_neighbours_heading,
+            subtitle="10 nearest neighbours that are the same as of the first row.",
+            rows=lambda rows: [row for row in _parallel(rows) if row.get("nearest_10") is not None],
+            group=_ranks,
+            series="format",
+            y=lambda row: 100 * row["nearest_10"],
+            label="10 nearest neighbours kept, %",
+        ),
+        Bars(
+            title="Relative error of the sums",
+            rows=_with_errors,
+            group=_ranks,
+            series="bar",
+            y=lambda row: 100 * row["sum_error"],
+            label="relative error of the sums, %",
+        ),
+    ),
+    baselines=(
+        Baseline(field="kept", value="perplexity", to={"format": BASELINE}, alike=("tp",), way="under", unless=_SMALL),
+        Baseline(field="scores_kept", value="score", to={"format": BASELINE}, alike=("tp",), unless=_SMALL),
+    ),
+    live=False,
+)

@@ -1,0 +1,100 @@
+"""Zero-shot tasks, asked and scored by EleutherAI's lm-eval (the extra `lowbit[tasks]`)."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from typing import TYPE_CHECKING, Any
+
+from lowbit.config import ConfigError
+from lowbit_lab.evaluate.choices import Metric
+from lowbit_lab.evaluate.settings import EvaluationConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_SEED = 1234  # of the solved examples: lm-eval's own default
+_DRAWS = 100  # of the bootstrap, for errors of metrics that are no means
+
+
+def load_tasks(settings: EvaluationConfig) -> dict[str, Any]:
+    """Load tasks and their data; without any, nothing is imported.
+
+    Args:
+        settings: tasks, and the folder of YAML files with more of them (whose data may be local: `dataset_path: json`).
+
+    Raises:
+        ModuleNotFoundError: lm-eval is not installed.
+        ConfigError: a task that it does not know, or cannot load.
+    """
+    tasks, folder = settings.harness_tasks, settings.task_folder
+    if not tasks:
+        return {}
+    for needed in ("lm_eval", "accelerate"):
+        importlib.import_module(needed)
+    from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
+
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # its warnings are about options of its own command line
+    manager = TaskManager(include_path=folder or None)
+    known = set(manager.all_tasks)
+    if unknown := [task for task in tasks if task not in known]:
+        where = f" or {folder}" if folder else ""
+        raise ConfigError(f"task is {unknown[0]!r}; allowed: a task of lm-eval{where}")
+    try:
+        loaded = manager.load(list(tasks))
+    except (FileNotFoundError, ConnectionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"a task of {', '.join(tasks)} cannot be loaded: {reason}") from error
+    for task in loaded["tasks"].values():
+        task.set_config(key="num_fewshot", value=settings.shots)
+        task.set_fewshot_seed(seed=_SEED)
+    return loaded
+
+
+def zero_shot(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: EvaluationConfig, loaded: dict[str, Any]
+) -> dict[str, Metric]:
+    """Return scores of a loaded model by "task metric": "arc_easy acc", "arc_easy acc_norm".
+
+    lm-eval makes the prompts, asks the model through its own Hugging Face wrapper and scores. On real tensor-parallel
+    ranks all of them ask the same and get the same.
+
+    Args:
+        model: whole, with emulated ranks, or on real ones. tokenizer: its own.
+        settings: examples, batch size, and the most tokens of a question and answer. loaded: by `load_tasks`.
+    """
+    from lm_eval import evaluate  # pyright: ignore[reportMissingImports]
+    from lm_eval.models.huggingface import HFLM  # pyright: ignore[reportMissingImports]
+
+    if tokenizer.eos_token_id is None:  # lm-eval pads with it; padding is masked
+        tokenizer.add_special_tokens({"eos_token": tokenizer.convert_ids_to_tokens(0)})
+    build: Any = HFLM
+    wrapped = build(
+        pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=settings.batch, max_length=settings.length
+    )
+    run: Any = evaluate
+    outcome = run(
+        lm=wrapped, task_dict=loaded, limit=settings.limit or None, bootstrap_iters=_DRAWS, log_samples=True
+    )  # fmt: skip
+    return _metrics(outcome)
+
+
+def _metrics(outcome: dict[str, Any]) -> dict[str, Metric]:
+    """Return lm-eval's metrics of which higher is better, by "task metric", with standard errors and examples."""
+    metrics: dict[str, Metric] = {}
+    for task, values in outcome["results"].items():
+        for key, value in values.items():
+            metric, _, filtered = key.partition(",")
+            better = outcome["higher_is_better"].get(task, {}).get(metric)
+            if not isinstance(value, int | float) or not filtered or not better:
+                continue
+            error = values.get(f"{metric}_stderr,{filtered}")
+            samples = [each for each in outcome["samples"].get(task, ()) if each.get("filter", "none") == filtered]
+            items = [each.get(metric) for each in samples]
+            numbers = items and all(isinstance(item, int | float) for item in items)
+            suffix = "" if filtered == "none" else f" {filtered}"
+            metrics[f"{task} {metric}{suffix}"] = Metric(
+                value=value, error=error if isinstance(error, float) else None,
+                items=tuple(map(float, items)) if numbers else (),
+            )  # fmt: skip
+    return metrics

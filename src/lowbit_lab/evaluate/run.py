@@ -1,0 +1,353 @@
+"""`lowbit evaluate`: what a model says with low-bit tensor-parallel sums, beside what it says without."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lowbit.codecs import Codec, parse
+from lowbit.collectives import agree
+from lowbit.config import ConfigError
+from lowbit.ranks.objects import gather_json
+from lowbit.ranks.process_group import world
+from lowbit.tensor_parallel import (
+    Calibration,
+    CalibrationError,
+    Installed,
+    SumSettings,
+    emulate_tensor_parallel_,
+    low_bit_,
+)
+from lowbit.tensor_parallel.reduce import SMALL
+from lowbit_lab.evaluate import calibrate, loading, neighbours, text
+from lowbit_lab.evaluate.choices import Metric
+from lowbit_lab.evaluate.errors import SumErrors, root_mean_square
+from lowbit_lab.evaluate.generation import generate, same_tokens
+from lowbit_lab.evaluate.score import Reference, perplexity
+from lowbit_lab.evaluate.settings import (
+    BASELINE,
+    LOW_BIT,
+    STATIC,
+    CalibrationConfig,
+    EvaluationConfig,
+    default_calibration,
+)
+from lowbit_lab.evaluate.tasks import Tasks
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+CALIBRATED = ("int4", LOW_BIT, f"{LOW_BIT}-distributed", STATIC)
+"""Formats with calibrated ranges; other names are codecs, whose scales are sent."""
+log = logging.getLogger(__name__)
+
+
+def measure(settings: EvaluationConfig) -> Iterator[list[dict[str, Any]]]:
+    """Measure every format on every number of ranks.
+
+    In one process ranks are emulated (`emulate_tensor_parallel_`); under torchrun the job's ranks are real, and the
+    figures the same to the last bit, with as many threads.
+
+    Yields:
+        All rows so far, with `model` (its folder's name), `kind` (of model), `format`, `tp`, `real` (ranks),
+        `algorithm` (of the all-reduce of coded values), `bits_per_value` (of everything sent), `coded` (share of the
+        values; the others are of small sums, which stay in the model's dtype), `sum_error` (relative root mean square
+        over the layers; for emulated ranks), `token_error` (the same with every token alike), `layers`,
+        `layers_by_token`, `layers_by_rank` (the same by layer), `calibration` (its text).
+
+        Of models that predict tokens also `perplexity` (of the next token, or of masked ones; NaN if a sum was),
+        `accuracy`, `loss`, `tokens`, `logits_error` (relative, to the first row's: one rank, or on real ranks bf16) and
+        `logits` (digits of the first batch's bits). Of encoders `sentences`, `nearest`, `nearest_10` and
+        `rank_correlation`, against the first row's (`neighbours.Agreement`). With `generate`, `same_tokens`,
+        `tokens_before`, `same_texts`, against the first row's (`generation.SameTokens`). With tasks `scores` (by task
+        and metric), `scores_error` (their standard errors), `score` (their mean) and, unless nothing was coded,
+        `score_kept` (each over bf16's on as many ranks), `score_kept_error` and `scores_kept_error` (standard errors).
+        The command adds `kept` (bf16's perplexity over this one) and `scores_kept` (`score` over bf16's), unless
+        nothing was coded.
+
+    Raises:
+        ConfigError, ValueError: settings, model or text that cannot be used.
+        CalibrationError: a calibration for something else.
+        AgreementError: ranks that do not hold the same.
+    """
+    return Evaluation(settings).rows()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Case:
+    """A row to measure."""
+
+    format: str
+    tp: int
+    low_bit: Calibration | Codec | None = None  # None: one rank, no sum
+    source: str = ""
+
+
+class Evaluation:
+    """The formats and numbers of ranks to measure on one model and text."""
+
+    def __init__(self, settings: EvaluationConfig) -> None:
+        self.settings = settings
+        for name in settings.compared:
+            _check_format(name)
+        self.rank, self.ranks = world()
+        self.device = loading.prepare(settings)
+        self.tps = self._tps()
+        self.kind = loading.model_kind(settings.model)
+        self.encoder = self.kind != loading.CAUSAL
+        self._check_measures()
+        self.tasks = Tasks(settings)
+        self.sequences, self.tokenizer = text.read(settings, held_out=True, encoder=self.encoder)
+        if settings.task_files:
+            self.tasks.encode(self.tokenizer.hugging_face())
+        self.sentences = self._sentences() if self.encoder else []
+        self.pooling = neighbours.Pooling.read(settings.model) if self.encoder else neighbours.Pooling()
+        self.vectors: Tensor | None = None
+        self.texts: Tensor | None = None
+        self.sums = SumSettings(algorithm=settings.algorithm, small=SMALL if settings.small is None else settings.small)
+        self.reference = Reference()
+
+    def rows(self) -> Iterator[list[dict[str, Any]]]:
+        """Measure, and yield all rows so far."""
+        if self.rank == 0 and self.kind != loading.ENCODER:
+            self.sequences.warn_if_fewer(self.settings.sequences)
+        rows: list[dict[str, Any]] = []
+        with loading.job(self.device):
+            if self.ranks > 1:
+                agree(None, self._facts(), topic="evaluation")
+            calibrations = loading.load_calibrations(self.settings.calibrations)
+            self._check_calibrations(calibrations)
+            model = loading.load_model(self.settings.model, self.settings.dtype, self.device)
+            if self.kind == loading.MASKED and model.get_output_embeddings() is None:
+                self.kind = loading.ENCODER  # its checkpoint has no head
+            for case in self._cases(model, calibrations):
+                rows = [*rows, self._measure(model, case)]
+                yield rows
+
+    def _check_measures(self) -> None:
+        """Raise ConfigError for a measure that this kind of model does not have."""
+        asked = {"generate": self.settings.generate, "task": ", ".join(self.settings.tasks)}
+        for key, value in asked.items():
+            if value and self.encoder:
+                raise ConfigError(
+                    f"{key} is {value}; allowed for a causal language model only, and this is: {self.kind}"
+                )
+        if self.kind == loading.MASKED and self.settings.tokenizer == "bytes":
+            raise ConfigError("tokenizer is bytes; allowed for a masked language model: one with a mask token")
+
+    def _check_calibrations(self, calibrations: Mapping[int, Calibration]) -> None:
+        """Raise, before anything is measured, unless the files that were named are for all ranks and formats."""
+        names = [name for name in self.settings.compared if name in CALIBRATED]
+        for tp in self.tps if calibrations and names else ():
+            if tp > 1 and tp not in calibrations:
+                given = ", ".join(map(str, calibrations))
+                raise CalibrationError(
+                    f"calibration is for {given} ranks and tp is {tp}; allowed: a file for each number of ranks"
+                )
+            for name in names if tp > 1 else ():
+                _with_features(calibrations[tp], name)
+
+    def _sentences(self) -> list[str]:
+        wanted = self.settings.sentences
+        chosen = neighbours.sentences(text.documents(self.settings, held_out=True), wanted, self.settings.seed)
+        if len(chosen) < min(wanted, neighbours.NEAREST + 2):
+            raise ConfigError(
+                f"{self.sequences.source} has {len(chosen)} sentences of 40 to 400 characters; "
+                f"allowed: at least {neighbours.NEAREST + 2}"
+            )
+        if len(chosen) < wanted and self.rank == 0:
+            log.warning("sentences is %d, and %s has %d: all are used", wanted, self.sequences.source, len(chosen))
+        return chosen
+
+    def _tps(self) -> tuple[int, ...]:
+        tps, folder = self.settings.tps, self.settings.model
+        if self.ranks > 1:
+            if tps not in ((), (self.ranks,)):
+                raise ConfigError(f"tp is {tps} and this job has {self.ranks} ranks; allowed: no --tp under torchrun")
+            tps = (self.ranks,)
+        for tp in tps:
+            loading.check_ranks("tp", tp, folder)
+        return tps or tuple(n for n in (1, 2, 4, 8) if n in loading.possible_ranks(folder))
+
+    def _facts(self) -> dict[str, str]:
+        """Return facts that must be the same on all ranks."""
+        local = ("model", "text", "calibration_text", "task_folder", "tokenizer", "calibrations", "tasks")
+        values = dataclasses.asdict(self.settings)
+        facts = {key: str(value) for key, value in values.items() if key not in local}
+        return facts | {
+            "text": self.sequences.fingerprint(), "calibrations": str(len(self.settings.calibrations)),
+            "tasks": self.tasks.facts(),
+        }  # fmt: skip
+
+    def _cases(self, model: PreTrainedModel, calibrations: Mapping[int, Calibration]) -> Iterator[_Case]:
+        warned = False
+        for tp in self.tps:
+            if tp == 1:
+                yield _Case(format=BASELINE, tp=1)
+                continue
+            calibration: Calibration | None = None
+            for name in self.settings.compared:
+                if name not in CALIBRATED:
+                    yield _Case(format=name, tp=tp, low_bit=parse(name))
+                    continue
+                if calibration is None:
+                    calibration = self._calibration(model, tp, calibrations)
+                    same_text = f"tokens {self.sequences.fingerprint()}" in calibration.text
+                    if same_text and not warned and self.rank == 0:
+                        log.warning(
+                            "text is %s, and the calibration was made from the same: results for other text may be "
+                            "worse", self.sequences.source,
+                        )  # fmt: skip
+                    warned = warned or same_text
+                yield _Case(format=name, tp=tp, low_bit=_with_features(calibration, name), source=calibration.text)
+
+    def _calibration(self, model: PreTrainedModel, tp: int, calibrations: Mapping[int, Calibration]) -> Calibration:
+        """Return a calibration for `tp` ranks: one that was named, the one in the model's folder, or a new one."""
+        settings = self.settings
+        if tp in calibrations:
+            return calibrations[tp]
+        beside = default_calibration(settings.model, tp)
+        if not settings.calibration_text and self._all_have(beside):
+            return loading.load_calibration(beside)
+        wanted = CalibrationConfig(
+            ranks=tp, text=settings.calibration_text, sequences=settings.calibration_sequences,
+            **{name: getattr(settings, name) for name in ("model", "length", "tokenizer", "seed", "max_bytes")},
+        )  # fmt: skip
+        if self.rank == 0:
+            log.warning(
+                "no calibration for %d ranks is given: making one from %s (lowbit calibrate keeps it)",
+                tp, ", ".join(wanted.text) or text.LIBRARY,
+            )  # fmt: skip
+        return calibrate.make(model, calibrate.read(wanted), wanted, keep_state=False)
+
+    def _all_have(self, path: Path) -> bool:
+        """Whether the file exists, decided alike on all ranks."""
+        if self.ranks == 1:
+            return path.exists()
+        exists = gather_json(path.exists())
+        if len(set(exists)) > 1:
+            missing = ", ".join(str(rank) for rank, here in enumerate(exists) if not here)
+            raise CalibrationError(
+                f"{path.name} is in the model's folder, but not on rank {missing}; allowed: on all ranks or none"
+            )
+        return exists[0]
+
+    def _measure(self, model: PreTrainedModel, case: _Case) -> dict[str, Any]:
+        settings, errors = self.settings, SumErrors(case.low_bit if case.format != BASELINE else None)
+        scored: dict[str, Metric] = {}
+        with self._install(model, case, errors) as installed:
+            measured = self._predict(model, case) if self.kind != loading.ENCODER else {}
+            if self.encoder:
+                measured |= self._neighbours(model, case)
+            if settings.generate:
+                measured |= self._generate(model)
+            if settings.tasks:
+                title = f"{case.format}, tp {case.tp}"
+                scored = self.tasks.score(model, self.tokenizer.hugging_face(), self.device, title)
+        traffic = installed.traffic if case.low_bit is not None else None
+        if traffic is not None and not traffic.coded and case.format != BASELINE and self.rank == 0:
+            log.warning(
+                "%s, tp %d: nothing was coded: every sum has fewer than %d elements (small)",
+                case.format, case.tp, self.sums.small,
+            )  # fmt: skip
+        if scored:
+            coded = traffic is None or bool(traffic.coded)
+            measured |= self.tasks.row(scored, case.tp, baseline=case.format == BASELINE, coded=coded)
+        return {
+            "model": Path(settings.model).absolute().name,
+            "kind": self.kind,
+            "format": case.format,
+            "tp": case.tp,
+            "real": self.ranks > 1,
+            "algorithm": ", ".join(sorted(traffic.algorithms)) or None if traffic else None,
+            "bits_per_value": traffic.bits_per_value if traffic else None,
+            "coded": traffic.share_coded if traffic else None,
+            "small": self.sums.small,
+            "sum_error": errors.mean(),
+            "token_error": root_mean_square(errors.by_token().values()),
+            "layers": errors.relative(),
+            "layers_by_token": errors.by_token(),
+            "layers_by_rank": errors.by_rank(),
+            "calibration": case.source,
+            **measured,
+        }
+
+    def _predict(self, model: PreTrainedModel, case: _Case) -> dict[str, Any]:
+        """Predict next tokens, or masked ones."""
+        settings, windows = self.settings, len(self.sequences.spread(self.settings.sequences))
+        with loading.progress_bar(f"{case.format}, tp {case.tp}", windows) as progress:
+            score = perplexity(
+                model, self.sequences, count=settings.sequences, batch=settings.batch, reference=self.reference,
+                device=self.device, progress=progress,
+            )  # fmt: skip
+        if self.ranks > 1:
+            agree(None, {"logits": score.logits, "loss": repr(score.loss)}, topic="outcome")
+        if not math.isfinite(score.loss) and self.rank == 0:
+            log.warning(
+                "%s, tp %d: the loss is %s: a sum over ranks was NaN or infinite", case.format, case.tp, score.loss
+            )
+        fields = ("perplexity", "accuracy", "loss", "tokens", "logits_error", "logits")
+        return {name: getattr(score, name) for name in fields}
+
+    def _neighbours(self, model: PreTrainedModel, case: _Case) -> dict[str, Any]:
+        """Compare the nearest neighbours of sentences with those of the first case."""
+        with loading.progress_bar(f"{case.format}, tp {case.tp}, sentences", len(self.sentences)) as progress:
+            vectors = neighbours.embed(
+                model, self.tokenizer.hugging_face(), self.sentences, self.pooling, batch=8 * self.settings.batch,
+                device=self.device, progress=progress,
+            )  # fmt: skip
+        if not bool(vectors.isfinite().all()) and self.rank == 0:
+            log.warning("%s, tp %d: a sentence's vector is NaN or infinite: a sum over ranks was", case.format, case.tp)
+        self.vectors = vectors if self.vectors is None else self.vectors
+        return {
+            "sentences": len(self.sentences), **dataclasses.asdict(neighbours.agreement(self.vectors, vectors)),
+        }  # fmt: skip
+
+    def _generate(self, model: PreTrainedModel) -> dict[str, Any]:
+        """Compare greedy continuations with those of the first case."""
+        texts = generate(model, self.sequences, self.settings.generate, self.device)
+        self.texts = texts if self.texts is None else self.texts
+        same = same_tokens(self.texts, texts)
+        return {"same_tokens": same.tokens, "tokens_before": same.before, "same_texts": same.whole}
+
+    def _install(self, model: PreTrainedModel, case: _Case, errors: SumErrors) -> Installed:
+        """Let the model add up its partial sums in the format of the case."""
+        if case.low_bit is None:
+            return Installed()  # one rank: nothing to change
+        if self.ranks > 1:
+            return low_bit_(model, case.low_bit, settings=self.sums)
+        return emulate_tensor_parallel_(model, case.tp, case.low_bit, settings=self.sums, watch=errors)
+
+
+def _check_format(name: str) -> None:
+    """Raise ConfigError unless this is the name of a format."""
+    if name not in CALIBRATED:
+        try:
+            parse(name)
+        except ValueError as error:
+            which = "" if name.startswith("feature-int") else f": {error}"  # that one speaks of calibrations
+            raise ConfigError(f"format is {name!r}; allowed: {', '.join(CALIBRATED)}, or a codec{which}") from error
+
+
+def _with_features(calibration: Calibration, name: str) -> Calibration:
+    """Return the calibration with the features and the gain of one of the formats `CALIBRATED`.
+
+    Raises:
+        CalibrationError: it was made for static ranges, and the format is another.
+    """
+    if name == STATIC:
+        return calibration if calibration.gain == "static" else calibration.select(gain="static")
+    if calibration.gain == "static":
+        raise CalibrationError(
+            f"format is {name}, which has a gain for each token, and the calibration was made with --gain static; "
+            f"allowed: --format {STATIC}, or a calibration made with --gain token"
+        )
+    if name == LOW_BIT:
+        return calibration
+    return calibration.select(k=0) if name == "int4" else calibration.select(features="distributed")

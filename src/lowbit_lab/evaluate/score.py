@@ -1,0 +1,133 @@
+"""Perplexity of a model on windows of text, and how far its logits and sums are from a reference's."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lowbit_lab.evaluate.text import IGNORED, Sequences
+
+REMEMBERED = 2**28
+"""Bytes of logits that a `Reference` keeps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """How well a model predicts a text.
+
+    Attributes:
+        loss: mean negative log-likelihood of a (next, or masked) token, in nats, added up in float64; NaN if a sum over
+            ranks was NaN or infinite. tokens: number of predicted ones. accuracy: share of them with the largest logit.
+        logits: 16 hexadecimal digits of all bits of the first batch's logits: equal if these are bit-identical.
+        logits_error: root mean square of the difference to a reference's logits, over that of the reference's from
+            their mean; None without a reference.
+    """
+
+    loss: float
+    tokens: int
+    logits: str
+    accuracy: float
+    logits_error: float | None = None
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss); infinite if that does not fit into a float."""
+        return math.inf if self.loss >= 700 else math.exp(self.loss)
+
+
+@dataclass
+class Reference:
+    """Logits of the first batches, to compare those of other formats with.
+
+    Attributes:
+        batches: float32 on the CPU, up to `REMEMBERED` bytes, but one at least.
+        full: a batch did not fit; later ones are left out, too, so that these are the first.
+    """
+
+    batches: list[Tensor] = field(default_factory=list)
+    full: bool = False
+
+    def remember(self, logits: Tensor) -> None:
+        """Keep this batch's logits if there is room."""
+        size = 4 * sum(t.numel() for t in [*self.batches, logits])
+        self.full = self.full or (bool(self.batches) and size > REMEMBERED)
+        if not self.full:
+            self.batches.append(logits.detach().float().cpu())
+
+
+@torch.no_grad()
+def perplexity(
+    model: nn.Module,
+    sequences: Sequences,
+    *,
+    count: int = 0,
+    batch: int = 4,
+    reference: Reference | None = None,
+    device: torch.device | str = "cpu",
+    progress: Callable[[int], None] | None = None,
+) -> Score:
+    """Measure how well a language model predicts a text, window by window: next tokens, or masked ones.
+
+    Args:
+        model: takes token ids, int64 (batch, length), and returns an object with `logits` (batch, length, vocabulary).
+        sequences: the text.
+        count: windows of it, evenly spread (0: all).
+        batch: windows at a time.
+        reference: if empty, it remembers this model's logits; else they are compared with it.
+        device: of the model.
+        progress: called with the number of windows done.
+
+    Raises:
+        ValueError: no window.
+    """
+    indices = sequences.spread(count)
+    if not indices:
+        raise ValueError(f"{sequences.source} has no tokens to predict; allowed: at least one")
+    remembers = reference is not None and not reference.batches
+    compared = iter(reference.batches if reference is not None and not remembers else ())
+    options: dict[str, Any] = {"use_cache": False} if hasattr(model, "config") else {}
+    total, tokens, hits, windows, digest = 0.0, 0, 0, 0, ""
+    error, power = 0.0, 0.0
+    training = model.training
+    model.eval()
+    try:
+        for inputs, targets in sequences.batches(indices, batch):
+            logits = model(inputs.to(device), **options).logits
+            digest = digest or _digest(logits)
+            targets = targets.to(device)
+            losses = F.cross_entropy(
+                logits.float().flatten(0, 1), targets.flatten(), reduction="none", ignore_index=IGNORED
+            )
+            total += float(losses.double().sum())
+            tokens += int((targets != IGNORED).sum())
+            hits += int((logits.argmax(-1) == targets).sum())
+            windows += len(inputs)
+            if remembers and reference is not None:
+                reference.remember(logits)
+            if (expected := next(compared, None)) is not None:
+                error += _square(logits.float().cpu() - expected)
+                power += _square(expected - expected.mean(-1, keepdim=True))
+            if progress is not None:
+                progress(windows)
+    finally:
+        model.train(training)
+    relative = math.sqrt(error / power) if power else None
+    return Score(
+        loss=total / tokens, tokens=tokens, logits=digest, accuracy=hits / tokens, logits_error=relative
+    )  # fmt: skip
+
+
+def _square(x: Tensor) -> float:
+    return float(x.square().sum(dtype=torch.float64))
+
+
+def _digest(logits: Tensor) -> str:
+    data = logits.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return hashlib.sha256(data.numpy().tobytes()).hexdigest()[:16]

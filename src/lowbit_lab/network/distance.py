@@ -1,0 +1,99 @@
+"""The distance between hosts: a process that delays their packets (`delay.py`), and the routes that lead there."""
+
+import contextlib
+import json
+import logging
+import os
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from lowbit_lab.network.delay import DEVICE
+from lowbit_lab.network.link import Link
+from lowbit_lab.network.namespaces import NETWORK, Helper, LinkUnavailable, Namespace
+
+log = logging.getLogger(__name__)
+
+_PROGRAM = str(Path(__file__).with_name("delay.py"))
+_PRIORITY = -20
+_QUEUED_PACKETS = 10_000  # in front of the delay line, while other processes have the processor
+
+
+class Distance(Helper):
+    """A second interface of each host, with the first one's address, whose packets go through one process.
+
+    Raises:
+        LinkUnavailable: this machine does not permit it.
+    """
+
+    def __init__(self, hosts: Sequence[Namespace]) -> None:
+        self._hosts = hosts
+        argv = [_PROGRAM, *(str(host.pid) for host in hosts)]
+        super().__init__("the process that delays packets", argv, within=hosts[0].enter)
+        try:
+            self._await_ok()
+            self._raise_priority()
+            for host in hosts:
+                host.ip(f"link set {DEVICE} txqueuelen {_QUEUED_PACKETS} up")
+        except BaseException:
+            self.close()
+            raise
+
+    def lead(self, link: Link) -> None:
+        """Route all packets through the process, with the rates and the distance of `link`."""
+        forth = _seconds_per_byte(link.rate_mbit)
+        back = _seconds_per_byte(link.back_mbit or link.rate_mbit)
+        self._order(
+            rates=[(forth, back), *[(back, forth)] * (len(self._hosts) - 1)],
+            delay=link.rtt_ms / 2e3,
+            jitter=link.jitter_ms / 1e3,
+            queue=link.most_waiting_ms / 1e3,
+            loss=link.loss,
+        )
+        for number, host in enumerate(self._hosts, 1):
+            host.ip(
+                f"link set {DEVICE} gso_max_size {_train_bytes(link)} gso_max_segs {1 if link.loss else 65535}",
+                # More precise than the route of the first interface.
+                f"route replace {NETWORK}.0/25 dev {DEVICE} src {NETWORK}.{number}",
+            )
+
+    def leave(self) -> None:
+        """Route packets through the first interfaces again."""
+        for host in self._hosts:
+            host.ip(f"route flush dev {DEVICE}")
+
+    def cut(self, hosts: Collection[int]) -> None:
+        """Let every packet to and from these hosts vanish, and no others."""
+        self._order(cut=list(hosts))
+
+    def _raise_priority(self) -> None:
+        """Go first: a packet must not arrive late, or find a full queue, because the hosts compute."""
+        try:
+            os.setpriority(os.PRIO_PROCESS, self.pid, _PRIORITY)
+        except PermissionError:
+            log.warning("without root, the process that delays packets has no priority: delays may be longer")
+
+    def _order(self, **order: Any) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # `_await_ok` reports why it ended
+            self._process.stdin.write(json.dumps(order) + "\n")
+            self._process.stdin.flush()
+        self._await_ok()
+
+    def _await_ok(self) -> None:
+        if problem := self._problem("ok"):
+            raise LinkUnavailable(
+                f"no link with a distance: {problem.splitlines()[-1]}. It takes TUN devices: load the kernel module "
+                "`tun`, and let /dev/net/tun be read and written."
+            )
+
+
+def _seconds_per_byte(rate_mbit: float | None) -> float:
+    return 8e-6 / rate_mbit if rate_mbit else 0.0
+
+
+def _train_bytes(link: Link) -> int:
+    """Largest train of packets: 16 KB saves many reads; from 131 Mbit/s on it is what a millisecond carries."""
+    if link.rate_mbit is None:
+        return 65536
+    return min(65536, max(16384, round(link.rate_mbit * 125)))

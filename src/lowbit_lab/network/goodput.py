@@ -1,0 +1,84 @@
+"""Goodput and round trips of a ``SlowLink``, measured with plain sockets and nothing of PyTorch."""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lowbit_lab.network.shape import SlowLink
+
+_PROBE = str(Path(__file__).with_name("probe.py"))
+_FIRST_PORT = 5201
+_SETTLE_SECONDS = 0.3
+_SETTLE_ROUND_TRIPS = 20  # until TCP sends as fast as a distant link permits
+_PATIENCE = 40.0  # seconds for connecting, and for packets that are under way at the end
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goodput:
+    """Mbit/s of TCP payload between two hosts: each direction by itself, then both at once."""
+
+    forward: float
+    backward: float
+    forward_with_backward: float
+    backward_with_forward: float
+
+
+def measure(link: SlowLink, *, first: int = 0, second: int = 1, seconds: float = 1.0) -> Goodput:
+    """Measure the link between two hosts in three runs of ``seconds``.
+
+    Raises:
+        RuntimeError: A probe failed; the message is its own.
+    """
+    forth, back = (first, second), (second, first)
+    (forward,) = goodput(link, [forth], seconds)
+    (backward,) = goodput(link, [back], seconds)
+    both = goodput(link, [forth, back], seconds)
+    return Goodput(forward=forward, backward=backward, forward_with_backward=both[0], backward_with_forward=both[1])
+
+
+def goodput(link: SlowLink, routes: Sequence[tuple[int, int]], seconds: float) -> list[float]:
+    """Measure Mbit/s of every (sender, receiver) route, all at the same time.
+
+    Takes 20 round trips more than ``seconds``, in which TCP reaches the rate of a distant link.
+
+    Raises:
+        RuntimeError: A probe failed; the message is its own.
+    """
+    receivers, senders = [], []
+    more = _SETTLE_ROUND_TRIPS * link.link.rtt_ms / 1e3
+    times = [str(_SETTLE_SECONDS + more), str(seconds + more)]
+    for port, (sender, receiver) in enumerate(routes, _FIRST_PORT):
+        tail = [link.address(receiver), str(port), *times]
+        receivers.append(_probe(link, receiver, ["receive", *tail]))
+        senders.append(_probe(link, sender, ["send", *tail]))
+    results = [_finish(receiver, seconds + more) for receiver in receivers]
+    for sender in senders:
+        _finish(sender, seconds + more)
+    return [float(result) for result in results]
+
+
+def round_trip(link: SlowLink, *, first: int = 0, second: int = 1) -> float:
+    """Measure the milliseconds that a byte takes to another host and back: the median of nine.
+
+    Raises:
+        RuntimeError: A probe failed; the message is its own.
+    """
+    tail = [link.address(second), str(_FIRST_PORT)]
+    echo = _probe(link, second, ["echo", *tail])
+    milliseconds = float(_finish(_probe(link, first, ["ping", *tail]), 0))
+    _finish(echo, 0)
+    return milliseconds
+
+
+def _probe(link: SlowLink, host: int, arguments: list[str]) -> subprocess.Popen:
+    argv = [sys.executable, "-I", "-S", _PROBE, *arguments]
+    return link.popen(host, argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def _finish(process: subprocess.Popen, seconds: float) -> str:
+    output, error = process.communicate(timeout=seconds + _PATIENCE)
+    if process.returncode:
+        raise RuntimeError(f"network probe failed: {' '.join(error.strip().splitlines()[-1:])}")
+    return output

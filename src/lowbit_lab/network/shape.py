@@ -1,0 +1,249 @@
+"""A really slow link on one machine: network namespaces joined by shaped virtual Ethernet.
+
+Two hosts are the two ends of one veth pair; more hosts are veth pairs into a bridge, which is a namespace of its own. A
+token bucket filter (``tc ... tbf``) on both ends of every pair limits each direction by itself, as a full-duplex cable
+does. The packets travel through the kernel's real TCP, at the real rate, in real time. Congestion control is CUBIC,
+Linux's default, or else Reno.
+
+The namespaces have no names and leave no files: each lives as long as its keeper process and what runs in it. A keeper
+notices when its owner has gone, for whatever reason, kills the rest and ends. So nothing has to be cleaned up after a
+crash, and two runs on one machine cannot meet.
+
+A token bucket can neither delay nor lose packets, nor give each direction its own rate. The packets of such a link go
+through a process that delays them (`lowbit_lab.network.distance`), over a second interface of each host, to the same
+addresses.
+
+Root may do all this. Others may inside a user namespace, where the kernel permits those.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lowbit_lab.network import delay
+from lowbit_lab.network.distance import Distance
+from lowbit_lab.network.link import Link
+from lowbit_lab.network.namespaces import INTERFACE, NETWORK, LinkUnavailable, Namespace, cable, open_namespaces
+
+_MAX_HOSTS = 64
+_LARGEST_SEGMENT = 65536  # the kernel's default
+_SECONDS_TO_END = 5.0
+
+
+def burst_bytes(rate_mbit: float) -> int:
+    """Size of the token bucket.
+
+    A 1 MB bucket lets whole messages through unshaped at 100 Mbit/s and makes FP32 look 2.4 times as fast as it is; a
+    32 KB bucket cannot be refilled often enough to reach 10 Gbit/s.
+    """
+    return 32 * 1024 if rate_mbit <= 1000 else 256 * 1024
+
+
+class SlowLink:
+    """Hosts on this machine, joined by a link of a chosen rate and distance.
+
+    Args:
+        hosts: How many hosts, 2 to 64.
+        rate_mbit, back_mbit, rtt_ms, jitter_ms, loss, queue_ms: Fields of their `Link`.
+
+    Attributes:
+        link: The present link.
+
+    Raises:
+        LinkUnavailable: On entering the context, or later for a link with a distance: the machine does not permit it.
+        TypeError, ValueError: A wrong number of hosts, or a wrong link.
+
+    Example::
+
+        with SlowLink(rate_mbit=100, rtt_ms=40) as link:
+            server = link.popen(0, ["iperf3", "-s", "-1"])
+            client = link.popen(1, ["iperf3", "-c", link.address(0)])
+            client.wait()
+    """
+
+    def __init__(
+        self,
+        hosts: int = 2,
+        rate_mbit: float | None = 100,
+        *,
+        back_mbit: float | None = None,
+        rtt_ms: float = 0.0,
+        jitter_ms: float = 0.0,
+        loss: float = 0.0,
+        queue_ms: float | None = None,
+    ) -> None:
+        if isinstance(hosts, bool) or not isinstance(hosts, int) or not 2 <= hosts <= _MAX_HOSTS:
+            raise ValueError(f"hosts must be an integer from 2 to {_MAX_HOSTS}, got {hosts!r}")
+        self.hosts = hosts
+        self.link = Link(
+            rate_mbit, back_mbit=back_mbit, rtt_ms=rtt_ms, jitter_ms=jitter_ms, loss=loss, queue_ms=queue_ms
+        )
+        self._cut: set[int] = set()
+        self._distance: Distance | None = None
+        self._namespaces: list[Namespace] = []
+        self._processes: list[subprocess.Popen] = []
+
+    @staticmethod
+    @functools.cache
+    def available(*, distance: bool = False) -> str | None:
+        """Try once whether this machine permits a shaped link (with a distance): None, or the reason why not."""
+        if sys.platform != "linux":
+            return "network namespaces exist on Linux only"
+        try:
+            with SlowLink(rtt_ms=float(distance)):
+                return None
+        except LinkUnavailable as error:
+            return str(error)
+
+    def __enter__(self) -> "SlowLink":
+        try:
+            self._namespaces.extend(open_namespaces(self.hosts + (self.hosts > 2)))
+            self._join()
+            self.set_link(self.link)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the processes (SIGTERM, then SIGKILL) and the namespaces. Twice is harmless."""
+        for process in self._processes:
+            if process.poll() is None:
+                process.terminate()
+        for process in self._processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_SECONDS_TO_END)
+        if self._distance:
+            self._distance.close()
+            self._distance = None
+        while self._namespaces:
+            self._namespaces.pop().close()
+        while self._processes:  # the keepers have killed those that were left
+            self._processes.pop().wait()
+
+    def address(self, host: int) -> str:
+        """The IPv4 address of a host. It exists inside the link only."""
+        self._namespace(host)
+        return f"{NETWORK}.{host + 1}"
+
+    def interface(self, host: int) -> str:
+        """The name of a host's network interface, as ``GLOO_SOCKET_IFNAME`` wants it."""
+        self._namespace(host)
+        return INTERFACE
+
+    def popen(
+        self, host: int, argv: Sequence[str], *, env: Mapping[str, str] | None = None, **kwargs: Any
+    ) -> subprocess.Popen:
+        """Start a program on a host: ``subprocess.Popen`` with the same arguments and signals.
+
+        It sees this machine's files, and its own network only. It ends with the link at the latest.
+        """
+        command = [*self._namespace(host).enter, *argv]
+        process = subprocess.Popen(command, env=None if env is None else dict(env), **kwargs)
+        self._processes = [p for p in self._processes if p.returncode is None]
+        self._processes.append(process)
+        return process
+
+    def set_rate(self, rate_mbit: float | None) -> None:
+        """Change the rate of every end in both directions, from now on. None takes the limit away."""
+        self.set_link(dataclasses.replace(self.link, rate_mbit=rate_mbit, back_mbit=None))
+
+    def set_link(self, link: Link) -> None:
+        """Change the link from now on. Addresses and connections stay.
+
+        Raises:
+            LinkUnavailable: The link has a distance, and this machine does not permit it.
+        """
+        if link.far and not self._distance:
+            self._distance = Distance(self._namespaces[: self.hosts])
+            self._distance.cut(self._cut)
+        if link.far and self._distance:
+            self._distance.lead(link)
+        else:
+            for namespace, interface in self._ends():
+                _shape(namespace, interface, link)
+            if self._distance:
+                self._distance.leave()
+        self.link = link
+
+    def cut(self, host: int) -> None:
+        """Let every packet to and from a host vanish, until `restore`. Twice is harmless.
+
+        No end notices: no reset, no "unreachable", no lost carrier, nothing that TCP learns of at once. Of two hosts,
+        both are cut off.
+        """
+        self._namespace(host)
+        self._cut.add(host)
+        self._connect(host)
+
+    def restore(self, host: int) -> None:
+        """Join a host that was cut off again. TCP goes on when it next sends something again."""
+        self._namespace(host)
+        self._cut.discard(host)
+        self._connect(host)
+
+    def enter(self, host: int) -> None:
+        """Move this process to a host, for good: for a fork that has no second thread.
+
+        Raises:
+            OSError: the kernel does not permit it.
+        """
+        for kind in self._namespace(host).kinds:
+            delay.enter(self._namespace(host).pid, kind)
+
+    def _connect(self, host: int) -> None:
+        """Plug the cable of a host in, or pull it out if the host is cut off."""
+        if self.hosts > 2:
+            self._namespaces[-1].ip(f"link set port{host} {'nomaster' if host in self._cut else 'master switch'}")
+        else:  # one cable
+            for namespace in self._namespaces:
+                # Without ARP an interface takes its own hardware address for all others': their end drops the packets.
+                namespace.ip(f"link set {INTERFACE} arp {'off' if self._cut else 'on'}")
+        if self._distance:
+            self._distance.cut(self._cut)
+
+    def _namespace(self, host: int) -> Namespace:
+        if not self._namespaces:
+            raise RuntimeError("the link is not open: use it as `with SlowLink(...) as link:`")
+        if not 0 <= host < self.hosts:
+            raise ValueError(f"host must be from 0 to {self.hosts - 1}, got {host!r}")
+        return self._namespaces[host]
+
+    def _ends(self) -> list[tuple[Namespace, str]]:
+        """Every interface that sends into a cable."""
+        ports = [(self._namespaces[-1], f"port{host}") for host in range(self.hosts if self.hosts > 2 else 0)]
+        return [(namespace, INTERFACE) for namespace in self._namespaces[: self.hosts]] + ports
+
+    def _join(self) -> None:
+        """Make the cables and give every host its address."""
+        hosts, switch = self._namespaces[: self.hosts], self._namespaces[-1]
+        if self.hosts == 2:
+            cable(hosts[0], INTERFACE, hosts[1])
+        else:
+            switch.ip("link add switch type bridge", "link set switch up")
+            for i, host in enumerate(hosts):
+                cable(switch, f"port{i}", host)
+                switch.ip(f"link set port{i} master switch up")
+        for i, host in enumerate(hosts):
+            host.ip(f"address add {NETWORK}.{i + 1}/24 dev {INTERFACE}", f"link set {INTERFACE} up")
+            host.settle_congestion_control()
+
+
+def _shape(namespace: Namespace, interface: str, link: Link) -> None:
+    """Limit the rate at which one interface sends."""
+    kind, largest = "noqueue", _LARGEST_SEGMENT
+    if link.rate_mbit is not None:
+        bits, burst = round(link.rate_mbit * 1e6), burst_bytes(link.rate_mbit)
+        kind = f"tbf rate {bits}bit burst {burst} latency {link.most_waiting_ms:g}ms"
+        # TCP hands over trains of packets, which a network card takes apart. The filter has to take apart those
+        # that are larger than its bucket, at more than half of the kernel's whole work for the link.
+        largest = min(largest, burst * 3 // 4)
+    namespace.ip(f"link set {interface} gso_max_size {largest}")
+    namespace.run(["tc", "qdisc", "replace", "dev", interface, "root", *kind.split()])

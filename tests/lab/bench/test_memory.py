@@ -1,0 +1,203 @@
+"""`lowbit bench memory`: real measurements of a tiny model in processes of their own."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lowbit.activations import LayerAware
+from lowbit.config import build
+from lowbit.report import Report, run
+from lowbit.train.config import ModelConfig, OptimizerConfig
+from lowbit.train.model import build_model
+from lowbit_lab.bench import memory, memory_methods
+from lowbit_lab.bench.memory import COMMAND, METHODS, MemoryBenchmark, in_8_bits
+from lowbit_lab.bench.memory_methods import Updates, policy_of, saving
+from lowbit_lab.bench.memory_run import Meter, measure
+from lowbit_lab.bench.workers import Workers
+from tests.lab.bench.shown import shown
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> MemoryBenchmark:
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(str(i * i) for i in range(2000)))
+    return MemoryBenchmark(
+        methods=("bf16",), sequences=(64,), steps=2, model=ModelConfig(dim=32, layers=1, heads=2, vocab=256),
+        text=(str(text),), max_bytes=8000, threads=1,
+    )  # fmt: skip
+
+
+def fake(settings: MemoryBenchmark, method: str, sequence: int) -> dict[str, Any]:
+    size = (100 - 10 * METHODS.index(method)) * sequence
+    return {
+        "method": method, "sequence": sequence, "saved_bytes": size, "peak_bytes": 2 * size, "step_seconds": 1.0,
+        "loss": 4.0, "weights_bytes": 1, "gradients_bytes": 1, "optimizer_bytes": 2, "weight_copies_bytes": 3,
+        "saved": {"norm": size}, "gradient_error": {"all": 0.0, "norm": 0.0}, "rest_bytes": size - 7,
+    }  # fmt: skip
+
+
+def test_a_real_measurement_in_a_process_of_its_own(settings: MemoryBenchmark):
+    row = run(COMMAND, settings).rows[0]
+    assert {"norm", "mlp", "attention", "linear", "loss"} <= set(row["saved"])
+    assert row["saved_bytes"] == sum(row["saved"].values())
+    assert row["gradient_error"]["all"] == 0
+    assert row["optimizer_bytes"] >= 2 * row["weights_bytes"]
+    assert row["gradients_bytes"] == row["weights_bytes"]
+    assert row["peak_bytes"] > 0 < row["step_seconds"]
+    assert (row["saved_vs_bf16"], row["peak_vs_bf16"], row["time_vs_bf16"]) == (1, 1, 1)
+
+
+def layers_bytes(row: dict[str, Any]) -> int:
+    return row["saved_bytes"] - row["saved"]["loss"]  # which is most of so small a model
+
+
+SHARES = {
+    "bf16": (1, 1), "checkpoint": (0.1, 0.4), "fp8": (0.3, 0.6), "int4-uniform": (0.05, 0.3), "int4": (0.1, 0.33),
+    "low-bit": (0.1, 0.38), "agoq": (0.1, 0.33), "bf16+8bit-gradients": (1, 1), "bf16+8bit-optimizer": (1, 1),
+    "int4+8bit-gradients": (0.1, 0.33),
+}  # fmt: skip
+
+
+def test_what_each_method_keeps_and_loses(settings: MemoryBenchmark, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(memory_methods, "eight_bit_adamw", memory_methods.make_optimizer)
+    plain = measure(settings, "bf16", 64)
+    for method, (low, high) in SHARES.items():
+        row = plain if method == "bf16" else measure(settings, method, 64)
+        error = row["gradient_error"]["all"]
+        assert low <= layers_bytes(row) / layers_bytes(plain) <= high, method
+        assert (error == 0) == (method in ("bf16", "checkpoint", "bf16+8bit-optimizer"))
+        assert row["gradients_bytes"] == pytest.approx(
+            plain["gradients_bytes"] / (4 if "gradients" in in_8_bits(method) else 1), rel=0.05
+        )
+        assert error < 0.3
+        assert row["loss"] == pytest.approx(plain["loss"], abs=0.02)
+
+
+def test_memory_is_seen(settings: MemoryBenchmark):
+    meter = Meter(torch.device("cpu"))
+    meter.reset()
+    filled = torch.ones(16 << 20, dtype=torch.uint8)
+    assert 12 << 20 < meter.peak() < 64 << 20
+    del filled
+
+
+def test_ratios_are_of_the_same_sequence_and_a_file_is_gone_on_with(
+    settings: MemoryBenchmark, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    asked = []
+    monkeypatch.setattr(memory, "_measured", lambda *a: asked.append(a[1:]) or fake(*a))
+    both = dataclasses.replace(settings, methods=("low-bit", "bf16"), sequences=(64, 32))
+    file = tmp_path / "m.json"
+    run(COMMAND, dataclasses.replace(both, methods=("bf16",), sequences=(64,)), file=file)
+    report = run(COMMAND, both, file=file)
+    assert asked == [("bf16", 64), ("low-bit", 64), ("low-bit", 32), ("bf16", 32)]
+    places = [(row["sequence"], row["method"]) for row in report.rows]
+    assert places == [(32, "bf16"), (32, "low-bit"), (64, "bf16"), (64, "low-bit")]
+    assert [row["saved_vs_bf16"] for row in report.rows] == [1, 0.5, 1, 0.5]
+    assert Report.read_json(file).rows == report.rows
+    with pytest.raises(ValueError, match="holds rows with model.dim 32; this call has 64: name another file"):
+        run(COMMAND, dataclasses.replace(both, model=dataclasses.replace(both.model, dim=64)), file=file)
+
+
+def test_rows_are_shown_and_drawn(settings: MemoryBenchmark, tmp_path: Path):
+    rows = [
+        fake(settings, m, 64) | dict.fromkeys(("saved_vs_bf16", "peak_vs_bf16", "time_vs_bf16"), 0.5) for m in METHODS
+    ]
+    text = shown(COMMAND, rows, tmp_path)
+    assert all(name in text for name in (*METHODS, "norm", "Parts of the peak"))
+
+
+def test_gradients_in_8_bits_are_a_quarter_and_a_step_is_that_of_adamw(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(memory_methods, "eight_bit_adamw", memory_methods.make_optimizer)
+    weights = []
+    for method in ("low-bit", "low-bit+8bit"):
+        model = build_model(ModelConfig(dim=64, layers=1, heads=2), vocab=64, sequence=16, seed=0).train()
+        updates = Updates(method, model, OptimizerConfig(lr=1e-2))
+        ids = torch.arange(32).view(2, 16)
+        with saving(method, model, 4) as around:
+            for one in ids.split(1):
+                with around():
+                    model(input_ids=one, labels=one).loss.backward()
+        parameters = sum(p.nbytes for p in model.parameters())
+        assert updates.gradient_bytes() == pytest.approx(parameters / (4 if "8bit" in method else 1), rel=0.03)
+        updates.step(2)
+        assert updates.state_bytes() >= 2 * parameters
+        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    moved = (weights[0] - weights[1]).norm() / weights[0].norm()
+    assert 0 < moved < 0.05
+
+
+def test_agoq_is_all_of_its_parts_whatever_the_bits():
+    both = ("gradients", "optimizer")
+    assert in_8_bits("agoq") == in_8_bits("low-bit+8bit") == both
+    assert [in_8_bits(f"bf16+8bit-{part}") for part in both] == [("gradients",), ("optimizer",)]
+    assert in_8_bits("int4+8bit-gradients") == ("gradients",)
+    assert in_8_bits("int4") == in_8_bits("low-bit") == ()
+    assert policy_of(0, "int4") == policy_of(6, "agoq") == LayerAware.published()
+    assert policy_of(0, "low-bit") == LayerAware()
+
+
+def test_agoq_has_torchaos_optimizer(settings: MemoryBenchmark):
+    pytest.importorskip("torchao.optim")
+    large = dataclasses.replace(settings, model=ModelConfig(dim=64, layers=1, heads=2, vocab=256))
+    plain, agoq = (measure(large, method, 64) for method in ("bf16", "agoq"))
+    assert agoq["optimizer_bytes"] < 0.3 * plain["optimizer_bytes"]
+    assert agoq["gradients_bytes"] < 0.3 * plain["gradients_bytes"]
+    assert agoq["saved"]["attention"] == plain["saved"]["attention"]
+
+
+def test_what_can_not_be_measured_is_said_first(settings: MemoryBenchmark, monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(ValueError, match="no such file"):
+        run(COMMAND, dataclasses.replace(settings, text=("missing.txt",)))
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="device is cuda; this machine has none"):
+            run(COMMAND, dataclasses.replace(settings, device="cuda"))
+    monkeypatch.setattr(memory.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError) as raised:
+        run(COMMAND, dataclasses.replace(settings, methods=("low-bit+8bit",)))
+    assert raised.value.name == "torchao"
+
+
+def test_of_all_methods_those_are_measured_that_are_there(
+    settings: MemoryBenchmark, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(memory.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(
+        memory, "_measured", lambda settings, method, sequence: {"method": method, "sequence": sequence}
+    )
+    every = list(memory.measure(dataclasses.replace(settings, methods=memory.METHODS, sequences=(64, 128)), []))
+    left_out = ["low-bit+8bit", "bf16+8bit-optimizer", "agoq"]
+    assert {row["method"] for row in every[-1]} == set(memory.METHODS) - set(left_out)
+    assert caplog.messages == [
+        f'{method} is left out: torchao is missing; install it with: pip install "lowbit[8bit]"' for method in left_out
+    ]
+
+
+def test_a_process_that_fails_is_an_error(settings: MemoryBenchmark, monkeypatch: pytest.MonkeyPatch):
+    def fail(self: Workers, method: str, /, **arguments: object) -> None:
+        raise ChildProcessError("process 0 failed: MemoryError: no more")
+
+    monkeypatch.setattr(Workers, "ask", fail)
+    with pytest.raises(ChildProcessError, match="bf16 at sequence 64: process 0 failed: MemoryError: no more"):
+        run(COMMAND, settings)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"methods": ("int3",)}, r"methods is .*; allowed: bf16, checkpoint"),
+        ({"methods": ("agoc",)}, r"methods is .*'agoc'.*; allowed: bf16, .*, agoq"),
+        ({"sequences": (0,)}, r"sequences is \(0,\); allowed: at least 1"),
+        ({"steps": 1}, "steps is 1; allowed: at least 2"),
+        ({"bits": 9}, "bits is 9; allowed: "),
+        ({"weights": "fp16"}, "weights is 'fp16'"),
+        ({"model": {"vocab": 100}}, "vocabulary has 100 entries"),
+        ({"model": {"dim": 33}}, "model.dim is 33"),
+    ],
+)
+def test_wrong_settings_are_refused(wrong: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        build(MemoryBenchmark, wrong)

@@ -1,0 +1,203 @@
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowbit.codecs import SubspaceQuant, parse, parse_pair
+from lowbit.config import build
+from lowbit.ranks.checksum import CHECKSUM_BYTES
+from lowbit.report import Report, compare, run
+from lowbit.train.boundaries import make_codecs
+from lowbit.train.config import DataConfig, ModelConfig, PipelineConfig
+from lowbit_lab.bench import workers
+from lowbit_lab.bench.pipeline import COMMAND, PipelineBenchmark, Turns, rows_of
+from lowbit_lab.bench.recipes import recipe
+from lowbit_lab.bench.workers import set_link, started
+from lowbit_lab.network import Link, LinkUnavailable, SlowLink
+from lowbit_lab.network.shape import burst_bytes
+from tests.lab.bench.shown import shown
+
+SUBSPACE = "SubspaceQuant(directions=4) / SubspaceQuant(directions=2, bits=3)"  # a "/" and commas in a name
+TINY = PipelineBenchmark(
+    links=(Link(None),),
+    boundaries=("stock-fp32", "stock-bf16", "fp32", "tah-quant", SUBSPACE, "aq-sgd"),
+    model=ModelConfig(dim=64, layers=4, heads=2),
+    data=DataConfig(batch=4, sequence=32),
+    pipeline=PipelineConfig(stages_per_rank=2, microbatches=2, schedule="Interleaved1F1B"),
+    rounds=2,
+    steps=1,
+    samples=8,
+    precision="fp32",
+)
+BATCH, SEQUENCE, DIM = TINY.data.batch, TINY.data.sequence, TINY.model.dim
+SLOW = 8.0  # Mbit/s
+BYTES_FP32 = 4 * BATCH * SEQUENCE * DIM * 3 * 2  # 3 boundaries, both ways
+
+
+@pytest.fixture(scope="module")
+def report() -> Report:
+    """One real run: two processes, on a slow link where this machine permits one."""
+    links = (Link(None),) if SlowLink.available() else (Link(SLOW), Link(None))
+    seen: list[int] = []
+    done = run(COMMAND, dataclasses.replace(TINY, links=links), on_rows=lambda rows: seen.append(len(rows)))
+    assert seen[0] == 1
+    assert seen[-1] == len(done.rows) == len(links) * len(TINY.boundaries)
+    return done
+
+
+def by_boundary(report: Report, rate: float | None = None) -> dict[str, Any]:
+    return {row["boundary"]: row for row in report.rows if row["link_mbit"] == rate}
+
+
+def test_every_boundary_travels_in_its_bits(report: Report):
+    rows = by_boundary(report)
+    assert list(rows) == list(TINY.boundaries)
+    message = (BATCH // TINY.pipeline.microbatches, SEQUENCE, DIM)
+    more = 8 * CHECKSUM_BYTES / math.prod(message)
+    for name, bits in (("stock-fp32", 32), ("fp32", 32 + more), ("stock-bf16", 16)):
+        assert (rows[name]["bits_forward"], rows[name]["bits_backward"]) == (bits, bits)
+        coordination = rows[name]["bytes_per_step"] - BYTES_FP32 * bits / 32
+        assert 0 < coordination < 1000
+    assert rows["tah-quant"]["bits_forward"] < 4.6
+    assert rows["tah-quant"]["bits_backward"] == pytest.approx(6.5, abs=0.1)
+    for way, codec in zip(("forward", "backward"), parse_pair(SUBSPACE), strict=True):
+        assert rows[SUBSPACE][way] == repr(codec)
+        assert rows[SUBSPACE][f"bits_{way}"] == codec.bits_per_element(message) + more
+    assert rows["stock-fp32"]["forward"] is None
+    assert rows["aq-sgd"]["bits_forward"] < 4.6, "all samples were visited before"
+
+
+def test_what_is_kept_between_steps(report: Report):
+    rows = by_boundary(report)
+    memory = 4 * TINY.samples * SEQUENCE * DIM * 3 * 2  # both ends of 3 boundaries
+    assert {name: row["state_bytes"] for name, row in rows.items()} == dict.fromkeys(rows, 0) | {
+        "aq-sgd": memory,
+        SUBSPACE: 3 * 2 * (4 * DIM * (4 + 2) + 2 * 16),
+    }
+
+
+def test_losses_are_those_of_the_same_steps(report: Report):
+    losses = {name: row["loss"] for name, row in by_boundary(report).items()}
+    assert losses["fp32"] == pytest.approx(losses["stock-fp32"], abs=1e-5)
+    assert losses["tah-quant"] != losses["fp32"]
+    assert losses["tah-quant"] == pytest.approx(losses["fp32"], abs=0.1)
+
+
+def test_ratios_follow_from_the_speeds(report: Report):
+    rows = by_boundary(report)
+    fastest = max(row["tokens_per_second"] for row in rows.values())
+    for row in rows.values():
+        speed = row["tokens_per_second"]
+        assert row["tokens_per_second_low"] <= speed <= row["tokens_per_second_high"]
+        assert row["steps"] == TINY.rounds * TINY.steps
+        assert row["speedup_fp32"] == speed / rows["fp32"]["tokens_per_second"]
+        assert row["speedup_stock_fp32"] == speed / rows["stock-fp32"]["tokens_per_second"]
+        assert row["share_of_unlimited"] == speed / fastest
+
+
+@pytest.mark.skipif(SlowLink.available() is not None, reason=f"{SlowLink.available()}")
+def test_a_slow_link_holds_up_full_precision(report: Report):
+    rows = by_boundary(report, SLOW)
+    # Other work on this machine only ever makes things slower, so times have lower bounds and rates upper ones.
+    assert 0.5 < rows["fp32"]["goodput_mbit"] / (SLOW * 0.956) < 1.1
+    at_least = (BYTES_FP32 / 2 - burst_bytes(SLOW)) * 8e-6 / SLOW  # seconds for one direction
+    assert rows["fp32"]["seconds_per_step"] > at_least
+    assert rows["stock-fp32"]["seconds_per_step"] > at_least
+    assert rows["tah-quant"]["bytes_per_step"] < rows["fp32"]["bytes_per_step"] / 4
+
+
+def test_report_is_shown_and_drawn(report: Report, tmp_path: Path):
+    assert "tah-quant" in shown(COMMAND, report.rows, tmp_path)
+    several = [{**row, "split": f"{row['split']}{i % 2}"} for i, row in enumerate(report.rows)]
+    assert "over best" in shown(COMMAND, several, tmp_path, width=120)
+
+
+def test_rows_of_what_is_there_so_far():
+    turns = Turns(set_link(None, Link(None)), TINY.pipeline, "tah-quant")
+    step = dict.fromkeys(("compute_seconds", "codec_seconds", "checksum_seconds", "wait_seconds"), 0.5)
+    step |= {"bits_forward": 4.0, "bits_backward": 6.0, "seconds": 2.0, "bytes_sent": 7, "loss": 1.0}
+    turns.steps += [step | {"tokens_per_second": speed} for speed in (10.0, 30.0, 20.0)]
+    (row,) = compare(rows_of(TINY, [turns]), COMMAND.baselines)
+    assert row["tokens_per_second"] == 20.0
+    assert (row["tokens_per_second_low"], row["tokens_per_second_high"]) == (10.0, 30.0)
+    assert row["speedup_fp32"] is row["speedup_stock_fp32"] is None
+    assert (row["split"], row["evaluation_seconds"]) == ("Interleaved1F1B/2/2", None)
+    assert row["share_of_unlimited"] == 1.0
+
+
+def test_recipe_of_a_boundary():
+    low = recipe(TINY, "SubspaceQuant(directions=8) / int4")
+    assert low.pipeline.boundary == "lowbit"
+    assert make_codecs(low.pipeline, 1).forward == (SubspaceQuant(directions=8),)
+    assert make_codecs(low.pipeline, 1).backward == (parse("int4"),)
+    assert low.codec_warmup_steps == 0
+    for name in ("int4", "subspace", "bf16"):
+        codecs = make_codecs(recipe(TINY, name).pipeline, 1)
+        assert (*codecs.forward, *codecs.backward) == parse_pair(name)
+    assert recipe(TINY, "stock-bf16").pipeline.boundary == "stock-bf16"
+
+
+def test_no_link_says_why_and_what_to_do(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(SlowLink, "available", staticmethod(lambda **_: "No way."))
+    with pytest.raises(LinkUnavailable, match="No way. `--link unlimited` measures without"):
+        run(COMMAND, dataclasses.replace(TINY, links=(Link(100.0), Link(None))))
+
+
+def test_no_distance_says_why_and_what_to_do(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(SlowLink, "available", staticmethod(lambda distance=False: "No TUN." if distance else None))
+    with pytest.raises(LinkUnavailable, match="No TUN. `--link 100mbit` measures without a dist"):
+        run(COMMAND, dataclasses.replace(TINY, links=(Link(None), Link(100.0, rtt_ms=40))))
+
+
+def test_unlimited_needs_no_link(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(SlowLink, "available", staticmethod(lambda **_: "No way."))
+    monkeypatch.setattr(workers, "Workers", FakeWorkers)
+    with started("lowbit_lab.bench.runs", 2, (Link(None),)) as (link, ranks):
+        assert link is None
+        assert isinstance(ranks, FakeWorkers)
+        assert ranks.arguments == ("lowbit_lab.bench.runs", 2)
+    assert set_link(None, Link(None)) == {
+        "link": "unlimited",
+        "link_mbit": None,
+        "link_rtt_ms": 0.0,
+        "goodput_mbit": None,
+        "rtt_ms": None,
+    }
+
+
+class FakeWorkers:
+    def __init__(self, *arguments: object, grouped: bool):
+        self.arguments = arguments
+
+    def __enter__(self) -> "FakeWorkers":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"pipeline": {"ranks": 1}}, "pipeline.ranks is 1; allowed: at least 2"),
+        ({"pipeline": {"forward": "int4"}}, "pipeline.forward is .*; allowed: formats, in `boundaries`"),
+        ({"rounds": 0}, "rounds is 0; allowed: at least 1"),
+        ({"samples": 6}, "samples is 6; allowed: a multiple of data.batch"),
+        ({"samples": 0}, "samples is 0; allowed: at least 1"),
+        ({"links": ()}, "links is"),
+        ({"boundaries": ("int4", "int4")}, "boundaries is"),
+        ({"boundaries": ("int9",)}, "boundaries has 'int9': codec is 'int9'"),
+        ({"backward": "what"}, "codec is 'what'"),
+        ({"boundaries": ("SubspaceQuant(directions='auto')",)}, "boundaries has .*: directions is 'auto'"),
+        ({"backward": "SubspaceQuant(directions=65)"}, "has 'tah-quant': directions is 65, .* allowed: 1 to 64"),
+        ({"model": {"dim": 64, "layers": 3, "heads": 2}}, "4 stages"),
+        ({"model": {"dim": 63}}, "model.dim is 63"),
+        ({"device": "gpu"}, "device is 'gpu'; allowed: cpu, cuda"),
+        ({"device": "cuda"}, "boundaries has 'stock-fp32'; PyTorch's own stage cannot use Gloo"),
+    ],
+)
+def test_bad_settings_are_refused(change: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        build(PipelineBenchmark, change, base=TINY)

@@ -1,0 +1,144 @@
+"""`lowbit bench spectrum`: the tensors are the model's own, and the figures those of the sessions."""
+
+import itertools
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from lowbit.codecs import GroupInt
+from lowbit.report import run
+from lowbit.train.config import ModelConfig
+from lowbit.train.model import build_model
+from lowbit.train.tokenizer import ByteTokenizer
+from lowbit_lab.bench import spectrum
+from lowbit_lab.bench.spectrum import COMMAND, SpectrumBenchmark
+from tests.lab.bench.shown import shown
+
+TINY = ModelConfig(dim=32, layers=3, heads=2)
+
+
+def test_capture_takes_activations_and_their_gradients():
+    model = build_model(TINY, vocab=256, sequence=16, seed=0)
+    g = torch.Generator().manual_seed(0)
+    inputs, targets = (torch.randint(256, (2, 16), generator=g) for _ in range(2))
+    forward, backward = spectrum.capture(model, inputs, targets, stages=3)
+    output = model.requires_grad_(True)(
+        input_ids=inputs, labels=targets, shift_labels=targets, output_hidden_states=True
+    )
+    expected = torch.autograd.grad(output.loss, output.hidden_states[1:3])
+    for i in range(2):
+        assert torch.equal(forward[i], output.hidden_states[1 + i])
+        assert torch.allclose(backward[i], expected[i], rtol=1e-4, atol=1e-9)
+    again = spectrum.capture(model, inputs, targets, stages=3)
+    assert torch.equal(again[1][0], backward[0]), "no hooks and no gradients are left behind"
+
+
+def test_energy_outside_falls_to_nothing():
+    x = torch.randn(50, 3, dtype=torch.float64) @ torch.randn(3, 20, dtype=torch.float64)
+    shares = spectrum.outside(x.float())
+    assert shares[0] == 1
+    assert 0 < shares[2] < shares[1] < 1
+    assert shares[3:].max() < 1e-9
+    assert spectrum.outside(torch.zeros(4, 3)).tolist() == [1, 1, 1, 1]
+
+
+def test_a_checkpoint_and_a_text_give_a_table(tmp_path: Path):
+    folder, text = tmp_path / "model", tmp_path / "text.txt"
+    build_model(TINY, vocab=256, sequence=64, seed=0).save_pretrained(folder)
+    ByteTokenizer().hugging_face().save_pretrained(folder)
+    text.write_text("The cat sat on the mat; 12 dogs, however, did not.\n" * 60)
+    settings = SpectrumBenchmark(
+        checkpoint=str(folder), text=str(text), stages=3, directions=(4, 64), codecs=("int4",), sequence=32, batch=2
+    )
+    rows = run(COMMAND, settings).rows
+    assert "Backward, messages of 2 x 32 x 32" in shown(COMMAND, rows, tmp_path)
+    assert {(row["boundary"], row["direction"]) for row in rows} == {
+        (b, d) for b in (0, 1) for d in spectrum.DIRECTIONS
+    }
+    assert not any(row["directions"] == 64 for row in rows), "more directions than channels are left out"
+    formats = [row for row in rows if row["format"] != "bound"]
+    for row in formats:
+        assert row["decibels"] > 0
+        assert row["token_decibels"] > 0
+        for measure in ("", "token_"):
+            assert row[f"{measure}bound"] >= 0
+            assert row[f"{measure}above"] == row["bits_per_element"] - row[f"{measure}bound"]
+        if row["format"] == "int4":
+            assert row["bits_per_element"] == GroupInt(bits=4).bits_per_element((2, 32, 32))
+    for place in itertools.product((0, 1), spectrum.DIRECTIONS):
+        own = [r for r in rows if (r["boundary"], r["direction"]) == place]
+        chosen = [r for r in own if r["fitted"]]
+        assert [r["bits"] for r in chosen] == [3, 4]
+        assert all(0 <= r["outside"] < 1 for r in chosen)
+        line = [(r["decibels"], r["bits_per_element"]) for r in own if r["format"] == "bound"]
+        assert line[0] == (0, pytest.approx(0, abs=1e-9))
+        assert line == sorted(line), "more precision takes more bits"
+        for row in own:  # between its neighbours on the line
+            if row["format"] != "bound":
+                lower = max(bits for decibels, bits in line if decibels <= row["decibels"])
+                upper = min(bits for decibels, bits in line if decibels >= row["decibels"])
+                assert lower <= row["bound"] <= upper
+
+
+def test_the_chart_has_the_bound_in_the_range_of_the_formats():
+    rows = [
+        {"direction": "forward", "format": "int4", "boundary": boundary, "directions": None, "bits_per_element": 4.5,
+         "decibels": 22.0}
+        for boundary in (0, 1)
+    ] + [
+        {"direction": "forward", "format": "bound", "boundary": boundary, "directions": None,
+         "bits_per_element": decibels / 10 + boundary, "decibels": decibels}
+        for boundary in (0, 1) for decibels in (10.0, 15.0, 20.0, 25.0, 30.0)
+    ]  # fmt: skip
+    ((_, points),) = COMMAND.charts[0].panels(rows)
+    line = [(p["bits_per_element"], p["decibels"]) for p in points if p["series"] == "bound"]
+    assert line == [(2.5, 20), (3.0, 25)]
+
+
+def test_a_format_without_error_has_no_bound(tmp_path: Path):
+    x = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(0))
+    place = spectrum._Boundary(0, "forward")
+    settings = SpectrumBenchmark(checkpoint="a", text="b", directions=(4,), bits=(3,), codecs=("fp32", "int8"))
+    place.begin(settings, x)
+    place.carry(x, True)
+    exact, coded = list(place.rows(x.shape))[:2]
+    assert exact["decibels"] == math.inf
+    assert exact["bound"] is exact["above"] is exact["token_above"] is None
+    assert coded["above"] > 0
+    assert "–" in shown(COMMAND, [exact, coded], tmp_path)
+
+
+def test_a_line_has_only_what_all_boundaries_have():
+    measured = [  # boundary, directions, bits per element, decibels: rank 6 suits both, 5 only one
+        (0, 4, 2.0, 10.0), (1, 4, 2.0, 14.0), (0, 5, 2.5, 20.0), (0, 6, 3.0, 20.0), (1, 6, 3.0, 22.0),
+    ]  # fmt: skip
+    rows = [
+        {"direction": "forward", "format": "subspace", "boundary": boundary, "directions": directions, "bits": 2,
+         "bits_per_element": bits, "decibels": decibels}
+        for boundary, directions, bits, decibels in measured
+    ]  # fmt: skip
+    (chart,) = COMMAND.charts
+    ((title, points),) = chart.panels(rows)
+    assert title == "forward"
+    assert [(p["bits_per_element"], p["decibels"]) for p in points if not p["alone"]] == [(2.0, 12.0), (3.0, 21.0)]
+    assert [(p["bits_per_element"], p["decibels"]) for p in points if p["alone"]] == [(2.5, 20.0)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"stages": 1}, "stages is 1; allowed: at least 2"),
+        ({"directions": (0,)}, r"directions is \(0,\); allowed: at least 1"),
+        ({"bits": ()}, "bits is empty"),
+        ({"codecs": ("aq-sgd",)}, "codecs has 'aq-sgd', which learns"),
+        (
+            {"codecs": ("SubspaceQuant(directions='auto')",)},
+            "codecs has .*, which chooses a parameter in a",
+        ),
+    ],
+)
+def test_settings_that_cannot_be(settings: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        SpectrumBenchmark(checkpoint="a", text="b", **settings)

@@ -1,0 +1,299 @@
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lowbit import kernels
+from lowbit.activations import LayerAware
+from lowbit.codecs import AQSGD, BlockFloat8, Cast, SubspaceQuant, parse
+from lowbit.ranks.checksum import CHECKSUM_BYTES
+from lowbit.train.config import DataConfig, ModelConfig, OptimizerConfig
+from lowbit.train.data import load_data
+from lowbit.train.model import build_model
+from lowbit.train.optim import make_optimizer
+from lowbit_lab.bench import training
+from lowbit_lab.bench.convergence import ConvergenceBenchmark
+from lowbit_lab.bench.replicas import Replicas
+from lowbit_lab.bench.training import (
+    Recipe,
+    activation_policy,
+    boundary_modules,
+    codec_pair,
+    evaluate,
+    gradient_codec,
+    train,
+)
+
+FP32 = Cast()
+CHECKSUM_BITS = 8 * CHECKSUM_BYTES / (2 * 16 * 32)  # an element, in messages of (2, 16, 32)
+INT2, INT6 = "GroupInt(bits=2, group=64)", "GroupInt(bits=6, group=32, symmetric=True)"
+CODED = f"{INT2} / {INT6}"
+
+
+@pytest.fixture(autouse=True)
+def _without_compilation() -> Iterator[None]:
+    with kernels.backend("reference"):
+        yield
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Recipe:
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(str(i * i) for i in range(800)))
+    return Recipe(
+        model=ModelConfig(dim=32, layers=4, heads=2),
+        data=DataConfig(text=(str(text),), sequence=16, batch=2, held_out_share=0.2),
+        optimizer=OptimizerConfig(lr_warmup_steps=2),
+        steps=4,
+        warmup_steps=2,
+        stages=3,
+        eval_windows=6,
+    )
+
+
+def test_gradients_in_few_bits_train_too(recipe: Recipe):
+    plain, found = [], []
+    for boundary, losses in (("fp32", plain), ("gradients:fp8", found)):
+        _, row = train(recipe, boundary, seed=0, on_step=lambda step, loss, losses=losses: losses.append(loss))
+        losses.append(row["loss"])
+    assert found[0] == pytest.approx(plain[0], rel=1e-6), "the same start and samples"
+    assert found[-1] != plain[-1]
+    assert found == pytest.approx(plain, abs=0.05)
+
+
+@pytest.mark.parametrize("name", ["activations:norm-8", "activations:uniform"])
+def test_activations_in_few_bits_train_too(recipe: Recipe, name: str):
+    _, plain = train(recipe, seed=0)
+    model, found = train(recipe, name, seed=0)
+    assert found["curve"][0] == pytest.approx(plain["curve"][0], rel=1e-6), "forward is exact"
+    assert found["loss"] != plain["loss"]
+    assert found["loss"] == pytest.approx(plain["loss"], abs=0.05)
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert codec_pair(name, "int8") == (FP32, FP32)
+
+
+def test_policies_have_names():
+    assert activation_policy("int4") is None
+    with pytest.raises(ValueError, match="boundary is 'activations:4'; allowed: activations:default, act"):
+        activation_policy("activations:4")
+
+
+def test_agoq_is_its_activations_with_all_in_8_bits(recipe: Recipe, monkeypatch: pytest.MonkeyPatch):
+    made = []
+    monkeypatch.setattr(training, "eight_bit_adamw", lambda *a, compiled: made.append(compiled) or make_optimizer(*a))
+    assert activation_policy("agoq") == activation_policy("activations:agoq") == LayerAware.published()
+    assert gradient_codec("agoq") == gradient_codec("activations:agoq+8bit") == BlockFloat8()
+    assert gradient_codec("activations:agoq") is None
+    assert codec_pair("agoq") == (FP32, FP32)
+    losses = {
+        name: first_losses(recipe, name) for name in ("fp32", "activations:agoq", "agoq", "activations:agoq+8bit")
+    }
+    assert losses["agoq"] == losses["activations:agoq+8bit"] == pytest.approx(losses["fp32"], abs=0.05)
+    assert len({tuple(each) for each in losses.values()}) == 3
+    assert made == [True, True]
+
+
+@pytest.mark.parametrize("name", ["agoc", "agoq+8bit", "int55"])
+def test_an_unknown_boundary_is_told_all_that_there_are(name: str):
+    named = r"boundary: codec is '.*'; allowed: .*tah-quant-published.*; or agoq, activations:POLICY, gradients:CODEC"
+    with pytest.raises(ValueError, match=named):
+        ConvergenceBenchmark(boundaries=(name,))
+
+
+def test_real_8_bit_states_train(recipe: Recipe, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("torchao.optim")
+    monkeypatch.setenv("CXX", "no compiler")  # which takes a minute
+    losses = [first_losses(recipe, name) for name in ("fp32", "agoq")]
+    assert losses[1] == pytest.approx(losses[0], abs=0.1)
+
+
+def first_losses(recipe: Recipe, boundary: str, *, seed: int = 0) -> list[float]:
+    losses: list[float] = []
+
+    def keep(step: int, loss: float) -> None:
+        losses.append(loss)
+
+    train(recipe, boundary, seed=seed, on_step=keep)
+    return losses
+
+
+def test_runs_differ_by_the_codec_alone_and_only_after_warm_up(recipe: Recipe):
+    plain, coded = first_losses(recipe, "fp32"), first_losses(recipe, CODED)
+    assert coded[:2] == plain[:2]
+    assert coded[2:] != plain[2:]
+    assert first_losses(recipe, CODED) == coded
+    assert first_losses(recipe, "fp32", seed=1)[0] != plain[0]
+
+
+def test_training_lowers_the_loss_and_the_gradient_codec_matters(recipe: Recipe):
+    recipe = dataclasses.replace(recipe, steps=20, warmup_steps=0)
+    losses = first_losses(recipe, "fp32")
+    assert losses[-1] < losses[0] - 0.5
+    coded = first_losses(recipe, f"Cast() / {INT2}")
+    assert coded[0] == losses[0]
+    assert coded[1:] != losses[1:]
+
+
+def test_the_optimizer_is_the_recipes(recipe: Recipe):
+    still = dataclasses.replace(recipe, optimizer=OptimizerConfig(lr=0.0))
+    _, result = train(still, seed=0)
+    fresh = build_model(recipe.model, vocab=256, sequence=16, seed=0)
+    assert evaluate(fresh, load_data(recipe.data).held_out, recipe) == result["loss"]
+    clipped = dataclasses.replace(recipe, optimizer=OptimizerConfig(lr_warmup_steps=2, clip=1e-9))
+    assert first_losses(clipped, "fp32")[2] != first_losses(recipe, "fp32")[2]
+
+
+def test_bits_are_counted_with_and_without_warm_up(recipe: Recipe):
+    _, result = train(recipe, CODED, seed=0)
+    there, back = (parse(codec).bits_per_element((2, 16, 32)) + CHECKSUM_BITS for codec in (INT2, INT6))
+    assert result["bits_forward"] == there
+    assert result["bits_backward"] == back
+    assert result["bits_forward_run"] == (32 + CHECKSUM_BITS + there) / 2
+    assert result["state_bytes"] == 0
+    assert result["loss_through_codecs"] != result["loss"]
+    assert [step for step, _ in result["curve"]] == [1, 2, 3, 4]
+
+
+def test_a_format_with_memory_sees_its_samples_again(recipe: Recipe):
+    recipe = dataclasses.replace(recipe, warmup_steps=0, samples=4)
+    _, result = train(recipe, f"aq-sgd / {INT6}", seed=0)
+    # Two steps bring four new samples, the other two differences.
+    later = AQSGD().inner.bits_per_element((16, 32))
+    assert result["bits_forward"] == pytest.approx((32 + later) / 2 + CHECKSUM_BITS)
+    ends, boundaries = 2, 2
+    assert result["state_bytes"] == ends * boundaries * 4 * 16 * 32 * 4
+    assert result["loss_through_codecs"] is None
+
+
+def test_a_rank_is_chosen_in_the_warm_up(recipe: Recipe):
+    auto = "SubspaceQuant(directions='auto', group=8)"
+    _, result = train(recipe, f"{auto} / {auto}", seed=0)
+    bits = [SubspaceQuant(directions=r, group=8).bits_per_element((2, 16, 32)) for r in range(1, 33)]
+    found = result["bits_forward"] - CHECKSUM_BITS
+    assert bits[0] <= found < bits[-1], "ranks differ between the boundaries"
+    told = 16 * 8 / (2 * 16 * 32)  # in the last step of the warm-up
+    assert 4 * result["bits_forward_run"] == 64 + told + 4 * CHECKSUM_BITS + 2 * found
+    with pytest.raises(ValueError, match="warmup_steps is 0, and forward has SubspaceQuant"):
+        first_losses(dataclasses.replace(recipe, warmup_steps=0), f"{auto} / {auto}")
+
+
+def test_the_model_comes_back_trained_and_without_codecs(recipe: Recipe):
+    model, result = train(recipe, CODED, seed=0)
+    held_out = load_data(recipe.data).held_out
+    assert evaluate(model, held_out, recipe) == result["loss"]
+    assert not any(m._forward_hooks for m in model.modules())
+
+
+def test_evaluation_is_the_mean_over_windows_spread_over_the_text(recipe: Recipe):
+    model = build_model(recipe.model, vocab=256, sequence=16, seed=0)
+    held_out = load_data(recipe.data).held_out
+    assert len(held_out) >= 12
+    step = len(held_out) / 6
+    expected = []
+    with torch.no_grad():
+        for i in range(6):
+            inputs, targets = held_out.batch(torch.tensor([int(i * step)]))
+            logits = model(input_ids=inputs).logits
+            expected.append(torch.nn.functional.cross_entropy(logits[0], targets[0]).item())
+    assert evaluate(model, held_out, recipe) == pytest.approx(sum(expected) / 6, rel=1e-5)
+
+
+def test_precision_is_that_of_the_computation(recipe: Recipe):
+    rounded = dataclasses.replace(recipe, precision="bf16")
+    assert first_losses(rounded, "fp32") != first_losses(recipe, "fp32")
+    assert first_losses(rounded, "fp32") == pytest.approx(first_losses(recipe, "fp32"), rel=0.01)
+
+
+def test_a_start_replaces_the_random_weights(recipe: Recipe, tmp_path: Path):
+    torch.save(build_model(recipe.model, vocab=256, sequence=16, seed=7).state_dict(), tmp_path / "w.pt")
+    started = dataclasses.replace(recipe, start=str(tmp_path / "w.pt"))
+    # The data order is the seed's, the weights are not.
+    first = first_losses(started, "fp32")[0]
+    assert first != first_losses(recipe, "fp32")[0]
+    assert first != first_losses(started, "fp32", seed=1)[0]
+    result = training.prepare(started, 0)[1], training.prepare(started, 1)[1]
+    assert torch.equal(result[0].lm_head.weight, result[1].lm_head.weight)
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    [("llama", ["model.layers.1", "model.layers.3"]), ("gpt2", ["transformer.h.1", "transformer.h.3"])],
+)
+def test_boundaries_lie_where_stages_are_cut(family: str, expected: list[str]):
+    config = ModelConfig(family=family, dim=32, layers=5, heads=2)
+    model = build_model(config, vocab=256, sequence=16, seed=0)
+    assert boundary_modules(model, 3) == expected
+
+
+def test_plain_formats_travel_alike_both_ways():
+    backward = INT6
+    assert codec_pair("bf16", backward) == (Cast(dtype=torch.bfloat16),) * 2
+    assert codec_pair("int4", backward) == (parse("int4"), parse(INT6))
+    pair = codec_pair("SubspaceQuant(directions=4) / subspace-backward", backward)
+    assert pair == (parse("SubspaceQuant(directions=4)"), parse("SubspaceQuant(bits=4)"))
+
+
+def test_curves_are_means_of_equal_stretches(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(training, "CURVE_POINTS", 2)
+    assert training.curve_of([1.0, 2.0, 3.0, 4.0, 9.0]) == [(3, 2.0), (5, 6.5)]
+
+
+def mean_square(model: nn.Module):
+    def loss(inputs: Tensor, targets: Tensor) -> Tensor:
+        return (model(inputs) - targets).square().mean()
+
+    return loss
+
+
+def test_without_loss_it_is_one_large_batch():
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(8, 4), torch.randn(6, 8), torch.randn(6, 4)
+    expected = mean_square(model)(x, y)
+    whole = torch.autograd.grad(expected, list(model.parameters()))
+    replicas = Replicas(model, Cast())
+    assert replicas.backward(mean_square(model), x, y).item() == pytest.approx(expected.item())
+    for gradient, parameter in zip(whole, model.parameters(), strict=True):
+        assert torch.allclose(replicas.storage.gradient(parameter), gradient, rtol=1e-5, atol=1e-7)
+
+
+def test_everything_that_is_rounded_is_rounded():
+    """Each micro-batch, what a rank sends, and the sum that comes back."""
+    torch.manual_seed(0)
+    codec = BlockFloat8(block=32)
+    model, x, y = nn.Linear(8, 4, bias=False), torch.randn(4, 8), torch.randn(4, 4)
+    loss = mean_square(model)
+    total = torch.zeros(4, 8)
+    for rank in range(2):
+        one, other = (
+            torch.autograd.grad(loss(x[i : i + 1], y[i : i + 1]), model.weight)[0] for i in (2 * rank, 2 * rank + 1)
+        )
+        total += codec.round_trip(codec.round_trip(one) + other)
+    replicas = Replicas(model, codec)
+    replicas.backward(loss, x, y)
+    assert torch.equal(replicas.storage.gradient(model.weight), codec.round_trip(total) / 4)
+    before = model.weight.detach().clone()
+    gradient = codec.round_trip(total) / 4
+    replicas.step(torch.optim.SGD(model.parameters(), lr=1.0), clip=0)
+    assert torch.equal(model.weight, before - gradient)
+    assert replicas.storage.gradient(model.weight) is None
+    replicas.backward(loss, x, y)
+    before = model.weight.detach().clone()
+    replicas.step(torch.optim.SGD(model.parameters(), lr=1.0), clip=1e-3)
+    assert (before - model.weight.detach()).norm() == pytest.approx(1e-3, rel=1e-2)
+
+
+def test_formats_by_name():
+    assert gradient_codec("fp8") is None
+    assert gradient_codec("gradients:fp8") == BlockFloat8()
+    assert codec_pair("gradients:fp8", "int6") == (Cast(), Cast())
+    with pytest.raises(ValueError, match="has state between messages"):
+        gradient_codec("gradients:aq-sgd")
+    with pytest.raises(ValueError, match="codec is 'fp9'"):
+        ConvergenceBenchmark(boundaries=("gradients:fp9",))
+    with pytest.raises(ValueError, match="batch is 3; allowed: multiples of 2"):
+        ConvergenceBenchmark(boundaries=("gradients:fp8",), data=DataConfig(batch=3))
+    with pytest.raises(ValueError, match="batch is 3; allowed: multiples of 2"):
+        Replicas(nn.Linear(2, 2), Cast()).backward(mean_square(nn.Linear(2, 2)), torch.zeros(3, 2), torch.zeros(3, 2))

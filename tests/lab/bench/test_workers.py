@@ -1,0 +1,95 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lowbit_lab.bench.workers import Workers
+
+ECHO = """
+from lowbit_lab.bench.worker import serve, tell_progress
+
+
+class Echo:
+    def say(self, what):
+        tell_progress(what + "?")
+        return what
+
+    def fail(self, what):
+        raise ValueError(what)
+
+    def loop(self):
+        while True:
+            pass
+
+
+if __name__ == "__main__":
+    serve(Echo)
+"""
+PARENT = """
+from lowbit_lab.bench.workers import Workers
+
+with Workers("echo") as workers:
+    print(workers._processes[0].pid, flush=True)
+    workers.ask("loop")
+"""
+
+
+@pytest.fixture
+def _echo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "echo.py").write_text(ECHO)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+
+
+def test_failures_name_the_rank_and_nobody_stays():
+    with Workers("lowbit_lab.bench.runs", 2, grouped=True) as ranks:
+        pids = [process.pid for process in ranks._processes]
+        os.kill(pids[1], signal.SIGKILL)  # the other one waits for it, and would do so for long
+        with pytest.raises(ChildProcessError, match="rank 1 failed: exit status -9"):
+            ranks.ask("state_bytes", name="nobody")
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+@pytest.mark.usefixtures("_echo")
+def test_orders_are_shared_and_progress_is_told():
+    told: list[str] = []
+    with Workers("echo", 2) as workers:
+        orders = [{"what": text} for text in "abc"]
+        assert sorted(workers.share("say", orders, on_progress=told.append)) == ["a", "b", "c"]
+        assert sorted(told) == ["a?", "b?", "c?"]
+        assert workers.ask("say", what="d") == ["d", "d"]
+        with pytest.raises(ChildProcessError, match="process [01] failed: ValueError: no"):
+            list(workers.share("fail", [{"what": "no"}], print))
+
+
+def test_a_program_that_fails_is_reported_with_its_last_words():
+    said = "process 0 failed: exit status 1, .*No module named lowbit.no_such_module"
+    with pytest.raises(ChildProcessError, match=said), Workers("lowbit.no_such_module") as workers:
+        workers.ask("anything")
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_echo")
+def test_workers_end_with_a_parent_that_is_killed(tmp_path: Path):
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    deadline = time.monotonic() + 60
+    while running(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)

@@ -1,0 +1,58 @@
+"""`python -m benchmarks activations`: a real measurement of a tiny model."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.activations import COMMAND, METHODS, PLAIN, ActivationsBenchmark, summarized
+from lowbit.config import build
+from lowbit.report import run
+from lowbit.train.config import ModelConfig
+from tests.lab.bench.shown import shown
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> ActivationsBenchmark:
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(str(i * i) for i in range(2000)))
+    return ActivationsBenchmark(
+        methods=tuple(METHODS)[1:], sequences=(32, 64), samples=2, train_steps=3,
+        model=ModelConfig(dim=64, layers=1, heads=2),
+        text=(str(text),), threads=1,
+    )  # fmt: skip
+
+
+def test_bytes_and_errors_of_every_method(settings: ActivationsBenchmark, tmp_path: Path):
+    report = run(COMMAND, settings)
+    assert [row["sequence"] for row in report.rows] == [32] * len(METHODS) + [64] * len(METHODS)
+    for rows in (report.rows[: len(METHODS)], report.rows[len(METHODS) :]):
+        found = {row["method"]: row for row in rows}
+        errors = {row["method"]: row for row in summarized(rows)}
+        assert all(len(errors) == 2 for errors in found["norm-8"]["errors"].values())
+        assert {"norm", "mlp", "q_proj", "k_proj", "v_proj", "o_proj", "embedding"} <= errors[PLAIN].keys()
+        assert errors[PLAIN]["all"] < 1e-5
+        assert errors["default"]["norm"] < errors["default"]["worst norm"] < 0.2
+        size = {method: row["saved_bytes"] for method, row in found.items()}
+        assert size["int4-uniform"] < size["norm-8+attention-4"] < size["norm-8"] < size[PLAIN]
+        assert size["agoq"] < size["norm-8"]
+        assert 1e-3 < errors["norm-8"]["all"] < errors["agoq"]["all"] < 0.3
+        assert errors["attention-8"]["all"] < errors["attention-4"]["all"]
+        # Attention alone turns its own linear layers, which backward reaches after it.
+        assert errors["attention-4"]["mlp"] < 1e-5 < 1e-3 < errors["attention-4"]["k_proj"]
+    text = shown(COMMAND, report.rows, tmp_path, width=120)
+    assert all(name in text for name in (*METHODS, "k_proj", "median"))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"methods": ("int3",)}, r"methods has int3; allowed: plain, default, norm-8"),
+        ({"sequences": (1,)}, r"sequences is \(1,\); allowed: at least 2"),
+        ({"samples": 0}, "samples is 0; allowed: at least 1"),
+        ({"device": "tpu"}, "device is 'tpu'"),
+        ({"model": {"dim": 33}}, "model.dim is 33"),
+    ],
+)
+def test_wrong_settings_are_refused(wrong: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        build(ActivationsBenchmark, wrong)

@@ -1,0 +1,241 @@
+"""`lowbit calibrate` and `lowbit evaluate` on encoders: pooling, neighbours, masked tokens; and greedy generation."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from lowbit.config import ConfigError
+from lowbit.report import run
+from lowbit_lab.evaluate import CalibrationConfig, EvaluationConfig, loading
+from lowbit_lab.evaluate.commands import CALIBRATE, EVALUATE
+from lowbit_lab.evaluate.generation import same_tokens
+from lowbit_lab.evaluate.neighbours import Pooling, agreement, embed, sentences
+from lowbit_lab.evaluate.text import IGNORED, read
+from tests.command_line import invoke
+from tests.lab.evaluate.models import TEXT, write_checkpoint
+from tests.processes import Ranks
+
+WORDS = sorted(set(TEXT.lower().replace(";", " ;").replace(",", " ,").replace("?", " ?").replace(".", " .").split()))
+
+
+def write_encoder(folder: Path, head: str = "") -> Path:
+    """A folder with a tiny BERT, its tokenizer, sentence-transformers' settings, and a text beside them."""
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+    from transformers import BertConfig, BertForMaskedLM, BertModel, PreTrainedTokenizerFast
+
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    vocabulary = {word: i for i, word in enumerate(dict.fromkeys([*special, *WORDS, *map(str, range(40))]))}
+    fast = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    fast.normalizer, fast.pre_tokenizer = normalizers.Lowercase(), pre_tokenizers.BertPreTokenizer()
+    fast.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    names = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
+    PreTrainedTokenizerFast(tokenizer_object=fast, **names).save_pretrained(folder)
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "vocab_size": len(vocabulary), "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "intermediate_size": 64, "max_position_embeddings": 64,
+    }  # fmt: skip
+    (BertForMaskedLM if head else BertModel)(BertConfig(**sizes)).save_pretrained(folder)
+    modules = [
+        {"type": f"sentence_transformers.models.{kind}", "path": path}
+        for kind, path in (("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize"))
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir(exist_ok=True)
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_mean_tokens": True}))
+    lines = [
+        f"The {i} cats sat on the {i % 7} mats; {i % 3} dogs did not, whether they would or not." for i in range(40)
+    ]
+    (folder / "text.txt").write_text("\n\n".join(lines))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_encoder(tmp_path_factory.mktemp("encoder"))
+
+
+def config(folder: Path, **more: Any) -> EvaluationConfig:
+    given = {"model": str(folder), "text": (str(folder / "text.txt"),), "small": 0, "length": 32, "threads": 1}
+    return EvaluationConfig(**{**given, "calibration_text": given["text"], "tps": (1, 2), **more})
+
+
+def test_an_encoder_keeps_its_neighbours(folder: Path):
+    report = run(EVALUATE, config(folder, formats=("int4", "feature-int4", "int8"), sentences=30))
+    rows = {(row["format"], row["tp"]): row for row in report.rows}
+    assert list(rows) == [("bf16", 1)] + [(name, 2) for name in ("bf16", "int4", "feature-int4", "int8")]
+    assert rows["bf16", 1]["nearest"] == rows["bf16", 1]["nearest_10"] == 1
+    assert rows["int8", 2]["rank_correlation"] > rows["int4", 2]["rank_correlation"]
+    for row in report.rows:
+        assert (row["kind"], row["model"], row["sentences"]) == ("encoder", folder.name, 30)
+        assert "perplexity" not in row
+        assert row["kept"] is None
+    layers = {f"encoder.layer.{i}.{name}output.dense" for i in (0, 1) for name in ("", "attention.")}
+    for name in ("layers", "layers_by_token", "layers_by_rank"):
+        assert set(rows["int4", 2][name]) == layers
+    ranks = rows["int4", 2]["layers_by_rank"]["encoder.layer.0.output.dense"]
+    assert len(ranks) == 2
+    assert all(0.01 < error < 0.5 for error in ranks)
+
+
+def test_the_command_names_model_and_measure(folder: Path, caplog: pytest.LogCaptureFixture):
+    base = f"evaluate {folder} --length 32 --text {folder}/text.txt --calibration-text {folder}/text.txt --sentences 30"
+    coded = invoke(*f"{base} --tp 2 --low-bit --small 0".split())
+    assert coded.exit_code == 0, coded.output
+    assert f"Neighbours of 30 sentences: {folder.name}, emulated ranks\n" in coded.stdout
+    assert "attention" in coded.stdout
+    small = invoke(*f"{base} --tp 2 --low-bit".split())
+    assert f"Neighbours of 30 sentences: {folder.name}, emulated ranks; NOTHING WAS CODED" in small.stdout
+    assert "feature-int4, tp 2: nothing was coded: every sum has fewer than 32768 elements (small)" in caplog.text
+
+
+def test_nothing_coded_is_not_100_percent_kept(tmp_path: Path):
+    folder = write_checkpoint(tmp_path)
+    base = f"evaluate {folder} --length 32 --text {folder}/text.txt --calibration-text {folder}/text.txt"
+    result = invoke(*f"{base} --tp 2 --low-bit --sequences 8".split())
+    assert result.exit_code == 0, result.output
+    assert f"tokens: {folder.name}, emulated ranks; NOTHING WAS CODED" in result.stdout
+    assert "100.00%" not in result.stdout
+
+
+def test_masked_tokens_are_predicted(tmp_path: Path):
+    folder = write_encoder(tmp_path, head="masked")
+    sequences, _ = read(config(folder), encoder=True)
+    inputs, targets = next(sequences.batches([0, 1, 2], 3))
+    chosen = targets != IGNORED
+    assert (inputs[:, 0] == 2).all()
+    assert (inputs[:, -1] == 3).all()
+    assert (inputs[chosen] == 4).all()
+    assert (targets[chosen] != 4).all()
+    assert 5 < chosen.sum() < 30
+    row, *_ = run(EVALUATE, config(folder, formats=("int8",), sentences=30, sequences=4)).rows
+    assert row["kind"] == loading.MASKED
+    assert row["perplexity"] > 1
+    assert 0 <= row["accuracy"] <= row["nearest"] == 1
+
+
+def test_a_checkpoint_without_its_head_is_an_encoder(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """Hugging Face would make up the head's weights, others at each start."""
+    folder = write_encoder(tmp_path)
+    config_file = folder / "config.json"
+    config_file.write_text(json.dumps(json.loads(config_file.read_text()) | {"architectures": ["BertForMaskedLM"]}))
+    weights = folder / "model.safetensors"
+    save_file({k: v for k, v in load_file(weights).items() if not k.startswith("pooler.")}, weights, {"format": "pt"})
+    row, *_ = run(EVALUATE, config(folder, formats=("int8",), sentences=30)).rows
+    assert (row["kind"], row["nearest"], row.get("perplexity")) == (loading.ENCODER, 1, None)
+    assert any("is taken for an encoder that predicts no tokens" in message for message in caplog.messages)
+    first, second = (loading.load_model(str(folder), "float32", torch.device("cpu")) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    save_file({k: v for k, v in load_file(weights).items() if "layer.1" not in k}, weights, {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"has no weights .*layer\.1\..*; allowed: a complete checkpoint"):
+        loading.load_model(str(folder), "float32", torch.device("cpu"))
+
+
+def test_a_calibration_of_an_encoder_reads_whole_sequences(folder: Path, tmp_path: Path):
+    output = tmp_path / "encoder.safetensors"
+    text = (str(folder / "text.txt"),)
+    settings = CalibrationConfig(model=str(folder), text=text, length=32, sequences=4, output=str(output))
+    rows = run(CALIBRATE, settings).rows
+    assert len(rows) == 4
+    assert output.exists()
+    sequences, _ = read(settings, encoder=True)
+    assert all(drawn[0] == 2 and drawn[-1] == 3 for drawn in sequences.draw(4, 0))
+
+
+def test_pooling_is_that_of_the_files(tmp_path: Path):
+    assert Pooling.read(tmp_path) == Pooling(mode="mean", normalized=False, length=None)
+    folder = write_encoder(tmp_path)
+    assert Pooling.read(folder) == Pooling(mode="mean", normalized=True)
+    (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 16}')
+    pooling = folder / "1_Pooling" / "config.json"
+    pooling.write_text('{"pooling_mode_cls_token": true, "pooling_mode_mean_tokens": false}')
+    assert Pooling.read(folder) == Pooling(mode="first", normalized=True, length=16)
+    pooling.write_text('{"pooling_mode_weightedmean_tokens": true}')
+    with pytest.raises(
+        ConfigError, match="pooling_mode_weightedmean_tokens; allowed: one pooling of mean, max or first"
+    ):
+        Pooling.read(folder)
+    pooling.write_text("{")
+    with pytest.raises(ConfigError, match="config.json cannot be read"):
+        Pooling.read(folder)
+    states, mask = torch.tensor([[[1.0, 2], [3, 0], [9, 9]]]), torch.tensor([[1, 1, 0]])
+    assert Pooling()(states, mask).tolist() == [[2, 1]]
+    assert Pooling(mode="max")(states, mask).tolist() == [[3, 2]]
+    assert Pooling(mode="first")(states, mask).tolist() == [[1, 2]]
+
+
+def test_vectors_do_not_depend_on_the_batch(folder: Path):
+    from transformers import AutoTokenizer
+
+    model = loading.load_model(str(folder), "float32", torch.device("cpu"))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    texts = sentences([(folder / "text.txt").read_bytes()], 12)
+    alone, together = (embed(model, tokenizer, texts, Pooling(), batch=n) for n in (1, 12))
+    torch.testing.assert_close(alone, together, rtol=1e-4, atol=1e-5)
+
+
+def test_agreement_is_counted_by_hand():
+    torch.manual_seed(0)
+    exact = torch.randn(20, 8)
+    same = agreement(exact, 3 * exact)
+    assert (same.nearest, same.nearest_10) == (1, 1)
+    assert same.rank_correlation == pytest.approx(1)
+    other = torch.randn(20, 8)
+    mixed = agreement(exact, other)
+    distances = [torch.nn.functional.cosine_similarity(x[:, None], x[None], dim=-1) for x in (exact, other)]
+    expected = 0
+    for i in range(20):
+        near = [set(sorted(set(range(20)) - {i}, key=lambda j, d=d: -float(d[i, j]))[:10]) for d in distances]
+        expected += len(near[0] & near[1])
+    assert mixed.nearest_10 == pytest.approx(expected / 200)
+    with pytest.raises(ValueError, match="11 sentences have no 10 neighbours"):
+        agreement(exact[:11], exact[:11])
+
+
+def test_generation_is_compared_token_by_token(tmp_path: Path):
+    folder = write_checkpoint(tmp_path)
+    text = (str(folder / "text.txt"),)
+    given: dict[str, Any] = {"model": str(folder), "text": text, "calibration_text": text, "small": 0, "length": 32}
+    settings = EvaluationConfig(**given, tps=(1, 2), formats=("int8",), sequences=4, generate=5, threads=1)
+    first, *others = run(EVALUATE, settings).rows
+    assert (first["same_tokens"], first["tokens_before"], first["same_texts"]) == (1, 5, 1)
+    assert all(0 <= row["tokens_before"] <= 5 for row in others)
+    same = same_tokens(torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([[1, 9, 3], [4, 5, 6]]))
+    assert (same.tokens, same.before, same.whole) == (pytest.approx(5 / 6), 2, 0.5)
+
+
+def test_real_ranks_find_the_neighbours_of_emulated_ones(folder: Path, ranks: Ranks):
+    run(CALIBRATE, CalibrationConfig(model=str(folder), text=(str(folder / "text.txt"),), length=32, sequences=4))
+    emulated = run(EVALUATE, config(folder, tps=(2,), low_bit=True, sentences=30, calibration_text=())).rows
+    for real in ranks.run(on_a_rank, str(folder), ranks=2, timeout=120):
+        assert real == [row["rank_correlation"] for row in emulated]
+
+
+def on_a_rank(folder: str) -> list[float]:
+    rows = run(EVALUATE, config(Path(folder), tps=(), low_bit=True, sentences=30, calibration_text=())).rows
+    return [row["rank_correlation"] for row in rows]
+
+
+REFUSED = [
+    (
+        "evaluate {model} --length 8 --text {text} --generate 4",
+        "generate is 4; allowed for a causal language model only, and this is: encoder",
+    ),
+    ("evaluate {model} --length 8 --text {text} --task x", "task is x; allowed for a causal"),
+    ("evaluate {model} --length 8 --text {short}", "has 0 sentences of 40 to 400 characters; allowed: at least 12"),
+    ("evaluate {model} --length 8 --text {text} --sentences 11", "sentences is 11; allowed: at least 12"),
+    ("calibrate {model} --length 8 --ranks 3", "ranks is 3; allowed: what divides the model's heads, 1, 2, 4"),
+]
+
+
+@pytest.mark.parametrize(("command", "line"), REFUSED)
+def test_bad_input_is_one_line(command: str, line: str, folder: Path, tmp_path: Path):
+    short = tmp_path / "short.txt"
+    short.write_text("the cat sat on the mat")
+    result = invoke(*command.format(model=folder, text=folder / "text.txt", short=short).split())
+    assert result.exit_code == 2, result.output
+    assert line in " ".join(result.stderr.split())

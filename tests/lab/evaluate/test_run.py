@@ -1,0 +1,366 @@
+"""`lowbit calibrate` and `lowbit evaluate` on a tiny checkpoint: results, errors, real ranks against emulated ones."""
+
+import dataclasses
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lowbit.collectives import AgreementError
+from lowbit.config import ConfigError, settings_of
+from lowbit.report import run
+from lowbit.tensor_parallel import Calibration, CalibrationError
+from lowbit_lab.evaluate import CalibrationConfig, EvaluationConfig, calibrate, choices, loading
+from lowbit_lab.evaluate.commands import CALIBRATE, EVALUATE
+from tests.command_line import invoke
+from tests.lab.evaluate.models import write_checkpoint
+from tests.lab.evaluate.questions import WINOGRANDE
+from tests.processes import Ranks
+
+SHORT: dict[str, Any] = {"length": 32, "threads": 1}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def calibrated(folder: Path) -> Path:
+    """A calibration for two ranks, beside the checkpoint."""
+    run(CALIBRATE, calibration_config(folder))
+    return folder / "calibration-tp2.safetensors"
+
+
+def calibration_config(folder: Path, **more: Any) -> CalibrationConfig:
+    text = (str(folder / "text.txt"),)
+    return CalibrationConfig(**{"model": str(folder), "text": text, "sequences": 8, "features": "1", **SHORT, **more})
+
+
+def evaluation_config(folder: Path, **more: Any) -> EvaluationConfig:
+    text = (str(folder / "text.txt"),)
+    return EvaluationConfig(**{"model": str(folder), "text": text, "sequences": 8, "small": 0, **SHORT, **more})
+
+
+def test_rows_of_formats_and_ranks(folder: Path, calibrated: Path, caplog: pytest.LogCaptureFixture):
+    settings = evaluation_config(
+        folder, tps=(1, 2, 4), formats=("int4", "feature-int4", "int8"),
+        calibration_text=(str(folder / "text.txt"),), calibration_sequences=4, dtype="bfloat16",
+    )  # fmt: skip
+    seen: list[int] = []
+    report = run(EVALUATE, settings, on_rows=lambda rows: seen.append(len(rows)))
+    rows = {(row["format"], row["tp"]): row for row in report.rows}
+    names = ("bf16", "int4", "feature-int4", "int8")
+    assert list(rows) == [("bf16", 1)] + [(name, tp) for tp in (2, 4) for name in names]
+    assert seen == list(range(1, 10))
+    assert rows["bf16", 2]["bits_per_value"] == 16
+    int4 = 4.5  # 16 bits of a gain over 32 features; of five sums the embedding's stays in bfloat16
+    assert rows["int4", 2]["bits_per_value"] == pytest.approx((4 * int4 + 16) / 5, abs=0.01)
+    for (name, tp), row in rows.items():
+        assert row["tokens"] == 256
+        assert row["kept"] == rows["bf16", tp]["perplexity"] / row["perplexity"]
+        if tp > 1:
+            assert len(row["layers"]) == 4
+        if name in ("bf16", "int8"):
+            assert row["logits_error"] is None or row["logits_error"] < 0.02
+    assert rows["int4", 2]["sum_error"] > 5 * rows["int8", 2]["sum_error"] > 0
+    assert rows["bf16", 2]["sum_error"] < 0.005
+    assert rows["bf16", 1]["algorithm"] is None
+    assert all(row["algorithm"] == "one_shot" and row["coded"] == 0.8 for row in report.rows[1:])
+    assert caplog.text.count("the calibration was made from the same") == 1
+
+
+def test_static_ranges_by_one_name(folder: Path, calibrated: Path, tmp_path: Path):
+    """Of a calibration made with --gain static as it says; of others, the paper's format from the same averages."""
+    output = tmp_path / "static"
+    made = f"--text {folder / 'text.txt'} --length 32 --sequences 8 --output {output}"
+    result = invoke("calibrate", str(folder), *made.split(), "--features", "1", "--gain", "static")
+    assert result.exit_code == 0, result.output
+    assert "bits per value, as published: no gain for each token\n" in result.stdout
+    assert Calibration.load(output).gain == "static"
+    settings = evaluation_config(folder, tps=(2,), formats=("feature-int4-static",), dtype="bfloat16")
+    theirs = run(EVALUATE, dataclasses.replace(settings, calibrations=(str(output),))).rows[1]
+    derived = run(EVALUATE, dataclasses.replace(settings, calibrations=(str(calibrated),))).rows[1]
+    ours = run(EVALUATE, dataclasses.replace(settings, formats=("feature-int4",))).rows[1]
+    one = (16 + 4 * 32) / 32  # an outlier, and 31 codes in whole bytes; of five sums the embedding's stays in bfloat16
+    assert theirs["bits_per_value"] == pytest.approx((4 * one + 16) / 5)
+    assert derived["bits_per_value"] == pytest.approx((4 * 4 + 16) / 5), "E // 64 outliers: none"
+    assert theirs["format"] == derived["format"] == "feature-int4-static"
+    assert theirs["sum_error"] > ours["sum_error"]
+    again = f"{made} --seed 1 --continue"
+    for gain, wanted in (("", "static"), ("--gain token", "token")):
+        result = invoke("calibrate", str(folder), *again.split(), *gain.split())
+        assert result.exit_code == 0, result.output
+        assert Calibration.load(output).gain == wanted
+    result = invoke("calibrate", str(folder), "--gain", "row")
+    assert result.exit_code == 2
+    assert "error: gain is 'row'; allowed: token, static or nothing" in result.stderr
+
+
+def test_a_calibration_that_does_not_fit_is_refused_before_the_model_is_loaded(
+    folder: Path, calibrated: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("lowbit_lab.evaluate.loading.load_model", pytest.fail)
+    settings = evaluation_config(
+        folder, tps=(1, 2, 4), formats=("feature-int4-static",), calibrations=(str(calibrated),)
+    )
+    with pytest.raises(CalibrationError, match="calibration is for 2 ranks and tp is 4; allowed: a file for each"):
+        run(EVALUATE, settings)
+
+
+@pytest.mark.parametrize("name", ["int4", "feature-int4", "feature-int4-distributed"])
+def test_static_ranges_do_not_pass_for_another_format(folder: Path, tmp_path: Path, name: str):
+    config = calibration_config(folder, output=str(tmp_path / "c"), gain="static", sequences=2)
+    run(CALIBRATE, config)
+    settings = evaluation_config(folder, tps=(2,), formats=(name,), calibrations=(config.output,), sequences=1)
+    line = f"format is {name}, which has a gain for each token, and the calibration was made with --gain static; "
+    with pytest.raises(CalibrationError, match=line):
+        run(EVALUATE, settings)
+
+
+@pytest.mark.parametrize(("dtype", "own"), [("float32", 32), ("bfloat16", 16)])
+def test_values_that_were_not_coded_count_with_their_dtype(folder: Path, calibrated: Path, dtype: str, own: int):
+    settings = evaluation_config(folder, tps=(2,), formats=("int4",), batch=3, small=3000, dtype=dtype)
+    rows = run(EVALUATE, settings).rows  # 3, 3 and 2 windows at a time: the last have 2048 values a sum
+    coded = 0.75 * 4 / 5  # the embedding's sum is none of them
+    assert [row["coded"] for row in rows] == pytest.approx([coded, coded])
+    assert [row["bits_per_value"] for row in rows] == pytest.approx(
+        [coded * bits + (1 - coded) * own for bits in (16, 4.5)]
+    )
+    row = run(EVALUATE, dataclasses.replace(settings, formats=("feature-int4",), small=None)).rows[1]
+    assert (row["coded"], row["bits_per_value"], row["algorithm"]) == (0, own, None)
+    assert row["kept"] is None
+
+
+@pytest.mark.parametrize(("native", "auto"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_the_default_dtype_suits_the_processor(monkeypatch: pytest.MonkeyPatch, native: bool, auto: torch.dtype):
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: native)
+    expected = {"auto": auto, "float32": torch.float32, "bfloat16": torch.bfloat16}
+    for name, dtype in expected.items():
+        assert loading.choose_dtype(name, torch.device("cpu")) == dtype
+
+
+def test_scores_are_means_over_tasks():
+    scores = {"a acc": 0.2, "a acc_norm": 0.4, "b acc strict": 0.5}
+    assert choices.mean_score(scores) == pytest.approx(0.4)
+
+
+def test_gemma_2_computes_with_its_own_attention(folder: Path, tmp_path: Path):
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    config = Gemma2Config(
+        vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=64,
+    )  # fmt: skip
+    Gemma2ForCausalLM(config).save_pretrained(tmp_path)
+    settings = evaluation_config(folder, model=str(tmp_path), tokenizer="bytes", formats=("int8",))
+    rows = run(EVALUATE, settings).rows
+    assert [row["tp"] for row in rows] == [1, 2, 2]
+    assert all(row["kept"] == pytest.approx(1, abs=0.01) for row in rows)
+
+
+def test_a_config_takes_missing_fields_from_its_architecture(tmp_path: Path):
+    text = {"model_type": "gemma3_text"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
+    assert loading.model_config(str(tmp_path)).num_key_value_heads == 4
+    assert loading.possible_ranks(str(tmp_path)) == [1, 2, 4]
+
+
+def test_real_and_emulated_ranks_agree_to_the_last_bit(folder: Path, calibrated: Path, ranks: Ranks):
+    (folder / "winogrande.jsonl").write_text("\n".join(map(json.dumps, WINOGRANDE)))
+    settings = compared_config(folder, tps=(2,))
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        emulated = run(EVALUATE, settings).rows
+    finally:
+        torch.set_num_threads(before)
+    real = ranks.run(on_a_rank, str(folder), ranks=2, timeout=120)
+    # not the bits: here embeddings stay whole
+    fields = ("format", "tp", "logits", "loss", "kept", "calibration", "scores", "score_kept")
+    for rows, _, _ in real:
+        assert [[r[f] for f in fields] for r in rows] == [[r[f] for f in fields] for r in emulated]
+        assert all(row["real"] and row["sum_error"] is None for row in rows)
+    assert real[0][1] == real[1][1] == Calibration.load(calibrated).fingerprint()
+    assert real[0][2] == real[1][2]
+    assert "No such file" in real[0][2]
+
+
+def compared_config(folder: Path, **more: Any) -> EvaluationConfig:
+    """All formats, on the text and on questions."""
+    tasks = (f"winogrande={folder / 'winogrande.jsonl'}",)
+    formats = ("feature-int4", "feature-int4-static", "int8")
+    return evaluation_config(folder, formats=formats, tasks=tasks, **more)
+
+
+def on_a_rank(folder: str) -> tuple[Any, str, str]:
+    """Rows of the evaluation, the fingerprint of a calibration made on real ranks, and the error for a missing one."""
+    path = Path(folder)
+    file = path / ("nowhere" if torch.distributed.get_rank() else "calibration-tp2.safetensors")
+    with pytest.raises(AgreementError) as missing:
+        run(EVALUATE, evaluation_config(path, calibrations=(str(file),)))
+    rows = run(EVALUATE, compared_config(path)).rows
+    settings = calibration_config(path, output=str(path / "real.safetensors"))
+    run(CALIBRATE, settings)
+    torch.distributed.barrier()
+    return rows, Calibration.load(settings.path).fingerprint(), str(missing.value)
+
+
+def test_a_calibration_goes_on_where_it_was_interrupted(
+    folder: Path, calibrated: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    settings = calibration_config(folder, output=str(tmp_path / "a" / "c.safetensors"))
+    whole = Calibration.load(calibrated)
+    real, seen = calibrate.calibrate, []
+
+    def interrupted(model: Any, sequences: Any, **options: Any) -> Any:
+        drawn = list(sequences)
+        drawn[5] = torch.full_like(drawn[5], 1 << 20)  # what the model cannot take
+        return real(model, iter(drawn), **options | {"save_every": 2})
+
+    monkeypatch.setattr(calibrate, "calibrate", interrupted)
+    with pytest.raises(IndexError):
+        run(CALIBRATE, settings)
+    assert not settings.path.exists()
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+
+    def counted(model: Any, sequences: Any, **options: Any) -> Any:
+        report = options.pop("progress")
+        return real(model, sequences, progress=lambda n: (seen.append(n), report(n)), **options)
+
+    monkeypatch.setattr(calibrate, "calibrate", counted)
+    run(CALIBRATE, settings)
+    assert seen[0] > 4
+    assert Calibration.load(settings.path).fingerprint() == whole.fingerprint()
+    assert list(settings.path.parent.iterdir()) == [settings.path]
+    run(CALIBRATE, dataclasses.replace(settings, features="", continue_=True, seed=1))
+    continued = Calibration.load(settings.path)
+    assert (continued.count, continued.settings["k"]) == (14, 1)
+    assert not caplog.records
+    seen.clear()
+    other = dataclasses.replace(settings, output=str(tmp_path / "b" / "c.safetensors"), seed=1)
+    run(CALIBRATE, other)
+    assert seen[0] == 1
+    assert list(other.path.parent.iterdir()) == [other.path]
+    assert "this one begins anew" in caplog.text
+
+
+def test_commands_write_rows_and_pictures(folder: Path, tmp_path: Path):
+    text = str(folder / "text.txt")
+    common = ["--text", text, "--length", "32", "--sequences", "4"]
+    file = str(tmp_path / "c.safetensors")
+    files = ["--json", str(tmp_path / "c.json"), "--png", str(tmp_path / "c.png")]
+    options = ["--features", "distributed", "--output", file]
+    done = invoke("calibrate", str(folder), *options, *common, *files)
+    assert done.exit_code == 0, done.output
+    assert "layers.1.mlp.down_proj" in done.stdout
+    rows = json.loads((tmp_path / "c.json").read_text())["rows"]
+    assert len(rows) == 4
+    assert len(rows[0]["aggregated"]) == 32
+    files = ["--json", str(tmp_path / "e.json"), "--png", str(tmp_path / "e.png")]
+    options = ["--low-bit", "--tp", "2", "--calibration", file]
+    done = invoke("evaluate", str(folder), *options, *common, *files)
+    assert done.exit_code == 0, done.output
+    assert "feature-int4" in done.stdout
+    written = json.loads((tmp_path / "e.json").read_text())
+    assert written["command"] == "evaluate"
+    assert [row["format"] for row in written["rows"]] == ["bf16", "feature-int4"]
+    assert all((tmp_path / name).stat().st_size > 5000 for name in ("c.png", "e.png"))
+
+
+CUT = "allowed: what divides the model's heads, 1, 2, 4"
+REFUSED = [
+    ("calibrate nowhere", "allowed: a local folder with a Hugging Face checkpoint"),
+    ("calibrate {model} --ranks 3", f"ranks is 3; {CUT}"),
+    ("calibrate {model} --length 65", "length is 65; the model has 64 positions"),
+    ("calibrate {model} --features E/0", "features is 'E/0'; allowed: 'E/64'"),
+    ("calibrate {model} --features E/1", "features is 'E/1'; allowed: 'E/2' or another share, not all features"),
+    ("calibrate {model} --features 32 --length 8 --text {text}", "features is '32'; allowed: 0 to 31, fewer than"),
+    (
+        "calibrate {model} --length 64 --text {short}",
+        "has 9 tokens; allowed: at least one sequence of 64 (65 tokens)",
+    ),
+    (
+        "evaluate {model} --length 8 --text {text} --format int5x",
+        "format is 'int5x'; allowed: int4, feature-int4",
+    ),
+    (
+        "evaluate {model} --length 8 --text {text} --format feature-int4-statik",
+        "feature-int4-distributed, feature-int4-static, or a codec\n",
+    ),
+    ("evaluate {model} --length 8 --text {text} --tp 3", f"tp is 3; {CUT}"),
+    ("evaluate {model} --length 8 --calibration {short}", "not a safetensors file"),
+    (
+        "evaluate {model} --length 8 --text {text} --tp 4 --calibration {calibration}",
+        "calibration is for 2 ranks and tp is 4",
+    ),
+    ("evaluate {model} --calibration a --calibration-text b", "allowed: one of them"),
+    (
+        "calibrate {model} --length 8 --text {text} --output {short}/c",
+        "short.txt/c cannot be written: File exists; allowed: a file in a folder that can be written",
+    ),
+    ("evaluate {model} --task-folder here", "task-folder is 'here'; allowed: with --task"),
+    ("evaluate {model} --shots 3", "shots is 3; allowed: with --task"),
+    ("evaluate {model} --low-bit --format int8", "format is int8 and low-bit is given; allowed: one of them"),
+]
+
+
+@pytest.mark.parametrize(("command", "line"), REFUSED)
+def test_bad_input_is_one_line(command: str, line: str, folder: Path, calibrated: Path, tmp_path: Path):
+    short = tmp_path / "short.txt"
+    short.write_text("too short")
+    values = {"model": folder, "text": folder / "text.txt", "short": short}
+    result = invoke(*command.format(calibration=calibrated, **values).split())
+    assert result.exit_code == 2, result.output
+    assert line in result.stderr
+    assert result.stderr.count("error:") == 1
+
+
+def test_settings_are_checked_and_explained():
+    with pytest.raises(ConfigError, match="sequences is 0; allowed: at least 1"):
+        CalibrationConfig(model="m", sequences=0)
+    assert CalibrationConfig(model="m", features="E/32").selection(256) == (8, "fixed")
+    assert CalibrationConfig(model="m", features="500").selection(512) == (500, "fixed")
+    assert EvaluationConfig(model="m", low_bit=True).compared == ("bf16", "feature-int4")
+    assert all(
+        setting.meaning for config in (CalibrationConfig, EvaluationConfig) for setting in settings_of(config).values()
+    )
+
+
+def test_a_calibration_for_other_weights_is_refused(calibrated: Path, tmp_path: Path):
+    other = write_checkpoint(tmp_path)
+    weights = other / "model.safetensors"
+    from safetensors.torch import load_file, save_file
+
+    changed = {name: tensor * 1.5 for name, tensor in load_file(weights).items()}
+    save_file(changed, weights, {"format": "pt"})
+    with pytest.raises(CalibrationError, match="the calibration is for the model llama"):
+        run(EVALUATE, evaluation_config(other, tps=(2,), calibrations=(str(calibrated),)))
+
+
+def test_tasks_are_scored_by_lm_eval(folder: Path, tmp_path: Path):
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed: the extra lowbit[tasks]")
+    pytest.importorskip("accelerate", reason="accelerate is not installed: the extra lowbit[tasks]")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    data = tmp_path / "letters.jsonl"
+    questions = [
+        {"question": f"The letter {c}", "choices": [" is", " was", " sat"], "answer": i % 3}
+        for i, c in enumerate("abcdef")
+    ]
+    data.write_text("\n".join(map(json.dumps, questions)))
+    (tmp_path / "letters.yaml").write_text(
+        f"task: letters\ndataset_path: json\ndataset_kwargs:\n  data_files: {data}\ntest_split: train\n"
+        "output_type: multiple_choice\ndoc_to_text: '{{question}}'\ndoc_to_choice: '{{choices}}'\n"
+        "doc_to_target: '{{answer}}'\nmetric_list:\n  - metric: acc\n"
+    )
+    settings = evaluation_config(folder, tps=(2,), formats=("int8",), tasks=("letters",), task_folder=str(tmp_path))
+    rows = run(EVALUATE, settings).rows
+    assert [set(row["scores"]) for row in rows] == [{"letters acc"}] * 2
+    right = [6 * row["scores"]["letters acc"] for row in rows]
+    assert right == pytest.approx([round(count) for count in right])
+    with pytest.raises(ConfigError, match="task is 'nonsense'; allowed"):
+        run(EVALUATE, dataclasses.replace(settings, tasks=("nonsense",)))

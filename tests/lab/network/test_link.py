@@ -1,0 +1,102 @@
+import math
+
+import pytest
+
+from lowbit_lab.network import Link, SlowLink
+
+TEXTS = {
+    "25mbit": Link(25.0),
+    "1000mbit": Link(1000.0),
+    "2.5mbit": Link(2.5),
+    "unlimited": Link(None),
+    "unlimited/40ms": Link(None, rtt_ms=40),
+    "100mbit/40ms": Link(100.0, rtt_ms=40),
+    "20mbit-5mbit/30ms": Link(20.0, back_mbit=5.0, rtt_ms=30),
+    "100mbit/40ms/5ms": Link(100.0, rtt_ms=40, jitter_ms=5),
+    "100mbit/40ms/5ms/0.1%": Link(100.0, rtt_ms=40, jitter_ms=5, loss=0.001),
+    "100mbit/40ms/0ms/200ms/0.1%": Link(100.0, rtt_ms=40, queue_ms=200, loss=0.001),
+    "100mbit/0ms/0ms/200ms": Link(100.0, queue_ms=200),
+    "100mbit/0.1%": Link(100.0, loss=0.001),
+}
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_text_describes_a_link_and_the_link_writes_it(text: str) -> None:
+    assert Link.parse(text) == TEXTS[text]
+    assert str(TEXTS[text]) == text
+
+
+def test_other_ways_to_write_the_same() -> None:
+    assert Link.parse(" 1gbit ") == Link(1000.0)
+    assert Link.parse("2.5Gbit/40MS") == Link(2500.0, rtt_ms=40)
+    assert Link.parse("20mbit-20mbit") == Link(20.0) == Link(20.0, back_mbit=20.0)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "100", "mbit", "-1mbit", "1.2.3mbit", "1kbit", "25mbit/", "25mbit/40", "25mbit/40s"),
+        *("/40ms", "40ms", "5mbit-", "5mbit-unlimited", "unlimited-5mbit", "1mbit-2mbit-3mbit"),
+        *("25mbit/1%/40ms", "25mbit/1ms/0ms/1ms/1ms", "25mbit/-1ms", "25mbit/nanms", "٣mbit"),
+    ],
+)
+def test_bad_texts_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="link is .*; allowed: such as 25mbit, 1gbit, unlimited, "):
+        Link.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0mbit", "rate_mbit must be positive and finite, or None, got 0.0"),
+        ("100mbit/40ms/30ms", "jitter_ms must be at least 0 and at most 20 .half of rtt_ms., got"),
+        ("100mbit/100%", "loss must be at least 0 and below 1, got 1.0"),
+        ("100mbit/9000ms", "rtt_ms must be at least 0 and at most 2000, got 9000.0"),
+        ("100mbit/0ms/0ms/0ms", "queue_ms must be above 0 and at most 10000, got 0.0"),
+    ],
+)
+def test_senseless_texts_say_what_makes_no_sense(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"link is '{text}': {message}"):
+        Link.parse(text)
+
+
+@pytest.mark.parametrize("bad", [-1.0, math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["rate_mbit", "back_mbit", "rtt_ms", "jitter_ms", "loss", "queue_ms"])
+def test_no_field_takes_what_is_no_amount(name: str, bad: float) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be .* got {bad!r}"):
+        SlowLink(**{name: bad})
+
+
+@pytest.mark.parametrize("name", ["rate_mbit", "back_mbit", "rtt_ms", "jitter_ms", "loss", "queue_ms"])
+@pytest.mark.parametrize("bad", ["1", True])
+def test_no_field_takes_another_type(name: str, bad: object) -> None:
+    with pytest.raises(TypeError, match=f"{name} must be a number.*, got {bad!r}"):
+        SlowLink(**{name: bad})  # type: ignore[arg-type]
+
+
+def test_back_needs_a_limit_the_other_way() -> None:
+    with pytest.raises(ValueError, match="back_mbit must be None where rate_mbit is unlimited"):
+        Link(None, back_mbit=5.0)
+
+
+def test_titles() -> None:
+    assert [link.title for link in TEXTS.values()] == [
+        "25 Mbit/s",
+        "1 Gbit/s",
+        "2.5 Mbit/s",
+        "unlimited",
+        "unlimited, 40 ms",
+        "100 Mbit/s, 40 ms",
+        "20 Mbit/s - 5 Mbit/s, 30 ms",
+        "100 Mbit/s, 40 ± 5 ms",
+        "100 Mbit/s, 40 ± 5 ms, 0.1 % lost",
+        "100 Mbit/s, 40 ms, 0.1 % lost, queue 200 ms",
+        "100 Mbit/s, queue 200 ms",
+        "100 Mbit/s, 0.1 % lost",
+    ]
+
+
+def test_only_what_a_token_bucket_cannot_do_is_far() -> None:
+    assert {text for text, link in TEXTS.items() if not link.far} == {
+        *("25mbit", "1000mbit", "2.5mbit", "unlimited", "100mbit/0ms/0ms/200ms")
+    }

@@ -1,0 +1,106 @@
+"""`lowbit bench ...`, `lowbit plan ...`: settings become options; reports are shown, written and drawn."""
+
+import dataclasses
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from benchmarks import COMMANDS as OF_DEVELOPERS
+from lowbit.cli.reports import Measurement
+from lowbit.config import section
+from lowbit.report import Column, Command, Table, execute
+from lowbit_lab.bench import COMMANDS
+from lowbit_lab.network import Link
+from tests.command_line import invoke
+
+PLACES = [*COMMANDS.values(), *OF_DEVELOPERS.values(), "lowbit.plan.memory"]
+PLACES += [f"lowbit_lab.evaluate.commands:{name}" for name in ("CALIBRATE", "EVALUATE")]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_every_setting_is_an_option_and_explained(place: str):
+    parser = Measurement(place).parser("lowbit")
+    silent = [action.dest for action in parser._actions if not action.help or action.help.startswith("[")]
+    assert silent == []
+    assert "--json" in parser.format_help()
+
+
+def test_links_are_written_with_their_unit(monkeypatch: pytest.MonkeyPatch):
+    pipeline = importlib.import_module("lowbit_lab.bench.pipeline")
+    seen = []
+
+    def measure(settings: object, earlier: object) -> None:
+        seen.append(settings)
+        raise ValueError("enough")
+
+    monkeypatch.setattr(pipeline, "COMMAND", dataclasses.replace(pipeline.COMMAND, measure=measure))
+    assert invoke("bench", "pipeline", "--link", "25mbit,1gbit/40ms,unlimited").stderr.endswith("error: enough\n")
+    assert seen[0].links == (Link(25.0), Link(1000.0, rtt_ms=40), Link(None))
+    assert "25mbit,100mbit" in invoke("bench", "pipeline", "--help").output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (("pipeline", "--link", "fast"), "link is 'fast'; allowed:"),
+        (("pipeline", "--boundary", "int9"), "codec is 'int9'; allowed:"),
+        (("codecs", "--rounds", "0"), "rounds is 0; allowed: at least 1"),
+        (("convergence", "--seed", "a"), "seeds is ['a']; allowed: an integer or a list of integers"),
+        (("convergence", "--model.heads", "7"), "model.dim is"),
+        (("codecs", "--json", "."), ". cannot be written"),
+    ],
+)
+def test_bad_settings_are_one_line(arguments: tuple[str, ...], line: str):
+    result = invoke("bench", *arguments)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: ")
+    assert line in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "is not JSON (Expecting value: line 1 column 1 (char 0)): name another file"),
+        ("[1]", "does not hold a report of `lowbit bench {command}`: name another file"),
+        ("[" * 20000, "is not JSON (maximum recursion depth"),
+        (
+            '{"command": "bench codecs", "settings": {}, "machine": {}, "rows": []}',
+            "does not hold a report of `lowbit bench {command}`: name another file",
+        ),
+        (
+            '{"command": "bench {command}", "settings": {}, "machine": {}, "rows": [{"x": 1}]}',
+            "does not hold a report of `lowbit bench {command}`: name another file",
+        ),
+    ],
+)
+@pytest.mark.parametrize("command", ["convergence", "memory"])
+def test_a_file_that_holds_no_rows_is_named(tmp_path: Path, command: str, text: str, reason: str):
+    (tmp_path / "rows.json").write_text(text.replace("{command}", command))
+    result = invoke("bench", command, "--json", str(tmp_path / "rows.json"))
+    expected = f"error: {tmp_path / 'rows.json'} {reason.replace('{command}', command)}"
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1), result.output
+    assert result.stderr.startswith(expected)
+
+
+def test_a_log_hears_of_the_rows_now_and_then(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    seconds = iter(range(0, 1000, 10))
+    monkeypatch.setattr("lowbit.report.command.time", SimpleNamespace(monotonic=lambda: next(seconds)))
+
+    @section()
+    class Settings:
+        """None."""
+
+    def measure(settings: object, earlier: object) -> Iterator[list[dict[str, int]]]:
+        yield from ([{"x": 0}] * count for count in range(1, 8))
+
+    command = Command(
+        name="bench this", summary="", settings=Settings, measure=measure, tables=[Table(columns=[Column("x", "x")])],
+    )  # fmt: skip
+    execute(command, Settings())
+    shown = capsys.readouterr()
+    assert shown.err == "bench this: 3 rows after 30 s\nbench this: 6 rows after 60 s\n"
+    assert shown.out.count("0") == 7
