@@ -118,16 +118,12 @@ def _times(sample: Sample, group: dist.ProcessGroup, settings: SumSettings, seco
 def _turn(x: torch.Tensor, codec: Codec, choice: Choice, group: dist.ProcessGroup, settings: SumSettings) -> float:
     """Return the seconds of one sum, which all ranks begin together."""
     pytorch.finish(pytorch.total(x.new_zeros(1), group), group, settings.timeout)
-    _wait(x)
+    wait = torch.cuda.synchronize if x.device.type == "cuda" else lambda device: None
+    wait(x.device)
     start = time.perf_counter()
     sum_over_ranks(x, codec, group, choice, settings)
-    _wait(x)
+    wait(x.device)
     return time.perf_counter() - start
-
-
-def _wait(x: torch.Tensor) -> None:
-    if x.device.type == "cuda":
-        torch.cuda.synchronize(x.device)
 
 
 def _thresholds(kinds: Mapping[str, Sample], times: Mapping[str, Times], ranks: int, date: str) -> Thresholds:

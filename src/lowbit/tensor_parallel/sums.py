@@ -61,19 +61,6 @@ class ModelSum:
         return next((dtype for dtype in dtypes if dtype.is_floating_point and dtype.itemsize > 1), torch.bfloat16)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Counted:
-    """A module whose traffic is counted and never coded.
-
-    Args:
-        module: itself. gathers: whether the ranks' outputs are put side by side (an output matrix), instead of added up
-            (an embedding that is cut by the vocabulary).
-    """
-
-    module: nn.Module
-    gathers: bool
-
-
 def model_sums(model: nn.Module, plan: Plan | None = None) -> dict[str, ModelSum]:
     """Return the sums of a model that can be coded, by module name, in the order of the modules.
 
@@ -154,27 +141,25 @@ def _check_known(name: str, module: nn.Module) -> None:
             )
 
 
-def counted(model: nn.Module, plan: Plan | None = None) -> list[Counted]:
-    """Return the modules whose traffic is counted and not coded; `plan` for a whole model."""
+def counted(model: nn.Module, plan: Plan | None = None) -> list[tuple[nn.Module, bool]]:
+    """Return the modules whose traffic is counted and not coded; `plan` for a whole model.
+
+    True: the ranks' outputs are gathered (an output matrix). False: they are added up (an embedding that is cut by the
+    vocabulary).
+    """
     if plan is not None:
         styles = dict(plan_of(model, plan).values())
-        return [
-            Counted(module=module, gathers=style in COLUMN)
-            for module, style in styles.items()
-            if style in (EMBEDDING, *GATHERED)
-        ]
-    modules: list[Counted] = []
+        return [(module, style in COLUMN) for module, style in styles.items() if style in (EMBEDDING, *GATHERED)]
+    modules: list[tuple[nn.Module, bool]] = []
     for name, module in model.named_modules():
         installed = engine.installed(name, module)
         if installed is not None and installed.kind in ("embedding", "gather"):
-            modules.append(Counted(module=module, gathers=installed.kind == "gather"))
-        elif installed is None and isinstance(module, nn.Embedding) and _is_cut_by_vocabulary(module.weight):
-            modules.append(Counted(module=module, gathers=False))
+            modules.append((module, installed.kind == "gather"))
+        elif installed is None and isinstance(module, nn.Embedding):
+            weight: object = module.weight
+            if isinstance(weight, DTensor) and weight.placements == (Shard(0),):
+                modules.append((module, False))
     return modules
-
-
-def _is_cut_by_vocabulary(weight: Tensor) -> bool:
-    return isinstance(weight, DTensor) and weight.placements == (Shard(0),)
 
 
 def group_of(sums: dict[str, ModelSum]) -> dist.ProcessGroup:
