@@ -127,7 +127,8 @@ class LowBitPipelineStage(_Stage):
         }
         agree(group, facts, timeout, topic="transformers pipeline")
         self._group, self._timeout = group, timeout
-        self._beside = _tensor_parallel(model)
+        shared = (getattr(model, "_tp_size", None) or 1) > 1
+        self._beside = model._device_mesh.get_group("tp") if shared else None  # ranks that share the stage's layers
         self._shares = Shares(codec, self._beside, timeout)
         self._messages = Messages(group, "transformers pipeline", timeout=timeout, checksums=checksums)
         self._outgoing = Outgoing(self._messages, self.pp_next_rank)
@@ -320,13 +321,6 @@ def _over_gloo(group: dist.ProcessGroup, timeout: float) -> dist.ProcessGroup:
     beside = dist.new_group(ranks, timeout=limit, backend="gloo", use_local_synchronization=True)
     assert isinstance(beside, dist.ProcessGroup)  # this rank is in it
     return beside
-
-
-def _tensor_parallel(model: Any) -> dist.ProcessGroup | None:
-    """The ranks that share the layers of a stage; None: this one alone."""
-    if (getattr(model, "_tp_size", None) or 1) == 1:
-        return None
-    return model._device_mesh.get_group("tp")
 
 
 def _is_simple(config: Any) -> bool:
