@@ -314,7 +314,7 @@ class _Choice:
 
 
 def _over_gloo(group: dist.ProcessGroup, timeout: float) -> dist.ProcessGroup:
-    """A group of the same ranks that carries tensors of the host by Gloo: this one, or a new one beside NCCL's."""
+    """A group of the same ranks that carries tensors of the host by Gloo: this one, or a new one next to NCCL's."""
     if "gloo" in dist.get_backend_config(group):
         return group
     ranks, limit = dist.get_process_group_ranks(group), timedelta(seconds=timeout)
@@ -324,7 +324,7 @@ def _over_gloo(group: dist.ProcessGroup, timeout: float) -> dist.ProcessGroup:
 
 
 def _is_simple(config: Any) -> bool:
-    """Whether `generate` chooses one token at a time, and shows nobody the scores that it chooses by."""
+    """Whether `generate` chooses one token at a time, and does not return the scores that it chooses by."""
     shown = config.return_dict_in_generate and (config.output_scores or config.output_logits)
     guided = config.guidance_scale not in (None, 1)  # its processor calls the model
     return config.get_generation_mode().value in _SIMPLE and not shown and not guided and not config.is_assistant

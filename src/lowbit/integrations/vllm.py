@@ -43,7 +43,7 @@ VARIABLE = "LOWBIT_VLLM"
 """The environment variable that installs the plug-in: settings as a JSON object, or "on": they are in vLLM's
 `additional_config`, under "lowbit"."""
 KEY = "lowbit"
-"""Of the settings in `additional_config`."""
+"""Key of the settings in `additional_config`."""
 
 
 class VllmError(RuntimeError):
@@ -178,7 +178,7 @@ def _subclass(base: Any) -> type:
     """The layer that takes the place of `RowParallelLinear`."""
 
     class LowBitRowParallelLinear(base):
-        """As vLLM's, with its sum by `lowbit::vllm_row_sum`."""
+        """vLLM's layer, which sums by `lowbit::vllm_row_sum`."""
 
         sums_in_few_bits = True
 
@@ -386,7 +386,7 @@ _current: RowSums | None = None
 
 
 def has_prefill(metadata: Any, decode: int) -> bool:
-    """Whether vLLM's attention metadata of a batch tells of a prefill: a request with more than `decode` tokens.
+    """Whether vLLM's attention metadata of a batch has a prefill: a request with more than `decode` tokens.
 
     Args:
         metadata: of one forward pass: by layer, a list of such (microbatches), or None (a trial run).

@@ -98,7 +98,7 @@ def calibrate(
             of the error. Each rank then keeps these layers' whole weights and does all their products. None: no layer.
         momentum: of the moving averages, from 0 to below 1: 0.99 looks back over about 100 sequences.
         text: where the sequences are from, for the file.
-        start: go on from this calibration: its averages, count and momentum (which `momentum` must equal).
+        start: continue this calibration: its averages, count and momentum (which `momentum` must equal).
         state: file for the averages, written after every `save_every` sequences. If it exists at the start, the
             sequences that it has seen are skipped, and the result is the same as without the interruption.
         progress: called with the number of sequences done, of those in `sequences`.

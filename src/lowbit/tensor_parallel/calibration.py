@@ -47,7 +47,7 @@ class Calibration:
     Args:
         averages: moving averages of the minimum ("low"), the maximum ("high") and the mean ("mean") of a sequence, by
             layer, float32 (world + 1, E); the last row is that of the ranks' sum. Not corrected for their start at
-            zero, so that a calibration can go on.
+            zero, so that a calibration can be continued.
         count: sequences that they were made from.
         features: by layer, ascending: those sent as bfloat16.
         bits: by layer: of codes; a layer without has 4.
@@ -99,7 +99,7 @@ class Calibration:
 
     @property
     def momentum(self) -> float:
-        """Of the moving averages."""
+        """Momentum of the moving averages."""
         return float(self.settings["momentum"])
 
     @property

@@ -55,7 +55,7 @@ def emulate_tensor_parallel_(
     Args:
         model: a whole Hugging Face model, or any module with a `plan`.
         ranks: how many to emulate, at least 1.
-        low_bit: a `Calibration` for so many ranks and this model; a codec, used for all layers (`GroupInt` for plain
+        low_bit: a `Calibration` for this many ranks and this model; a codec, used for all layers (`GroupInt` for plain
             INT8), or codecs by layer, of which others have none; None: sums in
             the model's dtype, in the order of the ranks, rounded once. (The all-reduce of real
             ranks does the same for two ranks, and rounds after every addition for more.)
@@ -163,7 +163,7 @@ def _column_forward(layer: nn.Linear, ranks: int) -> Callable[[Tensor], Tensor]:
 
 
 def _shard_activations(emulation: Installed, parent: nn.Module, features: int, ranks: int) -> None:
-    """Let modules without parameters beside a row-wise layer compute one rank's features at a time.
+    """Let modules without parameters next to a row-wise layer compute one rank's features at a time.
 
     Vectorized loops compute the last elements of a tensor by other instructions than the rest, so the length of a
     tensor may change the last bit of an exponential.

@@ -37,7 +37,7 @@ def _digest(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
 
 
 def write(path: str | Path, tensors: Tensors, metadata: Mapping[str, str]) -> None:
-    """Write a file beside the target, then rename it: a reader finds the old file or the new one."""
+    """Write a file next to the target, then rename it: a reader finds the old file or the new one."""
     from safetensors.torch import save
 
     path = Path(path)

@@ -35,7 +35,7 @@ class Slices(Summable):
     """Codes rows of which each rank holds a slice of the features: the sum over the ranks puts them side by side.
 
     Rank r's rows are zero outside features r E / W to (r + 1) E / W. Only these are coded, one rank's slices of all
-    rows in a piece; bytes and formulas are those of `codec` for so many elements.
+    rows in a piece; bytes and formulas are those of `codec` for that number of elements.
 
     Args:
         codec: of the slices. width: E. world: W, a divisor of E. rank: whose slices this codec codes.

@@ -21,7 +21,7 @@ from lowbit.tensor_parallel.thresholds import Choice, Steps, Thresholds, kind_of
 
 ROWS = 1, 8, 32, 128, 512, 2048
 """Numbers of rows that are measured. Between two of them, and above, sums travel as at the lower one."""
-_TURNS, _FEWER, _LONG = 5, 3, 0.5  # of each choice, after one that is not timed; fewer after sizes of so many seconds
+_TURNS, _FEWER, _LONG = 5, 3, 0.5  # turns after an untimed one; fewer after sizes that took `_LONG` seconds
 _GAIN = 0.97  # a coded sum must take at most this share of the engine's time in three of four turns
 _SECONDS = 4.0  # for all kinds: larger sums than fit into that are not measured
 
@@ -147,7 +147,8 @@ def _thresholds(kinds: Mapping[str, Sample], times: Mapping[str, Times], ranks: 
 def steps_of(times: Times) -> Steps:
     """Return from which numbers of rows on which choice is taken.
 
-    Coded are sums of so many rows that few bits are faster beyond the noise at this and every larger measured size.
+    A sum is coded from the number of rows on at which few bits are faster beyond the noise, there and at every larger
+    measured size.
     """
     steps: list[tuple[int, Choice]] = []
     for rows in sorted(times, reverse=True):

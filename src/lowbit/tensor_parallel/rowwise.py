@@ -85,7 +85,7 @@ class Installed:
         return self.thresholds
 
     def use(self, sums: Sequence[LayerSum], settings: Callable[..., SumSettings]) -> None:
-        """Take the sums of the layers, and `measured` with what tells which sums there are."""
+        """Take the sums of the layers, and what measures the settings that they share."""
         self.sums, self._settings = list(sums), settings
         self._measure(anew=False)
 

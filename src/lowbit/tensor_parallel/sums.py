@@ -50,13 +50,13 @@ class ModelSum:
 
     @property
     def device(self) -> torch.device:
-        """Where partial sums are."""
+        """Device of the partial sums."""
         tensors: Iterator[Tensor] = iter((*self.module.parameters(), *self.module.buffers()))
         return next(tensors).device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of partial sums: that of the module's weights, or bfloat16 if these are quantized."""
+        """Data type of the partial sums: that of the module's weights, or bfloat16 if these are quantized."""
         dtypes = (p.dtype for p in self.module.parameters())
         return next((dtype for dtype in dtypes if dtype.is_floating_point and dtype.itemsize > 1), torch.bfloat16)
 
@@ -131,7 +131,7 @@ def _is_plain(name: str, module: nn.Linear, installed: engine.Style | None) -> b
 
 
 def _check_known(name: str, module: nn.Module) -> None:
-    """Raise ValueError for a layer of experts that somebody has cut, and nobody says what it returns."""
+    """Raise ValueError for a layer of experts that is cut without a known style: what it returns is unknown."""
     for key, parameter in module.named_parameters(recurse=False):
         cut = isinstance(parameter, DTensor) and any(hasattr(p, "dim") for p in parameter.placements)
         if cut and parameter.dim() > 2 and not isinstance(module, nn.modules.conv._ConvNd):

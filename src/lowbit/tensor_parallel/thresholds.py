@@ -52,7 +52,7 @@ class Thresholds:
         return min((steps[0][0] for steps in self.steps.values() if steps), default=0)
 
     def choice(self, kind: str, rows: int) -> Choice:
-        """Return how a sum of so many rows travels; of a kind that was not measured, "plain", which is logged once."""
+        """Return how a sum of `rows` rows travels: "plain" for a kind that was not measured, which is logged once."""
         if kind not in self.steps:
             _warn_unmeasured(kind, ", ".join(self.steps))
             return "plain"
