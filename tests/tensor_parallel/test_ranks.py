@@ -39,7 +39,6 @@ from tests.tensor_parallel.test_encoders import encoder
 TWO = SumSettings(small=0, algorithm="two_shot")
 SMALL = SumSettings(small=1 << 20)
 BUDGET = 5.0
-KIND = f"{WIDTH} features, float32, 4 bits"
 
 
 def on_real_ranks(folder: str, dtype: torch.dtype) -> dict[str, Any]:
@@ -195,19 +194,18 @@ def of_bitsandbytes() -> None:
 
 
 def refusals(path: str) -> list[str]:
-    rank, nothing = dist.get_rank(), cast(Any, None)
+    rank, nothing, own = dist.get_rank(), cast(Any, None), f"{WIDTH} features, float32"
 
     def install(source: Any, model: nn.Module | None = None, **settings: Any) -> Callable[[], object]:
         return lambda: low_bit_(tensor_parallel_(model or Toy()), source, settings=SumSettings(**settings))
 
-    def thresholds(ranks: int) -> Thresholds:
-        return Thresholds(ranks=ranks, steps={KIND: ()}, milliseconds={}, mbit=1.0, date="")
+    def thresholds(ranks: int, bits: int) -> Thresholds:
+        return Thresholds(ranks=ranks, steps={f"{own}, {bits} bits": ()}, milliseconds={}, mbit=1.0, date="")
 
     def calibrated(seed: int = 7, momentum: float = 0.9) -> Callable[[], object]:
         return lambda: calibrate(tensor_parallel_(Toy()), sequences(1, seed=seed), momentum=momentum)
 
     another = r"for the model Toy \[.*this is Toy \["
-    own = "64 features, float32"
     return refused(
         (install(path + ".not-there" if rank else path), AgreementError, r"Calibration \[.*none \(.*not-there.*rank 1"),
         (install(nothing if rank else path), AgreementError, r"Calibration \[.*none \(codec is None"),
@@ -219,8 +217,8 @@ def refusals(path: str) -> list[str]:
         (lambda: with_gradients(path), RuntimeError, "layers.0.attn.*no_grad"),
         (lambda: tensor_parallel_(tensor_parallel_(Toy())), ValueError, "already"),
         (lambda: installed_twice(path), ValueError, r"layers.0.attn.o adds up .* in few bits already.*remove\(\)"),
-        (install(INT8, small=thresholds(2)), ValueError, f"for 2 ranks and {KIND}; allowed: for 2 ranks and {own}, 8"),
-        (install(INT8, small=thresholds(4)), ValueError, f"for 4 ranks and {KIND}; allowed: for 2 ranks and {own}, 8"),
+        (install(INT8, small=thresholds(2, 4)), ValueError, f"{own}, 4 bits; allowed: for 2 ranks and {own}, 8 bits"),
+        (install(INT8, small=thresholds(4, 8)), ValueError, f"for 4 ranks and {own}, 8 bits; allowed: for 2 ranks and"),
         (
             lambda: low_bit_(cut(moe("mixtral"), "experts", "all_to_all"), INT8), ValueError,
             r"0.mlp.experts \(MixtralExperts\) sends tokens to the ranks of their experts \(AllToAllEP\)",
