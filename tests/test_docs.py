@@ -40,7 +40,7 @@ PAGES = [
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 KINDS = {
     "python": "run, with torchrun=N as N ranks",
-    "py": "run where the packages that it names are installed: by tests/gradients/test_recipes.py, tests/integrations",
+    "py": "run where the packages that it names are installed: by tests/integrations/test_pages.py",
     "bash": "commands, parsed",
     "console": "commands, parsed, and what they print",
     "toml": "a training configuration, a cluster, or what a package declares, read",
@@ -50,23 +50,11 @@ KINDS = {
 }
 # Programs of other people that the pages may name.
 OTHERS = {
-    *("cat", "cd", "chmod", "cp", "curl", "diff", "export", "git", "grep", "head", "ip", "iperf3", "ls", "mkdir", "mv"),
-    *("nvidia-smi", "openssl", "ping", "pip", "pre-commit", "python", "python3", "rm", "scp", "sed", "source", "ssh"),
-    *(
-        "hf",
-        "ssh-keygen",
-        "sudo",
-        "tail",
-        "tar",
-        "tc",
-        "tensorboard",
-        "torchft_lighthouse",
-        "torchrun",
-        "unset",
-        "wg",
-        "wg-quick",
-    ),
-}
+    "cat", "cd", "chmod", "cp", "curl", "diff", "export", "git", "grep", "head", "hf", "ip", "iperf3", "ls", "mkdir",
+    "mv", "nvidia-smi", "openssl", "ping", "pip", "pre-commit", "python", "python3", "rm", "scp", "sed", "source",
+    "ssh", "ssh-keygen", "sudo", "tail", "tar", "tc", "tensorboard", "torchft_lighthouse", "torchrun", "unset", "wg",
+    "wg-quick",
+}  # fmt: skip
 SEPARATORS = {"|", "||", "&&", "&", ";"}
 FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=indent)```$", re.M | re.S)
 LINK = re.compile(r"(?:\]\(|^\[[^\]\n]+\]: +|\b(?:href|src|srcset)=\")(?!\w+:)([^)\s#\"]*)(?:#([^)\s\"]+))?", re.M)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-import os
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -223,17 +222,6 @@ def test_ranks_that_store_otherwise_get_one_error_before_a_byte(ranks: Ranks, wh
     assert ranks.run(differ, what) == [0, 0]
 
 
-def dies() -> float:
-    storage, _ = stored(dist.get_rank())
-    storage.average(timeout=10)
-    if dist.get_rank() == 1:
-        os._exit(4)
-    start = time.monotonic()
-    with pytest.raises(PeerError, match="rank 1"):
-        storage.average(timeout=10)
-    return time.monotonic() - start
-
-
 def hangs() -> float:
     """In the middle of a mean: the other has told its factors, but sends no gradients."""
     storage, _ = stored(dist.get_rank())
@@ -249,11 +237,8 @@ def hangs() -> float:
     return time.monotonic() - start
 
 
-def test_a_peer_that_is_gone_or_hangs_is_named_in_time(ranks: Ranks):
+def test_a_peer_that_hangs_is_named_in_time(ranks: Ranks):
     ranks.start(2)
-    left, dead = ranks.outcomes(dies)
-    assert dead.kind == "ended"
-    assert left < 12, left
     assert ranks.run(hangs)[0] < 8
 
 

@@ -14,13 +14,8 @@ from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimiz
 from lowbit.codecs import BlockFloat8
 from lowbit.collectives import all_reduce
 from lowbit.gradients import GradientStorage
+from tests.gradients.test_sharded import toy
 from tests.processes import Ranks
-
-
-def toy() -> nn.Sequential:
-    """Widths that no block divides."""
-    torch.manual_seed(7)
-    return nn.Sequential(nn.Linear(48, 97), nn.Tanh(), nn.Linear(97, 48), nn.Tanh(), nn.Linear(48, 1))
 
 
 def trained(model: nn.Module, optimizer: Any) -> GradientStorage:

@@ -267,15 +267,6 @@ def test_parameters_that_were_replaced_are_noticed():
         torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
-def test_a_closed_storage_refuses_a_step():
-    model = toy()
-    storage = GradientStorage(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    storage.close()
-    with pytest.raises(RuntimeError, match="this storage is closed"):
-        storage.step(optimizer)
-
-
 def test_optimizers_of_other_models_are_left_alone():
     other = toy()
     GradientStorage(toy())

@@ -14,14 +14,12 @@ from transformers import (
     AutoModelForCausalLM,
     ContinuousBatchingConfig,
     GenerationConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
 )
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from lowbit.codecs import GroupInt
-from lowbit.tensor_parallel import SumSettings, Traffic, calibrate, low_bit_
-from tests.integrations.test_transformers import NEW, PROMPT, SIZES, WIDTH, prompts, train
+from lowbit.tensor_parallel import SumSettings, Traffic, low_bit_
+from tests.integrations.test_transformers import NEW, PROMPT, SIZES, WIDTH, prompts
 from tests.processes import Ranks
 
 BYTE = GroupInt(bits=8, group=64)
@@ -38,22 +36,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "batches": {},
     "manager": {},
 }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A trained model whose heads four ranks can share, and a calibration for each number of ranks."""
-    path = tmp_path_factory.mktemp("model")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SIZES | {"num_key_value_heads": 4}))
-    train(model)
-    model.eval().save_pretrained(path)
-    for ranks in (2, 4):
-        calibrate(model, prompts()["input_ids"], ranks=ranks).save(path / f"tp{ranks}")
-    torch.set_num_threads(threads)
-    return str(path)
 
 
 def text_of(model: Any, way: str) -> Tensor:
@@ -102,8 +84,8 @@ def ways(folder: str, bits: int) -> dict[str, tuple[Tensor, Tensor, Traffic]]:
 @pytest.mark.parametrize(
     ("count", "bits"), [pytest.param(2, 8, marks=pytest.mark.slow), pytest.param(4, 8, marks=pytest.mark.slow), (2, 4)]
 )
-def test_all_ways_to_generate_use_low_bit_sums_and_agree(ranks: Ranks, folder: str, count: int, bits: int):
-    results = ranks.run(ways, folder, bits, ranks=count)
+def test_all_ways_to_generate_use_low_bit_sums_and_agree(ranks: Ranks, shared_folder: str, count: int, bits: int):
+    results = ranks.run(ways, shared_folder, bits, ranks=count)
     for way in WAYS:
         own, text, traffic = results[0][way]
         assert text.shape == (ROWS, NEW)
@@ -125,8 +107,8 @@ def thresholds(folder: str) -> tuple[int, int]:
     return installed.traffic.coded, installed.traffic.plain
 
 
-def test_only_the_prompt_is_coded_where_a_token_is_small(ranks: Ranks, folder: str):
-    for coded, plain in ranks.run(thresholds, folder):
+def test_only_the_prompt_is_coded_where_a_token_is_small(ranks: Ranks, shared_folder: str):
+    for coded, plain in ranks.run(thresholds, shared_folder):
         assert coded == SUMS * ROWS * PROMPT * WIDTH
         tokens = PROMPT + NEW - 1  # of which the embedding adds up each
         assert plain == ROWS * (SUMS * (NEW - 1) + tokens) * WIDTH

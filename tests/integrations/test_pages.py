@@ -1,4 +1,7 @@
-"""The pages of docs/engines/ run, where the packages that a block names are installed: ```py torchft torchrun=2."""
+"""Pages about other people's engines and trainers run, where the packages that a block names are installed.
+
+A block names them behind its language: ```py torchft torchrun=2.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,10 @@ import pytest
 from tests.test_docs import ROOT, Block, blocks, joined, name, run
 
 PAGES = sorted((ROOT / "docs" / "engines").glob("*.md"))
+TRAINERS = ROOT / "docs" / "how-to" / "data-parallel.md"
 BLOCKS = [
-    pytest.param(block, id=f"{name(page)}:{block.line}")
-    for page in PAGES
+    pytest.param(block, 2 if page == TRAINERS else block.ranks, id=f"{name(page)}:{block.line}")
+    for page in (*PAGES, TRAINERS)
     for block in blocks(page.read_text())
     if block.language == "py"
 ]
@@ -22,19 +26,22 @@ BLOCKS = [
 NOT_RUN = {"index": "a table", "vllm": "vLLM needs a GPU; `test_vllm.py` runs the plug-in with a stand-in"}
 
 
-def test_each_engine_has_a_block_that_runs():
+def test_each_engine_and_trainer_has_a_block_that_runs():
     with_blocks = {page.stem for page in PAGES if any(b.language == "py" for b in blocks(page.read_text()))}
     assert with_blocks | NOT_RUN.keys() == {page.stem for page in PAGES}
+    trainers = [block.words for block in blocks(TRAINERS.read_text()) if block.language == "py"]
+    assert trainers == [("accelerate",), ("transformers", "accelerate"), ("lightning",)]
 
 
-@pytest.mark.parametrize("block", BLOCKS)
-def test_block_runs(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("block", "ranks"), BLOCKS)
+def test_block_runs(block: Block, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for package in block.words:
         if "=" not in package and importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     path = [str(ROOT / "src"), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
     script = tmp_path / "block.py"
     script.write_text(joined([block]))
-    run(script, block.ranks)
+    run(script, ranks)

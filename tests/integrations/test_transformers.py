@@ -25,6 +25,8 @@ from lowbit.integrations.transformers import low_bit_pipeline_
 from tests.damage import Flip, on_the_way
 from tests.lab.evaluate.models import TEXT
 from tests.processes import Failure, Ranks
+from tests.refused import refused
+from tests.tensor_parallel.models import one_thread
 
 LAYERS, WIDTH, PROMPT, NEW = 4, 64, 24, 20
 SIZES: dict[str, Any] = {
@@ -40,14 +42,12 @@ LIMIT = 2.5
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """A trained model of each family, which continues `TEXT`."""
     folder = tmp_path_factory.mktemp("models")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     for name, (model_type, config) in FAMILIES.items():
         torch.manual_seed(0)
         model = model_type(config(**SIZES, tie_word_embeddings=name == "qwen3"))
-        train(model)
+        with one_thread():
+            train(model)
         model.save_pretrained(folder / name)
-    torch.set_num_threads(threads)
     return {name: str(folder / name) for name in FAMILIES}
 
 
@@ -219,38 +219,6 @@ def test_three_stages(ranks: Ranks, folders: dict[str, str]):
     ranks.run(of_three, folders["llama"], text, ranks=3)
 
 
-def contradicting(folder: str) -> None:
-    low_bit_pipeline_(stages_of(folder), BYTE if dist.get_rank() else HALF)
-
-
-def test_ranks_with_other_codecs_say_so(ranks: Ranks, folders: dict[str, str]):
-    outcomes = ranks.outcomes(contradicting, folders["llama"])
-    assert {outcome.kind for outcome in outcomes} == {"AgreementError"}
-    assert len({outcome.text for outcome in outcomes}) == 1
-    assert "codec" in outcomes[0].text
-    assert "bits=4" in outcomes[0].text
-    assert "bits=8" in outcomes[0].text
-
-
-def with_other_prompts(folder: str, length: int) -> str:
-    model = stages_of(folder)
-    low_bit_pipeline_(model, timeout=15)
-    first = 1 + dist.get_rank()
-    ids = torch.arange(first, first + (length if dist.get_rank() else 4))[None]
-    try:
-        model.generate(ids, max_new_tokens=3, do_sample=False)
-    except AgreementError as error:
-        return str(error)
-    return "nothing said"
-
-
-@pytest.mark.parametrize("length", [4, 3])
-def test_ranks_with_other_prompts_say_so(ranks: Ranks, folders: dict[str, str], length: int):
-    for said in ranks.run(with_other_prompts, folders["llama"], length):
-        assert "(1, 4), digest" in said
-        assert f"(1, {length}), digest" in said
-
-
 def limited(folder: str) -> Any:
     """The model with a short time limit, in which nothing is loaded or compiled."""
     model = stages_of(folder)
@@ -310,35 +278,48 @@ def test_a_changed_message_is_an_error(ranks: Ranks, folders: dict[str, str]):
     assert culprit == 0
 
 
-def refused(folder: str) -> list[str]:
-    model = stages_of(folder)
-    errors = []
-    for codec, options in ((TransformQuant(), {}), ("int8", {}), (BYTE, {"timeout": 0}), (BYTE, {"checksums": 1})):
-        with pytest.raises((TypeError, ValueError)) as error:
-            low_bit_pipeline_(model, codec, **options)
-        errors.append(str(error.value))
+def refusals(folder: str) -> list[str]:
+    model, training, rank = stages_of(folder), stages_of(folder).train(), dist.get_rank()
+
+    def given(codec: Any, model: Any = model, **options: Any) -> Any:
+        return lambda: low_bit_pipeline_(model, codec, **options)
+
+    texts = refused(
+        (
+            given(TransformQuant()),
+            ValueError,
+            r"^codec is TransformQuant\(step='token'\), which keeps state between mess",
+        ),
+        (given("int8"), TypeError, "^codec is 'int8';"),
+        (given(BYTE, timeout=0), ValueError, "^timeout is 0;"),
+        (given(BYTE, checksums=1), TypeError, "^checksums is 1;"),
+        (given(BYTE if rank else HALF), AgreementError, "codec.*bits=4.*bits=8"),
+        (given(BYTE, training), RuntimeError, "training mode"),
+        (given(BYTE, nn.Linear(2, 2)), ValueError, "model is Linear without pipeline stages; allowed: .*pp_size=2"),
+    )
     low_bit_pipeline_(model, BYTE)
-    with pytest.raises(RuntimeError, match="gradients are enabled, .* allowed: calls within torch.no_grad()"):
-        model(**prompts())
+
+    def generating(length: int) -> Any:
+        """Prompts that differ from rank to rank."""
+        ids = torch.arange(1 + rank, 1 + rank + (length if rank else 4))[None]
+        return lambda: model.generate(ids, max_new_tokens=3, do_sample=False)
+
+    texts += refused(
+        (
+            lambda: model(**prompts()),
+            RuntimeError,
+            r"gradients are enabled, .* allowed: calls within torch.no_grad\(\)",
+        ),
+        (generating(4), AgreementError, r"\(1, 4\), digest.*\(1, 4\), digest"),
+        (generating(3), AgreementError, r"\(1, 4\), digest.*\(1, 3\), digest"),
+    )
     model.train()
-    with pytest.raises(RuntimeError, match=r"training mode, .* allowed: model.eval()"):
-        logits_of(model)
-    with pytest.raises(RuntimeError, match="training mode"):
-        low_bit_pipeline_(model, BYTE)
-    return errors
+    return texts + refused((lambda: logits_of(model), RuntimeError, r"training mode, .* allowed: model.eval\(\)"))
 
 
 def test_wrong_arguments_and_modes_are_one_line(ranks: Ranks, folders: dict[str, str]):
-    first, second = ranks.run(refused, folders["llama"])
+    first, second = ranks.run(refusals, folders["llama"])
     assert first == second
-    assert first[0].startswith("codec is TransformQuant(step='token'), which keeps state between messages")
-    assert [text.partition(";")[0] for text in first[1:]] == ["codec is 'int8'", "timeout is 0", "checksums is 1"]
-    assert not any("\n" in text for text in first)
-
-
-def test_a_model_without_stages_is_refused():
-    with pytest.raises(ValueError, match="model is Linear without pipeline stages; allowed: .*pp_size=2"):
-        low_bit_pipeline_(nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize("name", ["communicate", "broadcast_from_last"])
@@ -348,7 +329,3 @@ def test_another_version_of_transformers_is_named(monkeypatch: pytest.MonkeyPatc
         importlib.reload(module)
     monkeypatch.undo()
     importlib.reload(module)
-
-
-def test_public_names():
-    assert sorted(module.__all__) == ["LowBitPipelineStage", "low_bit_pipeline_"]

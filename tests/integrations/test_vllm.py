@@ -19,13 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lowbit.collectives import AgreementError
 from lowbit.integrations import vllm as plugin
-from lowbit.integrations.vllm import VllmError, VllmSettings, has_prefill
-from lowbit.integrations.vllm_settings import settings_of
+from lowbit.integrations.vllm import VllmError, VllmSettings, has_prefill, settings_of
 from lowbit.tensor_parallel import CalibrationError, SumSettings, calibrate, low_bit_, tensor_parallel_
 from lowbit.tensor_parallel.plan import sharded_rowwise_layers
 from tests.integrations.stand_in_vllm import CompilationConfig, Metadata, VllmConfig, stand_in
 from tests.processes import Ranks
+from tests.refused import refused
 from tests.tensor_parallel.models import Toy, ids, llama, logits, sequences
 
 INT8 = "GroupInt(bits=8, group=64)"
@@ -170,13 +171,6 @@ def test_layers_over_the_limit_stay_with_vllm(ranks: Ranks):
         assert sum("more than 5 % (check): vLLM sums this layer itself" in text for text in each["messages"]) == 4
 
 
-def test_layers_over_the_limit_are_refused(ranks: Ranks):
-    settings = {"format": "GroupInt(bits=2, group=64)", "prefills": 1, "check": 0.05, "over": "refuse"}
-    for outcome in ranks.outcomes(checked, settings):
-        assert outcome.kind == "VllmError"
-        assert "more than 5 % (check); allowed: a calibration on text like this" in outcome.text
-
-
 def not_a_number(broken: bool) -> list[float]:
     def build() -> Any:
         model = llama()
@@ -197,47 +191,62 @@ def test_a_batch_of_nan_or_zeros_is_no_check(ranks: Ranks, broken: bool):
         assert sum(error == error for error in errors) == (0 if broken else 3)
 
 
-def refused(case: str, path: str) -> None:
+def over_the_limit() -> None:
+    with served(llama, format="GroupInt(bits=2, group=64)", prefills=1, check=0.05, over="refuse") as engine:
+        engine.run(ids(), PREFILL)
+
+
+def set_twice() -> None:
+    config = VllmConfig(additional_config={"lowbit": {"format": "GroupInt(bits=4, group=64)"}})
+    with mock.patch.dict(os.environ, {"LOWBIT_VLLM": json.dumps({"format": INT8})}):
+        settings_of(config)
+
+
+class Another(nn.Module):
+    pass
+
+
+def another_plug_in() -> None:
+    with mock.patch.dict(os.environ, {"LOWBIT_VLLM": json.dumps({"format": INT8})}), stand_in(VllmConfig()) as vllm:
+        vllm.custom_op.PluggableLayer.register_oot(name="RowParallelLinear")(Another)
+        plugin.register()
+
+
+def refusals(path: str) -> list[str]:
     rank, world = dist.get_rank(), dist.get_world_size()
-    settings: dict[str, Any] = {"calibration": path}
-    config, build = VllmConfig(), even if case == "ranks" else llama
-    if case in ("ranks", "model") and rank == 0:
-        calibrate(even(), sequences(), ranks=2 * world if case == "ranks" else world).save(path)
+    if rank == 0:
+        for ranks in (world, 2 * world):
+            calibrate(even(), sequences(), ranks=ranks).save(f"{path}{ranks}")
     dist.barrier()
-    if case in ("experts", "lora", "differ", "both"):
-        settings = {"format": INT8}
-    if case == "experts":
-        config = VllmConfig(compilation_config=CompilationConfig(static_all_moe_layers=["model.layers.0.mlp.experts"]))
-    if case == "lora":
-        config = VllmConfig(lora_config=SimpleNamespace())
-    if case == "differ":
-        settings["timeout"] = 30.0 + rank
-    if case == "both":
-        with mock.patch.dict(os.environ, {"LOWBIT_VLLM": json.dumps(settings)}):
-            config.additional_config = {"lowbit": {"format": "GroupInt(bits=4, group=64)"}}
-            settings_of(config)
-    with served(build, config, **settings):
-        pass
+
+    def serving(build: Any = llama, config: VllmConfig | None = None, **settings: Any) -> Any:
+        def act() -> None:
+            with served(build, config, **settings):
+                pass
+
+        return act
+
+    experts = VllmConfig(compilation_config=CompilationConfig(static_all_moe_layers=["model.layers.0.mlp.experts"]))
+    lora = VllmConfig(lora_config=SimpleNamespace())
+    return refused(
+        (serving(even, calibration=f"{path}4"), CalibrationError, "is for 4 ranks, and vLLM has 2 tensor-parallel"),
+        (
+            serving(calibration=f"{path}2"), CalibrationError,
+            "layers.0.attn.o, layers.0.mlp.down, layers.1.attn.o and 1 more, which vLLM does",
+        ),
+        (serving(calibration=path), CalibrationError, "No such file"),
+        (serving(config=experts, format=INT8), VllmError, "sums the expert layers model.layers.0.mlp.experts itself"),
+        (serving(config=lora, format=INT8), VllmError, "LoRA layers sum in the model's dtype by themselves"),
+        (serving(format=INT8, timeout=30.0 + rank), AgreementError, "settings"),
+        (set_twice, VllmError, r"LOWBIT_VLLM and additional_config\['lowbit'\] differ"),
+        (over_the_limit, VllmError, r"more than 5 % \(check\); allowed: a calibration on text like this"),
+        (another_plug_in, VllmError, "Another has replaced RowParallelLinear of vLLM already"),
+    )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("case", "kind", "text"),
-    [
-        ("ranks", CalibrationError, "is for 4 ranks, and vLLM has 2 tensor-parallel ranks"),
-        ("model", CalibrationError, "layers.0.attn.o, layers.0.mlp.down, layers.1.attn.o and 1 more, which vLLM does"),
-        ("missing", CalibrationError, "No such file"),
-        ("experts", VllmError, "sums the expert layers model.layers.0.mlp.experts itself"),
-        ("lora", VllmError, "LoRA layers sum in the model's dtype by themselves"),
-        ("differ", None, "settings"),
-        ("both", VllmError, "LOWBIT_VLLM and additional_config['lowbit'] differ"),
-    ],
-)
-def test_what_does_not_go_together_is_one_error_on_all_ranks(
-    ranks: Ranks, case: str, kind: type | None, text: str, tmp_path: Path
-):
-    for outcome in ranks.outcomes(refused, case, str(tmp_path / "calibration")):
-        assert outcome.kind == ("AgreementError" if kind is None else kind.__name__), outcome
-        assert text in outcome.text
+def test_what_does_not_go_together_is_one_error_on_all_ranks(ranks: Ranks, tmp_path: Path):
+    first, second = ranks.run(refusals, str(tmp_path / "calibration"))
+    assert first == second
 
 
 def beside_experts() -> int:
@@ -278,19 +287,33 @@ def test_settings_are_part_of_vllms_key_of_compiled_graphs():
     assert config.additional_config["lowbit"]["format"] == INT8
 
 
-@pytest.mark.parametrize(
-    ("given", "text"),
-    [
-        ("nonsense", r"LOWBIT_VLLM is 'nonsense'; allowed: a JSON object with calibration, format"),
-        ('{"bits": 4}', r"LOWBIT_VLLM is \{'bits': 4\}; allowed: a JSON object"),
-        ("{}", r"calibration is '' and format is ''; allowed: one of them"),
-        ('{"format": "bf16", "check": 0}', r"check is 0; allowed: a number above 0"),
-        ('{"format": "bf16", "over": "stop"}', r"over is 'stop'"),
-    ],
-)
-def test_settings_are_checked_before_a_model_is_loaded(given: str, text: str):
-    with mock.patch.dict(os.environ, {"LOWBIT_VLLM": given}), pytest.raises(ValueError, match=text):
-        plugin.register()
+def test_wrong_settings_are_refused_before_a_model_is_loaded():
+    def register(given: str) -> Any:
+        return mock.patch.dict(os.environ, {"LOWBIT_VLLM": given})(plugin.register)
+
+    def settings(**given: Any) -> Any:
+        return lambda: VllmSettings.of({"format": INT8} | given, "LOWBIT_VLLM")
+
+    wrong, no_vllm = (
+        "LOWBIT_VLLM cannot be used: ",
+        r"has no vllm.model_executor.custom_op: .*; lowbit was written for vLLM",
+    )
+    refused(
+        (
+            register("nonsense"),
+            ValueError,
+            "LOWBIT_VLLM is 'nonsense'; allowed: a JSON object with calibration, format",
+        ),
+        (register('{"bits": 4}'), ValueError, r"LOWBIT_VLLM is \{'bits': 4\}; allowed: a JSON object"),
+        (register("{}"), ValueError, "calibration is '' and format is ''; allowed: one of them"),
+        (register('{"format": "bf16", "check": 0}'), ValueError, "check is 0; allowed: a number above 0"),
+        (register('{"format": "bf16", "over": "stop"}'), ValueError, "over is 'stop'"),
+        (register(json.dumps({"format": INT8})), VllmError, f"{no_vllm} 0.33.0"),
+        (settings(format="int5x"), ValueError, f"{wrong}codec is 'int5x'; allowed"),
+        (settings(small="never"), ValueError, f"{wrong}small is 'never'; allowed"),
+        (settings(algorithm="ring"), ValueError, f"{wrong}algorithm is 'ring'; allowed"),
+        (settings(timeout=0), ValueError, f"{wrong}timeout is 0; allowed"),
+    )
 
 
 def test_nothing_happens_unless_asked_for():
@@ -304,30 +327,6 @@ def test_vllm_finds_the_plug_in():
     assert EntryPoint("lowbit", value, "vllm.general_plugins").load() is plugin.register
 
 
-class Another(nn.Module):
-    pass
-
-
-def another() -> str:
-    with mock.patch.dict(os.environ, {"LOWBIT_VLLM": json.dumps({"format": INT8})}), stand_in(VllmConfig()) as vllm:
-        vllm.custom_op.PluggableLayer.register_oot(name="RowParallelLinear")(Another)
-        with pytest.raises(VllmError, match=r"Another has replaced RowParallelLinear of vLLM already") as error:
-            plugin.register()
-        return str(error.value)
-
-
-def test_another_plug_in_for_the_same_layer_is_refused(ranks: Ranks):
-    ranks.run(another)
-
-
-def test_no_vllm_is_said_in_one_line():
-    with (
-        mock.patch.dict(os.environ, {"LOWBIT_VLLM": json.dumps({"format": INT8})}),
-        pytest.raises(VllmError, match=r"has no vllm.model_executor.custom_op: .*; lowbit was written for vLLM 0.33.0"),
-    ):
-        plugin.register()
-
-
 def test_metadata_tells_prefills_from_decoding():
     assert not has_prefill(None, 1)
     assert not has_prefill({}, 1)
@@ -336,20 +335,6 @@ def test_metadata_tells_prefills_from_decoding():
     assert not has_prefill({"layer": Metadata(4)}, 4)  # with 3 speculative tokens
     assert not has_prefill({"layer": SimpleNamespace()}, 1)
     assert VllmSettings(format=INT8).sums() == SumSettings()
-
-
-@pytest.mark.parametrize(
-    ("wrong", "text"),
-    [
-        ({"format": "int5x"}, "codec is 'int5x'; allowed"),
-        ({"format": INT8, "small": "never"}, "small is 'never'; allowed"),
-        ({"format": INT8, "algorithm": "ring"}, "algorithm is 'ring'; allowed"),
-        ({"format": INT8, "timeout": 0}, "timeout is 0; allowed"),
-    ],
-)
-def test_wrong_settings_are_one_error_before_a_model_is_loaded(wrong: dict[str, Any], text: str):
-    with pytest.raises(ValueError, match=f"LOWBIT_VLLM cannot be used: {text}"):
-        VllmSettings.of(wrong, "LOWBIT_VLLM")
 
 
 def measuring() -> str:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lowbit.tensor_parallel import Calibration, calibrate
+from lowbit.codecs import GroupInt
+from lowbit.tensor_parallel import Calibration, SumSettings, calibrate, low_bit_, model_sums
 
 VOCAB, WIDTH, HEADS = 61, 64, 4
+INT8 = GroupInt(bits=8, group=64, symmetric=True)
+ONE = SumSettings(small=0, algorithm="one_shot")
 LAYERS = [f"layers.{i}.{name}" for i in range(2) for name in ("attn.o", "mlp.down")]
 
 
@@ -107,3 +113,46 @@ def logits(model: Any, tokens: Tensor) -> Tensor:
     with torch.no_grad():
         output = model(tokens)
     return output if isinstance(output, Tensor) else output.logits
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """As the ranks have it: matrix products may depend on the number of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def on_a_rank(model: Any, calibration: Calibration | str) -> dict[str, Any]:
+    """What a rank computes by the engine's sums, in 8 bits and calibrated, and how far 8 bits are from the engine."""
+    sums, calls = model_sums(model), {}
+    hooks = [
+        summed.module.register_forward_hook(lambda _, args, y, name=name: calls.update({name: (args, y.clone())}))
+        for name, summed in sums.items()
+    ]
+    engine = logits(model, ids())
+    for hook in hooks:
+        hook.remove()
+    with low_bit_(model, INT8, settings=ONE):
+        errors = {name: _error(sums[name], *call) for name, call in calls.items()}
+    with low_bit_(model, calibration, settings=ONE) as installed:
+        coded = logits(model, ids())
+    return {
+        "engine": engine, "errors": errors, "coded": coded, "traffic": installed.traffic,
+        "again": logits(model, ids()),
+    }  # fmt: skip
+
+
+def _error(summed: Any, args: tuple[Tensor, ...], engine: Tensor) -> float:
+    """Of a sum in 8 bits: each rank's values are off by half a step at most, which is a 127th of the largest one."""
+    if summed.partial is None:
+        weight, (x,) = summed.module.weight.to_local(), args
+        mine = x if x.shape[-1] == weight.shape[1] else x.chunk(dist.get_world_size(), -1)[dist.get_rank()]
+        largest = (mine @ weight.mT).abs().max()
+    else:
+        largest = summed.partial(*args).abs().max()
+    dist.all_reduce(largest)
+    with torch.no_grad():
+        coded = summed.module(*args)
+    return float((coded - engine).abs().max() / (largest / 127 / 2 + 1e-5 * engine.abs().max()))

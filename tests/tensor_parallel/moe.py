@@ -23,27 +23,14 @@ _LATENT = {
 }  # fmt: skip
 _KINDS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4},
-    "qwen2_moe": {"num_experts": 4, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 64},
     "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 48, "head_dim": 16},
     "deepseek_v2": _LATENT,
     "deepseek_v3": _LATENT,
     "gpt_oss": {"num_local_experts": 4, "head_dim": 16},
     "olmoe": {"num_experts": 4},
-    "phimoe": {"num_local_experts": 4},
-    "granitemoe": {"num_local_experts": 4},
-    "glm4_moe": {
-        "n_routed_experts": 4, "n_shared_experts": 1, "moe_intermediate_size": 48, "first_k_dense_replace": 1,
-        "head_dim": 16, "n_group": 1, "topk_group": 1,
-    },
-    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 48, "moe_num_shared_experts": 1},
     "llama4_text": {
         "num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 96, "head_dim": 16,
         "interleave_moe_layer_step": 1,
-    },
-    "qwen3_next": {
-        "num_experts": 4, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 64, "head_dim": 16,
-        "layer_types": ["linear_attention", "full_attention"], "linear_key_head_dim": 16, "linear_value_head_dim": 16,
-        "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     },
 }  # fmt: skip
 

@@ -24,11 +24,12 @@ from lowbit.tensor_parallel import (
     emulate_tensor_parallel_,
     files,
 )
-from lowbit.tensor_parallel.calibration import select, tables_of
+from lowbit.tensor_parallel.calibration import tables_of
 from lowbit.tensor_parallel.files import join
 from lowbit.tensor_parallel.formats import WIDTHS, spend
 from lowbit.tensor_parallel.observe import MOST_ROWS, Observer, sampling
 from tests.processes import Ranks
+from tests.refused import refused
 from tests.tensor_parallel.models import LAYERS, WIDTH, Toy, calibrated, logits, sequences
 
 
@@ -85,23 +86,6 @@ def test_outliers_are_the_features_with_the_largest_range_over_all_ranks(calibra
             assert calibration.select(k=k).features[name] == tuple(sorted(best[:k]))
     assert calibration.bits_per_value() == (16 + 16 * 1 + 4 * 64) / 64  # 63 codes, whole bytes
     assert calibration.select(k=0).bits_per_value() == (16 + 4 * 64) / 64
-
-
-def test_features_go_where_they_take_away_most_error_for_the_same_bits():
-    ranges = {"flat": torch.ones(2, 64), "peaked": torch.ones(2, 128)}
-    ranges["peaked"][1, [3, 99, 40]] = torch.tensor([50.0, 60.0, 70.0])
-    totals = {"flat": torch.ones(64), "peaked": torch.ones(128)}
-    assert {n: len(f) for n, f in select(ranges, totals).items()} == {"flat": 1, "peaked": 2}
-    chosen = select(ranges, totals, layout="distributed")
-    assert chosen == {"flat": (), "peaked": (3, 40, 99)}
-    totals["peaked"] *= 1e6  # as large a sum hides what is lost
-    assert {n: len(f) for n, f in select(ranges, totals, layout="distributed").items()} == {
-        "flat": 3,
-        "peaked": 0,
-    }
-    many = select(ranges, totals, k=40, layout="distributed")
-    assert len(many["flat"]) <= 16
-    assert len(many["peaked"]) <= 32
 
 
 def test_formats_are_chosen_by_the_error_of_the_sums(calibration: Calibration):
@@ -320,31 +304,38 @@ def test_files_that_cannot_be_used_say_why(
 
 
 def test_other_models_and_worlds_are_refused(calibration: Calibration, tmp_path: Path):
-    with pytest.raises(CalibrationError, match="not-there: No such file"):
-        Calibration.load(tmp_path / "not-there")
-    with pytest.raises(CalibrationError, match="for 2 ranks, this is a group of 4"):
-        calibration.check(Toy(), 4)
-    for edited in (
-        "embed.weight", "layers.0.attn.v.weight", "layers.1.first.weight", "layers.1.mlp.down.weight", "head.bias"
-    ):  # fmt: skip
-        model = Toy()
+    def check(change: Callable[[Toy], object], model: Toy | None = None) -> Callable[[], None]:
+        model = model or Toy()
         with torch.no_grad():
-            model.get_parameter(edited).view(-1)[-3] += 0.1
-        with pytest.raises(CalibrationError, match=r"for the model Toy \[\w+\], this is Toy \[\w+\]"):
-            calibration.check(model, 2)
-    with pytest.raises(CalibrationError, match=r"Toy \[\w+\] in float32, this is Toy \[\w+\] in float16"):
-        calibration.check(Toy().half(), 2)
-    model = Toy()
-    with torch.no_grad():
+            change(model)
+        return lambda: calibration.check(model, 2)
+
+    def nudge(name: str) -> Callable[[Toy], object]:
+        return lambda model: model.get_parameter(name).view(-1)[-3].add_(0.1)
+
+    def swap(model: Toy) -> None:
         model.embed.weight[[3, 4]] = model.embed.weight[[4, 3]]
-    with pytest.raises(CalibrationError, match="for the model Toy"):
-        calibration.check(model, 2)
-    shorter = Toy()
-    del shorter.layers[1]
-    with pytest.raises(CalibrationError, match="has 4 layers, the model 2; .*layers.1.attn.o"):
-        calibration.check(shorter, 2)
-    with pytest.raises(CalibrationError, match="layer is 'x'; calibrated: layers.0.attn.o"):
-        calibration.codec("x")
+
+    nudged = (
+        "embed.weight",
+        "layers.0.attn.v.weight",
+        "layers.1.first.weight",
+        "layers.1.mlp.down.weight",
+        "head.bias",
+    )
+    another = r"for the model Toy \[\w+\], this is Toy \[\w+\]"
+    refused(
+        *((check(nudge(name)), CalibrationError, another) for name in nudged),
+        (check(swap), CalibrationError, another),
+        (check(Toy.half), CalibrationError, r"Toy \[\w+\] in float32, this is Toy \[\w+\] in float16"),
+        (
+            check(lambda model: model.layers.__delitem__(1)), CalibrationError,
+            "has 4 layers, the model 2; .*layers.1.attn.o",
+        ),
+        (lambda: calibration.check(Toy(), 4), CalibrationError, "for 2 ranks, this is a group of 4"),
+        (lambda: calibration.codec("x"), CalibrationError, "layer is 'x'; calibrated: layers.0.attn.o"),
+        (lambda: Calibration.load(tmp_path / "not-there"), CalibrationError, "not-there: No such file"),
+    )  # fmt: skip
 
 
 def test_zero_features_get_a_floor_and_zero_layers_an_error(caplog: pytest.LogCaptureFixture):
@@ -367,37 +358,27 @@ def test_zero_features_get_a_floor_and_zero_layers_an_error(caplog: pytest.LogCa
         calibrate(model, sequences(2), ranks=2)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        ({"k": WIDTH}, "k is 64; allowed: 0 to 63"),
-        ({"momentum": 1.0}, "momentum is 1.0"),
-        ({"bits": 3.4}, "bits is 3.4; allowed: at least 3.5, which codes of 3 bits take, or None"),
-        ({"bits": "5"}, "bits is '5'; allowed: a number of bits per value, or None"),
-        ({"gain": "row"}, "gain is 'row'; allowed: 'token', 'static'"),
-        ({"features": "some"}, "features is 'some'; allowed: 'fixed', 'distributed'"),
-        ({"ranks": 3}, None),
-        ({"ranks": None}, "ranks is None"),
-        ({"sequences": []}, "sequences is empty"),
-        ({"sequences": [torch.ones(1, 2, 3, dtype=torch.long)]}, "sequences has torch.int64"),
-    ],
-)
-def test_arguments(arguments: dict[str, Any], error: str | None):
-    chosen = {"sequences": sequences(1), "ranks": 2} | arguments
-    if error is None:
-        assert calibrate(Toy(), **chosen).world == 3
-        return
-    with pytest.raises((ValueError, TypeError), match=error):
-        calibrate(Toy(), **chosen)
-
-
-def test_a_model_that_is_not_finite_is_refused():
-    model = Toy()
+def test_wrong_arguments_are_refused():
+    broken = Toy()
     with torch.no_grad():
-        model.layers[0].mlp.down.weight[3] = torch.inf
-    with pytest.raises(ValueError, match="sequence 0 makes feature 3 of layers.0.mlp.down on rank 0"):
-        calibrate(model, sequences(1), ranks=2)
-    assert "forward" not in vars(model.layers[0].mlp.down)  # whole again
+        broken.layers[0].mlp.down.weight[3] = torch.inf
+
+    def given(model: Toy | None = None, **arguments: Any) -> Callable[[], Calibration]:
+        return lambda: calibrate(model or Toy(), **{"sequences": sequences(1), "ranks": 2} | arguments)
+
+    refused(
+        (given(k=WIDTH), ValueError, "k is 64; allowed: 0 to 63"),
+        (given(momentum=1.0), ValueError, "momentum is 1.0"),
+        (given(bits=3.4), ValueError, "bits is 3.4; allowed: at least 3.5, which codes of 3 bits take, or None"),
+        (given(bits="5"), TypeError, "bits is '5'; allowed: a number of bits per value, or None"),
+        (given(gain="row"), ValueError, "gain is 'row'; allowed: 'token', 'static'"),
+        (given(ranks=None), TypeError, "ranks is None"),
+        (given(sequences=[]), ValueError, "sequences is empty"),
+        (given(sequences=[torch.ones(1, 2, 3, dtype=torch.long)]), ValueError, "sequences has torch.int64"),
+        (given(broken), ValueError, "sequence 0 makes feature 3 of layers.0.mlp.down on rank 0"),
+    )
+    assert "forward" not in vars(broken.layers[0].mlp.down)  # whole again
+    assert given(ranks=3)().world == 3
 
 
 def gathers(widths: dict[str, int]) -> dict[str, Tensor]:

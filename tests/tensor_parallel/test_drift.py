@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit.codecs import GroupInt
 from lowbit.tensor_parallel import Calibration, Drift, SumSettings, emulate_tensor_parallel_
 from lowbit.tensor_parallel.drift import sample
 from tests.tensor_parallel.models import LAYERS, WIDTH, Toy, calibrated, ids, logits
@@ -115,14 +114,3 @@ def test_curves_and_samples(tmp_path: Path):
     event = curves.Scalars(f"drift/error/{NAME}/1")[0]
     row = next(row for row in drift.report().rows if (row.layer, row.rank) == (NAME, 1))
     assert (event.step, event.value) == (7, pytest.approx(row.error))
-
-
-def test_bad_input():
-    with pytest.raises(ValueError, match="threshold is 0.5; allowed: a number of at least 1"):
-        Drift(threshold=0.5)
-    with pytest.raises(ValueError, match="every is 0"):
-        Drift(every=0)
-    with pytest.raises(TypeError, match="codec is GroupInt.*; allowed: a FeatureInt"):
-        emulate_tensor_parallel_(Toy(), 2, GroupInt(bits=4), drift=Drift())
-    with emulate_tensor_parallel_(Toy(), 2, GroupInt(bits=4)) as emulation:
-        assert emulation.ranks == 2

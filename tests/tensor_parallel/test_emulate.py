@@ -11,13 +11,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from lowbit.codecs import Cast, GroupInt
-from lowbit.tensor_parallel import (
-    SumSettings,
-    Traffic,
-    emulate_tensor_parallel_,
-    model_sums,
-)
-from tests.tensor_parallel.models import LAYERS, VOCAB, WIDTH, Toy, calibrated, ids, logits
+from lowbit.tensor_parallel import Drift, SumSettings, Traffic, emulate_tensor_parallel_, low_bit_, model_sums
+from lowbit.tensor_parallel.inputs import Slices
+from tests.refused import refused
+from tests.tensor_parallel.models import INT8, LAYERS, VOCAB, WIDTH, Toy, calibrated, ids, logits
+from tests.tensor_parallel.test_encoders import encoder
 
 
 def test_row_wise_layers_are_those_of_the_plan():
@@ -29,9 +27,8 @@ def test_row_wise_layers_are_those_of_the_plan():
 def test_sums_that_are_not_coded_differ_by_roundings_only(ranks: int):
     model = Toy()
     full = logits(model, ids())
-    with emulate_tensor_parallel_(model, ranks) as emulation:
+    with emulate_tensor_parallel_(model, ranks):
         torch.testing.assert_close(logits(model, ids()), full, rtol=1e-5, atol=1e-5)
-    assert emulation.ranks == ranks
     assert torch.equal(logits(model, ids()), full)
     assert not any("forward" in vars(module) for module in model.modules())
 
@@ -147,29 +144,48 @@ class Config:
     num_attention_heads, num_key_value_heads = 4, 2
 
 
-def test_bad_input():
-    model: Any = Toy()
-    with pytest.raises(ValueError, match=r"Split has no tensor-parallel plan; allowed: .*Llama"):
-        emulate_tensor_parallel_(Split(), 2)
-    with pytest.raises(ValueError, match="no module of Toy is row-wise parallel"):
-        emulate_tensor_parallel_(model, 2, plan={"head": "colwise"})
-    with pytest.raises(ValueError, match="head has the style 'sequence_parallel'; allowed: colwise"):
-        emulate_tensor_parallel_(model, 2, plan={"head": "sequence_parallel"})
-    with pytest.raises(ValueError, match="head has the style 'moe_tp_experts' and is a Linear; allowed: colwise"):
-        emulate_tensor_parallel_(model, 2, plan={"head": "moe_tp_experts"})
-    with pytest.raises(ValueError, match=r"layers.0.first is LayerNorm; allowed .*nn.Linear"):
-        emulate_tensor_parallel_(model, 2, plan={"layers.*.first": "rowwise"})
-    with pytest.raises(ValueError, match="ranks is 0"):
-        emulate_tensor_parallel_(model, 0)
-    calibration = calibrated()
-    with pytest.raises(ValueError, match="for 2 ranks, this is a group of 4"):
-        emulate_tensor_parallel_(model, 4, calibration)
-    with pytest.raises(ValueError, match="codec is for 2 ranks and 64 features; layers.0.attn.o has 4 ranks"):
-        emulate_tensor_parallel_(model, 4, calibration.codec(LAYERS[0]))
-    model.config = Config()
-    with pytest.raises(ValueError, match="ranks is 4 and the model has num_key_value_heads 2"):
-        emulate_tensor_parallel_(model, 4)
-    del model.config
+def test_what_does_not_fit_is_refused():
+    """Also settings of sums, of drift, and of the codec of inputs."""
+    never: Any = "never"
+    model, shared, calibration = Toy(), Toy(), calibrated()
+    shared.config = Config()  # pyright: ignore[reportAttributeAccessIssue]
+
+    def emulated(ranks: int = 2, *args: Any, model: nn.Module = model, **options: Any) -> Any:
+        return lambda: emulate_tensor_parallel_(model, ranks, *args, **options)
+
+    def planned(**plan: str) -> Any:
+        return emulated(plan={name.replace("__", "."): style for name, style in plan.items()})
+
+    refused(
+        (emulated(model=Split()), ValueError, "Split has no tensor-parallel plan; allowed: .*Llama"),
+        (planned(head="colwise"), ValueError, "no module of Toy is row-wise parallel"),
+        (planned(head="sequence_parallel"), ValueError, "head has the style 'sequence_parallel'; allowed: colwise"),
+        (
+            planned(head="moe_tp_experts"),
+            ValueError,
+            "head has the style 'moe_tp_experts' and is a Linear; allowed: colw",
+        ),
+        (emulated(plan={"layers.*.first": "rowwise"}), ValueError, "layers.0.first is LayerNorm; allowed .*nn.Linear"),
+        (emulated(0), ValueError, "ranks is 0"),
+        (emulated(4, calibration), ValueError, "for 2 ranks, this is a group of 4"),
+        (
+            emulated(4, calibration.codec(LAYERS[0])),
+            ValueError,
+            "for 2 ranks and 64 features; layers.0.attn.o has 4 ranks",
+        ),
+        (emulated(4, model=shared), ValueError, "ranks is 4 and the model has num_key_value_heads 2"),
+        (
+            emulated(3, model=encoder("bert")),
+            ValueError,
+            "ranks is 3 and the model has num_attention_heads 4; allowed: a div",
+        ),
+        (emulated(2, GroupInt(bits=4), drift=Drift()), TypeError, "codec is GroupInt.*; allowed: a FeatureInt"),
+        (lambda: Drift(threshold=0.5), ValueError, "threshold is 0.5; allowed: a number of at least 1"),
+        (lambda: Drift(every=0), ValueError, "every is 0"),
+        (lambda: SumSettings(small=never), ValueError, "small is 'never'; allowed: 'auto'"),
+        (lambda: Slices(codec=INT8, width=10, world=4), ValueError, "width is 10; allowed: a multiple of the 4 ranks"),
+        (lambda: low_bit_(Toy(), INT8), ValueError, "no module of Toy adds up partial sums of real ranks"),
+    )
     with emulate_tensor_parallel_(model, 2), pytest.raises(RuntimeError, match="inference only"):
         model(ids())
     assert not any("forward" in vars(module) for module in model.modules())

@@ -7,24 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from lowbit.codecs import GroupInt
 from lowbit.tensor_parallel import (
-    SumSettings,
     calibrate,
     emulate_tensor_parallel_,
     low_bit_,
     model_sums,
     tensor_parallel_,
 )
-from tests.processes import Failure, Ranks
-from tests.tensor_parallel.models import WIDTH, ids, logits, sequences
+from tests.processes import Ranks
+from tests.refused import refused
+from tests.tensor_parallel.models import INT8, ONE, WIDTH, ids, logits, on_a_rank, sequences
 from tests.tensor_parallel.moe import cut, moe, plan_of_case
 
-ONE = SumSettings(small=0, algorithm="one_shot")
-INT8 = GroupInt(bits=8, group=64, symmetric=True)
 CASES = [
     ("mixtral", "own", 2), ("mixtral", "experts", 2), ("mixtral", "own", 4), ("qwen3_moe", "own", 2),
     ("deepseek_v2", "own", 2), ("deepseek_v3", "own", 4), ("gpt_oss", "gpt_oss", 2), ("gpt_oss", "experts", 4),
@@ -39,55 +35,15 @@ SUMS = {
 """Of each layer of a family by its own plan."""
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """As the ranks have it: matrix products may depend on the number of threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def on_real_ranks(kind: str, case: str, path: str) -> dict[str, Any]:
-    """What one of them computes, and how far coded sums are from the engine's, over the largest error possible."""
     model = cut(moe(kind), case)
-    sums, calls = model_sums(model), {}
-    hooks = [
-        summed.module.register_forward_hook(lambda _, args, y, name=name: calls.update({name: (args, y.clone())}))
-        for name, summed in sums.items()
-    ]
-    engine = logits(model, ids())
-    for hook in hooks:
-        hook.remove()
-    with low_bit_(model, INT8, settings=ONE):
-        errors = {name: _error(sums[name], *call) for name, call in calls.items()}
     calibration = calibrate(model, sequences())
     batched = calibrate(model, [torch.stack(sequences())])
     for name in calibration.features:  # one pass over all sequences sees the same extremes as one for each
         torch.testing.assert_close(
             batched.averages["low"][name], calibration.averages["low"][name], rtol=1e-4, atol=1e-5
         )
-    with low_bit_(model, path, settings=ONE) as installed:
-        coded = logits(model, ids())
-    return {
-        "engine": engine, "errors": errors, "fingerprint": calibration.fingerprint(), "coded": coded,
-        "traffic": installed.traffic, "again": logits(model, ids()),
-    }  # fmt: skip
-
-
-def _error(summed: Any, args: tuple[Tensor, ...], engine: Tensor) -> float:
-    """Of a sum in 8 bits: each rank's values are off by half a step at most, which is a 127th of the largest one."""
-    if summed.partial is None:
-        weight, (x,) = summed.module.weight.to_local(), args
-        mine = x if x.shape[-1] == weight.shape[1] else x.chunk(dist.get_world_size(), -1)[dist.get_rank()]
-        largest = (mine @ weight.mT).abs().max()
-    else:
-        largest = summed.partial(*args).abs().max()
-    dist.all_reduce(largest)
-    with torch.no_grad():
-        coded = summed.module(*args)
-    rounding = 1e-5 * engine.abs().max()
-    return float((coded - engine).abs().max() / (largest / 127 / 2 + rounding))
+    return on_a_rank(model, path) | {"fingerprint": calibration.fingerprint()}
 
 
 @pytest.mark.parametrize(("kind", "case", "count"), CASES)
@@ -120,62 +76,26 @@ def test_every_sum_is_coded_as_in_one_process_and_near_the_engine(
             torch.testing.assert_close(real["engine"], whole, rtol=1e-4, atol=1e-4)
 
 
-def dispatched() -> None:
-    low_bit_(cut(moe("mixtral"), "experts", "all_to_all"), INT8)
-
-
-def unknown() -> None:
-    """A style that is not of Transformers."""
-    from transformers.distributed import tensor_parallel
-
-    class Scattered(tensor_parallel.MoeExpertsParallel):
-        """Returns something else."""
-
-    model = cut(moe("mixtral"), "own")
-    experts = model.model.layers[1].mlp.experts
-    del experts.forward
-    mesh = experts.down_proj.device_mesh
-    Scattered().install_forward(experts, mesh)
-    low_bit_(model, INT8)
-
-
-def bare() -> None:
-    model = cut(moe("mixtral"), "own")
-    del model.model.layers[0].mlp.experts.forward
-    low_bit_(model, INT8)
-
-
-@pytest.mark.parametrize(
-    ("function", "text"),
-    [
-        (
-            dispatched,
-            "0.mlp.experts (MixtralExperts) sends tokens to the ranks of their experts (AllToAllEP)",
-        ),
-        (unknown, "1.mlp.experts (MixtralExperts) has the tensor-parallel style Scattered"),
-        (
-            bare,
-            "0.mlp.experts (MixtralExperts) has the parameter gate_up_proj cut over ranks, and no style",
-        ),
-    ],
-)
-def test_an_unknown_layout_is_refused_by_name(ranks: Ranks, function: Any, text: str):
-    for outcome in ranks.outcomes(function):
-        assert isinstance(outcome, Failure)
-        assert (outcome.kind, outcome.text.startswith(f"model.layers.{text}")) == ("ValueError", True), outcome.text
-
-
 def test_a_plan_that_does_not_fit_is_refused_by_name():
     model = moe("mixtral")
     experts = "model.layers.*.mlp.experts"
     plan = {f"{experts}.gate_up_proj": "packed_colwise", f"{experts}.down_proj": "rowwise"}
-    with pytest.raises(ValueError, match=r"experts.gate_up_proj has the style 'packed_colwise', and .*none that says"):
-        model_sums(model, plan)
-    with pytest.raises(ValueError, match=r"experts.gate_up_proj has size 192 and is cut over 5 ranks"):
-        emulate_tensor_parallel_(model, 5, plan={**plan, experts: "moe_tp_experts"})
-    model.model.layers[0].mlp.experts.has_post_expert_norm = True
-    with pytest.raises(ValueError, match=r"normalizes each expert's output"):
-        model_sums(model)
+    normed = moe("mixtral")
+    normed.model.layers[0].mlp.experts.has_post_expert_norm = True
+    indivisible = {**plan, experts: "moe_tp_experts"}
+    refused(
+        (
+            lambda: model_sums(model, plan),
+            ValueError,
+            "gate_up_proj has the style 'packed_colwise', and .*none that says",
+        ),
+        (
+            lambda: emulate_tensor_parallel_(model, 5, plan=indivisible),
+            ValueError,
+            "has size 192 and is cut over 5 ranks",
+        ),
+        (lambda: model_sums(normed), ValueError, "normalizes each expert's output"),
+    )
 
 
 def in_memory(kind: str, case: str) -> Tensor:

@@ -10,13 +10,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from lowbit.codecs import GroupInt
-from lowbit.tensor_parallel import SumSettings, calibrate, emulate_tensor_parallel_, low_bit_, model_sums
-from tests.processes import Failure, Ranks
-from tests.tensor_parallel.models import WIDTH, ids, llama, logits, sequences
-
-ONE = SumSettings(small=0, algorithm="one_shot")
-INT8 = GroupInt(bits=8, group=64, symmetric=True)
+from lowbit.tensor_parallel import calibrate, emulate_tensor_parallel_
+from tests.processes import Ranks
+from tests.tensor_parallel.models import WIDTH, ids, llama, on_a_rank, sequences
 
 
 def config(name: str) -> Any:
@@ -54,28 +50,8 @@ def quantized(name: str) -> Any:
 
 def on_real_ranks(name: str) -> dict[str, Any]:
     model = quantized(name)
-    sums, calls = model_sums(model), {}
-    hooks = [
-        summed.module.register_forward_hook(lambda _, args, y, name=name: calls.update({name: (args, y.clone())}))
-        for name, summed in sums.items()
-    ]
-    engine = logits(model, ids())
-    for hook in hooks:
-        hook.remove()
-    errors: dict[str, float] = {}
-    with low_bit_(model, INT8, settings=ONE):
-        for key, (args, y) in calls.items():
-            largest = sums[key].partial(*args).abs().max()  # pyright: ignore[reportOptionalCall]
-            dist.all_reduce(largest)
-            error = (sums[key].module(*args) - y).abs().max()
-            errors[key] = float(error / (largest / 127 / 2 + 1e-5 * y.abs().max()))
     calibration = calibrate(model, sequences())
-    with low_bit_(model, calibration, settings=ONE) as installed:
-        coded = logits(model, ids())
-    return {
-        "engine": engine, "coded": coded, "errors": errors, "traffic": installed.traffic,
-        "fingerprint": calibration.fingerprint(), "again": logits(model, ids()),
-    }  # fmt: skip
+    return on_a_rank(model, calibration) | {"fingerprint": calibration.fingerprint()}
 
 
 @pytest.mark.parametrize(
@@ -102,23 +78,3 @@ def test_quantized_weights_in_one_process_are_refused_by_name():
     quantization.quantize_(model.model.layers[1], config("int8"))
     with pytest.raises(ValueError, match=r"model.layers.1.self_attn.q_proj has quantized weights \(Int8Tensor\)"):
         emulate_tensor_parallel_(model, 2)
-
-
-def of_bitsandbytes() -> None:
-    """A layer as Transformers cuts it: a `Linear` of another module whose weight is a `DTensor` of integers."""
-    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
-
-    class Linear8bitLt(nn.Linear):
-        __module__ = "bitsandbytes.nn.modules"
-
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model = llama()
-    model.model.layers[0].mlp.down_proj.__class__ = Linear8bitLt
-    apply_tensor_parallelism(model, mesh, model._expand_parallel_plan(model.tp_plan))
-    low_bit_(model, INT8)
-
-
-def test_layers_of_bitsandbytes_are_refused_by_name(ranks: Ranks):
-    for outcome in ranks.outcomes(of_bitsandbytes):
-        assert isinstance(outcome, Failure)
-        assert "model.layers.0.mlp.down_proj is Linear8bitLt of bitsandbytes" in outcome.text

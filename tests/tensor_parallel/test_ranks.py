@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,11 +15,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from lowbit.codecs import FeatureInt, GroupInt
+from lowbit.collectives import AgreementError
 from lowbit.tensor_parallel import (
     Calibration,
+    CalibrationError,
     Drift,
     LowBitRowwiseParallel,
     SumSettings,
+    Thresholds,
     Traffic,
     calibrate,
     emulate_tensor_parallel_,
@@ -27,12 +31,13 @@ from lowbit.tensor_parallel import (
     tensor_parallel_,
 )
 from tests.processes import Ranks
-from tests.tensor_parallel.models import VOCAB, WIDTH, Toy, ids, llama, logits, sequences
+from tests.refused import refused
+from tests.tensor_parallel.models import INT8, ONE, VOCAB, WIDTH, Toy, ids, llama, logits, sequences
+from tests.tensor_parallel.moe import cut, moe
+from tests.tensor_parallel.test_encoders import encoder
 
-ONE = SumSettings(small=0, algorithm="one_shot")
 TWO = SumSettings(small=0, algorithm="two_shot")
 SMALL = SumSettings(small=1 << 20)
-INT8 = GroupInt(bits=8, group=64, symmetric=True)
 BUDGET = 5.0
 
 
@@ -93,9 +98,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 @pytest.mark.parametrize(("count", "dtype"), [(2, torch.bfloat16), (4, torch.float32)])
-def test_real_ranks_compute_what_one_process_emulates(
-    ranks: Ranks, count: int, dtype: torch.dtype, tmp_path: Path, one_thread: None
-):
+def test_real_ranks_compute_what_one_process_emulates(ranks: Ranks, count: int, dtype: torch.dtype, tmp_path: Path):
     emulated = in_one_process(count, dtype, tmp_path)
     # PyTorch's all-reduce among more than two ranks adds up in another order than one process does.
     uncoded = () if count == 2 else ("fingerprint", "whole", "small")
@@ -110,15 +113,6 @@ def test_real_ranks_compute_what_one_process_emulates(
     assert torch.equal(emulated["whole"], emulated["small"])
     assert not torch.equal(emulated["whole"], emulated["one"])
     assert not torch.equal(emulated["one"], emulated["two"])
-
-
-@pytest.fixture
-def one_thread():
-    """As the ranks have it: matrix products may depend on the number of threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def hf_parallel(model: Any) -> Any:
@@ -142,7 +136,7 @@ def hugging_face(path: str) -> dict[str, Any]:
     }
 
 
-def test_hugging_face_models_run_by_their_plan_and_generate(ranks: Ranks, tmp_path: Path, one_thread: None):
+def test_hugging_face_models_run_by_their_plan_and_generate(ranks: Ranks, tmp_path: Path):
     model = llama()
     calibration = calibrate(model, sequences(), ranks=2)
     calibration.save(tmp_path / "calibration.safetensors")
@@ -157,69 +151,90 @@ def test_hugging_face_models_run_by_their_plan_and_generate(ranks: Ranks, tmp_pa
         assert results["watched"] >= 1
 
 
-def without_a_file(path: str) -> None:
-    mine = path if dist.get_rank() == 0 else path + ".not-there"
-    low_bit_(tensor_parallel_(Toy()), mine)
-
-
-def with_nothing(path: str) -> None:
-    nothing: Any = None
-    low_bit_(tensor_parallel_(Toy()), nothing if dist.get_rank() else path)
-
-
-def with_other_sequences(path: str) -> None:
-    calibrate(tensor_parallel_(Toy()), sequences(1, seed=dist.get_rank()))
-
-
-def with_another_momentum(path: str) -> None:
-    calibrate(tensor_parallel_(Toy()), sequences(1), momentum=0.9 + 0.2 * dist.get_rank())
-
-
-def with_other_settings(path: str) -> None:
-    low_bit_(tensor_parallel_(Toy()), path, settings=SumSettings(small=dist.get_rank()))
-
-
-def with_another_model(path: str) -> None:
-    low_bit_(tensor_parallel_(Toy(seed=1)), path)
-
-
-def with_another_dtype(path: str) -> None:
-    low_bit_(tensor_parallel_(Toy().half()), path)
-
-
 def with_gradients(path: str) -> None:
     model = tensor_parallel_(Toy())
-    low_bit_(model, path)
+    low_bit_(model, path, settings=ONE)
     model(ids())
 
 
-def twice(path: str) -> None:
-    tensor_parallel_(tensor_parallel_(Toy()))
+def installed_twice(path: str) -> None:
+    model = tensor_parallel_(Toy())
+    low_bit_(model, path, settings=ONE).remove()
+    low_bit_(model, path, settings=ONE)
+    low_bit_(model, path, settings=ONE)
 
 
-@pytest.mark.parametrize(
-    ("function", "kind", "words"),
-    [
-        (without_a_file, "AgreementError", ["Calibration [", "none (", "not-there", "rank 1"]),
-        (with_nothing, "AgreementError", ["Calibration [", "none (", "codec is None"]),
-        (with_other_sequences, "AgreementError", ["sequences: ", "on rank 0", "on rank 1"]),
-        (with_another_momentum, "AgreementError", ["momentum: ", "no (momentum is 1.1"]),
-        (with_other_settings, "AgreementError", ["small=0", "small=1"]),
-        (with_another_model, "CalibrationError", ["for the model Toy [", "this is Toy ["]),
-        (with_another_dtype, "CalibrationError", ["for the model Toy [", "this is Toy ["]),
-        (with_gradients, "RuntimeError", ["layers.0.attn", "no_grad"]),
-        (twice, "ValueError", ["already"]),
-    ],
-)
-def test_all_ranks_raise_the_same_before_the_first_token(
-    ranks: Ranks, tmp_path: Path, function: Any, kind: str, words: list[str]
-):
+def unknown_style() -> None:
+    from transformers.distributed import tensor_parallel
+
+    class Scattered(tensor_parallel.MoeExpertsParallel):
+        """Returns something else."""
+
+    model = cut(moe("mixtral"), "own")
+    experts = model.model.layers[1].mlp.experts
+    del experts.forward
+    Scattered().install_forward(experts, experts.down_proj.device_mesh)
+    low_bit_(model, INT8)
+
+
+def no_style() -> None:
+    model = cut(moe("mixtral"), "own")
+    del model.model.layers[0].mlp.experts.forward
+    low_bit_(model, INT8)
+
+
+class Linear8bitLt(nn.Linear):
+    __module__ = "bitsandbytes.nn.modules"
+
+
+def of_bitsandbytes() -> None:
+    model = llama()
+    model.model.layers[0].mlp.down_proj.__class__ = Linear8bitLt
+    low_bit_(hf_parallel(model), INT8)
+
+
+def refusals(path: str) -> list[str]:
+    rank, nothing, own = dist.get_rank(), cast(Any, None), f"{WIDTH} features, float32"
+
+    def install(source: Any, model: nn.Module | None = None, **settings: Any) -> Callable[[], object]:
+        return lambda: low_bit_(tensor_parallel_(model or Toy()), source, settings=SumSettings(**settings))
+
+    def thresholds(ranks: int, bits: int) -> Thresholds:
+        return Thresholds(ranks=ranks, steps={f"{own}, {bits} bits": ()}, milliseconds={}, mbit=1.0, date="")
+
+    def calibrated(seed: int = 7, momentum: float = 0.9) -> Callable[[], object]:
+        return lambda: calibrate(tensor_parallel_(Toy()), sequences(1, seed=seed), momentum=momentum)
+
+    another = r"for the model Toy \[.*this is Toy \["
+    return refused(
+        (install(path + ".not-there" if rank else path), AgreementError, r"Calibration \[.*none \(.*not-there.*rank 1"),
+        (install(nothing if rank else path), AgreementError, r"Calibration \[.*none \(codec is None"),
+        (calibrated(seed=rank), AgreementError, "sequences: .*on rank 0.*on rank 1"),
+        (calibrated(momentum=0.9 + 0.2 * rank), AgreementError, r"momentum: .*no \(momentum is 1.1"),
+        (install(path, small=rank), AgreementError, "small=0.*small=1"),
+        (install(path, Toy(seed=1)), CalibrationError, another),
+        (install(path, Toy().half()), CalibrationError, another),
+        (lambda: with_gradients(path), RuntimeError, "layers.0.attn.*no_grad"),
+        (lambda: tensor_parallel_(tensor_parallel_(Toy())), ValueError, "already"),
+        (lambda: installed_twice(path), ValueError, r"layers.0.attn.o adds up .* in few bits already.*remove\(\)"),
+        (install(INT8, small=thresholds(2, 4)), ValueError, f"{own}, 4 bits; allowed: for 2 ranks and {own}, 8 bits"),
+        (install(INT8, small=thresholds(4, 8)), ValueError, f"for 4 ranks and {own}, 8 bits; allowed: for 2 ranks and"),
+        (
+            lambda: low_bit_(cut(moe("mixtral"), "experts", "all_to_all"), INT8), ValueError,
+            r"0.mlp.experts \(MixtralExperts\) sends tokens to the ranks of their experts \(AllToAllEP\)",
+        ),
+        (unknown_style, ValueError, r"1.mlp.experts \(MixtralExperts\) has the tensor-parallel style Scattered"),
+        (no_style, ValueError, r"0.mlp.experts \(MixtralExperts\) has the parameter gate_up_proj cut over ranks, and"),
+        (of_bitsandbytes, ValueError, "model.layers.0.mlp.down_proj is Linear8bitLt of bitsandbytes"),
+        (lambda: tensor_parallel_(encoder("mpnet")), ValueError, "MPNetModel adds a bias for all heads to attention"),
+    )  # fmt: skip
+
+
+def test_all_ranks_raise_the_same_before_the_first_token(ranks: Ranks, tmp_path: Path):
     path = tmp_path / "calibration.safetensors"
     calibrate(Toy(), sequences(2), ranks=2).save(path)
-    outcomes = ranks.outcomes(function, str(path))
-    assert [outcome.kind for outcome in outcomes] == [kind] * 2
-    assert outcomes[0].text == outcomes[1].text
-    assert all(word in outcomes[0].text for word in words), outcomes[0].text
+    first, second = ranks.run(refusals, str(path))
+    assert first == second
 
 
 class Pair(nn.Module):
@@ -278,16 +293,10 @@ def pytorch_styles() -> dict[str, Any]:
     return results
 
 
-def test_pytorch_styles(ranks: Ranks, one_thread: None):
+def test_pytorch_styles(ranks: Ranks):
     first, second = ranks.run(pytorch_styles)
     for key in first:
         assert torch.equal(first[key], second[key]), key
     assert torch.equal(first["styles"], first["emulated"])
     assert torch.equal(first["whole input"], first["emulated"])
     assert not torch.equal(first["emulated"], first["full"])
-
-
-def test_a_model_on_no_ranks_is_told_so():
-    with pytest.raises(ValueError, match="no module of Toy adds up partial sums of real ranks"):
-        low_bit_(Toy(), INT8)
-    assert isinstance(calibrate(Toy(), sequences(1), ranks=1), Calibration)

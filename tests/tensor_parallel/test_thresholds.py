@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from lowbit.codecs import FeatureInt, GroupInt
 from lowbit.ranks import pytorch
@@ -156,23 +155,3 @@ def test_a_rank_that_does_not_measure_ends_the_others_in_time(ranks: Ranks):
     outcome, _ = ranks.outcomes(measured_without_rank_1)
     assert outcome.kind == "PeerError", outcome
     assert "did not take part within 1.5 s" in outcome.text
-
-
-def test_settings_are_checked():
-    with pytest.raises(ValueError, match="small is 'never'; allowed: 'auto'"):
-        SumSettings(small="never")  # pyright: ignore[reportArgumentType]
-
-
-def with_thresholds_of(ranks: int) -> Tensor:
-    model = tensor_parallel_(Toy())
-    low_bit_(model, GroupInt(bits=8, group=64), settings=SumSettings(small=thresholds(ranks=ranks)))
-    return logits(model, ids())
-
-
-@pytest.mark.parametrize("count", [2, 4])
-def test_thresholds_for_other_ranks_or_sums_are_refused(ranks: Ranks, count: int):
-    for outcome in ranks.outcomes(with_thresholds_of, count):
-        assert outcome.kind == "ValueError"
-        assert outcome.text == (
-            f"thresholds are for {count} ranks and {KIND}; allowed: for 2 ranks and {WIDTH} features, float32, 8 bits"
-        )

@@ -74,7 +74,7 @@ def main() -> int:
             rows = report.rows(outcomes)
             if asked.json:
                 _write(asked, rows, time.monotonic() - began)
-    report.show(rows)
+    print(report.markdown(rows))
     failed = sum(not outcome.passed for outcome in outcomes)
     if failed:
         print(f"{failed} of {len(outcomes)} failed; what they left: {asked.folder}")

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from lowbit.train import TrainConfig
 from tests.train.runs import tiny
@@ -128,13 +126,3 @@ def _trial(number: int, seed: int, fault: str, ranks: int, turn: int, supervised
         victim=draw.randrange(ranks),
         pause=draw.uniform(2, 8),
     )
-
-
-def write_config(config: TrainConfig, path: Path) -> None:
-    """As a TOML file: JSON's notation of strings, numbers and lists is TOML's, too."""
-    sections: dict[str, dict[str, Any]] = json.loads(config.to_json())
-    lines = []
-    for section, values in sections.items():
-        lines.append(f"[{section}]")
-        lines += [f"{key} = {json.dumps(value)}" for key, value in values.items() if value is not None]
-    path.write_text("\n".join(lines) + "\n")

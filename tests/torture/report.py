@@ -1,4 +1,4 @@
-"""The table of the outcomes, for a terminal and as Markdown.
+"""The table of the outcomes, in Markdown.
 
 python -m tests.torture.report FILE ...    # what `python -m tests.torture --json FILE` has written, together
 """
@@ -12,9 +12,6 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
-from rich.table import Table
 
 from tests.torture.trial import Outcome
 
@@ -45,18 +42,8 @@ def rows(outcomes: Iterable[Outcome]) -> list[Row]:
     return [dataclasses.asdict(outcome) | {"passed": outcome.passed} for outcome in ordered]
 
 
-def show(rows: Sequence[Row]) -> None:
-    """The table for a terminal."""
-    table = Table(title="Faults at random moments")
-    for name in _COLUMNS:
-        table.add_column(name, justify="left" if name in (*_COLUMNS[:3], "outcome") else "right")
-    for cells in _cells(rows):
-        table.add_row(*cells)
-    Console(width=None if Console().is_terminal else 160).print(table)
-
-
 def markdown(rows: Sequence[Row]) -> str:
-    """The table for a document."""
+    """The table."""
     rule = ["---" if name in (*_COLUMNS[:3], "outcome") else "---:" for name in _COLUMNS]
     lines = [_COLUMNS, rule, *_cells(rows)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

@@ -10,13 +10,11 @@ from typing import Any, cast
 
 import pytest
 
-from lowbit.train import TrainConfig
-from lowbit.train.config import load
 from tests.torture import report
 from tests.torture.attempt import Attempt, End
 from tests.torture.checks import LIMIT, complaints, endings, gave_up
 from tests.torture.faults import Fault
-from tests.torture.plan import FAULTS, PLAIN, SHAPES, STEPS, Trial, plan, write_config
+from tests.torture.plan import FAULTS, PLAIN, SHAPES, STEPS, Trial, plan
 from tests.torture.trial import Outcome
 
 
@@ -38,13 +36,6 @@ def test_a_plan_spreads_faults_and_moments(supervised: bool):
 def test_a_trial_depends_on_its_number_and_the_seed():
     assert _plan(9, supervised=True) == _plan(40, supervised=True)[:9]
     assert _plan(9, supervised=True) != _plan(9, supervised=True, seed=1)
-
-
-def test_the_configuration_survives_its_file(tmp_path: Path):
-    config = SHAPES["2x2"].config(tmp_path, rejoin=15.0)
-    write_config(config, tmp_path / "config.toml")
-    assert load(tmp_path / "config.toml") == config
-    assert isinstance(config, TrainConfig)
 
 
 def _broken(fault: str, tmp_path: Path, said: dict[int, str], after: dict[int, float]) -> Fault:

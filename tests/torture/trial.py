@@ -11,13 +11,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lowbit.config import to_toml
 from lowbit.train import TrainConfig
 from lowbit_lab.network import SlowLink
 from tests.torture import faults
 from tests.torture.attempt import Attempt
 from tests.torture.checks import LIMIT, Ending, Reference, complaints, endings, gave_up, lost
 from tests.torture.faults import Fault
-from tests.torture.plan import MICROBATCHES, REJOIN, REJOIN_GONE, SHAPES, STEPS, Shape, Trial, write_config
+from tests.torture.plan import MICROBATCHES, REJOIN, REJOIN_GONE, SHAPES, STEPS, Shape, Trial
 
 RATE = 100  # Mbit/s
 RESUME = ("--resume=auto",)
@@ -119,7 +120,7 @@ class _TooLate(Exception):
 @contextmanager
 def _stage(config: TrainConfig, folder: Path, *, disk: int | None) -> Iterator[SlowLink]:
     """Two hosts with a configuration and a folder each; `disk`: the host whose folder is a small disk of its own."""
-    write_config(config, folder / "config.toml")
+    (folder / "config.toml").write_text(to_toml(config))
     hosts = [_fresh(folder / f"host-{host}") for host in range(2)]
     if disk is not None:
         faults.mount(hosts[disk])

@@ -55,7 +55,9 @@ def _install() -> None:
 
 def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     """Before an optimizer's own step: take it for all portions but the last, and prepare that one."""
-    if not _watches or _delegates(optimizer):
+    # ZeRO-1 has another optimizer take its steps: that one is asked, for this rank's parameters. The step around it
+    # sends parameters to other ranks, which must happen once, and alike on all ranks.
+    if not _watches or any(isinstance(value, torch.optim.Optimizer) for value in vars(optimizer).values()):
         return None
     if id(optimizer) in _under_way:
         _under_way[id(optimizer)].enter()
@@ -70,21 +72,14 @@ def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
             "optimizer.step runs inside torch.compile, which would take the first stored gradients in every step; "
             "allowed: compile forward and backward alone"
         )
-    closure = Closure.of(args, kwargs)
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the optimizer is the first argument
+    closure = None if closure is None else Closure(closure)
     step = _under_way[id(optimizer)] = Portions(optimizer, every, closure)
     try:
         return step.all_but_last(args, kwargs)
     except BaseException:
         finish(step)
         raise
-
-
-def _delegates(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether another optimizer takes the steps, as in ZeRO-1: that one is asked, for this rank's parameters.
-
-    The step around it sends parameters to other ranks, which must happen once, and alike on all ranks.
-    """
-    return any(isinstance(value, torch.optim.Optimizer) for value in vars(optimizer).values())
 
 
 def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -102,7 +97,8 @@ def finish(*steps: Portions) -> None:
     """Show the stored gradients again: after a step, or (without arguments) after those that failed."""
     for step in steps or list(_under_way.values()):
         if _under_way.pop(id(step.optimizer), None) is not None:
-            step.restore()
+            for parameter, shown in step.shown.items():
+                parameter.grad = shown
 
 
 class Closure:
@@ -112,12 +108,6 @@ class Closure:
         with torch.enable_grad():
             self._loss = closure()
         self._versions: dict[nn.Parameter, int] = {}
-
-    @classmethod
-    def of(cls, args: Any, kwargs: Any) -> Closure | None:
-        """The closure among the arguments of a step (the optimizer is the first), if there is one."""
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        return None if closure is None else cls(closure)
 
     def watch(self, parameters: list[nn.Parameter]) -> None:
         """Remember these parameters as they are before the step."""
@@ -144,11 +134,11 @@ class Portions:
         self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], closure: Closure | None
     ) -> None:
         self.optimizer, self._closure = optimizer, closure
-        self._shown = {p: p.grad for p in parameters if p.grad is not None}
+        self.shown = {p: p.grad for p in parameters if p.grad is not None}
         groups = optimizer.param_groups
         self._settings = [{k: v for k, v in group.items() if k != "params"} for group in groups]
-        largest = max((local(p).numel() for p in self._shown), default=0)
-        self._portions = portions(list(self._shown), largest) or [[]]
+        largest = max((local(p).numel() for p in self.shown), default=0)
+        self._portions = portions(list(self.shown), largest) or [[]]
         self._recursive, self._depth = True, 0
 
     def enter(self) -> None:
@@ -164,7 +154,7 @@ class Portions:
         """Step with all portions but the last, and prepare the step with that; return arguments for it."""
         if self._closure is not None:
             args, kwargs = (args[0], self._closure, *args[2:]), {k: v for k, v in kwargs.items() if k != "closure"}
-        for parameter in self._shown:
+        for parameter in self.shown:
             parameter.grad = None
         for portion in self._portions[:-1]:
             self._prepare(portion)
@@ -175,11 +165,6 @@ class Portions:
         self._recursive, self._depth = False, 1
         return args, kwargs
 
-    def restore(self) -> None:
-        """Show all gradients as before the step."""
-        for parameter, shown in self._shown.items():
-            parameter.grad = shown
-
     def _prepare(self, portion: list[nn.Parameter]) -> None:
         for group, settings in zip(self.optimizer.param_groups, self._settings, strict=True):
             for added in group.keys() - settings.keys() - {"params"}:
@@ -189,4 +174,4 @@ class Portions:
             self._closure.watch(portion)
         with torch.no_grad():
             for parameter in portion:
-                parameter.grad = decoded(self._shown[parameter], parameter)
+                parameter.grad = decoded(self.shown[parameter], parameter)

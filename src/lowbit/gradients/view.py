@@ -76,7 +76,7 @@ class StoredGradient(Tensor):
         return self.decode().__dlpack__(**kwargs)
 
     def share_memory_(self) -> Tensor:
-        """Not possible."""
+        """Always raises: a compressed gradient has no memory to share."""
         raise TypeError(f"the gradient of {self.stored.name!r} is stored in few bits; allowed: a copy (grad.clone())")
 
     def __setitem__(self, key: Any, value: Any) -> None:

@@ -63,7 +63,7 @@ class LowBitManager(_Manager):
 
     When the members change, replicas compare version, format and the names, shapes and dtypes in the registered
     `state_dict`s (without optimizer states), before they connect. Replicas that contradict most others end with an
-    error; the others lose one step and go on. A digest of these facts travels in torchft's messages, which it logs
+    error; the others lose one step and continue. A digest of these facts travels in torchft's messages, which it logs
     at each step; the facts themselves are read from a replica's store once digests differ.
 
     Args:
@@ -144,7 +144,7 @@ class LowBitManager(_Manager):
         return committed
 
     def stated(self, handle: Mapping[str, Any]) -> dict[str, Any]:
-        """What this replica tells the others in a handle of torchft's when it asks for a quorum."""
+        """What this replica states in a handle of torchft's when it asks for a quorum."""
         if self._facts_at != handle["store"]:
             bounded(lambda: _store(handle["store"], _READ_SECONDS).set(_FACTS, self._facts), _READ_SECONDS)
             self._facts_at = handle["store"]

@@ -55,8 +55,8 @@ class LowBitConfig:
     Args:
         forward: format of activations between stages: a codec, or a mapping from boundary index. None: PyTorch's own
             stages.
-        backward: format of gradients between stages, likewise; None: the default beside `forward`.
-        warmup_steps: so many first calls of the schedule send everything between stages at full precision; gradient
+        backward: format of gradients between stages, likewise; None: the default for `forward`.
+        warmup_steps: number of first calls of the schedule that send everything at full precision; gradient
             accumulation calls it several times a step.
         gradients: format of data-parallel gradients, such as `BlockFloat8()`; None: as TorchTitan sends them.
         activations: bits of the activations that autograd saves; None: as TorchTitan saves them.
@@ -161,8 +161,8 @@ def parallelize_fn(function: Callable[..., Any], config: LowBitConfig) -> Callab
         config: `gradients` and `activations` are used. With neither, the function is returned as it is.
 
     Raises:
-        ValueError: `function` is low-bit already; or, when called: selective checkpointing or tensor parallelism beside
-            `activations`, or no FSDP beside `gradients`.
+        ValueError: `function` is low-bit already; or, when called: selective checkpointing or tensor parallelism with
+            `activations`, or no FSDP with `gradients`.
     """
     _refuse_twice(function)
     if config.gradients is None and config.activations is None:

@@ -127,7 +127,8 @@ class LowBitPipelineStage(_Stage):
         }
         agree(group, facts, timeout, topic="transformers pipeline")
         self._group, self._timeout = group, timeout
-        self._beside = _tensor_parallel(model)
+        shared = (getattr(model, "_tp_size", None) or 1) > 1
+        self._beside = model._device_mesh.get_group("tp") if shared else None  # ranks that share the stage's layers
         self._shares = Shares(codec, self._beside, timeout)
         self._messages = Messages(group, "transformers pipeline", timeout=timeout, checksums=checksums)
         self._outgoing = Outgoing(self._messages, self.pp_next_rank)
@@ -313,7 +314,7 @@ class _Choice:
 
 
 def _over_gloo(group: dist.ProcessGroup, timeout: float) -> dist.ProcessGroup:
-    """A group of the same ranks that carries tensors of the host by Gloo: this one, or a new one beside NCCL's."""
+    """A group of the same ranks that carries tensors of the host by Gloo: this one, or a new one next to NCCL's."""
     if "gloo" in dist.get_backend_config(group):
         return group
     ranks, limit = dist.get_process_group_ranks(group), timedelta(seconds=timeout)
@@ -322,15 +323,8 @@ def _over_gloo(group: dist.ProcessGroup, timeout: float) -> dist.ProcessGroup:
     return beside
 
 
-def _tensor_parallel(model: Any) -> dist.ProcessGroup | None:
-    """The ranks that share the layers of a stage; None: this one alone."""
-    if (getattr(model, "_tp_size", None) or 1) == 1:
-        return None
-    return model._device_mesh.get_group("tp")
-
-
 def _is_simple(config: Any) -> bool:
-    """Whether `generate` chooses one token at a time, and shows nobody the scores that it chooses by."""
+    """Whether `generate` chooses one token at a time, and does not return the scores that it chooses by."""
     shown = config.return_dict_in_generate and (config.output_scores or config.output_logits)
     guided = config.guidance_scale not in (None, 1)  # its processor calls the model
     return config.get_generation_mode().value in _SIMPLE and not shown and not guided and not config.is_assistant

@@ -147,7 +147,7 @@ class Shares:
         return torch.cat(states)[: shape[0] * shape[1]].view(shape)
 
     def _shape(self, shape: tuple[int, ...]) -> torch.Size:
-        """Of what a rank sends: of its share of the rows, or of everything, where that is little."""
+        """Return the shape of what a rank sends: its share of the rows, or everything where that is little."""
         whole = torch.Size(shape)
         if self.ranks == 1 or self._codec.nbytes(whole) < SPLIT:
             return whole

@@ -23,11 +23,9 @@ from torch import nn
 from lowbit.codecs import Codec
 from lowbit.integrations.engine import engine, part
 from lowbit.integrations.transformers import LowBitPipelineStage, low_bit_pipeline_
-from lowbit.ranks.objects import gather_json
-from lowbit.tensor_parallel import Calibration, CalibrationError, Drift, Installed, SumSettings
-from lowbit.tensor_parallel.identity import identity
+from lowbit.tensor_parallel import Calibration, Drift, Installed, SumSettings
 from lowbit.tensor_parallel.low_bit import install_formats, load_agreed
-from lowbit.tensor_parallel.sums import ModelSum, group_of, real_sums
+from lowbit.tensor_parallel.sums import group_of, real_sums
 
 __all__ = ["LowBitParallel", "load_parallel", "low_bit_parallel_"]
 
@@ -125,34 +123,12 @@ def low_bit_parallel_(
             "of load_parallel with tensor and stages of at least 2"
         )
     group, settings = group_of(layers), settings or SumSettings()
-    source = load_agreed(calibration, _everybody(), settings)
+    everybody: Any = dist.group.WORLD
+    source = load_agreed(calibration, everybody, settings)
     if isinstance(source, Calibration):
-        _check(source, model, layers, own.pp_group)
+        source.check(model, dist.get_world_size(group), layers, own.pp_group)
     with contextlib.ExitStack() as undo:
         sums = undo.enter_context(install_formats(model, layers, source, group, settings, drift))
         stage = low_bit_pipeline_(model, codec, timeout=timeout, checksums=checksums)
         undo.pop_all()
     return LowBitParallel(sums, stage)
-
-
-def _check(calibration: Calibration, model: nn.Module, layers: dict[str, ModelSum], stages: Any) -> None:
-    """Raise unless the calibration is of the model whose stages these are."""
-    ranks = dist.get_world_size(group_of(layers))
-    if calibration.world != ranks:
-        raise CalibrationError(
-            f"the calibration is for {calibration.world} ranks, and {ranks} share a layer; "
-            f"allowed: a calibration for as many (lowbit calibrate --ranks {ranks})"
-        )
-    known = {name for names in gather_json(list(layers), stages) for name in names}
-    if different := sorted(known ^ set(calibration.features)):
-        raise CalibrationError(
-            f"the calibration has {len(calibration.features)} layers, the stages {len(known)}; "
-            f"in one of them only: {', '.join(different[:4])}{', ...' if len(different) > 4 else ''}"
-        )
-    name = identity(model, layers, stages)
-    if name != calibration.model:
-        raise CalibrationError(f"the calibration is for the model {calibration.model}, this is {name}")
-
-
-def _everybody() -> Any:
-    return dist.group.WORLD

@@ -79,7 +79,6 @@ NAMES = {
     "engine-bf16": "PyTorch, BF16", "hook-fp16": "DDP hook, FP16", "hook-bf16": "DDP hook, BF16",
     "powersgd": "PowerSGD", "fp32": "FP32", "bf16": "BF16", "fp16": "FP16", "fp8": "FP8", "int8": "INT8",
     "int6": "INT6", "int4": "INT4", "feature-int4": "FeatureInt, 4 bits", "feature-int8": "FeatureInt, 8 bits",
-    "feature-int4-distributed": "FeatureInt, 4 bits, distributed",
     "feature-int4-static": "static ranges, as published", "tah-quant": "TAH-Quant by range (ours)",
     "TAHQuant()": "TAH-Quant by range (ours)", "tah-quant-published": "TAH-Quant as published",
     "tah-quant-published-token": "TAH-Quant as published, by token", "aq-sgd": "AQ-SGD", "subspace": "SubspaceQuant",

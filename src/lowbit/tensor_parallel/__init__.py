@@ -6,7 +6,7 @@ from lowbit.tensor_parallel.calibrate import calibrate
 from lowbit.tensor_parallel.calibration import Calibration
 from lowbit.tensor_parallel.cut import tensor_parallel_
 from lowbit.tensor_parallel.drift import Drift
-from lowbit.tensor_parallel.emulate import Emulation, emulate_tensor_parallel_
+from lowbit.tensor_parallel.emulate import emulate_tensor_parallel_
 from lowbit.tensor_parallel.files import CalibrationError
 from lowbit.tensor_parallel.low_bit import low_bit_, low_bit_styles
 from lowbit.tensor_parallel.reduce import SumSettings, Traffic
@@ -18,7 +18,6 @@ __all__ = [
     "Calibration",
     "CalibrationError",
     "Drift",
-    "Emulation",
     "Installed",
     "LowBitRowwiseParallel",
     "ModelSum",

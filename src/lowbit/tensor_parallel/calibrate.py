@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lowbit.codecs.base import Codec
 from lowbit.codecs.checks import check_choice, check_int
 from lowbit.codecs.feature_int.codec import GAINS
 from lowbit.codecs.sums import Summable
 from lowbit.collectives import agree
 from lowbit.ranks.objects import gather_json
 from lowbit.tensor_parallel.calibration import (
-    LAYOUTS,
     SHARE,
     Calibration,
     check_budget,
@@ -31,20 +31,20 @@ from lowbit.tensor_parallel.calibration import (
     tables_of,
 )
 from lowbit.tensor_parallel.drift import relative_error, sample
-from lowbit.tensor_parallel.effects import effects
 from lowbit.tensor_parallel.emulate import emulate_tensor_parallel_
 from lowbit.tensor_parallel.files import CalibrationError
 from lowbit.tensor_parallel.formats import Curve, curve_of
 from lowbit.tensor_parallel.identity import identity
+from lowbit.tensor_parallel.inputs import input_numbers, layers_with_inputs
 from lowbit.tensor_parallel.observe import Observer
 from lowbit.tensor_parallel.plan import Plan
 from lowbit.tensor_parallel.reduce import SumSettings
-from lowbit.tensor_parallel.rowwise import Installed, install
-from lowbit.tensor_parallel.slices import input_numbers, layers_with_inputs
+from lowbit.tensor_parallel.rowwise import Installed, Watch, install
 from lowbit.tensor_parallel.sums import ModelSum, model_sums
 
 _log = logging.getLogger("lowbit.tensor_parallel")
 _SAMPLES, _TRIED = 4, 4  # rows of a held-out sequence; sequences, to measure what coding does to the outputs
+_CODED = SumSettings(small=0, algorithm="one_shot")
 
 
 @torch.no_grad()
@@ -54,7 +54,6 @@ def calibrate(
     *,
     ranks: int | None = None,
     k: int | None = None,
-    features: str = "fixed",
     gain: str = "token",
     bits: float | None = None,
     inputs: Summable | None = None,
@@ -89,7 +88,7 @@ def calibrate(
         model: Hugging Face model, whole or loaded with a `tp_plan`; or any module with a `plan` that takes token ids.
         sequences: token ids, int64, (length,) or (batch, length); every row counts as one sequence.
         ranks: to calibrate for; None: those that the model is on.
-        k: outlier features of each layer; None: E // 64. features: "fixed" or "distributed" (`calibration.select`).
+        k: outlier features of each layer; None: E // 64.
         gain: "token": each token has a gain of 16 bits, times ranges around means. "static": the published format.
             Ranges alone, symmetric, say what codes stand for, and nothing is computed of a token at inference.
         bits: budget of bits per value over all layers, every bit counted; None: 4-bit codes everywhere (4.19 at
@@ -99,7 +98,7 @@ def calibrate(
             of the error. Each rank then keeps these layers' whole weights and does all their products. None: no layer.
         momentum: of the moving averages, from 0 to below 1: 0.99 looks back over about 100 sequences.
         text: where the sequences are from, for the file.
-        start: go on from this calibration: its averages, count and momentum (which `momentum` must equal).
+        start: continue this calibration: its averages, count and momentum (which `momentum` must equal).
         state: file for the averages, written after every `save_every` sequences. If it exists at the start, the
             sequences that it has seen are skipped, and the result is the same as without the interruption.
         progress: called with the number of sequences done, of those in `sequences`.
@@ -122,7 +121,9 @@ def calibrate(
         """Check the arguments and load averages of earlier runs; also return facts that identify this run."""
         widths = {layer: summed.width for layer, summed in layers.items()}
         check_choice("gain", gain, GAINS)
-        _check_arguments(k, features, momentum, save_every)
+        if not isinstance(momentum, int | float) or not 0 <= momentum < 1:
+            raise ValueError(f"momentum is {momentum!r}; allowed: a number from 0 to below 1")
+        check_int("save_every", save_every, 1, 1 << 30)
         sent.update(_sent(inputs, layers, _world(ranks, group)))
         check_budget(
             bits, widths, {layer: outlier_count(layer, k, width) for layer, width in widths.items()},
@@ -130,7 +131,12 @@ def calibrate(
         )  # fmt: skip
         observer = Observer(widths, ranks=_world(ranks, group), momentum=momentum)
         if start is not None:
-            _check_start(start, name, observer)
+            for what, earlier, now in (
+                ("the model", start.model, name), ("a world of", start.world, observer.ranks),
+                ("a momentum of", start.momentum, momentum),
+            ):  # fmt: skip
+                if earlier != now:
+                    raise CalibrationError(f"start is a calibration for {what} {earlier}, this one is for {now}")
             observer.resume(start.averages, start.count)
         facts = {
             "model": name, "world": str(observer.ranks), "momentum": str(momentum), "text": text,
@@ -141,7 +147,7 @@ def calibrate(
         return observer, facts
 
     settings = {
-        "text": text, "start": start.fingerprint() if start else None, "k": k, "features": features, "gain": gain,
+        "text": text, "start": start.fingerprint() if start else None, "k": k, "gain": gain,
         "bits": bits, "inputs": inputs, "momentum": momentum, "save_every": save_every, "saves": state is not None,
     }  # fmt: skip
     observer, facts = prepare() if group is None else _prepare_agreed(prepare, settings, read, group)
@@ -149,18 +155,21 @@ def calibrate(
 
     run, tell = _Run(model, layers, group, plan, observer.ranks), progress or (lambda count: None)
     _observe(observer, run, _unseen(observed, observer.count - before), state, facts, save_every, before, tell)
-    _warn_of_zeros(observer)
+    if zeros := tables_of(observer.averages, observer.count, observer.momentum)[2]:
+        _log.warning(
+            "always zero in the calibration text: %s%s; such features get the smallest range of their layer", zeros[0],
+            f", and features of {len(zeros) - 1} more layers" if len(zeros) > 1 else "",
+        )  # fmt: skip
     ranges = Calibration(
         averages=observer.averages, count=observer.count, features={}, model=name, world=observer.ranks,
         dtype=dtype_of(layers), text="; ".join(filter(None, [start.text if start else "", text])),
         settings={"momentum": momentum, "gain": gain},
-    ).select(k=k, features=features)  # fmt: skip
+    ).select(k=k)  # fmt: skip
     calibration = dataclasses.replace(ranges, curves=_curves(ranges, observer, group), inputs=sent)
     if bits is not None:
         codecs = {layer: calibration.codec(layer) for layer in layers if layer not in sent}
         tried = [row[None] for batch in observed for row in batch][:_TRIED]
-        measured = effects(model, codecs, tried, ranks=observer.ranks, sums=layers, group=group, plan=plan)
-        calibration = dataclasses.replace(calibration, effects=measured)
+        calibration = dataclasses.replace(calibration, effects=_effects(run, codecs, tried))
     calibration = calibration.within(bits)
     errors = _held_out(calibration, run, held_out, observer.count - before, tell)
     return dataclasses.replace(calibration, held_out=errors)
@@ -204,6 +213,33 @@ def _curves(calibration: Calibration, observer: Observer, group: dist.ProcessGro
         layer: {int(width): (clip, error) for width, (clip, error) in curve.items()}
         for layer, curve in gather_json(curves, group)[0].items()
     }
+
+
+def _effects(run: _Run, codecs: Mapping[str, Codec], batches: Sequence[Tensor]) -> dict[str, float]:
+    """Return, by layer, the squared relative error of the model's outputs when only this layer's sum is coded.
+
+    The errors of the sums do not show it: they are added to a residual stream whose size differs from token to token,
+    and a few tokens make up most of the power of many sums. Outputs are logits, or the last hidden states of a model
+    without; each token's error is relative to its own output's deviation from its mean, and all tokens count alike.
+    """
+
+    def outputs(coded: Mapping[str, Codec]) -> list[Tensor]:
+        with run.installed(coded, _CODED):
+            return [plain(run.output(batch)).float().flatten(0, -2) for batch in batches]
+
+    def plain(y: Any) -> Tensor:
+        if isinstance(y, Tensor):
+            return y
+        return y.logits if hasattr(y, "logits") else y.last_hidden_state
+
+    exact, effects = outputs({}), {}
+    for name, codec in codecs.items():
+        shares = [
+            (coded - one).square().sum(1) / (one - one.mean(1, keepdim=True)).square().sum(1).clamp(min=1e-30)
+            for one, coded in zip(exact, outputs({name: codec}), strict=True)
+        ]
+        effects[name] = float(torch.cat(shares).double().mean())
+    return effects
 
 
 def _held_out(
@@ -277,13 +313,6 @@ def _sent(inputs: Summable | None, layers: Mapping[str, ModelSum], ranks: int) -
     return {layer: (bits, group, row) for layer, row in found.items()}
 
 
-def _check_arguments(k: int | None, features: str, momentum: float, save_every: int) -> None:
-    check_choice("features", features, LAYOUTS)
-    if not isinstance(momentum, int | float) or not 0 <= momentum < 1:
-        raise ValueError(f"momentum is {momentum!r}; allowed: a number from 0 to below 1")
-    check_int("save_every", save_every, 1, 1 << 30)
-
-
 def _world(ranks: int | None, group: dist.ProcessGroup | None) -> int:
     """Return the number of ranks to calibrate for."""
     if group is not None:
@@ -294,13 +323,6 @@ def _world(ranks: int | None, group: dist.ProcessGroup | None) -> int:
     check_int("ranks", ranks, 1, 1 << 16)
     assert ranks is not None
     return ranks
-
-
-def _check_start(start: Calibration, model: str, observer: Observer) -> None:
-    compared = ("the model", start.model, model), ("a world of", start.world, observer.ranks)
-    for name, earlier, now in (*compared, ("a momentum of", start.momentum, observer.momentum)):
-        if earlier != now:
-            raise CalibrationError(f"start is a calibration for {name} {earlier}, this one is for {now}")
 
 
 def _prepare_agreed(
@@ -347,12 +369,21 @@ class _Run:
         self, batches: Iterable[Tensor], look: Callable[[str, int, Tensor], None], after: Callable[[int], None]
     ) -> None:
         """Show `look` the partial sums of all batches, by layer and rank, and tell `after` each one's length."""
-        options = {"use_cache": False} if hasattr(self.model, "config") else {}
-        device = next(self.model.parameters()).device
         with self._watched(look):
             for batch in batches:
-                self.model(batch.to(device), **options)
+                self.output(batch)
                 after(len(batch))
+
+    def output(self, batch: Tensor) -> Any:
+        """Return what the model returns for token ids, (batch, length)."""
+        options = {"use_cache": False} if hasattr(self.model, "config") else {}
+        return self.model(batch.to(next(self.model.parameters()).device), **options)
+
+    def installed(self, codecs: Mapping[str, Codec], settings: SumSettings, watch: Watch | None = None) -> Installed:
+        """Code the sums of these layers, and show all sums to `watch`, on real or emulated ranks."""
+        if self.group is not None:
+            return install(self.layers, codecs, self.group, settings, watch=watch)
+        return emulate_tensor_parallel_(self.model, self.ranks, codecs, settings=settings, plan=self.plan, watch=watch)
 
     @contextlib.contextmanager
     def _watched(self, look: Callable[[str, int, Tensor], None]) -> Iterator[None]:
@@ -376,11 +407,7 @@ class _Run:
         self.model.eval()
         hook = self.model.register_forward_pre_hook(note)
         try:
-            if self.group is None:
-                watched: Installed = emulate_tensor_parallel_(self.model, self.ranks, plan=self.plan, watch=see)
-            else:
-                watched = install(self.layers, {}, self.group, SumSettings(), watch=see)
-            with watched:
+            with self.installed({}, SumSettings(), see):
                 yield
         finally:
             hook.remove()
@@ -394,12 +421,3 @@ def _unseen(batches: Sequence[Tensor], skip: int) -> Iterator[Tensor]:
         if skip < len(batch):
             yield batch[skip:]
         skip = max(0, skip - len(batch))
-
-
-def _warn_of_zeros(observer: Observer) -> None:
-    _, _, zeros = tables_of(observer.averages, observer.count, observer.momentum)
-    if zeros:
-        _log.warning(
-            "always zero in the calibration text: %s%s; such features get the smallest range of their layer", zeros[0],
-            f", and features of {len(zeros) - 1} more layers" if len(zeros) > 1 else "",
-        )  # fmt: skip

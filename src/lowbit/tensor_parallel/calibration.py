@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowbit.codecs import FeatureInt
@@ -19,22 +20,21 @@ from lowbit.codecs.checks import check_choice, check_int
 from lowbit.codecs.feature_int.codec import GAINS
 from lowbit.codecs.feature_int.reference import FEWEST, MOST
 from lowbit.codecs.sums import Summable
+from lowbit.ranks.objects import gather_json
 from lowbit.tensor_parallel import files
 from lowbit.tensor_parallel.files import CalibrationError, join
 from lowbit.tensor_parallel.formats import WIDTHS, Curve, spend
 from lowbit.tensor_parallel.identity import identity
+from lowbit.tensor_parallel.inputs import input_format
 from lowbit.tensor_parallel.observe import AVERAGES
-from lowbit.tensor_parallel.slices import input_format
 from lowbit.tensor_parallel.sums import ModelSum, model_sums
 
 _FORMAT = "lowbit-calibration"
-LAYOUTS = ("fixed", "distributed")
 SHARE = 64
 """By default one feature in this many is sent as bfloat16: with 4-bit codes (16 + 4 * 63) / 64 = 4.1875 bits per value,
 and 16 for each row."""
 FLOOR = 1 / 64
 """Least range of a feature, of the root mean square over its rank's features."""
-_MOST = 4  # "distributed" gives a layer at most a quarter of its features
 
 Features = dict[str, tuple[int, ...]]
 """Outlier features by layer, ascending."""
@@ -47,19 +47,19 @@ class Calibration:
     Args:
         averages: moving averages of the minimum ("low"), the maximum ("high") and the mean ("mean") of a sequence, by
             layer, float32 (world + 1, E); the last row is that of the ranks' sum. Not corrected for their start at
-            zero, so that a calibration can go on.
+            zero, so that a calibration can be continued.
         count: sequences that they were made from.
         features: by layer, ascending: those sent as bfloat16.
         bits: by layer: of codes; a layer without has 4.
         effects: by layer: what 4-bit codes do to the model's outputs (`effects`); measured for a budget of bits only.
         inputs: by layer that sends its inputs instead of its partial sums: bits and group of their format
-            (`slices.input_format`), and its bits per row.
+            (`inputs.input_format`), and its bits per row.
         curves: by layer: where codes end best, and the error, for each width (`formats.Curve`).
         held_out: by layer, of each rank: mean and standard deviation of the relative error of rows that were held out.
         model: its `identity`. dtype: of its partial sums.
         world: tensor-parallel ranks.
         text: where the sequences came from.
-        settings: momentum, k, layout of the features, gain, and budget of bits.
+        settings: momentum, k, gain, and budget of bits.
 
     Attributes:
         ranges: by layer, float32 (world, E): the furthest that corrected averages of extremes are from that of the
@@ -99,7 +99,7 @@ class Calibration:
 
     @property
     def momentum(self) -> float:
-        """Of the moving averages."""
+        """Momentum of the moving averages."""
         return float(self.settings["momentum"])
 
     @property
@@ -135,7 +135,7 @@ class Calibration:
         """Return the formats of inputs, by layer that sends them where its partial sums would be coded."""
         return {name: input_format(bits, group) for name, (bits, group, _) in self.inputs.items()}
 
-    def select(self, *, k: int | None = None, features: str = "fixed", gain: str | None = None) -> Calibration:
+    def select(self, *, k: int | None = None, gain: str | None = None) -> Calibration:
         """Return the same averages and bits with features chosen anew, as `calibrate` does; k=0: none in bfloat16.
 
         With another `gain`, ranges are another measure of the averages, and what was chosen for the old ones is left
@@ -147,10 +147,8 @@ class Calibration:
         if gain not in (None, self.gain):
             settings = {**self.settings, "gain": gain, "bits": None}
             chosen = {key: {} for key in ("features", "bits", "effects", "inputs", "curves", "held_out")}
-            return dataclasses.replace(self, **chosen, settings=settings).select(k=k, features=features)
-        selected = select(self.ranges, self.total, k=k, layout=features)
-        settings = {**self.settings, "k": k, "features": features}
-        return dataclasses.replace(self, features=selected, settings=settings)
+            return dataclasses.replace(self, **chosen, settings=settings).select(k=k)
+        return dataclasses.replace(self, features=select(self.ranges, k), settings={**self.settings, "k": k})
 
     def within(self, bits: float | None) -> Calibration:
         """Return the same ranges and features with the bits of codes chosen anew for a budget, as `calibrate` does.
@@ -196,11 +194,15 @@ class Calibration:
             digest.update(name.encode() + tensor.contiguous().numpy().tobytes())
         return digest.hexdigest()[:16]
 
-    def check(self, model: nn.Module, world: int, layers: Mapping[str, ModelSum] | None = None) -> None:
+    def check(
+        self, model: nn.Module, world: int, layers: Mapping[str, ModelSum] | None = None,
+        stages: dist.ProcessGroup | None = None,
+    ) -> None:  # fmt: skip
         """Raise unless it was made for this model on `world` ranks; on real ranks, all of them must call it.
 
         Args:
             layers: the sums by name; absent: found in the model.
+            stages: ranks that hold the other layers of a model that is cut into stages.
 
         Raises:
             CalibrationError: another number of ranks, other layers, another model or data type. (float32 and bfloat16
@@ -212,12 +214,15 @@ class Calibration:
                 "allowed: a calibration for as many (lowbit calibrate --ranks)"
             )
         layers = model_sums(model) if layers is None else layers
-        if different := sorted(set(layers) ^ set(self.features)):
+        known = set(layers)
+        if stages is not None:
+            known = {name for names in gather_json(list(layers), stages) for name in names}
+        if different := sorted(known ^ set(self.features)):
             raise CalibrationError(
-                f"the calibration has {len(self.features)} layers, the model {len(layers)}; "
+                f"the calibration has {len(self.features)} layers, the model {len(known)}; "
                 f"in one of them only: {', '.join(different[:4])}{', ...' if len(different) > 4 else ''}"
             )
-        name = identity(model, layers)
+        name = identity(model, layers, stages)
         if name != self.model:
             here = dtype_of(layers)
             ours, theirs = ("", "") if here == self.dtype else (f" in {self.dtype}", f" in {here}")
@@ -242,7 +247,6 @@ class Calibration:
                 f"{path} is for version {version} of {metadata.get('codec')}, this lowbit has version "
                 f"{FeatureInt.payload_version} of FeatureInt: calibrate again"
             )
-        files.verify(path, averages, metadata)
         try:
             return cls(
                 averages=averages, count=int(metadata["count"]),
@@ -320,31 +324,18 @@ def tables_of(
     return ranges, means, zeros
 
 
-def select(
-    ranges: Mapping[str, Tensor], totals: Mapping[str, Tensor], *, k: int | None = None, layout: str = "fixed"
-) -> Features:
-    """Return the features of each layer with the largest range over all ranks.
+def select(ranges: Mapping[str, Tensor], k: int | None) -> Features:
+    """Return the k features of each layer with the largest range over all ranks; None: E // 64.
 
     The range of a feature is aggregated as the sum of its squares over the ranks, because the expected squared error of
     uniform 4-bit codes is range^2 / (7^2 12) on each rank, and the errors of the ranks are independent. (The paper,
     arXiv 2411.07942, selects by "the largest aggregated range" without a formula.)
 
-    Args:
-        ranges: by layer, (ranks, E). totals: by layer, (E,), of the sum over the ranks.
-        k: features of each layer; None: E // 64.
-        layout: "fixed": k for each layer. "distributed": the same number in all, hence the same bits, but chosen over
-            all layers by the expected error that each takes away, relative to the layer's sum (the sum of `totals`
-            squared); at most E // 4 of a layer.
-
     Raises:
         ValueError: k is not smaller than the features of a layer.
     """
-    check_choice("features", layout, LAYOUTS)
     counts = {name: outlier_count(name, k, by_rank.shape[1]) for name, by_rank in ranges.items()}
     gains = {name: by_rank.double().square().sum(0) for name, by_rank in ranges.items()}
-    if layout == "distributed":
-        relative = {name: gains[name] / totals[name].double().square().sum() for name in gains}
-        counts = _distribute(relative, sum(counts.values()))
     return {
         name: tuple(sorted(gain.argsort(descending=True, stable=True)[: counts[name]].tolist()))
         for name, gain in gains.items()
@@ -383,13 +374,3 @@ def outlier_count(name: str, k: int | None, width: int) -> int:
     if k >= width:
         raise ValueError(f"k is {k}; allowed: 0 to {width - 1}, fewer than the features of {name}")
     return k
-
-
-def _distribute(gains: Mapping[str, Tensor], count: int) -> dict[str, int]:
-    """Return how many of the `count` largest gains each layer has."""
-    names = list(gains)
-    best = {name: gain.sort(descending=True).values[: max(1, len(gain) // _MOST)] for name, gain in gains.items()}
-    owners = torch.cat([torch.full((len(best[name]),), i) for i, name in enumerate(names)])
-    order = torch.cat([best[name] for name in names]).argsort(descending=True, stable=True)
-    taken = torch.bincount(owners[order[:count]], minlength=len(names))
-    return dict(zip(names, taken.tolist(), strict=True))

@@ -16,7 +16,6 @@ from torch.distributed.tensor import distribute_tensor
 from lowbit.collectives.calls import TIMEOUT
 from lowbit.ranks.groups import default_group
 from lowbit.tensor_parallel import op
-from lowbit.tensor_parallel.encoders import check_real_ranks
 from lowbit.tensor_parallel.experts import Cut, cuts_of, divided_forward, local_parameters, partial_on_rank
 from lowbit.tensor_parallel.plan import (
     EXPERTS,
@@ -24,6 +23,7 @@ from lowbit.tensor_parallel.plan import (
     IDENTITY,
     Plan,
     check_heads,
+    check_real_ranks,
     is_row,
     plan_of,
     rules_of,

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from lowbit.codecs.base import Codec
 from lowbit.codecs.checks import check_int
+from lowbit.tensor_parallel import op
 from lowbit.tensor_parallel.calibration import Calibration
 from lowbit.tensor_parallel.drift import Drift
 from lowbit.tensor_parallel.experts import RankView, cuts_of, divided_forward
@@ -28,19 +29,6 @@ from lowbit.tensor_parallel.plan import (
 from lowbit.tensor_parallel.reduce import SumSettings, check_inference
 from lowbit.tensor_parallel.rowwise import Installed, LayerSum, Watch
 from lowbit.tensor_parallel.sums import ModelSum, counted, planned_sums, real_sums
-from lowbit.tensor_parallel.traffic import counting
-
-
-class Emulation(Installed):
-    """A model that computes as on `ranks` tensor-parallel ranks until `remove`. A context manager.
-
-    Attributes:
-        ranks: emulated ones. traffic: values and bytes that each of them would have sent so far.
-    """
-
-    def __init__(self, ranks: int) -> None:
-        super().__init__()
-        self.ranks = ranks
 
 
 def emulate_tensor_parallel_(
@@ -52,7 +40,7 @@ def emulate_tensor_parallel_(
     plan: Plan | None = None,
     watch: Watch | None = None,
     drift: Drift | None = None,
-) -> Emulation:
+) -> Installed:
     """Make a whole model compute, in place and in this process, as on `ranks` tensor-parallel ranks.
 
     Every matrix product has the shape that it has on a rank (column-wise weights are cut by outputs, row-wise ones by
@@ -67,7 +55,7 @@ def emulate_tensor_parallel_(
     Args:
         model: a whole Hugging Face model, or any module with a `plan`.
         ranks: how many to emulate, at least 1.
-        low_bit: a `Calibration` for so many ranks and this model; a codec, used for all layers (`GroupInt` for plain
+        low_bit: a `Calibration` for this many ranks and this model; a codec, used for all layers (`GroupInt` for plain
             INT8), or codecs by layer, of which others have none; None: sums in
             the model's dtype, in the order of the ranks, rounded once. (The all-reduce of real
             ranks does the same for two ranks, and rounds after every addition for more.)
@@ -76,7 +64,7 @@ def emulate_tensor_parallel_(
         watch: called with all partial sums and their sum. drift: watches coded values, on all ranks.
 
     Returns:
-        An `Emulation`, whose `remove()` undoes it.
+        An `Installed`, whose `remove()` undoes it; its `traffic` counts what each rank would have sent.
 
     Raises:
         ValueError: no plan, modules that their style is not for, quantized weights, or sizes that cannot be divided.
@@ -91,7 +79,7 @@ def emulate_tensor_parallel_(
     check_heads(model, ranks, planned)
     if isinstance(low_bit, Calibration):
         low_bit.check(model, ranks, planned_sums(model, rules))
-    emulation = Emulation(ranks)
+    emulation = Installed()
 
     def sum_of(summed: ModelSum) -> LayerSum:
         return LayerSum(
@@ -111,12 +99,11 @@ def emulate_tensor_parallel_(
     emulation.sums = list(sums.values())
     if isinstance(low_bit, Calibration):
         emulate_inputs(emulation, {name: module for name, (module, _) in planned.items()}, low_bit.inputs_codecs())
-    for other in counted(model, rules):
-        forward = counting(other.module.forward, emulation.traffic, ranks, gathers=other.gathers)
-        emulation.replace(other.module, forward)
+    for module, gathers in counted(model, rules):
+        emulation.replace(module, op.counting(module.forward, emulation.traffic, ranks, gathers=gathers))
     for name, (module, style) in planned.items():
         if style in ROW and isinstance(module, nn.Linear):
-            _shard_activations(emulation, model.get_submodule(name.rpartition(".")[0]), module.in_features)
+            _shard_activations(emulation, model.get_submodule(name.rpartition(".")[0]), module.in_features, ranks)
     return emulation
 
 
@@ -134,14 +121,8 @@ def _forward(
         return _column_forward(module, ranks) if isinstance(module, nn.Linear) else divided_forward(module, ranks)
     if isinstance(module, nn.Linear):
         return _row_forward(module, layer_sum)
-    return _experts_forward(
-        RankView(module, module.forward, style, cuts_of(name, module, rules, ranks), ranks), layer_sum
-    )
-
-
-def _experts_forward(view: RankView, layer_sum: LayerSum) -> Callable[..., Tensor]:
-    """Make a forward for experts that computes with each rank's part of them, one rank after the other."""
-    parameters = tuple(view.module.parameters(recurse=False))
+    view = RankView(module, module.forward, style, cuts_of(name, module, rules, ranks), ranks)
+    parameters = tuple(module.parameters(recurse=False))
 
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         for parameter in parameters:
@@ -181,8 +162,8 @@ def _column_forward(layer: nn.Linear, ranks: int) -> Callable[[Tensor], Tensor]:
     return forward
 
 
-def _shard_activations(emulation: Emulation, parent: nn.Module, features: int) -> None:
-    """Let modules without parameters beside a row-wise layer compute one rank's features at a time.
+def _shard_activations(emulation: Installed, parent: nn.Module, features: int, ranks: int) -> None:
+    """Let modules without parameters next to a row-wise layer compute one rank's features at a time.
 
     Vectorized loops compute the last elements of a tensor by other instructions than the rest, so the length of a
     tensor may change the last bit of an exponential.
@@ -195,7 +176,7 @@ def _shard_activations(emulation: Emulation, parent: nn.Module, features: int) -
         def forward(x: Tensor, *args: Any, _own: Any = own, **kwargs: Any) -> Tensor:
             if not isinstance(x, Tensor) or x.shape[-1] != features:
                 return _own(x, *args, **kwargs)
-            parts = [part.contiguous() for part in shards(x, emulation.ranks, -1)]
+            parts = [part.contiguous() for part in shards(x, ranks, -1)]
             return torch.cat([_own(part, *args, **kwargs) for part in parts], -1)
 
         emulation.replace(module, forward)

@@ -120,7 +120,7 @@ def _without_all_reduce(style: Style) -> Callable[..., Tensor]:
 
 
 def _linear(style: Style) -> Parts:
-    """Of a row-wise layer whose weight is no `DTensor` of floats: Transformers lets it compute on local tensors."""
+    """Return the parts of a row-wise layer without a `DTensor` of floats, which Transformers runs on local tensors."""
     module = style.module
     with torch.no_grad():
         local = style.style.should_use_local_tensors(module)
@@ -140,7 +140,7 @@ def _linear(style: Style) -> Parts:
 
 
 def _dispatched(style: Style) -> Parts:
-    """Of whole experts on each rank: a sum if all ranks compute with the same tokens."""
+    """Return the parts of a layer with whole experts on each rank: a sum if all ranks compute with the same tokens."""
     implementation = style.own
     if getattr(implementation, "megamoe", None) is None:
         implementation = getattr(implementation, "all_reduce", None) or implementation

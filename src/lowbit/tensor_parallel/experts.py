@@ -55,7 +55,7 @@ def cuts_of(name: str, module: nn.Module, rules: Plan, ranks: int) -> dict[str, 
 
 
 def _cut_of(name: str, style: str, dims: int) -> Cut | None:
-    """Return how Transformers cuts a parameter with so many dimensions by this style; None: not at all."""
+    """Return how Transformers cuts a parameter of `dims` dimensions by this style; None: not at all."""
     outputs = max(dims - 2, 0)
     cuts = {
         "colwise": Cut(outputs),

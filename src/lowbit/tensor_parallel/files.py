@@ -37,7 +37,7 @@ def _digest(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
 
 
 def write(path: str | Path, tensors: Tensors, metadata: Mapping[str, str]) -> None:
-    """Write a file beside the target, then rename it: a reader finds the old file or the new one."""
+    """Write a file next to the target, then rename it: a reader finds the old file or the new one."""
     from safetensors.torch import save
 
     path = Path(path)
@@ -61,7 +61,7 @@ def read(path: str | Path, kinds: Sequence[str], expected: str) -> tuple[dict[st
     """Return the tensors of these kinds, and the metadata, of a file whose metadata's `format` is `expected`.
 
     Raises:
-        CalibrationError: no such file, not a safetensors file, cut short, or of another format.
+        CalibrationError: no such file, not a safetensors file, cut short, damaged, or of another format.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load
@@ -80,15 +80,10 @@ def read(path: str | Path, kinds: Sequence[str], expected: str) -> tuple[dict[st
     metadata = header.get("__metadata__") or {}
     if metadata.get("format") != expected:
         raise CalibrationError(f"{path} has the format {metadata.get('format')!r}; expected {expected!r}")
+    if metadata.pop(_DIGEST, None) != _digest(tensors, metadata):
+        raise CalibrationError(f"{path} is damaged: its digest differs from that of its contents; calibrate again")
     found = {
         kind: {name.removesuffix(f".{kind}"): t for name, t in tensors.items() if name.endswith(f".{kind}")}
         for kind in kinds
     }
     return found, metadata
-
-
-def verify(path: str | Path, tensors: Tensors, metadata: Mapping[str, str]) -> None:
-    """Raise CalibrationError unless what `read` returned is what `write` wrote."""
-    rest = {key: value for key, value in metadata.items() if key != _DIGEST}
-    if metadata.get(_DIGEST) != _digest(join(tensors), rest):
-        raise CalibrationError(f"{path} is damaged: its digest differs from that of its contents; calibrate again")

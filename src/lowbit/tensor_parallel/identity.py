@@ -45,7 +45,7 @@ def identity(model: nn.Module, layers: Mapping[str, ModelSum], stages: dist.Proc
 
     On tensor-parallel ranks all of them must call it: checksums of their parts are added up. A parameter that the ranks
     hold whole, but not equal, gives another identity, the same on all of them. So do quantized weights: each rank
-    quantizes its part, and the identity is that of these parts on so many ranks.
+    quantizes its part, and the identity is that of these parts on this number of ranks.
 
     Args:
         model: a module; its config counts if it has one. layers: its sums by name.

@@ -21,7 +21,7 @@ from lowbit.tensor_parallel.thresholds import Choice, Steps, Thresholds, kind_of
 
 ROWS = 1, 8, 32, 128, 512, 2048
 """Numbers of rows that are measured. Between two of them, and above, sums travel as at the lower one."""
-_TURNS, _FEWER, _LONG = 5, 3, 0.5  # of each choice, after one that is not timed; fewer after sizes of so many seconds
+_TURNS, _FEWER, _LONG = 5, 3, 0.5  # turns after an untimed one; fewer after sizes that took `_LONG` seconds
 _GAIN = 0.97  # a coded sum must take at most this share of the engine's time in three of four turns
 _SECONDS = 4.0  # for all kinds: larger sums than fit into that are not measured
 
@@ -118,16 +118,12 @@ def _times(sample: Sample, group: dist.ProcessGroup, settings: SumSettings, seco
 def _turn(x: torch.Tensor, codec: Codec, choice: Choice, group: dist.ProcessGroup, settings: SumSettings) -> float:
     """Return the seconds of one sum, which all ranks begin together."""
     pytorch.finish(pytorch.total(x.new_zeros(1), group), group, settings.timeout)
-    _wait(x)
+    wait = torch.cuda.synchronize if x.device.type == "cuda" else lambda device: None
+    wait(x.device)
     start = time.perf_counter()
     sum_over_ranks(x, codec, group, choice, settings)
-    _wait(x)
+    wait(x.device)
     return time.perf_counter() - start
-
-
-def _wait(x: torch.Tensor) -> None:
-    if x.device.type == "cuda":
-        torch.cuda.synchronize(x.device)
 
 
 def _thresholds(kinds: Mapping[str, Sample], times: Mapping[str, Times], ranks: int, date: str) -> Thresholds:
@@ -151,7 +147,8 @@ def _thresholds(kinds: Mapping[str, Sample], times: Mapping[str, Times], ranks: 
 def steps_of(times: Times) -> Steps:
     """Return from which numbers of rows on which choice is taken.
 
-    Coded are sums of so many rows that few bits are faster beyond the noise at this and every larger measured size.
+    A sum is coded from the number of rows on at which few bits are faster beyond the noise, there and at every larger
+    measured size.
     """
     steps: list[tuple[int, Choice]] = []
     for rows in sorted(times, reverse=True):

@@ -1,4 +1,4 @@
-"""`lowbit::tp_all_reduce`: the sum of a layer over the ranks as one operator, opaque to graphs.
+"""`lowbit::tp_all_reduce_`: the sum of a layer over the ranks as one operator, opaque to graphs.
 
 `torch.compile` traces up to it and from it on. Whether few bits are worth it, traffic, drift and the bytes themselves
 are its implementation's business, so that thresholds measured anew, or formats counted in another way, need no new
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowbit.ranks import pytorch
-from lowbit.tensor_parallel.reduce import no_gradient
+from lowbit.tensor_parallel.reduce import Traffic
 
 _boundaries: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-"""`LayerSum`s and `InputGather`s by number."""
+"""`LayerSum`s, `InputGather`s and `_Counter`s by number."""
 _numbers = itertools.count()
 
 
@@ -30,36 +32,13 @@ def register(boundary: object) -> int:
     return number
 
 
-@torch.library.custom_op("lowbit::tp_all_reduce", mutates_args=())
-def tp_all_reduce(x: Tensor, boundary: int, group: str) -> Tensor:
-    """Return the sum of all ranks' `x`, coded where that is faster. For inference.
-
-    Bytes on the wire are those of `lowbit.tensor_parallel.reduce.sum_over_ranks`. It copies `x` first (measured on a
-    CPU with 2048 rows of 4096 bfloat16 features: 4 ms); `tp_all_reduce_` does not.
-
-    Args:
-        x: a partial sum (..., E). boundary: number of a `LayerSum`, its `number`. group: name of the process group.
-
-    Raises:
-        RuntimeError: a gradient of `x` is asked for.
-    """
-    total = x.clone(memory_format=torch.contiguous_format)
-    _reduce_(total, boundary, group)
-    return total
-
-
-@tp_all_reduce.register_fake
-def _(x: Tensor, boundary: int, group: str) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
 @torch.library.custom_op("lowbit::tp_all_reduce_", mutates_args=("x",))
 def tp_all_reduce_(x: Tensor, boundary: int, group: str) -> None:
-    """`tp_all_reduce`, which replaces `x`, contiguous, by the sum."""
-    _reduce_(x, boundary, group)
+    """Replace a partial sum by that of all ranks, coded where that is faster. For inference.
 
-
-def _reduce_(x: Tensor, boundary: int, group: str) -> None:
+    Args:
+        x: (..., E), contiguous. boundary: number of a `LayerSum`, its `number`. group: name of the process group.
+    """
     _boundaries[boundary].reduce_(x, _group(group))
 
 
@@ -92,12 +71,49 @@ def _(x: Tensor, group: str, timeout: float) -> Tensor:
     return x.new_empty((_group(group).size(), *x.shape))
 
 
+@dataclass(eq=False)
+class _Counter:
+    traffic: Traffic
+    ranks: int
+    gathers: bool
+
+    def count(self, y: Tensor) -> None:
+        if self.ranks == 1:
+            return
+        nbytes = y.numel() * y.element_size()
+        if self.gathers:
+            self.traffic.other_bytes += nbytes // self.ranks
+        else:
+            self.traffic.plain += y.numel()
+            self.traffic.plain_bytes += nbytes
+
+
+@torch.library.custom_op("lowbit::tp_count", mutates_args=("y",))
+def _tp_count(y: Tensor, counter: int) -> None:
+    """Count `y`, which stays as it is; declared as changed, so that compiled graphs keep the call."""
+    _boundaries[counter].count(y)
+
+
+def counting(own: Callable[..., Tensor], traffic: Traffic, ranks: int, *, gathers: bool) -> Callable[..., Tensor]:
+    """Make a forward that counts the output of another one: of an embedding that is cut by the vocabulary, for example.
+
+    Args:
+        own: the other. traffic: counts. ranks: how many.
+        gathers: the ranks' outputs are gathered, else added up.
+    """
+    counter = _Counter(traffic, ranks, gathers)
+    number = register(counter)
+
+    def forward(*args: Any, _counter: _Counter = counter, **kwargs: Any) -> Tensor:
+        y = own(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            _tp_count(y, number)
+        else:
+            _counter.count(y)
+        return y
+
+    return forward
+
+
 def _group(name: str) -> dist.ProcessGroup:
     return dist.distributed_c10d._resolve_process_group(name)  # pyright: ignore
-
-
-def _forbid(ctx: Any, inputs: tuple[Tensor, int, str], output: object) -> None:
-    raise RuntimeError(no_gradient(_boundaries[inputs[1]].name))
-
-
-tp_all_reduce.register_autograd(lambda ctx, grad: None, setup_context=_forbid)

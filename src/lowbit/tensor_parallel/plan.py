@@ -11,8 +11,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from lowbit.tensor_parallel.encoders import encoder_plan
-
 COLUMN = ("colwise", "colwise_rep", "colwise_gather_output")
 GATHERED = ("colwise_rep", "colwise_gather_output")
 ROW = ("rowwise",)
@@ -31,19 +29,66 @@ _EXACT = (
 )  # fmt: skip
 """Styles that do not change results, not even in the last bit."""
 
+_BERT = {
+    **{f"*encoder.layer.*.attention.self.{name}": "colwise" for name in ("query", "key", "value")},
+    "*encoder.layer.*.intermediate.dense": "colwise",
+    "*encoder.layer.*.output.dense": "rowwise",  # of attention and of the feed-forward layer
+}
+_MPNET = {
+    **{f"*encoder.layer.*.attention.attn.{name}": "colwise" for name in "qkv"},
+    "*encoder.layer.*.attention.attn.o": "rowwise",
+    "*encoder.layer.*.intermediate.dense": "colwise",
+    "*encoder.layer.*.output.dense": "rowwise",
+}
+_DISTILBERT = {
+    **{f"*transformer.layer.*.attention.{name}_lin": "colwise" for name in "qkv"},
+    "*transformer.layer.*.attention.out_lin": "rowwise",
+    "*transformer.layer.*.ffn.lin1": "colwise",
+    "*transformer.layer.*.ffn.lin2": "rowwise",
+}
+_NOMIC = {
+    **{f"*layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"},
+    "*layers.*.self_attn.o_proj": "rowwise",
+    **{f"*layers.*.mlp.{name}_proj": "colwise" for name in ("gate", "up")},
+    "*layers.*.mlp.down_proj": "rowwise",
+}
+ENCODERS = {
+    **dict.fromkeys(("bert", "roberta", "xlm-roberta", "camembert", "electra"), _BERT),
+    "mpnet": _MPNET,
+    "distilbert": _DISTILBERT,
+    "nomic_bert": _NOMIC,
+}
+"""Plans for encoders, which Hugging Face has without one, by `model_type`. The embeddings, the pooler and the head of
+the masked language model stay whole."""
+EMULATED_ONLY = ("mpnet",)
+"""Models whose attention adds a bias for all heads, which a rank with some of them cannot."""
+
 Plan = Mapping[str, str]
 """Style by name of a module or parameter, in which `*` stands for the number of a layer."""
 
 
 def rules_of(model: nn.Module, plan: Plan | None = None) -> dict[str, str]:
     """Return the plan, or else the model's own; raise ValueError if it has none."""
-    rules = dict(plan if plan is not None else getattr(model, "_tp_plan", None) or encoder_plan(model))
+    rules = dict(plan if plan is not None else getattr(model, "_tp_plan", None) or ENCODERS.get(_kind(model), {}))
     if not rules:
         raise ValueError(
             f"{type(model).__name__} has no tensor-parallel plan; allowed: a model with one (Llama, Qwen, Mistral, "
             "Gemma, ... of Hugging Face), or plan={'layers.*.mlp.down_proj': 'rowwise', ...}"
         )
     return rules
+
+
+def check_real_ranks(model: nn.Module) -> None:
+    """Raise ValueError for an encoder that real ranks cannot share."""
+    if _kind(model) in EMULATED_ONLY:
+        raise ValueError(
+            f"{type(model).__name__} adds a bias for all heads to attention; allowed: emulated ranks "
+            "(emulate_tensor_parallel_)"
+        )
+
+
+def _kind(model: nn.Module) -> str:
+    return getattr(getattr(model, "config", None), "model_type", "")
 
 
 def plan_of(model: nn.Module, plan: Plan | None = None) -> dict[str, tuple[nn.Module, str]]:

@@ -231,12 +231,7 @@ def check_codec(name: str, codec: object, width: int | None = None, ranks: int |
 def check_inference(name: str, x: Tensor, weight: Tensor | None = None) -> None:
     """Raise RuntimeError if autograd expects a gradient of the input or the weight: low-bit sums have none."""
     if torch.is_grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad)):
-        raise RuntimeError(no_gradient(name))
-
-
-def no_gradient(name: str) -> str:
-    """The error about a gradient of a layer that is asked for."""
-    return (
-        f"{name} is cut over ranks for inference only, and gradients are on; allowed: calls under "
-        "torch.no_grad() or torch.inference_mode()"
-    )
+        raise RuntimeError(
+            f"{name} is cut over ranks for inference only, and gradients are on; allowed: calls under "
+            "torch.no_grad() or torch.inference_mode()"
+        )

@@ -30,9 +30,8 @@ from lowbit.tensor_parallel.reduce import (
     sum_in_process,
     sum_over_ranks,
 )
-from lowbit.tensor_parallel.sums import Counted, ModelSum, mark
+from lowbit.tensor_parallel.sums import ModelSum, mark
 from lowbit.tensor_parallel.thresholds import Choice, Thresholds
-from lowbit.tensor_parallel.traffic import counting
 
 LAYER_SUM = "lowbit_sum"  # attribute of a forward: its `LayerSum`
 _GUARD = "lowbit_guard"  # attribute of a module: a `_NoCopy`
@@ -86,7 +85,7 @@ class Installed:
         return self.thresholds
 
     def use(self, sums: Sequence[LayerSum], settings: Callable[..., SumSettings]) -> None:
-        """Take the sums of the layers, and `measured` with what tells which sums there are."""
+        """Take the sums of the layers, and what measures the settings that they share."""
         self.sums, self._settings = list(sums), settings
         self._measure(anew=False)
 
@@ -205,7 +204,7 @@ def install(
     group: dist.ProcessGroup,
     settings: SumSettings,
     *,
-    counted: Sequence[Counted] = (),
+    counted: Sequence[tuple[nn.Module, bool]] = (),
     watch: Watch | None = None,
     drift: Drift | None = None,
 ) -> Installed:
@@ -233,9 +232,8 @@ def install(
     installed.use(list(layer_sums.values()), partial(measured, samples, group, settings))
     for name, summed in sums.items():
         installed.replace(summed.module, sum_forward(summed, layer_sums[name]))
-    for other in counted:
-        forward = counting(other.module.forward, installed.traffic, ranks, gathers=other.gathers)
-        installed.replace(other.module, forward)
+    for module, gathers in counted:
+        installed.replace(module, op.counting(module.forward, installed.traffic, ranks, gathers=gathers))
     return installed
 
 

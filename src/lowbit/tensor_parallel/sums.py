@@ -50,28 +50,15 @@ class ModelSum:
 
     @property
     def device(self) -> torch.device:
-        """Where partial sums are."""
+        """Device of the partial sums."""
         tensors: Iterator[Tensor] = iter((*self.module.parameters(), *self.module.buffers()))
         return next(tensors).device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of partial sums: that of the module's weights, or bfloat16 if these are quantized."""
+        """Data type of the partial sums: that of the module's weights, or bfloat16 if these are quantized."""
         dtypes = (p.dtype for p in self.module.parameters())
         return next((dtype for dtype in dtypes if dtype.is_floating_point and dtype.itemsize > 1), torch.bfloat16)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Counted:
-    """A module whose traffic is counted and never coded.
-
-    Args:
-        module: itself. gathers: whether the ranks' outputs are put side by side (an output matrix), instead of added up
-            (an embedding that is cut by the vocabulary).
-    """
-
-    module: nn.Module
-    gathers: bool
 
 
 def model_sums(model: nn.Module, plan: Plan | None = None) -> dict[str, ModelSum]:
@@ -144,7 +131,7 @@ def _is_plain(name: str, module: nn.Linear, installed: engine.Style | None) -> b
 
 
 def _check_known(name: str, module: nn.Module) -> None:
-    """Raise ValueError for a layer of experts that somebody has cut, and nobody says what it returns."""
+    """Raise ValueError for a layer of experts that is cut without a known style: what it returns is unknown."""
     for key, parameter in module.named_parameters(recurse=False):
         cut = isinstance(parameter, DTensor) and any(hasattr(p, "dim") for p in parameter.placements)
         if cut and parameter.dim() > 2 and not isinstance(module, nn.modules.conv._ConvNd):
@@ -154,27 +141,25 @@ def _check_known(name: str, module: nn.Module) -> None:
             )
 
 
-def counted(model: nn.Module, plan: Plan | None = None) -> list[Counted]:
-    """Return the modules whose traffic is counted and not coded; `plan` for a whole model."""
+def counted(model: nn.Module, plan: Plan | None = None) -> list[tuple[nn.Module, bool]]:
+    """Return the modules whose traffic is counted and not coded; `plan` for a whole model.
+
+    True: the ranks' outputs are gathered (an output matrix). False: they are added up (an embedding that is cut by the
+    vocabulary).
+    """
     if plan is not None:
         styles = dict(plan_of(model, plan).values())
-        return [
-            Counted(module=module, gathers=style in COLUMN)
-            for module, style in styles.items()
-            if style in (EMBEDDING, *GATHERED)
-        ]
-    modules: list[Counted] = []
+        return [(module, style in COLUMN) for module, style in styles.items() if style in (EMBEDDING, *GATHERED)]
+    modules: list[tuple[nn.Module, bool]] = []
     for name, module in model.named_modules():
         installed = engine.installed(name, module)
         if installed is not None and installed.kind in ("embedding", "gather"):
-            modules.append(Counted(module=module, gathers=installed.kind == "gather"))
-        elif installed is None and isinstance(module, nn.Embedding) and _is_cut_by_vocabulary(module.weight):
-            modules.append(Counted(module=module, gathers=False))
+            modules.append((module, installed.kind == "gather"))
+        elif installed is None and isinstance(module, nn.Embedding):
+            weight: object = module.weight
+            if isinstance(weight, DTensor) and weight.placements == (Shard(0),):
+                modules.append((module, False))
     return modules
-
-
-def _is_cut_by_vocabulary(weight: Tensor) -> bool:
-    return isinstance(weight, DTensor) and weight.placements == (Shard(0),)
 
 
 def group_of(sums: dict[str, ModelSum]) -> dist.ProcessGroup:

@@ -52,7 +52,7 @@ class Thresholds:
         return min((steps[0][0] for steps in self.steps.values() if steps), default=0)
 
     def choice(self, kind: str, rows: int) -> Choice:
-        """Return how a sum of so many rows travels; of a kind that was not measured, "plain", which is logged once."""
+        """Return how a sum of `rows` rows travels: "plain" for a kind that was not measured, which is logged once."""
         if kind not in self.steps:
             _warn_unmeasured(kind, ", ".join(self.steps))
             return "plain"
@@ -76,9 +76,10 @@ class Thresholds:
         """
         try:
             values: dict[str, Any] = json.loads(Path(path).read_text("utf-8"))
-            steps = {kind: tuple((int(n), _choice(name)) for n, name in s) for kind, s in values["steps"].items()}
-            if int(values["ranks"]) < 2 or any(least < 1 for taken in steps.values() for least, _ in taken):
-                raise ValueError("fewer than 2 ranks, or than 1 row")
+            steps = {kind: tuple((int(n), name) for n, name in s) for kind, s in values["steps"].items()}
+            taken = [step for kind in steps.values() for step in kind]
+            if int(values["ranks"]) < 2 or any(rows < 1 or name not in get_args(Choice) for rows, name in taken):
+                raise ValueError("fewer than 2 ranks, fewer than 1 row, or an unknown choice")
             return cls(**{**values, "steps": steps})
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise ValueError(
@@ -105,9 +106,3 @@ def _warn_unmeasured(kind: str, measured: str) -> None:
         "sums of %s are not coded: thresholds were measured for %s; give the model its dtype before low_bit_, or a "
         "number as small", kind, measured,
     )  # fmt: skip
-
-
-def _choice(name: object) -> Choice:
-    if name not in get_args(Choice):
-        raise ValueError(f"choice is {name!r}; allowed: {', '.join(get_args(Choice))}")
-    return name  # pyright: ignore[reportReturnType]

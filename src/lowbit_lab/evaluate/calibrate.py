@@ -81,9 +81,9 @@ def make(
     drawn = sequences.draw(settings.sequences, settings.seed)
     if world()[0] == 0:
         sequences.warn_if_fewer(settings.sequences)
-    k, layout = settings.selection(model.config.get_text_config().hidden_size)
+    k = settings.selection(model.config.get_text_config().hidden_size)
     if start is not None and not settings.features:
-        k, layout = start.settings.get("k"), start.settings.get("features", "fixed")
+        k = start.settings.get("k")
     gain = settings.gain or (start.gain if start is not None else "token")
     inputs = _inputs(settings, start)
     bits = start.settings.get("bits") if start is not None and settings.bits is None else settings.bits
@@ -97,7 +97,6 @@ def make(
             (sequence.to(model.device) for sequence in drawn),
             ranks=None if world()[1] > 1 else settings.ranks,
             k=k,
-            features=layout,
             gain=gain,
             bits=bits,
             inputs=inputs,

@@ -15,8 +15,8 @@ from lowbit.config import ConfigError
 from lowbit.ranks.groups import default_group
 from lowbit.ranks.process_group import joined, world
 from lowbit.tensor_parallel import Calibration, SumSettings, tensor_parallel_
-from lowbit.tensor_parallel.encoders import ENCODERS
 from lowbit.tensor_parallel.low_bit import load_agreed
+from lowbit.tensor_parallel.plan import ENCODERS
 from lowbit.terminal import console, filtered_again
 from lowbit.train.device import choose_autocast, choose_device
 from lowbit.train.pretrained import check_files, load, transformers_config

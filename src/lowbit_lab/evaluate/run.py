@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-CALIBRATED = ("int4", LOW_BIT, f"{LOW_BIT}-distributed", STATIC)
+CALIBRATED = ("int4", LOW_BIT, STATIC)
 """Formats with calibrated ranges; other names are codecs, whose scales are sent."""
 log = logging.getLogger(__name__)
 
@@ -348,6 +348,4 @@ def _with_features(calibration: Calibration, name: str) -> Calibration:
             f"format is {name}, which has a gain for each token, and the calibration was made with --gain static; "
             f"allowed: --format {STATIC}, or a calibration made with --gain token"
         )
-    if name == LOW_BIT:
-        return calibration
-    return calibration.select(k=0) if name == "int4" else calibration.select(features="distributed")
+    return calibration.select(k=0) if name == "int4" else calibration

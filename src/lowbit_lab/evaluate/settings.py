@@ -62,8 +62,7 @@ class CalibrationConfig(InferenceConfig):
     """File to write. If omitted, calibration-tp<ranks>.safetensors in the model's folder."""
     features: str = ""
     """Features that are sent in bfloat16: "E/64" (that share of the E features of each layer, those with the largest
-    ranges), a number for each layer, or "distributed" (E/64 on average, placed where they help most). If omitted, E/64,
-    or with --continue as before."""
+    ranges), or a number for each layer. If omitted, E/64, or with --continue as before."""
     gain: Literal["token", "static"] | None = None
     """token: each token has a gain of 16 bits, times the ranges of its features. static: the published format (arXiv
     2411.07942), in which symmetric ranges alone say what codes stand for. If omitted, token, or with --continue as
@@ -88,22 +87,20 @@ class CalibrationConfig(InferenceConfig):
         """The file to write."""
         return Path(self.output) if self.output else default_calibration(self.model, self.ranks)
 
-    def selection(self, width: int) -> tuple[int | None, str]:
-        """Return k (None: E // 64) and layout, as `lowbit.tensor_parallel.calibrate` takes them, for E = `width`."""
-        if self.features == "distributed":
-            return None, "distributed"
+    def selection(self, width: int) -> int:
+        """Return k, as `lowbit.tensor_parallel.calibrate` takes it, for E = `width`."""
         wanted = self.features or "E/64"
         share = wanted.removeprefix("E/")
         if not share.isdecimal() or (share != wanted and not int(share)):
             raise ConfigError(
                 f"features is {self.features!r}; allowed: 'E/64' or another share of a layer's E features, "
-                "a number of them, or 'distributed'"
+                "or a number of them"
             )
         k = int(share) if share == wanted else width // int(share)
         if k >= width:
             allowed = f"0 to {width - 1}, fewer than" if share == wanted else "'E/2' or another share, not"
             raise ConfigError(f"features is {self.features!r}; allowed: {allowed} all features of a layer")
-        return k, "fixed"
+        return k
 
 
 @section()
@@ -114,10 +111,9 @@ class EvaluationConfig(InferenceConfig):
     """Compare only feature-int4 with bf16: short for --format bf16,feature-int4."""
     formats: tuple[str, ...] = ()
     """Formats of the partial sums: bf16, int4 (a gain for each token times calibrated ranges, no outliers),
-    feature-int4 (with the outlier features of the calibration), feature-int4-distributed (as many outliers, placed
-    where they help most), feature-int4-static (the published format: ranges alone, E/64 outliers, unless the
-    calibration was made with --gain static: as it says), or a codec such as int8 (groups of 64 with a scale each). bf16
-    is always measured. If omitted, bf16, int4 and feature-int4."""
+    feature-int4 (with the outlier features of the calibration), feature-int4-static (the published format: ranges
+    alone, E/64 outliers, unless the calibration was made with --gain static: as it says), or a codec such as int8
+    (groups of 64 with a scale each). bf16 is always measured. If omitted, bf16, int4 and feature-int4."""
     tps: tuple[Positive, ...] = ()
     """Numbers of tensor-parallel ranks, emulated in this process. If omitted, those of 1, 2, 4 and 8 that the model can
     be split for. Under torchrun, its number of processes is used instead."""

@@ -112,7 +112,7 @@ def test_a_calibration_that_does_not_fit_is_refused_before_the_model_is_loaded(
         run(EVALUATE, settings)
 
 
-@pytest.mark.parametrize("name", ["int4", "feature-int4", "feature-int4-distributed"])
+@pytest.mark.parametrize("name", ["int4", "feature-int4"])
 def test_static_ranges_do_not_pass_for_another_format(folder: Path, tmp_path: Path, name: str):
     config = calibration_config(folder, output=str(tmp_path / "c"), gain="static", sequences=2)
     run(CALIBRATE, config)
@@ -254,7 +254,7 @@ def test_commands_write_rows_and_pictures(folder: Path, tmp_path: Path):
     common = ["--text", text, "--length", "32", "--sequences", "4"]
     file = str(tmp_path / "c.safetensors")
     files = ["--json", str(tmp_path / "c.json"), "--png", str(tmp_path / "c.png")]
-    options = ["--features", "distributed", "--output", file]
+    options = ["--features", "2", "--output", file]
     done = invoke("calibrate", str(folder), *options, *common, *files)
     assert done.exit_code == 0, done.output
     assert "layers.1.mlp.down_proj" in done.stdout
@@ -290,7 +290,7 @@ REFUSED = [
     ),
     (
         "evaluate {model} --length 8 --text {text} --format feature-int4-statik",
-        "feature-int4-distributed, feature-int4-static, or a codec\n",
+        "feature-int4, feature-int4-static, or a codec\n",
     ),
     ("evaluate {model} --length 8 --text {text} --tp 3", f"tp is 3; {CUT}"),
     ("evaluate {model} --length 8 --calibration {short}", "not a safetensors file"),
@@ -323,8 +323,8 @@ def test_bad_input_is_one_line(command: str, line: str, folder: Path, calibrated
 def test_settings_are_checked_and_explained():
     with pytest.raises(ConfigError, match="sequences is 0; allowed: at least 1"):
         CalibrationConfig(model="m", sequences=0)
-    assert CalibrationConfig(model="m", features="E/32").selection(256) == (8, "fixed")
-    assert CalibrationConfig(model="m", features="500").selection(512) == (500, "fixed")
+    assert CalibrationConfig(model="m", features="E/32").selection(256) == 8
+    assert CalibrationConfig(model="m", features="500").selection(512) == 500
     assert EvaluationConfig(model="m", low_bit=True).compared == ("bf16", "feature-int4")
     assert all(
         setting.meaning for config in (CalibrationConfig, EvaluationConfig) for setting in settings_of(config).values()
