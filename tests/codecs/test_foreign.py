@@ -118,11 +118,11 @@ class TheirSession(Session):
         super().__init__(*args)
         self.total = torch.zeros(())
 
-    def _encode(self, x: Tensor, payload: Tensor, key: Any, training: bool) -> None:
+    def _encode(self, x: Tensor, payload: Tensor, training: bool) -> None:
         payload.copy_(x.bfloat16().contiguous().view(-1).view(torch.uint8))
         self._follow(payload, training)
 
-    def _decode(self, payload: Tensor, out: Tensor, key: Any, training: bool) -> None:
+    def _decode(self, payload: Tensor, out: Tensor, training: bool) -> None:
         out.copy_(payload.view(torch.bfloat16).view(out.shape))
         self._follow(payload, training)
 
@@ -160,8 +160,8 @@ WRONG: list[tuple[dict[str, Callable[..., Any]], str]] = [
     ({"state_dict": raises}, r"state_dict raised KeyError: 'mean'"),
     ({"load_state_dict": raises}, r"load_state_dict raised KeyError: 'mean'"),
     ({"max_nbytes": lambda s: 1.5}, r"max_nbytes returned 1.5; allowed: a number of bytes, an integer"),
-    ({"nbytes": lambda s, key: -1}, r"nbytes returned -1; allowed"),
-    ({"nbytes": lambda s, key: 7}, rf"nbytes returned 7; allowed: the same for every message, {BYTES}"),
+    ({"nbytes": lambda s: -1}, r"nbytes returned -1; allowed"),
+    ({"nbytes": lambda s: 7}, rf"nbytes returned 7; allowed: the same for every message, {BYTES}"),
     ({"encode": lambda s, x, **k: None}, rf"encode returned NoneType; allowed: uint8 \({BYTES},\) on cpu"),
     ({"encode": lambda s, x, **k: x}, r"encode returned float32 \(2, 3, 8\) on cpu; allowed: uint8"),
     ({"encode": lambda s, x, **k: x.view(-1).view(torch.uint8)}, r"encode returned uint8 \(192,\) on cpu; allowed"),
@@ -216,9 +216,10 @@ def test_in_an_emulation_the_boundary_is_named_too(method: str):
 def test_a_codec_that_uses_one_of_theirs_is_theirs():
     codec = AQSGD(inner=Fails())
     session = open_session(codec, shape=SHAPE, dtype=torch.float32, device=torch.device("cpu"), about="here")
-    session.encode(torch.ones(SHAPE), key=(1, 2))
+    session.samples = (1, 2)
+    session.encode(torch.ones(SHAPE))
     with pytest.raises(CodecError, match=r"^here: AQSGD\(inner=Fails\(\)\): encode raised TypeError: no \(test_for"):
-        session.encode(torch.ones(SHAPE), key=(1, 2))
+        session.encode(torch.ones(SHAPE))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,14 +271,14 @@ class WithFeedback(TheirSession):
         self.rest, self.messages = torch.zeros(self.shape), 0
         self.generator = torch.Generator().manual_seed(1)
 
-    def _encode(self, x: Tensor, payload: Tensor, key: Any, training: bool) -> None:
+    def _encode(self, x: Tensor, payload: Tensor, training: bool) -> None:
         noise = torch.rand(x.shape, generator=self.generator) * 1e-3
         sent = (x + self.rest + noise).bfloat16()
         payload.copy_(sent.contiguous().view(-1).view(torch.uint8))
         if training:
             self.rest, self.messages = x + self.rest - sent.float(), self.messages + 1
 
-    def _decode(self, payload: Tensor, out: Tensor, key: Any, training: bool) -> None:
+    def _decode(self, payload: Tensor, out: Tensor, training: bool) -> None:
         out.copy_(payload.view(torch.bfloat16).view(out.shape))
         self.messages += training
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lowbit.codecs.base import Codec
-from lowbit.codecs.sessions import Key, Session
+from lowbit.codecs.sessions import Session
 
 T = TypeVar("T")
 
@@ -117,8 +117,8 @@ class _Guarded(Session):
             raise self._refused("open", type(inner).__name__, "a lowbit.codecs.Session")
         self._nbytes = self._size("max_nbytes", self._call("max_nbytes"))
 
-    def nbytes(self, key: Key | None = None) -> int:
-        size = self._size("nbytes", self._call("nbytes", key))
+    def nbytes(self) -> int:
+        size = self._size("nbytes", self._call("nbytes"))
         # Receives are posted ahead, before the messages in between have changed the state.
         if size > self._nbytes or (size != self._nbytes and not self.codec.needs_key):
             at_most = "at most " if self.codec.needs_key else "the same for every message, "
@@ -133,24 +133,21 @@ class _Guarded(Session):
         self,
         x: Tensor,
         *,
-        key: Key | None = None,
         training: bool = True,
         out: Tensor | None = None,
         note: Tensor | None = None,  # none: what crosses the other way is not shown to other packages
     ) -> Tensor:
-        size = self.nbytes(key)
+        size = self.nbytes()
         payload = torch.empty(size, dtype=torch.uint8, device=x.device) if out is None else out
         before = None if x.is_inference() else x._version
-        returned = self._call("encode", x, key=key, training=training, out=payload)
+        returned = self._call("encode", x, training=training, out=payload)
         if before is not None and x._version != before:
             raise self.error("encode changed the tensor that it was given; allowed: to read it")
         return self._filled("encode", payload, returned, (size,), torch.uint8)
 
-    def decode(
-        self, payload: Tensor, *, key: Key | None = None, out: Tensor | None = None, training: bool = True
-    ) -> Tensor:
+    def decode(self, payload: Tensor, *, out: Tensor | None = None, training: bool = True) -> Tensor:
         target = torch.empty(self.shape, dtype=self.dtype, device=payload.device) if out is None else out
-        returned = self._call("decode", payload, key=key, out=target, training=training)
+        returned = self._call("decode", payload, out=target, training=training)
         return self._filled("decode", target, returned, self.shape, target.dtype)
 
     def state_bytes(self) -> int:
@@ -175,6 +172,7 @@ class _Guarded(Session):
         return open_session(self.codec, shape=self.shape, dtype=self.dtype, device=self.device, about=self._about)
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        self._inner.samples = self.samples
         return call(self.codec, method, getattr(self._inner, method), *args, about=self._about, **kwargs)
 
     def _filled(

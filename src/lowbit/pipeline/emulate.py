@@ -21,7 +21,6 @@ from lowbit.pipeline.arguments import (
     check_warm_up,
     checked_samples,
     codec_at,
-    keys_of,
 )
 from lowbit.pipeline.boundary import Direction, Lane
 from lowbit.pipeline.looking import Look
@@ -115,7 +114,7 @@ class Emulation:
         """Set the sample ids of the next forward passes, int64 (micro-batch,), for codecs that need them.
 
         Raises:
-            TypeError, ValueError: not integers, or not one dimension.
+            TypeError, ValueError: not integers, not one dimension, or not all different.
         """
         self._samples = checked_samples(ids)
 
@@ -204,7 +203,7 @@ class Emulation:
         if keyed and training and not step.full_precision:
             if self._samples is None:
                 raise ValueError("a codec that keeps state for each sample needs set_samples(ids) first")
-            step = replace(step, keys=keys_of(self._samples, 1))
+            step = replace(step, samples=[self._samples.tolist()])
         return step
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lowbit.codecs.sessions import Key, Session
+from lowbit.codecs.sessions import Session
 from lowbit.codecs.subspace_quant.memory import Memory
 from lowbit.kernels import apart
 from lowbit.kernels.layout import ALIGNMENT
@@ -41,7 +41,7 @@ class BasisSession(Session):
     def _follow(self, payload: Tensor, out: Tensor, training: bool) -> None:
         """Write the tensor in an aligned payload to contiguous `out`."""
 
-    def _encode(self, x: Tensor, payload: Tensor, key: Key | None, training: bool) -> None:
+    def _encode(self, x: Tensor, payload: Tensor, training: bool) -> None:
         device = self._memory.directions.device
         if x.device != device:
             raise ValueError(f"x is on {x.device}; this session is for {device}")
@@ -52,7 +52,7 @@ class BasisSession(Session):
             if target is not payload:
                 payload.copy_(target)
 
-    def _decode(self, payload: Tensor, out: Tensor, key: Key | None, training: bool) -> None:
+    def _decode(self, payload: Tensor, out: Tensor, training: bool) -> None:
         device = self._memory.directions.device
         if payload.device != device:
             raise ValueError(f"payload is on {payload.device}; expected {device}")
