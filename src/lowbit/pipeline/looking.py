@@ -60,5 +60,5 @@ class Look:
         slot = x.shape, x.dtype
         part = 1 / (self._boundaries * len(self._learned[micro_batch]))
         for codec, states, backward in self._states:
-            choose = partial(codec.choose_by_loss, x, gradient, part, backward=backward)
+            choose = partial(codec.choose, x, gradient, part, backward=backward)
             states.propose(index if backward else tensor, slot, choose)

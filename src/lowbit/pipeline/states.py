@@ -83,7 +83,7 @@ class States:
         """Keep what `choose` returns as the choice for a tensor, unless there is one."""
         name = self._name(index, slot)
         if name not in self._choices and name not in self._proposals:
-            self._proposals[name] = call(self._codec, "choose_by_loss", choose, about=self._lane)
+            self._proposals[name] = call(self._codec, "choose", choose, about=self._lane)
 
     def raise_rates(self, bits: float) -> None:
         """Raise the rates that were chosen by `bits` per element; what sessions keep stays."""
