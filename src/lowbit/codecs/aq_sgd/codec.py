@@ -120,7 +120,10 @@ class AQSGDSession(Session):
     def _ids(self) -> Sequence[int]:
         ids = self.samples
         if ids is None or len(ids) != self.shape[0] or len(set(ids)) != len(ids):
-            raise ValueError(f"samples is {ids}; AQSGD needs {self.shape[0]} different sample ids, one for each entry")
+            raise ValueError(
+                f"samples is {ids}; AQSGD needs {self.shape[0]} different sample ids, one for each entry: give them to "
+                "set_samples(ids) before each step"
+            )
         return ids
 
     def _sizes(self, ids: Sequence[int]) -> list[int]:
