@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowbit.codecs import AQSGD, Codec, Session, StatefulCodec, parse, registry
+from lowbit.codecs import AQSGD, Codec, Session, StatefulCodec, registry
 from lowbit.codecs.foreign import CodecError, open_session
-from lowbit.pipeline import AgreementError, LowBitStage, emulate_
+from lowbit.pipeline import AgreementError, emulate_
 from lowbit.pipeline.boundary import warm_up
 from lowbit.train import TrainConfig
 from tests.codecs.test_registry import install
@@ -64,38 +64,6 @@ def test_the_example_trains_and_resumes(ranks: Ranks, package: Path, tmp_path: P
         assert parts == whole
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-2", "zbv"])
-def test_the_example_under_other_schedules(ranks: Ranks, package: Path, schedule: str):
-    for first, second in ranks.run(goes_on, str(package), schedule):
-        assert second == first
-
-
-def goes_on(folder: str, schedule: str) -> tuple[list[float], list[float]]:
-    """Losses of steps 3 and 4, in one go and with stages that are made anew in between."""
-    sys.path.insert(0, folder)
-    registry.outside.cache_clear()
-    try:
-        codec = parse("running-mean")
-        whole, first = (toy.Run(schedule, toy.lowbit(forward=codec, backward=codec)) for _ in range(2))
-        for step in range(4):
-            whole.train(step)
-        for step in range(2):
-            first.train(step)
-            first.evaluate(step)
-        second = toy.Run(schedule, toy.lowbit(forward=codec, backward=codec))
-        for old, new in zip(first.stages, second.stages, strict=True):
-            new.submod.load_state_dict(old.submod.state_dict())
-            assert isinstance(old, LowBitStage)
-            assert isinstance(new, LowBitStage)
-            new.load_codec_state_dict(old.codec_state_dict())
-        for step in range(2, 4):
-            second.train(step)
-        return [float(x) for x in whole.losses[len(second.losses) :]], [float(x) for x in second.losses]
-    finally:
-        sys.path.remove(folder)
-        registry.outside.cache_clear()
-
-
 @dataclass(frozen=True, kw_only=True)
 class Theirs(StatefulCodec):
     """Numbers as they are, and the sum of all that crossed; `changes` replaces methods of its session."""
@@ -118,11 +86,11 @@ class TheirSession(Session):
         super().__init__(*args)
         self.total = torch.zeros(())
 
-    def _encode(self, x: Tensor, payload: Tensor, key: Any, training: bool) -> None:
+    def _encode(self, x: Tensor, payload: Tensor, training: bool) -> None:
         payload.copy_(x.bfloat16().contiguous().view(-1).view(torch.uint8))
         self._follow(payload, training)
 
-    def _decode(self, payload: Tensor, out: Tensor, key: Any, training: bool) -> None:
+    def _decode(self, payload: Tensor, out: Tensor, training: bool) -> None:
         out.copy_(payload.view(torch.bfloat16).view(out.shape))
         self._follow(payload, training)
 
@@ -145,11 +113,6 @@ def raises(self: Any, *args: Any, **kwargs: Any) -> Any:
     return {}["mean"]
 
 
-def in_place(self: Any, x: Tensor, **kwargs: Any) -> Tensor:
-    x.mul_(2)
-    return Session.encode(self, x, **kwargs)
-
-
 BYTES = 2 * SHAPE.numel()
 WRONG: list[tuple[dict[str, Callable[..., Any]], str]] = [
     ({"encode": raises}, r"encode raised KeyError: 'mean' \(test_foreign.py, line \d+, in raises\)"),
@@ -160,13 +123,12 @@ WRONG: list[tuple[dict[str, Callable[..., Any]], str]] = [
     ({"state_dict": raises}, r"state_dict raised KeyError: 'mean'"),
     ({"load_state_dict": raises}, r"load_state_dict raised KeyError: 'mean'"),
     ({"max_nbytes": lambda s: 1.5}, r"max_nbytes returned 1.5; allowed: a number of bytes, an integer"),
-    ({"nbytes": lambda s, key: -1}, r"nbytes returned -1; allowed"),
-    ({"nbytes": lambda s, key: 7}, rf"nbytes returned 7; allowed: the same for every message, {BYTES}"),
+    ({"nbytes": lambda s: -1}, r"nbytes returned -1; allowed"),
+    ({"nbytes": lambda s: 7}, rf"nbytes returned 7; allowed: {BYTES}, as `max_nbytes` says"),
     ({"encode": lambda s, x, **k: None}, rf"encode returned NoneType; allowed: uint8 \({BYTES},\) on cpu"),
     ({"encode": lambda s, x, **k: x}, r"encode returned float32 \(2, 3, 8\) on cpu; allowed: uint8"),
     ({"encode": lambda s, x, **k: x.view(-1).view(torch.uint8)}, r"encode returned uint8 \(192,\) on cpu; allowed"),
     ({"encode": lambda s, x, out, **k: out.to("meta")}, r"encode returned uint8 \(96,\) on meta; allowed"),
-    ({"encode": in_place}, r"encode changed the tensor that it was given"),
     ({"decode": lambda s, p, **k: p}, r"decode returned uint8 \(96,\) on cpu; allowed: float32 \(2, 3, 8\) on cpu"),
     ({"decode": lambda s, p, **k: None}, r"decode returned NoneType; allowed: float32"),
     ({"decode": lambda s, p, out, **k: out.double()}, r"decode returned float64 \(2, 3, 8\)"),
@@ -181,13 +143,17 @@ WRONG: list[tuple[dict[str, Callable[..., Any]], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "said"), WRONG, ids=[said[:28] for _, said in WRONG])
-def test_what_is_wrong_names_codec_and_method(changes: dict[str, Callable[..., Any]], said: str):
+def test_what_is_wrong_names_codec_and_method():
     """Before anything is sent, as a pipeline tries it; the rest is noticed when it is called."""
-    codec = theirs(**changes)
-    with pytest.raises(CodecError, match=r"^Theirs\(\): " + said) as error:
-        prepared(codec)
-    assert "\n" not in str(error.value)
+    unnoticed = []
+    for changes, said in WRONG:
+        try:
+            prepared(theirs(**changes))
+            unnoticed.append(said)
+        except CodecError as error:
+            if not re.match(r"Theirs\(\): " + said, str(error)) or "\n" in str(error):
+                unnoticed.append(f"{said}: {error}")
+    assert not unnoticed
 
 
 def prepared(codec: Codec) -> None:
@@ -216,9 +182,10 @@ def test_in_an_emulation_the_boundary_is_named_too(method: str):
 def test_a_codec_that_uses_one_of_theirs_is_theirs():
     codec = AQSGD(inner=Fails())
     session = open_session(codec, shape=SHAPE, dtype=torch.float32, device=torch.device("cpu"), about="here")
-    session.encode(torch.ones(SHAPE), key=(1, 2))
+    session.samples = (1, 2)
+    session.encode(torch.ones(SHAPE))
     with pytest.raises(CodecError, match=r"^here: AQSGD\(inner=Fails\(\)\): encode raised TypeError: no \(test_for"):
-        session.encode(torch.ones(SHAPE), key=(1, 2))
+        session.encode(torch.ones(SHAPE))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,14 +237,14 @@ class WithFeedback(TheirSession):
         self.rest, self.messages = torch.zeros(self.shape), 0
         self.generator = torch.Generator().manual_seed(1)
 
-    def _encode(self, x: Tensor, payload: Tensor, key: Any, training: bool) -> None:
+    def _encode(self, x: Tensor, payload: Tensor, training: bool) -> None:
         noise = torch.rand(x.shape, generator=self.generator) * 1e-3
         sent = (x + self.rest + noise).bfloat16()
         payload.copy_(sent.contiguous().view(-1).view(torch.uint8))
         if training:
             self.rest, self.messages = x + self.rest - sent.float(), self.messages + 1
 
-    def _decode(self, payload: Tensor, out: Tensor, key: Any, training: bool) -> None:
+    def _decode(self, payload: Tensor, out: Tensor, training: bool) -> None:
         out.copy_(payload.view(torch.bfloat16).view(out.shape))
         self.messages += training
 

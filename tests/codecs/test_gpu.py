@@ -15,7 +15,7 @@ from lowbit.codecs import BlockFloat8, Codec, FeatureInt, GroupInt, SubspaceQuan
 from lowbit.codecs.transform_quant.layout import transform_geometry
 from tests.codecs.examples import rooms
 from tests.codecs.group_int.examples import KERNELS as GROUP_INT
-from tests.codecs.tah_quant.examples import BY_TOKEN
+from tests.codecs.tah_quant.examples import BY_TOKEN, GPU
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
@@ -29,11 +29,7 @@ SHAPES = [(2, 2, 256), (1, 3, 100), (1, 1, 7), (2, 3, 200), (1, 1, 64)]  # an in
 needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU; the interpreter has no streams")
 
 TAH = [
-    TAHQuant(),
-    TAHQuant.published(),
-    BY_TOKEN,
-    TAHQuant(allocation="token", tile=32, pivot_ratio=1.5, high_fraction=0.4),
-    TAHQuant(tile=8, high_bits=3, low_bits=2, pivot_ratio=1.5, high_fraction=0.5),
+    *GPU,
     TAHQuant(tile=16, high_bits=7, low_bits=6, allocation="tile", high_fraction=0.5),
     TAHQuant(tile=128, high_bits=8, low_bits=2, pivot_ratio=2.0, high_fraction=0.5),
     TAHQuant(high_bits=4, low_bits=4),
@@ -151,21 +147,20 @@ def test_feature_int(size: int, outliers: tuple[int, ...], bits: int, gain: Lite
         assert all(same(*pair) for pair in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("symmetric", [False, True])
-def test_stochastic_rounding_takes_the_same_random_numbers(symmetric: bool) -> None:
-    codec = GroupInt(bits=4, group=32, symmetric=symmetric, rounding="stochastic")
-    check(codec, tensor((3, 333), torch.float32, "gaussian"))
-
-
-@pytest.mark.parametrize("dtype", DTYPES[1:])
-def test_half_precision_with_everything_that_is_hard(dtype: torch.dtype) -> None:
-    check(TAHQuant(pivot_ratio=2.0), tensor((1, 3, 300), dtype, "hard"))
-    check(GroupInt(bits=3, group=32), tensor((2, 300), dtype, "hard"))
-
-
-def test_scopes_of_several_programs_and_a_shorter_last_one() -> None:
-    """300 tokens of one tile: scopes of 256 and 44 tiles."""
-    check(TAHQuant(tile=16), tensor((3, 100, 16), torch.float32, "gaussian"))
+@pytest.mark.parametrize(
+    ("codec", "shape", "dtype", "kind"),
+    [
+        (GroupInt(bits=4, group=32, rounding="stochastic"), (3, 333), torch.float32, "gaussian"),
+        (GroupInt(bits=4, group=32, symmetric=True, rounding="stochastic"), (3, 333), torch.float32, "gaussian"),
+        (GroupInt(bits=3, group=32), (2, 300), torch.bfloat16, "hard"),
+        (GroupInt(bits=3, group=32), (2, 300), torch.float16, "hard"),
+        (TAHQuant(pivot_ratio=2.0), (1, 3, 300), torch.bfloat16, "hard"),
+        (TAHQuant(pivot_ratio=2.0), (1, 3, 300), torch.float16, "hard"),
+        (TAHQuant(tile=16), (3, 100, 16), torch.float32, "gaussian"),  # scopes of 256 and 44 tiles
+    ],
+)
+def test_more_of_them(codec: Codec, shape: tuple[int, ...], dtype: torch.dtype, kind: str) -> None:
+    check(codec, tensor(shape, dtype, kind))
 
 
 def test_a_scope_longer_than_registers() -> None:

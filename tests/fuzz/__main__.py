@@ -3,89 +3,93 @@
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
-from .notes import Fault, Note, Outcome
+from .worker import MOST_FAULTS
 
 CHUNK = 100_000  # cases of a process
-SILENCE = 300.0  # seconds that a case may take, kernels compiled meanwhile
-MOST_FAULTS = 10
 ROOT = Path(__file__).parents[2]
 
 
+@dataclass(frozen=True)
+class Fault:
+    """A case that was not survived: which of the seed, what it is, and what went wrong or how the process ended."""
+
+    number: int
+    text: str
+    why: str
+
+
+@dataclass
+class Outcome:
+    """Payloads survived, by target; and the cases that were not."""
+
+    survived: Counter[str] = field(default_factory=Counter)
+    faults: list[Fault] = field(default_factory=list)
+
+
 def attack(seed: int, numbers: range, *, seconds: float = float("inf"), only: str = "") -> Outcome:
-    """Carry cases out in new processes: behind one that crashed, another one goes on.
+    """Carry cases out in new processes: after one that crashed, another one continues.
 
     Args:
         seed: of all cases. numbers: which of them. seconds: after which it ends.
         only: of targets whose name contains this.
     """
-    total, end = Outcome(), time.monotonic() + seconds
-    while numbers and len(total.faults) < MOST_FAULTS and time.monotonic() < end:
-        outcome, last = _attack(seed, numbers, end - time.monotonic(), only)
-        total.add(outcome)
-        if last is None:
-            break
-        numbers = range(last + numbers.step, numbers.stop, numbers.step)
-    return total
-
-
-def _attack(seed: int, numbers: range, seconds: float, only: str) -> tuple[Outcome, int | None]:
-    """One process: what it did, and at which case it ended before its time, if it did."""
-    with tempfile.TemporaryDirectory() as folder:
-        note, result = Path(folder, "note"), Path(folder, "result")
-        noted = Note(note)
-        command = [sys.executable, "-m", "tests.fuzz", "--worker", str(note), str(result), str(seed)]
-        command += [str(n) for n in (numbers.start, numbers.stop, numbers.step, seconds)]
-        process = subprocess.Popen([*command, only], stderr=subprocess.PIPE, text=True, cwd=ROOT)
-        why = _wait(process, noted)
-        outcome, (number, text) = Outcome.load(result), noted.read()
+    outcome, end = Outcome(), time.monotonic() + seconds
+    while numbers and len(outcome.faults) < MOST_FAULTS and time.monotonic() < end:
+        last, text, why = _attack(outcome, seed, numbers, end - time.monotonic(), only)
         if not why:
-            return outcome, None
-        outcome.faults.append(Fault(number=number, text=text or "start", why=why))
-        return outcome, number if number >= 0 else numbers.stop
-
-
-def _wait(process: subprocess.Popen[str], note: Note) -> str:
-    """Until it ends, or is at one case for too long; why it did not end well."""
-    last, since = note.read(), time.monotonic()
-    while True:
-        try:
-            _, told = process.communicate(timeout=1.0)
             break
-        except subprocess.TimeoutExpired:
-            if note.read() != last:
-                last, since = note.read(), time.monotonic()
-            elif time.monotonic() - since > SILENCE:
-                process.kill()
-                process.communicate()
-                return f"no end within {SILENCE:.0f} s"
-    code = process.returncode
-    ended = f"signal {-code}" if code < 0 else f"exit code {code}"
-    return f"{ended}\n{told[-2000:]}".rstrip() if code else ""
+        outcome.faults.append(Fault(last, text, why))
+        numbers = range(last + numbers.step, numbers.stop, numbers.step)
+    return outcome
+
+
+def _attack(outcome: Outcome, seed: int, numbers: range, seconds: float, only: str) -> tuple[int, str, str]:
+    """Run one process, which says what it does; return the last case, and how the process ended, if not well."""
+    settings = (seed, numbers.start, numbers.stop, numbers.step, seconds, only)
+    command, last, text = [sys.executable, "-m", "tests.fuzz.worker", *map(str, settings)], numbers.stop, "start"
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=ROOT) as process,
+    ):
+        assert process.stdout is not None
+        for line in process.stdout:
+            match json.loads(line):
+                case ["at", last, text]:
+                    pass
+                case ["survived", name, payloads]:
+                    outcome.survived[name] += payloads
+                case ["failed", why]:
+                    outcome.faults.append(Fault(last, text, why))
+        code = process.wait()
+        errors.seek(0)
+        ended = f"signal {-code}" if code < 0 else f"exit code {code}"
+        return last, text, f"{ended}\n{errors.read()[-2000:]}".rstrip() if code else ""
 
 
 def main() -> int:
     """Run the command; 1 if anything was not survived."""
-    if sys.argv[1:2] == ["--worker"]:
-        from . import worker
-
-        note, result, seed, start, stop, step, seconds, only = sys.argv[2:]
-        numbers = range(int(start), int(stop), int(step))
-        worker.main(note, result, int(seed), numbers, float(seconds), only)
-        return 0
     options, begun = _parser().parse_args(), time.monotonic()
     total = Outcome()
     for numbers in _chunks(options):
         seconds = 60 * (options.minutes or float("inf")) - (time.monotonic() - begun)
         if seconds <= 0 or len(total.faults) >= MOST_FAULTS:
             break
-        total.add(_side_by_side(options, numbers, seconds))
+        with ThreadPoolExecutor(options.jobs) as pool:
+            parts = [range(numbers.start + job, numbers.stop, options.jobs) for job in range(options.jobs)]
+            for done in pool.map(partial(attack, options.seed, seconds=seconds, only=options.only), parts):
+                total.survived.update(done.survived)
+                total.faults += done.faults
         _say(f"{sum(total.survived.values())} survived after {time.monotonic() - begun:.0f} s")
     for fault in total.faults:
         only = f" --only {options.only!r}" if options.only else ""
@@ -121,17 +125,6 @@ def _chunks(options: argparse.Namespace) -> list[range]:
     count = options.count or (20_000 if options.minutes is None else 10**9)
     size = CHUNK * options.jobs
     return [range(start, min(count, start + size)) for start in range(0, count, size)]
-
-
-def _side_by_side(options: argparse.Namespace, numbers: range, seconds: float) -> Outcome:
-    """Every process takes each so manieth case."""
-    jobs, total = options.jobs, Outcome()
-    with ThreadPoolExecutor(jobs) as pool:
-        parts = [range(numbers.start + j, numbers.stop, jobs) for j in range(jobs)]
-        work = [pool.submit(attack, options.seed, p, seconds=seconds, only=options.only) for p in parts]
-        for done in work:
-            total.add(done.result())
-    return total
 
 
 def _say(line: str) -> None:

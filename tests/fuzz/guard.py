@@ -124,6 +124,5 @@ def guard_scratch() -> GuardedScratch:
             module.torch = scratch
     # A copy of a payload that lies at an odd address would lie elsewhere: kernels themselves take any address.
     vars(importlib.import_module("lowbit.kernels.operators"))["_is_aligned"] = lambda payload: True
-    for codec in ("subspace_quant", "transform_quant"):
-        vars(importlib.import_module(f"lowbit.codecs.{codec}.codec"))["ALIGNMENT"] = 1
+    vars(importlib.import_module("lowbit.codecs.basis.session"))["ALIGNMENT"] = 1
     return scratch

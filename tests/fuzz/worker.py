@@ -1,11 +1,15 @@
-"""The process that decodes, and may crash."""
+"""The process that decodes, and may crash: `python -m tests.fuzz.worker`, which `attack` starts.
+
+It prints a line of JSON before each case, and one after it: so the process that reads them knows at which case it
+crashed. A case that takes too long ends it, too.
+"""
 
 from __future__ import annotations
 
 import faulthandler
+import json
+import sys
 import time
-from collections.abc import Iterable
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -14,42 +18,35 @@ from lowbit import kernels
 
 from .catalogue import case_of
 from .guard import Outside, guard_scratch
-from .notes import Fault, Note, Outcome
-from .targets import Bench, Case, as_tensor
+from .targets import Bench, Case, LooseBench, as_tensor
 
 COMPARED = 16  # one case in so many is decoded by the reference as well
 TWICE = 4  # one in so many lies at both ends of its pages, by turns
-SAVED = 1000  # cases after which what was survived is saved: a crash costs no more of the count
 MOST_FAULTS = 10
+SILENCE = 300.0  # seconds that a case may take, kernels compiled meanwhile
 
 
-def work(
-    note: Note, result: Path, seed: int, numbers: Iterable[int], *, until: float = float("inf"), only: str = ""
-) -> Outcome:
-    """Try cases one after the other, noting each before and saving the outcome now and then.
-
-    Args:
-        seed: of all cases. numbers: which of them. until: when to stop, by `time.monotonic`.
-        only: of targets whose name contains this.
-    """
-    bench, outcome = Bench(guard_scratch()), Outcome()
-    for count, number in enumerate(numbers):
-        if time.monotonic() > until or len(outcome.faults) == MOST_FAULTS:
+def work(seed: int, numbers: range, until: float, only: str) -> None:
+    """Try cases one after the other, until a time by `time.monotonic`."""
+    bench, faults = Bench(guard_scratch()), 0
+    for number in numbers:
+        if time.monotonic() > until or faults == MOST_FAULTS:
             break
-        if count % SAVED == 0:
-            outcome.save(result)
+        faulthandler.dump_traceback_later(SILENCE, exit=True)
         torch.set_num_threads(1 + (number % 8 == 0))
         name, case, rng = case_of(seed, number, only)
-        note.write(number, case.text)
+        _say("at", number, case.text)
         try:
             ends = [True, False] if rng.random() < 1 / TWICE else [rng.random() < 0.5]
             attempt(bench, case, ends, compare=rng.random() < 1 / COMPARED)
-            outcome.survived[name] += case.payloads
+            _say("survived", name, case.payloads)
         except Exception as error:
-            why = f"{type(error).__name__}: {error}"
-            outcome.faults.append(Fault(number=number, text=case.text, why=why))
-    outcome.save(result)
-    return outcome
+            faults += 1
+            _say("failed", f"{type(error).__name__}: {error}")
+
+
+def _say(*values: object) -> None:
+    print(json.dumps(values), flush=True)
 
 
 def attempt(bench: Bench, case: Case, ends: list[bool], *, compare: bool) -> None:
@@ -66,10 +63,10 @@ def attempt(bench: Bench, case: Case, ends: list[bool], *, compare: bool) -> Non
         bench.end()
     if found[0] != found[-1]:
         raise Outside("what comes of it depends on what lies beside it, or was not written")
-    if compare and case.expected is not None:
+    if compare and case.exact:
         with kernels.backend("reference"):
-            expected = case.expected().reshape(-1)
-        _check_same(as_tensor(found[0], case.dtype), expected)
+            expected = case.run(LooseBench())
+        _check_same(as_tensor(found[0], case.dtype), as_tensor(expected, case.dtype))
 
 
 def _check_same(found: Tensor, expected: Tensor) -> None:
@@ -83,8 +80,7 @@ def _check_same(found: Tensor, expected: Tensor) -> None:
         )
 
 
-def main(note: str, result: str, seed: int, numbers: range, seconds: float, only: str) -> None:
-    """Work in a process of its own, for so many seconds at most."""
+if __name__ == "__main__":
     faulthandler.enable()
-    until = time.monotonic() + seconds
-    work(Note(Path(note)), Path(result), seed, numbers, until=until, only=only)
+    seed, start, stop, step = map(int, sys.argv[1:5])
+    work(seed, range(start, stop, step), time.monotonic() + float(sys.argv[5]), sys.argv[6])

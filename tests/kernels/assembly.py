@@ -36,44 +36,7 @@ from lowbit.codecs.feature_int.reference import feature_int_layout
 from lowbit.codecs.subspace_quant.layout import subspace_geometry
 from lowbit.codecs.transform_quant.layout import transform_geometry
 
-KERNELS: dict[str, tuple[Codec, bool]] = {
-    "TAHQuant() encode": (TAHQuant(), True),
-    "TAHQuant() decode": (TAHQuant(), False),
-    "TAHQuant(pivot_ratio=None) encode": (TAHQuant(pivot_ratio=None), True),
-    "TAHQuant(pivot_ratio=None) decode": (TAHQuant(pivot_ratio=None), False),
-    "TAHQuant.published() encode": (TAHQuant.published(), True),
-    "TAHQuant.published() decode": (TAHQuant.published(), False),
-    "GroupInt() encode": (GroupInt(), True),
-    "GroupInt() decode": (GroupInt(), False),
-    "BlockFloat8() encode": (BlockFloat8(), True),
-    "BlockFloat8() decode": (BlockFloat8(), False),
-}
-NORM = 1e-6, False, 0.0, 4, 64
-FUSED: dict[str, tuple[Any, str, Any]] = {  # module, operator, and its arguments from matrices, vectors and payloads
-    "RMSNorm + GroupInt() encode": (norm, "encode", lambda m, v, p: (m, v, None, p, m, *NORM, None)),
-    "RMSNorm recompute": (norm, "recompute", lambda m, v, p: (p, v, None, m, *NORM)),
-    "RMSNorm backward": (norm, "backward", lambda m, v, p: (p, v, None, m, m, v, None, None, *NORM)),
-    "SwiGLU + GroupInt() encode": (gated, "encode", lambda m, v, p: (m, m, p, p, m, "silu", 4, 64, None)),
-    "SwiGLU recompute": (gated, "recompute", lambda m, v, p: (p, p, m, "silu", 4, 64)),
-    "SwiGLU backward": (gated, "backward", lambda m, v, p: (p, p, m, m, m, None, "silu", 4, 64)),
-}
-FEATURES: dict[str, Any] = {  # arguments from matrix, payload, tables of numbers by rank and of one, order
-    "FeatureInt encode": lambda m, p, t, f, o: (m, p, f, f, o, 64, 4, 0.1, True),
-    "FeatureInt decode": lambda m, p, t, f, o: (p, m, f, f, o, 64, 4, 0.0, True),
-    "FeatureInt sum": lambda m, p, t, f, o: ([p] * 4, m, t, f, o, 64, 4, 0.0, 3),
-}
-SUBSPACE: dict[str, Any] = {  # arguments from coefficients, units, matrix, directions, payload
-    "coefficients_encode": lambda c, u, m, d, p: (c, u, p, c),
-    "coefficients_decode": lambda c, u, m, d, p: (p, u, c),
-    "rest_encode": lambda c, u, m, d, p: (m, c, d, p),
-    "rest_decode": lambda c, u, m, d, p: (p, c, d, m),
-}
-TRANSFORM: dict[str, Any] = {  # arguments from coefficients, header, payload
-    "TransformQuant encode": lambda z, h, p: (z, h, p),
-    "TransformQuant decode": lambda z, h, p: (p, h, z),
-}
-MODULES = {"BlockFloat8": block_float8, "GroupInt": group_int, "TAHQuant": tah_quant}
-SHAPE = (8, 4096, 4096)
+ROWS, CHANNELS = 8 * 4096, 4096
 POINTERS = {
     torch.bfloat16: "*bf16",
     torch.uint8: "*u8",
@@ -85,63 +48,85 @@ POINTERS = {
 }
 
 
-def fused_launches(module: Any, operator: str, arguments: Any) -> list[tuple]:
-    """The same for an operator on (tokens, channels)."""
-    rows, channels = SHAPE[0] * SHAPE[1], SHAPE[2]
-    matrix = torch.empty(rows, channels, dtype=torch.bfloat16, device="meta")
-    payload = torch.empty(GroupInt().nbytes(matrix.shape), dtype=torch.uint8, device="meta")
-    given = arguments(matrix, torch.empty(channels, dtype=torch.bfloat16, device="meta"), payload)
-    return _caught(getattr(module, operator), given, module)
+def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def feature_launches(name: str) -> list[tuple]:
-    """The same for rows of features."""
-    rows, size = SHAPE[0] * SHAPE[1], SHAPE[2]
-
-    def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    given = FEATURES[name](
-        empty((rows, size), torch.bfloat16),
-        empty((feature_int_layout(rows, size, 64, 4, True).nbytes,), torch.uint8),
-        empty((4, size), torch.float32), empty((size,), torch.float32), empty((size,), torch.int32),
-    )  # fmt: skip
-    return _caught(getattr(feature_int, name.split()[1]), given, feature_int)
+def payload_of(nbytes: int) -> torch.Tensor:
+    return empty(nbytes, dtype=torch.uint8)
 
 
-def subspace_launches(operator: str, count: int = 64) -> list[tuple]:
-    """The same for tokens near to a subspace."""
-    rows, channels = SHAPE[0] * SHAPE[1], SHAPE[2]
-    geo = subspace_geometry(rows, channels, count, 2, 64, 8)
-    c, unit, directions = (torch.empty(s, device="meta") for s in ((rows, count), (count,), (count, channels)))
-    matrix = torch.empty(rows, channels, dtype=torch.bfloat16, device="meta")
-    payload = torch.empty(geo.layout.nbytes, dtype=torch.uint8, device="meta")
-    given = SUBSPACE[operator](c, unit, matrix, directions, payload)
-    return _caught(getattr(subspace, operator), (*given, geo), subspace)
+Call = tuple[Any, str, tuple[Any, ...]]  # a module of kernels, its function, and the arguments
+M, V = empty(ROWS, CHANNELS, dtype=torch.bfloat16), empty(CHANNELS, dtype=torch.bfloat16)
 
 
-def transform_launches(name: str) -> list[tuple]:
-    """The same for coefficients, each kernel once: attempts launch some of them again."""
-    rows, channels = SHAPE[0] * SHAPE[1], SHAPE[2]
-    geo = transform_geometry(rows, channels, True, None, 2.25)
-    given = TRANSFORM[name](
-        torch.empty(rows, channels, device="meta"),
-        torch.empty(4, dtype=torch.int32, device="meta"),
-        torch.empty(geo.layout.nbytes, dtype=torch.uint8, device="meta"),
-    )
-    caught = _caught(getattr(transform, name.split()[1]), (*given, geo), transform, transform_fit)
-    return list({launch[0]: launch for launch in caught}.values())
+def calls_of(module: Any, codec: Codec, *settings: Any, encode: tuple[Any, ...], decode: tuple[Any, ...]) -> list[Call]:
+    """Encode and decode; settings: of both."""
+    x, payload = M.view(8, 4096, CHANNELS), payload_of(codec.nbytes((8, 4096, CHANNELS)))
+    x = x.view(-1) if isinstance(codec, GroupInt) else x
+    return [
+        (module, "encode", (x, payload, *settings, *encode)), (module, "decode", (payload, x, *settings, *decode)),
+    ]  # fmt: skip
 
 
-def launches(codec: Codec, encode: bool) -> list[tuple[Any, int, dict[str, Any], tuple, dict]]:
+def tah_quant_calls(codec: TAHQuant) -> list[Call]:
+    settings = codec.tile, codec.high_bits, codec.low_bits, 1 - codec.high_fraction, codec.allocation
+    last = {"encode": (codec.pivot_ratio,), "decode": (codec.pivot_ratio is not None, False)}
+    return calls_of(tah_quant, codec, *settings, **last)
+
+
+P, NORM = payload_of(GroupInt().nbytes((ROWS, CHANNELS))), (1e-6, False, 0.0, 4, 64)
+KERNELS: dict[str, Call] = {
+    f"{name} {call[1]}": call
+    for name, calls in {
+        "TAHQuant()": tah_quant_calls(TAHQuant()),
+        "TAHQuant(pivot_ratio=None)": tah_quant_calls(TAHQuant(pivot_ratio=None)),
+        "TAHQuant.published()": tah_quant_calls(TAHQuant.published()),
+        "GroupInt()": calls_of(group_int, GroupInt(), 4, 64, False, encode=(None,), decode=(False,)),
+        "BlockFloat8()": calls_of(block_float8, BlockFloat8(), "e4m3", 128, encode=(None, False), decode=(False,)),
+    }.items()
+    for call in calls
+}
+FUSED: dict[str, Call] = {
+    "RMSNorm + GroupInt() encode": (norm, "encode", (M, V, None, P, M, *NORM, None)),
+    "RMSNorm recompute": (norm, "recompute", (P, V, None, M, *NORM)),
+    "RMSNorm backward": (norm, "backward", (P, V, None, M, M, V, None, None, *NORM)),
+    "SwiGLU + GroupInt() encode": (gated, "encode", (M, M, P, P, M, "silu", 4, 64, None)),
+    "SwiGLU recompute": (gated, "recompute", (P, P, M, "silu", 4, 64)),
+    "SwiGLU backward": (gated, "backward", (P, P, M, M, M, None, "silu", 4, 64)),
+}
+F, BY_RANK, ORDER = empty(CHANNELS), empty(4, CHANNELS), empty(CHANNELS, dtype=torch.int32)
+OF_FEATURES = payload_of(feature_int_layout(ROWS, CHANNELS, 64, 4, True).nbytes)
+FEATURES: dict[str, Call] = {
+    "FeatureInt encode": (feature_int, "encode", (M, OF_FEATURES, F, F, ORDER, 64, 4, 0.1, True)),
+    "FeatureInt decode": (feature_int, "decode", (OF_FEATURES, M, F, F, ORDER, 64, 4, 0.0, True)),
+    "FeatureInt sum": (feature_int, "sum", ([OF_FEATURES] * 4, M, BY_RANK, F, ORDER, 64, 4, 0.0, 3)),
+}
+NEAR = subspace_geometry(ROWS, CHANNELS, 64, 2, 64, 8)
+C, UNIT, DIRECTIONS, OF_SUBSPACE = empty(ROWS, 64), empty(64), empty(64, CHANNELS), payload_of(NEAR.layout.nbytes)
+SUBSPACE: dict[str, Call] = {
+    "coefficients_encode": (subspace, "coefficients_encode", (C, UNIT, OF_SUBSPACE, C, NEAR)),
+    "coefficients_decode": (subspace, "coefficients_decode", (OF_SUBSPACE, UNIT, C, NEAR)),
+    "rest_encode": (subspace, "rest_encode", (M, C, DIRECTIONS, OF_SUBSPACE, NEAR)),
+    "rest_decode": (subspace, "rest_decode", (OF_SUBSPACE, C, DIRECTIONS, M, NEAR)),
+}
+CODED = transform_geometry(ROWS, CHANNELS, True, None, 2.25)
+Z, HEADER, OF_TRANSFORM = empty(ROWS, CHANNELS), empty(4, dtype=torch.int32), payload_of(CODED.layout.nbytes)
+TRANSFORM: dict[str, Call] = {
+    "TransformQuant encode": (transform, "encode", (Z, HEADER, OF_TRANSFORM, CODED)),
+    "TransformQuant decode": (transform, "decode", (OF_TRANSFORM, HEADER, Z, CODED)),
+}
+CALLS = KERNELS | FUSED | FEATURES | SUBSPACE | TRANSFORM
+
+
+def launches(name: str) -> list[tuple[Any, int, dict[str, Any], tuple, dict]]:
     """Kernels that a call launches, caught before they run: kernel, warps, shape, arguments, settings."""
-    x = torch.empty(SHAPE, dtype=torch.bfloat16, device="meta")
-    payload = torch.empty(codec.nbytes(SHAPE), dtype=torch.uint8, device="meta")
-    module = MODULES[type(codec).__name__]
-    function = module.encode if encode else module.decode
-    tensors = (x, payload) if encode else (payload, x)
-    flat = (t.view(-1) if isinstance(codec, GroupInt) and t is x else t for t in tensors)
-    return _caught(function, (*flat, *_settings(codec, encode)), module)
+    module, function, arguments = CALLS[name]
+    if name not in TRANSFORM:
+        return _caught(getattr(module, function), arguments, module)
+    # Each kernel once: attempts launch some of them again.
+    caught = _caught(getattr(module, function), arguments, module, transform_fit)
+    return list({launch[0]: launch for launch in caught}.values())
 
 
 def _caught(function: Any, given: tuple, *modules: Any) -> list[tuple]:
@@ -159,16 +144,6 @@ def _caught(function: Any, given: tuple, *modules: Any) -> list[tuple]:
         for module, launch in zip(modules, before, strict=True):
             module.launch = launch
     return caught
-
-
-def _settings(codec: Codec, encode: bool) -> tuple:
-    if isinstance(codec, GroupInt):
-        return codec.bits, codec.group, codec.symmetric, None if encode else False
-    if isinstance(codec, BlockFloat8):
-        return codec.format, codec.block, *((None, False) if encode else (False,))
-    assert isinstance(codec, TAHQuant)
-    last = (codec.pivot_ratio,) if encode else (codec.pivot_ratio is not None, False)
-    return (codec.tile, codec.high_bits, codec.low_bits, 1 - codec.high_fraction, codec.allocation, *last)
 
 
 def compiled(kernel: Any, warps: int, shape: dict, arguments: tuple, settings: dict) -> Any:
@@ -228,16 +203,8 @@ def _output(*command: Any) -> str:
 
 
 def main(names: list[str]) -> None:
-    for name in names or (*KERNELS, *FUSED, *FEATURES, *SUBSPACE, *TRANSFORM):
-        if name in FEATURES:
-            caught = feature_launches(name)
-        elif name in TRANSFORM:
-            caught = transform_launches(name)
-        elif name in SUBSPACE:
-            caught = subspace_launches(name)
-        else:
-            caught = fused_launches(*FUSED[name]) if name in FUSED else launches(*KERNELS[name])
-        for kernel, warps, shape, arguments, settings in caught:
+    for name in names or CALLS:
+        for kernel, warps, shape, arguments, settings in launches(name):
             found = compiled(kernel, warps, shape, arguments, settings)
             print(json.dumps(row(name, found, _elements(name, shape))), flush=True)
 

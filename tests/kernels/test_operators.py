@@ -173,23 +173,22 @@ def test_wrong_tables_of_features_are_refused() -> None:
 
 
 def test_wrong_settings_are_refused() -> None:
-    x, payload = torch.randn(1, 1, 64), torch.zeros(64, dtype=torch.uint8)
-    with pytest.raises(ValueError, match="tile is 63"):
-        torch.ops.lowbit.tah_quant_encode(x, payload, 63, 4, 3, 0.2, "tile", None)
-    with pytest.raises(ValueError, match="low_bits is 5, high_bits 4"):
-        torch.ops.lowbit.tah_quant_encode(x, payload, 64, 4, 5, 0.2, "tile", None)
-    with pytest.raises(ValueError, match="allocation is 'row'"):
-        torch.ops.lowbit.tah_quant_encode(x, payload, 64, 4, 3, 0.2, "row", None)
-    with pytest.raises(ValueError, match="format is 'e3m4', block 64; allowed: 'e4m3', 'e5m2'"):
-        torch.ops.lowbit.block_float8_encode(x.view(-1), payload, "e3m4", 64, None, False)
-    with pytest.raises(ValueError, match="activation is 'tanh'; allowed: 'silu', 'gelu'"):
-        torch.ops.lowbit.gated_recompute(payload, None, x, "tanh", 4, 64)
-    with pytest.raises(ValueError, match="eps is nan; allowed: finite"):
-        torch.ops.lowbit.norm_recompute(payload, None, None, x[0], torch.nan, False, 0.0, 4, 64)
-    with pytest.raises(ValueError, match=r"shape \(1, 1, 64\); allowed: \(rows, channels\)"):
-        torch.ops.lowbit.norm_recompute(payload, None, None, x, 1e-6, False, 0.0, 4, 64)
-    with pytest.raises(ValueError, match="bits is 9"):
-        torch.ops.lowbit.group_int_encode(x.view(-1), payload, 9, 64, False, None)
+    x, payload, operators = torch.randn(1, 1, 64), torch.zeros(64, dtype=torch.uint8), torch.ops.lowbit
+    for operator, arguments, message in (
+        (operators.tah_quant_encode, (x, payload, 63, 4, 3, 0.2, "tile", None), "tile is 63"),
+        (operators.tah_quant_encode, (x, payload, 64, 4, 5, 0.2, "tile", None), "low_bits is 5, high_bits 4"),
+        (operators.tah_quant_encode, (x, payload, 64, 4, 3, 0.2, "row", None), "allocation is 'row'"),
+        (operators.block_float8_encode, (x.view(-1), payload, "e3m4", 64, None, False),
+         "format is 'e3m4', block 64; allowed: 'e4m3', 'e5m2'"),
+        (operators.gated_recompute, (payload, None, x, "tanh", 4, 64), "activation is 'tanh'; allowed: 'silu', 'gelu'"),
+        (operators.norm_recompute, (payload, None, None, x[0], torch.nan, False, 0.0, 4, 64),
+         "eps is nan; allowed: finite"),
+        (operators.norm_recompute, (payload, None, None, x, 1e-6, False, 0.0, 4, 64),
+         r"shape \(1, 1, 64\); allowed: \(rows, channels\)"),
+        (operators.group_int_encode, (x.view(-1), payload, 9, 64, False, None), "bits is 9"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            operator(*arguments)
 
 
 def test_unknown_backend() -> None:

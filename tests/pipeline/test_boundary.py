@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lowbit.codecs import AQSGD, Cast, Codec, GroupInt, SubspaceQuant
-from lowbit.pipeline.arguments import Step, checked_samples, codec_at, keys_of
+from lowbit.pipeline.arguments import Step, checked_samples, codec_at
 from lowbit.pipeline.boundary import Lane
 from lowbit.pipeline.states import Slot
 from lowbit.pipeline.traffic import Traffic
@@ -112,10 +112,10 @@ def test_another_shape_or_dtype_is_an_error_not_garbage():
             there.encode(0, Step(), 0, wrong)
 
 
-def test_keyed_codecs_get_the_ids_of_the_micro_batch_and_leave_evaluation_alone():
+def test_codecs_of_samples_get_the_ids_of_the_micro_batch_and_leave_evaluation_alone():
     codec = AQSGD(inner=INT4)
     sender, receiver = lane(codec), lane(codec)
-    steps = [Step(keys=((1, 2), (3, 4))), Step(keys=((3, 4), (1, 5)))]
+    steps = [Step(samples=((1, 2), (3, 4))), Step(samples=((3, 4), (1, 5)))]
     sizes = []
     for step in [*steps, Step(training=False)]:
         for micro_batch in range(2):
@@ -132,7 +132,7 @@ def test_keyed_codecs_get_the_ids_of_the_micro_batch_and_leave_evaluation_alone(
 
 
 def test_state_moves_to_a_lane_before_and_after_its_shapes_are_known():
-    codec, step = AQSGD(inner=INT4), Step(keys=((1, 2),))
+    codec, step = AQSGD(inner=INT4), Step(samples=((1, 2),))
     old = lane(codec)
     old.encode(0, step, 0, torch.randn(SHAPE))
     state = old.states.state_dict()
@@ -320,16 +320,9 @@ def test_facts_tell_shapes_and_sizes():
     assert facts["boundary 1 forward payload bytes"] == str(INT4.nbytes(SHAPE))
 
 
-def test_sample_ids_are_split_like_the_batch():
-    x = torch.arange(10)
-    parts = torch.tensor_split(x, 4)
-    assert keys_of(x, 4) == tuple(tuple(part.tolist()) for part in parts)
-    with pytest.raises(ValueError, match="twice"):
-        keys_of(torch.tensor([1, 2, 3, 1]), 2)
-
-
 @pytest.mark.parametrize(
-    ("ids", "error"), [(torch.ones(2), TypeError), ([True, False], TypeError), ([[1]], ValueError)]
+    ("ids", "error"),
+    [(torch.ones(2), TypeError), ([True, False], TypeError), ([[1]], ValueError), ([1, 2, 3, 1], ValueError)],
 )
 def test_bad_sample_ids(ids: Any, error: type[Exception]):
     with pytest.raises(error, match="ids"):

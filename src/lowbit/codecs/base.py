@@ -31,7 +31,7 @@ class Codec(ABC):
         payload_version: changes whenever the bytes of the same configuration change.
         is_plain: numbers are sent as they are. Gradients are then sent the same way by default.
         stateful: works through sessions only, which keep state between messages.
-        needs_key: sessions need the ids of the samples.
+        needs_key: sessions need the ids of the samples (`Session.samples`).
         settled: False while a parameter must still be chosen from data.
     """
 

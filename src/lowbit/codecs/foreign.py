@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lowbit.codecs.base import Codec
-from lowbit.codecs.sessions import Key, Session
+from lowbit.codecs.sessions import Session
 
 T = TypeVar("T")
 
@@ -102,7 +102,9 @@ def check_ends(sender: Session, receiver: Session) -> None:
         )
     for session, state in zip((sender, receiver), states, strict=True):
         if state:
-            session.anew().load_state_dict(state)
+            codec = session.codec
+            anew = open_session(codec, shape=session.shape, dtype=session.dtype, device=session.device)
+            anew.load_state_dict(state)
 
 
 class _Guarded(Session):
@@ -114,15 +116,14 @@ class _Guarded(Session):
         self._inner, self._about = inner, about
         self.codec, self.shape, self.dtype, self.device = codec, shape, dtype, device
         if not isinstance(inner, Session):
-            raise self._refused("open", type(inner).__name__, "a lowbit.codecs.Session")
-        self._nbytes = self._size("max_nbytes", self._call("max_nbytes"))
+            raise self.error(f"open returned {type(inner).__name__}; allowed: a lowbit.codecs.Session")
+        self._nbytes = self._size("max_nbytes")
 
-    def nbytes(self, key: Key | None = None) -> int:
-        size = self._size("nbytes", self._call("nbytes", key))
+    def nbytes(self) -> int:
+        size = self._size("nbytes")
         # Receives are posted ahead, before the messages in between have changed the state.
         if size > self._nbytes or (size != self._nbytes and not self.codec.needs_key):
-            at_most = "at most " if self.codec.needs_key else "the same for every message, "
-            raise self._refused("nbytes", str(size), f"{at_most}{self._nbytes}, as `max_nbytes` says")
+            raise self.error(f"nbytes returned {size}; allowed: {self._nbytes}, as `max_nbytes` says")
         return size
 
     def beside(self, *, shape: Sequence[int], dtype: torch.dtype) -> Session:
@@ -133,31 +134,22 @@ class _Guarded(Session):
         self,
         x: Tensor,
         *,
-        key: Key | None = None,
         training: bool = True,
         out: Tensor | None = None,
         note: Tensor | None = None,  # none: what crosses the other way is not shown to other packages
     ) -> Tensor:
-        size = self.nbytes(key)
-        payload = torch.empty(size, dtype=torch.uint8, device=x.device) if out is None else out
-        before = None if x.is_inference() else x._version
-        returned = self._call("encode", x, key=key, training=training, out=payload)
-        if before is not None and x._version != before:
-            raise self.error("encode changed the tensor that it was given; allowed: to read it")
-        return self._filled("encode", payload, returned, (size,), torch.uint8)
+        payload = torch.empty(self.nbytes(), dtype=torch.uint8, device=x.device) if out is None else out
+        return self._filled("encode", payload, self._call("encode", x, training=training, out=payload))
 
-    def decode(
-        self, payload: Tensor, *, key: Key | None = None, out: Tensor | None = None, training: bool = True
-    ) -> Tensor:
+    def decode(self, payload: Tensor, *, out: Tensor | None = None, training: bool = True) -> Tensor:
         target = torch.empty(self.shape, dtype=self.dtype, device=payload.device) if out is None else out
-        returned = self._call("decode", payload, key=key, out=target, training=training)
-        return self._filled("decode", target, returned, self.shape, target.dtype)
+        return self._filled("decode", target, self._call("decode", payload, out=target, training=training))
 
     def state_bytes(self) -> int:
-        return self._size("state_bytes", self._call("state_bytes"))
+        return self._size("state_bytes")
 
     def state_dict(self) -> dict[str, Any]:
-        """A copy: the session may go on to change its own tensors in place."""
+        """A copy: the session may change its own tensors in place."""
         state = self._call("state_dict")
         if problem := check_state(state):
             raise self.error(f"state_dict returned {problem}")
@@ -167,39 +159,26 @@ class _Guarded(Session):
         self._call("load_state_dict", _copied(state))
 
     def error(self, text: str) -> CodecError:
-        """An error of this codec."""
         return _error(self.codec, self._about, text)
 
-    def anew(self) -> Session:
-        """Another session like this one, before its first message."""
-        return open_session(self.codec, shape=self.shape, dtype=self.dtype, device=self.device, about=self._about)
-
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        self._inner.samples = self.samples
         return call(self.codec, method, getattr(self._inner, method), *args, about=self._about, **kwargs)
 
-    def _filled(
-        self, method: str, target: Tensor, returned: object, shape: Sequence[int], dtype: torch.dtype
-    ) -> Tensor:
+    def _filled(self, method: str, target: Tensor, returned: object) -> Tensor:
         """`target`, which the method has filled, or which now holds what it returned instead."""
-        expected = f"{_described(shape, dtype)} on {target.device}"
-        if target.shape != torch.Size(shape):
-            raise self._refused(method, f"its `out` as {_described(target.shape, target.dtype)}", expected)
         if returned is target:
             return target
-        if not isinstance(returned, Tensor):
-            raise self._refused(method, type(returned).__name__, expected)
-        if (returned.shape, returned.dtype, returned.device) != (torch.Size(shape), dtype, target.device):
-            given = f"{_described(returned.shape, returned.dtype)} on {returned.device}"
-            raise self._refused(method, given, expected)
+        given, expected = _described(returned), _described(target)
+        if given != expected or not isinstance(returned, Tensor):
+            raise self.error(f"{method} returned {given}; allowed: {expected}")
         return target.copy_(returned)
 
-    def _size(self, method: str, value: object) -> int:
+    def _size(self, method: str) -> int:
+        value = self._call(method)
         if type(value) is not int or value < 0:
-            raise self._refused(method, repr(value), "a number of bytes, an integer")
+            raise self.error(f"{method} returned {value!r}; allowed: a number of bytes, an integer")
         return value
-
-    def _refused(self, method: str, returned: str, allowed: str) -> CodecError:
-        return self.error(f"{method} returned {returned}; allowed: {allowed}")
 
 
 def _error(codec: Codec, about: str, text: str) -> CodecError:
@@ -212,8 +191,10 @@ def _place(error: BaseException) -> str:
     return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno}, in {frames[-1].name})" if frames else ""
 
 
-def _described(shape: Sequence[int], dtype: torch.dtype) -> str:
-    return f"{str(dtype).removeprefix('torch.')} {tuple(shape)}"
+def _described(x: object) -> str:
+    if not isinstance(x, Tensor):
+        return type(x).__name__
+    return f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)} on {x.device}"
 
 
 def _copied(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The registry of formats: lowbit's own, found by their folders, and those of installed packages, by entry points.
 
-Each folder beside this file is a format: its `codec.py` holds the codec class and, in `SHORT_NAMES`, what short names
-stand for. Another package adds formats in its pyproject.toml, each by a short name, and a class in full as well:
+Each folder next to this file with a `codec.py` is a format: it holds the codec class and, in `SHORT_NAMES`, what short
+names stand for. Another package adds formats in its pyproject.toml, each by a short name, and a class in full as well:
 
     [project.entry-points."lowbit.codecs"]
     sign = "their_package:Sign"                 # a codec class, or a function without arguments that returns a codec
@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import pkgutil
 from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -31,11 +30,10 @@ Factory = Callable[..., Any]
 def formats() -> Mapping[str, type[Codec]]:
     """The codec class of each of lowbit's own formats, by the name of its folder."""
     codecs = {}
-    for folder in pkgutil.iter_modules([str(Path(__file__).parent)]):
-        if folder.ispkg:
-            module = importlib.import_module(f"{__package__}.{folder.name}.codec")
-            own = [c for c in vars(module).values() if inspect.isclass(c) and c.__module__ == module.__name__]
-            (codecs[folder.name],) = (c for c in own if issubclass(c, Codec))
+    for folder in sorted(path.parent.name for path in Path(__file__).parent.glob("*/codec.py")):
+        module = importlib.import_module(f"{__package__}.{folder}.codec")
+        own = [c for c in vars(module).values() if inspect.isclass(c) and c.__module__ == module.__name__]
+        (codecs[folder],) = (c for c in own if issubclass(c, Codec))
     return codecs
 
 

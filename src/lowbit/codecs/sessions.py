@@ -14,17 +14,20 @@ from lowbit.codecs.checks import check_dtype, check_float, check_out, check_payl
 if TYPE_CHECKING:
     from lowbit.codecs.base import Codec
 
-Key = tuple[int, ...]
-"""Sample ids of a message, one for each entry of its first dimension."""
-
 
 class Session:
     """Code messages of one shape in one direction of one boundary; sessions of stateless formats keep nothing.
 
-    Both ends open the same session and pass it the same keys in the same order, so that their states stay equal. Where
-    the format takes more bytes than the tensor in its own dtype, the tensor travels unchanged and nothing is kept.
-    Subclasses implement `_encode` and `_decode` for all others.
+    Both ends open the same session and process the same messages in the same order, so that their states stay equal.
+    Where the format takes more bytes than the tensor in its own dtype, the tensor travels unchanged and nothing is
+    kept. Subclasses implement `_encode` and `_decode` for all others.
+
+    Attributes:
+        samples: ids of the next message's samples, one for each entry of its first dimension. Whoever drives a session
+            of a codec that needs them (`Codec.needs_key`) sets them before each call; other codecs do not look at them.
     """
+
+    samples: Sequence[int] | None = None
 
     def __init__(self, codec: Codec, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
         check_dtype(dtype)
@@ -35,8 +38,8 @@ class Session:
         self._note: Tensor | None = None  # of the message that is encoded
         self._nbytes, self._plain = codec.sized(shape, dtype)
 
-    def nbytes(self, key: Key | None = None) -> int:
-        """Bytes of the next message with this key."""
+    def nbytes(self) -> int:
+        """Bytes of the next message."""
         return self._nbytes
 
     def max_nbytes(self) -> int:
@@ -48,20 +51,14 @@ class Session:
         return self.codec.open(shape=shape, dtype=dtype, device=self.device)
 
     def encode(
-        self,
-        x: Tensor,
-        *,
-        key: Key | None = None,
-        training: bool = True,
-        out: Tensor | None = None,
-        note: Tensor | None = None,
+        self, x: Tensor, *, training: bool = True, out: Tensor | None = None, note: Tensor | None = None
     ) -> Tensor:
         """Encode `x`, whose shape must be the session's.
 
         Args:
-            x: the tensor; key: its samples' ids, if the codec needs them. training: False in an evaluation pass: what
-                is kept is used, and stays as it is. out: uint8 (nbytes(key),) to fill; allocated if absent. note: what
-                `observe` returned for the activations whose gradient `x` is, if anything.
+            x: the tensor. training: False in an evaluation pass: what is kept is used, and stays as it is. out: uint8
+                (nbytes(),) to fill; allocated if absent. note: what `observe` returned for the activations whose
+                gradient `x` is, if anything.
 
         Raises:
             TypeError: `x` is not a tensor of float32, bfloat16 or float16.
@@ -70,7 +67,7 @@ class Session:
         check_float("x", x)
         if x.shape != self.shape:
             raise ValueError(f"x has shape {tuple(x.shape)}; this session is for {tuple(self.shape)}")
-        size = self.nbytes(key)
+        size = self.nbytes()
         if out is None:
             out = torch.empty(size, dtype=torch.uint8, device=x.device)
         check_payload("out", out, size, x.device)
@@ -79,13 +76,11 @@ class Session:
             if self._plain:
                 plain.write(x.detach().contiguous(), self.dtype, out)
             else:
-                self._encode(x.detach(), out, key, training)
+                self._encode(x.detach(), out, training)
         self._note = None
         return out
 
-    def decode(
-        self, payload: Tensor, *, key: Key | None = None, out: Tensor | None = None, training: bool = True
-    ) -> Tensor:
+    def decode(self, payload: Tensor, *, out: Tensor | None = None, training: bool = True) -> Tensor:
         """Decode a payload to the session's shape and dtype (or into `out`); arguments as for `encode`.
 
         Raises:
@@ -93,7 +88,7 @@ class Session:
             ValueError: a payload of another length, dtype or device, or that is not the sender's next message, or an
                 `out` of another shape or device.
         """
-        check_payload("payload", payload, self.nbytes(key), payload.device)
+        check_payload("payload", payload, self.nbytes(), payload.device)
         if out is None:
             out = torch.empty(self.shape, dtype=self.dtype, device=payload.device)
         check_out(out, self.shape, payload.device)
@@ -101,14 +96,14 @@ class Session:
             if self._plain:
                 plain.read(payload.contiguous(), self.dtype, out, False)
             else:
-                self._decode(payload, out, key, training)
+                self._decode(payload, out, training)
         return out
 
-    def _encode(self, x: Tensor, payload: Tensor, key: Key | None, training: bool) -> None:
-        """Fill `payload` (uint8, `nbytes(key)` long) from `x` (not empty)."""
+    def _encode(self, x: Tensor, payload: Tensor, training: bool) -> None:
+        """Fill `payload` (uint8, `nbytes()` long) from `x` (not empty)."""
         self.codec.encode(x, out=payload)
 
-    def _decode(self, payload: Tensor, out: Tensor, key: Key | None, training: bool) -> None:
+    def _decode(self, payload: Tensor, out: Tensor, training: bool) -> None:
         """Write the tensor in `payload` to `out` (not empty)."""
         self.codec.decode(payload, shape=self.shape, out=out)
 

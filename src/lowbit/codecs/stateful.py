@@ -23,8 +23,16 @@ class StatefulCodec(Codec):
     @abstractmethod
     def open(self, *, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Session: ...
 
-    def choose(self, x: Tensor) -> int:
-        """Return the parameter to use for tensors like `x`, or 0 if nothing is open."""
+    def choose(self, x: Tensor, gradient: Tensor | None = None, part: float = 1.0, *, backward: bool = False) -> int:
+        """Return the parameter to use for tensors like `x`, or 0 if nothing is open.
+
+        Args:
+            x: activations of a message, or gradients where nothing else is given. The rest is given only where
+                `wanted_nats` is a number.
+            gradient: of the loss, for these activations.
+            part: of `wanted_nats` for this tensor.
+            backward: gradients like this one are to be sent, not activations.
+        """
         return 0
 
     def settle(self, choice: int) -> StatefulCodec:
@@ -35,18 +43,6 @@ class StatefulCodec(Codec):
     def wanted_nats(self) -> float | None:
         """What the coded activations of all boundaries may cost of the loss, in nats; None: no goal is set."""
         return None
-
-    def choose_by_loss(self, x: Tensor, gradient: Tensor, part: float, *, backward: bool) -> int:
-        """Return the parameter for a boundary's tensors, in place of `choose`, where `wanted_nats` is a number.
-
-        Args:
-            x: activations of a message. gradient: of the loss, for these. part: of `wanted_nats` for this tensor.
-            backward: gradients like this one are to be sent, not activations.
-
-        Raises:
-            ValueError: the format has no such rule, though it sets `wanted_nats`.
-        """
-        raise ValueError(f"{type(self).__name__} sets wanted_nats and lacks choose_by_loss; allowed: both, or neither")
 
     def raised(self, choice: int, bits: float) -> int:
         """Return the choice for `bits` more per element; a format without rates returns `choice` itself."""

@@ -13,7 +13,6 @@ from torch import Tensor
 from lowbit.codecs.base import Codec
 from lowbit.codecs.checks import check_int
 from lowbit.codecs.defaults import backward_codec
-from lowbit.codecs.sessions import Key
 from lowbit.codecs.stateful import StatefulCodec
 
 Codecs = Codec | Mapping[int, Codec]
@@ -27,14 +26,14 @@ class Step:
     Attributes:
         training: False in an evaluation pass.
         full_precision: the warm-up is not over: everything travels in its own dtype.
-        keys: sample ids of each micro-batch, for codecs that need them.
+        samples: sample ids of each micro-batch, for codecs that need them.
         settling: this is the last step of the warm-up, in which senders choose open parameters of their codecs.
         looking: this is the one before that, in which they look at gradients where codecs have a goal in loss.
     """
 
     training: bool = True
     full_precision: bool = False
-    keys: tuple[Key, ...] | None = None
+    samples: Sequence[Sequence[int]] = ()
     settling: bool = False
     looking: bool = False
 
@@ -113,23 +112,14 @@ def checked_samples(ids: Tensor | Sequence[int]) -> Tensor:
 
     Raises:
         TypeError: not integers.
-        ValueError: not one-dimensional.
+        ValueError: not one-dimensional, or an id occurs twice. The size of a sample's second message depends on its
+            first, which may still be under way when the second is expected.
     """
     samples = torch.as_tensor(ids).cpu()
     if samples.is_floating_point() or samples.is_complex() or samples.dtype == torch.bool:
         raise TypeError(f"ids have dtype {samples.dtype}; allowed: integers")
     if samples.dim() != 1:
         raise ValueError(f"ids have shape {tuple(samples.shape)}; allowed: one dimension, (batch,)")
-    return samples.long()
-
-
-def keys_of(samples: Tensor, micro_batches: int) -> tuple[Key, ...]:
-    """Sample ids of each micro-batch, split the way that a pipeline schedule splits the batch.
-
-    Raises:
-        ValueError: an id occurs twice. The size of a sample's second message depends on its first, which may still be
-            under way when the second is expected.
-    """
     if samples.unique().numel() != samples.numel():
         raise ValueError("ids has a sample twice; the ids of a batch must differ")
-    return tuple(tuple(part.tolist()) for part in samples.tensor_split(micro_batches))
+    return samples.long()

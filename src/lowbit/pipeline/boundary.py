@@ -16,7 +16,7 @@ from torch import Tensor
 from lowbit.codecs.base import Codec
 from lowbit.codecs.checks import FLOATS
 from lowbit.codecs.foreign import check_ends, is_own, open_session
-from lowbit.codecs.sessions import Key
+from lowbit.codecs.sessions import Session
 from lowbit.pipeline.arguments import Step
 from lowbit.pipeline.looking import Look
 from lowbit.pipeline.states import Slot, States, described
@@ -106,7 +106,7 @@ class Lane:
         slot = self._slots[micro_batch][index]
         if not self._coded(slot, step):
             return _plain_bytes(slot) + _CHOICE_BYTES * self._tells_choice(slot, step)
-        return self.states.session(index, slot).nbytes(self._key(step, micro_batch))
+        return self._session(index, step, micro_batch).nbytes()
 
     def encode(
         self, index: int, step: Step, micro_batch: int, x: Tensor, *, room: int = 0, note: Tensor | None = None
@@ -131,8 +131,8 @@ class Lane:
             message = torch.empty(size + room * bool(size), dtype=torch.uint8, device=x.device)
             payload = message[:size]
             if self._coded(slot, step):
-                key, session = self._key(step, micro_batch), self.states.session(index, slot)
-                session.encode(x, key=key, training=step.training, out=payload, note=note)
+                session = self._session(index, step, micro_batch)
+                session.encode(x, training=step.training, out=payload, note=note)
             else:
                 # A copy, because the model may reuse the memory of its output while the bytes are under way.
                 plain, rest = payload.tensor_split([_plain_bytes(slot)])
@@ -150,8 +150,7 @@ class Lane:
         with self._aside("decode", micro_batch):
             out, slot = out.detach(), self._slots[micro_batch][index]
             if self._coded(slot, step):
-                key, session = self._key(step, micro_batch), self.states.session(index, slot)
-                session.decode(payload, key=key, out=out, training=step.training)
+                self._session(index, step, micro_batch).decode(payload, out=out, training=step.training)
             else:
                 plain, rest = payload.tensor_split([_plain_bytes(slot)])
                 if self._tells_choice(slot, step):
@@ -188,8 +187,12 @@ class Lane:
             return False
         return step.training or not self.codec.needs_key
 
-    def _key(self, step: Step, micro_batch: int) -> Key | None:
-        return step.keys[micro_batch] if self.codec.needs_key and step.keys else None
+    def _session(self, index: int, step: Step, micro_batch: int) -> Session:
+        """The session for the next message of a tensor, which has been told of the micro-batch's samples."""
+        session = self.states.session(index, self._slots[micro_batch][index])
+        if step.samples:
+            session.samples = step.samples[micro_batch]
+        return session
 
     def _note(self, index: int, step: Step, micro_batch: int, x: Tensor) -> None:
         """Look at a tensor that crosses at full precision."""
@@ -216,14 +219,15 @@ def warm_up(codec: Codec, shape: torch.Size, dtype: torch.dtype, device: torch.d
     Raises:
         CodecError: a codec of another package fails here, and would fail later.
     """
-    key = tuple(range(shape[0])) if codec.needs_key else None
     sender, receiver = (open_session(codec, shape=shape, dtype=dtype, device=device) for _ in range(2))
+    if codec.needs_key:
+        sender.samples = receiver.samples = range(shape[0])
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         x = torch.zeros(shape, dtype=dtype, device=device)
         if not is_own(codec):  # zeros would leave many states as they were
             x.copy_(torch.linspace(-1, 1, x.numel(), device=device).view(shape))
         for _ in range(2 if codec.needs_key else 1):  # a sample that comes back is coded otherwise
-            receiver.decode(sender.encode(x, key=key), key=key)
+            receiver.decode(sender.encode(x))
     check_ends(sender, receiver)
 
 

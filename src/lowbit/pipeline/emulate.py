@@ -21,7 +21,6 @@ from lowbit.pipeline.arguments import (
     check_warm_up,
     checked_samples,
     codec_at,
-    keys_of,
 )
 from lowbit.pipeline.boundary import Direction, Lane
 from lowbit.pipeline.looking import Look
@@ -97,7 +96,7 @@ class Emulation:
     def __init__(self, warmup_steps: int, in_evaluation: bool) -> None:
         self.traffic = Traffic()
         self._steps, self._warmup_steps, self._in_evaluation = 0, warmup_steps, in_evaluation
-        self._samples: Tensor | None = None
+        self._samples: Sequence[int] | None = None
         self._handles: list[RemovableHandle] = []
         self._pairs: list[_LanePair] = []
 
@@ -115,9 +114,9 @@ class Emulation:
         """Set the sample ids of the next forward passes, int64 (micro-batch,), for codecs that need them.
 
         Raises:
-            TypeError, ValueError: not integers, or not one dimension.
+            TypeError, ValueError: not integers, not one dimension, or not all different.
         """
-        self._samples = checked_samples(ids)
+        self._samples = checked_samples(ids).tolist()
 
     def state_bytes(self) -> int:
         """Bytes that the codecs of both ends of all boundaries keep between steps."""
@@ -186,7 +185,9 @@ class Emulation:
         def hook(module: nn.Module, args: Any, output: Any) -> Any:
             if not module.training and not self._in_evaluation:
                 return output
-            step = self._current_step(module.training, forward.needs_key or backward.needs_key)
+            step = Step.numbered(self._steps, self._warmup_steps, training=module.training)
+            if self._samples is not None:
+                step = replace(step, samples=[self._samples])
             recomputing = torch._C._current_graph_task_id() != -1  # autograd runs in this thread
             if recomputing and forward.stateful and not step.full_precision:
                 raise RuntimeError(
@@ -198,14 +199,6 @@ class Emulation:
             return _map_first(output, lambda x: _Crossing.apply(x, pair, gradients, step, look))
 
         self._handles.append(module.register_forward_hook(hook))
-
-    def _current_step(self, training: bool, keyed: bool) -> Step:
-        step = Step.numbered(self._steps, self._warmup_steps, training=training)
-        if keyed and training and not step.full_precision:
-            if self._samples is None:
-                raise ValueError("a codec that keeps state for each sample needs set_samples(ids) first")
-            step = replace(step, keys=keys_of(self._samples, 1))
-        return step
 
 
 class _LanePair:

@@ -7,7 +7,6 @@ ends see them. What the sender proposes from them is its choice in the last step
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 from torch import Tensor
 
@@ -27,14 +26,14 @@ class Look:
 
     def __init__(self, boundaries: int) -> None:
         self._boundaries = boundaries
-        self._states: list[tuple[StatefulCodec, States, bool]] = []
+        self._states: list[tuple[States, bool]] = []
         self._learned: Sequence[Sequence[int]] = ()  # by micro-batch
         self._seen: dict[tuple[int, int], tuple[int, Tensor | None]] = {}  # by tensor and width; and its micro-batch
 
     def add(self, codec: object, states: States, *, backward: bool) -> None:
         """Add a direction, where its codec has a goal."""
         if isinstance(codec, StatefulCodec) and not codec.settled and codec.wanted_nats is not None:
-            self._states.append((codec, states, backward))
+            self._states.append((states, backward))
 
     def use(self, learned: Sequence[Sequence[int]]) -> None:
         """From now on, these of the tensors that cross with each micro-batch get gradients, in this order."""
@@ -59,6 +58,5 @@ class Look:
         self._seen[key] = micro_batch, None
         slot = x.shape, x.dtype
         part = 1 / (self._boundaries * len(self._learned[micro_batch]))
-        for codec, states, backward in self._states:
-            choose = partial(codec.choose_by_loss, x, gradient, part, backward=backward)
-            states.propose(index if backward else tensor, slot, choose)
+        for states, backward in self._states:
+            states.propose(index if backward else tensor, slot, x, gradient, part, backward=backward)

@@ -25,7 +25,6 @@ from lowbit.pipeline.arguments import (
     check_raise,
     check_warm_up,
     checked_samples,
-    keys_of,
 )
 from lowbit.pipeline.hooks import HookedStage
 from lowbit.pipeline.lanes import Lanes
@@ -143,10 +142,10 @@ class LowBitStage(HookedStage):
         Call it before every training step after the warm-up, with the same ids on every rank. Other codecs ignore it.
 
         Args:
-            ids: int64 (batch,), split into micro-batches like the batch itself. All different, or the step raises.
+            ids: int64 (batch,), split into micro-batches like the batch itself.
 
         Raises:
-            TypeError, ValueError: not integers, or not one dimension.
+            TypeError, ValueError: not integers, not one dimension, or not all different.
         """
         self._samples = checked_samples(ids)
 
@@ -261,7 +260,7 @@ class LowBitStage(HookedStage):
         """A pass begins; its configuration is not known yet. number: of the pass; ranks: their names in errors.
 
         Raises:
-            ValueError: a codec needs sample ids, which are missing or not all different.
+            ValueError: a codec needs sample ids, which are missing.
         """
         self.lanes.end_step()  # before other streams of a GPU wait for this one
         self.transport.begin(board, number)
@@ -273,7 +272,8 @@ class LowBitStage(HookedStage):
             if (codec := self.lanes.keyed()) and not step.full_precision:
                 if samples is None:
                     raise ValueError(f"{codec} needs set_samples(ids) before every training step")
-                step = replace(step, keys=keys_of(samples, batch.micro_batches))
+                parts = samples.tensor_split(batch.micro_batches)  # as the schedule splits the batch
+                step = replace(step, samples=[part.tolist() for part in parts])
         name = f"step {self.steps + 1}" if batch.training else f"evaluation after step {self.steps}"
         self.lanes.begin(step, name, ranks)
 

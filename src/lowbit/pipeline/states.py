@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -72,18 +72,16 @@ class States:
         """The sender's choice for tensors like `x`, made from the first of them, or proposed before."""
         name = self._name(index, slot)
         if name not in self._choices:
-            assert isinstance(self._codec, StatefulCodec)  # others leave nothing open
-            if (choice := self._proposals.pop(name, None)) is None:
-                choice = call(self._codec, "choose", self._codec.choose, x, about=self._lane)
-            self._choices[name] = choice
+            choice = self._proposals.pop(name, None)
+            self._choices[name] = self._chosen(x) if choice is None else choice
             log.info("%s: %s: %s", self._lane, name, self._settled(name))
         return self._choices[name]
 
-    def propose(self, index: int, slot: Slot, choose: Callable[[], int]) -> None:
-        """Keep what `choose` returns as the choice for a tensor, unless there is one."""
+    def propose(self, index: int, slot: Slot, x: Tensor, gradient: Tensor, part: float, *, backward: bool) -> None:
+        """Keep the choice for a tensor from activations and their gradient, unless there is one."""
         name = self._name(index, slot)
         if name not in self._choices and name not in self._proposals:
-            self._proposals[name] = call(self._codec, "choose_by_loss", choose, about=self._lane)
+            self._proposals[name] = self._chosen(x, gradient, part, backward=backward)
 
     def raise_rates(self, bits: float) -> None:
         """Raise the rates that were chosen by `bits` per element; what sessions keep stays."""
@@ -165,6 +163,10 @@ class States:
                 else:
                     digest.update(str(value).encode())
         return digest.hexdigest()
+
+    def _chosen(self, *args: Any, **kwargs: Any) -> int:
+        assert isinstance(self._codec, StatefulCodec)  # others leave nothing open
+        return call(self._codec, "choose", self._codec.choose, *args, about=self._lane, **kwargs)
 
     def _name(self, index: int, slot: Slot) -> str:
         """Name of the state of a tensor, which several shapes may share."""

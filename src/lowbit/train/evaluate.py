@@ -14,7 +14,6 @@ from torch import Tensor
 
 from lowbit.codecs import Cast, Codec, Session, StatefulCodec
 from lowbit.codecs.foreign import open_session
-from lowbit.codecs.sessions import Key
 from lowbit.pipeline import LowBitStage
 from lowbit.ranks.messages import Expected, Messages, Sent
 from lowbit.train.answers import IGNORED, Answers
@@ -29,11 +28,10 @@ SUMS_BYTES = 32
 
 @dataclass(frozen=True)
 class _Batch:
-    """inputs, targets, positions: int64 (windows, sequence). key: ids of the windows."""
+    """inputs, targets, positions: int64 (windows, sequence)."""
 
     inputs: Tensor
     targets: Tensor
-    key: Key
     positions: Tensor | None
 
 
@@ -42,7 +40,6 @@ class _Arriving:
     """An activation to receive, and the session that decodes it."""
 
     session: Session
-    key: Key | None
     message: Expected
 
 
@@ -177,7 +174,7 @@ class Evaluation:
 
     def _open(self, windows: Windows | Answers, ids: Sequence[Tensor], codecs: Sequence[Codec]) -> _Round:
         """Begin a round: post receives for all activations and sums, in the order of each neighbour's sends."""
-        batches = [_Batch(*windows.batch(each), tuple(each.tolist()), windows.positions(each)) for each in ids]
+        batches = [_Batch(*windows.batch(each), windows.positions(each)) for each in ids]
         arriving = {
             (leg[0], index): self._expect(leg[0] - 1, batch, codecs[leg[0] - 1])
             for leg in self._legs
@@ -190,9 +187,8 @@ class Evaluation:
 
     def _expect(self, boundary: int, batch: _Batch, codec: Codec) -> _Arriving:
         session = self._session(boundary, codec, (*batch.inputs.shape, self._width), outgoing=False)
-        key = batch.key if codec.needs_key else None
         source = self._layout.rank_of(boundary)
-        return _Arriving(session, key, self._messages.expect(session.nbytes(key), source, f"boundary {boundary}"))
+        return _Arriving(session, self._messages.expect(session.nbytes(), source, f"boundary {boundary}"))
 
     def _pass(self, current: _Round, codecs: Sequence[Codec]) -> None:
         """This rank's stages, one after the other, on all batches of a round."""
@@ -201,7 +197,7 @@ class Evaluation:
                 if leg[0]:
                     arriving = current.arriving.pop((leg[0], index))
                     payload = arriving.message.wait().to(self._device)
-                    x = arriving.session.decode(payload, key=arriving.key, training=False)
+                    x = arriving.session.decode(payload, training=False)
                 else:
                     x = batch.inputs.to(self._device)
                 positions = None if batch.positions is None else batch.positions.to(self._device)
@@ -229,8 +225,7 @@ class Evaluation:
 
     def _send(self, boundary: int, batch: _Batch, x: Tensor, codec: Codec) -> Sent:
         session = self._session(boundary, codec, x.shape, outgoing=True)
-        key = batch.key if codec.needs_key else None
-        payload = session.encode(x.float(), key=key, training=False)
+        payload = session.encode(x.float(), training=False)
         return self._messages.send(payload, self._layout.rank_of(boundary + 1))
 
     def _session(self, boundary: int, codec: Codec, shape: Sequence[int], *, outgoing: bool) -> Session:
@@ -240,6 +235,8 @@ class Evaluation:
         if stage is not None and same and isinstance(codec, StatefulCodec) and codec.shared_by(shape) is not None:
             if not stage.in_warmup:
                 return stage.forward_session(outgoing=outgoing, shape=shape, dtype=torch.float32)
+            codec = Cast(dtype=torch.float32)
+        if codec.needs_key:  # it has seen none of these samples, and sends those as they are
             codec = Cast(dtype=torch.float32)
         return open_session(codec, shape=shape, dtype=torch.float32, device=self._device, about=f"boundary {boundary}")
 

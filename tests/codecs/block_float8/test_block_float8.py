@@ -167,21 +167,6 @@ def test_long_sums_survive_stochastic_rounding_only() -> None:
     assert found["stochastic"] == pytest.approx(1, abs=0.02)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"format": "e3m4"}, ValueError, "format is 'e3m4'; allowed: 'e4m3', 'e5m2'"),
-        ({"block": 16}, ValueError, "block is 16; allowed: 32 to 65536"),
-        ({"block": 48}, ValueError, "block is 48; allowed: 32 to 65536, multiples of 32"),
-        ({"block": 64.0}, TypeError, r"block is 64\.0; allowed: an integer"),
-        ({"rounding": "up"}, ValueError, "rounding is 'up'; allowed: 'nearest', 'stochastic'"),
-    ],
-)
-def test_bad_settings(arguments: dict, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        BlockFloat8(**arguments)
-
-
 @pytest.mark.parametrize("codec", [BlockFloat8(), BlockFloat8(format="e5m2", block=32)], ids=repr)
 @pytest.mark.parametrize("numel", [1, 200, 256, 1025])
 def test_a_payload_is_cut_as_if_the_parts_had_been_coded(codec: BlockFloat8, numel: int) -> None:

@@ -260,35 +260,6 @@ def test_parts_whole_identity_and_equality():
 ONES = {"ranges": torch.ones(2, 4), "total": torch.ones(4), "features": ()}
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"ranges": torch.ones(4)}, ValueError, r"ranges is \(4,\); allowed: a tensor of \(ranks, features\)"),
-        ({"ranges": torch.ones(2, 4).double()}, TypeError, r"ranges is torch\.float64; allowed: a float32 tensor"),
-        ({"ranges": torch.tensor([[1.0, 1], [1, 0]]), "total": torch.ones(2)}, ValueError,
-         r"ranges\[1, 1\], the range of feature 1, is 0; allowed: finite and above 0"),
-        ({"ranges": torch.tensor([[1, torch.nan, 1, 1]])}, ValueError, r"feature 1, is nan; allowed: finite"),
-        ({"total": torch.ones(3)}, ValueError, r"total has shape \(3,\); allowed: \(4,\)"),
-        ({"total": torch.tensor([1, 1, 1, torch.inf])}, ValueError, r"total\[3\], the range of feature 3, is inf"),
-        ({"features": [1]}, TypeError, r"features is \[1\]; allowed: a tuple of integers"),
-        ({"features": (2, 1)}, ValueError, r"features is \(2, 1\); allowed: ascending, from 0 to 3"),
-        ({"features": (1, 4)}, ValueError, r"features is \(1, 4\); allowed: ascending"),
-        ({"features": (0, 1, 2, 3)}, ValueError, "features are 4; allowed: fewer than the 4 there are"),
-        ({"bits": 2}, ValueError, "bits is 2; allowed: 3 to 8"),
-        ({"gain": "row"}, ValueError, "gain is 'row'; allowed: 'token', 'static'"),
-        ({"clip": 0}, ValueError, "clip is 0; allowed: a number above 0 and at most 2, or None"),
-        ({"offsets": torch.zeros(2, 4)}, ValueError, "one of offsets and total_offset is None; allowed: both or neit"),
-        ({"offsets": torch.full((2, 4), torch.inf), "total_offset": torch.zeros(4)}, ValueError,
-         r"offsets\[0, 0\], the mean of feature 0, is inf; allowed: finite"),
-        ({"rank": 2}, ValueError, "rank is 2; allowed: 0 to 1"),
-        ({"artifact": 3}, TypeError, "artifact is 3"),
-    ],
-)  # fmt: skip
-def test_bad_settings(change: dict[str, Any], error: type[Exception], message: str):
-    with pytest.raises(error, match=message):
-        FeatureInt(**(ONES | change))
-
-
 def test_shapes_and_payloads_that_do_not_fit_are_refused():
     codec = FeatureInt(**ONES)
     assert codec.encode(torch.empty(0, 4)).numel() == 0

@@ -70,21 +70,3 @@ def test_a_bad_group_does_not_touch_its_neighbours() -> None:
     assert y[64:128].isnan().all()
     assert torch.equal(y[:64], GroupInt().round_trip(x[:64]))
     assert y[128:].isfinite().all()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"bits": 1}, ValueError, "bits is 1; allowed: 2 to 8"),
-        ({"bits": 9}, ValueError, "bits is 9; allowed: 2 to 8"),
-        ({"bits": 4.0}, TypeError, r"bits is 4\.0; allowed: an integer"),
-        ({"bits": True}, TypeError, "bits is True"),
-        ({"group": 12}, ValueError, "group is 12; allowed: 8 to 65536, multiples of 8"),
-        ({"group": 0}, ValueError, "group is 0; allowed: 8 to 65536"),
-        ({"symmetric": 2}, ValueError, "symmetric is 2"),
-        ({"rounding": "up"}, ValueError, "rounding is 'up'; allowed: 'nearest', 'stochastic'"),
-    ],
-)
-def test_bad_settings(arguments: dict, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        GroupInt(**arguments)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from lowbit import kernels
-from lowbit.codecs import SubspaceQuant
 from lowbit.codecs.subspace_quant.layout import subspace_geometry
 from lowbit.codecs.subspace_quant.reference import coefficients_decode, coefficients_encode, rest_decode, rest_encode
 
@@ -95,22 +94,6 @@ def test_gpu_kernels_give_the_references_bytes(
     for i, (a, b) in enumerate(zip(expected, found, strict=True)):
         assert torch.equal(a.isnan(), b.isnan()), i
         assert torch.equal(a.nan_to_num(5), b.nan_to_num(5)), i
-
-
-@pytest.mark.parametrize("near", [0, 1 << 18], ids=["engine", "kernel"])
-def test_the_callers_modes_do_not_matter(near: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lowbit.codecs.subspace_quant.cpu.NEAR", near)
-    codec, x = SubspaceQuant(directions=8), torch.randn(3, 4, 256, generator=torch.Generator().manual_seed(0))
-
-    def messages() -> list[Tensor]:
-        sender, receiver = (codec.open(shape=x.shape, dtype=x.dtype) for _ in range(2))
-        payloads = [sender.encode(x * i) for i in (1, 2)]
-        return [*payloads, *map(receiver.decode, payloads)]
-
-    expected = messages()
-    with torch.autocast("cpu", dtype=torch.bfloat16), torch.enable_grad():
-        found = messages()
-    assert all(map(torch.equal, expected, found))
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])

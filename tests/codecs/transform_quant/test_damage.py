@@ -10,12 +10,13 @@ from torch import Tensor
 
 from lowbit import kernels
 from lowbit.codecs import TransformQuant
+from lowbit.codecs.basis.memory import Headers
 from lowbit.codecs.sessions import Session
-from lowbit.codecs.subspace_quant.memory import Headers
 from lowbit.codecs.transform_quant import layout
 from lowbit.codecs.transform_quant.layout import LANES, TransformGeometry
 from lowbit.codecs.transform_quant.reference import ENTRY, body_nbytes
-from tests.codecs.transform_quant.test_transform_quant import crossed, ends, same_state, tokens
+from tests.codecs.basis.messages import crossed, same_state
+from tests.codecs.transform_quant.test_transform_quant import ends, tokens
 
 ALWAYS = ("header", "slots", "lengths", "directions", "table")
 """Parts of which no change goes unnoticed."""
@@ -112,25 +113,6 @@ def test_what_is_wrong_with_damaged_streams_is_said() -> None:
     for backend in ("reference", "cpu"):
         with kernels.backend(backend), pytest.raises(ValueError, match="streams that end as they must"):
             receiver.decode(payload)
-
-
-def test_a_lost_repeated_or_misplaced_message_is_an_error() -> None:
-    sender, receiver = ends(TransformQuant())
-    first, second = (sender.encode(tokens(seed=s)) for s in range(2))
-    with pytest.raises(ValueError, match=r"training message 1 .* expects training message 0"):
-        receiver.decode(second)
-    receiver.decode(first)
-    with pytest.raises(ValueError, match=r"training message 0 .* expects training message 1"):
-        receiver.decode(first)
-    with pytest.raises(ValueError, match="expects evaluation message 1"):
-        receiver.decode(second, training=False)
-    receiver.decode(second)
-    other, _ = ends(TransformQuant())
-    for seed in (5, 6):
-        other.encode(tokens(seed=seed))
-    with pytest.raises(ValueError, match=r"message 2 after directions .* expects training message 2"):
-        receiver.decode(other.encode(tokens(seed=2)))
-    receiver.decode(sender.encode(tokens(seed=2)))
 
 
 def test_where_the_host_knows_late_a_wrong_message_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable
 from itertools import product
@@ -21,6 +20,8 @@ from lowbit.codecs.transform_quant.basis import coefficients
 from lowbit.codecs.transform_quant.basis import tokens as tokens_of
 from lowbit.codecs.transform_quant.layout import suited
 from lowbit.codecs.transform_quant.reference import LARGEST, decode, dither, steps
+from tests.codecs.basis import messages
+from tests.codecs.basis.messages import crossed, decibels, same_state
 
 SHAPE = (2, 40, 48)
 STEPS = ("token", "message")
@@ -35,33 +36,11 @@ FORMS = [
 def ends(
     codec: TransformQuant, shape: tuple[int, ...] = SHAPE, dtype: torch.dtype = torch.float32
 ) -> tuple[Session, Session]:
-    return codec.open(shape=shape, dtype=dtype), codec.open(shape=shape, dtype=dtype)
+    return messages.ends(codec, shape, dtype)
 
 
 def tokens(shape: tuple[int, ...] = SHAPE, *, seed: int, directions: int = 4) -> Tensor:
-    """Near to a subspace that is the same for every seed, beside a tenth of noise and far from the origin."""
-    fixed, own = torch.Generator().manual_seed(7), torch.Generator().manual_seed(seed)
-    span = torch.randn(directions, shape[-1], generator=fixed)
-    mean = torch.randn(shape[-1], generator=fixed)
-    c = torch.randn(*shape[:-1], directions, generator=own)
-    return c @ span + mean + 0.1 * torch.randn(shape, generator=own)
-
-
-def decibels(x: Tensor, y: Tensor) -> float:
-    x, y = x.double(), y.double()  # squares of the largest numbers are beyond float32
-    return float(20 * torch.log10(x.norm() / (x - y).norm()))
-
-
-def crossed(sender: Session, receiver: Session, x: Tensor, **settings: bool) -> Tensor:
-    payload = sender.encode(x, **settings)
-    assert payload.shape == (sender.nbytes(),) == (receiver.nbytes(),) == (sender.max_nbytes(),)
-    return receiver.decode(payload, **settings)
-
-
-def same_state(a: Session, b: Session) -> None:
-    one, other = a.state_dict(), b.state_dict()
-    assert torch.equal(one["directions"], other["directions"])
-    assert (one["messages"], one["digest"]) == (other["messages"], other["digest"])
+    return messages.tokens(shape, seed=seed, directions=directions)
 
 
 def coded(sender: Session, payload: Tensor) -> tuple[Tensor, Tensor]:
@@ -347,89 +326,11 @@ def test_a_stale_or_useless_basis_costs_precision_but_not_correctness(step: str)
     assert decibels(x, crossed(sender, receiver, x)) > decibels(x, fresh) - 1.5, "noise has no directions to lose"
 
 
-def test_evaluation_of_another_shape_uses_the_basis_and_leaves_no_trace() -> None:
-    sender, receiver = ends(TransformQuant())
-    for seed in range(4):
-        crossed(sender, receiver, tokens(seed=seed))
-    before = sender.state_dict()
-    small = {"shape": (1, 30, 48), "dtype": torch.bfloat16}
-    there, here = sender.beside(**small), receiver.beside(**small)
-    x = tokens((1, 30, 48), seed=8).bfloat16()
-    y = crossed(there, here, x, training=False)
-    assert y.dtype == torch.bfloat16
-    assert decibels(x.float(), y.float()) > 8
-    for end in (sender, receiver):
-        after = end.state_dict()
-        assert torch.equal(after["directions"], before["directions"])
-        assert (after["messages"], after["digest"]) == (before["messages"], before["digest"])
-    crossed(there, here, x)  # in training, the other shape's messages count among the first's
-    crossed(sender, receiver, tokens(seed=9))
-    assert sender.state_dict()["messages"] == before["messages"] + 2
-    same_state(sender, receiver)
-
-
-def test_a_restart_goes_on_bit_for_bit() -> None:
-    codec = TransformQuant()
-    sender, receiver = ends(codec)
-    for seed in range(3):
-        crossed(sender, receiver, tokens(seed=seed))
-    again = ends(codec)
-    again[0].load_state_dict(sender.state_dict())
-    again[1].load_state_dict(receiver.state_dict())
-    for seed in range(3, 6):
-        payload = sender.encode(tokens(seed=seed))
-        assert torch.equal(payload, again[0].encode(tokens(seed=seed)))
-        assert torch.equal(receiver.decode(payload), again[1].decode(payload))
-    fresh, _ = ends(codec)
-    sender.load_state_dict({})  # of before the first message
-    assert torch.equal(sender.encode(tokens(seed=0)), fresh.encode(tokens(seed=0)))
-    with pytest.raises(ValueError, match="it is not one of TransformQuant"):
-        sender.load_state_dict({"5": torch.zeros(2)})
-    other = codec.open(shape=(4, 64), dtype=torch.float32)
-    with pytest.raises(ValueError, match=r"state has directions .* \(12, 48\); expected .* \(16, 64\)"):
-        other.load_state_dict(receiver.state_dict())
-
-
-def test_strided_tensors_and_outputs() -> None:
-    codec = TransformQuant()
-    sender, receiver = ends(codec, (40, 48))
-    x = tokens((48, 40), seed=0).t()
-    out = torch.full((48, 40), math.nan).t()
-    payload = sender.encode(x)
-    assert receiver.decode(payload, out=out) is out
-    same, other = ends(codec, (40, 48))
-    room = torch.empty(len(payload) + 3, dtype=torch.uint8)
-    assert torch.equal(same.encode(x.contiguous(), out=room[3:]), payload)
-    assert torch.equal(other.decode(room[3:]), out)
-
-
-def test_empty_tensors() -> None:
-    for shape in ((0,), (0, 64), (3, 0)):
-        for codec in (TransformQuant(), TransformQuant(bits=3)):
-            assert codec.nbytes(shape) == 0
-            assert crossed(*ends(codec, shape), torch.empty(shape)).shape == shape
-
-
-def test_bad_input() -> None:
-    for bad in (0, -1, 17, True, "much"):
-        with pytest.raises((TypeError, ValueError), match=f"bits is {bad!r}; allowed: "):
-            TransformQuant(bits=bad)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="step is 'channel'; allowed: 'token', 'message'"):
-        TransformQuant(step="channel")  # type: ignore[arg-type]
+def test_a_rate_too_low_for_a_shape_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"bits is 0.5, which is .* bytes for messages of \(40, 64\); allowed: at least"
     ):
         TransformQuant(bits=0.5).open(shape=(40, 64), dtype=torch.float32)
-    with pytest.raises(ValueError, match=r"use open\(\)"):
-        TransformQuant().encode(torch.randn(40, 64))
-    sender, receiver = ends(TransformQuant())
-    with pytest.raises(ValueError, match=r"x has shape \(3,\)"):
-        sender.encode(torch.randn(3))
-    with pytest.raises(TypeError, match="float64"):
-        sender.encode(torch.randn(SHAPE, dtype=torch.float64))
-    with pytest.raises(ValueError, match="expected .* bytes"):
-        receiver.decode(torch.zeros(10, dtype=torch.uint8))
-    assert receiver.state_dict()["messages"] == 0
 
 
 def test_names() -> None:
@@ -448,46 +349,6 @@ def test_the_least_rate_is_enough() -> None:
     for backend in BACKENDS:
         with kernels.backend(backend):
             assert crossed(*ends(codec, x.shape), x).isfinite().all()
-
-
-@contextlib.contextmanager
-def default_dtype():
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-@pytest.mark.parametrize(
-    "caller",
-    [
-        lambda: torch.autocast("cpu", dtype=torch.bfloat16),
-        default_dtype,
-        lambda: torch.device("meta"),
-        torch.inference_mode,
-        contextlib.nullcontext,  # with a graph
-    ],
-    ids=["autocast", "default-dtype", "default-device", "inference", "grad"],
-)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_the_callers_modes_do_not_matter(caller: Callable[[], contextlib.AbstractContextManager], backend: str) -> None:
-    xs = [tokens(seed=seed) for seed in range(3)]
-    with kernels.backend(backend):
-        with torch.no_grad():
-            plain = ends(TransformQuant())
-            expected = [plain[0].encode(x) for x in xs]
-            decoded = [plain[1].decode(payload) for payload in expected]
-        with caller():
-            sender, receiver = ends(TransformQuant())
-            payloads = [sender.encode(x.clone().requires_grad_()) for x in xs[:2]]
-            found = [receiver.decode(payload) for payload in payloads]
-            sender.load_state_dict(sender.state_dict())
-        payloads.append(sender.encode(xs[2]))  # and outside of it
-        found.append(receiver.decode(payloads[2]))
-    for a, b in zip(expected + decoded, payloads + found, strict=True):
-        assert torch.equal(a, b)
-        assert not b.requires_grad
 
 
 @settings(max_examples=60, deadline=None)

@@ -14,7 +14,7 @@ from torch import Tensor
 from lowbit.codecs.base import Codec
 from lowbit.codecs.cast.codec import Cast
 from lowbit.codecs.group_int.codec import GroupInt
-from lowbit.codecs.sessions import Key, Session
+from lowbit.codecs.sessions import Session
 from lowbit.codecs.stateful import StatefulCodec
 from lowbit.codecs.sums import Summable
 
@@ -31,7 +31,7 @@ class AQSGD(StatefulCodec):
     Bytes of a message: for each sample (entry of the first dimension) apart, 4 or 2 an element at its first visit, the
     inner codec's later. `nbytes` is that of a message whose samples have all been seen; a session knows the rest.
     Where the inner codec would take more than 4 or 2, every visit is like the first, and nothing is kept. A message
-    needs its samples' ids, so this codec works through sessions only (`open`), not through `encode`.
+    needs its samples' ids (`Session.samples`), so this codec works through sessions only (`open`).
 
     Args:
         inner: the codec of the differences.
@@ -77,23 +77,23 @@ class AQSGDSession(Session):
         self._memory: dict[int, Tensor] = {}
         self._first = Cast(dtype=dtype)
 
-    def nbytes(self, key: Key | None = None) -> int:
-        return self._nbytes if self._plain else sum(self._sizes(self._ids(key)))
+    def nbytes(self) -> int:
+        return self._nbytes if self._plain else sum(self._sizes(self._ids()))
 
     def max_nbytes(self) -> int:
         return self._first.nbytes(self.shape)  # what the inner codec takes is less, or not used
 
-    def _encode(self, x: Tensor, payload: Tensor, key: Key | None, training: bool) -> None:
+    def _encode(self, x: Tensor, payload: Tensor, training: bool) -> None:
         parts = []
-        for row, sample in zip(x, self._ids(key), strict=True):
+        for row, sample in zip(x, self._ids(), strict=True):
             codec, last = self._codec_of(sample), self._last(sample)
             parts.append(codec.encode(row if last is None else row.float() - last))
             if training:
                 self._keep(sample, self._moved(sample, last, parts[-1]))
         torch.cat(parts, out=payload)
 
-    def _decode(self, payload: Tensor, out: Tensor, key: Key | None, training: bool) -> None:
-        ids = self._ids(key)
+    def _decode(self, payload: Tensor, out: Tensor, training: bool) -> None:
+        ids = self._ids()
         for row, sample, part in zip(out, ids, payload.split(self._sizes(ids)), strict=True):
             moved = self._moved(sample, self._last(sample), part)
             row.copy_(moved)
@@ -117,12 +117,16 @@ class AQSGDSession(Session):
         dtype = torch.float32 if cache is None else torch.uint8
         self._memory = {int(i): m.to(self.device, dtype, copy=True) for i, m in state.items()}
 
-    def _ids(self, key: Key | None) -> Key:
-        if key is None or len(key) != self.shape[0] or len(set(key)) != len(key):
-            raise ValueError(f"key is {key}; AQSGD needs {self.shape[0]} different sample ids, one for each entry")
-        return key
+    def _ids(self) -> Sequence[int]:
+        ids = self.samples
+        if ids is None or len(ids) != self.shape[0] or len(set(ids)) != len(ids):
+            raise ValueError(
+                f"samples is {ids}; AQSGD needs {self.shape[0]} different sample ids, one for each entry: give them to "
+                "set_samples(ids) before each step"
+            )
+        return ids
 
-    def _sizes(self, ids: Key) -> list[int]:
+    def _sizes(self, ids: Sequence[int]) -> list[int]:
         return [self._codec_of(i).nbytes(self.shape[1:]) for i in ids]
 
     def _codec_of(self, sample: int) -> Codec:

@@ -12,15 +12,14 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from lowbit.codecs.basis.memory import Memory
+from lowbit.codecs.basis.reference import coefficients, units
+from lowbit.codecs.basis.session import BasisCodec, BasisSession, folded
 from lowbit.codecs.checks import FLOATS, check_int
 from lowbit.codecs.sessions import Session
-from lowbit.codecs.stateful import StatefulCodec
 from lowbit.codecs.subspace_quant.fit import best_directions
 from lowbit.codecs.subspace_quant.layout import SubspaceGeometry, subspace_geometry, suited
-from lowbit.codecs.subspace_quant.memory import Memory
 from lowbit.codecs.subspace_quant.reference import coefficients_decode, coefficients_encode, rest_decode, rest_encode
-from lowbit.codecs.subspace_quant.reference_basis import Basis, coefficients, follow, renew, units
-from lowbit.codecs.subspace_quant.session import BasisSession
 from lowbit.kernels import implementation
 
 log = logging.getLogger(__name__)
@@ -29,7 +28,7 @@ MOST = 1 << 15  # directions: slots are int16
 
 
 @dataclass(frozen=True, kw_only=True)
-class SubspaceQuant(StatefulCodec):
+class SubspaceQuant(BasisCodec):
     """Send tokens as 8-bit coefficients along learned directions, and what remains as integers of `bits` bits.
 
     What crosses a boundary lies near a small subspace, forward and backward. With the K directions V (K x C) that both
@@ -131,7 +130,7 @@ class SubspaceQuant(StatefulCodec):
         """
         if x.dtype not in FLOATS:
             raise TypeError(f"x has dtype {x.dtype}; allowed: {', '.join(map(str, FLOATS))}")
-        directions = best_directions(x.detach().reshape(_folded(x.shape)), bits, refresh)
+        directions = best_directions(x.detach().reshape(folded(x.shape)), bits, refresh)
         if not directions:
             raise ValueError(
                 f"x has shape {tuple(x.shape)} and holds nothing but zeros, or NaN or Inf; allowed: finite numbers"
@@ -160,7 +159,7 @@ class SubspaceQuant(StatefulCodec):
 
     def choose(self, x: Tensor) -> int:
         """The number of directions for messages like `x`, (..., C); that of the width where `x` does not tell."""
-        rows, channels = _folded(x.shape)
+        rows, channels = folded(x.shape)
         directions = best_directions(x.detach().reshape(rows, channels), self.bits, self.refresh)
         if not directions:
             directions, _ = suited(rows, channels)
@@ -179,7 +178,7 @@ class SubspaceQuant(StatefulCodec):
         Raises:
             ValueError: fewer channels than directions, or their number is still to be chosen.
         """
-        rows, channels = _folded(shape)
+        rows, channels = folded(shape)
         if self.directions == "auto":
             raise ValueError(
                 "directions is 'auto': the number is chosen in the last step of a pipeline's warm-up, and nothing can "
@@ -193,9 +192,6 @@ class SubspaceQuant(StatefulCodec):
             )
         return subspace_geometry(rows, channels, directions, self.bits, self.group, refresh)
 
-    def shared_by(self, shape: Sequence[int]) -> int:
-        return _folded(shape)[1]
-
     def open(self, *, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Session:
         geo = self.geometry(shape)
         memory = Memory(geo.directions, geo.channels, torch.device(device))
@@ -206,24 +202,15 @@ class SubspaceSession(BasisSession):
     """One shape's messages."""
 
     codec: SubspaceQuant
-
-    def __init__(
-        self, codec: SubspaceQuant, shape: torch.Size, dtype: torch.dtype, device: torch.device, memory: Memory
-    ) -> None:
-        super().__init__(codec, shape, dtype, device, memory)
-        self._geometry = codec.geometry(shape)
+    _geometry: SubspaceGeometry
 
     def _code(self, x: Tensor, payload: Tensor, training: bool) -> None:
         memory, geo = self._memory, self._geometry
         x_RC = x.view(geo.rows, geo.channels)
         filled = memory.messages * geo.renewed >= geo.directions
         brings = not (filled and memory.messages % geo.pause)
-        basis = Basis(memory.directions, memory.inverse(), memory.digest)
-        new = Basis(*map(torch.empty_like, basis))
-        c_RK, unit_K = basis.inverse_KK.new_empty(geo.rows, geo.directions), basis.inverse_KK.new_empty(geo.directions)
-        products_RK = implementation(renew, self.device)(
-            x_RC, basis, payload, new, memory.messages, training, brings, geo
-        )
+        new, products_RK = self._renewed(x_RC, payload, training, brings=brings)
+        c_RK, unit_K = new.inverse_KK.new_empty(geo.rows, geo.directions), new.inverse_KK.new_empty(geo.directions)
         self._run(coefficients, products_RK, new.inverse_KK, payload, c_RK, unit_K, geo)
         self._run(coefficients_encode, c_RK, unit_K, payload, c_RK, geo)
         self._run(rest_encode, x_RC, c_RK, new.directions_KC, payload, geo)
@@ -231,35 +218,19 @@ class SubspaceSession(BasisSession):
             memory.keep(new.directions_KC, new.digest, new.inverse_KK)
 
     def _follow(self, payload: Tensor, out: Tensor, training: bool) -> None:
-        memory, geo = self._memory, self._geometry
-        directions_KC, digest = map(torch.empty_like, (memory.directions, memory.digest))
-        expected = torch.empty(4, dtype=torch.int32, device=payload.device)
+        geo = self._geometry
+        directions_KC, digest, expected = self._next(payload, training)
         unit_K = directions_KC.new_empty(geo.directions)
-        self._run(
-            follow, payload, memory.directions, memory.digest, expected, directions_KC, digest, memory.messages,
-            training, geo,
-        )  # fmt: skip
         self._run(units, payload, unit_K, geo)
-        header = geo.layout.section(payload, "header", torch.int32)
-        if not memory.headers.compare(header, expected):
-            # The host learns it later: what does not belong here decodes to NaN and leaves the directions alone.
-            wrong = ((header != expected) | (expected < 0)).any()
-            directions_KC = torch.where(wrong, memory.directions, directions_KC)
-            unit_K = torch.where(wrong, math.nan, unit_K)
+        directions_KC, unit_K = self._checked(payload, expected, directions_KC, unit_K)
         c_RK = directions_KC.new_empty(geo.rows, geo.directions)
         self._run(coefficients_decode, payload, unit_K, c_RK, geo)
         self._run(rest_decode, payload, c_RK, directions_KC, out.view(geo.rows, geo.channels), geo)
         if training:
-            memory.keep(directions_KC, digest)
+            self._memory.keep(directions_KC, digest)
 
     def _run(self, function: Callable[..., None], *arguments: object) -> None:
         implementation(function, self.device)(*arguments)
-
-
-def _folded(shape: Sequence[int]) -> tuple[int, int]:
-    """Any shape as (tokens, channels)."""
-    padded = (1, 1, *shape)
-    return math.prod(padded[:-1]), padded[-1]
 
 
 SHORT_NAMES = {"subspace": SubspaceQuant, "subspace-backward": partial(SubspaceQuant, bits=4)}

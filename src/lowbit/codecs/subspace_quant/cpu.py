@@ -1,4 +1,4 @@
-"""`SubspaceQuant` on the CPU, token by token; how a basis is renewed is in `cpu_basis`.
+"""`SubspaceQuant` on the CPU, token by token; how a basis is renewed is in `lowbit.codecs.basis`.
 
 Neither the remainder is written out nor, unless the directions are many, what is taken from the tokens.
 """
@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowbit.codecs.subspace_quant.cpu_basis import coefficients, follow, invert, renew, units
+from lowbit.codecs.basis.reference import FARTHEST
 from lowbit.codecs.subspace_quant.layout import SubspaceGeometry
-from lowbit.codecs.subspace_quant.reference import FARTHEST, NAN_STEP, ZERO_STEP
+from lowbit.codecs.subspace_quant.reference import NAN_STEP, ZERO_STEP
 from lowbit.kernels.cpu.jit import helper, kernel, summing
 from lowbit.kernels.cpu.lines import FLOAT32, KINDS, narrow, widen
 from lowbit.kernels.cpu.memory import get_byte, get_float, get_half, get_int, put_byte, put_float, put_half, put_int
@@ -37,11 +37,6 @@ from lowbit.kernels.cpu.runs import HALF, LARGEST, ONE, SMALLEST, ZERO, are_fini
 from lowbit.kernels.cpu.threads import over_rows
 from lowbit.kernels.cpu.vectors import add
 from lowbit.kernels.exact import octave_rounding
-
-__all__ = [
-    "coefficients", "coefficients_decode", "coefficients_encode", "follow", "invert", "renew", "rest_decode",
-    "rest_encode", "units",
-]  # fmt: skip
 
 FAR, NAN = np.float32(FARTHEST), np.float32(np.nan)
 NEAR = 1 << 18  # bytes of directions that stay in a core's cache; with more, the engine's products are faster

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lowbit.codecs.basis.reference import leading
 from lowbit.codecs.subspace_quant.layout import suited
-from lowbit.codecs.subspace_quant.reference_basis import leading
 
 MOST = 256  # directions among which `best_directions` chooses
 

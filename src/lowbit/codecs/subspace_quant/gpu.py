@@ -12,23 +12,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lowbit.codecs.basis.reference import FARTHEST
 from lowbit.codecs.subspace_quant import reference
 from lowbit.codecs.subspace_quant.layout import SubspaceGeometry
-from lowbit.codecs.subspace_quant.reference import FARTHEST, NAN_STEP, ZERO_STEP
-
-# The engine's matrix products, and a few of its operations on as many numbers as there are directions.
-from lowbit.codecs.subspace_quant.reference_basis import coefficients, follow, invert, renew, units
+from lowbit.codecs.subspace_quant.reference import NAN_STEP, ZERO_STEP
 from lowbit.kernels.exact import LARGEST, SMALLEST, octave_rounding
 from lowbit.kernels.gpu import eighths
 from lowbit.kernels.gpu.lanes import lanes, row_maximum, step_of
 from lowbit.kernels.gpu.launch import launch, power_of_two_from, starts, warn_once, warps_for
 from lowbit.kernels.gpu.numbers import bits_of, inverse_of, number_of, of_bits, round_signed, section
 from lowbit.kernels.layout import ceil_div
-
-__all__ = [
-    "coefficients", "coefficients_decode", "coefficients_encode", "follow", "invert", "renew", "rest_decode",
-    "rest_encode", "units",
-]  # fmt: skip
 
 LARGEST_, SMALLEST_, FARTHEST_ = (tl.constexpr(v) for v in (LARGEST, SMALLEST, FARTHEST))
 ZERO_STEP_, NAN_STEP_ = tl.constexpr(ZERO_STEP), tl.constexpr(NAN_STEP)

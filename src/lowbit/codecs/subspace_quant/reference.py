@@ -12,12 +12,12 @@ import math
 import torch
 from torch import Tensor
 
+from lowbit.codecs.basis.reference import FARTHEST
 from lowbit.codecs.subspace_quant.layout import SubspaceGeometry
 from lowbit.kernels.exact import LARGEST, SMALLEST, inverse, octave_rounding, octave_steps, store
 from lowbit.kernels.layout import ceil_div
 from lowbit.kernels.packing import pack, unpack
 
-FARTHEST = 2.0**96  # coefficients beyond it are not coded: what they stand for could overflow
 ZERO_STEP, NAN_STEP = 255, 254  # of a group that is all zero; of one with NaN or Inf
 
 

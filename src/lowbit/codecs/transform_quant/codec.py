@@ -13,15 +13,12 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from lowbit.codecs.basis.memory import BAD_STREAMS
+from lowbit.codecs.basis.session import BasisCodec, BasisSession, folded
 from lowbit.codecs.sessions import Session
-from lowbit.codecs.stateful import StatefulCodec
-from lowbit.codecs.subspace_quant.memory import BAD_STREAMS
-from lowbit.codecs.subspace_quant.reference_basis import Basis, follow, renew
-from lowbit.codecs.subspace_quant.session import BasisSession
 from lowbit.codecs.transform_quant.basis import coefficients, tokens
 from lowbit.codecs.transform_quant.layout import TransformGeometry, transform_geometry
-from lowbit.codecs.transform_quant.loss import bits_for_loss
-from lowbit.codecs.transform_quant.rate import coded_bits
+from lowbit.codecs.transform_quant.rate import bits_for_loss, coded_bits
 from lowbit.codecs.transform_quant.reference import decode, encode
 from lowbit.codecs.transform_quant.weights import ONE, SEEN, WeightedMemory, factors, packed, sampled, sinks
 from lowbit.kernels import apart, implementation
@@ -35,7 +32,7 @@ DECIBELS = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class TransformQuant(StatefulCodec):
+class TransformQuant(BasisCodec):
     """Send tokens as entropy-coded coefficients in a basis that both ends hold, at a set rate, both ways.
 
     This is transform coding, as codecs of images do it. What crosses a boundary lies near a small subspace. An
@@ -155,24 +152,19 @@ class TransformQuant(StatefulCodec):
     def wanted_nats(self) -> float | None:
         return self.nats
 
-    def choose(self, x: Tensor) -> int:
+    def choose(self, x: Tensor, gradient: Tensor | None = None, part: float = 1.0, *, backward: bool = False) -> int:
         """The rate for messages like `x`, (..., C), in 64ths of a bit; that of None where this one does not tell."""
-        if self.nats is not None:
-            return self._rate(x.shape, None, "it has had no gradient before the last step of the warm-up")
-        rows, channels = _folded(x.shape)
-        geo = self._unset.geometry(x.shape)
-        with apart(x.device):
-            coded = coded_bits(x.detach().reshape(rows, channels), self.decibels, geo)
-        return self._rate(x.shape, coded, "it is zeros, or has NaN or Inf")
-
-    def choose_by_loss(self, x: Tensor, gradient: Tensor, part: float, *, backward: bool) -> int:
-        rows, channels = _folded(x.shape)
+        rows, channels = folded(x.shape)
         codec = replace(self._unset, step="token") if backward else self._unset
+        geo, x_RC = codec.geometry(x.shape), x.detach().reshape(rows, channels)
         with apart(x.device):
-            x_RC, gradient_RC = (each.detach().reshape(rows, channels) for each in (x, gradient))
-            coded = bits_for_loss(x_RC, gradient_RC, part * (self.nats or 0.0), codec.geometry(x.shape))
-        less = (CODED["token"] - CODED["message"]) * backward
-        coded = None if coded is None else max(0.0, coded - less)
+            if self.nats is None:
+                return self._rate(x.shape, coded_bits(x_RC, self.decibels, geo), "it is zeros, or has NaN or Inf")
+            if gradient is None:
+                return self._rate(x.shape, None, "it has had no gradient before the last step of the warm-up")
+            coded = bits_for_loss(x_RC, gradient.detach().reshape(rows, channels), part * self.nats, geo)
+        if coded is not None and backward:
+            coded = max(0.0, coded - (CODED["token"] - CODED["message"]))
         return self._rate(x.shape, coded, "it or its gradient is zeros, or has NaN or Inf")
 
     def settle(self, choice: int) -> TransformQuant:
@@ -218,7 +210,7 @@ class TransformQuant(StatefulCodec):
                 "bits is 'auto': the rate is chosen in the last step of a pipeline's warm-up, and nothing can be coded "
                 "before; allowed here: a number, or None"
             )
-        rows, channels = _folded(shape)
+        rows, channels = folded(shape)
         geo = transform_geometry(rows, channels, self.step == "token", self.bits, CODED[self.step])
         if self.bits is not None and math.prod(shape) and geo.layout.nbytes < geo.least():
             raise ValueError(
@@ -227,9 +219,6 @@ class TransformQuant(StatefulCodec):
                 "their directions, scales and streams"
             )
         return geo
-
-    def shared_by(self, shape: Sequence[int]) -> int:
-        return _folded(shape)[1]
 
     def open(self, *, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Session:
         geo = self.geometry(shape)
@@ -242,12 +231,7 @@ class TransformSession(BasisSession):
 
     codec: TransformQuant
     _memory: WeightedMemory
-
-    def __init__(
-        self, codec: TransformQuant, shape: torch.Size, dtype: torch.dtype, device: torch.device, memory: WeightedMemory
-    ) -> None:
-        super().__init__(codec, shape, dtype, device, memory)
-        self._geometry = codec.geometry(shape)
+    _geometry: TransformGeometry
 
     def observe(self, x: Tensor) -> Tensor | None:
         geo = self._geometry
@@ -275,39 +259,27 @@ class TransformSession(BasisSession):
             gains = geo.layout.section(payload, "gains").copy_(packed(self._note, 0))
             if (factor_R := factors(gains, geo.rows, 0, inverse=False)) is not None:
                 x_RC = x_RC * factor_R[:, None]
-        basis = Basis(memory.directions, memory.inverse(), memory.digest)
-        new = Basis(*map(torch.empty_like, basis))
-        implementation(renew, self.device)(x_RC, basis, payload, new, memory.messages, training, True, geo)
+        new, _ = self._renewed(x_RC, payload, training, brings=True)
         header = geo.layout.section(payload, "header", torch.int32)
-        z_RC = coefficients(x_RC, new.directions_KC)
-        implementation(encode, self.device)(z_RC, header, payload, geo)
+        implementation(encode, self.device)(coefficients(x_RC, new.directions_KC), header, payload, geo)
         if training:
             memory.keep(new.directions_KC, new.digest, new.inverse_KK)
 
     def _follow(self, payload: Tensor, out: Tensor, training: bool) -> None:
-        memory, geo = self._memory, self._geometry
-        directions_KC, digest = map(torch.empty_like, (memory.directions, memory.digest))
-        expected = torch.empty(4, dtype=torch.int32, device=payload.device)
-        run = partial(implementation, device=self.device)
-        run(follow)(
-            payload, memory.directions, memory.digest, expected, directions_KC, digest, memory.messages, training, geo
-        )
-        header = geo.layout.section(payload, "header", torch.int32)
+        geo = self._geometry
+        directions_KC, digest, expected = self._next(payload, training)
         z_RC = directions_KC.new_empty(geo.rows, geo.channels)
-        whole = run(decode)(payload, header, z_RC, geo)
+        header = geo.layout.section(payload, "header", torch.int32)
+        whole = implementation(decode, self.device)(payload, header, z_RC, geo)
         expected[3] = torch.where(whole, expected[3], BAD_STREAMS)
-        if not memory.headers.compare(header, expected):
-            # The host learns it later: what does not belong here decodes to NaN and leaves the directions alone.
-            wrong = ((header != expected) | (expected < 0)).any()
-            directions_KC = torch.where(wrong, memory.directions, directions_KC)
-            z_RC = torch.where(wrong, math.nan, z_RC)
+        directions_KC, z_RC = self._checked(payload, expected, directions_KC, z_RC)
         gains, levels = (geo.layout.section(payload, name) for name in ("gains", "weights"))
         if (factor_R := factors(gains, geo.rows, 0, inverse=True)) is not None:
             z_RC *= factor_R[:, None]
         factor_C = factors(levels, geo.channels, ONE, inverse=True)
         tokens(z_RC, directions_KC, out.view(geo.rows, geo.channels), factor_C)
         if training:
-            memory.keep(directions_KC, digest)
+            self._memory.keep(directions_KC, digest)
 
 
 def _number(name: str, value: object, most: float, besides: str = "") -> float:
@@ -315,12 +287,6 @@ def _number(name: str, value: object, most: float, besides: str = "") -> float:
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= most:
         raise ValueError(f"{name} is {value!r}; allowed: a number above 0, at most {most:g}{besides}")
     return float(value)
-
-
-def _folded(shape: Sequence[int]) -> tuple[int, int]:
-    """Any shape as (tokens, channels)."""
-    padded = (1, 1, *shape)
-    return math.prod(padded[:-1]), padded[-1]
 
 
 SHORT_NAMES = {"transform": TransformQuant, "transform-backward": partial(TransformQuant, step="message")}

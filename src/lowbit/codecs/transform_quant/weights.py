@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.codecs.subspace_quant.memory import Memory
+from lowbit.codecs.basis.memory import Memory
 from lowbit.codecs.transform_quant.reference import lowered
 
 GRAIN = 2  # weights to an octave

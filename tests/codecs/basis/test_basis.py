@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from lowbit import kernels
-from lowbit.codecs.subspace_quant.layout import subspace_geometry
-from lowbit.codecs.subspace_quant.reference_basis import (
+from lowbit.codecs.basis.reference import (
     Basis,
     coefficients,
     follow,
@@ -20,6 +19,7 @@ from lowbit.codecs.subspace_quant.reference_basis import (
     renew,
     units,
 )
+from lowbit.codecs.subspace_quant.layout import subspace_geometry
 from lowbit.kernels.layout import Layout
 
 BITS, GROUP = 3, 32

@@ -13,9 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowbit.codecs.subspace_quant.layout import SubspaceGeometry
-from lowbit.codecs.subspace_quant.reference import FARTHEST
-from lowbit.codecs.subspace_quant.reference_basis import (
+from lowbit.codecs.basis.reference import (
+    FARTHEST,
     ITERATIONS,
     LONGEST,
     PLACES,
@@ -62,7 +61,7 @@ TINY = 1e-12  # of a pivot, so that a root and a quotient are numbers
 def renew(
     x: Tensor, basis: Basis, payload: Tensor, new: Basis, number: int, training: bool, brings: bool, geo: BasisGeometry
 ) -> Tensor:
-    """See `reference_basis`; a message of no use brings zeros."""
+    """See `reference`; a message of no use brings zeros."""
     at, rows, channels, rank, count = geo.layout.offsets, geo.rows, geo.channels, geo.directions, geo.renewed
     slots, lengths, codes = (payload.data_ptr() + at[n] for n in ("slots", "lengths", "directions"))
     x = x.float()
@@ -105,16 +104,16 @@ def renew(
 
 
 def coefficients(
-    products: Tensor, inverse: Tensor, payload: Tensor, c: Tensor, unit: Tensor, geo: SubspaceGeometry
+    products: Tensor, inverse: Tensor, payload: Tensor, c: Tensor, unit: Tensor, geo: BasisGeometry
 ) -> None:
-    """See `reference_basis`."""
+    """See `reference`."""
     torch.mm(products, inverse, out=c)
     units = payload.data_ptr() + geo.layout.offsets["units"]
     _put_units(c.data_ptr(), geo.rows, geo.directions, units, unit.data_ptr())
 
 
 def invert(directions: Tensor, out: Tensor) -> None:
-    """See `reference_basis`."""
+    """See `reference`."""
     gram = torch.mm(directions, directions.t())
     _invert(gram.data_ptr(), out.data_ptr(), len(directions))
 
@@ -132,7 +131,7 @@ def follow(
     )  # fmt: skip
 
 
-def units(payload: Tensor, unit: Tensor, geo: SubspaceGeometry) -> None:
+def units(payload: Tensor, unit: Tensor, geo: BasisGeometry) -> None:
     """The reference's numbers."""
     _get_units(payload.data_ptr() + geo.layout.offsets["units"], unit.data_ptr(), geo.directions)
 
@@ -329,7 +328,7 @@ def _follow(
 
 @helper
 def _digest(slots, lengths, codes, count, channels) -> Any:
-    """Of a renewal (see `reference_basis.Renewal`): the sum of what it holds, times its place from 1 on."""
+    """Of a renewal (see `reference.Renewal`): the sum of what it holds, times its place from 1 on."""
     total, place = np.int64(0), 0
     for m in range(count):
         place += 1

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.codecs.subspace_quant.reference_basis import invert
+from lowbit.codecs.basis.reference import invert
 from lowbit.kernels import implementation
 
 BAD_STREAMS = -2  # in place of the digest of what a message brings: its coded symbols are damaged

@@ -13,12 +13,11 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from lowbit.codecs.subspace_quant.layout import SubspaceGeometry
-from lowbit.codecs.subspace_quant.reference import FARTHEST
 from lowbit.kernels.exact import SMALLEST
 from lowbit.kernels.exact import inverse as reciprocal
 from lowbit.kernels.layout import Layout
 
+FARTHEST = 2.0**96  # coefficients beyond it are not coded: what they stand for could overflow
 PLACES, WEIGHT = 65521, 0x9E3779B1  # of a digest's weights
 ITERATIONS = 3  # of the block power method, from a random start
 RIDGE = 1e-4  # directions are of length 1 and near to orthogonal; absent ones are zeros
@@ -129,7 +128,7 @@ def renew(
 
 
 def coefficients(
-    products: Tensor, inverse: Tensor, payload: Tensor, c: Tensor, unit: Tensor, geo: SubspaceGeometry
+    products: Tensor, inverse: Tensor, payload: Tensor, c: Tensor, unit: Tensor, geo: BasisGeometry
 ) -> None:
     """Coefficients (R, K) of tokens with these products (R, K), and their units (K,), also in the payload."""
     torch.mm(products, inverse, out=c)
@@ -156,7 +155,7 @@ def follow(
     _follow(renewal, directions, digest, header, next_directions, next_digest, number, training)
 
 
-def units(payload: Tensor, unit: Tensor, geo: SubspaceGeometry) -> None:
+def units(payload: Tensor, unit: Tensor, geo: BasisGeometry) -> None:
     """What coefficients are measured in, (K,), from a payload."""
     unit.copy_(geo.layout.section(payload, "units", torch.bfloat16))
 

@@ -1,0 +1,140 @@
+"""Codecs and sessions whose ends hold the same directions: what `SubspaceQuant` and `TransformQuant` share."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit.codecs.basis.memory import Memory
+from lowbit.codecs.basis.reference import Basis, BasisGeometry, follow, renew
+from lowbit.codecs.sessions import Session
+from lowbit.codecs.stateful import StatefulCodec
+from lowbit.kernels import apart, implementation
+from lowbit.kernels.layout import ALIGNMENT
+
+
+@dataclass(frozen=True, kw_only=True)
+class BasisCodec(StatefulCodec):
+    """A codec whose sessions learn directions; all shapes of one width share them."""
+
+    @abstractmethod
+    def geometry(self, shape: Sequence[int]) -> BasisGeometry:
+        """Return the sizes of a payload."""
+
+    def shared_by(self, shape: Sequence[int]) -> int:
+        return folded(shape)[1]
+
+
+class BasisSession(Session):
+    """One shape's messages; the basis is shared with the sessions of other shapes of the same width."""
+
+    codec: BasisCodec
+    _geometry: BasisGeometry
+
+    def __init__(
+        self, codec: BasisCodec, shape: torch.Size, dtype: torch.dtype, device: torch.device, memory: Memory
+    ) -> None:
+        super().__init__(codec, shape, dtype, device)
+        self._memory, self._geometry = memory, codec.geometry(shape)
+        # Compiled code would free tensors whose addresses kernels have. (Not as decorators: this imports the compiler.)
+        disable = torch.compiler.disable
+        vars(self).update(encode=disable(self.encode), decode=disable(self.decode), observe=disable(self.observe))
+
+    def beside(self, *, shape: Sequence[int], dtype: torch.dtype) -> Session:
+        return type(self)(self.codec, torch.Size(shape), dtype, self.device, self._memory)
+
+    @abstractmethod
+    def _code(self, x: Tensor, payload: Tensor, training: bool) -> None:
+        """Fill an aligned payload of zeros from contiguous `x`."""
+
+    @abstractmethod
+    def _follow(self, payload: Tensor, out: Tensor, training: bool) -> None:
+        """Write the tensor in an aligned payload to contiguous `out`."""
+
+    def _encode(self, x: Tensor, payload: Tensor, training: bool) -> None:
+        device = self._memory.directions.device
+        if x.device != device:
+            raise ValueError(f"x is on {x.device}; this session is for {device}")
+        target = torch.empty_like(payload) if payload.data_ptr() % ALIGNMENT else payload
+        target.zero_()  # between sections, too
+        with apart(device):
+            self._code(x.contiguous(), target, training)
+            if target is not payload:
+                payload.copy_(target)
+
+    def _decode(self, payload: Tensor, out: Tensor, training: bool) -> None:
+        device = self._memory.directions.device
+        if payload.device != device:
+            raise ValueError(f"payload is on {payload.device}; expected {device}")
+        payload = payload.clone() if payload.data_ptr() % ALIGNMENT else payload.contiguous()
+        target = out.detach().contiguous()
+        with apart(device):
+            self._follow(payload, target, training)
+            if target.data_ptr() != out.data_ptr():
+                out.copy_(target)
+
+    def _renewed(self, x_RC: Tensor, payload: Tensor, training: bool, *, brings: bool) -> tuple[Basis, Tensor]:
+        """Write header and new directions to a payload; return the basis with them, and the tokens' products with it.
+
+        Args:
+            brings: whether the message brings new directions.
+        """
+        memory = self._memory
+        basis = Basis(memory.directions, memory.inverse(), memory.digest)
+        new = Basis(*map(torch.empty_like, basis))
+        arguments = x_RC, basis, payload, new, memory.messages, training, brings, self._geometry
+        return new, implementation(renew, self.device)(*arguments)
+
+    def _next(self, payload: Tensor, training: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the directions with those of a payload in them, their digest, and the header that belongs to them."""
+        memory = self._memory
+        directions_KC, digest = map(torch.empty_like, (memory.directions, memory.digest))
+        expected = torch.empty(4, dtype=torch.int32, device=payload.device)
+        implementation(follow, self.device)(
+            payload, memory.directions, memory.digest, expected, directions_KC, digest, memory.messages, training,
+            self._geometry,
+        )  # fmt: skip
+        return directions_KC, digest, expected
+
+    def _checked(
+        self, payload: Tensor, expected: Tensor, directions_KC: Tensor, values: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return directions and values of a message, or the directions before and NaN if its header is not `expected`.
+
+        Raises:
+            ValueError: the host knows already that it is not.
+        """
+        memory = self._memory
+        header = self._geometry.layout.section(payload, "header", torch.int32)
+        if memory.headers.compare(header, expected):
+            return directions_KC, values
+        # The host learns it later: what does not belong here decodes to NaN and leaves the directions alone.
+        wrong = ((header != expected) | (expected < 0)).any()
+        return torch.where(wrong, memory.directions, directions_KC), torch.where(wrong, math.nan, values)
+
+    def state_bytes(self) -> int:
+        return self._memory.directions.nbytes + 16
+
+    def state_dict(self) -> dict[str, Any]:
+        """The directions, float32 (K, C); messages so far, and the digest of what they brought."""
+        return self._memory.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave; an empty one is that of before the first message.
+
+        Raises:
+            ValueError: it is of another number of directions, or another width.
+        """
+        self._memory.load_state_dict(state, self.codec)
+
+
+def folded(shape: Sequence[int]) -> tuple[int, int]:
+    """Any shape as (tokens, channels)."""
+    padded = (1, 1, *shape)
+    return math.prod(padded[:-1]), padded[-1]

@@ -1,0 +1,38 @@
+"""Tokens, and the two ends of a boundary that learn directions from them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowbit.codecs import Codec, Session
+
+
+def ends(codec: Codec, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple[Session, Session]:
+    return codec.open(shape=shape, dtype=dtype), codec.open(shape=shape, dtype=dtype)
+
+
+def tokens(shape: tuple[int, ...], *, seed: int, directions: int = 4) -> Tensor:
+    """Near a subspace that is the same for every seed, with a tenth of noise and far from the origin."""
+    fixed, own = torch.Generator().manual_seed(7), torch.Generator().manual_seed(seed)
+    span = torch.randn(directions, shape[-1], generator=fixed)
+    mean = torch.randn(shape[-1], generator=fixed)
+    c = torch.randn(*shape[:-1], directions, generator=own)
+    return c @ span + mean + 0.1 * torch.randn(shape, generator=own)
+
+
+def decibels(x: Tensor, y: Tensor) -> float:
+    x, y = x.double(), y.double()  # squares of the largest numbers are beyond float32
+    return float(20 * torch.log10(x.norm() / (x - y).norm()))
+
+
+def crossed(sender: Session, receiver: Session, x: Tensor, **settings: bool) -> Tensor:
+    payload = sender.encode(x, **settings)
+    assert payload.shape == (sender.nbytes(),) == (receiver.nbytes(),) == (sender.max_nbytes(),)
+    return receiver.decode(payload, **settings)
+
+
+def same_state(a: Session, b: Session) -> None:
+    one, other = a.state_dict(), b.state_dict()
+    assert torch.equal(one["directions"], other["directions"])
+    assert (one["messages"], one["digest"]) == (other["messages"], other["digest"])
