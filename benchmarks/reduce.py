@@ -25,8 +25,8 @@ from lowbit.collectives import all_reduce
 from lowbit.config import ConfigError, Positive, section
 from lowbit.integrations.engine import engine
 from lowbit.network import Link
-from lowbit.ranks.groups import default_group
 from lowbit.report import Baseline, Column, Command, Row, Table
+from lowbit.wire.groups import default_group
 
 OWN = "torchft-fp32"
 ERRORS = "+errors"

@@ -23,11 +23,11 @@ from lowbit.codecs.names import pair_name
 from lowbit.config import ConfigError, NonNegative, Positive, section
 from lowbit.network import Link
 from lowbit.network.shape import burst_bytes
-from lowbit.ranks.checksum import CHECKSUM_BYTES
 from lowbit.report import Column, Command, Row, Table
 from lowbit.simulate import Channel, Hosts, Network, StageTimes, Step, actions, simulate
 from lowbit.train.config import DataConfig, ModelConfig, PipelineConfig, TrainConfig
 from lowbit.train.layout import make_layout
+from lowbit.wire.checksum import CHECKSUM_BYTES
 
 PROGRAM = "benchmarks.simulate_rank"
 

@@ -19,7 +19,7 @@ LONG = [
     *("bench/test_demo.py", "bench/test_convergence.py", "test_docs.py", "test_examples.py", "train/test_launch.py"),
     *("plan/test_held.py", "fuzz/test_fuzz.py", "bench/test_gradients.py", "bench/test_pipeline.py"),
     *("network/test_distance.py", "kernels/test_jit.py", "train/test_loop.py", "train/test_progress.py"),
-    *("pipeline/test_transport.py", "train/test_supervise.py", "cli/test_app.py", "ranks/test_peers.py"),
+    *("pipeline/test_transport.py", "train/test_supervise.py", "cli/test_app.py", "job/test_peers.py"),
     *("train/checkpoints/test_resume.py", "train/checkpoints/test_save.py", "bench/test_memory.py"),
     *("collectives/test_reduce.py", "collectives/test_checksum.py", "pipeline/test_guard.py", "train/test_export.py"),
 ]

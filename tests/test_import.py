@@ -38,13 +38,13 @@ PUBLIC = {
     "lowbit.evaluate": "CalibrationConfig EvaluationConfig Score Sequences perplexity",
     "lowbit.gradients": "GradientStorage LowBitReduceScatter all_reduce_hook",
     "lowbit.integrations": "EngineError",
+    "lowbit.job": "",
     "lowbit.kernels": "Operator apart backend implementation operator",
     "lowbit.network": "Goodput Link LinkUnavailable SlowLink goodput measure round_trip",
     "lowbit.plan": (
         "InFlight MemoryPlan StageCost actions_of choose_layers in_flight measure_layers order_of plan_bits plan_layers"
     ),
     "lowbit.pipeline": "AgreementError DamagedError Emulation LowBitStage PeerError Traffic emulate_",
-    "lowbit.ranks": "",
     "lowbit.report": (
         "Bars Baseline Column Command Heights Lines Points Report Row Stacks Table Value check_output compare execute "
         "machine run spread summary"
@@ -55,6 +55,7 @@ PUBLIC = {
         "Traffic calibrate emulate_tensor_parallel_ low_bit_ low_bit_styles model_sums tensor_parallel_"
     ),
     "lowbit.train": ("ConfigError LaunchError StepMetrics Summary TrainConfig from_mapping load run train"),
+    "lowbit.wire": "",
 }
 
 
@@ -82,7 +83,7 @@ def test_the_package_itself_loads_nothing():
 
 
 def test_the_library_loads_no_kernel_compiler_and_no_extra():
-    loaded = loaded_by("lowbit.codecs", "lowbit.pipeline", "lowbit.ranks.agreement")
+    loaded = loaded_by("lowbit.codecs", "lowbit.pipeline", "lowbit.wire.agreement")
     assert "torch" in loaded
     assert not loaded & set(HEAVY)
 

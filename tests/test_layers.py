@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parents[1] / "src"
-_BOUNDARY = {"collectives", "ranks", "codecs"}
+_BOUNDARY = {"collectives", "wire", "codecs"}
 _RECIPE = _BOUNDARY | {"terminal", "config", "pipeline", "gradients", "activations"}
 MAY_IMPORT: dict[str, set[str]] = {
     "terminal": set(),
@@ -17,20 +17,21 @@ MAY_IMPORT: dict[str, set[str]] = {
     "report": {"terminal"},
     "network": set(),
     "codecs": {"kernels"},
-    "ranks": {"config", "terminal"},
-    "collectives": {"ranks", "codecs"},
+    "wire": {"terminal"},
+    "job": {"wire", "config", "terminal"},
+    "collectives": {"wire", "codecs"},
     "pipeline": _BOUNDARY,
     "gradients": _BOUNDARY,
     "tensor_parallel": _BOUNDARY,
     "activations": {"codecs", "kernels"},
     "integrations": _RECIPE | {"tensor_parallel"},
-    "train": _RECIPE | {"integrations", "report", "simulate"},
+    "train": _RECIPE | {"job", "integrations", "report", "simulate"},
     "simulate": {"codecs", "kernels"},
     "plan": _RECIPE | {"report", "train", "simulate"},
-    "doctor": {"codecs", "config", "network", "plan", "ranks", "report", "terminal", "train"},
-    "evaluate": _RECIPE | {"report", "train", "tensor_parallel"},
-    "bench": _RECIPE | {"report", "train", "integrations", "tensor_parallel", "plan", "simulate", "kernels", "network"},
-    "cli": _RECIPE | {"report", "train", "plan", "doctor", "evaluate", "bench"},
+    "doctor": {"codecs", "config", "network", "job", "plan", "report", "terminal", "train", "wire"},
+    "evaluate": _RECIPE | {"job", "report", "train", "tensor_parallel"},
+    "bench": _RECIPE | {"job", "report", "train", "integrations", "tensor_parallel", "plan", "simulate", "kernels", "network"},
+    "cli": _RECIPE | {"job", "report", "train", "plan", "doctor", "evaluate", "bench"},
     "__main__": {"cli"},
 }
 MOST_LINES = 600

@@ -13,10 +13,10 @@ from lowbit.codecs import SubspaceQuant, parse, parse_pair
 from lowbit.config import build
 from lowbit.network import Link, LinkUnavailable, SlowLink
 from lowbit.network.shape import burst_bytes
-from lowbit.ranks.checksum import CHECKSUM_BYTES
 from lowbit.report import Report, compare, run
 from lowbit.train.boundaries import make_codecs
 from lowbit.train.config import DataConfig, ModelConfig, PipelineConfig
+from lowbit.wire.checksum import CHECKSUM_BYTES
 from tests.bench.shown import shown
 
 SUBSPACE = "SubspaceQuant(directions=4) / SubspaceQuant(directions=2, bits=3)"  # a "/" and commas in a name

@@ -21,11 +21,11 @@ from lowbit.bench.training import (
     train,
 )
 from lowbit.codecs import AQSGD, BlockFloat8, Cast, SubspaceQuant, parse
-from lowbit.ranks.checksum import CHECKSUM_BYTES
 from lowbit.train.config import DataConfig, ModelConfig, OptimizerConfig
 from lowbit.train.data import load_data
 from lowbit.train.model import build_model
 from lowbit.train.optim import make_optimizer
+from lowbit.wire.checksum import CHECKSUM_BYTES
 
 FP32 = Cast()
 CHECKSUM_BITS = 8 * CHECKSUM_BYTES / (2 * 16 * 32)  # an element, in messages of (2, 16, 32)

@@ -9,7 +9,7 @@ from unittest import mock
 
 from torch import Tensor
 
-from lowbit.ranks import pytorch
+from lowbit.wire import pytorch
 
 
 @contextmanager

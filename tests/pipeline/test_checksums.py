@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lowbit.pipeline import AgreementError, DamagedError, LowBitStage, PeerError
 from lowbit.pipeline import stage as stage_module
 from lowbit.pipeline.transport import Early, InOrder, Route
-from lowbit.ranks.checksum import CHECKSUM_BYTES
+from lowbit.wire.checksum import CHECKSUM_BYTES
 from tests.damage import Flip, Replay, on_the_way, secret
 from tests.pipeline import toy
 from tests.pipeline.test_staged import staged_on

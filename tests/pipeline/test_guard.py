@@ -17,8 +17,8 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleIn
 from lowbit.codecs import Cast, GroupInt, SubspaceQuant
 from lowbit.pipeline import LowBitStage
 from lowbit.pipeline.numbering import MOST_PIPELINES, pipeline_number
-from lowbit.ranks.agreement import Agreement
-from lowbit.ranks.statements import Facts
+from lowbit.wire.agreement import Agreement
+from lowbit.wire.statements import Facts
 from tests.pipeline import toy
 from tests.pipeline.toy import INT4, INT6
 from tests.processes import Failure, Ranks

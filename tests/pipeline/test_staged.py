@@ -18,9 +18,9 @@ from lowbit.collectives import PeerError
 from lowbit.pipeline import LowBitStage, Traffic
 from lowbit.pipeline import stage as stage_module
 from lowbit.pipeline.transport import Early, Route, Staged
-from lowbit.ranks.checksum import Checksums
-from lowbit.ranks.failure import FailureBoard
-from lowbit.ranks.groups import default_group
+from lowbit.wire.checksum import Checksums
+from lowbit.wire.failure import FailureBoard
+from lowbit.wire.groups import default_group
 from tests.pipeline import toy
 from tests.processes import Ranks
 

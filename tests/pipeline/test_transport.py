@@ -22,12 +22,12 @@ from torch.distributed import TCPStore  # pyright: ignore
 from lowbit.pipeline import LowBitStage, Traffic
 from lowbit.pipeline import stage as stage_module
 from lowbit.pipeline import transport as transport_module
-from lowbit.pipeline.inbox import WINDOW_BYTES, WINDOW_MESSAGES
 from lowbit.pipeline.transport import Early, InOrder, Route, choose
-from lowbit.ranks.checksum import Checksums
-from lowbit.ranks.errors import PeerError
-from lowbit.ranks.failure import FailureBoard
-from lowbit.ranks.groups import default_group
+from lowbit.wire.checksum import Checksums
+from lowbit.wire.errors import PeerError
+from lowbit.wire.failure import FailureBoard
+from lowbit.wire.groups import default_group
+from lowbit.wire.inbox import WINDOW_BYTES, WINDOW_MESSAGES
 from tests.pipeline import toy
 from tests.pipeline.toy import INT4, INT6
 from tests.processes import Ranks

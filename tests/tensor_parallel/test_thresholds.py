@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowbit.codecs import FeatureInt, GroupInt
-from lowbit.ranks import pytorch
 from lowbit.tensor_parallel import (
     SumSettings,
     Thresholds,
@@ -24,6 +23,7 @@ from lowbit.tensor_parallel import (
 )
 from lowbit.tensor_parallel.measure import ROWS, steps_of
 from lowbit.tensor_parallel.thresholds import kind_of
+from lowbit.wire import pytorch
 from tests.processes import Ranks
 from tests.tensor_parallel.models import WIDTH, Toy, calibrated, ids, logits
 

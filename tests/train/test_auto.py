@@ -16,7 +16,6 @@ import torch.distributed as dist
 from lowbit.bench.workers import Workers
 from lowbit.config import ConfigError
 from lowbit.network import Link, SlowLink
-from lowbit.ranks.errors import PeerError
 from lowbit.report.page.run import read_run
 from lowbit.report.training import run_page
 from lowbit.train import TrainConfig, loop, train, trainer
@@ -28,6 +27,7 @@ from lowbit.train.elastic import check_elastic
 from lowbit.train.forecast import Forecast, choose, coding_seconds, share_of_rates, usable
 from lowbit.train.identity import CHOSEN
 from lowbit.train.layout import make_layout
+from lowbit.wire.errors import PeerError
 from tests.processes import Ranks
 from tests.train.runs import again, curve, tiny
 

@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowbit.codecs import parse
-from lowbit.ranks import messages
 from lowbit.train import ConfigError, TrainConfig, train
 from lowbit.train.config import PipelineConfig
 from lowbit.train.metrics import Work
 from lowbit.train.prepare import prepare
 from lowbit.train.tied import expected_rows, row_bytes, tied_codec
 from lowbit.train.trainer import Trainer
+from lowbit.wire import messages
 from tests.damage import on_the_way
 from tests.processes import Failure, Ranks
 from tests.train.runs import again, curve, losses, tiny

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from lowbit import kernels
 from lowbit.bench import timing
 from lowbit.codecs import Codec, Session
-from lowbit.ranks.checksum import CHECKSUM_BYTES, Checksums
 from lowbit.report import spread
 from lowbit.train.config import ModelConfig
 from lowbit.train.model import StageModule, build_model
+from lowbit.wire.checksum import CHECKSUM_BYTES, Checksums
 
 REFERENCE_ROUNDS = LAYER_ROUNDS = 3
 HEAD = 128  # width of a layer's attention heads, if the channels can be divided by it

@@ -19,9 +19,9 @@ from lowbit.bench.worker import serve
 from lowbit.collectives import all_reduce
 from lowbit.collectives.calls import payload_bytes, queue_of
 from lowbit.gradients import GradientStorage, all_reduce_hook
-from lowbit.ranks.groups import default_group
 from lowbit.train.config import ModelConfig
 from lowbit.train.model import build_model, next_token_loss, vocabulary
+from lowbit.wire.groups import default_group
 
 MICROBATCHES = 3
 """Micro-batches that stored gradients are averaged over: dividing by 3 makes coding round, as by 4 it would not."""

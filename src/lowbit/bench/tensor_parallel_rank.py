@@ -15,7 +15,6 @@ from lowbit.bench.tensor_parallel import Format, codec_of, sample
 from lowbit.bench.worker import serve
 from lowbit.codecs import Codec
 from lowbit.collectives import all_reduce
-from lowbit.ranks.groups import default_group
 from lowbit.tensor_parallel import Installed, SumSettings, calibrate, low_bit_, tensor_parallel_
 from lowbit.tensor_parallel.measure import Sample, measured
 from lowbit.tensor_parallel.plan import sharded_rowwise_layers
@@ -24,6 +23,7 @@ from lowbit.tensor_parallel.rowwise import local
 from lowbit.tensor_parallel.thresholds import Choice
 from lowbit.train.config import ModelConfig
 from lowbit.train.model import build_model, vocabulary
+from lowbit.wire.groups import default_group
 
 _VOCAB = 512
 _FITTED = 64  # tokens at least: of fewer, some features add up to 0 in all

@@ -4,7 +4,7 @@ An exchange has lanes. On a lane every rank sends a payload to every rank (itsel
 `MessageExchange` makes each of these a message: Gloo then uses both directions of a link at once, starts as soon as the
 first chunk is coded, and shows which peer failed. Other backends match messages by their order alone, so
 `CollectiveExchange` makes each lane one all-to-all or all-gather, in the same order on every rank. A checksum follows
-each payload (`lowbit.ranks.checksum`), unless the call has none.
+each payload (`lowbit.wire.checksum`), unless the call has none.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowbit.collectives.scratch import ALIGN, Scratch
-from lowbit.ranks import pytorch
-from lowbit.ranks.checksum import Checksums, Verdicts, damaged
-from lowbit.ranks.failure import FailureBoard
+from lowbit.wire import pytorch
+from lowbit.wire.checksum import Checksums, Verdicts, damaged
+from lowbit.wire.failure import FailureBoard
 
 LANES = 1 << 14
 _TAG_BASE = 1 << 30  # above the tags of pipeline stages

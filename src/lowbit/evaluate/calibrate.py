@@ -16,7 +16,7 @@ from lowbit.collectives.checks import check_summable
 from lowbit.config import ConfigError
 from lowbit.evaluate import loading, text
 from lowbit.evaluate.settings import CalibrationConfig
-from lowbit.ranks.process_group import world
+from lowbit.job.process_group import world
 from lowbit.report import check_output
 from lowbit.tensor_parallel import Calibration, calibrate
 

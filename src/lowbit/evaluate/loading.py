@@ -13,14 +13,14 @@ import torch
 
 from lowbit.config import ConfigError
 from lowbit.evaluate.settings import InferenceConfig
-from lowbit.ranks.groups import default_group
-from lowbit.ranks.process_group import joined, world
+from lowbit.job.process_group import joined, world
 from lowbit.tensor_parallel import Calibration, SumSettings, tensor_parallel_
 from lowbit.tensor_parallel.encoders import ENCODERS
 from lowbit.tensor_parallel.low_bit import load_agreed
 from lowbit.terminal import console, filtered_again
 from lowbit.train.device import choose_autocast, choose_device
 from lowbit.train.pretrained import check_files, load, transformers_config
+from lowbit.wire.groups import default_group
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

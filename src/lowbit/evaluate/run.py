@@ -20,8 +20,7 @@ from lowbit.evaluate.generation import generate, same_tokens
 from lowbit.evaluate.score import Reference, perplexity
 from lowbit.evaluate.settings import BASELINE, LOW_BIT, STATIC, CalibrationConfig, EvaluationConfig, default_calibration
 from lowbit.evaluate.tasks import Tasks
-from lowbit.ranks.objects import gather_json
-from lowbit.ranks.process_group import world
+from lowbit.job.process_group import world
 from lowbit.tensor_parallel import (
     Calibration,
     CalibrationError,
@@ -31,6 +30,7 @@ from lowbit.tensor_parallel import (
     low_bit_,
 )
 from lowbit.tensor_parallel.reduce import SMALL
+from lowbit.wire.objects import gather_json
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -23,8 +23,8 @@ from lowbit.codecs.sessions import Session
 from lowbit.integrations.engine import engine, part
 from lowbit.pipeline import Traffic
 from lowbit.pipeline.arguments import backward_beside, check_numbers
-from lowbit.ranks.agreement import agree
-from lowbit.ranks.checksum import Checksums, agreed_facts, check_checksums, damaged
+from lowbit.wire.agreement import agree
+from lowbit.wire.checksum import Checksums, agreed_facts, check_checksums, damaged
 
 __all__ = ["LowBitP2PCommunicator"]
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from lowbit.codecs import Codec
 from lowbit.codecs.foreign import open_session
-from lowbit.ranks import pytorch
-from lowbit.ranks.messages import Expected, Messages, Sent
+from lowbit.wire import pytorch
+from lowbit.wire.messages import Expected, Messages, Sent
 
 AHEAD = 2
 """Receives that are posted ahead."""

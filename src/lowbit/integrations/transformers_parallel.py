@@ -23,11 +23,11 @@ from torch import nn
 from lowbit.codecs import Codec
 from lowbit.integrations.engine import engine, part
 from lowbit.integrations.transformers import LowBitPipelineStage, low_bit_pipeline_
-from lowbit.ranks.objects import gather_json
 from lowbit.tensor_parallel import Calibration, CalibrationError, Drift, Installed, SumSettings
 from lowbit.tensor_parallel.identity import identity
 from lowbit.tensor_parallel.low_bit import install_formats, load_agreed
 from lowbit.tensor_parallel.sums import ModelSum, group_of, real_sums
+from lowbit.wire.objects import gather_json
 
 __all__ = ["LowBitParallel", "load_parallel", "low_bit_parallel_"]
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowbit.integrations.vllm_settings import VARIABLE, VllmError, VllmSettings, from_environment, settings_of
-from lowbit.ranks.agreement import agree
+from lowbit.wire.agreement import agree
 
 __all__ = ["RowSums", "VllmError", "VllmSettings", "register", "row_sums"]
 

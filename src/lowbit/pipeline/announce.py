@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit.ranks.checksum import Checksums, damaged
-from lowbit.ranks.errors import PeerError
-from lowbit.ranks.failure import FailureBoard
-from lowbit.ranks.store import BoundedStore
+from lowbit.wire.checksum import Checksums, damaged
+from lowbit.wire.errors import PeerError
+from lowbit.wire.failure import FailureBoard
+from lowbit.wire.store import BoundedStore
 
 MESSAGE_BYTES = 512
 """Bytes of the message, without its checksum: JSON, padded with blanks."""

@@ -16,12 +16,12 @@ from torch import Tensor
 from lowbit.codecs.base import Codec
 from lowbit.pipeline.arguments import Codecs, Step, codec_at
 from lowbit.pipeline.boundary import Direction, Lane
-from lowbit.pipeline.inbox import Route
 from lowbit.pipeline.layouts import Layouts
 from lowbit.pipeline.looking import Look
 from lowbit.pipeline.numbering import Configuration
 from lowbit.pipeline.states import Slot
 from lowbit.pipeline.transport import Transport
+from lowbit.wire.inbox import Route
 
 
 class Lanes:

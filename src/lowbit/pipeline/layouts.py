@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lowbit.ranks.errors import PeerError
+from lowbit.wire.errors import PeerError
 
 MESSAGE_BYTES = 1 << 14
 """Bytes of the message; shorter texts are padded with blanks. Room for some 150 tensors."""

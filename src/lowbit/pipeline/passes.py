@@ -24,11 +24,11 @@ from torch import Tensor
 from lowbit.pipeline import announce
 from lowbit.pipeline.layouts import Batch, Layouts, layout_of
 from lowbit.pipeline.numbering import PHASES, Configuration, rank_names, tags_of
-from lowbit.ranks.agreement import Agreement
-from lowbit.ranks.checksum import Checksums
-from lowbit.ranks.errors import AgreementError, described
-from lowbit.ranks.failure import FailureBoard
-from lowbit.ranks.statements import contradictions
+from lowbit.wire.agreement import Agreement
+from lowbit.wire.checksum import Checksums
+from lowbit.wire.errors import AgreementError, described
+from lowbit.wire.failure import FailureBoard
+from lowbit.wire.statements import contradictions
 
 if TYPE_CHECKING:
     from lowbit.pipeline.stage import LowBitStage

@@ -4,8 +4,8 @@ PyTorch's schedules hardly overlap, and Gloo turns half-duplex when a rank posts
 Gloo have tags, so `Early` sends and receives apart from the schedule: receives are posted well before the schedule
 takes them, sends leave at once, and nobody waits before the data is needed. Both directions of the link are then busy
 at once. No order of sends can deadlock, because no send waits for anything before the step ends, and a message that is
-taken out of order is posted at once. Memory is bounded by a window of posted receives (`lowbit.pipeline.inbox`), and by
-the messages that peers have not yet taken (`lowbit.pipeline.outbox`).
+taken out of order is posted at once. Memory is bounded by a window of posted receives (`lowbit.wire.inbox`), and by
+the messages that peers have not yet taken (`lowbit.wire.outbox`).
 
 NCCL matches messages by their order alone, so `InOrder` returns the schedule's own operations to it, with payloads in
 the place of tensors. NCCL runs on streams of its own. It starts after the computation launched so far, and its results
@@ -14,7 +14,7 @@ are needed at once, so coding stays on the computation's stream: any other would
 Gloo reads and writes the host's memory only. `Staged` is `Early` for tensors on a GPU: payloads pass through
 pinned memory on side streams, and a thread waits for the copy, not the schedule. The messages are those of `Early`.
 
-Behind each payload travels its checksum (`lowbit.ranks.checksum`). `Early` and `Staged` check it on the host before
+Behind each payload travels its checksum (`lowbit.wire.checksum`). `Early` and `Staged` check it on the host before
 anything is decoded. `InOrder` compares on the device, where the host does not wait for it, and reads all outcomes at
 the end of the step, before an optimizer uses the gradients.
 """
@@ -34,12 +34,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit.pipeline.inbox import Inbox, Route
-from lowbit.pipeline.outbox import Sent, outbox_of, sever
 from lowbit.pipeline.side_streams import CudaStreams
-from lowbit.pipeline.traffic import Traffic
-from lowbit.ranks.checksum import Checksums, Verdicts, damaged
-from lowbit.ranks.failure import FailureBoard
+from lowbit.wire.checksum import Checksums, Verdicts, damaged
+from lowbit.wire.failure import FailureBoard
+from lowbit.wire.inbox import Inbox, Route
+from lowbit.wire.outbox import Sent, outbox_of, sever
+from lowbit.wire.traffic import Traffic
 
 _SENDER = ThreadPoolExecutor(1, thread_name_prefix="lowbit-sender")  # sends messages that have been copied to the host
 # Outcomes of checksums of all stages of this rank: the last stage to finish a step reads them.

@@ -20,7 +20,6 @@ from lowbit.codecs.checks import check_choice, check_int
 from lowbit.codecs.feature_int.codec import GAINS
 from lowbit.codecs.sums import Summable
 from lowbit.collectives import agree
-from lowbit.ranks.objects import gather_json
 from lowbit.tensor_parallel.calibration import (
     LAYOUTS,
     SHARE,
@@ -42,6 +41,7 @@ from lowbit.tensor_parallel.reduce import SumSettings
 from lowbit.tensor_parallel.rowwise import Installed, install
 from lowbit.tensor_parallel.slices import input_numbers, layers_with_inputs
 from lowbit.tensor_parallel.sums import ModelSum, model_sums
+from lowbit.wire.objects import gather_json
 
 _log = logging.getLogger("lowbit.tensor_parallel")
 _SAMPLES, _TRIED = 4, 4  # rows of a held-out sequence; sequences, to measure what coding does to the outputs

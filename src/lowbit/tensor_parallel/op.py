@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit.ranks import pytorch
 from lowbit.tensor_parallel.reduce import no_gradient
+from lowbit.wire import pytorch
 
 _boundaries: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """`LayerSum`s and `InputGather`s by number."""

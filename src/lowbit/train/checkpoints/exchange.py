@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit.ranks.objects import gather_json
-from lowbit.ranks.sent import note_sent
 from lowbit.train.checkpoints.manifest import step_name
 from lowbit.train.checkpoints.save import TransientError, raise_everywhere, together
 from lowbit.train.checkpoints.search import SavedStep
 from lowbit.train.checkpoints.share import DTYPES, Reader, crc32
+from lowbit.wire.objects import gather_json
+from lowbit.wire.sent import note_sent
 
 Item = tuple[int, str]
 """A tensor in a checkpoint: the rank that wrote the share, and the name there."""
