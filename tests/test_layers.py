@@ -30,7 +30,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plan": _RECIPE | {"report", "train", "simulate"},
     "doctor": {"codecs", "config", "network", "job", "plan", "report", "terminal", "train", "wire"},
     "evaluate": _RECIPE | {"job", "report", "train", "tensor_parallel"},
-    "bench": _RECIPE | {"job", "report", "train", "integrations", "tensor_parallel", "plan", "simulate", "kernels", "network"},
+    "bench": _RECIPE
+    | {"job", "report", "train", "integrations", "tensor_parallel", "plan", "simulate", "kernels", "network"},
     "cli": _RECIPE | {"job", "report", "train", "plan", "doctor", "evaluate", "bench"},
     "__main__": {"cli"},
 }

@@ -231,9 +231,8 @@ class CallQueue:
         if not call.as_messages:
             return CollectiveExchange(call.group, call.device, self.scratch, marks)
         digest = hashlib.sha256((kind + call.layer).encode()).hexdigest()
-        number = int(digest[:8], 16) % (1 << 15)
         job.board = FailureBoard(call.group, f"collective/{job.number}", names, call.timeout)
-        return MessageExchange(call.group, call.device, self.scratch, marks, job.board, number)
+        return MessageExchange(call.group, call.device, self.scratch, marks, job.board, int(digest[:8], 16))
 
     def _watch(self, ended: threading.Event) -> None:
         while not ended.wait(_LOOK):

@@ -34,6 +34,7 @@ ATTEMPT = "LOWBIT_ATTEMPT"
 _attempt = ""  # of this process's last meeting
 _WORD = 8  # bytes that the checksum on a device takes at a time
 _LOW_HALF = 0xFFFFFFFF
+_MOST_SEARCHED = 1 << 20  # bytes in which `Checksums.end_of` looks: half a second
 _ODD = (0x1E3779B97F4A7C15, 0x42B2AE3D27D4EB4F, 0x165667B19E3779F9)
 
 
@@ -75,6 +76,17 @@ class Checksums:
             return True
         view = message.numpy().data
         return view[-self.room :] == self._digest(view, place)
+
+    def end_of(self, memory: Tensor, *place: int) -> int | None:
+        """Length of the message of this place at the start of `memory`, found by its checksum; None without success."""
+        if not self.enabled:
+            return None
+        view, digest = memory.numpy().data, xxhash.xxh3_64(seed=self._seed(place))
+        for end in range(self.room, min(len(view), _MOST_SEARCHED) + 1):
+            if view[end - self.room : end] == digest.digest():
+                return end
+            digest.update(view[end - self.room : end - self.room + 1])
+        return None
 
     def seal_there(self, message: Tensor, *place: int) -> None:
         """As `seal`, by operations on the message's device, for `damage_there` at the other end."""

@@ -4,6 +4,9 @@ When a rank ends, only its neighbours notice; they end in turn, and the next one
 therefore writes on a board in the store of the process group, "I gave up on rank s", and follows the notes of others
 from its own suspect on. The rank at the end of that chain wrote none: it is the one that died or hangs. Or it wrote why
 it could not go on itself, and the others say the same.
+
+A note also states the lengths of the messages that are under way between the two ranks (`Letter`). Where both ends of a
+message state different lengths, they have waited for each other in vain, and both say so.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import re
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -26,6 +30,7 @@ from lowbit.wire.store import Board, bounded, wait_until
 _CLOSED_GRACE = 0.5  # seconds for the note of a suspect that gave up on somebody itself to arrive
 _POLL = 0.05
 _MOST_CHARACTERS = 2000  # of a reason
+_MOST_LETTERS = 256  # that a note states the lengths of
 _LINGER = 5.0  # seconds at most that the rank with the store stays for the others to read it
 
 
@@ -47,10 +52,16 @@ class FailureBoard:
         self._names = list(names)
         self._rank = group.rank()
         self._timeout = timeout
-        self._blames = False  # somebody else: a note says whom
+        self._blames = self._gave_up = False  # a note says on whom, or why
+        self.letters: weakref.WeakKeyDictionary[Letter, None] = weakref.WeakKeyDictionary()  # under way; oldest first
         # Unless a launcher does, the job's first rank hosts the store; it need not be in this group.
         ranks = job_ranks(group)
         self._host = ranks.index(0) if 0 in ranks else None
+
+    @property
+    def own_name(self) -> str:
+        """Name of this rank in errors."""
+        return self._names[self._rank]
 
     @property
     def patience(self) -> timedelta:
@@ -84,10 +95,12 @@ class FailureBoard:
         """Write why this rank cannot go on, then end its connections, so that the others look for the reason.
 
         Args:
-            error: the reason; not written if this rank has blamed another. sever: ends the connections.
+            error: the reason; not written if this rank has blamed another, or given up before.
+            sever: ends the connections.
         """
-        if self._blames:
+        if self._blames or self._gave_up:
             return sever()
+        self._gave_up = True
         agreement = isinstance(error, AgreementError)
         text = (str(error) if agreement else described(error))[:_MOST_CHARACTERS]
         note = {"rank": self._rank, "reason": text, "agreement": agreement}
@@ -107,6 +120,8 @@ class FailureBoard:
         limit = 0.2 * self._timeout if silent else _CLOSED_GRACE + 0.5 * self._timeout
         _within(limit, lambda: self._follow(trace, silent))
         culprit = trace.chain[-1]
+        if trace.conflict:
+            return PeerError(trace.conflict, suspect)
         if trace.note.get("agreement"):
             error = AgreementError(trace.note["reason"][:_MOST_CHARACTERS])
             error.on_all_ranks = False  # those that wait for this one do not know it yet
@@ -127,10 +142,13 @@ class FailureBoard:
     def _follow(self, trace: _Trace, silent: bool) -> None:
         """Extend the chain for as long as new notes may come, and keep the reason that its last rank left."""
         chain = trace.chain
-        self._write(rank=self._rank, suspect=chain[0], silent=silent)
+        letters = [letter for letter in list(self.letters) if letter.peer == chain[0]][:_MOST_LETTERS]
+        lengths = [[letter.channel, letter.incoming, letter.nbytes] for letter in letters]
+        self._write(rank=self._rank, suspect=chain[0], silent=silent, lengths=lengths)
         start = time.monotonic()
         while True:
             notes, _ = self._read()
+            trace.conflict = self._conflict(letters, notes.get(chain[0], {}))
             while note := notes.get(chain[-1]):
                 if "reason" in note:
                     trace.note = note
@@ -140,13 +158,29 @@ class FailureBoard:
                     break  # they wait for each other
                 chain.append(note["suspect"])
             grace = 0.1 * self._timeout if silent else _CLOSED_GRACE
-            if trace.note or time.monotonic() > start + grace:
+            if trace.conflict or trace.note or time.monotonic() > start + grace:
                 break
             time.sleep(_POLL)
         self._write(seen=self._rank)
         trace.finished = True
         if self._rank == self._host:
-            self._linger(chain[-1], min(_LINGER, (0.1 if silent else 0.5) * self._timeout))
+            culprit = self._rank if trace.conflict else chain[-1]  # both ends of that message read the notes
+            self._linger(culprit, min(_LINGER, (0.1 if silent else 0.5) * self._timeout))
+
+    def _conflict(self, letters: Sequence[Letter], note: dict[str, Any]) -> str:
+        """The first message whose length differs from what its other end states in a note; empty if there is none."""
+        stated: dict[tuple[int, bool], int] = {}
+        for line in note.get("lengths", ()) if note.get("suspect") == self._rank else ():
+            match line:
+                case [int(channel), bool(incoming), int(nbytes)]:
+                    stated.setdefault((channel, incoming), nbytes)  # the oldest one
+        for letter in letters:
+            theirs = stated.pop((letter.channel, not letter.incoming), letter.nbytes)
+            if theirs != letter.nbytes:
+                sent, expected = (theirs, letter.nbytes) if letter.incoming else (letter.nbytes, theirs)
+                receiver = self._rank if letter.incoming else letter.peer
+                return wrong_length(letter.about, sent, self._names[receiver], expected)
+        return ""
 
     def _linger(self, culprit: int, seconds: float) -> None:
         """Stay until all others have read the notes: the store may be in this process."""
@@ -176,11 +210,41 @@ class FailureBoard:
         return type(value) is int and 0 <= value < len(self._names)
 
 
+class Letter:
+    """A message that is under way, for the length that each of its ends states if it never arrives.
+
+    Attributes:
+        board: that it is noted on until it is `done`.
+        peer, channel: as of a `Route`. nbytes: of the message, as the receiver is taken to expect it.
+        about: its name in errors. incoming: whether this rank receives it.
+    """
+
+    def __init__(
+        self, board: FailureBoard, peer: int, channel: int, nbytes: int, about: str, *, incoming: bool
+    ) -> None:
+        self.board, self.peer, self.channel = board, peer, channel
+        self.nbytes, self.about, self.incoming = nbytes, about, incoming
+        board.letters[self] = None
+
+    def done(self) -> None:
+        """It has arrived."""
+        self.board.letters.pop(self, None)
+
+
+def wrong_length(about: str, sent: int, receiver: str, expected: int) -> str:
+    """Text of the error about a message with another length than its receiver expects."""
+    return f"{about} has {sent} bytes with its checksum; {receiver} expects {expected}"
+
+
 @dataclass
 class _Trace:
-    """Ranks that gave up on each other, the note in which the last one gives its reason, and whether that is all."""
+    """Ranks that gave up on each other, the note in which the last one gives its reason, and whether that is all.
+
+    conflict: what two ends of a message state about its length, in words.
+    """
 
     chain: list[int]
+    conflict: str = ""
     note: dict[str, Any] = field(default_factory=dict)
     finished: bool = False
 

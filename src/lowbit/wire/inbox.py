@@ -10,24 +10,13 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from weakref import WeakMethod
 
-import torch.distributed as dist
 from torch import Tensor
 
-from lowbit.wire.traffic import Traffic
+from lowbit.wire.mailbox import Expected, Mailbox, Route
 
 WINDOW_BYTES = 16 << 20
 WINDOW_MESSAGES = 4  # at least so many, whatever their size
-
-
-@dataclass(frozen=True)
-class Route:
-    """The peer's rank and the tag of a message, both within the group; and its name in errors."""
-
-    peer: int
-    tag: int
-    about: str = field(default="a message", compare=False)
 
 
 @dataclass
@@ -43,15 +32,13 @@ class Inbox:
     """Messages that a stage will take in a step.
 
     Args:
-        post: method that posts a receive, given the route and size: returns the work and the buffer.
-        traffic: where bytes that are held are counted.
+        mailbox: receives them. buffer: memory to receive in, as of `Mailbox.expect`.
     """
 
-    def __init__(self, post: Callable[[Route, int], tuple[dist.Work, Tensor]], traffic: Traffic) -> None:
-        # Weakly: the method's object owns this inbox, and a circle would keep the group's connections open.
-        self._post, self._traffic = WeakMethod(post), traffic
-        self._expected: dict[Route, tuple[int, _Window]] = {}  # to be posted
-        self._posted: dict[Route, tuple[dist.Work, Tensor, _Window]] = {}
+    def __init__(self, mailbox: Mailbox, buffer: Callable[[int], Tensor] | None = None) -> None:
+        self._mailbox, self._traffic, self._buffer = mailbox, mailbox.traffic, buffer
+        self._expected: dict[Route, tuple[int, _Window]] = {}  # to be posted, with bytes of the payload
+        self._posted: dict[Route, tuple[Expected, _Window]] = {}
 
     def expect(self, messages: Iterable[tuple[Route, int]]) -> None:
         """Post as many as fit into a window of their own, and the others as these are taken."""
@@ -62,18 +49,18 @@ class Inbox:
         self._fill(window)
 
     @contextlib.contextmanager
-    def taking(self, route: Route, size: int) -> Iterator[tuple[dist.Work, Tensor]]:
+    def taking(self, route: Route, size: int) -> Iterator[Expected]:
         """A message, for the block to wait for; its receive is posted at once if it is not yet."""
         if route not in self._posted:
             _, window = self._expected.pop(route, (size, _Window()))
             self._start(route, size, window)
-        work, message, window = self._posted.pop(route)
+        message, window = self._posted.pop(route)
         try:
-            yield work, message
+            yield message
         finally:
             window.messages -= 1
-            window.nbytes -= message.numel()
-            self._traffic.hold(-message.numel())
+            window.nbytes -= message.nbytes
+            self._traffic.hold(-message.nbytes)
         self._fill(window)
 
     def _fill(self, window: _Window) -> None:
@@ -81,17 +68,16 @@ class Inbox:
             route = window.later[0]
             if route in self._expected:  # nobody has taken it out of order
                 size, _ = self._expected[route]
-                if window.messages >= WINDOW_MESSAGES and window.nbytes + size > WINDOW_BYTES:
+                whole = size + self._mailbox.checksums.room
+                if window.messages >= WINDOW_MESSAGES and window.nbytes + whole > WINDOW_BYTES:
                     return
                 del self._expected[route]
                 self._start(route, size, window)
             window.later.popleft()
 
     def _start(self, route: Route, size: int, window: _Window) -> None:
-        post = self._post()
-        assert post is not None  # its object is calling
-        work, message = post(route, size)
-        self._posted[route] = work, message, window
+        message = self._mailbox.expect(route, size, buffer=self._buffer)
+        self._posted[route] = message, window
         window.messages += 1
-        window.nbytes += message.numel()
-        self._traffic.hold(message.numel())
+        window.nbytes += message.nbytes
+        self._traffic.hold(message.nbytes)

@@ -1,72 +1,27 @@
-"""Single messages between two ranks, beside a pipeline's traffic, with a time limit and a checksum.
+"""Conversations: single messages between two ranks, apart from a pipeline's traffic, with a time limit and a checksum.
 
-They arrive in the order in which they were sent, so both ends count them. Gloo carries them, from and to the CPU.
+Both ends count a conversation's messages. Gloo carries them, from and to the CPU.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit.wire.checksum import Checksums, damaged
+from lowbit.wire import tags
+from lowbit.wire.checksum import Checksums
 from lowbit.wire.failure import FailureBoard
 from lowbit.wire.groups import default_group, next_round, rank_names
+from lowbit.wire.mailbox import Expected, Mailbox, Route, Sent
 from lowbit.wire.objects import MOST_BYTES, parse_json
 from lowbit.wire.sent import note_sent
 
 _SIZE_BYTES = 8
-_FIRST_TAG = 1 << 27  # away from the small ones that a program may use itself
-
-
-@dataclass(frozen=True)
-class Sent:
-    """A message on its way."""
-
-    board: FailureBoard
-    work: dist.Work
-    message: Tensor  # Gloo reads from it until the work is done
-    to: int
-
-    def wait(self) -> None:
-        """Return when the peer has received it.
-
-        Raises:
-            PeerError: the peer ended, or did not receive it in time.
-        """
-        with self.board.blaming(self.to):
-            self.work.wait(self.board.patience)
-
-
-@dataclass(frozen=True)
-class Expected:
-    """A message whose receive is posted."""
-
-    board: FailureBoard
-    work: dist.Work
-    message: Tensor
-    source: int
-    checksums: Checksums
-    place: tuple[int, ...]  # sender, receiver and number
-    name: str  # for errors
-
-    def wait(self) -> Tensor:
-        """Return the payload when it has arrived: uint8, one dimension, on the CPU.
-
-        Raises:
-            DamagedError: it did not arrive as it was sent.
-            PeerError: the peer ended, or did not send in time.
-        """
-        with self.board.blaming(self.source):
-            self.work.wait(self.board.patience)
-        if not self.checksums.intact(self.message, *self.place):
-            raise damaged(self.name, self.source)
-        return self.message[: self.message.numel() - self.checksums.room]
 
 
 class Messages:
@@ -82,33 +37,36 @@ class Messages:
     def __init__(
         self, group: dist.ProcessGroup | None, purpose: str, *, timeout: float, checksums: bool = True
     ) -> None:
-        self._group, self._purpose = group or default_group(), purpose
-        self.rank, self.ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
-        topic = f"messages/{purpose}/{next_round(self._group, f'messages/{purpose}')}"
-        self._names = rank_names(self._group)
-        self._board = FailureBoard(self._group, topic, self._names, timeout)
-        self._checksums = Checksums(topic, enabled=checksums)
-        # A tag of its own: receives may be posted long before their messages arrive, after those of another purpose.
-        self._tag = _FIRST_TAG + next_round(self._group, "messages")
+        group, self._purpose = group or default_group(), purpose
+        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        topic = f"messages/{purpose}/{next_round(group, f'messages/{purpose}')}"
+        self._names = rank_names(group)
+        board = FailureBoard(group, topic, self._names, timeout)
+        self._mailbox = Mailbox(group, Checksums(topic, enabled=checksums), board)
+        # Of its own: receives may be posted long before their messages arrive, after those of another purpose.
+        self._channels = tags.CONVERSATIONS.channels(next_round(group, "messages"))
         self._sent: Counter[int] = Counter()
         self._expected: Counter[int] = Counter()
 
-    def send(self, payload: Tensor, to: int) -> Sent:
-        """Start to send. payload: any tensor, of which a copy travels; to: a rank of the group.
+    def send(self, payload: Tensor, to: int, *, expected: int | None = None) -> Sent:
+        """Start to send.
+
+        Args:
+            payload: any tensor, of which a copy travels. to: a rank of the group.
+            expected: bytes of payload that the receiver expects; None: those of this one.
 
         Raises:
             PeerError: the peer ended.
         """
-        flat = payload.detach().reshape(-1).view(torch.uint8)
-        message = torch.empty(flat.numel() + self._checksums.room, dtype=torch.uint8)
+        flat, room = payload.detach().reshape(-1).view(torch.uint8), self._mailbox.checksums.room
+        message = torch.empty(flat.numel() + room, dtype=torch.uint8)
         message[: flat.numel()].copy_(flat)
-        self._checksums.seal(message, self.rank, to, self._sent[to])
+        number, whole = self._sent[to], None if expected is None else expected + room
         self._sent[to] += 1
-        with self._board.blaming(to):
-            work = dist.isend(message, group=self._group, group_dst=to, tag=self._tag)
-        assert work is not None  # only for ranks outside the group
+        route = self._route(to, number, "message", self.rank)
+        (sent,) = self._mailbox.send(message, (self.rank, to, number), route, expected=whole)
         note_sent(self._purpose, message.numel())
-        return Sent(self._board, work, message, to)
+        return sent
 
     def expect(self, nbytes: int, source: int, about: str = "") -> Expected:
         """Post the receive of the next message of a rank, whose length must be known.
@@ -121,17 +79,18 @@ class Messages:
         Raises:
             PeerError: the peer ended.
         """
-        message = torch.empty(nbytes + self._checksums.room, dtype=torch.uint8)
-        with self._board.blaming(source):
-            work = dist.irecv(message, group=self._group, group_src=source, tag=self._tag)
-        assert work is not None  # only for ranks outside the group
-        place = source, self.rank, self._expected[source]
+        number = self._expected[source]
         self._expected[source] += 1
-        name = f"{self._purpose}, {about or 'message'}, number {place[-1]}: the message from {self._names[source]}"
-        return Expected(self._board, work, message, source, self._checksums, place, name)
+        route = self._route(source, number, about or "message", source)
+        return self._mailbox.expect(route, nbytes, (source, self.rank, number))
+
+    def _route(self, peer: int, number: int, about: str, sender: int) -> Route:
+        """Where message `number` to or from a peer travels."""
+        name = f"{self._purpose}, {about}, number {number}: the message from {self._names[sender]}"
+        return Route(peer, self._channels[number % len(self._channels)], name)
 
     def receive(self, nbytes: int, source: int, about: str = "") -> Tensor:
-        """Post the receive of a rank's next message and wait for it; as `expect` and `Expected.wait`."""
+        """Post the receive of a rank's next message and wait for it; see `expect` and `Expected.wait`."""
         return self.expect(nbytes, source, about).wait()
 
     def send_json(self, value: Any, to: int) -> None:

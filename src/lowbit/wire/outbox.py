@@ -19,49 +19,38 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
+from lowbit.wire.mailbox import Sent, sever
 from lowbit.wire.traffic import Traffic
 
 _UNLIMITED = timedelta(days=3650)  # Gloo still adds it to the time of day without an overflow
 # The thread rests while less is on its way: waking it costs more than this memory.
 _BATCH_BYTES = 1 << 18
-_MOST_DEVICES = 8  # network devices of a Gloo group, each with connections of its own
-_SEVER_TAG = (1 << 28) - _MOST_DEVICES  # the first of tags that no message has
 _EXIT_SECONDS = 5.0
 
 
 @dataclass(eq=False)
-class Sent:
+class _Entry:
     """A message on its way.
 
     Attributes:
-        group: the process group that carries it.
-        work: waits until the send has started, and returns it; an error there is this rank's.
-        message: the buffer, which Gloo reads until the work is done.
-        peer: the receiver.
-        traffic: where its bytes are counted.
+        group: that carries it; None: it has left, or failed.
+        start: waits until the send has started, and returns it; an error there is this rank's, or blames somebody.
+        peer: the receiver. nbytes: of the message. traffic: where they are counted.
         begin: when it was handed over, in nanoseconds of `time.perf_counter_ns`.
+        error: of a send that failed. ours: it is to be raised as it is.
     """
 
-    group: dist.ProcessGroup
-    work: Callable[[], Any]
-    message: Tensor
+    group: dist.ProcessGroup | None
+    start: Callable[[], Sent] | None
     peer: int
+    nbytes: int
     traffic: Traffic
     begin: int = field(default_factory=time.perf_counter_ns)
-
-
-@dataclass(eq=False)
-class _Entry:
-    peer: int
-    sent: Sent | None  # None: it has left, or failed
     error: Exception | None = None
-    ours: bool = False  # the error is this rank's own
+    ours: bool = False
 
 
 class Outbox:
@@ -78,17 +67,19 @@ class Outbox:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def put(self, sent: Sent) -> None:
-        """Keep a message until its peer has it; returns at once."""
-        sent.traffic.hold(sent.message.numel())
+    def put(
+        self, group: dist.ProcessGroup, start: Callable[[], Sent], peer: int, nbytes: int, traffic: Traffic
+    ) -> None:
+        """Keep a message until its peer has it; returns at once. The arguments are attributes of `_Entry`."""
+        traffic.hold(nbytes)
         with self._changed:
-            self._entries.append(_Entry(sent.peer, sent))
-            self._nbytes += sent.message.numel()
+            self._entries.append(_Entry(group, start, peer, nbytes, traffic))
+            self._nbytes += nbytes
             if self._thread is None:
                 self._thread = threading.Thread(target=self._reap, name="lowbit-outbox", daemon=True)
                 self._thread.start()
                 _running.add(self)
-            if self._nbytes >= _BATCH_BYTES or sent.traffic.trace is not None:
+            if self._nbytes >= _BATCH_BYTES or traffic.trace is not None:
                 self._changed.notify_all()
 
     def drain(self, patience: timedelta, blaming: Callable[[int], AbstractContextManager[None]]) -> None:
@@ -113,10 +104,10 @@ class Outbox:
                 if not self._entries:
                     return
                 entry = self._entries[0]
-                if entry.sent is None:
+                if entry.group is None:
                     self._entries.popleft()
             with contextlib.nullcontext() if entry.ours else blaming(entry.peer):
-                if entry.sent is not None:
+                if entry.group is not None:
                     self.sever()
                     raise RuntimeError(f"Timed out waiting {round(1000 * limit)}ms for a message to be taken")
                 if entry.error is not None:
@@ -124,9 +115,9 @@ class Outbox:
 
     def sever(self) -> None:
         """Give up the messages that have not left."""
-        sent = next((entry.sent for entry in list(self._entries) if entry.sent), None)
-        if sent is not None:
-            sever(sent.group)
+        group = next((entry.group for entry in list(self._entries) if entry.group), None)
+        if group is not None:
+            sever(group)
 
     def close(self) -> None:
         """Let the thread end once there is nothing to wait for."""
@@ -145,7 +136,7 @@ class Outbox:
         while True:
             with self._changed:
                 self._changed.wait_for(self._has_work)
-                waiting = [entry for entry in self._entries if entry.sent is not None]
+                waiting = [entry for entry in self._entries if entry.group is not None]
                 if not waiting:
                     return
             while waiting:  # without a reference to messages that have left
@@ -153,33 +144,33 @@ class Outbox:
 
     def _is_decided(self) -> bool:
         """Whether `drain` need not wait: nothing is left, or the oldest message failed."""
-        return not self._entries or self._entries[0].sent is None
+        return not self._entries or self._entries[0].group is None
 
     def _has_work(self) -> bool:
-        under_way = [entry.sent for entry in self._entries if entry.sent]
-        traced = any(sent.traffic.trace is not None for sent in under_way)  # for the time when it leaves
+        under_way = [entry for entry in self._entries if entry.group]
+        traced = any(entry.traffic.trace is not None for entry in under_way)  # for the time when it leaves
         enough = self._nbytes >= _BATCH_BYTES or self._draining or traced
         return self._closed or (enough and bool(under_way))
 
     def _finish(self, entry: _Entry) -> None:
-        sent = entry.sent
-        assert sent is not None
-        entry.ours = True
+        start, entry.start, entry.ours = entry.start, None, True
+        assert start is not None
         try:
-            work = sent.work()
+            sent = start()
             entry.ours = False
-            work.wait(_UNLIMITED)
+            sent.leave(_UNLIMITED)
         except Exception as error:  # `drain` raises it
             entry.error = error
-        nbytes = sent.message.numel()
-        if sent.traffic.trace is not None:
-            sent.traffic.trace.add_sent(sent.peer, sent.begin, time.perf_counter_ns(), nbytes)
-        sent.traffic.hold(-nbytes)
+        traffic, nbytes = entry.traffic, entry.nbytes
+        if traffic.trace is not None:
+            traffic.trace.add_sent(entry.peer, entry.begin, time.perf_counter_ns(), nbytes)
+        traffic.hold(-nbytes)
+        start = sent = None  # which hold the message
         with self._changed:
-            entry.sent = None
+            entry.group = None
             self._nbytes -= nbytes
             self._last = time.monotonic()
-            while self._entries and (first := self._entries[0]).sent is None and not first.error:
+            while self._entries and (first := self._entries[0]).group is None and not first.error:
                 self._entries.popleft()
             if self._is_decided():
                 self._changed.notify_all()
@@ -195,24 +186,6 @@ def outbox_of(group: dist.ProcessGroup) -> Outbox:
         outbox = _outboxes[group] = Outbox()
         weakref.finalize(group, outbox.close)
     return _outboxes[group]
-
-
-def sever(group: dist.ProcessGroup) -> None:
-    """Close all of this rank's connections in a Gloo group, even a destroyed one; whoever waits there fails at once.
-
-    This process goes on, and the store of the group is as usable as before.
-    """
-    # A wait on Gloo that times out closes the connections to all peers, since no half of a message may stay behind.
-    # A connection that is closed already fails without that, so the next peer is tried.
-    others = [rank for rank in range(group.size()) if rank != group.rank()]
-    for device in range(_MOST_DEVICES):  # Gloo chooses among its devices by the tag
-        for peer in others:
-            try:
-                nothing = torch.empty(1, dtype=torch.uint8)
-                group.recv([nothing], peer, _SEVER_TAG + device).wait(timedelta(milliseconds=1))
-            except RuntimeError as error:
-                if "timed out" in str(error).lower():
-                    break
 
 
 @atexit.register
