@@ -165,7 +165,7 @@ def sizes(transport: str, checksums: bool) -> Any:
     assert isinstance(stage, LowBitStage)
     traffic = stage.traffic
     if transport != "in order":
-        assert sum(sent) == traffic.forward_bytes + traffic.backward_bytes
+        assert sum(sent) == traffic.forward_bytes + traffic.backward_bytes + traffic.announced_bytes
     return run.losses, traffic.forward_bytes + traffic.backward_bytes
 
 

@@ -224,7 +224,7 @@ def test_a_group_has_tags_for_so_many_pipelines():
     for number in range(PIPELINES.members):
         assert pipeline_number(group, 4, 2) == number  # type: ignore[arg-type]
         assert pipeline_number(group, 4, 2) == number  # type: ignore[arg-type]
-    with pytest.raises(RuntimeError, match="has had 16 pipelines"):
+    with pytest.raises(RuntimeError, match="has had 32 pipelines"):
         pipeline_number(group, 4, 2)  # type: ignore[arg-type]
 
 

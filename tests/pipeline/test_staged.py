@@ -19,7 +19,7 @@ from lowbit.collectives import PeerError
 from lowbit.pipeline import LowBitStage, Traffic
 from lowbit.pipeline import stage as stage_module
 from lowbit.pipeline.transport import Early, Staged
-from lowbit.wire import pytorch
+from lowbit.wire import mailbox
 from lowbit.wire.checksum import Checksums
 from lowbit.wire.failure import FailureBoard
 from lowbit.wire.groups import default_group
@@ -198,7 +198,7 @@ def test_a_device_that_fails_is_not_the_peers_fault(ranks: Ranks):
 def failing_peer() -> None:
     if dist.get_rank() == 0:
         transport = opened(Late())
-        with mock.patch.object(pytorch, "send", side_effect=RuntimeError("reset")):
+        with mock.patch.object(mailbox, "_started", return_value=mailbox._Failed(RuntimeError("reset"))):
             with transport.leaving(torch.ones(8)):
                 transport.send(Route(1, 0), torch.zeros(8, dtype=torch.uint8))
             with pytest.raises(PeerError, match="rank 1 closed its connection") as caught:

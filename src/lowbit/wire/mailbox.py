@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit.wire import pytorch, tags
+from lowbit.wire import tags
 from lowbit.wire.checksum import Checksums, damaged
 from lowbit.wire.errors import PeerError
 from lowbit.wire.failure import FailureBoard, Letter, wrong_length
@@ -76,7 +76,7 @@ class Mailbox:
             self.checksums.seal(message, *place)
         sent, nbytes = [], message.numel() if expected is None else expected
         for route in routes:
-            work = _started(pytorch.send, message, route.peer, tags.tag(route.channel, nbytes), self.group)
+            work = _started(self.group.send, [message], route.peer, tags.tag(route.channel, nbytes))
             sent.append(Sent(self, route, nbytes, work, message))
         return sent
 
@@ -94,7 +94,7 @@ class Mailbox:
         """
         nbytes += self.checksums.room
         memory = (buffer or partial(torch.empty, dtype=torch.uint8))(tags.capacity(nbytes))
-        work = _started(pytorch.receive, memory, route.peer, tags.tag(route.channel, nbytes), self.group)
+        work = _started(self.group.recv, [memory], route.peer, tags.tag(route.channel, nbytes))
         return Expected(self, route, nbytes, work, memory, place)
 
 
@@ -198,7 +198,7 @@ def sever(group: dist.ProcessGroup) -> None:
         for peer in others:
             try:
                 nothing = torch.empty(1, dtype=torch.uint8)
-                pytorch.receive(nothing, peer, first + device, group).wait(timedelta(milliseconds=1))
+                group.recv([nothing], peer, first + device).wait(timedelta(milliseconds=1))
             except RuntimeError as error:
                 if "timed out" in str(error).lower():
                     break

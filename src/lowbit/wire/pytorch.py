@@ -46,16 +46,6 @@ def check_torch() -> None:
         )
 
 
-def send(x: Tensor, peer: int, tag: int, group: dist.ProcessGroup) -> dist.Work:
-    """Start to send a tensor to a rank of a group, which receives it under the same tag."""
-    return group.send([x], peer, tag)
-
-
-def receive(x: Tensor, peer: int, tag: int, group: dist.ProcessGroup) -> dist.Work:
-    """Start to receive a tensor from a rank of a group."""
-    return group.recv([x], peer, tag)
-
-
 def gather(out: Tensor, x: Tensor, group: dist.ProcessGroup, *, async_op: bool = False) -> dist.Work | None:
     """Write everybody's `x`, one after the other, to `out`."""
     if is_known(group):

@@ -66,16 +66,18 @@ NEVER = Kind("groups", PROGRAM.end, 1, 1)
 # Conversations of two ranks (`Messages`). Consecutive messages have different channels, so that one which nobody takes
 # is not mistaken for the next.
 CONVERSATIONS = Kind("conversations", NEVER.end, 1 << 16, 32)
-ANNOUNCEMENTS = Kind("pipelines", CONVERSATIONS.end, 16, 1)
+ANNOUNCEMENTS = Kind("pipelines", CONVERSATIONS.end, 32, 1)
 # A receive may stay posted in vain for long, so no two pipelines of a group share channels, nor two configurations of a
 # pipeline.
-PIPELINES = Kind("pipelines", ANNOUNCEMENTS.end, 16, 3 << 20)
+PIPELINES = Kind("pipelines", ANNOUNCEMENTS.end, 32, 3 << 19)
 # By a digest of call and layer, then by lane.
 COLLECTIVES = Kind("calls", PIPELINES.end, 1 << 9, 1 << 14)
 # By direction, then by number.
 ENGINES = Kind("communicators of other engines", COLLECTIVES.end, 64, 64)
+# Between neighbours, in a trial: messages of one size.
+LAYOUTS = Kind("trials", ENGINES.end, 1, 1)
 
-KINDS = (PROGRAM, NEVER, CONVERSATIONS, ANNOUNCEMENTS, PIPELINES, COLLECTIVES, ENGINES)
+KINDS = (PROGRAM, NEVER, CONVERSATIONS, ANNOUNCEMENTS, PIPELINES, COLLECTIVES, ENGINES, LAYOUTS)
 
 
 def capacity(nbytes: int) -> int:
