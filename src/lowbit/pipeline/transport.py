@@ -166,7 +166,7 @@ class Early(Transport):
 
     def take(self, route: Route, nbytes: int) -> Tensor:
         with self._inbox.taking(route, nbytes) as message:
-            message.about, message.place = route.about, (self._pass, route.peer, route.channel)
+            message.route, message.place = route, (self._pass, route.peer, route.channel)
             return message.wait()
 
     def send(self, route: Route, message: Tensor) -> list[dist.P2POp]:

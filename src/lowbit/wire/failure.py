@@ -142,8 +142,8 @@ class FailureBoard:
     def _follow(self, trace: _Trace, silent: bool) -> None:
         """Extend the chain for as long as new notes may come, and keep the reason that its last rank left."""
         chain = trace.chain
-        letters = [letter for letter in list(self.letters) if letter.peer == chain[0]][:_MOST_LETTERS]
-        lengths = [[letter.channel, letter.incoming, letter.nbytes] for letter in letters]
+        letters = [letter for letter in list(self.letters) if letter.route.peer == chain[0]][:_MOST_LETTERS]
+        lengths = [[letter.route.channel, letter.incoming, letter.nbytes] for letter in letters]
         self._write(rank=self._rank, suspect=chain[0], silent=silent, lengths=lengths)
         start = time.monotonic()
         while True:
@@ -175,11 +175,11 @@ class FailureBoard:
                 case [int(channel), bool(incoming), int(nbytes)]:
                     stated.setdefault((channel, incoming), nbytes)  # the oldest one
         for letter in letters:
-            theirs = stated.pop((letter.channel, not letter.incoming), letter.nbytes)
+            theirs = stated.pop((letter.route.channel, not letter.incoming), letter.nbytes)
             if theirs != letter.nbytes:
                 sent, expected = (theirs, letter.nbytes) if letter.incoming else (letter.nbytes, theirs)
-                receiver = self._rank if letter.incoming else letter.peer
-                return wrong_length(letter.about, sent, self._names[receiver], expected)
+                receiver = self._rank if letter.incoming else letter.route.peer
+                return wrong_length(letter.route.about, sent, self._names[receiver], expected)
         return ""
 
     def _linger(self, culprit: int, seconds: float) -> None:
@@ -210,21 +210,31 @@ class FailureBoard:
         return type(value) is int and 0 <= value < len(self._names)
 
 
+@dataclass(frozen=True)
+class Route:
+    """The other rank within the group, and the channel of a message (`lowbit.wire.tags`); and its name in errors."""
+
+    peer: int
+    channel: int
+    about: str = field(default="a message", compare=False)
+
+
+@dataclass(eq=False)
 class Letter:
     """A message that is under way, for the length that each of its ends states if it never arrives.
 
     Attributes:
         board: that it is noted on until it is `done`.
-        peer, channel: as of a `Route`. nbytes: of the message, as the receiver is taken to expect it.
-        about: its name in errors. incoming: whether this rank receives it.
+        nbytes: of the message with its checksum, as the receiver expects it. incoming: whether this rank receives it.
     """
 
-    def __init__(
-        self, board: FailureBoard, peer: int, channel: int, nbytes: int, about: str, *, incoming: bool
-    ) -> None:
-        self.board, self.peer, self.channel = board, peer, channel
-        self.nbytes, self.about, self.incoming = nbytes, about, incoming
-        board.letters[self] = None
+    board: FailureBoard
+    route: Route
+    nbytes: int
+    incoming: bool
+
+    def __post_init__(self) -> None:
+        self.board.letters[self] = None
 
     def done(self) -> None:
         """It has arrived."""

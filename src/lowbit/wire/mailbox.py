@@ -12,7 +12,7 @@ A message is a payload with its checksum behind it (`lowbit.wire.checksum`). Bot
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -24,19 +24,10 @@ from torch import Tensor
 from lowbit.wire import tags
 from lowbit.wire.checksum import Checksums, damaged
 from lowbit.wire.errors import PeerError
-from lowbit.wire.failure import FailureBoard, Letter, wrong_length
+from lowbit.wire.failure import FailureBoard, Letter, Route, wrong_length
 from lowbit.wire.traffic import Traffic
 
 _MOST_DEVICES = 8  # network devices of a Gloo group, each with connections of its own
-
-
-@dataclass(frozen=True)
-class Route:
-    """The other rank within the group, and the channel of a message; and its name in errors."""
-
-    peer: int
-    channel: int
-    about: str = field(default="a message", compare=False)
 
 
 class Mailbox:
@@ -77,7 +68,7 @@ class Mailbox:
         sent, nbytes = [], message.numel() if expected is None else expected
         for route in routes:
             work = _started(self.group.send, [message], route.peer, tags.tag(route.channel, nbytes))
-            sent.append(Sent(self, route, nbytes, work, message))
+            sent.append(Sent(self.board, route, nbytes, False, work, message))
         return sent
 
     def expect(
@@ -95,7 +86,7 @@ class Mailbox:
         nbytes += self.checksums.room
         memory = (buffer or partial(torch.empty, dtype=torch.uint8))(tags.capacity(nbytes))
         work = _started(self.group.recv, [memory], route.peer, tags.tag(route.channel, nbytes))
-        return Expected(self, route, nbytes, work, memory, place)
+        return Expected(self.board, route, nbytes, True, work, self, memory, place)
 
 
 class _Failed:
@@ -115,12 +106,12 @@ def _started(start: Callable[..., dist.Work], *args: Any) -> dist.Work | _Failed
         return _Failed(error)
 
 
+@dataclass(eq=False)
 class Sent(Letter):
     """A message on its way. `message`: Gloo reads from it until `wait` has returned."""
 
-    def __init__(self, mailbox: Mailbox, route: Route, nbytes: int, work: dist.Work | _Failed, message: Tensor) -> None:
-        super().__init__(mailbox.board, route.peer, route.channel, nbytes, route.about, incoming=False)
-        self._work, self.message = work, message
+    work: dist.Work | _Failed
+    message: Tensor
 
     def wait(self) -> None:
         """Return when the peer has received it.
@@ -128,33 +119,23 @@ class Sent(Letter):
         Raises:
             PeerError: the peer ended, or did not receive it in time.
         """
-        with self.board.blaming(self.peer):
+        with self.board.blaming(self.route.peer):
             self.leave(self.board.patience)
 
     def leave(self, patience: timedelta) -> None:
         """Like `wait`, with a limit of its own, and Gloo's own error."""
-        self._work.wait(patience)
+        self.work.wait(patience)
         self.done()
 
 
+@dataclass(eq=False)
 class Expected(Letter):
-    """A message whose receive is posted.
+    """A message whose receive is posted. `place`: as for `Mailbox.send`."""
 
-    Attributes:
-        nbytes: of the message, with its checksum. place: as for `Mailbox.send`.
-    """
-
-    def __init__(
-        self,
-        mailbox: Mailbox,
-        route: Route,
-        nbytes: int,
-        work: dist.Work | _Failed,
-        memory: Tensor,
-        place: tuple[int, ...],
-    ) -> None:
-        super().__init__(mailbox.board, route.peer, route.channel, nbytes, route.about, incoming=True)
-        self._mailbox, self._work, self._memory, self.place = mailbox, work, memory, place
+    work: dist.Work | _Failed
+    mailbox: Mailbox
+    memory: Tensor
+    place: tuple[int, ...]
 
     def wait(self, nbytes: int | None = None) -> Tensor:
         """Return the payload when it has arrived: uint8, one dimension, on the CPU.
@@ -166,22 +147,19 @@ class Expected(Letter):
             DamagedError: it did not arrive as it was sent.
             PeerError: the peer ended, or did not send in time, or sent another length.
         """
-        checksums, timing = self._mailbox.checksums, self._mailbox.traffic.timing
-        with self.board.blaming(self.peer), timing("wait_seconds", message=self.about):
-            self._work.wait(self.board.patience)
+        checksums, timing = self.mailbox.checksums, self.mailbox.traffic.timing
+        with self.board.blaming(self.route.peer), timing("wait_seconds", message=self.route.about):
+            self.work.wait(self.board.patience)
         self.done()
         end = self.nbytes if nbytes is None else nbytes + checksums.room
         with timing("checksum_seconds"):
-            if not checksums.intact(self._memory[:end], *self.place):
-                self._refuse(checksums.end_of(self._memory, *self.place))
-        return self._memory[: end - checksums.room]
-
-    def _refuse(self, sent: int | None) -> None:
-        """Raise the error about a message that does not fit its checksum. sent: its length, if that is known."""
-        if sent is None:
-            raise damaged(self.about, self.peer)
-        error = PeerError(wrong_length(self.about, sent, self.board.own_name, self.nbytes), self.peer)
-        self.board.give_up(error, partial(sever, self._mailbox.group))
+            intact = checksums.intact(self.memory[:end], *self.place)
+        if intact:
+            return self.memory[: end - checksums.room]
+        if (sent := checksums.end_of(self.memory, *self.place)) is None:
+            raise damaged(self.route.about, self.route.peer)
+        error = PeerError(wrong_length(self.route.about, sent, self.board.own_name, end), self.route.peer)
+        self.board.give_up(error, partial(sever, self.mailbox.group))
         raise error
 
 
