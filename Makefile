@@ -19,7 +19,7 @@ OTHER  := .venv-torch/$(TORCH)
 ENGINES := .venv-engines
 # Those of Transformers and of vLLM's stand-in run in `make test`, with the same PyTorch and Transformers.
 ENGINE_TESTS := $(addprefix tests/integrations/test_,torchft.py train.py train_traffic.py torchtitan.py megatron.py megatron_layers.py pages.py benchmarks.py)
-TORCH_TESTS := $(addprefix tests/,pipeline train/test_loop.py activations/test_distributed.py ranks/test_pytorch.py) \
+TORCH_TESTS := $(addprefix tests/,pipeline train/test_loop.py activations/test_distributed.py wire/test_pytorch.py) \
   $(addprefix tests/test_docs.py::,test_python_runs test_scripts_for_several_ranks_run)
 # Not on the terminal: what the theme's authors have to say of MkDocs 2.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs

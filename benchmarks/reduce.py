@@ -18,8 +18,8 @@ from benchmarks.elastic import TORCHFT
 from lowbit.collectives import all_reduce
 from lowbit.config import ConfigError, Positive, section
 from lowbit.integrations.engine import engine
-from lowbit.ranks.groups import default_group
 from lowbit.report import Baseline, Column, Command, Row, Table
+from lowbit.wire.groups import default_group
 from lowbit_lab.bench.gradients import MATRIX, codec_of
 from lowbit_lab.bench.gradients_rank import sample
 from lowbit_lab.bench.settings import LINK, EachOnce, Links, Names

@@ -18,11 +18,11 @@ from typing import Any, Literal
 from lowbit.codecs import parse_pair
 from lowbit.codecs.names import pair_name
 from lowbit.config import ConfigError, NonNegative, Positive, section
-from lowbit.ranks.checksum import CHECKSUM_BYTES
 from lowbit.report import Column, Command, Row, Table
 from lowbit.simulate import Channel, Hosts, Network, StageTimes, Step, actions, simulate
 from lowbit.train.config import DataConfig, ModelConfig, PipelineConfig, TrainConfig
 from lowbit.train.layout import make_layout
+from lowbit.wire.checksum import CHECKSUM_BYTES
 from lowbit_lab.bench.recipes import THIN_MODEL, Split, as_mapping, recipe
 from lowbit_lab.bench.settings import LINK, Device
 from lowbit_lab.bench.workers import UNLIMITED, Workers, set_link, started

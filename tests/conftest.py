@@ -25,7 +25,7 @@ LONG = [
     ),
     *("plan/test_held.py", "fuzz/test_fuzz.py", "lab/bench/test_gradients.py", "lab/bench/test_pipeline.py"),
     *("lab/network/test_distance.py", "kernels/test_jit.py", "train/test_loop.py", "train/test_progress.py"),
-    *("pipeline/test_transport.py", "train/test_supervise.py", "cli/test_app.py", "ranks/test_peers.py"),
+    *("pipeline/test_transport.py", "train/test_supervise.py", "cli/test_app.py", "job/test_peers.py"),
     *("train/checkpoints/test_resume.py", "train/checkpoints/test_save.py", "lab/bench/test_memory.py"),
     *("collectives/test_reduce.py", "collectives/test_checksum.py", "pipeline/test_guard.py", "train/test_export.py"),
 ]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit.ranks.checksum import Checksums
+from lowbit.wire.checksum import Checksums
 
 Change = Callable[[int, Tensor], None]
 """Called with the number of a sealed message, from 0, and the message, which it may change."""

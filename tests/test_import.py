@@ -30,13 +30,13 @@ PUBLIC = {
     "lowbit_lab.evaluate": "CalibrationConfig EvaluationConfig Score Sequences perplexity",
     "lowbit.gradients": "GradientStorage LowBitReduceScatter all_reduce_hook",
     "lowbit.integrations": "EngineError",
+    "lowbit.job": "",
     "lowbit.kernels": "Operator apart backend implementation operator",
     "lowbit_lab.network": "Goodput Link LinkUnavailable SlowLink goodput measure round_trip",
     "lowbit.plan": (
         "InFlight MemoryPlan StageCost actions_of choose_layers in_flight measure_layers order_of plan_bits plan_layers"
     ),
     "lowbit.pipeline": "AgreementError DamagedError Emulation LowBitStage PeerError Traffic emulate_",
-    "lowbit.ranks": "",
     "lowbit.report": (
         "Baseline Column Command Report Row Table Value check_output compare execute machine run spread summary"
     ),
@@ -47,6 +47,7 @@ PUBLIC = {
         "Traffic calibrate emulate_tensor_parallel_ low_bit_ low_bit_styles model_sums tensor_parallel_"
     ),
     "lowbit.train": ("ConfigError LaunchError StepMetrics Summary TrainConfig from_mapping load run train"),
+    "lowbit.wire": "",
 }
 
 
@@ -74,7 +75,7 @@ def test_the_package_itself_loads_nothing():
 
 
 def test_the_library_loads_no_kernel_compiler_and_no_extra():
-    loaded = loaded_by("lowbit.codecs", "lowbit.pipeline", "lowbit.ranks.agreement")
+    loaded = loaded_by("lowbit.codecs", "lowbit.pipeline", "lowbit.wire.agreement")
     assert "torch" in loaded
     assert not loaded & HEAVY
 

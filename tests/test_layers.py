@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parents[1] / "src"
-_BOUNDARY = {"collectives", "ranks", "codecs"}
+_BOUNDARY = {"collectives", "wire", "codecs"}
 _RECIPE = _BOUNDARY | {"terminal", "config", "pipeline", "gradients", "activations"}
 MAY_IMPORT: dict[str, set[str]] = {
     "terminal": set(),
@@ -16,18 +16,19 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": {"terminal"},
     "report": {"terminal"},
     "codecs": {"kernels"},
-    "ranks": {"config", "terminal"},
-    "collectives": {"ranks", "codecs"},
+    "wire": {"terminal"},
+    "job": {"wire", "config", "terminal"},
+    "collectives": {"wire", "codecs"},
     "pipeline": _BOUNDARY,
     "gradients": _BOUNDARY,
     "tensor_parallel": _BOUNDARY,
     "activations": {"codecs", "kernels"},
     "integrations": _RECIPE | {"tensor_parallel"},
-    "train": _RECIPE | {"integrations", "report", "simulate"},
+    "train": _RECIPE | {"job", "integrations", "report", "simulate"},
     "simulate": {"codecs", "kernels"},
     "plan": _RECIPE | {"report", "train", "simulate"},
-    "doctor": {"codecs", "config", "plan", "ranks", "report", "terminal", "train"},
-    "cli": _RECIPE | {"report", "train", "plan", "doctor"},
+    "doctor": {"codecs", "config", "job", "plan", "report", "terminal", "train", "wire"},
+    "cli": _RECIPE | {"job", "report", "train", "plan", "doctor"},
     "__main__": {"cli"},
 }
 MOST_LINES = 600

@@ -17,9 +17,9 @@ from rich.live import Live
 
 from lowbit.config import to_toml
 from lowbit.config.files import read_toml, resolve
-from lowbit.ranks.errors import AgreementError, PeerError
 from lowbit.terminal import MOST_CHARACTERS, console, filtered, filtered_again, lines, one_line, printable
 from lowbit.train import TrainConfig
+from lowbit.wire.errors import AgreementError, PeerError
 from tests.command_line import invoke
 
 EVIL = "x\x1b[31m\x1b]0;owned\x07\x9b2J\u202e[red][link=http://evil]y\rz\x08\u2028\u200b"

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lowbit.activations import LayerAware, compress_saved_
 from lowbit.codecs import Cast
-from lowbit.ranks.pytorch import version
+from lowbit.wire.pytorch import version
 from tests.activations.models import Calls, GatedBlock
 from tests.pipeline import toy
 from tests.processes import Ranks

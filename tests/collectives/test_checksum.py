@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lowbit.codecs import GroupInt
 from lowbit.collectives import AgreementError, all_gather, all_reduce, all_reduce_bytes, reduce_scatter
-from lowbit.ranks.checksum import CHECKSUM_BYTES
+from lowbit.wire.checksum import CHECKSUM_BYTES
 from tests.collectives.traffic import sent_bytes
 from tests.damage import Flip, Replay, on_the_way, secret
 from tests.processes import Ranks

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from lowbit.collectives.calls import Call, Transport, queue_of
 from lowbit.collectives.exchange import Exchange
-from lowbit.ranks.groups import default_group
+from lowbit.wire.groups import default_group
 from tests.processes import Ranks
 
 

@@ -9,18 +9,18 @@ from unittest import mock
 
 from torch import Tensor
 
-from lowbit.ranks import pytorch
+from lowbit.wire.mailbox import Mailbox, Route
 
 
 @contextmanager
 def sent_bytes() -> Iterator[list[int]]:
     """The bytes of each message that this rank sends in the block."""
     sent: list[int] = []
-    send = pytorch.send
+    send = Mailbox.send
 
-    def counted(tensor: Tensor, *args: Any) -> Any:
-        sent.append(tensor.numel())
-        return send(tensor, *args)
+    def counted(self: Mailbox, message: Tensor, place: Any, *routes: Route, **more: Any) -> Any:
+        sent.extend(message.numel() for _ in routes)
+        return send(self, message, place, *routes, **more)
 
-    with mock.patch.object(pytorch, "send", counted):
+    with mock.patch.object(Mailbox, "send", counted):
         yield sent

@@ -21,7 +21,7 @@ from lowbit.codecs import BlockFloat8, GroupInt
 from lowbit.collectives import AgreementError, PeerError, algorithms, all_reduce, reduce
 from lowbit.gradients import GradientStorage, all_reduce_hook, average
 from lowbit.gradients.average import average_bytes
-from lowbit.ranks import pytorch
+from lowbit.wire import pytorch
 from tests.collectives.traffic import sent_bytes
 from tests.processes import Ranks
 

@@ -12,7 +12,7 @@ from lowbit.codecs import AQSGD, Cast, Codec, GroupInt, SubspaceQuant
 from lowbit.pipeline.arguments import Step, checked_samples, codec_at
 from lowbit.pipeline.boundary import Lane
 from lowbit.pipeline.states import Slot
-from lowbit.pipeline.traffic import Traffic
+from lowbit.wire.traffic import Traffic
 from tests.pipeline.toy import INT4
 
 SHAPE = torch.Size((2, 3, 64))

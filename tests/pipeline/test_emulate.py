@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lowbit.codecs import AQSGD, Cast, Codec, SubspaceQuant, TAHQuant
 from lowbit.pipeline import LowBitStage, emulate_
-from lowbit.ranks.checksum import CHECKSUM_BYTES
+from lowbit.wire.checksum import CHECKSUM_BYTES
 from tests.pipeline import toy
 from tests.pipeline.toy import INT4, INT6
 from tests.processes import Ranks

@@ -16,9 +16,10 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleIn
 
 from lowbit.codecs import Cast, GroupInt, SubspaceQuant
 from lowbit.pipeline import LowBitStage
-from lowbit.pipeline.numbering import MOST_PIPELINES, pipeline_number
-from lowbit.ranks.agreement import Agreement
-from lowbit.ranks.statements import Facts
+from lowbit.pipeline.numbering import pipeline_number
+from lowbit.wire.agreement import Agreement
+from lowbit.wire.statements import Facts
+from lowbit.wire.tags import PIPELINES
 from tests.pipeline import toy
 from tests.pipeline.toy import INT4, INT6
 from tests.processes import Failure, Ranks
@@ -220,10 +221,10 @@ def test_a_group_has_tags_for_so_many_pipelines():
         pass
 
     group = Group()
-    for number in range(MOST_PIPELINES):
+    for number in range(PIPELINES.members):
         assert pipeline_number(group, 4, 2) == number  # type: ignore[arg-type]
         assert pipeline_number(group, 4, 2) == number  # type: ignore[arg-type]
-    with pytest.raises(RuntimeError, match="has had 64 pipelines"):
+    with pytest.raises(RuntimeError, match="has had 32 pipelines"):
         pipeline_number(group, 4, 2)  # type: ignore[arg-type]
 
 

@@ -17,8 +17,8 @@ from torch.distributed.pipelining import PipelineStage
 
 from lowbit.codecs import AQSGD, Codec, GroupInt, SubspaceQuant, TAHQuant
 from lowbit.pipeline import LowBitStage
-from lowbit.ranks.agreement import Agreement
-from lowbit.ranks.errors import PeerError, described
+from lowbit.wire.agreement import Agreement
+from lowbit.wire.errors import PeerError, described
 from tests.pipeline import toy
 from tests.pipeline.test_stage import OLD, same
 from tests.pipeline.toy import FP32, INT6

@@ -14,7 +14,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 from lowbit.codecs import AQSGD, Codec, SubspaceQuant, TAHQuant, TransformQuant, backward_codec
 from lowbit.pipeline import LowBitStage
-from lowbit.ranks.checksum import CHECKSUM_BYTES
+from lowbit.wire.checksum import CHECKSUM_BYTES
 from tests.pipeline import toy
 from tests.pipeline.toy import FP32, INT4, INT6
 from tests.processes import Ranks

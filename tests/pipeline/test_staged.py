@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,10 +18,12 @@ from lowbit.codecs import AQSGD, GroupInt
 from lowbit.collectives import PeerError
 from lowbit.pipeline import LowBitStage, Traffic
 from lowbit.pipeline import stage as stage_module
-from lowbit.pipeline.transport import Early, Route, Staged
-from lowbit.ranks.checksum import Checksums
-from lowbit.ranks.failure import FailureBoard
-from lowbit.ranks.groups import default_group
+from lowbit.pipeline.transport import Early, Staged
+from lowbit.wire import mailbox
+from lowbit.wire.checksum import Checksums
+from lowbit.wire.failure import FailureBoard
+from lowbit.wire.groups import default_group
+from lowbit.wire.mailbox import Route
 from tests.pipeline import toy
 from tests.processes import Ranks
 
@@ -194,16 +197,13 @@ def test_a_device_that_fails_is_not_the_peers_fault(ranks: Ranks):
 
 def failing_peer() -> None:
     if dist.get_rank() == 0:
-        transport, before = opened(Late()), dist.isend
-        dist.isend = lambda *args, **kwargs: (_ for _ in ()).throw(RuntimeError("reset"))
-        try:
+        transport = opened(Late())
+        with mock.patch.object(mailbox, "_started", return_value=mailbox._Failed(RuntimeError("reset"))):
             with transport.leaving(torch.ones(8)):
                 transport.send(Route(1, 0), torch.zeros(8, dtype=torch.uint8))
             with pytest.raises(PeerError, match="rank 1 closed its connection") as caught:
                 transport.drain()
-            assert caught.value.rank == 1
-        finally:
-            dist.isend = before
+        assert caught.value.rank == 1
     dist.barrier()
 
 

@@ -22,12 +22,13 @@ from torch.distributed import TCPStore  # pyright: ignore
 from lowbit.pipeline import LowBitStage, Traffic
 from lowbit.pipeline import stage as stage_module
 from lowbit.pipeline import transport as transport_module
-from lowbit.pipeline.inbox import WINDOW_BYTES, WINDOW_MESSAGES
-from lowbit.pipeline.transport import Early, InOrder, Route, choose
-from lowbit.ranks.checksum import Checksums
-from lowbit.ranks.errors import PeerError
-from lowbit.ranks.failure import FailureBoard
-from lowbit.ranks.groups import default_group
+from lowbit.pipeline.transport import Early, InOrder, choose
+from lowbit.wire.checksum import Checksums
+from lowbit.wire.errors import PeerError
+from lowbit.wire.failure import FailureBoard
+from lowbit.wire.groups import default_group
+from lowbit.wire.inbox import WINDOW_BYTES, WINDOW_MESSAGES
+from lowbit.wire.mailbox import Route
 from tests.pipeline import toy
 from tests.pipeline.toy import INT4, INT6
 from tests.processes import Ranks
@@ -151,13 +152,13 @@ def lanes() -> None:
     assert (traffic.forward_bytes, traffic.peak_bytes) == (0, traffic.held_bytes)
     for routes, nbytes in ((small, MIB), (large, 6 * MIB), ([unexpected], 1)):
         for route in routes:
-            message = torch.full((nbytes + transport.room,), route.tag, dtype=torch.uint8)
+            message = torch.full((nbytes + transport.room,), route.channel, dtype=torch.uint8)
             transport.send(route, message)
     for route in reversed(large):
-        assert transport.take(route, 6 * MIB)[-1] == route.tag
+        assert transport.take(route, 6 * MIB)[-1] == route.channel
     assert transport.take(unexpected, 1).tolist() == [200]
     for route in (*small[::2], *small[1::2]):
-        assert transport.take(route, MIB)[-1] == route.tag
+        assert transport.take(route, MIB)[-1] == route.channel
     transport.drain()
     assert traffic.held_bytes == 0
 

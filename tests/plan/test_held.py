@@ -18,9 +18,9 @@ from lowbit.plan import actions_of, in_flight
 from lowbit.plan.budget import plan_bits
 from lowbit.plan.memory import MemorySettings
 from lowbit.plan.stages import StageMeter
-from lowbit.ranks.pytorch import version
 from lowbit.train.config import DataConfig, ModelConfig, PipelineConfig
 from lowbit.train.model import StageModule, build_model, next_token_loss
+from lowbit.wire.pytorch import version
 from tests.pipeline.toy import SCHEDULES
 from tests.processes import Ranks
 

@@ -15,7 +15,6 @@ from safetensors.torch import load
 from torch import Tensor
 
 from lowbit.codecs import FeatureInt
-from lowbit.ranks.groups import default_group
 from lowbit.tensor_parallel import (
     Calibration,
     CalibrationError,
@@ -28,6 +27,7 @@ from lowbit.tensor_parallel.calibration import tables_of
 from lowbit.tensor_parallel.files import join
 from lowbit.tensor_parallel.formats import WIDTHS, spend
 from lowbit.tensor_parallel.observe import MOST_ROWS, Observer, sampling
+from lowbit.wire.groups import default_group
 from tests.processes import Ranks
 from tests.refused import refused
 from tests.tensor_parallel.models import LAYERS, WIDTH, Toy, calibrated, logits, sequences

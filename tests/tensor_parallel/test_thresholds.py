@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from lowbit.codecs import FeatureInt, GroupInt
-from lowbit.ranks import pytorch
 from lowbit.tensor_parallel import (
     SumSettings,
     Thresholds,
@@ -23,6 +22,7 @@ from lowbit.tensor_parallel import (
 )
 from lowbit.tensor_parallel.measure import ROWS, steps_of
 from lowbit.tensor_parallel.thresholds import kind_of
+from lowbit.wire import pytorch
 from tests.processes import Ranks
 from tests.tensor_parallel.models import WIDTH, Toy, calibrated, ids, logits
 

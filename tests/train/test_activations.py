@@ -11,13 +11,13 @@ from torch import nn
 
 from lowbit.activations import LayerAware, counted
 from lowbit.activations.counting import SavedBytes
-from lowbit.ranks.pytorch import version
 from lowbit.train import ConfigError, TrainConfig, from_mapping, trainer
 from lowbit.train.activations import saved_policies
 from lowbit.train.config import ActivationsConfig
 from lowbit.train.metrics import read_metrics
 from lowbit.train.prepare import prepare
 from lowbit.train.trainer import Trainer
+from lowbit.wire.pytorch import version
 from tests.processes import Ranks
 from tests.train.runs import again, losses, tiny
 

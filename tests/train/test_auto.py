@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from lowbit.config import ConfigError
-from lowbit.ranks.errors import PeerError
 from lowbit.report.page.run import read_run
 from lowbit.report.training import run_page
 from lowbit.train import TrainConfig, loop, train, trainer
@@ -26,6 +25,7 @@ from lowbit.train.elastic import check_elastic
 from lowbit.train.forecast import Forecast, choose, coding_seconds, share_of_rates, usable
 from lowbit.train.identity import CHOSEN
 from lowbit.train.layout import make_layout
+from lowbit.wire.errors import PeerError
 from lowbit_lab.bench.workers import Workers
 from lowbit_lab.network import Link, SlowLink
 from tests.processes import Ranks

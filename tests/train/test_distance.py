@@ -10,11 +10,11 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from lowbit.ranks.messages import Messages
 from lowbit.train import TrainConfig, loop, train
 from lowbit.train.config import PipelineConfig
 from lowbit.train.distance import needless, round_trips
 from lowbit.train.layout import make_layout
+from lowbit.wire.messages import Messages
 from tests.processes import Ranks
 from tests.train.runs import tiny
 

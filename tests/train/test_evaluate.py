@@ -12,6 +12,7 @@ import torch.distributed as dist
 from lowbit.train import TrainConfig, evaluate
 from lowbit.train.prepare import prepare
 from lowbit.train.trainer import Trainer
+from lowbit.wire.mailbox import Expected, Mailbox
 from tests.processes import Ranks
 from tests.train.runs import again, tiny
 
@@ -23,24 +24,24 @@ def _evaluated(config: TrainConfig, bytes_of_rounds: list[int]) -> Any:
     ranks = dist.get_world_size()
     trainer = Trainer(prepare(config, ranks=ranks))
     events: list[str] = []
-    isend, irecv = dist.isend, dist.irecv
+    send, wait = Mailbox.send, Expected.wait
 
     def sending(*args: Any, **kwargs: Any) -> Any:
-        events.append("send")
-        return isend(*args, **kwargs)
+        sent = send(*args, **kwargs)
+        events.extend("send" for _ in sent)
+        return sent
 
-    def receiving(*args: Any, **kwargs: Any) -> Any:
-        work = mock.Mock(wraps=irecv(*args, **kwargs))
-        work.wait.side_effect = lambda *_: events.append("wait") or mock.DEFAULT
-        return work
+    def waiting(*args: Any, **kwargs: Any) -> Any:
+        events.append("wait")
+        return wait(*args, **kwargs)
 
     losses, done = [], []
     for nbytes in bytes_of_rounds:
         events.clear()
         with (
             mock.patch.object(evaluate, "_ROUND_BYTES", nbytes),
-            mock.patch.object(dist, "isend", sending),
-            mock.patch.object(dist, "irecv", receiving),
+            mock.patch.object(Mailbox, "send", sending),
+            mock.patch.object(Expected, "wait", waiting),
         ):
             losses.append(trainer.evaluate())
         done.append(list(events))

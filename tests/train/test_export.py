@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowbit.collectives import DamagedError
-from lowbit.ranks.messages import Messages
 from lowbit.train import TrainConfig, export, train
+from lowbit.wire.messages import Messages
 from tests.damage import Flip, on_the_way
 from tests.processes import Ranks
 from tests.train.runs import tiny

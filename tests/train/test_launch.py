@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from lowbit.codecs import SubspaceQuant, parse
-from lowbit.ranks.checksum import CHECKSUM_BYTES
 from lowbit.train import LaunchError, TrainConfig, run
 from lowbit.train.checkpoints.manifest import newest_step
 from lowbit.train.metrics import read_metrics
 from lowbit.train.summary import read_summary
+from lowbit.wire.checksum import CHECKSUM_BYTES
 from lowbit_lab.network import SlowLink
 from tests.processes import Ranks
 from tests.train.runs import again, curve, losses, tiny
@@ -129,8 +129,8 @@ def _toml(config: TrainConfig) -> str:
 
 PASS_ON = """
 import os, signal, subprocess, sys
-import lowbit.ranks.meeting  # PyTorch starts programs when it is imported
-from lowbit.ranks import launch
+import lowbit.job.meeting  # PyTorch starts programs when it is imported
+from lowbit.job import launch
 from lowbit.train import LaunchError, from_mapping
 from lowbit.train.launch import start_ranks
 

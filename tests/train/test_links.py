@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from lowbit.ranks.messages import Messages
 from lowbit.train import StepMetrics, TrainConfig, train, trainer
 from lowbit.train.config import PipelineConfig
 from lowbit.train.layout import make_layout
 from lowbit.train.links import OUTSIDE, Links, link_name, probe
+from lowbit.wire.messages import Messages
 from tests.processes import Ranks
 from tests.train.runs import tiny
 

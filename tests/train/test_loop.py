@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from lowbit.codecs import SubspaceQuant, parse
-from lowbit.ranks.checksum import CHECKSUM_BYTES
 from lowbit.train import ConfigError, StepMetrics, TrainConfig, loop, train
 from lowbit.train.checkpoints import state
 from lowbit.train.checkpoints.manifest import newest_step
@@ -24,6 +23,7 @@ from lowbit.train.metrics import read_metrics
 from lowbit.train.prepare import prepare
 from lowbit.train.summary import read_summary
 from lowbit.train.trainer import Trainer
+from lowbit.wire.checksum import CHECKSUM_BYTES
 from tests.damage import Flip, on_the_way, secret
 from tests.processes import Failure, Ranks
 from tests.train.runs import again, base, curve, losses, tiny

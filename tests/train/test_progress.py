@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lowbit.ranks.meeting import new_secret
+from lowbit.job.meeting import new_secret
 from lowbit.train.metrics import StepMetrics, Work, step_metrics
 from lowbit.train.progress import Progress, Rhythm, duration, machine_name
 from tests.forked import CONTEXT, run_script

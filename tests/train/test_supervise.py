@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lowbit.ranks.process import ALONE, DIVERGED, FAILED, USAGE
+from lowbit.job.process import ALONE, DIVERGED, FAILED, USAGE
 from lowbit.train import ConfigError, LaunchError, TrainConfig, from_mapping, launch, run
 from lowbit.train.supervise import Attempts, supervise
 from tests.processes import Ranks

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -14,13 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowbit.codecs import parse
-from lowbit.ranks import messages
 from lowbit.train import ConfigError, TrainConfig, train
 from lowbit.train.config import PipelineConfig
 from lowbit.train.metrics import Work
 from lowbit.train.prepare import prepare
 from lowbit.train.tied import expected_rows, row_bytes, tied_codec
 from lowbit.train.trainer import Trainer
+from lowbit.wire.messages import Messages
 from tests.damage import on_the_way
 from tests.processes import Failure, Ranks
 from tests.train.runs import again, curve, losses, tiny
@@ -48,10 +47,15 @@ def _handed_over(config: TrainConfig) -> tuple[int, Work, int]:
         return counted
 
     trainer.step(0)
-    # `isend` where it is called: PyTorch's stages compare it with the original.
-    patched = SimpleNamespace(isend=counting(dist.isend), irecv=dist.irecv)
+    send = Messages.send
+
+    def counted_send(self: Messages, *args: Any, **kwargs: Any) -> Any:
+        message = send(self, *args, **kwargs)
+        sent.append(message.message.nbytes)
+        return message
+
     reducing = mock.patch.object(dist, "all_reduce", counting(dist.all_reduce))
-    with mock.patch.object(messages, "dist", patched), reducing:
+    with mock.patch.object(Messages, "send", counted_send), reducing:
         trainer.step(1)
     inputs, _ = trainer.prepared.data.train.batch(trainer.order.ids(1))
     return sum(sent), trainer.tied.sent, len(inputs.unique())

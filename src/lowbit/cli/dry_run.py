@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from lowbit.cli.show import print_pairs
 from lowbit.config import to_toml
-from lowbit.ranks.pytorch import check_torch
 from lowbit.train.boundaries import AUTO_FORMATS, codecs_of
 from lowbit.train.expected import Expected
 from lowbit.train.forecast import usable
@@ -19,6 +18,7 @@ from lowbit.train.lora import targets_of
 from lowbit.train.metrics import EVALUATION, TIED
 from lowbit.train.model import hidden_size
 from lowbit.train.prepare import Prepared, prepare
+from lowbit.wire.pytorch import check_torch
 
 if TYPE_CHECKING:
     from lowbit.codecs import Codec

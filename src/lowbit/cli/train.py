@@ -76,7 +76,7 @@ class Train(Config):
 
             return dry_run(config)
         from lowbit.cli.show import show_summary
-        from lowbit.ranks.output import passed_on
+        from lowbit.job.output import passed_on
         from lowbit.train import run
 
         # Of torchrun's ranks, only those of replicas have threads that must not stop; what they print, it passes on.

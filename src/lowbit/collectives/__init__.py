@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from lowbit.collectives.calls import Pending
 from lowbit.collectives.reduce import all_gather, all_reduce, all_reduce_bytes, reduce_scatter
-from lowbit.ranks.agreement import agree
-from lowbit.ranks.checksum import DamagedError
-from lowbit.ranks.errors import AgreementError, PeerError
+from lowbit.wire.agreement import agree
+from lowbit.wire.checksum import DamagedError
+from lowbit.wire.errors import AgreementError, PeerError
 
 __all__ = [
     "AgreementError",

@@ -25,12 +25,12 @@ import torch.distributed as dist
 from lowbit import __version__
 from lowbit.collectives.exchange import CollectiveExchange, Exchange, Marks, MessageExchange
 from lowbit.collectives.scratch import Scratch
-from lowbit.ranks import pytorch
-from lowbit.ranks.agreement import Agreement
-from lowbit.ranks.checksum import Checksums, secret_facts
-from lowbit.ranks.errors import AgreementError
-from lowbit.ranks.failure import FailureBoard
-from lowbit.ranks.groups import rank_names
+from lowbit.wire import pytorch
+from lowbit.wire.agreement import Agreement
+from lowbit.wire.checksum import Checksums, secret_facts
+from lowbit.wire.errors import AgreementError
+from lowbit.wire.failure import FailureBoard
+from lowbit.wire.groups import rank_names
 
 _IDLE = 5.0  # seconds after which the threads of a queue that is not used end
 _SLOW, _LOOK = 2.0, 0.5  # seconds after which a call looks whether the others are in the same one, and looks again
@@ -231,9 +231,8 @@ class CallQueue:
         if not call.as_messages:
             return CollectiveExchange(call.group, call.device, self.scratch, marks)
         digest = hashlib.sha256((kind + call.layer).encode()).hexdigest()
-        number = int(digest[:8], 16) % (1 << 15)
         job.board = FailureBoard(call.group, f"collective/{job.number}", names, call.timeout)
-        return MessageExchange(call.group, call.device, self.scratch, marks, job.board, number)
+        return MessageExchange(call.group, call.device, self.scratch, marks, job.board, int(digest[:8], 16))
 
     def _watch(self, ended: threading.Event) -> None:
         while not ended.wait(_LOOK):

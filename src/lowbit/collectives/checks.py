@@ -13,8 +13,8 @@ from lowbit.codecs.checks import FLOATS, check_choice, check_int
 from lowbit.codecs.sums import Summable
 from lowbit.collectives.algorithms import CHUNK, SMALL
 from lowbit.collectives.calls import TIMEOUT
-from lowbit.ranks.checksum import check_checksums
-from lowbit.ranks.groups import is_known
+from lowbit.wire.checksum import check_checksums
+from lowbit.wire.groups import is_known
 
 
 def described(x: Tensor) -> str:

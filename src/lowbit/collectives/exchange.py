@@ -4,7 +4,7 @@ An exchange has lanes. On a lane every rank sends a payload to every rank (itsel
 `MessageExchange` makes each of these a message: Gloo then uses both directions of a link at once, starts as soon as the
 first chunk is coded, and shows which peer failed. Other backends match messages by their order alone, so
 `CollectiveExchange` makes each lane one all-to-all or all-gather, in the same order on every rank. A checksum follows
-each payload (`lowbit.ranks.checksum`), unless the call has none.
+each payload (`lowbit.wire.checksum`), unless the call has none.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lowbit.collectives.scratch import ALIGN, Scratch
-from lowbit.ranks import pytorch
-from lowbit.ranks.checksum import Checksums, Verdicts, damaged
-from lowbit.ranks.failure import FailureBoard
-
-LANES = 1 << 14
-_TAG_BASE = 1 << 30  # above the tags of pipeline stages
+from lowbit.wire import pytorch
+from lowbit.wire.checksum import Checksums, Verdicts
+from lowbit.wire.failure import FailureBoard
+from lowbit.wire.mailbox import Mailbox, Route, Sent
+from lowbit.wire.tags import COLLECTIVES, capacity
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class _Lane:
     outgoing: Tensor
     sizes_in: Sequence[int]
     sizes_out: Sequence[int]
-    arriving: dict[int, dist.Work] = field(default_factory=dict)
+    arriving: dict[int, Any] = field(default_factory=dict)
     filled: int = 0
 
     @property
@@ -81,8 +81,8 @@ class Exchange(ABC):
         # The longest row is the same on all ranks: one of the two lists has the bytes of every rank.
         longest = max(*incoming, *outgoing)
         slot = -(-(longest + self._checksums.room) // ALIGN) * ALIGN if longest else 0
-        rows = self.ranks, len(outgoing)
-        received, sent = (self._scratch.take(slot * n, self._device).view(n, slot) for n in rows)
+        rows = (self.ranks, self._room(slot)), (len(outgoing), slot)
+        received, sent = (self._scratch.take(n * size, self._device).view(n, size) for n, size in rows)
         self._lanes[number] = _Lane(received, sent, incoming, outgoing)
 
     def box(self, lane: int, to: int = 0) -> Tensor:
@@ -110,6 +110,10 @@ class Exchange(ABC):
             DamagedError: a payload that was taken did not arrive as it was sent.
         """
 
+    def _room(self, nbytes: int) -> int:
+        """Bytes of memory to receive a message of up to `nbytes` in."""
+        return nbytes
+
     @abstractmethod
     def _outgoing(self, lane: _Lane, to: int) -> tuple[Tensor, int]:
         """The row for a message to a rank, and the bytes of its payload."""
@@ -124,26 +128,33 @@ class MessageExchange(Exchange):
 
     Args:
         group: of a backend with tags (Gloo). device, scratch, marks: as for `Exchange`. board: finds out who failed.
-        number: of this kind of call and layer, from 0 to 32767: part of the tags, so that others cannot take its bytes.
+        digest: of this kind of call and layer: decides the channels, so that others can hardly take its bytes.
     """
 
     def __init__(
         self, group: dist.ProcessGroup, device: torch.device, scratch: Scratch, marks: Marks,
-        board: FailureBoard, number: int,
+        board: FailureBoard, digest: int,
     ) -> None:  # fmt: skip
         super().__init__(group, device, scratch, marks)
-        self._board, self._tags = board, _TAG_BASE + number * LANES
-        self._leaving: list[tuple[int, dist.Work]] = []
+        self._mailbox = Mailbox(group, marks.checksums, board)
+        self._channels = COLLECTIVES.channels(digest % COLLECTIVES.members)
+        self._sent: list[Sent] = []
 
     def open(self, number: int, incoming: Sequence[int], outgoing: Sequence[int]) -> None:
         super().open(number, incoming, outgoing)
-        lane, tag = self._lanes[number], self._tags + number
+        lane = self._lanes[number]
         for source, size in enumerate(incoming):
             if size and source != self.rank:
-                message = lane.incoming[source, : size + self._checksums.room]
-                with self._board.blaming(source):
-                    work = pytorch.receive(message, source, tag, self._group)
-                lane.arriving[source] = work
+                place, row = self._place(number, source, self.rank), lane.incoming[source]
+                lane.arriving[source] = self._mailbox.expect(
+                    self._route(number, source, source), size, place, lambda nbytes, row=row: row[:nbytes]
+                )
+
+    def _room(self, nbytes: int) -> int:
+        return capacity(nbytes) if nbytes else 0
+
+    def _route(self, lane: int, peer: int, source: int) -> Route:
+        return Route(peer, self._channels[lane], self._marks.message(lane, source))
 
     def _outgoing(self, lane: _Lane, to: int) -> tuple[Tensor, int]:
         if lane.same_for_all or to == self.rank:  # this rank takes it from the same row
@@ -152,32 +163,22 @@ class MessageExchange(Exchange):
 
     def send(self, lane: int, to: int = 0) -> None:
         row, size = self._outgoing(self._lanes[lane], to)
-        if not size:
-            return
         others = [(self.rank + i) % self.ranks for i in range(1, self.ranks)]
         receivers = others if self._lanes[lane].same_for_all else [to] if to != self.rank else []
-        message = row[: size + self._checksums.room]
-        if receivers:
-            self._checksums.seal(message, *self._place(lane, self.rank, to))
-        for peer in receivers:
-            with self._board.blaming(peer):
-                work = pytorch.send(message, peer, self._tags + lane, self._group)
-            self._leaving.append((peer, work))
+        if size and receivers:
+            routes = (self._route(lane, peer, self.rank) for peer in receivers)
+            message, place = row[: size + self._checksums.room], self._place(lane, self.rank, to)
+            self._sent += self._mailbox.send(message, place, *routes)
 
     def take(self, lane: int, source: int) -> Tensor:
         buffers = self._lanes[lane]
-        row, size = buffers.incoming[source], buffers.sizes_in[source]
-        if (work := buffers.arriving.pop(source, None)) is not None:
-            with self._board.blaming(source):
-                work.wait(self._board.patience)
-            if not self._checksums.intact(row[: size + self._checksums.room], *self._place(lane, source, self.rank)):
-                raise damaged(self._marks.message(lane, source), source)
-        return row[:size]
+        if (message := buffers.arriving.pop(source, None)) is not None:
+            return message.wait()
+        return buffers.incoming[source][: buffers.sizes_in[source]]
 
     def finish(self) -> None:
-        for peer, work in self._leaving:
-            with self._board.blaming(peer):
-                work.wait(self._board.patience)
+        for sent in self._sent:
+            sent.wait()
 
 
 class CollectiveExchange(Exchange):

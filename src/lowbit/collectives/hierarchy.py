@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit.ranks import pytorch
+from lowbit.wire import pytorch
 
 
 @dataclass(frozen=True)

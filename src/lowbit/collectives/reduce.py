@@ -18,9 +18,9 @@ from lowbit.collectives.checks import check_call, check_errors, check_pair, chec
 from lowbit.collectives.exchange import Exchange
 from lowbit.collectives.hierarchy import nodes_of, sum_by_nodes
 from lowbit.collectives.shards import Shards
-from lowbit.ranks import pytorch
-from lowbit.ranks.checksum import sealed_bytes
-from lowbit.ranks.groups import plain
+from lowbit.wire import pytorch
+from lowbit.wire.checksum import sealed_bytes
+from lowbit.wire.groups import plain
 
 Op = Literal["sum", "avg"]
 Algorithm = Literal["two_shot", "one_shot", "auto"]

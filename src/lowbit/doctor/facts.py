@@ -20,13 +20,13 @@ import torch
 import lowbit
 from lowbit.doctor.messages import Facts
 from lowbit.doctor.settings import DoctorSettings
-from lowbit.ranks.checksum import run_secret
-from lowbit.ranks.process_group import interface_towards
-from lowbit.ranks.pytorch import TorchVersionError, check_torch
+from lowbit.job.process_group import interface_towards
 from lowbit.train import TrainConfig, load
 from lowbit.train.data import load_data
 from lowbit.train.device import choose_device
 from lowbit.train.identity import compared
+from lowbit.wire.checksum import run_secret
+from lowbit.wire.pytorch import TorchVersionError, check_torch
 
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 _FIREWALLS = ("ufw", "firewall-cmd")

@@ -8,7 +8,7 @@ from typing import Literal
 from lowbit.doctor import ports as doors
 from lowbit.doctor.messages import Facts, Finding
 from lowbit.doctor.survey import Seat, Survey
-from lowbit.ranks.checksum import SECRET
+from lowbit.wire.checksum import SECRET
 
 _CLOCK_MS = 1000.0
 _SLOW_DIRECTION = 3.0  # times the other one

@@ -15,8 +15,8 @@ from typing import Any
 from lowbit.config import ConfigError
 from lowbit.doctor.messages import Finding
 from lowbit.doctor.settings import PORT, DoctorSettings
-from lowbit.ranks.checksum import SECRET
 from lowbit.terminal import printable
+from lowbit.wire.checksum import SECRET
 
 _SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
 _WAIT_SECONDS = 60.0  # at most, for machines that are all started now

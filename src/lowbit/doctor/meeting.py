@@ -21,7 +21,7 @@ from lowbit.doctor.ports import Ports
 from lowbit.doctor.settings import DoctorSettings
 from lowbit.doctor.speed import speed
 from lowbit.doctor.survey import ANSWER_SECONDS, Seat, Survey
-from lowbit.ranks.checksum import SECRET, run_secret
+from lowbit.wire.checksum import SECRET, run_secret
 
 _CONNECT_SECONDS = 5.0
 _IDLE_SECONDS = 3600.0  # while other machines measure; keepalive notices one that vanishes

@@ -17,8 +17,8 @@ from lowbit.codecs.sums import Summable
 from lowbit.collectives.calls import Pending
 from lowbit.collectives.reduce import all_gather, average_coded, average_coded_bytes
 from lowbit.gradients.stored import Stored
-from lowbit.ranks.agreement import agree
-from lowbit.ranks.checksum import sealed_bytes
+from lowbit.wire.agreement import agree
+from lowbit.wire.checksum import sealed_bytes
 
 Gradient = tuple[Stored, Tensor]
 _AS_IT_IS = Cast()

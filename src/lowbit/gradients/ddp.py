@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import GradBucket
 from lowbit.codecs.base import Codec
 from lowbit.collectives.checks import check_call, check_flat
 from lowbit.collectives.reduce import CHUNK, SMALL, TIMEOUT, Algorithm, all_reduce
-from lowbit.ranks.groups import is_known, plain
+from lowbit.wire.groups import is_known, plain
 
 Hook = Callable[[object, GradBucket], torch.futures.Future[Tensor]]
 

@@ -21,7 +21,7 @@ from lowbit.gradients.optimizers import check_optimizer, finish, forget_optimize
 from lowbit.gradients.shards import as_shard, local, placed, sums_of, total
 from lowbit.gradients.stored import Stored, check_parameter, named, parts, portions
 from lowbit.gradients.view import StoredGradient, is_stored
-from lowbit.ranks.groups import plain
+from lowbit.wire.groups import plain
 
 BUCKET_BYTES = 16 << 20
 

@@ -23,8 +23,13 @@ from lowbit.codecs.sessions import Session
 from lowbit.integrations.engine import engine, part
 from lowbit.pipeline import Traffic
 from lowbit.pipeline.arguments import backward_beside, check_numbers
-from lowbit.ranks.agreement import agree
-from lowbit.ranks.checksum import Checksums, agreed_facts, check_checksums, damaged
+from lowbit.wire import pytorch
+from lowbit.wire.agreement import agree
+from lowbit.wire.checksum import Checksums, agreed_facts, check_checksums, damaged
+from lowbit.wire.failure import FailureBoard
+from lowbit.wire.groups import next_round, rank_names
+from lowbit.wire.mailbox import Mailbox, Route, Sent
+from lowbit.wire.tags import ENGINES
 
 __all__ = ["LowBitP2PCommunicator"]
 
@@ -34,6 +39,8 @@ _Base: Any = part(_p2p, "P2PCommunicator", **_PACKAGE)
 _batched: Any = part(_p2p, "_batched_p2p_ops", **_PACKAGE)
 _single: Any = part(_p2p, "_p2p_ops", **_PACKAGE)
 _SIDES = ("prev", "next")
+_WORDS = {"forward": "activation", "backward": "gradient"}
+_PATIENCE = 1800.0  # seconds for a message over Gloo, which PyTorch's groups give it
 
 
 class LowBitP2PCommunicator(_Base):
@@ -93,6 +100,12 @@ class LowBitP2PCommunicator(_Base):
         facts = {f"{name} codec": f"{codec} [{codec.fingerprint()}]" for name, codec in codecs.items()}
         facts |= {"lowbit version": __version__, "pipeline_dtype": str(config.pipeline_dtype)}
         agree(pp_group, facts | agreed_facts(checksums), timeout, topic="Megatron's pipeline")
+        self._mailbox: Mailbox | None = None  # Megatron's own messages have no tags, which NCCL does not need
+        if _device().type == "cpu" and pytorch.carries(pp_group, "gloo", _device()):
+            number = next_round(pp_group, "engines")
+            board = FailureBoard(pp_group, f"engine/{number}", rank_names(pp_group), _PATIENCE)
+            self._mailbox = Mailbox(pp_group, self._checksums, board)
+            self._channels = ENGINES.channels(number)
 
     def _check(self, name: str, codec: object) -> None:
         """Raise unless the communicator can send tensors in this format."""
@@ -135,27 +148,37 @@ class LowBitP2PCommunicator(_Base):
                     strict=True,
                 )
             )
-        sent = {"prev": self._packed("backward", tensor_send_prev), "next": self._packed("forward", tensor_send_next)}
+        leaving = {
+            "prev": self._packed("backward", tensor_send_prev, self.prev_rank),
+            "next": self._packed("forward", tensor_send_next, self.next_rank),
+        }
         arriving: dict[str, _Arriving] = {}
         for side, wanted in zip(_SIDES, (recv_prev, recv_next), strict=True):
             if wanted:
                 direction, peer = ("forward", self.prev_rank) if side == "prev" else ("backward", self.next_rank)
                 arriving[side] = _Arriving(self, direction, peer, shapes[side], device)
-        operations = _batched if config.batch_p2p_comm else _single
-        requests = operations(
-            **{f"tensor_send_{side}": sent[side] for side in _SIDES},
-            **{f"tensor_recv_{side}": arriving[side].message if side in arriving else None for side in _SIDES},
-            group=self.pp_group, prev_pipeline_rank=self.prev_rank, next_pipeline_rank=self.next_rank,
-        )  # fmt: skip
+        if self._mailbox is not None:
+            requests: Any = {f"send_{side}": message for side, message in leaving.items() if message is not None}
+            requests |= {f"recv_{side}": None for side in arriving}
+        else:
+            operations = _batched if config.batch_p2p_comm else _single
+            requests = operations(
+                **{f"tensor_send_{side}": leaving[side] for side in _SIDES},
+                **{f"tensor_recv_{side}": arriving[side].message if side in arriving else None for side in _SIDES},
+                group=self.pp_group, prev_pipeline_rank=self.prev_rank, next_pipeline_rank=self.next_rank,
+            )  # fmt: skip
         if wait_on_reqs or config.batch_p2p_comm:
             for request in requests if isinstance(requests, list) else requests.values():
-                request.wait()
+                if request is not None:
+                    request.wait()
             for each in arriving.values():
                 each.finish()
             requests = None
         else:
             requests = {
-                name: _Request(request, sent.get(name.removeprefix("send_")), arriving.get(name.removeprefix("recv_")))
+                name: _Request(
+                    request, leaving.get(name.removeprefix("send_")), arriving.get(name.removeprefix("recv_"))
+                )
                 for name, request in requests.items()
             }
         if config.batch_p2p_comm and config.batch_p2p_sync and device.type == "cuda":
@@ -163,8 +186,8 @@ class LowBitP2PCommunicator(_Base):
         received = [arriving[side].tensor if side in arriving else None for side in _SIDES]
         return received[0], received[1], requests
 
-    def _packed(self, direction: str, x: Tensor | None) -> Tensor | None:
-        """The message with a tensor."""
+    def _packed(self, direction: str, x: Tensor | None, peer: Any) -> Tensor | Sent | None:
+        """The message with a tensor; over Gloo, it is on its way."""
         if x is None:
             return None
         if x.dtype != self.config.pipeline_dtype:
@@ -173,26 +196,20 @@ class LowBitP2PCommunicator(_Base):
         session = lane.session(x.shape, x.dtype, x.device)
         message = torch.empty(session.nbytes() + room, dtype=torch.uint8, device=x.device)
         session.encode(x, out=message[: session.nbytes()], training=torch.is_grad_enabled())
-        seal = self._checksums.seal if message.device.type == "cpu" else self._checksums.seal_there
-        seal(message, self.pp_group.rank(), direction == "backward", lane.next())
         self.traffic.count(direction, len(message), x.numel())
+        place = self.pp_group.rank(), direction == "backward", lane.next()
+        if self._mailbox is not None:
+            (sent,) = self._mailbox.send(message, place, self._route(direction, peer, dist.get_rank(), place[-1]))
+            return sent
+        self._checksums.seal_there(message, *place)
         return message
 
-    def _unpack(self, direction: str, peer: int, message: Tensor, session: Session, out: Tensor) -> None:
-        """Write the tensor in a message to `out`."""
-        sender = dist.get_group_rank(self.pp_group, peer)
-        place = sender, direction == "backward", self._lanes[direction, "in"].next()
-        checks = self._checksums
-        if message.device.type == "cpu":
-            intact = checks.intact(message, *place)
-        else:
-            intact = not checks.damage_there(message, *place).item()
-        if not intact:
-            raise damaged(f"the {_WORDS[direction]} of rank {peer}", sender)
-        session.decode(message[: session.nbytes()], out=out, training=torch.is_grad_enabled())
-
-
-_WORDS = {"forward": "activation", "backward": "gradient"}
+    def _route(self, direction: str, peer: int, sender: int, number: int) -> Route:
+        """Where a message to or from a peer travels, and its name in errors."""
+        half = len(self._channels) // 2
+        channel = self._channels[number % half + half * (direction == "backward")]
+        about = f"the {_WORDS[direction]} of rank {sender}"
+        return Route(dist.get_group_rank(self.pp_group, peer), channel, about)
 
 
 def _device() -> torch.device:
@@ -224,24 +241,37 @@ class _Arriving:
     ) -> None:
         if shape is None:
             raise ValueError("tensor_shape is None; allowed where a tensor is received: its shape")
-        dtype = owner.config.pipeline_dtype
-        session = owner._lanes[direction, "in"].session(torch.Size(shape), dtype, device)
-        self.message = torch.empty(session.nbytes() + owner._checksums.room, dtype=torch.uint8, device=device)
+        dtype, lane = owner.config.pipeline_dtype, owner._lanes[direction, "in"]
+        self._session, self._checksums = lane.session(torch.Size(shape), dtype, device), owner._checksums
         self.tensor = torch.empty(tuple(shape), dtype=dtype, device=device, requires_grad=True)
-        self._unpack = functools.partial(owner._unpack, direction, peer, self.message, session, self.tensor.detach())
+        self._sender = dist.get_group_rank(owner.pp_group, peer)
+        self._place = self._sender, direction == "backward", lane.next()
+        self._about = f"the {_WORDS[direction]} of rank {peer}"
+        nbytes = self._session.nbytes()
+        if owner._mailbox is not None:
+            route = owner._route(direction, peer, peer, self._place[-1])
+            self._take: Callable[[], Tensor] = owner._mailbox.expect(route, nbytes, self._place).wait
+        else:
+            self.message = torch.empty(nbytes + self._checksums.room, dtype=torch.uint8, device=device)
+            self._take = self._checked
         self._finished = False
 
     def finish(self) -> None:
-        """Decode the message, which has arrived."""
+        """Decode the message, which has arrived, or wait for it."""
         if not self._finished:
             self._finished = True
-            self._unpack()
+            self._session.decode(self._take(), out=self.tensor.detach(), training=torch.is_grad_enabled())
+
+    def _checked(self) -> Tensor:
+        if self._checksums.damage_there(self.message, *self._place).item():
+            raise damaged(self._about, self._sender)
+        return self.message[: self._session.nbytes()]
 
 
 class _Request:
     """A handle of Megatron's overlapping schedules, which wait for each before they use the tensor."""
 
-    def __init__(self, request: Any, sent: Tensor | None, arriving: _Arriving | None) -> None:
+    def __init__(self, request: Any, sent: Tensor | Sent | None, arriving: _Arriving | None) -> None:
         self._request, self._sent, self._arriving = request, sent, arriving
 
     def wait(self) -> None:

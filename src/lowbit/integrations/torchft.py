@@ -27,9 +27,9 @@ from lowbit.collectives.calls import Pending
 from lowbit.collectives.checks import check_call, check_flat
 from lowbit.collectives.reduce import SMALL, all_reduce
 from lowbit.integrations.engine import engine, part
-from lowbit.ranks.errors import AgreementError
-from lowbit.ranks.statements import Facts, listed
-from lowbit.ranks.store import bounded
+from lowbit.wire.errors import AgreementError
+from lowbit.wire.statements import Facts, listed
+from lowbit.wire.store import bounded
 
 __all__ = ["LowBitManager"]
 

@@ -30,7 +30,7 @@ from lowbit.gradients import LowBitReduceScatter
 from lowbit.integrations.engine import EngineError, engine, part
 from lowbit.pipeline import LowBitStage
 from lowbit.pipeline.arguments import Codecs, backward_beside, check_numbers, check_warm_up
-from lowbit.ranks.checksum import check_checksums
+from lowbit.wire.checksum import check_checksums
 
 __all__ = ["LowBitConfig", "low_bit", "parallelize_fn", "pipelining_fn"]
 

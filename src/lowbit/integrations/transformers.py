@@ -34,10 +34,10 @@ from lowbit.codecs.checks import check_dtype
 from lowbit.integrations.engine import engine, part
 from lowbit.integrations.transformers_line import Incoming, Outgoing, Shares
 from lowbit.pipeline.arguments import check_numbers
-from lowbit.pipeline.traffic import Traffic
-from lowbit.ranks.agreement import agree
-from lowbit.ranks.checksum import agreed_facts, check_checksums
-from lowbit.ranks.messages import Messages, Sent
+from lowbit.wire.agreement import agree
+from lowbit.wire.checksum import agreed_facts, check_checksums
+from lowbit.wire.messages import Messages, Sent
+from lowbit.wire.traffic import Traffic
 
 __all__ = ["LowBitPipelineStage", "low_bit_pipeline_"]
 

@@ -9,7 +9,6 @@ each that is too short for the next message the sender sends an empty message, a
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -18,8 +17,8 @@ from torch import Tensor
 
 from lowbit.codecs import Codec
 from lowbit.codecs.foreign import open_session
-from lowbit.ranks import pytorch
-from lowbit.ranks.messages import Expected, Messages, Sent
+from lowbit.wire import pytorch
+from lowbit.wire.messages import Expected, Messages, Sent
 
 AHEAD = 2
 """Receives that are posted ahead."""
@@ -42,11 +41,11 @@ class Outgoing:
         Raises:
             PeerError: the peer ended, or did not take an earlier message in time.
         """
-        size = payload.numel()
+        size = room = payload.numel()
         total = 0
-        while self._posted and self._posted.popleft() < size:
-            total += self._put(payload[:0])
-        total += self._put(payload)
+        while self._posted and (room := self._posted.popleft()) < size:
+            total += self._put(payload[:0], room)
+        total += self._put(payload, max(room, size))
         while len(self._posted) < AHEAD:
             self._posted.append(size)
         while len(self._sent) > _MOST_SENT:
@@ -62,9 +61,9 @@ class Outgoing:
         while self._sent:
             self._sent.popleft().wait()
 
-    def _put(self, payload: Tensor) -> int:
+    def _put(self, payload: Tensor, expected: int) -> int:
         assert self._peer is not None  # the last stage sends none
-        self._sent.append(self._messages.send(payload, self._peer))
+        self._sent.append(self._messages.send(payload, self._peer, expected=expected))
         return self._sent[-1].message.numel()
 
 
@@ -93,16 +92,12 @@ class Incoming:
         while len(self._posted) < AHEAD:
             self._posted.append((size, self._post(size, "hidden states")))
         for expected in short:
-            self._beginning(expected, 0).wait()
-        return self._beginning(found, size).wait()
+            expected.wait(0)
+        return found.wait(size)
 
     def _post(self, size: int, about: str) -> Expected:
         assert self._peer is not None  # the first stage receives none
         return self._messages.expect(size, self._peer, about)
-
-    @staticmethod
-    def _beginning(expected: Expected, size: int) -> Expected:
-        return replace(expected, message=expected.message[: size + expected.checksums.room])
 
 
 class Shares:

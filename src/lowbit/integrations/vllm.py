@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowbit.codecs.checks import check_choice, check_int
-from lowbit.ranks.agreement import agree
+from lowbit.wire.agreement import agree
 
 __all__ = ["RowSums", "VllmError", "VllmSettings", "register", "row_sums"]
 

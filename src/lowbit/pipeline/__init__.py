@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from lowbit.pipeline.emulate import Emulation, emulate_
 from lowbit.pipeline.stage import LowBitStage
-from lowbit.pipeline.traffic import Traffic
-from lowbit.ranks.checksum import DamagedError
-from lowbit.ranks.errors import AgreementError, PeerError
+from lowbit.wire.checksum import DamagedError
+from lowbit.wire.errors import AgreementError, PeerError
+from lowbit.wire.traffic import Traffic
 
 __all__ = ["AgreementError", "DamagedError", "Emulation", "LowBitStage", "PeerError", "Traffic", "emulate_"]

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from lowbit.ranks.checksum import Checksums, damaged
-from lowbit.ranks.errors import PeerError
-from lowbit.ranks.failure import FailureBoard
-from lowbit.ranks.store import BoundedStore
+from lowbit.wire.checksum import Checksums
+from lowbit.wire.errors import PeerError
+from lowbit.wire.failure import FailureBoard
+from lowbit.wire.mailbox import Expected, Mailbox, Route, Sent
+from lowbit.wire.store import BoundedStore
 
 MESSAGE_BYTES = 512
 """Bytes of the message, without its checksum: JSON, padded with blanks."""
@@ -29,58 +29,46 @@ _SHORTEST, _LONGEST, _SHARE = 0.0005, 0.01, 0.05
 _KEPT_PASSES = 1024  # whose messages stay in the store; the first stage may be so far ahead there
 
 
-def choose(group: dist.ProcessGroup, source: int, board: FailureBoard, checksums: Checksums, tag: int) -> Announcements:
+def choose(
+    group: dist.ProcessGroup, source: int, board: FailureBoard, checksums: Checksums, channel: int
+) -> Announcements:
     """Announcements of rank `source`: by Gloo's messages, or through the group's store where the group has no Gloo."""
     if "gloo" in dist.get_backend_config(group):
-        return _Direct(group, source, board, checksums, tag)
+        return _Direct(Mailbox(group, checksums, board), source, channel)
     return _ThroughStore(group, source, board)
 
 
 class _Direct:
     """By Gloo's messages; they take half a round trip, because receives are posted ahead of their passes."""
 
-    def __init__(
-        self, group: dist.ProcessGroup, source: int, board: FailureBoard, checksums: Checksums, tag: int
-    ) -> None:
-        self._group, self._source, self._board = group, source, board
-        self._checksums, self._tag = checksums, tag
-        self._others = [rank for rank in range(dist.get_world_size(group)) if rank != source]
-        self._sends: list[tuple[int, dist.Work]] = []
-        self._sent = torch.empty(0, dtype=torch.uint8)
-        self._receives: deque[tuple[dist.Work, Tensor]] = deque()
+    def __init__(self, mailbox: Mailbox, source: int, channel: int) -> None:
+        self._mailbox, self._source, self._channel = mailbox, source, channel
+        self._sent: list[Sent] = []
+        self._expected: deque[Expected] = deque()
 
     def send(self, number: int, value: Any) -> int:
         text = json.dumps(value).encode()
         if len(text) > MESSAGE_BYTES:
             raise ValueError(f"an announcement has {len(text)} bytes; allowed: {MESSAGE_BYTES}")
-        padded = text.ljust(MESSAGE_BYTES) + bytes(self._checksums.room)
-        self._sent = torch.frombuffer(bytearray(padded), dtype=torch.uint8)
-        self._checksums.seal(self._sent, number, self._source, self._tag)
-        for rank in self._others:
-            with self._board.blaming(rank):
-                work = dist.isend(self._sent, group=self._group, group_dst=rank, tag=self._tag)
-            assert work is not None  # only for ranks outside the group
-            self._sends.append((rank, work))
-        return len(self._others) * self._sent.numel()
+        padded = text.ljust(MESSAGE_BYTES) + bytes(self._mailbox.checksums.room)
+        message = torch.frombuffer(bytearray(padded), dtype=torch.uint8)
+        others = [self._route(rank, number) for rank in range(self._mailbox.group.size()) if rank != self._source]
+        self._sent += self._mailbox.send(message, (number, self._source, self._channel), *others)
+        return len(others) * message.numel()
 
     def receive(self, number: int) -> Any:
-        with self._board.blaming(self._source):
-            while len(self._receives) < _AHEAD:
-                message = torch.empty(MESSAGE_BYTES + self._checksums.room, dtype=torch.uint8)
-                work = dist.irecv(message, group=self._group, group_src=self._source, tag=self._tag)
-                assert work is not None
-                self._receives.append((work, message))
-            work, message = self._receives.popleft()
-            work.wait(self._board.patience)
-        if not self._checksums.intact(message, number, self._source, self._tag):
-            raise damaged(f"the announcement of pass {number}", self._source)
-        return _parsed(message[:MESSAGE_BYTES].numpy().tobytes(), self._source)
+        while len(self._expected) < _AHEAD:
+            coming = number + len(self._expected)
+            place = coming, self._source, self._channel
+            self._expected.append(self._mailbox.expect(self._route(self._source, coming), MESSAGE_BYTES, place))
+        return _parsed(self._expected.popleft().wait().numpy().tobytes(), self._source)
 
     def finish(self) -> None:
-        while self._sends:
-            rank, work = self._sends.pop()
-            with self._board.blaming(rank):
-                work.wait(self._board.patience)
+        while self._sent:
+            self._sent.pop().wait()
+
+    def _route(self, peer: int, number: int) -> Route:
+        return Route(peer, self._channel, f"the announcement of pass {number}")
 
 
 class _ThroughStore:

@@ -20,7 +20,7 @@ from lowbit.codecs.sessions import Session
 from lowbit.pipeline.arguments import Step
 from lowbit.pipeline.looking import Look
 from lowbit.pipeline.states import Slot, States, described
-from lowbit.pipeline.traffic import Traffic
+from lowbit.wire.traffic import Traffic
 
 Direction = Literal["forward", "backward"]
 

@@ -25,8 +25,8 @@ from lowbit.pipeline.arguments import (
 from lowbit.pipeline.boundary import Direction, Lane
 from lowbit.pipeline.looking import Look
 from lowbit.pipeline.states import check_states
-from lowbit.pipeline.traffic import Traffic
-from lowbit.ranks.checksum import CHECKSUM_BYTES
+from lowbit.wire.checksum import CHECKSUM_BYTES
+from lowbit.wire.traffic import Traffic
 
 _ENDS = ("sender", "receiver")
 

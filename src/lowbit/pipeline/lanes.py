@@ -1,7 +1,7 @@
 """The lanes of one stage, and the messages that cross on them in a pass.
 
 A stage has up to four lanes (`Lane`, in `boundary`): two directions of two boundaries. Each message has a route of its
-own: the neighbour's rank, and a tag that follows from the configuration of the pass.
+own: the neighbour's rank, and a channel that follows from the configuration of the pass.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import Tensor
 from lowbit.codecs.base import Codec
 from lowbit.pipeline.arguments import Codecs, Step, codec_at
 from lowbit.pipeline.boundary import Direction, Lane
-from lowbit.pipeline.inbox import Route
 from lowbit.pipeline.layouts import Layouts
 from lowbit.pipeline.looking import Look
 from lowbit.pipeline.numbering import Configuration
 from lowbit.pipeline.states import Slot
 from lowbit.pipeline.transport import Transport
+from lowbit.wire.mailbox import Route
 
 
 class Lanes:
@@ -121,7 +121,7 @@ class Lanes:
             self._expected.add((direction, *now))
             micro_batches = range(configuration.micro_batches)
             messages = (message for i in micro_batches for message in self._messages(lane, i))
-            self._transport.expect(messages, sure=step is None)
+            self._transport.expect(messages)
         if step is None:
             self._expected = {key for key in self._expected if key[1:] != now}
 
@@ -206,7 +206,7 @@ class Lanes:
         peer, backward = self._peer(lane), lane.direction == "backward"
         assert self._configuration is not None  # within a pass
         assert peer is not None
-        tag = self._configuration.tag(lane.boundary, backward, self._step.phase, micro_batch, index)
+        channel = self._configuration.channel(lane.boundary, backward, self._step.phase, micro_batch, index)
         sender = self._ranks[peer if backward == (lane.boundary == self._stage) else self._transport.rank]
         about = f"{lane.name}, micro-batch {micro_batch}, tensor {index}, {self._title}: the message from {sender}"
-        return Route(peer, tag, about)
+        return Route(peer, channel, about)

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lowbit.ranks.errors import PeerError
+from lowbit.wire.errors import PeerError
+from lowbit.wire.tags import LAYOUTS, tag
 
 MESSAGE_BYTES = 1 << 14
 """Bytes of the message; shorter texts are padded with blanks. Room for some 150 tensors."""
@@ -179,8 +180,10 @@ def _can_be(shape: Sequence[int], stride: Sequence[int]) -> bool:
     return sum((n - 1) * s for n, s in zip(shape, stride, strict=True) if n) < MOST_ELEMENTS
 
 
-def _run(operation: Callable[..., Any], message: Tensor, group: Any, peer: int, timeout: float) -> None:
+def _run(send_or_receive: Callable[..., Any], message: Tensor, group: Any, peer: int, timeout: float) -> None:
     """In a batch, as PyTorch does it: with NCCL, messages outside of batches open a connection of their own."""
     limit = (timedelta(seconds=timeout),) if message.device.type == "cpu" else ()
-    for work in dist.batch_isend_irecv([dist.P2POp(operation, message, group=group, group_peer=peer)]):
+    one_tag = tag(LAYOUTS.first, MESSAGE_BYTES)
+    operation = dist.P2POp(send_or_receive, message, group=group, group_peer=peer, tag=one_tag)
+    for work in dist.batch_isend_irecv([operation]):
         work.wait(*limit)

@@ -1,8 +1,4 @@
-"""Numbers of pipelines within a process group, tags of their messages, names of their ranks.
-
-A receive may stay posted in vain for long, so no two pipelines of a group have the same tags, nor have two
-configurations of a pipeline (see `passes`).
-"""
+"""Numbers of pipelines within a process group, channels of their messages, names of their ranks."""
 
 from __future__ import annotations
 
@@ -13,12 +9,9 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from lowbit.pipeline.layouts import Layouts
+from lowbit.wire.tags import PIPELINES
 
-MOST_PIPELINES = 64  # of a process group
 PHASES = 3  # of a pipeline that begins with a warm-up (`Step.phase`): sizes of messages change with them
-
-_FIRST_TAG = 1 << 29  # away from the small ones that a program may use itself
-_MOST_TAGS = 1 << 24  # of a pipeline
 
 # Of each pipeline that this process has begun in a group: its length, and how many of its stages are not made yet.
 _pipelines: weakref.WeakKeyDictionary[dist.ProcessGroup, list[tuple[int, int]]] = weakref.WeakKeyDictionary()
@@ -26,30 +19,30 @@ _pipelines: weakref.WeakKeyDictionary[dist.ProcessGroup, list[tuple[int, int]]] 
 
 @dataclass(frozen=True)
 class Configuration:
-    """Layouts and tags of the messages of a pass.
+    """Layouts and channels of the messages of a pass.
 
     Attributes:
         number: position among the pipeline's, in the order in which they were agreed on.
         training: whether gradients are computed; micro_batches: how many.
         layouts: by stage of this rank, then by micro-batch.
-        first_tag: of its messages; most_tensors: that cross a boundary together; phases: of steps that are to come.
+        first_channel: of its messages; most_tensors: that cross a boundary together; phases: of steps that are to come.
     """
 
     number: int
     training: bool
     micro_batches: int
     layouts: Mapping[int, Sequence[Layouts]]
-    first_tag: int
+    first_channel: int
     most_tensors: int
     phases: int
 
-    def tag(self, boundary: int, backward: bool, phase: int, micro_batch: int, index: int) -> int:
-        """Tag of the message with tensor `index` of a micro-batch."""
+    def channel(self, boundary: int, backward: bool, phase: int, micro_batch: int, index: int) -> int:
+        """Channel of the message with tensor `index` of a micro-batch."""
         lane = (boundary * 2 + backward) * self.phases + phase % self.phases
-        return self.first_tag + (lane * self.micro_batches + micro_batch) * self.most_tensors + index
+        return self.first_channel + (lane * self.micro_batches + micro_batch) * self.most_tensors + index
 
-    def tags(self, boundaries: int) -> int:
-        """Number of tags that it takes."""
+    def channels(self, boundaries: int) -> int:
+        """Number of channels that it takes."""
         return boundaries * 2 * self.phases * self.micro_batches * self.most_tensors
 
 
@@ -60,26 +53,16 @@ def pipeline_number(group: dist.ProcessGroup, num_stages: int, ranks: int) -> in
     they meet and can say so.
 
     Raises:
-        RuntimeError: the group has had `MOST_PIPELINES`.
+        RuntimeError: the group has had as many as it has channels for.
     """
     begun = _pipelines.setdefault(group, [])
     for number, (length, missing) in enumerate(begun):
         if length == num_stages and missing:
             begun[number] = (length, missing - 1)
             return number
-    if len(begun) == MOST_PIPELINES:
-        raise RuntimeError(
-            f"this process group has had {MOST_PIPELINES} pipelines, and no more are allowed: "
-            "make others in another group (torch.distributed.new_group)"
-        )
+    PIPELINES.channels(len(begun))
     begun.append((num_stages, max(1, num_stages // ranks) - 1))
     return len(begun) - 1
-
-
-def tags_of(pipeline: int) -> tuple[int, range]:
-    """Tag of a pipeline's announcements, and the tags that its configurations share."""
-    first = _FIRST_TAG + MOST_PIPELINES + pipeline * _MOST_TAGS
-    return _FIRST_TAG + pipeline, range(first, first + _MOST_TAGS)
 
 
 def rank_names(group: dist.ProcessGroup, stages_of: Callable[[int], list[int]]) -> list[str]:

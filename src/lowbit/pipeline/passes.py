@@ -23,12 +23,13 @@ from torch import Tensor
 
 from lowbit.pipeline import announce
 from lowbit.pipeline.layouts import Batch, Layouts, layout_of
-from lowbit.pipeline.numbering import PHASES, Configuration, rank_names, tags_of
-from lowbit.ranks.agreement import Agreement
-from lowbit.ranks.checksum import Checksums
-from lowbit.ranks.errors import AgreementError, described
-from lowbit.ranks.failure import FailureBoard
-from lowbit.ranks.statements import contradictions
+from lowbit.pipeline.numbering import PHASES, Configuration, rank_names
+from lowbit.wire.agreement import Agreement
+from lowbit.wire.checksum import Checksums
+from lowbit.wire.errors import AgreementError, described
+from lowbit.wire.failure import FailureBoard
+from lowbit.wire.statements import contradictions
+from lowbit.wire.tags import ANNOUNCEMENTS, PIPELINES
 
 if TYPE_CHECKING:
     from lowbit.pipeline.stage import LowBitStage
@@ -47,7 +48,7 @@ class Passes:
         self, stages: Sequence[LowBitStage], group: dist.ProcessGroup, number: int, limit: float, checksums: Checksums
     ) -> None:
         self._group, self._topic, self._limit = group, f"pipeline {number}", limit
-        self._announcement_tag, self._tags = tags_of(number)
+        self._channels, (self._announced_on,) = PIPELINES.channels(number), ANNOUNCEMENTS.channels(number)
         # Only within a pass: the stages refer to this, and what refers back keeps a group's connections open.
         self._stages: Sequence[LowBitStage] = ()
         first = stages[0]
@@ -146,8 +147,8 @@ class Passes:
     def _announced(self, batch: Batch, seen: Any, problem: str) -> int | None:
         """Announce or receive the number of this pass's configuration; None: a new one."""
         if self._announcements is None:
-            tag, checksums = self._announcement_tag, self._checksums
-            self._announcements = announce.choose(self._group, self._source, self._board, checksums, tag)
+            group, source, board, channel = self._group, self._source, self._board, self._announced_on
+            self._announcements = announce.choose(group, source, board, self._checksums, channel)
         facts, traffic = self._facts(batch), self._stages[0].traffic
         if self._is_source:
             number = self._known.get(seen)
@@ -196,11 +197,11 @@ class Passes:
         number, warm = len(self._agreed), self._stages[0].steps >= self._stages[0].warmup_steps
         configuration = Configuration(
             number=number, training=batch.training, micro_batches=batch.micro_batches, layouts=layouts,
-            first_tag=self._tags.start, most_tensors=max(1, most), phases=1 if warm else PHASES,
+            first_channel=self._channels.start, most_tensors=max(1, most), phases=1 if warm else PHASES,
         )  # fmt: skip
-        if (taken := configuration.tags(self._stages[0].num_stages - 1)) > len(self._tags):
+        if (taken := configuration.channels(self._stages[0].num_stages - 1)) > len(self._channels):
             self._refuse(f"no tags are left after the pipeline's {number} configurations")
-        self._tags = self._tags[taken:]
+        self._channels = self._channels[taken:]
         return configuration
 
     def _exchange(

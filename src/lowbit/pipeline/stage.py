@@ -31,14 +31,14 @@ from lowbit.pipeline.lanes import Lanes
 from lowbit.pipeline.layouts import Batch, receive_layouts, send_layouts
 from lowbit.pipeline.numbering import Configuration, pipeline_number
 from lowbit.pipeline.passes import Passes, first_topic
-from lowbit.pipeline.traffic import Traffic
 from lowbit.pipeline.transport import choose
-from lowbit.ranks.agreement import Agreement
-from lowbit.ranks.checksum import Checksums, agreed_facts, check_checksums
-from lowbit.ranks.errors import described
-from lowbit.ranks.failure import FailureBoard
-from lowbit.ranks.groups import default_group, rank_names
-from lowbit.ranks.pytorch import TorchVersionError, check_torch
+from lowbit.wire.agreement import Agreement
+from lowbit.wire.checksum import Checksums, agreed_facts, check_checksums
+from lowbit.wire.errors import described
+from lowbit.wire.failure import FailureBoard
+from lowbit.wire.groups import default_group, rank_names
+from lowbit.wire.pytorch import TorchVersionError, check_torch
+from lowbit.wire.traffic import Traffic
 
 
 class LowBitStage(HookedStage):

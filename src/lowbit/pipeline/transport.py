@@ -4,8 +4,8 @@ PyTorch's schedules hardly overlap, and Gloo turns half-duplex when a rank posts
 Gloo have tags, so `Early` sends and receives apart from the schedule: receives are posted well before the schedule
 takes them, sends leave at once, and nobody waits before the data is needed. Both directions of the link are then busy
 at once. No order of sends can deadlock, because no send waits for anything before the step ends, and a message that is
-taken out of order is posted at once. Memory is bounded by a window of posted receives (`lowbit.pipeline.inbox`), and by
-the messages that peers have not yet taken (`lowbit.pipeline.outbox`).
+taken out of order is posted at once. Memory is bounded by a window of posted receives (`lowbit.wire.inbox`), and by
+the messages that peers have not yet taken (`lowbit.wire.outbox`).
 
 NCCL matches messages by their order alone, so `InOrder` returns the schedule's own operations to it, with payloads in
 the place of tensors. NCCL runs on streams of its own. It starts after the computation launched so far, and its results
@@ -14,7 +14,7 @@ are needed at once, so coding stays on the computation's stream: any other would
 Gloo reads and writes the host's memory only. `Staged` is `Early` for tensors on a GPU: payloads pass through
 pinned memory on side streams, and a thread waits for the copy, not the schedule. The messages are those of `Early`.
 
-Behind each payload travels its checksum (`lowbit.ranks.checksum`). `Early` and `Staged` check it on the host before
+Behind each payload travels its checksum (`lowbit.wire.checksum`). `Early` and `Staged` check it on the host before
 anything is decoded. `InOrder` compares on the device, where the host does not wait for it, and reads all outcomes at
 the end of the step, before an optimizer uses the gradients.
 """
@@ -24,22 +24,21 @@ from __future__ import annotations
 import contextlib
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit.pipeline.inbox import Inbox, Route
-from lowbit.pipeline.outbox import Sent, outbox_of, sever
 from lowbit.pipeline.side_streams import CudaStreams
-from lowbit.pipeline.traffic import Traffic
-from lowbit.ranks.checksum import Checksums, Verdicts, damaged
-from lowbit.ranks.failure import FailureBoard
+from lowbit.wire.checksum import Checksums, Verdicts
+from lowbit.wire.failure import FailureBoard
+from lowbit.wire.inbox import Inbox
+from lowbit.wire.mailbox import Mailbox, Route, Sent, sever
+from lowbit.wire.outbox import outbox_of
+from lowbit.wire.traffic import Traffic
 
 _SENDER = ThreadPoolExecutor(1, thread_name_prefix="lowbit-sender")  # sends messages that have been copied to the host
 # Outcomes of checksums of all stages of this rank: the last stage to finish a step reads them.
@@ -72,12 +71,13 @@ class Transport(ABC):
         """Start a step; `number` is that of the pass, training or not, as both ends count."""
 
     @abstractmethod
-    def expect(self, messages: Iterable[tuple[Route, int]], *, sure: bool = True) -> None:
+    def expect(self, messages: Iterable[tuple[Route, int]]) -> None:
         """Post receives for all messages, with their sizes, that will be taken on one lane.
+
+        That a peer has ended is an error when its message is taken.
 
         Args:
             messages: in about the order in which the schedule takes them; others are slower.
-            sure: False: in a later step; that the peer has ended by then is no error.
         """
 
     @abstractmethod
@@ -144,108 +144,78 @@ class Early(Transport):
     """Receives posted ahead of the schedule, sends waited for by another thread."""
 
     name = "early, with tags"
-    _board: FailureBoard  # from `begin` on
 
-    def __init__(self, group: dist.ProcessGroup, traffic: Traffic, checksums: Checksums) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        traffic: Traffic,
+        checksums: Checksums,
+        buffer: Callable[[int], Tensor] | None = None,
+    ) -> None:
         super().__init__(group, traffic, checksums)
-        self._inbox = Inbox(self._irecv, traffic)
+        self._mailbox = Mailbox(group, checksums, traffic=traffic)
+        self._inbox = Inbox(self._mailbox, buffer)
         self._outbox = outbox_of(group)
 
     def begin(self, board: FailureBoard, number: int) -> None:
-        self._board, self._pass = board, number
+        self._mailbox.board, self._pass = board, number
         self.drain()
 
-    def expect(self, messages: Iterable[tuple[Route, int]], *, sure: bool = True) -> None:
-        sized = [(route, nbytes + self._checksums.room) for route, nbytes in messages]
-        for peer in {route.peer for route, _ in sized}:  # one, or none
-            with self._board.blaming(peer) if sure else contextlib.suppress(RuntimeError):
-                self._inbox.expect(sized)
+    def expect(self, messages: Iterable[tuple[Route, int]]) -> None:
+        self._inbox.expect(messages)
 
     def take(self, route: Route, nbytes: int) -> Tensor:
-        taking = self._inbox.taking(route, nbytes + self._checksums.room)
-        waiting = self.traffic.timing("wait_seconds", message=route.about)
-        with self._board.blaming(route.peer), taking as (work, message), waiting:
-            work.wait(self._board.patience)
-        with self.traffic.timing("checksum_seconds"):
-            if not self._checksums.intact(message, self._pass, route.peer, route.tag):
-                raise damaged(route.about, route.peer)
-        return message[:nbytes]
+        with self._inbox.taking(route, nbytes) as message:
+            message.route, message.place = route, (self._pass, route.peer, route.channel)
+            return message.wait()
 
     def send(self, route: Route, message: Tensor) -> list[dist.P2POp]:
-        with self.traffic.timing("checksum_seconds"):
-            self._checksums.seal(message, self._pass, self.rank, route.tag)
-        with self._board.blaming(route.peer):
-            work = self._isend(route, message)
-        self._outbox.put(Sent(self._group, lambda: work, message, route.peer, self.traffic))
+        (sent,) = self._mailbox.send(message, (self._pass, self.rank, route.channel), route)
+        self._outbox.put(self._group, lambda: sent, route.peer, sent.nbytes, self.traffic)
         return []
 
     def drain(self) -> None:
         with self.traffic.timing("wait_seconds", message="all that was sent"):
-            self._outbox.drain(self._board.patience, self._board.blaming)
+            board = self._mailbox.board
+            self._outbox.drain(board.patience, board.blaming)
 
     def sever(self) -> None:
         sever(self._group)
-
-    def _buffer(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8)
-
-    def _irecv(self, route: Route, size: int) -> tuple[dist.Work, Tensor]:
-        message = self._buffer(size)
-        work = dist.irecv(message, group=self._group, group_src=route.peer, tag=route.tag)
-        assert work is not None  # only for ranks outside the group
-        return work, message
-
-    def _isend(self, route: Route, message: Tensor) -> dist.Work:
-        work = dist.isend(message, group=self._group, group_dst=route.peer, tag=route.tag)
-        assert work is not None
-        return work
 
 
 class Staged(Early):
     """`Early` for payloads on a device, which travel from and to buffers on the host."""
 
     def __init__(self, group: dist.ProcessGroup, traffic: Traffic, checksums: Checksums, streams: CudaStreams) -> None:
-        super().__init__(group, traffic, checksums)
+        super().__init__(group, traffic, checksums, streams.host_buffer)
         self._streams = streams
         self.room = 0  # on the device; there is some on the host
         self.leaving, self.arriving, self.landing = streams.leaving, streams.arriving, streams.landing
-        self._buffer = streams.host_buffer
+        self._untimed = Mailbox(group, checksums)  # for the thread that sends
 
     def begin(self, board: FailureBoard, number: int) -> None:
+        self._untimed.board = board
         super().begin(board, number)
         # Since the last pass, the computation's stream may have read or written codec states (a checkpoint).
         self._streams.fence()
 
-    def expect(self, messages: Iterable[tuple[Route, int]], *, sure: bool = True) -> None:
+    def expect(self, messages: Iterable[tuple[Route, int]]) -> None:
         self._streams.fence()  # the same, within this pass: a new shape
-        super().expect(messages, sure=sure)
+        super().expect(messages)
 
     def take(self, route: Route, nbytes: int) -> Tensor:
         return self._streams.to_device(super().take(route, nbytes))
 
     def send(self, route: Route, message: Tensor) -> list[dist.P2POp]:
         host, copied = self._streams.to_host(message, self._checksums.room)
-        sending = _SENDER.submit(self._send_after, copied, route, host, self._pass)
-        self._outbox.put(Sent(self._group, sending.result, host, route.peer, self.traffic))
+        sending = _SENDER.submit(self._send_after, copied, route, host, (self._pass, self.rank, route.channel))
+        self._outbox.put(self._group, sending.result, route.peer, host.numel(), self.traffic)
         return []
 
-    def _send_after(self, copied: torch.cuda.Event, route: Route, host: Tensor, number: int) -> Any:
+    def _send_after(self, copied: torch.cuda.Event, route: Route, host: Tensor, place: tuple[int, ...]) -> Sent:
         copied.synchronize()  # an error of this device, which is nobody else's fault
-        self._checksums.seal(host, number, self.rank, route.tag)
-        try:
-            return self._isend(route, host)
-        except RuntimeError as error:
-            return _NotSent(error)
-
-
-class _NotSent:
-    """A send that could not start: `wait` raises the error, as that of a send which the peer did not take."""
-
-    def __init__(self, error: RuntimeError) -> None:
-        self._error = error
-
-    def wait(self, timeout: timedelta) -> None:
-        raise self._error
+        (sent,) = self._untimed.send(host, place, route)
+        return sent
 
 
 class InOrder(Transport):
@@ -280,13 +250,13 @@ class InOrder(Transport):
         self.traffic.hold(-message.numel())
         if self._checksums.enabled:
             with self.traffic.timing("checksum_seconds"):
-                damage = self._checksums.damage_there(message, self._pass, route.peer, route.tag)
+                damage = self._checksums.damage_there(message, self._pass, route.peer, route.channel)
                 self._verdicts.note(damage, route.about, route.peer)
         return message[:nbytes]
 
     def send(self, route: Route, message: Tensor) -> list[dist.P2POp]:
         with self.traffic.timing("checksum_seconds"):
-            self._checksums.seal_there(message, self._pass, self.rank, route.tag)
+            self._checksums.seal_there(message, self._pass, self.rank, route.channel)
         self._leaving.append(message)
         self.traffic.hold(message.numel())
         return [dist.P2POp(dist.isend, message, group=self._group, group_peer=route.peer)]
@@ -294,7 +264,7 @@ class InOrder(Transport):
     def drain(self) -> None:
         self._verdicts.settle()
 
-    def expect(self, messages: Iterable[tuple[Route, int]], *, sure: bool = True) -> None:
+    def expect(self, messages: Iterable[tuple[Route, int]]) -> None:
         """Nothing: messages are matched by their order, which is the schedule's."""
 
     def sever(self) -> None:

@@ -13,13 +13,13 @@ from lowbit.config import ConfigError
 from lowbit.plan.cluster import Cluster, Machine
 from lowbit.plan.in_flight import InFlight, in_flight
 from lowbit.plan.sizes import MOMENT_BYTES, STATE_BYTES, ModelSizes, coding_speed, optimizer_ns
-from lowbit.ranks.checksum import CHECKSUM_BYTES
 from lowbit.simulate import Actions, Channel, Network, StageTimes, Step, actions_from, simulate
 from lowbit.simulate.orders import order_of
 from lowbit.train.config import PipelineConfig, Schedule
 from lowbit.train.expected import evaluation_bytes
 from lowbit.train.layout import Layout, make_layout
 from lowbit.train.tied import expected_rows, row_bytes, tied_codec
+from lowbit.wire.checksum import CHECKSUM_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,6 @@ from lowbit.codecs.checks import check_choice, check_int
 from lowbit.codecs.feature_int.codec import GAINS
 from lowbit.codecs.feature_int.reference import FEWEST, MOST
 from lowbit.codecs.sums import Summable
-from lowbit.ranks.objects import gather_json
 from lowbit.tensor_parallel import files
 from lowbit.tensor_parallel.files import CalibrationError, join
 from lowbit.tensor_parallel.formats import WIDTHS, Curve, spend
@@ -28,6 +27,7 @@ from lowbit.tensor_parallel.identity import identity
 from lowbit.tensor_parallel.inputs import input_format
 from lowbit.tensor_parallel.observe import AVERAGES
 from lowbit.tensor_parallel.sums import ModelSum, model_sums
+from lowbit.wire.objects import gather_json
 
 _FORMAT = "lowbit-calibration"
 SHARE = 64

@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import distribute_tensor
 
 from lowbit.collectives.calls import TIMEOUT
-from lowbit.ranks.groups import default_group
 from lowbit.tensor_parallel import op
 from lowbit.tensor_parallel.experts import Cut, cuts_of, divided_forward, local_parameters, partial_on_rank
 from lowbit.tensor_parallel.plan import (
@@ -32,6 +31,7 @@ from lowbit.tensor_parallel.plan import (
 from lowbit.tensor_parallel.reduce import SumSettings, check_inference
 from lowbit.tensor_parallel.rowwise import LayerSum, local, sum_forward
 from lowbit.tensor_parallel.sums import planned_sums, real_sums
+from lowbit.wire.groups import default_group
 
 
 def tensor_parallel_(

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lowbit.ranks.objects import gather_json
 from lowbit.tensor_parallel.plan import shards, text_config
 from lowbit.tensor_parallel.sums import ModelSum
+from lowbit.wire.objects import gather_json
 
 _SIZES = (
     "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit.ranks.objects import gather_json, gather_tensor
 from lowbit.tensor_parallel import files
+from lowbit.wire.objects import gather_json, gather_tensor
 
 _FORMAT = "lowbit-calibration-state"
 AVERAGES = ("low", "high", "mean")

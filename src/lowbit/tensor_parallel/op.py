@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit.ranks import pytorch
 from lowbit.tensor_parallel.reduce import Traffic
+from lowbit.wire import pytorch
 
 _boundaries: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """`LayerSum`s, `InputGather`s and `_Counter`s by number."""

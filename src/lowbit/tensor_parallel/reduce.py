@@ -21,10 +21,10 @@ from lowbit.collectives.checks import check_summable
 from lowbit.collectives.exchange import CollectiveExchange, Marks
 from lowbit.collectives.scratch import Scratch
 from lowbit.collectives.shards import Shards
-from lowbit.ranks import pytorch
-from lowbit.ranks.checksum import Checksums, check_checksums
-from lowbit.ranks.groups import rank_names
 from lowbit.tensor_parallel.thresholds import Choice, Thresholds, kind_of
+from lowbit.wire import pytorch
+from lowbit.wire.checksum import Checksums, check_checksums
+from lowbit.wire.groups import rank_names
 
 SMALL = 1 << 15
 """Sums of fewer elements stay in the model's dtype where no link can be measured: with emulated ranks."""

@@ -16,10 +16,10 @@ from lowbit.activations.bit_plan import PLANNED, version_of
 from lowbit.activations.policy import WHOLE
 from lowbit.codecs import parse
 from lowbit.config import ConfigError
-from lowbit.ranks.pytorch import version
 from lowbit.train.config import FULL_PRECISION, ActivationsConfig, TrainConfig
 from lowbit.train.layout import Layout, even
 from lowbit.train.model import architecture
+from lowbit.wire.pytorch import version
 
 
 @dataclass(frozen=True, kw_only=True)

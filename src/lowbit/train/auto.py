@@ -15,14 +15,14 @@ from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from lowbit.ranks.checksum import CHECKSUM_BYTES
-from lowbit.ranks.objects import gather_json
 from lowbit.train.boundaries import AUTO_FORMATS, codecs_of
 from lowbit.train.checkpoints.save import together
 from lowbit.train.config import FULL_PRECISION
 from lowbit.train.distance import Pair
 from lowbit.train.forecast import Forecast, choose, coding_seconds, share_of_rates, usable
 from lowbit.train.metrics import StepMetrics
+from lowbit.wire.checksum import CHECKSUM_BYTES
+from lowbit.wire.objects import gather_json
 
 if TYPE_CHECKING:
     from lowbit.train.trainer import Trainer

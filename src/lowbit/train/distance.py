@@ -8,8 +8,8 @@ from collections.abc import Mapping
 
 import torch
 
-from lowbit.ranks.messages import Expected, Messages
 from lowbit.train.layout import Layout
+from lowbit.wire.messages import Expected, Messages
 
 _PINGS = 5
 _BYTES = 8

@@ -20,14 +20,14 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from lowbit.codecs import Codec
 from lowbit.collectives import all_reduce_bytes
 from lowbit.config import ConfigError
-from lowbit.ranks.errors import AgreementError, first_line
-from lowbit.ranks.objects import gather_json
-from lowbit.ranks.process_group import interface_towards
-from lowbit.ranks.sent import note_sent
+from lowbit.job.process_group import interface_towards
 from lowbit.train.checkpoints.state import collect, restore
 from lowbit.train.config import TrainConfig
 from lowbit.train.metrics import Work
 from lowbit.train.stages import Pipeline
+from lowbit.wire.errors import AgreementError, first_line
+from lowbit.wire.objects import gather_json
+from lowbit.wire.sent import note_sent
 
 log = logging.getLogger(__name__)
 

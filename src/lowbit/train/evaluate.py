@@ -15,11 +15,11 @@ from torch import Tensor
 from lowbit.codecs import Cast, Codec, Session, StatefulCodec
 from lowbit.codecs.foreign import open_session
 from lowbit.pipeline import LowBitStage
-from lowbit.ranks.messages import Expected, Messages, Sent
 from lowbit.train.answers import IGNORED, Answers
 from lowbit.train.data import Windows
 from lowbit.train.layout import Layout
 from lowbit.train.model import StageModule, next_token_loss
+from lowbit.wire.messages import Expected, Messages, Sent
 
 _ROUND_BYTES = 1 << 27
 """Of a round's float32 activations that a rank sends or receives; up to two rounds arrive and two leave at a time."""

@@ -12,7 +12,6 @@ from torch import Tensor
 from lowbit.codecs import Cast, Codec
 from lowbit.collectives import all_reduce_bytes
 from lowbit.gradients.average import average_bytes
-from lowbit.ranks.checksum import sealed_bytes
 from lowbit.train.data import Order
 from lowbit.train.elastic import seed_of
 from lowbit.train.evaluate import SUMS_BYTES, evaluated
@@ -23,6 +22,7 @@ from lowbit.train.metrics import BOUNDARIES, GRADIENTS, TIED
 from lowbit.train.model import StageModule, hugging_face_config
 from lowbit.train.prepare import Prepared
 from lowbit.train.tied import row_bytes
+from lowbit.wire.checksum import sealed_bytes
 
 _EXACT: Codec = Cast(dtype=torch.float32)
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lowbit.ranks.messages import Messages
 from lowbit.train.model import StageModule
 from lowbit.train.pretrained import load
 from lowbit.train.tokenizer import Tokenizer
+from lowbit.wire.messages import Messages
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lowbit.codecs import Codec, StatefulCodec
-from lowbit.ranks.objects import gather_json
 from lowbit.train.evaluate import evaluated
+from lowbit.wire.objects import gather_json
 
 if TYPE_CHECKING:
     from lowbit.train.trainer import Trainer

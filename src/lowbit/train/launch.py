@@ -6,8 +6,8 @@ import json
 import os
 from pathlib import Path
 
-from lowbit.ranks.launch import LaunchError, start_all, start_one
-from lowbit.ranks.process import USAGE, Program
+from lowbit.job.launch import LaunchError, start_all, start_one
+from lowbit.job.process import USAGE, Program
 from lowbit.train.checkpoints.manifest import newest_step
 from lowbit.train.config import TrainConfig
 from lowbit.train.summary import Summary, read_summary
@@ -29,7 +29,7 @@ def run(config: TrainConfig) -> Summary | None:
         LaunchError: a local rank failed; all others have been ended.
         AgreementError, PeerError, DivergedError: as `lowbit.train.train`, where this process is a rank.
     """
-    from lowbit.ranks.pytorch import check_torch
+    from lowbit.wire.pytorch import check_torch
 
     if "RANK" not in os.environ:  # else the ranks meet first, so that all learn what is wrong with one
         check_torch()
@@ -60,7 +60,7 @@ def run(config: TrainConfig) -> Summary | None:
 
 def start_ranks(config: TrainConfig) -> None:
     """Run all ranks of the run on this machine until they are done; `LaunchError` if one fails."""
-    from lowbit.ranks.checksum import SECRET
+    from lowbit.wire.checksum import SECRET
 
     # Replicas check each other's messages by a secret that the user gives all of them.
     shared = os.environ.get(SECRET, "") if config.elastic.lighthouse else None

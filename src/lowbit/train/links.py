@@ -9,8 +9,8 @@ from types import MappingProxyType
 
 import torch
 
-from lowbit.ranks.messages import Messages
 from lowbit.train.layout import Layout
+from lowbit.wire.messages import Messages
 
 _PROBE_BYTES = (1 << 18, 1 << 20, 1 << 22, 1 << 24)
 _ENOUGH_SECONDS = 0.15  # of the last message of a probe; a longer one would tell little more

@@ -16,11 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit.ranks.messages import Messages
-from lowbit.ranks.objects import gather_json
-from lowbit.ranks.process_group import joined, world
-from lowbit.ranks.pytorch import check_torch
-from lowbit.ranks.sent import sent_so_far
+from lowbit.job.process_group import joined, world
 from lowbit.report.results import machine
 from lowbit.report.training import write_report
 from lowbit.train import export
@@ -46,6 +42,10 @@ from lowbit.train.progress import Progress
 from lowbit.train.summary import Summary, from_json, summarize
 from lowbit.train.tracing import Tracing, traced_steps
 from lowbit.train.trainer import Trainer
+from lowbit.wire.messages import Messages
+from lowbit.wire.objects import gather_json
+from lowbit.wire.pytorch import check_torch
+from lowbit.wire.sent import sent_so_far
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ def train(config: TrainConfig, *, on_step: Callable[[StepMetrics], None] | None 
     """Train, evaluate and save; call it on every rank of the environment (RANK, WORLD_SIZE, MASTER_*).
 
     Without such an environment this process trains alone. A process group that exists is used, otherwise one is made
-    for the run. If another rank fails while this one is blocked for good, this process ends (`lowbit.ranks.peers`).
+    for the run. If another rank fails while this one is blocked for good, this process ends (`lowbit.job.peers`).
 
     Args:
         config: the same on every rank.

@@ -14,10 +14,10 @@ from lowbit.collectives import Pending, all_reduce, all_reduce_bytes
 from lowbit.collectives.checks import check_summable
 from lowbit.config import ConfigError
 from lowbit.gradients.average import average_bytes
-from lowbit.ranks.groups import new_group
 from lowbit.train.config import GradientsConfig
 from lowbit.train.gradients import Gradients, travels_as_stored
 from lowbit.train.metrics import Work
+from lowbit.wire.groups import new_group
 
 _WARM = 1 << 10  # elements that are encoded once, to compile kernels before a peer waits
 

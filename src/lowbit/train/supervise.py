@@ -15,8 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lowbit.config import ConfigError
-from lowbit.ranks.launch import LaunchError
-from lowbit.ranks.process import ALONE, DIVERGED, USAGE
+from lowbit.job.launch import LaunchError
+from lowbit.job.process import ALONE, DIVERGED, USAGE
 from lowbit.train.checkpoints.manifest import newest_step
 from lowbit.train.config import TrainConfig
 
@@ -39,7 +39,7 @@ def supervise(config: TrainConfig, start: Callable[[TrainConfig], None]) -> None
         ConfigError: a configuration that cannot work, before any process starts.
         LaunchError: the last attempt's, and how to go on.
     """
-    from lowbit.ranks.process_group import world
+    from lowbit.job.process_group import world
     from lowbit.train.prepare import prepare
 
     if "TORCHELASTIC_RUN_ID" in os.environ:

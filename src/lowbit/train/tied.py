@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from lowbit.codecs import Cast, Codec, parse
 from lowbit.collectives.checks import check_flat, check_summable
 from lowbit.config import ConfigError
-from lowbit.ranks.checksum import sealed_bytes
-from lowbit.ranks.messages import Expected, Messages, Sent
 from lowbit.train.config import PipelineConfig
 from lowbit.train.layout import Layout
 from lowbit.train.metrics import Work
 from lowbit.train.model import StageModule
 from lowbit.train.replicas import Replicas
+from lowbit.wire.checksum import sealed_bytes
+from lowbit.wire.messages import Expected, Messages, Sent
 
 _EXACT = Cast(dtype=torch.float32)
 _PIECE_BYTES = 8 << 20  # of float32: no wait is longer than a message of this size takes

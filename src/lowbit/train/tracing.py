@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from lowbit.pipeline.trace import Span, Trace
-from lowbit.ranks.messages import Messages
-from lowbit.ranks.objects import gather_json
 from lowbit.train.folder import RunFolder
+from lowbit.wire.messages import Messages
+from lowbit.wire.objects import gather_json
+from lowbit.wire.trace import Span, Trace
 
 if TYPE_CHECKING:
     from lowbit.train.trainer import Trainer

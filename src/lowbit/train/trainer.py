@@ -17,12 +17,6 @@ from torch import Tensor, nn
 import lowbit
 from lowbit.activations import counted
 from lowbit.collectives import agree
-from lowbit.pipeline.trace import Trace, span
-from lowbit.ranks.checksum import secret_facts
-from lowbit.ranks.groups import new_group
-from lowbit.ranks.objects import gather_json
-from lowbit.ranks.sent import sent_so_far
-from lowbit.ranks.sums import SUMS, Sums
 from lowbit.train import optim
 from lowbit.train.activations import compress
 from lowbit.train.boundaries import stock_dtype
@@ -40,6 +34,12 @@ from lowbit.train.progress import machine_name
 from lowbit.train.replicas import Replicas
 from lowbit.train.stages import Pipeline
 from lowbit.train.tied import TiedWeights
+from lowbit.wire.checksum import secret_facts
+from lowbit.wire.groups import new_group
+from lowbit.wire.objects import gather_json
+from lowbit.wire.sent import sent_so_far
+from lowbit.wire.sums import SUMS, Sums
+from lowbit.wire.trace import Trace, span
 
 _BESIDE = {  # parts of the traffic outside of steps, by the purpose of messages; all others are coordination
     "saving": "saving the model", "probe": "link probes", "distance": "link probes", "checkpoints": "checkpoints",

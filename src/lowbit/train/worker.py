@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from lowbit.ranks.process import ALONE, DIVERGED, FAILED, USAGE
-from lowbit.ranks.worker import work
+from lowbit.job.process import ALONE, DIVERGED, FAILED, USAGE
+from lowbit.job.worker import work
 
 
 def main() -> None:
@@ -23,11 +23,11 @@ def _train(config: dict[str, Any]) -> None:
 def exit_code(error: Exception) -> int:
     """The exit code of an error: it tells a supervisor whether another attempt can help."""
     from lowbit.config import ConfigError
-    from lowbit.ranks.meeting import AloneError
-    from lowbit.ranks.peers import AbsentError
-    from lowbit.ranks.pytorch import TorchVersionError
+    from lowbit.job.meeting import AloneError
+    from lowbit.job.peers import AbsentError
     from lowbit.train.checkpoints.save import TransientError
     from lowbit.train.trainer import DivergedError
+    from lowbit.wire.pytorch import TorchVersionError
 
     kinds = {
         DivergedError: DIVERGED, AloneError: ALONE, AbsentError: ALONE,

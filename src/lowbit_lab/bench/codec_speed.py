@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from lowbit import kernels
 from lowbit.codecs import Codec, Session
-from lowbit.ranks.checksum import CHECKSUM_BYTES, Checksums
 from lowbit.report import spread
 from lowbit.train.config import ModelConfig
 from lowbit.train.model import StageModule, build_model
+from lowbit.wire.checksum import CHECKSUM_BYTES, Checksums
 from lowbit_lab.bench import timing
 
 REFERENCE_ROUNDS = LAYER_ROUNDS = 3

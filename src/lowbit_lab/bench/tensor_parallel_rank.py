@@ -12,7 +12,6 @@ from torch.nn import functional
 
 from lowbit.codecs import Codec
 from lowbit.collectives import all_reduce
-from lowbit.ranks.groups import default_group
 from lowbit.tensor_parallel import Installed, SumSettings, calibrate, low_bit_, tensor_parallel_
 from lowbit.tensor_parallel.measure import Sample, measured
 from lowbit.tensor_parallel.plan import sharded_rowwise_layers
@@ -21,6 +20,7 @@ from lowbit.tensor_parallel.rowwise import local
 from lowbit.tensor_parallel.thresholds import Choice
 from lowbit.train.config import ModelConfig
 from lowbit.train.model import build_model, vocabulary
+from lowbit.wire.groups import default_group
 from lowbit_lab.bench.sums import error_of_sum, timed
 from lowbit_lab.bench.tensor_parallel import Format, codec_of, sample
 from lowbit_lab.bench.worker import serve

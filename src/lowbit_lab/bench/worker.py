@@ -17,9 +17,9 @@ from typing import IO, Any
 
 import torch
 
-from lowbit.ranks.errors import first_line
-from lowbit.ranks.process_group import joined
+from lowbit.job.process_group import joined
 from lowbit.train.device import threads_per_rank
+from lowbit.wire.errors import first_line
 
 TIMEOUT_SECONDS = 600.0
 _answers: IO[str] | None = None

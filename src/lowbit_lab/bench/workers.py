@@ -203,7 +203,7 @@ def started(
         TorchVersionError: this PyTorch is not known to work.
         LinkUnavailable: one of `links` is limited, or has a distance, and this machine does not permit that.
     """
-    from lowbit.ranks.pytorch import check_torch
+    from lowbit.wire.pytorch import check_torch
 
     check_torch()
     check_available(links)

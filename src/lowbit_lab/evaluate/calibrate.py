@@ -14,7 +14,7 @@ from lowbit.codecs.sums import Summable
 from lowbit.collectives import agree
 from lowbit.collectives.checks import check_summable
 from lowbit.config import ConfigError
-from lowbit.ranks.process_group import world
+from lowbit.job.process_group import world
 from lowbit.report import check_output
 from lowbit.tensor_parallel import Calibration, calibrate
 from lowbit_lab.evaluate import loading, text

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lowbit.config import ConfigError
-from lowbit.ranks.groups import default_group
-from lowbit.ranks.process_group import joined, world
+from lowbit.job.process_group import joined, world
 from lowbit.tensor_parallel import Calibration, SumSettings, tensor_parallel_
 from lowbit.tensor_parallel.low_bit import load_agreed
 from lowbit.tensor_parallel.plan import ENCODERS
 from lowbit.terminal import console, filtered_again
 from lowbit.train.device import choose_autocast, choose_device
 from lowbit.train.pretrained import check_files, load, transformers_config
+from lowbit.wire.groups import default_group
 from lowbit_lab.evaluate.settings import InferenceConfig
 
 if TYPE_CHECKING:

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 from lowbit.codecs import Codec, parse
 from lowbit.collectives import agree
 from lowbit.config import ConfigError
-from lowbit.ranks.objects import gather_json
-from lowbit.ranks.process_group import world
+from lowbit.job.process_group import world
 from lowbit.tensor_parallel import (
     Calibration,
     CalibrationError,
@@ -24,6 +23,7 @@ from lowbit.tensor_parallel import (
     low_bit_,
 )
 from lowbit.tensor_parallel.reduce import SMALL
+from lowbit.wire.objects import gather_json
 from lowbit_lab.evaluate import calibrate, loading, neighbours, text
 from lowbit_lab.evaluate.choices import Metric
 from lowbit_lab.evaluate.errors import SumErrors, root_mean_square

@@ -7,10 +7,10 @@ import pytest
 
 from lowbit.codecs import SubspaceQuant, parse, parse_pair
 from lowbit.config import build
-from lowbit.ranks.checksum import CHECKSUM_BYTES
 from lowbit.report import Report, compare, run
 from lowbit.train.boundaries import make_codecs
 from lowbit.train.config import DataConfig, ModelConfig, PipelineConfig
+from lowbit.wire.checksum import CHECKSUM_BYTES
 from lowbit_lab.bench import workers
 from lowbit_lab.bench.pipeline import COMMAND, PipelineBenchmark, Turns, rows_of
 from lowbit_lab.bench.recipes import recipe

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from lowbit import kernels
 from lowbit.activations import LayerAware
 from lowbit.codecs import AQSGD, BlockFloat8, Cast, SubspaceQuant, parse
-from lowbit.ranks.checksum import CHECKSUM_BYTES
 from lowbit.train.config import DataConfig, ModelConfig, OptimizerConfig
 from lowbit.train.data import load_data
 from lowbit.train.model import build_model
 from lowbit.train.optim import make_optimizer
+from lowbit.wire.checksum import CHECKSUM_BYTES
 from lowbit_lab.bench import training
 from lowbit_lab.bench.convergence import ConvergenceBenchmark
 from lowbit_lab.bench.replicas import Replicas

@@ -57,7 +57,7 @@ def shares(folder: Path) -> list[str]:
 @pytest.fixture
 def alone():
     """A process group of this process only."""
-    from lowbit.ranks.process_group import joined
+    from lowbit.job.process_group import joined
 
     with joined(10):
         yield

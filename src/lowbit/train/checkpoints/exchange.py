@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit.ranks.objects import gather_json
-from lowbit.ranks.sent import note_sent
 from lowbit.train.checkpoints.manifest import step_name
 from lowbit.train.checkpoints.save import TransientError, raise_everywhere, together
 from lowbit.train.checkpoints.search import SavedStep
 from lowbit.train.checkpoints.share import DTYPES, Reader, crc32
+from lowbit.wire.messages import Messages
+from lowbit.wire.objects import gather_json
 
 Item = tuple[int, str]
 """A tensor in a checkpoint: the rank that wrote the share, and the name there."""
@@ -33,10 +33,15 @@ class Exchange:
 
     Args:
         folder: of checkpoints on this rank's disk.
+        timeout: seconds after which a rank that does not answer is an error.
     """
 
-    def __init__(self, saved: SavedStep, folder: Path, rank: int, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, saved: SavedStep, folder: Path, rank: int, group: dist.ProcessGroup | None, timeout: float = 120.0
+    ) -> None:
         self._saved, self._rank, self._group = saved, rank, group
+        # Without checksums: each tensor has its own, in the manifest.
+        self._messages = Messages(group, "checkpoints", timeout=timeout, checksums=False)
         self._step = folder / step_name(saved.step)
         own = [share for share, holder in saved.holders.items() if holder == rank]
         self._readers = {share: Reader(self._step / f"rank-{share}") for share in own}
@@ -81,7 +86,6 @@ class Exchange:
     def _pass_on(self, tensor: Tensor, start: int, holder: int, receiver: int) -> None:
         piece = tensor.view(-1).view(torch.uint8)[start : start + _PIECE_BYTES]
         if self._rank == holder:
-            dist.send(piece, group=self._group, group_dst=receiver)
-            note_sent("checkpoints", piece.numel())
+            self._messages.send(piece, receiver).wait()
         elif self._rank == receiver:
-            dist.recv(piece, group=self._group, group_src=holder)
+            piece.copy_(self._messages.receive(piece.numel(), holder, "tensors"))

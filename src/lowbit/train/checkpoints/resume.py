@@ -68,7 +68,7 @@ def resume(
         adopt(saved.first.identity[CHOSEN])
     sources = _Sources(saved, pipeline, rank=rank, replica=replica)
     raise_everywhere(f"{where}: {sources.problem}" if sources.problem else "", group)
-    received = Exchange(saved, folder, rank, group).run(sources.items)
+    received = Exchange(saved, folder, rank, group, run.timeout_seconds).run(sources.items)
     tensors = {name: received[item] for name, item in sources.tensors.items()}
     for name in tensors.keys() & sources.copies:  # the optimizer changes tensors in place
         tensors[name] = tensors[name].clone()

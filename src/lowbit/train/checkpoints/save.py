@@ -13,12 +13,12 @@ from typing import Any
 import torch.distributed as dist
 
 from lowbit.config import ConfigError
-from lowbit.ranks.objects import gather_json
 from lowbit.terminal import lines
 from lowbit.train.checkpoints.manifest import FILES, Manifest, shares_in, step_name, steps_in
 from lowbit.train.checkpoints.share import commit_share, drop_share, remove_share, stage_share, staged
 from lowbit.train.checkpoints.state import Snapshot
 from lowbit.train.folder import RunFolder
+from lowbit.wire.objects import gather_json
 
 FOLDER = "checkpoints"
 NO_CHECKPOINT = (

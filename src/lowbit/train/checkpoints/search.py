@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from lowbit.ranks.objects import gather_json
 from lowbit.train.checkpoints.manifest import (
     MANIFEST,
     DamagedError,
@@ -30,6 +29,7 @@ from lowbit.train.checkpoints.manifest import (
 from lowbit.train.checkpoints.save import raise_everywhere, together
 from lowbit.train.checkpoints.share import commit_share, verify_share
 from lowbit.train.layout import parameters_at
+from lowbit.wire.objects import gather_json
 
 log = logging.getLogger(__name__)
 

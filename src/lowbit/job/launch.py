@@ -1,0 +1,159 @@
+"""Start the ranks of a run as local processes, wait for them, and name the one that failed first."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from lowbit.job.process import FAILED, Process, Program
+
+if TYPE_CHECKING:
+    from lowbit.job.peers import Alarm  # imports PyTorch, which a command that starts no ranks need not wait for
+
+_ALARM_SECONDS = 7.0  # for the other ranks to read the alarm, and end by themselves
+_TERMINATE_SECONDS = 5.0
+_TURN_SECONDS = 0.05
+_LONGEST_TURN = 1.0  # a process that took longer was stopped for the rest
+
+
+class LaunchError(RuntimeError):
+    """A local rank failed; the message says which one first, and how.
+
+    Attributes:
+        code: its exit code (`lowbit.job.process`); negative: the signal that ended it.
+        interrupted: this process was told to end.
+    """
+
+    def __init__(self, message: str, code: int = FAILED, *, interrupted: bool = False) -> None:
+        super().__init__(message)
+        self.code, self.interrupted = code, interrupted
+
+
+def start_all(program: Program, ranks: int, *, secret: str | None = None) -> None:
+    """Run all ranks of a run on this machine until they are done.
+
+    This process keeps their store, on the loopback interface and a port that the system chooses, and gives them a
+    secret: the store outlives them all, and nobody else can take part. Signals that would end this process end them.
+
+    Args:
+        program: of each rank. ranks: their number. secret: theirs, where others must know it, too; None: a new one.
+
+    Raises:
+        LaunchError: one of them failed; none is left.
+    """
+    from lowbit.job.meeting import listen, new_secret
+    from lowbit.job.peers import Alarm
+    from lowbit.wire.checksum import ATTEMPT, SECRET
+    from lowbit.wire.store import of_attempt
+
+    secret = new_secret() if secret is None else secret
+    store = listen("127.0.0.1", 0, timeout=60)
+    attempt = secrets.token_hex(16)
+    alarm = Alarm(of_attempt(store), secret.encode(), [attempt])
+    common = {
+        "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True", SECRET: secret,
+        ATTEMPT: attempt,
+    }  # fmt: skip
+    processes = [Process(program, r, common | {"RANK": str(r), "LOCAL_RANK": str(r)}) for r in range(ranks)]
+    _watch(processes, alarm)
+
+
+def start_one(program: Program) -> None:
+    """Run the rank in the environment, or the only one, in a process of its own until it is done.
+
+    Raises:
+        LaunchError: it failed.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    _watch([Process(program, rank, {})])
+
+
+def _watch(processes: list[Process], alarm: Alarm | None = None) -> None:
+    """Wait for all; the first that fails starts the clock for the others.
+
+    Raises:
+        LaunchError: one failed; none is left.
+    """
+    try:
+        with _signals_noted(processes) as signals:
+            failed = _wait(processes, alarm, signals)
+    finally:
+        _stop(processes)
+    if signals:
+        reason = f"interrupted by {signals[0].name}"
+    elif failed is None:
+        return
+    else:
+        cause = None if failed.killed_or_stopped or alarm is None else alarm.read()[0]
+        reason = cause.text if cause else failed.outcome()
+    code = failed.code or FAILED if failed else FAILED
+    others = "; all ranks were ended" if len(processes) > 1 else ""
+    raise LaunchError(reason + others, code, interrupted=bool(signals))
+
+
+def _wait(processes: list[Process], alarm: Alarm | None, signals: list[signal.Signals]) -> Process | None:
+    failed, deadline, last = None, float("inf"), time.monotonic()
+    while any(p.code is None for p in processes) and time.monotonic() < deadline and not signals:
+        now = time.monotonic()
+        turn, last = min(now - last, _LONGEST_TURN), now
+        for process in processes:
+            process.listen(turn)
+        if failed is None and (failed := _first_failed(processes)) is not None:
+            if alarm is not None and failed.killed_or_stopped:  # otherwise it sounds the alarm itself
+                from lowbit.job.peers import Cause
+
+                alarm.sound(Cause(failed.rank, failed.outcome()))
+            deadline = time.monotonic() + _ALARM_SECONDS
+        time.sleep(_TURN_SECONDS)
+    return _first_failed(processes) if failed is None else failed
+
+
+def _first_failed(processes: list[Process]) -> Process | None:
+    """A rank that failed; one that was killed is preferred to one that gave up because of it."""
+    bad = [process for process in processes if process.code]
+    return min(bad, key=lambda process: not process.killed_or_stopped, default=None)
+
+
+def _stop(processes: list[Process]) -> None:
+    for process in processes:
+        if process.code is None:
+            process.process.terminate()
+    deadline = time.monotonic() + _TERMINATE_SECONDS
+    for process in processes:
+        try:
+            process.process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.process.kill()
+            process.process.wait()
+        process.close()
+
+
+@contextmanager
+def _signals_noted(processes: list[Process]) -> Iterator[list[signal.Signals]]:
+    """End the ranks, by SIGTERM, when SIGINT or SIGTERM comes. Yields a list of those that came."""
+    came: list[signal.Signals] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield came
+        return
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        came.append(signal.Signals(number))
+        for process in processes:
+            if process.code is None:
+                process.process.terminate()  # not by SIGINT, which is lost or a traceback while it imports
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

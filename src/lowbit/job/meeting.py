@@ -1,0 +1,244 @@
+"""The ranks of a run meet at one store, and prove that they belong to the run.
+
+The store is torchrun's or our launcher's where one of them started this process. Otherwise rank 0 keeps it, at
+MASTER_ADDR and MASTER_PORT, and listens there only. Anybody can write to a store. So before anything else each rank
+proves to all others that it knows the run's secret, and nothing that ranks read there is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import hmac
+import logging
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+
+from torch._C._distributed_c10d import Store, TCPStore
+
+from lowbit.config import ConfigError
+from lowbit.wire.checksum import SECRET, run_secret
+from lowbit.wire.store import bounded, of_attempt, wait_until
+
+log = logging.getLogger(__name__)
+
+_kept: dict[tuple[str, int], TCPStore] = {}  # by this process, for as long as it lives
+_LOOPBACK = ("127.", "localhost", "::1")
+_QUIET_SECONDS = 5.0  # of waiting for other machines, before a line says so
+
+
+class MeetingError(ConnectionError):
+    """The ranks did not meet, or one of them is not of this run."""
+
+
+class AloneError(MeetingError):
+    """Ranks did not come within the time that this one waits for them."""
+
+    alone = True
+
+
+def launcher_keeps_store() -> bool:
+    """Whether the store is torchrun's or our launcher's, so that it outlives the ranks."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def new_secret() -> str:
+    """A secret for a run whose ranks are all started here."""
+    return os.environ.get(SECRET) or secrets.token_hex(32)
+
+
+def listen(host: str, port: int, timeout: float) -> TCPStore:
+    """Keep a store, on one interface only.
+
+    Args:
+        host: address or name of this machine. port: 0: one that the system chooses.
+        timeout: seconds for calls that wait.
+
+    Raises:
+        OSError: the port is taken, or the address cannot be listened on.
+    """
+    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    if str(address[0]).startswith("127.") and not host.startswith(_LOOPBACK):
+        log.warning("%s is %s here: no other machine can reach this store", host, address[0])
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(address)
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+            log.warning("%s is not an address of this machine: listening on all of its interfaces", host)
+            everywhere, host = ("::", "::1") if family == socket.AF_INET6 else ("0.0.0.0", "127.0.0.1")
+            listener.bind((everywhere, port))
+        listener.listen(4096)
+    except OSError:
+        listener.close()
+        raise
+    return TCPStore(
+        host, listener.getsockname()[1], is_master=True, wait_for_workers=False,
+        timeout=timedelta(seconds=timeout), master_listen_fd=listener.detach(),
+    )  # fmt: skip
+
+
+def meet(rank: int, ranks: int, *, timeout: float, patience: float, number: int = 0) -> Store:
+    """The store of this run, once one answers that no other process has used as this rank.
+
+    A store that knows this rank belongs to an attempt that is about to end, or somebody started the rank twice: this
+    tries again until another store takes its place.
+
+    Args:
+        timeout: seconds for each later call that waits. patience: seconds to wait for the store.
+        number: how many meetings this process has had before; the same on all ranks.
+
+    Raises:
+        ConfigError: a port that is none.
+        AloneError: no such store in time.
+        MeetingError: this process cannot keep the store there.
+    """
+    if rank == 0:
+        _warn_without_secret()
+    deadline = time.monotonic() + patience
+    hello, left = secrets.token_hex(16).encode(), patience
+    quiet = True
+    while True:
+        try:
+            store = reach(rank, timeout=timeout, patience=left, number=number)
+            claim = partial(store.compare_set, f"hello/{rank}", "", hello.decode())
+            if bounded(claim, max(1.0, left)) == hello:
+                return store
+            reason = f"another process has joined as rank {rank} already; was it started twice?"
+        except (RuntimeError, TimeoutError) as error:
+            reason = str(error).splitlines()[0]
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise _alone(rank, ranks, patience, reason)
+        if quiet and left < patience - _QUIET_SECONDS:
+            log.warning("rank %d waits up to %.0f s for rank 0 at %s: %s", rank, left, _where(), reason)
+            quiet = False
+        time.sleep(min(0.5, left))
+
+
+def reach(rank: int, *, timeout: float, patience: float, number: int = 0) -> Store:
+    """The store of this run at MASTER_ADDR and MASTER_PORT, in one try: the part for this attempt.
+
+    Raises:
+        TimeoutError: no store answers there in time.
+        ConfigError, MeetingError: as `meet`.
+    """
+    host, port = os.environ["MASTER_ADDR"], master_port()
+    if rank or launcher_keeps_store():
+        store = _connected(host, port, timeout, patience)
+    elif (host, port) in _kept:
+        store = _kept[host, port]
+    else:
+        try:
+            store = listen(host, port, timeout)
+        except OSError as error:
+            reason = error.strerror or error
+            raise MeetingError(f"rank 0 cannot listen at {_where()}: {reason}") from error
+        if port:
+            _kept[host, port] = store
+    return of_attempt(store, f"{os.environ.get('TORCHELASTIC_RESTART_COUNT') or 0}/{number}")
+
+
+def prove(
+    store: Store, rank: int, ranks: int, *, secret: bytes, patience: float, known: Callable[[str], None] | None = None
+) -> str:
+    """Show all other ranks that this one knows the secret, and have them show it; to be called by every rank.
+
+    Each rank has written a random number (`meet`). It now writes a keyed hash (HMAC-SHA256) of all of them and its own
+    rank. So nothing that was written for another run or by another rank proves anything.
+
+    Args:
+        known: called with the name of this attempt, before the others see that this rank knows it.
+
+    Returns:
+        The name of this attempt: a digest of the numbers.
+
+    Raises:
+        AloneError: a rank did not come in time.
+        MeetingError: a rank does not know the secret, or has met others before, on the same store.
+    """
+    numbers = _everybody(store, "hello", rank, ranks, patience)
+    run = hashlib.sha256(b"|".join(numbers)).digest()
+    if known is not None:
+        known(run.hex())
+    store.set(f"proof/{rank}", _proof(secret, run, rank))
+    proofs = _everybody(store, "proof", rank, ranks, patience)
+    strangers = [
+        f"rank {r}" for r, proof in enumerate(proofs) if not hmac.compare_digest(proof, _proof(secret, run, r).encode())
+    ]
+    if strangers:
+        raise MeetingError(
+            f"{', '.join(strangers)} did not prove knowledge of this run's secret to rank {rank}; "
+            f"allowed: the same {SECRET} on all machines"
+        )
+    return run.hex()
+
+
+def _proof(secret: bytes, run: bytes, rank: int) -> str:
+    return hmac.new(secret, run + str(rank).encode(), hashlib.sha256).hexdigest()
+
+
+def _everybody(store: Store, name: str, rank: int, ranks: int, patience: float) -> list[bytes]:
+    """Wait until every rank has written its key of this name; returns the values in the order of the ranks."""
+    keys = [f"{name}/{r}" for r in range(ranks)]
+    left = patience
+    if patience > _QUIET_SECONDS and not wait_until(lambda: store.check(keys), _QUIET_SECONDS):
+        left -= _QUIET_SECONDS
+        absent = ", ".join(f"rank {r}" for r, key in enumerate(keys) if not store.check([key]))
+        log.warning("rank %d waits up to %.0f s for %s to come to %s", rank, left, absent or "others", _where())
+    if not wait_until(lambda: store.check(keys), left):
+        missing = ", ".join(f"rank {r}" for r, key in enumerate(keys) if not store.check([key]))
+        raise _alone(rank, ranks, patience, f"{missing} did not join")
+    return [bytes(value) for value in store.multi_get(keys)]
+
+
+def _connected(host: str, port: int, timeout: float, patience: float) -> TCPStore:
+    limit = max(0.1, min(timeout, patience))
+    wait = timedelta(seconds=limit)
+    connect = partial(TCPStore, host, port, is_master=False, wait_for_workers=False, timeout=wait)
+    try:
+        # PyTorch's own waiting for a listener fills the terminal.
+        socket.create_connection((host, port), timeout=min(5.0, limit)).close()
+        # The kernel accepts for a process that was stopped: PyTorch then waits for ever for the first answer.
+        store = bounded(connect, limit)
+    except (OSError, RuntimeError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise TimeoutError(f"nobody answers there ({reason})") from None
+    store.set_timeout(timedelta(seconds=timeout))
+    return store
+
+
+def _warn_without_secret() -> None:
+    if not run_secret() and not os.environ["MASTER_ADDR"].startswith(_LOOPBACK):
+        text = "%s is not set: whoever reaches %s can take part in this run (docs/security.md)"
+        log.warning(text, SECRET, _where())
+
+
+def _alone(rank: int, ranks: int, patience: float, reason: str) -> AloneError:
+    return AloneError(f"rank {rank} did not meet all {ranks} ranks at {_where()} within {patience:g} s: {reason}")
+
+
+def _where() -> str:
+    return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+
+
+def master_port() -> int:
+    """MASTER_PORT as a number.
+
+    Raises:
+        ConfigError: it is none from 0 to 65535.
+    """
+    text = os.environ["MASTER_PORT"]
+    with contextlib.suppress(ValueError):
+        if 0 <= int(text) <= 65535:
+            return int(text)
+    raise ConfigError(f"MASTER_PORT is {text!r}; allowed: 0 to 65535")

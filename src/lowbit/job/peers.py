@@ -1,0 +1,285 @@
+"""Failure detection: heartbeats of all ranks, an alarm with the first cause, and a watchdog that ends what hangs.
+
+Everything goes through the store that the ranks meet in. Each rank has two threads for it:
+
+- The beat writes a sign of life twice a second and reads the others' and the alarm. It alone calls the store, so a
+  store that does not answer blocks nothing else.
+- The guard calls nothing that can block. It adds up for how long each peer and the store have been silent. Once that
+  is longer than the run's time limit allows, or the alarm has sounded and this process has not ended by itself, it
+  prints the reason and ends the process, whatever the other threads wait for, inside C++ too.
+
+A process that was stopped for a while does not blame the others: silence is counted in the guard's own turns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from torch._C._distributed_c10d import Store
+
+from lowbit.job.meeting import launcher_keeps_store
+from lowbit.job.output import end
+from lowbit.job.process import ALONE, FAILED
+from lowbit.terminal import MOST_CHARACTERS, lines, one_line
+from lowbit.wire.checksum import is_signed, signature, this_attempt
+from lowbit.wire.errors import AgreementError, PeerError, first_line
+from lowbit.wire.store import Board
+
+_BEAT_SECONDS = 0.5
+_TURN_SECONDS = 0.2
+_LONGEST_TURN = 1.0  # a process that took longer was stopped for the rest
+_SHARE = 0.9  # of the time limit: silence that ends the run, so that it has ended when the limit is over
+_CLOSE_SECONDS = 0.5  # for each thread to end, unless the store holds it up
+_GRACE_SECONDS = 5.0  # at most, from an alarm to the end of a process that is still blocked
+
+
+class Cause(NamedTuple):
+    """Why a run ends: the rank that failed first (-1: none in particular), and how, in a sentence.
+
+    `alone`: it waited for others in vain, as another attempt would.
+    """
+
+    rank: int
+    text: str
+    alone: bool = False
+
+    def signed(self, secret: bytes, attempt: str) -> str:
+        """The text that is written to the store."""
+        return json.dumps([*self, signature(secret, attempt, *self)])
+
+    @classmethod
+    def read(cls, written: object, secret: bytes, attempts: Iterable[str]) -> Cause | None:
+        """Parse a signed text; None unless somebody who knows the secret wrote it, in one of these attempts."""
+        with contextlib.suppress(ValueError, TypeError, OverflowError, RecursionError):
+            rank, text, alone, signed = json.loads(written)  # pyright: ignore[reportArgumentType]
+            cause = cls(int(rank), str(text), bool(alone))
+            if any(is_signed(signed, secret, attempt, *cause) for attempt in attempts):
+                return cause._replace(text=lines(cause.text[:MOST_CHARACTERS]))
+        return None
+
+
+class Alarm:
+    """The board for causes and for the ranks that have read them.
+
+    A cause that is not signed for this attempt is ignored: somebody may have kept it from an earlier one.
+
+    Args:
+        store: the part of a store for this attempt at the run (`store.of_attempt`). secret: of the run.
+        attempts: names of the attempt, of which the last is used to sign.
+    """
+
+    def __init__(self, store: Store, secret: bytes, attempts: Sequence[str]) -> None:
+        self._board, self._secret, self._attempts = Board(store, "alarm"), secret, attempts
+
+    def sound(self, cause: Cause) -> Cause | None:
+        """Write a cause; returns the first one, with which all ranks end."""
+        self._board.append(cause=cause.signed(self._secret, self._attempts[-1]))
+        return self.read()[0]  # after an answer this process may end: the store has the line
+
+    def acknowledge(self, rank: int) -> None:
+        """Note that a rank knows the cause."""
+        self._board.append(read=rank)
+
+    def read(self) -> tuple[Cause | None, set[int]]:
+        """The first cause, if there is one, and the ranks that know it; one round trip."""
+        entries = self._board.entries()
+        attempts = tuple(self._attempts)
+        causes = (Cause.read(entry["cause"], self._secret, attempts) for entry in entries if "cause" in entry)
+        readers = {entry["read"] for entry in entries if isinstance(entry.get("read"), int)}
+        return next((cause for cause in causes if cause), None), readers
+
+
+class AbsentError(PeerError):
+    """Another rank waited for ranks that did not come in time."""
+
+
+class Peers:
+    """This rank's beat and guard; every rank has one, on the same store.
+
+    Args:
+        store: of this attempt; cloned for a connection of its own.
+        rank, ranks: of the run.
+        timeout: seconds after which a peer or a store that is silent has ended the run.
+        secret: that causes are signed with; others are ignored.
+    """
+
+    def __init__(self, store: Store, *, rank: int, ranks: int, timeout: float, secret: bytes = b"") -> None:
+        self.rank, self.ranks = rank, ranks
+        self._limit = _SHARE * timeout
+        self._patience = min(4.0, max(3 * _BEAT_SECONDS, 0.15 * timeout))
+        self._grace = min(_GRACE_SECONDS, 1.0 + 0.1 * timeout)
+        self._secret, self._attempts = secret, [this_attempt()]
+        self._store: Any = store  # PyTorch's stubs lack `clone`
+        self._beats: dict[int, bytes] = {}
+        self._silence: dict[int, float] = {}  # seconds, of each peer that has been heard
+        self._store_silence = 0.0
+        self._store_lost = False
+        self._proposed: Cause | None = None
+        self._cause: Cause | None = None
+        self._known = threading.Event()  # the cause
+        self._read_by_all = threading.Event()
+        self._closed = threading.Event()
+        self._threads = [
+            threading.Thread(target=work, name=f"lowbit-{name}", daemon=True)
+            for name, work in (("guard", self._guard), ("beat", self._beat))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def enter(self, attempt: str) -> None:
+        """Sign alarms for the attempt of this name, which the ranks have drawn; alarms of before count until `settle`.
+
+        To be called before this rank shows the others that it knows the name.
+        """
+        self._attempts.append(attempt)
+
+    def settle(self) -> None:
+        """Ignore alarms without the attempt's name: all ranks know it."""
+        del self._attempts[:-1]
+
+    def close(self) -> None:
+        """Stop watching; the run is over.
+
+        A thread that is inside PyTorch when the interpreter ends can abort the process, so this waits for both, but
+        not for long: the store may never answer.
+        """
+        self._closed.set()
+        for thread in self._threads:
+            thread.join(_CLOSE_SECONDS)
+
+    @contextlib.contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Turn an error in the block into the one that all ranks end with; the watch ends with the block.
+
+        Raises:
+            PeerError: another rank was the cause.
+        """
+        try:
+            yield
+        except AgreementError:
+            raise  # the same on all ranks
+        except Exception as error:
+            if getattr(error, "on_all_ranks", False):
+                raise
+            cause = self.explain(error)
+            self._linger()
+            if cause is None:
+                raise
+            raise cause from error
+        finally:
+            self.close()
+
+    def explain(self, error: BaseException) -> PeerError | None:
+        """Return the error that names the cause of a failed call; None where `error` does so itself.
+
+        Takes a few seconds at most, enough to hear the beat of a peer that lives. Afterwards all ranks that reach the
+        store know the cause.
+        """
+        names_ranks = isinstance(error, ConnectionError)
+        text = lines(str(error) if names_ranks else f"rank {self.rank} failed: {first_line(error)}")[:MOST_CHARACTERS]
+        mine = Cause(self.rank, text, getattr(error, "alone", False))
+        if isinstance(error, PeerError):  # the cause is known already
+            cause = Cause(error.rank, str(error))
+        else:
+            cause = (None if mine.alone else self._silent_peer()) or mine
+        self._proposed = cause
+        if self._known.wait(self._patience) and self._cause is not None:
+            cause = self._cause
+        elif cause is mine and isinstance(error, RuntimeError):
+            cause = self._store_gone()
+        if cause.text in (text, str(error)):
+            return None
+        # Not by rank: a `PeerError` counts within its group, and the others may be wrong about this rank.
+        kind = AbsentError if cause.alone else PeerError
+        return kind(cause.text, cause.rank)
+
+    def _linger(self) -> None:
+        """Give the others time to read the alarm, where this process keeps the store."""
+        if self.rank == 0 and not launcher_keeps_store():
+            self._read_by_all.wait(self._grace)
+
+    def _silent_peer(self) -> Cause | None:
+        """The cause, if it is known, or the ranks whose beat has stopped; None if all others are alive."""
+        deadline = time.monotonic() + self._patience + _BEAT_SECONDS
+        while time.monotonic() < deadline and not self._store_lost:
+            if self._known.wait(_TURN_SECONDS):
+                return self._cause
+            if cause := self._silent_for(self._patience):
+                return cause
+        return None
+
+    def _silent_for(self, seconds: float) -> Cause | None:
+        silences = list(self._silence.items())  # at once: the beat adds peers meanwhile
+        silent = sorted(rank for rank, quiet in silences if quiet > seconds)
+        if not silent or self._store_silence > seconds / 2:  # nobody could be heard
+            return None
+        names = " and ".join(f"rank {rank}" for rank in silent)
+        text = f"{names} stopped answering: killed or stopped, or its machine or network is gone"
+        return Cause(silent[0], text)
+
+    def _store_gone(self) -> Cause:
+        if self.rank == 0:
+            return Cause(-1, "the store where the ranks meet stopped answering: its launcher is gone")
+        return Cause(0, "rank 0 stopped answering: it, its launcher, or the network to its machine is gone")
+
+    # The beat.
+
+    def _beat(self) -> None:
+        try:
+            store = self._store.clone()
+            alarm = Alarm(store, self._secret, self._attempts)
+            for count in itertools.count():
+                self._exchange(store, alarm, count)
+                self._store_silence = 0.0
+                if self._closed.wait(_BEAT_SECONDS):
+                    return
+        except RuntimeError:  # the connection has ended
+            self._store_lost = True
+
+    def _exchange(self, store: Any, alarm: Alarm, count: int) -> None:
+        store.set(f"beat/{self.rank}", str(count))
+        if self._cause is None and self._proposed is not None:
+            alarm.sound(self._proposed)
+        cause, readers = alarm.read()
+        if self._cause is None and cause is not None:
+            self._cause = cause
+            alarm.acknowledge(self.rank)
+            self._known.set()
+        others = [rank for rank in range(self.ranks) if rank != self.rank]
+        heard = [r for r in others if r in self._beats or store.check([f"beat/{r}"])]
+        if heard:
+            for rank, beat in zip(heard, store.multi_get([f"beat/{r}" for r in heard]), strict=True):
+                if self._beats.get(rank) != beat:
+                    self._beats[rank], self._silence[rank] = beat, 0.0
+        waiting = {rank for rank in others if self._silence.get(rank, math.inf) < self._patience}
+        if self._cause is not None and waiting <= readers:
+            self._read_by_all.set()
+
+    # The guard.
+
+    def _guard(self) -> None:
+        last, known = time.monotonic(), 0.0
+        while not self._closed.wait(_TURN_SECONDS):
+            now = time.monotonic()
+            turn, last = min(now - last, _LONGEST_TURN), now
+            self._store_silence += turn
+            for rank in list(self._silence):
+                self._silence[rank] += turn
+            known += turn if self._known.is_set() or self._store_lost else 0.0
+            if known > self._grace or self._store_silence > self._limit:
+                return self._end(self._cause or self._store_gone())
+            self._proposed = self._proposed or self._silent_for(self._limit)
+
+    def _end(self, cause: Cause) -> None:
+        if self._closed.is_set():
+            return
+        sys.stderr.write(f"rank {self.rank}: error: {one_line(cause.text)}\n")
+        end(ALONE if cause.alone else FAILED)

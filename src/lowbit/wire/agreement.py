@@ -1,0 +1,213 @@
+"""All ranks compare, before the first byte, what they are about to send.
+
+Peers that disagree on a format do not fail: they wait for bytes that never come, or decode garbage. So each of them
+states facts ("boundary 0 forward codec" is such and such) and compares them with everybody else's. The facts travel
+through the store of the process group, not through a collective: the store has time limits of its own, shows who is
+missing, and does not need the data path whose use is being agreed on.
+
+An agreement is a board in the store. Each rank appends one line, which waits for no answer, and reads the board until
+all have. A rank that gives up appends a line, too: the agreement has failed if it comes before the last statement. So
+no rank is special, and all conclude the same. Ranks that start together need at most two round trips to the store.
+
+A rank that comes later reads the same. So where an agreement has failed, the process that keeps the store does not end
+before every rank has read how, or the time limit is over (`stay`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Never
+
+import torch.distributed as dist
+
+from lowbit.wire.errors import AgreementError
+from lowbit.wire.groups import next_round, plain, rank_names
+from lowbit.wire.statements import Facts, Ledger, Statements, listed
+from lowbit.wire.store import Board, BoundedStore, is_kept_here, wait_until
+
+_LINGER = 5.0  # seconds that the rank with the store stays before it raises, so that those that came can read the same
+_QUIET_SECONDS = 2.0  # of staying for others before a line says so
+_GRACE = 1.0  # seconds that members in conflict wait for others, to show the whole of it
+# Seconds between two looks at the board: a share of those waited.
+_SHORTEST, _LONGEST, _SHARE = 0.01, 0.5, 0.1
+
+log = logging.getLogger(__name__)
+
+_unread: list[tuple[Board, list[str], float]] = []  # of failed agreements whose store is here: names of ranks, deadline
+
+_ledgers: weakref.WeakKeyDictionary[dist.ProcessGroup, Ledger] = weakref.WeakKeyDictionary()
+
+
+def agree(
+    group: dist.ProcessGroup | None, facts: Facts | str, timeout: float = 120.0, *, topic: str = "configuration"
+) -> None:
+    """Wait for all ranks of a group and compare their facts; every rank calls this.
+
+    Args:
+        group: the ranks concerned; None: the default group.
+        facts: what this rank states; a string is the only fact, named after the topic.
+        timeout: seconds to wait for the other ranks.
+        topic: tells agreements about different things in the same group apart.
+
+    Raises:
+        AgreementError: two ranks state different values under one name, or a rank did not come in time.
+    """
+    group = plain(group)
+    facts = {topic: facts} if isinstance(facts, str) else facts
+    names = [f"rank {rank}" for rank in range(group.size())]
+    Agreement(group, f"{topic}/{next_round(group, topic)}", timeout).exchange({group.rank(): facts}, names)
+
+
+class Agreement:
+    """One comparison among members, of which a rank may speak for several (the stages of a pipeline), or for none.
+
+    Args:
+        group: process group whose store carries the facts.
+        topic: unique among the agreements of this group, and the same on every rank.
+        timeout: seconds to wait for the other ranks, and that each call of the store may take.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, topic: str, timeout: float) -> None:
+        self._store = BoundedStore(group, timeout)
+        self._kept = group.get_group_store()
+        self._key = f"lowbit/agreement/{topic}"
+        self._board = Board(self._store, self._key)
+        self._timeout = timeout
+        self._rank, self._ranks = group.rank(), rank_names(group)
+        self._ledger = _ledgers.setdefault(group, Ledger())
+        self._stated = False
+        self._deadline = time.monotonic() + timeout
+
+    def exchange(self, facts: Mapping[int, Facts], names: Sequence[str]) -> dict[int, Facts]:
+        """State facts, wait for those of all ranks, and compare them; to be called by every rank of the group, once.
+
+        Args:
+            facts: of all members that this rank speaks for, by their numbers.
+            names: of all members, for errors; numbers count from 0.
+
+        Returns:
+            The facts of all members, by number.
+
+        Raises:
+            AgreementError: a contradiction, or members that stated nothing in time; the same text on every rank.
+            PeerError: the store did not answer in time.
+        """
+        self._state(facts, names, self._ledger.begin(self._key, len(self._ranks)))
+        return self._conclude(names)
+
+    def look(self, facts: Mapping[int, Facts], names: Sequence[str]) -> None:
+        """State facts, and compare them with those that others have stated so far, without waiting for any.
+
+        Beside a call that should end by itself: others may never state anything. Call `forget` once it is over.
+
+        Raises:
+            AgreementError, PeerError: as `exchange`, which others may be in.
+        """
+        if not self._stated:
+            self._state(facts, names)
+        statements = self._read()
+        if statements.ended or statements.problem():
+            self._conclude(names)
+
+    def forget(self) -> None:
+        """Delete the board after `look`; that of an `exchange` is deleted in a later one."""
+        self._store.delete_key(self._key)
+
+    def linger(self) -> None:
+        """Note that this rank knows how it ended; where this process keeps the store, stay until the others do.
+
+        After an `exchange` whose outcome is an error; to be called by every rank. Returns once all that came know it;
+        the process then ends once all know it.
+        """
+        with contextlib.suppress(RuntimeError):  # the store has gone already
+            self._board.append(left=self._rank)
+        # No other rank asks again: the store may go as soon as all have left, and PyTorch would print lines of C++.
+        if is_kept_here(self._kept):
+            board = Board(self._kept, self._key)  # without threads, which cannot start while this process ends
+            wait_until(lambda: not _read(board, self._ranks).unaware(), _LINGER, pause=_SHORTEST)
+            if _strangers(board, self._ranks):
+                _unread.append((board, self._ranks, self._deadline))
+
+    def give_up(self, why: str) -> None:
+        """Instead of `exchange`: end it for the ranks that are waiting in it, with an error of this text."""
+        with contextlib.suppress(RuntimeError):  # the store has gone already
+            self._board.append(ended=why)
+
+    def _state(self, facts: Mapping[int, Facts], names: Sequence[str], over: Sequence[str] = ()) -> None:
+        members = {member: [names[member], dict(stated)] for member, stated in facts.items()}
+        self._board.append(rank=self._rank, count=len(names), members=members, over=over)
+        self._stated = True
+
+    def _read(self) -> Statements:
+        return _read(self._board, self._ranks)
+
+    def _conclude(self, names: Sequence[str]) -> dict[int, Facts]:
+        """Read until all ranks have stated something, one gave up, or this one does."""
+        start = time.monotonic()
+        deadline, in_conflict, given_up = start + self._timeout, False, ""
+        while True:
+            statements = self._read()
+            problem = statements.problem()
+            if statements.complete:
+                if missing := statements.missing(names):
+                    problem = problem or f"no rank reports for {listed(missing)}"
+                if problem:
+                    self._fail(problem, statements)
+                self._end(statements)
+                return {member: facts for member, (_, facts) in sorted(statements.members().items())}
+            if ended := statements.ended or given_up:
+                self._fail(ended, statements)
+            now = time.monotonic()
+            if problem and not in_conflict:  # hardly wait for the others
+                in_conflict, deadline = True, min(deadline, now + _GRACE)
+            if now >= deadline:  # unless the last statement comes first
+                absent = f"{listed(statements.missing(names))} did not report within {self._timeout:g} s: not started, "
+                given_up = problem or absent + "ended early, busy for longer than that, or set up for something else"
+                self._board.append(ended=given_up)
+                continue
+            pause = min(_LONGEST, max(_SHORTEST, _SHARE * (now - start)))
+            time.sleep(min(pause, deadline - now))
+
+    def _fail(self, text: str, statements: Statements) -> Never:
+        self._end(statements)
+        self.linger()
+        raise AgreementError(text)
+
+    def _end(self, statements: Statements) -> None:
+        read_by_all = self._ledger.end(self._key, self._rank, statements)
+        if self._rank == 0:  # most often near the store, so that this takes least
+            for key in read_by_all:
+                self._store.delete_key(key)
+
+
+@atexit.register
+def stay() -> None:
+    """Keep the store reachable for ranks that have not come yet to an agreement that has failed; before this ends.
+
+    For each at most as long as ranks wait for each other there.
+    """
+    start = time.monotonic()
+    with contextlib.suppress(RuntimeError, KeyboardInterrupt):
+        while _unread:
+            board, ranks, deadline = _unread.pop()
+            told = False
+            while (late := _strangers(board, ranks)) and (left := deadline - time.monotonic()) > 0:
+                if not told and time.monotonic() > start + _QUIET_SECONDS:
+                    log.warning("staying up to %.0f s, so that %s can read why the run ended", left, listed(late))
+                    told = True
+                time.sleep(_LONGEST / 5)
+
+
+def _strangers(board: Board, ranks: Sequence[str]) -> list[str]:
+    """Ranks that do not know how an agreement ended; none if its board is gone."""
+    statements = _read(board, ranks)
+    return statements.absent() if statements.came or statements.ended else []
+
+
+def _read(board: Board, ranks: Sequence[str]) -> Statements:
+    return Statements.read(board.lines(), ranks)

@@ -1,0 +1,240 @@
+"""Eight bytes behind every message tell whether it is the one that was sent, and the one that was expected.
+
+A checksum covers the payload, the message's place (sender, receiver and a counter that both ends count alike), and the
+run's secret, if the environment variable LOWBIT_SECRET holds one. So it reveals bits that changed on the way, a message
+of another step or place, and one from somebody who does not know the secret. It is no message authentication code:
+it does not withstand somebody who reads the traffic and computes.
+
+On the host the checksum is XXH3 (64 bits). Messages that arrive on a device (NCCL, and PyTorch's collectives) have one
+of plain integer operations there, which no host waits for: `Verdicts` keeps the outcomes and reads all at once.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import hmac
+import json
+import os
+import struct
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from lowbit.wire.errors import PeerError
+
+CHECKSUM_BYTES = 8
+"""Bytes that follow the payload in a message."""
+SECRET = "LOWBIT_SECRET"
+"""Environment variable with the secret of a run, which all of its ranks know."""
+ATTEMPT = "LOWBIT_ATTEMPT"
+"""Environment variable with the name of an attempt at a run, from a launcher that starts all of its ranks."""
+_attempt = ""  # of this process's last meeting
+_WORD = 8  # bytes that the checksum on a device takes at a time
+_LOW_HALF = 0xFFFFFFFF
+_MOST_SEARCHED = 1 << 20  # bytes in which `Checksums.end_of` looks: half a second
+_ODD = (0x1E3779B97F4A7C15, 0x42B2AE3D27D4EB4F, 0x165667B19E3779F9)
+
+
+class DamagedError(PeerError):
+    """A message did not arrive as it was sent, or is not the expected one.
+
+    Attributes:
+        rank: the rank, within the group, that the message came from.
+    """
+
+
+class Checksums:
+    """Checksums of the messages of one conversation: the same at both ends.
+
+    A message is uint8, one dimension, contiguous: the payload and `room` bytes behind it.
+
+    Args:
+        topic: of the messages; those of other topics do not fit.
+        enabled: False: messages are payloads and nothing else.
+
+    Attributes:
+        room: bytes behind each payload: 8, or 0.
+    """
+
+    def __init__(self, topic: str, *, enabled: bool = True) -> None:
+        self.enabled = enabled
+        self.room = CHECKSUM_BYTES if enabled else 0
+        self._base = xxhash.xxh3_64_intdigest(topic.encode(), seed=_key_of(run_secret()))
+
+    def seal(self, message: Tensor, *place: int) -> None:
+        """Fill the last bytes of a message on the host. `place`: which of the conversation's messages it is."""
+        if self.enabled:
+            view = message.numpy().data
+            view[-self.room :] = self._digest(view, place)
+
+    def intact(self, message: Tensor, *place: int) -> bool:
+        """Whether a message on the host is the one that was sent, and is the one of this place."""
+        if not self.enabled:
+            return True
+        view = message.numpy().data
+        return view[-self.room :] == self._digest(view, place)
+
+    def end_of(self, memory: Tensor, *place: int) -> int | None:
+        """Length of the message of this place at the start of `memory`, found by its checksum; None without success."""
+        if not self.enabled:
+            return None
+        view, digest = memory.numpy().data, xxhash.xxh3_64(seed=self._seed(place))
+        for end in range(self.room, min(len(view), _MOST_SEARCHED) + 1):
+            if view[end - self.room : end] == digest.digest():
+                return end
+            digest.update(view[end - self.room : end - self.room + 1])
+        return None
+
+    def seal_there(self, message: Tensor, *place: int) -> None:
+        """As `seal`, by operations on the message's device, for `damage_there` at the other end."""
+        if self.enabled:
+            checksum = _sum_words(message[: -self.room], self._seed(place))
+            message[-self.room :].copy_(checksum.view(torch.uint8))
+
+    def damage_there(self, message: Tensor, *place: int) -> Tensor:
+        """Whether a message is not the one that was sent: bool (1,), on its device, with no wait for the answer."""
+        if not self.enabled:
+            return torch.zeros(1, dtype=torch.bool, device=message.device)
+        checksum = _sum_words(message[: -self.room], self._seed(place))
+        return checksum != message[-self.room :].clone().view(torch.int64)
+
+    def _digest(self, view: memoryview, place: tuple[int, ...]) -> bytes:
+        return xxhash.xxh3_64_digest(view[: -self.room], seed=self._seed(place))
+
+    def _seed(self, place: tuple[int, ...]) -> int:
+        return xxhash.xxh3_64_intdigest(struct.pack(f"<{len(place)}q", *place), seed=self._base)
+
+
+class Verdicts:
+    """Outcomes on a device that the host has not read yet."""
+
+    def __init__(self) -> None:
+        self._noted: list[tuple[Tensor, str, int]] = []
+
+    def note(self, damage: Tensor, about: str, rank: int) -> None:
+        """Keep an outcome of `Checksums.damage_there`. about, rank: as for `damaged`."""
+        self._noted.append((damage, about, rank))
+
+    def together(self) -> Tensor | None:
+        """Whether any message is damaged: bool (), on the device; None if nothing was noted. Forgets the outcomes."""
+        noted, self._noted = self._noted, []
+        return torch.cat([damage for damage, _, _ in noted]).any() if noted else None
+
+    def settle(self) -> None:
+        """Wait for all outcomes, and forget them.
+
+        Raises:
+            DamagedError: about the first message that is damaged.
+        """
+        noted, self._noted = self._noted, []
+        if not noted:
+            return
+        outcomes = torch.cat([damage for damage, _, _ in noted]).tolist()
+        for (_, about, rank), changed in zip(noted, outcomes, strict=True):
+            if changed:
+                raise damaged(about, rank)
+
+
+def damaged(about: str, rank: int) -> DamagedError:
+    """The error about a message. about: the message and its sender, in words; rank: the sender's in the group."""
+    return DamagedError(
+        f"{about} is damaged: it does not fit the checksum behind it; bytes changed on the way, or it is the message "
+        "of another step or place",
+        rank,
+    )
+
+
+def agreed_facts(checksums: bool) -> dict[str, str]:
+    """Facts that all ranks must agree on so that checksums fit: whether there are any, and which secret."""
+    return {"checksums": "on" if checksums else "off", **secret_facts()}
+
+
+def secret_facts() -> dict[str, str]:
+    """Which secret this process has, so that ranks can compare it; nobody learns the secret from that."""
+    if not (secret := run_secret()):
+        return {SECRET: "not set"}
+    key = hashlib.sha256(secret).digest()
+    digest = hmac.new(key, b"lowbit: which secret is it", hashlib.sha256).hexdigest()
+    return {SECRET: f"one with digest {digest[:12]}"}
+
+
+def check_checksums(value: object) -> None:
+    """Raise unless an argument `checksums` is a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"checksums is {value!r}; allowed: True or False")
+
+
+def sealed_bytes(nbytes: int, checksums: bool = True) -> int:
+    """Bytes of a message with such a payload; an empty one is not sent."""
+    return nbytes + CHECKSUM_BYTES if nbytes and checksums else nbytes
+
+
+def run_secret() -> bytes:
+    """The run's secret as this process was given it; empty without one."""
+    return os.environ.get(SECRET, "").encode()
+
+
+def begin_attempt(name: str) -> None:
+    """Note the name of the attempt at a run that this process is part of, on which all of its ranks agree."""
+    global _attempt
+    _attempt = name
+
+
+def this_attempt() -> str:
+    """The name of this attempt: a launcher's, else one that the ranks drew together, else torchrun's count."""
+    return os.environ.get(ATTEMPT) or _attempt or os.environ.get("TORCHELASTIC_RESTART_COUNT") or "0"
+
+
+def signature(secret: bytes, *said: Any) -> str:
+    """A keyed hash (HMAC-SHA256) of JSON values, in hexadecimal digits."""
+    return hmac.new(secret, json.dumps(said, sort_keys=True).encode(), hashlib.sha256).hexdigest()
+
+
+def is_signed(written: object, secret: bytes, *said: Any) -> bool:
+    """Whether `written` is the signature of these values by somebody who knows the secret."""
+    return isinstance(written, str) and hmac.compare_digest(written.encode(), signature(secret, *said).encode())
+
+
+@functools.cache
+def _key_of(secret: bytes) -> int:
+    """64 bits of a secret; 0 without one."""
+    return int.from_bytes(hashlib.sha256(b"lowbit checksums" + secret).digest()[:8]) if secret else 0
+
+
+def _sum_words(payload: Tensor, seed: int) -> Tensor:
+    """A checksum by PyTorch's integer operations, modulo 2^64: int64 (1,), the same on every device.
+
+    Each word of 8 bytes is mixed so that each of its bits reaches the lower half, and counts with an odd weight of its
+    place. A change within one word is always noticed; other changes, and words that swap places, are missed once in
+    billions.
+    """
+    if payload.storage_offset() % _WORD:
+        payload = payload.clone()
+    whole = payload.numel() // _WORD * _WORD
+    words = payload[:whole].view(torch.int64)
+    if whole < payload.numel():
+        rest = torch.zeros(_WORD, dtype=torch.uint8, device=payload.device)
+        rest[: payload.numel() - whole] = payload[whole:]
+        words = torch.cat([words, rest.view(torch.int64)])
+    start = seed - (1 << 64) if seed >> 63 else seed  # as int64
+    mixed = (words ^ start) * _ODD[0]
+    mixed = mixed ^ ((mixed >> 32) & _LOW_HALF)
+    count = max(1 << 10, 1 << (words.numel() - 1).bit_length())
+    total = (mixed * _weights(count, payload.device)[: words.numel()]).sum().reshape(1)
+    total = (total + payload.numel()) * _ODD[1]
+    return (total ^ ((total >> 32) & _LOW_HALF)) + start
+
+
+@functools.cache
+def _weights(count: int, device: torch.device) -> Tensor:
+    """Odd numbers, one for each place of a word."""
+    with torch.inference_mode(False):
+        places = torch.arange(1, count + 1, device=device) * _ODD[2]
+        places = (places ^ ((places >> 29) & 0x7FFFFFFFF)) * _ODD[0]
+        weights = places | 1
+    if device.type == "cuda":  # other streams will use them, too
+        torch.cuda.current_stream(device).synchronize()
+    return weights

@@ -1,0 +1,267 @@
+"""Find the rank that failed first, from the neighbour that a rank sees fail.
+
+When a rank ends, only its neighbours notice; they end in turn, and the next ones see *them* go. Each rank that gives up
+therefore writes on a board in the store of the process group, "I gave up on rank s", and follows the notes of others
+from its own suspect on. The rank at the end of that chain wrote none: it is the one that died or hangs. Or it wrote why
+it could not go on itself, and the others say the same.
+
+A note also states the lengths of the messages that are under way between the two ranks (`Letter`). Where both ends of a
+message state different lengths, they have waited for each other in vain, and both say so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from lowbit.wire.checksum import is_signed, run_secret, signature, this_attempt
+from lowbit.wire.errors import AgreementError, PeerError, described
+from lowbit.wire.groups import is_known, job_ranks
+from lowbit.wire.store import Board, bounded, wait_until
+
+_CLOSED_GRACE = 0.5  # seconds for the note of a suspect that gave up on somebody itself to arrive
+_POLL = 0.05
+_MOST_CHARACTERS = 2000  # of a reason
+_MOST_LETTERS = 256  # that a note states the lengths of
+_LINGER = 5.0  # seconds at most that the rank with the store stays for the others to read it
+
+
+class FailureBoard:
+    """Notes about failed peers, in the store of a process group.
+
+    Args:
+        group: the ranks concerned. topic: unique among the boards of this group, and the same on every rank.
+        names: of the ranks of the group, for errors.
+        timeout: seconds from the start of a wait in vain to the error.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, topic: str, names: Sequence[str], timeout: float) -> None:
+        key = f"lowbit/failure/{topic}"
+        self._board = Board(group.get_group_store(), key)
+        # Groups of other makers, such as torchft's, join processes of several runs, each with attempts of its own.
+        self._place = (this_attempt() if is_known(group) else "", key)
+        self.topic = topic
+        self._names = list(names)
+        self._rank = group.rank()
+        self._timeout = timeout
+        self._blames = self._gave_up = False  # a note says on whom, or why
+        self.letters: weakref.WeakKeyDictionary[Letter, None] = weakref.WeakKeyDictionary()  # under way; oldest first
+        # Unless a launcher does, the job's first rank hosts the store; it need not be in this group.
+        ranks = job_ranks(group)
+        self._host = ranks.index(0) if 0 in ranks else None
+
+    @property
+    def own_name(self) -> str:
+        """Name of this rank in errors."""
+        return self._names[self._rank]
+
+    @property
+    def patience(self) -> timedelta:
+        """Limit of a wait; the rest of the timeout is for finding out who is to blame."""
+        return timedelta(seconds=0.8 * self._timeout)
+
+    @contextlib.contextmanager
+    def blaming(self, peer: int) -> Iterator[None]:
+        """Turn a failure of communication with a rank into an error that names whoever failed first.
+
+        Raises:
+            PeerError, AgreementError: as `blame` gives it.
+        """
+        try:
+            yield
+        except (PeerError, AgreementError):
+            raise
+        except RuntimeError as error:
+            raise self.blame(peer, error) from error
+
+    def given_up(self) -> int | None:
+        """A rank other than this one that gave up on a peer, or None: to be asked while this rank waits for another.
+
+        Raises:
+            RuntimeError, TimeoutError: the store has gone, or does not answer.
+        """
+        notes, _ = bounded(self._read, 0.2 * self._timeout)
+        return next((rank for rank in notes if rank != self._rank), None)
+
+    def give_up(self, error: BaseException, sever: Callable[[], None]) -> None:
+        """Write why this rank cannot go on, then end its connections, so that the others look for the reason.
+
+        Args:
+            error: the reason; not written if this rank has blamed another, or given up before.
+            sever: ends the connections.
+        """
+        if self._blames or self._gave_up:
+            return sever()
+        self._gave_up = True
+        agreement = isinstance(error, AgreementError)
+        text = (str(error) if agreement else described(error))[:_MOST_CHARACTERS]
+        note = {"rank": self._rank, "reason": text, "agreement": agreement}
+        written = _within(0.2 * self._timeout, lambda: self._write(**note))
+        sever()
+        if written and self._rank == self._host:
+            _within(0.2 * self._timeout, lambda: self._linger(self._rank, min(_LINGER, 0.1 * self._timeout)))
+
+    def blame(self, suspect: int, cause: Exception | None) -> RuntimeError:
+        """Find out who failed, after communication with rank `suspect` failed with `cause` (None: it has given up).
+
+        Returns:
+            `PeerError`; `AgreementError` where that is why the first rank gave up.
+        """
+        self._blames, silent = True, "timed out" in str(cause or "").lower()
+        trace = _Trace([suspect])
+        limit = 0.2 * self._timeout if silent else _CLOSED_GRACE + 0.5 * self._timeout
+        _within(limit, lambda: self._follow(trace, silent))
+        culprit = trace.chain[-1]
+        if trace.conflict:
+            return PeerError(trace.conflict, suspect)
+        if trace.note.get("agreement"):
+            error = AgreementError(trace.note["reason"][:_MOST_CHARACTERS])
+            error.on_all_ranks = False  # those that wait for this one do not know it yet
+            return error
+        if trace.note:
+            return PeerError(f"{self._names[culprit]} gave up: {trace.note['reason'][:_MOST_CHARACTERS]}", culprit)
+        failed = f"did not answer within {self._timeout:g} s" if silent else "closed its connection"
+        text = f"{self._names[suspect]} {failed if cause else 'gave up'}"
+        if culprit != suspect:
+            text += f", because {self._names[culprit]} had failed before"
+        if not trace.finished and suspect != self._host:
+            host = "the job's rank 0" if self._host is None else self._names[self._host]
+            text += f"; so did the store, which {host} hosts unless a launcher does"
+        # Gloo wraps the reason in a source position and advice.
+        reason = re.sub(r"^\[[^]]*\] |\. This is typically.*", "", str(cause or "its note"))
+        return PeerError(f"{text} (seen by {self._names[self._rank]}: {reason})", culprit)
+
+    def _follow(self, trace: _Trace, silent: bool) -> None:
+        """Extend the chain for as long as new notes may come, and keep the reason that its last rank left."""
+        chain = trace.chain
+        letters = [letter for letter in list(self.letters) if letter.route.peer == chain[0]][:_MOST_LETTERS]
+        lengths = [[letter.route.channel, letter.incoming, letter.nbytes] for letter in letters]
+        self._write(rank=self._rank, suspect=chain[0], silent=silent, lengths=lengths)
+        start = time.monotonic()
+        while True:
+            notes, _ = self._read()
+            trace.conflict = self._conflict(letters, notes.get(chain[0], {}))
+            while note := notes.get(chain[-1]):
+                if "reason" in note:
+                    trace.note = note
+                    break
+                silent = silent or bool(note["silent"])
+                if note["suspect"] in (self._rank, *chain):
+                    break  # they wait for each other
+                chain.append(note["suspect"])
+            grace = 0.1 * self._timeout if silent else _CLOSED_GRACE
+            if trace.conflict or trace.note or time.monotonic() > start + grace:
+                break
+            time.sleep(_POLL)
+        self._write(seen=self._rank)
+        trace.finished = True
+        if self._rank == self._host:
+            culprit = self._rank if trace.conflict else chain[-1]  # both ends of that message read the notes
+            self._linger(culprit, min(_LINGER, (0.1 if silent else 0.5) * self._timeout))
+
+    def _conflict(self, letters: Sequence[Letter], note: dict[str, Any]) -> str:
+        """The first message whose length differs from what its other end states in a note; empty if there is none."""
+        stated: dict[tuple[int, bool], int] = {}
+        for line in note.get("lengths", ()) if note.get("suspect") == self._rank else ():
+            match line:
+                case [int(channel), bool(incoming), int(nbytes)]:
+                    stated.setdefault((channel, incoming), nbytes)  # the oldest one
+        for letter in letters:
+            theirs = stated.pop((letter.route.channel, not letter.incoming), letter.nbytes)
+            if theirs != letter.nbytes:
+                sent, expected = (theirs, letter.nbytes) if letter.incoming else (letter.nbytes, theirs)
+                receiver = self._rank if letter.incoming else letter.route.peer
+                return wrong_length(letter.route.about, sent, self._names[receiver], expected)
+        return ""
+
+    def _linger(self, culprit: int, seconds: float) -> None:
+        """Stay until all others have read the notes: the store may be in this process."""
+        others = set(range(len(self._names))) - {culprit}
+        wait_until(lambda: others <= self._read()[1], seconds)
+
+    def _write(self, **note: Any) -> None:
+        self._board.append(**note, signature=signature(run_secret(), *self._place, note))
+
+    def _read(self) -> tuple[dict[int, dict[str, Any]], set[int]]:
+        """The last note of each rank, and the ranks that are done reading; lines that no rank signed are ignored."""
+        notes: dict[int, dict[str, Any]] = {}
+        seen: set[int] = set()
+        for line in self._board.entries():
+            if not is_signed(line.pop("signature", None), run_secret(), *self._place, line):
+                continue
+            rank: Any = line.get("rank", line.get("seen"))
+            if not self._is_rank(rank):
+                continue
+            if "seen" in line:
+                seen.add(rank)
+            elif isinstance(line.get("reason"), str) or ("silent" in line and self._is_rank(line.get("suspect"))):
+                notes[rank] = line
+        return notes, seen
+
+    def _is_rank(self, value: object) -> bool:
+        return type(value) is int and 0 <= value < len(self._names)
+
+
+@dataclass(frozen=True)
+class Route:
+    """The other rank within the group, and the channel of a message (`lowbit.wire.tags`); and its name in errors."""
+
+    peer: int
+    channel: int
+    about: str = field(default="a message", compare=False)
+
+
+@dataclass(eq=False)
+class Letter:
+    """A message that is under way, for the length that each of its ends states if it never arrives.
+
+    Attributes:
+        board: that it is noted on until it is `done`.
+        nbytes: of the message with its checksum, as the receiver expects it. incoming: whether this rank receives it.
+    """
+
+    board: FailureBoard
+    route: Route
+    nbytes: int
+    incoming: bool
+
+    def __post_init__(self) -> None:
+        self.board.letters[self] = None
+
+    def done(self) -> None:
+        """It has arrived."""
+        self.board.letters.pop(self, None)
+
+
+def wrong_length(about: str, sent: int, receiver: str, expected: int) -> str:
+    """Text of the error about a message with another length than its receiver expects."""
+    return f"{about} has {sent} bytes with its checksum; {receiver} expects {expected}"
+
+
+@dataclass
+class _Trace:
+    """Ranks that gave up on each other, the note in which the last one gives its reason, and whether that is all.
+
+    conflict: what two ends of a message state about its length, in words.
+    """
+
+    chain: list[int]
+    conflict: str = ""
+    note: dict[str, Any] = field(default_factory=dict)
+    finished: bool = False
+
+
+def _within(seconds: float, call: Callable[[], None]) -> bool:
+    """Whether calls of the store end well in time: it may be gone, or on a machine that no longer answers."""
+    with contextlib.suppress(TimeoutError, RuntimeError):
+        bounded(call, seconds)
+        return True
+    return False

@@ -1,0 +1,122 @@
+"""Conversations: single messages between two ranks, apart from a pipeline's traffic, with a time limit and a checksum.
+
+Both ends count a conversation's messages. Gloo carries them, from and to the CPU.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lowbit.wire import tags
+from lowbit.wire.checksum import Checksums
+from lowbit.wire.failure import FailureBoard
+from lowbit.wire.groups import default_group, next_round, rank_names
+from lowbit.wire.mailbox import Expected, Mailbox, Route, Sent
+from lowbit.wire.objects import MOST_BYTES, parse_json
+from lowbit.wire.sent import note_sent
+
+_SIZE_BYTES = 8
+
+
+class Messages:
+    """The messages of one purpose; all ranks of the group make their objects in the same order.
+
+    Args:
+        group: the ranks, over Gloo; None: the default group.
+        purpose: such as "evaluation", for errors and for the count of what is sent (`lowbit.wire.sent`).
+        timeout: seconds after which a peer that does not answer is an error.
+        checksums: whether 8 bytes behind each payload tell if it arrived as it was sent; the same on all ranks.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, purpose: str, *, timeout: float, checksums: bool = True
+    ) -> None:
+        group, self._purpose = group or default_group(), purpose
+        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        topic = f"messages/{purpose}/{next_round(group, f'messages/{purpose}')}"
+        self._names = rank_names(group)
+        board = FailureBoard(group, topic, self._names, timeout)
+        self._mailbox = Mailbox(group, Checksums(topic, enabled=checksums), board)
+        # Of its own: receives may be posted long before their messages arrive, after those of another purpose.
+        self._channels = tags.CONVERSATIONS.channels(next_round(group, "messages"))
+        self._sent: Counter[int] = Counter()
+        self._expected: Counter[int] = Counter()
+
+    def send(self, payload: Tensor, to: int, *, expected: int | None = None) -> Sent:
+        """Start to send.
+
+        Args:
+            payload: any tensor, of which a copy travels. to: a rank of the group.
+            expected: bytes of payload that the receiver expects; None: those of this one.
+
+        Raises:
+            PeerError: the peer ended.
+        """
+        flat, room = payload.detach().reshape(-1).view(torch.uint8), self._mailbox.checksums.room
+        message = torch.empty(flat.numel() + room, dtype=torch.uint8)
+        message[: flat.numel()].copy_(flat)
+        number, whole = self._sent[to], None if expected is None else expected + room
+        self._sent[to] += 1
+        route = self._route(to, number, "message", self.rank)
+        (sent,) = self._mailbox.send(message, (self.rank, to, number), route, expected=whole)
+        note_sent(self._purpose, message.numel())
+        return sent
+
+    def expect(self, nbytes: int, source: int, about: str = "") -> Expected:
+        """Post the receive of the next message of a rank, whose length must be known.
+
+        Gloo sends a message once its receive is posted: one that is not expected yet takes another round trip.
+
+        Args:
+            nbytes: of its payload. source: a rank of the group. about: its name in errors.
+
+        Raises:
+            PeerError: the peer ended.
+        """
+        number = self._expected[source]
+        self._expected[source] += 1
+        route = self._route(source, number, about or "message", source)
+        return self._mailbox.expect(route, nbytes, (source, self.rank, number))
+
+    def _route(self, peer: int, number: int, about: str, sender: int) -> Route:
+        """Where message `number` to or from a peer travels."""
+        name = f"{self._purpose}, {about}, number {number}: the message from {self._names[sender]}"
+        return Route(peer, self._channels[number % len(self._channels)], name)
+
+    def receive(self, nbytes: int, source: int, about: str = "") -> Tensor:
+        """Post the receive of a rank's next message and wait for it; see `expect` and `Expected.wait`."""
+        return self.expect(nbytes, source, about).wait()
+
+    def send_json(self, value: Any, to: int) -> None:
+        """Send a value as JSON, and wait until the peer has it; two messages, of 8 bytes and of the text.
+
+        Raises:
+            TypeError: JSON cannot hold `value`.
+            ValueError: a text of more than 64 MiB.
+            PeerError: the peer ended, or did not receive it in time.
+        """
+        text = json.dumps(value).encode()
+        if len(text) > MOST_BYTES:
+            raise ValueError(f"value has {len(text)} bytes of JSON; allowed: at most {MOST_BYTES}")
+        size = self.send(torch.tensor([len(text)]), to)
+        body = self.send(torch.frombuffer(bytearray(text), dtype=torch.uint8), to)
+        size.wait()
+        body.wait()
+
+    def receive_json(self, source: int, about: str = "") -> Any:
+        """The value that a rank sent with `send_json`.
+
+        Raises:
+            DamagedError, PeerError: as `receive`.
+            ValueError: a length that is not allowed, or no JSON.
+        """
+        size = int(self.receive(_SIZE_BYTES, source, about).view(torch.int64))
+        if not 0 < size <= MOST_BYTES:
+            raise ValueError(f"{self._names[source]} announces {size} bytes of JSON; allowed: 1 to {MOST_BYTES}")
+        return parse_json(self.receive(size, source, about), f"{self._names[source]} sent text that is not JSON")

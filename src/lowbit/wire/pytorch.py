@@ -1,0 +1,103 @@
+"""Which versions of PyTorch work, and its collectives, whose names differ between versions and for groups of others."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
+
+from lowbit.wire.errors import PeerError
+from lowbit.wire.groups import is_known, rank_names
+
+WORKS = (2, 11), (2, 15)
+"""First and last version of PyTorch that the tests pass with. Pipelines use parts of it that are not public."""
+
+# Since 2.13 the names of 2.11 warn.
+_RENAMED = hasattr(dist, "all_gather_single")
+_GATHER = "all_gather_single" if _RENAMED else "all_gather_into_tensor"
+_SCATTER = "reduce_scatter_single" if _RENAMED else "reduce_scatter_tensor"
+
+
+def version() -> tuple[int, int]:
+    """The first two numbers of PyTorch's version."""
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+class TorchVersionError(RuntimeError):
+    """The tests have not passed with this version of PyTorch."""
+
+
+def check_torch() -> None:
+    """Check the version of PyTorch, before ranks start that would fail one by one.
+
+    Raises:
+        TorchVersionError: it is not one of `WORKS`; the text says what is installed, what works and how to install it.
+    """
+    oldest, newest = WORKS
+    if not oldest <= version() <= newest:
+        allowed = "torch>={}.{},<{}.{}".format(*oldest, newest[0], newest[1] + 1)
+        raise TorchVersionError(
+            f"PyTorch {torch.__version__} is installed; lowbit works with {oldest[0]}.{oldest[1]} to "
+            f"{newest[0]}.{newest[1]}: pip install '{allowed}'"
+        )
+
+
+def gather(out: Tensor, x: Tensor, group: dist.ProcessGroup, *, async_op: bool = False) -> dist.Work | None:
+    """Write everybody's `x`, one after the other, to `out`."""
+    if is_known(group):
+        return getattr(dist, _GATHER)(out, x, group=group, async_op=async_op)
+    return _started(group._allgather_base(out, x, AllgatherOptions()), async_op)
+
+
+def exchange(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
+    """Start to write everybody's part of `x` for this rank, one after the other, to `out`."""
+    if is_known(group):
+        return dist.all_to_all_single(out, x, group=group, async_op=True)
+    return group.alltoall_base(out, x, [], [], AllToAllOptions())
+
+
+def total(x: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
+    """Start to replace `x` by its sum over all ranks."""
+    return dist.all_reduce(x, group=group, async_op=True) if is_known(group) else group.allreduce([x])
+
+
+def carries(group: dist.ProcessGroup, backend: str, device: torch.device) -> bool:
+    """Whether this backend carries the tensors of a device."""
+    return backend in (dist.get_backend(group) if is_known(group) else group._get_backend(device).name())
+
+
+def _started(work: dist.Work, async_op: bool) -> dist.Work | None:
+    if async_op:
+        return work
+    work.wait()
+    return None
+
+
+def sum_scatter(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
+    """Start to write this rank's share of the sum of everybody's `x` to `out`."""
+    return getattr(dist, _SCATTER)(out, x, group=group, async_op=True)
+
+
+def finish(work: dist.Work | None, group: dist.ProcessGroup, timeout: float) -> None:
+    """Wait for a collective; on Gloo at most `timeout` seconds, elsewhere as long as the backend does.
+
+    Raises:
+        PeerError: a rank ended, or did not take part in time; Gloo does not say which one.
+    """
+    assert work is not None  # only for ranks outside the group
+    if not carries(group, "gloo", torch.device("cpu")):
+        work.wait()
+        return
+    try:
+        work.wait(timedelta(seconds=timeout))
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise PeerError(
+            f"a rank ended or did not take part within {timeout:g} s "
+            f"(seen by {rank_names(group)[group.rank()]}: {reason})",
+            -1,
+        ) from error

@@ -1,0 +1,161 @@
+"""The store that the ranks share: calls with a time limit, and boards of lines that all ranks read."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from lowbit.wire.errors import PeerError, first_line
+
+T = TypeVar("T")
+_NOTHING = "lowbit: nothing"
+
+
+class BoundedStore:
+    """The store of a process group, with a limit on each call: PyTorch's own block while its machine is silent.
+
+    A call that reaches the limit stays blocked, on a thread of its own, and every later one fails at once.
+
+    Nothing here waits in the store for a key. PyTorch's TCPStore locks its connection meanwhile, so that all other
+    threads that use this store would wait as well, and prints two warnings when such a wait fails. Polling is not
+    slower: `get` takes two round trips, one to wait and one to read.
+
+    Args:
+        group: whose store. seconds: limit of a call.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, seconds: float) -> None:
+        self._store: Any = group.get_group_store()  # PyTorch's stubs lack `append`
+        self._seconds = seconds
+        self._silent = False
+
+    def append(self, key: str, value: str) -> None:
+        """Extend the value of a key, or begin it; a TCPStore does not wait for an answer."""
+        self._call(lambda: self._store.append(key, value))
+
+    def read(self, key: str) -> bytes:
+        """The value of a key, or nothing; one round trip."""
+        return peek(self, key)
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """As PyTorch's."""
+        return self._call(lambda: self._store.compare_set(key, expected, desired))
+
+    def delete_key(self, key: str) -> None:
+        """Remove a value; one round trip."""
+        self._call(lambda: self._store.delete_key(key))
+
+    def _call(self, call: Callable[[], T]) -> T:
+        """The outcome of a call.
+
+        Raises:
+            PeerError: the store did not answer in time, or its connection has ended.
+        """
+        if not self._silent:
+            try:
+                return bounded(call, self._seconds)
+            except TimeoutError:
+                self._silent = True
+            except RuntimeError as error:  # PyTorch's text may continue with lines of C++
+                raise PeerError(
+                    f"the store of the process group closed its connection ({first_line(error)}): the rank or launcher "
+                    "that keeps it has ended",
+                    -1,
+                ) from None
+        raise PeerError(
+            f"the store of the process group did not answer within {self._seconds:g} s: the rank or launcher that "
+            "keeps it, or the network to its machine, is gone",
+            -1,
+        )
+
+
+class Board:
+    """Lines of JSON under one key of a store: all ranks read them in the same order, so the first one can decide.
+
+    Anybody may have written them.
+
+    Args:
+        store: a PyTorch store, whose calls may block, or a `BoundedStore`. key: of the board.
+    """
+
+    def __init__(self, store: Any, key: str) -> None:
+        self._store, self._key = store, key
+
+    def append(self, **line: Any) -> None:
+        """Add a line; a TCPStore does not wait for an answer."""
+        self._store.append(self._key, json.dumps(line) + "\n")
+
+    def lines(self) -> list[bytes]:
+        """All lines so far; one round trip."""
+        return peek(self._store, self._key).splitlines()
+
+    def entries(self) -> list[dict[str, Any]]:
+        """The lines that are JSON objects, parsed."""
+        entries = []
+        for line in self.lines():
+            try:
+                entries.append(json.loads(line))
+            except (ValueError, RecursionError):
+                continue
+        return [entry for entry in entries if isinstance(entry, dict)]
+
+
+def is_kept_here(store: Any) -> bool:
+    """Whether this process keeps a store: others cannot reach it once this process has ended."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return isinstance(store, TCPStore) and "server=TCPServer" in repr(store)  # PyTorch says it nowhere else
+
+
+def of_attempt(store: Store, attempt: str = "0/0") -> PrefixStore:
+    """The part of a store for one attempt at a run: torchrun's count of restarts, and of meetings of this process."""
+    return PrefixStore(f"lowbit/run/{attempt}", store)
+
+
+def peek(store: Any, key: str) -> bytes:
+    """The value of a key, or nothing; never waits for the key.
+
+    One round trip, where `check` takes one and `get` two: a `compare_set` that changes nothing returns the value, or
+    the one that it expected if there is none.
+    """
+    value = store.compare_set(key, _NOTHING, _NOTHING)
+    return b"" if value == _NOTHING.encode() else value
+
+
+def wait_until(done: Callable[[], bool], seconds: float, *, pause: float = 0.05) -> bool:
+    """Ask again and again, until the answer is yes or the time is over; returns the last answer."""
+    deadline = time.monotonic() + seconds
+    while not (answer := done()) and time.monotonic() < deadline:
+        time.sleep(pause)
+    return answer
+
+
+def bounded(call: Callable[[], T], seconds: float) -> T:
+    """Return or raise as a call does that runs on a thread of its own.
+
+    Raises:
+        TimeoutError: it took longer, and goes on.
+    """
+    outcome: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            outcome.append(call())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="lowbit-store", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not outcome:
+        raise TimeoutError(f"no answer within {seconds:g} s")
+    return outcome[0]

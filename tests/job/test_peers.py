@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+
+from lowbit.collectives import PeerError
+from lowbit.job.meeting import AloneError
+from lowbit.job.peers import AbsentError, Alarm, Cause, Peers
+from lowbit.job.process import ALONE
+from lowbit.train.worker import exit_code
+from lowbit.wire.errors import first_line
+from lowbit.wire.groups import default_group
+from tests.processes import Failure, Ranks
+
+SECRET = b"known to the ranks"
+
+
+def _peers(timeout: float, secret: bytes = SECRET) -> Peers:
+    store = PrefixStore("peers", default_group().get_group_store())
+    return Peers(store, rank=dist.get_rank(), ranks=dist.get_world_size(), timeout=timeout, secret=secret)
+
+
+def _explanation(silent: list[int], failing: int) -> tuple[str, int] | None:
+    """What a rank concludes when communication fails while some ranks give no sign of life."""
+    peers = _peers(10)
+    try:
+        time.sleep(1)
+        dist.barrier()
+        if peers.rank in silent:
+            peers.close()
+            return None
+        error = peers.explain(RuntimeError(f"of rank {failing}"))
+        return None if error is None else (str(error), error.rank)
+    finally:
+        peers.close()  # before the watchdog ends this process: an alarm is known
+        dist.barrier()
+
+
+def test_the_rank_without_a_sign_of_life_is_named(ranks: Ranks):
+    first, second, third = ranks.run(_explanation, [1], 0, ranks=3)
+    assert second is None
+    text = "rank 1 stopped answering: killed or stopped, or its machine or network is gone"
+    assert first == third == (text, 1)
+
+
+def test_without_a_silent_rank_the_first_to_fail_is_the_cause(ranks: Ranks):
+    outcomes = ranks.run(_explanation, [], 0)
+    assert outcomes.count(None) == 1
+    cause = outcomes.index(None)
+    assert outcomes[1 - cause] == (f"rank {cause} failed: RuntimeError: of rank 0", cause)
+
+
+def _blocked_for_good(timeout: float) -> None:
+    """Rank 1 falls silent; the others wait for it in a way that has no limit of its own."""
+    peers = _peers(timeout)
+    time.sleep(1)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        peers.close()
+    time.sleep(60)
+
+
+def test_the_watchdog_ends_what_nothing_else_does(ranks: Ranks):
+    started = time.monotonic()
+    outcomes = ranks.outcomes(_blocked_for_good, 4, ranks=3, timeout=15)
+    assert outcomes[0] == outcomes[2] == Failure("ended", "exit code 1")
+    assert outcomes[1].kind == "TimeoutError", "nobody is silent for it"
+    assert time.monotonic() - started < 40
+
+
+def _strangers_alarm() -> bool:
+    """Whether an alarm that nobody of the run has sounded is ignored, and one behind it is not."""
+    if dist.get_rank() == 0:
+        store = PrefixStore("peers", default_group().get_group_store())
+        store.append("alarm", '{"cause": "[]"}\n[7]\n{')
+        Alarm(store, b"another secret", ["0"]).sound(Cause(1, "all is lost"))
+        time.sleep(0.2)
+    dist.barrier()
+    peers = _peers(10)
+    time.sleep(2)
+    known = peers._known.is_set()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        peers._proposed = Cause(0, "no room")
+    heard = peers._known.wait(2)
+    peers.close()
+    dist.barrier()
+    return not known and heard
+
+
+def test_an_alarm_of_a_stranger_ends_and_hides_nothing(ranks: Ranks):
+    assert ranks.run(_strangers_alarm) == [True, True]
+
+
+def _explained(kind: type[Exception], *arguments: object) -> str:
+    """What becomes of a rank's own trouble while rank 0 knows a cause."""
+    peers = _peers(10)
+    dist.barrier()
+    found = peers.explain(RuntimeError("gone") if dist.get_rank() else kind(*arguments))
+    dist.barrier()
+    peers.close()
+    return type(found).__name__
+
+
+def test_a_rank_within_a_group_is_nobody_else(ranks: Ranks):
+    """Rank 2 of all can be rank 1 of a group; rank 1 of all has not failed then."""
+    found = ranks.run(_explained, PeerError, "rank 2 closed its connection", 1)
+    assert found == ["NoneType", "PeerError"], "rank 0 has the words of all already"
+
+
+def test_who_gives_up_on_a_rank_says_so_to_all(ranks: Ranks):
+    assert ranks.run(_explained, AloneError, "rank 2 did not come") == ["NoneType", "AbsentError"]
+    assert exit_code(AbsentError("rank 2 did not come", 0)) == ALONE
+
+
+def _read(written: bytes, secret: bytes = SECRET, attempts: tuple[str, ...] = ("second",)) -> Cause | None:
+    return Cause.read(written, secret, attempts)
+
+
+def test_causes_are_signed():
+    cause = Cause(3, "rank 3 is gone")
+    written = cause.signed(SECRET, "second").encode()
+    assert _read(written) == cause
+    given_up = cause._replace(alone=True)
+    assert _read(given_up.signed(SECRET, "second").encode()) == given_up
+    assert _read(written.replace(b"false", b"true")) is None
+    assert _read(written, b"") is None
+    assert _read(written.replace(b"3", b"2")) is None
+    for damaged in (b"", b"{}", b"[1, 2]", b"\xff", b'["x", 1, 2]'):
+        assert _read(damaged) is None
+
+
+def test_an_alarm_belongs_to_an_attempt():
+    """Whoever reads the store can keep an alarm, and write it again in the next attempt."""
+    kept = Cause(3, "rank 3 is gone").signed(SECRET, "first").encode()
+    assert _read(kept) is None
+    assert _read(kept, attempts=("first", "second")) is not None, "until all ranks know the attempt's name"
+
+
+def test_a_cause_is_safe_to_print():
+    cause = Cause(3, "gone \x1b[2J\u202e" + "x" * 100_000)
+    read = _read(cause.signed(SECRET, "second").encode())
+    assert read is not None
+    assert read.text.startswith("gone \\x1b[2J\\u202exxx")
+    assert len(read.text) < 10_000
+
+
+def test_errors_are_told_in_one_line():
+    assert first_line(ValueError("a\nb")) == "ValueError: a"
+    assert first_line(KeyboardInterrupt()) == "KeyboardInterrupt"
+
+
+@pytest.mark.parametrize("written", ['[Infinity, "a", "b"]', "[" * 100_000, '[0, "a", "\u00e4"]', "", "7"])
+def test_what_a_stranger_writes_is_no_cause(written: str):
+    assert _read(written.encode()) is None
+
+
+def test_a_watch_that_is_closed_leaves_no_thread(ranks: Ranks):
+    assert ranks.run(_threads_after_closing) == [[], []]
+
+
+def _threads_after_closing() -> list[str]:
+    _peers(10).close()
+    return [thread.name for thread in threading.enumerate() if thread.name in ("lowbit-beat", "lowbit-guard")]

@@ -1,0 +1,330 @@
+"""Ranks compare what they hold to be true, and say the same when it differs."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+from torch.distributed import FileStore, HashStore, PrefixStore  # pyright: ignore
+
+from lowbit.collectives import AgreementError, PeerError, agree
+from lowbit.wire.agreement import Agreement
+from lowbit.wire.groups import default_group
+from lowbit.wire.statements import contradictions
+from tests.processes import Failure, Ranks
+
+SAME = {"version": "1", "codec": "int4"}
+
+
+def test_contradictions_name_who_says_what():
+    text = contradictions(
+        {
+            "rank 0": {"codec": "int4", "version": "1"},
+            "rank 1": {"codec": "int8", "version": "1"},
+            "rank 2": {"codec": "int4", "shape": "(2, 3)"},
+        }
+    )
+    assert text.splitlines() == ["the ranks do not agree:", "  codec: int4 on rank 0 and rank 2; int8 on rank 1"]
+
+
+def test_members_need_not_state_the_same_names():
+    assert contradictions({"a": {"x": "1"}, "b": {"y": "2"}, "c": {}}) == ""
+
+
+def agrees(facts: list[dict[str, str]], timeout: float = 20) -> None:
+    agree(None, facts[dist.get_rank()], timeout)
+
+
+def agrees_often() -> None:
+    for value in "abc":
+        agree(dist.group.WORLD, value, 20)
+    agree(None, "other", 20, topic="something else")
+
+
+def test_equal_facts_pass_again_and_again(ranks: Ranks):
+    ranks.run(agrees, [SAME] * 3, ranks=3)
+    ranks.run(agrees_often)
+
+
+def test_every_rank_raises_the_same(ranks: Ranks):
+    ranks.start(3)
+    start = time.monotonic()
+    outcomes = ranks.outcomes(agrees, [SAME, SAME | {"codec": "int8"}, SAME], 60.0, ranks=3)
+    assert time.monotonic() - start < 20
+    assert {o.kind for o in outcomes} == {"AgreementError"}
+    assert {o.text for o in outcomes} == {"the ranks do not agree:\n  codec: int4 on rank 0 and rank 2; int8 on rank 1"}
+
+
+def comes_late(rank: int, seconds: float, timeout: float) -> None:
+    if dist.get_rank() == rank:
+        time.sleep(seconds)
+    agree(None, "same", timeout)
+
+
+def test_a_rank_that_takes_its_time_is_waited_for(ranks: Ranks):
+    ranks.run(comes_late, 1, 1.5, 20)
+
+
+def test_a_rank_that_never_comes_is_named(ranks: Ranks):
+    outcomes = ranks.outcomes(comes_late, 2, 4, 1.0, ranks=3)
+    for outcome in outcomes[:2]:
+        assert outcome.kind == "AgreementError"
+        assert outcome.text.startswith("rank 2 did not report within 1 s")
+    # It comes after all, and learns what the others concluded instead of going on alone.
+    assert outcomes[2].text == outcomes[0].text
+
+
+def members(speaker: dict[int, int]) -> Any:
+    """Each rank speaks for the members that are its own."""
+    facts = {m: {"of": "all", f"by {m}": str(r)} for m, r in speaker.items()}
+    own = {m: facts[m] for m, r in speaker.items() if r == dist.get_rank()}
+    names = [f"member {m}" for m in range(4)]
+    assert Agreement(default_group(), "members", 20).exchange(own, names) == facts
+
+
+def test_a_rank_may_speak_for_several_or_none(ranks: Ranks):
+    ranks.run(members, {0: 0, 1: 1, 2: 0, 3: 1}, ranks=3)
+
+
+def test_members_that_no_rank_speaks_for_are_an_error_at_once(ranks: Ranks):
+    outcomes = ranks.outcomes(members, {0: 0, 1: 1, 3: 1}, ranks=3)
+    assert {o.kind for o in outcomes} == {"AgreementError"}
+    assert {o.text for o in outcomes} == {"no rank reports for member 2"}
+
+
+LATE = """
+import os, sys, time
+import torch.distributed as dist
+from lowbit.collectives import agree
+
+rank, late, hard = int(os.environ["RANK"]), float(sys.argv[1]), sys.argv[2] == "hard"
+dist.init_process_group("gloo")
+dist.barrier()
+start = time.monotonic()
+time.sleep(late if rank == 2 else 0)
+try:
+    agree(None, "int8" if rank == 1 else "int4", 30)
+except Exception as error:
+    print(f"{type(error).__name__}: {error}", flush=True)
+    print(f"raised after {time.monotonic() - start:.1f} s")
+if hard:  # as `lowbit.job.worker` ends
+    from lowbit.wire.agreement import stay
+
+    stay()
+    sys.stdout.flush()
+    os._exit(1)
+"""
+
+
+@pytest.mark.parametrize(("late", "end"), [(0, "soft"), (6, "hard")])
+def test_a_rank_that_comes_late_reads_the_same_from_the_rank_that_keeps_the_store(
+    tmp_path: Path, late: float, end: str
+):
+    """And nobody prints lines of C++ about a store that has gone."""
+    script = tmp_path / "late.py"
+    script.write_text(LATE)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "3"}
+    common.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+    command = [sys.executable, str(script), str(late), end]
+    processes = [
+        subprocess.Popen(
+            command, env=common | {"RANK": str(r)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for r in range(3)
+    ]
+    said = []
+    for rank, process in enumerate(processes):
+        output, errors = process.communicate(timeout=120)
+        said.append(output.partition("raised after")[0])
+        staying = "so that rank 2 can read why the run ended" in errors
+        assert staying == (rank == 0 and late > 3), errors
+        assert len(errors.splitlines()) == staying, errors
+        if late and rank < 2:  # nobody waits for the late rank before saying why
+            assert float(output.partition("raised after ")[2].split()[0]) < 5
+    assert len(set(said)) == 1, said
+    where = "rank 0" if late else "rank 0 and rank 2"
+    assert said[0] == f"AgreementError: the ranks do not agree:\n  configuration: int4 on {where}; int8 on rank 1\n"
+
+
+def gives_up(rank: int) -> None:
+    agreement = Agreement(default_group(), "topic", 60)
+    if dist.get_rank() == rank:
+        agreement.give_up("no room")
+    else:
+        agreement.exchange({}, [])
+
+
+def test_a_rank_that_gives_up_ends_the_wait_of_the_others(ranks: Ranks):
+    ranks.start(3)
+    start = time.monotonic()
+    outcomes = ranks.outcomes(gives_up, 1, ranks=3)
+    assert time.monotonic() - start < 20
+    assert outcomes.pop(1) is None
+    assert [(o.kind, o.text) for o in outcomes] == [("AgreementError", "no room")] * 2
+
+
+def ends(rank: int) -> None:
+    if dist.get_rank() == rank:
+        os._exit(3)
+    agree(None, "same", 2.0)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_ended_is_named(ranks: Ranks, rank: int):
+    outcomes = ranks.outcomes(ends, rank, ranks=3)
+    assert outcomes.pop(rank) == Failure("ended", "exit code 3")
+    assert {o.kind for o in outcomes} == {"AgreementError"}
+    assert len({o.text for o in outcomes}) == 1
+    assert outcomes[0].text.startswith(f"rank {rank} did not report within 2 s")
+
+
+def contradict_without(rank: int) -> tuple[str, float]:
+    if dist.get_rank() == rank:
+        time.sleep(4)
+    start = time.monotonic()
+    with pytest.raises(AgreementError) as raised:
+        agree(None, {"codec": "int4" if dist.get_rank() == 1 else "int8"}, 60.0)
+    return str(raised.value), time.monotonic() - start
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_contradiction_does_not_wait_for_ranks_that_have_not_come(ranks: Ranks, rank: int):
+    outcomes = ranks.run(contradict_without, rank, ranks=3)
+    other = 2 - rank
+    text = f"the ranks do not agree:\n  codec: int8 on rank {other}; int4 on rank 1"
+    if rank == 0:
+        text = "the ranks do not agree:\n  codec: int4 on rank 1; int8 on rank 2"
+    assert {text for text, _ in outcomes} == {text}
+    assert max(seconds for _, seconds in outcomes) < 3.5
+
+
+LOG = "lowbit/agreement/configuration/0"
+
+
+def agrees_after(line: bytes) -> None:
+    if dist.get_rank() == 0:
+        store = default_group().get_group_store()
+        store.compare_set(LOG, "", line.decode("latin-1"))
+    dist.barrier()
+    agree(None, "same", 20.0)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"{\n",
+        b"7\n",
+        b"[" * 100_000 + b"\n",
+        b'{"rank": 9, "count": 2, "members": {}, "over": []}\n',
+        b'{"rank": 1e999, "count": 2, "members": {}, "over": []}\n',
+        b'{"rank": 1, "count": 2, "members": {"1": ["rank 1", {"a": 5}]}, "over": []}\n',
+        b'{"rank": 1, "count": 2, "members": {"5": ["rank 1", {}]}, "over": []}\n',
+        b'{"rank": 1, "count": 2, "members": [1], "over": []}\n',
+        b'{"rank": 1}\n',
+        b'{"left": "x"}\n',
+        b"\xff\xfe\x00",
+    ],
+    ids=range(11),
+)
+def test_what_is_no_statement_is_the_same_error_everywhere(ranks: Ranks, line: bytes):
+    outcomes = ranks.outcomes(agrees_after, line)
+    assert {o.kind for o in outcomes} == {"AgreementError"}
+    assert len({o.text for o in outcomes}) == 1
+    assert "which no rank of this run wrote" in outcomes[0].text
+    assert len(outcomes[0].text) < 500
+
+
+def counts_keys(times: int) -> list[int]:
+    """Keys in the store after each agreement; rank 0 deletes, so that it counts."""
+    keys = []
+    for _ in range(times):
+        agree(None, "same", 20.0)
+        keys.append(default_group().get_group_store().num_keys())
+        dist.barrier()
+    return keys
+
+
+def test_agreements_leave_nothing_behind(ranks: Ranks):
+    keys = ranks.run(counts_keys, 12, ranks=3)[0]
+    assert keys[-1] == keys[2]
+
+
+def agree_in_any_order(topics: list[str]) -> None:
+    """Threads of a rank agree on several things at once, again and again, in different order on each rank."""
+    ordered = topics if dist.get_rank() == 0 else topics[::-1]
+
+    def repeat(topic: str) -> None:
+        for _ in range(5):
+            agree(None, "same", 20.0, topic=topic)
+
+    with ThreadPoolExecutor(len(topics)) as pool:
+        list(pool.map(repeat, ordered))
+
+
+def test_threads_may_agree_at_once(ranks: Ranks):
+    ranks.run(agree_in_any_order, ["a", "b", "c"], ranks=3)
+
+
+def agrees_through_a_file(path: str, facts: list[dict[str, str]]) -> None:
+    store = PrefixStore("group", FileStore(path, 2))
+    with mock.patch.object(dist.ProcessGroup, "get_group_store", return_value=store):
+        for value in facts[dist.get_rank()].values():
+            agree(None, value, 20.0)
+
+
+def agrees_by_itself() -> None:
+    store = HashStore()
+    with mock.patch.object(dist.ProcessGroup, "get_group_store", return_value=store):
+        agrees_often()
+
+
+def test_any_store_will_do(ranks: Ranks, tmp_path: Path):
+    ranks.run(agrees_through_a_file, str(tmp_path / "same"), [SAME, SAME])
+    unlike = [SAME, SAME | {"codec": "int8"}]
+    outcomes = ranks.outcomes(agrees_through_a_file, str(tmp_path / "unlike"), unlike)
+    assert {o.kind for o in outcomes} == {"AgreementError"}
+    assert len({o.text for o in outcomes}) == 1
+    ranks.run(agrees_by_itself, ranks=1)
+
+
+class Silent:
+    """A store whose machine no longer answers."""
+
+    def append(self, key: str, value: str) -> None:
+        pass
+
+    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+        time.sleep(60)
+        return b""
+
+
+def agrees_in_silence() -> float:
+    start = time.monotonic()
+    with (
+        mock.patch.object(dist.ProcessGroup, "get_group_store", return_value=Silent()),
+        pytest.raises(PeerError, match="store of the process group did not answer within 1 s"),
+    ):
+        agree(None, "same", 1.0)
+    return time.monotonic() - start
+
+
+def test_a_store_that_does_not_answer_is_an_error(ranks: Ranks):
+    assert max(ranks.run(agrees_in_silence)) < 5
+
+
+def test_without_a_process_group_the_error_says_so():
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        agree(None, "same", 1.0)
+    assert issubclass(AgreementError, RuntimeError)

@@ -1,0 +1,120 @@
+"""From the neighbour that a rank sees fail to the rank that failed first."""
+
+from __future__ import annotations
+
+import json
+import time
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from lowbit.collectives import PeerError
+from lowbit.wire.checksum import signature
+from lowbit.wire.failure import FailureBoard
+from lowbit.wire.groups import default_group
+from lowbit.wire.store import Board
+from tests.processes import Ranks
+
+CLOSED = RuntimeError("Connection closed by peer")
+SILENT = RuntimeError("Timed out waiting 4000ms for recv operation to complete")
+
+
+def blames(suspects: dict[int, int], error: RuntimeError, timeout: float, delay: float = 0) -> tuple[str, int, float]:
+    """Give up on the rank that `suspects` names, each rank `delay` after the one below it."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    board = FailureBoard(default_group(), "test", [f"host {i}" for i in range(ranks)], timeout)
+    if rank not in suspects:
+        return "", rank, 0
+    time.sleep(delay * (rank if delay > 0 else rank - ranks))
+    start = time.monotonic()
+    found = board.blame(suspects[rank], error)
+    assert isinstance(found, PeerError)
+    return str(found), found.rank, time.monotonic() - start
+
+
+def test_the_neighbour_that_ended_is_named(ranks: Ranks):
+    (text, rank, seconds), _ = ranks.run(blames, {0: 1}, CLOSED, 20.0)
+    assert text.startswith("host 1 closed its connection (seen by host 0: Connection closed")
+    assert rank == 1
+    assert seconds < 10
+
+
+@pytest.mark.parametrize(("error", "delay"), [(CLOSED, -0.3), (SILENT, -0.3), (SILENT, 0.3)])
+def test_notes_lead_to_the_first_that_failed(ranks: Ranks, error: RuntimeError, delay: float):
+    """Rank 3 failed; 2 waits for it, 1 for 2, 0 for 1. Who waits in vain may give up in any order."""
+    outcomes = ranks.run(blames, {0: 1, 1: 2, 2: 3}, error, 20.0, delay, ranks=4)
+    for rank, (text, culprit, seconds) in enumerate(outcomes[:3]):
+        assert culprit == 3, text
+        assert f"host {rank + 1} " in text
+        assert "host 3 " in text
+        assert seconds < 15
+
+
+def test_two_that_wait_for_each_other_blame_each_other(ranks: Ranks):
+    found = ranks.run(blames, {0: 1, 1: 0}, SILENT, 5.0)
+    assert [rank for _, rank, _ in found] == [1, 0]
+
+
+class Gone:
+    """A store whose host has ended, or no longer answers."""
+
+    def __init__(self, answers: bool) -> None:
+        self.answers = answers
+
+    def append(self, key: str, value: str) -> None:
+        if not self.answers:
+            time.sleep(60)
+        raise RuntimeError("Broken pipe")
+
+
+def without_store(answers: bool) -> tuple[str, float]:
+    board = FailureBoard(default_group(), "test", ["host 0", "host 1"], 5.0)
+    board._board = Board(Gone(answers), "key")
+    start = time.monotonic()
+    return str(board.blame(1, CLOSED)), time.monotonic() - start
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_store_that_is_gone_too_does_not_hold_anybody_up(ranks: Ranks, answers: bool):
+    [(text, seconds)] = ranks.run(without_store, answers, ranks=1)
+    assert text.startswith("host 1 closed its connection; so did the store, which host 0 hosts")
+    assert seconds < 20
+
+
+def signed(key: str = "lowbit/failure/test", attempt: str = "0", secret: bytes = b"", **note: object) -> str:
+    return json.dumps(note | {"signature": signature(secret, attempt, key, note)})
+
+
+def blames_after(written: str) -> tuple[str, int]:
+    default_group().get_group_store().append("lowbit/failure/test", written + "\n")
+    board = FailureBoard(default_group(), "test", ["host 0", "host 1"], 5.0)
+    found = board.blame(1, CLOSED)
+    return str(found), found.rank
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "{", "7", signed(rank=1, suspect=9, silent=0), signed(rank=1, suspect=[]), signed(rank=[], reason="x"),
+        '{"rank": 1, "reason": "pay me"}', '{"rank": 1, "reason": "pay me", "signature": "\u00e4"}',
+        signed(secret=b"another", rank=1, reason="pay me"), signed(attempt="1", rank=1, reason="pay me"),
+        signed(key="lowbit/failure/other", rank=1, reason="pay me"),
+    ],
+)  # fmt: skip
+def test_what_is_no_note_is_ignored(ranks: Ranks, written: str):
+    [(text, rank)] = ranks.run(blames_after, written, ranks=1)
+    assert (rank, text.split(" (")[0]) == (1, "host 1 closed its connection")
+
+
+def test_a_reason_that_a_rank_signed_is_given_in_printable_characters(ranks: Ranks):
+    [(text, rank)] = ranks.run(blames_after, signed(rank=1, reason="no \x1b[31mroom\x9b"), ranks=1)
+    assert (rank, text) == (1, "host 1 gave up: no \\x1b[31mroom\\x9b")
+
+
+def waits_for_less_than_the_timeout() -> timedelta:
+    return FailureBoard(default_group(), "test", ["host 0"], 10.0).patience
+
+
+def test_finding_out_is_part_of_the_timeout(ranks: Ranks):
+    assert ranks.run(waits_for_less_than_the_timeout, ranks=1) == [timedelta(seconds=8)]
