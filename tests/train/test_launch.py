@@ -21,10 +21,9 @@ from lowbit.train.checkpoints.manifest import newest_step
 from lowbit.train.metrics import read_metrics
 from lowbit.train.summary import read_summary
 from tests.processes import Ranks
-from tests.train.runs import again, curve, losses, tiny
+from tests.train.runs import LIMIT, RESUME, again, curve, losses, tiny
 
 AUTO = "SubspaceQuant(directions='auto', bits=4, group=8)"
-LIMIT = 110  # seconds, where everything else runs at the same time
 
 
 @pytest.mark.timeout(300)
@@ -51,7 +50,7 @@ def test_a_killed_run_is_blamed_on_its_rank_and_resumes_bit_for_bit(
     assert "rank 0: error: rank 1 " in capfd.readouterr().err
     assert len(curve(config)) < 40
 
-    resumed = run(again(config, run={"resume": True, "overwrite": False}))
+    resumed = run(again(config, run=RESUME))
     assert curve(config) == curve(whole)
     assert 0 < resumed.steps_here < 40
     expected = read_summary(Path(whole.run.output) / "summary.json")

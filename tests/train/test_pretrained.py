@@ -254,7 +254,7 @@ OTHERS = ["evaluate", "calibrate", "plan memory --budget 1gb --model.pretrained"
 
 
 @pytest.mark.parametrize("command", OTHERS)
-@pytest.mark.parametrize("name", ["weights cut short", "a shard is missing", "no config", "text for a size"])
+@pytest.mark.parametrize("name", ["a shard is missing", "text for a size"])
 def test_other_commands_refuse_it_in_one_line_too(command: str, name: str, intact: Path, tmp_path: Path):
     shutil.copytree(intact, folder := tmp_path / "model")
     BROKEN[name][0](folder)

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from lowbit.ranks.process import ALONE, DIVERGED, FAILED, USAGE
-from lowbit.train import ConfigError, LaunchError, TrainConfig, from_mapping, launch, run
+from lowbit.train import ConfigError, LaunchError, TrainConfig, launch, run
 from lowbit.train.supervise import Attempts, supervise
 from tests.processes import Ranks
-from tests.train.runs import again, curve, losses, tiny
-from tests.train.test_launch import LIMIT, _process_of_rank, _wait_for_lines
+from tests.train.runs import LIMIT, again, curve, losses, tiny
+from tests.train.test_launch import _process_of_rank, _wait_for_lines
 
 
 @pytest.mark.slow
@@ -107,9 +107,7 @@ def test_an_interruption_is_no_failure(tmp_path: Path):
         supervise(tiny(tmp_path, run={"overwrite": False}), interrupted)
 
 
-def test_what_makes_no_sense_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(ConfigError, match="supervise and run.overwrite are both true"):
-        from_mapping({"run": {"supervise": True, "overwrite": True}})
+def test_it_is_not_for_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     with pytest.raises(ConfigError, match="torchrun --max-restarts with run.resume=auto"):
         launch.run(tiny(tmp_path, run={"supervise": True, "overwrite": False}))

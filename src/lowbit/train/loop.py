@@ -144,7 +144,6 @@ class Run:
     def _end_step(self, metrics: StepMetrics) -> None:
         """What is due after a step: other formats, a checkpoint, an evaluation."""
         run, trainer, done = self.config.run, self.trainer, metrics.step
-        self.folder.check_there()  # locked by rank 0, whose error ends all
         if self.auto is not None and self.auto.due(metrics):
             self._choose_formats(self.auto, done)
         if done == self.config.codec_warmup_steps:
@@ -172,7 +171,8 @@ class Run:
         if run.resume:
             done, changes = resume(
                 self.checkpoints, trainer.pipeline, trainer.optimizer, self.manifest,
-                replica=trainer.replicas.index, run=run, group=trainer.side, adopt=self._restore_formats,
+                replica=trainer.replicas.index, run=run, group=trainer.side,
+                adopt=None if self.auto is None else self.auto.restore,
             )  # fmt: skip
             self.manifest = replace(self.manifest, changes=changes)
         if run.overwrite and local_rank() == 0:
@@ -352,10 +352,6 @@ class Run:
         for place, codec in self.trainer.chosen().items():
             if self.progress is not None:
                 self.progress.say(f"{place}: {codec}")
-
-    def _restore_formats(self, stored: Any) -> None:
-        if self.auto is not None:
-            self.auto.restore(stored)
 
     def _note_formats(self, choice: Choice) -> None:
         """Show a choice, and write it down for the report."""

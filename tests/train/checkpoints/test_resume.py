@@ -20,11 +20,9 @@ from lowbit.train.checkpoints.search import Search
 from lowbit.train.summary import read_summary
 from tests.processes import Ranks
 from tests.train.checkpoints.test_save import save
-from tests.train.runs import again, curve, losses, tiny
+from tests.train.runs import LIMIT, RESUME, again, curve, losses, tiny
 
-LIMIT = 110  # seconds, where everything else runs at the same time
 ONE = {"ranks": 1, "stages_per_rank": 1, "schedule": "GPipe", "data_parallel": 1}
-RESUME = {"resume": True, "overwrite": False}
 
 
 class _Stop(BaseException):
@@ -119,15 +117,15 @@ def _exchange_slowly(folder: Path, limit: float) -> list[str]:
     group = dist.new_group(timeout=timedelta(seconds=limit))
     found = Search(folder / str(rank) / "checkpoints", group).newest()
     assert found is not None
-    pass_on = exchange.Exchange._pass_on
+    send = exchange.Messages.send
 
-    def slowly(*args: Any) -> None:
-        time.sleep(0.3 * (rank == 0))
-        pass_on(*args)
+    def slowly(*args: Any) -> Any:
+        time.sleep(0.3)
+        return send(*args)
 
     names = [(0, name) for name in found.shares[0].tensors] if rank == 1 else []
-    with mock.patch.object(exchange, "_PIECE_BYTES", 100), mock.patch.object(exchange.Exchange, "_pass_on", slowly):
-        got = exchange.Exchange(found, folder / str(rank) / "checkpoints", rank, group).run(names)
+    with mock.patch.object(exchange, "_PIECE_BYTES", 100), mock.patch.object(exchange.Messages, "send", slowly):
+        got = exchange.Exchange(found, folder / str(rank) / "checkpoints", group, limit).run(names)
     return [name for _, name in got]
 
 
