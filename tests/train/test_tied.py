@@ -51,6 +51,7 @@ def _handed_over(config: TrainConfig) -> tuple[int, Work, int]:
     reducing = mock.patch.object(dist, "all_reduce", counting(dist.all_reduce))
     with mock.patch.object(messages, "dist", patched), reducing:
         trainer.step(1)
+    dist.barrier()  # a rank that ends would take its message along
     inputs, _ = trainer.prepared.data.train.batch(trainer.order.ids(1))
     return sum(sent), trainer.tied.sent, len(inputs.unique())
 
