@@ -135,7 +135,7 @@ def test_the_optimizer_has_8_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     from torchao.optim import AdamW8bit  # pyright: ignore[reportMissingImports]
     from torchao.optim.subclass_8bit import OptimState8bit  # pyright: ignore[reportMissingImports]
 
-    from lowbit.train.about import memory_of
+    from lowbit.train.run_info import memory_of
 
     trainer, _ = trained(agoq(tmp_path, pipeline=ONE, model=LARGE), monkeypatch)
     assert isinstance(trainer.optimizer, AdamW8bit)

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
 
 import pytest
 
@@ -62,13 +61,6 @@ def test_each_step_is_a_line_and_a_resumed_run_rewrites_what_it_repeats(tmp_path
     lines = read_metrics(path)
     assert [line["loss"] for line in lines] == [2.5, 2.5, 2.5, 9.0]
     assert lines[0] == dataclasses.asdict(_metrics(1))
-
-
-def test_what_is_not_a_number_in_an_evaluation_is_left_out(tmp_path: Path):
-    (tmp_path / "evaluations.jsonl").write_text('{"step": 0, "held_out_loss": 2.5, "bytes_sent": "x"}\n')
-    recorder = _recorder(tmp_path, 3)
-    recorder.close()
-    assert recorder.evaluations == {0: {"step": 0, "held_out_loss": 2.5}}
 
 
 def test_bad_lines_are_left_out_with_a_warning(tmp_path, caplog):

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lowbit.config.files import in_toml
 from lowbit.config.atomic import check_written, write_unless_changed
+from lowbit.config.files import in_toml
 from lowbit.doctor.messages import LinkRow, MachineRow
 from lowbit.plan.cluster import Cluster
 from lowbit.report import check_output

@@ -147,9 +147,10 @@ def load_data(data: DataConfig, *, cache: Path | None = None) -> Data:
 
 def _load_samples(data: DataConfig, tokenizer: Tokenizer) -> Data:
     inner = None if isinstance(tokenizer, ByteTokenizer) else tokenizer.hugging_face()
-    samples, left_out = read_samples(corpus.text_files(data), limit=data.max_bytes, tokenizer=inner)
+    samples, left_out = read_samples(corpus.files_named(data.text, "data.text"), limit=data.max_bytes, tokenizer=inner)
     if data.held_out:
-        held_out, more = read_samples(corpus.held_out_files(data), limit=data.max_bytes, tokenizer=inner)
+        files = corpus.files_named(data.held_out, "data.held_out")
+        held_out, more = read_samples(files, limit=data.max_bytes, tokenizer=inner)
     else:
         start = corpus.held_out_start(len(samples), data.held_out_share)
         samples, held_out, more = samples[:start], samples[start:], 0

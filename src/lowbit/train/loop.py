@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lowbit.config import atomic
 from lowbit.ranks.messages import Messages
 from lowbit.ranks.objects import gather_json
 from lowbit.ranks.process_group import joined, world
@@ -24,8 +25,6 @@ from lowbit.ranks.sent import sent_so_far
 from lowbit.report.results import machine
 from lowbit.report.training import write_report
 from lowbit.train import export
-from lowbit.train.about import FILE as RANKS
-from lowbit.train.about import describe_machines, memory_of
 from lowbit.train.auto import Auto, Choice, described
 from lowbit.train.boundaries import costly, in_full
 from lowbit.train.checkpoints import state
@@ -43,6 +42,8 @@ from lowbit.train.lora import save_adapters
 from lowbit.train.metrics import EVALUATION, TIED, Recorder, StepMetrics
 from lowbit.train.prepare import FILES, IN_USE, left_behind, prepare
 from lowbit.train.progress import Progress
+from lowbit.train.run_info import FILE as RANKS
+from lowbit.train.run_info import describe_machines, memory_of
 from lowbit.train.summary import Summary, from_json, summarize
 from lowbit.train.tracing import Tracing, traced_steps
 from lowbit.train.trainer import Trainer
@@ -185,7 +186,7 @@ class Run:
         if trainer.rank == 0:
             self.folder.note(*FILES)
             written = replace(self.config, pipeline=in_full(self.config.pipeline)).to_json()
-            (self.output / "config.json").write_text(written + "\n", encoding="utf-8")
+            atomic.write(self.output / "config.json", written + "\n")
             self._write_about()
         return done
 
@@ -230,14 +231,13 @@ class Run:
                             *(sent for _, sent in stated)],
                 )
             )  # fmt: skip
-            text = json.dumps(summary, indent=2)
-            (self.output / "summary.json").write_text(text + "\n", encoding="utf-8")
+            atomic.write(self.output / "summary.json", json.dumps(summary, indent=2) + "\n")
             self.about["memory"] = [memory for memory, _ in stated]
             self._write_about()
         return from_json(gather_json(summary, trainer.side)[0])
 
     def _write_about(self) -> None:
-        (self.output / RANKS).write_text(json.dumps(self.about, indent=1) + "\n", encoding="utf-8")
+        atomic.write(self.output / RANKS, json.dumps(self.about, indent=1) + "\n")
 
     def _save_model(self, weights: dict[str, Tensor]) -> None:
         """Write the trained model on rank 0, which may take longer than the time limit."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import logging
 from collections.abc import Iterator, Mapping
@@ -168,7 +167,7 @@ class Recorder:
         self._evaluations = folder / EVALUATIONS
         kept = [line for line in read_metrics(self._evaluations) if line["step"] <= start]
         atomic.write(self._evaluations, "".join(json.dumps(line) + "\n" for line in kept))
-        self.evaluations = {line["step"]: {k: v for k, v in line.items() if type(v) in (int, float)} for line in kept}
+        self.evaluations = {line["step"]: line for line in kept}
         self._board = _open_board(folder / "tensorboard", start + 1) if tensorboard else None
 
     def record(self, metrics: StepMetrics) -> None:
@@ -233,21 +232,11 @@ def _scalars(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
             yield name, value
 
 
-@functools.cache
-def _step_lines() -> Any:
-    """What checks lines of steps; making it takes longer than checking a line."""
-    from pydantic import TypeAdapter
-
-    return TypeAdapter(StepMetrics)
-
-
 def _restored(values: dict[str, Any]) -> StepMetrics | None:
-    """The metrics in a line; None if it lacks some, or holds something else in their place."""
-    from pydantic import ValidationError
-
+    """The metrics in a line; None if it lacks some or has others, as of another version."""
     try:
-        return _step_lines().validate_python(values)
-    except ValidationError:
+        return StepMetrics(**values)
+    except TypeError:
         return None
 
 
