@@ -73,20 +73,6 @@ def test_replicas_stay_equal(ranks: Ranks, tmp_path: Path, name: str, sections: 
     assert 8 < line["bits_gradients"] <= 32  # tensors of a few elements travel in full
 
 
-def test_it_goes_on_exactly_where_it_stopped(ranks: Ranks, tmp_path: Path):
-    sections = {"pipeline": TWO | {"forward": "tah-quant"}, "model": {"dropout": 0.1}}
-    whole = tiny(tmp_path / "whole", run={"steps": 6}, **sections)
-    run(ranks, whole)
-    first = tiny(tmp_path / "parts", run={"steps": 6, "checkpoint_every": 3}, **sections)
-    ranks.outcomes(stops_after, first, 3, ranks=4, timeout=120)
-    run(ranks, again(first, run=RESUME))
-    assert curve(first) == curve(whole)
-    changed = again(first, run=RESUME, gradients={"all_reduce": "int8"})
-    outcomes = ranks.outcomes(losses, changed, ranks=4, timeout=60)
-    assert {o.kind for o in outcomes} == {"CheckpointError"}
-    assert "gradients.all_reduce was BlockFloat8(" in outcomes[0].text
-
-
 def stored_losses(config: TrainConfig) -> list[float]:
     refused = mock.Mock(side_effect=AssertionError("decoded to be sent"))
     with mock.patch.object(GradientStorage, "all_reduce", refused):

@@ -22,7 +22,6 @@ from lowbit.train.config import TrainConfig
 from lowbit.train.data import Data, load_data
 from lowbit.train.device import choose_autocast, choose_backend, choose_device
 from lowbit.train.elastic import check_elastic
-from lowbit.train.export import MODEL_FILES
 from lowbit.train.folder import MARK, RunFolder
 from lowbit.train.gradients import storage_codec
 from lowbit.train.identity import changes_between, check_allowed, layout_of, refuse, run_identity, versions
@@ -186,8 +185,8 @@ def _in_the_way(config: TrainConfig, folder: RunFolder) -> list[str]:
     """Files that lowbit did not make, at paths that this run would write or read."""
     files = [*FILES]
     if config.run.save_model:
-        present = (folder.path / "model").iterdir() if (folder.path / "model").is_dir() else ()
-        files += [f"model/{path.name}" for path in present if MODEL_FILES.fullmatch(path.name)]
+        # Others, such as those of a tokenizer, would keep the model in the folder where it is written first.
+        files += ["model/config.json", "model/model.safetensors", "model/adapter_model.safetensors"]
     files += [name for name in _FOLDERS if (folder.path / name).is_file()]
     if not config.run.resume:  # a resume may begin with shares that the user copied here
         files += [
