@@ -24,8 +24,7 @@ from lowbit.config import ConfigError, NonNegative, Positive, section
 from lowbit.pipeline import emulate_
 from lowbit.report import Column, Command, Row, Table
 from lowbit.report.style import row_name
-from lowbit.train.config import DataConfig
-from lowbit.train.corpus import library_files, text_files
+from lowbit.train.corpus import files_named, library_files
 from lowbit.train.pretrained import check_files
 from lowbit_lab.bench.settings import Names, formats_of
 from lowbit_lab.bench.training import boundary_modules
@@ -283,7 +282,7 @@ def _reference() -> str:
 
 
 def _text(names: tuple[str, ...]) -> str:
-    return _read(text_files(DataConfig(text=names)))
+    return _read(files_named(names, "text"))
 
 
 def _read(files: Iterable[Path]) -> str:

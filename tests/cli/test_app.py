@@ -15,32 +15,12 @@ from lowbit.train import Summary, TrainConfig, from_mapping, load
 from tests.command_line import invoke
 
 SUMMARY = Summary(
-    steps=7,
-    steps_here=7,
-    loss=1.3,
-    held_out_loss=1.25,
-    held_out_loss_codecs=1.26,
-    tokens_per_second=900.0,
-    seconds_per_step=1.0,
-    bits_forward=4.4,
-    bits_backward=6.5,
-    bits_gradients=None,
-    bytes_per_step=10.0,
-    compute_seconds=0.1,
-    codec_seconds=0.1,
-    wait_seconds=0.1,
-    bytes_activations=None,
-    bytes_sent=70,
-    bytes_saved=400,
-    seconds=7.0,
-    boundary="lowbit",
-    forward=("tah-quant",),
-    backward=("int6",),
-    ranks=2,
-    stages=2,
-    schedule="1F1B",
+    steps=7, steps_here=7, loss=1.3, held_out_loss=1.25, held_out_loss_codecs=1.26, tokens_per_second=900.0,
+    seconds_per_step=1.0, bits_forward=4.4, bits_backward=6.5, bits_gradients=None, bytes_per_step=10.0,
+    compute_seconds=0.1, codec_seconds=0.1, wait_seconds=0.1, bytes_activations=None, bytes_sent=70, bytes_saved=400,
+    seconds=7.0, boundary="lowbit", forward=("tah-quant",), backward=("int6",), ranks=2, stages=2, schedule="1F1B",
     model=None,
-)
+)  # fmt: skip
 WIDE = {"COLUMNS": "160", "TERM": "dumb"}
 
 
@@ -48,32 +28,10 @@ def test_version():
     assert invoke("--version").stdout == f"lowbit {lowbit.__version__}\n"
 
 
-def test_help_lists_the_commands():
-    shown = invoke("--help").stdout
-    assert all(name in shown for name in ("train", "bench", "demo"))
-
-
 def test_help_needs_no_pytorch():
     program = "import sys, lowbit.cli; lowbit.cli.main([]); print({'torch', 'pydantic'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", program], text=True, capture_output=True, check=True)
     assert done.stdout.endswith("\nset()\n")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (["missing.toml"], "configuration file missing.toml: No such file or directory"),
-        (["--steps", "3"], "unknown option --steps; did you mean --run.steps?; see lowbit train --help"),
-        (
-            ["--model.layer", "3"],
-            "unknown option --model.layer; did you mean --model.layers?; see lowbit train --help",
-        ),
-        (["--ranks", "0"], "pipeline.ranks is 0; allowed: at least 1"),
-    ],
-)
-def test_bad_input_is_one_line(arguments: list[str], line: str):
-    result = invoke("train", *arguments)
-    assert (result.exit_code, result.stderr, result.stdout) == (2, f"error: {line}\n", "")
 
 
 def test_bad_input_with_its_origin():
@@ -94,49 +52,24 @@ def test_options_override_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "4.40 forward, 6.50 backward" in result.stdout
 
 
-@pytest.mark.parametrize(
-    ("arguments", "resume", "allowed"),
-    [
-        (["--resume", "train.toml"], True, ()),
-        (["--resume=auto", "train.toml"], "auto", ()),
-        (["train.toml", "--resume=true", "--allow-change", "run.steps"], True, ("run.steps",)),
-        (
-            ["train.toml", "--allow-change", "run.steps", "--allow-change", "optimizer.lr", "--resume"],
-            True,
-            ("run.steps", "optimizer.lr"),
-        ),
-    ],
-)
-def test_how_to_go_on(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    arguments: list[str],
-    resume: bool | str,
-    allowed: tuple[str, ...],
-):
+def test_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     Path("train.toml").write_text("[run]\nsteps = 7\n")
     ran: list[TrainConfig] = []
     monkeypatch.setattr(lowbit.train, "run", lambda config: ran.append(config) or SUMMARY)
-    result = invoke("train", *arguments)
-    assert result.exit_code == 0, result.output
-    assert (ran[0].run.steps, ran[0].run.resume, ran[0].run.allow_change) == (7, resume, allowed)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (["--resume=perhaps"], "run.resume is 'perhaps'; allowed: true, false or auto"),
+    for words, resume, allowed in [
+        ("--resume train.toml", True, ()),
+        ("--resume=auto train.toml", "auto", ()),
+        ("train.toml --resume=true --allow-change run.steps", True, ("run.steps",)),
         (
-            ["--allow-change", "run.steps"],
-            "run.allow_change is ['run.steps'] and run.resume is false",
+            "train.toml --allow-change run.steps --allow-change optimizer.lr --resume",
+            True,
+            ("run.steps", "optimizer.lr"),
         ),
-    ],
-)
-def test_how_not_to_go_on(arguments: list[str], line: str):
-    result = invoke("train", *arguments)
-    assert result.exit_code == 2
-    assert line in result.stderr
+    ]:
+        result = invoke("train", *words.split())
+        assert result.exit_code == 0, result.output
+        assert (ran[-1].run.steps, ran[-1].run.resume, ran[-1].run.allow_change) == (7, resume, allowed)
 
 
 def test_a_real_run_from_the_command_line(tmp_path: Path):

@@ -12,9 +12,9 @@ import pytest
 
 import lowbit.cli.app
 from benchmarks.__main__ import BENCHMARKS
-from lowbit.cli.app import COMMANDS
+from lowbit.cli.app import COMMANDS, Group
 from lowbit.cli.group import Group
-from lowbit.cli.parser import Parser, shown
+from lowbit.cli.parser import shown
 from lowbit.config import Setting, settings_of
 from tests.cli.test_examples import every
 from tests.command_line import Outcome, invoke
@@ -35,10 +35,6 @@ def _settings(cls: Any, base: Any = dataclasses.MISSING) -> Iterator[Setting]:
 def _in_one_line(text: str) -> str:
     """A text without its line breaks, which may come between words and after the commas of a list."""
     return " ".join(text.split()).replace(", ", ",")
-
-
-def _parser(name: str) -> Parser:
-    return COMMANDS_BY_NAME[name].parser(name)
 
 
 @pytest.fixture
@@ -70,47 +66,40 @@ def test_help_needs_no_installation(monkeypatch: pytest.MonkeyPatch):
     assert "where to begin:" in invoke("--help").stdout
 
 
-@pytest.mark.parametrize("name", GROUPS)
-def test_help_of_a_group_fits_a_terminal(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any):
+def test_help_of_a_group_fits_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("COLUMNS", "80")
-    COMMANDS_BY_NAME[name](name, ["--help"])
-    lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 80
-    assert name == "lowbit" or "examples:" in lines
+    for name in GROUPS:
+        COMMANDS_BY_NAME[name](name, ["--help"])
+        lines = capsys.readouterr().out.splitlines()
+        assert max(map(len, lines)) <= 80, name
+        assert name == "lowbit" or "examples:" in lines, name
 
 
-@pytest.mark.parametrize("name", LEAVES)
-def test_help_says_all_of_every_option(name: str, monkeypatch: pytest.MonkeyPatch):
+def test_help_says_all_of_every_option(monkeypatch: pytest.MonkeyPatch):
+    """In words of its own, and the short help names at least its key."""
     monkeypatch.setenv("COLUMNS", "80")
-    parser = _parser(name)
-    full = parser.format_help()
-    for text in (full, parser.format_short_help()):
-        assert max(map(len, text.splitlines())) <= 80
-        assert all(f"  {example}\n" in text for example in parser.examples)
-    words = _in_one_line(full)
-    for setting in _settings(parser.settings):
-        assert _in_one_line(setting.meaning) in words, setting.name
-        if not setting.is_section:
-            given = setting.default not in (None, (), "", dataclasses.MISSING)
-            expected = setting.explained(f"default: {shown(setting.default)}" if given else "")
-            assert _in_one_line(expected).removesuffix("]") in words, setting.name
-    assert all(action.help for action in parser._actions)
-
-
-@pytest.mark.parametrize("name", LEAVES)
-def test_every_option_is_shown_or_named_in_short_help(name: str):
-    parser = _parser(name)
-    short = set(parser.format_short_help().replace(",", " ").split())
-    for action in parser._actions:
-        names = [*action.option_strings, action.dest.rpartition(".")[2], str(action.metavar)]
-        assert short & {each for option in names for each in (option, f"{option}[=auto]")}, action.dest
-
-
-@pytest.mark.parametrize("name", LEAVES)
-def test_every_setting_has_a_meaning(name: str):
-    for setting in _settings(_parser(name).settings):
-        assert setting.meaning.endswith((".", ").")), setting.name
-        assert not setting.meaning.startswith(("Of ", "As ")) or setting.name == "codecs", "a sentence of its own"
+    wrong: list[str] = []
+    for name in LEAVES:
+        parser = COMMANDS_BY_NAME[name].parser(name)
+        full, brief = parser.format_help(), parser.format_short_help()
+        words, short = _in_one_line(full), set(brief.replace(",", " ").split())
+        for text in (full, brief):
+            if max(map(len, text.splitlines())) > 80 or not all(f"  {e}\n" in text for e in parser.examples):
+                wrong.append(name)
+        for setting in _settings(parser.settings):
+            told = _in_one_line(setting.meaning) in words
+            sentence = setting.meaning.endswith((".", ").")) and not setting.meaning.startswith(("Of ", "As "))
+            if not setting.is_section:
+                given = setting.default not in (None, (), "", dataclasses.MISSING)
+                expected = setting.explained(f"default: {shown(setting.default)}" if given else "")
+                told = told and _in_one_line(expected).removesuffix("]") in words
+            if not (told and (sentence or setting.name == "codecs")):
+                wrong.append(f"{name} {setting.name}")
+        for action in parser._actions:
+            names = [*action.option_strings, action.dest.rpartition(".")[2], str(action.metavar)]
+            if not action.help or not short & {each for n in names for each in (n, f"{n}[=auto]")}:
+                wrong.append(f"{name} {action.dest}")
+    assert wrong == []
 
 
 def test_help_of_train_is_short():

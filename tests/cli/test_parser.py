@@ -150,7 +150,6 @@ def test_help_names_the_options_of_sections(capsys: pytest.CaptureFixture[str]):
         (("a", "--no-device"), "unknown option --no-device; did you mean --device?; see measure --help"),
         (("a", "--zzz"), "unknown option --zzz; see measure --help"),
         (("a", "--device"), "argument --device: expected one argument; see measure --help"),
-        (("a", "--set", "model.dim=2"), "--set has been replaced; allowed: the key as an option, such as"),
         (("a", "--link", "2,fast"), "rate is 'fast'; allowed: numbers"),
         (("a", "--width", "1,x"), "widths is [1, 'x']; allowed: an integer or a list of integers"),
         (("a", "--device", "gpu"), "device is 'gpu'; allowed: cpu, cuda"),

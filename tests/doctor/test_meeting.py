@@ -255,7 +255,7 @@ def test_a_file_of_the_user_is_kept(tmp_path: Path):
     text = (tmp_path / "cluster.toml").read_text()
     (tmp_path / "cluster.toml").write_text(text.replace("0.5", "0.7"))
     with pytest.raises(
-        ConfigError, match="exists and holds what somebody else wrote; allowed: another file, or --overwrite"
+        ConfigError, match="exists and was not written by lowbit, or was changed since; allowed: another file, or --ov"
     ):
         check_file(path, overwrite=False)
     result = invoke("doctor", "--meet", "127.0.0.1:29400", "--output", path)

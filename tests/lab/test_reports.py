@@ -8,24 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import COMMANDS as OF_DEVELOPERS
-from lowbit.cli.reports import Measurement
 from lowbit.config import section
 from lowbit.report import Column, Command, Table, execute
-from lowbit_lab.bench import COMMANDS
 from lowbit_lab.network import Link
 from tests.command_line import invoke
-
-PLACES = [*COMMANDS.values(), *OF_DEVELOPERS.values(), "lowbit.plan.memory"]
-PLACES += [f"lowbit_lab.evaluate.commands:{name}" for name in ("CALIBRATE", "EVALUATE")]
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_every_setting_is_an_option_and_explained(place: str):
-    parser = Measurement(place).parser("lowbit")
-    silent = [action.dest for action in parser._actions if not action.help or action.help.startswith("[")]
-    assert silent == []
-    assert "--json" in parser.format_help()
 
 
 def test_links_are_written_with_their_unit(monkeypatch: pytest.MonkeyPatch):
@@ -40,25 +26,6 @@ def test_links_are_written_with_their_unit(monkeypatch: pytest.MonkeyPatch):
     assert invoke("bench", "pipeline", "--link", "25mbit,1gbit/40ms,unlimited").stderr.endswith("error: enough\n")
     assert seen[0].links == (Link(25.0), Link(1000.0, rtt_ms=40), Link(None))
     assert "25mbit,100mbit" in invoke("bench", "pipeline", "--help").output
-
-
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (("pipeline", "--link", "fast"), "link is 'fast'; allowed:"),
-        (("pipeline", "--boundary", "int9"), "codec is 'int9'; allowed:"),
-        (("codecs", "--rounds", "0"), "rounds is 0; allowed: at least 1"),
-        (("convergence", "--seed", "a"), "seeds is ['a']; allowed: an integer or a list of integers"),
-        (("convergence", "--model.heads", "7"), "model.dim is"),
-        (("codecs", "--json", "."), ". cannot be written"),
-    ],
-)
-def test_bad_settings_are_one_line(arguments: tuple[str, ...], line: str):
-    result = invoke("bench", *arguments)
-    assert result.exit_code == 2
-    assert result.stderr.startswith("error: ")
-    assert line in result.stderr
-    assert result.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -231,7 +231,7 @@ def test_the_command_writes_what_train_takes(tmp_path: Path, monkeypatch: pytest
     assert invoke(*again).exit_code == 0, "nobody has changed it"
     mine = Path("run.toml").read_text() + "# mine\n"
     Path("run.toml").write_text(mine)
-    assert "holds what somebody else wrote; allowed: another file, or --overwrite" in invoke(*again).stderr
+    assert "not written by lowbit, or was changed since; allowed: another file, or --overwrite" in invoke(*again).stderr
     assert Path("run.toml").read_text() == mine
     dry = invoke("train", "run.toml", "--dry-run")
     assert dry.exit_code == 0, dry.output

@@ -7,11 +7,16 @@ import random
 from pathlib import Path
 from typing import Any
 
-from lowbit.train import TrainConfig, from_mapping, train
+import pytest
+
+from lowbit.train import StepMetrics, TrainConfig, from_mapping, train
 from lowbit.train.metrics import read_metrics
 
 # Always the same, so that no change elsewhere moves a sum by its last bit.
 _WORDS = ("a", "bit", "is", "the", "unit", "of", "what", "few", "words", "tell", "and", "all", "links", "take")
+ONE = {"ranks": 1, "stages_per_rank": 1, "schedule": "GPipe"}
+RESUME: dict[str, Any] = {"resume": True, "overwrite": False}
+LIMIT = 110  # seconds, where everything else runs at the same time
 TEXT = " ".join(random.Random(0).choices(_WORDS, k=2500))
 
 
@@ -73,6 +78,18 @@ def again(config: TrainConfig, **sections: dict[str, Any]) -> TrainConfig:
     for section, changes in sections.items():
         values[section] |= changes
     return from_mapping(values)
+
+
+def stopped(config: TrainConfig, after: int) -> TrainConfig:
+    """Train and stop after so many steps; returns the run that resumes."""
+
+    def stop(metrics: StepMetrics) -> None:
+        if metrics.step == after:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(config, on_step=stop)
+    return again(config, run=RESUME)
 
 
 def losses(config: TrainConfig) -> list[float]:

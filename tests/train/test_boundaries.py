@@ -51,9 +51,3 @@ def test_too_many_directions_are_one_warning(forward: str, backward: str, width:
 def test_stock_boundaries_have_their_dtype_whatever_the_codecs():
     codecs = make_codecs(PipelineConfig(boundary="stock-bf16", forward=("int2",)), 2)
     assert codecs.forward == codecs.backward == (BF16, BF16)
-
-
-@pytest.mark.parametrize("text", ["int1", "GroupInt(bits=6", "GroupInt(bit=6)", "GroupInt(bits=9)"])
-def test_an_unknown_codec_is_one_line_that_names_the_setting(text: str):
-    with pytest.raises(ConfigError, match=r"^pipeline\.backward: [^\n]+$"):
-        make_codecs(PipelineConfig(backward=(text,)), 1)

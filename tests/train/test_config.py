@@ -60,11 +60,6 @@ def test_a_wrong_value_is_named_with_what_is_allowed(section, values, message):
         section(**values)
 
 
-def test_sections_may_not_contradict_each_other():
-    with pytest.raises(ConfigError, match=r"data.batch is 6; allowed: a multiple of .* \(4\)"):
-        TrainConfig(data=DataConfig(batch=6))
-
-
 def test_a_configuration_is_frozen_and_survives_json():
     config = TrainConfig(pipeline=PipelineConfig(forward=("int4",), warmup_steps=3))
     assert from_mapping(json.loads(config.to_json())) == config

@@ -13,11 +13,9 @@ from lowbit.train.config import GradientsConfig
 from lowbit.train.gradients import Gradients, storage_codec
 from lowbit.train.trainer import Trainer
 from tests.processes import Ranks
-from tests.train.runs import again, curve, losses, tiny
+from tests.train.runs import LIMIT, ONE, again, curve, losses, stopped, tiny
 
-ONE = {"ranks": 1, "stages_per_rank": 1, "schedule": "GPipe"}
 EXACT = {"storage": "Cast(dtype=torch.float32)"}  # stored, but nothing lost
-LIMIT = 110  # seconds, where everything else runs at the same time
 
 
 @pytest.mark.parametrize(
@@ -74,19 +72,12 @@ def test_weight_passes_leave_no_gradients_behind(ranks: Ranks, tmp_path: Path):
         assert 1 < held < 1.1
 
 
-@pytest.mark.parametrize("storage", ["fp8", "BlockFloat8(rounding='stochastic')"])
-def test_a_broken_run_goes_on_bit_for_bit(tmp_path: Path, storage: str):
+def test_a_broken_run_goes_on_bit_for_bit(tmp_path: Path):
+    storage = "BlockFloat8(rounding='stochastic')"
     config = tiny(tmp_path, pipeline=ONE, gradients={"storage": storage}, run={"steps": 4, "checkpoint_every": 2})
     whole = again(config, run={"output": str(tmp_path / "whole")})
     train(whole)
-
-    def stop(metrics: StepMetrics) -> None:
-        if metrics.step == 3:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        train(config, on_step=stop)
-    resumed = again(config, run={"resume": True, "overwrite": False})
+    resumed = stopped(config, 3)
     assert train(resumed).steps_here == 2
     assert curve(resumed) == curve(whole)
     with pytest.raises(ConfigError, match=r"gradients\.storage was .* and is fp32 now"):
@@ -115,10 +106,6 @@ def test_nan_stops_the_run_before_the_weights(tmp_path: Path, monkeypatch: pytes
 def test_formats_by_name():
     assert storage_codec(GradientsConfig()) is None
     assert storage_codec(GradientsConfig(storage="fp8")) == BlockFloat8()
-    with pytest.raises(ConfigError, match="gradients.storage: codec is 'fp9'; allowed: .*fp32"):
-        storage_codec(GradientsConfig(storage="fp9"))
-    with pytest.raises(ConfigError, match="gradients.storage is 'aq-sgd', which keeps state between messages"):
-        storage_codec(GradientsConfig(storage="aq-sgd"))
 
 
 @pytest.mark.parametrize("codec", [None, BlockFloat8()], ids=repr)

@@ -73,6 +73,13 @@ def test_a_name_means_what_it_did_when_the_checkpoint_was_written(
     assert "bits=2" in str(change.after)
 
 
+def test_the_format_of_averages_counts_where_there_are_several_pipelines(tmp_path: Path):
+    config = tiny(tmp_path, gradients={"all_reduce": "fp32"})
+    assert identity(config)["gradients.all_reduce"] is None
+    two = again(config, pipeline={"data_parallel": 2})
+    assert identity(two)["gradients.all_reduce"] == "Cast(dtype=torch.float32)"
+
+
 def test_a_removed_format_is_a_change(tmp_path: Path):
     now = identity(tiny(tmp_path))
     gone = Change("pipeline.forward", ["Quant9(bits=9)"], now["pipeline.forward"])

@@ -21,10 +21,9 @@ from lowbit.train.summary import read_summary
 from lowbit.wire.checksum import CHECKSUM_BYTES
 from lowbit_lab.network import SlowLink
 from tests.processes import Ranks
-from tests.train.runs import again, curve, losses, tiny
+from tests.train.runs import LIMIT, RESUME, again, curve, losses, tiny
 
 AUTO = "SubspaceQuant(directions='auto', bits=4, group=8)"
-LIMIT = 110  # seconds, where everything else runs at the same time
 
 
 @pytest.mark.timeout(300)
@@ -35,7 +34,7 @@ def test_a_killed_run_is_blamed_on_its_rank_and_resumes_bit_for_bit(
         tmp_path,
         model={"family": "gpt2", "layers": 2, "dropout": 0.1},  # tied weights, random numbers
         pipeline={"forward": "aq-sgd", "backward": AUTO, "warmup_steps": 3},  # state, a counter
-        run={"steps": 40, "checkpoint_every": 4, "save_model": True},
+        run={"steps": 24, "checkpoint_every": 4, "save_model": True},
     )
     whole = again(config, run={"output": str(tmp_path / "whole"), "checkpoint_every": 0})
     ranks.run(losses, whole, timeout=LIMIT)
@@ -49,11 +48,11 @@ def test_a_killed_run_is_blamed_on_its_rank_and_resumes_bit_for_bit(
             launched.result(timeout=60)
     assert time.monotonic() - killed < config.run.timeout_seconds
     assert "rank 0: error: rank 1 " in capfd.readouterr().err
-    assert len(curve(config)) < 40
+    assert len(curve(config)) < 24
 
-    resumed = run(again(config, run={"resume": True, "overwrite": False}))
+    resumed = run(again(config, run=RESUME))
     assert curve(config) == curve(whole)
-    assert 0 < resumed.steps_here < 40
+    assert 0 < resumed.steps_here < 24
     expected = read_summary(Path(whole.run.output) / "summary.json")
     assert resumed.held_out_loss == expected.held_out_loss
     assert resumed.chosen == expected.chosen

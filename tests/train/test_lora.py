@@ -11,18 +11,15 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from lowbit.config import ConfigError
-from lowbit.train import TrainConfig, from_mapping, train
+from lowbit.train import TrainConfig, train
 from lowbit.train.checkpoints.manifest import newest_step, read_manifest, step_name
 from lowbit.train.data import Order, load_data
 from lowbit.train.optim import learning_rate, make_optimizer, set_learning_rate
 from lowbit.train.prepare import prepare
 from tests.processes import Ranks
-from tests.train.runs import again, answering, base, curve, losses, tiny
+from tests.train.runs import ONE, RESUME, again, answering, base, curve, losses, tiny
 
 peft = pytest.importorskip("peft")
-
-ONE = {"ranks": 1, "schedule": "GPipe"}
-RESUME: dict[str, Any] = {"resume": True, "overwrite": False}
 
 
 def adapted(folder: Path, family: str = "llama", **sections: dict[str, Any]) -> TrainConfig:
@@ -66,7 +63,6 @@ def by_peft(config: TrainConfig) -> tuple[list[float], dict[str, torch.Tensor]]:
         ("qwen2", "Interleaved1F1B", 2),
         ("llama", "InterleavedZeroBubble", 2),
         ("llama", "ZBVZeroBubble", 2),
-        ("llama", "DualPipeV", 2),
     ],
 )
 def test_a_pipeline_trains_the_adapters_that_peft_does(
@@ -105,10 +101,9 @@ def test_replicas_exchange_adapters_only(ranks: Ranks, tmp_path: Path):
     assert metrics[0]["bytes_sent"] == pytest.approx(2 * 4 * elements, rel=0.01), "of two ranks, and no base weight"
 
 
-@pytest.mark.parametrize("storage", ["fp32", "fp8"])
-def test_a_resume_goes_on_with_the_same_losses(ranks: Ranks, tmp_path: Path, storage: str):
+def test_a_resume_goes_on_with_the_same_losses(ranks: Ranks, tmp_path: Path):
     run = {"steps": 4, "checkpoint_every": 2}
-    config = adapted(tmp_path, run=run, lora={"dropout": 0.1}, gradients={"storage": storage}, data={"batch": 4})
+    config = adapted(tmp_path, run=run, lora={"dropout": 0.1}, gradients={"storage": "fp8"}, data={"batch": 4})
     config = again(config, pipeline={"forward": "transform"}, activations={"bits": 8})
     ranks.run(losses, config)
     whole = curve(config)
@@ -155,10 +150,6 @@ def test_a_resume_with_other_adapters_is_refused(tmp_path: Path, change: dict[st
     [
         ({"rank": 4, "targets": ["c_attn"]}, "lora.targets has 'c_attn', which no decoder layer has; allowed: all-lin"),
         ({"rank": 4, "targets": ["lm_head"]}, "lora.targets has 'lm_head', which no decoder layer has; allowed: all"),
-        ({"rank": 4, "targets": []}, "lora.targets is empty; allowed: names of linear layers, or all-linear"),
-        ({"alpha": 4.0}, "lora.alpha is 4.0 and lora.rank is 0; allowed: with lora.rank of at least 1"),
-        ({"rank": -1}, "lora.rank is -1; allowed: at least 0"),
-        ({"rank": 4, "dropout": 1.0}, "lora.dropout is 1.0; allowed: at least 0 and less than 1"),
     ],
 )
 def test_adapters_that_cannot_be_are_refused(tmp_path: Path, lora: dict[str, Any], text: str):
@@ -168,9 +159,7 @@ def test_adapters_that_cannot_be_are_refused(tmp_path: Path, lora: dict[str, Any
     assert str(raised.value).startswith(text)
 
 
-def test_adapters_need_a_pretrained_model_and_peft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(ConfigError, match="lora.rank is 4 and model.pretrained is empty; allowed: with model.pretrai"):
-        from_mapping({"lora": {"rank": 4}})
+def test_adapters_need_peft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     config, imported = adapted(tmp_path), builtins.__import__
 
     def without_peft(name: str, *args: Any, **kwargs: Any) -> Any:

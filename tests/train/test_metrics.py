@@ -2,16 +2,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
 
 import pytest
 
-from lowbit.train import StepMetrics, train
 from lowbit.train.metrics import Recorder, Work, bits, read_metrics, step_metrics
 from lowbit.train.progress import describe
-from tests.train.runs import again, curve, tiny
-
-ONE = {"ranks": 1, "stages_per_rank": 1, "schedule": "GPipe"}
 
 
 def _metrics(step: int, loss: float = 2.5):
@@ -66,55 +61,6 @@ def test_each_step_is_a_line_and_a_resumed_run_rewrites_what_it_repeats(tmp_path
     lines = read_metrics(path)
     assert [line["loss"] for line in lines] == [2.5, 2.5, 2.5, 9.0]
     assert lines[0] == dataclasses.asdict(_metrics(1))
-
-
-def test_what_is_not_a_number_in_an_evaluation_is_left_out(tmp_path: Path):
-    (tmp_path / "evaluations.jsonl").write_text('{"step": 0, "held_out_loss": 2.5, "bytes_sent": "x"}\n')
-    recorder = _recorder(tmp_path, 3)
-    recorder.close()
-    assert recorder.evaluations == {0: {"step": 0, "held_out_loss": 2.5}}
-
-
-def _as_before(path: Path) -> None:
-    """Rewrite a file as an earlier version wrote it, which counted steps from 0."""
-    lines = read_metrics(path)
-    for line in lines:
-        line["step"] -= 1
-        del line["tokens"]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-def test_a_file_of_an_earlier_version_goes_on_with_no_line_lost_or_repeated(tmp_path):
-    recorder = _recorder(tmp_path, 0)
-    for step in range(1, 6):
-        recorder.record(_metrics(step))
-    recorder.close()
-    path = tmp_path / "metrics.jsonl"
-    written = read_metrics(path)
-    _as_before(path)
-    assert read_metrics(path) == written
-    for start in (3, 3):  # a second resume finds what the first has renumbered
-        recorder = _recorder(tmp_path, start)
-        recorder.record(_metrics(start + 1))
-        recorder.close()
-        assert [line["step"] for line in read_metrics(path)] == [1, 2, 3, 4]
-
-
-def test_a_run_of_an_earlier_version_is_resumed_with_no_line_lost_or_repeated(tmp_path):
-    config = tiny(tmp_path, pipeline=ONE, run={"steps": 4, "checkpoint_every": 2})
-    whole = again(config, run={"output": str(tmp_path / "whole")})
-    train(whole)
-
-    def stop(metrics: StepMetrics) -> None:
-        if metrics.step == 3:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        train(config, on_step=stop)
-    _as_before(Path(config.run.output) / "metrics.jsonl")
-    train(again(config, run={"resume": True, "overwrite": False}))
-    assert curve(config) == curve(whole)
-    assert [step for step, _, _ in curve(config)] == [1, 2, 3, 4]
 
 
 def test_bad_lines_are_left_out_with_a_warning(tmp_path, caplog):

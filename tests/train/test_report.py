@@ -12,12 +12,11 @@ import pytest
 
 import lowbit
 from lowbit.report.training import PAGE
-from lowbit.train import StepMetrics, train
+from lowbit.train import train
 from lowbit.train.folder import RunFolder
 from lowbit.train.metrics import read_evaluations
-from tests.train.runs import again, tiny
+from tests.train.runs import ONE, again, stopped, tiny
 
-ONE = {"ranks": 1, "stages_per_rank": 1, "schedule": "GPipe"}
 needs_plotly = pytest.mark.skipif(importlib.util.find_spec("plotly") is None, reason="the extra report is missing")
 
 
@@ -39,13 +38,8 @@ def test_a_run_leaves_a_page_with_its_losses(tmp_path: Path):
 
 @needs_plotly
 def test_a_run_that_fails_leaves_a_page_up_to_its_last_step(tmp_path: Path):
-    def stop(metrics: StepMetrics) -> None:
-        if metrics.step == 2:
-            raise KeyboardInterrupt
-
     config = tiny(tmp_path, pipeline=ONE, run={"report": True})
-    with pytest.raises(KeyboardInterrupt):
-        train(config, on_step=stop)
+    stopped(config, 2)
     text = (Path(config.run.output) / PAGE).read_text()
     assert "The run did not end: 2 of 3 steps are recorded" in text
 

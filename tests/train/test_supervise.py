@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from lowbit.job.process import ALONE, DIVERGED, FAILED, USAGE
-from lowbit.train import ConfigError, LaunchError, TrainConfig, from_mapping, launch, run
+from lowbit.train import ConfigError, LaunchError, TrainConfig, launch, run
 from lowbit.train.supervise import Attempts, supervise
 from tests.processes import Ranks
-from tests.train.runs import again, curve, losses, tiny
-from tests.train.test_launch import LIMIT, _process_of_rank, _wait_for_lines
+from tests.train.runs import LIMIT, again, curve, losses, tiny
+from tests.train.test_launch import _process_of_rank, _wait_for_lines
 
 
 @pytest.mark.slow
@@ -24,7 +24,7 @@ def test_a_supervised_run_reaches_its_last_step_bit_for_bit(ranks: Ranks, tmp_pa
         tmp_path,
         model={"layers": 2},
         pipeline={"forward": "SubspaceQuant(directions=2, group=8)", "warmup_steps": 2},
-        run={"steps": 60, "checkpoint_every": 5, "overwrite": False, "timeout_seconds": 8},
+        run={"steps": 40, "checkpoint_every": 5, "overwrite": False, "timeout_seconds": 8},
     )
     whole = again(config, run={"output": str(tmp_path / "whole"), "checkpoint_every": 0})
     expected = ranks.run(losses, whole, timeout=LIMIT)[0]
@@ -38,7 +38,7 @@ def test_a_supervised_run_reaches_its_last_step_bit_for_bit(ranks: Ranks, tmp_pa
     assert curve(config) == curve(whole)
     assert summary is not None
     assert summary.held_out_loss == expected[-1]
-    assert 0 < summary.steps_here < 60
+    assert 0 < summary.steps_here < 40
 
 
 def test_what_cannot_be_mended_by_another_attempt_ends_the_run():
@@ -107,9 +107,7 @@ def test_an_interruption_is_no_failure(tmp_path: Path):
         supervise(tiny(tmp_path, run={"overwrite": False}), interrupted)
 
 
-def test_what_makes_no_sense_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(ConfigError, match="supervise and run.overwrite are both true"):
-        from_mapping({"run": {"supervise": True, "overwrite": True}})
+def test_it_is_not_for_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     with pytest.raises(ConfigError, match="torchrun --max-restarts with run.resume=auto"):
         launch.run(tiny(tmp_path, run={"supervise": True, "overwrite": False}))

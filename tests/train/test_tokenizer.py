@@ -5,7 +5,6 @@ from tokenizers import Tokenizer as Fast
 from tokenizers import models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from lowbit.config import ConfigError
 from lowbit.train.tokenizer import ByteTokenizer, load_tokenizer
 
 WORDS = {"<unk>": 0, "<end>": 1, "few": 2, "bits": 3}
@@ -37,10 +36,3 @@ def test_a_folder_tokenizer_ends_documents(folder):
     tokenizer = load_tokenizer(folder)
     assert tokenizer.size == 4
     assert tokenizer.encode(b"few bits \xff few").tolist() == [2, 3, 0, 2, 1]
-
-
-def test_a_folder_without_tokenizer_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"data.tokenizer is 'nowhere'; allowed: bytes, or a folder"):
-        load_tokenizer("nowhere")
-    with pytest.raises(ConfigError, match="cannot be loaded"):
-        load_tokenizer(str(tmp_path))

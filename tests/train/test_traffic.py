@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from lowbit.codecs import parse
-from lowbit.train import StepMetrics, Summary, TrainConfig, train
+from lowbit.train import Summary, TrainConfig, train
 from lowbit.train.data import Order
 from lowbit.train.expected import Expected
 from lowbit.train.metrics import read_evaluations, read_metrics
@@ -22,9 +22,8 @@ from lowbit.train.tied import row_bytes
 from lowbit_lab.network import SlowLink
 from tests.interfaces import train_on_hosts
 from tests.processes import Ranks
-from tests.train.runs import again, answering, tiny
+from tests.train.runs import LIMIT, RESUME, again, answering, stopped, tiny
 
-LIMIT = 110
 SIZES: dict[str, dict[str, Any]] = {  # messages of many kilobytes: Gloo adds some 100 bytes to each
     "model": {"family": "qwen2", "tied": True, "dim": 128, "ffn": 256},
     "data": {"sequence": 128},
@@ -137,14 +136,9 @@ ONE = {"ranks": 1, "stages_per_rank": 1, "schedule": "GPipe", "forward": "fp32"}
 
 
 def _interrupted(config: TrainConfig) -> Summary:
-    def stop(metrics: StepMetrics) -> None:
-        if metrics.step == 10:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        train(config, on_step=stop)
+    resumed = stopped(config, 10)
     dist.barrier()
-    return train(again(config, run={"resume": True, "overwrite": False}))
+    return train(resumed)
 
 
 def test_the_summary_of_a_resumed_run_is_that_of_the_whole_run(ranks: Ranks, tmp_path: Path):
@@ -173,7 +167,7 @@ def test_steps_that_nobody_knows_any_more_are_left_out_aloud(tmp_path: Path, cap
     metrics = Path(config.run.output) / "metrics.jsonl"
     first, _, third, fourth = metrics.read_text().splitlines()
     metrics.write_text("\n".join([first, third.replace('"loss": ', '"loss": "x", "lost": '), fourth, ""]))
-    summary = train(again(config, run={"resume": True, "overwrite": False}))
+    summary = train(again(config, run=RESUME))
     assert f"{metrics} has no line of 2 of the 4 steps before: the summary leaves them out" in caplog.text
     losses = [line["loss"] for line in read_metrics(metrics) if line["loss"] != "x"]
     assert (summary.steps_here, summary.loss) == (0, pytest.approx(sum(losses) / 2))

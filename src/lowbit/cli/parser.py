@@ -181,8 +181,6 @@ class Parser(argparse.ArgumentParser):
 
     def _refuse(self, word: str) -> NoReturn:
         option = word.partition("=")[0]
-        if option == "--set":
-            raise ConfigError("--set has been replaced; allowed: the key as an option, such as --run.steps 3")
         if not option.startswith("-"):
             self.error(f"unexpected argument {word!r}")
         close = difflib.get_close_matches(option, self._option_string_actions, n=1)

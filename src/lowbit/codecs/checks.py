@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -31,6 +32,14 @@ def check_fraction(name: str, value: object) -> None:
         raise TypeError(f"{name} is {value!r}; allowed: a number from 0 to 1")
     if not 0 <= value <= 1:
         raise ValueError(f"{name} is {value}; allowed: 0 to 1")
+
+
+def check_timeout(timeout: object) -> None:
+    """Raise unless it is a finite number of seconds above 0."""
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
+        raise TypeError(f"timeout is {timeout!r}; allowed: a number of seconds above 0")
+    if not 0 < timeout < math.inf:
+        raise ValueError(f"timeout is {timeout}; allowed: a number of seconds above 0")
 
 
 def check_dtype(dtype: torch.dtype) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lowbit.codecs.base import Codec
-from lowbit.codecs.checks import FLOATS, check_choice, check_int
+from lowbit.codecs.checks import FLOATS, check_choice, check_int, check_timeout
 from lowbit.codecs.sums import Summable
 from lowbit.collectives.algorithms import CHUNK, SMALL
 from lowbit.collectives.calls import TIMEOUT
@@ -82,10 +80,7 @@ def check_call(
     check_int("chunk", chunk, 16, 1 << 30)
     if isinstance(chunk, int) and chunk % 16:
         raise ValueError(f"chunk is {chunk}; allowed: multiples of 16")
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
-        raise TypeError(f"timeout is {timeout!r}; allowed: a number of seconds above 0")
-    if not 0 < timeout < math.inf:
-        raise ValueError(f"timeout is {timeout}; allowed: a number of seconds above 0")
+    check_timeout(timeout)
     return summable
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from lowbit.config.atomic import check_written, write_unless_changed
 from lowbit.config.files import in_toml
-from lowbit.config.written import check_written, write_text
 from lowbit.doctor.messages import LinkRow, MachineRow
 from lowbit.plan.cluster import Cluster
 from lowbit.report import check_output
@@ -38,7 +38,7 @@ def write_cluster(path: str, rows: Sequence[Any], *, overwrite: bool) -> bool:
     if not text:
         return False
     Cluster.from_mapping(tomllib.loads(text))
-    write_text(path, _PROGRAM, text, overwrite=overwrite)
+    write_unless_changed(path, _PROGRAM, text, overwrite=overwrite)
     return True
 
 

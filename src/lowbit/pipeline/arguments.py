@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lowbit.codecs.base import Codec
-from lowbit.codecs.checks import check_int
+from lowbit.codecs.checks import check_int, check_timeout
 from lowbit.codecs.defaults import backward_codec
 from lowbit.codecs.stateful import StatefulCodec
 
@@ -101,10 +101,7 @@ def codec_at(argument: str, codecs: Codecs, boundary: int, boundaries: int) -> C
 def check_numbers(warmup_steps: object, timeout: object) -> None:
     """Raise a TypeError or ValueError unless these can be a number of steps and a number of seconds."""
     check_int("warmup_steps", warmup_steps, 0, sys.maxsize)
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
-        raise TypeError(f"timeout is {timeout!r}; allowed: a number of seconds above 0")
-    if not 0 < timeout < math.inf:
-        raise ValueError(f"timeout is {timeout}; allowed: a number of seconds above 0")
+    check_timeout(timeout)
 
 
 def checked_samples(ids: Tensor | Sequence[int]) -> Tensor:

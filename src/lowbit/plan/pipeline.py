@@ -12,7 +12,7 @@ from pydantic import AfterValidator
 from lowbit.codecs import parse_pair
 from lowbit.codecs.names import pair_name
 from lowbit.config import ConfigError, NonNegative, Positive, section, to_toml
-from lowbit.config.written import check_written, write_text
+from lowbit.config.atomic import check_written, write_unless_changed
 from lowbit.plan.cluster import Cluster
 from lowbit.plan.predict import Choice, Prediction, Predictor
 from lowbit.plan.search import search
@@ -114,7 +114,7 @@ def measure(settings: PipelinePlanSettings, earlier: Sequence[Row] = ()) -> Iter
     plain = {name: search(predictor, formats=(name,), **options)[0] for name in _PLAIN}
     if settings.output:
         text = to_toml(train_settings(settings, predictor, found[0].choice), meanings=False)
-        write_text(settings.output, _PROGRAM, text, overwrite=settings.overwrite)
+        write_unless_changed(settings.output, _PROGRAM, text, overwrite=settings.overwrite)
     rows = [_row(settings, predictor, each, number) for number, each in enumerate(found[:3], 1)]
     shown = [row["formats"] for row in rows]
     rows += [_row(settings, predictor, each, None) for name, each in plain.items() if [name] not in shown]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowbit.codecs.base import Codec
-from lowbit.codecs.checks import check_choice, check_int
+from lowbit.codecs.checks import check_choice, check_int, check_timeout
 from lowbit.codecs.sums import Summable
 from lowbit.collectives import all_reduce
 from lowbit.collectives.algorithms import CHUNK, choose, one_shot, two_shot
@@ -58,10 +58,7 @@ class SumSettings:
         elif not isinstance(self.small, Thresholds):
             check_int("small", self.small, 0, 1 << 60)
         check_checksums(self.checksums)
-        if isinstance(self.timeout, bool) or not isinstance(self.timeout, int | float):
-            raise TypeError(f"timeout is {self.timeout!r}; allowed: a number of seconds above 0")
-        if not self.timeout > 0:
-            raise ValueError(f"timeout is {self.timeout}; allowed: a number of seconds above 0")
+        check_timeout(self.timeout)
 
     def choice(self, partial: Tensor, ranks: int, codec: Codec | None) -> Choice:
         """Return how a sum over `ranks` ranks travels."""

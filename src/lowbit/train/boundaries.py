@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -37,6 +38,18 @@ class Codecs:
     backward: tuple[Codec, ...]
 
 
+def codec_of(key: str, text: str, check: Callable[[Codec], Any] | None = None) -> Any:
+    """The codec that a setting names, as `check` returns it.
+
+    Raises:
+        ConfigError: no codec has this name or these arguments, or `check` raises a TypeError or ValueError.
+    """
+    try:
+        return parse(text) if check is None else check(parse(text))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{key}: {error}") from error
+
+
 def make_codecs(pipeline: PipelineConfig, boundaries: int) -> Codecs:
     """The codecs that the configuration names.
 
@@ -45,10 +58,7 @@ def make_codecs(pipeline: PipelineConfig, boundaries: int) -> Codecs:
     """
 
     def each(direction: str, names: tuple[str, ...]) -> tuple[Codec, ...]:
-        try:
-            named = [parse(text) for text in names]
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"pipeline.{direction}: {error}") from error
+        named = [codec_of(f"pipeline.{direction}", text) for text in names]
         return tuple(named) if len(named) == boundaries else tuple(named[:1]) * boundaries
 
     if pipeline.is_auto:  # until the run has chosen, the most exact

@@ -28,26 +28,12 @@ def documents(data: DataConfig) -> Iterator[bytes]:
     """
     if data.dataset:
         return _dataset_documents(data)
-    return _read(text_files(data) if data.text else library_files(), data.max_bytes)
+    return _read(files_named(data.text, "data.text") if data.text else library_files(), data.max_bytes)
 
 
 def held_out_documents(data: DataConfig) -> Iterator[bytes]:
     """The documents of `data.held_out`, like `documents`."""
-    return _read(held_out_files(data), data.max_bytes)
-
-
-def text_files(data: DataConfig) -> list[Path]:
-    """The files of `data.text`.
-
-    Raises:
-        ConfigError: a path does not exist.
-    """
-    return _find(data.text, "data.text")
-
-
-def held_out_files(data: DataConfig) -> list[Path]:
-    """The files of `data.held_out`, like `text_files`."""
-    return _find(data.held_out, "data.held_out")
+    return _read(files_named(data.held_out, "data.held_out"), data.max_bytes)
 
 
 def library_files() -> list[Path]:
@@ -84,8 +70,12 @@ def held_out_start(length: int, share: float) -> int:
     return length - int(length * share)
 
 
-def _find(patterns: tuple[str, ...], key: str) -> list[Path]:
-    """Files by name, in the order of the patterns and sorted within each."""
+def files_named(patterns: tuple[str, ...], key: str) -> list[Path]:
+    """Files by name, in the order of the patterns and sorted within each; `key`: the setting, for errors.
+
+    Raises:
+        ConfigError: a path does not exist.
+    """
     files: list[Path] = []
     for pattern in patterns:
         path = Path(pattern).expanduser()

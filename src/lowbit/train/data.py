@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowbit.config import ConfigError
+from lowbit.config import ConfigError, atomic
 from lowbit.terminal import printable
 from lowbit.train import corpus
 from lowbit.train.answers import Answers, encode, fit, fit_held_out
@@ -135,9 +134,12 @@ def load_data(data: DataConfig, *, cache: Path | None = None) -> Data:
         held_out = _tokens(corpus.capped(corpus.held_out_documents(data), data.max_bytes), tokenizer, cache)
     else:
         tokens, held_out = np.split(tokens, [corpus.held_out_start(len(tokens), data.held_out_share)])
+    notes: tuple[str, ...] = ()
+    if any(text.endswith(".jsonl") for text in data.text):
+        notes = ("data.text names .jsonl files and data.format is text: the model learns their lines as they are",)
     loaded = Data(
         train=Windows(tokens, data.sequence), held_out=Windows(held_out, data.sequence), tokenizer=tokenizer,
-        notes=_format_notes(data),
+        notes=notes,
     )  # fmt: skip
     _check_lengths(data, loaded)
     return loaded
@@ -145,9 +147,10 @@ def load_data(data: DataConfig, *, cache: Path | None = None) -> Data:
 
 def _load_samples(data: DataConfig, tokenizer: Tokenizer) -> Data:
     inner = None if isinstance(tokenizer, ByteTokenizer) else tokenizer.hugging_face()
-    samples, left_out = read_samples(corpus.text_files(data), limit=data.max_bytes, tokenizer=inner)
+    samples, left_out = read_samples(corpus.files_named(data.text, "data.text"), limit=data.max_bytes, tokenizer=inner)
     if data.held_out:
-        held_out, more = read_samples(corpus.held_out_files(data), limit=data.max_bytes, tokenizer=inner)
+        files = corpus.files_named(data.held_out, "data.held_out")
+        held_out, more = read_samples(files, limit=data.max_bytes, tokenizer=inner)
     else:
         start = corpus.held_out_start(len(samples), data.held_out_share)
         samples, held_out, more = samples[:start], samples[start:], 0
@@ -169,16 +172,6 @@ def _load_samples(data: DataConfig, tokenizer: Tokenizer) -> Data:
         cause = f" ({'; '.join(too_long)})" if too_long else ""
         raise ConfigError(f"data.held_out has no sample to evaluate on{cause}; allowed: at least one")
     return loaded
-
-
-def _format_notes(data: DataConfig) -> tuple[str, ...]:
-    """A warning if lines of JSON are taken as text."""
-    warnings: list[str] = []
-    if any(text.endswith(".jsonl") for text in data.text):
-        warnings.append(
-            "data.text names .jsonl files and data.format is text: the model learns their lines as they are"
-        )
-    return tuple(warnings)
 
 
 def _left_out(data: DataConfig, nbytes: int, samples: list[Sample]) -> list[str]:
@@ -252,13 +245,11 @@ def _read(path: Path) -> np.ndarray | None:
 
 def _write(path: Path, tokens: np.ndarray) -> None:
     """Write so that another rank never sees half a file; a file that lowbit did not make stays."""
-    folder = RunFolder(path.parent.parent)
-    part = path.with_suffix(f".{os.getpid()}.npy")
-    names = [f"{path.parent.name}/{file.name}" for file in (part, path)]
-    if others := folder.foreign(names):
-        log.warning("%s was not made by lowbit and stays; token ids are not cached", folder.path / others[0])
+    folder, name = RunFolder(path.parent.parent), f"{path.parent.name}/{path.name}"
+    if folder.foreign([name]):
+        log.warning("%s was not made by lowbit and stays; token ids are not cached", path)
         return
-    folder.note(*names)
+    folder.note(name)
     path.parent.mkdir(parents=True, exist_ok=True)
-    np.save(part, tokens)
-    part.replace(path)
+    with atomic.replacing(path) as part:
+        np.save(part, tokens)

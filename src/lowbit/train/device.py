@@ -16,29 +16,17 @@ log = logging.getLogger(__name__)
 
 def local_rank() -> int:
     """This process's number on its machine, from the launcher."""
-    return _launched("LOCAL_RANK", 0, least=0)
+    return int(os.environ.get("LOCAL_RANK", 0))
 
 
 def local_ranks(ranks: int) -> int:
     """Ranks on this machine, from the launcher; without one, all of them."""
-    return _launched("LOCAL_WORLD_SIZE", ranks, least=1)
+    return int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
 
 
 def threads_per_rank(ranks: int) -> int:
     """This machine's cores divided among its ranks."""
     return max(1, len(os.sched_getaffinity(0)) // local_ranks(ranks))
-
-
-def _launched(name: str, otherwise: int, *, least: int) -> int:
-    """A number that a launcher put into the environment.
-
-    Raises:
-        ConfigError: it is not a number, or too small.
-    """
-    text = os.environ.get(name, str(otherwise))
-    if not text.isdecimal() or int(text) < least:
-        raise ConfigError(f"{name} is {text!r} in the environment; allowed: an integer of at least {least}")
-    return int(text)
 
 
 def choose_device(name: str, ranks: int, *, key: str = "run.device") -> torch.device:

@@ -130,6 +130,9 @@ class Elastic:
         pipeline, optimizer: what a replica that is behind takes over from another.
         side: a group of the ranks of this replica.
 
+    Attributes:
+        replicas: that share the current step.
+
     Raises:
         ConnectionError: torchft does not reach the lighthouse.
     """
@@ -150,7 +153,7 @@ class Elastic:
 
         self._codec, self._pipeline, self._optimizer = codec, pipeline, optimizer
         self._rank, self._ranks, self._checksums = dist.get_rank(), dist.get_world_size(), config.run.checksums
-        self._replicas, self._at_least, self._patience = 0, config.elastic.at_least, config.run.rejoin_seconds
+        self.replicas, self._at_least, self._patience = 0, config.elastic.at_least, config.run.rejoin_seconds
         self._elements = self._bytes = 0.0
         _use_interface(config.elastic.lighthouse)
         if self._rank == 0:
@@ -203,19 +206,19 @@ class Elastic:
                 f"no quorum of replicas, with {replicas} there: {first_line(error)}; allowed: elastic.at_least "
                 f"({self._at_least}) replicas within run.rejoin_seconds, and a lighthouse that answers"
             ) from error
-        if replicas != self._replicas and self._rank == 0:
+        if replicas != self.replicas and self._rank == 0:
             there = "1 replica" if replicas == 1 else f"{replicas} replicas"
             log.warning("step %d: %s", self.manager.current_step() + 1, there)
-        self._replicas = replicas
+        self.replicas = replicas
         return self.manager.current_step()
 
     def average(self, flat: Tensor) -> Any:
         """Start to replace gradients, float32 and one-dimensional, by their mean over all replicas."""
-        if self._replicas > 1:
+        if self.replicas > 1:
             self._bytes += all_reduce_bytes(
-                flat.numel(), self._codec, rank=0, ranks=self._replicas, checksums=self._checksums
+                flat.numel(), self._codec, rank=0, ranks=self.replicas, checksums=self._checksums
             )
-            self._elements += 2 * (self._replicas - 1) / self._replicas * flat.numel()
+            self._elements += 2 * (self.replicas - 1) / self.replicas * flat.numel()
         return self.manager.allreduce(flat)
 
     def commit(self) -> bool:
@@ -236,11 +239,6 @@ class Elastic:
         work.gradient_bytes += self._bytes
         work.gradient_elements += self._elements
         self._bytes = self._elements = 0.0
-
-    @property
-    def replicas(self) -> int:
-        """Replicas that share the current step."""
-        return self._replicas
 
     def close(self) -> None:
         """Leave the other replicas."""

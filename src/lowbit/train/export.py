@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,11 +20,6 @@ if TYPE_CHECKING:
 _PIECE_BYTES = 8 << 20
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _OVER = object()
-MODEL_FILES = re.compile(
-    r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|(generation_)?config\.json|tokenizer.*|vocab\..*|merges\.txt"
-    r"|adapter_(model\.safetensors|config\.json)|special_tokens_map\.json|added_tokens\.json|chat_template.*|spiece\.model|sentencepiece.*"
-)
-"""Names of the files that a saved model may have, or its adapters, with any tokenizer."""
 
 
 def gather_weights(modules: dict[int, StageModule], messages: Messages | None = None) -> dict[str, Tensor]:

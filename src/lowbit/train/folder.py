@@ -1,7 +1,7 @@
-"""The folder of a run: which files in it lowbit made, so that it never removes or replaces any other.
+"""The folder of a run: a lock, and a record of the files that lowbit made there, so that it removes no other.
 
-All processes that write into the folder append the names of files to `lowbit-run.jsonl` before they make them. Only
-these files count as lowbit's own. A run locks `lowbit-run.jsonl` while it writes into the folder.
+Every process that writes into the folder appends the names of its files to `lowbit-run.jsonl` before it makes them. A
+run locks that file for as long as it writes into the folder.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from lowbit.config import ConfigError
 from lowbit.terminal import printable
 
 log = logging.getLogger(__name__)
@@ -29,12 +28,10 @@ KEPT = "cache/"
 """Stays when a folder is cleared: its files depend on text and tokenizer only, and are named by a digest of both."""
 
 PATIENCE_SECONDS = 5.0
-"""How long a run waits for the one before to end: a process that was killed may take a moment."""
+"""How long a run waits for the previous one to end: a process that was killed may take a moment."""
 
 _TURN_SECONDS = 0.1
-_LONGEST_NAME = 255  # bytes of a part of a path; no disk takes more
 _STAGING = ".lowbit-part/"  # ends the names of folders that are lowbit's with all that they hold
-_LOCKED: dict[tuple[int, int], int] = {}  # descriptors that hold this process's locks, by device and inode
 
 
 class RunFolder:
@@ -42,7 +39,7 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._held = 0  # the descriptor of its lock
+        self._lock: int | None = None  # the descriptor that holds it
 
     @property
     def marked(self) -> bool:
@@ -53,10 +50,12 @@ class RunFolder:
         """Files and folders ("model/") that lowbit made, relative to the folder. They need not exist any more."""
         names: set[str] = set()
         for line in self._lines():
-            with contextlib.suppress(KeyError, TypeError):
-                if line.get("cleared") is True:
-                    names = {name for name in names if name.startswith(KEPT)}
-                names.update(filter(_is_inside, line["made"]))
+            if line.get("cleared"):
+                names = {name for name in names if name.startswith(KEPT)}
+            # The record may have come with a copied folder, and must not lead out of this one.
+            names.update(
+                name for name in line.get("made", ()) if not (name.startswith("/") or ".." in PurePosixPath(name).parts)
+            )
         return names
 
     def foreign(self, names: Iterable[str]) -> list[str]:
@@ -71,7 +70,7 @@ class RunFolder:
         self._append({"made": [*new, *names]})
 
     def lock(self, patience: float = PATIENCE_SECONDS) -> str:
-        """Keep other runs out of the folder until `unlock` or the end of this process, which may lock it repeatedly.
+        """Keep other runs out of the folder until `unlock` or the end of this process.
 
         On a disk without locks it logs a warning.
 
@@ -79,82 +78,48 @@ class RunFolder:
             patience: seconds to wait for another run to end.
 
         Returns:
-            The process that has locked it ("process 7 on host"); empty if this one has.
+            The run that has locked it ("process 7 on host"); empty if it is this one now.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        descriptor = self._open()
-        file = _identity(descriptor)
-        if file in _LOCKED or not self._try_lock(descriptor, patience):
-            os.close(descriptor)
-            return "" if file in _LOCKED else self._holder()
-        _LOCKED[file] = self._held = descriptor
-        self._append({"made": [], "process": os.getpid(), "host": socket.gethostname()})
+        self._lock = os.open(self.path / MARK, os.O_RDWR | os.O_CREAT, 0o666)
+        if not self._try_lock(self._lock, patience):
+            self.unlock()
+            return self._holder()
+        self._append({"process": os.getpid(), "host": socket.gethostname()})
         return ""
 
     def in_use(self, patience: float = PATIENCE_SECONDS) -> str:
-        """The other process that has locked the folder; empty if none has. Changes nothing."""
+        """The run that has locked the folder, as `lock` returns it; empty if none has. Changes nothing."""
         if not self.marked:
             return ""
-        try:
-            descriptor = os.open(self.path / MARK, os.O_RDWR)
-        except OSError:
-            return ""  # writing here raises the error
-        try:
-            free = _identity(descriptor) in _LOCKED or self._try_lock(descriptor, patience)
-        finally:
-            os.close(descriptor)
-        return "" if free else self._holder()
-
-    def check_there(self) -> None:
-        """Check that the folder which this process has locked has not been removed: what it writes would be lost.
-
-        Raises:
-            ConfigError: it has, or another one is in its place.
-        """
-        if self._own and (os.fstat(self._own).st_nlink == 0 or not (self.path / MARK).exists()):
-            raise ConfigError(
-                f"run.output {str(self.path)!r} was removed during the run, with all that was written there; "
-                "allowed: to leave it until the run has ended"
-            )
+        with (self.path / MARK).open("r+b") as file:
+            return "" if self._try_lock(file.fileno(), patience) else self._holder()
 
     def unlock(self) -> None:
-        """Release the lock, if this process holds it."""
-        with contextlib.suppress(OSError):
-            status = os.fstat(self._own) if self._own else (self.path / MARK).stat()  # which may have been removed
-            if (held := _LOCKED.pop((status.st_dev, status.st_ino), None)) is not None:
-                os.close(held)
-
-    @property
-    def _own(self) -> int:
-        """The descriptor of the lock that this object holds; 0 without one."""
-        return self._held if self._held in _LOCKED.values() else 0
+        """Release the lock, if this object holds it."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def clear(self) -> None:
         """Remove lowbit's files, and its folders that are empty then; cached token ids (`KEPT`) and the record stay.
 
-        Several processes may do so at once.
+        Nothing behind a symbolic link that leads out of the folder is removed. Several processes may do so at once.
         """
-        made = {name for name in self.made() if not name.startswith(KEPT)}
-        for path in (self.path / name for name in made if not name.endswith("/")):
-            if self._is_inside(path):
-                with contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
-                    path.unlink()
-        for name in sorted(made, key=len, reverse=True):
+        made = [name for name in self.made() if not name.startswith(KEPT)]
+        for name in sorted(made, key=lambda name: (name.endswith("/"), -len(name))):  # a folder after what it holds
             path = self.path / name
-            if not name.endswith("/") or path.is_symlink() or not self._is_inside(path):
-                continue
-            if name.endswith(_STAGING):
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                with contextlib.suppress(OSError):  # it holds something that is not ours, or is gone
+            with contextlib.suppress(OSError, ValueError):  # it is gone, or holds something that is not lowbit's
+                if not self._is_inside(path):
+                    continue
+                if name.endswith(_STAGING) and not path.is_symlink():
+                    shutil.rmtree(path, ignore_errors=True)
+                elif name.endswith("/"):
                     path.rmdir()
+                else:
+                    path.unlink()
         if self.marked:
-            self._append({"made": [], "cleared": True})
-
-    def out_of_reach(self) -> list[str]:
-        """Files of lowbit that `clear` does not remove, because a symbolic link leads out of the folder."""
-        files = [name for name in self.made() if not name.endswith("/") and os.path.lexists(self.path / name)]
-        return sorted(name for name in files if not self._is_inside(self.path / name))
+            self._append({"cleared": True})
 
     def staging(self, name: str) -> Path:
         """An empty folder for `adopt`; one of an earlier attempt is emptied.
@@ -178,11 +143,8 @@ class RunFolder:
         Raises:
             FileExistsError: a file in the way is not lowbit's; then nothing was moved.
         """
-        sources = {
-            f"{name}/{path.relative_to(staging).as_posix()}": path
-            for path in sorted(staging.rglob("*"))
-            if path.is_file()
-        }
+        files = (path for path in sorted(staging.rglob("*")) if path.is_file())
+        sources = {f"{name}/{path.relative_to(staging).as_posix()}": path for path in files}
         if others := self.foreign(sources if (self.path / name).is_dir() else [name]):
             raise FileExistsError(
                 f"{self.path / others[0]} was not made by lowbit and stays; what was to go there is in {staging}"
@@ -197,31 +159,21 @@ class RunFolder:
                 (self.path / file).unlink(missing_ok=True)
         shutil.rmtree(staging)
 
-    def _open(self) -> int:
-        return os.open(self.path / MARK, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-
     def _append(self, values: dict[str, Any]) -> None:
-        line = json.dumps(values) + "\n"
         self.path.mkdir(parents=True, exist_ok=True)
-        descriptor = self._open()
-        try:
-            size = os.fstat(descriptor).st_size
-            if size and os.pread(descriptor, 1, size - 1) != b"\n":  # a crash cut the last line short
-                line = "\n" + line
-            os.write(descriptor, line.encode())  # a single write, so that processes do not mix theirs
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        # One unbuffered write, so that processes do not mix their lines. A line that a crash cut short ends at the
+        # newline before the next one.
+        with (self.path / MARK).open("ab", buffering=0) as file:
+            file.write(f"\n{json.dumps(values)}\n".encode())
+            os.fsync(file.fileno())
 
     def _lines(self) -> list[dict[str, Any]]:
-        """The lines of the record that are JSON objects."""
+        """The lines of the record, without those that a crash cut short."""
         lines: list[dict[str, Any]] = []
-        if self.marked:  # a pipe, for example, would block
-            with contextlib.suppress(OSError):
-                for text in (self.path / MARK).read_text("utf-8", errors="replace").splitlines():
-                    with contextlib.suppress(ValueError, RecursionError):
-                        if isinstance(line := json.loads(text), dict):
-                            lines.append(line)
+        if self.marked:
+            for text in (self.path / MARK).read_text("utf-8", errors="replace").split("\n"):
+                with contextlib.suppress(ValueError):
+                    lines.append(json.loads(text))
         return lines
 
     def _try_lock(self, descriptor: int, patience: float) -> bool:
@@ -241,31 +193,9 @@ class RunFolder:
             time.sleep(_TURN_SECONDS)
 
     def _holder(self) -> str:
-        known = [line for line in self._lines() if "process" in line and "host" in line]
-        if not known:
-            return "another process"
-        return printable(f"process {known[-1]['process']} on {known[-1]['host']}")
+        known = [line for line in self._lines() if "process" in line]
+        return printable(f"process {known[-1]['process']} on {known[-1]['host']}") if known else "another process"
 
     def _is_inside(self, path: Path) -> bool:
         """Whether a path stays in the folder when symbolic links are followed."""
-        try:
-            return path.parent.resolve().is_relative_to(self.path.resolve())
-        except (OSError, RuntimeError):  # links that form a circle
-            return False
-
-
-def _identity(descriptor: int) -> tuple[int, int]:
-    status = os.fstat(descriptor)
-    return status.st_dev, status.st_ino
-
-
-def _is_inside(name: object) -> bool:
-    """Whether a recorded name is a possible path inside the folder."""
-    if not isinstance(name, str) or name in ("", ".", "/") or "\0" in name:
-        return False
-    try:
-        lengths = [len(os.fsencode(part)) for part in name.split("/")]
-    except UnicodeEncodeError:
-        return False
-    path = PurePosixPath(name)
-    return max(lengths) <= _LONGEST_NAME and not path.is_absolute() and ".." not in path.parts
+        return Path(os.path.realpath(path.parent)).is_relative_to(os.path.realpath(self.path))

@@ -9,11 +9,12 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from lowbit.codecs import Codec, Summable, parse
+from lowbit.codecs import Codec, Summable
 from lowbit.config import ConfigError
 from lowbit.gradients import GradientStorage
 from lowbit.gradients.storage import BUCKET_BYTES
 from lowbit.train import optim
+from lowbit.train.boundaries import codec_of
 from lowbit.train.config import FULL_PRECISION, GradientsConfig
 
 
@@ -25,10 +26,7 @@ def storage_codec(config: GradientsConfig) -> Codec | None:
     """
     if config.storage == FULL_PRECISION:
         return None
-    try:
-        codec = parse(config.storage)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"gradients.storage: {error}") from error
+    codec = codec_of("gradients.storage", config.storage)
     if not isinstance(codec, Summable):
         raise ConfigError(
             f"gradients.storage is {config.storage!r}, which keeps state between messages or cannot be summed; "

@@ -41,15 +41,6 @@ _LOCAL = {  # settings that may differ between machines
 CHOSEN = "pipeline.chosen"
 """Key of the formats that a run has chosen itself, in the identity of its checkpoints; no resume compares it."""
 
-NOT_RECORDED = "not recorded"
-"""In place of a value that a checkpoint does not have."""
-
-_EARLIER = {
-    "lora.rank": 0, "data.format": "text", "pipeline.tied_rows": "Cast(dtype=torch.float32)",
-    "optimizer.states": FULL_PRECISION,
-}  # fmt: skip
-"""Values in checkpoints of versions that did not record these keys."""
-
 _FORMATS = (
     "pipeline.forward", "pipeline.backward", "pipeline.tied_rows", "gradients.storage", "gradients.all_reduce",
 )  # fmt: skip
@@ -160,7 +151,7 @@ def changes_between(before: Mapping[str, Any], after: Mapping[str, Any], *, step
     """
     changes = []
     for key, value in after.items():
-        was = before.get(key, _EARLIER.get(key, NOT_RECORDED))
+        was = before.get(key, "not recorded")
         if was is None or value is None:
             continue
         if key == _WARM_UP and isinstance(was, int) and max(was, value) <= step:

@@ -16,12 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lowbit.config import atomic
 from lowbit.job.process_group import joined, world
 from lowbit.report.results import machine
 from lowbit.report.training import write_report
 from lowbit.train import export
-from lowbit.train.about import FILE as RANKS
-from lowbit.train.about import describe_machines, memory_of
 from lowbit.train.auto import Auto, Choice, described
 from lowbit.train.boundaries import costly, in_full
 from lowbit.train.checkpoints import state
@@ -39,6 +38,8 @@ from lowbit.train.lora import save_adapters
 from lowbit.train.metrics import EVALUATION, TIED, Recorder, StepMetrics
 from lowbit.train.prepare import FILES, IN_USE, left_behind, prepare
 from lowbit.train.progress import Progress
+from lowbit.train.run_info import FILE as RANKS
+from lowbit.train.run_info import describe_machines, memory_of
 from lowbit.train.summary import Summary, from_json, summarize
 from lowbit.train.tracing import Tracing, traced_steps
 from lowbit.train.trainer import Trainer
@@ -144,7 +145,6 @@ class Run:
     def _end_step(self, metrics: StepMetrics) -> None:
         """What is due after a step: other formats, a checkpoint, an evaluation."""
         run, trainer, done = self.config.run, self.trainer, metrics.step
-        self.folder.check_there()  # locked by rank 0, whose error ends all
         if self.auto is not None and self.auto.due(metrics):
             self._choose_formats(self.auto, done)
         if done == self.config.codec_warmup_steps:
@@ -172,7 +172,8 @@ class Run:
         if run.resume:
             done, changes = resume(
                 self.checkpoints, trainer.pipeline, trainer.optimizer, self.manifest,
-                replica=trainer.replicas.index, run=run, group=trainer.side, adopt=self._restore_formats,
+                replica=trainer.replicas.index, run=run, group=trainer.side,
+                adopt=None if self.auto is None else self.auto.restore,
             )  # fmt: skip
             self.manifest = replace(self.manifest, changes=changes)
         if run.overwrite and local_rank() == 0:
@@ -185,7 +186,7 @@ class Run:
         if trainer.rank == 0:
             self.folder.note(*FILES)
             written = replace(self.config, pipeline=in_full(self.config.pipeline)).to_json()
-            (self.output / "config.json").write_text(written + "\n", encoding="utf-8")
+            atomic.write(self.output / "config.json", written + "\n")
             self._write_about()
         return done
 
@@ -230,14 +231,13 @@ class Run:
                             *(sent for _, sent in stated)],
                 )
             )  # fmt: skip
-            text = json.dumps(summary, indent=2)
-            (self.output / "summary.json").write_text(text + "\n", encoding="utf-8")
+            atomic.write(self.output / "summary.json", json.dumps(summary, indent=2) + "\n")
             self.about["memory"] = [memory for memory, _ in stated]
             self._write_about()
         return from_json(gather_json(summary, trainer.side)[0])
 
     def _write_about(self) -> None:
-        (self.output / RANKS).write_text(json.dumps(self.about, indent=1) + "\n", encoding="utf-8")
+        atomic.write(self.output / RANKS, json.dumps(self.about, indent=1) + "\n")
 
     def _save_model(self, weights: dict[str, Tensor]) -> None:
         """Write the trained model on rank 0, which may take longer than the time limit."""
@@ -352,10 +352,6 @@ class Run:
         for place, codec in self.trainer.chosen().items():
             if self.progress is not None:
                 self.progress.say(f"{place}: {codec}")
-
-    def _restore_formats(self, stored: Any) -> None:
-        if self.auto is not None:
-            self.auto.restore(stored)
 
     def _note_formats(self, choice: Choice) -> None:
         """Show a choice, and write it down for the report."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import logging
 from collections.abc import Iterator, Mapping
@@ -11,13 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lowbit.config import atomic
+
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 
 EVALUATIONS = "evaluations.jsonl"
 BOUNDARIES, TIED, GRADIENTS, COORDINATION = "boundaries", "tied embedding", "gradients", "coordination"
-EARLIER = "steps of an earlier version"
 EVALUATION = "evaluation"
 """Parts of the traffic, and the purpose of messages."""
 
@@ -156,24 +156,19 @@ class Recorder:
 
     def __init__(self, folder: Path, *, start: int, tensorboard: bool) -> None:
         path = folder / "metrics.jsonl"
-        earlier = _lines(path)
-        before = [line for line in map(_renumbered, earlier) if line["step"] <= start]
+        before = [line for line in read_metrics(path) if line["step"] <= start]
         self.history = list(filter(None, map(_restored, before)))
         if (missing := start - len(self.history)) > 0:
             logging.getLogger(__name__).warning(
                 "%s has no line of %d of the %d steps before: the summary leaves them out", path, missing, start
             )
-        part = path.with_suffix(".part")
-        part.write_text("".join(json.dumps(line) + "\n" for line in before), encoding="utf-8")
-        part.replace(path)
+        atomic.write(path, "".join(json.dumps(line) + "\n" for line in before))
         self._file = path.open("a", encoding="utf-8")
         self._evaluations = folder / EVALUATIONS
-        kept = [line for line in _lines(self._evaluations) if line["step"] <= start]
-        part.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-        part.replace(self._evaluations)
-        self.evaluations = {line["step"]: {k: v for k, v in line.items() if type(v) in (int, float)} for line in kept}
-        first = start if any(map(_counts_from_zero, earlier)) else start + 1
-        self._board = _open_board(folder / "tensorboard", first) if tensorboard else None
+        kept = [line for line in read_metrics(self._evaluations) if line["step"] <= start]
+        atomic.write(self._evaluations, "".join(json.dumps(line) + "\n" for line in kept))
+        self.evaluations = {line["step"]: line for line in kept}
+        self._board = _open_board(folder / "tensorboard", start + 1) if tensorboard else None
 
     def record(self, metrics: StepMetrics) -> None:
         """Write one step."""
@@ -202,28 +197,7 @@ class Recorder:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a `metrics.jsonl` but for an unfinished last one; damaged lines are left out with a warning.
-
-    Lines of earlier versions, which counted steps from 0, are renumbered.
-    """
-    return list(map(_renumbered, _lines(path)))
-
-
-def read_evaluations(path: Path) -> list[dict[str, Any]]:
-    """The lines of an `evaluations.jsonl`, as `read_metrics`; of a step that was evaluated twice, the last."""
-    return list({line["step"]: line for line in _lines(path)}.values())
-
-
-def _scalars(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Names and values of the curves; of a value by link or machine, a curve for each."""
-    for name, value in values.items():
-        if isinstance(value, dict):
-            yield from ((f"{name}/{key.replace(' ', '_')}", each) for key, each in value.items())
-        elif name not in ("step", "tokens") and value is not None:
-            yield name, value
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a `metrics.jsonl` but for an unfinished last one; damaged lines are left out with a warning."""
     if not path.exists():
         return []
     lines, bad = [], []
@@ -244,36 +218,26 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-@functools.cache
-def _step_lines() -> Any:
-    """What checks lines of steps; making it takes longer than checking a line."""
-    from pydantic import TypeAdapter
+def read_evaluations(path: Path) -> list[dict[str, Any]]:
+    """The lines of an `evaluations.jsonl`, as `read_metrics`; of a step that was evaluated twice, the last."""
+    return list({line["step"]: line for line in read_metrics(path)}.values())
 
-    return TypeAdapter(StepMetrics)
+
+def _scalars(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Names and values of the curves; of a value by link or machine, a curve for each."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from ((f"{name}/{key.replace(' ', '_')}", each) for key, each in value.items())
+        elif name not in ("step", "tokens") and value is not None:
+            yield name, value
 
 
 def _restored(values: dict[str, Any]) -> StepMetrics | None:
-    """The metrics in a line; None if it lacks some, or holds something else in their place."""
-    from pydantic import ValidationError
-
+    """The metrics in a line; None if it lacks some or has others, as of another version."""
     try:
-        metrics = _step_lines().validate_python(values)
-    except ValidationError:
+        return StepMetrics(**values)
+    except TypeError:
         return None
-    # Earlier versions counted boundaries and gradients, and wrote only their sum.
-    return dataclasses.replace(metrics, parts=metrics.parts or {EARLIER: metrics.bytes_sent})
-
-
-def _counts_from_zero(values: dict[str, Any]) -> bool:
-    """Whether an earlier version wrote this line: it had no `tokens`."""
-    return "tokens" not in values
-
-
-def _renumbered(values: dict[str, Any]) -> dict[str, Any]:
-    if not _counts_from_zero(values):
-        return values
-    tokens = round(values.get("tokens_per_second", 0) * values.get("seconds", 0))
-    return {**values, "step": values["step"] + 1, "tokens": tokens}
 
 
 def _open_board(folder: Path, first: int) -> SummaryWriter | None:

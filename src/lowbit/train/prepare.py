@@ -16,21 +16,12 @@ from lowbit.codecs import Codec
 from lowbit.config import ConfigError
 from lowbit.train.activations import Policies, StageOfPlan, check_schedule, planned_settings, saved_policies
 from lowbit.train.boundaries import Codecs, check_codecs, make_codecs
-from lowbit.train.checkpoints.manifest import (
-    MANIFEST,
-    OLDER,
-    DamagedError,
-    Manifest,
-    read_manifest,
-    shares_in,
-    steps_in,
-)  # fmt: skip
+from lowbit.train.checkpoints.manifest import MANIFEST, DamagedError, Manifest, read_manifest, shares_in, steps_in
 from lowbit.train.checkpoints.save import FOLDER, NO_CHECKPOINT
 from lowbit.train.config import TrainConfig
 from lowbit.train.data import Data, load_data
 from lowbit.train.device import choose_autocast, choose_backend, choose_device
 from lowbit.train.elastic import check_elastic
-from lowbit.train.export import MODEL_FILES
 from lowbit.train.folder import MARK, RunFolder
 from lowbit.train.gradients import storage_codec
 from lowbit.train.identity import changes_between, check_allowed, layout_of, refuse, run_identity, versions
@@ -42,7 +33,7 @@ from lowbit.train.replicas import all_reduce_codec, ranks_of_pipeline
 from lowbit.train.tied import tied_codec
 
 FILES = (
-    "metrics.jsonl", "metrics.part", "evaluations.jsonl", "summary.json", "config.json", "ranks.json", "report.html",
+    "metrics.jsonl", "evaluations.jsonl", "summary.json", "config.json", "ranks.json", "report.html",
 )  # fmt: skip
 IN_USE = "run.output {!r} is in use by {}; allowed: another folder, or to wait until it has ended"
 _FOLDERS = (FOLDER, "tensorboard", "trace", "model")
@@ -159,14 +150,10 @@ def check_output(config: TrainConfig) -> None:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"{name} cannot be written to: {reason}") from error
     folder = RunFolder(output)
-    if os.path.lexists(output / MARK) and not folder.marked:
-        raise ConfigError(f"{name} has a {MARK} that is not a regular file; allowed: another folder")
     if not _launched() and (holder := folder.in_use()):
         raise ConfigError(IN_USE.format(str(output), holder))
-    if run.resume:
-        _refuse_older(output / FOLDER)
     if foreign := _in_the_way(config, folder):
-        unknown = "" if folder.marked else f" (there is no {MARK}: lowbit has not run here, or an older one)"
+        unknown = "" if folder.marked else f" (there is no {MARK}: lowbit has not run here)"
         raise ConfigError(
             f"{name} holds {', '.join(foreign)}, which lowbit has no record of making{unknown}; "
             "nothing was touched; allowed: another folder, or to move these away"
@@ -176,11 +163,6 @@ def check_output(config: TrainConfig) -> None:
         raise ConfigError(
             f"{name} holds a run already ({', '.join(earlier)}); allowed: another folder, "
             "run.resume=true to go on from its newest checkpoint, or run.overwrite=true to throw it away"
-        )
-    if run.overwrite and (beyond := folder.out_of_reach()):
-        raise ConfigError(
-            f"{name} has {beyond[0]} of an older run behind a symbolic link, where run.overwrite "
-            f"removes nothing ({len(beyond)} files); allowed: another folder, or to remove them by hand"
         )
 
 
@@ -203,8 +185,8 @@ def _in_the_way(config: TrainConfig, folder: RunFolder) -> list[str]:
     """Files that lowbit did not make, at paths that this run would write or read."""
     files = [*FILES]
     if config.run.save_model:
-        present = (folder.path / "model").iterdir() if (folder.path / "model").is_dir() else ()
-        files += [f"model/{path.name}" for path in present if MODEL_FILES.fullmatch(path.name)]
+        # Others, such as those of a tokenizer, would keep the model in the folder where it is written first.
+        files += ["model/config.json", "model/model.safetensors", "model/adapter_model.safetensors"]
     files += [name for name in _FOLDERS if (folder.path / name).is_file()]
     if not config.run.resume:  # a resume may begin with shares that the user copied here
         files += [
@@ -214,20 +196,6 @@ def _in_the_way(config: TrainConfig, folder: RunFolder) -> list[str]:
             for file in sorted(share.iterdir())
         ]
     return folder.foreign(files)
-
-
-def _refuse_older(folder: Path) -> None:
-    """Raise if every share that a resume could begin with has a format that is not read."""
-    shares = _shares(folder)
-    for share in shares:
-        try:
-            read_manifest(share)
-            return
-        except DamagedError as error:
-            if str(error) != OLDER:
-                return
-    if shares:
-        raise ConfigError(f"checkpoint {shares[0]} {OLDER}; allowed: a new run in another folder")
 
 
 def _shares(folder: Path) -> list[Path]:

@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit.codecs import Codec, parse
+from lowbit.codecs import Codec
 from lowbit.collectives import Pending, all_reduce, all_reduce_bytes
 from lowbit.collectives.checks import check_summable
 from lowbit.config import ConfigError
 from lowbit.gradients.average import average_bytes
+from lowbit.train.boundaries import codec_of
 from lowbit.train.config import GradientsConfig
 from lowbit.train.gradients import Gradients, travels_as_stored
 from lowbit.train.metrics import Work
@@ -28,10 +29,7 @@ def all_reduce_codec(config: GradientsConfig) -> Codec:
     Raises:
         ConfigError: a name or argument that no codec has, or a codec whose tensors cannot be summed.
     """
-    try:
-        return check_summable(parse(config.all_reduce))
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"gradients.all_reduce: {error}") from error
+    return codec_of("gradients.all_reduce", config.all_reduce, check_summable)
 
 
 def ranks_of_pipeline(ranks: int, data_parallel: int) -> int:

@@ -74,7 +74,7 @@ class Summary:
     stages: int
     schedule: str
     model: str | None
-    chosen: dict[str, str] = field(default_factory=dict)  # older files have none
+    chosen: dict[str, str] = field(default_factory=dict)
     changes: list[dict[str, Any]] = field(default_factory=list)
     round_trip_seconds: float | None = None
     exact_match: float | None = None

@@ -18,9 +18,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from lowbit.codecs import Cast, Codec, parse
+from lowbit.codecs import Cast, Codec
 from lowbit.collectives.checks import check_flat, check_summable
-from lowbit.config import ConfigError
+from lowbit.train.boundaries import codec_of
 from lowbit.train.config import PipelineConfig
 from lowbit.train.layout import Layout
 from lowbit.train.metrics import Work
@@ -40,11 +40,8 @@ def tied_codec(config: PipelineConfig) -> Codec:
     Raises:
         ConfigError: a name or argument that no codec has, or a codec with state or for the tokens of activations.
     """
-    try:
-        codec = check_summable(parse(config.tied_rows))
-        check_flat(codec)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"pipeline.tied_rows: {error}") from error
+    codec = codec_of("pipeline.tied_rows", config.tied_rows, check_summable)
+    codec_of("pipeline.tied_rows", config.tied_rows, check_flat)
     return codec if config.boundary == "lowbit" else _EXACT
 
 

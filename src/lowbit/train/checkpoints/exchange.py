@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -12,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowbit.train.checkpoints.manifest import step_name
-from lowbit.train.checkpoints.save import TransientError, raise_everywhere, together
+from lowbit.train.checkpoints.save import together
 from lowbit.train.checkpoints.search import SavedStep
-from lowbit.train.checkpoints.share import DTYPES, Reader, crc32
+from lowbit.train.checkpoints.share import DTYPES, Reader
 from lowbit.wire.messages import Messages
 from lowbit.wire.objects import gather_json
 
@@ -32,31 +31,25 @@ class Exchange:
     no wait is longer than one piece for every rank takes. All together may exceed the time limit.
 
     Args:
-        folder: of checkpoints on this rank's disk.
-        timeout: seconds after which a rank that does not answer is an error.
+        folder: of checkpoints on this rank's disk. timeout: seconds to wait for a piece.
     """
 
-    def __init__(
-        self, saved: SavedStep, folder: Path, rank: int, group: dist.ProcessGroup | None, timeout: float = 120.0
-    ) -> None:
-        self._saved, self._rank, self._group = saved, rank, group
-        # Without checksums: each tensor has its own, in the manifest.
-        self._messages = Messages(group, "checkpoints", timeout=timeout, checksums=False)
-        self._step = folder / step_name(saved.step)
-        own = [share for share, holder in saved.holders.items() if holder == rank]
-        self._readers = {share: Reader(self._step / f"rank-{share}") for share in own}
+    def __init__(self, saved: SavedStep, folder: Path, group: dist.ProcessGroup | None, timeout: float) -> None:
+        self._saved, self._group = saved, group
+        self._messages = Messages(group, "checkpoints", timeout=timeout)
+        self._rank = self._messages.rank
+        own = [share for share, holder in saved.holders.items() if holder == self._rank]
+        self._readers = {share: Reader(folder / step_name(saved.step) / f"rank-{share}") for share in own}
         self._received: dict[Item, Tensor] = {}
-        self._problem = ""
 
     def run(self, wanted: list[Item]) -> dict[Item, Tensor]:
         """The tensors that this rank wants, on the CPU; to be called on every rank.
 
         Raises:
-            TransientError: a tensor arrived damaged; the same on every rank.
+            DamagedError: a tensor arrived damaged. PeerError: a rank ended or does not answer.
         """
         wanted_by_rank = gather_json(wanted, self._group)
         together(partial(self._transfer, wanted_by_rank), self._group)
-        raise_everywhere(self._problem, self._group, TransientError)
         return self._received
 
     def _transfer(self, wanted_by_rank: list[list[Item]]) -> None:
@@ -68,24 +61,17 @@ class Exchange:
         """This rank's part in sending `items` to a receiver; yields after each piece."""
         for share, name in items:
             holder, entry = self._saved.holders[share], self._saved.shares[share].tensors[name]
-            dtype, here = DTYPES[entry["dtype"]], self._rank in (receiver, holder)
-            tensor = torch.empty(entry["shape"] if here else 0, dtype=dtype)
             if self._rank == holder:
                 tensor = self._readers[share](name)
+            else:  # on ranks that only keep step with the others, without memory
+                device = "cpu" if self._rank == receiver else "meta"
+                tensor = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]], device=device)
             if holder != receiver:
-                size = math.prod(entry["shape"]) * dtype.itemsize
-                for start in range(0, size, _PIECE_BYTES):
-                    self._pass_on(tensor, start, holder, receiver)
+                for piece in tensor.view(-1).view(torch.uint8).split(_PIECE_BYTES):
+                    if self._rank == holder:
+                        self._messages.send(piece, receiver).wait()
+                    elif self._rank == receiver:
+                        piece.copy_(self._messages.receive(piece.numel(), holder, name))
                     yield
             if self._rank == receiver:
                 self._received[share, name] = tensor
-                if holder != receiver and crc32(tensor) != entry["crc32"]:
-                    where = f"{name} of {self._step.name}/rank-{share}"
-                    self._problem = f"{where} arrived from rank {holder} with other bytes"
-
-    def _pass_on(self, tensor: Tensor, start: int, holder: int, receiver: int) -> None:
-        piece = tensor.view(-1).view(torch.uint8)[start : start + _PIECE_BYTES]
-        if self._rank == holder:
-            self._messages.send(piece, receiver).wait()
-        elif self._rank == receiver:
-            piece.copy_(self._messages.receive(piece.numel(), holder, "tensors"))

@@ -1,36 +1,61 @@
 """The manifest of a share: JSON that reveals a change to any of its bits. Needs no PyTorch.
 
-The types of all values in a foreign manifest are checked; nothing in it is executed.
+pydantic checks a manifest, which may be foreign; nothing in it is executed.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
-import os
 import re
-import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, NonNegativeInt, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from lowbit.terminal import printable
 
-FORMAT = 2
-"""Number of the format; 1 was PyTorch's own, of older versions."""
-
+FORMAT = 1
 MANIFEST, TENSORS = "manifest.json", "tensors.safetensors"
 FILES = (MANIFEST, TENSORS)
-OLDER = "is of an older lowbit and is not read, because reading its format can run code"
 
-_COUNTS = ("pipeline.ranks", "pipeline.data_parallel", "pipeline.stages_per_rank", "rows")
-_STEP, _RANK = re.compile(r"step-(\d{8,})"), re.compile(r"rank-(\d+)")
-_STAGED = re.compile(r"\.rank-(\d+)")
+_STEP, _RANK, _STAGED = (re.compile(text) for text in (r"step-(\d{8,})", r"rank-(\d+)", r"\.rank-(\d+)"))
 
-_MOST = 1 << 16  # ranks, stages or layers of a stage in a manifest
-_MOST_BYTES = 64 << 20  # of a manifest
+_Count = Annotated[int, Field(ge=1, le=1 << 16)]  # ranks, stages or layers of a stage
+_Layout = TypedDict(
+    "_Layout",
+    {
+        "pipeline.ranks": _Count,
+        "pipeline.data_parallel": _Count,
+        "pipeline.stages_per_rank": _Count,
+        "pipeline.schedule": str,
+        "layers": list[_Count],
+        "rows": Annotated[int, Field(ge=1)],
+    },
+)
+
+
+class _Codec(TypedDict):
+    after_layer: int
+    direction: Literal["forward", "backward"]
+    outgoing: bool
+    codec: str
+    values: dict[str, Any]
+
+
+class _File(TypedDict):
+    bytes: int
+    sha256: str
+
+
+class _Tensor(TypedDict):
+    dtype: str
+    shape: list[NonNegativeInt]
 
 
 class DamagedError(ValueError):
@@ -53,21 +78,21 @@ class Manifest:
         changes: of the identity, layout and versions when runs resumed, oldest first.
         codecs: state of the codecs at boundaries, without its tensors (`lowbit.train.checkpoints.state`).
         aliases: for parameters that are copies, the name of the original.
-        files: length and SHA-256 by name. tensors: dtype, shape and CRC-32 of the bytes by name.
+        file: length and SHA-256 of `TENSORS`. tensors: dtype and shape by name.
     """
 
     step: int = 0
-    rank: int
-    ranks: int
+    rank: NonNegativeInt
+    ranks: _Count
     attempt: str
-    layout: dict[str, Any]
+    layout: _Layout
     identity: dict[str, Any]
     versions: dict[str, str]
     changes: list[dict[str, Any]] = field(default_factory=list)
-    codecs: list[dict[str, Any]] = field(default_factory=list)
+    codecs: list[_Codec] = field(default_factory=list)
     aliases: dict[str, str] = field(default_factory=dict)
-    files: dict[str, dict[str, Any]] = field(default_factory=dict)
-    tensors: dict[str, dict[str, Any]] = field(default_factory=dict)
+    file: _File = field(default_factory=lambda: _File(bytes=0, sha256=""))
+    tensors: dict[str, _Tensor] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
         """The content of `manifest.json`."""
@@ -80,48 +105,28 @@ class Manifest:
         Raises:
             DamagedError: it has another format, or something in it has the wrong type.
         """
-        values = dict(values)
-        written = values.pop("format", FORMAT)
-        if written != FORMAT:
+        if (written := values.get("format", FORMAT)) != FORMAT:
             raise DamagedError(f"has format {written!r}; this version of lowbit reads format {FORMAT}")
-        fields = {each.name: str(each.type) for each in dataclasses.fields(cls)}
-        if unlike := fields.keys() ^ values.keys():
-            raise DamagedError(f"has a manifest that lacks or has {', '.join(sorted(unlike))}")
-        for name, kind in fields.items():
-            if type(values[name]).__name__ != kind.partition("[")[0]:
-                raise DamagedError(f"has a manifest whose {name} is not of type {kind}")
-        manifest = cls(**values)
         try:
-            sound = all(manifest._conditions())
-        except (KeyError, TypeError, AttributeError):
-            sound = False
-        if not sound:
-            raise DamagedError("has a manifest that is not as lowbit writes it")
-        if set(manifest.files) != {TENSORS}:
-            raise DamagedError(f"lists the files {', '.join(manifest.files)}; expected {TENSORS}")
+            manifest = _manifests().validate_python(values)
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"]))
+            raise DamagedError(f"has a manifest that is not as lowbit writes it: {place}: {first['msg']}") from None
+        layout = manifest.layout
+        stages = layout["pipeline.ranks"] * layout["pipeline.stages_per_rank"]
+        if (
+            manifest.ranks != layout["pipeline.ranks"] * layout["pipeline.data_parallel"]
+            or manifest.rank >= manifest.ranks
+            or stages != len(layout["layers"])
+        ):
+            raise DamagedError("has a manifest that is not as lowbit writes it: ranks, stages and layers differ")
         return manifest
 
-    def _conditions(self) -> Iterator[bool]:
-        """Conditions that every manifest of lowbit meets, for all fields in use."""
-        for entry in self.tensors.values():
-            yield isinstance(entry["dtype"], str) and isinstance(entry["crc32"], int)
-            yield all(type(n) is int and n >= 0 for n in entry["shape"])
-        for entry in self.files.values():
-            yield isinstance(entry["bytes"], int) and isinstance(entry["sha256"], str)
-        for unit in self.codecs:
-            yield isinstance(unit["after_layer"], int) and isinstance(unit["outgoing"], bool)
-            yield isinstance(unit["codec"], str) and isinstance(unit["values"], dict)
-            yield unit["direction"] in ("forward", "backward")
-        for change in self.changes:
-            yield change.keys() == {"step", "key", "before", "after"}
-        yield all(isinstance(name, str) for name in self.aliases.values())
-        places, replicas, stages, rows = (self.layout[key] for key in _COUNTS)
-        yield all(type(n) is int and 0 < n <= _MOST for n in (places, replicas, stages, self.ranks))
-        yield type(rows) is int and rows > 0
-        yield self.ranks == places * replicas and 0 <= self.rank < self.ranks
-        yield isinstance(self.layout["pipeline.schedule"], str)
-        yield all(type(n) is int and 0 < n <= _MOST for n in self.layout["layers"])
-        yield places * stages == len(self.layout["layers"])
+
+@functools.cache
+def _manifests() -> TypeAdapter[Manifest]:
+    return TypeAdapter(Manifest)
 
 
 def seal(values: Mapping[str, Any]) -> bytes:
@@ -140,12 +145,11 @@ def unseal(data: bytes) -> dict[str, Any]:
     try:
         values = json.loads(data)
         values.pop("sha256")
-        same = seal(values) == data
+        if seal(values) == data:
+            return values
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        same, values = False, {}
-    if not same:
-        raise DamagedError(f"has a {MANIFEST} that was changed or cut short")
-    return values
+        pass
+    raise DamagedError(f"has a {MANIFEST} that was changed or cut short")
 
 
 def read_manifest(share: Path) -> Manifest:
@@ -154,10 +158,8 @@ def read_manifest(share: Path) -> Manifest:
     Raises:
         DamagedError: there is none, it was changed, or it has another format.
     """
-    if (share / ".metadata").exists() and not (share / MANIFEST).exists():
-        raise DamagedError(OLDER)
     try:
-        data = read_manifest_bytes(share)
+        data = (share / MANIFEST).read_bytes()
     except OSError as error:
         raise DamagedError(f"has no {MANIFEST} that can be read: {error.strerror}") from error
     manifest = Manifest.from_values(unseal(data))
@@ -165,26 +167,6 @@ def read_manifest(share: Path) -> Manifest:
     if (f"rank-{manifest.rank}", step_name(manifest.step)) != place:
         raise DamagedError(f"is that of rank {manifest.rank} at step {manifest.step}")
     return manifest
-
-
-def read_manifest_bytes(share: Path) -> bytes:
-    """The content of the manifest of a share.
-
-    Raises:
-        DamagedError: it is a pipe or device, or too long. OSError: it cannot be read.
-    """
-    check_regular(share / MANIFEST)
-    with (share / MANIFEST).open("rb") as file:
-        data = file.read(_MOST_BYTES + 1)
-    if len(data) > _MOST_BYTES:
-        raise DamagedError(f"has a {MANIFEST} of more than {_MOST_BYTES} bytes")
-    return data
-
-
-def check_regular(path: Path) -> None:
-    """Raise DamagedError for a pipe or device, which may block or act when it is read; OSError if there is no file."""
-    if not stat.S_ISREG(os.stat(path).st_mode):
-        raise DamagedError(f"has a {path.name} that is not a regular file")
 
 
 def step_name(step: int) -> str:
@@ -218,7 +200,7 @@ def newest_step(folder: Path) -> int | None:
         for share in shares_in(path).values():
             try:
                 manifest = read_manifest(share)
-            except (DamagedError, OSError):
+            except DamagedError:
                 continue
             newest = newest or step
             attempts.setdefault(manifest.attempt, set()).add(manifest.rank)

@@ -25,7 +25,7 @@ from lowbit.train.checkpoints.search import SavedStep, Search
 from lowbit.train.checkpoints.share import DTYPES
 from lowbit.train.checkpoints.state import FOLLOWED, End, aliases_of, ends_of, parameters_of, restore
 from lowbit.train.config import RunConfig
-from lowbit.train.identity import CHOSEN, NOT_RECORDED, Change, changes_between, refuse
+from lowbit.train.identity import CHOSEN, Change, changes_between, refuse
 from lowbit.train.stages import Pipeline
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ def resume(
     replica: int,
     run: RunConfig,
     group: dist.ProcessGroup | None,
-    adopt: Callable[[Any], None] = lambda formats: None,
+    adopt: Callable[[Any], None] | None = None,
 ) -> tuple[int, list[dict[str, Any]]]:
     """Restore the newest intact step; to be called on every rank.
 
@@ -64,11 +64,11 @@ def resume(
         return 0, []
     where = f"checkpoint {folder / step_name(saved.step)}"
     changes = _compare(saved, now, where, rank, run.allow_change, group)
-    if CHOSEN in saved.first.identity:
+    if adopt is not None and CHOSEN in saved.first.identity:
         adopt(saved.first.identity[CHOSEN])
     sources = _Sources(saved, pipeline, rank=rank, replica=replica)
     raise_everywhere(f"{where}: {sources.problem}" if sources.problem else "", group)
-    received = Exchange(saved, folder, rank, group, run.timeout_seconds).run(sources.items)
+    received = Exchange(saved, folder, group, run.timeout_seconds).run(sources.items)
     tensors = {name: received[item] for name, item in sources.tensors.items()}
     for name in tensors.keys() & sources.copies:  # the optimizer changes tensors in place
         tensors[name] = tensors[name].clone()
@@ -91,7 +91,7 @@ def _compare(
     changes = changes_between(written.identity, now.identity, step=saved.step)
     raise_everywhere(refuse(where, changes, allowed), group)
     layout = [Change(k, written.layout[k], v) for k, v in now.layout.items() if k.startswith("pipeline.")]
-    versions = [Change(k, written.versions.get(k, NOT_RECORDED), v) for k, v in now.versions.items()]
+    versions = [Change(k, written.versions.get(k), v) for k, v in now.versions.items()]
     changes += [change for change in (*layout, *versions) if change.before != change.after]
     if rank == 0:
         for change in changes:

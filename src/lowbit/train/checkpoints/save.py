@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from lowbit.config import ConfigError
 from lowbit.terminal import lines
 from lowbit.train.checkpoints.manifest import FILES, Manifest, shares_in, step_name, steps_in
-from lowbit.train.checkpoints.share import commit_share, drop_share, remove_share, stage_share, staged
+from lowbit.train.checkpoints.share import commit_share, remove_share, stage_share, staged
 from lowbit.train.checkpoints.state import Snapshot
 from lowbit.train.folder import RunFolder
 from lowbit.wire.objects import gather_json
@@ -65,7 +66,7 @@ class Checkpoints:
 
         def stage() -> None:
             self._clear_the_way(target)
-            self._note(target)
+            self._output.note(*self._files(target), *self._files(staged(target)))
             stage_share(target, manifest, snapshot.tensors)
 
         def attempt(work: Callable[[], None]) -> str:
@@ -89,12 +90,7 @@ class Checkpoints:
         """Rename a folder in the share's place that this run did not make, such as a copied checkpoint."""
         names = {path.name for path in target.iterdir()} if target.is_dir() else set()
         if names - set(FILES) or (names and self._output.foreign(self._files(target))):
-            aside = (target.with_name(f"{target.name}.kept-{i}") for i in range(1, 1000))
-            target.rename(next(path for path in aside if not path.exists()))
-
-    def _note(self, target: Path) -> None:
-        hidden = (target.with_name(f".{target.name}{suffix}") for suffix in ("", ".old"))
-        self._output.note(*(file for share in (target, *hidden) for file in self._files(share)))
+            target.rename(target.with_name(f"{target.name}.kept-{time.time_ns()}"))
 
     def _files(self, share: Path) -> list[str]:
         """Names of a share's files in the folder of the run."""
@@ -110,10 +106,10 @@ class Checkpoints:
         }
         steps = sorted(step for step, shares in own.items() if shares)
         for share in (share for step in steps[: -self.keep] for share in own[step]):
-            for suffix in ("", ".old"):
-                with contextlib.suppress(OSError):
-                    remove_share(share.with_name(f".{share.name}{suffix}"))
-            drop_share(share)
+            with contextlib.suppress(OSError):  # it holds something else, or another rank was faster
+                remove_share(staged(share))
+                remove_share(share)
+                share.parent.rmdir()
 
 
 def together(work: Callable[[], Any], group: dist.ProcessGroup | None = None) -> list[Any]:

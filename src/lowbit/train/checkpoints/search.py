@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import logging
-import os
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 
 from lowbit.train.checkpoints.manifest import (
-    MANIFEST,
     DamagedError,
     Manifest,
     read_manifest,
-    read_manifest_bytes,
     shares_in,
     staged_in,
     step_name,
@@ -68,13 +64,6 @@ class SavedStep:
         return {rank % places for rank in self.shares} == set(range(places))
 
 
-class _Copy(NamedTuple):
-    """A share as one rank sees it; copies with the same `where` are the same bytes on the same disk."""
-
-    holder: int
-    where: str
-
-
 class Search:
     """Searches the disks of all ranks; to be made and used on every rank.
 
@@ -87,7 +76,7 @@ class Search:
         self._rank = dist.get_rank(group)
         self._reasons: dict[int, dict[str, str]] = {}  # of damage, by step, then by share
         self._ranks: dict[tuple[int, str], int] = {}  # that wrote a step, by step and attempt
-        self._copies: dict[tuple[int, str], dict[int, list[_Copy]]] = {}
+        self._holders: dict[tuple[int, str], dict[int, list[int]]] = {}  # of each share of a step and attempt
         self._verified: dict[tuple[int, str], SavedStep] = {}
         _commit_remaining(folder, group)
         for holder, inventory in enumerate(gather_json(_inventory(folder), group)):
@@ -97,7 +86,7 @@ class Search:
                     continue
                 key = step, share["attempt"]
                 self._ranks[key] = share["ranks"]
-                self._copies.setdefault(key, {}).setdefault(rank, []).append(_Copy(holder, share["where"]))
+                self._holders.setdefault(key, {}).setdefault(rank, []).append(holder)
 
     def newest(self) -> SavedStep | None:
         """The newest intact step; None if no rank has any step, intact or not.
@@ -108,29 +97,30 @@ class Search:
         Raises:
             CheckpointError: there are steps, and none is intact.
         """
-        if not self._copies and not self._reasons:
+        if not self._holders and not self._reasons:
             return None
-        newest_first = sorted(self._copies, reverse=True)
-        for key in newest_first:
-            if len(self._copies[key]) == self._ranks[key] and (saved := self._verify(key)).complete:
-                return self._report(saved)
-        for key in newest_first:
-            if (saved := self._verify(key)).sufficient:
-                return self._report(saved)
-        reasons = "; ".join(f"{step_name(step)}: {self._why(step)}" for step in self._steps())
-        raise_everywhere(
-            f"no checkpoint in {self._folder} is intact: {reasons}; "
-            "allowed: one of which every share is on the disk of some rank",
-            self._group,
-        )
-        return None
-
-    def _steps(self) -> list[int]:
-        """All steps of which a rank has anything, the newest first."""
-        return sorted({step for step, _ in self._copies} | self._reasons.keys(), reverse=True)
+        newest_first = sorted(self._holders, reverse=True)
+        whole = [key for key in newest_first if len(self._holders[key]) == self._ranks[key]]
+        saved = next((saved for saved in map(self._verify, whole) if saved.complete), None)
+        saved = saved or next((saved for saved in map(self._verify, newest_first) if saved.sufficient), None)
+        steps = sorted({step for step, _ in self._holders} | self._reasons.keys(), reverse=True)
+        if saved is None:
+            reasons = "; ".join(f"{step_name(step)}: {self._why(step)}" for step in steps)
+            raise_everywhere(
+                f"no checkpoint in {self._folder} is intact: {reasons}; "
+                "allowed: one of which every share is on the disk of some rank",
+                self._group,
+            )
+        elif self._rank == 0:
+            for step in (step for step in steps if step > saved.step):
+                log.warning("checkpoint %s is skipped: %s", self._folder / step_name(step), self._why(step))
+            if not saved.complete:
+                path = self._folder / step_name(saved.step)
+                log.warning("checkpoint %s: %s; the whole model is in the others", path, self._why(saved.step))
+        return saved
 
     def _verify(self, key: tuple[int, str]) -> SavedStep:
-        """Let ranks read every share of a step; if one is damaged, a rank that sees another copy reads that."""
+        """Let ranks read every share of a step; if a copy is damaged, the next rank that has one reads that."""
         if key in self._verified:
             return self._verified[key]
         step, ranks = key[0], dist.get_world_size(self._group)
@@ -138,18 +128,17 @@ class Search:
         holders: dict[int, int] = {}
         # The rank that wrote a share reads it if it sees it; otherwise ranks take turns.
         waiting = {
-            rank: sorted(copies, key=lambda copy, rank=rank: (copy.holder - rank) % ranks)
-            for rank, copies in self._copies[key].items()
+            rank: sorted(having, key=lambda holder, rank=rank: (holder - rank) % ranks)
+            for rank, having in self._holders[key].items()
         }
-        while waiting := {rank: copies for rank, copies in waiting.items() if copies}:
-            chosen = {rank: copies[0] for rank, copies in waiting.items()}
-            own = [rank for rank, copy in chosen.items() if copy.holder == self._rank]
+        while waiting := {rank: having for rank, having in waiting.items() if having}:
+            turns = {rank: having.pop(0) for rank, having in waiting.items()}
+            own = [rank for rank, holder in turns.items() if holder == self._rank]
             for rank, outcome in chain.from_iterable(together(partial(self._read, step, own), self._group)):
                 if isinstance(outcome, str):
                     self._reasons.setdefault(step, {})[f"rank-{rank}"] = outcome
-                    waiting[rank] = [copy for copy in waiting[rank] if copy.where != chosen[rank].where]
                 else:
-                    shares[rank], holders[rank] = Manifest.from_values(outcome), chosen[rank].holder
+                    shares[rank], holders[rank] = Manifest.from_values(outcome), turns[rank]
                     del waiting[rank]
         self._verified[key] = SavedStep(step=step, shares=dict(sorted(shares.items())), holders=holders)
         return self._verified[key]
@@ -165,22 +154,12 @@ class Search:
                 outcomes.append((rank, str(error)))
         return outcomes
 
-    def _report(self, saved: SavedStep) -> SavedStep:
-        """Log, on rank 0, which steps are skipped and which shares are missing."""
-        if self._rank == 0:
-            for step in (step for step in self._steps() if step > saved.step):
-                log.warning("checkpoint %s is skipped: %s", self._folder / step_name(step), self._why(step))
-            if not saved.complete:
-                path = self._folder / step_name(saved.step)
-                log.warning("checkpoint %s: %s; the whole model is in the others", path, self._why(saved.step))
-        return saved
-
     def _why(self, step: int) -> str:
         """Why a step is not intact."""
         known = self._reasons.get(step, {})
         reasons = [f"{share} {reason}" for share, reason in sorted(known.items())]
-        for key, copies in ((key, copies) for key, copies in self._copies.items() if key[0] == step):
-            absent = [r for r in range(self._ranks[key]) if r not in copies and f"rank-{r}" not in known]
+        for key, holders in ((key, holders) for key, holders in self._holders.items() if key[0] == step):
+            absent = [r for r in range(self._ranks[key]) if r not in holders and f"rank-{r}" not in known]
             saved = self._verified.get(key)
             for rank in absent[:_NAMED]:
                 held = f" ({parameters_at(saved.first.layout, rank)})" if saved is not None and saved.shares else ""
@@ -209,17 +188,8 @@ def _inventory(folder: Path) -> list[tuple[int, int, dict[str, Any]]]:
         for rank, share in shares_in(path).items():
             try:
                 manifest = read_manifest(share)
-                facts = {"attempt": manifest.attempt, "ranks": manifest.ranks, "where": _where(share)}
-            except (DamagedError, OSError) as error:
+                facts = {"attempt": manifest.attempt, "ranks": manifest.ranks}
+            except DamagedError as error:
                 facts = {"reason": str(error)}
             inventory.append((step, rank, facts))
     return inventory
-
-
-def _where(share: Path) -> str:
-    """Text that is equal on two ranks only if they see the same bytes on the same disk."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    machine = boot.read_text().strip() if boot.exists() else f"{os.uname().nodename} {os.getpid()}"
-    status = (share / MANIFEST).stat()
-    digest = hashlib.sha256(read_manifest_bytes(share)).hexdigest()
-    return f"{machine} {status.st_dev} {status.st_ino} {digest}"

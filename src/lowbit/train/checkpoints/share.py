@@ -1,4 +1,4 @@
-"""One rank's share of a checkpoint on its disk: named tensors in safetensors, and a manifest of their digests."""
+"""One rank's share of a checkpoint on its disk: named tensors in safetensors, and a manifest with their digest."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import json
 import os
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,15 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.train.checkpoints.manifest import (
-    FILES,
-    MANIFEST,
-    TENSORS,
-    DamagedError,
-    Manifest,
-    check_regular,
-    read_manifest,
-)  # fmt: skip
+from lowbit.train.checkpoints.manifest import FILES, MANIFEST, TENSORS, DamagedError, Manifest, read_manifest
 
 DTYPES = {
     "F64": torch.float64, "I64": torch.int64, "F32": torch.float32, "I32": torch.int32, "F16": torch.float16,
@@ -34,13 +25,13 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def stage_share(target: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
-    """Write a share beside its place and flush it to the disk; `commit_share` moves it there.
+    """Write a share next to its place and flush it to the disk; `commit_share` moves it there.
 
     One tensor at a time is copied to the CPU; contiguous CPU tensors are not copied.
 
     Args:
         target: the share's folder, which does not change yet.
-        manifest: of these tensors, without `files` and `tensors`.
+        manifest: of these tensors, without `file` and `tensors`.
 
     Raises:
         OSError: the disk is full, for example. What was written is removed again.
@@ -50,8 +41,8 @@ def stage_share(target: Path, manifest: Manifest, tensors: Mapping[str, Tensor])
     new = [path for path in (target.parent.parent, target.parent) if not path.exists()]
     part.mkdir(parents=True)
     try:
-        files, entries = _write_tensors(part / TENSORS, tensors)
-        write_file(part / MANIFEST, [replace(manifest, files=files, tensors=entries).to_bytes()])
+        manifest = _write_tensors(part / TENSORS, manifest, tensors)
+        write_file(part / MANIFEST, [manifest.to_bytes()])
         for folder in (part, part.parent, *(path.parent for path in new)):
             _flush_folder(folder)
     except OSError:
@@ -61,17 +52,15 @@ def stage_share(target: Path, manifest: Manifest, tensors: Mapping[str, Tensor])
 
 
 def commit_share(target: Path) -> None:
-    """Move a staged share to its place; an earlier share of lowbit there is removed.
+    """Move a staged share to its place; a share that is there is removed.
 
     Raises:
         OSError: there is none, for example.
     """
-    old = target.with_name(f".{target.name}.old")
-    remove_share(old)
-    if target.exists() and staged(target).exists():
-        _move(target, old)
-    _move(staged(target), target)
-    remove_share(old)
+    if staged(target).exists():
+        remove_share(target)
+    os.rename(staged(target), target)
+    _flush_folder(target.parent)
 
 
 def staged(target: Path) -> Path:
@@ -91,14 +80,6 @@ def remove_share(share: Path) -> None:
         share.rmdir()
 
 
-def drop_share(share: Path) -> None:
-    """Remove a share, and its step's folder if it is empty then. Other files stay. Several ranks may do so at once."""
-    with contextlib.suppress(OSError):  # it holds something else, or another rank was faster
-        remove_share(share)
-    with contextlib.suppress(OSError):  # another share is still there
-        share.parent.rmdir()
-
-
 def verify_share(share: Path) -> Manifest:
     """Read every byte of a share.
 
@@ -109,18 +90,15 @@ def verify_share(share: Path) -> Manifest:
     try:
         if foreign := sorted({path.name for path in share.iterdir()} - set(FILES)):
             raise DamagedError(f"holds {foreign[0]}, which its manifest does not list")
-        path, expected = share / TENSORS, manifest.files[TENSORS]
-        check_regular(path)
-        size = path.stat().st_size
-        if size != expected["bytes"]:
-            raise DamagedError(f"has {size} bytes of {TENSORS}; {expected['bytes']} were written")
+        path = share / TENSORS
+        if (size := path.stat().st_size) != manifest.file["bytes"]:
+            raise DamagedError(f"has {size} bytes of {TENSORS}; {manifest.file['bytes']} were written")
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise DamagedError(f"cannot be read: {error.strerror}") from error
-    if digest != expected["sha256"]:
+    if digest != manifest.file["sha256"]:
         raise DamagedError(f"has a {TENSORS} that was changed")
-    _check_entries(path, manifest)
     return manifest
 
 
@@ -141,11 +119,6 @@ class Reader:
         return self._file.get_tensor(name).clone()
 
 
-def crc32(tensor: Tensor) -> int:
-    """CRC-32 of a CPU tensor's bytes."""
-    return zlib.crc32(_bytes(tensor))
-
-
 def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
     """Write a file and flush it to the disk; the entry in its folder is not flushed."""
     with path.open("wb") as file:
@@ -153,12 +126,6 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
             file.write(chunk)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _move(source: Path, target: Path) -> None:
-    """Rename within a folder, and flush the folder to the disk."""
-    os.rename(source, target)
-    _flush_folder(target.parent)
 
 
 def _flush_folder(path: Path) -> None:
@@ -170,51 +137,37 @@ def _flush_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Write a file in safetensors' format; returns the manifest's `files` and `tensors`."""
+def _write_tensors(path: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) -> Manifest:
+    """Write a file in safetensors' format; returns the manifest with its digest.
+
+    safetensors' own writer would hold a copy of all tensors in memory.
+    """
     # Large elements first, so that each tensor begins at a multiple of its element's size.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    header, entries, end = {}, {}, 0
+    entries: dict[str, Any] = {
+        name: {"dtype": _NAMES[tensors[name].dtype], "shape": list(tensors[name].shape)} for name in names
+    }
+    header, end = {}, 0
     for name in names:
-        tensor, start = tensors[name], end
-        end += tensor.numel() * tensor.element_size()
-        entries[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape)}
+        start, end = end, end + tensors[name].numel() * tensors[name].element_size()
         header[name] = entries[name] | {"data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     digest = hashlib.sha256()
 
     def chunks() -> Iterator[bytes | memoryview]:
-        start = len(text).to_bytes(8, "little") + text
-        digest.update(start)
-        yield start
+        yield len(text).to_bytes(8, "little") + text
         for name in names:
-            data = _bytes(tensors[name].detach().cpu())
-            entries[name]["crc32"] = zlib.crc32(data)
-            digest.update(data)
-            yield data
+            flat = tensors[name].detach().cpu().contiguous().reshape(-1)
+            if flat.numel():
+                yield flat.view(torch.uint8).numpy().data
 
-    write_file(path, chunks())
-    return {TENSORS: {"bytes": 8 + len(text) + end, "sha256": digest.hexdigest()}}, entries
+    def digested() -> Iterator[bytes | memoryview]:
+        for chunk in chunks():
+            digest.update(chunk)
+            yield chunk
 
-
-def _bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a CPU tensor; a contiguous one is not copied."""
-    flat = tensor.contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
-
-
-def _check_entries(path: Path, manifest: Manifest) -> None:
-    """Raise unless the file has the tensors that the manifest lists."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="pt") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            entries = {name: (part.get_dtype(), list(part.get_shape())) for name, part in slices.items()}
-    except SafetensorError as error:
-        raise DamagedError(f"has a {TENSORS} that is not in safetensors' format: {error}") from error
-    if entries != {n: (e["dtype"], e["shape"]) for n, e in manifest.tensors.items()}:
-        raise DamagedError(f"has other tensors in {TENSORS} than its manifest lists")
-    if unknown := {dtype for dtype, _ in entries.values()} - DTYPES.keys():
-        raise DamagedError(f"has tensors of unknown dtypes: {', '.join(sorted(unknown))}")
+    write_file(path, digested())
+    return replace(
+        manifest, file={"bytes": 8 + len(text) + end, "sha256": digest.hexdigest()}, tensors=entries
+    )  # fmt: skip
