@@ -22,7 +22,7 @@ HEAVY = (
 PUBLIC = {
     "lowbit": "__version__",
     "lowbit.activations": (
-        "BitPlan Compressed LayerAware LayerChoice LayerPlan checkpoint_ compress_saved_ counted low_bit_saved restore_"
+        "Compressed LayerAware LayerChoice LayerPlan checkpoint_ compress_saved_ counted low_bit_saved restore_"
     ),
     "lowbit.bench": "COMMANDS",
     "lowbit.cli": "main",

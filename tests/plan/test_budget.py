@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from lowbit.activations import LayerAware
-from lowbit.activations.bit_plan import PLANNED
+from lowbit.activations.layer_plan import PLANNED
 from lowbit.plan import in_flight, order_of
 from lowbit.plan.budget import WIDTHS, StageCost, plan_bits
 

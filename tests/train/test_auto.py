@@ -10,22 +10,23 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from lowbit.bench.workers import Workers
+from lowbit.codecs import parse_pair
+from lowbit.codecs.speed import coding_speed
 from lowbit.config import ConfigError
 from lowbit.network import Link, SlowLink
 from lowbit.ranks.errors import PeerError
 from lowbit.report.page.run import read_run
 from lowbit.report.training import run_page
+from lowbit.simulate.predict import share_of_rates
 from lowbit.train import TrainConfig, loop, train, trainer
-from lowbit.train.auto import Choice, described
-from lowbit.train.boundaries import AUTO_FORMATS
+from lowbit.train.auto import Choice, Forecast, choose, described
+from lowbit.train.boundaries import AUTO_FORMATS, usable
 from lowbit.train.checkpoints.manifest import read_manifest
 from lowbit.train.config import PipelineConfig
 from lowbit.train.elastic import check_elastic
-from lowbit.train.forecast import Forecast, choose, coding_seconds, share_of_rates, usable
 from lowbit.train.identity import CHOSEN
 from lowbit.train.layout import make_layout
 from tests.processes import Ranks
@@ -77,7 +78,7 @@ def test_formats_that_save_nothing_at_a_shape_are_left_out():
     assert list(small) != list(AUTO_FORMATS)
     assert sorted(map(sum, small.values()), reverse=True) == [sum(sizes) for sizes in small.values()]
     for text in small:
-        assert min(coding_seconds(text, (2, 16, 32), torch.device("cpu"))) > 0
+        assert all(min(coding_speed(codec, (2, 16, 32), seconds=0.0)) > 0 for codec in parse_pair(text))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Saved activations, which autograd keeps from forward to backward, in few bits (AGoQ, arXiv 2605.00539)."""
 
-from lowbit.activations.bit_plan import BitPlan
 from lowbit.activations.changes import Compressed, restore_
 from lowbit.activations.checkpoint import checkpoint_
 from lowbit.activations.counting import counted
@@ -10,7 +9,6 @@ from lowbit.activations.policy import LayerAware
 from lowbit.activations.saved import compress_saved_
 
 __all__ = [
-    "BitPlan",
     "Compressed",
     "LayerAware",
     "LayerChoice",

@@ -54,8 +54,8 @@ def compress_saved_(
 
     Args:
         model: any module; its parameters, hooks and state_dict stay as they are.
-        policy: the bits; absent: `LayerAware()`. `BitPlan.policy` makes it from a plan. Or a `LayerPlan` for the whole
-            model: what is kept of each layer, some of which may be checkpointed.
+        policy: the bits; absent: `LayerAware()`. Or a `LayerPlan` for the whole model: what is kept of each layer, some
+            of which may be checkpointed.
         report: count in the first training pass; not with a `LayerPlan`, whose costs were measured beforehand.
 
     Raises:

@@ -18,8 +18,16 @@ from torch import nn
 from lowbit.activations import LayerPlan, compress_saved_
 from lowbit.bench.memory import DEPTH_METHODS, MemoryBenchmark
 from lowbit.bench.memory_methods import enable_checkpointing, policy_of
-from lowbit.plan.by_layer import described
-from lowbit.plan.layers import StepCosts, choice_errors, fastest, measure_layers, predictions, seconds, with_errors
+from lowbit.plan.layers import (
+    StepCosts,
+    choice_errors,
+    described,
+    fastest,
+    measure_layers,
+    predictions,
+    seconds,
+    with_errors,
+)
 from lowbit.plan.measure import gradients, relative_error
 from lowbit.plan.trace import traced_peak
 from lowbit.train.data import load_data

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 from torch import nn
 
 from lowbit.activations.layer_plan import KEEP, LayerChoice, LayerPlan, layers_of
+from lowbit.plan.budget import SLOWER
 from lowbit.plan.measure import ORDER_OF_SUMS, gradients, relative_error
 from lowbit.plan.trace import StepTrace, trace_step
 
@@ -38,8 +40,6 @@ CHOICES = (
     LayerChoice(checkpoint=True, input=_BYTE, norm=8, mlp=8, linear=8),
 )
 """What a plan may choose for a layer."""
-SLOWER = 0.01
-"""Plans whose seconds differ by less are taken as equally fast: measured times are no more exact."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,6 +292,11 @@ def with_errors(costs: StepCosts, errors: Mapping[LayerChoice, float]) -> StepCo
     """The costs with these errors of the gradient, of each choice in all layers."""
     layers = {choice: replace(cost, error=errors[choice] ** 2) for choice, cost in costs.layers.items()}
     return replace(costs, layers=layers)
+
+
+def described(choices: Sequence[LayerChoice]) -> str:
+    """The choices in words."""
+    return "; ".join(f"{count} x {choice}" for choice, count in Counter(choices).items())
 
 
 def _cost(trace: StepTrace, layer: int, seconds: float) -> LayerCost:

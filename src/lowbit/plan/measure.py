@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit.activations.bit_plan import PLANNED
 from lowbit.activations.counting import SavedBytes, counted
+from lowbit.activations.layer_plan import PLANNED
 from lowbit.activations.policy import KINDS, WHOLE, LayerAware
 from lowbit.activations.saved import compress_saved_
 from lowbit.plan.budget import WIDTHS
