@@ -15,9 +15,9 @@ from typing import Any
 
 from torch import nn
 
-from lowbit.activations.changes import Compressed, compress
 from lowbit.activations.checkpoint import MARK, checkpoint_, restore_checkpointed
 from lowbit.activations.policy import WHOLE, Format, LayerAware
+from lowbit.activations.saved import Compressed, compress
 from lowbit.activations.structure import linear_like, norm_like
 from lowbit.codecs import Codec, StatefulCodec, parse
 from lowbit.codecs.checks import check_int

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lowbit.activations.remainder import WithRemainder
-from lowbit.activations.rows import WithRows, is_aligned, outliers_and_rest
+from lowbit.activations.formats import WithRemainder, WithRows, is_aligned, outliers_and_rest
 from lowbit.codecs import Codec, GroupInt
 from lowbit.codecs.checks import check_int
 from lowbit.codecs.sums import Summable
