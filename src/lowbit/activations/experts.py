@@ -28,7 +28,6 @@ from lowbit.activations import structure
 from lowbit.activations.follow import MARK, Call, Layer, large_enough
 from lowbit.activations.functions import first_order, needed_now
 from lowbit.activations.gated import reference as gated
-from lowbit.activations.policy import LayerAware
 from lowbit.activations.recipes import Rebuilt, SavedTensors, is_fused, plain_gated, room
 from lowbit.codecs import Codec
 from lowbit.codecs.checks import draw_seed
@@ -122,7 +121,7 @@ def _computes(module: nn.Module, experts: Experts, scale: float) -> bool:
     return torch.allclose(y, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 
 
-def experts(name: str, module: nn.Module, model: nn.Module, policy: LayerAware) -> Any:
+def experts(name: str, module: nn.Module, model: nn.Module) -> Any:
     """Layer type, forward and its parameters for a mixture-of-experts layer, and for what lies inside one."""
     if formula := experts_like(module):
         return "mlp", _run, formula

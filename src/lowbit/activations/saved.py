@@ -135,8 +135,7 @@ class Compressed:
         modules = {n: m for n, m in model.named_modules() if _can_run(m) and MARK not in vars(m)}
         policy.check_layers(modules)
         for name, module in modules.items():
-            change = next(filter(None, (change(name, module, model, policy) for change in CHANGES)), None)
-            kind, forward, formula = change or ("linear" if linear_like(module) else "", None, None)
+            kind, forward, formula = _replacement(name, module, model)
             format_of = "gate" if kind == "mlp" and formula == "silu" else kind
             layer = Layer(
                 name=name, own=module.forward, shared=shared, forward=forward, kind=kind, formula=formula,
@@ -170,23 +169,15 @@ class Compressed:
         return f"{self!r}, not counted: no training pass without other hooks on saved tensors has run yet"
 
 
-Change = tuple[str, Callable[..., Any], Any]
-
-
-def _norm(name: str, module: nn.Module, model: nn.Module, policy: LayerAware) -> Change | None:
-    formula = norm_like(module)
-    return formula and ("norm", layers.norm_forward, formula)
-
-
-def _activation(name: str, module: nn.Module, model: nn.Module, policy: LayerAware) -> Change | None:
-    formula = activation_like(module)
-    return ("mlp", layers.activation_forward, formula) if formula else None
-
-
-CHANGES: list[Callable[[str, nn.Module, nn.Module, LayerAware], Change | None]] = [
-    experts, _norm, _activation,
-]  # fmt: skip
-"""Recognize modules to replace as a whole: name, module, model, policy -> layer type, forward, its parameters."""
+def _replacement(name: str, module: nn.Module, model: nn.Module) -> tuple[str, Callable[..., Any] | None, Any]:
+    """Layer type, forward and its parameters of a module; without a forward its own runs."""
+    if change := experts(name, module, model):
+        return change
+    if norm := norm_like(module):
+        return "norm", layers.norm_forward, norm
+    if activation := activation_like(module):
+        return "mlp", layers.activation_forward, activation
+    return ("linear" if linear_like(module) else ""), None, None
 
 
 def _can_run(module: nn.Module) -> bool:

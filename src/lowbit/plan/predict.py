@@ -101,7 +101,7 @@ class Predictor:
         self.all_reduce = all_reduce
         self._tied_rows = tied_codec(PipelineConfig())
         self.machines = cluster.of_ranks
-        self._speed = functools.cache(self._measured_speed)
+        self._speed = functools.cache(coding_speed)
         self._own_optimizer = functools.cache(optimizer_ns)
         self._schedule = functools.cache(_schedule)
 
@@ -342,10 +342,7 @@ class Predictor:
         for name, speed in machine.coding_speeds.items():
             if parse(name) == codec:
                 return speed
-        return self._speed(codec, shape[1:])
-
-    def _measured_speed(self, codec: Codec, of: tuple[int, int]) -> tuple[float, float]:
-        return coding_speed(codec, (1, *of))
+        return self._speed(codec, (1, *shape[1:]))
 
 
 class MemoryShort(ConfigError):

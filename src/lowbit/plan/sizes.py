@@ -77,7 +77,7 @@ def measure_sizes(model: ModelConfig, *, vocab: int, sequence: int, precision: L
         return StageModule(whole, layers=range(count), first=first, last=last, autocast=autocast).train()
 
     one, two, first, last = stage(1), stage(2), stage(1, first=True), stage(1, last=True)
-    parameters = [_parameters(module) for module in (one, two, first, last)]
+    parameters = [sum(p.numel() for p in module.parameters()) for module in (one, two, first, last)]
     saved = [_saved(module, min(sequence, _TOKENS)) for module in (one, two, last)]
     layer = parameters[1] - parameters[0]
     head = sum(p.numel() for p in last.head.parameters()) if last.head is not None else 0
@@ -168,10 +168,6 @@ def _seconds(work: Callable[[], object], device: torch.device | None) -> float:
     if device is not None and device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter() - start
-
-
-def _parameters(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
 
 
 def _saved(module: StageModule, tokens: int) -> float:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from lowbit.activations import LayerAware, compress_saved_, counted
+from lowbit.activations import LayerAware, counted
 from lowbit.activations.counting import SavedBytes
 from lowbit.activations.layer_plan import PLANNED, LayerChoice, layers_of
 from lowbit.codecs import parse
@@ -24,7 +24,7 @@ from lowbit.plan.layers import (
     predictions,
     with_errors,
 )
-from lowbit.plan.measure import bytes_between_passes, bytes_by_width
+from lowbit.plan.measure import bytes_between_passes, bytes_by_width, compressed
 from lowbit.plan.sizes import two_layers
 from lowbit.train.config import FULL_PRECISION, OptimizerConfig
 from lowbit.train.data import Order, load_data
@@ -90,14 +90,11 @@ class StageMeter:
             return 0
         module = self.module(layers, first, last)
         ids, inputs = self.batch(module)
-        compressed = compress_saved_(module, LayerAware(group=self.settings.group))
-        try:
+        with compressed(module, LayerAware(group=self.settings.group)):
             output = module(inputs)
             gradient = None if last else torch.ones_like(output)
             output = next_token_loss(output, ids) if last else output
             return bytes_between_passes(output, gradient, inputs, module.parameters())
-        finally:
-            compressed.remove()
 
 
 class _TwoLayers:
