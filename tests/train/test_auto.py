@@ -57,7 +57,7 @@ def test_each_boundary_takes_the_most_exact_format_that_its_link_can_carry():
     assert _chosen(8, 100) == ("b", "a")
     assert _chosen(100, 4) == ("a", "c")
     assert _chosen(1, 1) == ("d", "d"), "too slow for all: the fewest bits"
-    assert _chosen(15.8, 15.8) == ("a", "a"), "within 3 % of the fastest"
+    assert _chosen(15.6, 15.6) == ("a", "a"), "within 3 % of the fastest, at both boundaries alike"
     assert _chosen(8, 0.1, crosses=[True, False])[1] == "a", "nothing travels within a rank"
 
 
