@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from lowbit.activations import LayerAware, compress_saved_, counted, experts_products, restore_
+from lowbit.activations import LayerAware, compress_saved_, counted, experts, restore_
 from lowbit.activations.experts import experts_like
 from lowbit.codecs import GroupInt
 from tests.activations.models import Calls, at, distance, gradients
@@ -246,7 +246,7 @@ def test_routing_is_exact(index: Tensor, blocks: tuple[Block, Block]):
 
 
 def test_the_product_for_all_experts_at_once_gives_the_same(monkeypatch: Any, blocks: tuple[Block, Block]):
-    monkeypatch.setattr(experts_products, "_in_one_launch", lambda x, weight: True)
+    monkeypatch.setattr(experts, "_in_one_launch", lambda x, weight: True)
     x, index, weights = inputs()
     index = torch.where(index == 2, 3, index)
     assert_close(all_gradients(blocks[0], x, index, weights), all_gradients(blocks[1], x, index, weights))

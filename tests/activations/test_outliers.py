@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.activations import LayerAware, compress_saved_
-from lowbit.activations.remainder import finer
+from lowbit.activations.formats import finer
 from lowbit.codecs import BlockFloat8, Codec, GroupInt
 from tests.activations.models import distance, gradients, loss_of, saved_bytes
 

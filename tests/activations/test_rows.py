@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.activations import LayerAware, compress_saved_
+from lowbit.activations.formats import WithRows, count_of, finer, outliers_and_rest
 from lowbit.activations.policy import _error_of_groups
-from lowbit.activations.remainder import finer
-from lowbit.activations.rows import WithRows, count_of, outliers_and_rest
 from lowbit.codecs import GroupInt
 from tests.activations.models import gradients, saved_bytes
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from lowbit.activations import LayerAware
-from lowbit.activations.bit_plan import PLANNED
+from lowbit.activations.layer_plan import PLANNED
 from lowbit.plan import in_flight, order_of
-from lowbit.plan.budget import WIDTHS, StageCost, plan_bits
+from lowbit.plan.budget import WIDTHS, Option, StageCost, choose, plan_bits
 
 ERRORS = {
     kind: {bits: scale * 2.0**-bits for bits in WIDTHS[:-1]} for kind, scale in zip(PLANNED, (3, 1, 2), strict=True)
@@ -130,6 +130,24 @@ def test_the_fewest_bits_are_those_that_saved_has():
     one = replace(cost(), saved={kind: {4: 400} for kind in PLANNED})
     with pytest.raises(ValueError, match=r"needs with the fewest bits everywhere \(5,000 of them"):
         plan_bits(held("1F1B", 1), [one], ERRORS, device_bytes=6000)
+
+
+def test_the_fastest_that_fit_are_chosen_and_of_equally_fast_ones_the_most_exact():
+    flight = held("1F1B", 2)
+    options = [
+        Option(what="fast", held=900, extra=50, seconds=1.0, loss=0.3),
+        Option(what="exact", held=800, extra=50, seconds=1.005, loss=0.1),
+        Option(what="slow", held=100, extra=10, seconds=2.0, loss=0.0),
+    ]
+
+    def chosen(limit: int) -> tuple[list[str], dict[int, int]]:
+        found = choose(flight, [cost(), cost()], [options] * 2, device_bytes=limit, least_with="here")
+        return [option.what for option in found.options], dict(found.device_bytes)
+
+    assert chosen(10_000) == (["exact", "exact"], {0: 5000 + 2 * 800 + 50, 1: 5000 + 800 + 50})
+    assert chosen(6649) == (["slow", "exact"], {0: 5210, 1: 5850})
+    with pytest.raises(ValueError, match="device_bytes is 5,000; allowed: at least 5,210, which rank 0 needs here"):
+        chosen(5000)
 
 
 def test_many_stages_on_a_rank_are_thinned():

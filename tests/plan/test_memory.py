@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lowbit.activations import BitPlan, LayerAware, LayerPlan, compress_saved_
+from lowbit.activations import LayerAware, LayerPlan, compress_saved_
 from lowbit.config import build
 from lowbit.plan.memory import COMMAND, MemorySettings
 from lowbit.plan.sizes import parse_bytes
@@ -52,8 +52,10 @@ def test_a_plan_is_shown_and_written(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert row["device_bytes"] == sum(row[f"{what}_bytes"] for what in ("fixed", "saved", "pipeline"))
     assert max(first["device_bytes"], last["device_bytes"]) <= first["budget"]
     assert first["error_all"] < first["error_int4"]
-    plan = BitPlan.read(bits)
-    assert plan.stages == tuple({kind: row[kind] for kind in ("norm", "mlp", "linear")} for row in (first, last))
+    plan = LayerPlan.read(bits)
+    chosen = [{kind: row[kind] for kind in ("norm", "mlp", "linear")} for row in (first, last)]
+    of_stages = LayerPlan.by_stage(chosen, layers=(3, 2))
+    assert (plan.stages, plan.rest) == (of_stages.stages, of_stages.rest)
     assert plan.made_for["pipeline.ranks"] == 2
     with pytest.raises(ValueError, match=f"allowed: at least {first['least']:,}, which rank 0 needs"):
         run(COMMAND, tiny(budget="1mb"))
@@ -75,7 +77,7 @@ def test_each_layer_is_planned_and_trains(tmp_path: Path, capsys: pytest.Capture
     stage = StageModule(model, layers=range(3), first=True, last=False).train()
     compress_saved_(stage, LayerPlan(stages=plan.stages[:1], made_for=plan.made_for))
     stage(torch.zeros(1, 32, dtype=torch.int64)).sum().backward()
-    with pytest.raises(ValueError, match=f"budget is 1,000 bytes; allowed: at least {rows[0]['least']:,}, which rank"):
+    with pytest.raises(ValueError, match=f"device_bytes is 1,000; allowed: at least {rows[0]['least']:,}, which rank"):
         run(COMMAND, tiny(by="layer", repeats=1, budget="1kb"))
 
 
@@ -161,4 +163,4 @@ def test_a_plan_is_for_the_layers_of_each_stage():
     recorded = [
         planned_settings(each.recipe, each.layout, 256)["pipeline.layers"] for each in (uneven, even, by_default)
     ]
-    assert recorded == [[2, 3], None, None]
+    assert recorded == ["2, 3", None, None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lowbit.activations import BitPlan
+from lowbit.activations import LayerPlan
 from lowbit.train import TrainConfig
 from lowbit.train.prepare import prepare
 from lowbit.train.trainer import Trainer
@@ -31,14 +31,14 @@ def test_a_run_has_the_bits_that_were_planned(ranks: Ranks, tmp_path: Path):
     config = tiny(tmp_path)
     result = invoke("plan", "memory", *RUN.split(), "--data.text", config.data.text[0], "--out", str(file))
     assert result.exit_code == 0, result.output
-    plan = BitPlan.read(file)
-    assert plan.stages[0] != plan.stages[1]
+    plan = LayerPlan.read(file)
+    assert plan.rest[0] != plan.rest[1]
     config = again(config, activations={"plan": str(file)})
-    written_out = {kind: [bits[kind] for bits in plan.stages] for kind in ("norm", "mlp", "linear")}
+    written_out = {kind: [choice.bits[kind] for choice in plan.rest] for kind in ("norm", "mlp", "linear")}
     by_hand = again(config, activations={"plan": "", "attention": 16, **written_out})
     for stage, ((planned, bits), (expected, _)) in enumerate(
         zip(ranks.run(trained_with, config), ranks.run(trained_with, by_hand), strict=True)
     ):
         assert planned == expected
-        assert bits <= set(plan.stages[stage].items())
+        assert bits <= set(plan.rest[stage].bits.items())
         assert {kind for kind, _ in bits} >= {"norm", "mlp"}

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from lowbit.activations import BitPlan, LayerAware, LayerChoice, LayerPlan
+from lowbit.activations import LayerAware, LayerChoice, LayerPlan
 from lowbit.codecs import BlockFloat8
 from lowbit.train import ConfigError, StepMetrics, TrainConfig, optim, train
 from lowbit.train.activations import planned_settings
@@ -110,14 +111,15 @@ def test_a_plan_gives_the_bits_of_each_stage(tmp_path: Path, without_torchao: li
     made_for = planned_settings(config, layout, 256)
     assert (made_for["optimizer"], made_for["gradients.storage"]) == ("adamw-8bit", repr(BlockFloat8()))
     four, eight = (dict.fromkeys(("norm", "mlp", "linear"), bits) for bits in (4, 8))
-    BitPlan(stages=(four, eight), made_for=made_for).write(tmp_path / "plan.json")
+    plan = LayerPlan.by_stage((four, eight), layers=layout.layer_counts)
+    replace(plan, made_for=made_for).write(tmp_path / "plan.json")
     planned = agoq(tmp_path, activations={"plan": str(tmp_path / "plan.json")})
     assert (planned.gradients, planned.optimizer) == (config.gradients, config.optimizer)
     for policy, bits in zip(prepare(planned, ranks=2).activations, (4, 8), strict=True):
         assert isinstance(policy, LayerAware)
         assert [policy.bits_of(kind) for kind in ("norm", "mlp", "linear", "attention")] == [bits, bits, bits, 16]
         assert not policy.outliers, "tokens that stay exact in norms of 8 bits are ours, not the paper's"
-    stages = ((LayerChoice(), LayerChoice()),) * 2
+    stages = ((LayerChoice(), LayerChoice(checkpoint=True)),) * 2
     LayerPlan(stages=stages, made_for=made_for).write(tmp_path / "plan.json")
     with pytest.raises(ConfigError, match=r"a plan by layer, and run\.method is agoq; allowed: a plan by stage"):
         prepare(planned, ranks=2)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lowbit.activations import BitPlan, LayerAware, LayerChoice, LayerPlan
+from lowbit.activations import LayerAware, LayerChoice, LayerPlan
 from lowbit.train import ConfigError, TrainConfig
 from lowbit.train.activations import compress, planned_settings
 from lowbit.train.prepare import prepare
@@ -22,8 +22,9 @@ LOW, HIGH = dict.fromkeys(("norm", "mlp", "linear"), 4), {"norm": 8, "mlp": 16, 
 def planned(folder: Path, *stages: dict[str, int], **sections: dict[str, Any]) -> TrainConfig:
     """A run of two ranks with a plan that was made for it."""
     config = tiny(folder, **sections)
-    plan = BitPlan(stages=stages or (LOW, HIGH), group=32)
-    settings = planned_settings(config, prepare(config, ranks=2).layout, 256)
+    layout = prepare(config, ranks=2).layout
+    plan = LayerPlan.by_stage(stages or (LOW, HIGH), layers=(layout.layer_counts * 2)[: len(stages) or 2], group=32)
+    settings = planned_settings(config, layout, 256)
     replace(plan, made_for=settings).write(folder / "plan.json")
     return again(config, activations={"plan": str(folder / "plan.json")})
 
@@ -99,7 +100,7 @@ def test_a_plan_for_other_stages_is_one_line(tmp_path: Path):
     with pytest.raises(ConfigError, match="plan.json has bits for 3 stages; this run has 2"):
         prepare(config, ranks=2)
     (tmp_path / "plan.json").write_text('{"format": "lowbit plan of saved activations", "version": 9}')
-    with pytest.raises(ConfigError, match="plan.json has version 9; this lowbit reads version 1 here"):
+    with pytest.raises(ConfigError, match="plan.json has version 9; allowed: 3"):
         prepare(config, ranks=2)
 
 

@@ -13,10 +13,10 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kernel
 
 from lowbit.activations.follow import Call, encoded, handles, large_enough, say_once
+from lowbit.activations.formats import coarser, finer
 from lowbit.activations.functions import first_order, owned
 from lowbit.activations.layers import attach_until_backward
 from lowbit.activations.recipes import Recipe, SavedTensors, decoded, release
-from lowbit.activations.remainder import coarser, finer
 from lowbit.codecs import Codec
 
 _NAMES = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")

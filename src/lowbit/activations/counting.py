@@ -129,7 +129,7 @@ class Watch:
         self.saved = SavedBytes()
         self.path: list[tuple[str, nn.Module]] = []
         self._inputs: set[int] = set()
-        self._own = {_key(t) for t in [*model.parameters(), *model.buffers()] for t in parts_of(t)}
+        self._own = {key_of(t) for t in [*model.parameters(), *model.buffers()] for t in parts_of(t)}
         self._handles: list[Any] = []
         for name, module in model.named_modules():
             if module is model and inputs is not None:
@@ -160,7 +160,7 @@ class Watch:
         name = self.path[-1][0] if self.path else ""
         keys = []
         for part in parts_of(tensor):
-            key = _key(part)
+            key = key_of(part)
             if key in self._own or key in self._inputs or not part.numel():
                 continue
             copied = bool(modules) and copies_a_weight(part, modules[-1])
@@ -174,7 +174,7 @@ class Watch:
         def enter(module: nn.Module, *inputs: Any) -> None:
             if not self.path:
                 tensors = [t for t in tree_leaves(inputs) if isinstance(t, Tensor)]
-                self._inputs = {_key(part) for t in tensors for part in parts_of(t)}
+                self._inputs = {key_of(part) for t in tensors for part in parts_of(t)}
             self.path.append((name, module))
 
         return enter
@@ -240,7 +240,7 @@ def parts_of(tensor: Tensor) -> list[Tensor]:
     return [tensor]
 
 
-def _key(tensor: Tensor) -> int:
+def key_of(tensor: Tensor) -> int:
     """A number that no other living storage has."""
     return tensor.untyped_storage()._cdata
 

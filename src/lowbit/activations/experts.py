@@ -2,29 +2,39 @@
 
 Recognized by what they compute for a few tokens with small weights: any class whose forward takes hidden states, and
 indices and weights of the chosen experts, however it computes (a loop, batched or grouped products).
+
+Backward starts from rounded inputs; routing stays exact. It gets what the products with the first matrices gave, in few
+bits. The tokens' hidden states are rebuilt from the recipe that they have, and gathered once more; activations are
+recomputed. The gradient at a routing weight is a scalar product on the inner side of the last matrix, so the experts'
+outputs are not needed at all.
+
+Shape suffixes: N tokens, K choices of each, S rows (token and expert) sorted by expert, E experts, I inputs, O outputs
+of an expert's matrix, F inner features.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from lowbit.activations import structure
-from lowbit.activations.experts_function import ExpertsFunction, Form, Gate
-from lowbit.activations.experts_products import Routing
 from lowbit.activations.follow import MARK, Call, Layer, large_enough
-from lowbit.activations.gated.reference import ACTIVATIONS
-from lowbit.activations.policy import LayerAware
-from lowbit.activations.recipes import plain_gated
+from lowbit.activations.functions import first_order, needed_now
+from lowbit.activations.gated import reference as gated
+from lowbit.activations.recipes import Rebuilt, SavedTensors, is_fused, plain_gated, room
+from lowbit.codecs import Codec
+from lowbit.codecs.checks import draw_seed
 
 _UP, _DOWN = ("gate_up_proj", "up_proj"), "down_proj"
 _TOKENS, _CHOICES, _INPUTS, _INNER = 12, 2, 24, 8  # of the layer that is tried; some kernels want multiples of 4
+_ROWS = 4096  # at a time, where float32 copies are needed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +85,7 @@ def _gate(module: Any, has_up: bool) -> Gate | None:
         return None
     if not isinstance(value, Tensor) or value.shape != gate.shape:
         return None
-    known = ((name, plain_gated(gate, up, name)) for name in ACTIVATIONS)
+    known = ((name, plain_gated(gate, up, name)) for name in gated.ACTIVATIONS)
     activation = next((name for name, y in known if torch.allclose(value, y, rtol=1e-5, atol=1e-5)), None)
     return Gate(formula=formula, activation=activation, has_up=has_up)
 
@@ -111,7 +121,7 @@ def _computes(module: nn.Module, experts: Experts, scale: float) -> bool:
     return torch.allclose(y, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 
 
-def experts(name: str, module: nn.Module, model: nn.Module, policy: LayerAware) -> Any:
+def experts(name: str, module: nn.Module, model: nn.Module) -> Any:
     """Layer type, forward and its parameters for a mixture-of-experts layer, and for what lies inside one."""
     if formula := experts_like(module):
         return "mlp", _run, formula
@@ -189,3 +199,232 @@ def _compute_dtype(module: Any, x: Tensor, weight: Tensor) -> torch.dtype:
     if is_grouped or not torch.is_autocast_enabled(x.device.type):
         return weight.dtype
     return torch.get_autocast_dtype(x.device.type)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gate:
+    """What comes between the products: (S, F) from (S, 2F), or from (S, F) without an `up` half.
+
+    `activation`: of the formula act(gate) * up with gate in the first half, for which there are operators; None: only
+    `formula`, the module's own function.
+    """
+
+    formula: Callable[[Tensor], Tensor]
+    activation: str | None
+    has_up: bool
+
+    def encode(self, pre_SO: Tensor, codec: Codec | None, dtype: torch.dtype) -> tuple[Tensor, SavedTensors]:
+        """The gate's output in `dtype`, and what backward needs for it."""
+        if codec is None:
+            return self.formula(pre_SO).to(dtype), (pre_SO,)
+        if self.activation is None or not is_fused(codec):
+            return self.formula(pre_SO).to(dtype), (codec.encode(pre_SO),)
+        gate, up = (half.contiguous() for half in pre_SO.chunk(2, -1)) if self.has_up else (pre_SO, None)
+        saved = (room(codec, gate), None if up is None else room(codec, up))
+        out = torch.empty_like(gate, dtype=dtype)
+        seed = draw_seed(codec.rounding, gate.device)
+        gated.encode(gate, up, saved[0], saved[1], out, self.activation, codec.bits, codec.group, seed)
+        return out, saved
+
+    def backward(self, saved: SavedTensors, codec: Codec | None, grad_SF: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """The gradient at the gate's input, and the gate's output again, both in the dtype of `grad_SF`."""
+        first, second = (*saved, None)[:2]
+        assert first is not None
+        out = torch.empty_like(grad_SF)
+        if self.activation is not None and is_fused(codec):
+            grad_gate, grad_up = torch.empty_like(grad_SF), torch.empty_like(grad_SF) if self.has_up else None
+            gated.backward(first, second, grad_SF, grad_gate, grad_up, out, self.activation, codec.bits, codec.group)
+            return grad_gate if grad_up is None else torch.cat([grad_gate, grad_up], -1), out
+        shape = (len(grad_SF), width)
+        pre_SO = first if codec is None else codec.decode(first, shape=shape, dtype=grad_SF.dtype)
+        grad = torch.empty(shape, dtype=grad_SF.dtype, device=grad_SF.device)
+        for start in range(0, len(grad_SF), _ROWS):
+            rows = slice(start, start + _ROWS)
+            with torch.enable_grad():
+                leaf = pre_SO[rows].detach().float().requires_grad_()
+                value = self.formula(leaf)
+            (grad[rows],) = torch.autograd.grad(value, leaf, grad_SF[rows].to(value.dtype))
+            out[rows] = value.detach()
+        return grad, out
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """How a layer computes: `transposed` weights are (E, I, O), others (E, O, I); products are in `dtype`."""
+
+    gate: Gate
+    codec: Codec | None
+    transposed: bool
+    dtype: torch.dtype
+
+    def inputs_first(self, weight: Tensor) -> Tensor:
+        """A weight, or its gradient, as (E, I, O); and back."""
+        return weight if self.transposed else weight.transpose(1, 2)
+
+
+class ExpertsFunction(torch.autograd.Function):
+    """sum over a token's choices of weight * down_e(gate(up_e(x))), where e is the expert that it chose."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_NI: Tensor, weights_NK: Tensor,
+        up: Tensor, up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None,
+        form: Form, routing: Routing, rebuilt: Rebuilt | None, saved: SavedTensors,
+    ) -> Tensor:  # fmt: skip
+        """`rebuilt`: x in backward, from `saved`; None if `up` is frozen."""
+        ctx.present = (True, True, True, up_bias is not None, True, down_bias is not None)
+        ctx.form, ctx.rebuilt, ctx.ends, ctx.choices = form, rebuilt, routing.ends, routing.choices
+        ctx.x_dtype = x_NI.dtype
+        with torch.autocast(x_NI.device.type, enabled=False):
+            pre_SO = product(routing.gather(x_NI).to(form.dtype), form.inputs_first(up), routing)
+            ctx.width = pre_SO.shape[1]
+            if up_bias is not None:
+                pre_SO = pre_SO + bias_rows(up_bias, routing)
+            inner_SF, of_gate = form.gate.encode(pre_SO, form.codec, form.dtype)
+            del pre_SO
+            out_SI = product(inner_SF, form.inputs_first(down), routing)
+            del inner_SF
+            if down_bias is not None:
+                out_SI = out_SI + bias_rows(down_bias, routing)
+            out_SI = out_SI * weights_NK.reshape(-1, 1).index_select(0, routing.order)
+            out = routing.sums(out_SI, len(x_NI)).to(x_NI.dtype)
+        ctx.of_gate = len(of_gate)
+        ctx.save_for_backward(weights_NK, up, down, up_bias, down_bias, routing.order, *of_gate, *saved)
+        return out
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
+        weights_NK, up, down, up_bias, down_bias, order, *rest = ctx.saved_tensors
+        of_gate, saved = tuple(rest[: ctx.of_gate]), tuple(rest[ctx.of_gate :])
+        form: Form = ctx.form
+        routing = Routing(order, ctx.ends, ctx.choices)
+        needs_x, needs_weights, needs_up, needs_up_bias, needs_down, needs_down_bias = needed_now(ctx)
+        grad_x = grad_weights = grad_up = grad_up_bias = grad_down = grad_down_bias = None
+        with torch.autocast(grad_out.device.type, enabled=False):
+            g_SI = routing.gather(grad_out.to(form.dtype))
+            weights_S1 = weights_NK.reshape(-1, 1).index_select(0, order).to(form.dtype)
+            unweighted_SF = product(g_SI, form.inputs_first(down).transpose(1, 2), routing)
+            grad_pre_SO, inner_SF = form.gate.backward(of_gate, form.codec, unweighted_SF * weights_S1, ctx.width)
+            if needs_weights:
+                along_S = (unweighted_SF * inner_SF).sum(-1, dtype=torch.float32)
+                if down_bias is not None:
+                    along_S += (g_SI * bias_rows(down_bias, routing)).sum(-1, dtype=torch.float32)
+                grad_weights = torch.zeros(weights_NK.numel(), dtype=torch.float32, device=grad_out.device)
+                grad_weights = grad_weights.index_copy_(0, order.long(), along_S).view_as(weights_NK)
+                grad_weights = grad_weights.to(weights_NK.dtype)
+            del unweighted_SF
+            g_SI *= weights_S1
+            if needs_down_bias and down_bias is not None:
+                grad_down_bias = bias_gradient(g_SI, down_bias, routing)
+            if needs_down:
+                grad_down = form.inputs_first(weight_gradient(inner_SF, g_SI, form.inputs_first(down), routing))
+            del g_SI, inner_SF
+            if needs_up_bias and up_bias is not None:
+                grad_up_bias = bias_gradient(grad_pre_SO, up_bias, routing)
+            if needs_up:
+                x_SI = routing.gather(ctx.rebuilt.get(saved, form.dtype).reshape(len(weights_NK), -1))
+                grad_up = form.inputs_first(weight_gradient(x_SI, grad_pre_SO, form.inputs_first(up), routing))
+                del x_SI
+            if needs_x:
+                grad_SI = product(grad_pre_SO, form.inputs_first(up).transpose(1, 2), routing)
+                grad_x = routing.sums(grad_SI, len(weights_NK)).to(ctx.x_dtype)
+        return grad_x, grad_weights, grad_up, grad_up_bias, grad_down, grad_down_bias, None, None, None, None
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Which expert gets which token: exact, and the same in forward and backward.
+
+    Attributes:
+        order: (S,) positions in the flat (tokens, choices) index, sorted by expert; those without an expert left out.
+        ends: for each expert, where its rows end.
+        choices: choices of each token, with an expert or without.
+    """
+
+    order: Tensor
+    ends: tuple[int, ...]
+    choices: int
+
+    @classmethod
+    def of(cls, index_NK: Tensor, experts: int) -> Routing | None:
+        """The routing of an index; None if it has other numbers than 0 to `experts`, which means no expert."""
+        ids, order = torch.sort(index_NK.reshape(-1), stable=True)
+        limits = torch.arange(experts + 2, device=ids.device, dtype=ids.dtype)
+        first, *ends, last = torch.searchsorted(ids, limits).tolist()
+        if first != 0 or last != len(ids):
+            return None
+        return cls(order[: ends[-1]].to(torch.int32), tuple(ends), index_NK.shape[1])
+
+    def gather(self, x_NC: Tensor) -> Tensor:
+        """The token of each row."""
+        return x_NC.index_select(0, self.order // self.choices)
+
+    def sums(self, x_SC: Tensor, tokens: int) -> Tensor:
+        """Sums of the rows of each token, in a fixed order."""
+        all_rows = x_SC.new_zeros(tokens * self.choices, x_SC.shape[1])
+        all_rows.index_copy_(0, self.order.long(), x_SC)
+        return all_rows.view(tokens, self.choices, -1).sum(1)
+
+    def slices(self) -> Iterator[tuple[int, slice]]:
+        """Experts that have rows, and their rows."""
+        start = 0
+        for expert, end in enumerate(self.ends):
+            if end > start:
+                yield expert, slice(start, end)
+            start = end
+
+
+def product(x_SI: Tensor, weight_EIO: Tensor, routing: Routing) -> Tensor:
+    """Each row times its expert's matrix, in the dtype of the rows."""
+    if _in_one_launch(x_SI, weight_EIO):
+        return functional.grouped_mm(x_SI, weight_EIO.to(x_SI.dtype), offs=_offsets(routing, x_SI))
+    out = x_SI.new_empty(len(x_SI), weight_EIO.shape[2])
+    for expert, rows in routing.slices():
+        torch.mm(x_SI[rows], weight_EIO[expert].to(x_SI.dtype), out=out[rows])
+    return out
+
+
+def weight_gradient(x_SI: Tensor, grad_SO: Tensor, like_EIO: Tensor, routing: Routing) -> Tensor:
+    """The gradient of `product` at the weights, in their dtype and layout; 0 for experts without rows."""
+    if _in_one_launch(x_SI, like_EIO):
+        grad = functional.grouped_mm(x_SI.t(), grad_SO, offs=_offsets(routing, x_SI))
+        out = torch.empty_like(like_EIO).copy_(grad)
+        used = {expert for expert, _ in routing.slices()}
+        for expert in set(range(len(out))) - used:  # kernels may leave these as they were
+            out[expert] = 0
+        return out
+    out = torch.zeros_like(like_EIO)
+    for expert, rows in routing.slices():
+        out[expert] = x_SI[rows].t() @ grad_SO[rows]
+    return out
+
+
+def bias_rows(bias_EO: Tensor, routing: Routing) -> Tensor:
+    """Each row's expert's bias."""
+    return bias_EO.index_select(0, _experts(routing, bias_EO.device))
+
+
+def bias_gradient(grad_SO: Tensor, like_EO: Tensor, routing: Routing) -> Tensor:
+    """The gradient of `bias_rows` at the biases."""
+    out = torch.zeros_like(like_EO)
+    for expert, rows in routing.slices():
+        out[expert] = grad_SO[rows].sum(0)
+    return out
+
+
+def _experts(routing: Routing, device: torch.device) -> Tensor:
+    ends = torch.tensor(routing.ends)
+    counts = ends.diff(prepend=ends.new_zeros(1))
+    return torch.repeat_interleave(counts, output_size=routing.ends[-1]).to(device)
+
+
+def _offsets(routing: Routing, x: Tensor) -> Tensor:
+    return torch.tensor(routing.ends, dtype=torch.int32, device=x.device)
+
+
+def _in_one_launch(x_SI: Tensor, weight_EIO: Tensor) -> bool:
+    """Whether PyTorch has a kernel for all experts at once; on CPUs it loops over them as we do."""
+    if not x_SI.is_cuda or x_SI.dtype != torch.bfloat16 or torch.cuda.get_device_capability(x_SI.device) < (8, 0):
+        return False
+    return all(size % 8 == 0 for size in weight_EIO.shape[1:])  # rows aligned to 16 bytes

@@ -16,6 +16,7 @@ from torch.nn import functional
 from torch.utils.weak import TensorWeakRef
 
 from lowbit.activations.checkpoint import first_pass, product_needed
+from lowbit.activations.formats import WithRows
 from lowbit.activations.gated import reference as gated
 from lowbit.activations.norm import reference as norm_operators
 from lowbit.activations.recipes import (
@@ -32,7 +33,6 @@ from lowbit.activations.recipes import (
     refuse_second_order,
     release,
 )
-from lowbit.activations.rows import WithRows
 from lowbit.codecs.checks import draw_seed
 
 
@@ -412,6 +412,78 @@ class OutputFunction(torch.autograd.Function):
         release(ctx)
         out = ctx.rebuilt.get(saved, ctx.dtypes[1]).reshape(ctx.shape)
         return ctx.gradient(grad_out, out).to(ctx.dtypes[0]), None, None, None, None
+
+
+class RowsTimesFunction(torch.autograd.Function):
+    """x (S, C) times factors (S, 1); saves tensors that rebuild x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factors: Tensor, rebuilt: Rebuilt, saved: SavedTensors) -> Tensor:
+        ctx.rebuilt, ctx.shape, ctx.dtype, ctx.present = rebuilt, x.shape, x.dtype, (True, True)
+        ctx.save_for_backward(factors, *saved)
+        return x * factors
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
+        factors, *saved = ctx.saved_tensors
+        needs_x, needs_factors = needed_now(ctx)
+        grad_x = grad_factors = None
+        if needs_x:
+            grad_x = (grad_out * factors).to(ctx.dtype)
+        if needs_factors:
+            x = ctx.rebuilt.get(tuple(saved), ctx.dtype).view(ctx.shape)
+            grad_factors = (grad_out * x).sum(1, keepdim=True, dtype=torch.float32).to(factors.dtype)
+        return grad_x, grad_factors, None, None
+
+
+class IndexAddFunction(torch.autograd.Function):
+    """`index_add_` that saves the index alone."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, index: Tensor, source: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.mark_dirty(input)
+        return input.index_add_(0, index, source)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
+        return grad_out, None, grad_out.index_select(0, ctx.saved_tensors[0])
+
+
+class BatchedFunction(torch.autograd.Function):
+    """x (B, N, I), or (N, I) in groups that end at `offsets`, times weight (B, I, O)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, func: Callable[..., Tensor], offsets: Tensor | None,
+        dtype: torch.dtype, rebuilt: Rebuilt, saved: SavedTensors,
+    ) -> Tensor:  # fmt: skip
+        ctx.func, ctx.dtype, ctx.rebuilt = func, dtype, rebuilt
+        ctx.shape, ctx.x_dtype, ctx.present = x.shape, x.dtype, (True, True)
+        ctx.save_for_backward(weight, offsets, *saved)
+        with torch.autocast(x.device.type, enabled=False):
+            return _with(func, offsets)(x.to(dtype), weight.to(dtype))
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
+        weight, offsets, *saved = ctx.saved_tensors
+        needs_x, needs_weight = needed_now(ctx)[:2]
+        func, grad_x, grad_weight = _with(ctx.func, offsets), None, None
+        grad_out = grad_out.contiguous()
+        with torch.autocast(grad_out.device.type, enabled=False):
+            if needs_x:
+                grad_x = func(grad_out, weight.to(ctx.dtype).transpose(1, 2)).to(ctx.x_dtype)
+            if needs_weight:
+                x = ctx.rebuilt.get(tuple(saved), ctx.dtype).reshape(ctx.shape)
+                grad_weight = func(x.transpose(-2, -1), grad_out).to(weight.dtype)
+        return grad_x, grad_weight, None, None, None, None, None
+
+
+def _with(func: Callable[..., Tensor], offsets: Tensor | None) -> Callable[..., Tensor]:
+    return func if offsets is None else functools.partial(func, offs=offsets)
 
 
 def needed_now(ctx: Any) -> list[bool]:

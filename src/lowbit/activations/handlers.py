@@ -1,4 +1,8 @@
-"""What is saved for torch functions: linear layers, norms, activations, products, dropout, views and casts."""
+"""What is saved for torch functions: linear layers, norms, activations, products, dropout, views and casts.
+
+Also what mixture-of-experts layers are written out of (gathers, batched products, sums): `lowbit.activations.experts`
+replaces whole layers of the usual form, these handlers serve loops over modules and products with all experts' weights.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +16,12 @@ from torch.nn import functional
 from lowbit.activations.checkpoint import after_linear
 from lowbit.activations.follow import Call, encoded, handles, known, large_enough
 from lowbit.activations.functions import (
+    BatchedFunction,
+    IndexAddFunction,
     LinearFunction,
     MaskFunction,
     ProductFunction,
+    RowsTimesFunction,
     ScaledFunction,
     SquareFunction,
     nobodys,
@@ -159,13 +166,15 @@ def _activation(call: Call, given: tuple[Any, ...], x: Tensor, activation: str, 
 def product(call: Call, input: Any, other: Any, **kwargs: Any) -> Any:
     """act(gate) * up: a payload each of gate and up serves the product, its gradients and the layer that follows.
 
-    A tensor times a trained factor for each channel (DoRA, LayerScale) saves a payload of the tensor.
+    A tensor times a trained factor for each channel (DoRA, LayerScale) saves a payload of the tensor, and so do rows
+    times a number each, such as outputs of experts times routing weights.
     """
     if kwargs or not isinstance(input, Tensor) or not isinstance(other, Tensor):
         return NotImplemented if kwargs else elementwise(call, input, other)
     if input.shape != other.shape:
         x, factor = (input, other) if input.numel() > other.numel() else (other, input)
-        return _scaled(call, (input, other), x, factor)
+        out = _scaled(call, (input, other), x, factor)
+        return _rows_times(call, input, other) if out is NotImplemented else out
     for gate, up in ((input, other), (other, input)):
         recipe = recipe_of(gate)
         if recipe is None or not isinstance(recipe.form, GatedOutput) or gate.shape != recipe.form.shape:
@@ -176,6 +185,20 @@ def product(call: Call, input: Any, other: Any, **kwargs: Any) -> Any:
         with call.handled(input, other):
             return _gated(gate, up, recipe.form, saved[0])
     return NotImplemented
+
+
+def _rows_times(call: Call, input: Tensor, other: Tensor) -> Any:
+    x, factors = (input, other) if input.dim() == 2 and input.shape[1] > 1 else (other, input)
+    if x.dim() != 2 or x.shape[1] == 1 or factors.shape != (len(x), 1) or not factors.requires_grad:
+        return NotImplemented
+    if not large_enough(x) or not call.saves(x, factors):
+        return NotImplemented
+    with call.handled(input, other):
+        rebuilt, saved = call.source(x, x.dtype)
+        out = RowsTimesFunction.apply(x, factors, rebuilt, saved)
+        if recipe := recipe_of(x):
+            attach(out, recipe.derived(x.shape, torch.mul, factors))
+    return call.returned(out)
 
 
 def _scaled(call: Call, given: tuple[Tensor, Tensor], x: Tensor, factor: Tensor) -> Any:
@@ -258,7 +281,8 @@ def same_elements(call: Call, *args: Any, **kwargs: Any) -> Any:
     Tensor.transpose, torch.transpose, Tensor.swapaxes, Tensor.permute, torch.permute, Tensor.movedim, Tensor.t,
     Tensor.T.__get__, Tensor.mT.__get__,  # pyright: ignore[reportAttributeAccessIssue]
     Tensor.chunk, torch.chunk, Tensor.split, torch.split, Tensor.unbind,
-    torch.unbind, Tensor.narrow, torch.narrow, Tensor.select, torch.select, Tensor.__getitem__, Tensor.expand,
+    torch.unbind, Tensor.narrow, torch.narrow, Tensor.select, torch.select, Tensor.expand,
+    Tensor.repeat, Tensor.repeat_interleave, torch.repeat_interleave,
 )  # fmt: skip
 def moved_elements(call: Call, *args: Any, **kwargs: Any) -> Any:
     """Views with some of the elements, or with another order of them."""
@@ -288,3 +312,76 @@ def _is_basic(args: Any) -> bool:
     if isinstance(args, list | tuple):
         return all(map(_is_basic, args))
     return not isinstance(args, Tensor)
+
+
+@handles(Tensor.__getitem__)
+def getitem(call: Call, input: Tensor, index: Any) -> Any:
+    """Rows of a tensor by their numbers, which are gathered again in backward; other indices: views."""
+    rows = index[-1] if isinstance(index, tuple) and [*index[:-1]] == [None] else index
+    if not isinstance(rows, Tensor) or rows.dim() != 1 or rows.is_floating_point() or rows.dtype == torch.bool:
+        return moved_elements(call, input, index)
+    return _gathered(call, input, rows, (index,))
+
+
+@handles(torch.index_select, Tensor.index_select)
+def index_select(call: Call, input: Tensor, dim: int, index: Tensor) -> Any:
+    """The same, written so."""
+    return _gathered(call, input, index, (dim, index)) if dim == 0 and index.dim() == 1 else NotImplemented
+
+
+def _gathered(call: Call, x: Tensor, rows: Tensor, args: tuple[Any, ...]) -> Any:
+    recipe = recipe_of(x)
+    if recipe is None or x.dim() != 2 or not len(rows):
+        return NotImplemented
+    out = call.func(x, *args)
+    attach(out, recipe.derived(x.shape, _picked, rows))
+    return out
+
+
+def _picked(x: Tensor, rows: Tensor) -> Tensor:
+    return x.index_select(0, rows)
+
+
+@handles(Tensor.index_add_)
+def index_add_(call: Call, input: Tensor, dim: int, index: Tensor, source: Tensor, **kwargs: Any) -> Any:
+    """Rows added to those with these numbers: PyTorch saves the rows for their shape alone."""
+    if kwargs or dim != 0 or index.dim() != 1 or not source.requires_grad or (input.is_leaf and input.requires_grad):
+        return NotImplemented
+    if source.dtype != input.dtype or not call.saves(source):
+        return NotImplemented
+    with call.handled(input.detach().clone(), dim, index, source):
+        out = IndexAddFunction.apply(input, index, source)
+    return call.returned(out)
+
+
+@handles(torch.bmm, Tensor.bmm)
+def bmm(call: Call, input: Tensor, mat2: Tensor) -> Any:
+    """A batch of linear layers, if the second matrices are a parameter; otherwise a product of two activations."""
+    out = _batched(call, input, mat2, (input, mat2), {})
+    return product_of_two(call, input, mat2, (input, mat2)) if out is NotImplemented else out
+
+
+@handles(functional.grouped_mm, torch._grouped_mm)  # pyright: ignore[reportPrivateImportUsage]
+def grouped_mm(call: Call, mat_a: Tensor, mat_b: Tensor, **kwargs: Any) -> Any:
+    """A linear layer for each group of rows, if the second matrices are a parameter."""
+    kwargs = {name: value for name, value in kwargs.items() if value is not None}
+    offsets_only = [*kwargs] == ["offs"] and mat_a.dim() == 2
+    return _batched(call, mat_a, mat_b, (mat_a, mat_b), kwargs) if offsets_only else NotImplemented
+
+
+def _batched(call: Call, x: Tensor, weight: Tensor, given: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    base = weight._base if weight._is_view() else weight
+    if not isinstance(base, nn.Parameter) or weight.dim() != 3 or not weight.requires_grad:
+        return NotImplemented
+    if not large_enough(x) or not call.saves(x, weight):
+        return NotImplemented
+    # Autocast does not know grouped products; PyTorch refuses mixtures of dtypes otherwise.
+    autocast = torch.is_autocast_enabled(x.device.type) and not kwargs
+    if not autocast and x.dtype != weight.dtype:
+        return NotImplemented
+    dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
+    offsets = kwargs.get("offs")
+    with call.handled(*given, **kwargs):
+        rebuilt, saved = call.source(x, dtype)
+        out = BatchedFunction.apply(x, weight, call.func, offsets, dtype, rebuilt, saved)
+    return call.returned(out)

@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from lowbit.activations.counting import note
+from lowbit.activations.counting import key_of, note
 from lowbit.activations.policy import WHOLE, LayerAware
 from lowbit.codecs import Codec
 from lowbit.codecs.checks import FLOATS
@@ -127,7 +127,7 @@ class _Packing(TorchFunctionMode):
                 if isinstance(x, Tensor) and x.requires_grad:
                     storage = x.untyped_storage()
                     self._of_attention[storage._cdata] = StorageWeakRef(storage)
-        outputs = {t.untyped_storage()._cdata for t in results}
+        outputs = {key_of(t) for t in results}
         for held in pending:
             self._settle(held, outputs, in_attention)
         return out
@@ -158,7 +158,7 @@ class _Packing(TorchFunctionMode):
             return None
         if x.layout != torch.strided or _is_weight(x):
             return None
-        key = x.untyped_storage()._cdata
+        key = key_of(x)
         if not x.requires_grad and key not in outputs and not in_attention:
             return None
         return self._attention if in_attention or key in self._of_attention else self._codec

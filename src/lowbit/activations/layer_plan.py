@@ -1,27 +1,31 @@
-"""A plan for each layer of a model: what autograd keeps of it. One file, which `lowbit plan memory` writes."""
+"""A plan of memory: what autograd keeps of each layer of each stage, and the file that `lowbit plan memory` writes.
+
+A plan by stage is one whose stages treat all of their modules alike.
+"""
 
 from __future__ import annotations
 
-import logging
+import json
+import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from lowbit.activations.bit_plan import FORMAT, PLANNED, cut, read_json, write_json
-from lowbit.activations.changes import Compressed, compress
 from lowbit.activations.checkpoint import MARK, checkpoint_, restore_checkpointed
 from lowbit.activations.policy import WHOLE, Format, LayerAware
+from lowbit.activations.saved import Compressed, compress
 from lowbit.activations.structure import linear_like, norm_like
 from lowbit.codecs import Codec, StatefulCodec, parse
 from lowbit.codecs.checks import check_int
 
-VERSION = 2
-_MOST_LAYERS, _MOST_CHARACTERS = 1 << 13, 300
-log = logging.getLogger(__name__)
+FORMAT, VERSION = "lowbit plan of saved activations", 3
+PLANNED = ("norm", "mlp", "linear")
+"""The layer types whose bits a plan chooses."""
+_MOST_LAYERS, _MOST_CHARACTERS, _MOST_BYTES = 1 << 13, 300, 1 << 22
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +35,8 @@ class LayerChoice:
     Without arguments PyTorch keeps what it always keeps.
 
     Args:
-        norm, mlp, linear: as in `LayerAware`, with its 8 bits for attention; 16 everywhere: the modules are left
-            as they are. Of a checkpointed layer they count while it runs again.
+        norm, mlp, linear, attention: as in `LayerAware`; with 16 for all of the first three, attention that is left
+            out is saved as it is, too. Of a checkpointed layer they count while it runs again.
         checkpoint: keep the layer's input alone, and run the layer again in backward.
         input: format of that input, as `lowbit.codecs.parse` takes it, such as "GroupInt(bits=8, group=64)"; empty: as
             it is.
@@ -45,11 +49,12 @@ class LayerChoice:
     norm: Any = WHOLE
     mlp: Any = WHOLE
     linear: Any = WHOLE
+    attention: Any = None
     checkpoint: bool = False
     input: str = ""
 
     def __post_init__(self) -> None:
-        LayerAware(norm=self.norm, mlp=self.mlp, linear=self.linear)
+        LayerAware(**self.bits)
         for name, allowed in (("checkpoint", bool), ("input", str)):
             if type(getattr(self, name)) is not allowed:
                 raise TypeError(f"{name} is {getattr(self, name)!r}; allowed: {allowed.__name__}")
@@ -67,8 +72,10 @@ class LayerChoice:
 
     @property
     def bits(self) -> dict[str, Any]:
-        """Bits by layer type."""
-        return {kind: getattr(self, kind) for kind in PLANNED}
+        """Bits by layer type, attention among them."""
+        bits = {kind: getattr(self, kind) for kind in PLANNED}
+        is_whole = self.attention is None and all(each == WHOLE for each in bits.values())
+        return bits | {"attention": WHOLE if is_whole else self.attention}
 
     @property
     def is_coded(self) -> bool:
@@ -76,7 +83,7 @@ class LayerChoice:
         return any(bits != WHOLE for bits in self.bits.values())
 
     def __str__(self) -> str:
-        inside = "/".join(str(bits) for bits in self.bits.values())
+        inside = "/".join(str(self.bits[kind]) for kind in PLANNED)
         if not self.checkpoint:
             return f"low-bit {inside}" if self.is_coded else "keep"
         codec = self.codec
@@ -93,8 +100,8 @@ class LayerPlan:
 
     Args:
         stages: for each stage, in order, the choices for its layers, in order. A model in one process has one stage.
-        rest: bits by layer type for modules outside the layers (the final norm, the output matrix); absent: as they
-            are.
+        rest: for each stage, bits of the modules outside its layers (the final norm, the output matrix); if omitted,
+            they are left as they are.
         group: elements that share a scale.
         made_for: settings that the plan depends on, by name: texts, numbers, booleans or None. "layer" and "layer
             parameters" (class and number of parameters of a layer) are compared with the model.
@@ -104,7 +111,7 @@ class LayerPlan:
     """
 
     stages: tuple[tuple[LayerChoice, ...], ...]
-    rest: LayerChoice = KEEP
+    rest: tuple[LayerChoice, ...] = ()
     group: int = 64
     made_for: Mapping[str, Any] = field(default_factory=dict)
 
@@ -115,18 +122,55 @@ class LayerPlan:
                 f"stages has {len(self.stages)} stages of {layers} layers; allowed: at least one layer each, "
                 f"at most {_MOST_LAYERS} in all"
             )
-        for choice in (self.rest, *(choice for stage in self.stages for choice in stage)):
+        object.__setattr__(self, "rest", self.rest or (KEEP,) * len(self.stages))
+        object.__setattr__(self, "made_for", dict(self.made_for))
+        for choice in (*self.rest, *(choice for stage in self.stages for choice in stage)):
             if not isinstance(choice, LayerChoice):
                 raise TypeError(f"stages has {choice!r}; allowed: LayerChoice")
-        if self.rest.checkpoint:
-            raise ValueError("rest is checkpointed; allowed: bits alone")
+        if len(self.rest) != len(self.stages) or any(choice.checkpoint for choice in self.rest):
+            raise ValueError(f"rest is {self.rest}; allowed: bits alone, for each of {len(self.stages)} stages")
         LayerAware(group=self.group)
         for name, value in self.made_for.items():
             if not isinstance(value, str | int | float | None) or len(f"{name}{value}") > _MOST_CHARACTERS:
                 raise ValueError(f"made_for[{name!r}] is {value!r}; allowed: a short text, a number, a boolean or None")
 
-    def policy(self, choice: LayerChoice, *, rounding: str = "nearest") -> LayerAware:
-        """The policy for the modules of a layer."""
+    @classmethod
+    def by_stage(cls, bits: Sequence[Mapping[str, Any]], *, layers: Sequence[int], group: int = 64) -> LayerPlan:
+        """A plan with the same bits for all modules of a stage, as AGoQ has it (arXiv 2605.00539).
+
+        Args:
+            bits: of each stage, in order, by layer type: {"norm": 8, "mlp": 4, "linear": 16}. Attention is not coded.
+            layers: of each stage.
+        """
+        for stage, each in enumerate(bits):
+            if each.keys() != set(PLANNED):
+                raise ValueError(f"bits[{stage}] is {each!r}; allowed: bits for {', '.join(PLANNED)}")
+        choices = tuple(LayerChoice(attention=WHOLE, **{kind: each[kind] for kind in PLANNED}) for each in bits)
+        stages = tuple((choice,) * count for choice, count in zip(choices, layers, strict=True))
+        return cls(stages=stages, rest=choices, group=group)
+
+    @property
+    def is_by_stage(self) -> bool:
+        """Whether every stage treats all of its modules alike."""
+        return all(self._choice_of(stage) for stage in range(len(self.stages)))
+
+    def policy(self, stage: int, *, rounding: str = "nearest") -> LayerAware:
+        """Return the policy of a stage that treats all of its modules alike, for `compress_saved_`.
+
+        Raises:
+            ValueError: no such stage, or one whose layers differ or are checkpointed: `compress_saved_` takes the plan.
+        """
+        check_int("stage", stage, 0, len(self.stages) - 1)
+        if (choice := self._choice_of(stage)) is None:
+            raise ValueError(f"stage is {stage}, whose layers differ; allowed: a stage with the same bits throughout")
+        return self._policy(choice, rounding)
+
+    def _choice_of(self, stage: int) -> LayerChoice | None:
+        """The one choice for all modules of a stage; None: there are several, or layers are checkpointed."""
+        different = {*self.stages[stage], self.rest[stage]}
+        return different.pop() if len(different) == 1 else None
+
+    def _policy(self, choice: LayerChoice, rounding: str) -> LayerAware:
         return LayerAware(**choice.bits, group=self.group, rounding=rounding)
 
     def apply_(self, model: nn.Module, *, stage: int = 0, rounding: str = "nearest") -> Applied:
@@ -136,20 +180,23 @@ class LayerPlan:
             ValueError: a model that the plan was not made for, or that is compressed or checkpointed already.
         """
         check_int("stage", stage, 0, len(self.stages) - 1)
-        layers, choices = layers_of(model), self.stages[stage]
+        layers, choices, rest = layers_of(model), self.stages[stage], self.rest[stage]
         self._check(layers, choices)
         applied = Applied(model)
+
+        def code(choice: LayerChoice, parts: Mapping[str, nn.Module]) -> None:
+            for name, module in parts.items() if choice.is_coded else ():
+                applied.add(name, compress(module, self._policy(choice, rounding), report=False))
+
         try:
+            if self._choice_of(stage):  # as a whole, so that no function between the layers is missed
+                code(rest, {"": model})
+                return applied
             for (name, layer), choice in zip(layers.items(), choices, strict=True):
-                if choice.is_coded:
-                    policy = self.policy(choice, rounding=rounding)
-                    applied.add(name, compress(layer, policy, report=False))
+                code(choice, {name: layer})
                 if choice.checkpoint:
                     checkpoint_(layer, codec=choice.codec, name=name)
-            if self.rest.is_coded:
-                policy = self.policy(self.rest, rounding=rounding)
-                for name, module in _outside(model, layers).items():
-                    applied.add(name, compress(module, policy, report=False))
+            code(rest, _outside(model, layers))
         except BaseException:
             applied.remove()
             raise
@@ -171,11 +218,14 @@ class LayerPlan:
         Raises:
             OSError: the file cannot be written.
         """
-        stages = [[asdict(choice) for choice in stage] for stage in self.stages]
-        write_json(path, {
-            "format": FORMAT, "version": VERSION, "made_for": dict(self.made_for), "group": self.group,
-            "rest": asdict(self.rest), "stages": stages,
-        })  # fmt: skip
+        path = Path(path)
+        part = path.with_name(f"{path.name}.{os.getpid()}.part")
+        values = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        try:
+            part.write_text(json.dumps(values, indent=1, allow_nan=False) + "\n", "utf-8")
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
 
     @classmethod
     def read(cls, path: str | Path) -> LayerPlan:
@@ -184,16 +234,16 @@ class LayerPlan:
         Raises:
             ValueError: no such file, or something else than a plan of this version.
         """
-        values = read_json(path, VERSION)
+        values = _read_json(Path(path))
+        for name, expected in (("format", FORMAT), ("version", VERSION)):
+            if (value := values.pop(name, None)) != expected:
+                raise ValueError(f"{path} has {name} {_cut(repr(value))}; allowed: {expected!r}")
         match values:
-            case {"made_for": dict(made_for), "group": group, "rest": rest, "stages": [*stages]} if len(values) == 6:
+            case {"made_for": dict(made_for), "group": group, "rest": [*rest], "stages": [*stages]} if len(values) == 4:
                 try:
-                    choices = tuple(tuple(map(_choice, stage)) for stage in stages if isinstance(stage, list))
-                    if len(choices) < len(stages):
-                        raise ValueError("stages has what is no list")
-                    return cls(stages=choices, rest=_choice(rest), group=group, made_for=made_for)
+                    return cls(stages=tuple(map(_choices, stages)), rest=_choices(rest), group=group, made_for=made_for)
                 except (TypeError, ValueError, OverflowError) as error:
-                    raise ValueError(f"{path} is not a memory plan: {cut(str(error))}") from None
+                    raise ValueError(f"{path} is not a memory plan: {_cut(str(error))}") from None
         raise ValueError(
             f"{path} is not a memory plan: it lacks made_for, group, rest or stages, or has more than these"
         )
@@ -269,11 +319,36 @@ def _outside(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, nn.
     return found
 
 
-def _choice(values: Any) -> LayerChoice:
+def _choices(values: Any) -> tuple[LayerChoice, ...]:
     names = {f.name for f in fields(LayerChoice)}
-    if not isinstance(values, dict) or values.keys() != names:
-        raise ValueError(f"a layer is {values!r}; allowed: {', '.join(sorted(names))}")
-    return LayerChoice(**values)
+    for each in values if isinstance(values, list) else [values]:
+        if not isinstance(each, dict) or each.keys() != names:
+            raise ValueError(f"a layer is {each!r}; allowed: {', '.join(sorted(names))}")
+    return tuple(LayerChoice(**each) for each in values)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        if path.exists() and not path.is_file():  # reading a pipe could take for ever
+            raise ValueError(f"{path} is not a regular file")
+        with path.open("rb") as file:
+            data = file.read(_MOST_BYTES + 1)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    if len(data) > _MOST_BYTES:
+        raise ValueError(f"{path} has more than {_MOST_BYTES} bytes")
+    try:
+        values = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON ({type(error).__name__})") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} does not hold a JSON object")
+    return values
+
+
+def _cut(text: str) -> str:
+    """The beginning of a text that a message quotes from a foreign file."""
+    return text if len(text) <= 120 else f"{text[:120]}..."
 
 
 def _describe(count: int, kind: Mapping[str, Any]) -> str:

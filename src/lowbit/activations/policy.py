@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lowbit.activations.remainder import WithRemainder
-from lowbit.activations.rows import WithRows, is_aligned, outliers_and_rest
+from lowbit.activations.formats import WithRemainder, WithRows, is_aligned, outliers_and_rest
 from lowbit.codecs import Codec, GroupInt
 from lowbit.codecs.checks import check_int
 from lowbit.codecs.sums import Summable
@@ -107,7 +106,7 @@ class LayerAware:
         The abstract and published summaries of arXiv 2605.00539 give these. They are silent about the rest, which is
         ours: asymmetric groups of 64 with 4 bytes of scale and middle (4.5 bits an element in all), nearest rounding,
         and inputs of linear layers with fewer than `smallest` elements as they are. For the paper's bits by pipeline
-        stage, `lowbit plan memory` writes a `BitPlan`, whose `policy` leaves attention alone, too.
+        stage, `lowbit plan memory` writes a `LayerPlan` whose `policy` leaves attention alone, too.
         """
         return cls(bits=4, norm=4, attention=WHOLE)
 

@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from lowbit.activations.follow import Call, encoded, handles, large_enough
+from lowbit.activations.formats import finer
 from lowbit.activations.functions import MatmulFunction, OutputFunction
 from lowbit.activations.layers import attach_until_backward
 from lowbit.activations.recipes import Computed, Derived, Form, Itself, Part, Recipe, SavedTensors, attach
 from lowbit.activations.recipes import recipe_of as any_recipe_of
-from lowbit.activations.remainder import finer
 from lowbit.codecs import Codec
 
 

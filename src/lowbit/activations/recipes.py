@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lowbit.activations.formats import WithRows
 from lowbit.activations.gated import reference as gated
 from lowbit.activations.norm import reference as norm_operators
 from lowbit.activations.policy import WHOLE
-from lowbit.activations.rows import WithRows
 from lowbit.codecs import Codec, GroupInt
 from lowbit.codecs.checks import FLOATS
 

@@ -1,14 +1,35 @@
-"""`compress_saved_`: save quantized activations for backward, and recompute the rest from them."""
+"""`compress_saved_`: save quantized activations for backward, and recompute the rest from them.
+
+What changes in a model is the forward of each module.
+"""
 
 from __future__ import annotations
 
-from typing import overload
+import functools
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, overload
 
+import torch
 from torch import nn
 
-from lowbit.activations.changes import Compressed, compress
-from lowbit.activations.layer_plan import Applied, LayerPlan
-from lowbit.activations.policy import LayerAware
+from lowbit.activations import (
+    attention,  # noqa: F401  # these register handlers
+    handlers,  # noqa: F401
+    layers,
+    loss,  # noqa: F401
+)
+from lowbit.activations.checkpoint import restore_checkpointed
+from lowbit.activations.compiled import name_of
+from lowbit.activations.experts import experts
+from lowbit.activations.follow import MARK, Layer, Shared, followed_forward, running
+from lowbit.activations.policy import Format, LayerAware
+from lowbit.activations.python_functions import ask_first
+from lowbit.activations.structure import activation_like, linear_like, norm_like
+from lowbit.activations.survey import Survey
+
+if TYPE_CHECKING:
+    from lowbit.activations.layer_plan import Applied, LayerPlan
 
 
 @overload
@@ -54,12 +75,112 @@ def compress_saved_(
 
     Args:
         model: any module; its parameters, hooks and state_dict stay as they are.
-        policy: the bits; absent: `LayerAware()`. `BitPlan.policy` makes it from a plan. Or a `LayerPlan` for the whole
-            model: what is kept of each layer, some of which may be checkpointed.
+        policy: the bits; absent: `LayerAware()`. Or a `LayerPlan` for the whole model: what is kept of each layer, some
+            of which may be checkpointed.
         report: count in the first training pass; not with a `LayerPlan`, whose costs were measured beforehand.
 
     Raises:
         TypeError, ValueError: a model that is compressed already or has nothing to compress, or a policy whose
             `layers` match no module.
     """
-    return policy.apply_(model) if isinstance(policy, LayerPlan) else compress(model, policy, report=report)
+    if policy is None or isinstance(policy, LayerAware):
+        return compress(model, policy, report=report)
+    if not hasattr(policy, "apply_"):  # plans cannot be imported here: they are made of calls of `compress`
+        raise TypeError(f"policy is {type(policy).__name__}; allowed: LayerAware or LayerPlan")
+    return policy.apply_(model)
+
+
+def compress(model: nn.Module, policy: LayerAware | None = None, *, report: bool) -> Compressed:
+    """`compress_saved_` with a policy."""
+    policy = LayerAware() if policy is None else policy
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is {type(model).__name__}; allowed: Module")
+    # Modules that only run functions may be shared, as the stages of a rank share rotary embeddings.
+    marked = {n: layer for n, m in model.named_modules() if (layer := vars(m).get(MARK)) is not None}
+    if twice := [name for name, layer in marked.items() if layer.kind or not name]:
+        raise ValueError(f"model is compressed already ({twice[0] or 'itself'!r}); allowed: restore_(model) first")
+    return Compressed(model, policy, report)
+
+
+def restore_(model: nn.Module) -> None:
+    """Undo `compress_saved_` in place, also in copies of a compressed model.
+
+    Args:
+        model: any module; parts of it that are not compressed stay as they are.
+    """
+    for module in model.modules():
+        restore_checkpointed(module)
+        layer = vars(module).pop(MARK, None)
+        if layer is not None:
+            del module.forward
+            if module.forward != layer.own:  # an instance's own, not its class's
+                module.forward = layer.own
+
+
+class Compressed:
+    """The changes that `compress_saved_` made to a model.
+
+    Attributes:
+        bits: layer type and bits (or codec) of each norm, activation function and linear layer, by name. A linear layer
+            uses its bits only where its input cannot be rebuilt from another layer's payloads.
+        survey: bytes by module in the first training pass, with and without compression; None without `report`.
+    """
+
+    def __init__(self, model: nn.Module, policy: LayerAware, report: bool) -> None:
+        self.bits: dict[str, tuple[str, Format]] = {}
+        self.survey = Survey(running) if report else None
+        self._model = model
+        ask_first()
+        shared = Shared(policy, self.survey)
+        modules = {n: m for n, m in model.named_modules() if _can_run(m) and MARK not in vars(m)}
+        policy.check_layers(modules)
+        for name, module in modules.items():
+            kind, forward, formula = _replacement(name, module, model)
+            format_of = "gate" if kind == "mlp" and formula == "silu" else kind
+            layer = Layer(
+                name=name, own=module.forward, shared=shared, forward=forward, kind=kind, formula=formula,
+                in_graphs=name_of(policy, format_of, name),
+            )  # fmt: skip
+            if kind:
+                self.bits[name] = (kind, policy.bits_of(format_of, name))
+            # Callers that inspect the signature, such as trainers, see that of the module's own forward.
+            module.forward = functools.update_wrapper(
+                functools.partial(followed_forward, module, layer), module.forward, updated=()
+            )
+            setattr(module, MARK, layer)
+        if not self.bits and next(model.parameters(), None) is None:
+            restore_(model)
+            raise ValueError(
+                f"model ({type(model).__name__}) has no module to compress; allowed: norms, linear layers, activations"
+            )
+
+    def remove(self) -> None:
+        """Restore the modules' own forward."""
+        restore_(self._model)
+
+    def __repr__(self) -> str:
+        kinds = Counter(f"{kind} in {f'{b} bits' if isinstance(b, int) else b}" for kind, b in self.bits.values())
+        text = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+        return f"Compressed({text})"
+
+    def __str__(self) -> str:
+        if self.survey is not None and self.survey.rows:
+            return f"{self!r}\n{self.survey}"
+        return f"{self!r}, not counted: no training pass without other hooks on saved tensors has run yet"
+
+
+def _replacement(name: str, module: nn.Module, model: nn.Module) -> tuple[str, Callable[..., Any] | None, Any]:
+    """Layer type, forward and its parameters of a module; without a forward its own runs."""
+    if change := experts(name, module, model):
+        return change
+    if norm := norm_like(module):
+        return "norm", layers.norm_forward, norm
+    if activation := activation_like(module):
+        return "mlp", layers.activation_forward, activation
+    return ("linear" if linear_like(module) else ""), None, None
+
+
+def _can_run(module: nn.Module) -> bool:
+    """Whether a module has a forward of its own, as containers have not."""
+    forward = getattr(module.forward, "__func__", module.forward)
+    return forward is not nn.modules.module._forward_unimplemented and not isinstance(module, torch.jit.ScriptModule)

@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from lowbit.activations.counting import copies_a_weight, parts_of
+from lowbit.activations.counting import copies_a_weight, key_of, parts_of
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +41,12 @@ class Row:
     kept: int = 0
     whole: Counter[str] = field(default_factory=Counter)
     reasons: set[str] = field(default_factory=set)
+
+    @property
+    def label(self) -> str:
+        """The name, and how many modules have it."""
+        name = self.module or "(the model itself)"
+        return f"{name} ({len(self.names)})" if len(self.names) > 1 else name
 
     @property
     def why(self) -> str:
@@ -84,7 +90,7 @@ class Survey:
         """Count what a module saves in the block."""
         tensors = [t for t in tree_leaves(inputs) if isinstance(t, Tensor)]
         own = [*module.parameters(), *module.buffers(), *tensors]
-        self._own = {_key(part) for t in own for part in parts_of(t)}
+        self._own = {key_of(part) for t in own for part in parts_of(t)}
         self._seen: dict[str, dict[int, StorageWeakRef]] = defaultdict(dict)
         self._counting = True
         try:
@@ -121,7 +127,7 @@ class Survey:
     def returned(self, out: Any) -> None:
         """Note the result of what was handled: if the function saves its own, whoever saves that again adds nothing."""
         if self._counting and self._saves_result and isinstance(out, Tensor):
-            self._seen["plain"][_key(out)] = StorageWeakRef(out.untyped_storage())
+            self._seen["plain"][key_of(out)] = StorageWeakRef(out.untyped_storage())
 
     def reason(self, reason: str) -> None:
         """Note why a function of the module that runs saves what it saves."""
@@ -150,7 +156,7 @@ class Survey:
         rows = sorted(self.rows.values(), key=lambda row: -row.plain)
         lines = [("module", "plain", "kept", "", "saved as it is")]
         lines += [
-            (_label(row), _bytes(row.plain), _bytes(row.kept), _share(row.kept, row.plain), row.why) for row in rows
+            (row.label, _bytes(row.plain), _bytes(row.kept), _share(row.kept, row.plain), row.why) for row in rows
         ]
         lines.append(("all", _bytes(self.plain), _bytes(self.kept), _share(self.kept, self.plain), ""))
         widths = [max(len(line[i]) for line in lines) for i in range(4)]
@@ -183,27 +189,24 @@ class Survey:
         size, seen = 0, self._seen[ledger]
         if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):  # FSDP's come only now
             return 0
+        _, module = self._running() or ("", None)
         for part in parts_of(tensor):
-            key, storage = _key(part), part.untyped_storage()
+            key, storage = key_of(part), part.untyped_storage()
             before = seen.get(key)
             if key in self._own or not part.numel() or (before is not None and not before.expired()):
                 continue
-            if self._copies_a_weight(part):
+            if module is not None and copies_a_weight(part, module):
                 continue
             seen[key] = StorageWeakRef(storage)
             size += storage.nbytes()
         return size
-
-    def _copies_a_weight(self, tensor: Tensor) -> bool:
-        _, module = self._running() or ("", None)
-        return module is not None and copies_a_weight(tensor, module)
 
     def _count_plain(self, function: Any, args: Any, kwargs: Any) -> None:
         row = self._row()
         saved: set[int] = set()
 
         def pack(tensor: Tensor) -> Tensor:
-            saved.update(map(_key, parts_of(tensor)))
+            saved.update(map(key_of, parts_of(tensor)))
             row.plain += self._new("plain", tensor)
             return tensor.detach()
 
@@ -219,7 +222,7 @@ class Survey:
             stack.enter_context(saved_tensors_hooks(pack, lambda tensor: tensor))
             with suppress(Exception):  # of dtypes that only lowbit takes
                 out = function(*args, **kwargs)
-        self._saves_result = isinstance(out, Tensor) and any(_key(part) in saved for part in parts_of(out))
+        self._saves_result = isinstance(out, Tensor) and any(key_of(part) in saved for part in parts_of(out))
 
 
 def _unpack(packed: tuple[Tensor, int]) -> Tensor:
@@ -230,15 +233,6 @@ def _unpack(packed: tuple[Tensor, int]) -> Tensor:
             f"a tensor of shape {[*tensor.shape]}"
         )
     return tensor
-
-
-def _key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
-def _label(row: Row) -> str:
-    name = row.module or "(the model itself)"
-    return f"{name} ({len(row.names)})" if len(row.names) > 1 else name
 
 
 def _bytes(size: int) -> str:

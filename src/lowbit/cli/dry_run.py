@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 
 from lowbit.cli.show import print_pairs
 from lowbit.config import to_toml
-from lowbit.train.boundaries import AUTO_FORMATS, codecs_of
+from lowbit.train.boundaries import AUTO_FORMATS, codecs_of, usable
 from lowbit.train.expected import Expected
-from lowbit.train.forecast import usable
 from lowbit.train.goal import AFTER, wanted_nats
 from lowbit.train.lora import targets_of
 from lowbit.train.metrics import EVALUATION, TIED

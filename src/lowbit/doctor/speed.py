@@ -7,14 +7,14 @@ from typing import Any
 import torch
 
 from lowbit.codecs import parse_pair
+from lowbit.codecs.speed import coding_speed
 from lowbit.doctor.messages import Speed
 from lowbit.doctor.settings import DoctorSettings
-from lowbit.plan.sizes import coding_speed, layer_seconds, measure_sizes, optimizer_ns
+from lowbit.plan.sizes import layer_seconds, measure_sizes, optimizer_ns
 from lowbit.train import TrainConfig, load
-from lowbit.train.boundaries import AUTO_FORMATS
+from lowbit.train.boundaries import AUTO_FORMATS, usable
 from lowbit.train.config import AUTO
 from lowbit.train.device import choose_autocast, choose_device, threads_per_rank
-from lowbit.train.forecast import usable
 from lowbit.train.model import hidden_size, vocabulary
 from lowbit.train.tokenizer import load_tokenizer
 

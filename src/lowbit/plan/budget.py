@@ -1,4 +1,4 @@
-"""Bits of saved activations by pipeline stage and layer type: those that lose least within the bytes of each device.
+"""What the stages of a pipeline save, within the bytes of each device: plans by stage, and the search of all plans.
 
 Under most schedules late stages hold fewer micro-batches than early ones, and so can afford more bits (AGoQ, arXiv
 2605.00539). The paper gives the idea and neither its search nor its measure of loss; ours are below.
@@ -11,15 +11,18 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
-from lowbit.activations.bit_plan import PLANNED, BitPlan
+from lowbit.activations.layer_plan import PLANNED, LayerPlan
 from lowbit.codecs.checks import check_int
 from lowbit.plan.in_flight import InFlight, Moment
 
 WIDTHS = (2, 3, 4, 5, 6, 7, 8, 16)
-_MOST_STAGES = 18  # of a rank; combinations of its stages' bits: at most 2^18
+SLOWER = 0.01
+"""Plans whose seconds differ by less are taken as equally fast: measured times are no more exact."""
+_MOST_STAGES = 18  # of a rank; combinations of its stages' options: at most 2^18
 
 Bits = Mapping[str, int]
 Sensitivities = Mapping[str, Mapping[int, float]]
@@ -77,7 +80,7 @@ class StagePlan:
     """The choice for a stage.
 
     Args:
-        stage, rank: its number, and that of its rank. bits: by layer type.
+        stage, rank: its number, and that of its rank. layers: their number. bits: by layer type.
         held: micro-batches that it holds at its peak.
         saved_bytes: bytes that autograd has saved for them then.
         error: its part of the gradient's relative error; the squares of all stages add up to the plan's.
@@ -85,6 +88,7 @@ class StagePlan:
 
     stage: int
     rank: int
+    layers: int
     bits: Bits
     held: int
     saved_bytes: int
@@ -116,9 +120,10 @@ class MemoryPlan:
         return math.sqrt(sum(stage.error**2 for stage in self.stages))
 
     @property
-    def bits(self) -> BitPlan:
+    def bits(self) -> LayerPlan:
         """The bits alone, which have policies for `compress_saved_` and can be written to a file."""
-        return BitPlan(stages=tuple(stage.bits for stage in self.stages), group=self.group)
+        layers = [stage.layers for stage in self.stages]
+        return LayerPlan.by_stage([stage.bits for stage in self.stages], layers=layers, group=self.group)
 
 
 def plan_bits(
@@ -150,29 +155,73 @@ def plan_bits(
     if len(costs) != len(held.stages):
         raise ValueError(f"costs has {len(costs)} stages; allowed: {len(held.stages)}, as held")
     layers = sum(cost.layers for cost in costs)
-    fronts = [_front(cost, _errors(cost, sensitivities), layers) for cost in costs]
-    choices = {rank: _Rank(rank, held, costs, fronts) for rank in held.moments}
-    least = max(choice.least for choice in choices.values())
-    if least > device_bytes:
-        worst = max(choices, key=lambda rank: choices[rank].least)
+    options = [_options(cost, _errors(cost, sensitivities), layers) for cost in costs]
+    chosen = choose(held, costs, options, device_bytes=device_bytes, least_with="with the fewest bits everywhere")
+    stages = tuple(
+        StagePlan(
+            stage=stage, rank=held.rank_of(stage), layers=costs[stage].layers, bits=option.what, held=held.peak(stage),
+            saved_bytes=held.peak(stage) * option.held, error=math.sqrt(option.loss),
+        )
+        for stage, option in enumerate(chosen.options)
+    )  # fmt: skip
+    return MemoryPlan(
+        stages=stages, device_bytes=chosen.device_bytes, limit=device_bytes, least=chosen.least, group=group
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """What a stage can save.
+
+    Args:
+        what: bits, or choices for its layers. held: bytes of a micro-batch between its forward and its backward.
+        extra: bytes that one takes beyond these while it runs. seconds: of forward and backward of a micro-batch.
+        loss: squared error of the gradient, the stage's share of the model's.
+    """
+
+    what: Any
+    held: int
+    loss: float
+    extra: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """The option of each stage, bytes by rank, and the least number of bytes that would do."""
+
+    options: tuple[Option, ...]
+    device_bytes: Mapping[int, int]
+    least: int
+
+
+def choose(
+    held: InFlight, costs: Sequence[StageCost], options: Sequence[Sequence[Option]], *, device_bytes: int,
+    least_with: str,
+) -> Chosen:  # fmt: skip
+    """Choose an option for each stage: the fastest that fit into memory, and of equally fast ones the most exact.
+
+    Args:
+        options: of each stage; of equal ones the first counts. least_with: what takes the least memory, for the error.
+
+    Raises:
+        ValueError: more than 18 stages on a rank, or a budget below the least that would do; the text names it.
+    """
+    ranks = {rank: _Rank(rank, held, costs, options) for rank in held.moments}
+    worst = max(ranks, key=lambda rank: ranks[rank].least)
+    if (least := ranks[worst].least) > device_bytes:
         raise ValueError(
             f"device_bytes is {device_bytes:,}; allowed: at least {least:,}, which rank {worst} needs "
-            f"with the fewest bits everywhere ({choices[worst].fixed:,} of them for what is there at all times)"
+            f"{least_with} ({ranks[worst].fixed:,} of them for what is there at all times)"
         )
-    stages: dict[int, StagePlan] = {}
+    best: dict[int, Option] = {}
     used: dict[int, int] = {}
-    for rank, choice in choices.items():
-        points, used[rank] = choice.best(device_bytes)
-        for stage, point in points.items():
-            count = held.peak(stage)
-            stages[stage] = StagePlan(
-                stage=stage, rank=rank, bits=point.bits, held=count, saved_bytes=count * point.size,
-                error=math.sqrt(point.loss),
-            )  # fmt: skip
-    return MemoryPlan(
-        stages=tuple(stages[stage] for stage in sorted(stages)), device_bytes=MappingProxyType(used),
-        limit=device_bytes, least=least, group=group,
-    )  # fmt: skip
+    for rank, combinations in ranks.items():
+        chosen, used[rank] = combinations.best(device_bytes)
+        best |= chosen
+    return Chosen(
+        options=tuple(best[stage] for stage in sorted(best)), device_bytes=MappingProxyType(used), least=least
+    )
 
 
 def beside_autograd(held: InFlight, moment: Moment, costs: Sequence[StageCost], stages: Sequence[int] = ()) -> int:
@@ -192,52 +241,46 @@ def beside_autograd(held: InFlight, moment: Moment, costs: Sequence[StageCost], 
     return total
 
 
-@dataclass(frozen=True, slots=True)
-class _Point:
-    """A combination of bits for a stage: bytes of a micro-batch, and squared error."""
-
-    bits: Bits
-    size: int
-    loss: float
-
-
 class _Rank:
-    """The combinations of a rank's stages."""
+    """The combinations of the options of a rank's stages."""
 
     def __init__(
-        self, rank: int, held: InFlight, costs: Sequence[StageCost], fronts: Sequence[Sequence[_Point]]
+        self, rank: int, held: InFlight, costs: Sequence[StageCost], options: Sequence[Sequence[Option]]
     ) -> None:
         moments = held.moments[rank]
         self.stages = sorted(moments[0].held)
         if len(self.stages) > _MOST_STAGES:
             raise ValueError(f"held has {len(self.stages)} stages on a rank; allowed: up to {_MOST_STAGES}")
         most = int(2 ** (_MOST_STAGES / len(self.stages)) + 1e-9)
-        self.fronts = [_thinned(fronts[stage], most) for stage in self.stages]
+        self.fronts = [_front(options[stage], most) for stage in self.stages]
         self.fixed = sum(costs[stage].fixed for stage in self.stages)
         counts = torch.tensor([[moment.held[stage] for stage in self.stages] for moment in moments])
         beside = torch.tensor([beside_autograd(held, moment, costs) for moment in moments])
-        self.picked = torch.cartesian_prod(*(torch.arange(len(front)) for front in self.fronts)).view(
-            -1, len(self.fronts)
-        )
-        sizes = self._table([[point.size for point in front] for front in self.fronts], torch.int64)
-        self.loss = self._table([[point.loss for point in front] for front in self.fronts], torch.float64).sum(1)
+        places = (torch.arange(len(front)) for front in self.fronts)
+        self.picked = torch.cartesian_prod(*places).view(-1, len(self.fronts))
+        self.loss, self.seconds = self._each("loss").sum(1), self._each("seconds").sum(1)
         # A rank's memory is highest at one of its moments; integers are exact up to 2^63.
-        self.bytes = ((sizes[:, None, :] * counts[None]).sum(2) + beside).amax(1) + self.fixed
+        self.bytes = ((self._each("held")[:, None, :] * counts[None]).sum(2) + beside).amax(1) + self.fixed
+        self.bytes += self._each("extra").amax(1)
         self.least = int(self.bytes.min())
 
-    def best(self, limit: int) -> tuple[dict[int, _Point], int]:
-        """The points that lose least within `limit` bytes, by stage, and their bytes."""
+    def best(self, limit: int) -> tuple[dict[int, Option], int]:
+        """The best options within `limit` bytes, by stage, and their bytes."""
         best = self.bytes <= limit
+        fastest = float(self.seconds[best].min())
+        best &= self.seconds <= fastest + SLOWER * abs(fastest)
         for values in (self.loss, self.bytes):  # ties in the first are settled by the second
             best &= values == values[best].min()
         index = int(best.nonzero()[0, 0])
         picked = self.picked[index].tolist()
-        points = {s: front[i] for s, front, i in zip(self.stages, self.fronts, picked, strict=True)}
-        return points, int(self.bytes[index])
+        options = {s: front[i] for s, front, i in zip(self.stages, self.fronts, picked, strict=True)}
+        return options, int(self.bytes[index])
 
-    def _table(self, values: Sequence[Sequence[float]], dtype: torch.dtype) -> torch.Tensor:
-        columns = [torch.tensor(v, dtype=dtype)[self.picked[:, i]] for i, v in enumerate(values)]
-        return torch.stack(columns, dim=1)
+    def _each(self, name: str) -> torch.Tensor:
+        """A number of every option, by combination and stage."""
+        dtype = torch.int64 if name in ("held", "extra") else torch.float64
+        values = [torch.tensor([getattr(option, name) for option in front], dtype=dtype) for front in self.fronts]
+        return torch.stack([each[self.picked[:, i]] for i, each in enumerate(values)], dim=1)
 
 
 def _errors(cost: StageCost, sensitivities: Sensitivities) -> Sensitivities:
@@ -257,25 +300,27 @@ def _errors(cost: StageCost, sensitivities: Sensitivities) -> Sensitivities:
     return errors
 
 
-def _front(cost: StageCost, errors: Sensitivities, layers: int) -> list[_Point]:
-    """Combinations that no other beats in both bytes and error, fewest bytes first."""
+def _options(cost: StageCost, errors: Sensitivities, layers: int) -> list[Option]:
+    """All combinations of bits of a stage."""
     share = cost.layers / layers if layers else 0.0
-    points = []
+    options = []
     for chosen in itertools.product(*(sorted(cost.saved[kind]) for kind in PLANNED)):
         bits: dict[str, int] = dict(zip(PLANNED, chosen, strict=True))
         loss = share * sum(errors[kind][bits[kind]] ** 2 for kind in PLANNED)
-        points.append(_Point(MappingProxyType(bits), cost.per_microbatch(bits), loss))
+        options.append(Option(what=MappingProxyType(bits), held=cost.per_microbatch(bits), loss=loss))
     # Where bits make no difference, such as for a layer type that a stage does not have, take the most.
-    points.sort(key=lambda point: (point.size, point.loss, -sum(point.bits.values())))
-    front = points[:1]
-    for point in points[1:]:
-        if point.loss < front[-1].loss:
-            front.append(point)
-    return front
+    return sorted(options, key=lambda option: -sum(option.what.values()))
 
 
-def _thinned(front: Sequence[_Point], most: int) -> Sequence[_Point]:
-    """At most `most` points of a front, evenly, its ends among them."""
+def _front(options: Sequence[Option], most: int) -> list[Option]:
+    """The options that no other beats in every respect, fewest bytes first; at most `most` of them, evenly."""
+    front: list[Option] = []
+    numbers: list[tuple[float, ...]] = []
+    for option in sorted(options, key=lambda one: (one.held + one.extra, one.seconds, one.loss)):
+        mine = (option.held, option.extra, option.seconds, option.loss)
+        if not any(all(a <= b for a, b in zip(other, mine, strict=True)) for other in numbers):
+            front.append(option)
+            numbers.append(mine)
     if len(front) <= max(2, most):
         return front
     last, parts = len(front) - 1, max(2, most) - 1

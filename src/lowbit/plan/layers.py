@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +20,8 @@ import torch
 from torch import nn
 
 from lowbit.activations.layer_plan import KEEP, LayerChoice, LayerPlan, layers_of
-from lowbit.plan.measure import ORDER_OF_SUMS, gradients, relative_error
+from lowbit.plan.budget import SLOWER
+from lowbit.plan.measure import ORDER_OF_SUMS, compressed, gradients, relative_error
 from lowbit.plan.trace import StepTrace, trace_step
 
 Step = Callable[[], Any]
@@ -38,8 +40,6 @@ CHOICES = (
     LayerChoice(checkpoint=True, input=_BYTE, norm=8, mlp=8, linear=8),
 )
 """What a plan may choose for a layer."""
-SLOWER = 0.01
-"""Plans whose seconds differ by less are taken as equally fast: measured times are no more exact."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +104,8 @@ class StepCosts:
 
     def peak(self, choices: Sequence[LayerChoice], *, held: int = 1) -> int:
         """Predicted peak of activations and temporaries, with `held` micro-batches in flight."""
-        return self.predict(_runs(choices), held=held).peak
+        runs = tuple((choice, len(list(alike))) for choice, alike in itertools.groupby(choices))
+        return self.predict(runs, held=held).peak
 
     def predict(self, runs: Runs, *, held: int = 1) -> Prediction:
         """Predicted costs of a step with these choices, with `held` micro-batches in flight."""
@@ -145,12 +146,12 @@ def measure_layers(
     traces: dict[LayerChoice, StepTrace] = {}
     times: dict[LayerChoice, list[float]] = {choice: [] for choice in choices}
     for choice in choices:
-        with _applied(model, plans[choice]):
+        with compressed(model, plans[choice]):
             step()  # gradients exist from now on, and kernels are compiled
             traces[choice] = trace_step(layers, step, device)
         model.zero_grad(set_to_none=True)
     for _, choice in itertools.product(range(repeats), choices):
-        with _applied(model, plans[choice]):
+        with compressed(model, plans[choice]):
             times[choice].append(seconds(step, device))
     model.zero_grad(set_to_none=True)
     extra = {choice: min(times[choice]) - min(times[KEEP]) for choice in choices}  # others may use the machine, too
@@ -182,20 +183,18 @@ def choose_layers(
     Raises:
         ValueError: nothing fits; the text names the least limit, and the least error, that would do.
     """
-    best = fastest(predictions(costs, layers, held=held, max_error=max_error), lambda one: one.peak <= limit)
-    if isinstance(best, int):
-        raise ValueError(f"limit is {limit:,} bytes; allowed: at least {best:,} with max_error {max_error}")
-    return LayerPlan(stages=(best.choices,), group=group, made_for=made_for or {})
+    every = predictions(costs, layers, held=held, max_error=max_error)
+    if (least := min(one.peak for one in every)) > limit:
+        raise ValueError(f"limit is {limit:,} bytes; allowed: at least {least:,} with max_error {max_error}")
+    return LayerPlan(stages=(fastest(every, limit).choices,), group=group, made_for=made_for or {})
 
 
-def fastest(every: Sequence[Prediction], fits: Callable[[Prediction], bool]) -> Prediction | int:
-    """The fastest of those that fit, or the lowest peak if none fits.
+def fastest(every: Sequence[Prediction], limit: int) -> Prediction:
+    """The fastest of those whose peak is at most `limit`, which one has at least.
 
     Of those that differ by less than `SLOWER` it is the one with the least error, then the one with the lowest peak.
     """
-    fit = [one for one in every if fits(one)]
-    if not fit:
-        return min(one.peak for one in every)
+    fit = [one for one in every if one.peak <= limit]
     most = min(one.seconds for one in fit)
     fast = [one for one in fit if one.seconds <= most + SLOWER * abs(most)]
     return min(fast, key=lambda one: (round(one.error, 6), one.peak))
@@ -234,10 +233,6 @@ def _useful(costs: StepCosts) -> list[LayerChoice]:
         return any(n != mine and all(a <= b for a, b in zip(n, mine, strict=True)) for n in numbers.values())
 
     return [choice for choice, mine in numbers.items() if not beaten(mine)]
-
-
-def _runs(choices: Sequence[LayerChoice]) -> Runs:
-    return tuple((choice, len(list(alike))) for choice, alike in itertools.groupby(choices))
 
 
 def plan_layers(
@@ -282,7 +277,7 @@ def choice_errors(
     layers = len(layers_of(model))
     exact, errors = gradients(model, loss), {}
     for choice in choices:
-        with _applied(model, LayerPlan(stages=((choice,) * layers,), group=group)):
+        with compressed(model, LayerPlan(stages=((choice,) * layers,), group=group)):
             error = relative_error(gradients(model, loss), exact)
         errors[choice] = error if error > ORDER_OF_SUMS else 0.0
     return errors
@@ -292,6 +287,11 @@ def with_errors(costs: StepCosts, errors: Mapping[LayerChoice, float]) -> StepCo
     """The costs with these errors of the gradient, of each choice in all layers."""
     layers = {choice: replace(cost, error=errors[choice] ** 2) for choice, cost in costs.layers.items()}
     return replace(costs, layers=layers)
+
+
+def described(choices: Sequence[LayerChoice]) -> str:
+    """The choices in words."""
+    return "; ".join(f"{count} x {choice}" for choice, count in Counter(choices).items())
 
 
 def _cost(trace: StepTrace, layer: int, seconds: float) -> LayerCost:
@@ -311,16 +311,3 @@ def seconds(step: Step, device: torch.device | None = None) -> float:
     if on_gpu:
         torch.cuda.synchronize(device)
     return clock() - start
-
-
-class _applied:
-    """A plan in effect in a `with` block; a plan that keeps everything changes nothing."""
-
-    def __init__(self, model: nn.Module, plan: LayerPlan) -> None:
-        self._model, self._plan = model, plan
-
-    def __enter__(self) -> None:
-        self._changes = self._plan.apply_(self._model)
-
-    def __exit__(self, *error: object) -> None:
-        self._changes.remove()

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lowbit.activations.bit_plan import PLANNED
 from lowbit.activations.counting import SavedBytes, counted
+from lowbit.activations.layer_plan import PLANNED, LayerPlan
 from lowbit.activations.policy import KINDS, WHOLE, LayerAware
 from lowbit.activations.saved import compress_saved_
 from lowbit.plan.budget import WIDTHS
 
 ORDER_OF_SUMS = 1e-6
 """Smaller relative errors of float32 gradients come from another order of sums, not from few bits."""
+
+
+@contextlib.contextmanager
+def compressed(model: nn.Module, policy: LayerAware | LayerPlan) -> Iterator[None]:
+    """Compress what a model saves in a `with` block."""
+    changes = compress_saved_(model, policy, report=False)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    try:
+        yield
+    finally:
+        changes.remove()
 
 
 def bytes_by_width(
@@ -33,13 +44,9 @@ def bytes_by_width(
     by_width: dict[int, SavedBytes] = {}
     for bits in widths:
         policy = LayerAware(bits=bits, norm=bits, attention=WHOLE, group=group)
-        compressed = compress_saved_(model, policy, report=False)
-        try:
-            with counted(model) as by_width[bits]:
-                graph = forward()
+        with compressed(model, policy), counted(model) as by_width[bits]:
+            graph = forward()
             del graph
-        finally:
-            compressed.remove()
     return by_width
 
 
@@ -76,11 +83,8 @@ def sensitivities(
         errors[kind] = {}
         for bits in widths:
             only: dict[str, Any] = dict.fromkeys(KINDS, WHOLE) | {kind: bits}
-            compressed = compress_saved_(model, LayerAware(group=group, **only), report=False)
-            try:
+            with compressed(model, LayerAware(group=group, **only)):
                 error = relative_error(gradients(model, loss), exact)
-            finally:
-                compressed.remove()
             errors[kind][bits] = error if error > max(2 * noise, ORDER_OF_SUMS) else 0.0
     return errors
 

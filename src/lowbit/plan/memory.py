@@ -6,7 +6,7 @@ multiplied; errors of the gradient are measured on the whole model, on few token
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,13 +14,15 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from lowbit.activations.bit_plan import PLANNED
+from lowbit.activations.layer_plan import PLANNED, LayerChoice, LayerPlan
 from lowbit.codecs import parse
 from lowbit.config import ConfigError, NonNegative, section
-from lowbit.plan.budget import StageCost, beside_autograd, plan_bits
+from lowbit.plan.budget import Option, StageCost, beside_autograd, choose, plan_bits
 from lowbit.plan.in_flight import InFlight, in_flight
+from lowbit.plan.layers import Prediction, described
+from lowbit.plan.measure import sensitivities
 from lowbit.plan.sizes import parse_bytes
-from lowbit.plan.stages import StageMeter, gradient_errors
+from lowbit.plan.stages import LayerMeter, MeasuredStage, StageMeter, sample_model
 from lowbit.report import Column, Command, Row, Table, check_output
 from lowbit.simulate.orders import order_of
 from lowbit.train.activations import planned_settings
@@ -38,6 +40,8 @@ from lowbit.train.config import (
 from lowbit.train.layout import Layout, make_layout
 from lowbit.train.model import count_layers, vocabulary
 from lowbit.train.tokenizer import load_tokenizer
+
+_LOW_BIT = LayerChoice(norm=8, mlp=4, linear=4)
 
 
 @section()
@@ -139,35 +143,33 @@ def measure(settings: MemorySettings, earlier: Sequence[Row] = ()) -> Iterator[S
         ValueError: a budget that nothing fits in, with the least that would do; or a file that cannot be written.
     """
     check_output(Path(settings.out) if settings.out else None)
-    if settings.by == "layer":
-        from lowbit.plan.by_layer import rows_by_layer
-
-        layers, rows = rows_by_layer(settings, parse_bytes(settings.budget, "budget") if settings.budget else None)
-        if settings.out:
-            layers.write(settings.out)
-        yield rows
-        return
-    held, layout, meter = settings.held, settings.layout, StageMeter(settings)
-    stages = [meter.stage(layout, stage) for stage in range(layout.stages)]
-    costs = [stage.cost for stage in stages]
-    choose = partial(plan_bits, held, sensitivities=gradient_errors(settings), group=settings.group)
-    int4 = choose([_only(cost, 4) for cost in costs], device_bytes=1 << 62)
-    budget = parse_bytes(settings.budget, "budget") if settings.budget else max(int4.device_bytes.values())
-    plan = choose(costs, device_bytes=budget)
+    layout, meter = settings.layout, StageMeter(settings)
+    measured = [meter.stage(layout, stage) for stage in range(layout.stages)]
+    plan, rows = (_by_layer if settings.by == "layer" else _by_stage)(settings, meter, measured)
     if settings.out:
         made_for = planned_settings(settings.recipe, layout, settings.vocab)
-        made_for |= {"weights": settings.weights}
-        replace(plan.bits, made_for=made_for).write(settings.out)
-    yield [
+        replace(plan, made_for={**plan.made_for, **made_for, "weights": settings.weights}).write(settings.out)
+    yield rows
+
+
+def _by_stage(
+    settings: MemorySettings, meter: StageMeter, measured: Sequence[MeasuredStage]
+) -> tuple[LayerPlan, list[Row]]:
+    held, costs = settings.held, [stage.cost for stage in measured]
+    errors = sensitivities(*sample_model(settings), group=settings.group)
+    plan_for = partial(plan_bits, held, sensitivities=errors, group=settings.group)
+    int4 = plan_for([_only(cost, 4) for cost in costs], device_bytes=1 << 62)
+    plan = plan_for(costs, device_bytes=_budget(settings, int4.device_bytes))
+    return plan.bits, [
         {
             "stage": one.stage,
             "rank": one.rank,
-            "layers": costs[one.stage].layers,
+            "layers": one.layers,
             "held": one.held,
             **one.bits,
             "saved_bytes": one.saved_bytes,
             "int4_bytes": int4.stages[one.stage].saved_bytes,
-            "bf16_bytes": one.held * stages[one.stage].plain,
+            "bf16_bytes": one.held * measured[one.stage].plain,
             "fixed_bytes": costs[one.stage].fixed,
             "pipeline_bytes": max(
                 beside_autograd(held, moment, costs, [one.stage]) for moment in held.moments[one.rank]
@@ -181,6 +183,50 @@ def measure(settings: MemorySettings, earlier: Sequence[Row] = ()) -> Iterator[S
         }
         for one in plan.stages
     ]
+
+
+def _by_layer(
+    settings: MemorySettings, meter: StageMeter, measured: Sequence[MeasuredStage]
+) -> tuple[LayerPlan, list[Row]]:
+    held, costs, layers = settings.held, [stage.cost for stage in measured], LayerMeter(settings, meter)
+    total = sum(cost.layers for cost in costs)
+
+    def option(stage: int, one: Prediction) -> Option:
+        loss = costs[stage].layers / total * one.error**2
+        return Option(what=one, held=one.held, extra=one.peak - one.held, seconds=one.seconds, loss=loss)
+
+    choose_among = partial(choose, held, costs, least_with=f"with max_error {settings.max_error}")
+    low = [layers.predict(stage, _LOW_BIT) for stage in held.stages]
+    of_low = choose_among([[option(stage, one)] for stage, one in enumerate(low)], device_bytes=1 << 62)
+    budget = _budget(settings, of_low.device_bytes)
+    every = [[option(stage, one) for one in layers.predictions(stage)] for stage in held.stages]
+    chosen = choose_among(every, device_bytes=budget)
+    best: list[Prediction] = [option.what for option in chosen.options]
+    plan = LayerPlan(stages=tuple(one.choices for one in best), group=settings.group, made_for=layers.made_for)
+    return plan, [
+        {
+            "stage": stage,
+            "rank": held.rank_of(stage),
+            "layers": len(one.choices),
+            "held": held.peak(stage),
+            "choices": described(one.choices),
+            "kept_bytes": one.held * held.peak(stage),
+            "extra_bytes": one.peak - one.held,
+            "fixed_bytes": costs[stage].fixed,
+            "device_bytes": chosen.device_bytes[held.rank_of(stage)],
+            "seconds": one.seconds,
+            "low_bit_seconds": low[stage].seconds,
+            "error": one.error,
+            "budget": budget,
+            "least": chosen.least,
+        }
+        for stage, one in enumerate(best)
+    ]
+
+
+def _budget(settings: MemorySettings, low: Mapping[int, int]) -> int:
+    """The bytes that every device has; if omitted, those of the fullest with 4 bits everywhere."""
+    return parse_bytes(settings.budget, "budget") if settings.budget else max(low.values())
 
 
 def _only(cost: StageCost, bits: int) -> StageCost:

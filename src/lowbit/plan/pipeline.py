@@ -106,9 +106,11 @@ def measure(settings: PipelinePlanSettings, earlier: Sequence[Row] = ()) -> Iter
         cluster, sizes, sequence=settings.data.sequence, batch=settings.data.batch,
         all_reduce=all_reduce_codec(settings.gradients),
     )  # fmt: skip
+    batch = settings.data.batch
+    divisors = tuple(count for count in range(1, min(batch, _MOST_MICRO_BATCHES) + 1) if batch % count == 0)
     options: dict[str, Any] = {
         "schedules": settings.schedules, "stages_per_rank": settings.stages_per_rank, "replicas": settings.replicas,
-        "microbatches": settings.microbatch_counts or _divisors(settings.data.batch),
+        "microbatches": settings.microbatch_counts or divisors,
     }  # fmt: skip
     found = search(predictor, formats=settings.formats, **options)
     plain = {name: search(predictor, formats=(name,), **options)[0] for name in _PLAIN}
@@ -130,10 +132,6 @@ def train_settings(settings: PipelinePlanSettings, predictor: Predictor, choice:
         model=settings.model, data=settings.data, gradients=settings.gradients,
         pipeline=choice.pipeline(layout.ranks), run=replace(settings.run, steps=settings.steps),
     )  # fmt: skip
-
-
-def _divisors(batch: int) -> tuple[int, ...]:
-    return tuple(count for count in range(1, min(batch, _MOST_MICRO_BATCHES) + 1) if batch % count == 0)
 
 
 def _row(settings: PipelinePlanSettings, predictor: Predictor, found: Prediction, number: int | None) -> dict[str, Any]:

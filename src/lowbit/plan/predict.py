@@ -6,15 +6,16 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from lowbit.codecs import Codec, parse, parse_pair
+from lowbit.codecs.speed import coding_speed
 from lowbit.config import ConfigError
 from lowbit.plan.cluster import Cluster, Machine
 from lowbit.plan.in_flight import InFlight, in_flight
-from lowbit.plan.sizes import MOMENT_BYTES, STATE_BYTES, ModelSizes, coding_speed, optimizer_ns
-from lowbit.simulate import Actions, Channel, Network, StageTimes, Step, actions_from, simulate
+from lowbit.plan.sizes import MOMENT_BYTES, STATE_BYTES, ModelSizes, optimizer_ns
+from lowbit.simulate import Actions, Channel, Network, Step, actions_from
 from lowbit.simulate.orders import order_of
+from lowbit.simulate.predict import predicted_step
 from lowbit.train.config import PipelineConfig, Schedule
 from lowbit.train.expected import evaluation_bytes
 from lowbit.train.layout import Layout, make_layout
@@ -100,7 +101,7 @@ class Predictor:
         self.all_reduce = all_reduce
         self._tied_rows = tied_codec(PipelineConfig())
         self.machines = cluster.of_ranks
-        self._speed = functools.cache(self._measured_speed)
+        self._speed = functools.cache(coding_speed)
         self._own_optimizer = functools.cache(optimizer_ns)
         self._schedule = functools.cache(_schedule)
 
@@ -202,43 +203,36 @@ class Predictor:
     def _step(self, choice: Choice, layout: Layout, index: int) -> Step:
         """The step of one pipeline."""
         machines = self.machines[index * layout.ranks : (index + 1) * layout.ranks]
-        tokens, last = self.rows(choice) * self.sequence, layout.stages - 1
-        formats = _every(choice.formats, last)
-        shape = self._shape(choice)
-        stages: list[StageTimes] = []
-        for stage in range(layout.stages):
-            machine = machines[layout.rank_of(stage)]
-            layers = layout.layer_counts[stage] + (stage == last) * self.sizes.last_flops / self.sizes.layer_flops
-            seconds = layers * self.layer_seconds(machine, tokens)
-            ends = self._ends(machine, formats, stage, shape)
-            stages.append(StageTimes(forward=seconds / 3, backward=2 * seconds / 3, **ends))
-        numbers = range(layout.ranks)
-        parameters = [self._parameters(layout, rank) for rank in numbers]
-        return simulate(
+        tokens, shape, sizes = self.rows(choice) * self.sequence, self._shape(choice), self.sizes
+        ranks = [layout.rank_of(stage) for stage in range(layout.stages)]
+        layers = [*map(float, layout.layer_counts)]
+        layers[-1] += sizes.last_flops / sizes.layer_flops
+        parameters = [self._parameters(layout, rank) for rank in range(layout.ranks)]
+
+        def coding(rank: int, text: str) -> list[float]:
+            speeds = (self._coding(machines[rank], codec, shape) for codec in parse_pair(text))
+            return [4 * math.prod(shape) / speed for pair in speeds for speed in pair]
+
+        def nbytes(text: str) -> tuple[int, int]:
+            forward, backward = parse_pair(text)
+            return forward.nbytes(shape), backward.nbytes(shape)
+
+        return predicted_step(
             self._schedule(choice.schedule, layout.ranks, choice.stages_per_rank, choice.microbatches)[0],
-            stages,
+            [count * self.layer_seconds(machines[rank], tokens) for count, rank in zip(layers, ranks, strict=True)],
+            ranks,
             self._network(layout, machines),
+            formats=_every(choice.formats, layout.stages - 1),
+            sizes=functools.cache(nbytes),
+            coding=functools.cache(coding),
+            checksum=CHECKSUM_BYTES,
             beside=all(machine.gpus for machine in machines),
             optimizer=[
-                1e-9 * parameters[rank] * (machines[rank].optimizer_ns or self._own_optimizer()) for rank in numbers
+                1e-9 * count * (machine.optimizer_ns or self._own_optimizer())
+                for count, machine in zip(parameters, machines, strict=True)
             ],
-            averaging=[self._averaging(choice, layout, rank, parameters[rank]) for rank in numbers],
+            averaging=[self._averaging(choice, layout, rank, count) for rank, count in enumerate(parameters)],
         )
-
-    def _ends(
-        self, machine: Machine, formats: Sequence[str], stage: int, shape: tuple[int, int, int]
-    ) -> dict[str, Any]:
-        """Coding and messages of a stage, by the names of `StageTimes`."""
-        found: dict[str, Any] = {}
-        nbytes = 4 * math.prod(shape)
-        for boundary, sent_way, taken_way in ((stage, "forward", "backward"), (stage - 1, "backward", "forward")):
-            if 0 <= boundary < len(formats):
-                forward, backward = parse_pair(formats[boundary])
-                sent, taken = (forward, backward) if sent_way == "forward" else (backward, forward)
-                found[f"encode_{sent_way}"] = nbytes / self._coding(machine, sent, shape)[0]
-                found[f"decode_{taken_way}"] = nbytes / self._coding(machine, taken, shape)[1]
-                found[f"{sent_way}_bytes"] = sent.nbytes(shape) + CHECKSUM_BYTES
-        return found
 
     def _network(self, layout: Layout, machines: Sequence[Machine]) -> Network:
         """Channels between all ranks that exchange activations, and the ends of the pipeline."""
@@ -348,10 +342,7 @@ class Predictor:
         for name, speed in machine.coding_speeds.items():
             if parse(name) == codec:
                 return speed
-        return self._speed(codec, shape[1:])
-
-    def _measured_speed(self, codec: Codec, of: tuple[int, int]) -> tuple[float, float]:
-        return coding_speed(codec, (1, *of))
+        return self._speed(codec, (1, *shape[1:]))
 
 
 class MemoryShort(ConfigError):

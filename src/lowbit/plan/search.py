@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -10,11 +11,11 @@ from itertools import product
 
 from lowbit.config import ConfigError
 from lowbit.plan.predict import Choice, MemoryShort, Prediction, Predictor
+from lowbit.simulate.predict import choose_formats
 from lowbit.train.config import Schedule
 
 _LAPS = ("Interleaved1F1B", "LoopedBFS")
 _AS_FAST = 1.01  # of the fastest: formats with more bits are then preferred
-_AS_FAST_THERE = 1.001  # the same for the format of one boundary
 _FEW_STAGES = 4
 _MOST_MOVES = 8  # of a layer from one stage to another
 
@@ -179,15 +180,24 @@ def _improve(predictor: Predictor, found: Prediction) -> Prediction:
 
 
 def _by_boundary(predictor: Predictor, found: Prediction, formats: Sequence[str]) -> Prediction:
-    """Change the format of single boundaries where that is faster, or as fast with more bits."""
+    """Change the format of single boundaries where that is faster, or about as fast with more bits."""
     boundaries = predictor.layout(found.choice).stages - 1
     if boundaries < 2:
         return found
-    for boundary in range(boundaries):
-        options = [found, *_predicted(predictor, _formats(found.choice, boundary, boundaries, formats))]
-        limit = min(map(_seconds, options)) * _AS_FAST_THERE
-        found = max((option for option in options if option.seconds <= limit), key=lambda option: option.total_bits)
-    return found
+
+    @functools.cache
+    def predicted(mix: tuple[str, ...]) -> Prediction | None:
+        return next(_predicted(predictor, [replace(found.choice, formats=mix)]), None)
+
+    def seconds(mix: tuple[str, ...]) -> float:
+        return math.inf if (one := predicted(mix)) is None else one.seconds
+
+    uniform = {name: predicted((name,) * boundaries) for name in formats}
+    names = [name for name, one in uniform.items() if one is not None]
+    names.sort(key=lambda name: -uniform[name].total_bits)  # pyright: ignore[reportOptionalMemberAccess]
+    start = found.choice.formats * (boundaries if len(found.choice.formats) == 1 else 1)
+    mix, _ = choose_formats(seconds, names, range(boundaries), start, as_fast=_AS_FAST)
+    return predicted(mix) or found
 
 
 def _predicted(predictor: Predictor, choices: Iterable[Choice]) -> Iterator[Prediction]:
@@ -215,12 +225,3 @@ def _moves(predictor: Predictor, found: Prediction) -> Iterator[Choice]:
             moved[source] -= 1
             moved[target] += 1
             yield replace(choice, layers=tuple(moved))
-
-
-def _formats(choice: Choice, boundary: int, boundaries: int, formats: Sequence[str]) -> Iterator[Choice]:
-    """The same with another format at one boundary."""
-    present = choice.formats * boundaries if len(choice.formats) == 1 else choice.formats
-    for name in formats:
-        if name != present[boundary]:
-            changed = (*present[:boundary], name, *present[boundary + 1 :])
-            yield replace(choice, formats=changed)

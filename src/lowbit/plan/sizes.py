@@ -13,8 +13,6 @@ import torch
 from torch import nn
 
 from lowbit.activations import counted
-from lowbit.codecs import Codec
-from lowbit.codecs.foreign import open_session
 from lowbit.config import ConfigError
 from lowbit.train.config import ModelConfig
 from lowbit.train.model import StageModule, hugging_face_config, next_token_loss
@@ -72,14 +70,14 @@ class ModelSizes:
 
 def measure_sizes(model: ModelConfig, *, vocab: int, sequence: int, precision: Literal["fp32", "bf16"]) -> ModelSizes:
     """Measure a model on two of its layers, with random weights, and on a few tokens."""
-    whole, config, layers = _two_layers(model, vocab, sequence)
+    whole, layers = two_layers(model, vocab, sequence)
     autocast = torch.bfloat16 if precision == "bf16" else None
 
     def stage(count: int, *, first: bool = False, last: bool = False) -> StageModule:
         return StageModule(whole, layers=range(count), first=first, last=last, autocast=autocast).train()
 
     one, two, first, last = stage(1), stage(2), stage(1, first=True), stage(1, last=True)
-    parameters = [_parameters(module) for module in (one, two, first, last)]
+    parameters = [sum(p.numel() for p in module.parameters()) for module in (one, two, first, last)]
     saved = [_saved(module, min(sequence, _TOKENS)) for module in (one, two, last)]
     layer = parameters[1] - parameters[0]
     head = sum(p.numel() for p in last.head.parameters()) if last.head is not None else 0
@@ -90,7 +88,7 @@ def measure_sizes(model: ModelConfig, *, vocab: int, sequence: int, precision: L
         layer_parameters=layer,
         first_parameters=parameters[2] - parameters[0],
         last_parameters=parameters[3] - parameters[0],
-        tied=whole.get_input_embeddings().weight.numel() if config.tie_word_embeddings else 0,
+        tied=whole.get_input_embeddings().weight.numel() if whole.config.tie_word_embeddings else 0,
         layer_flops=2.0 * layer + 2.0 * sequence * width,  # attention: a token sees half of the sequence, twice
         last_flops=2.0 * head,
         layer_saved=saved[1] - saved[0],
@@ -110,7 +108,7 @@ def layer_seconds(
         rows: windows of a micro-batch; one window is measured where so many would take long.
         autocast: data type of matrix products; None: float32.
     """
-    whole, _, _ = _two_layers(model, vocab, sequence)
+    whole, _ = two_layers(model, vocab, sequence)
     stage = StageModule(whole, layers=range(2), first=False, last=False, autocast=autocast).train().to(device)
 
     def step(count: int) -> None:
@@ -143,35 +141,16 @@ def optimizer_ns(device: torch.device | None = None) -> float:
     return 1e9 * _usual(step, device=device)[0] / parameter.numel()
 
 
-def coding_speed(codec: Codec, shape: tuple[int, int, int], device: torch.device | None = None) -> tuple[float, float]:
-    """Bytes of float32 that a format encodes and decodes in a second on this machine, at this shape.
-
-    On the CPU if no device is given.
-    """
-    x = torch.randn(shape, device=device)
-    encoder, decoder = (open_session(codec, shape=x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
-    sent: list[torch.Tensor] = []
-    encoding, decoding = [], []
-    while len(encoding) <= _ROUNDS or sum(encoding[1:]) + sum(decoding[1:]) < _LEAST_SECONDS:
-        encoding.append(_seconds(lambda: sent.append(encoder.encode(x)), device))
-        decoding.append(_seconds(lambda: decoder.decode(sent.pop(), out=torch.empty_like(x)), device))
-    return x.nbytes / statistics.median(encoding[1:]), x.nbytes / statistics.median(decoding[1:])
-
-
-def _two_layers(model: ModelConfig, vocab: int, sequence: int) -> tuple[Any, Any, int]:
-    """A model cut to two layers with random weights, its configuration, and the layers that it has."""
+def two_layers(model: ModelConfig, vocab: int, sequence: int) -> tuple[Any, int]:
+    """A model cut to two layers with random weights, and the layers that it has."""
     from transformers import AutoModelForCausalLM
 
     config: Any = hugging_face_config(model, vocab=vocab, sequence=sequence)
-    layers = config.num_hidden_layers
-    config.num_hidden_layers = 2
+    layers, config.num_hidden_layers = config.num_hidden_layers, 2
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:2]
-    return (
-        AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", trust_remote_code=False).float(),
-        config,
-        layers,
-    )
+    whole = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", trust_remote_code=False)
+    return whole.float(), layers
 
 
 def _usual(*works: Callable[[], object], device: torch.device | None = None, rounds: int = _ROUNDS) -> list[float]:
@@ -189,10 +168,6 @@ def _seconds(work: Callable[[], object], device: torch.device | None) -> float:
     if device is not None and device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter() - start
-
-
-def _parameters(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
 
 
 def _saved(module: StageModule, tokens: int) -> float:

@@ -4,21 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from lowbit.activations import LayerAware, compress_saved_, counted
-from lowbit.activations.bit_plan import PLANNED
+from lowbit.activations import LayerAware, counted
 from lowbit.activations.counting import SavedBytes
+from lowbit.activations.layer_plan import PLANNED, LayerChoice, layers_of
 from lowbit.codecs import parse
-from lowbit.plan.budget import Sensitivities, StageCost
-from lowbit.plan.measure import bytes_between_passes, bytes_by_width, sensitivities
+from lowbit.plan.budget import StageCost
+from lowbit.plan.layers import (
+    CHOICES,
+    Prediction,
+    StepCosts,
+    choice_errors,
+    layer_settings,
+    measure_layers,
+    predictions,
+    with_errors,
+)
+from lowbit.plan.measure import bytes_between_passes, bytes_by_width, compressed
+from lowbit.plan.sizes import two_layers
 from lowbit.train.config import FULL_PRECISION, OptimizerConfig
 from lowbit.train.data import Order, load_data
 from lowbit.train.layout import Layout
-from lowbit.train.model import StageModule, build_model, hugging_face_config, next_token_loss, vocabulary
+from lowbit.train.model import StageModule, build_model, next_token_loss, vocabulary
 from lowbit.train.single_process import model_loss, train_single_process
 
 if TYPE_CHECKING:
@@ -43,15 +54,9 @@ class StageMeter:
     """
 
     def __init__(self, settings: MemorySettings) -> None:
-        from transformers import AutoModelForCausalLM
-
         self.settings, self.splits = settings, settings.held.splits
-        config: Any = hugging_face_config(settings.model, vocab=settings.vocab, sequence=settings.data.sequence)
-        config.num_hidden_layers = 2
-        if getattr(config, "layer_types", None):
-            config.layer_types = config.layer_types[:2]
         torch.manual_seed(settings.seed)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", trust_remote_code=False).float()
+        model, _ = two_layers(settings.model, settings.vocab, settings.data.sequence)
         self.mixed = settings.weights == "fp32"
         self.model = model if self.mixed else model.bfloat16()
         self.dtype = torch.float32 if self.mixed else torch.bfloat16  # of the stages' outputs
@@ -59,7 +64,7 @@ class StageMeter:
 
     def stage(self, layout: Layout, stage: int) -> MeasuredStage:
         """A stage of the pipeline."""
-        kind = (stage == 0, stage == layout.stages - 1)
+        kind = kind_of(layout, stage)
         if kind not in self._measured:
             self._measured[kind] = _TwoLayers(self, *kind)
         return self._measured[kind].with_layers(len(layout.layers_of(stage)))
@@ -85,14 +90,11 @@ class StageMeter:
             return 0
         module = self.module(layers, first, last)
         ids, inputs = self.batch(module)
-        compressed = compress_saved_(module, LayerAware(group=self.settings.group))
-        try:
+        with compressed(module, LayerAware(group=self.settings.group)):
             output = module(inputs)
             gradient = None if last else torch.ones_like(output)
             output = next_token_loss(output, ids) if last else output
             return bytes_between_passes(output, gradient, inputs, module.parameters())
-        finally:
-            compressed.remove()
 
 
 class _TwoLayers:
@@ -155,10 +157,45 @@ class _TwoLayers:
         return parameter.nbytes + gradient + _STATE_BYTES[self.settings.optimizer] * parameter.numel()
 
 
-def gradient_errors(settings: MemorySettings) -> Sensitivities:
-    """Errors of the whole model's gradient by layer type and bits, on one short sample of text."""
-    model, loss = sample_model(settings)
-    return sensitivities(model, loss, group=settings.group)
+class LayerMeter:
+    """What each choice costs in the layers of each stage, measured on two layers.
+
+    Attributes:
+        made_for: what a plan records of a layer.
+    """
+
+    def __init__(self, settings: MemorySettings, meter: StageMeter) -> None:
+        self._layout, self._max_error = settings.layout, settings.max_error
+        # Between a backward's two passes a checkpointed layer holds what it has computed again.
+        choices = [choice for choice in CHOICES if not (meter.splits and choice.checkpoint)]
+        errors = choice_errors(*sample_model(settings), choices, group=settings.group)
+        self._costs: dict[tuple[bool, bool], StepCosts] = {}
+        for kind in dict.fromkeys(kind_of(self._layout, stage) for stage in range(self._layout.stages)):
+            module = meter.module(2, *kind)
+            self.made_for = layer_settings(next(iter(layers_of(module).values())))
+            ids, inputs = meter.batch(module)
+
+            def step(module: StageModule = module, ids: Tensor = ids, inputs: Tensor = inputs) -> None:
+                output = module(inputs)
+                loss = next_token_loss(output, ids) if module.last else output
+                loss.backward(torch.ones_like(loss))
+
+            costs = measure_layers(module, step, choices=choices, group=settings.group, repeats=settings.repeats)
+            self._costs[kind] = with_errors(costs, errors)
+
+    def predictions(self, stage: int) -> list[Prediction]:
+        """What can be chosen for a stage."""
+        layers = len(self._layout.layers_of(stage))
+        return predictions(self._costs[kind_of(self._layout, stage)], layers, max_error=self._max_error)
+
+    def predict(self, stage: int, choice: LayerChoice) -> Prediction:
+        """One choice for all layers of a stage."""
+        return self._costs[kind_of(self._layout, stage)].predict(((choice, len(self._layout.layers_of(stage))),))
+
+
+def kind_of(layout: Layout, stage: int) -> tuple[bool, bool]:
+    """Whether a stage is the first, and whether it is the last: stages with the same are alike but for their length."""
+    return stage == 0, stage == layout.stages - 1
 
 
 def sample_model(settings: MemorySettings) -> tuple[nn.Module, Callable[[], Tensor]]:

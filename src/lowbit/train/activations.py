@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowbit.activations import BitPlan, LayerAware, LayerPlan, compress_saved_, layer_plan
-from lowbit.activations.bit_plan import PLANNED, version_of
+from lowbit.activations import LayerAware, LayerPlan, compress_saved_
+from lowbit.activations.layer_plan import PLANNED
 from lowbit.activations.policy import WHOLE
 from lowbit.codecs import parse
 from lowbit.config import ConfigError
@@ -50,8 +50,9 @@ def saved_policies(config: ActivationsConfig, stages: int, settings: Mapping[str
             another run, bits beside a plan.
     """
     if config.plan:
-        _check_made_for(config.plan, stages, settings)
-        if isinstance(plan := _read(config.plan), LayerPlan):
+        plan = _read(config.plan)
+        _check_made_for(config.plan, plan, stages, settings)
+        if not plan.is_by_stage:
             _check_alone(config)
             return tuple(StageOfPlan(plan=plan, stage=stage, rounding=config.rounding) for stage in range(stages))
     config = written_out(config)
@@ -71,7 +72,7 @@ def planned_settings(config: TrainConfig, layout: Layout, vocab: int) -> dict[st
     settings = {f"model.{key}": value for key, value in architecture(config.model, vocab=vocab).items()}
     uneven = layout.layer_counts != even(sum(layout.layer_counts), layout.stages)
     return settings | {
-        "pipeline.layers": list(layout.layer_counts) if uneven else None,
+        "pipeline.layers": ", ".join(map(str, layout.layer_counts)) if uneven else None,
         "model.dropout": config.model.dropout,
         "data.sequence": config.data.sequence,
         "samples of a micro-batch": config.rows,
@@ -89,24 +90,28 @@ def written_out(config: ActivationsConfig) -> ActivationsConfig:
     """The configuration with the bits of every stage instead of the plan file; `planned_layers` has those of layers.
 
     Raises:
-        ConfigError: a file without a plan, or bits beside it.
+        ConfigError: a file without a plan, or bits next to it.
     """
     if not config.plan:
         return config
     _check_alone(config)
     plan = _read(config.plan)
-    if isinstance(plan, LayerPlan):
+    if not plan.is_by_stage:
         return replace(config, plan="")
-    bits = {kind: tuple(stage[kind] for stage in plan.stages) for kind in PLANNED}
-    return replace(config, plan="", group=plan.group, attention=(WHOLE,), **bits)
+    policies = [plan.policy(stage) for stage in range(len(plan.stages))]
+    kinds = (*PLANNED, "attention")
+    bits: dict[str, Any] = {kind: tuple(policy.bits_of(kind) for policy in policies) for kind in kinds}
+    if len(set(bits["attention"])) == 1:  # as somebody would write it
+        bits["attention"] = bits["attention"][:1]
+    return replace(config, plan="", group=plan.group, **bits)
 
 
 def planned_layers(config: ActivationsConfig) -> str | None:
     """What identifies a plan for each layer, whatever file it is in; None: the configuration names no such plan."""
     plan = _read(config.plan) if config.plan else None
-    if not isinstance(plan, LayerPlan):
+    if plan is None or plan.is_by_stage:
         return None
-    values = [plan.group, asdict(plan.rest), [[asdict(choice) for choice in stage] for stage in plan.stages]]
+    values = asdict(replace(plan, made_for={}))
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
 
 
@@ -148,10 +153,11 @@ def compress(module: nn.Module, policy: LayerAware | StageOfPlan | None, device:
             policy.plan.apply_(module, stage=policy.stage, rounding=policy.rounding)
         except ValueError as error:
             raise ConfigError(f"activations.plan does not fit this run: {error}") from None
-        coded = next((c for c in policy.plan.stages[policy.stage] if c.is_coded), None)
+        plan, stage = policy.plan, policy.stage
+        coded = next((choice for choice in (*plan.stages[stage], plan.rest[stage]) if choice.is_coded), None)
         if coded is None:
             return
-        policy = policy.plan.policy(coded, rounding=policy.rounding)
+        policy = LayerAware(**coded.bits, group=plan.group, rounding=policy.rounding)
     else:
         compress_saved_(module, policy)
     small = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.SiLU(), nn.Linear(8, 8)).to(device)
@@ -159,8 +165,7 @@ def compress(module: nn.Module, policy: LayerAware | StageOfPlan | None, device:
     small(torch.ones(1, 8, device=device)).sum().backward()
 
 
-def _check_made_for(path: str, stages: int, settings: Mapping[str, Any]) -> None:
-    plan = _read(path)
+def _check_made_for(path: str, plan: LayerPlan, stages: int, settings: Mapping[str, Any]) -> None:
     if len(plan.stages) != stages:
         raise ConfigError(f"activations.plan: {path} has bits for {len(plan.stages)} stages; this run has {stages}")
     for name, value in settings.items():
@@ -171,9 +176,9 @@ def _check_made_for(path: str, stages: int, settings: Mapping[str, Any]) -> None
             )
 
 
-def _read(path: str) -> BitPlan | LayerPlan:
+def _read(path: str) -> LayerPlan:
     try:
-        return LayerPlan.read(path) if version_of(path) == layer_plan.VERSION else BitPlan.read(path)
+        return LayerPlan.read(path)
     except ValueError as error:
         raise ConfigError(f"activations.plan: {error}; allowed: a file that `lowbit plan memory` wrote") from None
 

@@ -8,18 +8,22 @@ good, the links are measured again and the formats chosen anew.
 
 from __future__ import annotations
 
+import functools
+import math
 import statistics
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from lowbit.train.boundaries import AUTO_FORMATS, codecs_of
+from lowbit.codecs import parse_pair
+from lowbit.codecs.speed import coding_speed
+from lowbit.train.boundaries import AUTO_FORMATS, codecs_of, usable
 from lowbit.train.checkpoints.save import together
-from lowbit.train.config import FULL_PRECISION
+from lowbit.train.config import FULL_PRECISION, PipelineConfig
 from lowbit.train.distance import Pair
-from lowbit.train.forecast import Forecast, choose, coding_seconds, share_of_rates, usable
+from lowbit.train.layout import Layout
 from lowbit.train.metrics import StepMetrics
 from lowbit.wire.checksum import CHECKSUM_BYTES
 from lowbit.wire.objects import gather_json
@@ -30,6 +34,8 @@ if TYPE_CHECKING:
 _FIRST = 5  # steps before the first choice, at least; the very first compiles kernels and does not count
 _WINDOW = 20  # steps whose median is the seconds of a step
 _FACTOR = 1.25  # by which they change before the links are measured again
+_AS_FAST = 1.03  # of the fastest: the most exact formats among these are taken
+_KEEP = 1.10  # of the fastest: formats with more bits than the best ones stay
 _EVERY = 100  # steps between two choices, at least; twice as many after each one that changed nothing
 
 
@@ -79,6 +85,100 @@ class Choice:
         )
 
 
+class Forecast:
+    """Seconds of a step of one pipeline, by the formats of its boundaries.
+
+    Args:
+        stated: of each rank, seconds of compute in a step, those after the pipeline, and those of coding by format.
+        formats: with their sizes. trips, rates: by two ranks of the pipeline.
+        checksum: bytes of each message. rest: seconds of a step after the pipeline.
+        beside: coding runs beside computing.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        pipeline: PipelineConfig,
+        stated: Sequence[Any],
+        formats: Mapping[str, tuple[int, int]],
+        trips: Mapping[Pair, float],
+        rates: Mapping[Pair, float],
+        *,
+        checksum: int,
+        rest: float,
+        beside: bool,
+    ) -> None:
+        from lowbit.simulate import actions
+
+        self._actions = actions(
+            pipeline.schedule, ranks=layout.ranks, stages_per_rank=layout.stages_per_rank,
+            microbatches=pipeline.microbatches,
+        )  # fmt: skip
+        self._ranks = [layout.rank_of(stage) for stage in range(layout.stages)]
+        self._compute = [
+            stated[rank][0] / pipeline.microbatches * layout.layer_counts[stage]
+            / sum(layout.layer_counts[each] for each in layout.stages_of(rank))
+            for stage, rank in enumerate(self._ranks)
+        ]  # fmt: skip
+        self._parts: dict[str, Any] = {
+            "sizes": lambda text: formats[text], "coding": lambda rank, text: stated[rank][2][text],
+            "checksum": checksum, "optimizer": rest, "beside": beside,
+        }  # fmt: skip
+        crossing = [(layout.rank_of(i), layout.rank_of(i + 1)) for i in range(layout.stages - 1) if layout.crosses(i)]
+        self._pairs = sorted({*crossing, *((b, a) for a, b in crossing)})
+        self._trips, self._rates = trips, rates
+
+    def seconds(self, formats: Sequence[str], share: float = 1.0) -> float:
+        """Seconds of a step with these formats, at this share of the links' rates."""
+        from lowbit.simulate import Channel, Network
+        from lowbit.simulate.predict import predicted_step
+
+        channels = [
+            Channel(
+                bytes_per_second=share * self._rates.get(pair, math.inf) * 1e6 / 8,
+                latency=self._trips[min(pair), max(pair)] / 2,
+            )
+            for pair in self._pairs
+        ]
+        network = Network(channels=channels, routes={pair: i for i, pair in enumerate(self._pairs)})
+        return predicted_step(
+            self._actions, self._compute, self._ranks, network, formats=formats, **self._parts
+        ).seconds  # fmt: skip
+
+
+def choose(
+    seconds: Callable[[tuple[str, ...]], float],
+    formats: Mapping[str, tuple[int, int]],
+    crosses: Sequence[bool],
+    current: tuple[str, ...] | None = None,
+) -> tuple[tuple[str, ...], dict[str, float]]:
+    """The most exact formats that are about as fast as the fastest.
+
+    Formats that are there already stay if they have more bits than these and are not much slower.
+
+    Args:
+        seconds: of a step, by the format of each boundary. formats: the most exact first, with their sizes.
+        crosses: of each boundary, whether it lies between two ranks; others take the most exact format.
+        current: formats of the boundaries by now.
+
+    Returns:
+        The format of each boundary; and seconds by format at all boundaries, and with those that were chosen.
+    """
+    from lowbit.simulate.predict import choose_formats
+
+    names, timed = list(formats), functools.cache(seconds)
+    uniform = {name: tuple(name if does else names[0] for does in crosses) for name in names}
+    places = [i for i, does in enumerate(crosses) if does]
+    mix, best = choose_formats(timed, names, places, min(uniform.values(), key=timed), as_fast=_AS_FAST)
+
+    def nbytes(formats_of: tuple[str, ...]) -> int:
+        return sum(sum(formats[name]) for name in formats_of)
+
+    if current is not None and timed(current) <= best * _KEEP and nbytes(current) > nbytes(mix):
+        mix = current
+    return mix, {**{name: timed(each) for name, each in uniform.items()}, "these": timed(mix)}
+
+
 def described(formats: Sequence[str]) -> str:
     """Formats by boundary, in a line."""
     texts, first = [], 0
@@ -104,8 +204,12 @@ class Auto:
         self._formats = usable(AUTO_FORMATS, shape)
         self._sizes = self._formats | usable((FULL_PRECISION,), shape)
         device = trainer.prepared.device
-        coding = together(lambda: {text: coding_seconds(text, shape, device) for text in self._sizes}, trainer.side)
-        self._coding = coding[trainer.rank]
+
+        def coding(text: str) -> list[float]:
+            speeds = (coding_speed(codec, shape, device, seconds=0.0) for codec in parse_pair(text))
+            return [4 * math.prod(shape) / speed for pair in speeds for speed in pair]
+
+        self._coding = together(lambda: {text: coding(text) for text in self._sizes}, trainer.side)[trainer.rank]
         # Seconds of steps with the same formats on this rank: compute, what follows the pipeline, and all.
         self._own: deque[tuple[float, float, float]] = deque(maxlen=_WINDOW)
         self._recent: deque[float] = deque(maxlen=_WINDOW)  # mean over the ranks
@@ -158,6 +262,8 @@ class Auto:
             trips: seconds of a round trip in each pipeline, by two of its ranks.
             rates: Mbit/s by two ranks of the run, from the first to the second. mbit: the same by link.
         """
+        from lowbit.simulate.predict import share_of_rates
+
         side, ranks, boundaries = self._trainer.side, self._layout.ranks, self._layout.stages - 1
         compute, rest, measured = (statistics.median(values) for values in zip(*self._own, strict=True))
         stated = gather_json([compute, rest, self._coding], side)

@@ -30,6 +30,20 @@ TAH-Quant cost more loss than others of as many bits, and `subspace` at 9.6 bits
 """
 
 
+def usable(texts: Sequence[str], shape: tuple[int, int, int]) -> dict[str, tuple[int, int]]:
+    """The formats that can code messages of this shape and take fewer bytes than those before; with their sizes."""
+    found: dict[str, tuple[int, int]] = {}
+    for text in texts:
+        forward, backward = parse_pair(text)
+        try:
+            sizes = forward.nbytes(shape), backward.nbytes(shape)
+        except ValueError:
+            continue
+        if all(sum(sizes) < sum(each) for each in found.values()):
+            found[text] = sizes
+    return found
+
+
 @dataclass(frozen=True, kw_only=True)
 class Codecs:
     """One codec for each boundary, each way; boundary i lies between stage i and i + 1."""

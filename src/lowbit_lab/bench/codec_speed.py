@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lowbit import kernels
 from lowbit.codecs import Codec, Session
+from lowbit.codecs.speed import coding_operations
 from lowbit.report import spread
 from lowbit.train.config import ModelConfig
 from lowbit.train.model import StageModule, build_model
@@ -34,7 +35,7 @@ class Inputs:
 def speeds(codec: Codec, inputs: Inputs, rounds: int, *, reference: bool, layer: nn.Module | None) -> dict[str, float]:
     """Speeds and their spreads."""
     xs, outs = inputs.tensors, inputs.outs
-    encode, decode, size = (_session_of if codec.stateful else _without_session)(codec, inputs)
+    encode, decode, size = coding_operations(codec, xs, outs)
 
     def copy(i: int) -> None:
         outs[i].copy_(xs[i])
@@ -70,36 +71,6 @@ def _checksum(size: int, count: int, device: torch.device) -> timing.Operation:
     messages = [torch.zeros(room, dtype=torch.uint8, device=device) for _ in range(count)]
     seal = checksums.seal_there if device.type == "cuda" else checksums.seal
     return lambda i: seal(messages[i], i)
-
-
-def _without_session(codec: Codec, inputs: Inputs) -> tuple[timing.Operation, timing.Operation, int]:
-    """Encoding, decoding, and the bytes of a payload."""
-    xs, outs = inputs.tensors, inputs.outs
-    payloads = [codec.encode(xs[0])]
-    payloads += [payloads[0].clone() for _ in xs[1:]]
-
-    def encode(i: int) -> None:
-        codec.encode(xs[i], out=payloads[i])
-
-    def decode(i: int) -> None:
-        codec.decode(payloads[i], shape=xs[i].shape, out=outs[i])
-
-    return encode, decode, len(payloads[0])
-
-
-def _session_of(codec: Codec, inputs: Inputs) -> tuple[timing.Operation, timing.Operation, int]:
-    """The same of a codec with memory, which decodes each payload once, after encoding it."""
-    xs, outs = inputs.tensors, inputs.outs
-    sender, receiver = ends_of(codec, xs[0])
-    sent: list[Tensor] = []
-
-    def encode(i: int) -> None:
-        sent.append(sender.encode(xs[i]))
-
-    def decode(i: int) -> None:
-        receiver.decode(sent.pop(), out=outs[i])
-
-    return encode, decode, sender.nbytes()
 
 
 def ends_of(codec: Codec, x: Tensor) -> tuple[Session, Session]:

@@ -16,8 +16,16 @@ import torch
 from torch import nn
 
 from lowbit.activations import LayerPlan, compress_saved_
-from lowbit.plan.by_layer import described
-from lowbit.plan.layers import StepCosts, choice_errors, fastest, measure_layers, predictions, seconds, with_errors
+from lowbit.plan.layers import (
+    StepCosts,
+    choice_errors,
+    described,
+    fastest,
+    measure_layers,
+    predictions,
+    seconds,
+    with_errors,
+)
 from lowbit.plan.measure import gradients, relative_error
 from lowbit.plan.trace import traced_peak
 from lowbit.train.data import load_data
@@ -79,12 +87,8 @@ class Depths:
     def _plan(self, layers: int, checkpointing: int) -> tuple[LayerPlan, dict[str, Any]]:
         """The fastest plan below a share of checkpointing's peak, or the one with the lowest peak."""
         every = predictions(self.costs, layers, max_error=self.settings.max_error)
-        limit = int(checkpointing * self.settings.share)
-        best = fastest(every, lambda one: one.peak <= limit)
-        if isinstance(best, int):
-            limit = best
-            best = fastest(every, lambda one: one.peak <= limit)
-        assert not isinstance(best, int)
+        limit = max(int(checkpointing * self.settings.share), min(one.peak for one in every))
+        best = fastest(every, limit)
         more = {"predicted_bytes": best.peak, "limit_bytes": limit, "choices": described(best.choices)}
         return LayerPlan(stages=(best.choices,)), more
 

@@ -1,0 +1,75 @@
+"""How fast a codec is on this machine."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from lowbit.codecs.base import Codec
+from lowbit.codecs.foreign import is_own, open_session
+
+_ROUNDS = 3
+_CACHE = 1 << 22  # float32: more than most caches hold
+
+
+def coding_speed(
+    codec: Codec, shape: Sequence[int], device: torch.device | None = None, *, seconds: float = 0.3
+) -> tuple[float, float]:
+    """Bytes of float32 that a format encodes and decodes in a second on this machine, at this shape.
+
+    Caches are cold, as in a step, which computes between two messages. The median of the rounds counts, without the
+    first, which may compile.
+
+    Args:
+        device: the CPU if omitted. seconds: of all rounds together, at least.
+    """
+    device = device or torch.device("cpu")
+    x = torch.randn(tuple(shape), generator=torch.Generator().manual_seed(0)).to(device)  # not training's generator
+    cache = torch.zeros(_CACHE, device=device)
+    operations = coding_operations(codec, [x], [torch.empty_like(x)])[:2]
+    times: tuple[list[float], list[float]] = [], []
+    while len(times[0]) <= _ROUNDS or sum(map(sum, times)) - times[0][0] - times[1][0] < seconds:
+        for operation, of in zip(operations, times, strict=True):
+            cache.add_(1)
+            start = _now(device)
+            operation(0)
+            of.append(_now(device) - start)
+    encoding, decoding = (statistics.median(of[1:]) for of in times)
+    return x.nbytes / encoding, x.nbytes / decoding
+
+
+def coding_operations(
+    codec: Codec, xs: Sequence[Tensor], outs: Sequence[Tensor]
+) -> tuple[Callable[[int], object], Callable[[int], object], int]:
+    """Encoding one of several equal tensors, decoding a payload into the buffer for one, and the bytes of a payload.
+
+    A codec with memory must decode each payload once, after encoding it; our others decode payloads made beforehand.
+    """
+    x = xs[0]
+    if is_own(codec) and not codec.stateful:
+        payloads = [codec.encode(x)]
+        payloads += [payloads[0].clone() for _ in xs[1:]]
+        return (
+            lambda i: codec.encode(xs[i], out=payloads[i]),
+            lambda i: codec.decode(payloads[i], shape=x.shape, out=outs[i]),
+            len(payloads[0]),
+        )
+    key = tuple(range(len(x))) if codec.needs_key else None
+    sender, receiver = (open_session(codec, shape=x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    sent: list[Tensor] = []
+    return (
+        lambda i: sent.append(sender.encode(xs[i], key=key)),
+        lambda i: receiver.decode(sent.pop(), key=key, out=outs[i]),
+        sender.max_nbytes(),
+    )
+
+
+def _now(device: torch.device) -> float:
+    """The time when all work of a device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

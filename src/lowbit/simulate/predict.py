@@ -1,0 +1,110 @@
+"""Seconds of a step by the formats of its boundaries, and the formats to choose by them.
+
+`lowbit plan pipeline` predicts a step on a cluster before a run, `pipeline.forward = "auto"` one on the ranks of a run.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lowbit.simulate.orders import Actions
+from lowbit.simulate.parts import Network, StageTimes
+from lowbit.simulate.step import Step, simulate
+
+Coding = Sequence[float]
+"""Seconds to encode and to decode activations, and the same for gradients."""
+
+_AS_FAST_THERE = 1.001  # of the fastest, for the format of one boundary
+_AS_PREDICTED = 1.15  # times as long as predicted: not blamed on the links
+_LEAST_SHARE, _HALVINGS = 0.1, 10
+
+
+def predicted_step(
+    actions: Actions,
+    compute: Sequence[float],
+    ranks: Sequence[int],
+    network: Network,
+    *,
+    formats: Sequence[str],
+    sizes: Callable[[str], tuple[int, int]],
+    coding: Callable[[int, str], Coding],
+    checksum: int,
+    **parts: Any,
+) -> Step:
+    """Simulate a step.
+
+    Args:
+        compute: of each stage, seconds of forward and backward of a micro-batch; backward takes two thirds of them.
+        ranks: of each stage. formats: of each boundary.
+        sizes: bytes of a message in a format, forward and backward. coding: by a rank, in a format.
+        checksum: bytes of each message. parts: as in `simulate`.
+    """
+    stages = []
+    for stage, seconds in enumerate(compute):
+        ends: dict[str, float] = {}
+        if stage < len(formats):
+            text = formats[stage]
+            ends["encode_forward"], _, _, ends["decode_backward"] = coding(ranks[stage], text)
+            ends["forward_bytes"] = sizes(text)[0] + checksum
+        if stage:
+            text = formats[stage - 1]
+            _, ends["decode_forward"], ends["encode_backward"], _ = coding(ranks[stage], text)
+            ends["backward_bytes"] = sizes(text)[1] + checksum
+        stages.append(StageTimes(forward=seconds / 3, backward=2 * seconds / 3, **ends))  # pyright: ignore
+    return simulate(actions, stages, network, **parts)
+
+
+def choose_formats(
+    seconds: Callable[[tuple[str, ...]], float],
+    names: Sequence[str],
+    places: Sequence[int],
+    start: tuple[str, ...],
+    *,
+    as_fast: float,
+) -> tuple[tuple[str, ...], float]:
+    """The most exact formats that are about as fast as the fastest, and the seconds of the fastest.
+
+    Args:
+        seconds: of a step, by the format of each boundary. names: formats, the most exact first.
+        places: boundaries to choose for. start: formats to begin with.
+        as_fast: times the fastest: the most exact formats among these are taken.
+    """
+    timed = functools.cache(seconds)
+
+    def changed(mix: tuple[str, ...], place: int, name: str) -> tuple[str, ...]:
+        return (*mix[:place], name, *mix[place + 1 :])
+
+    mix = start
+    for place in places:
+        mix = min((changed(mix, place, name) for name in names), key=timed)
+    best = timed(mix)
+    for least in names:  # at all boundaries alike, so that equal links keep equal formats
+        exact = tuple(min(name, least, key=names.index) if i in places else name for i, name in enumerate(mix))
+        if timed(exact) <= best * as_fast:
+            mix = exact
+            break
+    for place in places:
+        limit = timed(mix) * _AS_FAST_THERE
+        mix = next(option for name in names if timed(option := changed(mix, place, name)) <= limit)
+    return mix, best
+
+
+def share_of_rates(seconds: Callable[[float], float], measured: float) -> float:
+    """The share of the measured rates with which a step takes as long as it did; 1 where that is no explanation.
+
+    Training may not get all that a probe gets: TCP starts slowly after a pause, and some links carry one direction at a
+    time.
+
+    Args:
+        seconds: of a step, by this share. measured: seconds of a step.
+    """
+    if measured <= _AS_PREDICTED * seconds(1.0) or seconds(_LEAST_SHARE) < measured:
+        return 1.0
+    low, high = _LEAST_SHARE, 1.0
+    for _ in range(_HALVINGS):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if seconds(middle) > measured else (low, middle)
+    return high
