@@ -39,7 +39,7 @@ PUBLIC = {
     "lowbit.gradients": "GradientStorage LowBitReduceScatter all_reduce_hook",
     "lowbit.integrations": "EngineError",
     "lowbit.kernels": "Operator apart backend implementation operator",
-    "lowbit.network": "Goodput Link LinkUnavailable SlowLink goodput measure round_trip",
+    "lowbit.network": "Link LinkUnavailable SlowLink goodput round_trip",
     "lowbit.plan": (
         "InFlight MemoryPlan StageCost actions_of choose_layers in_flight measure_layers order_of plan_bits plan_layers"
     ),

@@ -27,7 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "train": _RECIPE | {"integrations", "report", "simulate"},
     "simulate": {"codecs", "kernels"},
     "plan": _RECIPE | {"report", "train", "simulate"},
-    "doctor": {"codecs", "config", "network", "plan", "ranks", "report", "terminal", "train"},
+    "doctor": {"codecs", "config", "plan", "ranks", "report", "terminal", "train"},
     "evaluate": _RECIPE | {"report", "train", "tensor_parallel"},
     "bench": _RECIPE | {"report", "train", "integrations", "tensor_parallel", "plan", "simulate", "kernels", "network"},
     "cli": _RECIPE | {"report", "train", "plan", "doctor", "evaluate", "bench"},

@@ -101,7 +101,7 @@ def pretend_versions(**versions: str) -> None:
 
 def pretend_clock(ahead: float) -> None:
     """Let the clock of this process be ahead."""
-    for name in ("lowbit.doctor.meeting", "lowbit.doctor.survey"):
+    for name in ("lowbit.doctor.survey",):
         mock.patch.object(sys.modules[name], "now", side_effect=lambda: time.time() + ahead).start()
 
 

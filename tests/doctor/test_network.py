@@ -56,7 +56,7 @@ def closed(link: SlowLink, host: int, *ports: int) -> Iterator[None]:
 def agreed(machines: tuple[Running, Running]) -> str:
     """The page, which both machines print, in one line."""
     first, second = (each.page() for each in machines)
-    first, _, ending = first.rpartition("cluster.toml has")
+    first, _, ending = first.rpartition("cluster.toml ")
     assert ending, machines[0].said()
     assert first.strip() == second.strip(), machines[1].said()
     return " ".join(second.split())
@@ -185,7 +185,7 @@ def test_a_closed_meeting_port(link: SlowLink, tmp_path: Path):
     assert [m.name for m in Cluster.read(tmp_path / "a" / "cluster.toml").machines] == ["desk"]
 
 
-def test_bytes_of_somebody_else_are_ignored_and_named(link: SlowLink, tmp_path: Path):
+def test_bytes_of_somebody_else_change_nothing(link: SlowLink, tmp_path: Path):
     words = ("--meet", f"{link.address(0)}:{PORT}", "--name")
     first = start(tmp_path / "a", *words, "desk", "run.toml", link=link, host=0)
     first.wait_for("waits up to")
@@ -194,19 +194,16 @@ def test_bytes_of_somebody_else_are_ignored_and_named(link: SlowLink, tmp_path: 
     )
     assert link.popen(1, ["python3", "-I", "-S", "-c", f"{garbage}; s.recv(1)"]).wait(20) in (0, 1)
     second = start(tmp_path / "b", *words, "laptop", "run.toml", link=link, host=1)
-    page = agreed((first, second))
-    assert "warning 198.18.0.2: it connected to desk and was ignored: it sent bytes that are no message" in page
+    assert "Nothing would stop the training." in agreed((first, second))
     assert first.code == second.code == 0
 
 
-@pytest.mark.slow
 def test_another_secret(link: SlowLink, tmp_path: Path):
-    first, second = pair(link, tmp_path, "--wait", "12", environment={"LOWBIT_SECRET": "another"})
-    second.page()
-    assert "has another LOWBIT_SECRET than this one" in second.said()
-    assert second.said().count("error:") == 1
-    assert "STOPS 198.18.0.2: it does not know the secret (LOWBIT_SECRET) of desk" in " ".join(first.page().split())
-    assert (first.code, second.code) == (1, 1)
+    machines = pair(link, tmp_path, environment={"LOWBIT_SECRET": "another"})
+    first, second = (" ".join(each.page().split()) for each in machines)
+    assert "STOPS laptop: it does not know the secret (LOWBIT_SECRET) of desk" in first
+    assert "STOPS desk: it does not know the secret (LOWBIT_SECRET) of laptop" in second
+    assert [each.code for each in machines] == [1, 1]
 
 
 def test_a_machine_that_leaves(link: SlowLink, tmp_path: Path):
@@ -215,17 +212,17 @@ def test_a_machine_that_leaves(link: SlowLink, tmp_path: Path):
     second.page()
     assert second.code == 130
     assert "STOPS laptop: it left before the end" in page
-    assert [m.name for m in Cluster.read(tmp_path / "a" / "cluster.toml").machines] == ["desk"]
+    assert "cluster.toml was not written: the speed of no machine is known." in page
 
 
 def _interrupted() -> None:
     """Ctrl-C where the speed would be measured."""
-    mock.patch("lowbit.doctor.meeting.speed", side_effect=KeyboardInterrupt).start()
+    mock.patch("lowbit.doctor.survey.speed", side_effect=KeyboardInterrupt).start()
 
 
 def test_the_first_machine_is_interrupted(link: SlowLink, tmp_path: Path):
     first, second = pair(link, tmp_path, "--machines", "3")
-    second.wait_for("has met")
+    second.wait_for("has met the first machine")
     first.interrupt()
     first.page()
     assert first.code == 130
