@@ -101,8 +101,8 @@ def pretend_versions(**versions: str) -> None:
 
 def pretend_clock(ahead: float) -> None:
     """Let the clock of this process be ahead."""
-    for name in ("lowbit.doctor.survey",):
-        mock.patch.object(sys.modules[name], "now", side_effect=lambda: time.time() + ahead).start()
+    survey = sys.modules["lowbit.doctor.survey"]
+    mock.patch.object(survey, "now_ns", side_effect=lambda: time.time_ns() + int(1e9 * ahead)).start()
 
 
 def _run(folder, words, space, variables, before, arguments) -> None:
@@ -118,6 +118,7 @@ def _run(folder, words, space, variables, before, arguments) -> None:
         del os.environ[name]
     os.environ.update({"COLUMNS": "100", "OMP_NUM_THREADS": "1", **variables})
     os.chdir(folder)
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as the command does before it imports PyTorch
     import lowbit.doctor.command  # noqa: F401
     from lowbit.cli import main
 

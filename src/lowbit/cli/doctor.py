@@ -40,8 +40,8 @@ class Doctor:
 
     def __call__(self, program: str, words: Sequence[str]) -> None:
         """Check, print and write; exit with 1 if anything would stop the training."""
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before PyTorch is imported: else many lines of C++
         settings, options = self.parser(program).resolve(words)
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before PyTorch is imported
         from lowbit.doctor.command import COMMAND, examine, stops, write_output
         from lowbit.ranks.output import end
         from lowbit.report import Report, check_output, machine
