@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from unittest import mock
 
 from lowbit.network import SlowLink, delay
 from tests.forked import CONTEXT
@@ -91,18 +90,6 @@ def start(
     process = CONTEXT.Process(target=_run, args=(str(folder), words, space, variables, before, arguments), daemon=True)
     process.start()
     return Running(process, folder)
-
-
-def pretend_versions(**versions: str) -> None:
-    """Let this process have other versions."""
-    facts = sys.modules["lowbit.doctor.facts"]
-    mock.patch.object(facts, "versions", lambda own=facts.versions(): own | versions).start()
-
-
-def pretend_clock(ahead: float) -> None:
-    """Let the clock of this process be ahead."""
-    survey = sys.modules["lowbit.doctor.survey"]
-    mock.patch.object(survey, "now_ns", side_effect=lambda: time.time_ns() + int(1e9 * ahead)).start()
 
 
 def _run(folder, words, space, variables, before, arguments) -> None:

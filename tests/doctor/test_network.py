@@ -6,6 +6,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import time
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,10 +14,11 @@ from unittest import mock
 
 import pytest
 
+from lowbit.doctor import facts, survey
 from lowbit.network import SlowLink
 from lowbit.plan.cluster import Cluster
 from tests.command_line import invoke
-from tests.doctor.machines import PORT, RECIPE, Running, pretend_clock, pretend_versions, start
+from tests.doctor.machines import PORT, RECIPE, Running, start
 
 TRIED = tuple(range(32768, 61000, 4033))
 """The ports that are tried of those that Linux gives to programs."""
@@ -97,12 +99,6 @@ def test_a_closed_port(link: SlowLink, tmp_path: Path):
     assert Cluster.read(tmp_path / "a" / "cluster.toml").links, "measured over the ports of the other direction"
 
 
-def test_one_closed_port(link: SlowLink, tmp_path: Path):
-    with closed(link, 0, TRIED[2]):
-        page = agreed(pair(link, tmp_path))
-    assert f"STOPS desk: ports {TRIED[2]} are closed for laptop (1 of 8 that were tried)" in page
-
-
 def test_a_wrong_interface(link: SlowLink, tmp_path: Path):
     link._namespaces[1].ip("link add other type bridge", "address add 10.9.0.2/24 dev other", "link set other up")
     try:
@@ -114,40 +110,35 @@ def test_a_wrong_interface(link: SlowLink, tmp_path: Path):
     assert "export GLOO_SOCKET_IFNAME=eth0" in page
 
 
-def test_an_interface_that_is_not_there(link: SlowLink, tmp_path: Path):
-    page = agreed(pair(link, tmp_path, environment={"GLOO_SOCKET_IFNAME": "eth7"}))
-    assert "STOPS laptop: GLOO_SOCKET_IFNAME is eth7; it has lo, eth0" in page
-
-
-def test_another_version(link: SlowLink, tmp_path: Path):
-    page = agreed(pair(link, tmp_path, before=_other_versions))
-    assert "2 of these would stop the training" in page
+def test_versions_clock_recipe_and_text_that_differ(link: SlowLink, tmp_path: Path):
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "text.txt").write_text("other " * 2000)
+    (tmp_path / "b" / "run.toml").write_text(RECIPE.replace("dim = 32", "dim = 64"))
+    page = agreed(pair(link, tmp_path, before=_differ))
+    assert "4 of these would stop the training" in page
     assert "STOPS laptop: lowbit is 9.9, and" in page
     assert "STOPS laptop: PyTorch is 1.0, and" in page
     assert "on laptop: pip install lowbit==" in page
+    assert "STOPS laptop: its recipe differs from that of desk: model.dim is 64 and 32" in page
+    assert "STOPS laptop: its text differs from that of desk: digest" in page
     assert "warning laptop: Python is 2.7.1, and" in page
+    assert "warning laptop: its clock is 93 s ahead of that of desk" in page
 
 
-def _other_versions() -> None:
-    pretend_versions(lowbit="9.9", torch="1.0", python="2.7.1")
+def _differ() -> None:
+    """Have other versions, and a clock that is ahead."""
+    other = {"lowbit": "9.9", "torch": "1.0", "python": "2.7.1"}
+    mock.patch.object(facts, "versions", return_value=other).start()
+    mock.patch.object(survey, "now_ns", side_effect=lambda: time.time_ns() + 93 * 10**9).start()
 
 
-def test_another_text_and_recipe(link: SlowLink, tmp_path: Path):
+def test_a_text_that_is_missing(link: SlowLink, tmp_path: Path):
     (tmp_path / "b").mkdir()
-    (tmp_path / "b" / "text.txt").write_text("other " * 2000)
+    (tmp_path / "b" / "run.toml").write_text(RECIPE.replace('"text.txt"', '"absent.txt"'))
     page = agreed(pair(link, tmp_path))
     assert "1 of these would stop the training" in page
-    assert "STOPS laptop: its text differs from that of desk: digest" in page
-
-
-def test_a_text_that_is_missing_and_another_setting(link: SlowLink, tmp_path: Path):
-    for name, change in (("a", ("dim = 32", "dim = 64")), ("b", ('"text.txt"', '"absent.txt"'))):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "run.toml").write_text(RECIPE.replace(*change))
-    page = agreed(pair(link, tmp_path))
     assert "STOPS laptop: data.text" in page
     assert "no such file, folder or pattern with a match" in page
-    assert "STOPS laptop: its recipe differs from that of desk: model.dim is 32 and 64" in page
 
 
 def test_a_slow_direction(link: SlowLink, tmp_path: Path):
@@ -167,12 +158,6 @@ def test_a_slow_direction(link: SlowLink, tmp_path: Path):
 def _limit(link: SlowLink, rate: str) -> list[str]:
     device = link.interface(1)
     return f"tc qdisc replace dev {device} root tbf rate {rate} burst 32kb latency 50ms".split()
-
-
-def test_a_clock_that_is_off(link: SlowLink, tmp_path: Path):
-    page = agreed(pair(link, tmp_path, before=pretend_clock, arguments=(93.0,)))
-    assert "warning laptop: its clock is 93 s ahead of that of desk" in page
-    assert "Nothing would stop the training." in page
 
 
 def test_a_closed_meeting_port(link: SlowLink, tmp_path: Path):

@@ -65,12 +65,12 @@ def facts(settings: DoctorSettings) -> Facts:
     low, high = _port_range()
     return Facts(
         name=(settings.name or socket.gethostname())[:60], **versions(),
-        torch_problem=torch_problem[:500], device=torch.cuda.get_device_name() if gpu else "CPU",
+        torch_problem=torch_problem, device=torch.cuda.get_device_name() if gpu else "CPU",
         cores=len(os.sched_getaffinity(0)), gpus=torch.cuda.device_count() if gpu else 0,
         memory_bytes=float(torch.cuda.mem_get_info()[0] if gpu else _free_memory()), address=address,
         interface=interface, **gloo(interface), host_address=_resolved(socket.gethostname()),
         meet_address=_resolved(host), firewall=next((name for name in _FIREWALLS if shutil.which(name)), ""),
-        secret=bool(run_secret()), recipe=settings.recipe[:200], recipe_problem=problem[:500], text=text,
+        secret=bool(run_secret()), recipe=settings.recipe, recipe_problem=problem, text=text,
         settings=compared_settings, port_low=low, port_high=high,
     )  # fmt: skip
 
@@ -82,10 +82,10 @@ def gloo(interface: str) -> dict[str, Any]:
     name = chosen or interface
     if name and name not in here:
         problem = f"GLOO_SOCKET_IFNAME is {name}; it has {', '.join(here)}"
-        return {"gloo_interface": name, "gloo_problem": problem[:500], "chosen": chosen[:100]}
+        return {"gloo_interface": name, "gloo_problem": problem, "chosen": chosen}
     # Left alone, Gloo takes the interface that the host's own name leads to.
     address = here[name] if name else _resolved(socket.gethostname())
-    return {"gloo_interface": name, "gloo_address": address, "chosen": chosen[:100]}
+    return {"gloo_interface": name, "gloo_address": address, "chosen": chosen}
 
 
 def _resolved(name: str) -> str:

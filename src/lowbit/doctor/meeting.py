@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import Store
 
 from lowbit.doctor.messages import StatementError, read
 from lowbit.doctor.settings import DoctorSettings
-from lowbit.ranks.checksum import run_secret
+from lowbit.ranks.checksum import begin_attempt, run_secret
 from lowbit.ranks.errors import first_line
 from lowbit.ranks.meeting import MeetingError, prove, reach
 from lowbit.ranks.store import bounded, peek, wait_until
@@ -70,6 +70,7 @@ class Meeting:
         try:
             knows = partial(prove, secret=run_secret(), patience=_PROVE_SECONDS)
             self.attempt = bounded(lambda: knows(self.store, self.rank, self.ranks), 2 * _PROVE_SECONDS)
+            begin_attempt(self.attempt)
         except MeetingError as error:
             if not error.strangers:
                 raise
@@ -96,12 +97,11 @@ class Meeting:
         return stated
 
     def close(self) -> None:
-        """Leave; the first machine, which keeps the store, stays until the others have left."""
-        with contextlib.suppress(AloneError):
-            self._call(self.store.set, f"end/{self.rank}", "1")
-            if self.rank == 0:
-                keys = [f"end/{rank}" for rank in range(self.ranks)]
-                wait_until(lambda: self._call(self.store.check, keys), _END_SECONDS, pause=_PAUSE)
+        """Wait for a moment until all machines have what they need of this one: the store, and the last messages."""
+        keys = [f"end/{rank}" for rank in range(self.ranks)]
+        with contextlib.suppress(AloneError):  # the first machine has seen all keys
+            self._call(self.store.set, keys[self.rank], "1")
+            wait_until(lambda: self._call(self.store.check, keys), _END_SECONDS, pause=_PAUSE)
 
     def _open(self, settings: DoctorSettings) -> int:
         """Wait for the others, and say how many came."""

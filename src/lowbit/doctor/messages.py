@@ -14,8 +14,7 @@ from lowbit.config import NonNegative
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Number = Annotated[float, Field(ge=0)]
-Text = Annotated[str, Field(max_length=600)]
-Line = Annotated[str, AfterValidator(lambda text: text[:600])]
+Text = Annotated[str, AfterValidator(lambda text: text[:600])]
 _Class = TypeVar("_Class")
 # Versions may differ between machines: unknown keys are ignored.
 _RULES = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
@@ -131,7 +130,7 @@ class Knocks:
 class Joined:
     """Whether a machine joined the process group. problem: why it did not."""
 
-    problem: Line = ""
+    problem: Text = ""
 
 
 @message
@@ -159,9 +158,9 @@ class Finding:
 
     kind: Literal["finding"] = "finding"
     level: Literal["stop", "warning", "note"]
-    machine: Line = ""
-    what: Line
-    mend: Line = ""
+    machine: Text = ""
+    what: Text
+    mend: Text = ""
 
 
 @message

@@ -18,21 +18,20 @@ from lowbit.doctor.ports import OPEN, Ports, knock
 from lowbit.doctor.settings import DoctorSettings
 from lowbit.doctor.speed import speed
 from lowbit.ranks.checksum import run_secret, signature
-from lowbit.ranks.errors import PeerError, first_line
+from lowbit.ranks.errors import PeerError
 from lowbit.ranks.groups import new_group
 from lowbit.ranks.meeting import MeetingError
 from lowbit.ranks.messages import Messages
 from lowbit.ranks.objects import gather_json
 from lowbit.ranks.probe import round_trip, send_rate, take_rate
-from lowbit.ranks.process_group import connect, joined, leave
-from lowbit.ranks.store import bounded
+from lowbit.ranks.process_group import connect, joined
+from lowbit.terminal import one_line
 
 _EXCHANGE_SECONDS = 60.0
 _CONNECT_SECONDS = 20.0
 _WATCH_SECONDS = 60.0  # in which a machine that is gone is noticed
 _MESSAGE_SECONDS = 30.0  # for a message of a probe to arrive
 _SPEED_SECONDS = 1200.0  # the first call of a format compiles it
-_LEAVE_SECONDS = 5.0
 
 
 @dataclass
@@ -129,9 +128,8 @@ def _ask(survey: Survey, meeting: Meeting, own: Facts) -> None:
             for _ in range(2):  # the first time compiles kernels; then all compute at once, as in training
                 for rank, values in enumerate(gather_json(vars(speed(survey.settings)), side)):
                     survey.machines[rank].speed = read(Speed, values)
-        bounded(leave, _LEAVE_SECONDS)
     except RuntimeError as error:
-        survey.left = getattr(error, "rank", -1), first_line(error)
+        survey.left = getattr(error, "rank", -1), one_line(str(error))
 
 
 def _named(facts: dict[int, Facts]) -> dict[int, Machine]:
@@ -154,6 +152,8 @@ def _knock(survey: Survey, meeting: Meeting) -> None:
     states, seen = knock(places, {rank: _word(meeting, rank) for rank in survey.machines})
     knocks = Knocks(states=tuple((*p, state) for p, state in zip(places, states, strict=True)), seen=tuple(seen))
     for caller, found in meeting.exchange(knocks, _EXCHANGE_SECONDS + 5.0 * meeting.ranks).items():
+        if caller not in survey.machines:  # it stated the facts too late
+            continue
         survey.machines[caller].seen.update(found.seen)
         for called, address, port, state in found.states:
             if called in survey.machines:

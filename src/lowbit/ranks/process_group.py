@@ -96,9 +96,9 @@ def joined(timeout: float, *, backend: str = "gloo", patience: float | None = No
             yield
     except BaseException:
         with contextlib.suppress(Exception):  # destructors of a broken group can wait for peers that are gone
-            bounded(leave, _LEAVE_SECONDS)
+            bounded(_leave, _LEAVE_SECONDS)
         raise
-    leave()
+    _leave()
 
 
 def connect(backend: str, store: Store, rank: int, ranks: int, limit: timedelta) -> None:
@@ -117,8 +117,7 @@ def connect(backend: str, store: Store, rank: int, ranks: int, limit: timedelta)
         ) from error
 
 
-def leave() -> None:
-    """Destroy the default process group, if there is one."""
+def _leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
 
