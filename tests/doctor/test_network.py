@@ -76,7 +76,7 @@ def test_all_is_well(link: SlowLink, tmp_path: Path):
     assert cluster.machines[1].address == link.address(1)
     assert cluster.machines[0].layer_tokens == 64
     (found,) = cluster.links
-    assert 60 < found.mbit < 105
+    assert 5 * (found.back_mbit or 0) < found.mbit
     assert 60 < (found.back_mbit or 0) < 105
     assert not (tmp_path / "b" / "cluster.toml").exists()
     recipe = tomllib.loads(RECIPE)
@@ -151,8 +151,8 @@ def test_a_slow_direction(link: SlowLink, tmp_path: Path):
     assert "warning laptop: laptop to desk carries" in page
     assert [each.code for each in machines] == [0, 0]
     (found,) = Cluster.read(tmp_path / "a" / "cluster.toml").links
-    assert 7 < (found.back_mbit or 0) < 10
-    assert 60 < found.mbit < 105
+    assert 0 < (found.back_mbit or 0) < 10
+    assert 5 * (found.back_mbit or 0) < found.mbit
 
 
 def _limit(link: SlowLink, rate: str) -> list[str]:

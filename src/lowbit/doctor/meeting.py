@@ -105,7 +105,8 @@ class Meeting:
 
     def _open(self, settings: DoctorSettings) -> int:
         """Wait for the others, and say how many came."""
-        say(f"waits up to {settings.wait:.0f} s for {settings.count - 1} more at {settings.where}")
+        if settings.count > 1:
+            say(f"waits up to {settings.wait:.0f} s for {settings.count - 1} more at {settings.where}")
         seats = partial(self._call, self.store.add, "seats", 0)
         wait_until(lambda: seats() >= settings.count - 1, settings.wait, pause=_PAUSE)
         came = 1 + min(settings.count - 1, max(0, seats()))
