@@ -32,7 +32,7 @@ PUBLIC = {
     "lowbit.integrations": "EngineError",
     "lowbit.job": "",
     "lowbit.kernels": "Operator apart backend implementation operator",
-    "lowbit_lab.network": "Goodput Link LinkUnavailable SlowLink goodput measure round_trip",
+    "lowbit_lab.network": "Link LinkUnavailable SlowLink goodput round_trip",
     "lowbit.plan": (
         "InFlight MemoryPlan StageCost actions_of choose_layers in_flight measure_layers order_of plan_bits plan_layers"
     ),

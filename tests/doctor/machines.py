@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from unittest import mock
 
 from lowbit_lab.network import SlowLink, delay
 from tests.forked import CONTEXT
@@ -93,18 +92,6 @@ def start(
     return Running(process, folder)
 
 
-def pretend_versions(**versions: str) -> None:
-    """Let this process have other versions."""
-    facts = sys.modules["lowbit.doctor.facts"]
-    mock.patch.object(facts, "versions", lambda own=facts.versions(): own | versions).start()
-
-
-def pretend_clock(ahead: float) -> None:
-    """Let the clock of this process be ahead."""
-    for name in ("lowbit.doctor.meeting", "lowbit.doctor.survey"):
-        mock.patch.object(sys.modules[name], "now", side_effect=lambda: time.time() + ahead).start()
-
-
 def _run(folder, words, space, variables, before, arguments) -> None:
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -118,6 +105,7 @@ def _run(folder, words, space, variables, before, arguments) -> None:
         del os.environ[name]
     os.environ.update({"COLUMNS": "100", "OMP_NUM_THREADS": "1", **variables})
     os.chdir(folder)
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as the command does before it imports PyTorch
     import lowbit.doctor.command  # noqa: F401
     from lowbit.cli import main
 

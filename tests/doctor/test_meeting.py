@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import secrets
 import socket
 import threading
 import time
@@ -13,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch._C._distributed_c10d import HashStore
 
 from lowbit.config import ConfigError
-from lowbit.doctor import channel as channels
-from lowbit.doctor.channel import Channel, SecretError, StrangerError, read
+from lowbit.doctor import ports
 from lowbit.doctor.cluster import check_file, write_cluster
-from lowbit.doctor.command import rows_of
-from lowbit.doctor.messages import Door, Facts, Finding, MachineRow
+from lowbit.doctor.facts import gloo
+from lowbit.doctor.meeting import Meeting
+from lowbit.doctor.messages import AnyRow, Facts, Finding, MachineRow, StatementError, read
 from lowbit.doctor.ports import DROPPED, OPEN, OTHER, REFUSED, Ports, knock
 from lowbit.doctor.settings import DoctorSettings
 from lowbit.doctor.speed import speed
@@ -53,30 +53,6 @@ def answering(work: Callable[[socket.socket], None]) -> Iterator[int]:
         server.close()
 
 
-def pair_of_channels(first: bytes = b"s", second: bytes = b"s") -> tuple[Channel, Channel]:
-    ends = socket.socketpair(socket.AF_UNIX)
-    # These have no TCP_NODELAY.
-    tcp = [_Tcp(end) for end in ends]
-    made: list[Channel] = []
-    thread = threading.Thread(target=lambda: made.append(Channel(tcp[1], accepted=True, secret=second)))  # pyright: ignore
-    thread.start()
-    connected = Channel(tcp[0], accepted=False, secret=first)  # pyright: ignore
-    thread.join()
-    return connected, made[0]
-
-
-class _Tcp:
-    """A socket without options of TCP."""
-
-    def __init__(self, end: socket.socket) -> None:
-        self._end = end
-
-    def setsockopt(self, *_: object) -> None: ...
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._end, name)
-
-
 def test_three_machines_with_one_name_meet(tmp_path: Path):
     words = ("--meet", f"127.0.0.1:{free_port()}", "--machines", "3", "--name", "box", "--seconds", "0.2", "run.toml")
     machines = [start(tmp_path / str(number), *words) for number in range(3)]
@@ -100,144 +76,98 @@ def test_one_machine_without_a_recipe_gives_a_cluster(tmp_path: Path):
     assert "tflops = " in (tmp_path / "a" / "cluster.toml").read_text()
 
 
-def test_a_host_that_does_not_answer(tmp_path: Path):
-    """Nothing listens there; the page names it."""
-    port = free_port()
-    machine = start(
-        tmp_path / "a", "--meet", f"127.0.0.1:{port}", "--machines", "2", "--wait", "1", "--name", "desk", "run.toml"
-    )
-    page = " ".join(machine.page().split())
-    assert machine.code == 1
-    assert f"STOPS desk: 1 of 2 machines did not come to 127.0.0.1:{port} within 1 s" in page
+@pytest.mark.parametrize("greeting", [b"", b"SSH-2.0-OpenSSH_9.6\r\n" * 20, None])
+def test_another_program_has_the_port(greeting: bytes | None, tmp_path: Path):
+    """It is silent, talks, or hangs up (None)."""
 
-
-@pytest.mark.parametrize("greeting", [b"", b"SSH-2.0-OpenSSH_9.6\r\n", b"\x00" * 400])
-def test_a_foreign_program_on_the_port(greeting: bytes, tmp_path: Path):
     def work(connection: socket.socket) -> None:
-        connection.sendall(greeting)
-        time.sleep(8)
+        if greeting is not None:
+            connection.sendall(greeting)
+            time.sleep(8)
 
     with answering(work) as port:
         machine = start(tmp_path / "a", "--meet", f"127.0.0.1:{port}", "run.toml")
         machine.page()
     assert machine.code == 1
     assert machine.said().count("error:") == 1
-    assert f"what answers at 127.0.0.1:{port} is of no use" in machine.said()
-
-
-def test_a_program_that_hangs_up(tmp_path: Path):
-    with answering(lambda connection: None) as port:
-        machine = start(tmp_path / "a", "--meet", f"127.0.0.1:{port}", "run.toml")
-        machine.page()
-    assert machine.code == 1
-    assert f"127.0.0.1:{port} is taken by another program" in machine.said()
+    assert f"error: 127.0.0.1:{port} is taken by another program" in machine.said()
 
 
 def test_ports_are_told_apart():
-    own = Ports("here", b"s", 41000, 41070)
-    mute = socket.create_server(("127.0.0.1", 0))
-    try:
-        doors = [Door(id="here", addresses=("127.0.0.1",), ports=own.numbers)]
-        assert {state for *_, state in knock(doors, b"s")} == {OPEN}
-        assert {state for *_, state in knock(doors, b"another")} == {OTHER}
-        other = [Door(id="there", addresses=("127.0.0.1",), ports=own.numbers[:1])]
-        assert knock(other, b"s")[0][3] == OTHER
-        closed = Door(id="here", addresses=("127.0.0.1",), ports=(free_port(), mute.getsockname()[1]))
-        assert [state for *_, state in knock([closed], b"s")] == [REFUSED, OTHER]
-    finally:
-        own.close()
-        mute.close()
+    own = Ports(41000, 41070)
+    own.answer("word")
+    with answering(lambda _: time.sleep(8)) as mute, answering(lambda c: c.sendall(b"word\n" * 99)) as other:
+        try:
+            places = [(1, "127.0.0.1", port) for port in (*own.numbers, free_port(), mute, other)]
+            states, seen = knock([*places, (2, *places[0][1:])], {1: "word", 2: "another"})
+            assert states == [OPEN] * len(own.numbers) + [REFUSED, OTHER, OTHER, OTHER]
+            assert seen == {"127.0.0.1"}
+        finally:
+            own.close()
+    assert len(own.numbers) == 8
     assert DROPPED == "dropped", "tests/doctor/test_network.py has it"
 
 
-def test_messages_pass_both_ways():
-    first, second = pair_of_channels()
-    first.send({"a": [1, "text\x1b[31m"]})
-    assert second.receive(1) == {"a": [1, "text\\x1b[31m"]}
-    second.send({"b": None})
-    assert first.receive(1) == {"b": None}
+def test_a_program_that_drips_has_a_limit(monkeypatch: pytest.MonkeyPatch):
+    def drip(connection: socket.socket) -> None:
+        while True:
+            connection.sendall(b"x")
+            time.sleep(0.05)
 
-
-def test_another_secret_is_noticed_by_both():
-    first, second = pair_of_channels(b"one", b"two")
-    first.send({})
-    with pytest.raises(SecretError):
-        second.receive(1)
-    second.send({})
-    with pytest.raises(SecretError):
-        first.receive(1)
-
-
-def test_a_changed_or_repeated_message_is_refused():
-    first, second = pair_of_channels()
-    first.send({"a": 1})
-    second.receive(1)
-    body = json.dumps({"a": 2}).encode()
-    first.connection.sendall(channels._HEAD.pack(len(body), b"x" * 16) + body)
-    with pytest.raises(StrangerError, match="somebody has changed"):
-        second.receive(1)
-
-
-@pytest.mark.parametrize(
-    "body",
-    [b"", b"[]", b"{", b"1", b"[" * 5000, b'{"a": ' * 900 + b"1" + b"}" * 900, b'"' + b"x" * 100, b"\xff\xfe", b"{}x"],
-)
-def test_bodies_that_are_no_message(body: bytes):
-    first, second = pair_of_channels()
-    first.connection.sendall(channels._HEAD.pack(len(body), first._proof(first._ends[0], 1, body)) + body)
-    with contextlib.suppress(StrangerError):  # deep values are read where the recursion allows
-        assert isinstance(second.receive(1), dict)
-
-
-def test_random_bytes_and_a_large_length():
-    for garbage in (b"\xff" * 100, *(secrets.token_bytes(64) for _ in range(20))):
-        first, second = pair_of_channels()
-        first.connection.sendall(garbage)
-        first.connection.close()
-        with pytest.raises(OSError, match="bytes|closed|secret"):
-            second.receive(1)
-
-
-def test_a_peer_that_drips_has_a_limit():
-    first, second = pair_of_channels()
-    ended = threading.Event()
-
-    def drip() -> None:
-        while not ended.wait(0.05):
-            first.connection.sendall(b"\x00")
-
-    threading.Thread(target=drip, daemon=True).start()
-    begin = time.monotonic()
-    with pytest.raises(TimeoutError):
-        second.receive(0.4)
-    ended.set()
+    monkeypatch.setattr(ports, "_ANSWER_SECONDS", 0.4)
+    with answering(drip) as port:
+        begin = time.monotonic()
+        assert knock([(1, "127.0.0.1", port)], {1: "word"}) == ([OTHER], set())
     assert time.monotonic() - begin < 3
 
 
+FACTS: dict[str, Any] = {
+    **dict.fromkeys(("name", "lowbit", "torch", "python", "device", "address"), "x"), "cores": 2, "unknown": 1
+}  # fmt: skip
+
+
+def alone(stated: str) -> Meeting:
+    """The first machine of three, the second of which has stated something as its facts."""
+    meeting = Meeting.__new__(Meeting)
+    meeting.rank, meeting.ranks, meeting.store = 0, 3, HashStore()
+    meeting.store.set("Facts/1", stated)
+    return meeting
+
+
 @pytest.mark.parametrize(
-    "change",
-    [{"id": 1}, {"cores": -1}, {"cores": "two"}, {"ports": ["a"]}, {"memory_bytes": float("inf")}, {"name": "x" * 2000},
-     {"settings": {"a": 1}}, {"torch": None}, {"gpus": 1.5}],
+    "stated",
+    [
+        "[]", "{", "1", "[" * 5000, '"' + "x" * 100, "{}x", "{}", "\x1b[31m", '{"a": ' * 900 + "1" + "}" * 900,
+        json.dumps(FACTS | {"name": "x" * 2_000_000}),
+        *(json.dumps(FACTS | change) for change in (
+            {"cores": -1}, {"cores": "two"}, {"ports": ["a"]}, {"memory_bytes": float("inf")},
+            {"settings": {"a": 1}}, {"torch": None}, {"gpus": 1.5},
+        )),
+    ],
 )  # fmt: skip
-def test_facts_that_cannot_be(change: dict[str, Any]):
-    good: dict[str, Any] = dict.fromkeys(("id", "name", "lowbit", "torch", "python", "device", "address"), "x")
-    good["cores"] = 2
-    assert read(Facts, good | {"unknown": 1}).cores == 2
-    with pytest.raises(StrangerError, match="a value that it cannot have"):
-        read(Facts, good | change)
+def test_an_invalid_statement_is_one_clear_error(stated: str):
+    with pytest.raises(StatementError, match=r"^machine 1 \(0: the first\): \w+: .*$"):
+        alone(stated).exchange(read(Facts, FACTS), 0.1)
+
+
+def test_a_machine_that_states_nothing_is_left_out():
+    begin = time.monotonic()
+    stated = alone(json.dumps(FACTS)).exchange(read(Facts, FACTS), 0.3)
+    assert 0.3 <= time.monotonic() - begin < 3
+    assert {rank: facts.cores for rank, facts in stated.items()} == {0: 2, 1: 2}
 
 
 @pytest.mark.parametrize(
     "values", [[1], [{}], [{"kind": "other"}], [{"kind": "finding", "level": "bad", "what": ""}], [{"kind": []}]]
 )
 def test_pages_that_cannot_be(values: list[Any]):
-    with pytest.raises(StrangerError):
-        rows_of(values)
+    with pytest.raises(StatementError):
+        read(list[AnyRow], values)
 
 
 def test_rows_come_back_as_they_were():
     rows = [Finding(level="stop", machine="a", what="b"), machine_row("a")]
-    assert rows_of(json.loads(json.dumps([vars(row) for row in rows]))) == rows
+    assert read(list[AnyRow], json.loads(json.dumps([vars(row) for row in rows]))) == rows
 
 
 def machine_row(name: str) -> MachineRow:
@@ -320,3 +250,8 @@ def test_the_environment_of_a_training_is_enough(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("WORLD_SIZE", "many")
     with pytest.raises(ConfigError, match="WORLD_SIZE is 'many'"):
         _ = DoctorSettings().count
+
+
+def test_an_interface_that_is_not_there(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    assert gloo("lo")["gloo_problem"].startswith("GLOO_SOCKET_IFNAME is eth7; it has lo")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -12,13 +10,10 @@ import torch.distributed as dist
 
 from lowbit.train import TrainConfig, loop, train
 from lowbit.train.config import PipelineConfig
-from lowbit.train.distance import needless, round_trips
+from lowbit.train.distance import needless
 from lowbit.train.layout import make_layout
-from lowbit.wire.messages import Messages
 from tests.processes import Ranks
 from tests.train.runs import tiny
-
-DELAY = 0.04  # seconds that a message takes longer
 
 
 @pytest.mark.parametrize(
@@ -47,24 +42,6 @@ def test_only_pairs_between_which_a_step_waits_count():
     line = needless(plan, "Interleaved1F1B", trips)
     assert line is not None
     assert line.startswith("neighbours are up to 200 ms apart, there and back, and Interleaved1F1B")
-
-
-def _measured(delay: float) -> dict[int, float]:
-    messages, send = Messages(None, "test", timeout=20), Messages.send
-
-    def late(self: Messages, *args: Any) -> Any:
-        time.sleep(delay)
-        return send(self, *args)
-
-    with mock.patch.object(Messages, "send", late):
-        return round_trips(messages)
-
-
-@pytest.mark.parametrize("count", [2, 3])
-def test_each_rank_measures_the_way_to_the_next(ranks: Ranks, count: int):
-    found = ranks.run(_measured, DELAY, ranks=count)
-    assert [list(each) for each in found] == ([[1], []] if count == 2 else [[1], [2], [0]])
-    assert all(seconds >= 2 * DELAY for each in found for seconds in each.values())
 
 
 def _warned(config: TrainConfig, least: float) -> tuple[list[str], float | None]:

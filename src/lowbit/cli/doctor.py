@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,8 +41,10 @@ class Doctor:
 
     def __call__(self, program: str, words: Sequence[str]) -> None:
         """Check, print and write; exit with 1 if anything would stop the training."""
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before PyTorch is imported: else many lines of C++
         settings, options = self.parser(program).resolve(words)
         from lowbit.doctor.command import COMMAND, examine, stops, write_output
+        from lowbit.job.output import end
         from lowbit.report import Report, check_output, machine
 
         file = options.get("json")
@@ -58,8 +61,7 @@ class Doctor:
             report.write_json(file)
             if results := extension("results"):
                 results.write_results(COMMAND, Path(file))
-        if stops(rows):
-            raise SystemExit(1)
+        end(int(stops(rows)))  # without destructors: a broken process group's can wait for machines that are gone
 
 
 def _show(rows: Sequence[dict[str, Any]], tables: Sequence[Any], ending: str) -> None:

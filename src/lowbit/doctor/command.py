@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields
+from itertools import combinations
 from typing import Any
 
 from lowbit.config import ConfigError
-from lowbit.doctor.channel import StrangerError, read
 from lowbit.doctor.cluster import check_file, write_cluster
-from lowbit.doctor.facts import interfaces
 from lowbit.doctor.findings import findings
 from lowbit.doctor.hosts import from_hosts
-from lowbit.doctor.meeting import meet
-from lowbit.doctor.messages import Finding, LinkRow, MachineRow
+from lowbit.doctor.messages import AnyRow, Described, Finding, LinkRow, MachineRow, Measured, read
 from lowbit.doctor.settings import DoctorSettings
-from lowbit.doctor.survey import Survey, tell
+from lowbit.doctor.survey import Survey, take
+from lowbit.job.process_group import interfaces
 from lowbit.report import Column, Command, Row, Table
-
-_KINDS: dict[str, Any] = {"finding": Finding, "machine": MachineRow, "link": LinkRow}
 
 
 def examine(settings: DoctorSettings) -> tuple[list[Any], bool]:
@@ -26,7 +23,7 @@ def examine(settings: DoctorSettings) -> tuple[list[Any], bool]:
 
     Raises:
         ConfigError: no place to meet, or an output that somebody has changed.
-        MeetingFailed: the machines cannot meet there.
+        ConnectionError: the machines cannot meet there.
     """
     try:
         _ = settings.count, settings.place if not settings.hosts else None
@@ -37,53 +34,26 @@ def examine(settings: DoctorSettings) -> tuple[list[Any], bool]:
         check_file(settings.output, overwrite=settings.overwrite)
     if settings.hosts:
         values, problems = from_hosts(settings)
-        return [*problems, *rows_of(values)], True
-    survey, values = meet(settings)
-    if survey is None:
-        return rows_of(values), False
-    rows = rows_from(survey)
-    tell(survey, [vars(row) for row in rows])
-    return rows, not survey.alone
+        return [*problems, *read(list[AnyRow], values)], True
+    survey = take(settings)
+    return rows_from(survey), survey.first
 
 
 def rows_from(survey: Survey) -> list[Any]:
     """The rows of the page."""
     machines, links = [], []
-    for seat in survey.seats:
-        own, speed = seat.facts, seat.speed
-        reached = {address for (_, number), states in survey.states.items() if survey.seats[number] is seat
-                   for (address, _), state in states.items() if state == "open"}  # fmt: skip
-        names = ("name", "interface", "device", "cores", "gpus", "memory_bytes", "python", "torch", "lowbit")
-        speeds = ("layer_seconds", "layer_tokens", "layer_overhead", "tflops", "optimizer_ns", "coding")
-        machines.append(MachineRow(
-            address=own.gloo_address if own.gloo_address in reached else own.address, clock_ms=seat.clock_ms,
-            **{name: getattr(own, name) for name in names}, **{name: getattr(speed, name) for name in speeds},
+    for machine in survey.machines.values():
+        own = machine.facts
+        described = {each.name: getattr(own, each.name) for each in fields(Described)}
+        described["address"] = own.gloo_address if own.gloo_address in machine.reached else own.address
+        machines.append(MachineRow(**described, **vars(machine.speed), clock_ms=machine.clock_ms))
+    for (a, first), (b, second) in combinations(survey.machines.items(), 2):
+        there, back = (survey.links.get(pair, Measured()) for pair in ((a, b), (b, a)))
+        links.append(LinkRow(
+            first=first.facts.name, second=second.facts.name, mbit=there.mbit or None, back_mbit=back.mbit or None,
+            rtt_ms=there.rtt_ms or None, loss=there.loss, back_loss=back.loss,
         ))  # fmt: skip
-    for a, first in enumerate(survey.seats):
-        for b, second in list(enumerate(survey.seats))[a + 1 :]:
-            rate, back = survey.rates.get((a, b)), survey.rates.get((b, a))
-            links.append(LinkRow(
-                first=first.facts.name, second=second.facts.name,
-                mbit=rate.mbit if rate else None, back_mbit=back.mbit if back else None,
-                rtt_ms=min((each.rtt_ms for each in (rate, back) if each), default=None),
-                loss=rate.loss if rate else None, back_loss=back.loss if back else None,
-            ))  # fmt: skip
     return [*findings(survey), *machines, *links]
-
-
-def rows_of(values: Sequence[Any]) -> list[Any]:
-    """Rows that another machine sent.
-
-    Raises:
-        StrangerError: they are something else.
-    """
-    rows = []
-    for value in values:
-        kind = value.get("kind") if isinstance(value, dict) else None
-        if not isinstance(kind, str) or kind not in _KINDS:
-            raise StrangerError("the first machine sent a page with unknown rows")
-        rows.append(read(_KINDS[kind], value))
-    return rows
 
 
 def stops(rows: Sequence[Any]) -> bool:
@@ -102,7 +72,7 @@ def write_output(settings: DoctorSettings, rows: Sequence[Any]) -> str:
 
 def measure(settings: DoctorSettings, earlier: Sequence[Row] = ()) -> Iterator[Sequence[Row]]:
     """Check the machines; yields the rows of the page once."""
-    yield [vars(row) for row in examine(replace(settings))[0]]
+    yield [vars(row) for row in examine(settings)[0]]
 
 
 def _of(kind: str) -> Any:
@@ -137,7 +107,7 @@ COMMAND = Command(
             rows=_of("finding"),
             columns=(
                 Column("", "level"), Column("machine", "machine"), Column("what is wrong", "what"),
-                Column("how to mend it", "mend"),
+                Column("how to fix it", "mend"),
             ),
         ),
         Table(

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import platform
-import secrets
 import shutil
 import socket
-import struct
 import time
 from pathlib import Path
 from typing import Any
@@ -20,7 +17,7 @@ import torch
 import lowbit
 from lowbit.doctor.messages import Facts
 from lowbit.doctor.settings import DoctorSettings
-from lowbit.job.process_group import interface_towards
+from lowbit.job.process_group import address_towards, interface_towards, interfaces
 from lowbit.train import TrainConfig, load
 from lowbit.train.data import load_data
 from lowbit.train.device import choose_device
@@ -28,13 +25,12 @@ from lowbit.train.identity import compared
 from lowbit.wire.checksum import run_secret
 from lowbit.wire.pytorch import TorchVersionError, check_torch
 
-_SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 _FIREWALLS = ("ufw", "firewall-cmd")
 
 
-def now() -> float:
-    """Seconds of this machine's clock."""
-    return time.time()
+def now_ns() -> int:
+    """Nanoseconds of this machine's clock."""
+    return time.time_ns()
 
 
 def versions() -> dict[str, str]:
@@ -43,7 +39,7 @@ def versions() -> dict[str, str]:
 
 
 def facts(settings: DoctorSettings) -> Facts:
-    """All that needs no other machine; the ports are opened later."""
+    """All that needs no other machine; `ports` is left empty."""
     host, _ = settings.place
     problem = text = ""
     compared_settings: dict[str, str] = {}
@@ -68,13 +64,13 @@ def facts(settings: DoctorSettings) -> Facts:
     interface = interface_towards(host) or ""
     low, high = _port_range()
     return Facts(
-        id=secrets.token_hex(8), name=(settings.name or socket.gethostname())[:60], **versions(),
-        torch_problem=torch_problem[:500], device=torch.cuda.get_device_name() if gpu else "CPU",
+        name=(settings.name or socket.gethostname())[:60], **versions(),
+        torch_problem=torch_problem, device=torch.cuda.get_device_name() if gpu else "CPU",
         cores=len(os.sched_getaffinity(0)), gpus=torch.cuda.device_count() if gpu else 0,
         memory_bytes=float(torch.cuda.mem_get_info()[0] if gpu else _free_memory()), address=address,
         interface=interface, **gloo(interface), host_address=_resolved(socket.gethostname()),
         meet_address=_resolved(host), firewall=next((name for name in _FIREWALLS if shutil.which(name)), ""),
-        secret=bool(run_secret()), recipe=settings.recipe[:200], recipe_problem=problem[:500], text=text,
+        secret=bool(run_secret()), recipe=settings.recipe, recipe_problem=problem, text=text,
         settings=compared_settings, port_low=low, port_high=high,
     )  # fmt: skip
 
@@ -86,29 +82,10 @@ def gloo(interface: str) -> dict[str, Any]:
     name = chosen or interface
     if name and name not in here:
         problem = f"GLOO_SOCKET_IFNAME is {name}; it has {', '.join(here)}"
-        return {"gloo_interface": name, "gloo_problem": problem[:500], "chosen": chosen[:100]}
+        return {"gloo_interface": name, "gloo_problem": problem, "chosen": chosen}
     # Left alone, Gloo takes the interface that the host's own name leads to.
     address = here[name] if name else _resolved(socket.gethostname())
-    return {"gloo_interface": name, "gloo_address": address, "chosen": chosen[:100]}
-
-
-def interfaces() -> dict[str, str]:
-    """The first IPv4 address of each network interface that has one."""
-    found: dict[str, str] = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):
-                reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()))
-                found[name] = socket.inet_ntoa(reply[20:24])
-    return found
-
-
-def address_towards(host: str) -> str:
-    """The address of this machine from which packets leave to a host; empty without a way there."""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))  # no packet is sent
-        return probe.getsockname()[0]
-    return ""
+    return {"gloo_interface": name, "gloo_address": address, "chosen": chosen}
 
 
 def _resolved(name: str) -> str:

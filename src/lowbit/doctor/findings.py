@@ -1,13 +1,12 @@
-"""What is wrong, where, and how to mend it: drawn from what the machines found."""
+"""What is wrong, where, and how to fix it: drawn from what the machines found."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Literal
 
 from lowbit.doctor import ports as doors
-from lowbit.doctor.messages import Facts, Finding
-from lowbit.doctor.survey import Seat, Survey
+from lowbit.doctor.messages import Facts, Finding, Measured
+from lowbit.doctor.survey import Machine, Survey
 from lowbit.wire.checksum import SECRET
 
 _CLOCK_MS = 1000.0
@@ -20,205 +19,172 @@ _WORDS = {
     doors.UNREACHABLE: "it cannot be reached",
     doors.OTHER: "another machine or program answers",
 }
-_Level = Literal["stop", "warning", "note"]
 
 
 def findings(survey: Survey) -> list[Finding]:
     """All findings; those that stop a training first."""
-    found = [*_absent(survey), *_versions(survey), *_recipes(survey), *_network(survey), *_speeds(survey)]
+    sources = (_absent, _versions, _recipes, _network, _links)
+    found = [finding for source in sources for finding in source(survey)]
     return sorted(dict.fromkeys(found), key=lambda each: ("stop", "warning", "note").index(each.level))
 
 
 def _absent(survey: Survey) -> Iterator[Finding]:
     """Machines that did not come or left, and the meeting itself."""
-    first, settings = survey.seats[0].facts, survey.settings
+    settings, every = survey.settings, [machine.facts for machine in survey.machines.values()]
+    first = every[0]
     host, port = settings.place
-    where = f"{host}:{port}"
-    missing = settings.count - len(survey.seats)
-    again = " ".join(["lowbit doctor", *filter(None, [settings.recipe]), "--meet", where])
+    missing = settings.count - len(every)
+    again = " ".join(["lowbit doctor", *filter(None, [settings.recipe]), "--meet", settings.where])
     again += f" --machines {settings.count}" if settings.count != 2 else ""
+    if survey.strangers:
+        for name in survey.strangers:
+            what = f"it does not know the secret ({SECRET}) of {first.name}"
+            yield _stop(name, what, f"export the same {SECRET} on all machines")
+        return
     if survey.alone.startswith("the first machine is gone"):
-        yield _stop(first, survey.alone, f"start it again on all machines: {again}")
+        yield _stop(first.name, survey.alone, f"start it again on all machines: {again}")
     elif survey.alone:
-        yield _stop(
-            first, f"port {port} of {host} cannot be reached from here within {settings.wait:g} s: {survey.alone}",
-            f"check that the first machine has this address and runs `{again}`; open the port there: "
-            + _open(first.firewall, first.address, f"{port}"),
-        )  # fmt: skip
+        mend = f"check that the first machine has this address and runs `{again}`; open the port there: "
+        yield _stop(first.name, survey.alone, mend + _open(first.firewall, first.address, f"{port}"))
     elif missing > 0:
-        yield _stop(
-            first, f"{missing} of {settings.count} machines did not come to {where} within {settings.wait:g} s",
-            f"start it there: {again}; if it cannot reach port {port}, open it here: "
-            + _open(first.firewall, "", f"{port}"),
-        )  # fmt: skip
+        what = f"{missing} of {settings.count} machines did not come to {settings.where} within {settings.wait:g} s"
+        mend = f"start it there: {again}; if it cannot reach port {port}, open it here: "
+        yield _stop(first.name, what, mend + _open(first.firewall, "", f"{port}"))
     if first.meet_address.startswith("127.") and not host.startswith(("127.", "localhost")) and not survey.alone:
-        yield _stop(
-            first, f"{host} is {first.meet_address} here: no other machine can reach it",
-            f"meet at an address of this machine, such as {first.address}:{port}, or correct /etc/hosts",
-        )  # fmt: skip
-    for seat in survey.seats:
-        if seat.lost:
-            yield _stop(seat.facts, f"it left before the end: {seat.lost}", f"start it again on all machines: {again}")
-    for address, problem in survey.strangers.items():
-        if "secret" in problem:
-            if address in (seat.seen for seat in survey.seats):  # it came again, with the right one
-                continue
-            yield Finding(
-                level="stop", machine=address, what=f"it does not know the secret ({SECRET}) of {first.name}",
-                mend=f"export the same {SECRET} on all machines",
-            )  # fmt: skip
-        else:
-            yield Finding(
-                level="warning", machine=address, what=f"it connected to {first.name} and was ignored: {problem}",
-                mend="let the firewall pass the machines of the training only",
-            )  # fmt: skip
-    for seat in survey.seats:
-        if not seat.facts.secret:
-            yield Finding(
-                level="warning", machine=seat.facts.name, what=f"{SECRET} is not set: whoever reaches it can take part",
-                mend=f"export {SECRET}, the same on all machines (docs/security.md)",
-            )  # fmt: skip
+        what = f"{host} is {first.meet_address} here: no other machine can reach it"
+        mend = f"meet at an address of this machine, such as {first.address}:{port}, or correct /etc/hosts"
+        yield _stop(first.name, what, mend)
+    if survey.left and not survey.stalled:
+        rank, how = survey.left
+        name = survey.machines[rank].facts.name if rank in survey.machines else ""
+        yield _stop(name, f"it left before the end: {how}", f"start it again on all machines: {again}")
+    for own in every:
+        if not own.secret:
+            what = f"{SECRET} is not set: whoever reaches it can take part"
+            yield _warn(own.name, what, f"export {SECRET}, the same on all machines (docs/security.md)")
 
 
 def _versions(survey: Survey) -> Iterator[Finding]:
-    """Versions, each compared with the first machine's."""
-    first = survey.seats[0].facts
-    for seat in survey.seats:
-        own = seat.facts
+    """Versions, each compared with the first machine's, and speeds that these do not permit to measure."""
+    first = survey.machines[0].facts
+    for machine in survey.machines.values():
+        own = machine.facts
         if own.torch_problem:
-            yield _stop(own, own.torch_problem, "")
+            yield _stop(own.name, own.torch_problem)
         for name, here, there in (("lowbit", own.lowbit, first.lowbit), ("torch", own.torch, first.torch)):
             if here != there:
                 version, _, build = there.partition("+")
                 source = f" --index-url https://download.pytorch.org/whl/{build}" if build and name == "torch" else ""
                 what = f"{'PyTorch' if name == 'torch' else name} is {here}, and {there} on {first.name}"
-                yield _stop(own, what, f"on {own.name}: pip install {name}=={version}{source}")
+                yield _stop(own.name, what, f"on {own.name}: pip install {name}=={version}{source}")
         if own.python.rsplit(".", 1)[0] != first.python.rsplit(".", 1)[0]:
-            yield _warn(own, f"Python is {own.python}, and {first.python} on {first.name}", "the same version is safer")
+            what = f"Python is {own.python}, and {first.python} on {first.name}"
+            yield _warn(own.name, what, "the same version is safer")
+        if machine.speed.problem and not own.recipe_problem:
+            yield _warn(own.name, f"its speed was not measured: {machine.speed.problem}", "without it, no plan")
 
 
 def _recipes(survey: Survey) -> Iterator[Finding]:
     """The configuration and its text."""
-    first = survey.seats[0].facts
-    for seat in survey.seats:
-        own = seat.facts
+    first = survey.machines[0].facts
+    for own in (machine.facts for machine in survey.machines.values()):
         if own.recipe_problem:
-            yield _stop(own, own.recipe_problem, "copy the recipe and its text from the machine that has them")
+            mend = "copy the recipe and its text from the machine that has them"
+            yield _stop(own.name, own.recipe_problem, mend)
         elif bool(own.recipe) != bool(first.recipe):
             given, without = (own, first) if own.recipe else (first, own)
             what = f"it was started without a recipe, {given.name} with {given.recipe}: nothing is compared"
-            yield _warn(without, what, f"lowbit doctor {given.recipe}")
+            yield _warn(without.name, what, f"lowbit doctor {given.recipe}")
         if own.settings and first.settings and own.settings != first.settings:
             keys = sorted(k for k in {*own.settings, *first.settings} if own.settings.get(k) != first.settings.get(k))
             some = ", ".join(f"{k} is {own.settings.get(k)} and {first.settings.get(k)}" for k in keys[:_MOST_KEYS])
             more = f", and {len(keys) - _MOST_KEYS} more" if len(keys) > _MOST_KEYS else ""
             weights = " and the folder of model.pretrained" if "model.pretrained" in keys else ""
-            said = f"its recipe differs from that of {first.name}: {some}{more}"
-            yield _stop(own, said, f"copy {own.recipe}{weights} to it")
+            what = f"its recipe differs from that of {first.name}: {some}{more}"
+            yield _stop(own.name, what, f"copy {own.recipe}{weights} to it")
         if own.text and first.text and own.text != first.text:
-            yield _stop(
-                own, f"its text differs from that of {first.name}: digest {own.text}, not {first.text}",
-                f"copy the files of data.text from {first.name}",
-            )  # fmt: skip
+            what = f"its text differs from that of {first.name}: digest {own.text}, not {first.text}"
+            yield _stop(own.name, what, f"copy the files of data.text from {first.name}")
 
 
 def _network(survey: Survey) -> Iterator[Finding]:
-    """Addresses, ports, links and clocks."""
-    seats = survey.seats
-    for number, seat in enumerate(seats):
-        own = seat.facts
-        closed = {i: _closed(survey, i, number) for i in range(len(seats)) if (i, number) in survey.states}
+    """Addresses, ports and the process group."""
+    machines, explained = survey.machines, False
+    for rank, machine in machines.items():
+        own = machine.facts
+        closed = {caller: _closed(survey, caller, rank) for caller in machines if (caller, rank) in survey.states}
+        explained = explained or bool(own.gloo_problem) or any(closed.values())
         if own.gloo_problem:
-            yield _stop(own, own.gloo_problem, f"on {own.name}: {_interface(own)}")
-        elif _is_wrong_interface(survey, number):
+            yield _stop(own.name, own.gloo_problem, f"on {own.name}: {_interface(own)}")
+        elif closed and own.gloo_address != own.address and all(len(c) == len(own.ports) for c in closed.values()):
             name = f" ({'GLOO_SOCKET_IFNAME=' if own.chosen else ''}{own.gloo_interface})" if own.gloo_interface else ""
             ways = f"{own.interface} ({own.address})" if own.interface else own.address
-            yield _stop(
-                own, f"Gloo would listen at {own.gloo_address or 'no address'}{name}, where "
-                f"{_names(seats[i] for i in closed)} cannot reach it; {ways} leads to the others",
-                f"on {own.name}: {_interface(own)}",
-            )  # fmt: skip
+            callers = " and ".join(machines[caller].facts.name for caller in closed)
+            what = f"Gloo would listen at {own.gloo_address or 'no address'}{name}, where {callers} cannot reach it"
+            yield _stop(own.name, f"{what}; {ways} leads to the others", f"on {own.name}: {_interface(own)}")
         else:
             for caller, states in closed.items():
-                yield from _closed_ports(seats[caller], seat, states)
-        if seat.clock_ms is not None and abs(seat.clock_ms) > _CLOCK_MS:
-            way = "ahead of" if seat.clock_ms > 0 else "behind"
-            yield _warn(
-                own, f"its clock is {abs(seat.clock_ms) / 1e3:,.0f} s {way} that of {seats[0].facts.name}",
-                f"on {own.name}: sudo timedatectl set-ntp true",
-            )  # fmt: skip
-    misled = [s.facts for s in seats if s.facts.gloo_interface and s.facts.host_address != s.facts.gloo_address]
-    if misled := [own for own in misled if not own.chosen]:
+                yield from _closed_ports(machines[caller], machine, states)
+    for rank, problem in survey.problems.items():
+        if not explained:
+            yield _stop(machines[rank].facts.name, problem, "look for a firewall between the machines")
+    misled = [m.facts for m in machines.values() if m.facts.gloo_interface and not m.facts.chosen]
+    if misled := [own for own in misled if own.host_address != own.gloo_address]:
+        addresses = ", ".join(dict.fromkeys(own.host_address or "none" for own in misled))
+        names = " or ".join(dict.fromkeys(own.gloo_interface for own in misled))
         yield Finding(
             level="note", machine=" and ".join(own.name for own in misled),
-            what="Gloo left alone would listen at " + ", ".join(dict.fromkeys(o.host_address or "none" for o in misled))
-            + ", where the host name leads; lowbit train leads it to the right address",
-            mend="for scripts of your own: export GLOO_SOCKET_IFNAME="
-            + " or ".join(dict.fromkeys(own.gloo_interface for own in misled)),
+            what=f"Gloo left alone would listen at {addresses}, where the host name leads; "
+            "lowbit train leads it to the right address",
+            mend=f"for scripts of your own: export GLOO_SOCKET_IFNAME={names}",
         )  # fmt: skip
-    yield from _links(survey)
 
 
 def _links(survey: Survey) -> Iterator[Finding]:
-    names = [seat.facts.name for seat in survey.seats]
-    for (a, b), problem in survey.stalled.items():
-        yield Finding(
-            level="stop", machine=names[a],
-            what=f"it connects to {names[b]}, but little or nothing of 64 KiB messages to it arrives ({problem})",
-            mend=f"large packets may be lost, as in a VPN: sudo ip link set {survey.seats[a].facts.interface} mtu 1280",
-        )  # fmt: skip
-    for (a, b), rate in survey.rates.items():
-        back = survey.rates.get((b, a))
-        if back and back.mbit >= _SLOW_DIRECTION * rate.mbit:
-            yield Finding(
-                level="warning", machine=names[a],
-                what=f"{names[a]} to {names[b]} carries {rate.mbit:.3g} Mbit/s, the other direction {back.mbit:.3g}",
-                mend="activations and gradients need both: look for a limit of the upload, a bad cable or weak Wi-Fi",
-            )  # fmt: skip
-        if rate.loss and rate.loss > _LOSS:
-            yield Finding(
-                level="warning", machine=names[a],
-                what=f"TCP sent {rate.loss:.0%} of its segments to {names[b]} again: the link loses packets",
-                mend="a cable instead of Wi-Fi, or another cable or switch",
-            )  # fmt: skip
-
-
-def _speeds(survey: Survey) -> Iterator[Finding]:
-    for seat in survey.seats:
-        if seat.speed.problem and not seat.lost and not seat.facts.recipe_problem and not survey.alone:
-            yield _warn(seat.facts, f"its speed was not measured: {seat.speed.problem}", "without it, no plan")
+    """Links and clocks."""
+    for machine in survey.machines.values():
+        if machine.clock_ms is not None and abs(machine.clock_ms) > _CLOCK_MS:
+            own, way = machine.facts, "ahead of" if machine.clock_ms > 0 else "behind"
+            what = f"its clock is {abs(machine.clock_ms) / 1e3:,.0f} s {way} that of {survey.machines[0].facts.name}"
+            yield _warn(own.name, what, f"on {own.name}: sudo timedatectl set-ntp true")
+    if survey.stalled:
+        one, other = (survey.machines[rank].facts for rank in survey.stalled)
+        reason = survey.left[1] if survey.left else ""
+        what = f"it connects to {other.name}, but larger messages to it do not arrive ({reason})"
+        mend = f"large packets may be lost, as in a VPN: sudo ip link set {one.interface} mtu 1280"
+        yield _stop(one.name, what, mend)
+    for (a, b), measured in survey.links.items():
+        one, other = survey.machines[a].facts.name, survey.machines[b].facts.name
+        back = survey.links.get((b, a), Measured()).mbit
+        if measured.mbit and back >= _SLOW_DIRECTION * measured.mbit:
+            what = f"{one} to {other} carries {measured.mbit:.3g} Mbit/s, the other direction {back:.3g}"
+            mend = "activations and gradients need both: look for a limit of the upload, a bad cable or weak Wi-Fi"
+            yield _warn(one, what, mend)
+        if measured.loss and measured.loss > _LOSS:
+            what = f"TCP sent {measured.loss:.0%} of its segments to {other} again: the link loses packets"
+            yield _warn(one, what, "a cable instead of Wi-Fi, or another cable or switch")
 
 
 def _closed(survey: Survey, caller: int, called: int) -> dict[int, str]:
     """Ports where Gloo would listen on a machine, by what another one gets there instead of it."""
-    own = survey.seats[called].facts
+    own = survey.machines[called].facts
     found = survey.states.get((caller, called), {})
     return {p: state for (address, p), state in found.items() if address == own.gloo_address and state != doors.OPEN}
 
 
-def _is_wrong_interface(survey: Survey, number: int) -> bool:
-    """Whether Gloo listens where nobody reaches it, though another address leads to the others or is nobody else's."""
-    own = survey.seats[number].facts
-    others = [index for index in range(len(survey.seats)) if (index, number) in survey.states]
-    if not others or own.gloo_address in (own.address, survey.seats[number].seen):
-        return False
-    return all(len(_closed(survey, i, number)) == len(own.ports) for i in others)
-
-
-def _closed_ports(caller: Seat, called: Seat, states: Mapping[int, str]) -> Iterator[Finding]:
-    own, all_ports = called.facts, called.facts.ports
+def _closed_ports(caller: Machine, called: Machine, states: Mapping[int, str]) -> Iterator[Finding]:
+    own, source = called.facts, caller.facts.address
     for state in dict.fromkeys(states.values()):
         numbers = [port for port, each in states.items() if each == state]
-        whole = len(numbers) == len(all_ports)
+        whole = len(numbers) == len(own.ports)
         which = f"{own.port_low} to {own.port_high}" if whole else ", ".join(map(str, numbers))
-        tried = f"all {len(numbers)}" if whole else f"{len(numbers)} of {len(all_ports)}"
+        tried = f"all {len(numbers)}" if whole else f"{len(numbers)} of {len(own.ports)}"
         what = f"ports {which} are closed for {caller.facts.name} ({tried} that were tried)"
-        source = caller.seen or caller.facts.address
-        wanted = f"{own.port_low}:{own.port_high}"
-        mend = f"on {own.name}: {_open(own.firewall, source, wanted)}"
-        if caller.seen and caller.seen != caller.facts.address:
-            mend = f"{caller.facts.name} is behind a router (NAT), as {caller.seen}: connect the machines by a VPN"
-        yield _stop(own, f"{what}: {_WORDS.get(state, 'an unknown state')}", mend)
+        mend = f"on {own.name}: {_open(own.firewall, source, f'{own.port_low}:{own.port_high}')}"
+        for each in (called, caller):
+            if each.seen and each.seen.isdisjoint(each.facts.addresses):
+                mend = f"{each.facts.name} is behind a router (NAT), as {min(each.seen)}: connect the machines by a VPN"
+        yield _stop(own.name, f"{what}: {_WORDS.get(state, 'an unknown state')}", mend)
 
 
 def _open(firewall: str, source: str, ports: str) -> str:
@@ -239,13 +205,9 @@ def _interface(own: Facts) -> str:
     return "unset GLOO_SOCKET_IFNAME" if own.chosen else "export GLOO_SOCKET_IFNAME to the interface that leads there"
 
 
-def _names(seats: Iterator[Seat]) -> str:
-    return " and ".join(seat.facts.name for seat in seats)
+def _stop(machine: str, what: str, mend: str = "") -> Finding:
+    return Finding(level="stop", machine=machine, what=what, mend=mend)
 
 
-def _stop(own: Facts, what: str, mend: str) -> Finding:
-    return Finding(level="stop", machine=own.name, what=what, mend=mend)
-
-
-def _warn(own: Facts, what: str, mend: str) -> Finding:
-    return Finding(level="warning", machine=own.name, what=what, mend=mend)
+def _warn(machine: str, what: str, mend: str) -> Finding:
+    return Finding(level="warning", machine=machine, what=what, mend=mend)

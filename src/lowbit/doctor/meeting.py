@@ -1,62 +1,134 @@
-"""The machines meet: the one that owns the address listens there, and the others connect."""
+"""The machines meet in the store where `lowbit train` would meet, and state there what they know."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import queue
+import json
+import os
+import secrets
 import socket
 import sys
-import threading
 import time
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
 
-from lowbit.doctor import ports as doors
-from lowbit.doctor.channel import Channel, SecretError, StrangerError, read
-from lowbit.doctor.facts import facts, now
-from lowbit.doctor.messages import Doors, Facts, Measure
-from lowbit.doctor.ports import Ports
+from torch._C._distributed_c10d import Store
+
+from lowbit.doctor.messages import StatementError, read
 from lowbit.doctor.settings import DoctorSettings
-from lowbit.doctor.speed import speed
-from lowbit.doctor.survey import ANSWER_SECONDS, Seat, Survey
-from lowbit.wire.checksum import SECRET, run_secret
+from lowbit.job.meeting import MeetingError, prove, reach
+from lowbit.wire.checksum import begin_attempt, run_secret
+from lowbit.wire.errors import first_line
+from lowbit.wire.store import bounded, peek, wait_until
 
-_CONNECT_SECONDS = 5.0
-_IDLE_SECONDS = 3600.0  # while other machines measure; keepalive notices one that vanishes
-_TRY_AGAIN_SECONDS = 0.5
-_KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
+_CALL_SECONDS = 10.0  # of a call of the store
+_TRY_SECONDS = 5.0  # to connect once
+_PROVE_SECONDS = 30.0
+_OPEN_SECONDS = 3600.0  # in which the first machine stops waiting for others
+_END_SECONDS = 5.0
+_PAUSE = 0.1
+_MOST_BYTES = 1 << 20  # of a statement
+_Class = TypeVar("_Class")
 
 
 class DoctorError(ConnectionError):
     """The machines cannot meet there at all."""
 
 
-class Here:
-    """This machine: its facts, its ports, and its answers."""
+class AloneError(ConnectionError):
+    """The first machine cannot be reached, or is gone."""
 
-    def __init__(self, settings: DoctorSettings) -> None:
-        self.settings, self.secret = settings, run_secret()
-        own = facts(settings)
-        self.ports = Ports(own.id, self.secret, own.port_low, own.port_high)
-        self.facts = replace(own, ports=self.ports.numbers)
 
-    def answer(self, message: Mapping[str, Any], _: float = 0.0) -> dict[str, Any]:
-        """Do what the first machine asks for."""
-        match message.get("do"):
-            case "clock":
-                return {"time": now()}
-            case "knock":
-                return {"found": doors.knock(read(Doors, message).doors, self.secret)}
-            case "measure":
+class Meeting:
+    """This machine among those that came. Every wait has a limit.
+
+    Attributes:
+        rank, ranks: of this machine, and how many came. store: theirs.
+        attempt: name of the meeting, which the machines draw together.
+        strangers: names of the machines that do not know the secret.
+
+    Raises:
+        DoctorError: trying again is of no use. AloneError: it may be.
+    """
+
+    def __init__(self, settings: DoctorSettings, name: str) -> None:
+        self.strangers: list[str] = []
+        self.attempt = ""
+        self.rank, self.store = _seat(settings)
+        too_late = DoctorError(
+            f"the machines at {settings.where} have met without this one; allowed: to start again on all machines"
+        )
+        if self.rank >= settings.count:
+            raise too_late
+        self._call(self.store.set, f"hello/{self.rank}", secrets.token_hex(16))
+        self._call(self.store.set, f"name/{self.rank}", name)
+        self.ranks = self._open(settings) if self.rank == 0 else self._await_opening()
+        if self.rank >= self.ranks:
+            raise too_late
+        try:
+            knows = partial(prove, secret=run_secret(), patience=_PROVE_SECONDS)
+            self.attempt = bounded(lambda: knows(self.store, self.rank, self.ranks), 2 * _PROVE_SECONDS)
+            begin_attempt(self.attempt)
+        except MeetingError as error:
+            if not error.strangers:
+                raise
+            names = [self._call(peek, self.store, f"name/{rank}") for rank in error.strangers]
+            self.strangers = [name.decode(errors="replace")[:60] for name in names]
+
+    def exchange(self, value: Any, seconds: float) -> dict[int, Any]:
+        """State a message, and return those of its kind of all machines that state one in time, by rank.
+
+        Raises:
+            AloneError: the first machine is gone. StatementError: a machine stated something invalid.
+        """
+        cls, topic = type(value), type(value).__name__
+        keys = {rank: f"{topic}/{rank}" for rank in range(self.ranks)}
+        self._call(self.store.set, keys[self.rank], json.dumps(vars(value)))
+        wait_until(lambda: self._call(self.store.check, [*keys.values()]), seconds, pause=_PAUSE)
+        stated: dict[int, Any] = {}
+        for rank, key in keys.items():
+            if text := self._call(peek, self.store, key):
                 try:
-                    return vars(doors.measure(read(Measure, message), self.secret))
-                except OSError as error:
-                    return {"problem": f"{type(error).__name__}: {error}"}
-            case "speed":
-                return vars(speed(self.settings))
-        raise StrangerError("it asked for something unknown")
+                    stated[rank] = read(cls, json.loads(text) if len(text) < _MOST_BYTES else None)
+                except (ValueError, RecursionError, StatementError) as error:
+                    raise StatementError(f"machine {rank} (0: the first): {first_line(error)}") from None
+        return stated
+
+    def close(self) -> None:
+        """Wait for a moment until all machines have what they need of this one: the store, and the last messages."""
+        keys = [f"end/{rank}" for rank in range(self.ranks)]
+        with contextlib.suppress(AloneError):  # the first machine has seen all keys
+            self._call(self.store.set, keys[self.rank], "1")
+            wait_until(lambda: self._call(self.store.check, keys), _END_SECONDS, pause=_PAUSE)
+
+    def _open(self, settings: DoctorSettings) -> int:
+        """Wait for the others, and say how many came."""
+        if settings.count > 1:
+            say(f"waits up to {settings.wait:.0f} s for {settings.count - 1} more at {settings.where}")
+        seats = partial(self._call, self.store.add, "seats", 0)
+        wait_until(lambda: seats() >= settings.count - 1, settings.wait, pause=_PAUSE)
+        came = 1 + min(settings.count - 1, max(0, seats()))
+        self._call(self.store.set, "ranks", str(came))
+        return came
+
+    def _await_opening(self) -> int:
+        say("has met the first machine, which waits for the others")
+        wait_until(lambda: self._call(self.store.check, ["ranks"]), _OPEN_SECONDS, pause=_PAUSE)
+        text = self._call(peek, self.store, "ranks")
+        return int(text) if text.isdigit() and len(text) < 4 else 0
+
+    def _call(self, call: Callable[..., Any], *args: Any) -> Any:
+        """The outcome of a call of the store.
+
+        Raises:
+            AloneError: no answer, or the connection has ended.
+        """
+        try:
+            return bounded(lambda: call(*args), _CALL_SECONDS)
+        except (TimeoutError, RuntimeError) as error:
+            raise AloneError(f"the first machine is gone: {first_line(error)}") from None
 
 
 def say(text: str) -> None:
@@ -65,146 +137,41 @@ def say(text: str) -> None:
     sys.stderr.flush()
 
 
-def meet(settings: DoctorSettings) -> tuple[Survey | None, list[Any]]:
-    """Meet the others: a survey on the first machine, and on a machine that met nobody; rows of it on the others.
-
-    Raises:
-        ConfigError: no place to meet. DoctorError: another program is there, or the secret differs.
-    """
+def _seat(settings: DoctorSettings) -> tuple[int, Store]:
+    """This machine's rank and the store: kept here if the address is this machine's, else on the first machine."""
     host, port = settings.place
-    here = Here(settings)
-    try:
-        if _is_own(host):
-            misled = here.facts.meet_address.startswith("127.") and not host.startswith("127.")
-            try:
-                here.ports.listen("" if misled else host, port)
-            except OSError as error:
-                if error.errno != errno.EADDRINUSE:  # perhaps by the first of several on this machine
-                    raise DoctorError(f"this machine cannot listen at {host}:{port}: {error.strerror}") from None
-                return _follow(settings, here, taken=True)
-            return _lead(settings, here), []
-        return _follow(settings, here)
-    finally:
-        here.ports.close()
+    os.environ.update({"MASTER_ADDR": host, "MASTER_PORT": str(port)})
+    taken = False
+    if _is_own(host):
+        try:
+            return 0, reach(0, timeout=_CALL_SECONDS, patience=_TRY_SECONDS)
+        except MeetingError as error:
+            cause = error.__cause__
+            # Perhaps by the first of several machines on this one.
+            taken = isinstance(cause, OSError) and cause.errno == errno.EADDRINUSE
+            if not taken:
+                raise DoctorError(f"this machine cannot listen at {settings.where}: {cause}") from None
+    deadline, quiet = time.monotonic() + settings.wait, False
+    while True:
+        try:
+            store = reach(1, timeout=_CALL_SECONDS, patience=min(_TRY_SECONDS, settings.wait))
+            return bounded(partial(store.add, "seats", 1), _CALL_SECONDS), store
+        except (TimeoutError, RuntimeError) as error:
+            if taken:
+                text = f"{settings.where} is taken by another program ({first_line(error)}); allowed: a free port"
+                raise DoctorError(text) from None
+            if time.monotonic() > deadline:
+                text = f"port {port} of {host} cannot be reached from here within {settings.wait:g} s: {error}"
+                raise AloneError(text) from None
+            if not quiet:
+                say(f"waits up to {settings.wait:.0f} s for the first machine at {settings.where}: {error}")
+                quiet = True
+            time.sleep(5 * _PAUSE)
 
 
 def _is_own(host: str) -> bool:
     """Whether an address is one of this machine's."""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind((host, 0))
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_STREAM) as own:
+        own.bind((host, 0))
         return True
     return False
-
-
-def _lead(settings: DoctorSettings, here: Here) -> Survey:
-    """Wait for the other machines, and ask all of them."""
-    survey = Survey(settings, [Seat(here.facts, here.answer)])
-    seats = survey.seats
-    joined: queue.Queue[Seat] = queue.Queue()
-    places = threading.Semaphore(settings.count - 1)
-
-    def join(channel: Channel, message: dict[str, Any]) -> None:
-        own = read(Facts, message.get("facts"))
-        welcome = places.acquire(blocking=False)
-        channel.send({"welcome": welcome})
-        if not welcome:
-            return channel.close()
-        _keep_alive(channel.connection)
-
-        def ask(message: Mapping[str, Any], limit: float) -> dict[str, Any]:
-            channel.send(message, ANSWER_SECONDS)
-            return channel.receive(limit)
-
-        if here.facts.address.startswith("127."):  # the name of the meeting leads there
-            seats[0].facts = replace(seats[0].facts, address=channel.connection.getsockname()[0])
-        joined.put(Seat(own, ask, seen=channel.connection.getpeername()[0]))
-
-    deadline = time.monotonic() + settings.wait
-    here.ports.joins = join
-    while (missing := settings.count - len(seats)) > 0 and (left := deadline - time.monotonic()) > 0:
-        say(f"waits up to {left:.0f} s for {missing} more at {':'.join(map(str, settings.place))}")
-        with contextlib.suppress(queue.Empty):
-            seat = joined.get(timeout=left)
-            taken, name = [each.facts.name for each in seats], seat.facts.name
-            name = next(each for each in (name, *(f"{name}-{i}" for i in range(2, 99))) if each not in taken)
-            seat.facts = replace(seat.facts, name=name)
-            seats.append(seat)
-    here.ports.joins = None
-    survey.ask_all(say)
-    survey.strangers = dict(here.ports.strangers)
-    return survey
-
-
-def _follow(settings: DoctorSettings, here: Here, *, taken: bool = False) -> tuple[Survey | None, list[Any]]:
-    """Join the first machine, answer it, and return its rows; with `taken` at once or never."""
-    alone = Survey(settings, [Seat(here.facts, here.answer)])
-    where = ":".join(map(str, settings.place))
-    deadline = time.monotonic() + settings.wait
-    channel = None
-    while channel is None:
-        try:
-            channel = _joined(settings, here, where)
-        except OSError as error:
-            if isinstance(error, DoctorError):
-                raise
-            if taken:
-                raise DoctorError(f"{where} is taken by another program: {_why(error)}; allowed: a free port") from None
-            if not alone.alone:
-                say(f"waits up to {settings.wait:.0f} s for the first machine at {where}: {_why(error)}")
-            alone.alone = _why(error)
-            if time.monotonic() > deadline:
-                return alone, []
-            time.sleep(_TRY_AGAIN_SECONDS)
-    say(f"has met the first machine at {where}, which now asks all machines")
-    try:
-        while True:
-            message = channel.receive(_IDLE_SECONDS)
-            if isinstance(rows := message.get("rows"), list):
-                return None, rows
-            channel.send(here.answer(message), ANSWER_SECONDS)
-    except OSError as error:
-        alone.alone = f"the first machine is gone: {error}"
-        return alone, []
-    finally:
-        channel.close()
-
-
-def _joined(settings: DoctorSettings, here: Here, where: str) -> Channel:
-    """Connect to the first machine, and be accepted.
-
-    Raises:
-        DoctorError: trying again is of no use. OSError: it may be.
-    """
-    connection = socket.create_connection(settings.place, timeout=min(_CONNECT_SECONDS, settings.wait))
-    try:
-        channel = Channel(connection, accepted=False, secret=here.secret)
-        channel.send({"do": "join", "facts": vars(here.facts)})
-        welcome = channel.receive(ANSWER_SECONDS).get("welcome")
-    except SecretError:
-        raise DoctorError(
-            f"the first machine, {where}, has another {SECRET} than this one; allowed: the same on all machines"
-        ) from None
-    except StrangerError as error:
-        raise DoctorError(
-            f"what answers at {where} is of no use: {error}; allowed: `lowbit doctor` of the same version, at a port "
-            "that no other program has"
-        ) from None
-    if not welcome:
-        raise DoctorError(f"the machines at {where} have met without this one; allowed: to start again on all machines")
-    _keep_alive(connection)
-    return channel
-
-
-def _keep_alive(connection: socket.socket) -> None:
-    """Notice a machine that vanishes."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in _KEEPALIVE:
-        connection.setsockopt(socket.IPPROTO_TCP, option, value)
-
-
-def _why(error: OSError) -> str:
-    if isinstance(error, TimeoutError):
-        return "nothing answers: a firewall drops it, or there is no such machine"
-    if isinstance(error, ConnectionRefusedError):
-        return "it is refused: nothing listens there, or a firewall forbids it"
-    return error.strerror or str(error)

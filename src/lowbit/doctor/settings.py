@@ -70,6 +70,11 @@ class DoctorSettings:
         return host, int(port)
 
     @property
+    def where(self) -> str:
+        """Place of the meeting, as a text."""
+        return ":".join(map(str, self.place))
+
+    @property
     def count(self) -> int:
         """How many machines there are.
 

@@ -1,67 +1,53 @@
-"""What the first machine asks all machines for: their clocks, ports, links and speed."""
+"""What the machines find out together: facts, ports, links and speeds. All of them end with the same survey."""
 
 from __future__ import annotations
 
 import contextlib
-import math
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from itertools import permutations
-from typing import Any
+import os
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from itertools import combinations
+from pathlib import Path
 
-from lowbit.doctor.channel import StrangerError, read
-from lowbit.doctor.facts import now
-from lowbit.doctor.messages import Facts, Rate, Reached, Speed
-from lowbit.doctor.ports import OPEN
+from torch._C._distributed_c10d import PrefixStore, ProcessGroup
+
+from lowbit.doctor.facts import facts, now_ns
+from lowbit.doctor.meeting import AloneError, Meeting, say
+from lowbit.doctor.messages import Facts, Joined, Knocks, Measured, Speed, read
+from lowbit.doctor.ports import OPEN, Ports, knock
 from lowbit.doctor.settings import DoctorSettings
+from lowbit.doctor.speed import speed
+from lowbit.job.meeting import MeetingError
+from lowbit.job.process_group import connect, joined
+from lowbit.terminal import one_line
+from lowbit.wire.checksum import run_secret, signature
+from lowbit.wire.errors import PeerError
+from lowbit.wire.groups import new_group
+from lowbit.wire.messages import Messages
+from lowbit.wire.objects import gather_json
+from lowbit.wire.probe import round_trip, send_rate, take_rate
 
-ANSWER_SECONDS = 30.0
-_SPEED_SECONDS = 900.0  # the first call of a format compiles it
-_CLOCK_ROUNDS = 7
-Ask = Callable[[Mapping[str, Any], float], dict[str, Any]]
+_EXCHANGE_SECONDS = 60.0
+_CONNECT_SECONDS = 20.0
+_WATCH_SECONDS = 60.0  # in which a machine that is gone is noticed
+_MESSAGE_SECONDS = 30.0  # for a message of a probe to arrive
+_SPEED_SECONDS = 1200.0  # the first call of a format compiles it
 
 
 @dataclass
-class Seat:
-    """A machine at the meeting.
+class Machine:
+    """A machine of the meeting.
 
     Attributes:
-        ask: gets the answer to a message within some seconds. seen: its address as the first machine sees it.
-        lost: why it is not there any more. clock_ms: how far its clock is ahead of the first machine's.
+        clock_ms: how far its clock is ahead of the first machine's.
+        seen: addresses that its connections come from. reached: addresses of it that somebody reached.
     """
 
     facts: Facts
-    ask: Ask
-    seen: str = ""
-    lost: str = ""
     clock_ms: float | None = None
+    seen: set[str] = field(default_factory=set)
+    reached: set[str] = field(default_factory=set)
     speed: Speed = field(default_factory=Speed)
-
-    @property
-    def addresses(self) -> tuple[str, ...]:
-        """Where it may be reached: where Gloo would listen, and where packets leave to the meeting."""
-        return tuple(dict.fromkeys(filter(None, (self.facts.gloo_address, self.facts.address, self.seen))))
-
-    def answer(self, message: Mapping[str, Any], limit: float = ANSWER_SECONDS) -> dict[str, Any] | None:
-        """Its answer; None, and it is lost, if there is none."""
-        if self.lost:
-            return None
-        try:
-            return self.ask(message, limit)
-        except OSError as error:
-            self.lost = f"no answer within {limit:.0f} s" if isinstance(error, TimeoutError) else str(error)
-            return None
-
-    def read(self, cls: type[Any], values: Any) -> Any:
-        """An answer as what it has to be; None, and it is lost, if it is something else."""
-        if values is None:
-            return None
-        try:
-            return read(cls, values)
-        except StrangerError as error:
-            self.lost = str(error)
-            return None
 
 
 @dataclass
@@ -69,88 +55,155 @@ class Survey:
     """All that was found.
 
     Attributes:
-        seats: the first machine, and then the others. states: of ports, by who connects to whom, address and port.
-        rates: by sender and receiver. stalled: why a direction was not measured, likewise.
-        strangers: who else connected to the first machine, and what it did. alone: why this machine met nobody.
+        machines: by rank. states: of ports, by who connects to whom, address and port.
+        links: what was measured, by sender and receiver. problems: why machines did not join the process group.
+        strangers: names of machines that do not know the secret. alone: why this machine met nobody.
+        left: the rank that left before the end (-1: not known), and how. stalled: a direction in which nothing passes.
+        first: whether this is the first machine.
     """
 
     settings: DoctorSettings
-    seats: list[Seat]
+    machines: dict[int, Machine]
     states: dict[tuple[int, int], dict[tuple[str, int], str]] = field(default_factory=dict)
-    rates: dict[tuple[int, int], Rate] = field(default_factory=dict)
-    stalled: dict[tuple[int, int], str] = field(default_factory=dict)
-    strangers: dict[str, str] = field(default_factory=dict)
+    links: dict[tuple[int, int], Measured] = field(default_factory=dict)
+    problems: dict[int, str] = field(default_factory=dict)
+    strangers: list[str] = field(default_factory=list)
     alone: str = ""
-
-    def ask_all(self, say: Callable[[str], None]) -> None:
-        """Ask for everything; `say` tells the user what comes now."""
-        if len(self.seats) > 1:
-            say("checks clocks and ports")
-            for seat in self.seats[1:]:
-                seat.clock_ms = _clock(seat)
-            self._knock()
-            say("measures links")
-            for pair in permutations(range(len(self.seats)), 2):
-                self._measure(*pair)
-        say("measures compute and coding, which takes minutes the first time on a machine")
-        for _ in range(2):  # the first time compiles kernels; the second time all compute at once, as in training
-            answers = _all(self.seats, [{"do": "speed"}] * len(self.seats), _SPEED_SECONDS)
-        for seat, values in zip(self.seats, answers, strict=True):
-            seat.speed = seat.read(Speed, values) or Speed(problem="it gave none")
-
-    def _knock(self) -> None:
-        """Have all machines connect to all others."""
-        index_of = {seat.facts.id: index for index, seat in enumerate(self.seats)}
-        doors = [{"id": s.facts.id, "addresses": s.addresses, "ports": s.facts.ports} for s in self.seats]
-        asked = [{"do": "knock", "doors": [d for d in doors if d["id"] != s.facts.id]} for s in self.seats]
-        answers = _all(self.seats, asked, ANSWER_SECONDS + 5.0 * len(self.seats))
-        for number, (seat, answer) in enumerate(zip(self.seats, answers, strict=True)):
-            reached = seat.read(Reached, answer)
-            for id, address, port, state in reached.found if reached else ():
-                if id in index_of:
-                    self.states.setdefault((number, index_of[id]), {})[address, port] = state
-
-    def _measure(self, sender: int, receiver: int) -> None:
-        """Measure a direction, over a port that is open for either machine."""
-        for caller, called in ((sender, receiver), (receiver, sender)):
-            places = [place for place, state in self.states.get((caller, called), {}).items() if state == OPEN]
-            if called == 0:
-                places.append(self.settings.place)
-            if places:
-                asked = {
-                    "do": "measure", "id": self.seats[called].facts.id, "address": places[0][0], "port": places[0][1],
-                    "seconds": self.settings.seconds, "pull": caller == receiver,
-                }  # fmt: skip
-                seat = self.seats[caller]
-                answer = seat.answer(asked, 4 * ANSWER_SECONDS + self.settings.seconds)
-                if answer and "problem" in answer:
-                    self.stalled[sender, receiver] = str(answer["problem"])
-                elif rate := seat.read(Rate, answer):
-                    self.rates[sender, receiver] = rate
-                return
+    left: tuple[int, str] | None = None
+    stalled: tuple[int, int] | None = None
+    first: bool = False
 
 
-def _all(seats: Sequence[Seat], messages: Sequence[Mapping[str, Any]], limit: float) -> list[dict[str, Any] | None]:
-    """The answers of machines that work at the same time."""
-    with ThreadPoolExecutor(len(seats)) as pool:
-        return list(pool.map(lambda seat, message: seat.answer(message, limit), seats, messages))
+def take(settings: DoctorSettings) -> Survey:
+    """Meet the other machines and survey them.
+
+    Raises:
+        ConfigError: no place to meet. ConnectionError: the machines cannot meet there.
+    """
+    own = facts(settings)
+    ports = Ports(own.port_low, own.port_high)
+    own = replace(own, ports=ports.numbers)
+    survey = Survey(settings, {0: Machine(own)})
+    try:
+        meeting = Meeting(settings, own.name)
+        survey.first, survey.strangers = meeting.rank == 0, meeting.strangers
+        if not meeting.strangers:
+            ports.answer(_word(meeting, meeting.rank))
+            _ask(survey, meeting, own)
+        meeting.close()
+    except AloneError as error:
+        survey.alone, survey.machines, survey.links = str(error), {0: Machine(own)}, {}
+    finally:
+        ports.close()
+    return survey
 
 
-def tell(survey: Survey, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Send the outcome to all machines that are still there."""
-    for seat in survey.seats[1:]:
-        if not seat.lost:
-            with contextlib.suppress(OSError):
-                seat.ask({"rows": list(rows)}, 0.001)  # nothing follows
+def _ask(survey: Survey, meeting: Meeting, own: Facts) -> None:
+    survey.machines = _named(meeting.exchange(own, _EXCHANGE_SECONDS))
+    if 0 not in survey.machines:
+        raise AloneError("the first machine is gone: it did not state anything about itself")
+    if meeting.ranks == 1:
+        survey.machines[0].speed = speed(survey.settings)
+        return
+    say("checks ports")
+    _knock(survey, meeting)
+    say("joins the process group")
+    if "GLOO_SOCKET_IFNAME" not in os.environ and own.interface:
+        os.environ["GLOO_SOCKET_IFNAME"] = own.interface
+    problem, store = "", PrefixStore("group", meeting.store)
+    try:
+        connect("gloo", store, meeting.rank, meeting.ranks, timedelta(seconds=_CONNECT_SECONDS))
+    except MeetingError as error:
+        problem = str(error)
+    group = meeting.exchange(Joined(problem=problem), _CONNECT_SECONDS + _EXCHANGE_SECONDS)
+    survey.problems = {rank: group[rank].problem for rank in survey.machines if rank in group and group[rank].problem}
+    if survey.problems or len(group) < meeting.ranks or len(survey.machines) < meeting.ranks:
+        return
+    try:
+        with joined(_WATCH_SECONDS):
+            # Machines wait for each other for longer than an operation of the first group may take.
+            side = new_group(timeout=_SPEED_SECONDS)
+            _measure_links(survey, side)
+            say("measures compute and coding, which takes minutes the first time on a machine")
+            for _ in range(2):  # the first time compiles kernels; then all compute at once, as in training
+                for rank, values in enumerate(gather_json(vars(speed(survey.settings)), side)):
+                    survey.machines[rank].speed = read(Speed, values)
+    except RuntimeError as error:
+        survey.left = getattr(error, "rank", -1), one_line(str(error))
 
 
-def _clock(seat: Seat) -> float | None:
-    """Milliseconds by which a clock is ahead, by the exchange that took the shortest."""
-    found: list[tuple[float, float]] = []
-    for _ in range(_CLOCK_ROUNDS):
-        begin = now()
-        there = (seat.answer({"do": "clock"}) or {}).get("time")
-        end = now()
-        if isinstance(there, float) and math.isfinite(there):
-            found.append((end - begin, 1e3 * (there - (begin + end) / 2)))
-    return min(found)[1] if found else None
+def _named(facts: dict[int, Facts]) -> dict[int, Machine]:
+    """The machines, each with a name of its own."""
+    machines: dict[int, Machine] = {}
+    for rank, own in sorted(facts.items()):
+        taken = {machine.facts.name for machine in machines.values()}
+        name = next(each for each in (own.name, *(f"{own.name}-{i}" for i in range(2, 99))) if each not in taken)
+        machines[rank] = Machine(replace(own, name=name))
+    return machines
+
+
+def _knock(survey: Survey, meeting: Meeting) -> None:
+    """Have all machines connect to all others."""
+    places = [
+        (rank, address, port)
+        for rank, machine in survey.machines.items() if rank != meeting.rank
+        for address in machine.facts.addresses for port in machine.facts.ports
+    ]  # fmt: skip
+    states, seen = knock(places, {rank: _word(meeting, rank) for rank in survey.machines})
+    knocks = Knocks(states=tuple((*p, state) for p, state in zip(places, states, strict=True)), seen=tuple(seen))
+    for caller, found in meeting.exchange(knocks, _EXCHANGE_SECONDS + 5.0 * meeting.ranks).items():
+        if caller not in survey.machines:  # it stated the facts too late
+            continue
+        survey.machines[caller].seen.update(found.seen)
+        for called, address, port, state in found.states:
+            if called in survey.machines:
+                survey.states.setdefault((caller, called), {})[address, port] = state
+                survey.machines[called].reached.update({address} if state == OPEN else ())
+
+
+def _word(meeting: Meeting, rank: int) -> str:
+    """What a machine's ports answer."""
+    return signature(run_secret(), meeting.attempt, "port", rank)
+
+
+def _measure_links(survey: Survey, side: ProcessGroup | None) -> None:
+    """Measure each pair's link in turn."""
+    say("measures clocks and links")
+    messages = Messages(None, "doctor", timeout=_MESSAGE_SECONDS)
+    for pair in combinations(range(messages.ranks), 2):
+        own = _measure(survey, messages, pair) if messages.rank in pair else Measured()
+        found = [read(Measured, each) for each in gather_json(vars(own), side)]
+        survey.links.update({(a, b): found[a] for a, b in (pair, pair[::-1])})
+        if pair[0] == 0:
+            survey.machines[pair[1]].clock_ms = found[pair[1]].ahead_ms
+
+
+def _measure(survey: Survey, messages: Messages, pair: tuple[int, int]) -> Measured:
+    """What this machine finds of its link to the other one of a pair."""
+    direction = pair
+    try:
+        trip = round_trip(messages, pair[0] + pair[1] - messages.rank, now_ns)
+        mbit, loss = 0.0, None
+        for direction in (pair, (pair[1], pair[0])):
+            if messages.rank == direction[1]:
+                take_rate(messages, direction[0])
+            else:
+                again, sent = _segments()
+                mbit = send_rate(messages, direction[1], trip=trip.seconds, seconds=survey.settings.seconds)
+                again, sent = (now - before for now, before in zip(_segments(), (again, sent), strict=True))
+                loss = min(1.0, again / sent) if sent > 0 else None
+    except PeerError as error:
+        if "did not answer" in str(error):
+            survey.stalled = direction
+        raise
+    ahead = -trip.offset if messages.rank == pair[1] else trip.offset
+    return Measured(mbit=mbit, rtt_ms=1e3 * trip.seconds, ahead_ms=ahead / 1e6, loss=loss)
+
+
+def _segments() -> tuple[int, int]:
+    """Segments that TCP has sent again, and all that it has sent, of all connections of this machine."""
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        names, values = (line.split() for line in Path("/proc/net/snmp").read_text().splitlines() if line[:4] == "Tcp:")
+        counts = dict(zip(names, values, strict=True))
+        return int(counts["RetransSegs"]), int(counts["OutSegs"])
+    return 0, 0

@@ -34,7 +34,13 @@ _QUIET_SECONDS = 5.0  # of waiting for other machines, before a line says so
 
 
 class MeetingError(ConnectionError):
-    """The ranks did not meet, or one of them is not of this run."""
+    """The ranks did not meet, or one of them is not of this run.
+
+    Attributes:
+        strangers: ranks that do not know the secret.
+    """
+
+    strangers: tuple[int, ...] = ()
 
 
 class AloneError(MeetingError):
@@ -172,14 +178,17 @@ def prove(
         known(run.hex())
     store.set(f"proof/{rank}", _proof(secret, run, rank))
     proofs = _everybody(store, "proof", rank, ranks, patience)
-    strangers = [
-        f"rank {r}" for r, proof in enumerate(proofs) if not hmac.compare_digest(proof, _proof(secret, run, r).encode())
-    ]
+    strangers = tuple(
+        r for r, proof in enumerate(proofs) if not hmac.compare_digest(proof, _proof(secret, run, r).encode())
+    )
     if strangers:
-        raise MeetingError(
-            f"{', '.join(strangers)} did not prove knowledge of this run's secret to rank {rank}; "
+        names = ", ".join(f"rank {r}" for r in strangers)
+        error = MeetingError(
+            f"{names} did not prove knowledge of this run's secret to rank {rank}; "
             f"allowed: the same {SECRET} on all machines"
         )
+        error.strangers = strangers
+        raise error
     return run.hex()
 
 

@@ -92,7 +92,7 @@ def joined(timeout: float, *, backend: str = "gloo", patience: float | None = No
                 begin_attempt(prove(store, rank, ranks, secret=run_secret(), patience=patience, known=known))
                 if peers is not None:
                     peers.settle()
-            _connect(backend, PrefixStore("group", store), rank, ranks, timedelta(seconds=0.8 * timeout))
+            connect(backend, PrefixStore("group", store), rank, ranks, timedelta(seconds=0.8 * timeout))
             yield
     except BaseException:
         with contextlib.suppress(Exception):  # destructors of a broken group can wait for peers that are gone
@@ -101,7 +101,12 @@ def joined(timeout: float, *, backend: str = "gloo", patience: float | None = No
     _leave()
 
 
-def _connect(backend: str, store: Store, rank: int, ranks: int, limit: timedelta) -> None:
+def connect(backend: str, store: Store, rank: int, ranks: int, limit: timedelta) -> None:
+    """Make the default process group of all ranks that have met.
+
+    Raises:
+        MeetingError: they do not reach each other in time; the attempt may go on in a thread of its own.
+    """
     join = partial(dist.init_process_group, backend, store=store, rank=rank, world_size=ranks, timeout=limit)
     try:
         bounded(join, limit.total_seconds())  # Gloo itself tries five times as long
@@ -127,19 +132,31 @@ def _watched(store: Store, rank: int, ranks: int, timeout: float) -> Iterator[Pe
         yield peers
 
 
-def interface_towards(host: str) -> str | None:
-    """Name of the network interface by which packets leave to an IPv4 host; None if it cannot be found."""
+def interfaces() -> dict[str, str]:
+    """The first IPv4 address of each network interface that has one."""
+    found: dict[str, str] = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                found[name] = socket.inet_ntoa(reply[20:24])
+    return found
+
+
+def address_towards(host: str) -> str:
+    """The address of this machine from which packets leave to an IPv4 host; empty without a way there."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # no packet is sent
-        address = probe.getsockname()[0]
-        target = socket.gethostbyname(host)
+        return probe.getsockname()[0]
+    return ""
+
+
+def interface_towards(host: str) -> str | None:
+    """Name of the network interface by which packets leave to an IPv4 host; None if it cannot be found."""
+    with contextlib.suppress(OSError):
+        address, target = address_towards(host), socket.gethostbyname(host)
         if target.startswith("127.") or target == address:
             # The first rank's machine reaches itself by loopback, where no other machine reaches it.
             address = target
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):
-                request = struct.pack("256s", name.encode())
-                reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-                if socket.inet_ntoa(reply[20:24]) == address:
-                    return name
+        return next((name for name, own in interfaces().items() if own == address), None)
     return None

@@ -1,43 +1,13 @@
-"""Round trips between the ranks of a pipeline, and schedules that cross between ranks more often than needed."""
+"""Schedules that cross between ranks more often than needed."""
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Mapping
 
-import torch
-
 from lowbit.train.layout import Layout
-from lowbit.wire.messages import Expected, Messages
 
-_PINGS = 5
-_BYTES = 8
 _NOTICEABLE = 0.05  # seconds of a step
 Pair = tuple[int, int]
-
-
-def round_trips(messages: Messages) -> dict[int, float]:
-    """Measure seconds of a round trip to the next rank (from the last one to rank 0; of two ranks only the first).
-
-    Returns the median of 5 messages of 8 bytes there and back, by the neighbour's rank. All ranks call this; pairs
-    without a rank in common measure at the same time.
-
-    Raises:
-        DamagedError, PeerError: as `Messages`.
-    """
-    ranks = messages.ranks
-    pairs = [(rank, (rank + 1) % ranks) for rank in range(ranks if ranks > 2 else ranks - 1)]
-    trips: dict[int, float] = {}
-    for first, second in sorted(pairs, key=lambda pair: pair[0] % 2):
-        if messages.rank in (first, second):
-            other = second if messages.rank == first else first
-            # One more, which does not count: the peer may not be ready, or not have posted its receive.
-            arriving = [messages.expect(_BYTES, other, "ping") for _ in range(_PINGS + 1)]
-            times = _exchange(messages, arriving, other, starts=messages.rank == first)
-            if messages.rank == first:
-                trips[other] = statistics.median(times[1:])
-    return trips
 
 
 def needless(plan: Layout, schedule: str, trips: Mapping[Pair, float], least: float = _NOTICEABLE) -> str | None:
@@ -63,18 +33,3 @@ def needless(plan: Layout, schedule: str, trips: Mapping[Pair, float], least: fl
         f"{2 * len(crossed)} times in a row ({lost:.2f} s of each step); 1 stage on each rank crosses "
         f"{2 * len(needed)} times ({fewest:.2f} s): set pipeline.stages_per_rank to 1, with pipeline.schedule 1F1B"
     )
-
-
-def _exchange(messages: Messages, arriving: list[Expected], other: int, *, starts: bool) -> list[float]:
-    times, sent = [], []
-    for message in arriving:
-        begin = time.perf_counter()
-        if starts:
-            sent.append(messages.send(torch.zeros(_BYTES, dtype=torch.uint8), other))
-        message.wait()
-        if not starts:
-            sent.append(messages.send(torch.zeros(_BYTES, dtype=torch.uint8), other))
-        times.append(time.perf_counter() - begin)
-    for each in sent:
-        each.wait()
-    return times

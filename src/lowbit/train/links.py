@@ -1,21 +1,12 @@
-"""The links between the machines of a run: what crosses each in a step, and what it can carry."""
+"""The links between the machines of a run, and what crosses each in a step."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import permutations
-from types import MappingProxyType
-
-import torch
 
 from lowbit.train.layout import Layout
-from lowbit.wire.messages import Messages
 
-_PROBE_BYTES = (1 << 18, 1 << 20, 1 << 22, 1 << 24)
-_ENOUGH_SECONDS = 0.15  # of the last message of a probe; a longer one would tell little more
-_ENOUGH_TRIPS = 10  # of the last message: TCP needs several round trips until it uses a link
-_NUMBER_BYTES = 8
 OUTSIDE = -1
 """In place of a rank or machine: replicas that are runs of their own."""
 
@@ -87,65 +78,3 @@ class Links:
                 yield from ((first, rank), (rank, first), (0, rank), (rank, 0))
         for place in range(ranks):
             yield from permutations(range(place, self._pipelines * ranks, ranks), 2)
-
-
-def probe(
-    messages: Messages, machine_of: Sequence[int], trips: Mapping[tuple[int, int], float] = MappingProxyType({})
-) -> dict[tuple[int, int], float]:
-    """Measure Mbit/s from and to the next rank, where that is on another machine; by sender and receiver.
-
-    All ranks of the pipeline call this. Pairs without a rank in common measure at the same time. Messages grow until
-    one takes 0.15 s and ten round trips, or has 16 MiB.
-
-    Args:
-        machine_of: machine of each rank of the pipeline.
-        trips: seconds of a round trip between two ranks, the lower one first, which do not count.
-
-    Returns:
-        What this rank measured, as the sender.
-
-    Raises:
-        DamagedError, PeerError: as `Messages`.
-    """
-    ranks = messages.ranks
-    pairs = [(rank, (rank + 1) % ranks) for rank in range(ranks if ranks > 2 else ranks - 1)]
-    rates: dict[tuple[int, int], float] = {}
-    for pair in sorted(pairs, key=lambda pair: pair[0] % 2):
-        if messages.rank in pair and machine_of[pair[0]] != machine_of[pair[1]]:
-            for sender, receiver in (pair, pair[::-1]):
-                if messages.rank == sender:
-                    rates[sender, receiver] = _send_probes(messages, receiver, trips.get((min(pair), max(pair)), 0.0))
-                else:
-                    _take_probes(messages, sender)
-    return rates
-
-
-def _send_probes(messages: Messages, peer: int, trip: float) -> float:
-    """Mbit/s, from the time until the peer has the last message and its answer is here, less a round trip."""
-    rate = 0.0
-    for nbytes in _PROBE_BYTES:
-        ready = messages.expect(_NUMBER_BYTES, peer, "probe")
-        answer = messages.expect(_NUMBER_BYTES, peer, "probe")
-        messages.send(torch.tensor([nbytes]), peer).wait()
-        payload = torch.zeros(nbytes, dtype=torch.uint8)
-        ready.wait()  # its receive is posted
-        begin = time.perf_counter()
-        sent = messages.send(payload, peer)
-        answer.wait()
-        seconds = time.perf_counter() - begin
-        sent.wait()
-        rate = 8 * nbytes / max(seconds - trip, seconds / 2) / 1e6
-        if seconds >= max(_ENOUGH_SECONDS, _ENOUGH_TRIPS * trip):
-            break
-    messages.send(torch.tensor([0]), peer).wait()
-    return rate
-
-
-def _take_probes(messages: Messages, peer: int) -> None:
-    while nbytes := int(messages.receive(_NUMBER_BYTES, peer, "probe").view(torch.int64)):
-        if nbytes not in _PROBE_BYTES:
-            raise ValueError(f"rank {peer} announces a probe of {nbytes} bytes; allowed: {_PROBE_BYTES}")
-        arriving = messages.expect(nbytes, peer, "probe")
-        messages.send(torch.tensor([1]), peer).wait()
-        arriving.wait()
-        messages.send(torch.tensor([1]), peer).wait()

@@ -29,11 +29,10 @@ from lowbit.train.checkpoints.resume import resume
 from lowbit.train.checkpoints.save import Checkpoints, raise_everywhere, together
 from lowbit.train.config import TrainConfig
 from lowbit.train.device import local_rank, threads_per_rank
-from lowbit.train.distance import Pair, needless, round_trips
+from lowbit.train.distance import Pair, needless
 from lowbit.train.folder import RunFolder
 from lowbit.train.goal import Goal, wanted_nats
 from lowbit.train.identity import CHOSEN
-from lowbit.train.links import probe
 from lowbit.train.lora import save_adapters
 from lowbit.train.metrics import EVALUATION, TIED, Recorder, StepMetrics
 from lowbit.train.prepare import FILES, IN_USE, left_behind, prepare
@@ -45,6 +44,7 @@ from lowbit.train.tracing import Tracing, traced_steps
 from lowbit.train.trainer import Trainer
 from lowbit.wire.messages import Messages
 from lowbit.wire.objects import gather_json
+from lowbit.wire.probe import neighbours, round_trip, send_rate, take_rate
 from lowbit.wire.pytorch import check_torch
 from lowbit.wire.sent import sent_so_far
 
@@ -304,7 +304,12 @@ class Run:
         layout = self.trainer.layout
         if layout.ranks == 1:
             return []
-        own = list(round_trips(self._messages("distance")).items())
+        messages = self._messages("distance")
+        own = []
+        for pair in neighbours(messages.ranks):
+            if messages.rank in pair:
+                other = pair[0] if pair[1] == messages.rank else pair[1]
+                own.append((other, round_trip(messages, other).seconds))
         trips: list[dict[Pair, float]] = [{} for _ in range(self.trainer.replicas.count)]
         for rank, measured in enumerate(gather_json(own, self.trainer.side)):
             pipeline, place = divmod(rank, layout.ranks)
@@ -322,8 +327,16 @@ class Run:
             return {}
         first = self.trainer.replicas.index * ranks
         trips = self.trips[self.trainer.replicas.index] if self.trips else {}
-        measured = probe(self._messages("probe"), links.machine_of[first : first + ranks], trips)
-        own = [[first + a, first + b, rate] for (a, b), rate in measured.items()]
+        messages, machine_of = self._messages("probe"), links.machine_of[first : first + ranks]
+        own = []
+        for pair in neighbours(ranks):
+            if messages.rank in pair and machine_of[pair[0]] != machine_of[pair[1]]:
+                for sender, receiver in (pair, pair[::-1]):
+                    if messages.rank == receiver:
+                        take_rate(messages, sender)
+                    else:
+                        rate = send_rate(messages, receiver, trip=trips[min(pair), max(pair)])
+                        own.append((first + sender, first + receiver, rate))
         return {(source, target): rate for each in gather_json(own, self.trainer.side) for source, target, rate in each}
 
     def _choose_formats(self, auto: Auto, done: int) -> None:

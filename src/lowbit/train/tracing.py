@@ -6,23 +6,19 @@ import contextlib
 import gzip
 import json
 import logging
-import time
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from lowbit.train.folder import RunFolder
 from lowbit.wire.messages import Messages
 from lowbit.wire.objects import gather_json
+from lowbit.wire.probe import Trip, round_trip
 from lowbit.wire.trace import Span, Trace
 
 if TYPE_CHECKING:
     from lowbit.train.trainer import Trainer
 
 FOLDER, ALL = "trace", "all-ranks.json.gz"
-_PINGS = 9
-_CLOCK_BYTES = 8
 _SETTLING = 2  # steps after the warm-up that set up codecs and caches
 
 log = logging.getLogger(__name__)
@@ -45,7 +41,7 @@ class Tracing:
     def __init__(self, trainer: Trainer, messages: Messages, folder: RunFolder, steps: range) -> None:
         self._trainer, self._messages, self._folder, self._steps = trainer, messages, folder, steps
         self._trace = Trace()
-        self._before: _Clock | None = None
+        self._before: Trip | None = None
 
     def begin(self, step: int) -> contextlib.AbstractContextManager[None]:
         """A block that runs a step."""
@@ -57,7 +53,7 @@ class Tracing:
     def _traced(self, *, last: bool) -> Iterator[None]:
         trainer = self._trainer
         if self._before is None:
-            self._before = _offset(self._messages)
+            self._before = _compare_clocks(self._messages)
         trainer.trace = self._trace
         with contextlib.ExitStack() as stack:
             for stage in trainer.pipeline.stages:
@@ -75,7 +71,7 @@ class Tracing:
 
     def _write(self) -> None:
         assert self._before is not None
-        trainer, clocks = self._trainer, (self._before, _offset(self._messages))
+        trainer, clocks = self._trainer, (self._before, _compare_clocks(self._messages))
         first = trainer.replicas.index * trainer.layout.ranks  # rank 0 of this pipeline
         offset = sum(clock.offset for clock in clocks) // 2  # one for all spans, so that they keep their lengths
         spans = [_plain(span, offset, first) for span in self._trace.spans]
@@ -96,34 +92,13 @@ class Tracing:
             (self._folder.path / name).write_bytes(gzip.compress(text.encode(), mtime=0))
 
 
-class _Clock(NamedTuple):
-    """What to add to this rank's clock for that of rank 0; wrong by at most `error`. Nanoseconds."""
-
-    offset: int
-    error: int
-
-
-def _offset(messages: Messages) -> _Clock:
-    """Compare the clocks of all ranks with rank 0's: half of the shortest of 9 round trips is the largest error."""
+def _compare_clocks(messages: Messages) -> Trip:
+    """This rank's round trip to rank 0, with what to add to its clock for that of rank 0; on rank 0 zeros."""
     if messages.rank:
-        arriving = [messages.expect(_CLOCK_BYTES, 0, "clock") for _ in range(_PINGS)]
-        for message in arriving:
-            message.wait()
-            messages.send(torch.tensor([time.perf_counter_ns()]), 0).wait()
-        offset, error = messages.receive(2 * _CLOCK_BYTES, 0, "clock").view(torch.int64).tolist()
-        return _Clock(offset, error)
+        return round_trip(messages, 0)
     for rank in range(1, messages.ranks):
-        best = (1 << 62, 0)
-        arriving = [messages.expect(_CLOCK_BYTES, rank, "clock") for _ in range(_PINGS)]
-        for message in arriving:
-            begin = time.perf_counter_ns()
-            sent = messages.send(torch.tensor([0]), rank)
-            theirs = int(message.wait().view(torch.int64))
-            trip = time.perf_counter_ns() - begin
-            sent.wait()
-            best = min(best, (trip, begin + trip // 2 - theirs))
-        messages.send(torch.tensor([best[1], best[0] // 2]), rank).wait()
-    return _Clock(0, 0)
+        round_trip(messages, rank)
+    return Trip(0.0, 0, 0)
 
 
 def _plain(span: Span, offset: int, first: int) -> list[Any]:

@@ -3,7 +3,6 @@
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from lowbit_lab.network.shape import SlowLink
@@ -13,29 +12,6 @@ _FIRST_PORT = 5201
 _SETTLE_SECONDS = 0.3
 _SETTLE_ROUND_TRIPS = 20  # until TCP sends as fast as a distant link permits
 _PATIENCE = 40.0  # seconds for connecting, and for packets that are under way at the end
-
-
-@dataclass(frozen=True, kw_only=True)
-class Goodput:
-    """Mbit/s of TCP payload between two hosts: each direction by itself, then both at once."""
-
-    forward: float
-    backward: float
-    forward_with_backward: float
-    backward_with_forward: float
-
-
-def measure(link: SlowLink, *, first: int = 0, second: int = 1, seconds: float = 1.0) -> Goodput:
-    """Measure the link between two hosts in three runs of ``seconds``.
-
-    Raises:
-        RuntimeError: A probe failed; the message is its own.
-    """
-    forth, back = (first, second), (second, first)
-    (forward,) = goodput(link, [forth], seconds)
-    (backward,) = goodput(link, [back], seconds)
-    both = goodput(link, [forth, back], seconds)
-    return Goodput(forward=forward, backward=backward, forward_with_backward=both[0], backward_with_forward=both[1])
 
 
 def goodput(link: SlowLink, routes: Sequence[tuple[int, int]], seconds: float) -> list[float]:

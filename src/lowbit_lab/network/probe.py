@@ -41,38 +41,25 @@ def accept(address: str, port: int) -> socket.socket:
 
 
 def send(address: str, port: int, seconds: float) -> None:
-    """Send for some seconds."""
+    """Send zeros for some seconds."""
     with connect(address, port) as connection:
-        fill(connection, seconds)
-
-
-def fill(connection: socket.socket, seconds: float) -> None:
-    """Send zeros over a connection for some seconds."""
-    chunk, end = bytes(_CHUNK_BYTES), time.monotonic() + seconds
-    while time.monotonic() < end:
-        connection.sendall(chunk)
+        chunk, end = bytes(_CHUNK_BYTES), time.monotonic() + seconds
+        while time.monotonic() < end:
+            connection.sendall(chunk)
 
 
 def receive(address: str, port: int, settle: float, seconds: float) -> float:
-    """Goodput in Mbit/s of one connection, from ``settle`` to ``seconds`` after its beginning."""
-    with accept(address, port) as connection:
-        return drain(connection, settle, seconds)
-
-
-def drain(connection: socket.socket, settle: float, seconds: float, *, to_end: bool = True) -> float:
-    """Goodput in Mbit/s of a connection on which the other end sends for ``seconds``, from ``settle`` on.
-
-    Returns once the other end has closed the connection, or after ``seconds`` without ``to_end``.
-    """
+    """Goodput in Mbit/s of one connection on which the other end sends, from ``settle`` to ``seconds`` on."""
     buffer = bytearray(1 << 20)
-    start = time.monotonic() + settle
-    stop = start + seconds - settle
-    nbytes, began, ended = 0, start, start
-    while (n := connection.recv_into(buffer)) and (now := time.monotonic()) < stop + to_end * _PATIENCE:
-        if now < start:
-            began = now
-        elif now <= stop:
-            nbytes, ended = nbytes + n, now
+    with accept(address, port) as connection:
+        start = time.monotonic() + settle
+        stop = start + seconds - settle
+        nbytes, began, ended = 0, start, start
+        while (n := connection.recv_into(buffer)) and (now := time.monotonic()) < stop + _PATIENCE:
+            if now < start:
+                began = now
+            elif now <= stop:
+                nbytes, ended = nbytes + n, now
     return nbytes * 8e-6 / max(ended - began, 1e-9)
 
 
@@ -86,20 +73,15 @@ def echo(address: str, port: int) -> None:
 
 def ping(address: str, port: int) -> float:
     """Median milliseconds until a byte has come back."""
+    times = []
     with connect(address, port) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return statistics.median(round_trips(connection))
-
-
-def round_trips(connection: socket.socket) -> list[float]:
-    """Milliseconds until a byte has come back, nine times."""
-    times = []
-    for _ in range(_PINGS):
-        begin = time.monotonic()
-        connection.sendall(b"x")
-        connection.recv(1)
-        times.append(1e3 * (time.monotonic() - begin))
-    return times
+        for _ in range(_PINGS):
+            begin = time.monotonic()
+            connection.sendall(b"x")
+            connection.recv(1)
+            times.append(1e3 * (time.monotonic() - begin))
+    return statistics.median(times)
 
 
 def main() -> None:
