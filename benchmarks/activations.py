@@ -27,7 +27,6 @@ from lowbit.train.single_process import model_loss, train_single_process
 from lowbit_lab.bench.memory_run import modules_around
 from lowbit_lab.bench.settings import Device, EachOnce, check_device
 from lowbit_lab.bench.training import spread_evenly
-from lowbit_lab.charts import Lines
 
 PLAIN = "plain"
 _ELSEWHERE: Any = {"norm": 16, "mlp": 16, "linear": 16}
@@ -222,11 +221,5 @@ COMMAND = Command(
             rows=_compressed,
             columns=_places,
         ),
-    ],
-    charts=[
-        Lines(
-            rows=_compressed, title="Error of gradients by what autograd keeps", series="method", x="sequence", y="all",
-            x_label="tokens of a sample", label="relative error", log_x=True, subtitle="Medians over the samples.",
-        )
     ],
 )  # fmt: skip

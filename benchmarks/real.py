@@ -1,4 +1,4 @@
-"""`python -m benchmarks real`: what boundary formats cost pretrained models, in perplexity, divergence and error.
+"""`python -m benchmarks real`: what boundary formats cost pretrained models, in perplexity and divergence.
 
 A copy of the model has a pipeline's codecs between its layers (`emulate_`). It reads the same windows as the exact
 model. "cold": each window is the first message of its boundaries. "warm": `warm` windows of other text were sent
@@ -12,15 +12,16 @@ import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from lowbit.codecs import parse_pair
-from lowbit.config import ConfigError, NonNegative, Positive, section
+from lowbit.config import ConfigError, Positive, section
 from lowbit.pipeline import emulate_
 from lowbit.report import Column, Command, Row, Table
 from lowbit.report.style import row_name
@@ -35,12 +36,10 @@ if TYPE_CHECKING:
 
 Kind = Literal["text", "code", "chat", "padded"]
 Window = tuple[Tensor, Tensor]
-"""Token ids (sequences, tokens), and which of them are no padding."""
+"""Token ids (sequences, tokens), and which of them are not padding."""
 PADDED = (1.0, 0.75, 0.5, 0.25)
 """Lengths of the sequences of a padded window, as shares of the longest."""
 QUESTION = "Continue this text:\n"
-FEW = 8
-"""Channels that are looked at by themselves: those of the most energy."""
 
 
 @section()
@@ -53,8 +52,6 @@ class RealBenchmark:
     """Formats of activations, by name or in full, or of both ways, such as "int4 / int6"."""
     stages: Annotated[int, Field(ge=2)] = 4
     """Stages of the pipeline, with as many layers each as possible."""
-    cuts: tuple[NonNegative, ...] = ()
-    """Layers after which boundaries lie, counted from 0, in place of equal stages."""
     kinds: tuple[Kind, ...] = ("text",)
     """text: windows of `text`; code: of Python's standard library; chat: pieces of `text` as the answers of a chat, by
     the tokenizer's template; padded: 4 sequences of `text` to a window, the shorter ones padded on the right."""
@@ -78,8 +75,6 @@ class RealBenchmark:
                 raise ConfigError(
                     f"boundary is {boundary!r}; allowed: formats that need neither a choice nor sample ids"
                 )
-        if list(self.cuts) != sorted(set(self.cuts)):
-            raise ConfigError(f"cuts is {self.cuts}; allowed: numbers of layers, each once, in order")
 
 
 def measure(settings: RealBenchmark, earlier: Sequence[Row]) -> Iterator[list[Row]]:
@@ -88,10 +83,8 @@ def measure(settings: RealBenchmark, earlier: Sequence[Row]) -> Iterator[list[Ro
     Yields:
         Rows: `model`, `kind`, `boundary`, `forward`, `backward`, `phase` (cold or warm), `bits_forward` (an element,
         every byte counted), `perplexity` (the exact model's), and for the coded model `ratio` (of perplexities),
-        `first_ratio` (of tokens 1 to 15 of a window), `divergence` (Kullback-Leibler from the exact model, nats a
-        token), each with its standard error as `..._error`; and of the boundaries' tensors, relative squared errors
-        `error`, `error_first` (of the first token), `error_early` (tokens 1 to 15), `error_few` (of the 8 channels of
-        most energy) and `energy_few` (their share of it).
+        `first_ratio` (of tokens 1 to 15 of a window) and `divergence` (Kullback-Leibler from the exact model, nats a
+        token), each with its standard error as `..._error`.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
@@ -104,7 +97,9 @@ def measure(settings: RealBenchmark, earlier: Sequence[Row]) -> Iterator[list[Ro
         local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
         exact, coded = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **local) for _ in range(2))
         tokenizer = AutoTokenizer.from_pretrained(folder, **local)
-        places = _places(coded, settings)
+        if settings.stages > (layers := coded.config.num_hidden_layers):
+            raise ConfigError(f"stages is {settings.stages}; the model has {layers} layers; allowed: at most as many")
+        places = boundary_modules(coded, settings.stages)
         for kind in settings.kinds:
             reading = Reading(tokenizer, kind, settings)
             for boundary in settings.boundaries:
@@ -121,18 +116,22 @@ class Reading:
         if kind == "chat" and not tokenizer.chat_template:
             raise ConfigError("kind is 'chat', and the tokenizer of the model has no chat template")
         self._tokenizer, self._kind = tokenizer, kind
+        warm = None
         if kind == "code":
-            text, warm = _read(library_files()[:200]), None
+            text = _read(library_files()[:200])
+        elif settings.text:
+            text = _read(text_files(DataConfig(text=settings.text)))
         else:
-            text = _text(settings.text) if settings.text else _reference()
-            warm = _text(settings.warm_text) if settings.warm_text else None
+            text = "\n\n".join(topics.values())
+        if kind != "code" and settings.warm_text:
+            warm = _read(text_files(DataConfig(text=settings.warm_text)))
         need = settings.windows + settings.warm * (warm is None)
         windows = self._windows(text, need, settings.tokens)
         self.held_out = windows[: settings.windows]
         self.warm = windows[settings.windows :] if warm is None else self._windows(warm, settings.warm, settings.tokens)
 
     def _windows(self, text: str, count: int, tokens: int) -> list[Window]:
-        """So many windows, one after the other, each with the tokenizer's beginning of a text, if it has one."""
+        """`count` windows, one after the other, each with the tokenizer's beginning of a text, if it has one."""
         plain = self._tokenizer(text[: 12 * tokens * (count + 1)], add_special_tokens=False)["input_ids"]
         begin = self._tokenizer("a")["input_ids"][: -len(self._tokenizer("a", add_special_tokens=False)["input_ids"])]
         lengths = [int(share * tokens) for share in (PADDED if self._kind == "padded" else (1.0,))]
@@ -151,8 +150,8 @@ class Reading:
     def _begun(self, begin: list[int], piece: list[int], length: int) -> list[int]:
         if self._kind != "chat":
             return (begin + piece)[:length]
-        turns = [(QUESTION, self._tokenizer.decode(piece))]
-        messages = [m for q, a in turns for m in ({"role": "user", "content": q}, {"role": "assistant", "content": a})]
+        answer = self._tokenizer.decode(piece)
+        messages = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": answer}]
         written: Any = self._tokenizer.apply_chat_template(messages, tokenize=False)
         return self._tokenizer(written, add_special_tokens=False)["input_ids"][:length]
 
@@ -161,10 +160,7 @@ def _measure(
     exact: PreTrainedModel, coded: PreTrainedModel, places: list[str], boundary: str, reading: Reading
 ) -> Iterator[Row]:
     forward, backward = parse_pair(boundary, "")
-    errors = Errors()
-    before = [coded.get_submodule(name).register_forward_hook(errors.sent) for name in places]
     emulation = emulate_(coded, at=places, forward=forward, backward=backward)
-    after = [coded.get_submodule(name).register_forward_hook(errors.received) for name in places]
     for phase in ("cold", "warm") if forward.stateful else ("cold",):
         if phase == "warm":
             coded.train()
@@ -174,18 +170,15 @@ def _measure(
                 emulation.step()
         coded.eval()
         traffic = replace(emulation.traffic)
-        errors.begin()
         losses = [_compare(exact, coded, window) for window in reading.held_out]
         sent = emulation.traffic
         bits = 8 * (sent.forward_bytes - traffic.forward_bytes) / (sent.forward_elements - traffic.forward_elements)
-        yield {"phase": phase, "bits_forward": bits, **_summary(losses), **errors.end()}
-    for handle in (*before, *after):
-        handle.remove()
+        yield {"phase": phase, "bits_forward": bits, **_summary(losses)}
     emulation.remove()
 
 
 def model_loss(model: PreTrainedModel, window: Window) -> Tensor:
-    """Mean loss of all tokens that are no padding."""
+    """Mean loss of all tokens but padding."""
     ids, kept = window
     logits = model(input_ids=ids, attention_mask=kept.long()).logits
     return cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].masked_fill(~kept[:, 1:], -100).flatten())
@@ -193,7 +186,7 @@ def model_loss(model: PreTrainedModel, window: Window) -> Tensor:
 
 @torch.no_grad()
 def _compare(exact: PreTrainedModel, coded: PreTrainedModel, window: Window) -> dict[str, Tensor]:
-    """Of tokens that are no padding: exact and coded loss, divergence, and place in the sequence."""
+    """Of all tokens but padding: exact and coded loss, divergence, and place in the sequence."""
     ids, kept = window
     given: dict[str, Any] = {"input_ids": ids, "attention_mask": kept.long()}
     there = kept[:, 1:]
@@ -224,81 +217,13 @@ def _mean_of(windows: list[Tensor]) -> tuple[float, float]:
     return statistics.fmean(means), statistics.stdev(means) / len(means) ** 0.5
 
 
-class Errors:
-    """Squares of a boundary's tensors and of their errors, by place in the sequence and by channel."""
-
-    def __init__(self) -> None:
-        self._energy: dict[str, float] = {}
-        self._error: dict[str, float] = {}
-        self._counts = False
-
-    def begin(self) -> None:
-        """Count from here on, and forget what was counted before."""
-        self._energy, self._error, self._counts = {}, {}, True
-
-    def sent(self, module: nn.Module, inputs: object, output: Any) -> None:
-        """A hook that sees a tensor before it is coded."""
-        self._x = _tensor_of(output).detach()
-
-    def received(self, module: nn.Module, inputs: object, output: Any) -> None:
-        """A hook that sees it afterwards."""
-        if not self._counts:
-            return
-        error, energy = (_tensor_of(output) - self._x).double().square(), self._x.double().square()
-        few = energy.sum((0, 1)).topk(min(FEW, energy.shape[-1])).indices
-        parts = {"": slice(None), "_first": (slice(None), slice(0, 1)), "_early": (slice(None), slice(1, 16)),
-                 "_few": (..., few)}  # fmt: skip
-        for name, part in parts.items():
-            self._error[name] = self._error.get(name, 0.0) + float(error[part].sum())
-            self._energy[name] = self._energy.get(name, 0.0) + float(energy[part].sum())
-
-    def end(self) -> Row:
-        """The fields of the row."""
-        self._counts = False
-        found: Row = {f"error{name}": error / self._energy[name] for name, error in self._error.items()}
-        return {**found, "energy_few": self._energy["_few"] / self._energy[""]}
-
-
-def _tensor_of(output: Any) -> Tensor:
-    return output[0] if isinstance(output, tuple) else output
-
-
-def _places(model: PreTrainedModel, settings: RealBenchmark) -> list[str]:
-    """Names of the modules that boundaries come after."""
-    layers = model.config.num_hidden_layers
-    if not settings.cuts:
-        if settings.stages > layers:
-            raise ConfigError(f"stages is {settings.stages}; the model has {layers} layers; allowed: at most as many")
-        return boundary_modules(model, settings.stages)
-    if settings.cuts[-1] >= layers - 1:
-        raise ConfigError(f"cuts is {settings.cuts}; the model has {layers} layers; allowed: 0 to {layers - 2}")
-    name = boundary_modules(model, 2)[0].rpartition(".")[0]
-    return [f"{name}.{cut}" for cut in settings.cuts]
-
-
-def _reference() -> str:
-    from pydoc_data.topics import topics
-
-    return "\n\n".join(topics.values())
-
-
-def _text(names: tuple[str, ...]) -> str:
-    return _read(text_files(DataConfig(text=names)))
-
-
 def _read(files: Iterable[Path]) -> str:
     return "\n".join(file.read_text(errors="replace") for file in files)
 
 
-ABOUT = (
-    Column("model", "model"),
-    Column("kind", "kind"),
-    Column("boundary", "boundary", row_name),
-    Column("phase", "phase"),
-)
 COMMAND = Command(
     name="benchmarks real",
-    summary="What boundary formats cost pretrained models: perplexity, divergence, errors.",
+    summary="What boundary formats cost pretrained models: perplexity and divergence.",
     examples=(
         "python -m benchmarks real runs/real-models/smollm2 --json real.json",
         "python -m benchmarks real a,b --stages 8 --kind text,code,padded",
@@ -309,7 +234,10 @@ COMMAND = Command(
         Table(
             title="Pretrained models with coded boundaries",
             columns=[
-                *ABOUT,
+                Column("model", "model"),
+                Column("kind", "kind"),
+                Column("boundary", "boundary", row_name),
+                Column("phase", "phase"),
                 Column("bits\nfwd", "bits_forward", "{:.2f}"),
                 Column("perplexity\nratio", "ratio", "{:.4f}"),
                 Column("±", "ratio_error", "{:.4f}"),
@@ -319,17 +247,5 @@ COMMAND = Command(
                 Column("±", "divergence_error", "{:.4f}"),
             ],
         ),
-        Table(
-            title="Relative squared errors of the tensors at boundaries",
-            columns=[
-                *ABOUT,
-                Column("all", "error", "{:.1e}"),
-                Column("first\ntoken", "error_first", "{:.1e}"),
-                Column("tokens\n1-15", "error_early", "{:.1e}"),
-                Column("8 largest\nchannels", "error_few", "{:.1e}"),
-                Column("their share\nof energy", "energy_few", "{:.0%}"),
-            ],
-        ),
     ],
-    charts=[],
 )  # fmt: skip

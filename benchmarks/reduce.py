@@ -126,7 +126,6 @@ COMMAND = Command(
             ],
         )
     ],
-    charts=[],
 )  # fmt: skip
 
 

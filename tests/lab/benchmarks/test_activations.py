@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks.activations import COMMAND, METHODS, PLAIN, ActivationsBenchmark, summarized
-from lowbit.config import build
 from lowbit.report import run
 from lowbit.train.config import ModelConfig
 from tests.lab.bench.shown import shown
@@ -41,18 +40,3 @@ def test_bytes_and_errors_of_every_method(settings: ActivationsBenchmark, tmp_pa
         assert errors["attention-4"]["mlp"] < 1e-5 < 1e-3 < errors["attention-4"]["k_proj"]
     text = shown(COMMAND, report.rows, tmp_path, width=120)
     assert all(name in text for name in (*METHODS, "k_proj", "median"))
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"methods": ("int3",)}, r"methods has int3; allowed: plain, default, norm-8"),
-        ({"sequences": (1,)}, r"sequences is \(1,\); allowed: at least 2"),
-        ({"samples": 0}, "samples is 0; allowed: at least 1"),
-        ({"device": "tpu"}, "device is 'tpu'"),
-        ({"model": {"dim": 33}}, "model.dim is 33"),
-    ],
-)
-def test_wrong_settings_are_refused(wrong: dict, message: str):
-    with pytest.raises(ValueError, match=message):
-        build(ActivationsBenchmark, wrong)

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks.parallel import COMMAND, ParallelBenchmark
-from lowbit.config import build
 from lowbit.report import run
 from tests.lab.bench.shown import shown
 
@@ -17,8 +16,3 @@ def test_a_layout_is_measured_beside_one_process(tmp_path: Path):
     assert row["error"] == pytest.approx(row["error_alone"], rel=0.05)
     assert row["kept"] == row["kept_bytes"] / row["plain_bytes"] < 1.05 * row["kept_alone"]
     assert "TP, SP" in shown(COMMAND, [row], tmp_path)
-
-
-def test_wrong_settings_are_refused():
-    with pytest.raises(ValueError, match="layers is 3; allowed: multiples of 2"):
-        build(ParallelBenchmark, {"layers": 3})

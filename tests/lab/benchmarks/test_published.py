@@ -3,8 +3,7 @@ import dataclasses
 import pytest
 import torch
 
-from benchmarks.codecs import COMMAND
-from benchmarks.published import PublishedProcedure
+from benchmarks.codecs import COMMAND, PublishedProcedure
 from lowbit import kernels
 from lowbit.codecs import TAHQuant
 from lowbit.report import run

@@ -6,9 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.ranks import COMMAND, RanksBenchmark, expected, kurtosis, measured
-from benchmarks.sum_candidates import Format
-from benchmarks.sums import with_sum
+from benchmarks.ranks import COMMAND, RanksBenchmark, Static, expected, kurtosis, measured
 from lowbit.config import ConfigError
 from lowbit.report import run
 from tests.lab.bench.shown import shown
@@ -40,7 +38,7 @@ def test_rounding_follows_the_theory_and_values_that_are_cut_do_not():
         return list(torch.randn(ranks, 16, 256, 128, generator=generator))
 
     for ranks in (1, 4):
-        form = Format(with_sum(drawn(ranks)))
+        form = Static(drawn(ranks))
         found = measured(form, [x.flatten(0, 1) for x in drawn(ranks)])
         assert found["kurtosis_of_rounding"] == pytest.approx(found["expected_here"], abs=0.02)
         assert found["expected_here"] == pytest.approx(3 - 1.2 / ranks, abs=0.01)
@@ -65,5 +63,3 @@ def test_a_table_of_a_tiny_model(tmp_path: Path):
     assert "Irwin-Hall" in shown(COMMAND, report.rows, tmp_path)
     with pytest.raises(ConfigError, match="ranks is 3; allowed: what divides 32, the inputs of model.layers.0"):
         run(COMMAND, RanksBenchmark(**given, ranks=(3,), sequences=1))
-    with pytest.raises(ConfigError, match="candidate is 'int3'; allowed: static, feature-int4"):
-        RanksBenchmark(**given, candidates=("int3",))

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks.titan import COMMAND, OWN, TitanBenchmark
-from lowbit.config import build
 from lowbit.report import run
 from lowbit_lab.bench.workers import UNLIMITED
 from tests.lab.bench.shown import shown
@@ -23,16 +22,3 @@ def test_both_stages_train_alike(tmp_path: Path):
     assert own["speedup_stock_fp32"] == 1
     text = shown(COMMAND, [own, fp32, int4], tmp_path)
     assert "over its" in text
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"layers": 3}, "layers is 3; allowed: multiples of 2"),
-        ({"batch": 6}, "batch is 6; allowed: multiples of 4"),
-        ({"boundaries": ("int99",)}, "int99"),
-    ],
-)
-def test_wrong_settings_are_refused(wrong: dict, message: str):
-    with pytest.raises(ValueError, match=message):
-        build(TitanBenchmark, wrong)

@@ -1,7 +1,10 @@
-"""`python -m benchmarks plans`: the first choice of `lowbit plan pipeline` beside every choice of a measured grid.
+"""`python -m benchmarks plans` and `auto`: what a plan or a run chooses, compared with every fixed choice, measured.
 
-There are two hosts with a core each, and the second one gets only a share of its core's time. `lowbit doctor` measures
-them, the plan chooses, and then every choice trains in turn, round after round.
+`plans`: there are two hosts with a core each, and the second one gets only a share of its core's time. `lowbit doctor`
+measures them, the plan chooses, and then every choice trains in turn, round after round.
+
+`auto`: every run trains from its first step, with all that `lowbit train` does. The first steps, in which `auto`
+chooses, are not timed. Runs of all formats take turns, round after round.
 """
 
 from __future__ import annotations
@@ -12,38 +15,42 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field
 
+from benchmarks.simulate import Trained
 from lowbit.codecs.names import pair_name
-from lowbit.config import NonNegative, Positive, section, to_toml
+from lowbit.config import Positive, section, to_toml
 from lowbit.plan.cluster import Cluster
 from lowbit.plan.pipeline import PipelinePlanSettings
 from lowbit.plan.predict import Choice, Prediction, Predictor
 from lowbit.plan.search import search
 from lowbit.plan.sizes import measure_sizes
-from lowbit.report import Column, Command, Row, Table
-from lowbit.train.config import DataConfig, ModelConfig, PipelineConfig, Schedule
+from lowbit.report import Column, Command, Row, Table, summary
+from lowbit.train.boundaries import AUTO_FORMATS
+from lowbit.train.config import AUTO, DataConfig, PipelineConfig, Schedule, TrainConfig
 from lowbit.train.model import vocabulary
 from lowbit.train.replicas import all_reduce_codec
+from lowbit.train.summary import read_summary
 from lowbit.train.tokenizer import load_tokenizer
-from lowbit_lab.bench.recipes import PROGRAM, THIN_MODEL, as_mapping, recipe, step
-from lowbit_lab.bench.settings import LINK, Device, Links, Names
-from lowbit_lab.bench.workers import Workers, check_available, set_link
+from lowbit_lab.bench.recipes import PROGRAM, as_mapping, check_recipes, recipe, step
+from lowbit_lab.bench.settings import LINK, Links, Names
+from lowbit_lab.bench.workers import UNLIMITED, Workers, check_available, set_link, started
 from lowbit_lab.network import Link, LinkUnavailable, SlowLink
 
 _CPU = Path("/sys/fs/cgroup/cpu")  # of the first version of control groups, and of the second one:
 _CPU_2 = Path("/sys/fs/cgroup")
 _LEAST_US = 1_000  # of computing in a period; short periods, so that no pass fits into one
+_UNTIMED = 7  # first steps of a run with `auto`: five before the choice, and two with the formats that it sets up
 
 
 @section()
-class PlansBenchmark:
+class PlansBenchmark(Trained):
     """Two unequal hosts, a model, and what the plan chooses among."""
 
     links: Links = (Link(25.0), Link(100.0, rtt_ms=20.0), Link(500.0))
@@ -58,22 +65,10 @@ class PlansBenchmark:
     """Numbers of micro-batches."""
     first_layers: tuple[Positive, ...] = (4, 5, 6)
     """Decoder layers of the first stage, beside those of the plan. The second one gets the others."""
-    model: ModelConfig = THIN_MODEL
-    """Model to train."""
-    data: DataConfig = DataConfig(batch=32, sequence=128)
-    """Text to train on, and the size of a batch."""
     rounds: Positive = 2
     """Turns of each choice on each link."""
     steps: Positive = 2
     """Timed steps of a turn. Another one comes first and is not timed."""
-    device: Device = "cpu"
-    """Always the CPU."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Data type of matrix products."""
-    backward: str = ""
-    """Format of gradients, as for `lowbit bench pipeline`."""
-    seed: NonNegative = 0
-    """Seed of weights and data order."""
 
 
 @dataclass
@@ -86,13 +81,13 @@ class _Measured:
     seconds: list[float] = field(default_factory=list)
 
 
-def measure(settings: PlansBenchmark, earlier: Sequence[Row] = ()) -> Iterator[Sequence[Row]]:
+def measure_plans(settings: PlansBenchmark, earlier: Sequence[Row] = ()) -> Iterator[Sequence[Row]]:
     """Plan, and measure every choice, on every link.
 
     Yields:
         Rows, one for each link and choice: the fields of `set_link`, `boundary`, `schedule`, `microbatches`, `layers`
-        (of each stage), `planned` (whether it is the plan's first choice), `seconds` (of the median step),
-        `seconds_low`, `seconds_high`, `predicted` and `best` (seconds of the link's fastest choice).
+        (of each stage), `planned` (whether it is the plan's first choice), `seconds` (of a step, with the
+        fields of `summary`), `predicted` and `best` (seconds of the link's fastest choice).
 
     Raises:
         LinkUnavailable: this machine does not permit such a link, or no limit of a core's time.
@@ -114,7 +109,7 @@ def measure(settings: PlansBenchmark, earlier: Sequence[Row] = ()) -> Iterator[S
                     for one in every:
                         step(ranks, str(one.number), 1)
                         one.seconds += [metrics["seconds"] for metrics in step(ranks, str(one.number), settings.steps)]
-            rows += [about | row for row in _rows(every)]
+            rows += [about | row for row in _rows_of(every)]
             yield rows
 
 
@@ -150,7 +145,8 @@ def _examine(settings: PlansBenchmark, network: SlowLink, folder: Path, place: P
 def _predictor(settings: PlansBenchmark, cluster: Cluster) -> Predictor:
     plan = PipelinePlanSettings(cluster="cluster.toml", model=settings.model, data=settings.data)
     vocab = vocabulary(settings.model, load_tokenizer(settings.data.tokenizer).size)
-    sizes = measure_sizes(settings.model, vocab=vocab, sequence=settings.data.sequence, precision=settings.precision)
+    precision = "bf16" if settings.precision == "bf16" else "fp32"
+    sizes = measure_sizes(settings.model, vocab=vocab, sequence=settings.data.sequence, precision=precision)
     return Predictor(
         cluster, sizes, sequence=settings.data.sequence, batch=settings.data.batch,
         all_reduce=all_reduce_codec(plan.gradients),
@@ -186,7 +182,7 @@ def _open(settings: PlansBenchmark, ranks: Workers, one: _Measured, folder: str)
     ranks.ask("open", name=str(one.number), config=as_mapping(config), samples=0)
 
 
-def _rows(every: Sequence[_Measured]) -> Iterator[dict[str, Any]]:
+def _rows_of(every: Sequence[_Measured]) -> Iterator[dict[str, Any]]:
     best = min(statistics.median(one.seconds) for one in every)
     for one in every:
         yield {
@@ -195,9 +191,7 @@ def _rows(every: Sequence[_Measured]) -> Iterator[dict[str, Any]]:
             "microbatches": one.choice.microbatches,
             "layers": list(one.choice.layers),
             "planned": not one.number,
-            "seconds": statistics.median(one.seconds),
-            "seconds_low": min(one.seconds),
-            "seconds_high": max(one.seconds),
+            **summary(one.seconds, "seconds"),
             "predicted": one.predicted.seconds,
             "best": best,
         }
@@ -234,13 +228,12 @@ def _confine(process: int, host: int, place: Path | None) -> None:
         (place / "cgroup.procs").write_text(str(process))
 
 
-def _chosen(rows: Sequence[Row]) -> Mapping[str, float]:
-    """Seconds of the plan's first choice over those of the fastest, by link."""
-    return {row["link"]: row["seconds"] / row["best"] for row in rows if row["planned"]}
+def _over_best(row: Row) -> str:
+    return f"{row['seconds'] / row['best'] - 1:+.1%}"
 
 
-def _title(rows: Sequence[Row]) -> str:
-    shares = ", ".join(f"{link}: {share - 1:+.1%}" for link, share in _chosen(rows).items())
+def _plans_title(rows: Sequence[Row]) -> str:
+    shares = ", ".join(f"{row['link']}: {_over_best(row)}" for row in rows if row["planned"])
     errors = [abs(row["predicted"] / row["seconds"] - 1) for row in rows]
     return (
         f"Seconds of the plan's first choice beside the fastest: {shares}; predictions off by "
@@ -248,15 +241,15 @@ def _title(rows: Sequence[Row]) -> str:
     )
 
 
-COMMAND = Command(
+PLANS = Command(
     name="plans",
     summary="The first choice of `lowbit plan pipeline` beside every choice of a measured grid.",
     examples=("python -m benchmarks plans --json plans.json", "python -m benchmarks plans --link 100mbit --rounds 3"),
     settings=PlansBenchmark,
-    measure=measure,
+    measure=measure_plans,
     tables=(
         Table(
-            title=_title,
+            title=_plans_title,
             columns=(
                 LINK,
                 Column("", lambda row: "plan" if row["planned"] else ""),
@@ -266,9 +259,139 @@ COMMAND = Command(
                 Column("layers", lambda row: " ".join(map(str, row["layers"]))),
                 Column("measured", "seconds", "{:.3f} s"),
                 Column("predicted", "predicted", "{:.3f} s"),
-                Column("beside the\nfastest", lambda row: f"{row['seconds'] / row['best'] - 1:+.1%}"),
+                Column("beside the\nfastest", _over_best),
             ),
         ),
     ),
-    charts=(),
+)
+
+
+@section()
+class AutoBenchmark(Trained):
+    """Links, fixed formats to compare with, and a model."""
+
+    links: Links = tuple(
+        replace(link, rtt_ms=rtt) for link in (Link(25.0), Link(100.0), Link(500.0), UNLIMITED) for rtt in (0.0, 40.0)
+    )
+    """Links to emulate."""
+    boundaries: Names = AUTO_FORMATS
+    """Fixed formats, of activations or of both ways."""
+    data: DataConfig = DataConfig(batch=32, sequence=128, held_out_share=0.0)
+    """Text to train on, and the size of a batch."""
+    pipeline: PipelineConfig = PipelineConfig(ranks=2, microbatches=8)
+    """Ranks, each on a host of its own, stages and schedule. The formats are those of `boundaries`."""
+    rounds: Positive = 2
+    """Runs of each format on each link."""
+    steps: Positive = 8
+    """Timed steps of a run. Seven others come first."""
+
+    def __post_init__(self) -> None:
+        check_recipes(self, self.pipeline)
+
+
+def measure_auto(settings: AutoBenchmark, earlier: Sequence[Row] = ()) -> Iterator[Sequence[Row]]:
+    """Train with `auto` and with every fixed format on every link.
+
+    Yields:
+        Rows, one for each link and format: `boundary` ("auto" or the format), the fields of `set_link`,
+        `seconds` (of a step, with the fields of `summary`), `formats` (what each run with `auto` chose, by boundary; of
+        a fixed format, none), `predicted` (seconds of the last choice; None) and `choice` (all numbers of the last
+        choice, `lowbit.train.auto.Choice`; None).
+    """
+    ranks_of = settings.pipeline.ranks
+    rows: list[dict[str, Any]] = []
+    for link in settings.links:
+        # A process group can serve a few dozen runs only: each link gets ranks of its own.
+        with tempfile.TemporaryDirectory() as folder, started(PROGRAM, ranks_of, [link]) as (network, ranks):
+            about = set_link(network, link)
+            taken: dict[str, list[dict[str, Any]]] = {name: [] for name in (AUTO, *settings.boundaries)}
+            for number in range(settings.rounds):
+                for index, (name, turns) in enumerate(taken.items()):
+                    turns.append(_turn(ranks, config_of(settings, name, f"{folder}/{number}-{index}")))
+        rows += [{"boundary": name, **about, **_row(turns)} for name, turns in taken.items()]
+        yield rows
+
+
+def config_of(settings: AutoBenchmark, boundary: str, output: str) -> TrainConfig:
+    """The run of a format, or of `auto`."""
+    steps = {"steps": _UNTIMED + settings.steps, "save_model": False, "report": False, "overwrite": True}
+    if boundary != AUTO:
+        return recipe(settings, boundary, output=output, **steps)
+    config = recipe(settings, AUTO_FORMATS[0], output=output, **steps)
+    return replace(config, pipeline=replace(config.pipeline, forward=(AUTO,), backward=()))
+
+
+def shares(rows: Sequence[Row]) -> dict[str, float]:
+    """Speed of `auto` over that of the best fixed format, by link."""
+    found = {}
+    for link in dict.fromkeys(row["link"] for row in rows):
+        seconds = {row["boundary"]: row["seconds"] for row in rows if row["link"] == link}
+        found[link] = min(seconds[name] for name in seconds if name != AUTO) / seconds[AUTO]
+    return found
+
+
+def _turn(ranks: Workers, config: TrainConfig) -> dict[str, Any]:
+    """Train; seconds of the timed steps, and the last choice."""
+    steps: list[float] = []
+    ranks.ask("train", config=as_mapping(config), on_progress=lambda metrics: steps.append(metrics["seconds"]))
+    chosen = read_summary(Path(config.run.output) / "summary.json").formats
+    return {"seconds": steps[_UNTIMED:], "chosen": chosen[-1] if chosen else None}
+
+
+def _row(turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    seconds = [each for turn in turns for each in turn["seconds"]]
+    chosen = [turn["chosen"] for turn in turns if turn["chosen"]]
+    return {
+        **summary(seconds, "seconds"),
+        "formats": [choice["formats"] for choice in chosen],
+        "predicted": chosen[-1]["predicted"] if chosen else None,
+        "choice": chosen[-1] if chosen else None,
+    }
+
+
+def _auto_title(rows: Sequence[Row]) -> str:
+    share = shares(rows)
+    worst = min(share, key=lambda link: share[link])
+    return f"auto has at least {share[worst]:.0%} of the speed of the best fixed format ({Link.parse(worst).title})"
+
+
+def _compared(rows: Sequence[Row]) -> list[Row]:
+    share = shares(rows)
+    autos = {row["link"]: row for row in rows if row["boundary"] == AUTO}
+    found: list[Row] = []
+    for row in rows:
+        chosen = " | ".join(dict.fromkeys(" + ".join(dict.fromkeys(map(pair_name, each))) for each in row["formats"]))
+        auto = autos[row["link"]]
+        of = auto["predicted"].get("these" if row["boundary"] == AUTO else row["boundary"])
+        best = share[row["link"]] * auto["seconds"]
+        found.append({**row, "chosen": chosen, "share": best / row["seconds"], "expected": of})
+    return found
+
+
+AUTO_COMMAND = Command(
+    name="auto",
+    summary="Formats that choose themselves beside each fixed format, on really limited links.",
+    examples=(
+        "python -m benchmarks auto --json auto.json",
+        "python -m benchmarks auto --link 100mbit/40ms --rounds 1",
+    ),
+    settings=AutoBenchmark,
+    measure=measure_auto,
+    tables=(
+        Table(
+            title=_auto_title,
+            rows=_compared,
+            gap="link",
+            columns=(
+                LINK,
+                Column("format", lambda row: pair_name(row["boundary"])),
+                Column("a step", "seconds", "{:.3f} s"),
+                Column("fastest", "seconds_low", "{:.3f}"),
+                Column("slowest", "seconds_high", "{:.3f}"),
+                Column("pre-\ndicted", "expected", "{:.3f}"),
+                Column("of the\nbest fixed", "share", "{:.0%}"),
+                Column("chosen", "chosen"),
+            ),
+        ),
+    ),
 )
