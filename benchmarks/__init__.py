@@ -11,7 +11,6 @@ COMMANDS = {
     "arena": "benchmarks.predicted:ARENA",
     "codecs": "benchmarks.codecs",
     "activations": "benchmarks.activations",
-    "titan": "benchmarks.titan",
     "tune": "benchmarks.race:TUNE",
     "replicas": "benchmarks.elastic:REPLICAS",
     "diloco": "benchmarks.elastic:DILOCO",

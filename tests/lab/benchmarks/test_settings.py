@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import activations, choices, elastic, parallel, predicted, race, ranks, reduce, simulate, titan
+from benchmarks import activations, choices, elastic, parallel, predicted, race, ranks, reduce, simulate
 from lowbit.config import build
 
 CASE = simulate.CASES[0]
@@ -35,9 +35,6 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
         (reduce.ReduceBenchmark, {"numel": 1000}, "numel is 1000; allowed: multiples of 1024"),
         (reduce.ReduceBenchmark, {"formats": ("int99+errors",)}, "int99"),
         (simulate.SimulateBenchmark, {"cases": (CASE, CASE)}, "cases is empty or has one twice"),
-        (titan.TitanBenchmark, {"layers": 3}, "layers is 3; allowed: multiples of 2"),
-        (titan.TitanBenchmark, {"batch": 6}, "batch is 6; allowed: multiples of 4"),
-        (titan.TitanBenchmark, {"boundaries": ("int99",)}, "int99"),
     ],
 )
 def test_wrong_settings_are_refused(settings: type, wrong: dict[str, Any], message: str):
