@@ -14,7 +14,6 @@ COMMANDS = {
     "tune": "benchmarks.race:TUNE",
     "replicas": "benchmarks.elastic:REPLICAS",
     "diloco": "benchmarks.elastic:DILOCO",
-    "reduce": "benchmarks.reduce",
     "ranks": "benchmarks.ranks",
     "real": "benchmarks.real",
     "parallel": "benchmarks.parallel",

@@ -1,4 +1,4 @@
-"""`python -m benchmarks replicas`, `diloco` and `reduce`, with the smallest settings."""
+"""`python -m benchmarks replicas` and `diloco`, with the smallest settings."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import elastic, reduce
+from benchmarks import elastic
 from lowbit.codecs import parse
 from lowbit.collectives import all_reduce_bytes
 from lowbit.report import run
 from lowbit.train.config import DataConfig, ModelConfig
-from lowbit_lab.bench.workers import UNLIMITED
 from tests.lab.bench.shown import shown
 
 pytest.importorskip("torchft")
@@ -54,10 +53,3 @@ def test_diloco(data: DataConfig):
     sent = all_reduce_bytes(numel, parse(elastic.SHORT["int4"]), rank=0, ranks=2)
     assert rows["int4", 1]["bytes_per_token"] == pytest.approx(2 * sent / (8 * 2 * 32), rel=0.01)
     assert all(row["held_out_loss"] < 6 for row in rows.values())
-
-
-def test_sums_on_torchfts_group():
-    settings = reduce.ReduceBenchmark(links=(UNLIMITED,), ranks=(2,), numel=1 << 16, rounds=2)
-    rows = {row["format"]: row for row in run(reduce.COMMAND, settings).rows}
-    assert set(rows) == {"torchft-fp32", "int8", "int4", "int4+errors"}
-    assert rows["torchft-fp32"]["speedup"] == 1

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import activations, choices, elastic, parallel, predicted, race, ranks, reduce, simulate
+from benchmarks import activations, choices, elastic, parallel, predicted, race, ranks, simulate
 from lowbit.config import build
 
 CASE = simulate.CASES[0]
@@ -32,8 +32,6 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
         (race.TuneBenchmark, {"boundaries": ("int9",)}, "codec is 'int9'"),
         pytest.param(race.TuneBenchmark, {"device": "cuda"}, "this machine has 0 devices", marks=NO_GPU),
         (ranks.RanksBenchmark, {"model": "m", "candidates": ("int3",)}, "'int3'; allowed: static, feature-int4"),
-        (reduce.ReduceBenchmark, {"numel": 1000}, "numel is 1000; allowed: multiples of 1024"),
-        (reduce.ReduceBenchmark, {"formats": ("int99+errors",)}, "int99"),
         (simulate.SimulateBenchmark, {"cases": (CASE, CASE)}, "cases is empty or has one twice"),
     ],
 )
