@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,13 +27,12 @@ from benchmarks.simulate import Trained
 from lowbit.codecs.names import pair_name
 from lowbit.config import Positive, section, to_toml
 from lowbit.plan.cluster import Cluster
-from lowbit.plan.pipeline import PipelinePlanSettings
-from lowbit.plan.predict import Choice, Prediction, Predictor
+from lowbit.plan.predict import Choice, Predictor
 from lowbit.plan.search import search
 from lowbit.plan.sizes import measure_sizes
 from lowbit.report import Column, Command, Row, Table, summary
 from lowbit.train.boundaries import AUTO_FORMATS
-from lowbit.train.config import AUTO, DataConfig, PipelineConfig, Schedule, TrainConfig
+from lowbit.train.config import AUTO, DataConfig, GradientsConfig, PipelineConfig, Schedule, TrainConfig
 from lowbit.train.model import vocabulary
 from lowbit.train.replicas import all_reduce_codec
 from lowbit.train.summary import read_summary
@@ -71,16 +70,6 @@ class PlansBenchmark(Trained):
     """Timed steps of a turn. Another one comes first and is not timed."""
 
 
-@dataclass
-class _Measured:
-    """A choice, and the seconds of its steps."""
-
-    number: int
-    choice: Choice
-    predicted: Prediction
-    seconds: list[float] = field(default_factory=list)
-
-
 def measure_plans(settings: PlansBenchmark, earlier: Sequence[Row] = ()) -> Iterator[Sequence[Row]]:
     """Plan, and measure every choice, on every link.
 
@@ -99,17 +88,32 @@ def measure_plans(settings: PlansBenchmark, earlier: Sequence[Row] = ()) -> Iter
         for link in settings.links:
             about = set_link(network, link)
             predictor = _predictor(settings, _examine(settings, network, Path(folder), place))
-            every = _choices(settings, predictor)
+            choices = _choices(settings, predictor)
+            taken: list[list[float]] = [[] for _ in choices]
             with Workers(PROGRAM, 2, grouped=True, network=network) as ranks:
                 for rank in range(2):
                     _confine(ranks.pids[rank], rank, place)
-                for one in every:
-                    _open(settings, ranks, one, folder)
+                for number, choice in enumerate(choices):
+                    pipeline = PipelineConfig(
+                        ranks=2, schedule=choice.schedule, microbatches=choice.microbatches, layers=choice.layers
+                    )  # fmt: skip
+                    run = {"pipeline": pipeline, "output": f"{folder}/{number}", "threads": 1}
+                    config = as_mapping(recipe(settings, choice.formats[0], **run))
+                    ranks.ask("open", name=str(number), config=config, samples=0)
                 for _ in range(settings.rounds):
-                    for one in every:
-                        step(ranks, str(one.number), 1)
-                        one.seconds += [metrics["seconds"] for metrics in step(ranks, str(one.number), settings.steps)]
-            rows += [about | row for row in _rows_of(every)]
+                    for number, seconds in enumerate(taken):
+                        step(ranks, str(number), 1)
+                        seconds += [metrics["seconds"] for metrics in step(ranks, str(number), settings.steps)]
+            best = min(map(statistics.median, taken))
+            rows += [
+                {
+                    **about, "boundary": choice.formats[0], "schedule": choice.schedule,
+                    "microbatches": choice.microbatches, "layers": list(choice.layers),
+                    "planned": choice is choices[0], **summary(seconds, "seconds"),
+                    "predicted": predictor.predict(choice).seconds, "best": best,
+                }
+                for choice, seconds in zip(choices, taken, strict=True)
+            ]  # fmt: skip
             yield rows
 
 
@@ -143,17 +147,16 @@ def _examine(settings: PlansBenchmark, network: SlowLink, folder: Path, place: P
 
 
 def _predictor(settings: PlansBenchmark, cluster: Cluster) -> Predictor:
-    plan = PipelinePlanSettings(cluster="cluster.toml", model=settings.model, data=settings.data)
     vocab = vocabulary(settings.model, load_tokenizer(settings.data.tokenizer).size)
     precision = "bf16" if settings.precision == "bf16" else "fp32"
     sizes = measure_sizes(settings.model, vocab=vocab, sequence=settings.data.sequence, precision=precision)
     return Predictor(
         cluster, sizes, sequence=settings.data.sequence, batch=settings.data.batch,
-        all_reduce=all_reduce_codec(plan.gradients),
+        all_reduce=all_reduce_codec(GradientsConfig()),
     )  # fmt: skip
 
 
-def _choices(settings: PlansBenchmark, predictor: Predictor) -> list[_Measured]:
+def _choices(settings: PlansBenchmark, predictor: Predictor) -> list[Choice]:
     """The plan's first choice, and the grid."""
     first = search(
         predictor, formats=settings.boundaries, schedules=settings.schedules, stages_per_rank=(1,),
@@ -169,32 +172,7 @@ def _choices(settings: PlansBenchmark, predictor: Predictor) -> list[_Measured]:
         )
     ]
     planned = replace(first.choice, layers=tuple(layers))
-    every = [planned, *(choice for choice in grid if choice != planned)]
-    return [_Measured(number, choice, predictor.predict(choice)) for number, choice in enumerate(every)]
-
-
-def _open(settings: PlansBenchmark, ranks: Workers, one: _Measured, folder: str) -> None:
-    choice = one.choice
-    pipeline = PipelineConfig(
-        ranks=2, schedule=choice.schedule, microbatches=choice.microbatches, layers=choice.layers
-    )  # fmt: skip
-    config = recipe(settings, choice.formats[0], pipeline=pipeline, output=f"{folder}/{one.number}", threads=1)
-    ranks.ask("open", name=str(one.number), config=as_mapping(config), samples=0)
-
-
-def _rows_of(every: Sequence[_Measured]) -> Iterator[dict[str, Any]]:
-    best = min(statistics.median(one.seconds) for one in every)
-    for one in every:
-        yield {
-            "boundary": one.choice.formats[0],
-            "schedule": one.choice.schedule,
-            "microbatches": one.choice.microbatches,
-            "layers": list(one.choice.layers),
-            "planned": not one.number,
-            **summary(one.seconds, "seconds"),
-            "predicted": one.predicted.seconds,
-            "best": best,
-        }
+    return [planned, *(choice for choice in grid if choice != planned)]
 
 
 @contextlib.contextmanager

@@ -242,8 +242,8 @@ def in_minutes(row: Row) -> list[tuple[float, float]]:
 
 
 def _end(row: Row) -> str:
-    speed = f"\n{row['tokens_per_second']:,.0f} tokens/s" if row.get("tokens_per_second") else ""
-    return f"loss {row['curve'][-1][1]:.2f}, {row['seconds'] / 60:.1f} min{speed}"
+    speed = f"{row['tokens_per_second']:,.0f} tokens/s"
+    return f"loss {row['curve'][-1][1]:.2f}, {row['seconds'] / 60:.1f} min\n{speed}"
 
 
 def _finding(rows: Sequence[Row]) -> str:

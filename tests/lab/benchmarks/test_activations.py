@@ -1,9 +1,10 @@
-"""`python -m benchmarks activations`: a real measurement of a tiny model."""
+"""`python -m benchmarks activations` and `parallel`: real measurements of tiny models."""
 
 from pathlib import Path
 
 import pytest
 
+from benchmarks import parallel
 from benchmarks.activations import COMMAND, METHODS, PLAIN, ActivationsBenchmark, summarized
 from lowbit.report import run
 from lowbit.train.config import ModelConfig
@@ -40,3 +41,14 @@ def test_bytes_and_errors_of_every_method(settings: ActivationsBenchmark, tmp_pa
         assert errors["attention-4"]["mlp"] < 1e-5 < 1e-3 < errors["attention-4"]["k_proj"]
     text = shown(COMMAND, report.rows, tmp_path, width=120)
     assert all(name in text for name in (*METHODS, "k_proj", "median"))
+
+
+@pytest.mark.slow
+def test_a_layout_is_measured_beside_one_process(tmp_path: Path):
+    settings = parallel.ParallelBenchmark(
+        layouts=("sequence",), policies=("published",), dim=64, inner=172, layers=2, length=32
+    )
+    (row,) = run(parallel.COMMAND, settings).rows
+    assert row["error"] == pytest.approx(row["error_alone"], rel=0.05)
+    assert row["kept"] == row["kept_bytes"] / row["plain_bytes"] < 1.05 * row["kept_alone"]
+    assert "TP, SP" in shown(parallel.COMMAND, [row], tmp_path)

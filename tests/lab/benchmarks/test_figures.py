@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.__main__ import BENCHMARKS
-from benchmarks.figures import README, command_of, picture, with_speed
+from benchmarks.figures import README, picture
 from lowbit.report import Report
 from lowbit.report.style import THEMES
 from lowbit_lab.charts.charts import figure
@@ -74,21 +74,3 @@ def test_the_command_draws_them_all(tmp_path: Path, capsys: pytest.CaptureFixtur
     written = [tmp_path / "figures" / f"memory-{theme}.svg" for theme in THEMES]
     assert capsys.readouterr().out.split() == list(map(str, written))
     assert all(file.exists() for file in written)
-
-
-def test_speed_of_a_race_that_recorded_none():
-    settings = {"samples": 64, "epochs": 2, "data": {"sequence": 128}}
-    rows = [{"seconds": 2.0}, {"seconds": 2.0, "tokens_per_second": 7.0}]
-    report = Report(command="benchmarks race", settings=settings, machine={}, rows=rows)
-    assert [row["tokens_per_second"] for row in with_speed(report)] == [8192.0, 7.0]
-
-
-@pytest.mark.parametrize("name", ["bench pipeline", "benchmarks race", "evaluate"])
-def test_commands_by_name(name: str):
-    assert command_of(name).name == name
-
-
-@pytest.mark.parametrize("name", ["bench nothing", "nothing", "benchmarks nothing"])
-def test_unknown_commands(name: str):
-    with pytest.raises(ValueError, match="no command that measures"):
-        command_of(name)

@@ -48,6 +48,7 @@ def test_the_target_is_what_all_have_reached():
     rows = {row["boundary"]: row for row in rows}
     assert {row["target_loss"] for row in rows.values()} == {1.0}
     assert [rows[name]["seconds_to_loss"] for name in rows] == [40, 20, 35]
+    assert rows["fp32"]["megabytes"] == 1
     assert rows["tah-quant"]["speedup_aq_sgd"] == 1.75
     assert rows["tah-quant"]["speedup_fp32"] == 2.0
 

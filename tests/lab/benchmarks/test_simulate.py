@@ -57,12 +57,8 @@ def test_a_prediction_has_the_measured_parts(tmp_path: Path):
 
 
 def test_pairs_of_formats_are_compared_on_one_link():
-    rows = [
-        {"ranks": 2, "split": "a", "link": "x", "seconds": 1.0, "predicted": 2.0},
-        {"ranks": 2, "split": "a", "link": "x", "seconds": 2.0, "predicted": 3.0},
-        {"ranks": 2, "split": "a", "link": "y", "seconds": 2.0, "predicted": 1.0},
-        {"ranks": 2, "split": "a", "link": "y", "seconds": 1.0, "predicted": 0.9},
-    ]
+    values = [("x", 1.0, 2.0), ("x", 2.0, 3.0), ("y", 2.0, 1.0), ("y", 1.0, 0.9)]
+    rows = [{"ranks": 2, "split": "a", "link": link, "seconds": s, "predicted": p} for link, s, p in values]
     assert ranked_right(rows) == (2, 2)
     assert ranked_right([*rows[:3], rows[3] | {"seconds": 3.0, "predicted": 0.5}]) == (1, 2)
 
