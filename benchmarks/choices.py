@@ -63,7 +63,7 @@ class PlansBenchmark(Trained):
     microbatch_counts: tuple[Positive, ...] = (8, 16)
     """Numbers of micro-batches."""
     first_layers: tuple[Positive, ...] = (4, 5, 6)
-    """Decoder layers of the first stage, beside those of the plan. The second one gets the others."""
+    """Decoder layers of the first stage, next to those of the plan. The second one gets the others."""
     rounds: Positive = 2
     """Turns of each choice on each link."""
     steps: Positive = 2
@@ -214,14 +214,14 @@ def _plans_title(rows: Sequence[Row]) -> str:
     shares = ", ".join(f"{row['link']}: {_over_best(row)}" for row in rows if row["planned"])
     errors = [abs(row["predicted"] / row["seconds"] - 1) for row in rows]
     return (
-        f"Seconds of the plan's first choice beside the fastest: {shares}; predictions off by "
+        f"Seconds of the plan's first choice compared with the fastest: {shares}; predictions off by "
         f"{statistics.median(errors):.1%} (median), at most {max(errors):.1%}"
     )
 
 
 PLANS = Command(
     name="plans",
-    summary="The first choice of `lowbit plan pipeline` beside every choice of a measured grid.",
+    summary="The first choice of `lowbit plan pipeline` compared with every choice of a measured grid.",
     examples=("python -m benchmarks plans --json plans.json", "python -m benchmarks plans --link 100mbit --rounds 3"),
     settings=PlansBenchmark,
     measure=measure_plans,
@@ -237,7 +237,7 @@ PLANS = Command(
                 Column("layers", lambda row: " ".join(map(str, row["layers"]))),
                 Column("measured", "seconds", "{:.3f} s"),
                 Column("predicted", "predicted", "{:.3f} s"),
-                Column("beside the\nfastest", _over_best),
+                Column("over the\nfastest", _over_best),
             ),
         ),
     ),
@@ -348,7 +348,7 @@ def _compared(rows: Sequence[Row]) -> list[Row]:
 
 AUTO_COMMAND = Command(
     name="auto",
-    summary="Formats that choose themselves beside each fixed format, on really limited links.",
+    summary="Formats that choose themselves, compared with each fixed format, on really limited links.",
     examples=(
         "python -m benchmarks auto --json auto.json",
         "python -m benchmarks auto --link 100mbit/40ms --rounds 1",

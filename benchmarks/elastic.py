@@ -1,6 +1,6 @@
 """`python -m benchmarks replicas` and `diloco`: replicas of a small model, a process each, that torchft joins.
 
-`replicas`: training goes on while replicas are killed and restarted at random. Gradients are summed in few bits with
+`replicas`: training continues while replicas are killed and restarted at random. Gradients are summed in few bits with
 error feedback. A replica is killed at a random moment and started again at once; the next follows when all have trained
 together for some steps. Undisturbed runs of several seeds show by how much the final loss varies anyway.
 
@@ -204,7 +204,7 @@ class _Trainer:
         }  # fmt: skip
 
     def _loss(self, net: nn.Module, step: int) -> Tensor:
-        """Of this replica's share of a step's samples; sets the step's learning rate, too."""
+        """Of this replica's share of a step's samples; also sets the step's learning rate."""
         warm_up = min(1.0, (step + 1) / max(1, self.job.steps // 20))
         for group in self.optimizer.param_groups:
             group["lr"] = self.job.lr * warm_up * (0.55 + 0.45 * math.cos(math.pi * step / self.job.steps))
@@ -277,7 +277,7 @@ def _work(values: Mapping[str, Any], replica: int, lighthouse: str, file: str) -
 
 
 def _fragments(net: Any, count: int) -> list[nn.Module]:
-    """The model in so many parts of successive layers, with the embedding in the first and the head in the last."""
+    """The model in `count` parts of successive layers, with the embedding in the first and the head in the last."""
     if count == 1:
         return [net]
     layers = list(net.model.layers)
@@ -349,7 +349,7 @@ def measure_replicas(settings: ReplicasBenchmark, earlier: Sequence[Row]) -> Ite
     Raises:
         EngineError: torchft is not installed.
         ChildProcessError: a replica failed by itself.
-        TimeoutError: a run did not go on.
+        TimeoutError: a run made no progress.
     """
     cases = [("undisturbed", seed) for seed in range(settings.seeds)]
     if settings.kills:
@@ -408,7 +408,7 @@ def _cost(run: Run, victim: int, killed: float) -> dict[str, float]:
 
 
 def _have_committed(run: Run, since: float, steps: int) -> bool:
-    """Whether all replicas have committed so many steps together."""
+    """Whether all replicas have committed `steps` steps together."""
     for replica in range(run.job.replicas):
         lines = (line for line in _tries(run, replica) if line["committed"] and line["time"] > since)
         if sum(line["replicas"] == run.job.replicas for line in lines) < steps:
@@ -425,10 +425,10 @@ def _tries(run: Run, replica: int) -> list[dict[str, Any]]:
 
 
 def _await(run: Run, ready: Callable[[], object]) -> bool:
-    """Wait until the run has gone on; False if it has reached its last step before.
+    """Wait until `ready` holds; False if it has reached its last step before.
 
     Raises:
-        TimeoutError: it has not gone on.
+        TimeoutError: it takes too long.
     """
     deadline = time.monotonic() + _HANGS
     while not ready():
@@ -436,14 +436,14 @@ def _await(run: Run, ready: Callable[[], object]) -> bool:
         if run.ended():
             return False
         if time.monotonic() > deadline:
-            raise TimeoutError(f"the replicas did not go on for {_HANGS:g} s")
+            raise TimeoutError(f"the replicas made no progress for {_HANGS:g} s")
         time.sleep(_POLL)
     return True
 
 
 REPLICAS = Command(
     name="benchmarks replicas",
-    summary="Training goes on while replicas are killed and restarted at random.",
+    summary="Training continues while replicas are killed and restarted at random.",
     examples=(
         "python -m benchmarks replicas --json replicas.json",
         "python -m benchmarks replicas --kills 3 --seeds 1 --steps 100",
@@ -480,7 +480,7 @@ class DiLoCoBenchmark:
     """ddp: no DiLoCo, gradients are averaged in FP32 in each step. Others: of pseudo-gradients. fp32: torchft's own
     all-reduce. int4 and int2: in groups of 64, 4 bits symmetric. Others: codecs, by name or in full."""
     streaming: tuple[str, ...] = (FULL, "int4")
-    """Formats to measure in Streaming DiLoCo, too, with two fragments and the first seed."""
+    """Formats to measure in Streaming DiLoCo as well, with two fragments and the first seed."""
     seeds: Positive = 3
     """Seeds 0, 1, ...: of weights and order of samples."""
     replicas: Annotated[int, Field(ge=2)] = 4

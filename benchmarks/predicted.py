@@ -57,7 +57,7 @@ class GridSettings:
     tflops: Annotated[float, Field(gt=0)] = 60.0
     """Floating-point operations that a machine reaches, in 10^12 a second."""
     coding_gb_s: Annotated[float, Field(gt=0)] = 100.0
-    """Speed of encoding and of decoding with every format, in 10^9 bytes of float32 a second, beside computing."""
+    """Speed of encoding and of decoding with every format, in 10^9 bytes of float32 a second, during computing."""
     optimizer_ns: Annotated[float, Field(gt=0)] = 0.05
     """Nanoseconds of the optimizer for one parameter."""
 

@@ -55,7 +55,7 @@ class FineTuning:
     links: Links = (Link(100.0),)
     """Links to emulate: a rate, with a round trip if there is a distance, such as 25mbit, 100mbit/40ms or unlimited."""
     backward: str = ""
-    """Format of gradients beside low-bit activations, unless `boundaries` names it. If omitted, the default of each
+    """Format of gradients next to low-bit activations, unless `boundaries` names it. If omitted, the default of each
     format. fp32, bf16 and fp16 are used both ways."""
     pipeline: PipelineConfig = MANY_STAGES
     """Ranks, each on a host of its own, stages and schedule."""
@@ -187,7 +187,7 @@ class Run:
 
 
 class Racer(Run):
-    """A run with a curve of its held-out loss. `folder`: what it writes to; beside it are the starting weights."""
+    """A run with a curve of its held-out loss. `folder`: what it writes to; next to it are the starting weights."""
 
     def __init__(self, settings: RaceBenchmark, boundary: str, ranks: Workers, folder: str) -> None:
         steps, parts = settings.samples // settings.data.batch, settings.evaluations

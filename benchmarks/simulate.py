@@ -1,4 +1,4 @@
-"""`python -m benchmarks simulate`: predicted seconds of a step beside measured ones, on really limited links.
+"""`python -m benchmarks simulate`: predicted seconds of a step compared with measured ones, on really limited links.
 
 Each setting trains over a link, and its ranks time their actions: computing, encoding, decoding, and what comes between
 two steps. The simulator gets these times, the sizes of the messages, and the rate and round trip that plain sockets
@@ -308,7 +308,7 @@ def _title(rows: Sequence[Row]) -> str:
 
 COMMAND = Command(
     name="simulate",
-    summary="Predicted seconds of a step beside measured ones, on really limited links.",
+    summary="Predicted seconds of a step compared with measured ones, on really limited links.",
     examples=(
         "python -m benchmarks simulate --json simulate.json",
         "python -m benchmarks simulate --case 2:1F1B/1/8:fp32:100mbit/40ms",

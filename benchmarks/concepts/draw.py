@@ -41,7 +41,7 @@ def steps() -> dict[str, tuple[str, Step]]:
 
 
 def step(forward: float, back: float, *, ahead: bool = True, mbit: float = MBIT, rtt: float = 0.0) -> Step:
-    """A step with messages in so many bits per element over a link."""
+    """A step with messages of `forward` and `back` bits per element over a link."""
     tokens, channels = MESSAGE[0] * MESSAGE[1], MESSAGE[2]
     there, home = (message_seconds(tokens, channels, bits, mbit) for bits in (forward, back))
     each = COMPUTE / MICRO_BATCHES
