@@ -163,9 +163,7 @@ class Run:
         ranks: where it runs. config: of its training. samples: distinct ones, or 0: all.
     """
 
-    def __init__(
-        self, boundary: str, backward: str, ranks: Workers, config: TrainConfig, samples: int = 0
-    ) -> None:
+    def __init__(self, boundary: str, backward: str, ranks: Workers, config: TrainConfig, samples: int = 0) -> None:
         self.about = {"boundary": boundary, **formats_of(boundary, backward)}
         self.steps: list[dict[str, Any]] = []
         self._name, self._ranks = config.run.output, ranks
