@@ -3,37 +3,27 @@
 tests/integrations/test_benchmarks.py runs them where torchft is installed.
 """
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from benchmarks.elastic import DILOCO, Run, _cost, _fragments, _have_committed, means
+from benchmarks.elastic import DILOCO, _cost, _fragments, _have_committed, means
 from lowbit.report import compare
 from lowbit.train.config import ModelConfig
 from lowbit.train.model import build_model
 from tests.lab.bench.shown import shown
 
 
-def run_of(folder: Path, *logs: list[tuple[int, float, bool]]) -> Any:
-    """What replicas have written: step, time and whether it was committed."""
-    for replica, lines in enumerate(logs):
-        values = [{"step": s, "time": t, "committed": c, "replicas": len(logs)} for s, t, c in lines]
-        (folder / f"{replica}.jsonl").write_text("\n".join(json.dumps(value) for value in values) + "\n")
-    run = SimpleNamespace(job=SimpleNamespace(replicas=len(logs)), file=lambda replica: folder / f"{replica}.jsonl")
-    run.lines = lambda replica: Run.lines(run, replica)  # pyright: ignore[reportArgumentType]
-    return run
-
-
-def test_the_cost_of_a_kill(tmp_path: Path):
-    run = run_of(
-        tmp_path,
+def test_the_cost_of_a_kill():
+    logs = [
         [(1, 1.0, True), (2, 2.0, True), (2, 4.0, False), (3, 7.0, True), (4, 8.0, True), (5, 20.0, True)],
         [(1, 1.1, True), (2, 2.1, True), (4, 9.0, True)],  # killed at 2.5
         [(1, 1.0, True), (2, 2.2, True), (2, 4.0, False), (2, 5.0, False), (3, 6.0, True), (4, 8.5, True)],
-    )
+    ]
+    lines = [[{"step": s, "time": t, "committed": c, "replicas": 3} for s, t, c in log] for log in logs]
+    run: Any = SimpleNamespace(job=SimpleNamespace(replicas=3), lines=lines.__getitem__)
     assert _cost(run, 1, 2.5) == {"gap": 5.0, "back": 6.5, "lost": 2}
     assert _have_committed(run, 0.0, 3)
     assert not _have_committed(run, 0.0, 4)
