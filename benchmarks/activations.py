@@ -188,10 +188,6 @@ def _places(rows: Sequence[Row]) -> list[Column]:
     return [*PLACE, *(Column(name, name, "{:.4f}") for name in names)]
 
 
-def _compressed(rows: Sequence[Row]) -> list[Row]:
-    return [row for row in summarized(rows) if row["method"] != PLAIN]
-
-
 PLACE = (Column("sequence", "sequence"), Column("method", "method"))
 COMMAND = Command(
     name="benchmarks activations",
@@ -218,7 +214,7 @@ COMMAND = Command(
         ),
         Table(
             title="Medians, by layer type and linear layer of attention",
-            rows=_compressed,
+            rows=lambda rows: [row for row in summarized(rows) if row["method"] != PLAIN],
             columns=_places,
         ),
     ],

@@ -22,8 +22,8 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -105,7 +105,7 @@ class Run:
 
     def start(self, replica: int) -> None:
         """Start a replica; again after `kill`."""
-        arguments = (asdict(self.job), replica, self.lighthouse.address(), str(self.file(replica)))
+        arguments = (self.job, replica, self.lighthouse.address(), str(self.file(replica)))
         self.processes[replica] = _CONTEXT.Process(target=_work, args=arguments, daemon=True)
         self.processes[replica].start()
 
@@ -259,13 +259,11 @@ class _Trainer:
         self.optimizer.load_state_dict(states["optimizer"])
 
 
-def _work(values: Mapping[str, Any], replica: int, lighthouse: str, file: str) -> None:
+def _work(job: Job, replica: int, lighthouse: str, file: str) -> None:
     """The process of a replica: train, write a line for each step, and the result."""
     torch.set_num_threads(1)
     for name in ("torchft.manager", "torchft.local_sgd", "torchft.process_group"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # they write a traceback for each peer that is lost
-    kinds = {"model": ModelConfig(**values["model"]), "data": DataConfig(**values["data"])}
-    job = Job(**{**values, **kinds})
     trainer = _Trainer(job, replica, lighthouse)
     with open(file, "a", encoding="utf-8") as log:
         if job.sync_every:

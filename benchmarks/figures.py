@@ -78,7 +78,7 @@ def picture(file: Path) -> Picture:
         return Picture(README, [replace(chart, series=_first_name, panel=None) for chart in charts], report.rows)
     if file.stem == "convergence":
         charts = [replace(chart, **MEANS) for chart in charts]
-    return Picture(file.stem, charts, [row for row in report.rows if SHOWN.get(file.stem, _every)(row)])
+    return Picture(file.stem, charts, [row for row in report.rows if SHOWN.get(file.stem, bool)(row)])
 
 
 def command_of(name: str) -> Command:
@@ -91,10 +91,6 @@ def _first_name(row: Row) -> str:
     """The format without its arguments, which the page says."""
     name = row["boundary"]
     return title_of(family(name)) if family(name) == "subspace" else name
-
-
-def _every(row: Row) -> bool:
-    return True
 
 
 def _gradients(row: Row) -> bool:

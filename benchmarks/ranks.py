@@ -247,18 +247,6 @@ def measure(settings: RanksBenchmark, earlier: Sequence[Row]) -> Iterator[Sequen
             yield rows
 
 
-def _published(rows: Sequence[Row]) -> Sequence[Row]:
-    return [row for row in rows if row["expected"] is not None]
-
-
-def _title(rows: Sequence[Row]) -> str:
-    return f"Kurtosis of the errors of sums of {rows[0]['model']}, published format"
-
-
-def _error_title(rows: Sequence[Row]) -> str:
-    return f"Errors of the sums of {rows[0]['model']}"
-
-
 COMMAND = Command(
     name="ranks",
     summary="How the quantization errors of 1 to 16 ranks cancel in a sum, on a model's real partial sums.",
@@ -267,8 +255,8 @@ COMMAND = Command(
     measure=measure,
     tables=(
         Table(
-            title=_title,
-            rows=_published,
+            title=lambda rows: f"Kurtosis of the errors of sums of {rows[0]['model']}, published format",
+            rows=lambda rows: [row for row in rows if row["expected"] is not None],
             columns=(
                 Column("ranks", "ranks"),
                 Column("of\nrounding", "kurtosis_of_rounding", "{:.3f}"),
@@ -279,7 +267,7 @@ COMMAND = Command(
             ),
         ),
         Table(
-            title=_error_title,
+            title=lambda rows: f"Errors of the sums of {rows[0]['model']}",
             columns=(
                 Column("format", "candidate"),
                 Column("ranks", "ranks"),
