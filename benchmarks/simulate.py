@@ -1,4 +1,4 @@
-"""`python -m benchmarks simulate`: predicted seconds of a step beside measured ones, on really limited links.
+"""`python -m benchmarks simulate`: predicted seconds of a step compared with measured ones, on really limited links.
 
 Each setting trains over a link, and its ranks time their actions: computing, encoding, decoding, and what comes between
 two steps. The simulator gets these times, the sizes of the messages, and the rate and round trip that plain sockets
@@ -11,25 +11,32 @@ import math
 import os
 import statistics
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
+
+import torch.distributed as dist
 
 from lowbit.codecs import parse_pair
 from lowbit.codecs.names import pair_name
 from lowbit.config import ConfigError, NonNegative, Positive, section
 from lowbit.report import Column, Command, Row, Table
+from lowbit.pipeline import LowBitStage
+from lowbit.wire.checksum import CHECKSUM_BYTES
+from lowbit.report import Column, Command, Row, Table, summary
 from lowbit.simulate import Channel, Hosts, Network, StageTimes, Step, actions, simulate
 from lowbit.train.config import DataConfig, ModelConfig, PipelineConfig, TrainConfig
 from lowbit.train.layout import make_layout
 from lowbit.wire.checksum import CHECKSUM_BYTES
 from lowbit_lab.bench.recipes import THIN_MODEL, Split, as_mapping, recipe
+from lowbit_lab.bench.runs import Runs
 from lowbit_lab.bench.settings import LINK, Device
-from lowbit_lab.bench.workers import UNLIMITED, Workers, set_link, started
+from lowbit_lab.bench.worker import serve
+from lowbit_lab.bench.workers import UNLIMITED, set_link, started
 from lowbit_lab.network import Link
 from lowbit_lab.network.shape import burst_bytes
-
-PROGRAM = "benchmarks.simulate_rank"
 
 
 @dataclass(frozen=True)
@@ -69,17 +76,13 @@ CASES = tuple(
 
 
 @section()
-class SimulateBenchmark:
-    """Settings to measure and to predict."""
+class Trained:
+    """What is trained, in every benchmark that compares measured steps with predicted ones."""
 
-    cases: tuple[Case, ...] = CASES
-    """Settings, as ranks:split:format:link, such as 2:1F1B/1/8:fp32:100mbit/40ms."""
     model: ModelConfig = THIN_MODEL
     """Model to train."""
     data: DataConfig = DataConfig(batch=32, sequence=128)
     """Text to train on, and the size of a batch."""
-    steps: Positive = 6
-    """Timed steps of each setting. Another one comes first and is not timed."""
     device: Device = "cpu"
     """cuda: ranks share the GPUs of the machine."""
     precision: Literal["auto", "fp32", "bf16"] = "fp32"
@@ -88,6 +91,16 @@ class SimulateBenchmark:
     """Format of gradients, as for `lowbit bench pipeline`."""
     seed: NonNegative = 0
     """Seed of weights and data order."""
+
+
+@section()
+class SimulateBenchmark(Trained):
+    """Settings to measure and to predict."""
+
+    cases: tuple[Case, ...] = CASES
+    """Settings, as ranks:split:format:link, such as 2:1F1B/1/8:fp32:100mbit/40ms."""
+    steps: Positive = 6
+    """Timed steps of each setting. Another one comes first and is not timed."""
 
     def __post_init__(self) -> None:
         if not self.cases or len(set(self.cases)) < len(self.cases):
@@ -98,20 +111,20 @@ def measure(settings: SimulateBenchmark, earlier: Sequence[Row] = ()) -> Iterato
     """Measure every setting, and predict it.
 
     Yields:
-        Rows, one for each setting: `ranks`, `split`, `boundary`, the fields of `set_link`, `seconds` (of the median
-        step), `seconds_low`, `seconds_high`, `predicted`, `error` (predicted / measured - 1), `compute_seconds`,
+        Rows, one for each setting: `ranks`, `split`, `boundary`, the fields of `set_link`, `seconds` (of a step, with
+        the fields of `summary`), `predicted`, `error` (predicted / measured - 1), `compute_seconds`,
         `codec_seconds` (of the busiest rank, measured), `waiting_share` and `link_share` (predicted).
     """
     rows: list[dict[str, Any]] = []
     for count in sorted({case.ranks for case in settings.cases}):
         cases = [case for case in settings.cases if case.ranks == count]
         links = [case.link for case in cases]
-        with tempfile.TemporaryDirectory() as folder, started(PROGRAM, count, links) as (network, ranks):
+        with tempfile.TemporaryDirectory() as folder, started("benchmarks.simulate", count, links) as (network, ranks):
             for number, case in enumerate(cases):
                 config = config_of(settings, case, f"{folder}/{number}")
                 ranks.ask("open", name=str(case), config=as_mapping(config), samples=0)
                 about = set_link(network, case.link)
-                rows.append(_row(case, config, about, _profiles(ranks, case, settings.steps)))
+                rows.append(_row(case, config, about, ranks.ask("profile", name=str(case), count=settings.steps)))
                 yield rows
 
 
@@ -157,10 +170,6 @@ def predict(config: TrainConfig, profiles: Sequence[Mapping[str, Any]], channel:
     )  # fmt: skip
 
 
-def _profiles(ranks: Workers, case: Case, steps: int) -> list[dict[str, Any]]:
-    return ranks.ask("profile", name=str(case), count=steps)
-
-
 def _row(
     case: Case, config: TrainConfig, about: Mapping[str, Any], profiles: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
@@ -173,22 +182,110 @@ def _row(
     )
     step = predict(config, profiles, channel, len(os.sched_getaffinity(0)))
     steps = [max(each) for each in zip(*(profile["seconds"] for profile in profiles), strict=True)]
-    measured = statistics.median(steps)
+    measured = summary(steps, "seconds")
     return {
         "ranks": case.ranks,
         "split": str(case.split),
         "boundary": case.boundary,
         **about,
-        "seconds": measured,
-        "seconds_low": min(steps),
-        "seconds_high": max(steps),
+        **measured,
         "predicted": step.seconds,
-        "error": step.seconds / measured - 1,
+        "error": step.seconds / measured["seconds"] - 1,
         "compute_seconds": float(step.compute.max()),
         "codec_seconds": float(step.coding.max()),
         "waiting_share": step.waiting_share,
         "link_share": float(step.busy.max()) / step.seconds,
     }
+
+
+class Profile:
+    """Seconds of the actions of a trainer's stages, and of the rest of its steps.
+
+    Where ranks share cores, seconds are those that the thread ran, so that other ranks do not count. The rest then has
+    those of the threads that send and receive, because they take the cores of others.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._shared = dist.get_world_size() > len(os.sched_getaffinity(0))
+        self.clock = time.thread_time if self._shared else time.perf_counter
+        self.times: dict[str, list[float]] = defaultdict(list)
+        self._within = self._timed = self._waited = 0.0
+        self._stages = list(trainer.pipeline.lowbit_stages.values())
+        for stage in self._stages:
+            self._wrap(stage)
+        self._wrap_step(trainer)
+
+    def answer(self) -> dict[str, Any]:
+        """Medians by name: `0 forward`, ... for each stage; `optimizer`, `averaging`, and `rest` of a whole pass."""
+        return {name: statistics.median(values) for name, values in self.times.items()}
+
+    def _wrap(self, stage: LowBitStage) -> None:
+        kinds = {
+            "_retrieve_recv_activations": "decode_forward", "_retrieve_recv_grads": "decode_backward",
+            "get_fwd_send_ops": "encode_forward", "get_bwd_send_ops": "encode_backward",
+            "forward_one_chunk": "forward", "backward_one_chunk": "backward", "backward_weight_one_chunk": "weights",
+        }  # fmt: skip
+        for method, kind in kinds.items():
+            setattr(stage, method, self._timing(stage, getattr(stage, method), kind))
+
+    def _timing(self, stage: LowBitStage, function: Callable[..., Any], kind: str) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start, within, waited = self.clock(), self._within, stage.traffic.wait_seconds
+            result = function(*args, **kwargs)
+            elapsed, waited = self.clock() - start, stage.traffic.wait_seconds - waited
+            own = elapsed - (self._within - within)
+            if kind.startswith("decode"):  # inside a forward or backward pass, whose own time it is not
+                self._within += elapsed
+                self._waited += waited
+                own -= 0.0 if self._shared else waited
+            else:
+                self._timed += elapsed
+            inputs = kind == "backward" and not kwargs.get("full_backward", True)
+            self.times[f"{stage.stage_index} {'inputs' if inputs else kind}"].append(own)
+            return result
+
+        return timed
+
+    def _wrap_step(self, trainer: Any) -> None:
+        marks: dict[str, float] = {}
+        step, run, sums = trainer.step, trainer.pipeline.step, trainer._sums.of
+
+        def timed_step(*args: Any) -> Any:
+            marks["begin"] = self.clock()
+            result = step(*args)
+            before = marks["run"] - marks["begin"]
+            self.times["optimizer"].append(before + self.clock() - marks["summed"])
+            return result
+
+        def timed_run(*args: Any, **kwargs: Any) -> Any:
+            whole = time.process_time if self._shared else time.perf_counter
+            marks["run"], start = self.clock(), whole()
+            self._timed = self._waited = 0.0
+            result = run(*args, **kwargs)
+            elapsed, marks["ran"] = whole() - start, self.clock()
+            waits = sum(stage.traffic.wait_seconds for stage in self._stages) - self._waited
+            rest = elapsed - self._timed - (0.0 if self._shared else waits)
+            self.times["rest"].append(max(0.0, rest))
+            return result
+
+        def timed_sums(values: Any) -> Any:
+            self.times["averaging"].append(self.clock() - marks["ran"])
+            result = sums(values)
+            marks["summed"] = self.clock()
+            return result
+
+        trainer.step, trainer.pipeline.step, trainer._sums.of = timed_step, timed_run, timed_sums
+
+
+class ProfiledRuns(Runs):
+    """Runs whose actions can be timed."""
+
+    def profile(self, name: str, count: int) -> dict[str, Any]:
+        """Advance a run: seconds of each step but the first, which warms up, and of its actions (`Profile.answer`)."""
+        self.steps(name, 1)
+        profile = Profile(self._trainers[name])
+        seconds = [step["seconds"] for step in self.steps(name, count)]
+        return {"seconds": seconds, "times": profile.answer()}
 
 
 def ranked_right(rows: Sequence[Row]) -> tuple[int, int]:
@@ -213,7 +310,7 @@ def _title(rows: Sequence[Row]) -> str:
 
 COMMAND = Command(
     name="simulate",
-    summary="Predicted seconds of a step beside measured ones, on really limited links.",
+    summary="Predicted seconds of a step compared with measured ones, on really limited links.",
     examples=(
         "python -m benchmarks simulate --json simulate.json",
         "python -m benchmarks simulate --case 2:1F1B/1/8:fp32:100mbit/40ms",
@@ -238,5 +335,8 @@ COMMAND = Command(
             ),
         ),
     ),
-    charts=(),
 )
+
+
+if __name__ == "__main__":
+    serve(ProfiledRuns)

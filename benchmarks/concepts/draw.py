@@ -41,7 +41,7 @@ def steps() -> dict[str, tuple[str, Step]]:
 
 
 def step(forward: float, back: float, *, ahead: bool = True, mbit: float = MBIT, rtt: float = 0.0) -> Step:
-    """A step with messages in so many bits per element over a link."""
+    """A step with messages of `forward` and `back` bits per element over a link."""
     tokens, channels = MESSAGE[0] * MESSAGE[1], MESSAGE[2]
     there, home = (message_seconds(tokens, channels, bits, mbit) for bits in (forward, back))
     each = COMPUTE / MICRO_BATCHES
@@ -56,9 +56,7 @@ def timeline(figure: Figure, theme: Theme, data: Mapping[str, Rows]) -> None:
     shown = steps()
     panels = figure.subplots(len(shown), 1, sharex=True)
     longest = max(each.seconds() for _, each in shown.values())
-    figure.suptitle(
-        "With few bits the stages compute; in FP32 they wait", fontsize=TITLE, fontweight="bold", x=0.01, ha="left"
-    )
+    _title(figure, "With few bits the stages compute; in FP32 they wait")
     for axes, (name, (format_, each)) in zip(panels, shown.items(), strict=True):
         spans = each.spans()
         for span in spans:
@@ -103,8 +101,7 @@ def _key(figure: Figure, theme: Theme) -> None:
         "message, FP32": theme.formats["fp32"],
         "message, SubspaceQuant": theme.formats["subspace"],
     }
-    handles = [Patch(color=colour, label=name) for name, colour in parts.items()]
-    figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=SMALL)
+    _legend(figure, [Patch(color=colour) for colour in parts.values()], list(parts), columns=4)
 
 
 def groups(figure: Figure, theme: Theme, data: Mapping[str, Rows]) -> None:
@@ -121,8 +118,7 @@ def groups(figure: Figure, theme: Theme, data: Mapping[str, Rows]) -> None:
         axes.set_title(name, color=theme.ink, pad=16)
         axes.set_ylabel("value")
     panels[1].set_xlabel(f"channel of one token; groups of {GROUP}, {BITS} bits")
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=SMALL)
+    _legend(figure, *panels[0].get_legend_handles_labels())
 
 
 def _levels(axes: Axes, theme: Theme, token: torch.Tensor) -> None:
@@ -170,8 +166,7 @@ def spectrum(figure: Figure, theme: Theme, data: Mapping[str, Rows]) -> None:
         axes.set_title("activations" if direction == "forward" else "gradients", color=theme.ink)
         axes.set_xlabel("directions, of 256 channels")
     panels[0].set_ylabel("energy outside")
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=SMALL)
+    _legend(figure, *panels[0].get_legend_handles_labels())
 
 
 def _range(shares: Sequence[float]) -> str:
@@ -201,8 +196,7 @@ def noise(figure: Figure, theme: Theme, data: Mapping[str, Rows]) -> None:
         axes.set_title("activations" if direction == "forward" else "gradients", color=theme.ink)
         axes.set_xlabel("bits per element, C = 256")
     panels[0].set_ylabel("signal over noise, dB")
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=SMALL)
+    _legend(figure, *panels[0].get_legend_handles_labels())
 
 
 def warm_up(figure: Figure, theme: Theme, data: Mapping[str, Rows]) -> None:
@@ -236,15 +230,16 @@ def warm_up(figure: Figure, theme: Theme, data: Mapping[str, Rows]) -> None:
     hollow, filled = (
         panels[0].plot([], [], "o", color=theme.muted, markerfacecolor=face)[0] for face in (theme.surface, theme.muted)
     )
-    figure.legend(
-        [hollow, filled], ["no warm-up", "first 100 of 400 steps at full precision"], loc="outside lower center",
-        ncols=2, frameon=False, fontsize=SMALL,
-    )  # fmt: skip
+    _legend(figure, [hollow, filled], ["no warm-up", "first 100 of 400 steps at full precision"], columns=2)
 
 
 def _behind(theme: Theme) -> dict[str, Any]:
     """A box that keeps lines from crossing a label."""
     return {"facecolor": theme.surface, "edgecolor": "none", "pad": 0.5}
+
+
+def _legend(figure: Figure, handles: Sequence[Any], labels: Sequence[Any], columns: int = 3) -> None:
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=SMALL)
 
 
 def _title(figure: Figure, text: str) -> None:

@@ -96,5 +96,5 @@ class Step:
 
 
 def message_seconds(tokens: int, channels: int, bits: float, mbit: float) -> float:
-    """Seconds that a link of so many Mbit/s needs for one message of `tokens` tokens in `bits` bits an element."""
+    """Seconds that a link of `mbit` Mbit/s needs for one message of `tokens` tokens in `bits` bits an element."""
     return tokens * channels * bits / (mbit * 1e6 * TCP_SHARE)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.parallel_rank import Layout, Sizes, measured
+from benchmarks.parallel import Layout, Sizes, measured
 from tests.processes import Ranks
 
 LAYOUTS = {

@@ -1,4 +1,4 @@
-"""`python -m benchmarks replicas`, `diloco` and `reduce`, with the smallest settings."""
+"""`python -m benchmarks replicas` and `diloco`, with the smallest settings."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import diloco, reduce, replicas
+from benchmarks import elastic
+from lowbit.codecs import parse
 from lowbit.collectives import all_reduce_bytes
 from lowbit.report import run
 from lowbit.train.config import DataConfig, ModelConfig
-from lowbit_lab.bench.workers import UNLIMITED
 from tests.lab.bench.shown import shown
 
 pytest.importorskip("torchft")
@@ -26,10 +26,10 @@ def data(tmp_path: Path) -> DataConfig:
 
 
 def test_a_killed_replica(data: DataConfig, tmp_path: Path):
-    settings = replicas.ReplicasBenchmark(
+    settings = elastic.ReplicasBenchmark(
         kills=1, seeds=1, replicas=3, steps=60, model=MODEL, data=data, held_out_windows=4
     )
-    report = run(replicas.COMMAND, settings)
+    report = run(elastic.REPLICAS, settings)
     killed, undisturbed = report.rows
     assert (killed["run"], undisturbed["run"]) == ("killed", "undisturbed")
     assert (killed["kills"], undisturbed["kills"]) == (1, 0)
@@ -38,25 +38,18 @@ def test_a_killed_replica(data: DataConfig, tmp_path: Path):
     assert killed["gap"] > 0
     assert killed["back"] > 0
     assert killed["held_out_loss"] < 5.6
-    assert "killed" in shown(replicas.COMMAND, report.rows, tmp_path)
+    assert "killed" in shown(elastic.REPLICAS, report.rows, tmp_path)
 
 
 def test_diloco(data: DataConfig):
-    settings = diloco.DiLoCoBenchmark(
+    settings = elastic.DiLoCoBenchmark(
         seeds=1, replicas=2, steps=8, sync_every=4, model=MODEL, data=data, held_out_windows=4
     )
-    rows = {(row["format"], row["fragments"]): row for row in run(diloco.COMMAND, settings).rows}
+    rows = {(row["format"], row["fragments"]): row for row in run(elastic.DILOCO, settings).rows}
     assert set(rows) == {("ddp", 1), ("fp32", 1), ("int4", 1), ("int2", 1), ("fp32", 2), ("int4", 2)}
     assert all(row["identical"] for (_, fragments), row in rows.items() if fragments == 1)
     assert rows["fp32", 1]["bytes_under_ddp"] == 4
     numel = 2 * 256 * 32 + 2 * (4 * 32 * 32 + 3 * 32 * 128 + 2 * 32) + 32
-    sent = all_reduce_bytes(numel, diloco.parse(diloco.SHORT["int4"]), rank=0, ranks=2)
+    sent = all_reduce_bytes(numel, parse(elastic.SHORT["int4"]), rank=0, ranks=2)
     assert rows["int4", 1]["bytes_per_token"] == pytest.approx(2 * sent / (8 * 2 * 32), rel=0.01)
     assert all(row["held_out_loss"] < 6 for row in rows.values())
-
-
-def test_sums_on_torchfts_group():
-    settings = reduce.ReduceBenchmark(links=(UNLIMITED,), ranks=(2,), numel=1 << 16, rounds=2)
-    rows = {row["format"]: row for row in run(reduce.COMMAND, settings).rows}
-    assert set(rows) == {"torchft-fp32", "int8", "int4", "int4+errors"}
-    assert rows["torchft-fp32"]["speedup"] == 1

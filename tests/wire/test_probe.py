@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from lowbit.ranks import probe
+from lowbit.wire import probe
 from lowbit.wire.messages import Messages
 from lowbit.wire.probe import Trip, neighbours, round_trip, send_rate, take_rate
 from tests.processes import Ranks

@@ -41,8 +41,8 @@ class Measurement:
     @property
     def summary(self) -> str:
         """One line for lists of commands; the module is read for it, not imported."""
-        if self._summary:
-            return self._summary
+        if self._summary or self.name != "COMMAND":  # a module of several commands speaks of all of them
+            return self._summary or self.command.summary
         package, *within = self.module.split(".")
         file = Path(importlib.import_module(package).__path__[0], *within).with_suffix(".py")
         text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""

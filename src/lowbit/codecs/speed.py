@@ -58,12 +58,12 @@ def coding_operations(
             lambda i: codec.decode(payloads[i], shape=x.shape, out=outs[i]),
             len(payloads[0]),
         )
-    key = tuple(range(len(x))) if codec.needs_key else None
     sender, receiver = (open_session(codec, shape=x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    sender.samples = receiver.samples = tuple(range(len(x)))
     sent: list[Tensor] = []
     return (
-        lambda i: sent.append(sender.encode(xs[i], key=key)),
-        lambda i: receiver.decode(sent.pop(), key=key, out=outs[i]),
+        lambda i: sent.append(sender.encode(xs[i])),
+        lambda i: receiver.decode(sent.pop(), out=outs[i]),
         sender.max_nbytes(),
     )
 

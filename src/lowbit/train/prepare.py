@@ -76,7 +76,8 @@ class Prepared:
         """
         precision = "fp32" if self.autocast is None else "bf16"
         return Manifest(
-            rank=rank, ranks=ranks, attempt=attempt, layout=layout_of(self.config, self.layout),
+            rank=rank, ranks=ranks, attempt=attempt,
+            layout=layout_of(self.config, self.layout),  # pyright: ignore[reportArgumentType]  # pydantic makes it
             identity=self.identity | {"run.precision": precision}, versions=versions(),
         )  # fmt: skip
 

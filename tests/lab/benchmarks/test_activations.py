@@ -1,11 +1,11 @@
-"""`python -m benchmarks activations`: a real measurement of a tiny model."""
+"""`python -m benchmarks activations` and `parallel`: real measurements of tiny models."""
 
 from pathlib import Path
 
 import pytest
 
+from benchmarks import parallel
 from benchmarks.activations import COMMAND, METHODS, PLAIN, ActivationsBenchmark, summarized
-from lowbit.config import build
 from lowbit.report import run
 from lowbit.train.config import ModelConfig
 from tests.lab.bench.shown import shown
@@ -43,16 +43,12 @@ def test_bytes_and_errors_of_every_method(settings: ActivationsBenchmark, tmp_pa
     assert all(name in text for name in (*METHODS, "k_proj", "median"))
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"methods": ("int3",)}, r"methods has int3; allowed: plain, default, norm-8"),
-        ({"sequences": (1,)}, r"sequences is \(1,\); allowed: at least 2"),
-        ({"samples": 0}, "samples is 0; allowed: at least 1"),
-        ({"device": "tpu"}, "device is 'tpu'"),
-        ({"model": {"dim": 33}}, "model.dim is 33"),
-    ],
-)
-def test_wrong_settings_are_refused(wrong: dict, message: str):
-    with pytest.raises(ValueError, match=message):
-        build(ActivationsBenchmark, wrong)
+@pytest.mark.slow
+def test_a_layout_is_measured_beside_one_process(tmp_path: Path):
+    settings = parallel.ParallelBenchmark(
+        layouts=("sequence",), policies=("published",), dim=64, inner=172, layers=2, length=32
+    )
+    (row,) = run(parallel.COMMAND, settings).rows
+    assert row["error"] == pytest.approx(row["error_alone"], rel=0.05)
+    assert row["kept"] == row["kept_bytes"] / row["plain_bytes"] < 1.05 * row["kept_alone"]
+    assert "TP, SP" in shown(parallel.COMMAND, [row], tmp_path)

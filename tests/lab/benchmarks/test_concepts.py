@@ -39,12 +39,8 @@ def test_distance_costs_two_crossings_or_a_round_trip_for_each_message(ahead: bo
     assert far.seconds() - near.seconds() == pytest.approx(0.1 * crossings)
 
 
-def test_a_message_takes_what_tcp_leaves_of_the_link():
-    assert message_seconds(1024, 128, 32, 25) == pytest.approx(1024 * 128 * 32 / 23.9e6)
-
-
 def test_the_page_shows_what_the_rules_give():
-    """Beside measured seconds; see docs/results/distance.md."""
+    """Next to measured seconds; see docs/results/distance.md."""
     page = (PAGES / "pipelines-and-links.md").read_text()
     computed = re.findall(r"^\|[^|]*\| (?:0|40|100) ms \| (\d\.\d\d) \| \d\.\d\d \|$", page, re.M)
     stages = [(32, 32, False), (5.35, 6.35, True)]
@@ -54,6 +50,7 @@ def test_the_page_shows_what_the_rules_give():
         for rtt in (0, 0.04, 0.1)
     ]
     assert computed == [f"{seconds:.2f}" for seconds in expected]
+    assert message_seconds(1024, 128, 32, 25) == pytest.approx(1024 * 128 * 32 / 23.9e6)  # what TCP leaves of the link
 
 
 @pytest.mark.parametrize("name", PICTURES)

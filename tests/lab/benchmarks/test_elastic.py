@@ -1,45 +1,33 @@
-"""`python -m benchmarks replicas`, `diloco` and `reduce`: their arithmetic, and wrong settings.
+"""`python -m benchmarks replicas` and `diloco`: their arithmetic.
 
 tests/integrations/test_benchmarks.py runs them where torchft is installed.
 """
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from benchmarks import diloco, reduce, replicas
-from benchmarks.elastic import Run, _fragments
-from lowbit.config import build
+from benchmarks.elastic import DILOCO, _cost, _fragments, _have_committed, means
 from lowbit.report import compare
 from lowbit.train.config import ModelConfig
 from lowbit.train.model import build_model
 from tests.lab.bench.shown import shown
 
 
-def run_of(folder: Path, *logs: list[tuple[int, float, bool]]) -> Any:
-    """What replicas have written: step, time and whether it was committed."""
-    for replica, lines in enumerate(logs):
-        values = [{"step": s, "time": t, "committed": c, "replicas": len(logs)} for s, t, c in lines]
-        (folder / f"{replica}.jsonl").write_text("\n".join(json.dumps(value) for value in values) + "\n")
-    run = SimpleNamespace(job=SimpleNamespace(replicas=len(logs)), file=lambda replica: folder / f"{replica}.jsonl")
-    run.lines = lambda replica: Run.lines(run, replica)  # pyright: ignore[reportArgumentType]
-    return run
-
-
-def test_the_cost_of_a_kill(tmp_path: Path):
-    run = run_of(
-        tmp_path,
+def test_the_cost_of_a_kill():
+    logs = [
         [(1, 1.0, True), (2, 2.0, True), (2, 4.0, False), (3, 7.0, True), (4, 8.0, True), (5, 20.0, True)],
         [(1, 1.1, True), (2, 2.1, True), (4, 9.0, True)],  # killed at 2.5
         [(1, 1.0, True), (2, 2.2, True), (2, 4.0, False), (2, 5.0, False), (3, 6.0, True), (4, 8.5, True)],
-    )
-    assert replicas._cost(run, 1, 2.5) == {"gap": 5.0, "back": 6.5, "lost": 2}
-    assert replicas._have_committed(run, 0.0, 3)
-    assert not replicas._have_committed(run, 0.0, 4)
-    assert not replicas._have_committed(run, 1.1, 3)
+    ]
+    lines = [[{"step": s, "time": t, "committed": c, "replicas": 3} for s, t, c in log] for log in logs]
+    run: Any = SimpleNamespace(job=SimpleNamespace(replicas=3), lines=lines.__getitem__)
+    assert _cost(run, 1, 2.5) == {"gap": 5.0, "back": 6.5, "lost": 2}
+    assert _have_committed(run, 0.0, 3)
+    assert not _have_committed(run, 0.0, 4)
+    assert not _have_committed(run, 1.1, 3)
 
 
 def test_means_over_the_seeds(tmp_path: Path):
@@ -50,15 +38,15 @@ def test_means_over_the_seeds(tmp_path: Path):
             (1, "fp32", 1, 1.4, 80.0), (1, "int4", 1, 1.43, 8.0),
         ]
     ]  # fmt: skip
-    compared = compare(rows, diloco.COMMAND.baselines)
-    means = {(row["format"], row["fragments"]): row for row in diloco.means(compared)}
-    four = means["int4", 1]
+    compared = compare(rows, DILOCO.baselines)
+    found = {(row["format"], row["fragments"]): row for row in means(compared)}
+    four = found["int4", 1]
     assert four["seeds"] == 2
     assert four["over_diloco"] == pytest.approx(0.04)
     assert four["over_diloco_spread"] == pytest.approx(0.02 / 2**0.5)
     assert four["bytes_under_ddp"] == 100
     assert four["over_ddp"] == pytest.approx(0.25), "of the seed that has it"
-    text = shown(diloco.COMMAND, compared, tmp_path)
+    text = shown(DILOCO, compared, tmp_path)
     assert "FP32, each step" in text
     assert "+0.0400" in text
 
@@ -70,21 +58,3 @@ def test_fragments_hold_all_parameters_once():
     assert len(names) == len(set(names))
     assert set(names) == {id(p) for p in net.parameters()}
     assert _fragments(net, 1) == [net]
-
-
-@pytest.mark.parametrize(
-    ("settings", "wrong", "message"),
-    [
-        (diloco.DiLoCoBenchmark, {"steps": 100}, "steps is 100 and sync_every is 16; allowed"),
-        (diloco.DiLoCoBenchmark, {"steps": 9, "sync_every": 9}, "steps is 9 and sync_every is 9; allowed"),
-        (diloco.DiLoCoBenchmark, {"formats": ("int99",)}, "int99"),
-        (diloco.DiLoCoBenchmark, {"streaming": ("int99",)}, "int99"),
-        (replicas.ReplicasBenchmark, {"format": "int99"}, "int99"),
-        (replicas.ReplicasBenchmark, {"replicas": 1}, "replicas is 1; allowed: at least 2"),
-        (reduce.ReduceBenchmark, {"numel": 1000}, "numel is 1000; allowed: multiples of 1024"),
-        (reduce.ReduceBenchmark, {"formats": ("int99+errors",)}, "int99"),
-    ],
-)
-def test_wrong_settings_are_refused(settings: type, wrong: dict[str, Any], message: str):
-    with pytest.raises(ValueError, match=message):
-        build(settings, wrong)

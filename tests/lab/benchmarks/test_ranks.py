@@ -6,9 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.ranks import COMMAND, RanksBenchmark, expected, kurtosis, measured
-from benchmarks.sum_candidates import Format
-from benchmarks.sums import with_sum
+from benchmarks.ranks import COMMAND, RanksBenchmark, Static, expected, kurtosis, measured
 from lowbit.config import ConfigError
 from lowbit.report import run
 from tests.lab.bench.shown import shown
@@ -26,11 +24,7 @@ def test_kurtosis_of_sums_of_uniforms_is_that_of_irwin_and_hall(ranks: int):
 def test_a_wide_rank_counts_more_than_a_narrow_one():
     assert expected(torch.tensor([[3.0], [1e-6]])) == pytest.approx(1.8)
     assert expected(torch.tensor([[2.0], [1.0]])) == pytest.approx(3 - 1.2 * 17 / 25)
-
-
-def test_a_feature_without_an_error_does_not_count():
-    errors = torch.tensor([[1.0, 5.0], [-1.0, 5.0]])
-    assert kurtosis(errors) == 1
+    assert kurtosis(torch.tensor([[1.0, 5.0], [-1.0, 5.0]])) == 1, "a feature without an error does not count"
 
 
 def test_rounding_follows_the_theory_and_values_that_are_cut_do_not():
@@ -40,7 +34,7 @@ def test_rounding_follows_the_theory_and_values_that_are_cut_do_not():
         return list(torch.randn(ranks, 16, 256, 128, generator=generator))
 
     for ranks in (1, 4):
-        form = Format(with_sum(drawn(ranks)))
+        form = Static(drawn(ranks))
         found = measured(form, [x.flatten(0, 1) for x in drawn(ranks)])
         assert found["kurtosis_of_rounding"] == pytest.approx(found["expected_here"], abs=0.02)
         assert found["expected_here"] == pytest.approx(3 - 1.2 / ranks, abs=0.01)
@@ -65,5 +59,3 @@ def test_a_table_of_a_tiny_model(tmp_path: Path):
     assert "Irwin-Hall" in shown(COMMAND, report.rows, tmp_path)
     with pytest.raises(ConfigError, match="ranks is 3; allowed: what divides 32, the inputs of model.layers.0"):
         run(COMMAND, RanksBenchmark(**given, ranks=(3,), sequences=1))
-    with pytest.raises(ConfigError, match="candidate is 'int3'; allowed: static, feature-int4"):
-        RanksBenchmark(**given, candidates=("int3",))

@@ -1,4 +1,4 @@
-"""`python -m benchmarks simulate`, `grid`, `arena`, `plans` and `events`: small settings, and the arithmetic."""
+"""`python -m benchmarks simulate`, `grid`, `arena`, `plans` and `auto`: small settings, and the arithmetic."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import arena, events, grid, plans
+from benchmarks.choices import AUTO_COMMAND, PLANS, AutoBenchmark, PlansBenchmark, shares
+from benchmarks.choices import config_of as config_of_auto
+from benchmarks.predicted import ARENA, GRID, ArenaSettings, GridSettings
 from benchmarks.simulate import CASES, COMMAND, Case, SimulateBenchmark, config_of, predict, ranked_right
-from lowbit.config import ConfigError
 from lowbit.report import run
 from lowbit.simulate import Channel
-from lowbit.train.config import DataConfig, ModelConfig
+from lowbit.train.config import DataConfig, ModelConfig, PipelineConfig
+from lowbit_lab.bench.workers import UNLIMITED
 from lowbit_lab.network import Link, SlowLink
+from tests.lab.bench.shown import shown
 
 TINY = {"model": ModelConfig(dim=32, layers=4, heads=2), "data": DataConfig(batch=4, sequence=32), "steps": 2}
 
@@ -25,8 +28,6 @@ def test_a_case_is_its_text():
     for text in ("1F1B/1/8:fp32:100mbit", "1:1F1B/1/8:fp32:100mbit", "2:1F1B:fp32:100mbit"):
         with pytest.raises(ValueError, match="is '|allowed: ranks:split:format:link"):
             Case.parse(text)
-    with pytest.raises(ConfigError, match="cases is empty or has one twice"):
-        SimulateBenchmark(cases=(case, case))
 
 
 @pytest.mark.slow
@@ -56,37 +57,25 @@ def test_a_prediction_has_the_measured_parts(tmp_path: Path):
 
 
 def test_pairs_of_formats_are_compared_on_one_link():
-    rows = [
-        {"ranks": 2, "split": "a", "link": "x", "seconds": 1.0, "predicted": 2.0},
-        {"ranks": 2, "split": "a", "link": "x", "seconds": 2.0, "predicted": 3.0},
-        {"ranks": 2, "split": "a", "link": "y", "seconds": 2.0, "predicted": 1.0},
-        {"ranks": 2, "split": "a", "link": "y", "seconds": 1.0, "predicted": 0.9},
-    ]
+    values = [("x", 1.0, 2.0), ("x", 2.0, 3.0), ("y", 2.0, 1.0), ("y", 1.0, 0.9)]
+    rows = [{"ranks": 2, "split": "a", "link": link, "seconds": s, "predicted": p} for link, s, p in values]
     assert ranked_right(rows) == (2, 2)
     assert ranked_right([*rows[:3], rows[3] | {"seconds": 3.0, "predicted": 0.5}]) == (1, 2)
 
 
 def test_the_grid_ranks_formats_by_their_bits_on_a_slow_link():
-    settings = grid.GridSettings(
-        links=(Link(10.0), Link(10_000.0)), boundaries=("fp32", "bf16", "int4"), steps=10, stages=2, sequence=64,
+    settings = GridSettings(
+        links=(Link(10.0), Link(10_000.0)), boundaries=("fp32", "bf16", "int4"), stages=2, sequence=64,
         batch=8, microbatches=8, model=ModelConfig(dim=64, layers=4, heads=4, vocab=128),
     )  # fmt: skip
-    rows = run(grid.COMMAND, settings).rows
+    rows = run(GRID, settings).rows
     slow, fast = (rows[:3], rows[3:])
     assert slow[0]["seconds_per_step"] > slow[1]["seconds_per_step"] > slow[2]["seconds_per_step"]
     assert slow[2]["speedup_fp32"] > fast[2]["speedup_fp32"] >= 1
-    assert slow[0]["run_seconds"] == 10 * slow[0]["seconds_per_step"]
-    with pytest.raises(ConfigError, match="batch is 9; allowed: a multiple of microbatches"):
-        grid.GridSettings(batch=9, microbatches=2)
-
-
-def test_the_simulator_is_timed():
-    rows = run(events.COMMAND, events.EventsBenchmark(sizes=(3, 5))).rows
-    assert [(row["size"], row["actions"]) for row in rows] == [(3, 18), (5, 50)]
 
 
 def test_published_entries_of_the_speedrun_are_predicted_from_their_bytes():
-    rows = run(arena.COMMAND, arena.ArenaSettings(boundaries=("bf16", "int4"), rows=(8, 16))).rows
+    rows = run(ARENA, ArenaSettings(boundaries=("bf16", "int4"), rows=(8, 16))).rows
     dense, subspace, bf16, int4 = rows
     assert dense["seconds"] == pytest.approx(dense["published"], rel=0.01)
     assert subspace["seconds"] == pytest.approx(subspace["published"], rel=0.02)
@@ -98,11 +87,40 @@ def test_published_entries_of_the_speedrun_are_predicted_from_their_bytes():
 @pytest.mark.slow
 @pytest.mark.skipif(SlowLink.available() is not None, reason="no namespaces here")
 def test_a_plan_is_measured_beside_other_choices():
-    settings = plans.PlansBenchmark(
+    settings = PlansBenchmark(
         links=(Link(100.0),), share=1.0, boundaries=("bf16",), schedules=("1F1B",), microbatch_counts=(2,),
         first_layers=(1, 3), rounds=1, steps=1, model=TINY["model"], data=TINY["data"],
     )  # fmt: skip
-    rows = run(plans.COMMAND, settings).rows
+    rows = run(PLANS, settings).rows
     assert [row["planned"] for row in rows] == [True] + [False] * (len(rows) - 1)
     assert {(1, 3), (3, 1)} <= {tuple(row["layers"]) for row in rows}
     assert all(row["best"] <= row["seconds"] and row["predicted"] > 0 for row in rows)
+
+
+AUTO = {
+    "model": ModelConfig(dim=32, layers=2, heads=2), "pipeline": PipelineConfig(ranks=2, microbatches=2),
+    "data": DataConfig(batch=4, sequence=16, held_out_share=0.0), "links": (UNLIMITED,), "boundaries": ("bf16",),
+}  # fmt: skip
+
+
+def test_auto_and_a_fixed_format_are_the_same_run_but_for_the_format(tmp_path: Path):
+    auto, fixed = (config_of_auto(AutoBenchmark(**AUTO), name, str(tmp_path)) for name in ("auto", "bf16"))
+    assert auto.pipeline.is_auto
+    assert fixed.pipeline.forward == ("Cast(dtype=torch.bfloat16)",)
+    assert (auto.data, auto.model, auto.run) == (fixed.data, fixed.model, fixed.run)
+    assert len(AutoBenchmark().links) == 8
+
+
+def test_the_best_fixed_format_of_each_link_is_the_measure():
+    seconds = {("x", "auto"): 2.0, ("x", "a"): 1.0, ("x", "b"): 3.0, ("y", "a"): 4.0, ("y", "auto"): 2.0}
+    rows = [{"link": link, "boundary": name, "seconds": value} for (link, name), value in seconds.items()]
+    assert shares(rows) == {"x": 0.5, "y": 2.0}
+
+
+@pytest.mark.slow
+def test_real_runs_are_compared(tmp_path: Path):
+    auto, fixed = run(AUTO_COMMAND, AutoBenchmark(rounds=1, steps=1, **AUTO)).rows
+    assert (auto["boundary"], auto["formats"], auto["rounds"]) == ("auto", [["bf16"]], 1)
+    assert auto["predicted"]["these"] > 0
+    assert (fixed["formats"], fixed["predicted"], fixed["choice"]) == ([], None, None)
+    assert "of the" in shown(AUTO_COMMAND, [auto, fixed], tmp_path, width=100)
