@@ -22,9 +22,7 @@ import torch.distributed as dist
 from lowbit.codecs import parse_pair
 from lowbit.codecs.names import pair_name
 from lowbit.config import ConfigError, NonNegative, Positive, section
-from lowbit.report import Column, Command, Row, Table
 from lowbit.pipeline import LowBitStage
-from lowbit.wire.checksum import CHECKSUM_BYTES
 from lowbit.report import Column, Command, Row, Table, summary
 from lowbit.simulate import Channel, Hosts, Network, StageTimes, Step, actions, simulate
 from lowbit.train.config import DataConfig, ModelConfig, PipelineConfig, TrainConfig

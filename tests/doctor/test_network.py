@@ -151,7 +151,7 @@ def test_a_slow_direction(link: SlowLink, tmp_path: Path):
     assert "warning laptop: laptop to desk carries" in page
     assert [each.code for each in machines] == [0, 0]
     (found,) = Cluster.read(tmp_path / "a" / "cluster.toml").links
-    assert 0 < (found.back_mbit or 0) < 10
+    assert 0 < (found.back_mbit or 0) < 12  # the burst of the limited link passes at once
     assert 5 * (found.back_mbit or 0) < found.mbit
 
 
