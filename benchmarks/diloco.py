@@ -21,9 +21,9 @@ from lowbit.codecs import parse
 from lowbit.config import ConfigError, Positive, section
 from lowbit.integrations.engine import engine
 from lowbit.report import Baseline, Column, Command, Row, Table
-from lowbit.report.style import title_of
 from lowbit.train.config import DataConfig, ModelConfig
 from lowbit_lab.bench.settings import Names
+from lowbit_lab.charts.style import title_of
 
 DDP = "ddp"
 SHORT = {"int4": "GroupInt(bits=4, group=64, symmetric=True)", "int2": "GroupInt(bits=2, group=64)"}

@@ -21,7 +21,6 @@ from typing import Any, Literal
 
 from lowbit.config import ConfigError, NonNegative, Positive, section
 from lowbit.report import Baseline, Column, Command, Row, Table
-from lowbit.report.style import recommended, row_name
 from lowbit.train.config import DataConfig, ModelConfig, OptimizerConfig, PipelineConfig
 from lowbit_lab.bench.curves import reached
 from lowbit_lab.bench.recipes import (
@@ -37,6 +36,7 @@ from lowbit_lab.bench.recipes import (
 from lowbit_lab.bench.settings import LINK, Device, Links, Names, formats_of, link_name
 from lowbit_lab.bench.workers import UNLIMITED, Workers, set_link, started
 from lowbit_lab.charts import Lines
+from lowbit_lab.charts.style import recommended, row_name
 from lowbit_lab.network import Link, SlowLink
 
 

@@ -15,10 +15,10 @@ from lowbit.codecs import parse
 from lowbit.codecs.names import pair_name
 from lowbit.config import ConfigError, Positive, section
 from lowbit.report import Baseline, Column, Command, Row, Table
-from lowbit.report.style import row_name
 from lowbit_lab.bench.recipes import MANY_STAGES, THIN_MODEL
 from lowbit_lab.bench.settings import LINK, Links, Names
 from lowbit_lab.bench.workers import set_link, started
+from lowbit_lab.charts.style import row_name
 from lowbit_lab.network import Link
 
 OWN = "stock-fp32"

@@ -17,11 +17,11 @@ from typing import Any, Literal
 from benchmarks.tune_task import write_questions
 from lowbit.config import NonNegative, Positive, section
 from lowbit.report import Baseline, Column, Command, Row, Table
-from lowbit.report.style import row_name
 from lowbit.train.config import DataConfig, LoraConfig, ModelConfig, OptimizerConfig, PipelineConfig
 from lowbit_lab.bench.recipes import MANY_STAGES, PROGRAM, THIN_MODEL, as_mapping, check_recipes, recipe, step
 from lowbit_lab.bench.settings import LINK, Device, Links, Names, formats_of
 from lowbit_lab.bench.workers import UNLIMITED, Workers, set_link, started
+from lowbit_lab.charts.style import row_name
 from lowbit_lab.network import Link
 
 _TURN = 10  # steps of a format before it is the next one's turn

@@ -18,7 +18,7 @@ from benchmarks.concepts.draw import PICTURES, figure_of, themed
 from benchmarks.concepts.record import record
 from lowbit.report.results import Report
 from lowbit.report.rows import Row
-from lowbit.report.style import THEMES
+from lowbit_lab.charts.style import THEMES
 
 PAGES = Path(__file__).parents[2] / "docs" / "concepts"
 DATA, FIGURES = PAGES / "data", PAGES / "figures"

@@ -17,7 +17,6 @@ from lowbit.codecs import parse, parse_pair
 from lowbit.codecs.names import pair_name
 from lowbit.config import ConfigError, NonNegative, Positive, section
 from lowbit.report import Column, Command, Row, Table
-from lowbit.report.style import row_name
 from lowbit.train.answers import Answers
 from lowbit.train.config import DataConfig, ModelConfig, OptimizerConfig
 from lowbit.train.data import Windows
@@ -27,6 +26,7 @@ from lowbit_lab.bench.observed import WAYS, Batch, Meter, Observed, running, slo
 from lowbit_lab.bench.settings import Device, Names, check_device, check_shape
 from lowbit_lab.bench.training import Recipe, boundary_modules, prepare, spread_evenly
 from lowbit_lab.charts import Lines
+from lowbit_lab.charts.style import row_name
 
 AtLeastTwo = Annotated[int, Field(ge=2)]
 EXTREMES: dict[str, Callable[[list[float]], float]] = {"lowest": min, "highest": max}

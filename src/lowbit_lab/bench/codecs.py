@@ -22,11 +22,11 @@ from torch import Tensor
 from lowbit.codecs import Codec, FeatureInt, parse
 from lowbit.config import ConfigError, Positive, section
 from lowbit.report import Column, Command, Row, Table
-from lowbit.report.style import row_name
 from lowbit_lab.bench import samples, timing
 from lowbit_lab.bench.codec_speed import Inputs, decoder_layer, ends_of, layer_config, speeds
 from lowbit_lab.bench.settings import Device, EachOnce, check_device
 from lowbit_lab.charts import Bars
+from lowbit_lab.charts.style import row_name
 
 DTypeName = Literal["float32", "bfloat16", "float16"]
 Data = Literal["gaussian", "student-t", "outliers", "real"]

@@ -26,7 +26,6 @@ from lowbit.codecs.names import pair_name
 from lowbit.config import ConfigError, NonNegative, Positive, section
 from lowbit.pipeline.arguments import check_warm_up
 from lowbit.report import Baseline, Column, Command, Row, Table
-from lowbit.report.style import family, recommended, row_name, title_of
 from lowbit.terminal import console
 from lowbit.train.config import DataConfig, LoraConfig, ModelConfig, OptimizerConfig, TrainConfig
 from lowbit.train.corpus import library_files
@@ -39,6 +38,7 @@ from lowbit_lab.bench.settings import Device, EachOnce, check_device, check_shap
 from lowbit_lab.bench.training import Recipe, activation_policy, codec_pair, gradient_codec
 from lowbit_lab.bench.workers import Workers
 from lowbit_lab.charts import Points
+from lowbit_lab.charts.style import family, recommended, row_name, title_of
 
 Regime = Literal["scratch-warmup", "scratch", "finetune"]
 WARM = "scratch-warmup"

@@ -16,13 +16,13 @@ from typing import Annotated, Any, Literal
 from lowbit.codecs import Codec, parse
 from lowbit.config import ConfigError, NonNegative, Positive, section
 from lowbit.report import Baseline, Column, Command, Row, Table
-from lowbit.report.style import row_name, title_of
 from lowbit.tensor_parallel.reduce import check_codec
 from lowbit.train.config import DataConfig
 from lowbit.train.pretrained import check_files, transformers_config
 from lowbit_lab.bench.settings import LINK, EachOnce, Links, Names, link_name
 from lowbit_lab.bench.workers import set_link, started
 from lowbit_lab.charts import Bars
+from lowbit_lab.charts.style import row_name, title_of
 from lowbit_lab.network import Link
 
 OWN = "transformers"

@@ -15,12 +15,12 @@ from lowbit.codecs import Codec, parse
 from lowbit.collectives.checks import check_summable
 from lowbit.config import ConfigError, NonNegative, Positive, section
 from lowbit.report import Baseline, Column, Command, Row, Table
-from lowbit.report.style import title_of
 from lowbit.train.config import ModelConfig
 from lowbit_lab.bench.settings import LINK, EachOnce, Links, Names, link_name
 from lowbit_lab.bench.sums import Phase, Taken, all_reduce_elements, take_turns
 from lowbit_lab.bench.workers import UNLIMITED, Workers
 from lowbit_lab.charts import Bars
+from lowbit_lab.charts.style import title_of
 from lowbit_lab.network import Link
 
 ENGINE = ("engine-fp32", "engine-bf16", "hook-fp16", "hook-bf16", "powersgd")

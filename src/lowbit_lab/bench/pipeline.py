@@ -18,7 +18,6 @@ from typing import Any, Literal
 from lowbit.codecs.names import pair_name
 from lowbit.config import ConfigError, NonNegative, Positive, section
 from lowbit.report import Baseline, Column, Command, Row, Table
-from lowbit.report.style import recommended, row_name, title_of
 from lowbit.train.config import DataConfig, ModelConfig, PipelineConfig
 from lowbit_lab.bench.recipes import (
     MANY_STAGES,
@@ -34,6 +33,7 @@ from lowbit_lab.bench.recipes import (
 from lowbit_lab.bench.settings import LINK, STOCK, Device, Links, Names, formats_of, link_name
 from lowbit_lab.bench.workers import UNLIMITED, Workers, set_link, started
 from lowbit_lab.charts import Bars
+from lowbit_lab.charts.style import recommended, row_name, title_of
 from lowbit_lab.network import Link
 
 MEDIANS = ("bits_forward", "bits_backward", "compute_seconds", "codec_seconds", "checksum_seconds", "wait_seconds")

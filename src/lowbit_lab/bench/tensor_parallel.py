@@ -13,12 +13,12 @@ from torch import Tensor
 from lowbit.codecs import Codec, FeatureInt, GroupInt
 from lowbit.config import ConfigError, NonNegative, Positive, section
 from lowbit.report import Baseline, Column, Command, Row, Table
-from lowbit.report.style import RECOMMENDED, family, title_of
 from lowbit.train.config import ModelConfig
 from lowbit_lab.bench.settings import LINK, EachOnce, Links, link_name
 from lowbit_lab.bench.sums import Phase, Taken, take_turns
 from lowbit_lab.bench.workers import UNLIMITED, Workers
 from lowbit_lab.charts import Lines
+from lowbit_lab.charts.style import RECOMMENDED, family, title_of
 from lowbit_lab.network import Link
 
 Format = Literal["bf16", "int4", "int8", "feature-int4", "feature-int4-static"]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowbit.report.rows import Row, Value, distinct, value_of
-from lowbit.report.style import LIGHT, TEXT, TITLE, WIDTH, Palette, Theme
+from lowbit_lab.charts.style import LIGHT, TEXT, TITLE, WIDTH, Palette, Theme
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

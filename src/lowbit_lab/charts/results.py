@@ -18,12 +18,12 @@ from lowbit.report.page import Page, Part, write_page
 from lowbit.report.page.figures import lines
 from lowbit.report.results import Report
 from lowbit.report.rows import Row, distinct, value_of
-from lowbit.report.style import THEMES
 from lowbit.report.tables import Table
 from lowbit.report.training import differences, distinct_names, shown
 from lowbit_lab.bench import COMMANDS
 from lowbit_lab.charts.charts import Chart, draw, figure
 from lowbit_lab.charts.plans import CHARTS
+from lowbit_lab.charts.style import THEMES, Palette
 
 _MOST_ROWS = 2000
 _OTHERS = {
@@ -138,7 +138,9 @@ def _speed_by_link(rows: Sequence[Row]) -> Part | None:
             f"{row[f]:g} ms" if f == "link_rtt_ms" else str(row[f]) for f in fields if row.get(f) is not None
         )
         curves.setdefault(name or "speed", []).append((row["link_mbit"], row["tokens_per_second"]))
-    chart = lines(curves, x="link, Mbit/s", y="tokens per second", log_x=True, markers=True)
+    palettes = [Palette(theme) for theme in THEMES.values()]
+    colors = {name: (palettes[0][name], palettes[1][name]) for name in curves}
+    chart = lines(curves, x="link, Mbit/s", y="tokens per second", log_x=True, markers=True, colors=colors)
     return Part(title="Speed against bandwidth", figure=chart)
 
 

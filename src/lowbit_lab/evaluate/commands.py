@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from lowbit.report import Baseline, Column, Command, Row, Table, compare
-from lowbit.report.style import recommended, title_of
 from lowbit.terminal import console
 from lowbit_lab.charts import Bars, Heights
+from lowbit_lab.charts.style import recommended, title_of
 from lowbit_lab.evaluate.settings import BASELINE, CalibrationConfig, EvaluationConfig
 
 _SHOWN = 4  # features in the table of a calibration

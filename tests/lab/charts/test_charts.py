@@ -9,11 +9,11 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from lowbit.cli.reports import Measurement
-from lowbit.report.style import DARK, LIGHT, THEMES, WIDTH
 from lowbit_lab.charts import Bars, Heights, Lines, Points, Stacks
 from lowbit_lab.charts.charts import Chart, draw, figure
 from lowbit_lab.charts.labels import collisions
 from lowbit_lab.charts.results import check_picture, draw_results
+from lowbit_lab.charts.style import DARK, LIGHT, THEMES, WIDTH
 
 ROWS = [
     {"link": "25", "format": "fp32", "speed": 10.0, "slow": 9.0, "fast": 12.0, "curve": [(0, 3.0), (1, 2.0)]},

@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from lowbit.report.results import plain
-from lowbit.report.style import DARK, LIGHT, Theme
 from lowbit.terminal import lines
 
 GENERATOR = "lowbit report"
+LIGHT = {"surface": "#ffffff", "ink": "#1f2328", "muted": "#59636e", "grid": "#e4e7ea"}
+DARK = {"surface": "#1e2129", "ink": "#e6e9ee", "muted": "#a6aeb9", "grid": "#363b46"}
 _READ_BYTES = 400  # of a file, in which a page of ours names its generator
 _NUMBER = set("0123456789.,-+–x%∞ ")
 
@@ -80,13 +81,14 @@ def render(page: Page) -> str:
         trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined,
         finalize=lambda value: lines(value) if type(value) is str else value,
     )  # fmt: skip
-    parts = [_finite(part) for part in page.parts]
-    page = Page(title=page.title, subtitle=page.subtitle, problems=page.problems, parts=parts)
+    # JSON has no NaN and no infinity.
+    parts = [replace(part, figure=plain(part.figure)) for part in page.parts]
+    page = replace(page, parts=parts)
     # Nobody can put a script into the page that knows a digest of the page.
     nonce = hashlib.sha256(repr(page).encode("utf-8", "surrogatepass")).hexdigest()[:32]
     library = _library() if any(part.figure for part in parts) else ""
     return environment.get_template("page.html.j2").render(
-        page=page, nonce=nonce, library=library, generator=GENERATOR, light=_colors(LIGHT), dark=_colors(DARK)
+        page=page, nonce=nonce, library=library, generator=GENERATOR, light=LIGHT, dark=DARK
     )
 
 
@@ -125,12 +127,3 @@ def _library() -> str:
     """Plotly's library, compressed, as base64."""
     source = resources.files("plotly").joinpath("package_data", "plotly.min.js").read_bytes()
     return base64.b64encode(gzip.compress(source, mtime=0)).decode()
-
-
-def _colors(theme: Theme) -> dict[str, str]:
-    return {"surface": theme.surface, "ink": theme.ink, "muted": theme.muted, "grid": theme.grid}
-
-
-def _finite(part: Part) -> Part:
-    """The part with null where its figure has a number that JSON does not."""
-    return replace(part, figure=None if part.figure is None else plain(part.figure))

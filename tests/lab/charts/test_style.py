@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from lowbit.report.style import LIGHT, THEMES, Palette, family, mixed, recommended, row_name, title_of
+from lowbit_lab.charts.style import LIGHT, THEMES, Palette, family, mixed, recommended, row_name, title_of
 
 
 @pytest.mark.parametrize(
