@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lowbit.report.page import Page, Part, write_page
+from lowbit.report.page import Page, Part, try_to_write
 from lowbit.report.page.figures import lines, stacks
 from lowbit.report.page.run import RunFiles, number, read_run
 from lowbit.report.page.steps import shares_part, timeline_part
@@ -40,19 +39,10 @@ _AXES = {  # what a loss is drawn over, by field: its name, and units, the large
 }
 _Curve = list[tuple[float, float]]
 
-log = logging.getLogger(__name__)
-
 
 def write_report(folder: Path) -> None:
-    """Write the page of a run into its folder. What goes wrong is a warning: a run does not fail by its report."""
-    try:
-        write_page(run_page(read_run(folder)), folder / PAGE)
-    except ModuleNotFoundError as error:
-        log.warning(
-            'no report.html, because %s is missing: pip install "lowbit[report]", then lowbit report', error.name
-        )
-    except Exception as error:
-        log.warning("no report.html: %s", error)
+    """Write the page of a run into its folder, or log a warning."""
+    try_to_write(lambda: run_page(read_run(folder)), folder / PAGE)
 
 
 def run_page(run: RunFiles) -> Page:

@@ -107,11 +107,7 @@ def figure(charts: Sequence[Chart], rows: Sequence[Row], theme: Theme = LIGHT) -
 
 
 def draw(charts: Sequence[Chart], rows: Sequence[Row], path: Path | str, *, theme: Theme = LIGHT) -> None:
-    """Draw charts and write the picture, in the format of the file's suffix. The same rows make the same SVG.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Draw charts and write the picture, in the format of the file's suffix. The same rows make the same SVG."""
     from matplotlib import rc_context
 
     Path(path).parent.mkdir(parents=True, exist_ok=True)

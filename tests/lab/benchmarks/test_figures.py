@@ -11,8 +11,8 @@ from benchmarks.__main__ import BENCHMARKS
 from benchmarks.figures import README, command_of, picture, with_speed
 from lowbit.report import Report
 from lowbit_lab.charts.charts import figure
-from lowbit_lab.charts.labels import collisions
 from lowbit_lab.charts.style import THEMES
+from tests.lab.charts.collisions import collisions
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 RECORDED = sorted((RESULTS / "data").glob("*.json"))

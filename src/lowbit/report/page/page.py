@@ -10,8 +10,9 @@ import base64
 import functools
 import gzip
 import hashlib
+import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
@@ -24,6 +25,7 @@ GENERATOR = "lowbit report"
 LIGHT = {"surface": "#ffffff", "ink": "#1f2328", "muted": "#59636e", "grid": "#e4e7ea"}
 DARK = {"surface": "#1e2129", "ink": "#e6e9ee", "muted": "#a6aeb9", "grid": "#363b46"}
 _READ_BYTES = 400  # of a file, in which a page of ours names its generator
+log = logging.getLogger(__name__)
 _NUMBER = set("0123456789.,-+–x%∞ ")
 
 
@@ -111,6 +113,18 @@ def write_page(page: Page, path: Path) -> None:
         raise ValueError(f"{path} cannot be written: {error.strerror}") from error
     finally:
         part.unlink(missing_ok=True)
+
+
+def try_to_write(make: Callable[[], Page], path: Path) -> None:
+    """Make a page and write it. What goes wrong is a warning: a run or a measurement does not fail by its page."""
+    try:
+        write_page(make(), path)
+    except ModuleNotFoundError as error:
+        log.warning(
+            'no report.html, because %s is missing: pip install "lowbit[report]", then lowbit report', error.name
+        )
+    except Exception as error:
+        log.warning("no report.html: %s", error)
 
 
 def is_ours(path: Path) -> bool:
