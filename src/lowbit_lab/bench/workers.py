@@ -78,9 +78,6 @@ class Workers:
         Args:
             method: of the program's object; arguments: its keyword arguments, which JSON can hold.
             on_progress: called with progress reports of the processes.
-
-        Raises:
-            ChildProcessError: one failed; the message says how.
         """
         for index in range(self._count):
             self._tell(index, method, arguments)
@@ -88,11 +85,7 @@ class Workers:
         return [results[index] for index in range(self._count)]
 
     def share(self, method: str, orders: Sequence[Mapping[str, Any]], on_progress: OnProgress) -> Iterator[Any]:
-        """Give each order to the next process that is free, and yield answers as they come.
-
-        Raises:
-            ChildProcessError: a process failed; the message says how.
-        """
+        """Give each order to the next process that is free, and yield answers as they come."""
         left = list(orders)[::-1]
         busy = set(range(min(self._count, len(left))))
         for index in busy:
@@ -198,10 +191,6 @@ def started(
     If one of `links` is limited, the ranks connect on a limited link, which fixes the size of TCP's trains of packets.
     Those of an unlimited link are larger than the token bucket of a limited one, which then drops packets: FP32 at
     1 Gbit/s was five times too slow.
-
-    Raises:
-        TorchVersionError: this PyTorch is not known to work.
-        LinkUnavailable: one of `links` is limited, or has a distance, and this machine does not permit that.
     """
     from lowbit.ranks.pytorch import check_torch
 
@@ -220,11 +209,7 @@ def started(
 
 
 def check_available(links: Sequence[Link]) -> None:
-    """Check that this machine permits links.
-
-    Raises:
-        LinkUnavailable: it does not; the message says why, and what is possible.
-    """
+    """Check that this machine permits links."""
     limited = [link for link in links if link != UNLIMITED]
     if limited and (reason := SlowLink.available()):
         raise LinkUnavailable(f"{reason} `--link unlimited` measures without a limit.")

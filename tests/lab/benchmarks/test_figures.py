@@ -14,7 +14,7 @@ from lowbit_lab.charts.charts import figure
 from lowbit_lab.charts.style import THEMES
 from tests.lab.charts.collisions import collisions
 
-RESULTS = Path(__file__).parents[2] / "docs" / "results"
+RESULTS = Path(__file__).parents[3] / "docs" / "results"
 RECORDED = sorted((RESULTS / "data").glob("*.json"))
 HASHED = re.compile(r'(?<=[#"])[a-zA-Z]+[0-9a-f]{10}(?=[")])')  # names of shapes, made from their numbers
 NUMBER = re.compile(r"-?\d+\.?\d*(?:e-?\d+)?")
