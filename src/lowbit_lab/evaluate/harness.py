@@ -22,10 +22,6 @@ def load_tasks(settings: EvaluationConfig) -> dict[str, Any]:
 
     Args:
         settings: tasks, and the folder of YAML files with more of them (whose data may be local: `dataset_path: json`).
-
-    Raises:
-        ModuleNotFoundError: lm-eval is not installed.
-        ConfigError: a task that it does not know, or cannot load.
     """
     tasks, folder = settings.harness_tasks, settings.task_folder
     if not tasks:

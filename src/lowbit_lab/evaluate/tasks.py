@@ -15,11 +15,7 @@ if TYPE_CHECKING:
 
 
 class Tasks:
-    """The tasks of the settings, read and checked before a model is loaded.
-
-    Raises:
-        ConfigError: a task or file that cannot be used. ModuleNotFoundError: lm-eval or pyarrow is needed and missing.
-    """
+    """The tasks of the settings, read and checked before a model is loaded."""
 
     def __init__(self, settings: EvaluationConfig) -> None:
         self._settings = settings
@@ -72,7 +68,7 @@ class Tasks:
             "scores": scores,
             "score": choices.mean_score(scores),
             "scores_error": {name: metric.error for name, metric in scored.items()},
-            "score_kept": {name: share.share for name, share in each.items() if share} if coded else {},
-            "score_kept_error": {name: share.error for name, share in each.items() if share} if coded else {},
-            "scores_kept_error": whole.error if whole and coded else None,
+            "score_kept": {name: share[0] for name, share in each.items() if share and coded},
+            "score_kept_error": {name: share[1] for name, share in each.items() if share and coded},
+            "scores_kept_error": whole[1] if whole and coded else None,
         }

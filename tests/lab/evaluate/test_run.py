@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -99,17 +98,6 @@ def test_static_ranges_by_one_name(folder: Path, calibrated: Path, tmp_path: Pat
     result = invoke("calibrate", str(folder), "--gain", "row")
     assert result.exit_code == 2
     assert "error: gain is 'row'; allowed: token, static or nothing" in result.stderr
-
-
-def test_a_calibration_that_does_not_fit_is_refused_before_the_model_is_loaded(
-    folder: Path, calibrated: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr("lowbit_lab.evaluate.loading.load_model", pytest.fail)
-    settings = evaluation_config(
-        folder, tps=(1, 2, 4), formats=("feature-int4-static",), calibrations=(str(calibrated),)
-    )
-    with pytest.raises(CalibrationError, match="calibration is for 2 ranks and tp is 4; allowed: a file for each"):
-        run(EVALUATE, settings)
 
 
 @pytest.mark.parametrize("name", ["int4", "feature-int4", "feature-int4-distributed"])
@@ -340,27 +328,3 @@ def test_a_calibration_for_other_weights_is_refused(calibrated: Path, tmp_path: 
     save_file(changed, weights, {"format": "pt"})
     with pytest.raises(CalibrationError, match="the calibration is for the model llama"):
         run(EVALUATE, evaluation_config(other, tps=(2,), calibrations=(str(calibrated),)))
-
-
-def test_tasks_are_scored_by_lm_eval(folder: Path, tmp_path: Path):
-    pytest.importorskip("lm_eval", reason="lm-eval is not installed: the extra lowbit[tasks]")
-    pytest.importorskip("accelerate", reason="accelerate is not installed: the extra lowbit[tasks]")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    data = tmp_path / "letters.jsonl"
-    questions = [
-        {"question": f"The letter {c}", "choices": [" is", " was", " sat"], "answer": i % 3}
-        for i, c in enumerate("abcdef")
-    ]
-    data.write_text("\n".join(map(json.dumps, questions)))
-    (tmp_path / "letters.yaml").write_text(
-        f"task: letters\ndataset_path: json\ndataset_kwargs:\n  data_files: {data}\ntest_split: train\n"
-        "output_type: multiple_choice\ndoc_to_text: '{{question}}'\ndoc_to_choice: '{{choices}}'\n"
-        "doc_to_target: '{{answer}}'\nmetric_list:\n  - metric: acc\n"
-    )
-    settings = evaluation_config(folder, tps=(2,), formats=("int8",), tasks=("letters",), task_folder=str(tmp_path))
-    rows = run(EVALUATE, settings).rows
-    assert [set(row["scores"]) for row in rows] == [{"letters acc"}] * 2
-    right = [6 * row["scores"]["letters acc"] for row in rows]
-    assert right == pytest.approx([round(count) for count in right])
-    with pytest.raises(ConfigError, match="task is 'nonsense'; allowed"):
-        run(EVALUATE, dataclasses.replace(settings, tasks=("nonsense",)))
