@@ -220,15 +220,13 @@ def on_a_rank(folder: str) -> list[float]:
 
 
 REFUSED = [
-    (
-        "evaluate {model} --length 8 --text {text} --generate 4",
-        "generate is 4; allowed for a causal language model only, and this is: encoder",
-    ),
+    ("evaluate {model} --length 8 --text {text} --generate 4",
+     "generate is 4; allowed for a causal language model only, and this is: encoder"),
     ("evaluate {model} --length 8 --text {text} --task x", "task is x; allowed for a causal"),
     ("evaluate {model} --length 8 --text {short}", "has 0 sentences of 40 to 400 characters; allowed: at least 12"),
     ("evaluate {model} --length 8 --text {text} --sentences 11", "sentences is 11; allowed: at least 12"),
     ("calibrate {model} --length 8 --ranks 3", "ranks is 3; allowed: what divides the model's heads, 1, 2, 4"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("command", "line"), REFUSED)

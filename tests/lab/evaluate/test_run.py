@@ -268,33 +268,21 @@ REFUSED = [
     ("calibrate {model} --features E/0", "features is 'E/0'; allowed: 'E/64'"),
     ("calibrate {model} --features E/1", "features is 'E/1'; allowed: 'E/2' or another share, not all features"),
     ("calibrate {model} --features 32 --length 8 --text {text}", "features is '32'; allowed: 0 to 31, fewer than"),
-    (
-        "calibrate {model} --length 64 --text {short}",
-        "has 9 tokens; allowed: at least one sequence of 64 (65 tokens)",
-    ),
-    (
-        "evaluate {model} --length 8 --text {text} --format int5x",
-        "format is 'int5x'; allowed: int4, feature-int4",
-    ),
-    (
-        "evaluate {model} --length 8 --text {text} --format feature-int4-statik",
-        "feature-int4-distributed, feature-int4-static, or a codec\n",
-    ),
+    ("calibrate {model} --length 64 --text {short}", "has 9 tokens; allowed: at least one sequence of 64 (65 tokens)"),
+    ("evaluate {model} --length 8 --text {text} --format int5x", "format is 'int5x'; allowed: int4, feature-int4"),
+    ("evaluate {model} --length 8 --text {text} --format feature-int4-statik",
+     "feature-int4-distributed, feature-int4-static, or a codec\n"),
     ("evaluate {model} --length 8 --text {text} --tp 3", f"tp is 3; {CUT}"),
     ("evaluate {model} --length 8 --calibration {short}", "not a safetensors file"),
-    (
-        "evaluate {model} --length 8 --text {text} --tp 4 --calibration {calibration}",
-        "calibration is for 2 ranks and tp is 4",
-    ),
+    ("evaluate {model} --length 8 --text {text} --tp 4 --calibration {calibration}",
+     "calibration is for 2 ranks and tp is 4"),
     ("evaluate {model} --calibration a --calibration-text b", "allowed: one of them"),
-    (
-        "calibrate {model} --length 8 --text {text} --output {short}/c",
-        "short.txt/c cannot be written: File exists; allowed: a file in a folder that can be written",
-    ),
+    ("calibrate {model} --length 8 --text {text} --output {short}/c",
+     "short.txt/c cannot be written: File exists; allowed: a file in a folder that can be written"),
     ("evaluate {model} --task-folder here", "task-folder is 'here'; allowed: with --task"),
     ("evaluate {model} --shots 3", "shots is 3; allowed: with --task"),
     ("evaluate {model} --low-bit --format int8", "format is int8 and low-bit is given; allowed: one of them"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("command", "line"), REFUSED)
