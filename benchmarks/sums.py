@@ -202,7 +202,7 @@ class Bench:
                     vectors = neighbours.embed(self.model, tokenizer.hugging_face(), texts, pooling)
                 exact.append(vectors)
                 agreement = neighbours.agreement(exact[0], vectors)
-                return {"nearest": agreement.nearest, "nearest_10": agreement.nearest_10}
+                return {name: agreement[name] for name in ("nearest", "nearest_10")}
 
             return compare if settings.sentences else lambda coded: {}
         sequences, _ = self.read(held_out=True, length=4 * settings.length)

@@ -33,7 +33,8 @@ def lines(
     """Curves by name; `points`: markers of the same color without a line, by name of the curve."""
     data = []
     for i, (name, curve) in enumerate(curves.items()):
-        meta = dict(zip(("light", "dark"), colors.get(name, SERIES[i % len(SERIES)]), strict=True))
+        light, dark = colors.get(name, SERIES[i % len(SERIES)])
+        meta = {"light": light, "dark": dark}
         curve = thinned(curve)
         mode = "lines+markers" if markers or len(curve) == 1 else "lines"
         data.append(_trace(name, curve, mode, meta))
