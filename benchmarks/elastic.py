@@ -39,11 +39,11 @@ from lowbit.collectives import all_reduce_bytes
 from lowbit.config import ConfigError, NonNegative, Positive, section
 from lowbit.integrations.engine import engine
 from lowbit.report import Baseline, Column, Command, Row, Table
-from lowbit.report.style import title_of
 from lowbit.train.config import DataConfig, ModelConfig
 from lowbit.train.data import Order, load_data
 from lowbit.train.model import build_model, next_token_loss
 from lowbit_lab.bench.settings import Names
+from lowbit_lab.charts.style import title_of
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["transformers.models.llama.modeling_llama", "lowbit.pipeline", "numba", __name__])

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from lowbit.cli.reports import measurements
 from lowbit.config import section
 from lowbit.report import Command, Report, Row
-from lowbit.report.style import THEMES, family, title_of
 from lowbit_lab.charts.charts import Chart, draw
+from lowbit_lab.charts.style import THEMES, family, title_of
 
 if TYPE_CHECKING:
     from lowbit.cli.parser import Parser

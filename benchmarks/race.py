@@ -27,7 +27,6 @@ from typing import Any, Literal
 from benchmarks.tune_task import write_questions
 from lowbit.config import ConfigError, NonNegative, Positive, section
 from lowbit.report import Baseline, Column, Command, Row, Table
-from lowbit.report.style import recommended, row_name
 from lowbit.train.config import DataConfig, LoraConfig, ModelConfig, OptimizerConfig, PipelineConfig, TrainConfig
 from lowbit_lab.bench.curves import reached
 from lowbit_lab.bench.recipes import (
@@ -43,6 +42,7 @@ from lowbit_lab.bench.recipes import (
 from lowbit_lab.bench.settings import LINK, Device, Links, Names, formats_of, link_name
 from lowbit_lab.bench.workers import UNLIMITED, Workers, set_link, started
 from lowbit_lab.charts import Lines
+from lowbit_lab.charts.style import recommended, row_name
 from lowbit_lab.network import Link, SlowLink
 
 _TURN = 10  # steps of a format in `tune` before it is the next one's turn

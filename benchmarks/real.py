@@ -23,11 +23,11 @@ from lowbit.codecs import parse_pair
 from lowbit.config import ConfigError, NonNegative, Positive, section
 from lowbit.pipeline import emulate_
 from lowbit.report import Column, Command, Row, Table
-from lowbit.report.style import row_name
 from lowbit.train.corpus import files_named, library_files
 from lowbit.train.pretrained import check_files
 from lowbit_lab.bench.settings import Names, formats_of
 from lowbit_lab.bench.training import boundary_modules
+from lowbit_lab.charts.style import row_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -20,13 +20,13 @@ from torch import Tensor
 from benchmarks.concepts.draw import PICTURES, figure_of, themed
 from lowbit.report.results import Report, machine
 from lowbit.report.rows import Row
-from lowbit.report.style import THEMES
 from lowbit.train.config import DataConfig, ModelConfig
 from lowbit.train.data import load_data
 from lowbit.train.model import build_model, vocabulary
 from lowbit_lab.bench.samples import capture
 from lowbit_lab.bench.spectrum import outside
 from lowbit_lab.bench.training import spread_evenly
+from lowbit_lab.charts.style import THEMES
 
 PAGES = Path(__file__).parents[2] / "docs" / "concepts"
 DATA, FIGURES = PAGES / "data", PAGES / "figures"

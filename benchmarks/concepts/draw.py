@@ -12,7 +12,7 @@ import torch
 from benchmarks.concepts.timeline import LANES, Span, Step, message_seconds
 from lowbit.codecs import GroupInt, SubspaceQuant
 from lowbit.report.rows import Row
-from lowbit.report.style import SMALL, TEXT, TITLE, WIDTH, Theme, family, mixed, title_of
+from lowbit_lab.charts.style import SMALL, TEXT, TITLE, WIDTH, Theme, family, mixed, title_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -28,29 +28,20 @@ def test_links_are_written_with_their_unit(monkeypatch: pytest.MonkeyPatch):
     assert "25mbit,100mbit" in invoke("bench", "pipeline", "--help").output
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("", "is not JSON (Expecting value: line 1 column 1 (char 0)): name another file"),
-        ("[1]", "does not hold a report of `lowbit bench {command}`: name another file"),
-        ("[" * 20000, "is not JSON (maximum recursion depth"),
-        (
-            '{"command": "bench codecs", "settings": {}, "machine": {}, "rows": []}',
-            "does not hold a report of `lowbit bench {command}`: name another file",
-        ),
-        (
-            '{"command": "bench {command}", "settings": {}, "machine": {}, "rows": [{"x": 1}]}',
-            "does not hold a report of `lowbit bench {command}`: name another file",
-        ),
-    ],
-)
-@pytest.mark.parametrize("command", ["convergence", "memory"])
-def test_a_file_that_holds_no_rows_is_named(tmp_path: Path, command: str, text: str, reason: str):
-    (tmp_path / "rows.json").write_text(text.replace("{command}", command))
-    result = invoke("bench", command, "--json", str(tmp_path / "rows.json"))
-    expected = f"error: {tmp_path / 'rows.json'} {reason.replace('{command}', command)}"
-    assert (result.exit_code, result.stderr.count("\n")) == (2, 1), result.output
-    assert result.stderr.startswith(expected)
+def test_a_file_that_holds_no_rows_is_named(tmp_path: Path):
+    file, other = tmp_path / "rows.json", '"settings": {}, "machine": {}, "rows"'
+    foreign = "does not hold a report of `lowbit bench memory`: name another file"
+    for text, reason in {
+        "": "is not JSON (Expecting value: line 1 column 1 (char 0)): name another file",
+        "[" * 20000: "is not JSON (maximum recursion depth",
+        "[1]": foreign,
+        f'{{"command": "bench codecs", {other}: []}}': foreign,
+        f'{{"command": "bench memory", {other}: [{{"x": 1}}]}}': foreign,
+    }.items():
+        file.write_text(text)
+        result = invoke("bench", "memory", "--json", str(file))
+        assert (result.exit_code, result.stderr.count("\n")) == (2, 1), result.output
+        assert result.stderr.startswith(f"error: {file} {reason}")
 
 
 def test_a_log_hears_of_the_rows_now_and_then(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

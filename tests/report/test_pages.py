@@ -6,7 +6,6 @@ import gzip
 import html
 import json
 import re
-import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -133,11 +132,10 @@ def test_results_of_another_version_are_shown_as_they_are(tmp_path: Path):
         ({"config.json": b"[1"}, "config.json cannot be read"),
         ({"summary.json": b"[]"}, "summary.json cannot be read and is left out: it holds no object"),
         ({"metrics.jsonl": b'{"step": 1, "loss": 2.5}\n{"loss": 3}\nxx\n{"step": 2, "lo'}, "2 lines cannot be read"),
-        ({"ranks.json": b'{"machines": [3, {"ranks": {}}], "memory": [{"stages": 1}, 7]}'}, "A processor"),
         ({"evaluations.jsonl": b"\xff\n"}, "evaluations.jsonl: 1 line cannot be read"),
         ({"trace/all-ranks.json.gz": b"\x1f\x8b broken"}, "all-ranks.json.gz cannot be read"),
         ({"trace/all-ranks.json.gz": gzip.compress(b'{"traceEvents": [{"ph": "X"}]}')}, "all-ranks.json.gz cannot be"),
-        ({"metrics.jsonl": b'{"step": 1, "loss": NaN, "tokens_per_second": 1e999, "links": 3}\n'}, "training loss"),
+        ({"metrics.jsonl": b'{"step": 1, "loss": NaN, "tokens_per_second": 1e999}\n'}, "training loss"),
         ({"metrics.jsonl": b"", "summary.json": None}, "0 of 40 steps"),
     ],
 )
@@ -146,27 +144,8 @@ def test_what_is_left_of_a_broken_run_is_shown(tmp_path: Path, damage: dict[str,
     for name, data in damage.items():
         (folder / name).unlink() if data is None else (folder / name).write_bytes(data)
     text = html.unescape(_page(folder))
-    assert said in text or said == "A processor"
-    assert "NaN" not in json.dumps(_figures(text))
-
-
-@pytest.mark.parametrize(
-    ("unit", "count", "said"),
-    [(b" " * (1 << 20), 400, "it has more than 64 MiB"), (b"[]," * (1 << 20), 16, "values; allowed: at most 4000000")],
-)
-def test_a_trace_that_unpacks_to_more_than_it_can_be_is_left_out(tmp_path: Path, unit: bytes, count: int, said: str):
-    folder = make_run(tmp_path / "run")
-    with gzip.open(folder / "trace" / "all-ranks.json.gz", "wb", compresslevel=1) as file:
-        file.write(b'{"traceEvents": [')
-        for _ in range(count):
-            file.write(unit)
-        file.write(b"0]}")
-    tracemalloc.start()
-    text = html.unescape(_page(folder))
-    _, most = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
     assert said in text
-    assert most < 200 << 20
+    assert "NaN" not in json.dumps(_figures(text))
 
 
 def test_an_interrupted_run_has_its_curves(tmp_path: Path):
@@ -210,20 +189,17 @@ def test_runs_that_cannot_be_read_do_not_hide_the_others(tmp_path: Path, monkeyp
     assert _trace_of(text, "run")["x"][-1] == 40
 
 
-def test_a_page_of_a_run_is_recorded_as_made_by_lowbit(tmp_path: Path):
+def test_a_page_of_a_run_is_recorded_as_made_by_lowbit_and_one_of_the_user_is_kept(tmp_path: Path):
     folder = make_run(tmp_path / "run")
-    assert invoke("report", str(folder)).stdout == f"{folder / 'report.html'}\n"
-    assert "report.html" in (folder / "lowbit-run.jsonl").read_text()
-    assert invoke("report", str(folder)).exit_code == 0, "our own page is replaced"
-
-
-def test_a_page_of_the_user_is_neither_replaced_nor_recorded(tmp_path: Path):
-    folder = make_run(tmp_path / "run")
-    (folder / "report.html").write_text("<p>mine")
+    page, record = folder / "report.html", folder / "lowbit-run.jsonl"
+    page.write_text("<p>mine")
     assert invoke("report", str(folder)).exit_code == 2
-    assert (folder / "report.html").read_text() == "<p>mine"
-    record = folder / "lowbit-run.jsonl"
-    assert not record.exists() or "report.html" not in record.read_text()
+    assert page.read_text() == "<p>mine"
+    assert not record.exists()
+    page.unlink()
+    assert invoke("report", str(folder)).stdout == f"{page}\n"
+    assert "report.html" in record.read_text()
+    assert invoke("report", str(folder)).exit_code == 0, "our own page is replaced"
 
 
 def test_long_curves_are_averaged():

@@ -57,17 +57,22 @@ class Table:
     each: Value | None = None
     gap: Value | None = None
 
+    def parts(self, rows: Sequence[Row]) -> Iterator[tuple[str, list[Column], Sequence[Row]]]:
+        """Title, columns and rows of each table."""
+        rows, each = self.rows(rows) if self.rows else rows, self.each or (lambda row: "")
+        for value in distinct(rows, each):
+            part = [row for row in rows if value_of(row, each) == value]
+            columns = self.columns(part) if callable(self.columns) else self.columns
+            columns = [c for c in columns if any(value_of(row, c.value) is not None for row in part)]
+            yield self.title(part) if callable(self.title) else self.title, columns, part
+
     def render(self, rows: Sequence[Row]) -> Group:
         """The tables for the terminal."""
         from rich.console import Group
 
-        rows = self.rows(rows) if self.rows else rows
-        if self.each is None:
-            return Group(*(self._render(rows) if rows else []))
-        parts = ([r for r in rows if value_of(r, self.each) == part] for part in distinct(rows, self.each))
-        return Group(*(line for part in parts for line in self._render(part)))
+        return Group(*(line for part in self.parts(rows) for line in self._render(*part)))
 
-    def _render(self, rows: Sequence[Row]) -> Iterator[RichTable | Text]:
+    def _render(self, title: str, columns: list[Column], rows: Sequence[Row]) -> Iterator[RichTable | Text]:
         """The title, which may be wider than the table, and the table; numbers to the right.
 
         On a narrow terminal, columns move together and text is wrapped; numbers are not.
@@ -76,21 +81,15 @@ class Table:
         from rich.table import Table as RichTable
         from rich.text import Text
 
-        if title := self.title(rows) if callable(self.title) else self.title:
+        if title:
             yield Text(title, style="table.title")
-        columns = self.columns(rows) if callable(self.columns) else self.columns
-        columns = [c for c in columns if any(value_of(row, c.value) is not None for row in rows)]
         lines = [[column.cell(row) for column in columns] for row in rows]
         widths = [
             max(map(len, (*column.title.split("\n"), *(line[i] for line in lines)))) + 2
             for i, column in enumerate(columns)
         ]
-        table = RichTable(
-            header_style="bold",
-            box=box.SIMPLE_HEAD,
-            padding=(0, int(sum(widths) < TERMINAL), 0, 0),
-            pad_edge=False,
-        )
+        padding = (0, int(sum(widths) < TERMINAL), 0, 0)
+        table = RichTable(header_style="bold", box=box.SIMPLE_HEAD, padding=padding, pad_edge=False)
         for column in columns:
             numeric = any(isinstance(value_of(row, column.value), int | float) for row in rows)
             justify = "right" if numeric else "left"

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lowbit.report.page import Page, Part, write_page
+from lowbit.report.page import Page, Part, try_to_write
 from lowbit.report.page.figures import lines, stacks
 from lowbit.report.page.run import RunFiles, number, read_run
 from lowbit.report.page.steps import shares_part, timeline_part
@@ -40,19 +39,10 @@ _AXES = {  # what a loss is drawn over, by field: its name, and units, the large
 }
 _Curve = list[tuple[float, float]]
 
-log = logging.getLogger(__name__)
-
 
 def write_report(folder: Path) -> None:
-    """Write the page of a run into its folder. What goes wrong is a warning: a run does not fail by its report."""
-    try:
-        write_page(run_page(read_run(folder)), folder / PAGE)
-    except ModuleNotFoundError as error:
-        log.warning(
-            'no report.html, because %s is missing: pip install "lowbit[report]", then lowbit report', error.name
-        )
-    except Exception as error:
-        log.warning("no report.html: %s", error)
+    """Write the page of a run into its folder, or log a warning."""
+    try_to_write(lambda: run_page(read_run(folder)), folder / PAGE)
 
 
 def run_page(run: RunFiles) -> Page:
@@ -65,14 +55,12 @@ def run_page(run: RunFiles) -> Page:
 
 def comparison_page(runs: Sequence[RunFiles], problems: Sequence[str] = ()) -> Page:
     """A page that compares runs."""
-    named = dict(zip(_names(runs), runs, strict=True))
+    named = dict(zip(distinct_names([run.folder for run in runs]), runs, strict=True))
     problems = [*problems, *(f"{name}: {text}" for name, run in named.items() for text in run.problems)]
-    parts = [*_curve_parts(named), _outcomes(named), _differences(named)]
-    return Page(
-        title=f"{len(runs)} training runs",
-        problems=problems,
-        parts=[part for part in parts if part.rows or part.figure],
-    )
+    settings = {name: {key: shown(value) for key, value in run.settings.items()} for name, run in named.items()}
+    parts = [*_curve_parts(named), _outcomes(named), differences(settings)]
+    parts = [part for part in parts if part.rows or part.figure]
+    return Page(title=f"{len(runs)} training runs", problems=problems, parts=parts)
 
 
 def _run_parts(run: RunFiles) -> Iterator[Part]:
@@ -94,14 +82,12 @@ def _run_parts(run: RunFiles) -> Iterator[Part]:
 
 
 def _subtitle(run: RunFiles) -> str:
-    pipeline, model = (run.config.get(name) for name in ("pipeline", "model"))
-    if not (isinstance(pipeline, dict) and isinstance(model, dict)):
+    if not run.config:
         return str(run.folder)
-    name = model.get("pretrained") or f"{model.get('family')}, {model.get('layers')} layers, width {model.get('dim')}"
-    formats = (
-        shown(pipeline.get("forward")) if pipeline.get("boundary") == "lowbit" else shown(pipeline.get("boundary"))
-    )
-    return f"{run.folder} · {name} · {pipeline.get('schedule')} on {pipeline.get('ranks')} ranks · {formats}"
+    pipeline, model = run.config["pipeline"], run.config["model"]
+    name = model.get("pretrained") or f"{model['family']}, {model['layers']} layers, width {model['dim']}"
+    formats = shown(pipeline["forward" if pipeline["boundary"] == "lowbit" else "boundary"])
+    return f"{run.folder} · {name} · {pipeline['schedule']} on {pipeline['ranks']} ranks · {formats}"
 
 
 def _curve_parts(runs: Mapping[str, RunFiles]) -> Iterator[Part]:
@@ -148,10 +134,10 @@ def _held_out(run: RunFiles) -> _Curve:
 
 def _outcomes(runs: Mapping[str, RunFiles]) -> Part:
     """Summaries, side by side; of a run that has none, what its steps tell."""
-    outcomes = {name: _outcome(run) for name, run in runs.items()}
+    outcomes = [_outcome(run) for run in runs.values()]
     rows = []
     for field, (title, form, unit) in _SUMMARY.items():
-        values = [number(outcome.get(field)) for outcome in outcomes.values()]
+        values = [number(outcome.get(field)) for outcome in outcomes]
         if any(value is not None for value in values):
             rows.append((title, *("–" if value is None else form.format(value / unit) for value in values)))
     text = "Speed, times and bits: of the steps after the warm-up."
@@ -159,33 +145,19 @@ def _outcomes(runs: Mapping[str, RunFiles]) -> Part:
 
 
 def _outcome(run: RunFiles) -> dict[str, Any]:
-    """The summary; what its version counted of the steps since a restart only, of all steps."""
-    if not run.summary:
-        return _so_far(run)
-    whole = _in_all(run)
-    if _mapping(run.summary.get("parts")):
-        del whole["bytes_sent"]  # of steps, the summary has all
-    return dict(run.summary) | whole
-
-
-def _so_far(run: RunFiles) -> dict[str, Any]:
-    """Medians of the last steps of a run that did not end."""
+    """The summary, or medians of the last steps of a run that did not end; with sums over all steps."""
+    if not run.steps:
+        return dict(run.summary)
+    sums = {field: sum(number(line.get(field)) or 0.0 for line in run.steps) for field in ("bytes_sent", "seconds")}
+    whole = sums | {"steps_here": len(run.steps)}  # the summary has what was done since a restart
+    if run.summary:
+        return dict(run.summary) | whole | {"bytes_sent": run.summary.get("bytes_sent", sums["bytes_sent"])}
     recent = run.steps[-max(10, len(run.steps) // 2) :]
-    if not recent:
-        return {}
     fields = ("tokens_per_second", "compute_seconds", "codec_seconds", "wait_seconds", "bits_forward", "bits_backward")
     values = {field: [v for line in recent if (v := number(line.get(field))) is not None] for field in fields}
     outcome: dict[str, Any] = {field: statistics.median(each) for field, each in values.items() if each}
     last = [loss for line in run.steps[-10:] if (loss := number(line.get("loss"))) is not None]
-    return outcome | _in_all(run) | {"loss": statistics.fmean(last) if last else None}
-
-
-def _in_all(run: RunFiles) -> dict[str, Any]:
-    """What all steps of a run took, those before a restart too."""
-    if not run.steps:
-        return {"bytes_sent": run.summary.get("bytes_sent")}
-    sums = {field: sum(number(line.get(field)) or 0.0 for line in run.steps) for field in ("bytes_sent", "seconds")}
-    return sums | {"steps_here": len(run.steps)}
+    return outcome | whole | {"loss": statistics.fmean(last) if last else None}
 
 
 def _shares_over_steps(run: RunFiles) -> Part:
@@ -201,13 +173,13 @@ def _shares_over_steps(run: RunFiles) -> Part:
 
 def _traffic(run: RunFiles) -> Part:
     """What all ranks sent, by part."""
-    each, steps = Counter[str](), [_mapping(line.get("parts")) for line in run.steps]
-    for parts in steps:
-        each.update({str(name): nbytes for name, value in parts.items() if (nbytes := number(value))})
-    parts = {str(name): number(value) for name, value in _mapping(run.summary.get("parts")).items()} or dict(each)
+    each = Counter[str]()
+    for line in run.steps:
+        each.update(line.get("parts") or {})
+    parts = run.summary.get("parts") or each
     rows = [
-        (name, f"{each[name] / len(steps) / 1e6:,.3f}" if each[name] else "–", f"{nbytes / 1e6:,.2f}")
-        for name, nbytes in sorted(parts.items(), key=lambda part: -(part[1] or 0)) if nbytes
+        (name, f"{each[name] / len(run.steps) / 1e6:,.3f}" if each[name] else "–", f"{nbytes / 1e6:,.2f}")
+        for name, nbytes in sorted(parts.items(), key=lambda part: -part[1]) if nbytes
     ]  # fmt: skip
     text = "By all ranks, with checksums, without headers of Gloo, TCP and Ethernet." if rows else ""
     return Part(title="Traffic by part", rows=rows, text=text, head=("part", "MB a step", "MB in all"))
@@ -215,18 +187,16 @@ def _traffic(run: RunFiles) -> Part:
 
 def _links(run: RunFiles) -> Part:
     """What crossed between machines, and what the links can carry."""
-    rates = {str(row.get("link")): number(row.get("mbit")) for row in _rows(run.ranks.get("links"))}
-    recent = run.steps[-max(1, len(run.steps) // 2) :]
+    rates = {row["link"]: row.get("mbit") for row in run.ranks.get("links") or ()}
+    recent = [line for line in run.steps[-max(1, len(run.steps) // 2) :] if line.get("links")]
     rows = []
-    for name in dict.fromkeys(key for line in recent for key in _mapping(line.get("links"))):
-        used = [(number(_mapping(line.get("links")).get(name)), number(line.get("seconds"))) for line in recent]
-        known = [(nbytes, seconds) for nbytes, seconds in used if nbytes is not None and seconds]
-        if known:
-            nbytes = statistics.median(n for n, _ in known)
-            mbit, rate = statistics.median(8 * n / s / 1e6 for n, s in known), rates.get(name)
-            share = f"{mbit / rate:.0%}" if rate else "–"
-            rows.append((str(name), f"{nbytes / 1e6:,.3f}", f"{mbit:,.1f}", f"{rate:,.1f}" if rate else "–", share))
-    trip = number(run.ranks.get("round_trip_seconds"))
+    for name in dict.fromkeys(key for line in recent for key in line["links"]):
+        used = [(line["links"][name], line["seconds"]) for line in recent if name in line["links"]]
+        nbytes = statistics.median(n for n, _ in used)
+        mbit, rate = statistics.median(8 * n / s / 1e6 for n, s in used), rates.get(name)
+        share = f"{mbit / rate:.0%}" if rate else "–"
+        rows.append((name, f"{nbytes / 1e6:,.3f}", f"{mbit:,.1f}", f"{rate:,.1f}" if rate else "–", share))
+    trip = run.ranks.get("round_trip_seconds")
     text = "Medians of the later half of the steps. Machines are named by their first ranks."
     text += f" Round trip: {1e3 * trip:.2f} ms." if trip else ""
     return Part(
@@ -238,19 +208,14 @@ def _links(run: RunFiles) -> Part:
 def _formats(run: RunFiles) -> Part:
     """What a run with `pipeline.forward = "auto"` chose, and why."""
     rows = []
-    for choice in _rows(run.ranks.get("formats")):
-        predicted = _mapping(choice.get("predicted")).items()
-        seconds = ", ".join(f"{name}: {value:.3f}" for name, each in predicted if (value := number(each)) is not None)
-        links = (
-            f"{name}: {rate:,.1f}" for name, each in _mapping(choice.get("mbit")).items() if (rate := number(each))
-        )
-        step, trip = number(choice.get("step")), number(choice.get("round_trip"))
-        rows.append(
-            (
-                "–" if step is None else f"{step + 1:,.0f}", shown(choice.get("formats")), seconds,
-                ", ".join(links) or "–", "–" if trip is None else f"{1e3 * trip:.2f}",
-            )
-        )  # fmt: skip
+    for choice in run.ranks.get("formats") or ():
+        seconds = ", ".join(f"{name}: {value:.3f}" for name, value in choice["predicted"].items() if number(value))
+        links = ", ".join(f"{name}: {rate:,.1f}" for name, rate in choice["mbit"].items() if rate)
+        trip = choice.get("round_trip")
+        rows.append((
+            f"{choice['step'] + 1:,}", shown(choice["formats"]), seconds, links or "–",
+            "–" if trip is None else f"{1e3 * trip:.2f}",
+        ))  # fmt: skip
     return Part(
         title="Formats that the run chose", rows=rows,
         text='Predicted seconds of a step with each format at all boundaries, and with "these".' if rows else "",
@@ -260,22 +225,21 @@ def _formats(run: RunFiles) -> Part:
 
 def _memory(run: RunFiles) -> Iterator[Part]:
     """Memory of ranks, stages and layers, as far as the run recorded it."""
-    ranks = _rows(run.ranks.get("memory"))
-    if not ranks:
+    if not (ranks := run.ranks.get("memory")):
         return
     rows, bars, parts = [], [], {name: list[float]() for name in ("weights", "optimizer", "messages", "codec states")}
     for rank in ranks:
-        stages = _rows(rank.get("stages"))
-        fields = ("weights", "messages", "codec_states")
-        values = [sum(number(stage.get(field)) or 0 for stage in stages) for field in fields]
-        saved, optimizer, process = (number(rank.get(field)) for field in ("saved_activations", "optimizer", "process"))
-        names = ", ".join(str(stage.get("stage")) for stage in stages)
-        weights, messages, states = values
-        bars.append(f"rank {rank.get('rank')}")
+        stages, optimizer = rank["stages"], rank.get("optimizer")
+        weights, messages, states = (
+            sum(stage[field] for stage in stages) for field in ("weights", "messages", "codec_states")
+        )
+        bars.append(f"rank {rank['rank']}")
         for part, value in zip(parts.values(), (weights, optimizer or 0, messages, states), strict=True):
             part.append(value / 1e6)
-        cells = (weights, optimizer, saved, messages, states, number(rank.get("gpu")), process)
-        rows.append((str(rank.get("rank")), names, *("–" if v is None else f"{v / 1e6:,.2f}" for v in cells)))
+        saved, gpu, process = (rank.get(field) for field in ("saved_activations", "gpu", "process"))
+        cells = (weights, optimizer, saved, messages, states, gpu, process)
+        names = ", ".join(str(stage["stage"]) for stage in stages)
+        rows.append((str(rank["rank"]), names, *("–" if v is None else f"{v / 1e6:,.2f}" for v in cells)))
     head = (
         "rank", "stages", "weights", "optimizer", "saved activations", "messages", "codec states", "GPU peak",
         "process peak",
@@ -285,27 +249,19 @@ def _memory(run: RunFiles) -> Iterator[Part]:
         text="Saved activations are counted where they are compressed; messages: most at once, in the last step.",
     )  # fmt: skip
     layers = [
-        (str(rank.get("rank")), str(layer), f"{number(size) or 0:,.0f}")
+        (str(rank["rank"]), layer, f"{size:,.0f}")
         for rank in ranks
-        for layer, size in _mapping(rank.get("saved_by_layer")).items()
+        for layer, size in (rank.get("saved_by_layer") or {}).items()
     ]
     yield Part(title="Saved activations by layer, bytes at the peak", head=("rank", "layer", "bytes"), rows=layers)
 
 
 def _machines(run: RunFiles) -> Part:
-    machines = _rows(run.ranks.get("machines"))
+    machines = run.ranks.get("machines") or ()
     fields = [field for field in _MACHINE if any(field in machine for machine in machines)]
-    rows = [
-        (shown(machine.get("ranks")), *(shown(machine.get(field)) for field in fields)) for machine in machines
-    ]  # fmt: skip
+    rows = [(shown(machine["ranks"]), *(shown(machine.get(field)) for field in fields)) for machine in machines]
     about = ", ".join(f"{key} {run.ranks[key]}" for key in ("device", "backend", "precision") if key in run.ranks)
     return Part(title="Machines and versions", text=about if rows else "", head=("ranks", *fields), rows=rows)
-
-
-def _differences(runs: Mapping[str, RunFiles]) -> Part:
-    """The settings that are not the same in all runs."""
-    settings = {name: {key: shown(value) for key, value in run.settings.items()} for name, run in runs.items()}
-    return differences(settings)
 
 
 def differences(settings: Mapping[str, Mapping[str, str]]) -> Part:
@@ -317,11 +273,6 @@ def differences(settings: Mapping[str, Mapping[str, str]]) -> Part:
         if len({each.get(key) for each in settings.values()}) > 1
     ]
     return Part(title="Settings that differ", head=("setting", *settings), rows=rows)
-
-
-def _names(runs: Sequence[RunFiles]) -> list[str]:
-    """Names of runs: of the folder, or the whole path where two have one name."""
-    return distinct_names([run.folder for run in runs])
 
 
 def distinct_names(paths: Sequence[Path]) -> list[str]:
@@ -338,11 +289,3 @@ def shown(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     return "–" if value is None or value == "" else str(value)
-
-
-def _rows(value: Any) -> list[dict[str, Any]]:
-    return [row for row in value if isinstance(row, dict)] if isinstance(value, list) else []
-
-
-def _mapping(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}

@@ -22,11 +22,11 @@ from torch import Tensor
 from lowbit.codecs import Codec, FeatureInt, parse
 from lowbit.config import ConfigError, Positive, section
 from lowbit.report import Column, Command, Row, Table
-from lowbit.report.style import row_name
 from lowbit_lab.bench import samples, timing
 from lowbit_lab.bench.codec_speed import Inputs, decoder_layer, ends_of, layer_config, speeds
-from lowbit_lab.bench.settings import Device, EachOnce, check_device
+from lowbit_lab.bench.settings import Device, EachOnce, check_device, check_plain
 from lowbit_lab.charts import Bars
+from lowbit_lab.charts.style import row_name
 
 DTypeName = Literal["float32", "bfloat16", "float16"]
 Data = Literal["gaussian", "student-t", "outliers", "real"]
@@ -99,9 +99,6 @@ def measure(settings: CodecsBenchmark, earlier: Sequence[Row]) -> Iterator[list[
         checksum of it takes) and `checksum_share` (of both ends' checksums over encoding and decoding; medians);
         `layer_seconds` (median) and `share_of_layer` (medians of encoding and of decoding over it); `bits_per_element`
         (every byte counted) and `relative_error` (root mean square of the error over that of the tensor).
-
-    Raises:
-        ValueError, OSError: activations that cannot be had.
     """
     rows: list[Row] = []
     for data in settings.data:
@@ -122,7 +119,11 @@ def _rows(settings: CodecsBenchmark, data: str) -> Iterator[Row]:
         inputs = Inputs(timed.to(settings.device, dtype))
         layer = layer.to(settings.device, dtype) if layer else None
         for name in settings.codecs:
-            codec = _fitted(tensors, name) if name in FITTED else codec_of(name)
+            codec = (
+                codec_of(name)
+                if name not in FITTED
+                else FeatureInt.fit([torch.cat([t.float().flatten(0, -2) for t in tensors])], **FITTED[name])
+            )
             about = {
                 "codec": name, "device": settings.device, "dtype": str(dtype).removeprefix("torch."), "data": data,
                 "shape": list(timed.shape), **_accuracy(codec, [t.to(settings.device, dtype) for t in tensors]),
@@ -159,27 +160,11 @@ def relative_error(x: Tensor, y: Tensor) -> float:
 
 
 def codec_of(name: str) -> Any:
-    """A codec by name.
-
-    Raises:
-        ValueError: it is unknown, or needs samples that come back or a warm-up, which this benchmark lacks.
-    """
+    """A codec by name."""
     codec = EXTRA_NAMES.get(name) or parse(name)
-    if isinstance(codec, Codec) and codec.needs_key:
-        raise ConfigError(
-            f"codec is {name!r}, which needs every sample twice; allowed: other codecs, "
-            "or `lowbit bench pipeline` and `convergence`, where samples come again"
-        )
-    if isinstance(codec, Codec) and not codec.settled:
-        raise ConfigError(
-            f"codec is {name!r}, which chooses a parameter in a pipeline's warm-up; "
-            "allowed: codecs with all parameters set"
-        )
+    if isinstance(codec, Codec):
+        check_plain("codecs", name, codec)
     return codec
-
-
-def _fitted(tensors: Sequence[Tensor], name: str) -> FeatureInt:
-    return FeatureInt.fit([torch.cat([t.float().flatten(0, -2) for t in tensors])], **FITTED[name])
 
 
 def _counts(settings: CodecsBenchmark) -> list[int]:
@@ -217,10 +202,6 @@ def _few_bits(rows: Sequence[Row]) -> list[Row]:
     """Rows of the first dtype and number of threads; only those below 6 bits, if there are any."""
     rows = [row for row in rows if all(row[name] == rows[0][name] for name in ("dtype", "threads"))]
     return [row for row in rows if row["bits_per_element"] < 6] or rows
-
-
-def _error_and_bits(row: Row) -> str:
-    return f"{row['relative_error']:.3f} · {row['bits_per_element']:.1f} bits"
 
 
 def _ways(rows: Sequence[Row]) -> list[Row]:
@@ -272,7 +253,8 @@ COMMAND = Command(
     charts=[
         Bars(
             rows=_few_bits, title="Relative error of few bits", group="data", series=_label, y="relative_error",
-            label="relative error", show=_error_and_bits,
+            label="relative error",
+            show=lambda row: f"{row['relative_error']:.3f} · {row['bits_per_element']:.1f} bits",
         ),
         Bars(
             rows=_ways, group="way", series=_label, y="gb_s", label="GB/s of input",

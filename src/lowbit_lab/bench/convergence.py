@@ -26,7 +26,6 @@ from lowbit.codecs.names import pair_name
 from lowbit.config import ConfigError, NonNegative, Positive, section
 from lowbit.pipeline.arguments import check_warm_up
 from lowbit.report import Baseline, Column, Command, Row, Table
-from lowbit.report.style import family, recommended, row_name, title_of
 from lowbit.terminal import console
 from lowbit.train.config import DataConfig, LoraConfig, ModelConfig, OptimizerConfig, TrainConfig
 from lowbit.train.corpus import library_files
@@ -34,11 +33,11 @@ from lowbit.train.data import load_data
 from lowbit.train.lora import check_lora
 from lowbit.train.model import hidden_size, vocabulary
 from lowbit_lab.bench.progress import step_bars
-from lowbit_lab.bench.replicas import RANKS
 from lowbit_lab.bench.settings import Device, EachOnce, check_device, check_shape
-from lowbit_lab.bench.training import Recipe, activation_policy, codec_pair, gradient_codec
+from lowbit_lab.bench.training import RANKS, Recipe, formats_in
 from lowbit_lab.bench.workers import Workers
 from lowbit_lab.charts import Points
+from lowbit_lab.charts.style import family, recommended, row_name, title_of
 
 Regime = Literal["scratch-warmup", "scratch", "finetune"]
 WARM = "scratch-warmup"
@@ -119,8 +118,7 @@ class ConvergenceBenchmark:
             parse(self.backward)
         for boundary in self.boundaries:
             _check_codecs(self, boundary)
-            activation_policy(boundary)
-            if gradient_codec(boundary) and self.data.batch % RANKS:
+            if formats_in(boundary).gradients and self.data.batch % RANKS:
                 raise ConfigError(f"data.batch is {self.data.batch}; allowed: multiples of {RANKS}")
         check_lora(TrainConfig(model=self.model, lora=self.lora))
         if not self.model.pretrained and self.stages > self.model.layers:
@@ -128,12 +126,8 @@ class ConvergenceBenchmark:
 
 
 def _check_codecs(settings: ConvergenceBenchmark, boundary: str) -> None:
-    """Check a boundary's formats against every regime.
-
-    Raises:
-        ConfigError: one needs a warm-up that the regimes lack, or cannot code the model's activations.
-    """
-    codecs = codec_pair(boundary, settings.backward)
+    """Check a boundary's formats against every regime."""
+    codecs = formats_in(boundary, settings.backward)[:2]
     for codec in codecs:
         if not codec.settled and settings.regimes != (WARM,):
             raise ConfigError(
@@ -196,9 +190,6 @@ def measure(settings: ConvergenceBenchmark, earlier: Sequence[Row]) -> Iterator[
         Rows, one for each run: `regime`, `boundary`, `forward` and `backward` (its formats in full), `seed`,
         `over_fp32` (`loss` minus that of fp32 with the same seed; None without one), `over_fp32_codecs` (likewise,
         evaluated through the codecs) and the fields of `lowbit_lab.bench.training.train`.
-
-    Raises:
-        ConfigError: earlier rows of a boundary have other formats, or a text, folder or device cannot be used.
     """
     check_device(settings.device)
     _check_formats(settings, earlier)
@@ -224,7 +215,7 @@ def planned(settings: ConvergenceBenchmark) -> list[dict[str, Any]]:
         {"regime": regime, "boundary": boundary, "seed": seed, "backward": settings.backward}
         for regime in settings.regimes
         for boundary in settings.boundaries
-        if regime == "finetune" or not codec_pair(boundary, settings.backward)[0].needs_key
+        if regime == "finetune" or not formats_in(boundary, settings.backward).forward.needs_key
         for seed in settings.seeds
     ]
 
@@ -232,7 +223,8 @@ def planned(settings: ConvergenceBenchmark) -> list[dict[str, Any]]:
 def _check_formats(settings: ConvergenceBenchmark, rows: Sequence[Row]) -> None:
     for row in rows:
         if row["boundary"] in settings.boundaries:
-            for way, codec in zip(("forward", "backward"), codec_pair(row["boundary"], settings.backward), strict=True):
+            formats = formats_in(row["boundary"], settings.backward)
+            for way, codec in {"forward": formats.forward, "backward": formats.backward}.items():
                 if parse(row[way]) != codec:
                     raise ConfigError(
                         f"the JSON file holds rows of {row['boundary']} with {row[way]} {way}; this call has {codec}: "
@@ -243,11 +235,7 @@ def _check_formats(settings: ConvergenceBenchmark, rows: Sequence[Row]) -> None:
 def train_all(
     settings: ConvergenceBenchmark, runs: Sequence[dict[str, Any]], recipes: dict[str, Recipe], keep: str = ""
 ) -> Iterator[Row]:
-    """Train, `jobs` at a time, and yield a row as each run ends; `keep`: file for the weights.
-
-    Raises:
-        ChildProcessError: a run failed.
-    """
+    """Train, `jobs` at a time, and yield a row as each run ends; `keep`: file for the weights."""
     orders = [
         {**one, "recipe": dataclasses.asdict(recipes[one["regime"]]), "threads": settings.threads, "keep": keep}
         for one in runs

@@ -93,11 +93,6 @@ def run(output: Path = Path("runs/demo"), *, console: Console | None = None) -> 
         A report with a row for each run: `boundary`, the fields of `set_link`, `steps`, `seconds` (of training),
         `tokens_per_second`, `speedup_stock_fp32`, `bits_forward`, `bits_backward`, `bytes_per_step`, `loss` (training,
         last steps), `held_out_loss`, `seconds_to_loss` (until the training loss that all reached) and `curve`.
-
-    Raises:
-        TorchVersionError: this PyTorch is not known to work.
-        ConfigError, OSError: the folder cannot be written to.
-        ChildProcessError: a rank failed.
     """
     console = console or terminal.console()
     check_output(output)
@@ -143,11 +138,7 @@ def choose_link(console: Console) -> Link:
 
 
 def check_output(output: Path) -> None:
-    """Check before anything starts that no file of somebody else would be replaced.
-
-    Raises:
-        ConfigError: a file that is to be written exists, and is not lowbit's.
-    """
+    """Check before anything starts that no file of somebody else would be replaced."""
     if foreign := RunFolder(output).foreign(FILES):
         raise ConfigError(
             f"{output} holds {', '.join(foreign)}, which lowbit has no record of making; nothing was touched; "
@@ -172,16 +163,12 @@ def recipe(contestant: Contestant, output: Path) -> TrainConfig:
 
 def outcome(contestant: Contestant, output: Path) -> dict[str, Any]:
     """The row of a run, from the files that it wrote."""
-    summary = read_summary(output / contestant.boundary / "summary.json")
-    metrics = read_metrics(output / contestant.boundary / "metrics.jsonl")
+    folder = output / contestant.boundary
+    summary, metrics = read_summary(folder / "summary.json"), read_metrics(folder / "metrics.jsonl")
     names = "steps tokens_per_second bits_forward bits_backward bytes_per_step loss held_out_loss"
-    return {
-        "boundary": contestant.boundary,
-        "title": contestant.title,
-        **{name: getattr(summary, name) for name in names.split()},
-        "seconds": sum(step["seconds"] for step in metrics),
-        "curve": curve(metrics),
-    }
+    row = {"boundary": contestant.boundary, "title": contestant.title}
+    row |= {name: getattr(summary, name) for name in names.split()}
+    return row | {"seconds": sum(step["seconds"] for step in metrics), "curve": curve(metrics)}
 
 
 def findings(rows: Sequence[Row]) -> list[str]:

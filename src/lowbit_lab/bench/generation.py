@@ -7,22 +7,21 @@ or both. All formats generate with the same weights in the same processes and ta
 from __future__ import annotations
 
 import dataclasses
-import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from lowbit.codecs import Codec, parse
 from lowbit.config import ConfigError, NonNegative, Positive, section
 from lowbit.report import Baseline, Column, Command, Row, Table
-from lowbit.report.style import row_name, title_of
 from lowbit.tensor_parallel.reduce import check_codec
 from lowbit.train.config import DataConfig
 from lowbit.train.pretrained import check_files, transformers_config
-from lowbit_lab.bench.settings import LINK, EachOnce, Links, Names, link_name
-from lowbit_lab.bench.workers import set_link, started
+from lowbit_lab.bench.settings import LINK, EachOnce, Links, Names, link_name, on_slowest_link
+from lowbit_lab.bench.sums import Phase, Taken, take_turns
+from lowbit_lab.bench.workers import Workers
 from lowbit_lab.charts import Bars
+from lowbit_lab.charts.style import row_name, title_of
 from lowbit_lab.network import Link
 
 OWN = "transformers"
@@ -133,11 +132,7 @@ class GenerationBenchmark:
 
 
 def codec_of(name: str) -> Codec | None:
-    """The codec of a format; None: Transformers' own stage.
-
-    Raises:
-        ConfigError: an unknown name, or a codec that keeps state.
-    """
+    """The codec of a format; None: Transformers' own stage."""
     if name == OWN:
         return None
     codec = parse(name)
@@ -161,88 +156,50 @@ def measure(settings: GenerationBenchmark, earlier: Sequence[Row]) -> Iterator[S
         positions of held-out text whose most probable next token is that of Transformers' own pipeline), `same_texts`
         (share of windows that are continued by the same tokens), `loss` (held-out, nats) and `loss_increase` over
         Transformers' own.
-
-    Raises:
-        ConfigError: `pretrained` is no folder with a model.
-        LinkUnavailable: a limited link is asked for and this machine does not permit one.
-        ChildProcessError: a rank failed.
     """
     if settings.pretrained:
         transformers_config(settings.pretrained, "pretrained")
         check_files(settings.pretrained, "pretrained")
-    taken: list[Turns] = []
-    count = 2 * settings.per_host
-    with started(PROGRAM, count, settings.links, per_host=settings.per_host) as (network, ranks):
-        ranks.ask("open", settings=as_mapping(settings))
-        agreement = {
-            (model["layout"], model["name"]): ranks.ask(
-                "agreement", **model, samples=settings.samples, tokens=settings.tokens
-            )[0]
-            for model in (settings.models if settings.pretrained else ())
-        }
-        for link in settings.links:
-            about = set_link(network, link)
-            ranks.ask("measure")
-            every = [Turns(about, **contender) for contender in settings.contenders]
-            for turn in range(1 + settings.rounds):
-                for one in every:
-                    one.add(ranks.ask("generate", **one.contender, tokens=settings.tokens), turn > 0)
-                if turn:
-                    yield [t.row(settings, agreement) for t in (*taken, *every)]
-            taken += every
+    agreement: dict[tuple[str, str], dict[str, Any]] = {}
+
+    def prepare(ranks: Workers, count: int) -> list[Phase]:
+        own = {"models": settings.models, "tensor": settings.tensor}
+        ranks.ask("open", settings=dataclasses.asdict(settings) | own)
+        for model in settings.models if settings.pretrained else ():
+            answers = ranks.ask("agreement", **model, samples=settings.samples, tokens=settings.tokens)
+            agreement[model["layout"], model["name"]] = answers[0]
+        turns = Phase(
+            name="generate", order="generate", contenders=settings.contenders, arguments={"tokens": settings.tokens},
+            rounds=settings.rounds, untimed=1, before=("measure", {}),
+        )  # fmt: skip
+        return [turns]
+
+    ranks, per_host = 2 * settings.per_host, settings.per_host
+    for taken in take_turns(PROGRAM, [ranks], settings.links, prepare, per_host=per_host):
+        yield [row_of(settings, one, agreement) for one in taken]
 
 
-def as_mapping(settings: GenerationBenchmark) -> dict[str, Any]:
-    """The settings that ranks need, as JSON can carry them."""
-    names = (
-        "models", "tensor", "per_host", "states", "prompt", "batch", "width", "layers", "heads", "ffn", "vocab",
-        "pretrained", "precision", "seed",
-    )  # fmt: skip
-    return {name: getattr(settings, name) for name in names} | {"data": dataclasses.asdict(settings.data)}
-
-
-@dataclass
-class Turns:
-    """What one format took on one link."""
-
-    link: Mapping[str, Any]
-    name: str
-    chunk: int
-    layout: str = "pipeline"
-    batch: int = 1
-    turns: list[list[Mapping[str, Any]]] = field(default_factory=list)
-
-    @property
-    def contender(self) -> dict[str, Any]:
-        """Arguments of `GenerationRank.generate`."""
-        return {"layout": self.layout, "name": self.name, "chunk": self.chunk, "batch": self.batch}
-
-    def add(self, answers: list[Mapping[str, Any]], timed: bool) -> None:
-        """Keep the answers of all ranks."""
-        if timed:
-            self.turns.append(answers)
-
-    def row(
-        self, settings: GenerationBenchmark, agreement: Mapping[tuple[str, str], Mapping[str, Any]]
-    ) -> dict[str, Any]:
-        """The row without comparisons of speed."""
-        prefill = [1e3 * turn[0]["prefill"] for turn in self.turns]
-        decode = [1e3 * turn[0]["decode"] for turn in self.turns]
-        own_hosts = self.link["goodput_mbit"] is not None
-        sent = statistics.median(turn[0]["sent"] + turn[-1]["sent"] for turn in self.turns)  # one rank of each host
-        found = agreement.get((self.layout, self.name), {})
-        base = agreement.get((self.layout, OWN), {}).get("loss")
-        return {
-            "layout": self.layout, "ranks": 2 * settings.per_host, "format": self.name, "chunk": self.chunk,
-            **self.link, "prompt": settings.prompt, "batch": self.batch,
-            **_summary("prefill_ms", prefill), **_summary("decode_ms", decode),
-            "prefill_tokens_per_second": 1e3 * self.batch * settings.prompt / statistics.median(prefill),
-            "decode_tokens_per_second": 1e3 * self.batch / statistics.median(decode),
-            "bits_prefill": self.turns[-1][0]["bits_prefill"], "bits_decode": self.turns[-1][0]["bits_decode"],
-            "bytes_sent": round(sent) if own_hosts else None, "rounds": len(self.turns),
-            **{name: found.get(name) for name in ("same_tokens", "same_texts", "loss")},
-            "loss_increase": found["loss"] - base if found and base is not None else None,
-        }  # fmt: skip
+def row_of(
+    settings: GenerationBenchmark, one: Taken, agreement: Mapping[tuple[str, str], Mapping[str, Any]]
+) -> dict[str, Any]:
+    """The row of one format on one link, without comparisons of speed."""
+    layout, name, batch = (one.contender[key] for key in ("layout", "name", "batch"))
+    prefill = [1e3 * turn[0]["prefill"] for turn in one.turns]
+    decode = [1e3 * turn[0]["decode"] for turn in one.turns]
+    sent = statistics.median(turn[0]["sent"] + turn[-1]["sent"] for turn in one.turns)  # one rank of each host
+    found = agreement.get((layout, name), {})
+    base = agreement.get((layout, OWN), {}).get("loss")
+    return {
+        "layout": layout, "ranks": one.ranks, "format": name, "chunk": one.contender["chunk"],
+        **one.link, "prompt": settings.prompt, "batch": batch,
+        **_summary("prefill_ms", prefill), **_summary("decode_ms", decode),
+        "prefill_tokens_per_second": 1e3 * batch * settings.prompt / statistics.median(prefill),
+        "decode_tokens_per_second": 1e3 * batch / statistics.median(decode),
+        "bits_prefill": one.turns[-1][0]["bits_prefill"], "bits_decode": one.turns[-1][0]["bits_decode"],
+        "bytes_sent": round(sent) if one.own_hosts else None, "rounds": len(one.turns),
+        **{name: found.get(name) for name in ("same_tokens", "same_texts", "loss")},
+        "loss_increase": found["loss"] - base if found and base is not None else None,
+    }  # fmt: skip
 
 
 def _summary(name: str, values: Sequence[float]) -> dict[str, float]:
@@ -262,12 +219,10 @@ def _bar(row: Row) -> str:
 
 def _finding(rows: Sequence[Row]) -> str:
     """How much faster the fastest format reads the prompt on the slowest link."""
-    rows = [row for row in rows if row.get("prefill_speedup")]
-    slowest = min((row["link_mbit"] or math.inf for row in rows), default=None)
-    rows = [row for row in rows if (row["link_mbit"] or math.inf) == slowest]
-    best = max(rows, key=lambda row: row["prefill_speedup"], default=None)
-    if best is None:
+    slowest = on_slowest_link(rows, "prefill_speedup")
+    if not slowest:
         return "Prefill by link and format"
+    best = max(slowest, key=lambda row: row["prefill_speedup"])
     return f"{_bar(best)}: {best['prefill_speedup']:.1f}x Transformers' own prefill ({link_name(best)})"
 
 

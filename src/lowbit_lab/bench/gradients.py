@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import statistics
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
@@ -15,12 +14,12 @@ from lowbit.codecs import Codec, parse
 from lowbit.collectives.checks import check_summable
 from lowbit.config import ConfigError, NonNegative, Positive, section
 from lowbit.report import Baseline, Column, Command, Row, Table
-from lowbit.report.style import title_of
 from lowbit.train.config import ModelConfig
-from lowbit_lab.bench.settings import LINK, EachOnce, Links, Names, link_name
+from lowbit_lab.bench.settings import LINK, EachOnce, Links, Names, link_name, on_slowest_link
 from lowbit_lab.bench.sums import Phase, Taken, all_reduce_elements, take_turns
 from lowbit_lab.bench.workers import UNLIMITED, Workers
 from lowbit_lab.charts import Bars
+from lowbit_lab.charts.style import title_of
 from lowbit_lab.network import Link
 
 ENGINE = ("engine-fp32", "engine-bf16", "hook-fp16", "hook-bf16", "powersgd")
@@ -70,11 +69,7 @@ class GradientsBenchmark:
 
 @functools.cache  # so that no turn is timed with it
 def codec_of(name: str) -> Codec:
-    """The codec of a format that is not PyTorch's.
-
-    Raises:
-        TypeError, ValueError: an unknown name, or a codec that cannot be summed.
-    """
+    """The codec of a format that is not PyTorch's."""
     return check_summable(parse(SHORT.get(name, name)))
 
 
@@ -91,10 +86,6 @@ def measure(settings: GradientsBenchmark, earlier: Sequence[Row]) -> Iterator[li
         payloads and the working memory of an average), `rounds`; and from training `tokens_per_second` (all ranks,
         median step), `training_speedup_fp32`, `gradient_bytes` (held by a rank when backward has ended: gradients,
         buckets, and the format's own buffers), None where it was not trained.
-
-    Raises:
-        LinkUnavailable: a limited link is asked for and this machine does not permit one.
-        ChildProcessError: a rank failed.
     """
     outcomes: Outcomes = {}
     # PyTorch's all-reduce of bfloat16 is no hook, and DDP refuses its own bfloat16 hook without NCCL.
@@ -137,7 +128,7 @@ def rows_of(settings: GradientsBenchmark, taken: Sequence[Taken], outcomes: Outc
         else:
             tokens = one.ranks * settings.batch * settings.sequence
             rows[key]["tokens_per_second"] = tokens / statistics.median(one.seconds)
-            rows[key]["gradient_bytes"] = max(answer["gradient_bytes"] for answer in one.last)
+            rows[key]["gradient_bytes"] = max(answer["gradient_bytes"] for answer in one.turns[-1])
     return list(rows.values())
 
 
@@ -155,17 +146,12 @@ WHERE = (Column("ranks", "ranks"), LINK, Column("format", lambda row: row["forma
 
 def _finding(rows: Sequence[Row]) -> str:
     """How much faster FP8 is on the slowest link, or else the fastest format."""
-    rows = [row for row in rows if row.get("speedup_fp32")]
-    if not rows:
+    slowest = on_slowest_link(rows, "speedup_fp32")
+    if not slowest:
         return "All-reduce of gradients by link and format"
-    slowest = [row for row in rows if row["link"] == min(rows, key=lambda row: row["link_mbit"] or math.inf)["link"]]
     best = max(slowest, key=lambda row: (row["format"] == "fp8", row["speedup_fp32"]))
     name, ranks = title_of(best["format"]), f"{best['ranks']} ranks"
     return f"{name} averages gradients {best['speedup_fp32']:.2f}x as fast as FP32 ({link_name(best)}, {ranks})"
-
-
-def _speed_and_error(row: Row) -> str:
-    return f"{row['speedup_fp32']:.2f}x · {row['relative_error']:.1%}"
 
 
 COMMAND = Command(
@@ -215,7 +201,8 @@ COMMAND = Command(
         Bars(
             title=_finding, subtitle="Speed over PyTorch's own all-reduce in FP32 · relative error of the mean",
             panel=lambda row: f"{row['ranks']} ranks", group=link_name, series="format", y="speedup_fp32",
-            show=_speed_and_error, label="times the speed of PyTorch's FP32",
+            show=lambda row: f"{row['speedup_fp32']:.2f}x · {row['relative_error']:.1%}",
+            label="times the speed of PyTorch's FP32",
         )
     ],
 )  # fmt: skip

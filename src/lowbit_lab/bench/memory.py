@@ -114,12 +114,6 @@ def measure(settings: MemoryBenchmark, earlier: Sequence[Row]) -> Iterator[list[
         `activations_vs_bf16`, `pass_seconds` (median; on a CPU those of the process), `seconds_vs_checkpoint` (median
         of the ratios of passes that follow each other, between `lowest` and `highest`), `gradient_error_all`, and of
         the plan `predicted_bytes`, `limit_bytes` and `choices`.
-
-    Raises:
-        ConfigError: text, model or device that cannot be used.
-        ModuleNotFoundError: a method that was chosen needs torchao, which is not installed; of all methods, it is left
-            out.
-        ChildProcessError: a measurement failed.
     """
     check_device(settings.device)
     methods = settings.methods

@@ -1,33 +1,161 @@
-"""One measurement of `lowbit bench memory` in a process of its own: a method at a sequence length."""
+"""The measurements of `lowbit bench memory`, in a process of its own: methods, training steps, and depths.
+
+Bytes of models by depth are PyTorch's own allocations, so they are exact (`lowbit.plan.trace`). There, all methods run
+on the same model and tokens in turn, so that their times can be compared.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
 import gc
 import re
 import statistics
 import time
 from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lowbit.activations import LayerAware, LayerPlan, compress_saved_
 from lowbit.activations.counting import counted, layer_type
+from lowbit.activations.hooks import coded_by
+from lowbit.codecs import BlockFloat8
 from lowbit.config import build
+from lowbit.gradients import GradientStorage
+from lowbit.plan.layers import (
+    StepCosts,
+    choice_errors,
+    described,
+    fastest,
+    measure_layers,
+    predictions,
+    seconds,
+    with_errors,
+)
 from lowbit.plan.measure import gradients, relative_error
+from lowbit.plan.trace import traced_peak
 from lowbit.train.config import OptimizerConfig
 from lowbit.train.data import Order, load_data
 from lowbit.train.model import build_model, vocabulary
+from lowbit.train.optim import eight_bit_adamw, make_optimizer, parts_of
 from lowbit.train.single_process import model_loss
-from lowbit_lab.bench.memory import MemoryBenchmark
-from lowbit_lab.bench.memory_methods import Around, Updates, saving
+from lowbit_lab.bench.memory import DEPTH_METHODS, MemoryBenchmark, in_8_bits
 from lowbit_lab.bench.worker import serve
 
+Around = Callable[[], contextlib.AbstractContextManager[None]]
 _SKIPPED = 1  # steps that are not measured: the first makes the optimizer's state
+_MEASURED = 3  # layers of the model that a plan is made from
+
+
+@contextlib.contextmanager
+def saving(method: str, model: nn.Module, bits: int) -> Iterator[Around]:
+    """Let autograd save a model's activations by a method while the block runs.
+
+    bf16: as PyTorch does. checkpoint: the inputs of decoder layers, which run again in backward (non-reentrant). fp8:
+    all saved tensors, attention's too, as `BlockFloat8`, none recomputed (COAT does the same in fused layers).
+    low-bit: `compress_saved_`, with `bits` unless that is 0. int4: 4 bits (or `bits`) for all but attention, norms too.
+    int4-uniform: for attention, too. agoq: `LayerAware.published()`. What follows "+" concerns `Updates`.
+
+    Yields:
+        Makes the context that each forward pass has to run in.
+    """
+    around: Around = contextlib.nullcontext
+    method = method.partition("+")[0]
+    with contextlib.ExitStack() as stack:
+        if method == "checkpoint":
+            stack.callback(enable_checkpointing(model))
+        elif method == "fp8":
+            around = partial(coded_by, BlockFloat8(), attention=BlockFloat8())
+        elif method != "bf16":
+            stack.callback(compress_saved_(model, policy_of(bits, method), report=False).remove)
+        yield around
+
+
+def policy_of(bits: int, method: str = "low-bit") -> LayerAware:
+    """Return the policy of a method. bits: for saved activations; 0: its default."""
+    if method == "low-bit":
+        return LayerAware(bits=bits) if bits else LayerAware()
+    if method == "agoq":
+        return LayerAware.published()
+    few = bits or 4
+    return LayerAware(bits=few, norm=few, attention=few if method == "int4-uniform" else 16)
+
+
+def enable_checkpointing(model: nn.Module) -> Callable[[], None]:
+    """Checkpoint a model's decoder layers as Hugging Face does; returns what undoes it."""
+    # Versions of transformers before 5.2x know it under the second name.
+    on, off = (
+        getattr(model, f"activation_{word}", None) or getattr(model, f"gradient_{word}")
+        for word in ("checkpointing_enable", "checkpointing_disable")
+    )
+    on({"use_reentrant": False})
+    return off
+
+
+class Updates:
+    """Gradients and optimizer of a method: in 8 bits if `in_8_bits` names them, else `.grad` and PyTorch's AdamW."""
+
+    def __init__(self, method: str, model: nn.Module, config: OptimizerConfig) -> None:
+        self.model = model
+        eight = in_8_bits(method)
+        self.storage = GradientStorage(model) if "gradients" in eight else None
+        make = eight_bit_adamw if "optimizer" in eight else make_optimizer
+        self.optimizer = make(model.parameters(), config)
+
+    def step(self, microbatches: int) -> None:
+        """Take a step with the mean of the gradients, and drop them."""
+        if self.storage is not None:
+            self.storage.scale_(1 / microbatches)
+            self.storage.step(self.optimizer)
+            self.storage.zero_()
+            return
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(1 / microbatches)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def gradients(self, loss: Callable[[], Tensor]) -> dict[str, Tensor]:
+        """Gradients of a loss as they are stored, by name of the parameter, in float32; they are dropped at once."""
+        if self.storage is None:
+            return gradients(self.model, loss)
+        loss().backward()
+        parameters = self.model.named_parameters()
+        stored = {name: self.storage.gradient(parameter, torch.float32) for name, parameter in parameters}
+        self.storage.zero_()
+        return {name: gradient for name, gradient in stored.items() if gradient is not None}
+
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradients that are stored now."""
+        if self.storage is not None:
+            return self.storage.nbytes
+        return sum(p.grad.nbytes for p in self.model.parameters() if p.grad is not None)
+
+    def state_bytes(self) -> int:
+        """Bytes of the optimizer's state."""
+        values = [v for state in self.optimizer.state.values() for v in state.values()]
+        return sum(x.nbytes for value in values if isinstance(value, Tensor) for x in parts_of(value).values())
+
+
+def make_model(settings: MemoryBenchmark, sequence: int, layers: int = 0) -> nn.Module:
+    """The model on its device, in training mode; with so many layers, if they are given."""
+    config = replace(settings.model, layers=layers or settings.model.layers)
+    model = build_model(config, vocab=vocabulary(config, 256), sequence=sequence, seed=settings.seed)
+    model = model.bfloat16() if settings.weights == "bf16" else model
+    return nn.Module.to(model, torch.device(settings.device)).train()
+
+
+def loss_of(settings: MemoryBenchmark, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    """Mean loss of samples, nats a token."""
+    autocast = torch.bfloat16 if settings.weights == "fp32" else None
+    return model_loss(model, inputs, targets, autocast=autocast)
 
 
 class Meter:
@@ -69,18 +197,13 @@ class Training:
         data = settings.data(sequence)
         self.windows = load_data(data).train
         self.order = Order(samples=len(self.windows), batch=data.batch, seed=settings.seed)
-        vocab = vocabulary(settings.model, 256)
-        model = build_model(settings.model, vocab=vocab, sequence=sequence, seed=settings.seed)
-        if settings.weights == "bf16":
-            model = model.bfloat16()
-        self.model = nn.Module.to(model, self.device).train()
+        self.model = make_model(settings, sequence)
         self.updates = Updates(method, self.model, OptimizerConfig(lr=settings.lr))
 
     def loss(self, inputs: Tensor, targets: Tensor, around: Around) -> Tensor:
         """Mean loss of a micro-batch, nats a token."""
         with around():
-            autocast = torch.bfloat16 if self.settings.weights == "fp32" else None
-            return model_loss(self.model, inputs, targets, autocast=autocast)
+            return loss_of(self.settings, self.model, inputs, targets)
 
     def microbatches(self, step: int) -> list[tuple[Tensor, Tensor]]:
         """Tokens and targets of a step, a micro-batch each."""
@@ -109,6 +232,75 @@ class Training:
             torch.cuda.synchronize(self.device)
 
 
+class Depths:
+    """Models of several depths, and what their layers cost."""
+
+    def __init__(self, settings: MemoryBenchmark) -> None:
+        self.settings, self.sequence = settings, settings.sequences[0]
+        self.device = torch.device(settings.device)
+        windows = load_data(settings.data(self.sequence)).train
+        self.inputs, self.targets = windows.batch(torch.arange(settings.batch))
+        small = make_model(settings, self.sequence, _MEASURED)
+        costs = measure_layers(small, self._step(small), device=self.device, repeats=settings.steps)
+        self.costs: StepCosts = with_errors(costs, choice_errors(small, lambda: self._loss(small), [*costs.layers]))
+
+    def rows(self, layers: int) -> list[dict[str, Any]]:
+        """A row for each method at a depth."""
+        plain = make_model(self.settings, self.sequence, layers)
+        exact = gradients(plain, lambda: self._loss(plain))
+        rows: list[dict[str, Any]] = []
+        models: dict[str, nn.Module] = {}
+        peaks: dict[str, int] = {}
+        for method in DEPTH_METHODS:
+            model, more = copy.deepcopy(plain), {}
+            if method == "plan":
+                plan, more = self._plan(layers, peaks["checkpoint"])
+                compress_saved_(model, plan)
+            elif "low-bit" in method:
+                compress_saved_(model, policy_of(self.settings.bits), report=False)
+            if method.startswith("checkpoint"):
+                enable_checkpointing(model)
+            error = relative_error(gradients(model, lambda m=model: self._loss(m)), exact)
+            step = self._step(model)
+            step()  # gradients exist from now on
+            peaks[method], models[method] = traced_peak(step, self.device), model
+            rows.append({
+                "method": method, "sequence": self.sequence, "layers": layers,
+                "activations_peak_bytes": peaks[method], "gradient_error_all": error, **more,
+            })  # fmt: skip
+        times = self._times(models)
+        for row in rows:
+            own = times[row["method"]]
+            ratios = [a / b for a, b in zip(own, times["checkpoint"], strict=True)]
+            row["pass_seconds"] = statistics.median(own)
+            row["seconds_vs_checkpoint"] = statistics.median(ratios)
+            row["lowest"], row["highest"] = min(ratios), max(ratios)
+            row["activations_vs_checkpoint"] = row["activations_peak_bytes"] / peaks["checkpoint"]
+            row["activations_vs_bf16"] = row["activations_peak_bytes"] / peaks["bf16"]
+        return rows
+
+    def _plan(self, layers: int, checkpointing: int) -> tuple[LayerPlan, dict[str, Any]]:
+        """The fastest plan below a share of checkpointing's peak, or the one with the lowest peak."""
+        every = predictions(self.costs, layers, max_error=self.settings.max_error)
+        limit = max(int(checkpointing * self.settings.share), min(one.peak for one in every))
+        best = fastest(every, limit)
+        more = {"predicted_bytes": best.peak, "limit_bytes": limit, "choices": described(best.choices)}
+        return LayerPlan(stages=(best.choices,)), more
+
+    def _times(self, models: dict[str, nn.Module]) -> dict[str, list[float]]:
+        times: dict[str, list[float]] = {method: [] for method in models}
+        for _ in range(self.settings.steps):
+            for method, model in models.items():
+                times[method].append(seconds(self._step(model), self.device))
+        return times
+
+    def _step(self, model: nn.Module) -> Callable[[], Any]:
+        return lambda: self._loss(model).backward()
+
+    def _loss(self, model: nn.Module) -> Tensor:
+        return loss_of(self.settings, model, self.inputs, self.targets)
+
+
 class Measurement:
     """The process that measures."""
 
@@ -120,8 +312,6 @@ class Measurement:
 
     def depths(self, settings: dict[str, Any]) -> None:
         """Measure the layers of the model, for plans at several depths."""
-        from lowbit_lab.bench.memory_depths import Depths
-
         chosen = build(MemoryBenchmark, settings)
         torch.set_num_threads(chosen.threads)
         self._depths = Depths(chosen)

@@ -7,18 +7,16 @@ with the same bits, because part of the gain is scheduling: receives posted earl
 
 from __future__ import annotations
 
-import math
 import statistics
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any, Literal
 
 from lowbit.codecs.names import pair_name
 from lowbit.config import ConfigError, NonNegative, Positive, section
 from lowbit.report import Baseline, Column, Command, Row, Table
-from lowbit.report.style import recommended, row_name, title_of
 from lowbit.train.config import DataConfig, ModelConfig, PipelineConfig
 from lowbit_lab.bench.recipes import (
     MANY_STAGES,
@@ -28,12 +26,14 @@ from lowbit_lab.bench.recipes import (
     as_mapping,
     check_recipes,
     check_samples,
+    merged,
     recipe,
-    step,
 )
-from lowbit_lab.bench.settings import LINK, STOCK, Device, Links, Names, formats_of, link_name
-from lowbit_lab.bench.workers import UNLIMITED, Workers, set_link, started
+from lowbit_lab.bench.settings import LINK, STOCK, Device, Links, Names, formats_of, link_name, on_slowest_link
+from lowbit_lab.bench.sums import Phase, Taken, take_turns
+from lowbit_lab.bench.workers import UNLIMITED, Workers
 from lowbit_lab.charts import Bars
+from lowbit_lab.charts.style import recommended, row_name, title_of
 from lowbit_lab.network import Link
 
 MEDIANS = ("bits_forward", "bits_backward", "compute_seconds", "codec_seconds", "checksum_seconds", "wait_seconds")
@@ -109,84 +109,54 @@ def measure(settings: PipelineBenchmark, earlier: Sequence[Row]) -> Iterator[Seq
         `compute_seconds`, `codec_seconds` (`checksum_seconds` of it), `wait_seconds` (of a step, mean over the ranks),
         `loss` (of the last step; all boundaries of a link have done the same steps), `state_bytes` (kept between steps,
         all ranks), `steps`, `evaluation_seconds` (None without evaluations).
-
-    Raises:
-        LinkUnavailable: a limited link is asked for and this machine does not permit one.
-        ChildProcessError: a rank failed.
     """
-    taken: list[Turns] = []
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        started(PROGRAM, settings.pipeline.ranks, settings.links) as (network, ranks),
-    ):
-        contenders = list(product(settings.pipelines, settings.boundaries))
-        for number, (pipeline, boundary) in enumerate(contenders):
-            _open(settings, ranks, pipeline, boundary, f"{folder}/{number}")
-        for link in settings.links:
-            about = set_link(network, link)
-            every = [Turns(about, pipeline, boundary) for pipeline, boundary in contenders]
-            for _ in range(settings.rounds):
-                for turns in every:
-                    turns.take(ranks, settings)
-                    yield rows_of(settings, [*taken, *(t for t in every if t.steps)])
-            taken += every
+    with tempfile.TemporaryDirectory() as folder:
+
+        def prepare(ranks: Workers, count: int) -> list[Phase]:
+            names = []
+            for pipeline, boundary in product(settings.pipelines, settings.boundaries):
+                name = f"{Split.of(pipeline)} {boundary}"
+                _open(settings, ranks, pipeline, boundary, name, f"{folder}/{len(names)}")
+                names.append(name)
+            turn = {"count": settings.steps, "evaluate": settings.evaluations > 0}
+            every = [{"name": name} for name in names]
+            return [Phase(name="train", order="turn", contenders=every, arguments=turn, rounds=settings.rounds)]
+
+        for taken in take_turns(PROGRAM, [settings.pipeline.ranks], settings.links, prepare):
+            yield rows_of(settings, taken)
 
 
-@dataclass
-class Turns:
-    """The steps of one boundary on one link."""
+def row_of(one: Taken, backward: str) -> dict[str, Any]:
+    """The row of one boundary on one link, without comparisons."""
+    split, _, boundary = one.contender["name"].partition(" ")
+    steps = [step for turn in one.turns for step in merged(answer["steps"] for answer in turn)]
+    speeds = [step["tokens_per_second"] for step in steps]
+    evaluations = [max(answer["evaluation"] for answer in turn) for turn in one.turns if turn[0]["evaluation"]]
 
-    link: Mapping[str, Any]
-    pipeline: PipelineConfig
-    boundary: str
-    steps: list[dict[str, Any]] = field(default_factory=list)
-    evaluations: list[float] = field(default_factory=list)
-    state_bytes: int = 0
+    def median(name: str) -> float:
+        return statistics.median(step[name] for step in steps)
 
-    @property
-    def split(self) -> str:
-        """How the model is cut, as text."""
-        return str(Split(self.pipeline.schedule, self.pipeline.stages_per_rank, self.pipeline.microbatches))
-
-    @property
-    def name(self) -> str:
-        """Name of the run in orders to the ranks."""
-        return f"{self.split} {self.boundary}"
-
-    def take(self, ranks: Workers, settings: PipelineBenchmark) -> None:
-        """Take a turn; its first step does not count: caches are cold and TCP starts anew."""
-        self.steps += step(ranks, self.name, 1 + settings.steps)[1:]
-        if settings.evaluations:
-            self.evaluations.append(max(ranks.ask("evaluate", name=self.name)))
-        self.state_bytes = sum(ranks.ask("state_bytes", name=self.name))
-
-    def row(self, backward: str) -> dict[str, Any]:
-        """The row without comparisons."""
-        speeds = [step["tokens_per_second"] for step in self.steps]
-        return {
-            "boundary": self.boundary,
-            "split": self.split,
-            **self.link,
-            **formats_of(self.boundary, backward),
-            "tokens_per_second": statistics.median(speeds),
-            "tokens_per_second_low": min(speeds),
-            "tokens_per_second_high": max(speeds),
-            "seconds_per_step": self._median("seconds"),
-            "bytes_per_step": round(self._median("bytes_sent")),
-            **{name: self._median(name) for name in MEDIANS},
-            "loss": self.steps[-1]["loss"],
-            "steps": len(self.steps),
-            "evaluation_seconds": statistics.median(self.evaluations) if self.evaluations else None,
-            "state_bytes": self.state_bytes,
-        }
-
-    def _median(self, name: str) -> float:
-        return statistics.median(step[name] for step in self.steps)
+    return {
+        "boundary": boundary,
+        "split": split,
+        **one.link,
+        **formats_of(boundary, backward),
+        "tokens_per_second": statistics.median(speeds),
+        "tokens_per_second_low": min(speeds),
+        "tokens_per_second_high": max(speeds),
+        "seconds_per_step": median("seconds"),
+        "bytes_per_step": round(median("bytes_sent")),
+        **{name: median(name) for name in MEDIANS},
+        "loss": steps[-1]["loss"],
+        "steps": len(steps),
+        "evaluation_seconds": statistics.median(evaluations) if evaluations else None,
+        "state_bytes": sum(answer["state_bytes"] for answer in one.turns[-1]),
+    }
 
 
-def rows_of(settings: PipelineBenchmark, taken: Sequence[Turns]) -> list[dict[str, Any]]:
+def rows_of(settings: PipelineBenchmark, taken: Sequence[Taken]) -> list[dict[str, Any]]:
     """A row for each link, split and boundary, with the comparisons that are not with one other row."""
-    rows = [turns.row(settings.backward) for turns in taken]
+    rows = [row_of(one, settings.backward) for one in taken]
     unlimited = max((row["tokens_per_second"] for row in rows if row["link_mbit"] is None), default=None)
     stock: dict[str, float] = {}
     for row in rows:
@@ -199,7 +169,9 @@ def rows_of(settings: PipelineBenchmark, taken: Sequence[Turns]) -> list[dict[st
     return rows
 
 
-def _open(settings: PipelineBenchmark, ranks: Workers, pipeline: PipelineConfig, boundary: str, folder: str) -> None:
+def _open(
+    settings: PipelineBenchmark, ranks: Workers, pipeline: PipelineConfig, boundary: str, name: str, folder: str
+) -> None:
     """Set up a boundary's run, and let it visit every sample."""
     held_out = settings.evaluations * settings.data.batch
     windows = settings.samples + held_out
@@ -207,7 +179,6 @@ def _open(settings: PipelineBenchmark, ranks: Workers, pipeline: PipelineConfig,
     if data.tokenizer == "bytes":
         data = replace(data, max_bytes=min(data.max_bytes, 2 * windows * data.sequence))
     config = recipe(settings, boundary, pipeline=pipeline, data=data, output=folder, eval_batches=settings.evaluations)
-    name = Turns({}, pipeline, boundary).name
     ranks.ask("open", name=name, config=as_mapping(config), samples=settings.samples)
     ranks.ask("steps", name=name, count=settings.samples // settings.data.batch)
 
@@ -227,9 +198,7 @@ def _spread(row: Row) -> float:
 
 def _finding(rows: Sequence[Row]) -> str:
     """How much faster than FP32 the recommended format, or else the fastest, is on the slowest link."""
-    rows = [row for row in rows if row.get("speedup_fp32")]
-    rows = sorted(rows, key=lambda row: row["link_mbit"] or math.inf)
-    slowest = [row for row in rows if row["link"] == rows[0]["link"]]
+    slowest = on_slowest_link(rows, "speedup_fp32")
     best = recommended(slowest, "bar") or max(slowest, key=lambda row: row["speedup_fp32"], default=None)
     if best is None:
         return "Training speed by link and boundary format"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,12 +34,13 @@ class Split:
     microbatches: int
 
     @classmethod
-    def parse(cls, text: str) -> Split:
-        """A split from its text.
+    def of(cls, pipeline: PipelineConfig) -> Split:
+        """How a pipeline cuts a model."""
+        return cls(pipeline.schedule, pipeline.stages_per_rank, pipeline.microbatches)
 
-        Raises:
-            ValueError: it is not one.
-        """
+    @classmethod
+    def parse(cls, text: str) -> Split:
+        """A split from its text."""
         match text.split("/"):
             case [schedule, stages, microbatches] if stages.isdecimal() and microbatches.isdecimal():
                 return cls(schedule, int(stages), int(microbatches))
@@ -86,31 +88,27 @@ def as_mapping(config: TrainConfig) -> dict[str, Any]:
 
 def step(ranks: Workers, name: str, count: int) -> list[dict[str, Any]]:
     """Advance a run; metrics of each step over all ranks, with the time of the slowest."""
-    answers = ranks.ask("steps", name=name, count=count)
-    merged = []
+    return merged(ranks.ask("steps", name=name, count=count))
+
+
+def merged(answers: Iterable[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Metrics of each step over all ranks, with the time of the slowest, from those of each rank."""
+    steps = []
     for metrics in zip(*answers, strict=True):
         seconds = max(of_rank["seconds"] for of_rank in metrics)
         speed = metrics[0]["tokens_per_second"] * metrics[0]["seconds"] / seconds
-        merged.append({**metrics[0], "seconds": seconds, "tokens_per_second": speed})
-    return merged
+        steps.append({**metrics[0], "seconds": seconds, "tokens_per_second": speed})
+    return steps
 
 
 def check_samples(settings: Any) -> None:
-    """Check that samples make whole batches.
-
-    Raises:
-        ConfigError: they do not.
-    """
+    """Check that samples make whole batches."""
     if settings.samples % settings.data.batch:
         raise ConfigError(f"samples is {settings.samples}; allowed: a multiple of data.batch ({settings.data.batch})")
 
 
 def check_recipes(settings: Any, pipeline: PipelineConfig) -> None:
-    """Check that a training run with every boundary can start, on the device of the settings.
-
-    Raises:
-        ConfigError: one cannot.
-    """
+    """Check that a training run with every boundary can start, on the device of the settings."""
     unused = PipelineConfig()
     for name in ("data_parallel", "forward", "backward", "boundary", "warmup_steps"):
         if getattr(pipeline, name) != getattr(unused, name):

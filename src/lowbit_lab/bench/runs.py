@@ -46,6 +46,14 @@ class Runs:
         done = [self._trainers[name].step(step) for step in range(start, start + count)]
         return [dataclasses.asdict(metrics) for metrics in done]
 
+    def turn(self, name: str, count: int, *, evaluate: bool) -> dict[str, Any]:
+        """Take so many steps, and evaluate; a step before them does not count: caches are cold and TCP starts anew."""
+        return {
+            "steps": self.steps(name, 1 + count)[1:],
+            "evaluation": self.evaluate(name) if evaluate else None,
+            "state_bytes": self.state_bytes(name),
+        }
+
     def held_out_loss(self, name: str) -> float:
         """Loss on held-out text, with full precision at the boundaries."""
         return self._evaluate(name, None)

@@ -30,9 +30,6 @@ def drawn(kind: str, shape: Sequence[int], *, seed: int = 0) -> Tensor:
             (normal, but one channel in 200, the same ones for every token, is 30 times as large, as large language
             models have them).
         shape: of the tensor; channels last.
-
-    Raises:
-        ValueError: another kind.
     """
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(*shape, generator=generator)
@@ -56,10 +53,6 @@ def real(source: str, *, steps: int) -> list[Tensor]:
         source: a `.pt` or `.safetensors` file of activations; a local Hugging Face folder, whose model is run on
             Python's standard library; or nothing: a small Llama that is first trained on it.
         steps: of that training.
-
-    Raises:
-        ValueError: a file without floating tensors of two or more dimensions, or a folder that cannot be used.
-        OSError: a file that cannot be read.
     """
     if source.endswith((".pt", ".safetensors")):
         return _from_file(Path(source))

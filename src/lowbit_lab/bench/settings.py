@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 import torch
@@ -31,11 +32,7 @@ Device = Literal["cpu", "cuda"]
 
 
 def formats_of(boundary: str, backward: str) -> dict[str, str | None]:
-    """Formats of a boundary in full, as `forward` and `backward`; None for PyTorch's own stage.
-
-    Raises:
-        ConfigError: an unknown name.
-    """
+    """Formats of a boundary in full, as `forward` and `backward`; None for PyTorch's own stage."""
     try:
         pair = (None, None) if boundary in STOCK else map(repr, parse_pair(boundary, backward))
     except ValueError as error:
@@ -44,11 +41,7 @@ def formats_of(boundary: str, backward: str) -> dict[str, str | None]:
 
 
 def check_shape(boundary: str, codecs: Iterable[Codec], shape: tuple[int, ...]) -> None:
-    """Check that a boundary's formats can code messages of this shape without a warm-up.
-
-    Raises:
-        ConfigError: one cannot, or leaves something open.
-    """
+    """Check that a boundary's formats can code messages of this shape without a warm-up."""
     for codec in codecs:
         try:
             codec.nbytes(shape)
@@ -56,12 +49,21 @@ def check_shape(boundary: str, codecs: Iterable[Codec], shape: tuple[int, ...]) 
             raise ConfigError(f"boundaries has {boundary!r}: {error}") from error
 
 
-def check_device(device: str) -> None:
-    """Check that PyTorch has the device.
+def check_plain(key: str, name: str, codec: Codec) -> None:
+    """Check that a format needs neither samples that come again nor a warm-up."""
+    if codec.needs_key:
+        raise ConfigError(
+            f"{key} has {name!r}, which learns from epoch to epoch; allowed: others, or `lowbit bench pipeline` and "
+            "`convergence`, where samples come again"
+        )
+    if not codec.settled:
+        raise ConfigError(
+            f"{key} has {name!r}, and {codec} chooses a parameter in a warm-up; allowed: codecs with all parameters set"
+        )
 
-    Raises:
-        ConfigError: it does not.
-    """
+
+def check_device(device: str) -> None:
+    """Check that PyTorch has the device."""
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device is cuda; this machine has none that PyTorch can use; allowed: cpu")
 
@@ -72,6 +74,13 @@ def link_name(row: Row) -> str:
 
 
 LINK = Column("link", link_name)
+
+
+def on_slowest_link(rows: Sequence[Row], field: str) -> list[Row]:
+    """The rows of the slowest link among those that have a value of this field."""
+    rows = [row for row in rows if row.get(field)]
+    slowest = min(rows, key=lambda row: row["link_mbit"] or math.inf, default={"link": None})["link"]
+    return [row for row in rows if row["link"] == slowest]
 
 
 def megabytes(size: float) -> str:

@@ -27,6 +27,7 @@ from lowbit.train.model import build_model, count_layers, vocabulary
 from lowbit_lab.bench import bound
 from lowbit_lab.bench.codec_speed import ends_of
 from lowbit_lab.bench.samples import capture
+from lowbit_lab.bench.settings import check_plain
 from lowbit_lab.bench.training import spread_evenly
 from lowbit_lab.charts import Lines
 
@@ -71,14 +72,7 @@ class SpectrumBenchmark:
 
     def __post_init__(self) -> None:
         for name in self.codecs:
-            codec = parse(name)
-            if codec.needs_key:
-                raise ConfigError(f"codecs has {name!r}, which learns from epoch to epoch; allowed: others")
-            if not codec.settled:
-                raise ConfigError(
-                    f"codecs has {name!r}, which chooses a parameter in a pipeline's warm-up; "
-                    "allowed: those with all parameters set (the spectrum's own choice is measured anyway)"
-                )
+            check_plain("codecs", name, parse(name))
         if not self.bits:
             raise ConfigError("bits is empty; allowed: 2 to 8, between commas")
         for directions in (*self.directions, 1):
@@ -201,9 +195,6 @@ def measure(settings: SpectrumBenchmark, earlier: Sequence[Row]) -> Iterator[lis
         token's error relative to its own norm; those of SubspaceQuant also `directions`, `bits` and `outside`: the
         share of the first message's energy that its best directions leave out; `fitted`: whether this number is
         `SubspaceQuant.fitted`'s. Rows whose format is "bound" are points of the bound.
-
-    Raises:
-        ConfigError: a model or text that cannot be used, or more stages than layers.
     """
     config = ModelConfig(pretrained=settings.checkpoint)
     if settings.stages > (layers := count_layers(config)):

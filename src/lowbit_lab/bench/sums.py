@@ -1,7 +1,7 @@
-"""Shared parts of benchmarks of sums over ranks: turns on every link, times, bytes and errors.
+"""Shared parts of benchmarks on several ranks: turns on every link, times, bytes and errors of sums.
 
-All formats sum the same tensors in the same processes and take turns, round after round, so that other work on the
-machine slows all of them alike.
+All formats work in the same processes and take turns, round after round, so that other work on the machine slows all
+of them alike.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Phase:
 
     Args:
         name: tells the phases of a benchmark apart.
-        order: the method of the ranks' program that each turn calls; it answers {"seconds", "sent", ...}.
+        order: the method of the ranks' program that each turn calls; `timed` answers {"seconds", "sent"}.
         contenders: arguments of each; they also tell results apart.
         arguments: common to all.
         rounds: timed turns of each; untimed: turns before these, in which ranks agree and allocate buffers.
@@ -46,21 +46,23 @@ class Phase:
 
 @dataclass(kw_only=True)
 class Taken:
-    """The results of one contender of a phase, on one link and number of ranks."""
+    """The answers of all ranks to each timed turn of one contender, on one link and number of ranks."""
 
     phase: str
     contender: Mapping[str, Any]
     ranks: int
     link: Mapping[str, Any]
-    seconds: list[float] = field(default_factory=list)
-    sent: list[float] = field(default_factory=list)
-    last: Sequence[Mapping[str, Any]] = ()
+    turns: list[Sequence[Mapping[str, Any]]] = field(default_factory=list)
 
-    def add(self, answers: Sequence[Mapping[str, Any]], own_hosts: bool) -> None:
-        """Add a turn, with the time of the slowest rank. Ranks on one host see the bytes of all of them."""
-        self.seconds.append(max(answer["seconds"] for answer in answers))
-        self.sent.append(statistics.fmean(a.get("sent", 0) for a in answers) / (1 if own_hosts else self.ranks))
-        self.last = answers
+    @property
+    def seconds(self) -> list[float]:
+        """The time of the slowest rank in each turn."""
+        return [max(answer["seconds"] for answer in answers) for answers in self.turns]
+
+    @property
+    def own_hosts(self) -> bool:
+        """Whether each rank, or a few, had a host of their own."""
+        return self.link["goodput_mbit"] is not None
 
     def about(self) -> dict[str, Any]:
         """Fields of a row: ranks, link, and milliseconds with their spread."""
@@ -68,7 +70,9 @@ class Taken:
 
     def bits_sent(self, numel: int) -> float:
         """Bits that really left a rank for each element that an all-reduce of `numel` elements has to send."""
-        return 8 * statistics.median(self.sent) / all_reduce_elements(self.ranks, numel)
+        sent = statistics.median(statistics.fmean(answer["sent"] for answer in answers) for answers in self.turns)
+        own = sent if self.own_hosts else sent / self.ranks  # ranks on one host see the bytes of all of them
+        return 8 * own / all_reduce_elements(self.ranks, numel)
 
 
 def all_reduce_elements(ranks: int, numel: int) -> float:
@@ -77,21 +81,23 @@ def all_reduce_elements(ranks: int, numel: int) -> float:
 
 
 def take_turns(
-    program: str, counts: Sequence[int], links: Sequence[Link], prepare: Callable[[Workers, int], Sequence[Phase]]
+    program: str,
+    counts: Sequence[int],
+    links: Sequence[Link],
+    prepare: Callable[[Workers, int], Sequence[Phase]],
+    *,
+    per_host: int = 1,
 ) -> Iterator[Sequence[Taken]]:
     """Run the phases on every link with every number of ranks; yield all results so far after every round.
 
     Args:
         program: module of the ranks; counts: numbers of ranks; links: to measure on.
         prepare: sets up the ranks, given their number, and returns the phases.
-
-    Raises:
-        LinkUnavailable: a limited link is asked for and this machine does not permit one.
-        ChildProcessError: a rank failed.
+        per_host: ranks on each host.
     """
     every: list[Taken] = []
     for count in counts:
-        with started(program, count, links) as (network, ranks):
+        with started(program, count, links, per_host=per_host) as (network, ranks):
             phases = prepare(ranks, count)
             for link in links:
                 about = set_link(network, link)
@@ -107,7 +113,7 @@ def take_turns(
                         for one in taken:
                             answers = ranks.ask(phase.order, **phase.arguments, **one.contender)
                             if turn >= phase.untimed:
-                                one.add(answers, network is not None)
+                                one.turns.append(answers)
                         if turn >= phase.untimed:
                             yield [*every, *taken]
                     every += taken

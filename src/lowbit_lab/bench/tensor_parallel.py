@@ -13,12 +13,12 @@ from torch import Tensor
 from lowbit.codecs import Codec, FeatureInt, GroupInt
 from lowbit.config import ConfigError, NonNegative, Positive, section
 from lowbit.report import Baseline, Column, Command, Row, Table
-from lowbit.report.style import RECOMMENDED, family, title_of
 from lowbit.train.config import ModelConfig
 from lowbit_lab.bench.settings import LINK, EachOnce, Links, link_name
 from lowbit_lab.bench.sums import Phase, Taken, take_turns
 from lowbit_lab.bench.workers import UNLIMITED, Workers
 from lowbit_lab.charts import Lines
+from lowbit_lab.charts.style import RECOMMENDED, family, title_of
 from lowbit_lab.network import Link
 
 Format = Literal["bf16", "int4", "int8", "feature-int4", "feature-int4-static"]
@@ -73,11 +73,7 @@ class TensorParallelBenchmark:
 
 
 def codec_of(name: str, parts: Sequence[Tensor]) -> Codec:
-    """The codec of a format, fitted to the partial sums of all ranks, (tokens, width) each.
-
-    Raises:
-        ValueError: PyTorch's own format, which has none.
-    """
+    """The codec of a format, fitted to the partial sums of all ranks, (tokens, width) each."""
     if name == "bf16":
         raise ValueError("format is 'bf16', PyTorch's own; allowed: int4, int8, feature-int4, feature-int4-static")
     if name == "int8":
@@ -111,10 +107,6 @@ def measure(settings: TensorParallelBenchmark, earlier: Sequence[Row]) -> Iterat
         `relative_error` (of the largest message, which is not what the codec was fitted to, against float64; not of
         "auto"), `rounds`. Then a row for each prefill: its `tokens_per_second` (absent before) by the same `format`,
         with algorithm "auto", `ms` and `speedup_bf16` of all of it, and `numel` of one of its sums.
-
-    Raises:
-        LinkUnavailable: a limited link is asked for and this machine does not permit one.
-        ChildProcessError: a rank failed.
     """
     bits: dict[str, float] = {}
     errors: dict[tuple[int, str, str], float] = {}
@@ -171,7 +163,7 @@ def rows_of(
             tokens, algorithm = int(one.phase.rpartition(" ")[2]), one.contender["algorithm"]
             numel = tokens * settings.width
             row = {"format": name, "algorithm": algorithm, **one.about(), "numel": numel, "tokens": tokens}
-            choice = one.last[0].get("choice", algorithm)
+            choice = one.turns[-1][0].get("choice", algorithm)
             plain = choice == "plain"
             row |= {
                 "choice": choice,

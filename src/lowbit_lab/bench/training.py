@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from lowbit.activations import LayerAware, compress_saved_
 from lowbit.codecs import BlockFloat8, Cast, Codec, parse, parse_pair
 from lowbit.config import ConfigError, NonNegative, Positive, build, section
+from lowbit.gradients import GradientStorage
 from lowbit.pipeline import Traffic, emulate_
 from lowbit.train.answers import Answers
 from lowbit.train.config import (
@@ -37,13 +38,14 @@ from lowbit.train.lora import add_adapters
 from lowbit.train.model import build_model, vocabulary
 from lowbit.train.optim import eight_bit_adamw, make_optimizer
 from lowbit.train.single_process import model_loss, train_single_process
-from lowbit_lab.bench.replicas import Replicas
 from lowbit_lab.bench.worker import serve, tell_progress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 CURVE_POINTS = 40
+RANKS = 2
+"""Data-parallel ranks that `Replicas` emulates."""
 GRADIENTS = "gradients:"
 """Before a format that gradients are stored and all-reduced in, in place of a boundary's."""
 ACTIVATIONS = "activations:"
@@ -96,55 +98,43 @@ class Recipe:
         return torch.bfloat16 if self.precision == "bf16" else None
 
 
-def codec_pair(boundary: str, backward: str = "") -> tuple[Codec, Codec]:
-    """Codecs each way, as `parse_pair` has it; float32 where gradients or saved activations have a format instead.
+class Formats(NamedTuple):
+    """What travels and is kept in few bits.
 
-    Raises:
-        ConfigError: an unknown name.
+    Attributes:
+        forward, backward: codecs at the boundaries.
+        gradients: the codec that gradients are stored and all-reduced in; None: float32.
+        activations: the policy for saved activations; None: all is kept.
+        eight_bit: the optimizer is torchao's 8-bit AdamW.
     """
-    if boundary.startswith((GRADIENTS, ACTIVATIONS)) or boundary == AGOQ:
-        return Cast(), Cast()
+
+    forward: Codec = Cast()
+    backward: Codec = Cast()
+    gradients: Codec | None = None
+    activations: LayerAware | None = None
+    eight_bit: bool = False
+
+
+def formats_in(boundary: str, backward: str = "") -> Formats:
+    """Formats of "gradients:CODEC", "activations:POLICY", that with "+8bit", "agoq", or a pair for `parse_pair`."""
+    if boundary.startswith(GRADIENTS):
+        codec = parse(boundary.removeprefix(GRADIENTS))
+        if codec.stateful:
+            raise ConfigError(f"{boundary!r} has state between messages; allowed: codecs without state")
+        return Formats(gradients=codec)
+    if boundary == AGOQ or boundary.startswith(ACTIVATIONS):
+        name = AGOQ if boundary == AGOQ else boundary.removeprefix(ACTIVATIONS).removesuffix(EIGHT_BITS)
+        if name not in POLICIES:
+            allowed = ", ".join(ACTIVATIONS + policy for policy in POLICIES)
+            raise ConfigError(f"boundary is {boundary!r}; allowed: {allowed}, each also with {EIGHT_BITS}")
+        eight = boundary == AGOQ or boundary.endswith(EIGHT_BITS)
+        return Formats(gradients=BlockFloat8() if eight else None, activations=POLICIES[name], eight_bit=eight)
     try:
-        return parse_pair(boundary, backward)
+        return Formats(*parse_pair(boundary, backward))
     except ValueError as error:
         if "(" in boundary:  # the arguments of a codec
             raise
         raise ConfigError(f"boundary: {error}; or {AGOQ}, {ACTIVATIONS}POLICY, {GRADIENTS}CODEC") from None
-
-
-def gradient_codec(boundary: str) -> Codec | None:
-    """The codec that gradients are stored and all-reduced in ("gradients:fp8", "...+8bit", "agoq"); None: float32.
-
-    Raises:
-        ConfigError: an unknown format, or one with state.
-    """
-    if _is_eight_bit(boundary):
-        return BlockFloat8()
-    if not boundary.startswith(GRADIENTS):
-        return None
-    codec = parse(boundary.removeprefix(GRADIENTS))
-    if codec.stateful:
-        raise ConfigError(f"{boundary!r} has state between messages; allowed: codecs without state")
-    return codec
-
-
-def activation_policy(boundary: str) -> LayerAware | None:
-    """The policy for saved activations ("activations:agoq", "activations:agoq+8bit", "agoq"); None: all is kept.
-
-    Raises:
-        ConfigError: an unknown policy.
-    """
-    if not boundary.startswith(ACTIVATIONS):
-        return POLICIES[AGOQ] if boundary == AGOQ else None
-    name = boundary.removeprefix(ACTIVATIONS).removesuffix(EIGHT_BITS)
-    if name not in POLICIES:
-        allowed = ", ".join(ACTIVATIONS + policy for policy in POLICIES)
-        raise ConfigError(f"boundary is {boundary!r}; allowed: {allowed}, each also with {EIGHT_BITS}")
-    return POLICIES[name]
-
-
-def _is_eight_bit(boundary: str) -> bool:
-    return boundary == AGOQ or (boundary.startswith(ACTIVATIONS) and boundary.endswith(EIGHT_BITS))
 
 
 def train(
@@ -171,13 +161,13 @@ def train(
         one end of all boundaries), `curve` (pairs of step and mean training loss), `seconds`.
     """
     started = time.perf_counter()
-    forward, back = codec_pair(boundary, backward)
+    formats = formats_in(boundary, backward)
     data, model = prepare(recipe, seed)
     places = boundary_modules(model, recipe.stages)
-    emulation = emulate_(model, at=places, forward=forward, backward=back, warmup_steps=recipe.warmup_steps)
-    gradients = gradient_codec(boundary)
-    policy = activation_policy(boundary)
-    compressed = compress_saved_(model, policy) if policy else None
+    emulation = emulate_(
+        model, at=places, forward=formats.forward, backward=formats.backward, warmup_steps=recipe.warmup_steps
+    )
+    compressed = compress_saved_(model, formats.activations) if formats.activations else None
     in_warmup = replace(emulation.traffic)
 
     def before_step(step: int, ids: Tensor) -> None:
@@ -193,16 +183,17 @@ def train(
 
     losses = train_single_process(
         model, data.train, recipe.optimizer, steps=recipe.steps, batch=recipe.data.batch, seed=seed,
-        samples=recipe.samples, autocast=recipe.autocast, gradients=Replicas(model, gradients) if gradients else None,
-        make=partial(eight_bit_adamw, compiled=True) if _is_eight_bit(boundary) else make_optimizer,
+        samples=recipe.samples, autocast=recipe.autocast,
+        gradients=Replicas(model, formats.gradients) if formats.gradients else None,
+        make=partial(eight_bit_adamw, compiled=True) if formats.eight_bit else make_optimizer,
         before_step=before_step, after_step=after_step,
     )  # fmt: skip
     run = replace(emulation.traffic)  # which evaluation adds to
-    after = _since(in_warmup, run)
+    after = since(in_warmup, run)
     state_bytes = emulation.state_bytes()
     if compressed is not None:
         compressed.remove()
-    through = None if forward.needs_key else evaluate(model, data.held_out, recipe)
+    through = None if formats.forward.needs_key else evaluate(model, data.held_out, recipe)
     emulation.remove()
     return model, {
         "bits_forward": after.forward_bits,
@@ -215,6 +206,56 @@ def train(
         "curve": curve_of(losses),
         "seconds": round(time.perf_counter() - started, 1),
     }
+
+
+class Replicas:
+    """Gradients of `RANKS` ranks in one process, which share a batch, one sample a micro-batch.
+
+    As in AGoQ's all-reduce: each rank's sum over its micro-batches is coded for the network, the sum over the ranks is
+    float32, coded once more, and stored.
+
+    Args:
+        model: whose gradients are taken out of `.grad`.
+        codec: of storage and all-reduce.
+    """
+
+    def __init__(self, model: nn.Module, codec: Codec) -> None:
+        self.codec, self.storage = codec, GradientStorage(model, codec=codec)
+
+    def backward(self, loss: Callable[[Tensor, Tensor], Tensor], inputs: Tensor, targets: Tensor) -> Tensor:
+        """Leave the mean gradient of a batch in the storage.
+
+        Args:
+            loss: mean loss of samples.
+            inputs, targets: (samples, sequence), a multiple of `RANKS` samples.
+
+        Returns:
+            The batch's mean loss.
+        """
+        if len(inputs) % RANKS:
+            raise ConfigError(f"batch is {len(inputs)}; allowed: multiples of {RANKS}")
+        sums: dict[nn.Parameter, Tensor] = {}
+        losses: list[Tensor] = []
+        for mine in torch.arange(len(inputs)).chunk(RANKS):
+            self.storage.zero_()
+            for sample in mine.split(1):
+                one = loss(inputs[sample], targets[sample])
+                one.backward()
+                losses.append(one.detach())
+            for parameter, gradient in self.storage.gradients():
+                sent = self.codec.round_trip(gradient)
+                sums[parameter] = sums[parameter] + sent if parameter in sums else sent
+        for parameter, total in sums.items():
+            self.storage.put(parameter, self.codec.round_trip(total))
+        self.storage.scale_(1 / len(inputs))
+        return torch.stack(losses).mean()
+
+    def step(self, optimizer: torch.optim.Optimizer, clip: float) -> None:
+        """Clip to this norm (0: never), take the optimizer's step, and drop the gradients."""
+        if clip:
+            self.storage.clip_(clip)
+        self.storage.step(optimizer)
+        self.storage.zero_()
 
 
 def prepare(recipe: Recipe, seed: int) -> tuple[Data, PreTrainedModel]:
@@ -264,7 +305,8 @@ def curve_of(losses: list[float]) -> list[tuple[int, float]]:
     return [(i * width + len(part), sum(part) / len(part)) for i, part in enumerate(parts)]
 
 
-def _since(earlier: Traffic, later: Traffic) -> Traffic:
+def since(earlier: Traffic, later: Traffic) -> Traffic:
+    """What was counted between two moments."""
     return Traffic(**{f.name: getattr(later, f.name) - getattr(earlier, f.name) for f in fields(Traffic)})
 
 
@@ -286,8 +328,9 @@ class Training:
             part.parent.mkdir(parents=True, exist_ok=True)
             torch.save(model.state_dict(), part)
             part.replace(keep)
-        formats = zip(("forward", "backward"), map(repr, codec_pair(boundary, backward)), strict=True)
-        return {"boundary": boundary, **dict(formats), "seed": seed, "regime": regime, **result}
+        formats = formats_in(boundary, backward)
+        named = {"forward": repr(formats.forward), "backward": repr(formats.backward)}
+        return {"boundary": boundary, **named, "seed": seed, "regime": regime, **result}
 
 
 if __name__ == "__main__":

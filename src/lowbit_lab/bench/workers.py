@@ -10,8 +10,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import IO, Any
 
 from lowbit_lab.network import Link, LinkUnavailable, SlowLink, goodput, round_trip
@@ -49,10 +49,9 @@ class Workers:
         self._per_host = per_host
         self._environment = environment or {}
         self._processes: list[subprocess.Popen[str]] = []
-        self._readers: list[threading.Thread] = []
         self._errors: list[IO[str]] = []
         self._files = contextlib.ExitStack()
-        self._lines: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
+        self._threads = ThreadPoolExecutor(count)
 
     def __enter__(self) -> Workers:
         port = "29500" if self._network else str(_free_port())
@@ -77,48 +76,44 @@ class Workers:
 
         Args:
             method: of the program's object; arguments: its keyword arguments, which JSON can hold.
-            on_progress: called with progress reports of the processes.
-
-        Raises:
-            ChildProcessError: one failed; the message says how.
+            on_progress: called with progress reports of the processes, in threads.
         """
-        for index in range(self._count):
-            self._tell(index, method, arguments)
-        results = dict(self._answers(set(range(self._count)), on_progress))
-        return [results[index] for index in range(self._count)]
+        answers = [
+            self._threads.submit(self._exchange, index, method, arguments, on_progress) for index in range(self._count)
+        ]
+        for answer in as_completed(answers):
+            answer.result()  # or the first failure: the other processes may wait for the one that failed
+        return [answer.result() for answer in answers]
 
     def share(self, method: str, orders: Sequence[Mapping[str, Any]], on_progress: OnProgress) -> Iterator[Any]:
-        """Give each order to the next process that is free, and yield answers as they come.
+        """Give each order to the next process that is free, and yield answers as they come."""
+        free: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for index in range(self._count):
+            free.put(index)
 
-        Raises:
-            ChildProcessError: a process failed; the message says how.
-        """
-        left = list(orders)[::-1]
-        busy = set(range(min(self._count, len(left))))
-        for index in busy:
-            self._tell(index, method, left.pop())
-        while busy:
-            index, answer = next(self._answers(busy, on_progress))
-            busy.discard(index)
-            if left:
-                busy.add(index)
-                self._tell(index, method, left.pop())
-            yield answer
+        def give(order: Mapping[str, Any]) -> Any:
+            index = free.get()
+            try:
+                return self._exchange(index, method, order, on_progress)
+            finally:
+                free.put(index)
+
+        for answer in as_completed([self._threads.submit(give, order) for order in orders]):
+            yield answer.result()
 
     def close(self) -> None:
         """End all processes."""
         for process in self._processes:
             process.kill()
-        for process, reader in zip(self._processes, self._readers, strict=True):
+        self._threads.shutdown(cancel_futures=True)
+        for process in self._processes:
             process.wait()
-            reader.join()
             for pipe in (process.stdin, process.stdout):
                 assert pipe is not None
                 with contextlib.suppress(BrokenPipeError):
                     pipe.close()
         self._files.close()
         self._processes.clear()
-        self._readers.clear()
 
     def _start(self, index: int, port: str) -> None:
         environment = os.environ | self._environment | {"LOWBIT_WORKER": str(index)}
@@ -138,29 +133,16 @@ class Workers:
         else:
             process = subprocess.Popen(argv, env=environment, **pipes)
         self._processes.append(process)
-        self._readers.append(threading.Thread(target=self._read, args=(index, process.stdout), daemon=True))
-        self._readers[-1].start()
 
-    def _read(self, index: int, stdout: IO[str]) -> None:
-        for line in stdout:
-            self._lines.put((index, line))
-        self._lines.put((index, ""))  # the process has ended
-
-    def _tell(self, index: int, method: str, arguments: Mapping[str, Any]) -> None:
-        stdin = self._processes[index].stdin
-        assert stdin is not None
+    def _exchange(self, index: int, method: str, arguments: Mapping[str, Any], on_progress: OnProgress | None) -> Any:
+        """Give a process an order, and return its answer."""
+        process = self._processes[index]
+        assert process.stdin is not None
+        assert process.stdout is not None
         with contextlib.suppress(BrokenPipeError):  # waiting for the answer tells why the process ended
-            stdin.write(json.dumps([method, arguments]) + "\n")
-            stdin.flush()
-
-    def _answers(self, waiting: set[int], on_progress: OnProgress | None) -> Iterator[tuple[int, Any]]:
-        """Yield processes and answers as they come; the first failure raises."""
-        left = set(waiting)
-        while left:
-            index, line = self._lines.get()
-            if not line:
-                self._processes[index].wait()
-                raise self._failure(index, self._last_words(index))
+            process.stdin.write(json.dumps([method, arguments]) + "\n")
+            process.stdin.flush()
+        for line in process.stdout:
             match json.loads(line):
                 case {"progress": value}:
                     if on_progress:
@@ -168,8 +150,9 @@ class Workers:
                 case {"error": reason}:
                     raise self._failure(index, reason)
                 case {"result": result}:
-                    left.discard(index)
-                    yield index, result
+                    return result
+        process.wait()
+        raise self._failure(index, self._last_words(index))
 
     def _failure(self, index: int, reason: str) -> ChildProcessError:
         return ChildProcessError(f"{'rank' if self._grouped else 'process'} {index} failed: {reason}")
@@ -198,10 +181,6 @@ def started(
     If one of `links` is limited, the ranks connect on a limited link, which fixes the size of TCP's trains of packets.
     Those of an unlimited link are larger than the token bucket of a limited one, which then drops packets: FP32 at
     1 Gbit/s was five times too slow.
-
-    Raises:
-        TorchVersionError: this PyTorch is not known to work.
-        LinkUnavailable: one of `links` is limited, or has a distance, and this machine does not permit that.
     """
     from lowbit.wire.pytorch import check_torch
 
@@ -220,11 +199,7 @@ def started(
 
 
 def check_available(links: Sequence[Link]) -> None:
-    """Check that this machine permits links.
-
-    Raises:
-        LinkUnavailable: it does not; the message says why, and what is possible.
-    """
+    """Check that this machine permits links."""
     limited = [link for link in links if link != UNLIMITED]
     if limited and (reason := SlowLink.available()):
         raise LinkUnavailable(f"{reason} `--link unlimited` measures without a limit.")

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lowbit.report.rows import Row, Value, distinct, value_of
-from lowbit.report.style import SMALL, TEXT, Palette, title_of
 from lowbit_lab.charts.charts import Chart, Finish, short, wrapped
+from lowbit_lab.charts.style import SMALL, TEXT, Palette, title_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

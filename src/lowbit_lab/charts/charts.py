@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowbit.report.rows import Row, Value, distinct, value_of
-from lowbit.report.style import LIGHT, TEXT, TITLE, WIDTH, Palette, Theme
+from lowbit_lab.charts.style import LIGHT, TEXT, TITLE, WIDTH, Palette, Theme
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -107,11 +107,7 @@ def figure(charts: Sequence[Chart], rows: Sequence[Row], theme: Theme = LIGHT) -
 
 
 def draw(charts: Sequence[Chart], rows: Sequence[Row], path: Path | str, *, theme: Theme = LIGHT) -> None:
-    """Draw charts and write the picture, in the format of the file's suffix. The same rows make the same SVG.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Draw charts and write the picture, in the format of the file's suffix. The same rows make the same SVG."""
     from matplotlib import rc_context
 
     Path(path).parent.mkdir(parents=True, exist_ok=True)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lowbit.report.rows import Row, Value, distinct, value_of
-from lowbit.report.style import SMALL, TEXT, Palette, title_of
 from lowbit_lab.charts.charts import Chart, Finish, columns, ink, wrapped
 from lowbit_lab.charts.labels import Label, along, beside, place
+from lowbit_lab.charts.style import SMALL, TEXT, Palette, title_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

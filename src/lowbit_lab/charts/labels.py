@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
     from matplotlib.text import Text
     from matplotlib.transforms import Bbox
 
@@ -112,37 +111,6 @@ def along(axes: Axes, points: Sequence[tuple[float, float]], *, every: float = 4
         steps = max(1, math.ceil(math.hypot(x1 - x0, y1 - y0) / every))
         result += [(x0 + (x1 - x0) * i / steps, y0 + (y1 - y0) * i / steps) for i in range(steps + 1)]
     return [tuple(point) for point in axes.transData.inverted().transform(result)] if result else list(points)
-
-
-def collisions(figure: Figure) -> list[str]:
-    """What is wrong with the text of a figure: texts that overlap one another or leave the canvas."""
-    figure.draw_without_rendering()
-    canvas = figure.bbox
-    boxes = [(text.get_text(), text.get_window_extent()) for text in _shown(figure)]
-    wrong = [
-        f"{text!r} leaves the canvas"
-        for text, box in boxes
-        if box.x0 < canvas.x0 or box.y0 < canvas.y0 or box.x1 > canvas.x1 or box.y1 > canvas.y1
-    ]
-    for i, (one, a) in enumerate(boxes):
-        wrong += [f"{one!r} overlaps {other!r}" for other, b in boxes[i + 1 :] if a.padded(-1).overlaps(b.padded(-1))]
-    return wrong
-
-
-def _shown(figure: Figure) -> list[Text]:
-    """The texts that are drawn; of ticks, those within the limits."""
-    from matplotlib.text import Text
-
-    axes = [(part.xaxis, part.yaxis) for part in figure.axes]
-    axis_texts = {id(text) for pair in axes for axis in pair for text in axis.findobj(Text)}
-    texts = [text for text in figure.findobj(Text) if id(text) not in axis_texts]
-    for axis in (axis for pair in axes for axis in pair):
-        low, high = sorted(axis.get_view_interval())
-        slack = (high - low) * 1e-9
-        ticks = zip(axis.get_majorticklocs(), axis.get_ticklabels(), strict=False)
-        texts += [axis.label, axis.offsetText]
-        texts += [label for place, label in ticks if low - slack <= place <= high + slack]
-    return [text for text in texts if text.get_visible() and text.get_text().strip()]
 
 
 def _apart(places: Sequence[float], sizes: Sequence[float], lowest: float) -> list[float]:

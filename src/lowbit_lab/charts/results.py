@@ -5,25 +5,22 @@ from __future__ import annotations
 import base64
 import importlib
 import io
-import logging
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from lowbit.cli.reports import Measurement
+from lowbit.codecs.names import pair_name
 from lowbit.report.command import Command, check_output, flat
-from lowbit.report.page import Page, Part, write_page
+from lowbit.report.page import Page, Part, try_to_write
 from lowbit.report.page.figures import lines
 from lowbit.report.results import Report
-from lowbit.report.rows import Row, distinct, value_of
-from lowbit.report.style import THEMES
-from lowbit.report.tables import Table
+from lowbit.report.rows import Row, distinct
 from lowbit.report.training import differences, distinct_names, shown
 from lowbit_lab.bench import COMMANDS
+from lowbit_lab.charts.bars import Bars
 from lowbit_lab.charts.charts import Chart, draw, figure
-from lowbit_lab.charts.plans import CHARTS
+from lowbit_lab.charts.style import THEMES, Palette
 
 _MOST_ROWS = 2000
 _OTHERS = {
@@ -32,7 +29,49 @@ _OTHERS = {
 }  # fmt: skip
 """Places of the commands that are no benchmarks, by name."""
 
-log = logging.getLogger(__name__)
+
+def _series(fields: Mapping[str, str]) -> Callable[[Sequence[Row]], Sequence[Row]]:
+    """Return what makes a row for each stage and field; fields that are 16 everywhere are left out."""
+
+    def long(rows: Sequence[Row]) -> Sequence[Row]:
+        rows = [row for row in rows if "choices" not in row]
+        shown = {name: field for name, field in fields.items() if any(row[field] != 16 for row in rows)}
+        return [{**row, "series": name, "y": row[field]} for row in rows for name, field in shown.items()]
+
+    return long
+
+
+_stage = "stage {stage}\n{held} held".format_map
+CHARTS: dict[str, Sequence[Chart]] = {
+    "plan memory": (
+        Bars(
+            group=_stage,
+            series="series",
+            y=lambda row: row["y"] / 1e6,
+            label="MB",
+            title="Saved activations at the peak of each stage",
+            rows=_series({"plain BF16": "bf16_bytes", "this plan": "saved_bytes", "4 bits everywhere": "int4_bytes"}),
+        ),
+        Bars(
+            group=_stage,
+            series="series",
+            y="y",
+            label="bits",
+            title="Bits by layer type",
+            rows=_series({kind: kind for kind in ("norm", "mlp", "linear")}),
+        ),
+    ),
+    "plan pipeline": (
+        Bars(
+            group=lambda row: "",
+            series=lambda row: ", ".join(map(pair_name, row["formats"])),
+            y="tokens_per_second",
+            label="tokens per second",
+            title="Predicted training speed by boundary format",
+        ),
+    ),
+}
+"""Charts of the library's own commands, by name: the library declares no pictures."""
 
 
 def charts_of(command: Command) -> Sequence[Chart]:
@@ -41,12 +80,7 @@ def charts_of(command: Command) -> Sequence[Chart]:
 
 
 def check_picture(path: Path) -> None:
-    """Check before a long run that its picture can be drawn.
-
-    Raises:
-        ValueError: the file cannot be written, or is of a kind that matplotlib does not draw.
-        ModuleNotFoundError: matplotlib is missing.
-    """
+    """Check before a long run that its picture can be drawn."""
     kinds = sorted(importlib.import_module("matplotlib.backend_bases").FigureCanvasBase.filetypes)
     if path.suffix[1:].lower() not in kinds:
         raise ValueError(f"picture is {str(path)!r}; allowed: a file that ends in .{', .'.join(kinds)}")
@@ -66,15 +100,8 @@ def read_results(file: Path) -> tuple[Report, Command | None]:
 
 
 def write_results(command: Command, file: Path) -> None:
-    """Write the page of results next to their file. What goes wrong is a warning: a measurement does not fail by it."""
-    try:
-        write_page(results_page({file.stem: (Report.read_json(file), command)}), file.with_suffix(".html"))
-    except ModuleNotFoundError as error:
-        log.warning(
-            'no report.html, because %s is missing: pip install "lowbit[report]", then lowbit report', error.name
-        )
-    except Exception as error:
-        log.warning("no report.html: %s", error)
+    """Write the page of results next to their file, or log a warning."""
+    try_to_write(lambda: results_page({file.stem: (Report.read_json(file), command)}), file.with_suffix(".html"))
 
 
 def results_page(results: Mapping[str, tuple[Report, Command | None]], problems: Sequence[str] = ()) -> Page:
@@ -90,7 +117,7 @@ def results_page(results: Mapping[str, tuple[Report, Command | None]], problems:
                 f"{prefix}tables and charts cannot be made from these rows ({error}): they follow as they are"
             )
             own = []
-        parts += [_prefixed(part, prefix) for part in own or [_plain_table(report)]]
+        parts += [replace(part, title=prefix + part.title) for part in own or [_plain_table(report)]]
     settings = {
         name: {key: shown(v) for key, v in flat(report.settings).items()} for name, (report, _) in results.items()
     }
@@ -120,10 +147,15 @@ def _parts(report: Report, command: Command | None) -> Iterator[Part]:
     if (speed := _speed_by_link(report.rows)) is not None:
         yield speed
     for table in command.tables:
-        yield from _tables(table, report.rows)
+        for title, columns, rows in table.parts(report.rows):
+            # Only narrow terminals need the hyphens.
+            head = [column.title.replace("-\n", "").replace("\n", " ") for column in columns]
+            cells = [[column.cell(row) for column in columns] for row in rows]
+            yield Part(title=title.replace("\n", " ") or "Results", head=head, rows=cells)
     for chart in charts_of(command):
         if chart.panels(report.rows):
-            yield Part(title=_text(chart, report.rows), picture=_pictures(chart, report.rows))
+            title = chart.title(chart.selected(report.rows)) if callable(chart.title) else chart.title
+            yield Part(title=title or chart.label, picture=_pictures(chart, report.rows))
 
 
 def _speed_by_link(rows: Sequence[Row]) -> Part | None:
@@ -138,47 +170,18 @@ def _speed_by_link(rows: Sequence[Row]) -> Part | None:
             f"{row[f]:g} ms" if f == "link_rtt_ms" else str(row[f]) for f in fields if row.get(f) is not None
         )
         curves.setdefault(name or "speed", []).append((row["link_mbit"], row["tokens_per_second"]))
-    chart = lines(curves, x="link, Mbit/s", y="tokens per second", log_x=True, markers=True)
+    palettes = [Palette(theme) for theme in THEMES.values()]
+    colors = {name: (palettes[0][name], palettes[1][name]) for name in curves}
+    chart = lines(curves, x="link, Mbit/s", y="tokens per second", log_x=True, markers=True, colors=colors)
     return Part(title="Speed against bandwidth", figure=chart)
-
-
-def _tables(table: Table, rows: Sequence[Row]) -> Iterator[Part]:
-    rows = table.rows(rows) if table.rows else rows
-    groups = [rows]
-    if table.each is not None:
-        groups = [[r for r in rows if value_of(r, table.each) == part] for part in distinct(rows, table.each)]
-    for part in groups:
-        if part:
-            columns = table.columns(part) if callable(table.columns) else table.columns
-            columns = [c for c in columns if any(value_of(row, c.value) is not None for row in part)]
-            title = table.title(part) if callable(table.title) else table.title
-            yield Part(
-                title=title.replace("\n", " ") or "Results", head=[_heading(column.title) for column in columns],
-                rows=[[column.cell(row) for column in columns] for row in part],
-            )  # fmt: skip
-
-
-def _heading(title: str) -> str:
-    """A heading without the hyphens that narrow terminals need."""
-    return title.replace("-\n", "").replace("\n", " ")
 
 
 def _plain_table(report: Report) -> Part:
     """All fields of all rows."""
     head = list(dict.fromkeys(key for row in report.rows for key in row))
-    rows = [[_cell(row.get(key)) for key in head] for row in report.rows[:_MOST_ROWS]]
+    cells = [[row.get(key) for key in head] for row in report.rows[:_MOST_ROWS]]
+    rows = [[f"{v:.6g}" if isinstance(v, float) else shown(v)[:500] for v in line] for line in cells]
     return Part(title=f"Rows of {report.command}", head=head, rows=rows)
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, float) and math.isfinite(value):
-        return f"{value:.6g}"
-    return shown(value)[:500]
-
-
-def _text(chart: Chart, rows: Sequence[Row]) -> str:
-    title = chart.title(chart.selected(rows)) if callable(chart.title) else chart.title
-    return title or chart.label
 
 
 def _pictures(chart: Chart, rows: Sequence[Row]) -> dict[str, str]:
@@ -198,7 +201,3 @@ def _machines(reports: Mapping[str, Report]) -> Part:
     fields = list(dict.fromkeys(key for report in reports.values() for key in report.machine))
     rows = [[name, *(shown(report.machine.get(field)) for field in fields)] for name, report in reports.items()]
     return Part(title="Machine and versions", head=("result", *fields), rows=rows)
-
-
-def _prefixed(part: Part, prefix: str) -> Part:
-    return replace(part, title=prefix + part.title)

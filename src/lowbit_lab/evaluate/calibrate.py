@@ -36,10 +36,6 @@ def measure(settings: CalibrationConfig) -> list[dict[str, Any]]:
         A row for each layer, with `layer`, `features` (chosen), `k` (their number), `width`, `bits_per_value`,
         `gain`, `aggregated` (root mean square of the ranks' ranges, by feature), and of that `range_median` and
         `range_largest`.
-
-    Raises:
-        ConfigError: a model, text or output that cannot be used.
-        CalibrationError: with `continue_`, an output that is missing or made for something else.
     """
     rank, ranks = world()
     settings = dataclasses.replace(settings, ranks=ranks if ranks > 1 else settings.ranks)

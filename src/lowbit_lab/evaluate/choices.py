@@ -56,18 +56,11 @@ class LocalTask:
 
     @classmethod
     def encode(cls, name: str, questions: Sequence[Question], tokenizer: Any, length: int) -> LocalTask:
-        """Encode the choices as lm-eval does; what is longer than `length` tokens loses its beginning.
-
-        Raises:
-            ConfigError: an ending without tokens of its own, or with more than `length`.
-        """
-        choices = [
-            [
-                _choice(tokenizer, context, ending, length, f"task {name} question {number}")
-                for context, ending in zip(question.contexts, question.endings, strict=True)
-            ]
-            for number, question in enumerate(questions, 1)
-        ]
+        """Encode the choices as lm-eval does; what is longer than `length` tokens loses its beginning."""
+        choices = []
+        for number, question in enumerate(questions, 1):
+            where, pairs = f"task {name} question {number}", zip(question.contexts, question.endings, strict=True)
+            choices.append([_choice(tokenizer, context, ending, length, where) for context, ending in pairs])
         return cls(name=name, questions=questions, choices=choices)
 
     def metrics(self, log_likelihoods: Mapping[Choice, float]) -> dict[str, Metric]:
@@ -78,8 +71,9 @@ class LocalTask:
             sums = [log_likelihoods[choice] for choice in choices]
             sizes = [len(ending) - 1 for ending in question.endings]  # without the space in front
             over = [each / size if size else -math.inf for each, size in zip(sums, sizes, strict=True)]
-            right.append(float(_best(sums) == question.answer))
-            right_normalized.append(float(_best(over) == question.answer))
+            # The first of the largest counts.
+            right.append(float(sums.index(max(sums)) == question.answer))
+            right_normalized.append(float(over.index(max(over)) == question.answer))
         metrics = {f"{self.name} acc": Metric.mean(right)}
         return metrics | ({f"{self.name} acc_norm": Metric.mean(right_normalized)} if self.name in NORMALIZED else {})
 
@@ -93,11 +87,6 @@ def _choice(tokenizer: Any, context: str, ending: str, length: int, where: str) 
     if not 0 < len(targets) <= length:
         raise ConfigError(f"{where} has a choice of {len(targets)} tokens; allowed: 1 to {length} (length)")
     return Choice(inputs=tuple(tokens[-length - 1 : -1]), targets=tuple(targets))
-
-
-def _best(values: Sequence[float]) -> int:
-    """Return the index of the first of the largest values."""
-    return max(range(len(values)), key=values.__getitem__)
 
 
 @torch.no_grad()
@@ -151,49 +140,37 @@ def _log_likelihood(logits: Tensor, choice: Choice) -> float:
 
 def mean_score(scores: Mapping[str, float]) -> float:
     """Return the mean over the tasks of the mean of each task's metrics, from scores by "task metric"."""
-    by_task: dict[str, list[float]] = {}
-    for name, value in scores.items():
-        by_task.setdefault(task_of(name), []).append(value)
-    return statistics.fmean(map(statistics.fmean, by_task.values())) if by_task else 0.0
+    return statistics.fmean(map(statistics.fmean, _by_task(scores).values())) if scores else 0.0
 
 
-def task_of(name: str) -> str:
-    """Return the task of a "task metric"."""
-    return name.partition(" ")[0]
+def _by_task(values: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Return the values of each task, from values by "task metric"."""
+    by_task: dict[str, list[Any]] = {}
+    for name, value in values.items():
+        by_task.setdefault(name.partition(" ")[0], []).append(value)
+    return by_task
 
 
-@dataclass(frozen=True, kw_only=True)
-class Kept:
-    """A score over that of the baseline on the same questions.
+def kept(metrics: Mapping[str, Metric], baseline: Mapping[str, Metric]) -> tuple[float, float | None] | None:
+    """Return the mean score over that of the baseline on the same questions, and its standard error.
 
-    Attributes:
-        share: of the baseline's score. error: its standard error, of questions in pairs: both models err on mostly the
-            same ones, so it is smaller than the errors of the two scores suggest. None without items.
-    """
-
-    share: float
-    error: float | None
-
-
-def kept(metrics: Mapping[str, Metric], baseline: Mapping[str, Metric]) -> Kept | None:
-    """Compare the mean score of some metrics with that of the baseline (`mean_score`); None if that is 0.
-
-    The standard error is that of the mean of a - r b over the questions, over the baseline's score, for r the share and
-    a and b the scores of a question: the delta method. Tasks are independent, the metrics of a task are not.
+    The standard error is that of questions in pairs: both models err on mostly the same ones, so it is smaller than the
+    errors of the two scores suggest. It is that of the mean of a - r b over the questions, over the baseline's score,
+    for r the share and a and b the scores of a question: the delta method. Tasks are independent, the metrics of a task
+    are not. Without scores of questions it is None; without a score of the baseline there is nothing to compare.
     """
     exact = mean_score({name: metric.value for name, metric in baseline.items()})
     if not exact:
         return None
     share = mean_score({name: metric.value for name, metric in metrics.items()}) / exact
-    by_task: dict[str, list[tuple[float, ...]]] = {}
-    for name, metric in metrics.items():
-        other = baseline[name].items
-        if len(metric.items) < 2 or len(metric.items) != len(other):
-            return Kept(share=share, error=None)
-        differences = tuple(a - share * b for a, b in zip(metric.items, other, strict=True))
-        by_task.setdefault(task_of(name), []).append(differences)
-    squares = 0.0
+    if any(len(m.items) < 2 or len(m.items) != len(baseline[name].items) for name, m in metrics.items()):
+        return share, None
+    differences = {
+        name: [a - share * b for a, b in zip(metric.items, baseline[name].items, strict=True)]
+        for name, metric in metrics.items()
+    }
+    squares, by_task = 0.0, _by_task(differences)
     for listed in by_task.values():
         means = [statistics.fmean(each) for each in zip(*listed, strict=True)]
         squares += statistics.variance(means) / len(means)
-    return Kept(share=share, error=math.sqrt(squares) / len(by_task) / exact)
+    return share, math.sqrt(squares) / len(by_task) / exact

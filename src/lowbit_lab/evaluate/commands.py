@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from lowbit.report import Baseline, Column, Command, Row, Table, compare
-from lowbit.report.style import recommended, title_of
 from lowbit.terminal import console
 from lowbit_lab.charts import Bars, Heights
+from lowbit_lab.charts.style import recommended, title_of
 from lowbit_lab.evaluate.settings import BASELINE, CalibrationConfig, EvaluationConfig
 
 _SHOWN = 4  # features in the table of a calibration
@@ -80,16 +80,12 @@ CALIBRATE = Command(
     ),
     charts=(
         Heights(
-            panel=_kind,
-            values=lambda row: [value / row["range_median"] for value in row["aggregated"]],
-            marks="features",
-            x_label="feature",
-            y_label="layer",
-            label="range over the layer's median",
+            panel=_kind, values=lambda row: [value / row["range_median"] for value in row["aggregated"]],
+            marks="features", x_label="feature", y_label="layer", label="range over the layer's median",
         ),
     ),
     live=False,
-)
+)  # fmt: skip
 
 
 def _parallel(rows: Sequence[Row]) -> Sequence[Row]:
@@ -104,35 +100,23 @@ def _with(field: str) -> Callable[[Sequence[Row]], Sequence[Row]]:
     """Select the rows that measured this; the shares of coded values stay only where some were not coded."""
 
     def rows_with(rows: Sequence[Row]) -> Sequence[Row]:
-        return _share_coded([row for row in rows if row.get(field) is not None])
+        rows = [row for row in rows if row.get(field) is not None]
+        everything = all(row["coded"] in (None, 1) for row in rows)
+        return [{**row, "coded": None} for row in rows] if everything else rows
 
     return rows_with
 
 
-def _what(rows: Sequence[Row], measured: str) -> str:
-    """Return a title: the measure, the model, and whether its ranks are real."""
-    ranks = "real" if rows[0]["real"] else "emulated"
-    nothing = "; NOTHING WAS CODED" if _nothing_coded(rows) else ""
-    return f"{measured}: {rows[0]['model']}, {ranks} ranks{nothing}"
+def _title(measured: str) -> Callable[[Sequence[Row]], str]:
+    """Make titles of the measure, with values of the rows, the model, and whether its ranks are real."""
 
+    def title(rows: Sequence[Row]) -> str:
+        first, formats = rows[0], [row for row in _parallel(rows) if row["format"] != BASELINE]
+        what = measured.format(**first, masked="masked " if first["kind"].startswith("masked") else "")
+        nothing = "; NOTHING WAS CODED" if formats and all(row["coded"] == 0 for row in formats) else ""
+        return f"{what}: {first['model']}, {'real' if first['real'] else 'emulated'} ranks{nothing}"
 
-def _nothing_coded(rows: Sequence[Row]) -> bool:
-    """Whether no format coded anything: all sums were small."""
-    formats = [row for row in _parallel(rows) if row["format"] != BASELINE]
-    return bool(formats) and all(row["coded"] == 0 for row in formats)
-
-
-def _perplexity_title(rows: Sequence[Row]) -> str:
-    masked = "masked tokens" if rows[0]["kind"].startswith("masked") else "tokens"
-    return _what(rows, f"Perplexity of {rows[0]['tokens']:,} {masked}")
-
-
-def _neighbours_title(rows: Sequence[Row]) -> str:
-    return _what(rows, f"Neighbours of {rows[0]['sentences']:,} sentences")
-
-
-def _tokens_title(rows: Sequence[Row]) -> str:
-    return _what(rows, "Greedy generation")
+    return title
 
 
 def _layer_columns(rows: Sequence[Row]) -> list[Column]:
@@ -157,33 +141,20 @@ def _with_errors(rows: Sequence[Row]) -> Sequence[Row]:
     return [{**row, "bar": name} for row, name in zip(rows, names, strict=True)]
 
 
-def _quality_title(rows: Sequence[Row]) -> str:
-    """What the recommended format keeps with the fewest ranks."""
-    best = recommended(rows, "format")
-    if best is None:
-        return "Perplexity with low-bit sums"
-    if best["kept"] is None:
-        return f"{best['model']}: nothing was coded: every sum is below {best['small']:,} elements"
-    bits = f" in {best['bits_per_value']:.2f} bits" if best.get("bits_per_value") else ""
-    kept = f"{best['kept']:.2%} of the perplexity of {best['model']}"
-    return f"{title_of(best['format'])} keeps {kept} on {best['tp']} ranks{bits}"
+def _finding(field: str, what: str, otherwise: str) -> Callable[[Sequence[Row]], str]:
+    """Make titles of what the recommended format keeps with the fewest ranks."""
 
+    def finding(rows: Sequence[Row]) -> str:
+        best = recommended(rows, "format")
+        if best is None:
+            return otherwise
+        if best["coded"] == 0:
+            return f"{best['model']}: nothing was coded: every sum is below {best['small']:,} elements"
+        bits = f" in {best['bits_per_value']:.2f} bits" if best.get("bits_per_value") else ""
+        kept = what.format(best[field], best["model"])
+        return f"{title_of(best['format'])} keeps {kept} on {best['tp']} ranks{bits}"
 
-def _neighbours_heading(rows: Sequence[Row]) -> str:
-    """What the recommended format keeps of the neighbours with the fewest ranks."""
-    best = recommended(rows, "format")
-    if best is None:
-        return "Nearest neighbours with low-bit sums"
-    if best["coded"] == 0:
-        return f"{best['model']}: nothing was coded: every sum is below {best['small']:,} elements"
-    kept = f"{best['nearest_10']:.1%} of the 10 nearest neighbours of {best['model']}"
-    return f"{title_of(best['format'])} keeps {kept} on {best['tp']} ranks in {best['bits_per_value']:.2f} bits"
-
-
-def _share_coded(rows: Sequence[Row]) -> Sequence[Row]:
-    """Leave the share of coded values out where it is all of them."""
-    everything = all(row["coded"] in (None, 1) for row in rows)
-    return [{**row, "coded": None} for row in rows] if everything else rows
+    return finding
 
 
 def _by_score(rows: Sequence[Row]) -> Sequence[Row]:
@@ -205,6 +176,7 @@ def _by_score(rows: Sequence[Row]) -> Sequence[Row]:
 
 _CASE = (Column("format", "format"), Column("tp", "tp"))
 _SENT = (
+    *_CASE,
     Column("bits per\nvalue", "bits_per_value", "{:.6g}"),
     Column("coded", "coded", "{:.0%}"),
     Column("all-\nreduce", "algorithm"),
@@ -223,20 +195,14 @@ EVALUATE = Command(
     measure=_evaluate,
     tables=(
         Table(
-            title=_perplexity_title,
+            title=_title("Perplexity of {tokens:,} {masked}tokens"),
             rows=_with("perplexity"),
-            columns=(
-                *_CASE,
-                *_SENT,
-                Column("perplex-\nity", "perplexity", "{:.4f}"),
-                Column("kept", "kept", "{:.2%}"),
-            ),
+            columns=(*_SENT, Column("perplex-\nity", "perplexity", "{:.4f}"), Column("kept", "kept", "{:.2%}")),
         ),
         Table(
-            title=_neighbours_title,
+            title=_title("Neighbours of {sentences:,} sentences"),
             rows=_with("nearest"),
             columns=(
-                *_CASE,
                 *_SENT,
                 Column("nearest\nkept", "nearest", "{:.1%}"),
                 Column("10 nearest\nkept", "nearest_10", "{:.1%}"),
@@ -244,10 +210,9 @@ EVALUATE = Command(
             ),
         ),
         Table(
-            title=_tokens_title,
+            title=_title("Greedy generation"),
             rows=_with("same_tokens"),
             columns=(
-                *_CASE,
                 *_SENT,
                 Column("tokens\nequal", "same_tokens", "{:.1%}"),
                 Column("before the first\ndifference", "tokens_before", "{:.1f}"),
@@ -284,31 +249,25 @@ EVALUATE = Command(
     ),
     charts=(
         Bars(
-            title=_quality_title,
+            title=_finding("kept", "{:.2%} of the perplexity of {}", "Perplexity with low-bit sums"),
             subtitle="Perplexity of BF16 over that of the format, minus 100 %.",
             rows=lambda rows: [row for row in _parallel(rows) if row["kept"] is not None],
-            group=_ranks,
-            series="format",
-            y=lambda row: 100 * (row["kept"] - 1),
+            group=_ranks, series="format", y=lambda row: 100 * (row["kept"] - 1),
             show=lambda row: f"{round(row['kept'] - 1, 4) + 0.0:+.2%}",
             label="perplexity kept, difference to BF16 in %",
         ),
         Bars(
-            title=_neighbours_heading,
+            title=_finding(
+                "nearest_10", "{:.1%} of the 10 nearest neighbours of {}", "Nearest neighbours with low-bit sums"
+            ),
             subtitle="10 nearest neighbours that are the same as of the first row.",
             rows=lambda rows: [row for row in _parallel(rows) if row.get("nearest_10") is not None],
-            group=_ranks,
-            series="format",
-            y=lambda row: 100 * row["nearest_10"],
+            group=_ranks, series="format", y=lambda row: 100 * row["nearest_10"],
             label="10 nearest neighbours kept, %",
         ),
         Bars(
-            title="Relative error of the sums",
-            rows=_with_errors,
-            group=_ranks,
-            series="bar",
-            y=lambda row: 100 * row["sum_error"],
-            label="relative error of the sums, %",
+            title="Relative error of the sums", rows=_with_errors, group=_ranks, series="bar",
+            y=lambda row: 100 * row["sum_error"], label="relative error of the sums, %",
         ),
     ),
     baselines=(
@@ -316,4 +275,4 @@ EVALUATE = Command(
         Baseline(field="scores_kept", value="score", to={"format": BASELINE}, alike=("tp",), unless=_SMALL),
     ),
     live=False,
-)
+)  # fmt: skip

@@ -31,11 +31,7 @@ log = logging.getLogger(__name__)
 
 
 def prepare(settings: InferenceConfig) -> torch.device:
-    """Check the model's folder, set the number of threads, and return the device of this rank.
-
-    Raises:
-        ConfigError: no checkpoint, sequences that are too long for it, CUDA without a device.
-    """
+    """Check the model's folder, set the number of threads, and return the device of this rank."""
     device = choose_device(settings.device, world()[1], key="device")
     config = model_config(settings.model)
     check_files(settings.model, "model")
@@ -66,9 +62,6 @@ def load_model(folder: str, dtype: str, device: torch.device) -> PreTrainedModel
 
     Args:
         folder: with `config.json` and weights; dtype: as in the settings.
-
-    Raises:
-        ConfigError: no checkpoint there, or one that Hugging Face cannot load.
     """
     from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
 
@@ -93,11 +86,7 @@ def load_model(folder: str, dtype: str, device: torch.device) -> PreTrainedModel
 
 
 def model_kind(folder: str) -> str:
-    """Return `CAUSAL`, `MASKED` or `ENCODER` (without an output for tokens), as the checkpoint's config says.
-
-    Raises:
-        ConfigError: another kind of model.
-    """
+    """Return `CAUSAL`, `MASKED` or `ENCODER` (without an output for tokens), as the checkpoint's config says."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     config = model_config(folder)
@@ -119,11 +108,7 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def model_config(folder: str) -> PreTrainedConfig:
-    """Return the config of the checkpoint's text model, with the defaults of its architecture.
-
-    Raises:
-        ConfigError: it is missing, or Hugging Face does not know the architecture.
-    """
+    """Return the config of the checkpoint's text model, with the defaults of its architecture."""
     return transformers_config(folder, "model").get_text_config()
 
 
@@ -142,22 +127,15 @@ def check_ranks(key: str, ranks: int, folder: str) -> None:
 
 def load_calibrations(files: tuple[str, ...]) -> dict[int, Calibration]:
     """Load calibrations, at most one for each number of ranks, and return them by that (`load_calibration`)."""
-    calibrations: dict[int, Calibration] = {}
-    for calibration in map(load_calibration, files):
-        if calibration.world in calibrations:
-            raise ConfigError(
-                f"calibration has two files for {calibration.world} ranks; allowed: one for each number of ranks"
-            )
-        calibrations[calibration.world] = calibration
-    return calibrations
+    loaded = [load_calibration(file) for file in files]
+    worlds = [calibration.world for calibration in loaded]
+    if twice := next((world for world in worlds if worlds.count(world) > 1), None):
+        raise ConfigError(f"calibration has two files for {twice} ranks; allowed: one for each number of ranks")
+    return dict(zip(worlds, loaded, strict=True))
 
 
 def load_calibration(path: str | Path) -> Calibration:
-    """Load a calibration; on the ranks of a job the same on all of them, or the same error.
-
-    Raises:
-        CalibrationError: it cannot be read. AgreementError: ranks cannot read it, or read different ones.
-    """
+    """Load a calibration; on the ranks of a job the same on all of them, or the same error."""
     if world()[1] == 1:
         return Calibration.load(path)
     loaded = load_agreed(path, default_group(), SumSettings())

@@ -39,11 +39,7 @@ class Pooling:
 
     @classmethod
     def read(cls, folder: str | Path) -> Pooling:
-        """Read the files that sentence-transformers writes beside a model; without them: the mean of the tokens.
-
-        Raises:
-            ConfigError: files that ask for another pooling.
-        """
+        """Read the files that sentence-transformers writes beside a model; without them: the mean of the tokens."""
         modules = _json(Path(folder) / "modules.json") or []
         kinds = {str(module["type"]).rpartition(".")[2]: Path(folder, module["path"]) for module in modules}
         settings = _json(kinds["Pooling"] / "config.json") if "Pooling" in kinds else None
@@ -108,26 +104,12 @@ def embed(
     return torch.stack(vectors)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Agreement:
-    """How alike the neighbours of the same texts are in two sets of vectors, by cosine.
+def agreement(exact: Tensor, other: Tensor) -> dict[str, float]:
+    """Compare the neighbours of (texts, E) vectors with those of exact ones, by cosine.
 
-    Attributes:
-        nearest: share of texts whose nearest other text is the same.
-        nearest_10: mean share of their 10 nearest that are the same.
-        rank_correlation: Spearman's, of the similarities of all pairs.
-    """
-
-    nearest: float
-    nearest_10: float
-    rank_correlation: float
-
-
-def agreement(exact: Tensor, other: Tensor) -> Agreement:
-    """Compare the neighbours of (texts, E) vectors with those of exact ones.
-
-    Raises:
-        ValueError: fewer than 12 texts.
+    Returns:
+        `nearest` (share of texts whose nearest other text is the same), `nearest_10` (mean share of their 10 nearest
+        that are the same) and `rank_correlation` (Spearman's, of the similarities of all pairs).
     """
     count = len(exact)
     if count < NEAREST + 2:
@@ -138,11 +120,11 @@ def agreement(exact: Tensor, other: Tensor) -> Agreement:
     best, found = (x.masked_fill(itself, -2).topk(NEAREST).indices for x in similar)
     first, second = torch.triu_indices(count, count, 1)
     ranks = [x[first, second].argsort().argsort().double() for x in similar]
-    return Agreement(
-        nearest=float((best[:, 0] == found[:, 0]).double().mean()),
-        nearest_10=float((best[:, :, None] == found[:, None, :]).any(-1).double().mean()),
-        rank_correlation=float(torch.corrcoef(torch.stack(ranks))[0, 1]),
-    )
+    return {
+        "nearest": float((best[:, 0] == found[:, 0]).double().mean()),
+        "nearest_10": float((best[:, :, None] == found[:, None, :]).any(-1).double().mean()),
+        "rank_correlation": float(torch.corrcoef(torch.stack(ranks))[0, 1]),
+    }
 
 
 def _json(path: Path) -> Any:

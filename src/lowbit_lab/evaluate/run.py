@@ -27,8 +27,7 @@ from lowbit.wire.objects import gather_json
 from lowbit_lab.evaluate import calibrate, loading, neighbours, text
 from lowbit_lab.evaluate.choices import Metric
 from lowbit_lab.evaluate.errors import SumErrors, root_mean_square
-from lowbit_lab.evaluate.generation import generate, same_tokens
-from lowbit_lab.evaluate.score import Reference, perplexity
+from lowbit_lab.evaluate.score import Reference, generate, perplexity, same_tokens
 from lowbit_lab.evaluate.settings import (
     BASELINE,
     LOW_BIT,
@@ -64,17 +63,12 @@ def measure(settings: EvaluationConfig) -> Iterator[list[dict[str, Any]]]:
         Of models that predict tokens also `perplexity` (of the next token, or of masked ones; NaN if a sum was),
         `accuracy`, `loss`, `tokens`, `logits_error` (relative, to the first row's: one rank, or on real ranks bf16) and
         `logits` (digits of the first batch's bits). Of encoders `sentences`, `nearest`, `nearest_10` and
-        `rank_correlation`, against the first row's (`neighbours.Agreement`). With `generate`, `same_tokens`,
-        `tokens_before`, `same_texts`, against the first row's (`generation.SameTokens`). With tasks `scores` (by task
+        `rank_correlation`, against the first row's (`neighbours.agreement`). With `generate`, `same_tokens`,
+        `tokens_before`, `same_texts`, against the first row's (`score.same_tokens`). With tasks `scores` (by task
         and metric), `scores_error` (their standard errors), `score` (their mean) and, unless nothing was coded,
         `score_kept` (each over bf16's on as many ranks), `score_kept_error` and `scores_kept_error` (standard errors).
         The command adds `kept` (bf16's perplexity over this one) and `scores_kept` (`score` over bf16's), unless
         nothing was coded.
-
-    Raises:
-        ConfigError, ValueError: settings, model or text that cannot be used.
-        CalibrationError: a calibration for something else.
-        AgreementError: ranks that do not hold the same.
     """
     return Evaluation(settings).rows()
 
@@ -87,6 +81,9 @@ class _Case:
     tp: int
     low_bit: Calibration | Codec | None = None  # None: one rank, no sum
     source: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.format}, tp {self.tp}"
 
 
 class Evaluation:
@@ -177,13 +174,11 @@ class Evaluation:
 
     def _facts(self) -> dict[str, str]:
         """Return facts that must be the same on all ranks."""
-        local = ("model", "text", "calibration_text", "task_folder", "tokenizer", "calibrations", "tasks")
-        values = dataclasses.asdict(self.settings)
-        facts = {key: str(value) for key, value in values.items() if key not in local}
-        return facts | {
-            "text": self.sequences.fingerprint(), "calibrations": str(len(self.settings.calibrations)),
-            "tasks": self.tasks.facts(),
-        }  # fmt: skip
+        facts = {key: str(value) for key, value in dataclasses.asdict(self.settings).items()}
+        facts |= {"text": self.sequences.fingerprint(), "tasks": self.tasks.facts()}
+        facts["calibrations"] = str(len(self.settings.calibrations))
+        paths = ("model", "calibration_text", "task_folder", "tokenizer")
+        return {key: value for key, value in facts.items() if key not in paths}
 
     def _cases(self, model: PreTrainedModel, calibrations: Mapping[int, Calibration]) -> Iterator[_Case]:
         warned = False
@@ -228,9 +223,7 @@ class Evaluation:
 
     def _all_have(self, path: Path) -> bool:
         """Whether the file exists, decided alike on all ranks."""
-        if self.ranks == 1:
-            return path.exists()
-        exists = gather_json(path.exists())
+        exists = gather_json(path.exists()) if self.ranks > 1 else [path.exists()]
         if len(set(exists)) > 1:
             missing = ", ".join(str(rank) for rank, here in enumerate(exists) if not here)
             raise CalibrationError(
@@ -246,16 +239,15 @@ class Evaluation:
             if self.encoder:
                 measured |= self._neighbours(model, case)
             if settings.generate:
-                measured |= self._generate(model)
+                texts = generate(model, self.sequences, settings.generate, self.device)
+                self.texts = texts if self.texts is None else self.texts
+                measured |= same_tokens(self.texts, texts)
             if settings.tasks:
-                title = f"{case.format}, tp {case.tp}"
-                scored = self.tasks.score(model, self.tokenizer.hugging_face(), self.device, title)
+                scored = self.tasks.score(model, self.tokenizer.hugging_face(), self.device, str(case))
         traffic = installed.traffic if case.low_bit is not None else None
         if traffic is not None and not traffic.coded and case.format != BASELINE and self.rank == 0:
-            log.warning(
-                "%s, tp %d: nothing was coded: every sum has fewer than %d elements (small)",
-                case.format, case.tp, self.sums.small,
-            )  # fmt: skip
+            small = self.sums.small
+            log.warning("%s: nothing was coded: every sum has fewer than %d elements (small)", case, small)
         if scored:
             coded = traffic is None or bool(traffic.coded)
             measured |= self.tasks.row(scored, case.tp, baseline=case.format == BASELINE, coded=coded)
@@ -281,7 +273,7 @@ class Evaluation:
     def _predict(self, model: PreTrainedModel, case: _Case) -> dict[str, Any]:
         """Predict next tokens, or masked ones."""
         settings, windows = self.settings, len(self.sequences.spread(self.settings.sequences))
-        with loading.progress_bar(f"{case.format}, tp {case.tp}", windows) as progress:
+        with loading.progress_bar(str(case), windows) as progress:
             score = perplexity(
                 model, self.sequences, count=settings.sequences, batch=settings.batch, reference=self.reference,
                 device=self.device, progress=progress,
@@ -289,32 +281,21 @@ class Evaluation:
         if self.ranks > 1:
             agree(None, {"logits": score.logits, "loss": repr(score.loss)}, topic="outcome")
         if not math.isfinite(score.loss) and self.rank == 0:
-            log.warning(
-                "%s, tp %d: the loss is %s: a sum over ranks was NaN or infinite", case.format, case.tp, score.loss
-            )
+            log.warning("%s: the loss is %s: a sum over ranks was NaN or infinite", case, score.loss)
         fields = ("perplexity", "accuracy", "loss", "tokens", "logits_error", "logits")
         return {name: getattr(score, name) for name in fields}
 
     def _neighbours(self, model: PreTrainedModel, case: _Case) -> dict[str, Any]:
         """Compare the nearest neighbours of sentences with those of the first case."""
-        with loading.progress_bar(f"{case.format}, tp {case.tp}, sentences", len(self.sentences)) as progress:
+        with loading.progress_bar(f"{case}, sentences", len(self.sentences)) as progress:
             vectors = neighbours.embed(
                 model, self.tokenizer.hugging_face(), self.sentences, self.pooling, batch=8 * self.settings.batch,
                 device=self.device, progress=progress,
             )  # fmt: skip
         if not bool(vectors.isfinite().all()) and self.rank == 0:
-            log.warning("%s, tp %d: a sentence's vector is NaN or infinite: a sum over ranks was", case.format, case.tp)
+            log.warning("%s: a sentence's vector is NaN or infinite: a sum over ranks was", case)
         self.vectors = vectors if self.vectors is None else self.vectors
-        return {
-            "sentences": len(self.sentences), **dataclasses.asdict(neighbours.agreement(self.vectors, vectors)),
-        }  # fmt: skip
-
-    def _generate(self, model: PreTrainedModel) -> dict[str, Any]:
-        """Compare greedy continuations with those of the first case."""
-        texts = generate(model, self.sequences, self.settings.generate, self.device)
-        self.texts = texts if self.texts is None else self.texts
-        same = same_tokens(self.texts, texts)
-        return {"same_tokens": same.tokens, "tokens_before": same.before, "same_texts": same.whole}
+        return {"sentences": len(self.sentences), **neighbours.agreement(self.vectors, vectors)}
 
     def _install(self, model: PreTrainedModel, case: _Case, errors: SumErrors) -> Installed:
         """Let the model add up its partial sums in the format of the case."""
@@ -336,11 +317,7 @@ def _check_format(name: str) -> None:
 
 
 def _with_features(calibration: Calibration, name: str) -> Calibration:
-    """Return the calibration with the features and the gain of one of the formats `CALIBRATED`.
-
-    Raises:
-        CalibrationError: it was made for static ranges, and the format is another.
-    """
+    """Return the calibration with the features and the gain of one of the formats `CALIBRATED`."""
     if name == STATIC:
         return calibration if calibration.gain == "static" else calibration.select(gain="static")
     if calibration.gain == "static":

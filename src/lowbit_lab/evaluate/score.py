@@ -1,4 +1,4 @@
-"""Perplexity of a model on windows of text, and how far its logits and sums are from a reference's."""
+"""Perplexity of a model on windows of text, how far its logits are from a reference's, and greedy generation."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from lowbit_lab.evaluate.text import IGNORED, Sequences
 
 REMEMBERED = 2**28
 """Bytes of logits that a `Reference` keeps."""
+PROMPTS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +123,35 @@ def perplexity(
     return Score(
         loss=total / tokens, tokens=tokens, logits=digest, accuracy=hits / tokens, logits_error=relative
     )  # fmt: skip
+
+
+@torch.no_grad()
+def generate(model: Any, sequences: Sequences, tokens: int, device: torch.device | str = "cpu") -> Tensor:
+    """Return the most likely continuation of 16 windows of the text, int64 (prompts, tokens).
+
+    The prompt is the whole window, in one batch; generation does not stop at an end-of-text token.
+    """
+    whole = [i for i in sequences.spread(PROMPTS) if i < sequences.whole]
+    prompts = torch.stack([sequences.sequence(i) for i in whole or [0]]).to(device)
+    settings = {"do_sample": False, "max_new_tokens": tokens, "min_new_tokens": tokens, "pad_token_id": 0}
+    output = model.generate(prompts, attention_mask=torch.ones_like(prompts), **settings)
+    return output[:, prompts.shape[1] :].cpu()
+
+
+def same_tokens(expected: Tensor, other: Tensor) -> dict[str, float]:
+    """Compare continuations, (prompts, tokens) each.
+
+    Returns:
+        `same_tokens` (share of equal ones), `tokens_before` (mean number before the first that differs) and
+        `same_texts` (share of continuations that are equal throughout).
+    """
+    same = expected == other
+    prefix = same.long().cumprod(1).sum(1)
+    return {
+        "same_tokens": float(same.double().mean()),
+        "tokens_before": float(prefix.double().mean()),
+        "same_texts": float((prefix == same.shape[1]).double().mean()),
+    }
 
 
 def _square(x: Tensor) -> float:

@@ -97,7 +97,7 @@ class Sequences:
             yield torch.stack(inputs), torch.stack(targets)
 
     def draw(self, count: int, seed: int) -> list[Tensor]:
-        """Return up to `count` different full windows in an order that depends on `seed` only: int64, (length,) each.
+        """Return up to `count` different full windows in an order that depends on the seed: int64, (length,) each.
 
         Raises:
             ConfigError: the text is shorter than one window.
@@ -137,16 +137,13 @@ def read(settings: InferenceConfig, *, held_out: bool = False, encoder: bool = F
     Args:
         held_out: of the standard library, take the share at the end that `lowbit train` holds out, not the rest.
         encoder: the model reads a text between two special tokens and predicts masked tokens.
-
-    Raises:
-        ConfigError: no such text, none in it, or no tokenizer.
     """
     tokenizer = load_tokenizer(settings.tokenizer or settings.model, key="tokenizer")
     tokens = corpus.encode(documents(settings, held_out=held_out), tokenizer)
     source = ", ".join(settings.text) or LIBRARY
     if len(tokens) < 2:
         raise ConfigError(f"{source} has {len(tokens)} tokens; allowed: at least 2")
-    special = _special(tokenizer) if encoder else {"begin": _begin(tokenizer)}
+    special = _special(tokenizer, encoder=encoder)
     return Sequences(tokens=tokens, length=settings.length, source=source, **special), tokenizer
 
 
@@ -154,31 +151,21 @@ def documents(settings: InferenceConfig, *, held_out: bool = False) -> Iterator[
     """Return the documents of the settings, up to `max_bytes`."""
     data = DataConfig(text=settings.text, max_bytes=settings.max_bytes)
     texts: Iterable[bytes] = corpus.documents(data)
-    if not data.text:
-        texts = _share(list(texts), data.held_out_share, held_out)
-    return corpus.capped(texts, data.max_bytes)
+    return corpus.capped(texts if data.text else _share(list(texts), data.held_out_share, held_out), data.max_bytes)
 
 
-def _special(tokenizer: Tokenizer) -> dict[str, int | None]:
-    """Return the ids that an encoder's windows begin and end with, and that of a masked token."""
+def _special(tokenizer: Tokenizer, *, encoder: bool) -> dict[str, Any]:
+    """Return the ids that the tokenizer puts around every text, of an encoder with that of a masked token."""
     if not isinstance(tokenizer, FolderTokenizer):
         return {}
     hugging_face = tokenizer.hugging_face()
     around = hugging_face("a")["input_ids"]
-    begin: Any = hugging_face.cls_token_id
-    end: Any = hugging_face.sep_token_id
-    mask: Any = hugging_face.mask_token_id
-    whole = begin is not None and end is not None and around[:1] == [begin] and around[-1:] == [end]
-    return {"begin": begin, "end": end, "mask": mask} if whole else {}
-
-
-def _begin(tokenizer: Tokenizer) -> int | None:
-    """Return the id that the tokenizer puts in front of every text, if it does."""
-    if not isinstance(tokenizer, FolderTokenizer):
-        return None
-    hugging_face = tokenizer.hugging_face()
-    begin: Any = hugging_face.bos_token_id
-    return begin if begin is not None and hugging_face("a")["input_ids"][:1] == [begin] else None
+    begin, end = (hugging_face.cls_token_id, hugging_face.sep_token_id) if encoder else (hugging_face.bos_token_id, 0)
+    if begin is None or end is None or around[:1] != [begin]:
+        return {}
+    if not encoder:
+        return {"begin": begin}
+    return {"begin": begin, "end": end, "mask": hugging_face.mask_token_id} if around[-1:] == [end] else {}
 
 
 def _share(documents: list[bytes], share: float, held_out: bool) -> Iterator[bytes]:

@@ -12,8 +12,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lowbit.report import Report, run
 from lowbit.train.config import DataConfig
-from lowbit_lab.bench.generation import CALIBRATED, COMMAND, GAINS, OWN, GenerationBenchmark, Turns
-from lowbit_lab.network import Link, LinkUnavailable, SlowLink
+from lowbit_lab.bench.generation import CALIBRATED, COMMAND, GAINS, OWN, GenerationBenchmark, row_of
+from lowbit_lab.bench.sums import Taken
+from lowbit_lab.network import Link
 from tests.lab.bench.shown import shown
 from tests.lab.evaluate.models import TEXT
 
@@ -108,38 +109,11 @@ def test_agreement_is_measured_of_sums_too(forked: None, settings: GenerationBen
 
 def test_medians_and_bytes_of_both_hosts(settings: GenerationBenchmark):
     link: dict[str, Any] = {"link": "25mbit", "link_mbit": 25.0, "goodput_mbit": 24.0}
-    turns = Turns(link, "int4", 0)
-    common = {"bits_prefill": 4.5, "bits_decode": 8.0}
-    for first, last, timed in ((9.0, 9.0, False), (0.1, 0.01, True), (0.3, 0.03, True), (0.2, 0.05, True)):
-        answer = {"prefill": first, "decode": last, "sent": 100, **common}
-        turns.add([answer, {**answer, "prefill": 0.0, "sent": 20}], timed)
-    row = turns.row(settings, {})
+    contender = {"layout": "pipeline", "name": "int4", "chunk": 0, "batch": 1}
+    one = Taken(phase="generate", contender=contender, ranks=2, link=link)
+    for first, last in ((0.1, 0.01), (0.3, 0.03), (0.2, 0.05)):
+        answer = {"prefill": first, "decode": last, "sent": 100, "bits_prefill": 4.5, "bits_decode": 8.0}
+        one.turns.append([answer, {**answer, "prefill": 0.0, "sent": 20}])
+    row = row_of(settings, one, {})
     assert (row["prefill_ms"], row["prefill_ms_low"], row["prefill_ms_high"]) == (200, 100, 300)
     assert (row["decode_ms"], row["bytes_sent"], row["loss"]) == (30, 120, None)
-
-
-def test_no_link_says_why(monkeypatch: pytest.MonkeyPatch, settings: GenerationBenchmark):
-    monkeypatch.setattr(SlowLink, "available", staticmethod(lambda **_: "No way."))
-    with pytest.raises(LinkUnavailable, match="No way. `--link unlimited` measures without"):
-        run(COMMAND, dataclasses.replace(settings, links=(Link(100.0),)))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"formats": ("int9",)}, "codec is 'int9'"),
-        ({"formats": ("int4", "int4")}, "formats is"),
-        ({"formats": ("transform",)}, "formats has 'transform', which keeps state; allowed: transformers, and codecs"),
-        ({"layers": 1}, "layers is 1; allowed: at least 2"),
-        ({"layouts": ("both",)}, "layouts has 'both' and per_host is 1; allowed: at least 2"),
-        ({"layouts": ("tensor",), "heads": 3}, "heads is 3; allowed: a multiple of 2, the tensor-parallel ranks"),
-        ({"per_host": 2}, "layers is 2; allowed: at least 4, one for each stage"),
-        ({"sums": ("int9",)}, "codec is 'int9'"),
-        ({"tokens": 1}, "tokens is 1; allowed: at least 2"),
-        ({"chunks": ()}, "chunks is"),
-        ({"precision": "fp8"}, "precision is 'fp8'"),
-    ],
-)
-def test_bad_settings_are_refused(change: dict[str, Any], message: str):
-    with pytest.raises(ValueError, match=message):
-        dataclasses.replace(GenerationBenchmark(), **change)

@@ -8,14 +8,12 @@ import pytest
 import torch
 
 from lowbit.activations import LayerAware
-from lowbit.config import build
 from lowbit.report import Report, run
 from lowbit.train.config import ModelConfig, OptimizerConfig
 from lowbit.train.model import build_model
-from lowbit_lab.bench import memory, memory_methods
+from lowbit_lab.bench import memory, memory_run
 from lowbit_lab.bench.memory import COMMAND, METHODS, MemoryBenchmark, in_8_bits
-from lowbit_lab.bench.memory_methods import Updates, policy_of, saving
-from lowbit_lab.bench.memory_run import Meter, measure
+from lowbit_lab.bench.memory_run import Meter, Updates, measure, policy_of, saving
 from lowbit_lab.bench.workers import Workers
 from tests.lab.bench.shown import shown
 
@@ -62,7 +60,7 @@ SHARES = {
 
 
 def test_what_each_method_keeps_and_loses(settings: MemoryBenchmark, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(memory_methods, "eight_bit_adamw", memory_methods.make_optimizer)
+    monkeypatch.setattr(memory_run, "eight_bit_adamw", memory_run.make_optimizer)
     plain = measure(settings, "bf16", 64)
     for method, (low, high) in SHARES.items():
         row = plain if method == "bf16" else measure(settings, method, 64)
@@ -111,7 +109,7 @@ def test_rows_are_shown_and_drawn(settings: MemoryBenchmark, tmp_path: Path):
 
 
 def test_gradients_in_8_bits_are_a_quarter_and_a_step_is_that_of_adamw(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(memory_methods, "eight_bit_adamw", memory_methods.make_optimizer)
+    monkeypatch.setattr(memory_run, "eight_bit_adamw", memory_run.make_optimizer)
     weights = []
     for method in ("low-bit", "low-bit+8bit"):
         model = build_model(ModelConfig(dim=64, layers=1, heads=2), vocab=64, sequence=16, seed=0).train()
@@ -183,21 +181,3 @@ def test_a_process_that_fails_is_an_error(settings: MemoryBenchmark, monkeypatch
     monkeypatch.setattr(Workers, "ask", fail)
     with pytest.raises(ChildProcessError, match="bf16 at sequence 64: process 0 failed: MemoryError: no more"):
         run(COMMAND, settings)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"methods": ("int3",)}, r"methods is .*; allowed: bf16, checkpoint"),
-        ({"methods": ("agoc",)}, r"methods is .*'agoc'.*; allowed: bf16, .*, agoq"),
-        ({"sequences": (0,)}, r"sequences is \(0,\); allowed: at least 1"),
-        ({"steps": 1}, "steps is 1; allowed: at least 2"),
-        ({"bits": 9}, "bits is 9; allowed: "),
-        ({"weights": "fp16"}, "weights is 'fp16'"),
-        ({"model": {"vocab": 100}}, "vocabulary has 100 entries"),
-        ({"model": {"dim": 33}}, "model.dim is 33"),
-    ],
-)
-def test_wrong_settings_are_refused(wrong: dict, message: str):
-    with pytest.raises(ValueError, match=message):
-        build(MemoryBenchmark, wrong)

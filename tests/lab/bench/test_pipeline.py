@@ -6,15 +6,14 @@ from typing import Any
 import pytest
 
 from lowbit.codecs import SubspaceQuant, parse, parse_pair
-from lowbit.config import build
 from lowbit.report import Report, compare, run
 from lowbit.train.boundaries import make_codecs
 from lowbit.train.config import DataConfig, ModelConfig, PipelineConfig
 from lowbit.wire.checksum import CHECKSUM_BYTES
-from lowbit_lab.bench import workers
-from lowbit_lab.bench.pipeline import COMMAND, PipelineBenchmark, Turns, rows_of
-from lowbit_lab.bench.recipes import recipe
-from lowbit_lab.bench.workers import set_link, started
+from lowbit_lab.bench.pipeline import COMMAND, PipelineBenchmark, rows_of
+from lowbit_lab.bench.recipes import Split, recipe
+from lowbit_lab.bench.sums import Taken
+from lowbit_lab.bench.workers import set_link
 from lowbit_lab.network import Link, LinkUnavailable, SlowLink
 from lowbit_lab.network.shape import burst_bytes
 from tests.lab.bench.shown import shown
@@ -42,7 +41,7 @@ def report() -> Report:
     links = (Link(None),) if SlowLink.available() else (Link(SLOW), Link(None))
     seen: list[int] = []
     done = run(COMMAND, dataclasses.replace(TINY, links=links), on_rows=lambda rows: seen.append(len(rows)))
-    assert seen[0] == 1
+    assert seen[0] == len(TINY.boundaries)
     assert seen[-1] == len(done.rows) == len(links) * len(TINY.boundaries)
     return done
 
@@ -115,16 +114,18 @@ def test_report_is_shown_and_drawn(report: Report, tmp_path: Path):
 
 
 def test_rows_of_what_is_there_so_far():
-    turns = Turns(set_link(None, Link(None)), TINY.pipeline, "tah-quant")
     step = dict.fromkeys(("compute_seconds", "codec_seconds", "checksum_seconds", "wait_seconds"), 0.5)
     step |= {"bits_forward": 4.0, "bits_backward": 6.0, "seconds": 2.0, "bytes_sent": 7, "loss": 1.0}
-    turns.steps += [step | {"tokens_per_second": speed} for speed in (10.0, 30.0, 20.0)]
-    (row,) = compare(rows_of(TINY, [turns]), COMMAND.baselines)
+    steps = [step | {"tokens_per_second": speed} for speed in (10.0, 30.0, 20.0)]
+    answer = {"steps": steps, "evaluation": None, "state_bytes": 4}
+    link, contender = set_link(None, Link(None)), {"name": f"{Split.of(TINY.pipeline)} int4 / int8"}
+    one = Taken(phase="train", contender=contender, ranks=2, link=link, turns=[[answer, answer]])
+    (row,) = compare(rows_of(TINY, [one]), COMMAND.baselines)
     assert row["tokens_per_second"] == 20.0
     assert (row["tokens_per_second_low"], row["tokens_per_second_high"]) == (10.0, 30.0)
     assert row["speedup_fp32"] is row["speedup_stock_fp32"] is None
-    assert (row["split"], row["evaluation_seconds"]) == ("Interleaved1F1B/2/2", None)
-    assert row["share_of_unlimited"] == 1.0
+    assert (row["split"], row["boundary"]) == ("Interleaved1F1B/2/2", "int4 / int8")
+    assert (row["evaluation_seconds"], row["state_bytes"], row["share_of_unlimited"]) == (None, 8, 1.0)
 
 
 def test_recipe_of_a_boundary():
@@ -139,65 +140,12 @@ def test_recipe_of_a_boundary():
     assert recipe(TINY, "stock-bf16").pipeline.boundary == "stock-bf16"
 
 
-def test_no_link_says_why_and_what_to_do(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(SlowLink, "available", staticmethod(lambda **_: "No way."))
-    with pytest.raises(LinkUnavailable, match="No way. `--link unlimited` measures without"):
-        run(COMMAND, dataclasses.replace(TINY, links=(Link(100.0), Link(None))))
-
-
-def test_no_distance_says_why_and_what_to_do(monkeypatch: pytest.MonkeyPatch):
+def test_no_link_or_distance_says_why_and_what_to_do(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(SlowLink, "available", staticmethod(lambda distance=False: "No TUN." if distance else None))
     with pytest.raises(LinkUnavailable, match="No TUN. `--link 100mbit` measures without a dist"):
         run(COMMAND, dataclasses.replace(TINY, links=(Link(None), Link(100.0, rtt_ms=40))))
-
-
-def test_unlimited_needs_no_link(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(SlowLink, "available", staticmethod(lambda **_: "No way."))
-    monkeypatch.setattr(workers, "Workers", FakeWorkers)
-    with started("lowbit_lab.bench.runs", 2, (Link(None),)) as (link, ranks):
-        assert link is None
-        assert isinstance(ranks, FakeWorkers)
-        assert ranks.arguments == ("lowbit_lab.bench.runs", 2)
-    assert set_link(None, Link(None)) == {
-        "link": "unlimited",
-        "link_mbit": None,
-        "link_rtt_ms": 0.0,
-        "goodput_mbit": None,
-        "rtt_ms": None,
-    }
-
-
-class FakeWorkers:
-    def __init__(self, *arguments: object, grouped: bool):
-        self.arguments = arguments
-
-    def __enter__(self) -> "FakeWorkers":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"pipeline": {"ranks": 1}}, "pipeline.ranks is 1; allowed: at least 2"),
-        ({"pipeline": {"forward": "int4"}}, "pipeline.forward is .*; allowed: formats, in `boundaries`"),
-        ({"rounds": 0}, "rounds is 0; allowed: at least 1"),
-        ({"samples": 6}, "samples is 6; allowed: a multiple of data.batch"),
-        ({"samples": 0}, "samples is 0; allowed: at least 1"),
-        ({"links": ()}, "links is"),
-        ({"boundaries": ("int4", "int4")}, "boundaries is"),
-        ({"boundaries": ("int9",)}, "boundaries has 'int9': codec is 'int9'"),
-        ({"backward": "what"}, "codec is 'what'"),
-        ({"boundaries": ("SubspaceQuant(directions='auto')",)}, "boundaries has .*: directions is 'auto'"),
-        ({"backward": "SubspaceQuant(directions=65)"}, "has 'tah-quant': directions is 65, .* allowed: 1 to 64"),
-        ({"model": {"dim": 64, "layers": 3, "heads": 2}}, "4 stages"),
-        ({"model": {"dim": 63}}, "model.dim is 63"),
-        ({"device": "gpu"}, "device is 'gpu'; allowed: cpu, cuda"),
-        ({"device": "cuda"}, "boundaries has 'stock-fp32'; PyTorch's own stage cannot use Gloo"),
-    ],
-)
-def test_bad_settings_are_refused(change: dict[str, Any], message: str):
-    with pytest.raises(ValueError, match=message):
-        build(PipelineBenchmark, change, base=TINY)
+    with pytest.raises(LinkUnavailable, match="No way. `--link unlimited` measures without"):
+        run(COMMAND, dataclasses.replace(TINY, links=(Link(100.0), Link(None))))
+    about = {"link": "unlimited", "link_mbit": None, "link_rtt_ms": 0.0, "goodput_mbit": None, "rtt_ms": None}
+    assert set_link(None, Link(None)) == about

@@ -124,21 +124,3 @@ def test_a_line_has_only_what_all_boundaries_have():
     assert title == "forward"
     assert [(p["bits_per_element"], p["decibels"]) for p in points if not p["alone"]] == [(2.0, 12.0), (3.0, 21.0)]
     assert [(p["bits_per_element"], p["decibels"]) for p in points if p["alone"]] == [(2.5, 20.0)]
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"stages": 1}, "stages is 1; allowed: at least 2"),
-        ({"directions": (0,)}, r"directions is \(0,\); allowed: at least 1"),
-        ({"bits": ()}, "bits is empty"),
-        ({"codecs": ("aq-sgd",)}, "codecs has 'aq-sgd', which learns"),
-        (
-            {"codecs": ("SubspaceQuant(directions='auto')",)},
-            "codecs has .*, which chooses a parameter in a",
-        ),
-    ],
-)
-def test_settings_that_cannot_be(settings: dict, message: str):
-    with pytest.raises(ValueError, match=message):
-        SpectrumBenchmark(checkpoint="a", text="b", **settings)

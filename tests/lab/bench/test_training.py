@@ -16,16 +16,7 @@ from lowbit.train.optim import make_optimizer
 from lowbit.wire.checksum import CHECKSUM_BYTES
 from lowbit_lab.bench import training
 from lowbit_lab.bench.convergence import ConvergenceBenchmark
-from lowbit_lab.bench.replicas import Replicas
-from lowbit_lab.bench.training import (
-    Recipe,
-    activation_policy,
-    boundary_modules,
-    codec_pair,
-    evaluate,
-    gradient_codec,
-    train,
-)
+from lowbit_lab.bench.training import Formats, Recipe, Replicas, boundary_modules, evaluate, formats_in, train
 
 FP32 = Cast()
 CHECKSUM_BITS = 8 * CHECKSUM_BYTES / (2 * 16 * 32)  # an element, in messages of (2, 16, 32)
@@ -54,40 +45,22 @@ def recipe(tmp_path: Path) -> Recipe:
     )
 
 
-def test_gradients_in_few_bits_train_too(recipe: Recipe):
-    plain, found = [], []
-    for boundary, losses in (("fp32", plain), ("gradients:fp8", found)):
-        _, row = train(recipe, boundary, seed=0, on_step=lambda step, loss, losses=losses: losses.append(loss))
-        losses.append(row["loss"])
-    assert found[0] == pytest.approx(plain[0], rel=1e-6), "the same start and samples"
-    assert found[-1] != plain[-1]
-    assert found == pytest.approx(plain, abs=0.05)
-
-
-@pytest.mark.parametrize("name", ["activations:norm-8", "activations:uniform"])
-def test_activations_in_few_bits_train_too(recipe: Recipe, name: str):
+@pytest.mark.parametrize("name", ["gradients:fp8", "activations:norm-8", "activations:uniform"])
+def test_gradients_and_activations_in_few_bits_train_too(recipe: Recipe, name: str):
     _, plain = train(recipe, seed=0)
     model, found = train(recipe, name, seed=0)
     assert found["curve"][0] == pytest.approx(plain["curve"][0], rel=1e-6), "forward is exact"
     assert found["loss"] != plain["loss"]
     assert found["loss"] == pytest.approx(plain["loss"], abs=0.05)
     assert not any("forward" in vars(module) for module in model.modules())
-    assert codec_pair(name, "int8") == (FP32, FP32)
-
-
-def test_policies_have_names():
-    assert activation_policy("int4") is None
-    with pytest.raises(ValueError, match="boundary is 'activations:4'; allowed: activations:default, act"):
-        activation_policy("activations:4")
 
 
 def test_agoq_is_its_activations_with_all_in_8_bits(recipe: Recipe, monkeypatch: pytest.MonkeyPatch):
     made = []
     monkeypatch.setattr(training, "eight_bit_adamw", lambda *a, compiled: made.append(compiled) or make_optimizer(*a))
-    assert activation_policy("agoq") == activation_policy("activations:agoq") == LayerAware.published()
-    assert gradient_codec("agoq") == gradient_codec("activations:agoq+8bit") == BlockFloat8()
-    assert gradient_codec("activations:agoq") is None
-    assert codec_pair("agoq") == (FP32, FP32)
+    published = LayerAware.published()
+    assert formats_in("activations:agoq") == Formats(activations=published)
+    assert formats_in("agoq") == formats_in("activations:agoq+8bit") == (FP32, FP32, BlockFloat8(), published, True)
     losses = {
         name: first_losses(recipe, name) for name in ("fp32", "activations:agoq", "agoq", "activations:agoq+8bit")
     }
@@ -112,11 +85,7 @@ def test_real_8_bit_states_train(recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 
 def first_losses(recipe: Recipe, boundary: str, *, seed: int = 0) -> list[float]:
     losses: list[float] = []
-
-    def keep(step: int, loss: float) -> None:
-        losses.append(loss)
-
-    train(recipe, boundary, seed=seed, on_step=keep)
+    train(recipe, boundary, seed=seed, on_step=lambda step, loss: losses.append(loss))
     return losses
 
 
@@ -229,10 +198,9 @@ def test_boundaries_lie_where_stages_are_cut(family: str, expected: list[str]):
 
 
 def test_plain_formats_travel_alike_both_ways():
-    backward = INT6
-    assert codec_pair("bf16", backward) == (Cast(dtype=torch.bfloat16),) * 2
-    assert codec_pair("int4", backward) == (parse("int4"), parse(INT6))
-    pair = codec_pair("SubspaceQuant(directions=4) / subspace-backward", backward)
+    assert formats_in("bf16", INT6)[:2] == (Cast(dtype=torch.bfloat16),) * 2
+    assert formats_in("int4", INT6) == Formats(parse("int4"), parse(INT6))
+    pair = formats_in("SubspaceQuant(directions=4) / subspace-backward", INT6)[:2]
     assert pair == (parse("SubspaceQuant(directions=4)"), parse("SubspaceQuant(bits=4)"))
 
 
@@ -286,11 +254,12 @@ def test_everything_that_is_rounded_is_rounded():
 
 
 def test_formats_by_name():
-    assert gradient_codec("fp8") is None
-    assert gradient_codec("gradients:fp8") == BlockFloat8()
-    assert codec_pair("gradients:fp8", "int6") == (Cast(), Cast())
+    assert formats_in("gradients:fp8", "int6") == Formats(gradients=BlockFloat8())
+    assert formats_in("activations:norm-8", "int8") == Formats(activations=training.POLICIES["norm-8"])
+    with pytest.raises(ValueError, match="boundary is 'activations:4'; allowed: activations:default, act"):
+        formats_in("activations:4")
     with pytest.raises(ValueError, match="has state between messages"):
-        gradient_codec("gradients:aq-sgd")
+        formats_in("gradients:aq-sgd")
     with pytest.raises(ValueError, match="codec is 'fp9'"):
         ConvergenceBenchmark(boundaries=("gradients:fp9",))
     with pytest.raises(ValueError, match="batch is 3; allowed: multiples of 2"):

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.concepts.__main__ import FIGURES, PAGES, recorded
 from benchmarks.concepts.draw import PICTURES, figure_of, step
 from benchmarks.concepts.timeline import Step, message_seconds
-from lowbit.report.style import THEMES
+from lowbit_lab.charts.style import THEMES
 
 
 def test_messages_follow_one_another_on_the_link():

@@ -10,9 +10,9 @@ import pytest
 from benchmarks.__main__ import BENCHMARKS
 from benchmarks.figures import README, picture
 from lowbit.report import Report
-from lowbit.report.style import THEMES
 from lowbit_lab.charts.charts import figure
-from lowbit_lab.charts.labels import collisions
+from lowbit_lab.charts.style import THEMES
+from tests.lab.charts.collisions import collisions
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results"
 RECORDED = sorted((RESULTS / "data").glob("*.json"))

@@ -9,11 +9,11 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from lowbit.cli.reports import Measurement
-from lowbit.report.style import DARK, LIGHT, THEMES, WIDTH
 from lowbit_lab.charts import Bars, Heights, Lines, Points, Stacks
 from lowbit_lab.charts.charts import Chart, draw, figure
-from lowbit_lab.charts.labels import collisions
 from lowbit_lab.charts.results import check_picture, draw_results
+from lowbit_lab.charts.style import DARK, LIGHT, THEMES, WIDTH
+from tests.lab.charts.collisions import collisions
 
 ROWS = [
     {"link": "25", "format": "fp32", "speed": 10.0, "slow": 9.0, "fast": 12.0, "curve": [(0, 3.0), (1, 2.0)]},
@@ -45,14 +45,11 @@ def test_a_panel_for_each_group_with_a_bar_for_each_value_and_none_for_none():
     assert texts(first) == ["10", "60"]
 
 
-def test_the_end_of_a_bar_tells_what_the_chart_wants():
-    chart = Bars(group="link", series="format", y="speed", label="", show=lambda row: f"{row['speed']:.0f} tokens/s")
-    assert texts(drawn(chart, ROWS[:1]).axes[0]) == ["10 tokens/s"]
-
-
 def test_groups_of_one_bar_share_a_panel():
-    chart = Bars(group="format", series=lambda row: "", y="speed", label="tokens/s")
+    show = "{speed:.0f} tokens/s".format_map
+    chart = Bars(group="format", series=lambda row: "", y="speed", label="tokens/s", show=show)
     (axes,) = drawn(chart, ROWS[::2]).axes
+    assert texts(axes) == ["10 tokens/s", "60 tokens/s"]
     assert [text.get_text() for text in axes.get_yticklabels()] == ["FP32", "INT4"]
 
 
@@ -95,13 +92,7 @@ def test_parts_are_stacked_and_their_sum_is_written():
 @pytest.mark.parametrize("far", [1, 100])
 def test_points_have_ranges_and_labels_that_touch_nothing(far: int):
     rows = [
-        {
-            "name": f"format {i}",
-            "bits": 4.0 + i / 3,
-            "low": far * 0.001 * i,
-            "y": far * 0.002 * i,
-            "high": far * 0.003 * i,
-        }
+        {"name": f"format {i}", "bits": 4.0 + i / 3, **{name: far * i * end for name, end in ENDS.items()}}
         for i in range(9)
     ]
     chart = Points(
@@ -124,10 +115,13 @@ def test_titles_and_subtitles_come_from_the_rows():
     assert " ".join(written[:-2]) == ("4 rows " * 15).strip()
 
 
-def test_charts_stand_one_below_the_other_in_the_width_of_a_page():
+def test_charts_stand_one_below_the_other_in_the_width_of_a_page_and_repeat_to_the_byte(tmp_path: Path):
     one, two = figure([SPEEDS], ROWS), figure([SPEEDS, SPEEDS], ROWS)
     assert one.get_figwidth() == two.get_figwidth() == WIDTH
     assert two.get_figheight() > 1.8 * one.get_figheight()
+    for name in ("a", "b"):
+        draw([SPEEDS], ROWS, tmp_path / f"{name}.svg", theme=DARK)
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
 
 
 @pytest.mark.parametrize("theme", THEMES.values(), ids=THEMES)
@@ -135,12 +129,6 @@ def test_a_theme_colours_surface_and_text(theme: Any):
     made = figure([SPEEDS], ROWS, theme)
     assert to_hex(made.get_facecolor()) == to_hex(made.axes[0].get_facecolor()) == theme.surface
     assert {to_hex(text.get_color()) for text in made.axes[0].texts} == {theme.ink}
-
-
-def test_the_same_rows_make_the_same_bytes(tmp_path: Path):
-    for name in ("a", "b"):
-        draw([SPEEDS], ROWS, tmp_path / f"{name}.svg", theme=DARK)
-    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
 
 
 def test_collisions_are_told():

@@ -12,8 +12,8 @@ from lowbit.config import ConfigError
 from lowbit.report import run
 from lowbit_lab.evaluate import CalibrationConfig, EvaluationConfig, loading
 from lowbit_lab.evaluate.commands import CALIBRATE, EVALUATE
-from lowbit_lab.evaluate.generation import same_tokens
 from lowbit_lab.evaluate.neighbours import Pooling, agreement, embed, sentences
+from lowbit_lab.evaluate.score import same_tokens
 from lowbit_lab.evaluate.text import IGNORED, read
 from tests.command_line import invoke
 from tests.lab.evaluate.models import TEXT, write_checkpoint
@@ -182,8 +182,7 @@ def test_agreement_is_counted_by_hand():
     torch.manual_seed(0)
     exact = torch.randn(20, 8)
     same = agreement(exact, 3 * exact)
-    assert (same.nearest, same.nearest_10) == (1, 1)
-    assert same.rank_correlation == pytest.approx(1)
+    assert same == pytest.approx({"nearest": 1, "nearest_10": 1, "rank_correlation": 1})
     other = torch.randn(20, 8)
     mixed = agreement(exact, other)
     distances = [torch.nn.functional.cosine_similarity(x[:, None], x[None], dim=-1) for x in (exact, other)]
@@ -191,7 +190,7 @@ def test_agreement_is_counted_by_hand():
     for i in range(20):
         near = [set(sorted(set(range(20)) - {i}, key=lambda j, d=d: -float(d[i, j]))[:10]) for d in distances]
         expected += len(near[0] & near[1])
-    assert mixed.nearest_10 == pytest.approx(expected / 200)
+    assert mixed["nearest_10"] == pytest.approx(expected / 200)
     with pytest.raises(ValueError, match="11 sentences have no 10 neighbours"):
         agreement(exact[:11], exact[:11])
 
@@ -205,7 +204,7 @@ def test_generation_is_compared_token_by_token(tmp_path: Path):
     assert (first["same_tokens"], first["tokens_before"], first["same_texts"]) == (1, 5, 1)
     assert all(0 <= row["tokens_before"] <= 5 for row in others)
     same = same_tokens(torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([[1, 9, 3], [4, 5, 6]]))
-    assert (same.tokens, same.before, same.whole) == (pytest.approx(5 / 6), 2, 0.5)
+    assert same == pytest.approx({"same_tokens": 5 / 6, "tokens_before": 2, "same_texts": 0.5})
 
 
 def test_real_ranks_find_the_neighbours_of_emulated_ones(folder: Path, ranks: Ranks):
@@ -221,15 +220,13 @@ def on_a_rank(folder: str) -> list[float]:
 
 
 REFUSED = [
-    (
-        "evaluate {model} --length 8 --text {text} --generate 4",
-        "generate is 4; allowed for a causal language model only, and this is: encoder",
-    ),
+    ("evaluate {model} --length 8 --text {text} --generate 4",
+     "generate is 4; allowed for a causal language model only, and this is: encoder"),
     ("evaluate {model} --length 8 --text {text} --task x", "task is x; allowed for a causal"),
     ("evaluate {model} --length 8 --text {short}", "has 0 sentences of 40 to 400 characters; allowed: at least 12"),
     ("evaluate {model} --length 8 --text {text} --sentences 11", "sentences is 11; allowed: at least 12"),
     ("calibrate {model} --length 8 --ranks 3", "ranks is 3; allowed: what divides the model's heads, 1, 2, 4"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("command", "line"), REFUSED)

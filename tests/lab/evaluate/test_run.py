@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -280,33 +279,21 @@ REFUSED = [
     ("calibrate {model} --features E/0", "features is 'E/0'; allowed: 'E/64'"),
     ("calibrate {model} --features E/1", "features is 'E/1'; allowed: 'E/2' or another share, not all features"),
     ("calibrate {model} --features 32 --length 8 --text {text}", "features is '32'; allowed: 0 to 31, fewer than"),
-    (
-        "calibrate {model} --length 64 --text {short}",
-        "has 9 tokens; allowed: at least one sequence of 64 (65 tokens)",
-    ),
-    (
-        "evaluate {model} --length 8 --text {text} --format int5x",
-        "format is 'int5x'; allowed: int4, feature-int4",
-    ),
-    (
-        "evaluate {model} --length 8 --text {text} --format feature-int4-statik",
-        "feature-int4, feature-int4-static, or a codec\n",
-    ),
+    ("calibrate {model} --length 64 --text {short}", "has 9 tokens; allowed: at least one sequence of 64 (65 tokens)"),
+    ("evaluate {model} --length 8 --text {text} --format int5x", "format is 'int5x'; allowed: int4, feature-int4"),
+    ("evaluate {model} --length 8 --text {text} --format feature-int4-statik",
+     "feature-int4, feature-int4-static, or a codec\n"),
     ("evaluate {model} --length 8 --text {text} --tp 3", f"tp is 3; {CUT}"),
     ("evaluate {model} --length 8 --calibration {short}", "not a safetensors file"),
-    (
-        "evaluate {model} --length 8 --text {text} --tp 4 --calibration {calibration}",
-        "calibration is for 2 ranks and tp is 4",
-    ),
+    ("evaluate {model} --length 8 --text {text} --tp 4 --calibration {calibration}",
+     "calibration is for 2 ranks and tp is 4"),
     ("evaluate {model} --calibration a --calibration-text b", "allowed: one of them"),
-    (
-        "calibrate {model} --length 8 --text {text} --output {short}/c",
-        "short.txt/c cannot be written: File exists; allowed: a file in a folder that can be written",
-    ),
+    ("calibrate {model} --length 8 --text {text} --output {short}/c",
+     "short.txt/c cannot be written: File exists; allowed: a file in a folder that can be written"),
     ("evaluate {model} --task-folder here", "task-folder is 'here'; allowed: with --task"),
     ("evaluate {model} --shots 3", "shots is 3; allowed: with --task"),
     ("evaluate {model} --low-bit --format int8", "format is int8 and low-bit is given; allowed: one of them"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("command", "line"), REFUSED)
@@ -340,27 +327,3 @@ def test_a_calibration_for_other_weights_is_refused(calibrated: Path, tmp_path: 
     save_file(changed, weights, {"format": "pt"})
     with pytest.raises(CalibrationError, match="the calibration is for the model llama"):
         run(EVALUATE, evaluation_config(other, tps=(2,), calibrations=(str(calibrated),)))
-
-
-def test_tasks_are_scored_by_lm_eval(folder: Path, tmp_path: Path):
-    pytest.importorskip("lm_eval", reason="lm-eval is not installed: the extra lowbit[tasks]")
-    pytest.importorskip("accelerate", reason="accelerate is not installed: the extra lowbit[tasks]")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    data = tmp_path / "letters.jsonl"
-    questions = [
-        {"question": f"The letter {c}", "choices": [" is", " was", " sat"], "answer": i % 3}
-        for i, c in enumerate("abcdef")
-    ]
-    data.write_text("\n".join(map(json.dumps, questions)))
-    (tmp_path / "letters.yaml").write_text(
-        f"task: letters\ndataset_path: json\ndataset_kwargs:\n  data_files: {data}\ntest_split: train\n"
-        "output_type: multiple_choice\ndoc_to_text: '{{question}}'\ndoc_to_choice: '{{choices}}'\n"
-        "doc_to_target: '{{answer}}'\nmetric_list:\n  - metric: acc\n"
-    )
-    settings = evaluation_config(folder, tps=(2,), formats=("int8",), tasks=("letters",), task_folder=str(tmp_path))
-    rows = run(EVALUATE, settings).rows
-    assert [set(row["scores"]) for row in rows] == [{"letters acc"}] * 2
-    right = [6 * row["scores"]["letters acc"] for row in rows]
-    assert right == pytest.approx([round(count) for count in right])
-    with pytest.raises(ConfigError, match="task is 'nonsense'; allowed"):
-        run(EVALUATE, dataclasses.replace(settings, tasks=("nonsense",)))

@@ -1,5 +1,6 @@
 """Zero-shot tasks from local files: their formats, scores by hand and next to lm-eval's, and what is refused."""
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -125,9 +126,6 @@ def test_log_likelihoods_do_not_depend_on_the_batch(folder: Path, tmp_path: Path
                 with torch.no_grad():
                     logits = model(tokens[None, :-1]).logits[0, -size:]
                 found[choice] = -float(F.cross_entropy(logits, tokens[-size:], reduction="sum"))
-    scores = choices.score(model, tasks, batch=5)
-    expected = {name: metric for task in tasks for name, metric in task.metrics(found).items()}
-    assert scores == expected
     seen: dict[Any, float] = {}
 
     class Watched(LocalTask):
@@ -144,17 +142,15 @@ def test_log_likelihoods_do_not_depend_on_the_batch(folder: Path, tmp_path: Path
 def test_shares_kept_have_errors_of_pairs():
     exact, other = Metric.mean([1, 1, 1, 0]), Metric.mean([1, 1, 0, 0])
     share = choices.kept({"a acc": other}, {"a acc": exact})
-    assert share is not None
-    assert share.share == pytest.approx(2 / 3)
     # a - 2/3 b is 1/3, 1/3, -2/3, 0, of mean 0: their variance is 6/9 over 3
-    assert share.error == pytest.approx(math.sqrt(6 / 27 / 4) / 0.75)
-    assert choices.kept({"a acc": exact}, {"a acc": exact}) == choices.Kept(share=1, error=0)
+    assert share == pytest.approx((2 / 3, math.sqrt(6 / 27 / 4) / 0.75))
+    assert choices.kept({"a acc": exact}, {"a acc": exact}) == (1, 0)
     both = choices.kept({"a acc": other, "b acc": exact}, {"a acc": exact, "b acc": exact})
     assert both is not None
-    assert both.share == pytest.approx(1.25 / 1.5)
+    assert both[0] == pytest.approx(1.25 / 1.5)
     assert choices.kept({"a acc": other}, {"a acc": Metric.mean([0, 0])}) is None
     unpaired = choices.kept({"a f1": Metric(value=0.5)}, {"a f1": Metric(value=1.0)})
-    assert unpaired == choices.Kept(share=0.5, error=None)
+    assert unpaired == (0.5, None)
     assert Metric.mean([1.0]) == Metric(value=1.0, error=None, items=(1.0,))
 
 
@@ -197,25 +193,15 @@ def changed(record: dict[str, Any], **fields: Any) -> Records:
 
 WRONG: list[tuple[str, Records, str]] = [
     ("arc_easy", [], "has no questions; allowed: at least one"),
-    ("arc_easy", changed(ARC[0], answerKey=None), "line 1 has no answerKey; it has id, question, choices"),
-    ("arc_easy", changed(ARC[0], answerKey="E"), "line 1: answerKey is 'E'; allowed: one of A, B, C"),
-    ("arc_easy", changed(ARC[0], answerKey=1), "line 1: answerKey is 1; allowed: one of A, B, C"),
-    ("arc_easy", changed(ARC[0], choices=["a"]), "line 1: choices is a list of 1; allowed: an object"),
-    ("arc_challenge", changed(ARC[0], choices={"text": ["a", "b"], "label": ["A", "B"]}), "allowed: 3 to 5 texts"),
-    ("arc_challenge", changed(ARC[0], choices={"text": ["a"] * 3, "label": ["A"]}), "label is a list of 1; allowed: 3"),
-    ("arc_easy", changed(ARC[0], question={"stem": "s", "choices": [1]}), "question: choices is a list of 1; allowed:"),
-    ("arc_easy", changed(ARC[0], question=3), "line 1: question is 3; allowed: text that is not empty"),
-    ("hellaswag", changed(HELLASWAG[0], endings=["a"] * 3), "line 1: endings is a list of 3; allowed: 4 texts"),
-    ("hellaswag", changed(HELLASWAG[0], endings=["a", "b", "", "d"]), "endings is ''; allowed: 4 texts that are not"),
-    ("hellaswag", changed(HELLASWAG[0], label=""), "label is ''; allowed: 0 to 3 (the test split has no answers)"),
-    ("hellaswag", changed(HELLASWAG[0], label=True), "label is True; allowed: 0 to 3"),
-    ("winogrande", changed(WINOGRANDE[0], answer=2), "line 1: answer is 2; allowed: '1' or '2'"),
-    ("winogrande", changed(WINOGRANDE[0], sentence="No gap."), "sentence is 'No gap.'; allowed: text with _"),
-    ("winogrande", changed(WINOGRANDE[0], option2=" "), "option2 is ' '; allowed: text that is not empty"),
-    ("boolq", changed(BOOLQ[0], label=-1), "label is -1; allowed: true or false, 1 or 0"),
-    ("boolq", changed(BOOLQ[0], passage=None), "line 1 has no passage; it has question, idx, label"),
-    ("boolq", changed(BOOLQ[0], passage="\ud800"), "line 1 is not JSON ('utf-8' codec can't encode"),
-    ("boolq", [*BOOLQ, {"passage": "p"}], "line 3 has no label; it has passage"),
+    ("arc_easy", changed(ARC[0], answerKey=None), "line 1 is no question of arc_easy (no 'answerKey'); allowed:"),
+    ("arc_easy", changed(ARC[0], answerKey="E"), "line 1 is no question of arc_easy ('E' is not in list)"),
+    ("arc_easy", changed(ARC[0], choices={"text": ["a"], "label": ["B", "A"]}), "the answer is number 2 of 1 choices"),
+    ("arc_easy", changed(ARC[0], question={"stem": "s", "choices": [1]}), "line 1 is no question"),
+    ("hellaswag", changed(HELLASWAG[0], endings=["a", "b", "", "d"]), "not all are texts"),
+    ("hellaswag", changed(HELLASWAG[0], label=""), "with the answer, which test splits lack"),
+    ("winogrande", changed(WINOGRANDE[0], sentence="No gap."), "the sentence has no _"),
+    ("boolq", changed(BOOLQ[0], label=-1), "(-1 is not in list)"),
+    ("boolq", [*BOOLQ, {"passage": "p"}], "line 3 is no question of boolq (no 'label')"),
 ]
 
 
@@ -235,7 +221,7 @@ def test_brackets_that_nothing_closes_stay_and_take_no_time(tmp_path: Path):
 
 def test_a_wrong_row_of_parquet_is_named(tmp_path: Path):
     path = write(tmp_path, "wrong", changed(BOOLQ[0], label=7), ".parquet")
-    with pytest.raises(ConfigError, match="row 1: label is 7; allowed: true or false"):
+    with pytest.raises(ConfigError, match=r"row 1 is no question of boolq \(7 is not in list\)"):
         task_files.read_questions("boolq", str(path))
     path.write_bytes(b"PAR1")
     with pytest.raises(ConfigError, match=r"wrong.parquet is not parquet \(.*\); allowed: a parquet file"):
@@ -248,17 +234,15 @@ REFUSED = [
     ("arc_easy={folder}", "is not read; allowed: .jsonl, .json or .parquet"),
     ("arc_easy={folder}/odd.json", "odd.json cannot be read: Is a directory; allowed: a local file"),
     ("arc_easy={folder}/config.json", "config.json line 1 is not JSON"),
-    ("arc_easy={folder}/list.json", "list.json line 1 is [1]; allowed: an object on each line"),
-    (
-        "arc={folder}/list.json",
-        "allowed with a file: NAME=FILE of arc_challenge, arc_easy, boolq, hellaswag, winogrand",
-    ),
+    ("arc_easy={folder}/list.json", "list.json line 1 is no question of arc_easy"),
+    ("arc={folder}/list.json",
+     "allowed with a file: NAME=FILE of arc_challenge, arc_easy, boolq, hellaswag, winogrand"),
     ("boolq=", "task is 'boolq='; allowed with a file: NAME=FILE of"),
     ("boolq=a.json,boolq", "task is boolq=a.json, boolq; allowed: each task once"),
     ("boolq={folder}/boolq.jsonl --shots 2", "and task is 'boolq={folder}/boolq.jsonl'; allowed with a file: 0"),
     ("boolq={folder}/boolq.jsonl --task-folder x", "task-folder is 'x'; allowed: with --task"),
     ("boolq={folder}/boolq.jsonl --length 2", "task boolq question 1 has a choice of 3 tokens; allowed: 1 to 2"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("options", "line"), REFUSED)
@@ -319,6 +303,8 @@ def test_scores_are_those_of_lm_eval(folder: Path, tmp_path: Path, monkeypatch: 
     settings = evaluation_config(
         folder, length=64, tps=(2,), formats=("int8",), tasks=tasks, task_folder=str(tmp_path), dtype="float32"
     )  # fmt: skip
+    with pytest.raises(ConfigError, match="task is 'nonsense'; allowed"):
+        run(EVALUATE, dataclasses.replace(settings, tasks=("nonsense",)))
     for row in run(EVALUATE, settings).rows:
         for field in ("scores", "scores_error", "score_kept", "score_kept_error"):
             values = row[field]

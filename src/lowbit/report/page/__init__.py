@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from lowbit.report.page.page import GENERATOR, Page, Part, write_page
+from lowbit.report.page.page import GENERATOR, Page, Part, try_to_write, write_page
 
-__all__ = ["GENERATOR", "Page", "Part", "write_page"]
+__all__ = ["GENERATOR", "Page", "Part", "try_to_write", "write_page"]

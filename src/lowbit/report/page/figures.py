@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lowbit.report.style import DARK, LIGHT, Palette
-
 Figure = dict[str, Any]
 MOST_POINTS = 2000  # of a curve; more are averaged
 LEAST_SHARE = 1e-3  # of the time; a kind of spans that takes less is left out
@@ -15,6 +13,11 @@ COLORS = {
     "sending": ("#0f8a66", "#3fc49b"), "all-reduce": ("#6a3fc4", "#ab8cff"), "rest": ("#cbd0d4", "#5a606b"),
 }  # fmt: skip
 """Of kinds of time, in light and in dark."""
+SERIES = (
+    ("#0b5fd6", "#5aa2ff"), ("#e08a00", "#f5ab35"), ("#0f8a66", "#3fc49b"), ("#b5518f", "#e08cc0"),
+    ("#8a7a1a", "#c9b955"), ("#35a0c4", "#6fd0ee"), ("#7d5a3c", "#b58f6c"), ("#6a3fc4", "#ab8cff"),
+)  # fmt: skip
+"""Of other series, in their order, in light and in dark."""
 
 
 def lines(
@@ -25,12 +28,13 @@ def lines(
     points: Mapping[str, Sequence[tuple[float, float]]] | None = None,
     log_x: bool = False,
     markers: bool = False,
+    colors: Mapping[str, tuple[str, str]] = COLORS,
 ) -> Figure:
     """Curves by name; `points`: markers of the same color without a line, by name of the curve."""
-    palettes, data = [Palette(LIGHT), Palette(DARK)], []
-    for name, curve in curves.items():
-        colors = COLORS.get(name) or tuple(palette[name] for palette in palettes)
-        meta = {"light": colors[0], "dark": colors[1]}
+    data = []
+    for i, (name, curve) in enumerate(curves.items()):
+        light, dark = colors.get(name, SERIES[i % len(SERIES)])
+        meta = {"light": light, "dark": dark}
         curve = thinned(curve)
         mode = "lines+markers" if markers or len(curve) == 1 else "lines"
         data.append(_trace(name, curve, mode, meta))
@@ -44,9 +48,9 @@ def lines(
 
 def stacks(bars: Sequence[str], parts: Mapping[str, Sequence[float]], *, label: str) -> Figure:
     """A horizontal bar for each name, made of parts."""
-    palettes, data = [Palette(LIGHT), Palette(DARK)], []
-    for name, lengths in parts.items():
-        colors = COLORS.get(name) or tuple(palette[name] for palette in palettes)
+    data = []
+    for i, (name, lengths) in enumerate(parts.items()):
+        colors = COLORS.get(name, SERIES[i % len(SERIES)])
         data.append({
             "type": "bar", "orientation": "h", "name": escaped(name), "y": [escaped(bar) for bar in bars],
             "x": list(lengths), "meta": {"light": colors[0], "dark": colors[1]},

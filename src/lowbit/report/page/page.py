@@ -10,19 +10,22 @@ import base64
 import functools
 import gzip
 import hashlib
+import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from lowbit.report.results import plain
-from lowbit.report.style import DARK, LIGHT, Theme
 from lowbit.terminal import lines
 
 GENERATOR = "lowbit report"
+LIGHT = {"surface": "#ffffff", "ink": "#1f2328", "muted": "#59636e", "grid": "#e4e7ea"}
+DARK = {"surface": "#1e2129", "ink": "#e6e9ee", "muted": "#a6aeb9", "grid": "#363b46"}
 _READ_BYTES = 400  # of a file, in which a page of ours names its generator
+log = logging.getLogger(__name__)
 _NUMBER = set("0123456789.,-+–x%∞ ")
 
 
@@ -80,13 +83,14 @@ def render(page: Page) -> str:
         trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined,
         finalize=lambda value: lines(value) if type(value) is str else value,
     )  # fmt: skip
-    parts = [_finite(part) for part in page.parts]
-    page = Page(title=page.title, subtitle=page.subtitle, problems=page.problems, parts=parts)
+    # JSON has no NaN and no infinity.
+    parts = [replace(part, figure=plain(part.figure)) for part in page.parts]
+    page = replace(page, parts=parts)
     # Nobody can put a script into the page that knows a digest of the page.
     nonce = hashlib.sha256(repr(page).encode("utf-8", "surrogatepass")).hexdigest()[:32]
     library = _library() if any(part.figure for part in parts) else ""
     return environment.get_template("page.html.j2").render(
-        page=page, nonce=nonce, library=library, generator=GENERATOR, light=_colors(LIGHT), dark=_colors(DARK)
+        page=page, nonce=nonce, library=library, generator=GENERATOR, light=LIGHT, dark=DARK
     )
 
 
@@ -111,6 +115,18 @@ def write_page(page: Page, path: Path) -> None:
         part.unlink(missing_ok=True)
 
 
+def try_to_write(make: Callable[[], Page], path: Path) -> None:
+    """Make a page and write it. What goes wrong is a warning: a run or a measurement does not fail by its page."""
+    try:
+        write_page(make(), path)
+    except ModuleNotFoundError as error:
+        log.warning(
+            'no report.html, because %s is missing: pip install "lowbit[report]", then lowbit report', error.name
+        )
+    except Exception as error:
+        log.warning("no report.html: %s", error)
+
+
 def is_ours(path: Path) -> bool:
     """Whether a file is a page that `write_page` wrote."""
     try:
@@ -125,12 +141,3 @@ def _library() -> str:
     """Plotly's library, compressed, as base64."""
     source = resources.files("plotly").joinpath("package_data", "plotly.min.js").read_bytes()
     return base64.b64encode(gzip.compress(source, mtime=0)).decode()
-
-
-def _colors(theme: Theme) -> dict[str, str]:
-    return {"surface": theme.surface, "ink": theme.ink, "muted": theme.muted, "grid": theme.grid}
-
-
-def _finite(part: Part) -> Part:
-    """The part with null where its figure has a number that JSON does not."""
-    return replace(part, figure=None if part.figure is None else plain(part.figure))

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lowbit.report.page import page
 from lowbit.report.rows import Row, Value, value_of
 
 WIDTH = 7.2  # inches of every figure: 691 pixels of an SVG
@@ -47,7 +48,7 @@ class Theme:
 
 
 LIGHT = Theme(
-    name="light", surface="#ffffff", ink="#1f2328", muted="#59636e", grid="#e4e7ea",
+    name="light", **page.LIGHT,
     formats={
         "subspace": "#0b5fd6", "transform": "#c0264e", "feature-int": "#6a3fc4", "feature-int-static": "#3d2373",
         "low-bit": "#0b5fd6",
@@ -60,7 +61,7 @@ LIGHT = Theme(
     others=("#0b5fd6", "#e08a00", "#0f8a66", "#b5518f", "#8a7a1a", "#35a0c4", "#7d5a3c", "#6a3fc4"),
 )  # fmt: skip
 DARK = Theme(
-    name="dark", surface="#1e2129", ink="#e6e9ee", muted="#a6aeb9", grid="#363b46",
+    name="dark", **page.DARK,
     formats={
         "subspace": "#5aa2ff", "transform": "#ff7a9c", "feature-int": "#ab8cff", "feature-int-static": "#d9ccff",
         "low-bit": "#5aa2ff",

@@ -3,54 +3,31 @@ from typing import Any
 
 import pytest
 
-from lowbit.report.style import LIGHT, THEMES, Palette, family, mixed, recommended, row_name, title_of
+from lowbit_lab.charts.style import LIGHT, THEMES, Palette, family, mixed, recommended, row_name, title_of
+
+FAMILIES = {
+    "SubspaceQuant(directions=16, bits=4)": "subspace", "subspace": "subspace", "tah-quant": "tah-quant",
+    "TAH-Quant as published": "tah-quant-published", "tah-quant-published-token": "tah-quant-published",
+    "stock-fp32": "stock-fp32", "PyTorch's stage, FP32": "stock-fp32", "engine-bf16": "stock-bf16", "fp32": "fp32",
+    "int8 / int4": "int8", "GroupInt(bits=6, group=32, symmetric=True)": "int6", "low-bit+8bit": "low-bit",
+    "feature-int4 one_shot": "feature-int", "feature-int4-static two_shot": "feature-int-static",
+    "saved activations": "saved", "gradients": "gradients", "code": None,
+}  # fmt: skip
+TITLES = {
+    "fp32": "FP32", "stock-bf16": "PyTorch's stage, BF16", "SubspaceQuant()": "SubspaceQuant",
+    "SubspaceQuant(directions=16)": "SubspaceQuant, 16 directions",
+    "SubspaceQuant(directions='auto', bits=3/4)": "SubspaceQuant, automatic directions, 3/4 bits",
+    "int8 / int8": "INT8 both ways", "tah-quant / int8": "TAH-Quant by range (ours) / INT8",
+    "tah-quant-published-token": "TAH-Quant as published, by token",
+    "feature-int4 one_shot": "FeatureInt, 4 bits, one-shot", "low-bit+8bit": "low-bit+8bit",
+    "feature-int4-static two_shot": "static ranges, as published, two-shot",
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "wanted"),
-    [
-        ("SubspaceQuant(directions=16, bits=4)", "subspace"),
-        ("subspace", "subspace"),
-        ("tah-quant", "tah-quant"),
-        ("TAH-Quant as published", "tah-quant-published"),
-        ("tah-quant-published-token", "tah-quant-published"),
-        ("stock-fp32", "stock-fp32"),
-        ("PyTorch's stage, FP32", "stock-fp32"),
-        ("engine-bf16", "stock-bf16"),
-        ("fp32", "fp32"),
-        ("int8 / int4", "int8"),
-        ("GroupInt(bits=6, group=32, symmetric=True)", "int6"),
-        ("feature-int4 one_shot", "feature-int"),
-        ("feature-int4-static two_shot", "feature-int-static"),
-        ("low-bit+8bit", "low-bit"),
-        ("saved activations", "saved"),
-        ("gradients", "gradients"),
-        ("code", None),
-    ],
-)
-def test_the_family_of_a_series(name: str, wanted: str | None):
-    assert family(name) == wanted
-    assert wanted is None or all(wanted in theme.formats for theme in THEMES.values())
-
-
-@pytest.mark.parametrize(
-    ("name", "wanted"),
-    [
-        ("fp32", "FP32"),
-        ("stock-bf16", "PyTorch's stage, BF16"),
-        ("SubspaceQuant(directions=16)", "SubspaceQuant, 16 directions"),
-        ("SubspaceQuant(directions='auto', bits=3/4)", "SubspaceQuant, automatic directions, 3/4 bits"),
-        ("SubspaceQuant()", "SubspaceQuant"),
-        ("int8 / int8", "INT8 both ways"),
-        ("tah-quant / int8", "TAH-Quant by range (ours) / INT8"),
-        ("tah-quant-published-token", "TAH-Quant as published, by token"),
-        ("feature-int4 one_shot", "FeatureInt, 4 bits, one-shot"),
-        ("feature-int4-static two_shot", "static ranges, as published, two-shot"),
-        ("low-bit+8bit", "low-bit+8bit"),
-    ],
-)
-def test_the_name_of_a_series(name: str, wanted: str):
-    assert title_of(name) == wanted
+def test_families_and_names_of_series():
+    assert {name: family(name) for name in FAMILIES} == FAMILIES
+    assert all(wanted is None or wanted in theme.formats for wanted in FAMILIES.values() for theme in THEMES.values())
+    assert {name: title_of(name) for name in TITLES} == TITLES
 
 
 def test_no_row_of_a_table_passes_our_setting_off_as_the_published_format():
