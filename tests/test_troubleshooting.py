@@ -15,7 +15,7 @@ import pytest
 from tests.command_line import invoke
 
 ROOT = Path(__file__).parents[1]
-SOURCES, PAGE = ROOT / "src" / "lowbit", ROOT / "docs" / "troubleshooting.md"
+SOURCES, PAGE = ROOT / "src", ROOT / "docs" / "troubleshooting.md"
 ENTRY = re.compile(r"^### (?P<heading>.+)\n(?:Also: (?P<also>(?:.+\n)+))?\n(?P<body>(?:(?!##).*\n?)*)", re.M)
 SPAN = re.compile(r"`([^`]+)`")
 

@@ -131,7 +131,8 @@ def _evaluates_in_between(config: TrainConfig) -> Any:
     states, found, chosen = [], [], {}
     for often in (True, False):
         with mock.patch.object(loop.log, "warning") as warning:
-            trainer = Run(Trainer(prepare(config, ranks=2))).trainer
+            run = Run(Trainer(prepare(config, ranks=2)))
+        trainer = run.trainer
         for step in range(4):
             trainer.step(step)
             if step == 1:
@@ -142,6 +143,7 @@ def _evaluates_in_between(config: TrainConfig) -> Any:
         other = trainer.evaluation.loss(
             trainer.prepared.data.held_out, batch=8, batches=2, codecs=[SubspaceQuant(directions=5)]
         )
+        run.folder.unlock()
     same = {name: torch.equal(value, states[1][name]) for name, value in states[0].items()}
     warned = [str(call) for call in warning.call_args_list]
     return found, same, chosen, other, warned
@@ -263,10 +265,10 @@ def _damaged(config: TrainConfig, sender: int, number: int) -> None:
     ("sender", "number", "where"),
     [
         (0, 3, "distance, ping, number 3: the message from rank 0 is damaged"),
-        (0, 13, "boundary 0 forward, micro-batch 1, tensor 0, step 2: the message from rank 0"),
-        (0, 23, "evaluation, boundary 0, number 0: the message from rank 0 is damaged"),
-        (1, 22, "evaluation, sums, number 1: the message from rank 1 is damaged"),
-        (1, 27, "saving, names of weights, number 1: the message from rank 1 is damaged"),
+        (0, 18, "boundary 0 forward, micro-batch 1, tensor 0, step 2: the message from rank 0"),
+        (0, 28, "evaluation, boundary 0, number 0: the message from rank 0 is damaged"),
+        (1, 26, "evaluation, sums, number 1: the message from rank 1 is damaged"),
+        (1, 31, "saving, names of weights, number 1: the message from rank 1 is damaged"),
     ],
 )
 def test_damage_is_noticed_wherever_it_happens(ranks: Ranks, tmp_path: Path, sender: int, number: int, where: str):

@@ -82,12 +82,13 @@ def _run_parts(run: RunFiles) -> Iterator[Part]:
 
 
 def _subtitle(run: RunFiles) -> str:
-    if not run.config:
+    try:
+        pipeline, model = run.config["pipeline"], run.config["model"]
+        name = model.get("pretrained") or f"{model['family']}, {model['layers']} layers, width {model['dim']}"
+        formats = shown(pipeline["forward" if pipeline["boundary"] == "lowbit" else "boundary"])
+        return f"{run.folder} · {name} · {pipeline['schedule']} on {pipeline['ranks']} ranks · {formats}"
+    except (KeyError, TypeError, AttributeError):  # a file that is missing, or that lowbit did not write
         return str(run.folder)
-    pipeline, model = run.config["pipeline"], run.config["model"]
-    name = model.get("pretrained") or f"{model['family']}, {model['layers']} layers, width {model['dim']}"
-    formats = shown(pipeline["forward" if pipeline["boundary"] == "lowbit" else "boundary"])
-    return f"{run.folder} · {name} · {pipeline['schedule']} on {pipeline['ranks']} ranks · {formats}"
 
 
 def _curve_parts(runs: Mapping[str, RunFiles]) -> Iterator[Part]:
