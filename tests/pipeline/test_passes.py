@@ -225,7 +225,7 @@ def dropped() -> list[str]:
         run = toy.Run("1f1b", toy.lowbit(forward=FP32, backward=FP32, timeout=30))
         run.train(0)
         stage: Any = run.stages[0]
-        left = [weakref.ref(x) for x in (stage, run.runner, stage.transport, stage._passes)]
+        left = [weakref.ref(x) for x in (stage, run.runner, stage.lanes.transport, stage._passes)]
         del run, stage
         return [type(x).__name__ for ref in left if (x := ref()) is not None]
     finally:
@@ -532,7 +532,7 @@ def other_formats(schedule: str) -> Any:
     bits, left = [], []
     for step in range(8):
         if step == 4:
-            left = [len(stage.transport._inbox._posted) for stage in run.stages]
+            left = [len(stage.lanes.transport._inbox._posted) for stage in run.stages]
             for stage in run.stages:
                 stage.set_codecs(second, second)
                 stage.looks_ahead = True

@@ -36,7 +36,7 @@ class HookedStage(PipelineStage):
     """A `PipelineStage` whose communication is up to the subclass. Takes the arguments of `PipelineStage`.
 
     Attributes:
-        lanes: send and receive; made by the subclass.
+        lanes: this stage's side of a pass, which sends and receives; made by the subclass.
         declared: layouts of `input_args` and `output_args`; None where one of them was not given.
     """
 
@@ -55,18 +55,6 @@ class HookedStage(PipelineStage):
 
         `stages`: all of this rank, ascending; the method is called on the first.
         """
-
-    def rank_of(self, stage: int) -> int:
-        """Rank, within the group, that holds a stage."""
-        return self.stage_index_to_group_rank[stage]
-
-    def stages_of(self, rank: int) -> list[int]:
-        """Stages that a rank of the group holds, ascending."""
-        return sorted(s for s, r in self.stage_index_to_group_rank.items() if r == rank)
-
-    def is_remote(self, stage: int) -> bool:
-        """Whether there is such a stage, and on another rank."""
-        return 0 <= stage < self.num_stages and self.rank_of(stage) != self.group_rank
 
     def trial(self, inputs: Sequence[Any], kwargs: dict[str, Any], *, training: bool) -> tuple[Tensor, ...]:
         """Layouts of the outputs for inputs like these (tensors or layouts), found by running the module once.
@@ -97,18 +85,18 @@ class HookedStage(PipelineStage):
         _refuse_few_targets(step)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        if not self.is_remote(self.stage_index - 1):
+        if self.stage_index - 1 not in self.lanes.peers:
             return []
         return self.lanes.receive("forward", fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        if not self.has_backward or not self.is_remote(self.stage_index + 1):
+        if not self.has_backward or self.stage_index + 1 not in self.lanes.peers:
             return []
         return self.lanes.receive("backward", bwd_chunk_id)
 
     def _retrieve_recv_activations(self, fwd_chunk_id: int) -> Any:
         layouts = self._layouts[fwd_chunk_id].inputs
-        if self.is_remote(self.stage_index - 1):
+        if self.stage_index - 1 in self.lanes.peers:
             inputs = self.lanes.take("forward", fwd_chunk_id, layouts)
         else:
             inputs = self._handed_over.pop(("forward", fwd_chunk_id))
@@ -133,7 +121,7 @@ class HookedStage(PipelineStage):
 
     def _retrieve_recv_grads(self, bwd_chunk_id: int) -> Any:
         layouts = self._layouts[bwd_chunk_id].outputs
-        if not self.is_remote(self.stage_index + 1):
+        if self.stage_index + 1 not in self.lanes.peers:
             grads = self._handed_over.pop(("backward", bwd_chunk_id))
             return tuple(self._or_zeros(*pair) for pair in zip(grads, layouts, strict=True))
         learned = [layout for layout in layouts if layout.requires_grad]
@@ -141,7 +129,7 @@ class HookedStage(PipelineStage):
         return tuple(next(grads) if layout.requires_grad else None for layout in layouts)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        if not self.is_remote(self.stage_index + 1):
+        if self.stage_index + 1 not in self.lanes.peers:
             return []
         tensors = [op.tensor for op in super().get_fwd_send_ops(fwd_chunk_id)]
         return self.lanes.send("forward", fwd_chunk_id, tensors)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -65,10 +65,9 @@ def pipeline_number(group: dist.ProcessGroup, num_stages: int, ranks: int) -> in
     return len(begun) - 1
 
 
-def rank_names(group: dist.ProcessGroup, stages_of: Callable[[int], list[int]]) -> list[str]:
-    """Name of each rank of a group in errors: its rank in the job, and its stages."""
-    stages = map(stages_of, range(dist.get_world_size(group)))
+def rank_names(group: dist.ProcessGroup, held: Sequence[Sequence[int]]) -> list[str]:
+    """Name of each rank of a group in errors: its rank in the job, and the stages that it holds."""
     return [
-        f"rank {rank} (stage{'s' * (len(held) > 1)} {', '.join(map(str, held))})"
-        for rank, held in zip(dist.get_process_group_ranks(group), stages, strict=True)
+        f"rank {rank} (stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))})"
+        for rank, stages in zip(dist.get_process_group_ranks(group), held, strict=True)
     ]
