@@ -1,4 +1,4 @@
-"""Numbers of pipelines within a process group, channels of their messages, names of their ranks."""
+"""Numbers of pipelines within a process group, and channels of their messages."""
 
 from __future__ import annotations
 
@@ -63,11 +63,3 @@ def pipeline_number(group: dist.ProcessGroup, num_stages: int, ranks: int) -> in
     PIPELINES.channels(len(begun))
     begun.append((num_stages, max(1, num_stages // ranks) - 1))
     return len(begun) - 1
-
-
-def rank_names(group: dist.ProcessGroup, held: Sequence[Sequence[int]]) -> list[str]:
-    """Name of each rank of a group in errors: its rank in the job, and the stages that it holds."""
-    return [
-        f"rank {rank} (stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))})"
-        for rank, stages in zip(dist.get_process_group_ranks(group), held, strict=True)
-    ]

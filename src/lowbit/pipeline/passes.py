@@ -13,9 +13,8 @@ nothing has been sent yet.
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Never
 
 import torch
@@ -27,7 +26,7 @@ from lowbit.pipeline import announce
 from lowbit.pipeline.hooks import HookedStage
 from lowbit.pipeline.lanes import Lanes
 from lowbit.pipeline.layouts import Batch, Layouts, layout_of, receive_layouts, send_layouts
-from lowbit.pipeline.numbering import PHASES, Configuration, rank_names
+from lowbit.pipeline.numbering import PHASES, Configuration
 from lowbit.wire.agreement import Agreement
 from lowbit.wire.checksum import Checksums, agreed_facts
 from lowbit.wire.errors import AgreementError, described
@@ -56,7 +55,11 @@ class Passes:
         self._placement, self._rank = dict(stages[0].stage_index_to_group_rank), group.rank()
         self._source, self._is_source = self._placement[0], stages[0].is_first
         self._held = [sorted(s for s, r in self._placement.items() if r == rank) for rank in range(group.size())]
-        self._names, ranks = rank_names(group, self._held), dist.get_process_group_ranks(group)
+        ranks = dist.get_process_group_ranks(group)
+        self._names = [
+            f"rank {rank} (stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))})"
+            for rank, stages in zip(ranks, self._held, strict=True)
+        ]
         self._stage_names = [f"rank {ranks[self._placement[i]]} (stage {i})" for i in range(len(self._placement))]
         self._own_name = self._names[self._rank]
         self._board = FailureBoard(group, self._topic, self._names, limit)
@@ -90,10 +93,15 @@ class Passes:
         self._stages, refusal = stages, ""
         try:
             try:
-                with self._reporting_errors():
-                    self._begin(batch)
+                self._begin(batch)
             except _Refused as error:
                 refusal = str(error)
+            except Exception as error:  # the others wait for this rank's statement
+                if isinstance(error, _Conflict):
+                    self._next_agreement().give_up(str(error))
+                elif not getattr(error, "on_all_ranks", False):
+                    self._next_agreement().give_up(f"{self._own_name} gave up: {described(error)}")
+                raise
             else:
                 body()
                 self._end(batch, ahead)
@@ -251,18 +259,6 @@ class Passes:
         self._agreement.linger()
         raise _Refused(problem)
 
-    @contextlib.contextmanager
-    def _reporting_errors(self) -> Iterator[None]:
-        """Report an error that comes before this rank's statement to the ranks that wait for that."""
-        try:
-            yield
-        except Exception as error:
-            if isinstance(error, _Conflict):
-                self._next_agreement().give_up(str(error))
-            elif not getattr(error, "on_all_ranks", False):
-                self._next_agreement().give_up(f"{self._own_name} gave up: {described(error)}")
-            raise
-
     def _try_out(self, batch: Batch, variants: Sequence[int]) -> dict[int, dict[int, Layouts]]:
         """Layouts by stage and micro-batch, for the micro-batches in `variants`, found from stage to stage."""
         layouts: dict[int, dict[int, Layouts]] = {stage.stage_index: {} for stage in self._stages}
@@ -287,19 +283,12 @@ class Passes:
         return layouts
 
 
-def first_topic(pipeline: int) -> str:
-    """Topic of the first agreement of a pipeline, which is about all that it will be."""
-    return f"pipeline {pipeline}/0"
-
-
 class _Conflict(AgreementError):
     """A disagreement that only this rank has noticed."""
 
 
 class _Refused(Exception):
-    """A batch that all ranks refuse; the pipeline goes on with another one."""
-
-    on_all_ranks = True
+    """A batch that all ranks refuse; the pipeline can continue with another one."""
 
 
 def _checked(announcement: Any, source: int) -> tuple[int | None, str, dict[str, str]]:

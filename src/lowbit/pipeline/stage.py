@@ -8,6 +8,7 @@ payloads. `LowBitStage` owns its lanes and hands them to the passes; none of the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from lowbit.pipeline.hooks import HookedStage
 from lowbit.pipeline.lanes import Lanes
 from lowbit.pipeline.layouts import Batch
 from lowbit.pipeline.numbering import pipeline_number
-from lowbit.pipeline.passes import Passes, first_topic
+from lowbit.pipeline.passes import Passes
 from lowbit.pipeline.transport import choose
 from lowbit.wire.agreement import Agreement
 from lowbit.wire.checksum import Checksums, check_checksums
@@ -107,8 +108,8 @@ class LowBitStage(HookedStage):
         sums = Checksums(f"pipeline {number}", enabled=checksums)
         transport = choose(group, self.device, self.traffic, sums)
         self.lanes = Lanes(stage_index, num_stages, forward, backward, self.device, transport, warmup_steps)
-        self._passes: Passes | None = None  # shared by the stages of this rank
-        self._of_passes = group, number, float(timeout), sums
+        self._passes: Passes | None = None  # shared by the stages of this rank, once all of them are made
+        self._new_passes = partial(Passes, group=group, number=number, limit=float(timeout), checksums=sums)
 
     @staticmethod
     def _check_torch(
@@ -125,8 +126,8 @@ class LowBitStage(HookedStage):
             check_torch()
         except TorchVersionError as error:
             group = group or default_group()
-            topic = first_topic(pipeline_number(group, stages, group.size()))
-            agreement = Agreement(group, topic, timeout)
+            first = f"pipeline {pipeline_number(group, stages, group.size())}/0"  # the others' first agreement
+            agreement = Agreement(group, first, timeout)
             agreement.give_up(f"{rank_names(group)[group.rank()]} gave up: {described(error)}")
             agreement.linger()
             raise
@@ -225,7 +226,7 @@ class LowBitStage(HookedStage):
 
     def run_pass(self, stages: Sequence[HookedStage], batch: Batch, body: Callable[[], None]) -> None:
         own = [stage for stage in stages if isinstance(stage, LowBitStage)]
-        passes = self._passes or Passes(own, *self._of_passes)
+        passes = self._passes or self._new_passes(own)
         for stage in own:
             stage._passes = passes
         passes.run(own, batch, body, ahead=self.looks_ahead)
