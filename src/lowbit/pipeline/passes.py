@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowbit import __version__
-from lowbit.pipeline import announce
+from lowbit.pipeline import announce, hooks
 from lowbit.pipeline.hooks import HookedStage
 from lowbit.pipeline.lanes import Lanes
 from lowbit.pipeline.layouts import Batch, Layouts, layout_of, receive_layouts, send_layouts
@@ -141,7 +141,7 @@ class Passes:
         configuration, kind = self._agreed[number], (batch.training, batch.micro_batches)
         self._last[kind] = configuration, self._last.get(kind, (None, False))[0] is configuration
         for stage in self._stages:
-            stage.use(configuration.layouts[stage.stage_index])
+            hooks.use(stage, configuration.layouts[stage.stage_index])
             stage.lanes.use(configuration)
             stage.lanes.changed = False
 
@@ -274,7 +274,7 @@ class Passes:
                         inputs = receive_layouts(self._group, peers[index - 1], device, self._limit)
                 outputs = ()
                 if not stage.is_last:  # whose outputs may be anything, and go nowhere
-                    outputs = stage.trial(inputs, batch.kwargs[micro_batch], training=batch.training)
+                    outputs = hooks.trial(stage, inputs, batch.kwargs[micro_batch], training=batch.training)
                 if index + 1 in peers:
                     with self._board.blaming(peers[index + 1]):
                         send_layouts(outputs, self._group, peers[index + 1], device, self._limit)

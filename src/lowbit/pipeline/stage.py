@@ -224,7 +224,7 @@ class LowBitStage(HookedStage):
         """
         self.lanes.load_state(int(state["steps"]), state["lanes"])
 
-    def run_pass(self, stages: Sequence[HookedStage], batch: Batch, body: Callable[[], None]) -> None:
+    def _run_pass(self, stages: Sequence[HookedStage], batch: Batch, body: Callable[[], None]) -> None:
         own = [stage for stage in stages if isinstance(stage, LowBitStage)]
         passes = self._passes or self._new_passes(own)
         for stage in own:
