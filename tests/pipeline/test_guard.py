@@ -131,13 +131,13 @@ def test_passes_that_differ_are_the_same_error_everywhere(ranks: Ranks, function
 
 
 def other_version() -> None:
-    from lowbit.pipeline import stage
+    from lowbit.pipeline import passes
 
-    before, stage.__version__ = stage.__version__, f"9.{dist.get_rank()}"
+    before, passes.__version__ = passes.__version__, f"9.{dist.get_rank()}"
     try:
         toy.Run("1f1b", toy.lowbit(**FIT)).train(0)
     finally:
-        stage.__version__ = before
+        passes.__version__ = before
 
 
 def test_versions_that_differ_are_an_error(ranks: Ranks):

@@ -218,6 +218,20 @@ def test_a_pass_that_has_been_there_before_costs_no_exchange(ranks: Ranks):
         assert known == [{}] * 8
 
 
+def awaited() -> int:
+    """Receives that are posted after a training step that evaluations came before."""
+    run = toy.Run("1f1b", toy.lowbit(forward=FP32, backward=FP32, timeout=30))
+    for run_pass in (run.train, run.train, run.evaluate, run.evaluate, run.train):
+        run_pass(0)
+    stage: Any = run.stages[0]
+    return len(stage.lanes.transport._inbox._posted)
+
+
+def test_receives_are_posted_for_the_next_pass_of_the_same_kind(ranks: Ranks):
+    # Gradients of the next step; and activations of it, and of the next evaluation.
+    assert ranks.run(awaited) == [toy.MICRO_BATCHES, 2 * toy.MICRO_BATCHES]
+
+
 def dropped() -> list[str]:
     """What is left of a pipeline that nobody refers to, without the garbage collector."""
     gc.disable()
@@ -225,7 +239,7 @@ def dropped() -> list[str]:
         run = toy.Run("1f1b", toy.lowbit(forward=FP32, backward=FP32, timeout=30))
         run.train(0)
         stage: Any = run.stages[0]
-        left = [weakref.ref(x) for x in (stage, run.runner, stage.transport, stage._passes)]
+        left = [weakref.ref(x) for x in (stage, run.runner, stage.lanes.transport, stage._passes)]
         del run, stage
         return [type(x).__name__ for ref in left if (x := ref()) is not None]
     finally:
@@ -532,7 +546,7 @@ def other_formats(schedule: str) -> Any:
     bits, left = [], []
     for step in range(8):
         if step == 4:
-            left = [len(stage.transport._inbox._posted) for stage in run.stages]
+            left = [len(stage.lanes.transport._inbox._posted) for stage in run.stages]
             for stage in run.stages:
                 stage.set_codecs(second, second)
                 stage.looks_ahead = True

@@ -121,7 +121,7 @@ def on_one_gpu(schedule: str, options: Any) -> Any:
         run.evaluate(step)
     for stage in run.stages:
         assert isinstance(stage, LowBitStage)
-        assert isinstance(stage.transport, Staged)
+        assert isinstance(stage.lanes.transport, Staged)
     return [loss.cpu() for loss in run.losses]
 
 

@@ -18,6 +18,7 @@ from lowbit.codecs import AQSGD, GroupInt
 from lowbit.collectives import PeerError
 from lowbit.pipeline import LowBitStage, Traffic
 from lowbit.pipeline import stage as stage_module
+from lowbit.pipeline.layouts import receive_layouts, send_layouts
 from lowbit.pipeline.transport import Early, Staged
 from lowbit.wire import mailbox
 from lowbit.wire.checksum import Checksums
@@ -122,8 +123,8 @@ def trained(schedule: str, staged: tuple[int, ...], options: Any) -> Any:
         outputs.append(run.evaluate(step))
     for stage in run.stages:
         assert isinstance(stage, LowBitStage)
-        assert isinstance(stage.transport, Staged if dist.get_rank() in staged else Early)
-        assert len(stage.transport._outbox) == 0
+        assert isinstance(stage.lanes.transport, Staged if dist.get_rank() in staged else Early)
+        assert len(stage.lanes.transport._outbox) == 0
     return run.losses, [y for y in outputs if y is not None]
 
 
@@ -217,9 +218,9 @@ def layouts_of_a_stage_out_of_reach() -> Any:
     stage.device = torch.device("meta")
     layout = torch.empty(2, 3, device="meta", dtype=torch.bfloat16).t().requires_grad_()
     if stage.is_first:
-        stage.layouts_to_above([layout])
+        send_layouts([layout], None, 1, stage.lanes.transport.device, 20)
         return True
-    [found] = stage.layouts_from_below()
+    [found] = receive_layouts(None, 0, stage.lanes.transport.device, 20)
     facts = [(x.shape, x.stride(), x.dtype, x.requires_grad) for x in (found, layout)]
     return facts[0] == facts[1]
 

@@ -93,8 +93,8 @@ def steps_leave_nothing_behind() -> None:
             step(0)
             for stage in run.stages:
                 assert isinstance(stage, LowBitStage)
-                assert isinstance(stage.transport, Early)
-                assert len(stage.transport._outbox) == 0
+                assert isinstance(stage.lanes.transport, Early)
+                assert len(stage.lanes.transport._outbox) == 0
                 assert stage.traffic.peak_bytes > 0
 
 
@@ -338,7 +338,7 @@ def in_order() -> Any:
         coded.train(step)
         coded.evaluate(step)
         looped.train(step)
-    assert isinstance(coded.stages[0].transport, InOrder)
+    assert isinstance(coded.stages[0].lanes.transport, InOrder)
     return coded.losses, looped.losses
 
 

@@ -101,11 +101,18 @@ class Session:
 
     def _encode(self, x: Tensor, payload: Tensor, training: bool) -> None:
         """Fill `payload` (uint8, `nbytes()` long) from `x` (not empty)."""
-        self.codec.encode(x, out=payload)
+        # Not by `Codec.encode`, which would check again what `encode` has checked.
+        target = payload.contiguous()
+        self.codec._encode(x.contiguous(), target)
+        if target is not payload:
+            payload.copy_(target)
 
     def _decode(self, payload: Tensor, out: Tensor, training: bool) -> None:
         """Write the tensor in `payload` to `out` (not empty)."""
-        self.codec.decode(payload, shape=self.shape, out=out)
+        target = out.contiguous()
+        self.codec._decode(payload.contiguous(), target, False)
+        if target is not out:
+            out.copy_(target)
 
     def observe(self, x: Tensor) -> Tensor | None:
         """Learn from a tensor that crossed the other way, as it arrived at this sender: finite or not, (..., C).

@@ -103,10 +103,7 @@ class Lane:
 
     def nbytes(self, index: int, step: Step, micro_batch: int) -> int:
         """Bytes of the next message of a tensor."""
-        slot = self._slots[micro_batch][index]
-        if not self._coded(slot, step):
-            return _plain_bytes(slot) + _CHOICE_BYTES * self._tells_choice(slot, step)
-        return self._session(index, step, micro_batch).nbytes()
+        return self._coding(index, step, micro_batch)[1]
 
     def encode(
         self, index: int, step: Step, micro_batch: int, x: Tensor, *, room: int = 0, note: Tensor | None = None
@@ -127,11 +124,10 @@ class Lane:
                 f"{self.name}: tensor {index} is {described((x.shape, x.dtype))}; both ends expect {described(slot)}"
             )
         with self._aside("encode", micro_batch):
-            size = self.nbytes(index, step, micro_batch)
+            session, size = self._coding(index, step, micro_batch)
             message = torch.empty(size + room * bool(size), dtype=torch.uint8, device=x.device)
             payload = message[:size]
-            if self._coded(slot, step):
-                session = self._session(index, step, micro_batch)
+            if session is not None:
                 session.encode(x, training=step.training, out=payload, note=note)
             else:
                 # A copy, because the model may reuse the memory of its output while the bytes are under way.
@@ -149,8 +145,9 @@ class Lane:
         """Write the tensor in `payload` to `out`, which has the shape and dtype of this slot."""
         with self._aside("decode", micro_batch):
             out, slot = out.detach(), self._slots[micro_batch][index]
-            if self._coded(slot, step):
-                self._session(index, step, micro_batch).decode(payload, out=out, training=step.training)
+            session, _ = self._coding(index, step, micro_batch)
+            if session is not None:
+                session.decode(payload, out=out, training=step.training)
             else:
                 plain, rest = payload.tensor_split([_plain_bytes(slot)])
                 if self._tells_choice(slot, step):
@@ -182,17 +179,16 @@ class Lane:
             f"{self.name} state": self.states.digest(),
         }
 
-    def _coded(self, slot: Slot, step: Step) -> bool:
-        if step.full_precision or not slot[1].is_floating_point:
-            return False
-        return step.training or not self.codec.needs_key
-
-    def _session(self, index: int, step: Step, micro_batch: int) -> Session:
-        """The session for the next message of a tensor, which has been told of the micro-batch's samples."""
-        session = self.states.session(index, self._slots[micro_batch][index])
+    def _coding(self, index: int, step: Step, micro_batch: int) -> tuple[Session | None, int]:
+        """The session that codes the next message of a tensor (None: the tensor travels as it is), and its bytes."""
+        slot = self._slots[micro_batch][index]
+        unknown = self.codec.needs_key and not step.training  # to the codec: it knows the samples it is trained on
+        if step.full_precision or unknown or not slot[1].is_floating_point:
+            return None, _plain_bytes(slot) + _CHOICE_BYTES * self._tells_choice(slot, step)
+        session = self.states.session(index, slot)
         if step.samples:
             session.samples = step.samples[micro_batch]
-        return session
+        return session, session.nbytes()
 
     def _note(self, index: int, step: Step, micro_batch: int, x: Tensor) -> None:
         """Look at a tensor that crosses at full precision."""

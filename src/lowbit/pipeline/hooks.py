@@ -3,7 +3,7 @@
 A schedule splits the batch, has its stages prepared, and then calls methods of theirs to learn what to send and where
 to receive. PyTorch's preparation differs from version to version (a vote, trial runs whose outcome it pickles, an
 all-reduce) and is done once for each schedule, whatever other schedules do with the same stages. `HookedStage` lets
-none of that happen: it calls `run_pass` of its subclass in its place, each time, and overrides all methods that would
+none of that happen: it calls `_run_pass` of its subclass in its place, each time, and overrides all methods that would
 need what is prepared there. It relies on this alone, which holds for PyTorch 2.11 to 2.15:
 
 - `clear_runtime_states` is the first method of a stage that `schedule.step` calls, and `_step_microbatches` of the
@@ -36,7 +36,7 @@ class HookedStage(PipelineStage):
     """A `PipelineStage` whose communication is up to the subclass. Takes the arguments of `PipelineStage`.
 
     Attributes:
-        lanes: send and receive; made by the subclass.
+        lanes: this stage's side of a pass, which sends and receives; made by the subclass.
         declared: layouts of `input_args` and `output_args`; None where one of them was not given.
     """
 
@@ -50,42 +50,11 @@ class HookedStage(PipelineStage):
         self._handed_over: dict[tuple[Direction, int], tuple[Tensor | None, ...]] = {}
 
     @abstractmethod
-    def run_pass(self, stages: Sequence[HookedStage], batch: Batch, body: Callable[[], None]) -> None:
-        """Run a pass, training or not: call `use` of all stages, then `body`, the schedule's part.
+    def _run_pass(self, stages: Sequence[HookedStage], batch: Batch, body: Callable[[], None]) -> None:
+        """Run a pass, training or not: `use` layouts in all stages, then call `body`, the schedule's part.
 
         `stages`: all of this rank, ascending; the method is called on the first.
         """
-
-    def rank_of(self, stage: int) -> int:
-        """Rank, within the group, that holds a stage."""
-        return self.stage_index_to_group_rank[stage]
-
-    def stages_of(self, rank: int) -> list[int]:
-        """Stages that a rank of the group holds, ascending."""
-        return sorted(s for s, r in self.stage_index_to_group_rank.items() if r == rank)
-
-    def is_remote(self, stage: int) -> bool:
-        """Whether there is such a stage, and on another rank."""
-        return 0 <= stage < self.num_stages and self.rank_of(stage) != self.group_rank
-
-    def trial(self, inputs: Sequence[Any], kwargs: dict[str, Any], *, training: bool) -> tuple[Tensor, ...]:
-        """Layouts of the outputs for inputs like these (tensors or layouts), found by running the module once.
-
-        The module is left as it was.
-        """
-        with self._restored(), torch.set_grad_enabled(training):
-            real = [self._real(x) for x in inputs]
-            named = {name: self._real(x) for name, x in kwargs.items()}
-            return tuple(map(layout_of, _as_tuple(self.submod(*real, **named))))
-
-    def use(self, layouts: Sequence[Layouts]) -> None:
-        """From now on, tensors of these layouts cross with each micro-batch."""
-        self._layouts = layouts
-        self.chunks = len(layouts)
-        self.act_send_info = {i: [self.stage_index + 1] for i in range(len(layouts[0].outputs))}
-        # Since 2.12, `backward_one_chunk` asks how many inputs there are.
-        if hasattr(self, "_stage_meta"):
-            self._stage_meta.inputs = _utils.extract_tensor_metas(layouts[0].inputs)
 
     # Overrides of PyTorch's methods, in the order of a step.
 
@@ -97,18 +66,18 @@ class HookedStage(PipelineStage):
         _refuse_few_targets(step)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        if not self.is_remote(self.stage_index - 1):
+        if self.stage_index - 1 not in self.lanes.peers:
             return []
         return self.lanes.receive("forward", fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        if not self.has_backward or not self.is_remote(self.stage_index + 1):
+        if not self.has_backward or self.stage_index + 1 not in self.lanes.peers:
             return []
         return self.lanes.receive("backward", bwd_chunk_id)
 
     def _retrieve_recv_activations(self, fwd_chunk_id: int) -> Any:
         layouts = self._layouts[fwd_chunk_id].inputs
-        if self.is_remote(self.stage_index - 1):
+        if self.stage_index - 1 in self.lanes.peers:
             inputs = self.lanes.take("forward", fwd_chunk_id, layouts)
         else:
             inputs = self._handed_over.pop(("forward", fwd_chunk_id))
@@ -133,7 +102,7 @@ class HookedStage(PipelineStage):
 
     def _retrieve_recv_grads(self, bwd_chunk_id: int) -> Any:
         layouts = self._layouts[bwd_chunk_id].outputs
-        if not self.is_remote(self.stage_index + 1):
+        if self.stage_index + 1 not in self.lanes.peers:
             grads = self._handed_over.pop(("backward", bwd_chunk_id))
             return tuple(self._or_zeros(*pair) for pair in zip(grads, layouts, strict=True))
         learned = [layout for layout in layouts if layout.requires_grad]
@@ -141,7 +110,7 @@ class HookedStage(PipelineStage):
         return tuple(next(grads) if layout.requires_grad else None for layout in layouts)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        if not self.is_remote(self.stage_index + 1):
+        if self.stage_index + 1 not in self.lanes.peers:
             return []
         tensors = [op.tensor for op in super().get_fwd_send_ops(fwd_chunk_id)]
         return self.lanes.send("forward", fwd_chunk_id, tensors)
@@ -221,6 +190,27 @@ class HookedStage(PipelineStage):
                     setattr(module, name, buffer)  # modules may have put another in its place
 
 
+def trial(stage: HookedStage, inputs: Sequence[Any], kwargs: dict[str, Any], *, training: bool) -> tuple[Tensor, ...]:
+    """Layouts of the outputs for inputs like these (tensors or layouts), found by running the module once.
+
+    The module is left as it was.
+    """
+    with stage._restored(), torch.set_grad_enabled(training):
+        real = [stage._real(x) for x in inputs]
+        named = {name: stage._real(x) for name, x in kwargs.items()}
+        return tuple(map(layout_of, _as_tuple(stage.submod(*real, **named))))
+
+
+def use(stage: HookedStage, layouts: Sequence[Layouts]) -> None:
+    """From now on, tensors of these layouts cross with each micro-batch."""
+    stage._layouts = layouts
+    stage.chunks = len(layouts)
+    stage.act_send_info = {i: [stage.stage_index + 1] for i in range(len(layouts[0].outputs))}
+    # Since 2.12, `backward_one_chunk` asks how many inputs there are.
+    if hasattr(stage, "_stage_meta"):
+        stage._stage_meta.inputs = _utils.extract_tensor_metas(layouts[0].inputs)
+
+
 def _calling_step() -> Mapping[str, Any]:
     """The arguments of the schedule's `step` in which this is called, `self` among them."""
     frame = sys._getframe(1)
@@ -232,7 +222,7 @@ def _calling_step() -> Mapping[str, Any]:
 
 
 def _take_over(schedule: _PipelineSchedule) -> None:
-    """Have the schedule run its micro-batches within `HookedStage.run_pass`, and prepare nothing."""
+    """Have the schedule run its micro-batches within `HookedStage._run_pass`, and prepare nothing."""
     if getattr(schedule, "_runs_hooked", False):
         return
     run, this = type(schedule)._step_microbatches, weakref.ref(schedule)
@@ -250,7 +240,7 @@ def _take_over(schedule: _PipelineSchedule) -> None:
             setattr(schedule, f"{prefix}_forward_initialized", True)
             setattr(schedule, f"{prefix}_backward_initialized", training)
         batch = Batch(training, count, arg_mbs or [()] * count, kwarg_mbs or [{}] * count)
-        stages[0].run_pass(stages, batch, lambda: run(schedule, arg_mbs, kwarg_mbs, *rest, **named))
+        stages[0]._run_pass(stages, batch, lambda: run(schedule, arg_mbs, kwarg_mbs, *rest, **named))
 
     setattr(schedule, "_step_microbatches", run_hooked)  # noqa: B010 (pyright)
     setattr(schedule, "_runs_hooked", True)  # noqa: B010

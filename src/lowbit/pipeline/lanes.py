@@ -7,75 +7,100 @@ own: the neighbour's rank, and a channel that follows from the configuration of 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit.codecs.base import Codec
 from lowbit.pipeline.arguments import Codecs, Step, codec_at
 from lowbit.pipeline.boundary import Direction, Lane
-from lowbit.pipeline.layouts import Layouts
+from lowbit.pipeline.layouts import Batch, Layouts
 from lowbit.pipeline.looking import Look
 from lowbit.pipeline.numbering import Configuration
 from lowbit.pipeline.states import Slot
 from lowbit.pipeline.transport import Transport
+from lowbit.wire.failure import FailureBoard
 from lowbit.wire.mailbox import Route
 
 
 class Lanes:
-    """All lanes of a stage.
+    """One stage's side of all passes: its lanes, the transport of their messages, and the count of training steps.
 
     Args:
         stage, stages: index of the stage, and number of stages.
+        forward, backward: formats.
         device: where the tensors live.
-        transport: of the messages.
+        warmup_steps: so many training steps send everything at full precision.
+
+    Attributes:
+        transport, warmup_steps: as given.
+        steps: training steps so far.
+        samples: ids of the next training step's batch, for codecs that need them.
+        changed: what the ranks have agreed on no longer holds, because codecs or their states have been replaced.
+        peers: ranks of the neighbours on other ranks, by stage; nothing crosses to other neighbours.
 
     Raises:
         TypeError, ValueError: as `codec_at`.
     """
 
     def __init__(
-        self, stage: int, stages: int, forward: Codecs, backward: Codecs, device: torch.device, transport: Transport
-    ) -> None:
-        self._stage, self._transport = stage, transport
-        self._peers: Mapping[int, int] = {}
-        self._lanes: dict[tuple[Direction, bool], Lane] = {}  # by direction, and whether they lead out of the stage
-        directions: list[tuple[Direction, Any]] = [("forward", forward), ("backward", backward)]
-        self._looks: dict[int, Look] = {}  # by boundary
-        self._learned: dict[int, list[list[int]]] = {}  # by boundary and micro-batch: tensors that get gradients
-        for boundary in range(max(0, stage - 1), min(stage, stages - 2) + 1):
-            look = self._looks[boundary] = Look(stages - 1)
+        self, stage: int, stages: int, forward: Codecs, backward: Codecs, device: torch.device,
+        transport: Transport, warmup_steps: int,
+    ) -> None:  # fmt: skip
+        self._stage, self._stages, self._device = stage, stages, device
+        self.transport, self.warmup_steps, self.steps = transport, warmup_steps, 0
+        self.samples: Tensor | None = None
+        self.peers: Mapping[int, int] = {}
+        self.set_codecs(forward, backward)
+
+    def set_codecs(self, forward: Codecs, backward: Codecs) -> None:
+        """Make all lanes anew."""
+        lanes: dict[tuple[Direction, bool], Lane] = {}  # by direction, and whether they lead out of the stage
+        looks: dict[int, Look] = {}  # by boundary
+        directions: list[tuple[Direction, Codecs]] = [("forward", forward), ("backward", backward)]
+        for boundary in range(max(0, self._stage - 1), min(self._stage, self._stages - 2) + 1):
+            look = looks[boundary] = Look(self._stages - 1)
             for direction, codecs in directions:
-                codec = codec_at(direction, codecs, boundary, stages - 1)
-                outgoing = (direction == "forward") == (boundary == stage)
-                lane = Lane(boundary, direction, codec, device, transport.traffic, transport.overhead, look)
-                self._lanes[direction, outgoing] = lane
+                codec = codec_at(direction, codecs, boundary, self._stages - 1)
+                outgoing = (direction == "forward") == (boundary == self._stage)
+                traffic, overhead = self.transport.traffic, self.transport.overhead
+                lanes[direction, outgoing] = Lane(boundary, direction, codec, self._device, traffic, overhead, look)
+        self._lanes, self._looks, self.changed = lanes, looks, True
+        self._learned: dict[int, list[list[int]]] = {}  # by boundary and micro-batch: tensors that get gradients
+        self._routes: dict[Lane, list[list[Route]]] = {}  # of this pass, by micro-batch and tensor
         self._notes: dict[tuple[int, int], Tensor] = {}  # for gradients to send, by tensor and micro-batch
-        self._step, self._title = Step(), ""
-        self._ranks: Sequence[str] = ()
-        self._configuration: Configuration | None = None  # of this pass
         self._expected: set[tuple[Direction, int, int]] = set()  # receives of these are posted: configuration and phase
 
-    def place(self, peers: Mapping[int, int]) -> None:
-        """Set the ranks of neighbours on other ranks, by stage; nothing crosses to other neighbours."""
-        self._peers = peers
+    def begin(
+        self, board: FailureBoard, number: int, batch: Batch, peers: Mapping[int, int], ranks: Sequence[str]
+    ) -> None:
+        """A pass begins; its configuration is not known yet.
 
-    def keyed(self) -> Codec | None:
-        """A codec that needs the sample ids of what crosses here, if there is one."""
-        remote = [lane.codec for lane in self._lanes.values() if self._peer(lane) is not None]
-        return next((codec for codec in remote if codec.needs_key), None)
+        Args:
+            number: of the pass; peers: the attribute; ranks: their names in errors.
 
-    def end_step(self) -> None:
-        """The pass before is over: what senders observed in it may count from now on."""
+        Raises:
+            ValueError: a codec needs sample ids, which are missing.
+        """
         self._notes.clear()
         for lane in self.by_name(outgoing_only=True).values():
-            lane.states.end_step()
-
-    def begin(self, step: Step, title: str, ranks: Sequence[str]) -> None:
-        """A pass begins; its configuration is not known yet. title, ranks: names of it and of the ranks, for errors."""
-        self._step, self._title, self._ranks = step, title, ranks
+            lane.states.end_step()  # before other streams of a GPU wait for this one
+        self.transport.begin(board, number)
+        self.peers, self._ranks = peers, ranks
+        self._step = Step.numbered(self.steps, self.warmup_steps, training=batch.training)
+        self._title = f"step {self.steps + 1}" if batch.training else f"evaluation after step {self.steps}"
+        if not batch.training:
+            return
+        samples, self.samples = self.samples, None
+        crossing = [lane.codec for lane in self._lanes.values() if self._peer(lane) is not None]
+        keyed = next((codec for codec in crossing if codec.needs_key), None)
+        if keyed is not None and not self._step.full_precision:
+            if samples is None:
+                raise ValueError(f"{keyed} needs set_samples(ids) before every training step")
+            parts = samples.tensor_split(batch.micro_batches)  # as the schedule splits the batch
+            self._step = replace(self._step, samples=[part.tolist() for part in parts])
 
     def prepare(self, variants: Mapping[int, Layouts], training: bool) -> tuple[dict[str, str], str]:
         """Get ready for tensors that will cross; returns facts that both ends of a boundary must share, and faults.
@@ -100,57 +125,58 @@ class Lanes:
         most = max(len(layouts.outputs) for layouts in variants.values())
         return facts | {"codecs": fault or "fit what crosses", f"tensors from stage {self._stage}": str(most)}, fault
 
-    def use(self, configuration: Configuration, step: Step | None = None) -> None:
-        """Use a configuration in this pass; or, if `step` is given, expect it in the next pass, with that step.
+    def use(self, configuration: Configuration, *, ahead: bool = False) -> None:
+        """Use a configuration in this pass; or, if `ahead`, expect it in the next pass, a whole round trip ahead.
 
         The transport posts receives, unless it has. If the next pass turns out to be another one, they wait for the
         next pass of this configuration: each has tags of its own.
         """
-        self._step, self._configuration = step or self._step, configuration
+        if ahead:
+            self._step = Step.numbered(self.steps, self.warmup_steps, training=configuration.training)
         layouts = configuration.layouts[self._stage]
         for boundary, look in self._looks.items():
             crossing = [each.outputs if boundary == self._stage else each.inputs for each in layouts]
             self._learned[boundary] = [[i for i, x in enumerate(each) if x.requires_grad] for each in crossing]
             look.use(self._learned[boundary])
-        for lane in self._lanes.values():
-            lane.use([self._slots(lane, each, configuration.training) for each in layouts])
         now = configuration.number, self._step.phase
         for (direction, outgoing), lane in self._lanes.items():
-            if outgoing or (direction, *now) in self._expected or (lane.codec.needs_key and step):
+            lane.use([self._slots(lane, each, configuration.training) for each in layouts])
+            self._routes[lane] = self._routes_of(lane, outgoing, configuration)
+            if outgoing or (direction, *now) in self._expected or (lane.codec.needs_key and ahead):
                 continue  # samples that are not known yet decide sizes
             self._expected.add((direction, *now))
-            micro_batches = range(configuration.micro_batches)
-            messages = (message for i in micro_batches for message in self._messages(lane, i))
-            self._transport.expect(messages)
-        if step is None:
+            micro_batches = range(len(self._routes[lane]))
+            self.transport.expect(message for i in micro_batches for message in self._messages(lane, i))
+        if not ahead:
             self._expected = {key for key in self._expected if key[1:] != now}
+            self.steps += configuration.training
 
     def send(self, direction: Direction, micro_batch: int, tensors: Sequence[Tensor]) -> list[dist.P2POp]:
         """Send tensors to the neighbour; returns operations that the schedule shall run."""
         lane, ops = self._lanes[direction, True], []
         for index, tensor in enumerate(tensors):
-            with self._transport.leaving(tensor):
+            with self.transport.leaving(tensor):
                 note = self._notes.pop((index, micro_batch), None) if direction == "backward" else None
                 if note is not None and note.is_cuda:  # made on the stream of what arrives
                     note.record_stream(torch.cuda.current_stream(note.device))
-                message = lane.encode(index, self._step, micro_batch, tensor, room=self._transport.room, note=note)
+                message = lane.encode(index, self._step, micro_batch, tensor, room=self.transport.room, note=note)
                 if message.numel():
-                    ops += self._transport.send(self._route(lane, micro_batch, index), message)
+                    ops += self.transport.send(self._routes[lane][micro_batch][index], message)
         return ops
 
     def receive(self, direction: Direction, micro_batch: int) -> list[dist.P2POp]:
         """Prepare to receive; returns operations that the schedule shall run and wait for."""
         messages = self._messages(self._lanes[direction, False], micro_batch)
-        return [op for route, nbytes in messages for op in self._transport.receive(route, nbytes)]
+        return [op for route, nbytes in messages for op in self.transport.receive(route, nbytes)]
 
     def take(self, direction: Direction, micro_batch: int, layouts: Sequence[Tensor]) -> list[Tensor]:
         """The tensors that the neighbour sent, with these layouts."""
         lane, tensors = self._lanes[direction, False], []
         for index, layout in enumerate(layouts):
-            with self._transport.arriving():
-                tensors.append(self._transport.landing(layout))
+            with self.transport.arriving():
+                tensors.append(self.transport.landing(layout))
                 if nbytes := lane.nbytes(index, self._step, micro_batch):
-                    payload = self._transport.take(self._route(lane, micro_batch, index), nbytes)
+                    payload = self.transport.take(self._routes[lane][micro_batch][index], nbytes)
                     lane.decode(index, self._step, micro_batch, payload, tensors[-1])
                     self._observe(direction, index, micro_batch, tensors[-1])
         return tensors
@@ -170,6 +196,20 @@ class Lanes:
         """Raise the rates that were chosen by `bits` per element. No receives may be posted ahead."""
         for lane in self._lanes.values():
             lane.states.raise_rates(bits)
+        self.changed = True
+
+    def load_state(self, steps: int, states: Mapping[str, Any]) -> None:
+        """Set the number of training steps so far, and what codecs keep, by lane.
+
+        Raises:
+            ValueError: a state of another stage or codec.
+        """
+        lanes = self.by_name()
+        if unknown := sorted(set(states) - set(lanes)):
+            raise ValueError(f"state has {', '.join(unknown)}; this stage has {', '.join(lanes)}")
+        self.steps, self.changed = steps, True
+        for name, lane in lanes.items():
+            lane.states.load_state_dict(states.get(name, {}))
 
     def forward(self, outgoing: bool) -> Lane:
         """The lane of activations to the next stage, or from the one before.
@@ -195,18 +235,28 @@ class Lanes:
         return [(x.shape, x.dtype) for x in crossing]
 
     def _peer(self, lane: Lane) -> int | None:
-        return self._peers.get(self._stage + 1 if lane.boundary == self._stage else self._stage - 1)
+        return self.peers.get(self._stage + 1 if lane.boundary == self._stage else self._stage - 1)
 
     def _messages(self, lane: Lane, micro_batch: int) -> list[tuple[Route, int]]:
         """Where the messages of a micro-batch come from, and their sizes."""
-        sizes = [lane.nbytes(i, self._step, micro_batch) for i in range(lane.messages(micro_batch))]
-        return [(self._route(lane, micro_batch, index), nbytes) for index, nbytes in enumerate(sizes) if nbytes]
+        routes = enumerate(self._routes[lane][micro_batch])
+        sized = [(route, lane.nbytes(index, self._step, micro_batch)) for index, route in routes]
+        return [(route, nbytes) for route, nbytes in sized if nbytes]
 
-    def _route(self, lane: Lane, micro_batch: int, index: int) -> Route:
-        peer, backward = self._peer(lane), lane.direction == "backward"
-        assert self._configuration is not None  # within a pass
-        assert peer is not None
-        channel = self._configuration.channel(lane.boundary, backward, self._step.phase, micro_batch, index)
-        sender = self._ranks[peer if backward == (lane.boundary == self._stage) else self._transport.rank]
-        about = f"{lane.name}, micro-batch {micro_batch}, tensor {index}, {self._title}: the message from {sender}"
-        return Route(peer, channel, about)
+    def _routes_of(self, lane: Lane, outgoing: bool, configuration: Configuration) -> list[list[Route]]:
+        """Routes of a lane's messages, by micro-batch and tensor."""
+        peer, phase, backward = self._peer(lane), self._step.phase, lane.direction == "backward"
+        if peer is None:
+            return []
+        sender = self._ranks[self.transport.rank if outgoing else peer]
+        return [
+            [
+                Route(
+                    peer,
+                    configuration.channel(lane.boundary, backward, phase, micro_batch, index),
+                    f"{lane.name}, micro-batch {micro_batch}, tensor {index}, {self._title}: the message from {sender}",
+                )
+                for index in range(lane.messages(micro_batch))
+            ]
+            for micro_batch in range(configuration.micro_batches)
+        ]

@@ -1,9 +1,9 @@
-"""Numbers of pipelines within a process group, channels of their messages, names of their ranks."""
+"""Numbers of pipelines within a process group, and channels of their messages."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -63,12 +63,3 @@ def pipeline_number(group: dist.ProcessGroup, num_stages: int, ranks: int) -> in
     PIPELINES.channels(len(begun))
     begun.append((num_stages, max(1, num_stages // ranks) - 1))
     return len(begun) - 1
-
-
-def rank_names(group: dist.ProcessGroup, stages_of: Callable[[int], list[int]]) -> list[str]:
-    """Name of each rank of a group in errors: its rank in the job, and its stages."""
-    stages = map(stages_of, range(dist.get_world_size(group)))
-    return [
-        f"rank {rank} (stage{'s' * (len(held) > 1)} {', '.join(map(str, held))})"
-        for rank, held in zip(dist.get_process_group_ranks(group), stages, strict=True)
-    ]

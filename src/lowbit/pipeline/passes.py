@@ -13,26 +13,26 @@ nothing has been sent yet.
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Never
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Never
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit.pipeline import announce
-from lowbit.pipeline.layouts import Batch, Layouts, layout_of
-from lowbit.pipeline.numbering import PHASES, Configuration, rank_names
+from lowbit import __version__
+from lowbit.pipeline import announce, hooks
+from lowbit.pipeline.hooks import HookedStage
+from lowbit.pipeline.lanes import Lanes
+from lowbit.pipeline.layouts import Batch, Layouts, layout_of, receive_layouts, send_layouts
+from lowbit.pipeline.numbering import PHASES, Configuration
 from lowbit.wire.agreement import Agreement
-from lowbit.wire.checksum import Checksums
+from lowbit.wire.checksum import Checksums, agreed_facts
 from lowbit.wire.errors import AgreementError, described
 from lowbit.wire.failure import FailureBoard
 from lowbit.wire.statements import contradictions
 from lowbit.wire.tags import ANNOUNCEMENTS, PIPELINES
-
-if TYPE_CHECKING:
-    from lowbit.pipeline.stage import LowBitStage
 
 
 class Passes:
@@ -45,17 +45,23 @@ class Passes:
     """
 
     def __init__(
-        self, stages: Sequence[LowBitStage], group: dist.ProcessGroup, number: int, limit: float, checksums: Checksums
+        self, stages: Sequence[HookedStage], group: dist.ProcessGroup, number: int, limit: float, checksums: Checksums
     ) -> None:
         self._group, self._topic, self._limit = group, f"pipeline {number}", limit
         self._channels, (self._announced_on,) = PIPELINES.channels(number), ANNOUNCEMENTS.channels(number)
         # Only within a pass: the stages refer to this, and what refers back keeps a group's connections open.
-        self._stages: Sequence[LowBitStage] = ()
-        first = stages[0]
-        self._source, self._is_source = first.rank_of(0), first.is_first
-        self._names, ranks = rank_names(group, first.stages_of), dist.get_process_group_ranks(group)
-        self._stage_names = [f"rank {ranks[first.rank_of(i)]} (stage {i})" for i in range(first.num_stages)]
-        self._own_name = self._names[dist.get_rank(group)]
+        self._stages: Sequence[HookedStage] = ()
+        # A V schedule has placed the stages by now, after they were made.
+        self._placement, self._rank = dict(stages[0].stage_index_to_group_rank), group.rank()
+        self._source, self._is_source = self._placement[0], stages[0].is_first
+        self._held = [sorted(s for s, r in self._placement.items() if r == rank) for rank in range(group.size())]
+        ranks = dist.get_process_group_ranks(group)
+        self._names = [
+            f"rank {rank} (stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))})"
+            for rank, stages in zip(ranks, self._held, strict=True)
+        ]
+        self._stage_names = [f"rank {ranks[self._placement[i]]} (stage {i})" for i in range(len(self._placement))]
+        self._own_name = self._names[self._rank]
         self._board = FailureBoard(group, self._topic, self._names, limit)
         self._checksums = checksums
         self._announcements: announce.Announcements | None = None
@@ -67,8 +73,12 @@ class Passes:
         self._loaded = False  # codec states have been loaded, and the ranks have not compared them
         self._broken = ""
 
-    def run(self, stages: Sequence[LowBitStage], batch: Batch, body: Callable[[], None]) -> None:
-        """Run a pass, in which `body` is the schedule's part. `stages`: as given to the constructor.
+    def run(self, stages: Sequence[HookedStage], batch: Batch, body: Callable[[], None], *, ahead: bool) -> None:
+        """Run a pass.
+
+        Args:
+            stages: as given to the constructor. body: the schedule's part.
+            ahead: whether to post receives of the next pass at the end.
 
         Raises:
             ValueError: a batch that cannot be cut into the schedule's micro-batches, or tensors that a codec cannot
@@ -83,19 +93,24 @@ class Passes:
         self._stages, refusal = stages, ""
         try:
             try:
-                with self._reporting_errors():
-                    self._begin(batch)
+                self._begin(batch)
             except _Refused as error:
                 refusal = str(error)
+            except Exception as error:  # the others wait for this rank's statement
+                if isinstance(error, _Conflict):
+                    self._next_agreement().give_up(str(error))
+                elif not getattr(error, "on_all_ranks", False):
+                    self._next_agreement().give_up(f"{self._own_name} gave up: {described(error)}")
+                raise
             else:
                 body()
-                self._end(batch)
+                self._end(batch, ahead)
             if self._announcements is not None:
                 self._announcements.finish()
         except BaseException as error:
             self._broken = described(error)
             if not getattr(error, "on_all_ranks", False) or isinstance(error, _Conflict):
-                self._board.give_up(error, self._stages[0].transport.sever)
+                self._board.give_up(error, self._stages[0].lanes.transport.sever)
             if isinstance(error, _Conflict):
                 raise AgreementError(str(error)) from None
             raise
@@ -104,17 +119,17 @@ class Passes:
         if refusal:
             raise ValueError(refusal)
 
-    def forget(self) -> None:
-        """Agree anew on each configuration, because the codecs' states have changed."""
-        self._known.clear()
-        self._last.clear()
-        self._loaded = bool(self._agreed)
-
     def _begin(self, batch: Batch) -> None:
         """Everything before the first message."""
         self._passes += 1
         for stage in self._stages:
-            stage.begin(self._board, self._passes, batch, self._names)
+            neighbours = (stage.stage_index - 1, stage.stage_index + 1)
+            peers = {i: rank for i in neighbours if (rank := self._placement.get(i, self._rank)) != self._rank}
+            stage.lanes.begin(self._board, self._passes, batch, peers, self._names)
+        if any(stage.lanes.changed for stage in self._stages):  # agree anew on each configuration
+            self._known.clear()
+            self._last.clear()
+            self._loaded = bool(self._agreed)
         seen, problem = (), ""
         if self._is_source and not (problem := batch.problem()):
             seen = batch.mode(), *batch.keys()
@@ -126,22 +141,39 @@ class Passes:
         configuration, kind = self._agreed[number], (batch.training, batch.micro_batches)
         self._last[kind] = configuration, self._last.get(kind, (None, False))[0] is configuration
         for stage in self._stages:
-            stage.use_configuration(configuration)
+            hooks.use(stage, configuration.layouts[stage.stage_index])
+            stage.lanes.use(configuration)
+            stage.lanes.changed = False
 
-    def _end(self, batch: Batch) -> None:
+    def _end(self, batch: Batch, ahead: bool) -> None:
         for stage in self._stages:
-            stage.transport.drain()
+            stage.lanes.transport.drain()
         likely, again = self._last[batch.training, batch.micro_batches]
         # A receive that is posted in vain takes memory until its message comes.
-        if again and self._stages[0].looks_ahead:
+        if again and ahead:
             for stage in self._stages:
-                stage.await_next(likely)
+                stage.lanes.use(likely, ahead=True)
 
     def _facts(self, batch: Batch) -> dict[str, str]:
         return {
             "kind of pass": "training" if batch.training else "evaluation",
             "micro-batches": str(batch.micro_batches),
-            "training steps so far": str(self._stages[0].steps),
+            "training steps so far": str(self._stages[0].lanes.steps),
+        }
+
+    def _identity(self, lanes: Lanes) -> dict[str, str]:
+        """Facts that all stages must share, whatever crosses."""
+        codecs = {name: lane.codec for name, lane in lanes.by_name().items()}
+        return {
+            "lowbit version": __version__,
+            # Its schedules may order messages otherwise, which matters where they have no tags.
+            "torch version": ".".join(torch.__version__.split(".")[:2]),
+            "number of stages": str(len(self._placement)),
+            "stages by rank": str(self._held),
+            "transport": lanes.transport.name,
+            "warm-up steps": str(lanes.warmup_steps),
+            **agreed_facts(self._checksums.enabled),
+            **{f"{name} codec": f"{codec} [{codec.fingerprint()}]" for name, codec in codecs.items()},
         }
 
     def _announced(self, batch: Batch, seen: Any, problem: str) -> int | None:
@@ -149,7 +181,7 @@ class Passes:
         if self._announcements is None:
             group, source, board, channel = self._group, self._source, self._board, self._announced_on
             self._announcements = announce.choose(group, source, board, self._checksums, channel)
-        facts, traffic = self._facts(batch), self._stages[0].traffic
+        facts, traffic = self._facts(batch), self._stages[0].lanes.transport.traffic
         if self._is_source:
             number = self._known.get(seen)
             traffic.announced_bytes += self._announcements.send(self._passes, [number, problem, facts])
@@ -174,7 +206,7 @@ class Passes:
     def _agree(self, batch: Batch, seen: Any, problem: str) -> Configuration:
         """Agree on a new configuration."""
         declared = {s.stage_index: {} if s.declared is None else {0: s.declared} for s in self._stages}
-        facts = {stage.stage_index: stage.identity() | self._facts(batch) for stage in self._stages}
+        facts = {stage.stage_index: self._identity(stage.lanes) | self._facts(batch) for stage in self._stages}
         for index, layouts in declared.items():
             facts[index][f"declared by stage {index}"] = str(bool(layouts))
         if self._is_source:
@@ -194,12 +226,13 @@ class Passes:
             self._refuse(fault)
         most = max(int(each[f"tensors from stage {index}"]) for index, each in stated.items())
         layouts = {index: [by_first[i] for i in alike] for index, by_first in variants.items()}
-        number, warm = len(self._agreed), self._stages[0].steps >= self._stages[0].warmup_steps
+        number, lanes = len(self._agreed), self._stages[0].lanes
+        phases = PHASES if lanes.steps < lanes.warmup_steps else 1
         configuration = Configuration(
             number=number, training=batch.training, micro_batches=batch.micro_batches, layouts=layouts,
-            first_channel=self._channels.start, most_tensors=max(1, most), phases=1 if warm else PHASES,
+            first_channel=self._channels.start, most_tensors=max(1, most), phases=phases,
         )  # fmt: skip
-        if (taken := configuration.channels(self._stages[0].num_stages - 1)) > len(self._channels):
+        if (taken := configuration.channels(len(self._placement) - 1)) > len(self._channels):
             self._refuse(f"no tags are left after the pipeline's {number} configurations")
         self._channels = self._channels[taken:]
         return configuration
@@ -226,18 +259,6 @@ class Passes:
         self._agreement.linger()
         raise _Refused(problem)
 
-    @contextlib.contextmanager
-    def _reporting_errors(self) -> Iterator[None]:
-        """Report an error that comes before this rank's statement to the ranks that wait for that."""
-        try:
-            yield
-        except Exception as error:
-            if isinstance(error, _Conflict):
-                self._next_agreement().give_up(str(error))
-            elif not getattr(error, "on_all_ranks", False):
-                self._next_agreement().give_up(f"{self._own_name} gave up: {described(error)}")
-            raise
-
     def _try_out(self, batch: Batch, variants: Sequence[int]) -> dict[int, dict[int, Layouts]]:
         """Layouts by stage and micro-batch, for the micro-batches in `variants`, found from stage to stage."""
         layouts: dict[int, dict[int, Layouts]] = {stage.stage_index: {} for stage in self._stages}
@@ -245,25 +266,21 @@ class Passes:
             outputs: Sequence[Any] = ()
             for stage in self._stages:
                 index, inputs = stage.stage_index, outputs
+                peers, device = stage.lanes.peers, stage.lanes.transport.device
                 if stage.is_first:
                     inputs = batch.args[micro_batch]
-                elif stage.is_remote(index - 1):
-                    with self._board.blaming(stage.rank_of(index - 1)):
-                        inputs = stage.layouts_from_below()
+                elif index - 1 in peers:
+                    with self._board.blaming(peers[index - 1]):
+                        inputs = receive_layouts(self._group, peers[index - 1], device, self._limit)
                 outputs = ()
                 if not stage.is_last:  # whose outputs may be anything, and go nowhere
-                    outputs = stage.trial(inputs, batch.kwargs[micro_batch], training=batch.training)
-                if stage.is_remote(index + 1):
-                    with self._board.blaming(stage.rank_of(index + 1)):
-                        stage.layouts_to_above(outputs)
+                    outputs = hooks.trial(stage, inputs, batch.kwargs[micro_batch], training=batch.training)
+                if index + 1 in peers:
+                    with self._board.blaming(peers[index + 1]):
+                        send_layouts(outputs, self._group, peers[index + 1], device, self._limit)
                 tensors = tuple(layout_of(x) for x in inputs if isinstance(x, Tensor))
                 layouts[index][micro_batch] = Layouts(tensors, tuple(outputs))
         return layouts
-
-
-def first_topic(pipeline: int) -> str:
-    """Topic of the first agreement of a pipeline, which is about all that it will be."""
-    return f"pipeline {pipeline}/0"
 
 
 class _Conflict(AgreementError):
@@ -271,9 +288,7 @@ class _Conflict(AgreementError):
 
 
 class _Refused(Exception):
-    """A batch that all ranks refuse; the pipeline goes on with another one."""
-
-    on_all_ranks = True
+    """A batch that all ranks refuse; the pipeline can continue with another one."""
 
 
 def _checked(announcement: Any, source: int) -> tuple[int | None, str, dict[str, str]]:

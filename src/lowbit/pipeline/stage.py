@@ -1,25 +1,24 @@
 """`LowBitStage`: a pipeline stage whose activations and gradients cross to its neighbours in few bits.
 
 `HookedStage` (in `hooks`) replaces the communication of PyTorch's stage. `Passes` (in `passes`) has all ranks agree on
-each kind of pass. `Lanes` (in `lanes`) codes the tensors, and a `Transport` (in `transport`) moves the payloads.
+each kind of pass, and runs it. `Lanes` (in `lanes`) codes the tensors, and a `Transport` (in `transport`) moves the
+payloads. `LowBitStage` owns its lanes and hands them to the passes; none of these calls it back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowbit import __version__
 from lowbit.codecs.base import Codec
 from lowbit.codecs.defaults import RECOMMENDED
 from lowbit.codecs.sessions import Session
 from lowbit.pipeline.arguments import (
     Codecs,
-    Step,
     backward_beside,
     check_numbers,
     check_raise,
@@ -28,14 +27,13 @@ from lowbit.pipeline.arguments import (
 )
 from lowbit.pipeline.hooks import HookedStage
 from lowbit.pipeline.lanes import Lanes
-from lowbit.pipeline.layouts import Batch, receive_layouts, send_layouts
-from lowbit.pipeline.numbering import Configuration, pipeline_number
-from lowbit.pipeline.passes import Passes, first_topic
+from lowbit.pipeline.layouts import Batch
+from lowbit.pipeline.numbering import pipeline_number
+from lowbit.pipeline.passes import Passes
 from lowbit.pipeline.transport import choose
 from lowbit.wire.agreement import Agreement
-from lowbit.wire.checksum import Checksums, agreed_facts, check_checksums
+from lowbit.wire.checksum import Checksums, check_checksums
 from lowbit.wire.errors import described
-from lowbit.wire.failure import FailureBoard
 from lowbit.wire.groups import default_group, rank_names
 from lowbit.wire.pytorch import TorchVersionError, check_torch
 from lowbit.wire.traffic import Traffic
@@ -104,16 +102,14 @@ class LowBitStage(HookedStage):
         super().__init__(submodule, stage_index, num_stages, torch.device(device), *args, **kwargs)
         self.traffic = Traffic()
         self.warmup_steps = warmup_steps
-        self.limit = float(timeout)
-        self._group = self.group or default_group()
-        self._number = pipeline_number(self._group, num_stages, self.group_size)
-        self._checksums = Checksums(f"pipeline {self._number}", enabled=checksums)
-        self.transport = choose(self._group, self.device, self.traffic, self._checksums)
-        self.lanes = Lanes(stage_index, num_stages, forward, backward, self.device, self.transport)
-        self.steps = 0
         self.looks_ahead = True  # whether receives of the next pass are posted at the end of one
-        self._samples: Tensor | None = None
-        self._passes: Passes | None = None  # shared by the stages of this rank
+        group = self.group or default_group()
+        number = pipeline_number(group, num_stages, self.group_size)
+        sums = Checksums(f"pipeline {number}", enabled=checksums)
+        transport = choose(group, self.device, self.traffic, sums)
+        self.lanes = Lanes(stage_index, num_stages, forward, backward, self.device, transport, warmup_steps)
+        self._passes: Passes | None = None  # shared by the stages of this rank, once all of them are made
+        self._new_passes = partial(Passes, group=group, number=number, limit=float(timeout), checksums=sums)
 
     @staticmethod
     def _check_torch(
@@ -130,8 +126,8 @@ class LowBitStage(HookedStage):
             check_torch()
         except TorchVersionError as error:
             group = group or default_group()
-            topic = first_topic(pipeline_number(group, stages, group.size()))
-            agreement = Agreement(group, topic, timeout)
+            first = f"pipeline {pipeline_number(group, stages, group.size())}/0"  # the others' first agreement
+            agreement = Agreement(group, first, timeout)
             agreement.give_up(f"{rank_names(group)[group.rank()]} gave up: {described(error)}")
             agreement.linger()
             raise
@@ -147,7 +143,7 @@ class LowBitStage(HookedStage):
         Raises:
             TypeError, ValueError: not integers, not one dimension, or not all different.
         """
-        self._samples = checked_samples(ids)
+        self.lanes.samples = checked_samples(ids)
 
     def set_codecs(self, forward: Codecs, backward: Codecs) -> None:
         """Change the formats from the next step on; call it with the same on every stage of the pipeline.
@@ -162,10 +158,8 @@ class LowBitStage(HookedStage):
             TypeError, ValueError: a wrong argument.
         """
         for name, codecs in (("forward", forward), ("backward", backward)):
-            check_warm_up(name, codecs, max(0, self.warmup_steps - self.steps))
-        self.lanes = Lanes(self.stage_index, self.num_stages, forward, backward, self.device, self.transport)
-        if self._passes is not None:
-            self._passes.forget()
+            check_warm_up(name, codecs, max(0, self.warmup_steps - self.lanes.steps))
+        self.lanes.set_codecs(forward, backward)
 
     def raise_rates(self, bits: float) -> None:
         """Raise the rates that the warm-up chose by `bits` per element, up to 16, from the next step on.
@@ -179,13 +173,11 @@ class LowBitStage(HookedStage):
         """
         check_raise(bits, self.in_warmup)
         self.lanes.raise_rates(bits)
-        if self._passes is not None:
-            self._passes.forget()
 
     @property
     def in_warmup(self) -> bool:
         """Whether the next training step sends everything at full precision; the same on all ranks."""
-        return self.steps < self.warmup_steps
+        return self.lanes.steps < self.warmup_steps
 
     def chosen(self) -> dict[str, Codec]:
         """Return the codecs that the warm-up settled for what this stage sends, by boundary, direction and tensor."""
@@ -222,7 +214,7 @@ class LowBitStage(HookedStage):
     def codec_state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint: training steps so far, and what the codecs keep."""
         lanes = {name: lane.states.state_dict() for name, lane in self.lanes.by_name().items()}
-        return {"steps": self.steps, "lanes": {name: s for name, s in lanes.items() if s}}
+        return {"steps": self.lanes.steps, "lanes": {name: s for name, s in lanes.items() if s}}
 
     def load_codec_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `codec_state_dict` gave, before the next step.
@@ -230,81 +222,11 @@ class LowBitStage(HookedStage):
         Raises:
             ValueError: a state of another stage or codec.
         """
-        lanes = self.lanes.by_name()
-        if unknown := sorted(set(state["lanes"]) - set(lanes)):
-            raise ValueError(f"state has {', '.join(unknown)}; this stage has {', '.join(lanes)}")
-        self.steps = int(state["steps"])
-        for name, lane in lanes.items():
-            lane.states.load_state_dict(state["lanes"].get(name, {}))
-        if self._passes is not None:
-            self._passes.forget()
+        self.lanes.load_state(int(state["steps"]), state["lanes"])
 
-    # Called by `Passes`, in the order of a pass.
-
-    def identity(self) -> dict[str, str]:
-        """Facts that all stages must share, whatever crosses."""
-        codecs = {name: lane.codec for name, lane in self.lanes.by_name().items()}
-        return {
-            "lowbit version": __version__,
-            # Its schedules may order messages otherwise, which matters where they have no tags.
-            "torch version": ".".join(torch.__version__.split(".")[:2]),
-            "number of stages": str(self.num_stages),
-            "stages by rank": str([self.stages_of(rank) for rank in range(self.group_size)]),
-            "transport": self.transport.name,
-            "warm-up steps": str(self.warmup_steps),
-            **agreed_facts(self._checksums.enabled),
-            **{f"{name} codec": f"{codec} [{codec.fingerprint()}]" for name, codec in codecs.items()},
-        }
-
-    def begin(self, board: FailureBoard, number: int, batch: Batch, ranks: Sequence[str]) -> None:
-        """A pass begins; its configuration is not known yet. number: of the pass; ranks: their names in errors.
-
-        Raises:
-            ValueError: a codec needs sample ids, which are missing.
-        """
-        self.lanes.end_step()  # before other streams of a GPU wait for this one
-        self.transport.begin(board, number)
-        neighbours = (self.stage_index - 1, self.stage_index + 1)  # which a V schedule places after they are made
-        self.lanes.place({stage: self.rank_of(stage) for stage in neighbours if self.is_remote(stage)})
-        step, samples = Step.numbered(self.steps, self.warmup_steps, training=batch.training), self._samples
-        if batch.training:
-            self._samples = None
-            if (codec := self.lanes.keyed()) and not step.full_precision:
-                if samples is None:
-                    raise ValueError(f"{codec} needs set_samples(ids) before every training step")
-                parts = samples.tensor_split(batch.micro_batches)  # as the schedule splits the batch
-                step = replace(step, samples=[part.tolist() for part in parts])
-        name = f"step {self.steps + 1}" if batch.training else f"evaluation after step {self.steps}"
-        self.lanes.begin(step, name, ranks)
-
-    def use_configuration(self, configuration: Configuration) -> None:
-        """This pass has that configuration."""
-        self.use(configuration.layouts[self.stage_index])
-        self.lanes.use(configuration)
-        self.steps += configuration.training
-
-    def await_next(self, configuration: Configuration) -> None:
-        """Post receives for the next pass, which probably has that configuration, a whole round trip ahead."""
-        step = Step.numbered(self.steps, self.warmup_steps, training=configuration.training)
-        self.lanes.use(configuration, step)
-
-    def layouts_from_below(self) -> list[Tensor]:
-        """Receive the layouts of the outputs of the stage before.
-
-        Raises:
-            PeerError: the peer sent something else. RuntimeError: it sent nothing.
-        """
-        peer = self.rank_of(self.stage_index - 1)
-        return receive_layouts(self._group, peer, self.transport.device, self.limit)
-
-    def layouts_to_above(self, outputs: Sequence[Tensor]) -> None:
-        """Send the layouts of this stage's outputs to the next one."""
-        peer = self.rank_of(self.stage_index + 1)
-        send_layouts(outputs, self._group, peer, self.transport.device, self.limit)
-
-    def run_pass(self, stages: Sequence[HookedStage], batch: Batch, body: Callable[[], None]) -> None:
+    def _run_pass(self, stages: Sequence[HookedStage], batch: Batch, body: Callable[[], None]) -> None:
         own = [stage for stage in stages if isinstance(stage, LowBitStage)]
-        passes = self._passes or Passes(own, self._group, self._number, self.limit, self._checksums)
+        passes = self._passes or self._new_passes(own)
         for stage in own:
             stage._passes = passes
-        passes.run(own, batch, body)
+        passes.run(own, batch, body, ahead=self.looks_ahead)

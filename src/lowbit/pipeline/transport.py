@@ -70,11 +70,11 @@ class Transport(ABC):
     def begin(self, board: FailureBoard, number: int) -> None:
         """Start a step; `number` is that of the pass, training or not, as both ends count."""
 
-    @abstractmethod
-    def expect(self, messages: Iterable[tuple[Route, int]]) -> None:
+    def expect(self, messages: Iterable[tuple[Route, int]]) -> None:  # noqa: B027
         """Post receives for all messages, with their sizes, that will be taken on one lane.
 
-        That a peer has ended is an error when its message is taken.
+        That a peer has ended is an error when its message is taken. Where messages are matched by their order alone,
+        nothing can be posted ahead of the schedule.
 
         Args:
             messages: in about the order in which the schedule takes them; others are slower.
@@ -116,8 +116,7 @@ class Transport(ABC):
             DamagedError: something that was taken is not what was sent.
         """
 
-    @abstractmethod
-    def sever(self) -> None:
+    def sever(self) -> None:  # noqa: B027
         """Give up for good: peers that wait for this rank fail at once (over NCCL: when its watchdog acts)."""
 
 
@@ -263,9 +262,3 @@ class InOrder(Transport):
 
     def drain(self) -> None:
         self._verdicts.settle()
-
-    def expect(self, messages: Iterable[tuple[Route, int]]) -> None:
-        """Nothing: messages are matched by their order, which is the schedule's."""
-
-    def sever(self) -> None:
-        """Nothing: what NCCL has under way ends with its watchdog."""
