@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lowbit.codecs.sums import Summable
-from lowbit.collectives.exchange import Exchange
+from lowbit.collectives.exchange import PayloadExchange
 from lowbit.collectives.shards import Shards
 
 CHUNK = 1 << 20
@@ -34,7 +34,7 @@ def choose(ranks: int, nbytes: int) -> Literal["one_shot", "two_shot"]:
 
 
 def two_shot(
-    x: Tensor, codec: Summable, exchange: Exchange, *, chunk: int, divisor: int, errors: Tensor | None = None
+    x: Tensor, codec: Summable, exchange: PayloadExchange, *, chunk: int, divisor: int, errors: Tensor | None = None
 ) -> None:
     """Replace `x` by the sum over all ranks, divided by `divisor`: two quantizations, whatever the number of ranks.
 
@@ -82,7 +82,7 @@ class Coded(Protocol):
         ...
 
 
-def two_shot_coded(x: Coded, codec: Summable, exchange: Exchange, *, chunk: int, divisor: int) -> None:
+def two_shot_coded(x: Coded, codec: Summable, exchange: PayloadExchange, *, chunk: int, divisor: int) -> None:
     """`two_shot` of a tensor that is coded already: payloads travel as they are, and the sum's are kept as they come.
 
     Only the sum is coded here, and only a chunk of it is float32 at a time.
@@ -95,7 +95,7 @@ def _two_shot(
     put: Callable[[slice, Tensor], None],
     take: Callable[[slice, Tensor], None],
     codec: Summable,
-    exchange: Exchange,
+    exchange: PayloadExchange,
     shards: Shards,
     total: Tensor,
     divisor: int,
@@ -125,7 +125,7 @@ def _two_shot(
 
 
 def one_shot(
-    x: Tensor, codec: Summable, exchange: Exchange, *, chunk: int, divisor: int, errors: Tensor | None = None
+    x: Tensor, codec: Summable, exchange: PayloadExchange, *, chunk: int, divisor: int, errors: Tensor | None = None
 ) -> None:
     """Replace `x` by the sum over all ranks, divided by `divisor`: one quantization, but everything goes to everybody.
 
@@ -138,7 +138,9 @@ def one_shot(
         _add_up(x[shards.piece(0, k)], codec, exchange, k, divisor, total)
 
 
-def reduce_scatter(x: Tensor, out: Tensor, codec: Summable, exchange: Exchange, *, chunk: int, divisor: int) -> None:
+def reduce_scatter(
+    x: Tensor, out: Tensor, codec: Summable, exchange: PayloadExchange, *, chunk: int, divisor: int
+) -> None:
     """Write the sum of everybody's `x[rank * n : (rank + 1) * n]`, divided by `divisor`, to `out` (n elements)."""
     rank, length = exchange.rank, out.numel()
     shards = Shards(numel=x.numel(), ranks=exchange.ranks, chunk=chunk, length=length, grain=codec.grain)
@@ -152,7 +154,7 @@ def reduce_scatter(x: Tensor, out: Tensor, codec: Summable, exchange: Exchange, 
         out[shards.piece(rank, k).start - rank * length :][: part.numel()].copy_(part)
 
 
-def all_gather(x: Tensor, out: Tensor, codec: Summable, exchange: Exchange, *, chunk: int) -> None:
+def all_gather(x: Tensor, out: Tensor, codec: Summable, exchange: PayloadExchange, *, chunk: int) -> None:
     """Write every rank's `x` (n elements), coded and decoded, one after the other to `out` (ranks * n elements)."""
     shards = Shards(numel=x.numel(), ranks=1, chunk=chunk, grain=codec.grain)
     _gather(x, codec, exchange, shards, None)
@@ -162,14 +164,14 @@ def all_gather(x: Tensor, out: Tensor, codec: Summable, exchange: Exchange, *, c
             codec.part(source).decode(exchange.take(k, source), shape=target.shape, out=target)
 
 
-def _open_scatter(codec: Summable, exchange: Exchange, shards: Shards) -> None:
+def _open_scatter(codec: Summable, exchange: PayloadExchange, shards: Shards) -> None:
     """Prepare lanes 0, 1, ... for `_scatter`."""
     for k in range(shards.chunks):
         sizes = [codec.nbytes((shards.size(r, k),)) for r in range(exchange.ranks)]
         exchange.open(k, [sizes[exchange.rank]] * exchange.ranks, sizes)
 
 
-def _scatter(put: Callable[[slice, Tensor], None], exchange: Exchange, shards: Shards, k: int) -> None:
+def _scatter(put: Callable[[slice, Tensor], None], exchange: PayloadExchange, shards: Shards, k: int) -> None:
     """Send chunk k of every rank's shard there, on lane k."""
     for step in range(1, exchange.ranks + 1):  # each rank begins with its successor and ends with itself
         to = (exchange.rank + step) % exchange.ranks
@@ -179,7 +181,7 @@ def _scatter(put: Callable[[slice, Tensor], None], exchange: Exchange, shards: S
         exchange.send(k, to)
 
 
-def _gather(x: Tensor, codec: Summable, exchange: Exchange, shards: Shards, errors: Tensor | None) -> None:
+def _gather(x: Tensor, codec: Summable, exchange: PayloadExchange, shards: Shards, errors: Tensor | None) -> None:
     """Code `x` (a single shard) and send it to everybody, on lanes 0, 1, ... for the chunks."""
     for k in range(shards.chunks):
         size = codec.nbytes((shards.size(0, k),))
@@ -196,7 +198,7 @@ def _total(device: torch.device, shards: Shards) -> Tensor:
 
 
 def _add_up(
-    out: Tensor, codec: Summable, exchange: Exchange, lane: int, divisor: int, scratch: Tensor | None = None
+    out: Tensor, codec: Summable, exchange: PayloadExchange, lane: int, divisor: int, scratch: Tensor | None = None
 ) -> Tensor:
     """Decode the payloads of a lane and write their sum to `out`, in the order of the ranks.
 

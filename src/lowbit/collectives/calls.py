@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from lowbit import __version__
-from lowbit.collectives.exchange import CollectiveExchange, Exchange, Marks, MessageExchange
+from lowbit.collectives.exchange import CollectiveExchange, Marks, MessageExchange, PayloadExchange
 from lowbit.collectives.scratch import Scratch
 from lowbit.wire import pytorch
 from lowbit.wire.agreement import Agreement
@@ -43,7 +43,7 @@ Transport = Literal["auto", "messages", "collectives"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class CollectiveCall:
     """One call of a collective, on one rank.
 
     Args:
@@ -60,7 +60,7 @@ class Call:
     group: dist.ProcessGroup
     device: torch.device
     timeout: float
-    work: Callable[[Exchange], None]
+    work: Callable[[PayloadExchange], None]
     transport: Transport = "auto"
     layer: str = ""
     checksums: bool = True
@@ -81,7 +81,7 @@ class Call:
 
 @dataclass
 class _Job:
-    call: Call
+    call: CollectiveCall
     number: int
     future: concurrent.futures.Future[None]
     inference: bool
@@ -121,7 +121,7 @@ class Pending:
         return self._future.done()
 
     def then(self, act: Callable[[BaseException | None], None]) -> None:
-        """Call `act` with the error, or None, when the call is over: on the thread that ends it, on CUDA its stream."""
+        """Call `act` with the error or None once the call is over, on the thread (on CUDA: stream) that ends it."""
 
         def over(future: concurrent.futures.Future[None]) -> None:
             with torch.cuda.stream(self._stream):  # nothing without one
@@ -145,7 +145,7 @@ class CallQueue:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._threads: list[threading.Thread] = []
 
-    def submit(self, call: Call) -> Pending:
+    def submit(self, call: CollectiveCall) -> Pending:
         """Queue a call."""
         with self._lock:
             job = _Job(call, self._calls, concurrent.futures.Future(), torch.is_inference_mode_enabled())
@@ -217,7 +217,7 @@ class CallQueue:
             self.scratch.reset()
         return None
 
-    def _exchange(self, job: _Job) -> Exchange:
+    def _exchange(self, job: _Job) -> PayloadExchange:
         """How the payloads of a call travel, once all ranks have agreed on calls of its kind."""
         call, names = job.call, rank_names(job.call.group)
         kind = hashlib.sha256(repr(sorted(call.stated.items())).encode()).hexdigest()

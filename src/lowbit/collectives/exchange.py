@@ -40,7 +40,7 @@ class Marks:
 
 
 @dataclass
-class _Lane:
+class _LaneBuffers:
     """Buffers of a lane, one row a rank; a single outgoing row if all get the same."""
 
     incoming: Tensor
@@ -55,7 +55,7 @@ class _Lane:
         return len(self.sizes_out) == 1
 
 
-class Exchange(ABC):
+class PayloadExchange(ABC):
     """The payloads of one call. For each lane: `open`, then `box` and `send` for every receiver, then `take`.
 
     Args:
@@ -66,7 +66,7 @@ class Exchange(ABC):
         self.rank, self.ranks = group.rank(), group.size()
         self._group, self._device, self._scratch = group, device, scratch
         self._marks, self._checksums = marks, marks.checksums
-        self._lanes: dict[int, _Lane] = {}
+        self._lanes: dict[int, _LaneBuffers] = {}
 
     def open(self, number: int, incoming: Sequence[int], outgoing: Sequence[int]) -> None:
         """Prepare a lane. One on which nothing travels needs no `send`; what is taken from it is empty.
@@ -83,7 +83,7 @@ class Exchange(ABC):
         slot = -(-(longest + self._checksums.room) // ALIGN) * ALIGN if longest else 0
         rows = (self.ranks, self._room(slot)), (len(outgoing), slot)
         received, sent = (self._scratch.take(n * size, self._device).view(n, size) for n, size in rows)
-        self._lanes[number] = _Lane(received, sent, incoming, outgoing)
+        self._lanes[number] = _LaneBuffers(received, sent, incoming, outgoing)
 
     def box(self, lane: int, to: int = 0) -> Tensor:
         """Where to put the payload for a rank: uint8, as many bytes as announced."""
@@ -115,7 +115,7 @@ class Exchange(ABC):
         return nbytes
 
     @abstractmethod
-    def _outgoing(self, lane: _Lane, to: int) -> tuple[Tensor, int]:
+    def _outgoing(self, lane: _LaneBuffers, to: int) -> tuple[Tensor, int]:
         """The row for a message to a rank, and the bytes of its payload."""
 
     def _place(self, lane: int, source: int, to: int) -> tuple[int, int, int]:
@@ -123,11 +123,11 @@ class Exchange(ABC):
         return lane, source, -1 if self._lanes[lane].same_for_all else to
 
 
-class MessageExchange(Exchange):
+class MessageExchange(PayloadExchange):
     """A message with a tag for each lane and pair of ranks.
 
     Args:
-        group: of a backend with tags (Gloo). device, scratch, marks: as for `Exchange`. board: finds out who failed.
+        group: of a backend with tags (Gloo). device, scratch, marks: as for the base class. board: finds who failed.
         digest: of this kind of call and layer: decides the channels, so that others can hardly take its bytes.
     """
 
@@ -156,7 +156,7 @@ class MessageExchange(Exchange):
     def _route(self, lane: int, peer: int, source: int) -> Route:
         return Route(peer, self._channels[lane], self._marks.message(lane, source))
 
-    def _outgoing(self, lane: _Lane, to: int) -> tuple[Tensor, int]:
+    def _outgoing(self, lane: _LaneBuffers, to: int) -> tuple[Tensor, int]:
         if lane.same_for_all or to == self.rank:  # this rank takes it from the same row
             return lane.incoming[self.rank], lane.sizes_in[self.rank]
         return lane.outgoing[to], lane.sizes_out[to]
@@ -181,7 +181,7 @@ class MessageExchange(Exchange):
             sent.wait()
 
 
-class CollectiveExchange(Exchange):
+class CollectiveExchange(PayloadExchange):
     """A collective of PyTorch's for each lane, on any backend; rows are padded to the longest.
 
     Checksums are computed and compared on the payloads' device; the host reads the outcomes in `finish`.
@@ -192,7 +192,7 @@ class CollectiveExchange(Exchange):
         self._verdicts = Verdicts()
         self._taken: set[tuple[int, int]] = set()
 
-    def _outgoing(self, lane: _Lane, to: int) -> tuple[Tensor, int]:
+    def _outgoing(self, lane: _LaneBuffers, to: int) -> tuple[Tensor, int]:
         row = 0 if lane.same_for_all else to
         return lane.outgoing[row], lane.sizes_out[row]
 

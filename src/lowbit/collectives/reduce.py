@@ -13,9 +13,9 @@ from lowbit.codecs.base import Codec
 from lowbit.codecs.sums import Summable
 from lowbit.collectives import algorithms
 from lowbit.collectives.algorithms import CHUNK, SMALL, Coded
-from lowbit.collectives.calls import TIMEOUT, Call, Pending, Transport, queue_of
+from lowbit.collectives.calls import TIMEOUT, CollectiveCall, Pending, Transport, queue_of
 from lowbit.collectives.checks import check_call, check_errors, check_pair, check_summable, check_tensor, described
-from lowbit.collectives.exchange import Exchange
+from lowbit.collectives.exchange import PayloadExchange
 from lowbit.collectives.hierarchy import nodes_of, sum_by_nodes
 from lowbit.collectives.shards import Shards
 from lowbit.wire import pytorch
@@ -107,13 +107,13 @@ def all_reduce(
             part.div_(divisor)
             return
         facts = _facts("all_reduce between nodes", part, codec, op=op)
-        between = Call(
+        between = CollectiveCall(
             facts=facts, group=nodes_of(group, node_size, timeout).between, device=part.device, timeout=timeout,
             work=lambda exchange: sums(part, exchange=exchange), transport=transport, checksums=checksums,
         )  # fmt: skip
         queue_of(between.group).submit(between).wait()
 
-    def work(exchange: Exchange) -> None:
+    def work(exchange: PayloadExchange) -> None:
         if not coded:
             _sum_uncoded(flat, group, ranks, divisor, rest, timeout)
         elif node_size > 1:
@@ -124,7 +124,7 @@ def all_reduce(
 
     facts = _facts("all_reduce", tensor, codec, op=op, chunk=chunk, small=small, algorithm=algorithm)
     facts |= {"node size": str(node_size), "error feedback": "no" if errors is None else "yes"}
-    call = Call(
+    call = CollectiveCall(
         facts=facts, group=group, device=tensor.device, timeout=timeout, work=work, transport=transport,
         layer=codec.layer(), checksums=checksums,
     )  # fmt: skip
@@ -171,7 +171,7 @@ def average_coded(
     group = plain(group)
     sums = partial(algorithms.two_shot_coded, x, codec, chunk=CHUNK, divisor=group.size())
     facts = {"collective": "average of coded tensors", "tensor": f"{x.numel} elements", "codec": codec.identity()}
-    call = Call(
+    call = CollectiveCall(
         facts=facts, group=group, device=x.device, timeout=timeout, work=sums, transport=transport,
         checksums=checksums,
     )  # fmt: skip
@@ -274,7 +274,7 @@ def _copying_call(
     timeout: float,
     transport: Transport,
     checksums: bool,
-) -> Call:
+) -> CollectiveCall:
     """A call that does not change its input. part_and_whole: which of "output" and "input" is a rank's share."""
     ranks, (part, whole) = group.size(), part_and_whole
     codec = check_call(codec, group, op=op, transport=transport, chunk=chunk, timeout=timeout, checksums=checksums)
@@ -284,7 +284,7 @@ def _copying_call(
     check_pair(part, tensors[part], whole, tensors[whole], ranks)
     flat, target = input.detach().reshape(-1), output.detach().reshape(-1)
 
-    def work(exchange: Exchange) -> None:
+    def work(exchange: PayloadExchange) -> None:
         if ranks == 1:
             target.copy_(flat)
         else:
@@ -292,13 +292,13 @@ def _copying_call(
         _copy_back(target, output)
 
     name = "reduce_scatter" if part == "output" else "all_gather"
-    return Call(
+    return CollectiveCall(
         facts=_facts(name, input, codec, op=op, chunk=chunk, output=described(output)), group=group,
         device=input.device, timeout=timeout, work=work, transport=transport, layer=codec.layer(), checksums=checksums,
     )  # fmt: skip
 
 
-def _started(call: Call, async_op: bool) -> Pending | None:
+def _started(call: CollectiveCall, async_op: bool) -> Pending | None:
     """Queue a call; waits for it unless `async_op`."""
     pending = queue_of(call.group).submit(call)
     return pending if async_op else pending.wait()

@@ -25,7 +25,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-class Watch(Protocol):
+class StepWatch(Protocol):
     """What is asked before each step whether it concerns these parameters."""
 
     def check_step(self, parameters: Sequence[nn.Parameter]) -> bool: ...
@@ -35,14 +35,14 @@ _watches: weakref.WeakSet[Any] = weakref.WeakSet()
 _under_way: dict[int, Portions] = {}
 
 
-def watch_optimizers(watch: Watch) -> None:
+def watch_optimizers(watch: StepWatch) -> None:
     """Take the steps of all optimizers in portions from now on, and call `watch` before each. It is not kept alive."""
     if not _watches:
         _install()
     _watches.add(watch)
 
 
-def forget_optimizers(watch: Watch) -> None:
+def forget_optimizers(watch: StepWatch) -> None:
     """Undo `watch_optimizers`."""
     _watches.discard(watch)
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from lowbit.job.process import FAILED, Process, Program
+from lowbit.job.process import FAILED, Process, RankProgram
 
 if TYPE_CHECKING:
     from lowbit.job.peers import Alarm  # imports PyTorch, which a command that starts no ranks need not wait for
@@ -37,7 +37,7 @@ class LaunchError(RuntimeError):
         self.code, self.interrupted = code, interrupted
 
 
-def start_all(program: Program, ranks: int, *, secret: str | None = None) -> None:
+def start_all(program: RankProgram, ranks: int, *, secret: str | None = None) -> None:
     """Run all ranks of a run on this machine until they are done.
 
     This process keeps their store, on the loopback interface and a port that the system chooses, and gives them a
@@ -67,7 +67,7 @@ def start_all(program: Program, ranks: int, *, secret: str | None = None) -> Non
     _watch(processes, alarm)
 
 
-def start_one(program: Program) -> None:
+def start_one(program: RankProgram) -> None:
     """Run the rank in the environment, or the only one, in a process of its own until it is done.
 
     Raises:

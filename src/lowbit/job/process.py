@@ -20,7 +20,7 @@ _STARTUP_SECONDS = 30.0  # until the first sign of life: Python has to start
 
 
 @dataclass(frozen=True, kw_only=True)
-class Program:
+class RankProgram:
     """The program of each rank of a run.
 
     Args:
@@ -43,7 +43,7 @@ class Process:
         program: to execute. environment: variables besides this process's own.
     """
 
-    def __init__(self, program: Program, rank: int, environment: Mapping[str, str]) -> None:
+    def __init__(self, program: RankProgram, rank: int, environment: Mapping[str, str]) -> None:
         self.rank, self.silence, self._limit = rank, 0.0, program.timeout
         self.hung, self._heard = False, False
         self._pulse, theirs = os.pipe()

@@ -17,9 +17,9 @@ from lowbit.wire import tags
 from lowbit.wire.checksum import Checksums
 from lowbit.wire.failure import FailureBoard
 from lowbit.wire.groups import default_group, next_round, rank_names
+from lowbit.wire.json_values import MOST_BYTES, parse_json
 from lowbit.wire.mailbox import Expected, Mailbox, Route, Sent
-from lowbit.wire.objects import MOST_BYTES, parse_json
-from lowbit.wire.sent import note_sent
+from lowbit.wire.sent_bytes import note_sent
 
 _SIZE_BYTES = 8
 
@@ -29,7 +29,7 @@ class Messages:
 
     Args:
         group: the ranks, over Gloo; None: the default group.
-        purpose: such as "evaluation", for errors and for the count of what is sent (`lowbit.wire.sent`).
+        purpose: such as "evaluation", for errors and for the count of what is sent (`lowbit.wire.sent_bytes`).
         timeout: seconds after which a peer that does not answer is an error.
         checksums: whether 8 bytes behind each payload tell if it arrived as it was sent; the same on all ranks.
     """

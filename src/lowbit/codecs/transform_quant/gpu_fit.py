@@ -53,7 +53,7 @@ BEYOND_REACH = tl.constexpr(4096)  # quarters of an octave: a scale so much lowe
 FINE_ = tl.constexpr(FINE)
 
 
-class Fit(NamedTuple):
+class PlannedFit(NamedTuple):
     """Scales as they travel, uint8, and the plan."""
 
     levels: Tensor
@@ -62,7 +62,7 @@ class Fit(NamedTuple):
     plan: Tensor
 
 
-def fitted(z: Tensor, geo: TransformGeometry) -> Fit:
+def fitted(z: Tensor, geo: TransformGeometry) -> PlannedFit:
     """See the reference; sums are float32, and their order is another one."""
     most_R = z.abs().amax(1)
     finite_R = most_R < LARGEST
@@ -88,7 +88,7 @@ def fitted(z: Tensor, geo: TransformGeometry) -> Fit:
     if geo.by_token:
         plan[NORM.value] = norm
     plan[LEVEL.value] = level + token
-    return Fit(levels, torch.where(finite_R, tokens, NAN).byte(), norms, plan)
+    return PlannedFit(levels, torch.where(finite_R, tokens, NAN).byte(), norms, plan)
 
 
 def _quarters(square: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ def _below(quarters: Tensor, there: Tensor, otherwise: int) -> tuple[Tensor, Ten
     return torch.where(there, (most - quarters).clamp(max=FURTHEST_BELOW), otherwise).byte(), most
 
 
-def choose_step(fit: Fit, z: Tensor, header: Tensor, room: int, geo: TransformGeometry) -> None:
+def choose_step(fit: PlannedFit, z: Tensor, header: Tensor, room: int, geo: TransformGeometry) -> None:
     """Put the first attempt's step into the plan: what a sample of coefficients takes, as if it were the message."""
     table = tables_on(z.device)
     every = max(1, z.numel() // SAMPLE)

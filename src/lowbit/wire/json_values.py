@@ -11,12 +11,12 @@ from torch import Tensor
 
 from lowbit.wire import pytorch
 from lowbit.wire.groups import is_known, plain
-from lowbit.wire.sent import note_sent
+from lowbit.wire.sent_bytes import note_sent
 
 MOST_BYTES = 64 << 20
 """Largest text of one rank: a peer's announcement decides how much memory this rank takes."""
 AGREEING = "values of all ranks"
-"""What `lowbit.wire.sent` counts these values under."""
+"""What `lowbit.wire.sent_bytes` counts these values under."""
 
 
 def gather_json(value: Any, group: dist.ProcessGroup | None = None, *, timeout: float | None = None) -> list[Any]:
