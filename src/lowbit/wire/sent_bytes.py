@@ -1,7 +1,7 @@
-"""Bytes that this process has sent outside of its training traffic, by purpose.
+"""Count the bytes that this process has sent outside of its training traffic, by purpose.
 
-All senders of `lowbit.wire` count here, so that nobody has to collect their counts. Payloads count with their
-checksums, and without what Gloo, TCP and the network add.
+All senders in `lowbit.wire` count here, in one place. Checksums are included; what Gloo, TCP and the network add is
+not.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ _sent: Counter[str] = Counter()
 
 
 def note_sent(purpose: str, nbytes: int) -> None:
-    """Count bytes that were handed to a process group; from any thread."""
+    """Count bytes handed to a process group; thread-safe."""
     with _lock:
         _sent[purpose] += nbytes
 
 
 def sent_so_far() -> Counter[str]:
-    """Bytes by purpose since the process began; what a run has sent is the difference of two of them."""
+    """Return bytes by purpose since the process began; subtract an earlier result to get those of one run."""
     with _lock:
         return Counter(_sent)
