@@ -159,8 +159,8 @@ def prove(
 ) -> str:
     """Prove to all other ranks that this one knows the secret, and check their proofs; every rank calls this.
 
-    Each rank has written a random number (`meet`). It now writes a keyed hash (HMAC-SHA256) of all numbers and its rank.
-    So a value that was written for another run or by another rank proves nothing.
+    Each rank has written a random number (`meet`). It now writes a keyed hash (HMAC-SHA256) of all numbers and its
+    rank. So a value that was written for another run or by another rank proves nothing.
 
     Args:
         known: called with the name of this attempt, before the other ranks can see that this one knows it.

@@ -31,9 +31,7 @@ def passed_on() -> Iterator[None]:
     Output to terminals is left alone. Of output that nobody reads, the last MiB is kept; a line reports how much was
     dropped. At the end it waits until the reader has read what is kept, as every program does.
     """
-    passing: dict[
-        tuple[int, int], _Passing
-    ] = {}  # one per file, so that two streams to one file keep the order of lines
+    passing: dict[tuple[int, int], _Passing] = {}  # one per file: two streams to one file keep the order of lines
     saved: list[tuple[int, int]] = []
 
     def restore(patience: float | None) -> None:
@@ -136,7 +134,7 @@ class _Passing:
             self._changed.notify()
 
     def _next(self) -> bytes:
-        """Return the next piece, starting at the beginning of a line if output before it was dropped; empty at the end."""
+        """Return the next piece, from the beginning of a line on if output before it was dropped; empty at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._pieces or self._complete)
             if not self._pieces:

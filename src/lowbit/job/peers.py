@@ -119,9 +119,8 @@ class Peers:
         self._secret, self._attempts = secret, [this_attempt()]
         self._store: Any = store  # PyTorch's stubs lack `clone`
         self._beats: dict[int, bytes] = {}
-        self._silence: dict[
-            int, float
-        ] = {}  # seconds without a heartbeat, for each peer that has sent oneself._store_silence = 0.0
+        self._silence: dict[int, float] = {}  # seconds without a heartbeat, for each peer that has sent one
+        self._store_silence = 0.0
         self._store_lost = False
         self._proposed: Cause | None = None
         self._cause: Cause | None = None
@@ -181,8 +180,8 @@ class Peers:
     def explain(self, error: BaseException) -> PeerError | None:
         """Return the error that names the cause of a failed call; None if `error` names it itself.
 
-        It takes a few seconds at most, enough to receive a heartbeat from a living peer. Afterwards all ranks that reach
-        the store know the cause.
+        It takes a few seconds at most, enough to receive a heartbeat from a living peer. Afterwards all ranks that can
+        reach the store know the cause.
         """
         names_ranks = isinstance(error, ConnectionError)
         text = lines(str(error) if names_ranks else f"rank {self.rank} failed: {first_line(error)}")[:MOST_CHARACTERS]

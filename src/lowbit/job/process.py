@@ -51,7 +51,7 @@ class Process:
         defaults = {
             "OMP_NUM_THREADS": str(program.threads),
             "TORCH_CPP_LOG_LEVEL": "ERROR",
-        }  # otherwise 15 lines of C++
+        }  # avoids 15 lines of C++
         variables = {**defaults, **os.environ, **environment, PULSE: str(theirs)}
         self.process = subprocess.Popen(
             [sys.executable, "-m", program.module],

@@ -60,7 +60,7 @@ def _report_failure(error: Exception) -> None:
 
 
 def _sound_alarm(rank: int, text: str) -> None:
-    """Alert the launcher and the other ranks, in case this rank failed before it watched them; the first cause counts."""
+    """Alert the launcher and other ranks, in case this rank failed before it watched them; the first cause counts."""
     from lowbit.job.meeting import launcher_keeps_store, reach
     from lowbit.job.peers import Alarm, Cause
     from lowbit.wire.checksum import run_secret, this_attempt

@@ -191,7 +191,7 @@ class FailureBoard:
         self._board.append(**note, signature=signature(run_secret(), *self._place, note))
 
     def _read(self) -> tuple[dict[int, dict[str, Any]], set[int]]:
-        """Return each rank's last note, and the ranks that are done reading; lines with no valid signature are ignored."""
+        """Return each rank's last note and the ranks that are done reading; unsigned lines are ignored."""
         notes: dict[int, dict[str, Any]] = {}
         done: set[int] = set()
         for line in self._board.entries():

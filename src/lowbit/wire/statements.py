@@ -15,7 +15,7 @@ Facts = Mapping[str, str]
 
 @dataclass(frozen=True)
 class _Statement:
-    """One rank's statement: the number of members, its own members' names and facts, and agreements that it has ended."""
+    """One rank's statement: the number of members, names and facts of its own members, agreements that it has ended."""
 
     count: int
     members: dict[int, tuple[str, Facts]]
