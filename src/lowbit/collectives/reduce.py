@@ -45,10 +45,10 @@ def all_reduce(
     """Replace a tensor, in place, by its sum or mean over all ranks; bit-identical on all of them.
 
     Quantization and sums follow AGoQ (arXiv 2605.00539): partial sums are float32, in the order of the ranks, and are
-    never quantized more than once. For n elements of b bits, each of W ranks sends 2 (W - 1) / W n b / 8 bytes with two_shot
-    (PyTorch's own all-reduce: the same with b = 32), and (W - 1) n b / 8 bytes with one_shot, which is for two ranks or
-    for tensors so small that a second round trip costs more than the bytes. The checksum of each message (a chunk for
-    a rank) adds 8 bytes.
+    never quantized more than once. For n elements of b bits, each of W ranks sends 2 (W - 1) / W n b / 8 bytes with
+    two_shot (PyTorch's own all-reduce: the same with b = 32), and (W - 1) n b / 8 bytes with one_shot, which is for two
+    ranks or for tensors so small that a second round trip costs more than the bytes. The checksum of each message (a
+    chunk for a rank) adds 8 bytes.
 
     Deviations and additions: chunks are encoded while others are sent; PyTorch's own all-reduce sums a tensor of fewer
     than `small` elements in float32, without the codec; sums inside a node use another method than those between
