@@ -23,7 +23,7 @@ ZERO_STEP, NAN_STEP = 255, 254  # of a group that is all zero; of one with NaN o
 
 def coefficients_encode(c: Tensor, unit: Tensor, payload: Tensor, out: Tensor, geo: SubspaceGeometry) -> None:
     """c (R, K) float32, in units (K,) -> payload; and what it decodes to in out (R, K), which may be c itself."""
-    usable_R = c.abs().amax(-1) <= FARTHEST  # not so for NaN
+    usable_R = c.abs().amax(-1) <= FARTHEST  # false for NaN
     v_RK = torch.where(usable_R[:, None] & (unit > 0), c * inverse(unit), 0.0)
     most_R = v_RK.abs().amax(-1)
     coded_R = (most_R >= SMALLEST) & (most_R <= FARTHEST)
