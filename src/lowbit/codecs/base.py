@@ -102,7 +102,7 @@ class Codec(ABC):
         """Decode a payload that `encode` made from a tensor of this shape.
 
         Args:
-            payload: uint8, `nbytes(shape)` long. Damaged bytes give other numbers, NaN or Inf; no other memory is touched.
+            payload: uint8, `nbytes(shape)` long. Damaged bytes give other numbers, NaN or Inf; nothing else is touched.
             shape: of the tensor; dtype: of the result.
             out: tensor of this shape to write to; its dtype is used, and `dtype` is ignored.
             accumulate: add into `out` (the sum in float32, rounded once) instead of overwriting it.

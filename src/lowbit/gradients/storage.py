@@ -30,8 +30,8 @@ class GradientStorage:
     """Keep gradients in 8 bits between micro-batches, as AGoQ's QuanGrad (arXiv 2605.00539) does.
 
     As soon as a backward pass has finished a parameter's gradient, it is added to the stored one (decoded, added in
-    float32, encoded), and `parameter.grad` becomes a tensor that shows the stored gradient. So gradients of one layer at
-    a time exist at full precision; a model's stored ones take 1.008 bytes a parameter (BlockFloat8, blocks of 128).
+    float32, encoded), and `parameter.grad` becomes a tensor that shows the stored gradient. So gradients of one layer
+    at a time exist at full precision; a model's stored ones take 1.008 bytes a parameter (BlockFloat8, blocks of 128).
 
     A training loop needs no change: `torch.nn.utils.clip_grad_norm_`, `torch.amp.GradScaler`, `optimizer.step()` and
     `zero_grad` work, also when a framework calls them. A step of any optimizer decodes the gradients in portions no
