@@ -51,7 +51,7 @@ def scale_of(b: Any, channel: Any, row: Any) -> Any:
 
 @operation(int32, int32)
 def raw_of(b: Any, scale: Any) -> Any:
-    """How many of a code's lowest bits travel as they are."""
+    """Number of a code's lowest bits that are sent uncoded."""
     return b.ashr(greater32(b, scale, I32(0)), I32(2))
 
 
@@ -96,7 +96,7 @@ def symbol_of(b: Any, code: Any, scale: Any, context: Any) -> Any:
 
 @operation(float32, int32, int32)
 def middle_of(b: Any, code: Any, dither: Any) -> Any:
-    """The middle of a cell, without the dither, in steps."""
+    """Middle of a cell without the dither, in steps."""
     shift = b.fmul(b.fsub(F32(127.5), b.sitofp(dither, F32)), F32(1 / 256))
     return b.fadd(b.sitofp(code, F32), shift)
 
@@ -163,7 +163,7 @@ def lesser64(b: Any, i: Any, j: Any) -> Any:
 
 @functools.cache
 def shares() -> np.ndarray:
-    """Of each symbol of each table, 16 to a table, uint64: start, 12 bits; share, 13; a shift, 6; and a factor, 33.
+    """One uint64 per symbol (16 per table), from low bits up: start (12 bits), share (13), shift (6), factor (33).
 
     The factor is 2^shift / share, rounded up, with 31 + ceil(log2(share)) for the shift: its product with a number
     below 2^31, shifted back, is the quotient by the share, rounded down.
