@@ -48,10 +48,7 @@ class Process:
         self.hung, self._heard = False, False
         self._pulse, theirs = os.pipe()
         os.set_blocking(self._pulse, False)
-        defaults = {
-            "OMP_NUM_THREADS": str(program.threads),
-            "TORCH_CPP_LOG_LEVEL": "ERROR",
-        }  # avoids 15 lines of C++
+        defaults = {"OMP_NUM_THREADS": str(program.threads), "TORCH_CPP_LOG_LEVEL": "ERROR"}  # else 15 lines of C++
         variables = {**defaults, **os.environ, **environment, PULSE: str(theirs)}
         self.process = subprocess.Popen(
             [sys.executable, "-m", program.module],

@@ -88,7 +88,7 @@ class TransformQuant(BasisCodec):
 
     Each end of each direction of a boundary keeps `state_bytes()` = 4 C K + 16, about 22 C bytes for weights, and a
     sender 4 K^2 more. While it
-    works, `encode` takes about 14 R C bytes beside its payload, and `decode` 4 R C. A message needs what earlier ones
+    works, `encode` takes about 14 R C bytes besides its payload, and `decode` 4 R C. A message needs what earlier ones
     left, so this codec works through sessions only (`open`), not through `encode`.
 
     Args:
@@ -181,8 +181,8 @@ class TransformQuant(BasisCodec):
     def _rate(self, shape: Sequence[int], coded: float | None, why: str) -> int:
         """Turn the bits per element of the symbols into a choice.
 
-        None: the default rate, with a warning that says `why`. The choice is 0 (no set rate) if the sections beside the
-        symbols alone exceed the highest rate.
+        None: the default rate, with a warning that says `why`. The choice is 0 (no set rate) if the sections besides
+        the symbols alone exceed the highest rate.
         """
         if coded is None:
             log.warning("a message of %s chooses no rate: %s; taken: %g bits", tuple(shape), why, CODED[self.step])

@@ -41,7 +41,7 @@ class Tables(NamedTuple):
         quarters: int64, of each context: where its symbols 4, 8 and 12 begin, 16 bits each.
         within: int64, of each four symbols: where they begin, and the last place, 12 bits each.
         kept: float32, `tables.shares`.
-        costs: int32, `UNITS` of each symbol of each context, and of what is sent beside it.
+        costs: int32, `UNITS` of each symbol of each context, and of what is sent with it.
     """
 
     mantissas: Tensor
