@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lowbit.collectives.calls import Call, Transport, queue_of
-from lowbit.collectives.exchange import Exchange
+from lowbit.collectives.calls import CollectiveCall, Transport, queue_of
+from lowbit.collectives.exchange import PayloadExchange
 from lowbit.wire.groups import default_group
 from tests.processes import Ranks
 
@@ -17,7 +17,7 @@ def crossed(sizes: list[list[int]], transport: Transport) -> None:
     group, rank = default_group(), dist.get_rank()
     incoming, taken = [row[rank] for row in sizes], []
 
-    def work(exchange: Exchange) -> None:
+    def work(exchange: PayloadExchange) -> None:
         exchange.open(0, incoming, sizes[rank])
         for to in range(exchange.ranks):
             exchange.box(0, to).fill_(10 * rank + to)
@@ -25,7 +25,9 @@ def crossed(sizes: list[list[int]], transport: Transport) -> None:
         taken.extend(exchange.take(0, source).tolist() for source in range(exchange.ranks))
 
     facts = {"collective": "crossing", "sizes": str(sizes)}
-    call = Call(facts=facts, group=group, device=torch.device("cpu"), timeout=20, work=work, transport=transport)
+    call = CollectiveCall(
+        facts=facts, group=group, device=torch.device("cpu"), timeout=20, work=work, transport=transport
+    )
     queue_of(group).submit(call).wait()
     assert taken == [[10 * source + rank] * size for source, size in enumerate(incoming)]
 

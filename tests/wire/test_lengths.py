@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lowbit.collectives.calls import Call, queue_of
-from lowbit.collectives.exchange import Exchange
+from lowbit.collectives.calls import CollectiveCall, queue_of
+from lowbit.collectives.exchange import PayloadExchange
 from lowbit.pipeline.boundary import Lane
 from lowbit.wire.errors import PeerError
 from lowbit.wire.groups import default_group
@@ -51,7 +51,7 @@ def collected(sent: int, expected: int) -> str:
     """Rank 0 and rank 1 exchange payloads; rank 0's has a length that rank 1 does not expect."""
     rank = dist.get_rank()
 
-    def work(exchange: Exchange) -> None:
+    def work(exchange: PayloadExchange) -> None:
         incoming, outgoing = ([0, 32], [0, sent]) if rank == 0 else ([expected, 0], [32, 0])
         exchange.open(0, incoming, outgoing)
         exchange.send(0, 1 - rank)
@@ -65,7 +65,7 @@ def collected(sent: int, expected: int) -> str:
             exchange.take(1, 0)
 
     facts = {"collective": "crossing"}
-    call = Call(facts=facts, group=default_group(), device=torch.device("cpu"), timeout=3, work=work)
+    call = CollectiveCall(facts=facts, group=default_group(), device=torch.device("cpu"), timeout=3, work=work)
     try:
         queue_of(default_group()).submit(call).wait()
     except PeerError as error:

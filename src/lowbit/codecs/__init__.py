@@ -1,4 +1,4 @@
-"""Formats: each turns a tensor into bytes of a size known beforehand, and back."""
+"""Codecs: each encodes a tensor into a number of bytes that is known beforehand, and decodes it."""
 
 from __future__ import annotations
 

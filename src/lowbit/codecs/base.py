@@ -1,6 +1,6 @@
 """The codec interface: a frozen, keyword-only dataclass that turns tensors into bytes, and back.
 
-Its fields are its whole configuration. What only some codecs can do is in `lowbit.codecs.sums` and `.stateful`.
+Its fields are its whole configuration. Optional capabilities are in `lowbit.codecs.sums` and `.stateful`.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from lowbit.codecs.sessions import Session
 class Codec(ABC):
     """A format of tensors. Thread-safe; equal configurations are equal objects.
 
-    Subclasses implement `format_nbytes`, `_encode` and `_decode`. Where the format takes more bytes than plain numbers
-    would, as it may for a few elements, plain numbers are sent instead, bit-exact. Both ends see that from the shape.
+    Subclasses implement `format_nbytes`, `_encode` and `_decode`. If the format takes more bytes than plain numbers, as
+    it may for few elements, plain numbers are sent instead, bit-exact. Both ends derive this from the shape.
 
     Attributes:
         payload_version: changes whenever the bytes of the same configuration change.
-        is_plain: numbers are sent as they are. Gradients are then sent the same way by default.
-        stateful: works through sessions only, which keep state between messages.
-        needs_key: sessions need the ids of the samples (`Session.samples`).
+        is_plain: whether numbers are sent unchanged. Gradients are then sent the same way by default.
+        stateful: whether it works only through sessions, which keep state between messages.
+        needs_key: whether sessions need the ids of the samples (`Session.samples`).
         settled: False while a parameter must still be chosen from data.
     """
 
@@ -43,7 +43,7 @@ class Codec(ABC):
 
     @abstractmethod
     def format_nbytes(self, shape: Sequence[int]) -> int:
-        """Bytes that the format takes for a tensor of this shape, any dtype and any content."""
+        """Bytes of the format for a tensor of this shape, with any dtype and content."""
 
     @abstractmethod
     def _encode(self, x: Tensor, payload: Tensor) -> None:
@@ -51,10 +51,10 @@ class Codec(ABC):
 
     @abstractmethod
     def _decode(self, payload: Tensor, out: Tensor, accumulate: bool) -> None:
-        """Write the tensor in `payload` to `out` (contiguous, not empty), or add it to what `out` holds."""
+        """Write the tensor in `payload` to `out` (contiguous, not empty), or add it to `out`."""
 
     def for_gradients(self) -> Codec | None:
-        """Return the format of gradients beside this format of activations; None: the default of `backward_codec`."""
+        """Return the gradients' format for this format of activations; None: the default of `backward_codec`."""
         return None
 
     def sized(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> tuple[int, bool]:
@@ -75,7 +75,7 @@ class Codec(ABC):
 
         Args:
             x: float32, bfloat16 or float16, any shape and strides; not changed.
-            out: uint8 buffer of exactly `nbytes(x.shape)` bytes to fill; allocated if absent.
+            out: uint8 buffer of exactly `nbytes(x.shape)` bytes to fill; allocated if omitted.
 
         Raises:
             TypeError: `x` is not a tensor of one of these dtypes.
@@ -102,9 +102,9 @@ class Codec(ABC):
         """Decode a payload that `encode` made from a tensor of this shape.
 
         Args:
-            payload: uint8, `nbytes(shape)` long. Changed bytes give other numbers, NaN or Inf; nothing else is touched.
-            shape: of the tensor; dtype: what to return it in.
-            out: tensor of this shape to write to (its dtype then counts, `dtype` is not used).
+            payload: uint8, `nbytes(shape)` long. Damaged bytes give other numbers, NaN or Inf; nothing else is touched.
+            shape: of the tensor; dtype: of the result.
+            out: tensor of this shape to write to; its dtype is used, and `dtype` is ignored.
             accumulate: add into `out` (the sum in float32, rounded once) instead of overwriting it.
 
         Raises:
@@ -130,11 +130,11 @@ class Codec(ABC):
         return out
 
     def round_trip(self, x: Tensor) -> Tensor:
-        """Encode and decode: return what the receiver gets of `x`, in the same shape and dtype."""
+        """Encode and decode `x`: return what the receiver gets, in the same shape and dtype."""
         return self.decode(self.encode(x), shape=x.shape, dtype=x.dtype)
 
     def fingerprint(self) -> str:
-        """Return the 16 hexadecimal digits that peers compare: of format, version and configuration."""
+        """Return a digest of format, version and configuration that peers compare: 16 hexadecimal digits."""
         settings = [getattr(self, field.name) for field in fields(self)]
         inner = "".join("/" + each.fingerprint() for each in settings if isinstance(each, Codec))
         text = f"{type(self).__name__}/{self.payload_version}/{self!r}{inner}"
@@ -145,5 +145,5 @@ class Codec(ABC):
         return Session(self, torch.Size(shape), dtype, torch.device(device))
 
     def _sends_plain(self, shape: Sequence[int]) -> bool:
-        """Whether `encode` makes plain numbers of it; what is stateful codes nothing without a session."""
+        """Whether `encode` sends plain numbers; a stateful codec encodes nothing without a session."""
         return not self.stateful and self.sized(shape)[1]

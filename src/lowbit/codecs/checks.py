@@ -12,7 +12,7 @@ from lowbit.kernels.checks import FLOATS
 
 
 def check_int(name: str, value: object, low: int, high: int, multiple: int = 1) -> None:
-    """Raise unless `value` is an int (no bool) in [low, high], and a multiple of `multiple`."""
+    """Raise unless `value` is an int (not a bool) in [low, high], and a multiple of `multiple`."""
     allowed = f"{low} to {high}" + (f", multiples of {multiple}" if multiple > 1 else "")
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} is {value!r}; allowed: an integer from {allowed}")
@@ -57,7 +57,7 @@ def check_float(name: str, x: Tensor) -> None:
 
 
 def check_payload(name: str, payload: Tensor, size: int, device: torch.device) -> None:
-    """Raise unless `payload` is so many bytes on the device."""
+    """Raise unless `payload` has `size` bytes on the device."""
     if not isinstance(payload, Tensor) or payload.dtype != torch.uint8:
         given = payload.dtype if isinstance(payload, Tensor) else type(payload).__name__
         raise ValueError(f"{name} is {given}; allowed: a uint8 tensor")

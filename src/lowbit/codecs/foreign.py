@@ -1,4 +1,4 @@
-"""Codecs of other packages: their errors name them, and what they return is checked before anything relies on it."""
+"""Guard codecs of other packages: errors name the codec, and return values are checked before they are used."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from lowbit.codecs.sessions import Session
 T = TypeVar("T")
 
 CHOICE = "choice"
-"""Key of a parameter that was chosen from data, in a saved state; a session's own state has no such key."""
+"""Key, in a saved state, of a parameter that was chosen from data; a session's own state must not have it."""
 PROPOSAL = "proposal"
-"""The key of one that the sender has not told yet."""
+"""Key of such a parameter that the sender has not announced yet."""
 
 DIGEST = "digest"
 COMPARED = "messages", DIGEST
-"""Keys of what alone is compared between the two ends of a boundary, where a state has a digest."""
+"""If a state has a digest, the two ends of a boundary compare only these keys."""
 
 _VALUES = (Tensor, int, float, str)
 _LIBRARIES = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
 
 
 class CodecError(ValueError):
-    """A codec of another package failed, or returned what it must not; the text names the codec and the method."""
+    """Raised when a codec of another package fails or returns an invalid value; the text names codec and method."""
 
 
 def open_session(
     codec: Codec, *, shape: Sequence[int], dtype: torch.dtype, device: torch.device, about: str = ""
 ) -> Session:
-    """`codec.open(...)`, guarded if the codec is of another package.
+    """Call `codec.open(...)`; guard the session if the codec belongs to another package.
 
     Args:
-        about: what the session is for, in errors.
+        about: purpose of the session, for errors.
 
     Raises:
-        CodecError: a codec of another package failed, or opened something else; all methods of its session raise this.
+        CodecError: a codec of another package failed, or did not open a session; all methods of its session raise this.
     """
     if is_own(codec):
         return codec.open(shape=shape, dtype=dtype, device=device)
@@ -54,7 +54,7 @@ def call(codec: Codec, method: str, function: Callable[..., T], *args: Any, abou
     """Call a method of a codec.
 
     Raises:
-        CodecError: an error of a codec of another package, in one line that names it, the method and the place.
+        CodecError: a codec of another package failed; one line names the codec, the method and the place.
     """
     try:
         return function(*args, **kwargs)
@@ -66,7 +66,7 @@ def call(codec: Codec, method: str, function: Callable[..., T], *args: Any, abou
 
 
 def is_own(codec: Codec) -> bool:
-    """Whether a codec, and those that it uses, belong to lowbit."""
+    """Whether a codec and all codecs inside it belong to lowbit."""
     inner = (getattr(codec, field.name, None) for field in fields(codec))
     return type(codec).__module__.partition(".")[0] == "lowbit" and all(
         is_own(c) for c in inner if isinstance(c, Codec)
@@ -74,7 +74,7 @@ def is_own(codec: Codec) -> bool:
 
 
 def check_state(state: object) -> str:
-    """What is wrong with the state of a session; empty if nothing is."""
+    """Describe what is wrong with the state of a session; empty if it is valid."""
     if not isinstance(state, Mapping):
         return f"{type(state).__name__}; allowed: a dictionary"
     for key, value in state.items():
@@ -86,10 +86,10 @@ def check_state(state: object) -> str:
 
 
 def check_ends(sender: Session, receiver: Session) -> None:
-    """Try the states of two sessions after their first messages, rather than at the first checkpoint.
+    """Check the states of two sessions after their first messages, so that errors do not wait for a checkpoint.
 
     Raises:
-        CodecError: the ends of a codec of another package keep different states, or cannot restore them.
+        CodecError: the two ends of a codec of another package have different states, or cannot restore them.
     """
     if not isinstance(sender, _Guarded) or not isinstance(receiver, _Guarded):
         return
@@ -108,7 +108,7 @@ def check_ends(sender: Session, receiver: Session) -> None:
 
 
 class _Guarded(Session):
-    """A session of another package's codec, which is passed on to."""
+    """Wraps a session of another package's codec, and checks what it returns."""
 
     def __init__(
         self, inner: Session, codec: Codec, shape: torch.Size, dtype: torch.dtype, device: torch.device, about: str
@@ -136,7 +136,7 @@ class _Guarded(Session):
         *,
         training: bool = True,
         out: Tensor | None = None,
-        note: Tensor | None = None,  # none: what crosses the other way is not shown to other packages
+        note: Tensor | None = None,  # always None: other packages do not see tensors of the other direction
     ) -> Tensor:
         payload = torch.empty(self.nbytes(), dtype=torch.uint8, device=x.device) if out is None else out
         return self._filled("encode", payload, self._call("encode", x, training=training, out=payload))
@@ -166,7 +166,7 @@ class _Guarded(Session):
         return call(self.codec, method, getattr(self._inner, method), *args, about=self._about, **kwargs)
 
     def _filled(self, method: str, target: Tensor, returned: object) -> Tensor:
-        """`target`, which the method has filled, or which now holds what it returned instead."""
+        """Return `target`, which the method has filled, or to which its return value is copied."""
         if returned is target:
             return target
         given, expected = _described(returned), _described(target)
@@ -186,7 +186,7 @@ def _error(codec: Codec, about: str, text: str) -> CodecError:
 
 
 def _place(error: BaseException) -> str:
-    """The last line of the other package that the error came through."""
+    """Locate the last line of the other package in the error's traceback."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_LIBRARIES)]
     return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno}, in {frames[-1].name})" if frames else ""
 

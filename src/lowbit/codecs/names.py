@@ -12,16 +12,16 @@ from lowbit.codecs.base import Codec
 from lowbit.codecs.defaults import backward_codec
 
 PAIR = " / "
-"""Between the formats of activations and of gradients, where the name of a boundary tells both."""
+"""Separates the formats of activations and gradients in a name for both."""
 
 
 def parse_pair(text: str, backward: str = "") -> tuple[Codec, Codec]:
     """Return the formats of activations and gradients in "FORWARD / BACKWARD", or in "FORWARD" alone.
 
     Args:
-        text: names or full forms, as `parse` takes them.
-        backward: the gradients' format where `text` has none and activations are not plain numbers, which travel alike
-            both ways; empty: `backward_codec`.
+        text: names or full forms, as for `parse`.
+        backward: the gradients' format if `text` has none, unless activations are plain numbers, which are used both
+            ways; empty: `backward_codec`.
 
     Raises:
         ValueError: as `parse` raises it.
@@ -36,7 +36,7 @@ def parse_pair(text: str, backward: str = "") -> tuple[Codec, Codec]:
 
 
 def pair_name(text: str) -> str:
-    """A boundary's name for tables: of two formats of one class in full, what they share is said once.
+    """Shorten a pair of formats for tables: parameters that two formats of one class share are written once.
 
     "GroupInt(bits=4, group=32) / GroupInt(bits=6, group=32)" becomes "GroupInt(bits=4/6, group=32)". Two equal formats
     stay as they are: one name alone means that gradients use its default (`backward_codec`).

@@ -1,13 +1,13 @@
-"""The registry of formats: lowbit's own, found by their folders, and those of installed packages, by entry points.
+"""Registry of formats: lowbit's own, found by their folders, and those of installed packages, by entry points.
 
-Each folder next to this file with a `codec.py` is a format: it holds the codec class and, in `SHORT_NAMES`, what short
-names stand for. Another package adds formats in its pyproject.toml, each by a short name, and a class in full as well:
+Each folder next to this file with a `codec.py` is a format: it has the codec class and, in `SHORT_NAMES`, factories by
+short name. Another package adds formats in its pyproject.toml, each by a short name or the name of a class:
 
     [project.entry-points."lowbit.codecs"]
     sign = "their_package:Sign"                 # a codec class, or a function without arguments that returns a codec
 
-Entry points name code that the user has installed, and are loaded when the user names a format. What a peer sends names
-nothing: peers compare fingerprints.
+Entry points name code that the user has installed, and are loaded when the user names a format. Peers cannot make this
+process load code: they only compare fingerprints.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ def classes() -> dict[str, type[Codec]]:
 
 @functools.cache
 def outside() -> tuple[EntryPoint, ...]:
-    """Formats of installed packages, not loaded."""
+    """Entry points of formats in installed packages, not loaded."""
     return tuple(entry_points(group=GROUP))
 
 
 def named(name: str) -> Factory | None:
-    """The factory with a short name, or a class by its name; None if nothing has that name.
+    """Return the factory with a short name, or the class with a name; None if there is neither.
 
     Raises:
-        ValueError: two have that name, or an entry point of that name cannot be loaded or is no codec.
+        ValueError: the name is ambiguous, or its entry point cannot be loaded or is not a codec.
     """
     own = short_names().get(name) or classes().get(name)
     theirs = [point for point in outside() if name in (point.name, point.attr)]
@@ -78,7 +78,7 @@ def named(name: str) -> Factory | None:
 def _loaded(point: EntryPoint) -> Factory:
     try:
         loaded = point.load()
-    except Exception as error:  # somebody else's code: whatever is wrong with it, our formats go on working
+    except Exception as error:  # foreign code: its errors must not affect lowbit's formats
         raise ValueError(f"{_described(point)} cannot be loaded: {type(error).__name__}: {error}") from error
     if not callable(loaded):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Sessions: the messages of one shape, and the state that a codec keeps between them."""
+"""Sessions: encode and decode messages of one shape, with the state that a codec keeps between them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 
 class Session:
-    """Code messages of one shape in one direction of one boundary; sessions of stateless formats keep nothing.
+    """Code messages of one shape in one direction of one boundary; sessions of stateless formats keep no state.
 
     Both ends open the same session and process the same messages in the same order, so that their states stay equal.
-    Where the format takes more bytes than the tensor in its own dtype, the tensor travels unchanged and nothing is
-    kept. Subclasses implement `_encode` and `_decode` for all others.
+    If the format takes more bytes than the tensor in its own dtype, the tensor is sent unchanged and no state is
+    kept. Subclasses implement `_encode` and `_decode` for all other tensors.
 
     Attributes:
-        samples: ids of the next message's samples, one for each entry of its first dimension. Whoever drives a session
-            of a codec that needs them (`Codec.needs_key`) sets them before each call; other codecs do not look at them.
+        samples: ids of the next message's samples, one for each entry of its first dimension. If the codec needs them
+            (`Codec.needs_key`), the caller sets them before each call; other codecs ignore them.
     """
 
     samples: Sequence[int] | None = None
@@ -35,7 +35,7 @@ class Session:
         self.shape = shape
         self.dtype = dtype
         self.device = device
-        self._note: Tensor | None = None  # of the message that is encoded
+        self._note: Tensor | None = None  # `note` of the message that is being encoded
         self._nbytes, self._plain = codec.sized(shape, dtype)
 
     def nbytes(self) -> int:
@@ -43,7 +43,7 @@ class Session:
         return self._nbytes
 
     def max_nbytes(self) -> int:
-        """The most bytes that any message of this session has."""
+        """Upper bound of the bytes of any message of this session."""
         return self._nbytes
 
     def beside(self, *, shape: Sequence[int], dtype: torch.dtype) -> Session:
@@ -56,9 +56,9 @@ class Session:
         """Encode `x`, whose shape must be the session's.
 
         Args:
-            x: the tensor. training: False in an evaluation pass: what is kept is used, and stays as it is. out: uint8
-                (nbytes(),) to fill; allocated if absent. note: what `observe` returned for the activations whose
-                gradient `x` is, if anything.
+            x: the tensor. training: False in an evaluation pass: the state is used, but not changed. out: uint8
+                (nbytes(),) to fill; allocated if omitted. note: result of `observe` for the activations whose
+                gradient is `x`.
 
         Raises:
             TypeError: `x` is not a tensor of float32, bfloat16 or float16.
@@ -115,15 +115,15 @@ class Session:
             out.copy_(target)
 
     def observe(self, x: Tensor) -> Tensor | None:
-        """Learn from a tensor that crossed the other way, as it arrived at this sender: finite or not, (..., C).
+        """Learn from a tensor of the other direction, as it arrived at this sender: finite or not, (..., C).
 
-        A sender of activations gets their gradients. A sender of gradients gets activations, and what this returns is
-        handed to `encode` with their gradient. Messages must tell the receiver all it needs. Most formats do nothing.
+        A sender of activations gets their gradients. A sender of gradients gets activations, and the result is passed
+        to `encode` with their gradient. Messages must contain all that the receiver needs. Most formats do nothing.
         """
         return None
 
     def end_step(self) -> None:
-        """A training step is over: what was observed in it may count from the next message on."""
+        """End a training step: tensors observed in it may affect messages from the next one on."""
 
     def state_bytes(self) -> int:
         """Bytes kept between messages."""
@@ -134,10 +134,10 @@ class Session:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` gave.
+        """Restore the result of `state_dict`.
 
         Raises:
-            ValueError: the state is of another format.
+            ValueError: the state belongs to another format.
         """
         if state:
             raise ValueError(f"state has {sorted(state)}; a session of {self.codec} keeps none")

@@ -1,4 +1,4 @@
-"""How fast a codec is on this machine."""
+"""Measure the speed of codecs on this machine."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from lowbit.codecs.base import Codec
 from lowbit.codecs.foreign import is_own, open_session
 
 _ROUNDS = 3
-_CACHE = 1 << 22  # float32: more than most caches hold
+_CACHE = 1 << 22  # float32 elements: more than most caches hold
 
 
 def coding_speed(
     codec: Codec, shape: Sequence[int], device: torch.device | None = None, *, seconds: float = 0.3
 ) -> tuple[float, float]:
-    """Bytes of float32 that a format encodes and decodes in a second on this machine, at this shape.
+    """Measure how many bytes of float32 a format encodes and decodes per second on this machine, at this shape.
 
-    Caches are cold, as in a step, which computes between two messages. The median of the rounds counts, without the
-    first, which may compile.
+    Caches are cold, as in training, which computes between two messages. The result is the median of all rounds but
+    the first, which may compile.
 
     Args:
-        device: the CPU if omitted. seconds: of all rounds together, at least.
+        device: the CPU if omitted. seconds: least time of all rounds together.
     """
     device = device or torch.device("cpu")
     x = torch.randn(tuple(shape), generator=torch.Generator().manual_seed(0)).to(device)  # not training's generator
@@ -45,9 +45,9 @@ def coding_speed(
 def coding_operations(
     codec: Codec, xs: Sequence[Tensor], outs: Sequence[Tensor]
 ) -> tuple[Callable[[int], object], Callable[[int], object], int]:
-    """Encoding one of several equal tensors, decoding a payload into the buffer for one, and the bytes of a payload.
+    """Return functions to encode one of several equal tensors and to decode a payload, and the bytes of a payload.
 
-    A codec with memory must decode each payload once, after encoding it; our others decode payloads made beforehand.
+    A stateful codec must decode each payload once, after encoding it; others decode payloads made beforehand.
     """
     x = xs[0]
     if is_own(codec) and not codec.stateful:
@@ -69,7 +69,7 @@ def coding_operations(
 
 
 def _now(device: torch.device) -> float:
-    """The time when all work of a device is done."""
+    """Wait until all work of a device is done, and return the time."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

@@ -1,4 +1,4 @@
-"""Codecs that remember messages, and so work through sessions only."""
+"""Codecs that keep state between messages, and so work only through sessions."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class StatefulCodec(Codec):
         """Return the parameter to use for tensors like `x`, or 0 if nothing is open.
 
         Args:
-            x: activations of a message, or gradients where nothing else is given. The rest is given only where
+            x: a message's activations, or gradients if nothing else is given. The other arguments are given only if
                 `wanted_nats` is a number.
-            gradient: of the loss, for these activations.
-            part: of `wanted_nats` for this tensor.
-            backward: gradients like this one are to be sent, not activations.
+            gradient: gradient of the loss with respect to these activations.
+            part: share of `wanted_nats` for this tensor.
+            backward: whether gradients like this one are to be sent, not activations.
         """
         return 0
 
@@ -41,7 +41,7 @@ class StatefulCodec(Codec):
 
     @property
     def wanted_nats(self) -> float | None:
-        """What the coded activations of all boundaries may cost of the loss, in nats; None: no goal is set."""
+        """Allowed increase of the loss by the coded activations of all boundaries, in nats; None: no goal is set."""
         return None
 
     def raised(self, choice: int, bits: float) -> int:
@@ -53,7 +53,7 @@ class StatefulCodec(Codec):
         return ""
 
     def shared_by(self, shape: Sequence[int]) -> int | None:
-        """Return a number: sessions of shapes with the same number share state. None: only equal shapes do."""
+        """Return a key: sessions of shapes with equal keys share state. None: only equal shapes do."""
         return None
 
     def _encode(self, x: Tensor, payload: Tensor) -> None:

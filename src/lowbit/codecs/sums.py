@@ -1,4 +1,4 @@
-"""Codecs whose payloads can be added up: what collectives and stored gradients use."""
+"""Codecs whose payloads can be summed, for collectives and stored gradients."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from lowbit.codecs.checks import check_float, check_payload
 class Summable(Codec):
     """A stateless codec whose payloads can be added to and summed.
 
-    In a sum over ranks, `part(r)` codes what rank r adds, and `whole()` codes the sum: this codec itself, unless the
-    format knows the ranks apart, as `FeatureInt` does.
+    In a sum over ranks, `part(r)` is the codec of rank r's tensor, and `whole()` that of the sum. Both are this codec
+    itself, unless the format distinguishes ranks, as `FeatureInt` does.
 
     Attributes:
-        shaped: the format depends on the tensor's shape, so that flat pieces cannot be coded: no sums over ranks.
-        grain: elements that must stay together where a tensor is cut, such as the features of a token; 1: none.
-        unit: elements at whose multiples a payload can be cut (`copy_units`); 0: it cannot.
-        ranks: how many ranks' tensors it can code in a sum; None: any number.
+        shaped: whether the format depends on the tensor's shape: then it cannot code flat pieces or sums over ranks.
+        grain: elements that must stay together when a tensor is cut, such as the features of a token; 1: none.
+        unit: a payload can be cut at multiples of this many elements (`copy_units`); 0: it cannot.
+        ranks: number of ranks whose tensors it can code in a sum; None: any number.
     """
 
     shaped: ClassVar[bool] = False
@@ -59,23 +59,23 @@ class Summable(Codec):
         return f"{self} [{self.fingerprint()}]"
 
     def layer(self) -> str:
-        """Return which of the codecs with one identity this is; empty if there is only one."""
+        """Return a name that distinguishes codecs with the same `identity`; empty if there is only one."""
         return ""
 
     def sections(self, numel: int) -> list[tuple[int, int]]:
-        """Return first byte and bytes of each section of a payload, if there is a `unit`.
+        """Return first byte and length in bytes of each section of a payload, if there is a `unit`.
 
-        In a section each unit of elements has as many bytes, and a shorter last one has the first of them.
+        In a section each unit of elements has equally many bytes; a shorter last unit has the first of them.
 
         Raises:
-            TypeError: there is none.
+            TypeError: the format has no `unit`.
         """
         raise TypeError(f"codec is {self}; allowed: one whose payloads can be cut into parts, such as BlockFloat8()")
 
     def copy_units(
         self, source: Tensor, start: int, target: Tensor, at: int, count: int, *, numel: Sequence[int]
     ) -> None:
-        """Copy elements from a payload to another, as they are coded.
+        """Copy encoded elements from a payload to another.
 
         Args:
             source, target: payloads in the format, not plain numbers.
@@ -115,7 +115,7 @@ class Summable(Codec):
     def sum(
         self, payloads: Iterable[Tensor], *, out: Tensor, divisor: int = 1, scratch: Tensor | None = None
     ) -> Tensor:
-        """Add up what all ranks sent: decode, sum in float32 in the order of the ranks, divide, round once.
+        """Sum the payloads of all ranks: decode, sum in float32 in the order of the ranks, divide, round once.
 
         Args:
             payloads: of rank 0, 1, ..., each made by its `part(rank).encode`; taken one after the other.
@@ -139,13 +139,13 @@ class Summable(Codec):
         return out
 
     def _add(self, payload: Tensor, x: Tensor) -> None:
-        """`add` of a contiguous tensor; formats that need no float32 copy for it do better."""
+        """Implement `add` for a contiguous tensor; formats override it to avoid a float32 copy."""
         total = x.float() if x.dtype != torch.float32 else x.clone()
         self.decode(payload, shape=x.shape, out=total, accumulate=True)
         self.encode(total, out=payload)
 
     def _sum(self, payloads: Iterable[Tensor], out: Tensor, divisor: int, scratch: Tensor | None) -> None:
-        """`sum` into a tensor that is not empty; formats that need no float32 copy for it do better."""
+        """Implement `sum` for a tensor that is not empty; formats override it to avoid a float32 copy."""
         total = out if out.dtype == torch.float32 else scratch
         if total is None:
             total = torch.empty(out.shape, device=out.device)

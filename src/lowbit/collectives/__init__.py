@@ -1,4 +1,4 @@
-"""Sums over ranks in few bits; agreement before the first byte; errors that name the rank that failed."""
+"""Low-bit sums over ranks, with agreement before the first byte and errors that name the rank that failed."""
 
 from __future__ import annotations
 

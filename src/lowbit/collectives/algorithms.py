@@ -1,4 +1,4 @@
-"""Algorithms of sums in few bits: the order of coding, sending, adding and decoding, whatever carries the bytes."""
+"""Algorithms of low-bit sums: the order of encoding, sending, adding and decoding, independent of the transport."""
 
 from __future__ import annotations
 
@@ -10,43 +10,43 @@ import torch
 from torch import Tensor
 
 from lowbit.codecs.sums import Summable
-from lowbit.collectives.exchange import Exchange
+from lowbit.collectives.exchange import PayloadExchange
 from lowbit.collectives.shards import Shards
 
 CHUNK = 1 << 20
-"""Most elements of a chunk. Measured on 4 ranks, 64 MB, 1 Gbit/s and unlimited: smaller ones cost more processor time
-than their overlap gives, larger ones leave the link idle."""
+"""Most elements of a chunk. Measured on 4 ranks, 64 MB, 1 Gbit/s and unlimited: smaller chunks cost more processor time
+than their overlap saves, larger ones leave the link idle."""
 SMALL = 1 << 14
 """Elements below which PyTorch's own collective is used."""
 ONE_SHOT_BYTES = 1 << 18
 """Bytes of a payload up to which "auto" sends everything to everybody among more than two ranks."""
 AHEAD = 2
-"""Chunks that are under way before the first one is added up, and again before the first sum is decoded."""
+"""Chunks that are sent before the first one is added up, and again before the first sum is decoded."""
 
 
 def choose(ranks: int, nbytes: int) -> Literal["one_shot", "two_shot"]:
-    """The algorithm of "auto" for a payload of `nbytes`: the same on all ranks, since nothing else decides.
+    """Choose the algorithm for "auto" from the size of a payload, so that all ranks choose the same.
 
-    Two ranks send the same bytes either way, and one_shot codes once. Among more, two_shot sends 2 / ranks of
+    Two ranks send the same bytes either way, and one_shot encodes once. Among more, two_shot sends 2 / ranks of
     one_shot's bytes, but takes a second round trip, too slow for small messages (docs/results/tensor-parallel.md).
     """
     return "one_shot" if ranks <= 2 or nbytes <= ONE_SHOT_BYTES else "two_shot"
 
 
 def two_shot(
-    x: Tensor, codec: Summable, exchange: Exchange, *, chunk: int, divisor: int, errors: Tensor | None = None
+    x: Tensor, codec: Summable, exchange: PayloadExchange, *, chunk: int, divisor: int, errors: Tensor | None = None
 ) -> None:
-    """Replace `x` by the sum over all ranks, divided by `divisor`: two quantizations, whatever the number of ranks.
+    """Replace `x` by the sum over all ranks, divided by `divisor`, with two quantizations for any number of ranks.
 
-    Every rank codes its share of each shard for the rank that owns the shard (all-to-all), which adds them up in
-    float32 in the order of the ranks, and codes the sum for everybody (all-gather). The owner decodes its own sum and
-    share, too: results are bit-identical on all ranks. Chunks follow each other, so that coding and summing overlap
+    Every rank encodes its part of each shard for the rank that owns the shard (all-to-all). The owner adds the parts up
+    in float32 in the order of the ranks, and encodes the sum for all ranks (all-gather). It also decodes its own part
+    and sum, so that results are bit-identical on all ranks. Chunks are pipelined, so that encoding and summing overlap
     with sending.
 
     Args:
         x: flat, contiguous, float32, bfloat16 or float16.
         errors: float32 like `x`; filled with the quantization error of this rank's contribution and, in its own shard,
-            of the sum: added to this rank's next contribution, it makes up for both. Zero where it is not finite.
+            of the sum: added to this rank's next contribution, it compensates both. Zero where it is not finite.
     """
     rank, mine, whole = exchange.rank, codec.part(exchange.rank), codec.whole()
     shards = Shards(numel=x.numel(), ranks=exchange.ranks, chunk=chunk, grain=codec.grain)
@@ -64,17 +64,17 @@ def two_shot(
 
 
 class Coded(Protocol):
-    """A tensor that is kept as payloads of a codec, which can be cut at multiples of its `unit`.
+    """A tensor that is stored as payloads of a codec, which can be cut at multiples of the codec's `unit`.
 
     Attributes:
-        numel: elements, a multiple of the unit. device: of the payloads.
+        numel: elements, a multiple of the unit. device: device of the payloads.
     """
 
     numel: int
     device: torch.device
 
     def put(self, piece: slice, box: Tensor) -> None:
-        """Copy the payload of these elements, which begin at a multiple of the unit, to `box`."""
+        """Copy the payload of these elements, whose first index is a multiple of the unit, to `box`."""
         ...
 
     def take(self, piece: slice, payload: Tensor) -> None:
@@ -82,10 +82,10 @@ class Coded(Protocol):
         ...
 
 
-def two_shot_coded(x: Coded, codec: Summable, exchange: Exchange, *, chunk: int, divisor: int) -> None:
-    """`two_shot` of a tensor that is coded already: payloads travel as they are, and the sum's are kept as they come.
+def two_shot_coded(x: Coded, codec: Summable, exchange: PayloadExchange, *, chunk: int, divisor: int) -> None:
+    """`two_shot` for an encoded tensor: its payloads are sent unchanged, and those of the sum are stored unchanged.
 
-    Only the sum is coded here, and only a chunk of it is float32 at a time.
+    Only the sum is encoded here, and only one chunk of it exists in float32 at a time.
     """
     shards = Shards(numel=x.numel, ranks=exchange.ranks, chunk=chunk, grain=codec.unit)
     _two_shot(x.put, x.take, codec, exchange, shards, _total(x.device, shards), divisor)
@@ -95,15 +95,15 @@ def _two_shot(
     put: Callable[[slice, Tensor], None],
     take: Callable[[slice, Tensor], None],
     codec: Summable,
-    exchange: Exchange,
+    exchange: PayloadExchange,
     shards: Shards,
     total: Tensor,
     divisor: int,
     note_loss: Callable[[int, Tensor, Tensor], None] = lambda *_: None,
 ) -> None:
-    """Both shots: `put` fills the box of a piece, `take` gets the payload of its sum."""
+    """Run both shots: `put` fills the box for a piece, `take` gets the payload of the piece's sum."""
     rank, ranks, whole = exchange.rank, exchange.ranks, codec.whole()
-    # All receives first: a sender begins only when it knows of the receive, and that notice would queue behind
+    # Post all receives first: a sender starts only once it knows of the receive, and that notice would queue behind
     # everything that this rank sends to it.
     _open_scatter(codec, exchange, shards)
     for k in range(shards.chunks):
@@ -125,9 +125,9 @@ def _two_shot(
 
 
 def one_shot(
-    x: Tensor, codec: Summable, exchange: Exchange, *, chunk: int, divisor: int, errors: Tensor | None = None
+    x: Tensor, codec: Summable, exchange: PayloadExchange, *, chunk: int, divisor: int, errors: Tensor | None = None
 ) -> None:
-    """Replace `x` by the sum over all ranks, divided by `divisor`: one quantization, but everything goes to everybody.
+    """Replace `x` by the sum over all ranks, divided by `divisor`: one quantization, but all data go to all ranks.
 
     Every rank decodes all payloads, its own included, and adds them up in float32 in the order of the ranks.
     """
@@ -138,8 +138,10 @@ def one_shot(
         _add_up(x[shards.piece(0, k)], codec, exchange, k, divisor, total)
 
 
-def reduce_scatter(x: Tensor, out: Tensor, codec: Summable, exchange: Exchange, *, chunk: int, divisor: int) -> None:
-    """Write the sum of everybody's `x[rank * n : (rank + 1) * n]`, divided by `divisor`, to `out` (n elements)."""
+def reduce_scatter(
+    x: Tensor, out: Tensor, codec: Summable, exchange: PayloadExchange, *, chunk: int, divisor: int
+) -> None:
+    """Write the sum of all ranks' `x[rank * n : (rank + 1) * n]`, divided by `divisor`, to `out` (n elements)."""
     rank, length = exchange.rank, out.numel()
     shards = Shards(numel=x.numel(), ranks=exchange.ranks, chunk=chunk, length=length, grain=codec.grain)
     _open_scatter(codec, exchange, shards)
@@ -152,8 +154,8 @@ def reduce_scatter(x: Tensor, out: Tensor, codec: Summable, exchange: Exchange, 
         out[shards.piece(rank, k).start - rank * length :][: part.numel()].copy_(part)
 
 
-def all_gather(x: Tensor, out: Tensor, codec: Summable, exchange: Exchange, *, chunk: int) -> None:
-    """Write every rank's `x` (n elements), coded and decoded, one after the other to `out` (ranks * n elements)."""
+def all_gather(x: Tensor, out: Tensor, codec: Summable, exchange: PayloadExchange, *, chunk: int) -> None:
+    """Write the `x` (n elements) of all ranks, in order, encoded and decoded, to `out` (ranks * n elements)."""
     shards = Shards(numel=x.numel(), ranks=1, chunk=chunk, grain=codec.grain)
     _gather(x, codec, exchange, shards, None)
     for k in range(shards.chunks):
@@ -162,15 +164,15 @@ def all_gather(x: Tensor, out: Tensor, codec: Summable, exchange: Exchange, *, c
             codec.part(source).decode(exchange.take(k, source), shape=target.shape, out=target)
 
 
-def _open_scatter(codec: Summable, exchange: Exchange, shards: Shards) -> None:
+def _open_scatter(codec: Summable, exchange: PayloadExchange, shards: Shards) -> None:
     """Prepare lanes 0, 1, ... for `_scatter`."""
     for k in range(shards.chunks):
         sizes = [codec.nbytes((shards.size(r, k),)) for r in range(exchange.ranks)]
         exchange.open(k, [sizes[exchange.rank]] * exchange.ranks, sizes)
 
 
-def _scatter(put: Callable[[slice, Tensor], None], exchange: Exchange, shards: Shards, k: int) -> None:
-    """Send chunk k of every rank's shard there, on lane k."""
+def _scatter(put: Callable[[slice, Tensor], None], exchange: PayloadExchange, shards: Shards, k: int) -> None:
+    """Send chunk k of every rank's shard to that rank, on lane k."""
     for step in range(1, exchange.ranks + 1):  # each rank begins with its successor and ends with itself
         to = (exchange.rank + step) % exchange.ranks
         piece = shards.piece(to, k)
@@ -179,8 +181,8 @@ def _scatter(put: Callable[[slice, Tensor], None], exchange: Exchange, shards: S
         exchange.send(k, to)
 
 
-def _gather(x: Tensor, codec: Summable, exchange: Exchange, shards: Shards, errors: Tensor | None) -> None:
-    """Code `x` (a single shard) and send it to everybody, on lanes 0, 1, ... for the chunks."""
+def _gather(x: Tensor, codec: Summable, exchange: PayloadExchange, shards: Shards, errors: Tensor | None) -> None:
+    """Encode `x` (a single shard) and send it to all ranks, chunk k on lane k."""
     for k in range(shards.chunks):
         size = codec.nbytes((shards.size(0, k),))
         exchange.open(k, [size] * exchange.ranks, [size])
@@ -191,12 +193,12 @@ def _gather(x: Tensor, codec: Summable, exchange: Exchange, shards: Shards, erro
 
 
 def _total(device: torch.device, shards: Shards) -> Tensor:
-    """Room for the float32 sum of a chunk."""
+    """Allocate memory for the float32 sum of a chunk."""
     return torch.empty(min(shards.chunk, shards.length), device=device)
 
 
 def _add_up(
-    out: Tensor, codec: Summable, exchange: Exchange, lane: int, divisor: int, scratch: Tensor | None = None
+    out: Tensor, codec: Summable, exchange: PayloadExchange, lane: int, divisor: int, scratch: Tensor | None = None
 ) -> Tensor:
     """Decode the payloads of a lane and write their sum to `out`, in the order of the ranks.
 
@@ -216,5 +218,5 @@ def _encode(x: Tensor, piece: slice, box: Tensor, codec: Summable, errors: Tenso
 
 
 def _finite(x: Tensor) -> Tensor:
-    """Set NaN and infinity to zero: they must not spoil later steps."""
+    """Set NaN and infinity to zero, so that they do not spoil later steps."""
     return x.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

@@ -1,7 +1,7 @@
-"""Calls on a process group: one after the other on a thread of their own, and the same ones on all ranks.
+"""Run the calls on a process group one after the other on a separate thread, and check that all ranks make the same.
 
 Before the first byte of a new kind of call (shape, dtype, codec, algorithm, ...) all ranks agree on it. Later calls of
-that kind need no agreement; but a call that takes long looks whether another rank is in a different one, so that ranks
+that kind need no agreement. But a call that takes long checks whether another rank is in a different one, so that ranks
 whose programs diverge get the same error instead of waiting for the time limit.
 """
 
@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from lowbit import __version__
-from lowbit.collectives.exchange import CollectiveExchange, Exchange, Marks, MessageExchange
+from lowbit.collectives.exchange import CollectiveExchange, Marks, MessageExchange, PayloadExchange
 from lowbit.collectives.scratch import Scratch
 from lowbit.wire import pytorch
 from lowbit.wire.agreement import Agreement
@@ -32,9 +32,9 @@ from lowbit.wire.errors import AgreementError
 from lowbit.wire.failure import FailureBoard
 from lowbit.wire.groups import rank_names
 
-_IDLE = 5.0  # seconds after which the threads of a queue that is not used end
-_SLOW, _LOOK = 2.0, 0.5  # seconds after which a call looks whether the others are in the same one, and looks again
-_LAST = 5.0  # seconds that the end of the process waits for a call
+_IDLE = 5.0  # seconds without calls after which the threads of a queue end
+_SLOW, _LOOK = 2.0, 0.5  # seconds until a call first checks whether the others are in the same one, and between checks
+_LAST = 5.0  # seconds that a process waits for a call when it ends
 
 TIMEOUT = 120.0
 """Seconds after which a missing or failed peer is an error."""
@@ -43,24 +43,24 @@ Transport = Literal["auto", "messages", "collectives"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class CollectiveCall:
     """One call of a collective, on one rank.
 
     Args:
-        facts: all that must be equal on all ranks; "collective": its name.
-        group: the ranks. device: of the payloads. timeout: seconds in which the failure of a peer is noticed.
+        facts: everything that must be equal on all ranks; "collective" is the name of the call.
+        group: the ranks. device: of the payloads. timeout: seconds within which the failure of a peer is noticed.
         work: the algorithm; the queue waits for its sends afterwards.
-        transport: "auto": messages where they have tags, which is Gloo between CPUs.
+        transport: "auto" means messages if the backend has tags, which is Gloo between CPUs.
         checksums: whether a checksum follows every payload.
-        layer: that makes this call. Calls that differ in it alone share an agreement; the messages' tags, or without
-            messages the checksums, reveal a rank in another layer.
+        layer: layer that makes this call. Calls that differ only in it share an agreement; a rank in another layer is
+            detected by the messages' tags or, without messages, by the checksums.
     """
 
     facts: Mapping[str, str]
     group: dist.ProcessGroup
     device: torch.device
     timeout: float
-    work: Callable[[Exchange], None]
+    work: Callable[[PayloadExchange], None]
     transport: Transport = "auto"
     layer: str = ""
     checksums: bool = True
@@ -81,14 +81,14 @@ class Call:
 
 @dataclass
 class _Job:
-    call: Call
+    call: CollectiveCall
     number: int
     future: concurrent.futures.Future[None]
     inference: bool
-    event: torch.cuda.Event | None = None  # on CUDA: the caller's work so far, then this work, is done
+    event: torch.cuda.Event | None = None  # on CUDA: recorded after the caller's work so far, later after this work
     stream: torch.cuda.Stream | None = None
     started: float = 0.0
-    compared: Agreement | None = None  # with the other ranks, about what this call is
+    compared: Agreement | None = None  # checks whether the other ranks are in the same call
     board: FailureBoard | None = None
 
     def agreement(self) -> Agreement:
@@ -121,17 +121,17 @@ class Pending:
         return self._future.done()
 
     def then(self, act: Callable[[BaseException | None], None]) -> None:
-        """Call `act` with the error, or None, when the call is over: on the thread that ends it, on CUDA its stream."""
+        """Call `act` with the error or None once the call is over, on the thread (on CUDA: stream) that ends it."""
 
         def over(future: concurrent.futures.Future[None]) -> None:
-            with torch.cuda.stream(self._stream):  # nothing without one
+            with torch.cuda.stream(self._stream):  # does nothing if it is None
                 act(future.exception())
 
         self._future.add_done_callback(over)
 
 
 class CallQueue:
-    """All calls of this process on one group, in order. Holds no reference to the group, under which it is kept."""
+    """All calls of this process on one group, in order. It must not reference the group, its key in `_queues`."""
 
     def __init__(self) -> None:
         self.scratch = Scratch()
@@ -145,7 +145,7 @@ class CallQueue:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._threads: list[threading.Thread] = []
 
-    def submit(self, call: Call) -> Pending:
+    def submit(self, call: CollectiveCall) -> Pending:
         """Queue a call."""
         with self._lock:
             job = _Job(call, self._calls, concurrent.futures.Future(), torch.is_inference_mode_enabled())
@@ -168,7 +168,7 @@ class CallQueue:
         return Pending(job)
 
     def end(self) -> None:
-        """End the threads, unless a peer holds them up."""
+        """End the threads; those that wait for a peer may stay."""
         self._jobs.put(None)
         for thread in self._threads:
             thread.join(_LAST)
@@ -181,8 +181,8 @@ class CallQueue:
                 job = None
             if job is not None:
                 future, error = job.future, self._do(job)
-                # The caller goes on from here. Were it to destroy the group while this thread holds it, the group
-                # would end on this thread, where PyTorch waits, with the interpreter's lock, for threads that need it.
+                # The caller continues from here. If it destroyed the group while this thread holds a reference, the
+                # destructor would run on this thread, and wait with the interpreter's lock for threads that need it.
                 del job
                 _settle(future, error)
                 del future, error
@@ -201,13 +201,13 @@ class CallQueue:
             if self._failure is not None:
                 raise self._failure
             exchange = self._exchange(job)
-            # The caller's mode: only in it may the caller's tensors be written to.
+            # Use the caller's inference mode: only in it may the caller's tensors be written to.
             with torch.inference_mode(job.inference), torch.no_grad(), _on_stream(job):
                 try:
                     job.call.work(exchange)
                     exchange.finish()
                 except BaseException as error:
-                    # Bytes of this call may still be under way, so that no later one could be trusted.
+                    # Bytes of this call may still be under way, so no later call could be trusted.
                     self._failure = self._failure or error
                     raise
         except BaseException as error:
@@ -217,8 +217,8 @@ class CallQueue:
             self.scratch.reset()
         return None
 
-    def _exchange(self, job: _Job) -> Exchange:
-        """How the payloads of a call travel, once all ranks have agreed on calls of its kind."""
+    def _exchange(self, job: _Job) -> PayloadExchange:
+        """Agree with all ranks on a new kind of call, and return the exchange for the call's payloads."""
         call, names = job.call, rank_names(job.call.group)
         kind = hashlib.sha256(repr(sorted(call.stated.items())).encode()).hexdigest()
         if kind not in self._kinds:
@@ -238,16 +238,16 @@ class CallQueue:
         while not ended.wait(_LOOK):
             job = self._current
             if job is not None and time.monotonic() - job.started > _SLOW:
-                with contextlib.suppress(RuntimeError, TimeoutError):  # a store that is gone: the call finds out
+                with contextlib.suppress(RuntimeError, TimeoutError):  # the store is gone: the call will notice
                     self._look(job)
                     self._look_for_failures(job)
 
     def _look(self, job: _Job) -> None:
-        """End a call that others contradict: its thread stays blocked, but its caller gets the error."""
+        """Fail a call if others are in a different one: its thread stays blocked, but its caller gets the error."""
         if job.compared is None:
             job.compared = job.agreement()
             self._slow.append(job.compared)
-            while len(self._slow) > 2:  # earlier calls are over on all ranks
+            while len(self._slow) > 2:  # calls before these are over on all ranks
                 self._slow.pop(0).forget()
         elif job.compared not in self._slow:  # all ranks have agreed on it, or are about to
             return
@@ -258,7 +258,7 @@ class CallQueue:
             _settle(job.future, error)
 
     def _look_for_failures(self, job: _Job) -> None:
-        """End a call that waits for a rank which has given up on another: nothing more comes from it."""
+        """Fail a call that waits for a rank which has given up on another rank, and will send nothing more."""
         if job.board is None or job.future.done() or (rank := job.board.given_up()) is None:
             return
         error = job.board.blame(rank, None)
@@ -268,41 +268,41 @@ class CallQueue:
 
 _queues: weakref.WeakKeyDictionary[dist.ProcessGroup, CallQueue] = weakref.WeakKeyDictionary()
 _queues_lock = threading.Lock()
-_busy: set[CallQueue] = set()  # those with threads, even after the end of their group
+_busy: set[CallQueue] = set()  # queues with running threads, even after their group has ended
 
 
 @atexit.register
 def _end_all() -> None:
-    """A thread that is inside PyTorch when the interpreter ends would abort the process."""
+    """End all threads: one that is inside PyTorch when the interpreter ends would abort the process."""
     for calls in list(_busy):
         calls.end()
 
 
 def queue_of(group: dist.ProcessGroup) -> CallQueue:
-    """The queue of a group, made at its first use."""
+    """Return the queue of a group, created at its first use."""
     with _queues_lock:
         return _queues.setdefault(group, CallQueue())
 
 
 def payload_bytes() -> int:
-    """Bytes that this process keeps for payloads of later calls, on all groups."""
+    """Bytes of memory that this process keeps for payloads of later calls, on all groups."""
     with _queues_lock:
         return sum(calls.scratch.nbytes() for calls in _queues.values())
 
 
 @contextlib.contextmanager
 def _on_stream(job: _Job) -> Iterator[None]:
-    """Put work on CUDA on a stream of its own that waits for the caller's work so far."""
+    """Run CUDA work on a separate stream that first waits for the caller's work so far."""
     if job.event is None or job.stream is None:
         yield
         return
     with torch.cuda.device(job.call.device), torch.cuda.stream(job.stream):
         job.stream.wait_event(job.event)
         yield
-        job.event.record(job.stream)  # nobody has waited for it before: the future is not done
+        job.event.record(job.stream)  # safe to record again: callers wait for it only once the future is done
 
 
 def _settle(future: concurrent.futures.Future[None], error: BaseException | None) -> None:
-    """Set the outcome, unless it is known already."""
+    """Set the outcome, unless it is already set."""
     with contextlib.suppress(concurrent.futures.InvalidStateError):
         future.set_result(None) if error is None else future.set_exception(error)

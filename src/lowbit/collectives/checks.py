@@ -1,4 +1,4 @@
-"""Checks of a call's arguments, in the caller: an error on the thread of the calls would end the group."""
+"""Checks of a call's arguments, made in the caller: an error on the calls' thread would end the group."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from lowbit.wire.groups import is_known
 
 
 def described(x: Tensor) -> str:
-    """Dtype and shape."""
+    """Format dtype and shape."""
     return f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}"
 
 
 def check_summable(codec: object) -> Summable:
-    """The codec, if it can code flat pieces of any tensor in any order.
+    """Return the codec if it can encode flat pieces of any tensor in any order.
 
     Raises:
-        TypeError: it is no codec, keeps state between messages, or is made for tokens of activations.
+        TypeError: it is not a codec, keeps state between messages, or is made for tokens of activations.
     """
     if not isinstance(codec, Codec):
         raise TypeError(f"codec is {codec!r}; allowed: a codec such as lowbit.codecs.GroupInt(bits=8)")
@@ -38,7 +38,7 @@ def check_summable(codec: object) -> Summable:
 
 
 def check_flat(codec: object) -> None:
-    """Raise unless the codec can be summed and takes flat pieces of any length, as gradients are."""
+    """Raise unless the codec can be summed and accepts flat pieces of any length, such as gradients."""
     grain = check_summable(codec).grain
     if grain > 1:
         raise ValueError(
@@ -85,9 +85,9 @@ def check_call(
 
 
 def check_tensor(name: str, x: object, codec: Summable, ranks: int, node_size: int = 1, *, written: bool) -> None:
-    """Raise unless the codec, which may be made for so many ranks and for whole rows, can code `x`.
+    """Raise unless the codec, which may be made for a number of ranks and for whole rows, can encode `x`.
 
-    written: whether the call writes to `x`, which the caller's mode may forbid.
+    written: whether the call writes to `x`, which the caller's inference mode may forbid.
     """
     if not isinstance(x, Tensor) or x.dtype not in FLOATS:
         kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
@@ -124,7 +124,7 @@ def check_errors(errors: Tensor | None, tensor: Tensor, node_size: int) -> None:
 
 
 def check_pair(part_name: str, part: Tensor, whole_name: str, whole: Tensor, ranks: int) -> None:
-    """Raise unless these are a rank's share and the whole of it."""
+    """Raise unless the sizes of these tensors are those of a rank's share and of the whole."""
     if part.numel() * ranks != whole.numel() or part.device != whole.device:
         raise ValueError(
             f"{part_name} has {part.numel()} elements on {part.device}, "

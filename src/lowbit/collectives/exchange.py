@@ -1,10 +1,10 @@
-"""How the payloads of a collective travel: as messages with receives posted early, or by PyTorch's collectives.
+"""Transports for the payloads of a collective: messages with receives posted early, or PyTorch's collectives.
 
 An exchange has lanes. On a lane every rank sends a payload to every rank (itself included) and takes one from each.
-`MessageExchange` makes each of these a message: Gloo then uses both directions of a link at once, starts as soon as the
-first chunk is coded, and shows which peer failed. Other backends match messages by their order alone, so
+`MessageExchange` sends each payload as a message: Gloo then uses both directions of a link at once, starts as soon as
+the first chunk is encoded, and shows which peer failed. Other backends match messages only by their order, so
 `CollectiveExchange` makes each lane one all-to-all or all-gather, in the same order on every rank. A checksum follows
-each payload (`lowbit.wire.checksum`), unless the call has none.
+each payload (`lowbit.wire.checksum`), unless the call has switched them off.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from lowbit.wire.tags import COLLECTIVES, capacity
 
 @dataclass(frozen=True)
 class Marks:
-    """Identity of a call's messages. checksums: of this call; about: the call, names: of the ranks, for errors."""
+    """Identity of a call's messages: its checksums and, for errors, its description `about` and the ranks' names."""
 
     checksums: Checksums
     about: str
     names: Sequence[str]
 
     def message(self, lane: int, source: int) -> str:
-        """Name a message, for errors."""
+        """Name a message for errors."""
         return f"{self.about}, lane {lane}: the message from {self.names[source]}"
 
 
 @dataclass
-class _Lane:
-    """Buffers of a lane, one row a rank; a single outgoing row if all get the same."""
+class _LaneBuffers:
+    """Buffers of a lane, one row per rank; a single outgoing row if all ranks get the same payload."""
 
     incoming: Tensor
     outgoing: Tensor
@@ -55,80 +55,80 @@ class _Lane:
         return len(self.sizes_out) == 1
 
 
-class Exchange(ABC):
-    """The payloads of one call. For each lane: `open`, then `box` and `send` for every receiver, then `take`.
+class PayloadExchange(ABC):
+    """Carries the payloads of one call. For each lane: `open`, then `box` and `send` for every receiver, then `take`.
 
     Args:
-        group: the ranks. device: of the payloads. scratch: memory for them. marks: of the call.
+        group: the ranks. device: of the payloads. scratch: memory for them. marks: identity of the call.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, scratch: Scratch, marks: Marks) -> None:
         self.rank, self.ranks = group.rank(), group.size()
         self._group, self._device, self._scratch = group, device, scratch
         self._marks, self._checksums = marks, marks.checksums
-        self._lanes: dict[int, _Lane] = {}
+        self._lanes: dict[int, _LaneBuffers] = {}
 
     def open(self, number: int, incoming: Sequence[int], outgoing: Sequence[int]) -> None:
-        """Prepare a lane. One on which nothing travels needs no `send`; what is taken from it is empty.
+        """Prepare a lane. A lane without bytes needs no `send`; payloads taken from it are empty.
 
-        Collectives pad rows to the longest in a rank's lists, which must be the same on all ranks: where it is not, as
-        in an all-to-all of any sizes, only messages will do.
+        Collectives pad rows to the longest in a rank's lists, which must be equal on all ranks. If it is not, as in an
+        all-to-all of arbitrary sizes, use messages.
 
         Args:
-            number: of the lane. incoming: bytes from each rank. outgoing: bytes to each rank, or a single number if all
-                get the same payload.
+            number: the lane. incoming: bytes from each rank. outgoing: bytes to each rank, or a single number if all
+                ranks get the same payload.
         """
-        # The longest row is the same on all ranks: one of the two lists has the bytes of every rank.
+        # The longest row is equal on all ranks, because one of the two lists has the bytes of every rank.
         longest = max(*incoming, *outgoing)
         slot = -(-(longest + self._checksums.room) // ALIGN) * ALIGN if longest else 0
         rows = (self.ranks, self._room(slot)), (len(outgoing), slot)
         received, sent = (self._scratch.take(n * size, self._device).view(n, size) for n, size in rows)
-        self._lanes[number] = _Lane(received, sent, incoming, outgoing)
+        self._lanes[number] = _LaneBuffers(received, sent, incoming, outgoing)
 
     def box(self, lane: int, to: int = 0) -> Tensor:
-        """Where to put the payload for a rank: uint8, as many bytes as announced."""
+        """Memory to write the payload for a rank to: uint8, as many bytes as announced."""
         row, size = self._outgoing(self._lanes[lane], to)
         return row[:size]
 
     @abstractmethod
     def send(self, lane: int, to: int = 0) -> None:
-        """Send the payload in the box; to everybody on a lane where all get the same."""
+        """Send the payload in the box; on a lane where all ranks get the same payload, send it to all."""
 
     @abstractmethod
     def take(self, lane: int, source: int) -> Tensor:
         """Wait for the payload from a rank: uint8, as many bytes as announced.
 
         Raises:
-            DamagedError: it did not arrive as it was sent; an exchange may leave that to `finish`.
+            DamagedError: it did not arrive as it was sent; some exchanges raise this only in `finish`.
         """
 
     @abstractmethod
     def finish(self) -> None:
-        """Wait until everything that this rank sent has left.
+        """Wait until all of this rank's sends have finished.
 
         Raises:
             DamagedError: a payload that was taken did not arrive as it was sent.
         """
 
     def _room(self, nbytes: int) -> int:
-        """Bytes of memory to receive a message of up to `nbytes` in."""
+        """Size of the buffer to receive a message of up to `nbytes` in."""
         return nbytes
 
     @abstractmethod
-    def _outgoing(self, lane: _Lane, to: int) -> tuple[Tensor, int]:
-        """The row for a message to a rank, and the bytes of its payload."""
+    def _outgoing(self, lane: _LaneBuffers, to: int) -> tuple[Tensor, int]:
+        """Return the row for a message to a rank, and the bytes of its payload."""
 
     def _place(self, lane: int, source: int, to: int) -> tuple[int, int, int]:
-        """The place of a message for its checksum; the same `to` for all on a lane where all get the same."""
+        """Place of a message for its checksum; all receivers have the same one if all get the same payload."""
         return lane, source, -1 if self._lanes[lane].same_for_all else to
 
 
-class MessageExchange(Exchange):
-    """A message with a tag for each lane and pair of ranks.
+class MessageExchange(PayloadExchange):
+    """Sends a tagged message for each lane and pair of ranks.
 
     Args:
-        group: of a backend with tags (Gloo). device, scratch, marks: as for `Exchange`. board: finds out who failed.
-        digest: of this kind of call and layer: decides the channels, so that others can hardly take its bytes.
+        group: of a backend with tags (Gloo). device, scratch, marks: as for the base class. board: finds who failed.
+        digest: digest of this kind of call and layer; selects the channels, so that other calls hardly get its bytes.
     """
 
     def __init__(
@@ -156,8 +156,8 @@ class MessageExchange(Exchange):
     def _route(self, lane: int, peer: int, source: int) -> Route:
         return Route(peer, self._channels[lane], self._marks.message(lane, source))
 
-    def _outgoing(self, lane: _Lane, to: int) -> tuple[Tensor, int]:
-        if lane.same_for_all or to == self.rank:  # this rank takes it from the same row
+    def _outgoing(self, lane: _LaneBuffers, to: int) -> tuple[Tensor, int]:
+        if lane.same_for_all or to == self.rank:  # this rank reads it from the same row
             return lane.incoming[self.rank], lane.sizes_in[self.rank]
         return lane.outgoing[to], lane.sizes_out[to]
 
@@ -181,8 +181,8 @@ class MessageExchange(Exchange):
             sent.wait()
 
 
-class CollectiveExchange(Exchange):
-    """A collective of PyTorch's for each lane, on any backend; rows are padded to the longest.
+class CollectiveExchange(PayloadExchange):
+    """Runs one of PyTorch's collectives for each lane, on any backend; rows are padded to the longest.
 
     Checksums are computed and compared on the payloads' device; the host reads the outcomes in `finish`.
     """
@@ -192,7 +192,7 @@ class CollectiveExchange(Exchange):
         self._verdicts = Verdicts()
         self._taken: set[tuple[int, int]] = set()
 
-    def _outgoing(self, lane: _Lane, to: int) -> tuple[Tensor, int]:
+    def _outgoing(self, lane: _LaneBuffers, to: int) -> tuple[Tensor, int]:
         row = 0 if lane.same_for_all else to
         return lane.outgoing[row], lane.sizes_out[row]
 
@@ -224,12 +224,12 @@ class CollectiveExchange(Exchange):
         return row[:size]
 
     def damaged(self) -> Tensor | None:
-        """Whether a payload that was taken was damaged: bool (), on the device, instead of `finish`; None: not known.
+        """Whether a payload that was taken is damaged: bool () on the device, None if unknown. Replaces `finish`.
 
         The host does not wait for it.
         """
         return self._verdicts.together()
 
     def finish(self) -> None:
-        """Raise if a payload was damaged; all that was taken has also left."""
+        """Raise if a payload was damaged. Once all payloads have been taken, the sends have finished, too."""
         self._verdicts.settle()

@@ -1,4 +1,4 @@
-"""Sums by nodes: in full precision inside a node, in few bits between nodes."""
+"""Hierarchical sums: at full precision inside a node, in few bits between nodes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lowbit.wire import pytorch
 
 @dataclass(frozen=True)
 class Nodes:
-    """Two groups of this rank: the ranks of its node, and those with the same place on every node."""
+    """Two groups of this rank: the ranks of its node, and the ranks with the same position on every node."""
 
     inside: dist.ProcessGroup
     between: dist.ProcessGroup
@@ -26,17 +26,17 @@ _nodes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, float], Nod
 
 
 def nodes_of(group: dist.ProcessGroup, node_size: int, timeout: float) -> Nodes:
-    """The groups for nodes of so many successive ranks, made at the first call, which all ranks make together.
+    """Return the groups for nodes of `node_size` successive ranks. All ranks make the first call, which creates them.
 
-    `timeout`: of PyTorch's own work in them, in seconds; Gloo's reduce-scatter has no other limit.
+    `timeout`: limit of PyTorch's own work in the groups, in seconds; Gloo's reduce-scatter has no other limit.
     """
-    known, key = _nodes.setdefault(group, {}), (node_size, timeout)
-    if key not in known:
+    cached, key = _nodes.setdefault(group, {}), (node_size, timeout)
+    if key not in cached:
         ranks, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
         first, place = rank - rank % node_size, rank % node_size
         inside, between = ranks[first : first + node_size], ranks[place::node_size]
-        known[key] = Nodes(_new_group(inside, timeout), _new_group(between, timeout))
-    return known[key]
+        cached[key] = Nodes(_new_group(inside, timeout), _new_group(between, timeout))
+    return cached[key]
 
 
 def sum_by_nodes(x: Tensor, nodes: Nodes, between: Callable[[Tensor], None], timeout: float) -> None:

@@ -13,9 +13,9 @@ from lowbit.codecs.base import Codec
 from lowbit.codecs.sums import Summable
 from lowbit.collectives import algorithms
 from lowbit.collectives.algorithms import CHUNK, SMALL, Coded
-from lowbit.collectives.calls import TIMEOUT, Call, Pending, Transport, queue_of
+from lowbit.collectives.calls import TIMEOUT, CollectiveCall, Pending, Transport, queue_of
 from lowbit.collectives.checks import check_call, check_errors, check_pair, check_summable, check_tensor, described
-from lowbit.collectives.exchange import Exchange
+from lowbit.collectives.exchange import PayloadExchange
 from lowbit.collectives.hierarchy import nodes_of, sum_by_nodes
 from lowbit.collectives.shards import Shards
 from lowbit.wire import pytorch
@@ -44,42 +44,42 @@ def all_reduce(
 ) -> Pending | None:
     """Replace a tensor, in place, by its sum or mean over all ranks; bit-identical on all of them.
 
-    Quantizes and sums as AGoQ (arXiv 2605.00539) does: partial sums are float32, in the order of the ranks, and never
-    travel in 8 bits more than once. Each of W ranks sends, for n elements of b bits, 2 (W - 1) / W n b / 8 bytes by
-    two_shot, as PyTorch's own all-reduce with 32 for b, and (W - 1) n b / 8 by one_shot, which is for two ranks or for
-    tensors so small that a second round trip costs more than the bytes. Each message (a chunk for a rank) has a
-    checksum of 8 bytes more.
+    Quantization and sums follow AGoQ (arXiv 2605.00539): partial sums are float32, in the order of the ranks, and are
+    never quantized more than once. For n elements of b bits, each of W ranks sends 2 (W - 1) / W n b / 8 bytes with
+    two_shot (PyTorch's own all-reduce: the same with b = 32), and (W - 1) n b / 8 bytes with one_shot, which is for two
+    ranks or for tensors so small that a second round trip costs more than the bytes. The checksum of each message (a
+    chunk for a rank) adds 8 bytes.
 
-    Deviations and additions: chunks are coded while others travel; PyTorch's own all-reduce sums a tensor of fewer than
-    `small` elements in float32, without the codec; sums inside a node may differ from those between nodes. With one
-    rank the tensor stays as it is. NaN or infinity in a group of any rank's elements is NaN there on all.
+    Deviations and additions: chunks are encoded while others are sent; PyTorch's own all-reduce sums a tensor of fewer
+    than `small` elements in float32, without the codec; sums inside a node use another method than those between
+    nodes. With one rank the tensor is unchanged. NaN or infinity in a codec group on any rank gives NaN on all ranks.
 
-    Calls on one group run one after the other on a thread. Gloo sends them as messages beside whatever else the group
-    does; on other backends a call with `async_op` must not overlap other uses of the group: give it one of its own.
+    Calls on one group run one after the other on a thread. Gloo sends them as messages, independent of other work in
+    the group; on other backends a call with `async_op` must not overlap other uses of the group: give it its own group.
     Payload memory is kept between calls: two_shot takes (3 + 1 / W) n b / 8 bytes for the largest tensor.
 
     Args:
         tensor: float32, bfloat16 or float16, any shape and strides; the same shape and dtype on all ranks.
-        codec: a format without state that does not depend on the tensor's shape, such as `GroupInt`; or `FeatureInt`
-            for as many ranks, of any rank's part: shards and chunks are then whole rows.
+        codec: a stateless format that does not depend on the tensor's shape, such as `GroupInt`; or a `FeatureInt` for
+            this number of ranks, of any rank: shards and chunks are then whole rows.
         group: the ranks; None: the default group. A group that `torch.distributed` has not made, or a wrapper such as
-            torchft's `ProcessGroupGloo`, serves as well. op: "sum" or "avg".
+            torchft's `ProcessGroupGloo`, works as well. op: "sum" or "avg".
         algorithm: "two_shot", "one_shot", or "auto": one_shot for two ranks and for small payloads.
-        async_op: return at once a `Pending`; the tensor must not be touched before its `wait()`.
-        node_size: so many successive ranks share a node, a divisor of the ranks. Sums inside a node are PyTorch's, in
-            float32, and each element leaves a node once, coded. 1: no nodes.
+        async_op: return a `Pending` at once; do not touch the tensor before its `wait()` has returned.
+        node_size: number of successive ranks that share a node, a divisor of the ranks. Sums inside a node are
+            PyTorch's, in float32, and each element leaves a node once, encoded. 1: no nodes.
         chunk: most elements of a chunk, a multiple of 16.
-        small: see above.
+        small: tensors with fewer elements are summed in float32.
         timeout: seconds after which a missing or failed peer is an error.
         errors: float32, contiguous, shape of `tensor`: filled with the quantization error of this rank's part, for
-            error feedback: add it to the next tensor. Zeros for small tensors. Not with nodes.
-        transport: "messages" (Gloo between CPUs), PyTorch's "collectives", or "auto", the first where it works.
-        checksums: whether 8 bytes behind each payload tell if it arrived as it was sent; the same on all ranks. Sums
-            by PyTorch itself (small tensors, inside a node) have none. With messages, nothing damaged is decoded;
-            otherwise `tensor` may already hold the damage when the error is raised.
+            error feedback: add it to the next tensor. Zeros for small tensors. Not allowed with nodes.
+        transport: "messages" (Gloo between CPUs), PyTorch's "collectives", or "auto": messages if possible.
+        checksums: whether an 8-byte checksum follows each payload; the same on all ranks. Sums by PyTorch itself
+            (small tensors, inside a node) have none. With messages, damaged payloads are never decoded; otherwise
+            `tensor` may already hold damaged values when the error is raised.
 
     Raises:
-        TypeError: a codec that cannot be summed, a tensor of another dtype.
+        TypeError: a codec that cannot be summed, or a tensor of another dtype.
         ValueError: another argument that is not allowed.
         AgreementError: the ranks do not make the same call; the same text on all of them.
         DamagedError: a payload did not arrive as it was sent.
@@ -94,7 +94,7 @@ def all_reduce(
     )  # fmt: skip
     check_tensor("tensor", tensor, codec, ranks, node_size, written=True)
     check_errors(errors, tensor, node_size)
-    flat = tensor.detach().reshape(-1)  # the tensor itself where it is contiguous, else a copy
+    flat = tensor.detach().reshape(-1)  # the tensor itself if it is contiguous, otherwise a copy
     rest = None if errors is None else errors.view(-1)
     coded = ranks > 1 and tensor.numel() >= max(1, small)
     algorithm = _chosen(algorithm, -(-tensor.numel() // node_size), codec, ranks // node_size)
@@ -103,17 +103,17 @@ def all_reduce(
     sums = partial(kind, codec=codec, chunk=chunk, divisor=divisor)
 
     def between_nodes(part: Tensor) -> None:
-        if node_size == ranks:  # a single node: nothing is coded
+        if node_size == ranks:  # a single node: nothing is encoded
             part.div_(divisor)
             return
         facts = _facts("all_reduce between nodes", part, codec, op=op)
-        between = Call(
+        between = CollectiveCall(
             facts=facts, group=nodes_of(group, node_size, timeout).between, device=part.device, timeout=timeout,
             work=lambda exchange: sums(part, exchange=exchange), transport=transport, checksums=checksums,
         )  # fmt: skip
         queue_of(between.group).submit(between).wait()
 
-    def work(exchange: Exchange) -> None:
+    def work(exchange: PayloadExchange) -> None:
         if not coded:
             _sum_uncoded(flat, group, ranks, divisor, rest, timeout)
         elif node_size > 1:
@@ -124,7 +124,7 @@ def all_reduce(
 
     facts = _facts("all_reduce", tensor, codec, op=op, chunk=chunk, small=small, algorithm=algorithm)
     facts |= {"node size": str(node_size), "error feedback": "no" if errors is None else "yes"}
-    call = Call(
+    call = CollectiveCall(
         facts=facts, group=group, device=tensor.device, timeout=timeout, work=work, transport=transport,
         layer=codec.layer(), checksums=checksums,
     )  # fmt: skip
@@ -142,9 +142,9 @@ def all_reduce_bytes(
     small: int = SMALL,
     checksums: bool = True,
 ) -> int:
-    """Return the bytes that a rank sends in an `all_reduce` of `numel` elements without nodes; arguments as there.
+    """Return the bytes that a rank sends in an `all_reduce` of `numel` elements without nodes; same arguments.
 
-    Small tensors, which PyTorch sums in float32, count as much as a ring sends.
+    For small tensors, which PyTorch sums in float32, return the bytes of a ring all-reduce.
     """
     if ranks == 1 or numel < max(1, small):
         return 2 * (ranks - 1) * 4 * numel // ranks
@@ -160,18 +160,18 @@ def average_coded(
     x: Coded, codec: Summable, group: dist.ProcessGroup | None = None, *, timeout: float = TIMEOUT,
     transport: Transport = "auto", checksums: bool = True,
 ) -> Pending:  # fmt: skip
-    """Start to replace a tensor that is kept as payloads by its mean over all ranks; bit-identical on all of them.
+    """Start to replace a tensor that is stored as payloads by its mean over all ranks; bit-identical on all of them.
 
-    `all_reduce` by two_shot without its first coding: what is kept travels, and the coded mean is kept.
+    This is `all_reduce` by two_shot without its first encoding: stored payloads are sent, the mean's are stored.
 
     Args:
-        x: the tensor; the same number of elements on all ranks, of which there are several.
-        codec: of its payloads, with a `unit`. group, timeout, transport, checksums: as for `all_reduce`.
+        x: the tensor; the same number of elements on all ranks, of which there must be several.
+        codec: format of its payloads, with a `unit`. group, timeout, transport, checksums: as for `all_reduce`.
     """
     group = plain(group)
     sums = partial(algorithms.two_shot_coded, x, codec, chunk=CHUNK, divisor=group.size())
     facts = {"collective": "average of coded tensors", "tensor": f"{x.numel} elements", "codec": codec.identity()}
-    call = Call(
+    call = CollectiveCall(
         facts=facts, group=group, device=x.device, timeout=timeout, work=sums, transport=transport,
         checksums=checksums,
     )  # fmt: skip
@@ -208,7 +208,7 @@ def reduce_scatter(
 ) -> Pending | None:
     """Write this rank's share of the sum or mean of all inputs; one quantization, sums in float32.
 
-    As `torch.distributed.reduce_scatter_tensor`: rank r gets elements r n to (r + 1) n - 1 of the sum, in row-major
+    As in `torch.distributed.reduce_scatter_tensor`, rank r gets elements r n to (r + 1) n - 1 of the sum, in row-major
     order. Each of W ranks sends (W - 1) n b / 8 bytes, with b bits per element, and 8 for each message's checksum.
     With one rank the input is copied.
 
@@ -243,7 +243,7 @@ def all_gather(
 ) -> Pending | None:
     """Gather the inputs of all ranks, one after the other; the results are equal on all ranks.
 
-    As `torch.distributed.all_gather_into_tensor`. Each of W ranks sends (W - 1) n b / 8 bytes for n elements of b bits,
+    As in `torch.distributed.all_gather_into_tensor`. Each of W ranks sends (W - 1) n b / 8 bytes for n b-bit elements,
     and 8 for each message's checksum. A rank's own input goes through the codec, too. With one rank it is copied.
 
     Args:
@@ -274,8 +274,8 @@ def _copying_call(
     timeout: float,
     transport: Transport,
     checksums: bool,
-) -> Call:
-    """A call that does not change its input. part_and_whole: which of "output" and "input" is a rank's share."""
+) -> CollectiveCall:
+    """Build a call that does not change its input. part_and_whole: "output" and "input", a rank's share first."""
     ranks, (part, whole) = group.size(), part_and_whole
     codec = check_call(codec, group, op=op, transport=transport, chunk=chunk, timeout=timeout, checksums=checksums)
     tensors = {"output": output, "input": input}
@@ -284,7 +284,7 @@ def _copying_call(
     check_pair(part, tensors[part], whole, tensors[whole], ranks)
     flat, target = input.detach().reshape(-1), output.detach().reshape(-1)
 
-    def work(exchange: Exchange) -> None:
+    def work(exchange: PayloadExchange) -> None:
         if ranks == 1:
             target.copy_(flat)
         else:
@@ -292,14 +292,14 @@ def _copying_call(
         _copy_back(target, output)
 
     name = "reduce_scatter" if part == "output" else "all_gather"
-    return Call(
+    return CollectiveCall(
         facts=_facts(name, input, codec, op=op, chunk=chunk, output=described(output)), group=group,
         device=input.device, timeout=timeout, work=work, transport=transport, layer=codec.layer(), checksums=checksums,
     )  # fmt: skip
 
 
-def _started(call: Call, async_op: bool) -> Pending | None:
-    """Queue a call; waits for it unless `async_op`."""
+def _started(call: CollectiveCall, async_op: bool) -> Pending | None:
+    """Queue a call, and wait for it unless `async_op`."""
     pending = queue_of(call.group).submit(call)
     return pending if async_op else pending.wait()
 
@@ -311,7 +311,7 @@ def _chosen(algorithm: Algorithm, numel: int, codec: Summable, ranks: int) -> Al
 def _sum_uncoded(
     flat: Tensor, group: dist.ProcessGroup, ranks: int, divisor: int, errors: Tensor | None, timeout: float
 ) -> None:
-    """PyTorch's own sum, in float32."""
+    """Sum with PyTorch's own all-reduce, in float32."""
     if ranks > 1 and flat.numel():
         total = flat.float()
         pytorch.finish(pytorch.total(total, group), group, timeout)
@@ -321,7 +321,7 @@ def _sum_uncoded(
 
 
 def _copy_back(flat: Tensor, x: Tensor) -> None:
-    """Write `flat` to a tensor that is not contiguous."""
+    """Write `flat` back to `x` if `x` is not contiguous, so that `flat` is a copy."""
     if flat.data_ptr() != x.data_ptr():
         x.copy_(flat.view(x.shape))
 

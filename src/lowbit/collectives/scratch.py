@@ -1,4 +1,4 @@
-"""Memory for payloads that is kept between calls: touching fresh pages would take longer than coding."""
+"""Memory for payloads that is kept between calls: touching fresh pages would take longer than encoding."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 ALIGN = 64
-"""Bytes: payloads begin at multiples of it."""
-_LEAST = 1 << 20  # bytes of a block
+"""Alignment of payloads in bytes."""
+_LEAST = 1 << 20  # fewest bytes of a block
 
 
 class Scratch:
-    """As much memory as the largest call needed: if it took several blocks, the next call gets a single one."""
+    """Memory for one call at a time, as much as the largest has needed; several blocks become one for the next call."""
 
     def __init__(self) -> None:
         self._blocks: dict[torch.device, list[Tensor]] = {}
@@ -19,7 +19,7 @@ class Scratch:
         self._most: dict[torch.device, int] = {}
 
     def reset(self) -> None:
-        """All memory may be used again."""
+        """Free all memory for reuse."""
         for device, used in self._used.items():
             self._most[device] = max(self._most.get(device, 0), sum(used))
             if len(used) > 1:
@@ -36,7 +36,7 @@ class Scratch:
                 used[i] += size
                 return block[used[i] - size : used[i] - size + nbytes]
         least = _LEAST if blocks else max(_LEAST, self._most.get(device, 0))
-        with torch.inference_mode(False):  # to be written to in any mode
+        with torch.inference_mode(False):  # so that it can be written to in any mode
             blocks.append(torch.empty(max(size, least), dtype=torch.uint8, device=device))
         used.append(size)
         return blocks[-1][:nbytes]

@@ -1,11 +1,11 @@
-"""Which elements of a flat tensor each rank sums, and in which chunks they travel."""
+"""Partition of a flat tensor: the shard that each rank sums, and the chunks in which it is sent."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-_ALIGN = 16  # elements: shards start at multiples, for the sake of vector registers
-_MOST_CHUNKS = 1 << 13  # so that two messages for each still have tags of their own
+_ALIGN = 16  # elements: shards start at multiples of it, for vector registers
+_MOST_CHUNKS = 1 << 13  # so that two messages for each chunk have distinct tags
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +16,7 @@ class Shards:
         numel: elements of the tensor. ranks: number of shards, the last of which may be shorter or empty.
         chunk: most elements of a chunk.
         length: elements of a shard; 0: as even as possible.
-        grain: elements that stay together: shards and chunks are multiples of it, as `numel` and `length` must be.
+        grain: elements that stay together: shards and chunks are multiples of it; so must be `numel` and `length`.
     """
 
     numel: int
@@ -40,12 +40,12 @@ class Shards:
         return -(-self.length // self.chunk) if self.length else 0
 
     def piece(self, rank: int, index: int) -> slice:
-        """Elements of a chunk of a rank's shard; none behind its end."""
+        """Slice of the elements of a chunk of a rank's shard; empty behind the shard's end."""
         start = rank * self.length + index * self.chunk
         stop = min(start + self.chunk, (rank + 1) * self.length)
         return slice(min(start, self.numel), min(stop, self.numel))
 
     def size(self, rank: int, index: int) -> int:
-        """How many elements `piece` has."""
+        """Number of elements in `piece`."""
         piece = self.piece(rank, index)
         return piece.stop - piece.start

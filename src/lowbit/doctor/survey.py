@@ -23,8 +23,8 @@ from lowbit.terminal import one_line
 from lowbit.wire.checksum import run_secret, signature
 from lowbit.wire.errors import PeerError
 from lowbit.wire.groups import new_group
+from lowbit.wire.json_values import gather_json
 from lowbit.wire.messages import Messages
-from lowbit.wire.objects import gather_json
 from lowbit.wire.probe import round_trip, send_rate, take_rate
 
 _EXCHANGE_SECONDS = 60.0

@@ -1,4 +1,4 @@
-"""Gradients in few bits: kept between micro-batches, and averaged over data-parallel ranks."""
+"""Low-bit gradients: stored between micro-batches, and averaged over data-parallel ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Means over ranks of stored gradients, which travel as they are stored."""
+"""Average stored gradients over ranks; their payloads are sent as they are stored."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from lowbit.wire.agreement import agree
 from lowbit.wire.checksum import sealed_bytes
 
 Gradient = tuple[Stored, Tensor]
-_AS_IT_IS = Cast()
+_UNCODED = Cast()
 
 BUCKET = 4 << 20
-"""Most elements of a call, whose payloads take (3 + 1 / ranks) bytes each while it lasts. Larger parameters are cut."""
+"""Most elements of a call; its payloads take (3 + 1 / ranks) bytes per element. Larger parameters are cut."""
 
 
 class StoredElements:
-    """A run of elements of stored gradients, one parameter behind the other, each filled up to whole units.
+    """A range of elements of stored gradients, one parameter after the other, each padded to whole units.
 
     Args:
-        codec: of the payloads. gradients: with the shape of each, on one device. start, stop: of the elements.
+        codec: format of the payloads. gradients: all on one device, each with its shape. start, stop: the range.
     """
 
     def __init__(self, codec: Summable, gradients: Sequence[tuple[Stored, torch.Size]], start: int, stop: int) -> None:
@@ -43,12 +43,12 @@ class StoredElements:
         self.device = payload.device
 
     def put(self, piece: slice, box: Tensor) -> None:
-        box.zero_()  # elements that fill up, and gradients that this rank does not have
+        box.zero_()  # for padding, and for gradients that this rank does not have
         size = piece.stop - piece.start
         for stored, shape, start, at, count in self._within(piece):
             if stored.held and stored.payload is not None:
                 payload, numel = stored.payload, shape.numel()
-                if self._codec.sized(shape)[1]:  # so few elements that the payload is plain numbers
+                if self._codec.sized(shape)[1]:  # too few elements for the format: the payload is plain numbers
                     x = self._codec.decode(payload, shape=(numel,))
                     numel = self._codec.unit
                     payload = self._codec.encode(functional.pad(x, (0, numel - x.numel())))
@@ -67,7 +67,7 @@ class StoredElements:
             self._codec.encode(self._codec.decode(coded, shape=(unit,))[:count], out=stored.payload)
 
     def _within(self, piece: slice) -> Iterator[tuple[Stored, torch.Size, int, int, int]]:
-        """Gradients in a piece, and shapes; the first of their elements there, its place in the piece, how many."""
+        """Yield gradients in a piece, their shapes, first elements in it, positions in the piece, and counts."""
         start, stop = self._first + piece.start, self._first + piece.stop
         for index in range(bisect.bisect_right(self._ends, start), len(self._ends)):
             stored, shape = self._gradients[index]
@@ -83,10 +83,10 @@ class StoredElements:
 def agree_on(
     codec: Summable, gradients: Sequence[Gradient], group: dist.ProcessGroup, *, timeout: float, checksums: bool
 ) -> None:
-    """Compare with all ranks what they store.
+    """Check that all ranks store the same parameters in the same format.
 
     Raises:
-        AgreementError: they store other parameters or in other formats.
+        AgreementError: they do not.
     """
     names = repr([(stored.name, *x.shape) for stored, x in gradients])
     digest = hashlib.sha256(names.encode()).hexdigest()[:16]
@@ -98,19 +98,19 @@ def agree_on(
 def average(
     codec: Summable, gradients: Sequence[Gradient], group: dist.ProcessGroup, *, timeout: float, checksums: bool
 ) -> None:
-    """Replace gradients by their means over all ranks; those that no rank has stay missing.
+    """Replace gradients by their means over all ranks; gradients that no rank has stay missing.
 
     Args:
-        gradients: with a tensor of the shape and device of each.
+        gradients: each with a tensor of its shape and on its device.
     """
-    told = [(stored.held, stored.factor) for stored, _ in gradients]
-    mine = torch.tensor(told, dtype=torch.float32, device=gradients[0][1].device)
+    states = [(stored.held, stored.factor) for stored, _ in gradients]
+    mine = torch.tensor(states, dtype=torch.float32, device=gradients[0][1].device)
     by_rank = mine.new_empty(group.size(), *mine.shape)
-    all_gather(by_rank, mine, _AS_IT_IS, group, timeout=timeout, checksums=checksums)
+    all_gather(by_rank, mine, _UNCODED, group, timeout=timeout, checksums=checksums)
     means: list[tuple[Stored, Tensor, float]] = []
     for (stored, x), of_ranks in zip(gradients, by_rank.transpose(0, 1).tolist(), strict=True):
-        if there := [factor for held, factor in of_ranks if held]:
-            means.append((stored, x, stored.prepare(codec, x.shape, x.device, there)))
+        if factors := [factor for held, factor in of_ranks if held]:
+            means.append((stored, x, stored.prepare(codec, x.shape, x.device, factors)))
     pending: list[Pending] = []
     for _, together in itertools.groupby(means, key=lambda mean: mean[1].device):
         some = [(stored, x.shape) for stored, x, _ in together]
@@ -126,7 +126,7 @@ def average(
 def average_bytes(
     shapes: Sequence[torch.Size], codec: Summable, *, count: int, rank: int, ranks: int, checksums: bool
 ) -> int:
-    """Return the bytes that a rank sends to average gradients of these shapes, on one device, of `count` stored."""
+    """Return the bytes that a rank sends to average gradients of these shapes on one device, with `count` stored."""
     return (ranks - 1) * sealed_bytes(8 * count, checksums) + sum(
         average_coded_bytes(stop - start, codec, rank=rank, ranks=ranks, checksums=checksums)
         for start, stop in _buckets(codec, shapes)
@@ -134,7 +134,7 @@ def average_bytes(
 
 
 def _padded(codec: Summable, shapes: Iterable[torch.Size]) -> list[int]:
-    """Elements of each, filled up to whole units."""
+    """Elements of each shape, padded to whole units."""
     return [-(-shape.numel() // codec.unit) * codec.unit for shape in shapes]
 
 

@@ -1,6 +1,6 @@
-"""`all_reduce_hook`: gradients of `DistributedDataParallel`, averaged in few bits during the backward pass."""
+"""`all_reduce_hook`: low-bit averaging of `DistributedDataParallel` gradients during the backward pass."""
 
-# No `from __future__ import annotations`: DDP compares the hook's annotations with the classes themselves.
+# No `from __future__ import annotations`: DDP compares the hook's annotations with the class objects.
 import ctypes
 from collections.abc import Callable
 from datetime import timedelta
@@ -31,37 +31,36 @@ def all_reduce_hook(
 ) -> Hook:
     """Return a hook for `ddp.register_comm_hook(None, hook)` that averages gradients over all ranks in few bits.
 
-    Every bucket is averaged by `lowbit.collectives.all_reduce`, on a thread and a process group of the hook's own, so
-    that the backward pass goes on and nothing that the program does in its own groups interferes. Parameters stay
-    bit-identical on all ranks. Gradient accumulation (`no_sync`), several backward passes and rebuilt buckets need
-    nothing from the caller.
+    Every bucket is averaged by `lowbit.collectives.all_reduce`, on its own thread and in its own process group, so that
+    the backward pass continues and the program's use of its groups does not interfere. Parameters stay bit-identical
+    on all ranks. Gradient accumulation (`no_sync`), several backward passes and rebuilt buckets work without changes.
 
     Args:
         codec: the format: `BlockFloat8()`, or `GroupInt(bits=8, group=128, symmetric=True)`.
-        error_feedback: add the quantization error of a parameter's gradient to its next one. Worth its memory, a
-            float32 for each parameter, with 4 bits and less. It follows the parameters, not the buckets; a checkpoint
-            does not hold it. Errors that a NaN or infinity spoils are dropped.
-        group: the ranks of the DDP module; None: the default group. In a group that `torch.distributed` has not made,
-            the hook makes none of its own.
+        error_feedback: add the quantization error of a parameter's gradient to its next one. It takes a float32 per
+            parameter, which is worth it with 4 bits or less. Errors belong to parameters, not to buckets; they are not
+            part of a checkpoint. Non-finite errors are dropped.
+        group: the ranks of the DDP module; None: the default group. If `torch.distributed` has not made the group, the
+            hook uses it directly instead of making its own.
         algorithm, node_size, small, timeout, checksums: as for `all_reduce`.
 
     Returns:
-        The hook, for one DDP module. Call this on all ranks at once, because it makes a process group. An error of
-        `all_reduce` during a backward pass is the cause of the RuntimeError in which DDP wraps it.
+        The hook, for one DDP module. Call this function on all ranks at once, because it makes a process group. DDP
+        wraps an error of `all_reduce` during a backward pass in a RuntimeError, as its cause.
 
     Raises:
-        TypeError, ValueError: as `all_reduce`, at once.
+        TypeError, ValueError: as `all_reduce`, but raised here.
     """
-    known = plain(group)
+    members = plain(group)
     check_flat(codec)
     check_call(
-        codec, known, algorithm=algorithm, node_size=node_size, small=small, timeout=timeout, checksums=checksums
+        codec, members, algorithm=algorithm, node_size=node_size, small=small, timeout=timeout, checksums=checksums
     )
     if not isinstance(error_feedback, bool):
         raise TypeError(f"error_feedback is {error_feedback!r}; allowed: True or False")
     if error_feedback and node_size > 1:
         raise ValueError(f"error_feedback is True and node_size is {node_size}; allowed: one of the two")
-    own = _own_group(known, timeout) if is_known(known) else group
+    own = _own_group(members, timeout) if is_known(members) else group
     feedback = _QuantizationErrors() if error_feedback else None
 
     def hook(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -88,7 +87,7 @@ def all_reduce_hook(
             if error is None:
                 future.set_result(buffer)
             else:
-                future.set_exception(error)  # pyright: ignore[reportArgumentType] it says Tensor
+                future.set_exception(error)  # pyright: ignore[reportArgumentType] the stubs want a Tensor
 
         pending.then(finish)
         return future
@@ -97,13 +96,13 @@ def all_reduce_hook(
 
 
 def _own_group(group: dist.ProcessGroup, timeout: float) -> dist.ProcessGroup:
-    """A new group of the same ranks."""
-    # Its members alone make it: other groups of ranks may be making theirs, under a name of their own.
+    """Make a new group of the same ranks."""
+    # Only the members synchronize: other ranks may be making other groups at the same time.
     own = dist.new_group(
         dist.get_process_group_ranks(group), timeout=timedelta(seconds=timeout), use_local_synchronization=True
     )
-    # Never freed: DDP and the hook outlive `destroy_process_group`, and a group that ends with them waits, while it
-    # holds the interpreter's lock, for threads that may need it.
+    # Never freed: DDP and the hook outlive `destroy_process_group`, and the destructor of a group that ends with them
+    # would wait, with the interpreter's lock, for threads that may need it.
     for each in (group, own):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
     assert isinstance(own, dist.ProcessGroup)
@@ -111,15 +110,15 @@ def _own_group(group: dist.ProcessGroup, timeout: float) -> dist.ProcessGroup:
 
 
 class _QuantizationErrors:
-    """Quantization errors of each parameter's gradient, laid out as the buckets are at the moment."""
+    """Quantization errors of each parameter's gradient, laid out like the current buckets."""
 
     def __init__(self) -> None:
         self._parts: dict[int, Tensor] = {}
         self._flats: dict[tuple[int, ...], Tensor] = {}
 
     def of(self, parameters: list[Tensor], buffer: Tensor) -> Tensor:
-        """Errors of these parameters, one behind the other: float32, as long as the bucket's buffer."""
-        key = tuple(map(id, parameters))  # they live as long as the DDP module that asks
+        """Return the errors of these parameters, concatenated: float32, as long as the bucket's buffer."""
+        key = tuple(map(id, parameters))  # ids stay valid: the DDP module keeps its parameters alive
         if key not in self._flats:
             flat = torch.zeros(buffer.shape, device=buffer.device)
             sizes = [parameter.numel() for parameter in parameters]
@@ -127,6 +126,6 @@ class _QuantizationErrors:
                 if number in self._parts:
                     part.copy_(self._parts[number])
                 self._parts[number] = part
-            # Drop buckets that have been rebuilt; `_parts` holds the errors of parameters that have not come again.
+            # Drop buckets that have been rebuilt; `_parts` still holds errors of parameters not yet seen in a new one.
             self._flats = {old: errors for old, errors in self._flats.items() if not set(old) & set(key)} | {key: flat}
         return self._flats[key]

@@ -1,4 +1,4 @@
-"""`LowBitReduceScatter`: gradients of FSDP2 (`fully_shard`), summed in few bits."""
+"""`LowBitReduceScatter`: low-bit reduce-scatter of FSDP2 (`fully_shard`) gradients."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Public are `FSDPModule.set_custom_reduce_scatter` and what it asks of its argument; the base class has no public name.
+# `FSDPModule.set_custom_reduce_scatter` and the interface of its argument are public; the base class is not.
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from lowbit.codecs.base import Codec
@@ -20,15 +20,15 @@ from lowbit.collectives.reduce import CHUNK, TIMEOUT, reduce_scatter
 class LowBitReduceScatter(ReduceScatter):
     """Reduce gradients of FSDP2 in few bits: set one on each module that went through `fully_shard`.
 
-    Every rank codes its part of each shard, and the rank that keeps the shard adds them up in float32: there is one
-    quantization, and each of W ranks sends (W - 1) / W n b / 8 bytes for n gradient elements of b bits. Parameters are
-    gathered at full precision, as FSDP2 does it. The sum or mean is as `lowbit.collectives.reduce_scatter` gives it.
+    Every rank encodes its part of each shard, and the shard's owner adds the parts up in float32: there is one
+    quantization, and each of W ranks sends (W - 1) / W n b / 8 bytes for n gradient elements of b bits. FSDP2 gathers
+    parameters at full precision, as always. Sums or means are those of `lowbit.collectives.reduce_scatter`.
 
     Args:
         codec, timeout, checksums: as for `lowbit.collectives.reduce_scatter`.
 
     Raises:
-        TypeError, ValueError: a codec that cannot be summed, or a wrong time limit.
+        TypeError, ValueError: a codec that cannot be summed, or an invalid time limit.
     """
 
     def __init__(self, codec: Codec, *, timeout: float = TIMEOUT, checksums: bool = True) -> None:
@@ -37,7 +37,7 @@ class LowBitReduceScatter(ReduceScatter):
         self._codec, self._timeout, self._checksums = codec, timeout, checksums
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for inputs and outputs."""
+        """Allocate memory for inputs and outputs."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -46,7 +46,7 @@ class LowBitReduceScatter(ReduceScatter):
         """Reduce-scatter `input_tensor` to `output_tensor`.
 
         Raises:
-            ValueError: an operation other than SUM and AVG, which FSDP2 uses only when it is told to.
+            ValueError: an operation other than SUM and AVG, which FSDP2 uses only if the program configures it.
             AgreementError, PeerError: as `lowbit.collectives.reduce_scatter`.
         """
         is_sum = op == dist.ReduceOp.SUM

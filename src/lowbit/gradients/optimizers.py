@@ -1,4 +1,4 @@
-"""Steps of optimizers with stored gradients: a portion of the parameters at a time, whoever calls `step`."""
+"""Take optimizer steps with stored gradients for a portion of the parameters at a time, whoever calls `step`."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-class Watch(Protocol):
-    """What is asked before each step whether it concerns these parameters."""
+class StepWatch(Protocol):
+    """An object that is asked before each optimizer step whether it stores gradients of these parameters."""
 
     def check_step(self, parameters: Sequence[nn.Parameter]) -> bool: ...
 
@@ -35,14 +35,14 @@ _watches: weakref.WeakSet[Any] = weakref.WeakSet()
 _under_way: dict[int, Portions] = {}
 
 
-def watch_optimizers(watch: Watch) -> None:
-    """Take the steps of all optimizers in portions from now on, and call `watch` before each. It is not kept alive."""
+def watch_optimizers(watch: StepWatch) -> None:
+    """Take the steps of all optimizers in portions from now on; ask `watch` before each. It is weakly referenced."""
     if not _watches:
         _install()
     _watches.add(watch)
 
 
-def forget_optimizers(watch: Watch) -> None:
+def forget_optimizers(watch: StepWatch) -> None:
     """Undo `watch_optimizers`."""
     _watches.discard(watch)
 
@@ -54,9 +54,9 @@ def _install() -> None:
 
 
 def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-    """Before an optimizer's own step: take it for all portions but the last, and prepare that one."""
-    # ZeRO-1 has another optimizer take its steps: that one is asked, for this rank's parameters. The step around it
-    # sends parameters to other ranks, which must happen once, and alike on all ranks.
+    """Hook before an optimizer's step: step for all portions but the last, and prepare the last one."""
+    # ZeRO-1 wraps another optimizer. Only the inner one is handled, with this rank's parameters: the outer step sends
+    # parameters to other ranks, which must happen once, and identically on all ranks.
     if not _watches or any(isinstance(value, torch.optim.Optimizer) for value in vars(optimizer).values()):
         return None
     if id(optimizer) in _under_way:
@@ -89,12 +89,12 @@ def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def in_step() -> bool:
-    """Whether an optimizer's step is under way, so that `.grad` is not what backward passes left."""
+    """Whether an optimizer's step is under way, so that `.grad` is not what the backward pass left."""
     return bool(_under_way)
 
 
 def finish(*steps: Portions) -> None:
-    """Show the stored gradients again: after a step, or (without arguments) after those that failed."""
+    """Put the stored gradients back into `.grad` after a step, or without arguments after all failed ones."""
     for step in steps or list(_under_way.values()):
         if _under_way.pop(id(step.optimizer), None) is not None:
             for parameter, shown in step.shown.items():
@@ -102,7 +102,7 @@ def finish(*steps: Portions) -> None:
 
 
 class Closure:
-    """The closure of `optimizer.step(closure)`, called once, before the gradients that it makes are decoded."""
+    """Wraps the closure of `optimizer.step(closure)`: called once, before the gradients that it makes are decoded."""
 
     def __init__(self, closure: Callable[[], Any]) -> None:
         with torch.enable_grad():
@@ -110,11 +110,11 @@ class Closure:
         self._versions: dict[nn.Parameter, int] = {}
 
     def watch(self, parameters: list[nn.Parameter]) -> None:
-        """Remember these parameters as they are before the step."""
+        """Remember the versions of these parameters before the step."""
         self._versions = {p: p._version for p in parameters}
 
     def __call__(self) -> Any:
-        """Its result; RuntimeError if the optimizer has changed parameters: then it wants gradients at the new ones."""
+        """Return its result; RuntimeError if the optimizer changed parameters before, and so needs new gradients."""
         if any(p._version != version for p, version in self._versions.items()):
             raise RuntimeError(
                 "this optimizer changes parameters before it calls the closure: its step cannot be taken in portions; "
@@ -124,10 +124,10 @@ class Closure:
 
 
 class Portions:
-    """One step of an optimizer, whose parameters get their gradients a portion at a time.
+    """One step of an optimizer, in which a portion of the parameters at a time gets its gradients.
 
     Args:
-        optimizer: the one that steps. parameters: all of it. closure: of the step.
+        optimizer: the optimizer. parameters: all of its parameters. closure: the step's closure.
     """
 
     def __init__(
@@ -142,16 +142,16 @@ class Portions:
         self._recursive, self._depth = True, 0
 
     def enter(self) -> None:
-        """The optimizer's `step` begins again inside: a portion's, or `super().step()`."""
+        """Enter a nested `step` of the optimizer: a portion's, or `super().step()`."""
         self._depth += not self._recursive
 
     def leave(self) -> bool:
-        """A `step` of the optimizer ends; return whether it was the whole."""
+        """Leave a `step` of the optimizer; return whether it was the outermost one."""
         self._depth -= not self._recursive
         return not self._recursive and self._depth == 0
 
     def all_but_last(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Step with all portions but the last, and prepare the step with that; return arguments for it."""
+        """Step with all portions but the last, prepare the step with the last one, and return arguments for it."""
         if self._closure is not None:
             args, kwargs = (args[0], self._closure, *args[2:]), {k: v for k, v in kwargs.items() if k != "closure"}
         for parameter in self.shown:

@@ -15,18 +15,18 @@ def local(x: Tensor) -> Tensor:
 
 
 def as_shard(x: Tensor, parameter: Tensor) -> Tensor:
-    """A tensor of the local shard's shape as a DTensor like the parameter; of plain parameters, the tensor itself."""
+    """Wrap a tensor of the local shard's shape as a DTensor like the parameter; unchanged for plain parameters."""
     if not hasattr(parameter, "_local_tensor"):
         return x
     from torch.distributed.tensor import DTensor
 
-    # `from_local` makes a view of `x`, which must stay what it is.
+    # Not `from_local`, which makes a view: `x` must keep its tensor subclass.
     spec: Any = parameter._spec  # pyright: ignore[reportAttributeAccessIssue]
     return DTensor(x, spec, requires_grad=False)  # pyright: ignore
 
 
 def placed(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """The gradient with the parameter's placements: partial sums over ranks are added up."""
+    """Redistribute the gradient to the parameter's placements; partial sums over ranks are added up."""
     if not hasattr(parameter, "_local_tensor"):
         return gradient
     placements: Any = parameter.placements  # pyright: ignore[reportAttributeAccessIssue]
@@ -42,7 +42,7 @@ def placed(gradient: Tensor, parameter: Tensor) -> Tensor:
 
 
 def sums_of(parameter: Tensor) -> tuple[Any, tuple[int, ...]]:
-    """The mesh of a sharded parameter and the dimensions over which it is sharded; None and () of others."""
+    """Return a sharded parameter's mesh and the dimensions over which it is sharded; None and () for others."""
     if not hasattr(parameter, "_local_tensor"):
         return None, ()
     placements: Any = parameter.placements  # pyright: ignore[reportAttributeAccessIssue]
@@ -51,7 +51,7 @@ def sums_of(parameter: Tensor) -> tuple[Any, tuple[int, ...]]:
 
 
 def total(parts: list[Tensor], mesh: Any, dimensions: tuple[int, ...]) -> float:
-    """The sum of these numbers, and of those of the ranks along these dimensions of the mesh."""
+    """Sum these numbers, then over the ranks along these dimensions of the mesh."""
     number = torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64)
     if dimensions:
         number = number.to(mesh.device_type)

@@ -1,4 +1,4 @@
-"""`GradientStorage`: gradients accumulate in a codec's payloads instead of in `.grad`."""
+"""`GradientStorage`: accumulate gradients in a codec's payloads instead of in `.grad`."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class GradientStorage:
     """Keep gradients in 8 bits between micro-batches, as AGoQ's QuanGrad (arXiv 2605.00539) does.
 
     As soon as a backward pass has finished a parameter's gradient, it is added to the stored one (decoded, added in
-    float32, coded again), and `parameter.grad` is a tensor that shows the stored gradient. So gradients exist at full
-    precision for one layer at a time, and a whole model's take 1.008 bytes a parameter (BlockFloat8, blocks of 128).
+    float32, encoded), and `parameter.grad` becomes a tensor that shows the stored gradient. So gradients of one layer
+    at a time exist at full precision; a model's stored ones take 1.008 bytes a parameter (BlockFloat8, blocks of 128).
 
-    A training loop stays as it is: `torch.nn.utils.clip_grad_norm_`, `torch.amp.GradScaler`, `optimizer.step()` and
-    `zero_grad` work, also where a framework calls them. A step of any optimizer decodes the gradients in portions no
-    larger than the largest parameter, and the update equals a whole step with these gradients, bit for bit. Its hooks
-    run once for each portion. The methods of this class do the same without decoding more than one gradient at a time:
+    A training loop needs no change: `torch.nn.utils.clip_grad_norm_`, `torch.amp.GradScaler`, `optimizer.step()` and
+    `zero_grad` work, also when a framework calls them. A step of any optimizer decodes the gradients in portions no
+    larger than the largest parameter, and the update equals one step with all of them, bit for bit. Step hooks run once
+    per portion. The methods of this class do the same without decoding more than one gradient at a time:
 
         for micro_batch in batch:
             loss(micro_batch).backward()
@@ -45,19 +45,19 @@ class GradientStorage:
         storage.step(optimizer)
         storage.zero_()
 
-    NaN and infinity in a gradient make its block NaN, which `norm` shows. Embeddings with `sparse=True` are stored
-    dense. A parameter without a gradient stays without, so that optimizers skip it. Parameters that require no gradient
-    now are left alone; those frozen later keep theirs until `zero_`.
+    NaN and infinity in a gradient make its block NaN, which shows in `norm`. Embeddings with `sparse=True` are stored
+    dense. A parameter without a gradient has none stored either, so that optimizers skip it. Parameters that do not
+    require a gradient now are ignored; those frozen later keep their gradients until `zero_`.
 
-    Of sharded parameters (DTensor: FSDP2, tensor parallelism) each rank stores the gradient of its own shard; make the
-    storage after `fully_shard` or `parallelize_module`. Not with `DistributedDataParallel`, whose buckets are
-    full-precision copies: use `average` on the plain module.
+    For sharded parameters (DTensor: FSDP2, tensor parallelism) each rank stores the gradient of its own shard; make the
+    storage after `fully_shard` or `parallelize_module`. It does not work with `DistributedDataParallel`, whose buckets
+    are full-precision copies: use `average` on the plain module.
 
     Args:
         parameters: a module, or parameters (each counts once, however often it is shared).
-        codec: the format, without state; `BlockFloat8(rounding="stochastic")` where more than some 30 micro-batches are
-            summed. Results of `put`, `average` and `all_reduce` are rounded to nearest in any case, so that all ranks
-            hold the same.
+        codec: a stateless format; use `BlockFloat8(rounding="stochastic")` to sum more than about 30 micro-batches.
+            Results of `put`, `average` and `all_reduce` are always rounded to nearest, so that they are equal on all
+            ranks.
 
     Raises:
         TypeError: a parameter of a dtype other than float32, bfloat16 and float16; a codec with state; a module wrapped
@@ -78,23 +78,23 @@ class GradientStorage:
             check_parameter(stored.name, parameter)
         self._hooks = [p.register_post_accumulate_grad_hook(self._absorb) for p in self._stored]
         self._closed = False
-        self._agreed: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # groups of `average`
+        self._agreed: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # groups that `average` has checked
         watch_optimizers(self)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all payloads that exist."""
+        """Total bytes of all payloads."""
         return sum(s.payload.nbytes for s in self._stored.values() if s.payload is not None)
 
     @property
     def count(self) -> int:
-        """How many parameters' gradients are stored here."""
+        """Number of parameters whose gradients are stored here."""
         return len(self._stored)
 
     def absorb(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        """Add `.grad` of parameters (None: all; those not stored here are left alone) to the storage, and free it.
+        """Add `.grad` of parameters (None: all; those not stored here are ignored) to the storage, and free it.
 
-        Backward passes do that by themselves, except those that write `.grad` without autograd, such as the weight
+        Backward passes do this automatically, except those that write `.grad` without autograd, such as the weight
         passes of `torch.distributed.pipelining`'s zero-bubble schedules. A gradient that was assigned to `.grad`
         replaces the stored one.
 
@@ -119,14 +119,14 @@ class GradientStorage:
         return None if value is None else as_shard(value, parameter)
 
     def gradients(self, parameters: Iterable[nn.Parameter] | None = None) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yield parameters (None: all) with their gradients in float32, one at a time; those without are left out."""
+        """Yield parameters (None: all) and their gradients in float32, one at a time; skip those without a gradient."""
         for parameter in self._stored if parameters is None else parameters:
             gradient = self.gradient(parameter, torch.float32)
             if gradient is not None:
                 yield parameter, gradient
 
     def put(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Replace the stored gradient of a parameter by this one, rounded to nearest.
+        """Replace a parameter's stored gradient by this one, rounded to nearest.
 
         Raises:
             ValueError: a parameter that is not stored here, or a gradient of another shape.
@@ -142,9 +142,9 @@ class GradientStorage:
         self._show(parameter, stored)
 
     def norm(self) -> float:
-        """Return the Euclidean norm of all stored gradients together; NaN if any of them is.
+        """Return the Euclidean norm of all stored gradients together; NaN if any of them contains NaN.
 
-        Of sharded parameters it is that of all shards, and all ranks have to call it.
+        For sharded parameters it includes all shards, and all ranks must call it.
         """
         squares: dict[Any, list[Tensor]] = {sums_of(parameter): [] for parameter in self._stored}
         for parameter, gradient in self.gradients():
@@ -152,7 +152,7 @@ class GradientStorage:
         return math.sqrt(sum(total(parts, *groups) for groups, parts in squares.items()))
 
     def scale_(self, factor: float) -> None:
-        """Multiply all gradients; those added later are not affected. Costs nothing until they are decoded."""
+        """Multiply all stored gradients, but not later ones, by a factor, which is applied when they are decoded."""
         for parameter in self._stored:
             stored = self._current(parameter)
             if stored is not None:
@@ -162,7 +162,7 @@ class GradientStorage:
         """Scale all gradients so that their norm is at most `max_norm`, as `torch.nn.utils.clip_grad_norm_` does.
 
         Returns:
-            The norm before. If it is NaN or infinite, nothing is scaled: check it before `step`.
+            The norm before clipping. If it is NaN or infinite, nothing is scaled: check it before `step`.
 
         Raises:
             ValueError: a negative or NaN `max_norm`.
@@ -174,27 +174,27 @@ class GradientStorage:
             self.scale_(max_norm / (norm + 1e-6))
         return norm
 
-    @torch.inference_mode(False)  # what it leaves in `.grad` must take part in the next backward pass
+    @torch.inference_mode(False)  # its results in `.grad` must work in the next backward pass
     def average(
         self, group: dist.ProcessGroup | None = None, *, timeout: float = TIMEOUT, checksums: bool = True
     ) -> None:
-        """Replace the gradients by their means over ranks, which send what is stored and store what they receive.
+        """Replace the gradients by their means over ranks: stored payloads are sent, and received ones are stored.
 
-        AGoQ's all-reduce (`lowbit.collectives.all_reduce` by two_shot) without decoding and coding again: each rank
-        adds up its share in float32, a chunk at a time, and codes the mean once. All ranks then store the same bytes,
-        and each of W ranks has sent 2 (W - 1) / W bytes per element. A parameter without a gradient on one rank counts
-        as zeros there; one that has none on any rank stays without. `scale_` costs nothing here while its factor is the
-        same on all ranks; where it is not, the gradient is coded once more. After an error, call `zero_`.
+        This is AGoQ's all-reduce (`lowbit.collectives.all_reduce` by two_shot) without decoding and encoding first:
+        each rank adds up its share in float32, a chunk at a time, and encodes the mean once. All ranks then store the
+        same bytes, and each of W ranks has sent 2 (W - 1) / W bytes per element. A gradient that is missing on some
+        ranks counts as zeros there; one that is missing on all stays missing. If factors of `scale_` differ between
+        ranks, the gradient is encoded once more. After an error, call `zero_`.
 
         Args:
             group: the ranks, which store the same parameters in the same format; None: the default group.
             timeout: seconds after which a missing or failed peer is an error.
-            checksums: whether 8 bytes behind each message tell if it arrived as it was sent.
+            checksums: whether an 8-byte checksum follows each message.
 
         Raises:
             TypeError: a codec whose payloads cannot be cut into parts; allowed: BlockFloat8.
-            AgreementError: the ranks store other parameters or in other formats; the same text on all of them.
-            DamagedError, PeerError: as of `lowbit.collectives.all_reduce`.
+            AgreementError: the ranks store different parameters or formats; the same text on all of them.
+            DamagedError, PeerError: as for `lowbit.collectives.all_reduce`.
         """
         if not self._nearest.unit:
             raise TypeError(
@@ -216,16 +216,16 @@ class GradientStorage:
                 self._show(parameter, stored)
 
     def all_reduce(self, reduce: Callable[[Tensor], Any], *, bucket_bytes: int = BUCKET_BYTES) -> None:
-        """Replace the gradients by sums or means over ranks in any other format: decoded, a bucket at a time.
+        """Replace the gradients by sums or means over ranks with any method: decoded, a bucket at a time.
 
-        Every rank makes the same calls, whatever its gradients are: one with a flag for each parameter, then one for
-        each bucket. A parameter that has no gradient on one rank counts as zeros there; one that has none on any rank
-        stays without.
+        Every rank makes the same calls, whatever gradients it has: one with a flag for each parameter, then one for
+        each bucket. A gradient that is missing on some ranks counts as zeros there; one that is missing on all ranks
+        stays missing.
 
         Args:
-            reduce: called with a 1-D float32 tensor, which it replaces by the sum or mean over all ranks, at once or
-                by the end of `wait()` of what it returns. Two buckets are under way at most.
-            bucket_bytes: size of a bucket in float32; a larger parameter is a bucket of its own.
+            reduce: replaces the 1-D float32 tensor that it is called with by the sum or mean over all ranks, at once or
+                by the end of `wait()` of its result. At most two buckets are under way.
+            bucket_bytes: size of a bucket in float32; a larger parameter has its own bucket.
 
         Raises:
             ValueError: `bucket_bytes` below 4.
@@ -252,19 +252,19 @@ class GradientStorage:
             self._take(*started)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """`optimizer.step()`, with the stored gradients.
+        """Call `optimizer.step()` with the stored gradients.
 
-        Few gradients exist at full precision at any time: parameters take part in portions; the others have no gradient
-        meanwhile, so the optimizer skips them. All see the same hyperparameters: changes of `param_groups` in a step
-        count once. Gradients of parameters that are not stored here are used as well and stay as they are.
+        Few gradients exist at full precision at any time: the optimizer steps for a portion of the parameters at a
+        time, and skips the others, which have no gradient meanwhile. All see the same hyperparameters: changes of
+        `param_groups` in a step count once. Gradients that are not stored here are also used, and stay unchanged.
 
         Args:
-            optimizer: any that treats parameters apart from each other: all of `torch.optim` but LBFGS and SparseAdam,
-                with or without `foreach` and `fused`; 8-bit ones of torchao and bitsandbytes.
+            optimizer: any that updates parameters independently: all of `torch.optim` except LBFGS and SparseAdam, with
+                or without `foreach` and `fused`; 8-bit optimizers of torchao and bitsandbytes.
 
         Raises:
-            TypeError: LBFGS, whose step is one of all parameters together; SparseAdam, whose gradients are sparse.
-            RuntimeError: as `absorb`; the storage is closed; the optimizer has parameters that took the place of those
+            TypeError: LBFGS, which updates all parameters jointly; SparseAdam, whose gradients are sparse.
+            RuntimeError: as `absorb`; the storage is closed; the optimizer has parameters that have replaced those
                 stored here.
         """
         if self._closed:
@@ -274,10 +274,10 @@ class GradientStorage:
         optimizer.step()
 
     def check_step(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Return whether gradients of some of these parameters are stored here. Each optimizer's step begins with it.
+        """Return whether gradients of some of these parameters are stored here; called before each optimizer step.
 
         Raises:
-            RuntimeError: parameters that belong to the module, but took the place of those stored here.
+            RuntimeError: some belong to the module, but have replaced parameters that are stored here.
         """
         module, concerned = self._module(), any(p in self._stored for p in parameters)
         if module is None or all(p in self._stored for p in parameters):
@@ -292,7 +292,7 @@ class GradientStorage:
         return concerned
 
     def zero_(self) -> None:
-        """Forget all gradients, those in `.grad` too; the payloads' memory is kept for the next ones."""
+        """Drop all gradients, also those in `.grad`; the payloads' memory is kept for the next ones."""
         finish()
         for parameter, stored in self._stored.items():
             parameter.grad = None
@@ -301,7 +301,7 @@ class GradientStorage:
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint between micro-batches: `codec`, and `payloads` and `factors` by name.
 
-        Names are those of the module's parameters, or their positions. Payloads are not copied.
+        Names are those of the module's parameters, or positions. Payloads are not copied.
         """
         self.absorb()
         held = {s.name: s for s in self._stored.values() if s.held}
@@ -315,7 +315,7 @@ class GradientStorage:
         """Replace all gradients by those of `state_dict`.
 
         Raises:
-            ValueError: the state is of another codec, or of other parameters.
+            ValueError: the state belongs to another codec, or to other parameters.
         """
         if state["codec"] != repr(self._nearest):
             raise ValueError(f"state is of {state['codec']}; this storage has {self._nearest!r}")
@@ -335,7 +335,7 @@ class GradientStorage:
             self._show(parameter, stored)
 
     def close(self) -> None:
-        """Let the next backward passes leave gradients in `.grad` again; what is stored stays readable here."""
+        """Let later backward passes leave gradients in `.grad` again; stored gradients stay readable here."""
         if not self._closed:
             for parameter in self._stored:
                 self._absorb(parameter)
@@ -368,14 +368,14 @@ class GradientStorage:
         self._show(parameter, stored)
 
     def _current(self, parameter: nn.Parameter) -> Stored | None:
-        """What is stored of a parameter's gradient, if there is one."""
+        """Return a parameter's stored gradient, if there is one."""
         stored = self._stored.get(parameter)
         if stored is not None and not self._closed and not in_step():
             self._absorb(parameter)
         return stored if stored is not None and stored.held else None
 
     def _show(self, parameter: Tensor, stored: Stored) -> None:
-        """Let `.grad` be the stored gradient, unless the storage is closed."""
+        """Set `.grad` to the stored gradient, unless the storage is closed."""
         if self._closed:
             return
         if stored.view is None:

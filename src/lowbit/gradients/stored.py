@@ -1,4 +1,4 @@
-"""One parameter's gradient as a payload, and parameters a portion at a time."""
+"""One parameter's gradient as a payload, and splitting of parameters into portions."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from lowbit.gradients.shards import local
 
 @dataclass(slots=True)
 class Stored:
-    """A parameter's gradient: the decoded `payload` times `factor`; there is none unless `held`.
+    """A parameter's gradient: the decoded `payload` times `factor`, if `held`; otherwise there is none.
 
-    Of a sharded parameter (DTensor), that of the local shard.
+    For a sharded parameter (DTensor), it is the gradient of the local shard.
     """
 
     name: str
@@ -33,27 +33,27 @@ class Stored:
             return None
         if self.factor == 1:
             return codec.decode(self.payload, shape=shape, dtype=dtype)
-        # A sum may be beyond what float16 holds when its mean is not.
+        # A sum may overflow float16 while its mean does not.
         return codec.decode(self.payload, shape=shape).mul_(self.factor).to(dtype)
 
     def drop(self) -> None:
-        """Forget the gradient; the payload's memory is kept for the next one."""
+        """Drop the gradient; the payload's memory is kept for the next one."""
         self.held, self.factor, self.view = False, 1.0, None
 
     def write(self, codec: Summable, part: Tensor) -> None:
-        """Write the gradient to a float32 tensor of the parameter's shape, which holds zeros."""
+        """Write the gradient to a float32 tensor of zeros with the parameter's shape."""
         if self.held and self.payload is not None:
             codec.decode(self.payload, shape=part.shape, out=part)
             if self.factor != 1:
                 part.mul_(self.factor)
 
     def replace(self, codec: Summable, gradient: Tensor, device: torch.device) -> None:
-        """Store another gradient, on the device where the parameter now is."""
+        """Store another gradient, on the parameter's current device."""
         self.payload = codec.encode(gradient, out=self._room(device))
         self.factor, self.held = 1.0, True
 
     def add(self, codec: Summable, gradient: Tensor, device: torch.device) -> None:
-        """Add to what is stored, if anything is."""
+        """Add to the stored gradient, or store this one if there is none."""
         room = self._room(device)
         if not self.held or room is None:
             self.payload = codec.encode(gradient, out=room)
@@ -65,10 +65,10 @@ class Stored:
         self.factor, self.held = 1.0, True
 
     def prepare(self, codec: Summable, shape: torch.Size, device: torch.device, factors: Sequence[float]) -> float:
-        """Make the payload ready for a mean over ranks, whose gradients have these factors.
+        """Prepare the payload for a mean over ranks whose gradients have these factors.
 
         Returns:
-            The factor of the mean: that of all, which need not be coded, or 1 where they differ and now are.
+            The factor of the mean: the common one or, if they differ, 1, after this rank's payload was encoded anew.
         """
         if self._room(device) is None:
             self.payload = torch.zeros(codec.nbytes(shape), dtype=torch.uint8, device=device)
@@ -86,7 +86,7 @@ class Stored:
 
 
 def named(parameters: nn.Module | Iterable[nn.Parameter]) -> list[tuple[str, nn.Parameter]]:
-    """Parameters with their names, or positions; each once.
+    """Return parameters with their names, or positions; each once.
 
     Raises:
         TypeError: a module wrapped in `DistributedDataParallel`.
@@ -104,7 +104,7 @@ def named(parameters: nn.Module | Iterable[nn.Parameter]) -> list[tuple[str, nn.
 
 
 def check_parameter(name: str, parameter: nn.Parameter) -> None:
-    """Raise a TypeError for a parameter of a dtype that codecs do not take, or in Megatron's DDP."""
+    """Raise a TypeError for a parameter whose dtype codecs do not support, or in Megatron's DDP."""
     if parameter.dtype not in FLOATS:
         raise TypeError(f"parameter {name!r} has dtype {parameter.dtype}; allowed: {', '.join(map(str, FLOATS))}")
     if hasattr(parameter, "main_grad"):
@@ -115,7 +115,7 @@ def check_parameter(name: str, parameter: nn.Parameter) -> None:
 
 
 def portions(parameters: list[nn.Parameter], limit: int) -> list[list[nn.Parameter]]:
-    """Successive parameters on one device, of at most `limit` elements together or one alone."""
+    """Split parameters into successive ones on one device, with at most `limit` elements or a single parameter."""
     grouped: list[list[nn.Parameter]] = []
     filled = limit
     for parameter in parameters:
@@ -128,6 +128,6 @@ def portions(parameters: list[nn.Parameter], limit: int) -> list[list[nn.Paramet
 
 
 def parts(flat: Tensor, portion: list[nn.Parameter]) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Each parameter's share of a flat tensor, in the shape of its local shard."""
+    """Yield each parameter's part of a flat tensor, in the shape of its local shard."""
     for parameter, part in zip(portion, flat.split([local(p).numel() for p in portion]), strict=True):
         yield parameter, part.view(local(parameter).shape)

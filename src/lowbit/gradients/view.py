@@ -1,4 +1,4 @@
-"""`StoredGradient`: what `.grad` is of a parameter whose gradient is stored in few bits."""
+"""`StoredGradient`: the `.grad` of a parameter whose gradient is stored in few bits."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _ALIAS = (_aten.detach.default, _aten.alias.default)
 class StoredGradient(Tensor):
     """A stored gradient, as the `.grad` of its parameter.
 
-    Operators read the decoded gradient, a new tensor each time: `clip_grad_norm_`, `GradScaler.unscale_` and
-    optimizers work as with any gradient. Operators in place change what is stored: sums are added to the payload,
-    products with a number cost nothing, and results of all others are coded again, rounded to nearest. Views are
-    copies.
+    Operators read the decoded gradient, a new tensor each time, so `clip_grad_norm_`, `GradScaler.unscale_` and
+    optimizers work as with any gradient. In-place operators change the stored gradient: additions are made in the
+    payload, multiplications by a number change only a factor, and results of all others are encoded again, rounded to
+    nearest. Views are copies.
     """
 
     stored: Stored
@@ -36,13 +36,13 @@ class StoredGradient(Tensor):
 
     @staticmethod
     def __new__(cls, like: Tensor, stored: Stored, codec: Summable, nearest: Summable) -> StoredGradient:
-        """The gradient of `like`, a parameter or its local shard."""
+        """Make the gradient of `like`, a parameter or its local shard."""
         view = Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
         view.stored, view.codec, view.nearest = stored, codec, nearest
         return view
 
     def decode(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The gradient in a new tensor of `dtype` (None: the parameter's)."""
+        """Decode the gradient into a new tensor of `dtype` (None: the parameter's)."""
         self._check_current()
         value = self.stored.value(self.codec, self.shape, dtype or self.dtype)
         assert value is not None
@@ -59,7 +59,7 @@ class StoredGradient(Tensor):
         return f"StoredGradient({self.decode()!r})"
 
     def numpy(self, *, force: bool = False) -> Any:
-        """The decoded gradient, as `Tensor.numpy` gives it; so `tolist`."""
+        """Return the decoded gradient as `Tensor.numpy` does; the same holds for `tolist`."""
         return self.decode().numpy(force=force)
 
     def tolist(self) -> Any:
@@ -69,7 +69,7 @@ class StoredGradient(Tensor):
         return self.decode().__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: Any) -> Tensor:
-        """The decoded gradient."""
+        """Return the decoded gradient."""
         return self.decode()
 
     def __dlpack__(self, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -80,7 +80,7 @@ class StoredGradient(Tensor):
         raise TypeError(f"the gradient of {self.stored.name!r} is stored in few bits; allowed: a copy (grad.clone())")
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        """Change elements of what is stored."""
+        """Change elements of the stored gradient."""
         changed = self.decode()
         changed[key] = _read(value)
         self.stored.replace(self.nearest, changed, self.device)
@@ -125,12 +125,12 @@ class StoredGradient(Tensor):
 
 
 def is_stored(gradient: Tensor | None) -> bool:
-    """Whether a `.grad` shows a stored gradient, or the stored one of a shard."""
+    """Whether a `.grad` shows a stored gradient, or a shard's stored gradient."""
     return gradient is not None and isinstance(local(gradient), StoredGradient)
 
 
 def decoded(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """A `.grad` as a plain tensor, or a DTensor of one."""
+    """Return a `.grad` as a plain tensor, or as a DTensor of one."""
     view = local(gradient)
     return as_shard(view.decode(), parameter) if isinstance(view, StoredGradient) else gradient
 
@@ -144,7 +144,7 @@ def _is_number(x: Any) -> bool:
 
 
 class _Last:
-    """The number in the last tensor that was read: `clip_grad_norm_` multiplies all gradients by one on the device."""
+    """Caches the value of the last scalar tensor: `clip_grad_norm_` multiplies all gradients by one on the device."""
 
     tensor: Tensor | None = None
     version, value = 0, 0.0
@@ -158,19 +158,19 @@ def _number(x: Any) -> float:
     return _Last.value
 
 
-def _unscale_(func: Any, gradients: list[Tensor], found: Tensor, inverse: Tensor) -> None:
-    """Multiply gradients by `inverse`; `found` becomes 1 if one of them has a NaN or infinity."""
+def _unscale_(func: Any, gradients: list[Tensor], overflow: Tensor, inverse: Tensor) -> None:
+    """Multiply gradients by `inverse`; set `overflow` to 1 if one of them has a NaN or infinity."""
     one = torch.ones_like(inverse)
     for gradient in gradients:
         if isinstance(gradient, StoredGradient):
-            func([gradient.decode(torch.float32)], found, one)
+            func([gradient.decode(torch.float32)], overflow, one)
             gradient._scale(_number(inverse), divide=False)
         else:
-            func([gradient], found, inverse)
+            func([gradient], overflow, inverse)
 
 
 def _on_decoded(func: Any, args: Any, kwargs: Any) -> Any:
-    """An operator on decoded gradients; those that it changes are coded again."""
+    """Run an operator on decoded gradients; encode those that it changes again."""
     views = {id(x): x for x in tree_leaves((args, kwargs)) if isinstance(x, StoredGradient)}
     values = {key: view.decode() for key, view in views.items()}
     out = func(

@@ -1,4 +1,4 @@
-"""From a command line to a process group: how the processes of a run start, meet, are watched, and end.
+"""From a command line to a process group: start the processes of a run, let them meet, watch and end them.
 
 No name is public here. Importing this package loads no PyTorch.
 """

@@ -13,23 +13,23 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from lowbit.job.process import FAILED, Process, Program
+from lowbit.job.process import FAILED, Process, RankProgram
 
 if TYPE_CHECKING:
-    from lowbit.job.peers import Alarm  # imports PyTorch, which a command that starts no ranks need not wait for
+    from lowbit.job.peers import Alarm  # imports PyTorch: slow for a command that starts no ranks
 
-_ALARM_SECONDS = 7.0  # for the other ranks to read the alarm, and end by themselves
+_ALARM_SECONDS = 7.0  # for the other ranks to read the alarm and end by themselves
 _TERMINATE_SECONDS = 5.0
 _TURN_SECONDS = 0.05
-_LONGEST_TURN = 1.0  # a process that took longer was stopped for the rest
+_LONGEST_TURN = 1.0  # seconds of a turn that count: if it took longer, this process was stopped meanwhile
 
 
 class LaunchError(RuntimeError):
-    """A local rank failed; the message says which one first, and how.
+    """Raised when a local rank failed; the message names the first one, and how it failed.
 
     Attributes:
         code: its exit code (`lowbit.job.process`); negative: the signal that ended it.
-        interrupted: this process was told to end.
+        interrupted: whether this process was asked to end by a signal.
     """
 
     def __init__(self, message: str, code: int = FAILED, *, interrupted: bool = False) -> None:
@@ -37,17 +37,17 @@ class LaunchError(RuntimeError):
         self.code, self.interrupted = code, interrupted
 
 
-def start_all(program: Program, ranks: int, *, secret: str | None = None) -> None:
+def start_all(program: RankProgram, ranks: int, *, secret: str | None = None) -> None:
     """Run all ranks of a run on this machine until they are done.
 
-    This process keeps their store, on the loopback interface and a port that the system chooses, and gives them a
-    secret: the store outlives them all, and nobody else can take part. Signals that would end this process end them.
+    This process hosts their store, on the loopback interface and a port that the system chooses, so that it outlives
+    all ranks, and gives them a secret, so that nobody else can take part. Signals that would end this process end them.
 
     Args:
-        program: of each rank. ranks: their number. secret: theirs, where others must know it, too; None: a new one.
+        program: run by each rank. ranks: their number. secret: the run's secret; None: a new one.
 
     Raises:
-        LaunchError: one of them failed; none is left.
+        LaunchError: one of them failed; all have ended.
     """
     from lowbit.job.meeting import listen, new_secret
     from lowbit.job.peers import Alarm
@@ -67,8 +67,8 @@ def start_all(program: Program, ranks: int, *, secret: str | None = None) -> Non
     _watch(processes, alarm)
 
 
-def start_one(program: Program) -> None:
-    """Run the rank in the environment, or the only one, in a process of its own until it is done.
+def start_one(program: RankProgram) -> None:
+    """Run the rank that the environment names, or the only one, in a process of its own until it is done.
 
     Raises:
         LaunchError: it failed.
@@ -78,10 +78,10 @@ def start_one(program: Program) -> None:
 
 
 def _watch(processes: list[Process], alarm: Alarm | None = None) -> None:
-    """Wait for all; the first that fails starts the clock for the others.
+    """Wait for all processes. Once one fails, the others have a limited time to end.
 
     Raises:
-        LaunchError: one failed; none is left.
+        LaunchError: one failed; all have ended.
     """
     try:
         with _signals_noted(processes) as signals:
@@ -108,7 +108,7 @@ def _wait(processes: list[Process], alarm: Alarm | None, signals: list[signal.Si
         for process in processes:
             process.listen(turn)
         if failed is None and (failed := _first_failed(processes)) is not None:
-            if alarm is not None and failed.killed_or_stopped:  # otherwise it sounds the alarm itself
+            if alarm is not None and failed.killed_or_stopped:  # a rank that fails by itself sounds the alarm
                 from lowbit.job.peers import Cause
 
                 alarm.sound(Cause(failed.rank, failed.outcome()))
@@ -118,7 +118,7 @@ def _wait(processes: list[Process], alarm: Alarm | None, signals: list[signal.Si
 
 
 def _first_failed(processes: list[Process]) -> Process | None:
-    """A rank that failed; one that was killed is preferred to one that gave up because of it."""
+    """Return a rank that failed, preferring one that was killed to one that gave up because of it."""
     bad = [process for process in processes if process.code]
     return min(bad, key=lambda process: not process.killed_or_stopped, default=None)
 
@@ -139,7 +139,7 @@ def _stop(processes: list[Process]) -> None:
 
 @contextmanager
 def _signals_noted(processes: list[Process]) -> Iterator[list[signal.Signals]]:
-    """End the ranks, by SIGTERM, when SIGINT or SIGTERM comes. Yields a list of those that came."""
+    """End the ranks with SIGTERM when SIGINT or SIGTERM arrives. Yields a list of the signals that arrived."""
     came: list[signal.Signals] = []
     if threading.current_thread() is not threading.main_thread():
         yield came
@@ -149,7 +149,7 @@ def _signals_noted(processes: list[Process]) -> Iterator[list[signal.Signals]]:
         came.append(signal.Signals(number))
         for process in processes:
             if process.code is None:
-                process.process.terminate()  # not by SIGINT, which is lost or a traceback while it imports
+                process.process.terminate()  # not SIGINT, which is lost or prints a traceback during imports
 
     before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -1,8 +1,8 @@
-"""The ranks of a run meet at one store, and prove that they belong to the run.
+"""Let the ranks of a run meet at one store, and prove that they belong to the run.
 
-The store is torchrun's or our launcher's where one of them started this process. Otherwise rank 0 keeps it, at
-MASTER_ADDR and MASTER_PORT, and listens there only. Anybody can write to a store. So before anything else each rank
-proves to all others that it knows the run's secret, and nothing that ranks read there is ever unpickled.
+If torchrun or our launcher started this process, the store is theirs. Otherwise rank 0 hosts it at MASTER_ADDR and
+MASTER_PORT, and listens there only. Anybody can write to a store. So before anything else each rank proves to all
+others that it knows the run's secret, and nothing that ranks read there is ever unpickled.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from lowbit.wire.store import bounded, of_attempt, wait_until
 
 log = logging.getLogger(__name__)
 
-_kept: dict[tuple[str, int], TCPStore] = {}  # by this process, for as long as it lives
+_kept: dict[tuple[str, int], TCPStore] = {}  # stores that this process hosts until it ends, by address
 _LOOPBACK = ("127.", "localhost", "::1")
-_QUIET_SECONDS = 5.0  # of waiting for other machines, before a line says so
+_QUIET_SECONDS = 5.0  # seconds of waiting for other machines before a log line reports it
 
 
 class MeetingError(ConnectionError):
-    """The ranks did not meet, or one of them is not of this run.
+    """Raised when the ranks did not meet, or one of them does not belong to this run.
 
     Attributes:
         strangers: ranks that do not know the secret.
@@ -44,30 +44,30 @@ class MeetingError(ConnectionError):
 
 
 class AloneError(MeetingError):
-    """Ranks did not come within the time that this one waits for them."""
+    """Raised when other ranks did not come within the time that this one waits for them."""
 
     alone = True
 
 
 def launcher_keeps_store() -> bool:
-    """Whether the store is torchrun's or our launcher's, so that it outlives the ranks."""
+    """Whether torchrun or our launcher hosts the store, so that it outlives the ranks."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def new_secret() -> str:
-    """A secret for a run whose ranks are all started here."""
+    """Return a secret for a run whose ranks are all started here."""
     return os.environ.get(SECRET) or secrets.token_hex(32)
 
 
 def listen(host: str, port: int, timeout: float) -> TCPStore:
-    """Keep a store, on one interface only.
+    """Host a store, on one interface only.
 
     Args:
-        host: address or name of this machine. port: 0: one that the system chooses.
+        host: address or name of this machine. port: 0 lets the system choose.
         timeout: seconds for calls that wait.
 
     Raises:
-        OSError: the port is taken, or the address cannot be listened on.
+        OSError: the port is in use, or this machine cannot listen on the address.
     """
     family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     if str(address[0]).startswith("127.") and not host.startswith(_LOOPBACK):
@@ -94,19 +94,19 @@ def listen(host: str, port: int, timeout: float) -> TCPStore:
 
 
 def meet(rank: int, ranks: int, *, timeout: float, patience: float, number: int = 0) -> Store:
-    """The store of this run, once one answers that no other process has used as this rank.
+    """Wait for this run's store and return it, once one answers in which this rank has not joined yet.
 
-    A store that knows this rank belongs to an attempt that is about to end, or somebody started the rank twice: this
-    tries again until another store takes its place.
+    A store in which this rank has joined belongs to an attempt that is about to end, or the rank was started twice. In
+    both cases, try again until another store takes its place.
 
     Args:
         timeout: seconds for each later call that waits. patience: seconds to wait for the store.
         number: how many meetings this process has had before; the same on all ranks.
 
     Raises:
-        ConfigError: a port that is none.
-        AloneError: no such store in time.
-        MeetingError: this process cannot keep the store there.
+        ConfigError: MASTER_PORT is not a valid port.
+        AloneError: no such store answered in time.
+        MeetingError: this process cannot host the store there.
     """
     if rank == 0:
         _warn_without_secret()
@@ -132,10 +132,10 @@ def meet(rank: int, ranks: int, *, timeout: float, patience: float, number: int 
 
 
 def reach(rank: int, *, timeout: float, patience: float, number: int = 0) -> Store:
-    """The store of this run at MASTER_ADDR and MASTER_PORT, in one try: the part for this attempt.
+    """Connect once to this run's store at MASTER_ADDR and MASTER_PORT; returns its part for this attempt.
 
     Raises:
-        TimeoutError: no store answers there in time.
+        TimeoutError: no store answered there in time.
         ConfigError, MeetingError: as `meet`.
     """
     host, port = os.environ["MASTER_ADDR"], master_port()
@@ -157,20 +157,20 @@ def reach(rank: int, *, timeout: float, patience: float, number: int = 0) -> Sto
 def prove(
     store: Store, rank: int, ranks: int, *, secret: bytes, patience: float, known: Callable[[str], None] | None = None
 ) -> str:
-    """Show all other ranks that this one knows the secret, and have them show it; to be called by every rank.
+    """Prove to all other ranks that this one knows the secret, and check their proofs; every rank calls this.
 
-    Each rank has written a random number (`meet`). It now writes a keyed hash (HMAC-SHA256) of all of them and its own
-    rank. So nothing that was written for another run or by another rank proves anything.
+    Each rank has written a random number (`meet`). It now writes a keyed hash (HMAC-SHA256) of all numbers and its
+    rank. So a value that was written for another run or by another rank proves nothing.
 
     Args:
-        known: called with the name of this attempt, before the others see that this rank knows it.
+        known: called with the name of this attempt, before the other ranks can see that this one knows it.
 
     Returns:
         The name of this attempt: a digest of the numbers.
 
     Raises:
         AloneError: a rank did not come in time.
-        MeetingError: a rank does not know the secret, or has met others before, on the same store.
+        MeetingError: a rank does not know the secret, or has already met other ranks at the same store.
     """
     numbers = _everybody(store, "hello", rank, ranks, patience)
     run = hashlib.sha256(b"|".join(numbers)).digest()
@@ -197,7 +197,7 @@ def _proof(secret: bytes, run: bytes, rank: int) -> str:
 
 
 def _everybody(store: Store, name: str, rank: int, ranks: int, patience: float) -> list[bytes]:
-    """Wait until every rank has written its key of this name; returns the values in the order of the ranks."""
+    """Wait until every rank has written its key of this name, and return the values in the order of the ranks."""
     keys = [f"{name}/{r}" for r in range(ranks)]
     left = patience
     if patience > _QUIET_SECONDS and not wait_until(lambda: store.check(keys), _QUIET_SECONDS):
@@ -215,9 +215,9 @@ def _connected(host: str, port: int, timeout: float, patience: float) -> TCPStor
     wait = timedelta(seconds=limit)
     connect = partial(TCPStore, host, port, is_master=False, wait_for_workers=False, timeout=wait)
     try:
-        # PyTorch's own waiting for a listener fills the terminal.
+        # While it waits for a listener, PyTorch prints warnings all the time.
         socket.create_connection((host, port), timeout=min(5.0, limit)).close()
-        # The kernel accepts for a process that was stopped: PyTorch then waits for ever for the first answer.
+        # The kernel accepts connections for a stopped process; PyTorch would then wait forever for the first answer.
         store = bounded(connect, limit)
     except (OSError, RuntimeError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
@@ -244,7 +244,7 @@ def master_port() -> int:
     """MASTER_PORT as a number.
 
     Raises:
-        ConfigError: it is none from 0 to 65535.
+        ConfigError: it is not an integer from 0 to 65535.
     """
     text = os.environ["MASTER_PORT"]
     with contextlib.suppress(ValueError):

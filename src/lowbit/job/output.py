@@ -1,8 +1,8 @@
-"""Output that stops nobody: what this process and its ranks print is passed on by threads of their own.
+"""Non-blocking output: threads of their own forward what this process and its ranks print.
 
 A pipe that nobody reads (`| less` that is not scrolled, a program that started the run and waits for its end) is full
-after 64 KiB, and blocks the thread that prints next: that of the steps, for which the other ranks wait, or those of
-torchft, whose heartbeats end. A reader that is gone (`| head`) or a full disk would end the run.
+after 64 KiB, and blocks the thread that prints next: the training thread, for which the other ranks wait, or torchft's
+threads, whose heartbeats stop. A reader that is gone (`| head`) or a full disk would end the run.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Never
 
-_MOST = 1 << 20  # bytes that wait for a reader
-_PIECE = 4096  # bytes that are written at once; a pipe takes them whole, or a part of them later
-_LAST_SECONDS = 0.2  # for what is on its way when the run ends
-_END_SECONDS = 2.0  # for a reader, by a process that ends at once
+_MOST = 1 << 20  # most bytes that wait for a reader
+_PIECE = 4096  # bytes written at once: up to this size a pipe accepts a write as a whole
+_LAST_SECONDS = 0.2  # to read what is still in the pipe when the run ends
+_END_SECONDS = 2.0  # that a process which ends at once waits for the reader
 
-_open: list[Callable[[float | None], None]] = []  # each ends a `passed_on`, and waits at most so long for a reader
+_open: list[Callable[[float | None], None]] = []  # each ends a `passed_on`; argument: seconds to wait for a reader
 
 
 @contextlib.contextmanager
 def passed_on() -> Iterator[None]:
-    """Pass on all that is printed meanwhile, by processes started here, too, without waiting for who reads it.
+    """Forward all output of the block, also of processes started in it, without waiting for the reader.
 
-    Terminals stay as they are. Of what nobody reads, the last MiB is kept; a line says how much is left out. At the end
-    it waits for the reader as every program does, until what is kept is read.
+    Output to terminals is left alone. Of output that nobody reads, the last MiB is kept; a line reports how much was
+    dropped. At the end it waits until the reader has read what is kept, as every program does.
     """
-    passing: dict[tuple[int, int], _Passing] = {}  # by file: the order of lines of two streams to one file stays
+    passing: dict[tuple[int, int], _Passing] = {}  # one per file: two streams to one file keep the order of lines
     saved: list[tuple[int, int]] = []
 
     def restore(patience: float | None) -> None:
@@ -45,7 +45,7 @@ def passed_on() -> Iterator[None]:
     for fd in (0, 1, 2):
         try:
             os.fstat(fd)
-        except OSError:  # closed by who started this process: a pipe made here could get its number
+        except OSError:  # closed by the parent process: a pipe made here could get this number
             os.open(os.devnull, os.O_RDWR)
     try:
         for fd in (1, 2):
@@ -66,7 +66,7 @@ def passed_on() -> Iterator[None]:
 
 
 def end(code: int) -> Never:
-    """End this process without destructors, from any thread; what it has printed reaches a reader that reads."""
+    """End this process without destructors, from any thread, after a reader that reads has got all output."""
     while _open:
         _open.pop()(_END_SECONDS)
     _flush()
@@ -80,10 +80,10 @@ def _flush() -> None:
 
 
 class _Passing:
-    """A pipe, a thread that empties it at once, and one that writes to where its content belongs.
+    """A pipe, a thread that keeps it empty, and a thread that writes its content to the target.
 
     Attributes:
-        entry: where to write.
+        entry: the descriptor to write to.
     """
 
     def __init__(self, target: int) -> None:
@@ -101,12 +101,12 @@ class _Passing:
             thread.start()
 
     def close(self, patience: float | None) -> None:
-        """Pass on the rest, for at most `patience` seconds; None: until all is read."""
+        """Forward the rest, for at most `patience` seconds; None: until all is read."""
         os.close(self.entry)
         self._closing.set()
         for thread in self._threads:
             thread.join(patience)
-        if patience is None:  # else this process ends
+        if patience is None:  # otherwise this process is about to end
             os.close(self._exit)
 
     def _read(self) -> None:
@@ -117,7 +117,7 @@ class _Passing:
                 if not piece:
                     break
                 self._keep(piece)
-            elif self._closing.is_set():  # a process that outlives its rank has the pipe open
+            elif self._closing.is_set():  # a process that outlives its rank still has the pipe open
                 break
         with self._changed:
             self._complete = True
@@ -134,7 +134,7 @@ class _Passing:
             self._changed.notify()
 
     def _next(self) -> bytes:
-        """The next piece, from the beginning of a line on if what was before it is left out; nothing at the end."""
+        """Return the next piece, from the beginning of a line on if output before it was dropped; empty at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._pieces or self._complete)
             if not self._pieces:
@@ -150,9 +150,9 @@ class _Passing:
 
     def _write(self) -> None:
         while piece := self._next():
-            with contextlib.suppress(OSError):  # no reader is left, or a disk is full: the run continues
+            with contextlib.suppress(OSError):  # the reader is gone, or the disk is full: the run continues
                 while piece:
                     try:
                         piece = piece[os.write(self._target, piece) :]
-                    except BlockingIOError:  # who started this process made the pipe non-blocking
+                    except BlockingIOError:  # the parent process made the pipe non-blocking
                         select.select([], [self._target], [])

@@ -1,12 +1,12 @@
-"""Failure detection: heartbeats of all ranks, an alarm with the first cause, and a watchdog that ends what hangs.
+"""Failure detection: heartbeats of all ranks, an alarm with the first cause, and a watchdog that ends hung processes.
 
-Everything goes through the store that the ranks meet in. Each rank has two threads for it:
+Everything goes through the store where the ranks meet. Each rank has two threads for it:
 
-- The beat writes a sign of life twice a second and reads the others' and the alarm. It alone calls the store, so a
-  store that does not answer blocks nothing else.
-- The guard calls nothing that can block. It adds up for how long each peer and the store have been silent. Once that
-  is longer than the run's time limit allows, or the alarm has sounded and this process has not ended by itself, it
-  prints the reason and ends the process, whatever the other threads wait for, inside C++ too.
+- The beat thread writes a heartbeat twice a second, and reads the others' heartbeats and the alarm. It alone calls the
+  store, so a store that does not answer blocks nothing else.
+- The guard thread calls nothing that can block. It adds up how long each peer and the store have been silent. Once that
+  exceeds the run's time limit, or the alarm has sounded and this process has not ended by itself, it prints the reason
+  and ends the process, whatever the other threads wait for, even inside C++.
 
 A process that was stopped for a while does not blame the others: silence is counted in the guard's own turns.
 """
@@ -35,16 +35,16 @@ from lowbit.wire.store import Board
 
 _BEAT_SECONDS = 0.5
 _TURN_SECONDS = 0.2
-_LONGEST_TURN = 1.0  # a process that took longer was stopped for the rest
-_SHARE = 0.9  # of the time limit: silence that ends the run, so that it has ended when the limit is over
-_CLOSE_SECONDS = 0.5  # for each thread to end, unless the store holds it up
-_GRACE_SECONDS = 5.0  # at most, from an alarm to the end of a process that is still blocked
+_LONGEST_TURN = 1.0  # seconds of a turn that count: if it took longer, this process was stopped meanwhile
+_SHARE = 0.9  # share of the time limit after which silence ends the run, so that it has ended within the limit
+_CLOSE_SECONDS = 0.5  # to wait for each thread, which the store may be blocking
+_GRACE_SECONDS = 5.0  # most seconds from an alarm to the end of a process that is still blocked
 
 
 class Cause(NamedTuple):
-    """Why a run ends: the rank that failed first (-1: none in particular), and how, in a sentence.
+    """Why a run ends: the rank that failed first (-1: none in particular), and a sentence that describes the failure.
 
-    `alone`: it waited for others in vain, as another attempt would.
+    `alone`: the rank waited in vain for others, as another attempt would.
     """
 
     rank: int
@@ -52,12 +52,12 @@ class Cause(NamedTuple):
     alone: bool = False
 
     def signed(self, secret: bytes, attempt: str) -> str:
-        """The text that is written to the store."""
+        """Return the signed text for the store."""
         return json.dumps([*self, signature(secret, attempt, *self)])
 
     @classmethod
     def read(cls, written: object, secret: bytes, attempts: Iterable[str]) -> Cause | None:
-        """Parse a signed text; None unless somebody who knows the secret wrote it, in one of these attempts."""
+        """Parse a signed text; None unless it was signed with the secret in one of these attempts."""
         with contextlib.suppress(ValueError, TypeError, OverflowError, RecursionError):
             rank, text, alone, signed = json.loads(written)  # pyright: ignore[reportArgumentType]
             cause = cls(int(rank), str(text), bool(alone))
@@ -67,29 +67,29 @@ class Cause(NamedTuple):
 
 
 class Alarm:
-    """The board for causes and for the ranks that have read them.
+    """A board with the causes of a failure and the ranks that have read them.
 
-    A cause that is not signed for this attempt is ignored: somebody may have kept it from an earlier one.
+    A cause that is not signed for this attempt is ignored: it may be replayed from an earlier one.
 
     Args:
-        store: the part of a store for this attempt at the run (`store.of_attempt`). secret: of the run.
-        attempts: names of the attempt, of which the last is used to sign.
+        store: the part of a store for this attempt (`store.of_attempt`). secret: the run's secret.
+        attempts: accepted names of the attempt; the last one is used to sign.
     """
 
     def __init__(self, store: Store, secret: bytes, attempts: Sequence[str]) -> None:
         self._board, self._secret, self._attempts = Board(store, "alarm"), secret, attempts
 
     def sound(self, cause: Cause) -> Cause | None:
-        """Write a cause; returns the first one, with which all ranks end."""
+        """Write a cause, and return the first one on the board, with which all ranks end."""
         self._board.append(cause=cause.signed(self._secret, self._attempts[-1]))
-        return self.read()[0]  # after an answer this process may end: the store has the line
+        return self.read()[0]  # waits for an answer: then the store has the line, and this process may end
 
     def acknowledge(self, rank: int) -> None:
-        """Note that a rank knows the cause."""
+        """Record that a rank has read the cause."""
         self._board.append(read=rank)
 
     def read(self) -> tuple[Cause | None, set[int]]:
-        """The first cause, if there is one, and the ranks that know it; one round trip."""
+        """Return the first cause, if any, and the ranks that have read it; one round trip."""
         entries = self._board.entries()
         attempts = tuple(self._attempts)
         causes = (Cause.read(entry["cause"], self._secret, attempts) for entry in entries if "cause" in entry)
@@ -98,17 +98,17 @@ class Alarm:
 
 
 class AbsentError(PeerError):
-    """Another rank waited for ranks that did not come in time."""
+    """Raised when another rank has waited for ranks that did not come in time."""
 
 
 class Peers:
-    """This rank's beat and guard; every rank has one, on the same store.
+    """This rank's beat and guard threads; every rank has one such object, on the same store.
 
     Args:
-        store: of this attempt; cloned for a connection of its own.
+        store: this attempt's part of the store; cloned for a separate connection.
         rank, ranks: of the run.
-        timeout: seconds after which a peer or a store that is silent has ended the run.
-        secret: that causes are signed with; others are ignored.
+        timeout: seconds of silence of a peer or the store within which the run ends.
+        secret: signs causes; those with another signature are ignored.
     """
 
     def __init__(self, store: Store, *, rank: int, ranks: int, timeout: float, secret: bytes = b"") -> None:
@@ -119,12 +119,12 @@ class Peers:
         self._secret, self._attempts = secret, [this_attempt()]
         self._store: Any = store  # PyTorch's stubs lack `clone`
         self._beats: dict[int, bytes] = {}
-        self._silence: dict[int, float] = {}  # seconds, of each peer that has been heard
+        self._silence: dict[int, float] = {}  # seconds without a heartbeat, for each peer that has sent one
         self._store_silence = 0.0
         self._store_lost = False
         self._proposed: Cause | None = None
         self._cause: Cause | None = None
-        self._known = threading.Event()  # the cause
+        self._known = threading.Event()  # set once the cause is known
         self._read_by_all = threading.Event()
         self._closed = threading.Event()
         self._threads = [
@@ -135,20 +135,20 @@ class Peers:
             thread.start()
 
     def enter(self, attempt: str) -> None:
-        """Sign alarms for the attempt of this name, which the ranks have drawn; alarms of before count until `settle`.
+        """Sign alarms with this attempt's name, which the ranks have agreed on; earlier alarms count until `settle`.
 
-        To be called before this rank shows the others that it knows the name.
+        Call it before the other ranks can see that this one knows the name.
         """
         self._attempts.append(attempt)
 
     def settle(self) -> None:
-        """Ignore alarms without the attempt's name: all ranks know it."""
+        """Ignore alarms without the attempt's name from now on: all ranks know it."""
         del self._attempts[:-1]
 
     def close(self) -> None:
         """Stop watching; the run is over.
 
-        A thread that is inside PyTorch when the interpreter ends can abort the process, so this waits for both, but
+        A thread that is inside PyTorch when the interpreter ends can abort the process, so wait for both threads, but
         not for long: the store may never answer.
         """
         self._closed.set()
@@ -157,7 +157,7 @@ class Peers:
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
-        """Turn an error in the block into the one that all ranks end with; the watch ends with the block.
+        """Turn an error in the block into the one with which all ranks end; stop watching at the end of the block.
 
         Raises:
             PeerError: another rank was the cause.
@@ -178,10 +178,10 @@ class Peers:
             self.close()
 
     def explain(self, error: BaseException) -> PeerError | None:
-        """Return the error that names the cause of a failed call; None where `error` does so itself.
+        """Return the error that names the cause of a failed call; None if `error` names it itself.
 
-        Takes a few seconds at most, enough to hear the beat of a peer that lives. Afterwards all ranks that reach the
-        store know the cause.
+        It takes a few seconds at most, enough to receive a heartbeat from a living peer. Afterwards all ranks that can
+        reach the store know the cause.
         """
         names_ranks = isinstance(error, ConnectionError)
         text = lines(str(error) if names_ranks else f"rank {self.rank} failed: {first_line(error)}")[:MOST_CHARACTERS]
@@ -197,17 +197,17 @@ class Peers:
             cause = self._store_gone()
         if cause.text in (text, str(error)):
             return None
-        # Not by rank: a `PeerError` counts within its group, and the others may be wrong about this rank.
+        # Do not compare ranks: a `PeerError` has a rank within its group, and others may wrongly blame this rank.
         kind = AbsentError if cause.alone else PeerError
         return kind(cause.text, cause.rank)
 
     def _linger(self) -> None:
-        """Give the others time to read the alarm, where this process keeps the store."""
+        """If this process keeps the store, give the others time to read the alarm."""
         if self.rank == 0 and not launcher_keeps_store():
             self._read_by_all.wait(self._grace)
 
     def _silent_peer(self) -> Cause | None:
-        """The cause, if it is known, or the ranks whose beat has stopped; None if all others are alive."""
+        """Return the known cause, or one that names ranks without heartbeat; None if all others are alive."""
         deadline = time.monotonic() + self._patience + _BEAT_SECONDS
         while time.monotonic() < deadline and not self._store_lost:
             if self._known.wait(_TURN_SECONDS):
@@ -217,9 +217,9 @@ class Peers:
         return None
 
     def _silent_for(self, seconds: float) -> Cause | None:
-        silences = list(self._silence.items())  # at once: the beat adds peers meanwhile
+        silences = list(self._silence.items())  # a copy: the beat thread adds peers meanwhile
         silent = sorted(rank for rank, quiet in silences if quiet > seconds)
-        if not silent or self._store_silence > seconds / 2:  # nobody could be heard
+        if not silent or self._store_silence > seconds / 2:  # no peer could be heard
             return None
         names = " and ".join(f"rank {rank}" for rank in silent)
         text = f"{names} stopped answering: killed or stopped, or its machine or network is gone"
@@ -241,7 +241,7 @@ class Peers:
                 self._store_silence = 0.0
                 if self._closed.wait(_BEAT_SECONDS):
                     return
-        except RuntimeError:  # the connection has ended
+        except RuntimeError:  # the connection is closed
             self._store_lost = True
 
     def _exchange(self, store: Any, alarm: Alarm, count: int) -> None:

@@ -11,23 +11,23 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 PULSE = "LOWBIT_PULSE"
-"""Environment variable with the number of the file that a rank writes signs of life to."""
+"""Environment variable with the file descriptor to which a rank writes signs of life."""
 
 FAILED, USAGE, DIVERGED, ALONE = 1, 2, 3, 4
-"""Exit codes: try again at once; do not try again; the loss was NaN or infinite; other ranks did not come."""
+"""Exit codes: failed, may be retried; wrong usage, do not retry; the loss diverged; other ranks did not come."""
 
 _STARTUP_SECONDS = 30.0  # until the first sign of life: Python has to start
 
 
 @dataclass(frozen=True, kw_only=True)
-class Program:
+class RankProgram:
     """The program of each rank of a run.
 
     Args:
-        module: for `python -m`; it calls `lowbit.job.worker.work`.
-        order: line of JSON that it reads from standard input.
+        module: module for `python -m`, which calls `lowbit.job.worker.work`.
+        order: line of JSON that the program reads from standard input.
         timeout: seconds without a sign of life after which a rank is killed.
-        threads: of PyTorch in each rank, unless OMP_NUM_THREADS is set.
+        threads: PyTorch's threads in each rank, unless OMP_NUM_THREADS is set.
     """
 
     module: str
@@ -37,13 +37,13 @@ class Program:
 
 
 class Process:
-    """The process of a local rank, and for how long it has given no sign of life.
+    """The process of a local rank, watched for signs of life.
 
     Args:
-        program: to execute. environment: variables besides this process's own.
+        program: what to execute. environment: variables in addition to this process's own.
     """
 
-    def __init__(self, program: Program, rank: int, environment: Mapping[str, str]) -> None:
+    def __init__(self, program: RankProgram, rank: int, environment: Mapping[str, str]) -> None:
         self.rank, self.silence, self._limit = rank, 0.0, program.timeout
         self.hung, self._heard = False, False
         self._pulse, theirs = os.pipe()
@@ -55,12 +55,12 @@ class Process:
             env=variables,
             stdin=subprocess.PIPE,
             text=True,
-            start_new_session=True,  # Ctrl-C reaches this process only, which passes it on once
+            start_new_session=True,  # Ctrl-C reaches only this process, which forwards it once
             pass_fds=[theirs],
         )
         os.close(theirs)
         assert self.process.stdin is not None
-        with suppress(BrokenPipeError):  # it has ended already; its exit code shows how
+        with suppress(BrokenPipeError):  # it has already ended; its exit code shows how
             self.process.stdin.write(program.order + "\n")
             self.process.stdin.flush()
 
@@ -71,11 +71,11 @@ class Process:
 
     @property
     def killed_or_stopped(self) -> bool:
-        """Whether it could not say itself why it ended."""
+        """Whether it was killed or hung, so that it could not report itself why it ended."""
         return self.hung or (self.code or 0) < 0
 
     def listen(self, seconds: float) -> None:
-        """Look for signs of life after so many more seconds; a process that gives none for too long is killed."""
+        """Look for signs of life, `seconds` after the last look; kill a process that has given none for too long."""
         with suppress(BlockingIOError):
             if os.read(self._pulse, 1 << 16):
                 self.silence, self._heard = 0.0, True
@@ -87,17 +87,17 @@ class Process:
             self.process.kill()
 
     def outcome(self) -> str:
-        """How it ended, in words."""
+        """Describe how it ended."""
         if self.hung:
             return f"rank {self.rank} gave no sign of life for {self._limit:g} s and was killed"
         code = self.code or 0
         if code < 0:
-            known = -code in signal.Signals.__members__.values()
-            return f"rank {self.rank} was ended by {signal.Signals(-code).name if known else f'signal {-code}'}"
+            named = -code in signal.Signals.__members__.values()
+            return f"rank {self.rank} was ended by {signal.Signals(-code).name if named else f'signal {-code}'}"
         return f"rank {self.rank} ended with exit code {code}"
 
     def close(self) -> None:
-        """Release its pipes, once it has ended."""
+        """Close its pipes; call this once it has ended."""
         os.close(self._pulse)
         if self.process.stdin is not None:
             with suppress(BrokenPipeError):

@@ -22,16 +22,16 @@ from lowbit.wire.checksum import ATTEMPT, begin_attempt, run_secret
 from lowbit.wire.groups import default_group, next_round
 from lowbit.wire.store import bounded
 
-_meetings = itertools.count()  # of this process: each has a part of the store to itself
-_LEAVE_SECONDS = 5.0  # at most, to destroy the group at an end with an error
-_SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+_meetings = itertools.count()  # numbers this process's meetings: each uses its own part of the store
+_LEAVE_SECONDS = 5.0  # most seconds to destroy the group after an error
+_SIOCGIFADDR = 0x8915  # Linux ioctl: get the IPv4 address of an interface
 
 
 def world() -> tuple[int, int]:
-    """This rank and the number of ranks, from the process group or the environment; (0, 1) without either.
+    """Return this rank and the number of ranks, from the process group or the environment; (0, 1) without either.
 
     Raises:
-        ConfigError: some of the variables that a launcher sets, but not all, or values that cannot be.
+        ConfigError: only some of the variables that a launcher sets are there, or their values are invalid.
     """
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
@@ -58,12 +58,12 @@ def world() -> tuple[int, int]:
 def joined(timeout: float, *, backend: str = "gloo", patience: float | None = None) -> Iterator[None]:
     """Use the existing default process group, or make one from the environment for this block.
 
-    Every wait has a limit: calls of the group and of its store have their own; for all else a watchdog ends this
+    Every wait has a limit: calls of the group and of its store have their own; for everything else a watchdog ends this
     process once another rank has been silent for `timeout` seconds or has failed (`lowbit.job.peers`).
 
     Args:
-        timeout: seconds in which the failure of a peer ends every rank: most of it for an operation that waits for the
-            peer, the rest to find out which one it was.
+        timeout: seconds within which the failure of a peer ends every rank: most of them for an operation that waits
+            for the peer, the rest for finding the peer that failed.
         backend: "gloo" or "nccl" for tensors on GPUs; Gloo carries those on the CPU in either case.
         patience: seconds to wait for all ranks to come; None: `timeout`.
 
@@ -82,7 +82,7 @@ def joined(timeout: float, *, backend: str = "gloo", patience: float | None = No
     patience = patience or timeout
     alone = "RANK" not in os.environ
     store = HashStore() if alone else meet(rank, ranks, timeout=timeout, patience=patience, number=next(_meetings))
-    # Left to itself Gloo takes the interface that the host's own name resolves to, which often leads nowhere.
+    # By default Gloo uses the interface that the host's own name resolves to, from which peers are often unreachable.
     if not alone and "GLOO_SOCKET_IFNAME" not in os.environ and (name := interface_towards(os.environ["MASTER_ADDR"])):
         os.environ["GLOO_SOCKET_IFNAME"] = name
     try:
@@ -105,11 +105,11 @@ def connect(backend: str, store: Store, rank: int, ranks: int, limit: timedelta)
     """Make the default process group of all ranks that have met.
 
     Raises:
-        MeetingError: they do not reach each other in time; the attempt may go on in a thread of its own.
+        MeetingError: they do not reach each other in time; the attempt may continue on its own thread.
     """
     join = partial(dist.init_process_group, backend, store=store, rank=rank, world_size=ranks, timeout=limit)
     try:
-        bounded(join, limit.total_seconds())  # Gloo itself tries five times as long
+        bounded(join, limit.total_seconds())  # Gloo itself keeps trying for five times as long
     except (dist.DistError, RuntimeError, TimeoutError) as error:
         raise MeetingError(
             f"rank {rank} did not connect to all {ranks} ranks within {limit.total_seconds():g} s: "
@@ -133,18 +133,18 @@ def _watched(store: Store, rank: int, ranks: int, timeout: float) -> Iterator[Pe
 
 
 def interfaces() -> dict[str, str]:
-    """The first IPv4 address of each network interface that has one."""
-    found: dict[str, str] = {}
+    """Return the first IPv4 address of each network interface that has one."""
+    addresses: dict[str, str] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):
                 reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()))
-                found[name] = socket.inet_ntoa(reply[20:24])
-    return found
+                addresses[name] = socket.inet_ntoa(reply[20:24])
+    return addresses
 
 
 def address_towards(host: str) -> str:
-    """The address of this machine from which packets leave to an IPv4 host; empty without a way there."""
+    """Return this machine's source address for packets to an IPv4 host; empty if there is no route."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # no packet is sent
         return probe.getsockname()[0]
@@ -152,11 +152,11 @@ def address_towards(host: str) -> str:
 
 
 def interface_towards(host: str) -> str | None:
-    """Name of the network interface by which packets leave to an IPv4 host; None if it cannot be found."""
+    """Return the name of the network interface for packets to an IPv4 host; None if it cannot be found."""
     with contextlib.suppress(OSError):
         address, target = address_towards(host), socket.gethostbyname(host)
         if target.startswith("127.") or target == address:
-            # The first rank's machine reaches itself by loopback, where no other machine reaches it.
+            # The first rank's machine would use loopback to reach itself, where no other machine can reach it.
             address = target
         return next((name for name, own in interfaces().items() if own == address), None)
     return None

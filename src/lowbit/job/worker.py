@@ -1,7 +1,7 @@
-"""One rank, started by `lowbit.job.launch`: its order comes on standard input, which stays open.
+"""One rank, started by `lowbit.job.launch`: it reads its order from standard input, which stays open.
 
-When the launcher ends, for whatever reason, standard input closes and the rank ends too. The rank gives a sign of life
-on a pipe of its own twice a second, so that the launcher notices one that hangs.
+When the launcher ends, for whatever reason, standard input closes and the rank ends, too. The rank writes a sign of
+life to a pipe twice a second, so that the launcher notices if it hangs.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _PULSE_SECONDS = 0.5
 
 
 def work(do: Callable[[Any], object], exit_code: Callable[[Exception], int]) -> Never:
-    """Execute the order, or print one line of error and exit with the code of its kind.
+    """Execute the order; after an error, print it on one line and exit with its exit code.
 
     Args:
-        do: called with the parsed order. Imports that take long belong there: the launcher waits for signs of life.
-        exit_code: of an error (`lowbit.job.process`).
+        do: called with the parsed order. Do slow imports in it, because the launcher waits for signs of life.
+        exit_code: maps an error to an exit code (`lowbit.job.process`).
     """
     from lowbit.terminal import filtered
 
@@ -36,14 +36,14 @@ def work(do: Callable[[Any], object], exit_code: Callable[[Exception], int]) -> 
     try:
         do(order)
     except Exception as error:
-        _complain(error)
+        _report_failure(error)
         _stay()
         _end(exit_code(error))
-    _end(0)  # without destructors: a rank that is killed in them would be started again, and wait for the others
+    _end(0)  # without destructors: a rank that is killed in them would be restarted, and wait for the others
 
 
-def _complain(error: Exception) -> None:
-    """Print which rank failed, and why, with a traceback for an unexpected kind of error, and sound the alarm."""
+def _report_failure(error: Exception) -> None:
+    """Print which rank failed and why, with a traceback if the kind of error is unexpected, and sound the alarm."""
     from lowbit.wire.errors import AgreementError, PeerError
 
     names_its_cause = isinstance(error, AgreementError | PeerError) or hasattr(error, "on_all_ranks")
@@ -60,19 +60,19 @@ def _complain(error: Exception) -> None:
 
 
 def _sound_alarm(rank: int, text: str) -> None:
-    """Tell the launcher and the other ranks, if this rank failed before it watched them; the first cause counts."""
+    """Alert the launcher and other ranks, in case this rank failed before it watched them; the first cause counts."""
     from lowbit.job.meeting import launcher_keeps_store, reach
     from lowbit.job.peers import Alarm, Cause
     from lowbit.wire.checksum import run_secret, this_attempt
 
     if not launcher_keeps_store():
         return
-    with contextlib.suppress(RuntimeError, OSError):  # it is gone, too
+    with contextlib.suppress(RuntimeError, OSError):  # the store is gone, too
         Alarm(reach(rank, timeout=5, patience=5), run_secret(), [this_attempt()]).sound(Cause(rank, text))
 
 
 def _stay() -> None:
-    """Keep a store that is in this process reachable for ranks that come late."""
+    """Keep a store that this process hosts reachable for ranks that come late."""
     from lowbit.wire.agreement import stay
 
     sys.stderr.flush()
@@ -81,7 +81,7 @@ def _stay() -> None:
 
 def _end(code: int) -> Never:
     """Exit at once: destructors of a broken process group can wait for peers that are gone."""
-    with contextlib.suppress(OSError):  # nobody reads any more, such as a launcher that was killed
+    with contextlib.suppress(OSError):  # the reader is gone, such as a launcher that was killed
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)

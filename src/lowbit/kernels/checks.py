@@ -11,7 +11,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_numbers(x: Tensor, dims: int) -> None:
-    """Raise unless this is a contiguous tensor of floating-point numbers with so many dimensions, not empty."""
+    """Raise unless this is a contiguous, non-empty floating-point tensor with `dims` dimensions."""
     if x.dtype not in FLOATS:
         raise TypeError(f"tensor has dtype {x.dtype}; allowed: float32, bfloat16, float16")
     if x.dim() != dims or not x.is_contiguous() or x.numel() == 0:
@@ -19,7 +19,7 @@ def check_numbers(x: Tensor, dims: int) -> None:
 
 
 def check_bytes(name: str, payload: Tensor, nbytes: int, device: torch.device) -> None:
-    """Raise unless this is a payload of so many bytes on the device."""
+    """Raise unless this is a payload of `nbytes` bytes on the device."""
     if payload.dtype != torch.uint8 or payload.shape != (nbytes,) or not payload.is_contiguous():
         raise ValueError(f"{name} is {payload.dtype} {tuple(payload.shape)}; expected {nbytes} contiguous uint8")
     if payload.device != device:
@@ -27,7 +27,7 @@ def check_bytes(name: str, payload: Tensor, nbytes: int, device: torch.device) -
 
 
 def check_shapes(shape: Sequence[int], device: torch.device, **tensors: Tensor | None) -> None:
-    """Raise unless all tensors, by name, are numbers of this shape, contiguous and not empty; None is skipped."""
+    """Raise unless all tensors (by name) are floating-point, contiguous, non-empty and of this shape; skip None."""
     for name, x in tensors.items():
         if x is None:
             continue
@@ -52,7 +52,7 @@ def check_table(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...]
 
 
 def check_pair(**tensors: Tensor | None) -> None:
-    """Raise unless all of them are None, or none is."""
+    """Raise unless either all or none of the tensors are None."""
     missing = [name for name, x in tensors.items() if x is None]
     if 0 < len(missing) < len(tensors):
         raise ValueError(f"{missing[0]} is None; allowed: all of {', '.join(tensors)}, or none")

@@ -18,13 +18,13 @@ LOG2_COEFFICIENTS = (
     0.020490340888500214,
 )  # log2(1 + t) / t on [0, 1], error 1.4e-6
 BEND, TILT = 0.42286539077758789, -0.15922018885612488  # of `quick_log2`
-# Magnitudes beyond it saturate: what decodes to a little more is still finite, and a scale's reciprocal still normal.
+# Larger magnitudes saturate: slightly larger decoded values are still finite, and a scale's reciprocal still normal.
 LARGEST = 2.0**126
-SMALLEST = 2.0**-126  # scales are normal numbers, whatever the mode for denormals
+SMALLEST = 2.0**-126  # scales are normal numbers, so that denormal modes do not matter
 
 
 def store(y: Tensor, out: Tensor, accumulate: bool) -> None:
-    """Write float32 `y` to `out` or add it, in float32, rounding once; finite stays finite in float16."""
+    """Write float32 `y` to `out`, or add it in float32 and round once; finite values stay finite in float16."""
     if accumulate:
         y = out.float() + y
     if out.dtype == torch.float16:
@@ -33,20 +33,20 @@ def store(y: Tensor, out: Tensor, accumulate: bool) -> None:
 
 
 def inverse(scale: Tensor) -> Tensor:
-    """1 / scale rounded once, or 1: the only division there is. Elements are multiplied by it."""
+    """1 / scale rounded once, or 1 where scale is 0. It is the only division: elements are multiplied by it."""
     return torch.where(scale > 0, scale, 1.0).reciprocal()
 
 
 def octave_rounding(bits: int) -> int:
-    """What is added to a step's bits before they are cut to sixteenths of an octave: to round to nearest.
+    """Addend for a step's bits that makes their truncation to sixteenths of an octave round to nearest.
 
-    From 6 bits on it rounds up, because a range cut short costs whole cells there.
+    From 6 bits on it makes them round up, because there a range that is cut short costs whole cells.
     """
     return 1 << 18 if bits < 6 else (1 << 19) - 1
 
 
 def octave_steps(exponent_R: Tensor, below_RT: Tensor) -> Tensor:
-    """float32 steps from each row's exponent and, for each run, sixteenths of an octave below its top; 255 means 0."""
+    """float32 steps from each row's exponent and each run's sixteenths of an octave below its top; 255 means 0."""
     octave = (exponent_R[:, None].int() * 16 + 15 - below_RT.int()).clamp(min=16)
     return torch.where(below_RT == 255, 0.0, (octave << 19).view(torch.float32))
 
@@ -73,7 +73,7 @@ def log2(x: Tensor) -> Tensor:
 
 
 def quick_log2(x: Tensor) -> Tensor:
-    """log2 within 9e-4 in a third of the steps: a float's bits are its logarithm already, but for a bend.
+    """log2 within 9e-4 in a third of the steps: a float's bits are nearly its logarithm, up to a small correction.
 
     Zero gives -127.
     """
@@ -86,9 +86,9 @@ def quick_log2(x: Tensor) -> Tensor:
 def entropy(x: Tensor) -> Tensor:
     """Entropy, in bits, of p = |x| / sum|x| along the last dimension, from magnitudes as 15-bit integers.
 
-    The largest magnitude sets the binary point. Sums are of integers, so their order cannot matter:
-    H = log2(A) - (sum of a log2 a) / A with A = sum of a, where a log2 a is rounded to 1/16 and its logarithm a quick
-    one: that costs less than the magnitudes' 15 bits do, and is most of the work of choosing tiles by entropy.
+    The largest magnitude sets the binary point. All sums are of integers, so that their order does not matter:
+    H = log2(A) - (sum of a log2 a) / A with A = sum of a. a log2 a uses `quick_log2` and is rounded to 1/16, an error
+    below that of 15-bit magnitudes: this is most of the work of choosing tiles by entropy.
     """
     magnitude = x.abs().float()
     exponent = (magnitude.amax(-1, keepdim=True).view(torch.int32) >> 23).clamp(min=27, max=254)
@@ -101,7 +101,7 @@ def entropy(x: Tensor) -> Tensor:
 
 
 def smallest(key: Tensor, count: Tensor) -> Tensor:
-    """Flags of the smallest keys of each row, `count` (rows,) of them; of equal keys, the first ones."""
+    """Flag the `count` (rows,) smallest keys of each row; of equal keys, the first ones."""
     order = key.sort(dim=-1, stable=True).indices
     first = torch.arange(key.shape[-1], device=key.device) < count[:, None]
     return torch.zeros(key.shape, dtype=torch.bool, device=key.device).scatter_(1, order, first)

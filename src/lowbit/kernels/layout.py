@@ -1,4 +1,4 @@
-"""Named sections of a payload: where in its bytes each part of a format lies.
+"""Named sections of a payload: the position of each part of a format in its bytes.
 
 A payload is one contiguous `uint8` tensor without a header: peers agree on the format before the first byte, so
 sizes follow from the shape alone. Sections start at multiples of `ALIGNMENT` bytes, so that kernels may read them in
@@ -39,7 +39,7 @@ class Layout:
         return Layout(offsets, dict(sizes), end)
 
     def section(self, payload: Tensor, name: str, dtype: torch.dtype = torch.uint8) -> Tensor:
-        """The section `name` of `payload` as a 1-D view of `dtype`."""
+        """Return the section `name` of `payload` as a 1-D view of `dtype`."""
         start = self.offsets[name]
         return payload[start : start + self.sizes[name]].view(dtype)
 

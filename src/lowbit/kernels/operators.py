@@ -1,7 +1,7 @@
-"""Declaration of operators, and the choice of the backend that computes them.
+"""Declare operators, and choose the backend that computes them.
 
-Operators fill or read tensors that the caller allocated, so they allocate no output and work on posted buffers. All of
-them are registered with `torch.library`, with their checks as fake implementation, so that `torch.compile` knows them.
+Operators fill or read tensors that the caller allocated, so they allocate no output and work on posted buffers. All are
+registered with `torch.library`, with their checks as fake implementation, so that `torch.compile` can trace them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NEEDS = {"cpu": "numba", "gpu": "Triton"}
 HOMES = {"cpu": "cpu", "cuda": "gpu"}  # the backend of each type of device
 
 _chosen: contextvars.ContextVar[str] = contextvars.ContextVar("lowbit_backend", default="auto")
-_modules: dict[str, ModuleType | ImportError] = {}  # of kernels, or why they cannot be imported
+_modules: dict[str, ModuleType | ImportError] = {}  # modules of kernels, or their import errors
 _warned: set[tuple[str, str]] = set()
 _library = torch.library.Library("lowbit", "DEF")
 
@@ -38,11 +38,11 @@ def backend(name: str) -> Iterator[None]:
 
     Args:
         name: "auto" (the fastest that is installed; a missing one is logged once), "reference" (plain PyTorch), "cpu"
-            (numba) or "gpu" (Triton). The last two are an error where they are missing or the tensor is elsewhere;
-            Triton's interpreter (TRITON_INTERPRET=1 in the environment) takes CPU tensors as well.
+            (numba) or "gpu" (Triton). The last two raise if the backend is missing or the tensor is on another kind of
+            device; Triton's interpreter (TRITON_INTERPRET=1 in the environment) accepts CPU tensors as well.
 
     Raises:
-        ValueError: another name.
+        ValueError: the name is not one of these.
     """
     if name not in BACKENDS:
         raise ValueError(f"backend is {name!r}; allowed: {', '.join(map(repr, BACKENDS))}")
@@ -67,11 +67,11 @@ def apart(device: torch.device) -> Iterator[None]:
 class Operator:
     """A function on payloads, registered as `torch.ops.lowbit.<package>_<function>`; calls go through PyTorch.
 
-    A call checks its arguments, copies payloads that do not begin at a multiple of 16 bytes, which kernels read as
-    words and vectors, and runs what `implementation` finds, `apart`.
+    A call checks its arguments, copies payloads that do not begin at a multiple of 16 bytes (kernels read words and
+    vectors), and runs the backend's `implementation` inside `apart`.
 
     Attributes:
-        name: of the package and the function, such as "group_int_encode".
+        name: package and function, such as "group_int_encode".
         definition: the function itself, in plain PyTorch.
     """
 
@@ -82,7 +82,7 @@ class Operator:
         self._check = check
         names = inspect.signature(definition).parameters
         self._payloads = [(i, name in writes) for i, name in enumerate(names) if "payload" in name]
-        # Sizes are numbers here, never symbols.
+        # Sizes are concrete integers here, never symbolic.
         schema = torch.library.infer_schema(definition, mutates_args=writes).replace("SymInt", "int")
         _library.define(self.name + schema)
         for key in ("CPU", "CUDA", "CompositeExplicitAutograd"):
@@ -108,28 +108,28 @@ class Operator:
 def operator(*, writes: str | Sequence[str], check: Callable[..., None]) -> Callable[[Callable[..., None]], Operator]:
     """Declare an operator at its definition in plain PyTorch, in its package's `reference.py`.
 
-    Parameters are annotated, and those called `payload...` hold bytes (uint8).
+    Parameters must be annotated; those named `payload...` hold bytes (uint8).
 
     Args:
         writes: names of the parameters that it changes.
-        check: takes the same arguments, and raises before any backend computes with wrong ones.
+        check: called with the same arguments before any backend computes; raises if they are wrong.
     """
     names = (writes,) if isinstance(writes, str) else writes
     return lambda definition: Operator(definition, names, check)
 
 
 def implementation(definition: Operator | Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """Return what computes an operator on a device, for callers that make all of its tensors themselves.
+    """Return the function that computes an operator on a device, for callers that create all of its tensors themselves.
 
-    It checks nothing, is for use `apart`, wants payloads that begin at a multiple of 16 bytes, and must be kept from
-    `torch.compile` (`torch.compiler.disable`), which would free tensors whose addresses are in use. The dispatcher and
-    the checks take tens of microseconds, which is as long as the work on a small message takes.
+    The function checks nothing, must run inside `apart` on payloads that begin at a multiple of 16 bytes, and must be
+    hidden from `torch.compile` (`torch.compiler.disable`), which would free tensors whose addresses are in use. The
+    dispatcher and the checks would take tens of microseconds, as long as the work on a small message.
 
     Args:
         definition: an operator, or a function of a `reference.py` that only such callers use.
 
     Raises:
-        RuntimeError: the `backend` that was asked for is missing, or `device` is not one of its own.
+        RuntimeError: the selected `backend` is missing, or does not support `device`.
     """
     if isinstance(definition, Operator):
         definition = definition.definition
@@ -157,7 +157,7 @@ def implementation(definition: Operator | Callable[..., Any], device: torch.devi
 
 
 def _kernel(definition: Callable[..., Any], name: str) -> Callable[..., Any] | str:
-    """A backend's kernel for a definition, from the module of that name beside it; or why there is none."""
+    """Return a backend's kernel for a definition, from the module of that name next to it, or why there is none."""
     path = f"{definition.__module__.rpartition('.')[0]}.{name}"
     if path not in _modules:
         try:
@@ -175,12 +175,12 @@ def _launching() -> Any:
 
 
 def _is_aligned(payload: Any) -> bool:
-    """Whether a payload, or each of a list, begins where kernels read words; None counts as aligned."""
+    """Whether a payload, or each of a list, is aligned for kernels; None counts as aligned."""
     if isinstance(payload, list | tuple):
         return all(map(_is_aligned, payload))
     return payload is None or payload.data_ptr() % ALIGNMENT == 0
 
 
 def _aligned(payload: Any) -> Any:
-    """An aligned copy of a payload or of a list of payloads."""
+    """Copy a payload, or each of a list, to aligned memory."""
     return [p.clone() for p in payload] if isinstance(payload, list | tuple) else payload.clone()

@@ -1,4 +1,4 @@
-"""Codes and flags as bits, in plain PyTorch: the definition of how payloads are packed.
+"""Pack codes and flags into bits, in plain PyTorch: the definition of how payloads are packed.
 
 Codes of b bits are split into planes of 8, 4, 2 and 1 bits (b = 7: 4 + 2 + 1), low bits first. Byte j of a plane of p
 bits that is w bytes long holds, from its low bits up, elements j, j + w, j + 2 w, ...: neighbours in memory stay
@@ -48,10 +48,10 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
 
 
 def pack_groups(codes_GL: Tensor, numel: int, bits: int) -> Tensor:
-    """Pack codes of groups, each apart; of the last one what there is of `numel`, rounded up to a multiple of 8.
+    """Pack the codes of each group separately; the last group only up to `numel`, rounded up to a multiple of 8.
 
     Args:
-        codes_GL: uint8 (groups, elements of a group, a multiple of 8); 0 behind the last of `numel`.
+        codes_GL: uint8 (groups, elements of a group, a multiple of 8); 0 after element `numel`.
     """
     full = numel // codes_GL.shape[1]
     tail = codes_GL[full:, : ceil_div(numel - full * codes_GL.shape[1], 8) * 8]
@@ -59,7 +59,7 @@ def pack_groups(codes_GL: Tensor, numel: int, bits: int) -> Tensor:
 
 
 def unpack_groups(packed: Tensor, numel: int, group: int, bits: int) -> Tensor:
-    """Inverse of `pack_groups`: (groups, group), 0 behind the last of `numel`."""
+    """Inverse of `pack_groups`: (groups, group), 0 after element `numel`."""
     full, size = numel // group, group * bits // 8
     codes_GL = unpack(packed[: full * size].view(full, size), bits)
     if full * group == numel:
@@ -69,7 +69,7 @@ def unpack_groups(packed: Tensor, numel: int, group: int, bits: int) -> Tensor:
 
 
 def pack_flags(flags: Tensor) -> Tensor:
-    """Booleans (rows, count) as little-endian bitmaps (rows, ceil(count / 8))."""
+    """Pack booleans (rows, count) into little-endian bitmaps (rows, ceil(count / 8))."""
     eights = torch.nn.functional.pad(flags, (0, -flags.shape[1] % 8)).unflatten(-1, (-1, 8))
     shifts = torch.arange(8, dtype=torch.uint8, device=flags.device)
     return (eights.to(torch.uint8) << shifts).sum(-1, dtype=torch.uint8)

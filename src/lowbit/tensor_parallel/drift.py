@@ -15,7 +15,7 @@ from torch import Tensor
 from lowbit.codecs import FeatureInt
 from lowbit.codecs.base import Codec
 from lowbit.codecs.checks import check_int
-from lowbit.wire.objects import gather_json
+from lowbit.wire.json_values import gather_json
 
 ROWS = 4
 """Rows of a sample."""

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowbit.tensor_parallel import files
-from lowbit.wire.objects import gather_json, gather_tensor
+from lowbit.wire.json_values import gather_json, gather_tensor
 
 _FORMAT = "lowbit-calibration-state"
 AVERAGES = ("low", "high", "mean")

@@ -26,7 +26,7 @@ from lowbit.train.distance import Pair
 from lowbit.train.layout import Layout
 from lowbit.train.metrics import StepMetrics
 from lowbit.wire.checksum import CHECKSUM_BYTES
-from lowbit.wire.objects import gather_json
+from lowbit.wire.json_values import gather_json
 
 if TYPE_CHECKING:
     from lowbit.train.trainer import Trainer

@@ -26,8 +26,8 @@ from lowbit.train.config import TrainConfig
 from lowbit.train.metrics import Work
 from lowbit.train.stages import Pipeline
 from lowbit.wire.errors import AgreementError, first_line
-from lowbit.wire.objects import gather_json
-from lowbit.wire.sent import note_sent
+from lowbit.wire.json_values import gather_json
+from lowbit.wire.sent_bytes import note_sent
 
 log = logging.getLogger(__name__)
 

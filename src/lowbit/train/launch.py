@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from lowbit.job.launch import LaunchError, start_all, start_one
-from lowbit.job.process import USAGE, Program
+from lowbit.job.process import USAGE, RankProgram
 from lowbit.train.checkpoints.manifest import newest_step
 from lowbit.train.config import TrainConfig
 from lowbit.train.summary import Summary, read_summary
@@ -72,10 +72,10 @@ def start_one_rank(config: TrainConfig) -> None:
     start_one(_program(config))
 
 
-def _program(config: TrainConfig) -> Program:
+def _program(config: TrainConfig) -> RankProgram:
     from lowbit.train.device import threads_per_rank
 
-    return Program(
+    return RankProgram(
         module="lowbit.train.worker",
         order=json.dumps(json.loads(config.to_json())),
         timeout=config.run.timeout_seconds,

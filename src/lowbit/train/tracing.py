@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lowbit.train.folder import RunFolder
+from lowbit.wire.json_values import gather_json
 from lowbit.wire.messages import Messages
-from lowbit.wire.objects import gather_json
 from lowbit.wire.probe import Trip, round_trip
 from lowbit.wire.trace import Span, Trace
 

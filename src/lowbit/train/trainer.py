@@ -36,8 +36,8 @@ from lowbit.train.stages import Pipeline
 from lowbit.train.tied import TiedWeights
 from lowbit.wire.checksum import secret_facts
 from lowbit.wire.groups import new_group
-from lowbit.wire.objects import gather_json
-from lowbit.wire.sent import sent_so_far
+from lowbit.wire.json_values import gather_json
+from lowbit.wire.sent_bytes import sent_so_far
 from lowbit.wire.sums import SUMS, Sums
 from lowbit.wire.trace import Trace, span
 

@@ -9,8 +9,8 @@ An agreement is a board in the store. Each rank appends one line, which waits fo
 all have. A rank that gives up appends a line, too: the agreement has failed if it comes before the last statement. So
 no rank is special, and all conclude the same. Ranks that start together need at most two round trips to the store.
 
-A rank that comes later reads the same. So where an agreement has failed, the process that keeps the store does not end
-before every rank has read how, or the time limit is over (`stay`).
+A rank that comes later reads the same outcome. So if an agreement has failed, the process that keeps the store does not
+end before every rank has read why, or the time limit is over (`stay`).
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from lowbit.wire.groups import next_round, plain, rank_names
 from lowbit.wire.statements import Facts, Ledger, Statements, listed
 from lowbit.wire.store import Board, BoundedStore, is_kept_here, wait_until
 
-_LINGER = 5.0  # seconds that the rank with the store stays before it raises, so that those that came can read the same
-_QUIET_SECONDS = 2.0  # of staying for others before a line says so
-_GRACE = 1.0  # seconds that members in conflict wait for others, to show the whole of it
-# Seconds between two looks at the board: a share of those waited.
+_LINGER = 5.0  # seconds that the rank with the store stays before it raises, so that the others can read the outcome
+_QUIET_SECONDS = 2.0  # seconds of staying for others before a log line reports it
+_GRACE = 1.0  # seconds that members in conflict wait for others, so that the error shows all contradictions
+# Seconds between two reads of the board: this share of the time waited so far, within the bounds.
 _SHORTEST, _LONGEST, _SHARE = 0.01, 0.5, 0.1
 
 log = logging.getLogger(__name__)
 
-_unread: list[tuple[Board, list[str], float]] = []  # of failed agreements whose store is here: names of ranks, deadline
+_unread: list[tuple[Board, list[str], float]] = []  # failed agreements in a store kept here: board, ranks, deadline
 
 _ledgers: weakref.WeakKeyDictionary[dist.ProcessGroup, Ledger] = weakref.WeakKeyDictionary()
 
@@ -52,7 +52,7 @@ def agree(
         group: the ranks concerned; None: the default group.
         facts: what this rank states; a string is the only fact, named after the topic.
         timeout: seconds to wait for the other ranks.
-        topic: tells agreements about different things in the same group apart.
+        topic: distinguishes agreements about different things in the same group.
 
     Raises:
         AgreementError: two ranks state different values under one name, or a rank did not come in time.
@@ -64,12 +64,12 @@ def agree(
 
 
 class Agreement:
-    """One comparison among members, of which a rank may speak for several (the stages of a pipeline), or for none.
+    """One comparison among members. A rank may speak for several of them (the stages of a pipeline), or for none.
 
     Args:
         group: process group whose store carries the facts.
         topic: unique among the agreements of this group, and the same on every rank.
-        timeout: seconds to wait for the other ranks, and that each call of the store may take.
+        timeout: seconds to wait for the other ranks, and limit of each call of the store.
     """
 
     def __init__(self, group: dist.ProcessGroup, topic: str, timeout: float) -> None:
@@ -87,14 +87,14 @@ class Agreement:
         """State facts, wait for those of all ranks, and compare them; to be called by every rank of the group, once.
 
         Args:
-            facts: of all members that this rank speaks for, by their numbers.
-            names: of all members, for errors; numbers count from 0.
+            facts: facts of all members that this rank speaks for, by member number.
+            names: names of all members, for errors; numbers count from 0.
 
         Returns:
             The facts of all members, by number.
 
         Raises:
-            AgreementError: a contradiction, or members that stated nothing in time; the same text on every rank.
+            AgreementError: a contradiction, or members stated nothing in time; the same text on every rank.
             PeerError: the store did not answer in time.
         """
         self._state(facts, names, self._ledger.begin(self._key, len(self._ranks)))
@@ -103,10 +103,10 @@ class Agreement:
     def look(self, facts: Mapping[int, Facts], names: Sequence[str]) -> None:
         """State facts, and compare them with those that others have stated so far, without waiting for any.
 
-        Beside a call that should end by itself: others may never state anything. Call `forget` once it is over.
+        For use during a call that should end by itself: others may never state anything. Call `forget` afterwards.
 
         Raises:
-            AgreementError, PeerError: as `exchange`, which others may be in.
+            AgreementError, PeerError: as `exchange`, in which others may be waiting.
         """
         if not self._stated:
             self._state(facts, names)
@@ -115,18 +115,18 @@ class Agreement:
             self._conclude(names)
 
     def forget(self) -> None:
-        """Delete the board after `look`; that of an `exchange` is deleted in a later one."""
+        """Delete the board after `look`; that of an `exchange` is deleted during a later one."""
         self._store.delete_key(self._key)
 
     def linger(self) -> None:
-        """Note that this rank knows how it ended; where this process keeps the store, stay until the others do.
+        """Note that this rank has read the outcome; if this process keeps the store, stay until the others have, too.
 
-        After an `exchange` whose outcome is an error; to be called by every rank. Returns once all that came know it;
-        the process then ends once all know it.
+        Every rank calls it after an `exchange` that failed. It returns once all ranks that came have read the outcome;
+        the process then ends once all ranks have (`stay`).
         """
         with contextlib.suppress(RuntimeError):  # the store has gone already
             self._board.append(left=self._rank)
-        # No other rank asks again: the store may go as soon as all have left, and PyTorch would print lines of C++.
+        # A rank that has left reads no more. If the store went before, PyTorch would print lines of C++ in the others.
         if is_kept_here(self._kept):
             board = Board(self._kept, self._key)  # without threads, which cannot start while this process ends
             wait_until(lambda: not _read(board, self._ranks).unaware(), _LINGER, pause=_SHORTEST)
@@ -134,7 +134,7 @@ class Agreement:
                 _unread.append((board, self._ranks, self._deadline))
 
     def give_up(self, why: str) -> None:
-        """Instead of `exchange`: end it for the ranks that are waiting in it, with an error of this text."""
+        """Fail the agreement, instead of joining `exchange`: ranks that wait in it raise an error with this text."""
         with contextlib.suppress(RuntimeError):  # the store has gone already
             self._board.append(ended=why)
 
@@ -147,7 +147,7 @@ class Agreement:
         return _read(self._board, self._ranks)
 
     def _conclude(self, names: Sequence[str]) -> dict[int, Facts]:
-        """Read until all ranks have stated something, one gave up, or this one does."""
+        """Read the board until all ranks have stated something, one has given up, or this one gives up."""
         start = time.monotonic()
         deadline, in_conflict, given_up = start + self._timeout, False, ""
         while True:
@@ -163,9 +163,9 @@ class Agreement:
             if ended := statements.ended or given_up:
                 self._fail(ended, statements)
             now = time.monotonic()
-            if problem and not in_conflict:  # hardly wait for the others
+            if problem and not in_conflict:  # wait only a little longer for the others
                 in_conflict, deadline = True, min(deadline, now + _GRACE)
-            if now >= deadline:  # unless the last statement comes first
+            if now >= deadline:  # give up; does not count if the last statement gets onto the board before this line
                 absent = f"{listed(statements.missing(names))} did not report within {self._timeout:g} s: not started, "
                 given_up = problem or absent + "ended early, busy for longer than that, or set up for something else"
                 self._board.append(ended=given_up)
@@ -180,31 +180,31 @@ class Agreement:
 
     def _end(self, statements: Statements) -> None:
         read_by_all = self._ledger.end(self._key, self._rank, statements)
-        if self._rank == 0:  # most often near the store, so that this takes least
+        if self._rank == 0:  # usually the rank closest to the store
             for key in read_by_all:
                 self._store.delete_key(key)
 
 
 @atexit.register
 def stay() -> None:
-    """Keep the store reachable for ranks that have not come yet to an agreement that has failed; before this ends.
+    """Before this process ends, keep its store reachable for ranks that have yet to read of a failed agreement.
 
-    For each at most as long as ranks wait for each other there.
+    For each agreement, wait at most until its own time limit is over.
     """
     start = time.monotonic()
     with contextlib.suppress(RuntimeError, KeyboardInterrupt):
         while _unread:
             board, ranks, deadline = _unread.pop()
-            told = False
+            announced = False
             while (late := _strangers(board, ranks)) and (left := deadline - time.monotonic()) > 0:
-                if not told and time.monotonic() > start + _QUIET_SECONDS:
+                if not announced and time.monotonic() > start + _QUIET_SECONDS:
                     log.warning("staying up to %.0f s, so that %s can read why the run ended", left, listed(late))
-                    told = True
+                    announced = True
                 time.sleep(_LONGEST / 5)
 
 
 def _strangers(board: Board, ranks: Sequence[str]) -> list[str]:
-    """Ranks that do not know how an agreement ended; none if its board is gone."""
+    """Names of ranks that have not read the outcome of an agreement; empty if its board is gone."""
     statements = _read(board, ranks)
     return statements.absent() if statements.came or statements.ended else []
 

@@ -1,12 +1,12 @@
-"""Eight bytes behind every message tell whether it is the one that was sent, and the one that was expected.
+"""Checksums: eight bytes after every message show whether it arrived as it was sent, and is the expected one.
 
 A checksum covers the payload, the message's place (sender, receiver and a counter that both ends count alike), and the
-run's secret, if the environment variable LOWBIT_SECRET holds one. So it reveals bits that changed on the way, a message
-of another step or place, and one from somebody who does not know the secret. It is no message authentication code:
-it does not withstand somebody who reads the traffic and computes.
+run's secret, if the environment variable LOWBIT_SECRET holds one. So it detects bits that changed on the way, a message
+of another step or place, and one from a sender who does not know the secret. It is not a message authentication code:
+an attacker who can read the traffic can forge it.
 
 On the host the checksum is XXH3 (64 bits). Messages that arrive on a device (NCCL, and PyTorch's collectives) have one
-of plain integer operations there, which no host waits for: `Verdicts` keeps the outcomes and reads all at once.
+made of integer operations on the device. The host does not wait for it: `Verdicts` collects the outcomes.
 """
 
 from __future__ import annotations
@@ -28,35 +28,35 @@ from lowbit.wire.errors import PeerError
 CHECKSUM_BYTES = 8
 """Bytes that follow the payload in a message."""
 SECRET = "LOWBIT_SECRET"
-"""Environment variable with the secret of a run, which all of its ranks know."""
+"""Environment variable that holds the secret shared by all ranks of a run."""
 ATTEMPT = "LOWBIT_ATTEMPT"
-"""Environment variable with the name of an attempt at a run, from a launcher that starts all of its ranks."""
-_attempt = ""  # of this process's last meeting
+"""Environment variable that holds the name of an attempt, set by a launcher that starts all ranks of the run."""
+_attempt = ""  # name of the attempt, from this process's last meeting
 _WORD = 8  # bytes that the checksum on a device takes at a time
 _LOW_HALF = 0xFFFFFFFF
-_MOST_SEARCHED = 1 << 20  # bytes in which `Checksums.end_of` looks: half a second
+_MOST_SEARCHED = 1 << 20  # bytes that `Checksums.end_of` searches, which takes half a second
 _ODD = (0x1E3779B97F4A7C15, 0x42B2AE3D27D4EB4F, 0x165667B19E3779F9)
 
 
 class DamagedError(PeerError):
-    """A message did not arrive as it was sent, or is not the expected one.
+    """Raised when a message did not arrive as it was sent, or is not the expected one.
 
     Attributes:
-        rank: the rank, within the group, that the message came from.
+        rank: the sender's rank within the group.
     """
 
 
 class Checksums:
-    """Checksums of the messages of one conversation: the same at both ends.
+    """Checksums of the messages of one conversation; both ends make an equal object.
 
-    A message is uint8, one dimension, contiguous: the payload and `room` bytes behind it.
+    A message is a 1-D contiguous uint8 tensor: the payload, then `room` bytes for the checksum.
 
     Args:
-        topic: of the messages; those of other topics do not fit.
-        enabled: False: messages are payloads and nothing else.
+        topic: name of the conversation; messages of other topics are detected as damaged.
+        enabled: if False, messages are payloads without a checksum.
 
     Attributes:
-        room: bytes behind each payload: 8, or 0.
+        room: bytes after each payload: 8, or 0 if not enabled.
     """
 
     def __init__(self, topic: str, *, enabled: bool = True) -> None:
@@ -65,20 +65,20 @@ class Checksums:
         self._base = xxhash.xxh3_64_intdigest(topic.encode(), seed=_key_of(run_secret()))
 
     def seal(self, message: Tensor, *place: int) -> None:
-        """Fill the last bytes of a message on the host. `place`: which of the conversation's messages it is."""
+        """Write the checksum into the last bytes of a host message; `place` identifies it in the conversation."""
         if self.enabled:
             view = message.numpy().data
             view[-self.room :] = self._digest(view, place)
 
     def intact(self, message: Tensor, *place: int) -> bool:
-        """Whether a message on the host is the one that was sent, and is the one of this place."""
+        """Whether a host message is as it was sent, and belongs to this place."""
         if not self.enabled:
             return True
         view = message.numpy().data
         return view[-self.room :] == self._digest(view, place)
 
     def end_of(self, memory: Tensor, *place: int) -> int | None:
-        """Length of the message of this place at the start of `memory`, found by its checksum; None without success."""
+        """Length of this place's message at the start of `memory`, found by its checksum; None if there is none."""
         if not self.enabled:
             return None
         view, digest = memory.numpy().data, xxhash.xxh3_64(seed=self._seed(place))
@@ -89,13 +89,13 @@ class Checksums:
         return None
 
     def seal_there(self, message: Tensor, *place: int) -> None:
-        """As `seal`, by operations on the message's device, for `damage_there` at the other end."""
+        """Do as `seal`, with operations on the message's device; the receiver checks with `damage_there`."""
         if self.enabled:
             checksum = _sum_words(message[: -self.room], self._seed(place))
             message[-self.room :].copy_(checksum.view(torch.uint8))
 
     def damage_there(self, message: Tensor, *place: int) -> Tensor:
-        """Whether a message is not the one that was sent: bool (1,), on its device, with no wait for the answer."""
+        """Whether a message is damaged: bool (1,) on its device, so that the host need not wait."""
         if not self.enabled:
             return torch.zeros(1, dtype=torch.bool, device=message.device)
         checksum = _sum_words(message[: -self.room], self._seed(place))
@@ -109,25 +109,25 @@ class Checksums:
 
 
 class Verdicts:
-    """Outcomes on a device that the host has not read yet."""
+    """Outcomes of checksums that are still on a device."""
 
     def __init__(self) -> None:
         self._noted: list[tuple[Tensor, str, int]] = []
 
     def note(self, damage: Tensor, about: str, rank: int) -> None:
-        """Keep an outcome of `Checksums.damage_there`. about, rank: as for `damaged`."""
+        """Add an outcome of `Checksums.damage_there`. about, rank: as for `damaged`."""
         self._noted.append((damage, about, rank))
 
     def together(self) -> Tensor | None:
-        """Whether any message is damaged: bool (), on the device; None if nothing was noted. Forgets the outcomes."""
+        """Whether any message is damaged: bool () on the device, None if nothing was noted. Clears the outcomes."""
         noted, self._noted = self._noted, []
         return torch.cat([damage for damage, _, _ in noted]).any() if noted else None
 
     def settle(self) -> None:
-        """Wait for all outcomes, and forget them.
+        """Wait for all outcomes, and clear them.
 
         Raises:
-            DamagedError: about the first message that is damaged.
+            DamagedError: a message is damaged; the error names the first one.
         """
         noted, self._noted = self._noted, []
         if not noted:
@@ -139,7 +139,7 @@ class Verdicts:
 
 
 def damaged(about: str, rank: int) -> DamagedError:
-    """The error about a message. about: the message and its sender, in words; rank: the sender's in the group."""
+    """Build the error for a message. about: describes the message and its sender; rank: the sender's, in the group."""
     return DamagedError(
         f"{about} is damaged: it does not fit the checksum behind it; bytes changed on the way, or it is the message "
         "of another step or place",
@@ -148,12 +148,12 @@ def damaged(about: str, rank: int) -> DamagedError:
 
 
 def agreed_facts(checksums: bool) -> dict[str, str]:
-    """Facts that all ranks must agree on so that checksums fit: whether there are any, and which secret."""
+    """Facts that all ranks must agree on for checksums to match: whether they are on, and the secret's digest."""
     return {"checksums": "on" if checksums else "off", **secret_facts()}
 
 
 def secret_facts() -> dict[str, str]:
-    """Which secret this process has, so that ranks can compare it; nobody learns the secret from that."""
+    """A digest of this process's secret for ranks to compare; it does not reveal the secret."""
     if not (secret := run_secret()):
         return {SECRET: "not set"}
     key = hashlib.sha256(secret).digest()
@@ -168,23 +168,23 @@ def check_checksums(value: object) -> None:
 
 
 def sealed_bytes(nbytes: int, checksums: bool = True) -> int:
-    """Bytes of a message with such a payload; an empty one is not sent."""
+    """Bytes of a message with a payload of `nbytes`; 0 for an empty payload, which is not sent."""
     return nbytes + CHECKSUM_BYTES if nbytes and checksums else nbytes
 
 
 def run_secret() -> bytes:
-    """The run's secret as this process was given it; empty without one."""
+    """The run's secret from the environment; empty if there is none."""
     return os.environ.get(SECRET, "").encode()
 
 
 def begin_attempt(name: str) -> None:
-    """Note the name of the attempt at a run that this process is part of, on which all of its ranks agree."""
+    """Set the name of the attempt that this process is part of; all ranks of the attempt use the same."""
     global _attempt
     _attempt = name
 
 
 def this_attempt() -> str:
-    """The name of this attempt: a launcher's, else one that the ranks drew together, else torchrun's count."""
+    """Name of this attempt: set by a launcher, else agreed when the ranks met, else torchrun's restart count."""
     return os.environ.get(ATTEMPT) or _attempt or os.environ.get("TORCHELASTIC_RESTART_COUNT") or "0"
 
 
@@ -194,22 +194,22 @@ def signature(secret: bytes, *said: Any) -> str:
 
 
 def is_signed(written: object, secret: bytes, *said: Any) -> bool:
-    """Whether `written` is the signature of these values by somebody who knows the secret."""
+    """Whether `written` is the signature of these values with this secret."""
     return isinstance(written, str) and hmac.compare_digest(written.encode(), signature(secret, *said).encode())
 
 
 @functools.cache
 def _key_of(secret: bytes) -> int:
-    """64 bits of a secret; 0 without one."""
+    """Derive a 64-bit key from a secret; 0 without one."""
     return int.from_bytes(hashlib.sha256(b"lowbit checksums" + secret).digest()[:8]) if secret else 0
 
 
 def _sum_words(payload: Tensor, seed: int) -> Tensor:
-    """A checksum by PyTorch's integer operations, modulo 2^64: int64 (1,), the same on every device.
+    """Compute a checksum with PyTorch's integer operations, modulo 2^64: int64 (1,), the same on every device.
 
-    Each word of 8 bytes is mixed so that each of its bits reaches the lower half, and counts with an odd weight of its
-    place. A change within one word is always noticed; other changes, and words that swap places, are missed once in
-    billions.
+    Each word of 8 bytes is mixed so that each of its bits reaches the lower half, and is multiplied by an odd weight
+    that depends on its position. A change within one word is always detected; other changes, and words that swap
+    positions, are missed once in billions.
     """
     if payload.storage_offset() % _WORD:
         payload = payload.clone()
@@ -230,7 +230,7 @@ def _sum_words(payload: Tensor, seed: int) -> Tensor:
 
 @functools.cache
 def _weights(count: int, device: torch.device) -> Tensor:
-    """Odd numbers, one for each place of a word."""
+    """Odd weights, one for each word position."""
     with torch.inference_mode(False):
         places = torch.arange(1, count + 1, device=device) * _ODD[2]
         places = (places ^ ((places >> 29) & 0x7FFFFFFFF)) * _ODD[0]

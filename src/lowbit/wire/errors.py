@@ -1,4 +1,4 @@
-"""Errors that several ranks have a part in, and errors in words."""
+"""Errors that involve several ranks, and formatting of errors."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from lowbit.terminal import lines
 
 
 class PeerError(RuntimeError):
-    """A peer ended, or did not answer in time.
+    """Raised when a peer ended, or did not answer in time.
 
     Attributes:
-        rank: the rank, within the group, that failed first as far as can be told; -1 where it cannot be.
+        rank: the rank, within the group, that appears to have failed first; -1 if unknown.
     """
 
     def __init__(self, message: str, rank: int) -> None:
-        super().__init__(lines(message))  # others wrote parts of it
+        super().__init__(lines(message))  # parts of it come from other ranks
         self.rank = rank
 
 
 class AgreementError(RuntimeError):
-    """The ranks contradict each other, or some never came; the same text on every rank."""
+    """Raised when ranks contradict each other, or some never came; the same text on every rank."""
 
     on_all_ranks = True
 
@@ -27,12 +27,12 @@ class AgreementError(RuntimeError):
 
 
 def described(error: BaseException) -> str:
-    """An error on one line, behind its cause: PyTorch's schedules wrap the errors of a model."""
+    """Format an error as one line, its cause first: PyTorch's schedules wrap the errors of a model."""
     text = f"{type(error).__name__}: {' '.join(str(error).split())}"
     return text if error.__cause__ is None else f"{described(error.__cause__)}; {text}"
 
 
 def first_line(error: BaseException) -> str:
-    """The type of an error and the first line of its message."""
+    """Format an error as its type and the first line of its message."""
     text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__

@@ -1,12 +1,12 @@
 """Find the rank that failed first, from the neighbour that a rank sees fail.
 
 When a rank ends, only its neighbours notice; they end in turn, and the next ones see *them* go. Each rank that gives up
-therefore writes on a board in the store of the process group, "I gave up on rank s", and follows the notes of others
-from its own suspect on. The rank at the end of that chain wrote none: it is the one that died or hangs. Or it wrote why
-it could not go on itself, and the others say the same.
+therefore writes "I gave up on rank s" on a board in the store of the process group, and follows the notes of others,
+starting from its own suspect. The rank at the end of that chain either wrote no note, so it is the one that died or
+hangs, or it wrote why it could not continue, and the others report that reason.
 
-A note also states the lengths of the messages that are under way between the two ranks (`Letter`). Where both ends of a
-message state different lengths, they have waited for each other in vain, and both say so.
+A note also states the lengths of the messages that are under way between the two ranks (`Letter`). If both ends of a
+message state different lengths, they have waited for each other in vain, and both report the two lengths.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from lowbit.wire.errors import AgreementError, PeerError, described
 from lowbit.wire.groups import is_known, job_ranks
 from lowbit.wire.store import Board, bounded, wait_until
 
-_CLOSED_GRACE = 0.5  # seconds for the note of a suspect that gave up on somebody itself to arrive
+_CLOSED_GRACE = 0.5  # seconds to wait for the note of a suspect that has itself given up on another rank
 _POLL = 0.05
-_MOST_CHARACTERS = 2000  # of a reason
-_MOST_LETTERS = 256  # that a note states the lengths of
-_LINGER = 5.0  # seconds at most that the rank with the store stays for the others to read it
+_MOST_CHARACTERS = 2000  # of a reason in a note
+_MOST_LETTERS = 256  # message lengths in a note
+_LINGER = 5.0  # most seconds that the rank with the store stays so that the others can read it
 
 
 class FailureBoard:
@@ -40,21 +40,21 @@ class FailureBoard:
     Args:
         group: the ranks concerned. topic: unique among the boards of this group, and the same on every rank.
         names: of the ranks of the group, for errors.
-        timeout: seconds from the start of a wait in vain to the error.
+        timeout: seconds from the start of a failed wait to the error.
     """
 
     def __init__(self, group: dist.ProcessGroup, topic: str, names: Sequence[str], timeout: float) -> None:
         key = f"lowbit/failure/{topic}"
         self._board = Board(group.get_group_store(), key)
-        # Groups of other makers, such as torchft's, join processes of several runs, each with attempts of its own.
+        # Groups not made by torch.distributed (torchft's) join processes of several runs, each with its own attempts.
         self._place = (this_attempt() if is_known(group) else "", key)
         self.topic = topic
         self._names = list(names)
         self._rank = group.rank()
         self._timeout = timeout
-        self._blames = self._gave_up = False  # a note says on whom, or why
+        self._blames = self._gave_up = False  # whether this rank has written on whom, or why, it gave up
         self.letters: weakref.WeakKeyDictionary[Letter, None] = weakref.WeakKeyDictionary()  # under way; oldest first
-        # Unless a launcher does, the job's first rank hosts the store; it need not be in this group.
+        # If no launcher hosts the store, the job's first rank does; that rank need not be in this group.
         ranks = job_ranks(group)
         self._host = ranks.index(0) if 0 in ranks else None
 
@@ -65,12 +65,12 @@ class FailureBoard:
 
     @property
     def patience(self) -> timedelta:
-        """Limit of a wait; the rest of the timeout is for finding out who is to blame."""
+        """Time limit of a wait; the rest of the timeout is for finding the rank to blame."""
         return timedelta(seconds=0.8 * self._timeout)
 
     @contextlib.contextmanager
     def blaming(self, peer: int) -> Iterator[None]:
-        """Turn a failure of communication with a rank into an error that names whoever failed first.
+        """Turn a communication failure with a rank into an error that names the rank that failed first.
 
         Raises:
             PeerError, AgreementError: as `blame` gives it.
@@ -83,20 +83,20 @@ class FailureBoard:
             raise self.blame(peer, error) from error
 
     def given_up(self) -> int | None:
-        """A rank other than this one that gave up on a peer, or None: to be asked while this rank waits for another.
+        """A rank other than this one that gave up on a peer, or None; polled while this rank waits for another.
 
         Raises:
-            RuntimeError, TimeoutError: the store has gone, or does not answer.
+            RuntimeError, TimeoutError: the store is gone, or does not answer.
         """
         notes, _ = bounded(self._read, 0.2 * self._timeout)
         return next((rank for rank in notes if rank != self._rank), None)
 
     def give_up(self, error: BaseException, sever: Callable[[], None]) -> None:
-        """Write why this rank cannot go on, then end its connections, so that the others look for the reason.
+        """Write why this rank cannot continue, then close its connections, so that the others look for the reason.
 
         Args:
             error: the reason; not written if this rank has blamed another, or given up before.
-            sever: ends the connections.
+            sever: closes the connections.
         """
         if self._blames or self._gave_up:
             return sever()
@@ -110,10 +110,10 @@ class FailureBoard:
             _within(0.2 * self._timeout, lambda: self._linger(self._rank, min(_LINGER, 0.1 * self._timeout)))
 
     def blame(self, suspect: int, cause: Exception | None) -> RuntimeError:
-        """Find out who failed, after communication with rank `suspect` failed with `cause` (None: it has given up).
+        """Find the rank that failed, after communication with `suspect` failed with `cause` (None: it has given up).
 
         Returns:
-            `PeerError`; `AgreementError` where that is why the first rank gave up.
+            `PeerError`, or `AgreementError` if that is why the first rank gave up.
         """
         self._blames, silent = True, "timed out" in str(cause or "").lower()
         trace = _Trace([suspect])
@@ -124,7 +124,7 @@ class FailureBoard:
             return PeerError(trace.conflict, suspect)
         if trace.note.get("agreement"):
             error = AgreementError(trace.note["reason"][:_MOST_CHARACTERS])
-            error.on_all_ranks = False  # those that wait for this one do not know it yet
+            error.on_all_ranks = False  # ranks that wait for this one have not raised it yet
             return error
         if trace.note:
             return PeerError(f"{self._names[culprit]} gave up: {trace.note['reason'][:_MOST_CHARACTERS]}", culprit)
@@ -135,12 +135,12 @@ class FailureBoard:
         if not trace.finished and suspect != self._host:
             host = "the job's rank 0" if self._host is None else self._names[self._host]
             text += f"; so did the store, which {host} hosts unless a launcher does"
-        # Gloo wraps the reason in a source position and advice.
+        # Remove the source position and the advice that Gloo puts around the reason.
         reason = re.sub(r"^\[[^]]*\] |\. This is typically.*", "", str(cause or "its note"))
         return PeerError(f"{text} (seen by {self._names[self._rank]}: {reason})", culprit)
 
     def _follow(self, trace: _Trace, silent: bool) -> None:
-        """Extend the chain for as long as new notes may come, and keep the reason that its last rank left."""
+        """Extend the chain while new notes may arrive, and keep the reason that its last rank wrote."""
         chain = trace.chain
         letters = [letter for letter in list(self.letters) if letter.route.peer == chain[0]][:_MOST_LETTERS]
         lengths = [[letter.route.channel, letter.incoming, letter.nbytes] for letter in letters]
@@ -155,7 +155,7 @@ class FailureBoard:
                     break
                 silent = silent or bool(note["silent"])
                 if note["suspect"] in (self._rank, *chain):
-                    break  # they wait for each other
+                    break  # a cycle: these ranks wait for each other
                 chain.append(note["suspect"])
             grace = 0.1 * self._timeout if silent else _CLOSED_GRACE
             if trace.conflict or trace.note or time.monotonic() > start + grace:
@@ -164,16 +164,16 @@ class FailureBoard:
         self._write(seen=self._rank)
         trace.finished = True
         if self._rank == self._host:
-            culprit = self._rank if trace.conflict else chain[-1]  # both ends of that message read the notes
+            culprit = self._rank if trace.conflict else chain[-1]  # after a conflict both ends still read the notes
             self._linger(culprit, min(_LINGER, (0.1 if silent else 0.5) * self._timeout))
 
     def _conflict(self, letters: Sequence[Letter], note: dict[str, Any]) -> str:
-        """The first message whose length differs from what its other end states in a note; empty if there is none."""
+        """Describe the first message whose other end states another length in its note; empty if there is none."""
         stated: dict[tuple[int, bool], int] = {}
         for line in note.get("lengths", ()) if note.get("suspect") == self._rank else ():
             match line:
                 case [int(channel), bool(incoming), int(nbytes)]:
-                    stated.setdefault((channel, incoming), nbytes)  # the oldest one
+                    stated.setdefault((channel, incoming), nbytes)  # keeps the oldest
         for letter in letters:
             theirs = stated.pop((letter.route.channel, not letter.incoming), letter.nbytes)
             if theirs != letter.nbytes:
@@ -183,7 +183,7 @@ class FailureBoard:
         return ""
 
     def _linger(self, culprit: int, seconds: float) -> None:
-        """Stay until all others have read the notes: the store may be in this process."""
+        """If this process keeps the store, wait until all others have read the notes."""
         others = set(range(len(self._names))) - {culprit}
         wait_until(lambda: others <= self._read()[1], seconds)
 
@@ -191,9 +191,9 @@ class FailureBoard:
         self._board.append(**note, signature=signature(run_secret(), *self._place, note))
 
     def _read(self) -> tuple[dict[int, dict[str, Any]], set[int]]:
-        """The last note of each rank, and the ranks that are done reading; lines that no rank signed are ignored."""
+        """Return each rank's last note and the ranks that are done reading; unsigned lines are ignored."""
         notes: dict[int, dict[str, Any]] = {}
-        seen: set[int] = set()
+        done: set[int] = set()
         for line in self._board.entries():
             if not is_signed(line.pop("signature", None), run_secret(), *self._place, line):
                 continue
@@ -201,10 +201,10 @@ class FailureBoard:
             if not self._is_rank(rank):
                 continue
             if "seen" in line:
-                seen.add(rank)
+                done.add(rank)
             elif isinstance(line.get("reason"), str) or ("silent" in line and self._is_rank(line.get("suspect"))):
                 notes[rank] = line
-        return notes, seen
+        return notes, done
 
     def _is_rank(self, value: object) -> bool:
         return type(value) is int and 0 <= value < len(self._names)
@@ -212,7 +212,7 @@ class FailureBoard:
 
 @dataclass(frozen=True)
 class Route:
-    """The other rank within the group, and the channel of a message (`lowbit.wire.tags`); and its name in errors."""
+    """Peer (rank within the group) and channel (`lowbit.wire.tags`) of a message, and its name in errors."""
 
     peer: int
     channel: int
@@ -221,11 +221,11 @@ class Route:
 
 @dataclass(eq=False)
 class Letter:
-    """A message that is under way, for the length that each of its ends states if it never arrives.
+    """A message under way. If it never arrives, each of its ends states its length on the failure board.
 
     Attributes:
-        board: that it is noted on until it is `done`.
-        nbytes: of the message with its checksum, as the receiver expects it. incoming: whether this rank receives it.
+        board: the failure board that lists it until it is `done`.
+        nbytes: length with the checksum, as the receiver expects it. incoming: whether this rank receives it.
     """
 
     board: FailureBoard
@@ -237,20 +237,20 @@ class Letter:
         self.board.letters[self] = None
 
     def done(self) -> None:
-        """It has arrived."""
+        """Take the message off the board's list: it has arrived."""
         self.board.letters.pop(self, None)
 
 
 def wrong_length(about: str, sent: int, receiver: str, expected: int) -> str:
-    """Text of the error about a message with another length than its receiver expects."""
+    """Format the error for a message whose length is not the one that its receiver expects."""
     return f"{about} has {sent} bytes with its checksum; {receiver} expects {expected}"
 
 
 @dataclass
 class _Trace:
-    """Ranks that gave up on each other, the note in which the last one gives its reason, and whether that is all.
+    """A chain of ranks that gave up on each other, the last one's note with its reason, and whether it is complete.
 
-    conflict: what two ends of a message state about its length, in words.
+    conflict: description of a message whose ends state different lengths.
     """
 
     chain: list[int]
@@ -260,7 +260,7 @@ class _Trace:
 
 
 def _within(seconds: float, call: Callable[[], None]) -> bool:
-    """Whether calls of the store end well in time: it may be gone, or on a machine that no longer answers."""
+    """Whether a call of the store succeeds in time: it may be gone, or on a machine that no longer answers."""
     with contextlib.suppress(TimeoutError, RuntimeError):
         bounded(call, seconds)
         return True

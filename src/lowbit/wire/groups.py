@@ -1,7 +1,7 @@
-"""Process groups: the default one, new ones, those of others, and numbers that all ranks of a group count alike.
+"""Process groups: the default one, new ones, foreign ones, and counters that agree on all ranks of a group.
 
-A group of others is one that `torch.distributed` has not made, such as torchft's: PyTorch's functions refuse it, its
-own methods work. It has a store and ranks of its own, and may be there without a default group.
+A foreign group is one that `torch.distributed` has not made, such as torchft's: PyTorch's functions refuse it, its own
+methods work. It has its own store and rank numbers, and may exist without a default group.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ def default_group() -> dist.ProcessGroup:
 
 
 def plain(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The group that carries the bytes: the default one for None, the one inside for a wrapper such as torchft's.
+    """Return the group that carries the bytes: the default one for None, the inner one of a wrapper such as torchft's.
 
-    torchft's wrappers keep it as `parent`, another one after each change of the members.
+    torchft's wrappers keep it as `parent`, and replace it after each change of the members.
 
     Raises:
-        RuntimeError: None, and there is no default group.
-        TypeError: a backend, or no group.
+        RuntimeError: `group` is None, and there is no default group.
+        TypeError: `group` is a backend, or not a process group.
         ValueError: a wrapper that is not connected yet, or a group without a store, such as one in another process.
     """
     group = group or default_group()
@@ -56,12 +56,12 @@ def plain(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def is_known(group: dist.ProcessGroup) -> bool:
-    """Whether `torch.distributed` has made the group, so that its functions take it."""
+    """Whether `torch.distributed` has made the group, so that its functions accept it."""
     return group is dist.group.WORLD or group in dist.distributed_c10d._world.pg_map
 
 
 def job_ranks(group: dist.ProcessGroup) -> list[int]:
-    """Numbers of the group's ranks in the whole job; in a group of others, in the group."""
+    """Global ranks of the group's members; in a foreign group, their ranks in the group."""
     return dist.get_process_group_ranks(group) if is_known(group) else list(range(group.size()))
 
 
@@ -71,16 +71,16 @@ def rank_names(group: dist.ProcessGroup) -> list[str]:
 
 
 def next_round(group: dist.ProcessGroup, name: str) -> int:
-    """0, 1, 2, ... for successive calls with a name: ranks that make the same calls count alike."""
+    """Return 0, 1, 2, ... for successive calls with a name; equal on ranks that make the same calls."""
     counter = _counters.setdefault(group, Counter())
     counter[name] += 1
     return counter[name] - 1
 
 
 def new_group(ranks: list[int] | None = None, *, timeout: float) -> dist.ProcessGroup | None:
-    """A process group of these ranks (None: all), to be called on every rank; None where this rank is not in it.
+    """Make a process group of these ranks (None: all); every rank calls this. None on ranks outside the group.
 
-    `timeout`: of the run, in seconds. PyTorch would give the group 30 minutes.
+    `timeout`: the run's time limit in seconds; PyTorch's default is 30 minutes.
     """
     group = dist.new_group(ranks=ranks, timeout=timedelta(seconds=0.8 * timeout))
     return group if isinstance(group, dist.ProcessGroup) else None

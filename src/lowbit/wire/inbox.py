@@ -1,4 +1,4 @@
-"""Receives over Gloo, posted ahead of the schedule: as many as fit into a window.
+"""Receives over Gloo, posted ahead of the schedule, as many as fit into a window.
 
 Gloo asks the peer before it sends a message without a posted receive, which takes a round trip. So receives are posted
 a bandwidth-delay product ahead: 12.5 MB at 1 Gbit/s and 100 ms.
@@ -16,12 +16,12 @@ from torch import Tensor
 from lowbit.wire.mailbox import Expected, Mailbox, Route
 
 WINDOW_BYTES = 16 << 20
-WINDOW_MESSAGES = 4  # at least so many, whatever their size
+WINDOW_MESSAGES = 4  # fewest messages in a window, whatever their size
 
 
 @dataclass
 class _Window:
-    """Messages that were expected together, and the number and size of those that are posted."""
+    """Messages expected together; number and bytes of those whose receives are posted."""
 
     later: deque[Route] = field(default_factory=deque)
     messages: int = 0
@@ -32,16 +32,16 @@ class Inbox:
     """Messages that a stage will take in a step.
 
     Args:
-        mailbox: receives them. buffer: memory to receive in, as of `Mailbox.expect`.
+        mailbox: receives them. buffer: provides memory to receive in, as for `Mailbox.expect`.
     """
 
     def __init__(self, mailbox: Mailbox, buffer: Callable[[int], Tensor] | None = None) -> None:
         self._mailbox, self._traffic, self._buffer = mailbox, mailbox.traffic, buffer
-        self._expected: dict[Route, tuple[int, _Window]] = {}  # to be posted, with bytes of the payload
+        self._expected: dict[Route, tuple[int, _Window]] = {}  # not posted yet; payload bytes and window of each
         self._posted: dict[Route, tuple[Expected, _Window]] = {}
 
     def expect(self, messages: Iterable[tuple[Route, int]]) -> None:
-        """Post as many as fit into a window of their own, and the others as these are taken."""
+        """Post as many receives as fit into a new window, and the others as these messages are taken."""
         window = _Window()
         for route, size in messages:
             self._expected[route] = size, window
@@ -50,7 +50,7 @@ class Inbox:
 
     @contextlib.contextmanager
     def taking(self, route: Route, size: int) -> Iterator[Expected]:
-        """A message, for the block to wait for; its receive is posted at once if it is not yet."""
+        """Yield a message for the block to wait for; its receive is posted first if it is not yet."""
         if route not in self._posted:
             _, window = self._expected.pop(route, (size, _Window()))
             self._start(route, size, window)
@@ -66,7 +66,7 @@ class Inbox:
     def _fill(self, window: _Window) -> None:
         while window.later:
             route = window.later[0]
-            if route in self._expected:  # nobody has taken it out of order
+            if route in self._expected:  # not already taken out of order
                 size, _ = self._expected[route]
                 whole = size + self._mailbox.checksums.room
                 if window.messages >= WINDOW_MESSAGES and window.nbytes + whole > WINDOW_BYTES:

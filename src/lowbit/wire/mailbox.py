@@ -1,12 +1,12 @@
-"""The one message between two ranks over Gloo: sized, sealed, timed, and blamed on the rank that fails.
+"""Point-to-point messages over Gloo: with a length, a checksum, a time limit, and errors that name the failed rank.
 
-A message is a payload with its checksum behind it (`lowbit.wire.checksum`). Both ends name its channel
-(`lowbit.wire.tags`) and its length. Where they disagree about the length, both get an error that names both lengths:
+A message is a payload followed by its checksum (`lowbit.wire.checksum`). Both ends name its channel
+(`lowbit.wire.tags`) and its length. If they disagree about the length, both get an error that names both lengths:
 
 - Lengths of different size classes have different tags, so the message and the receive never meet. The waits of both
   ends time out, and each end states on the failure board which lengths it waits for (`lowbit.wire.failure`).
-- Lengths of one class fit into the receiver's buffer. The checksum is not where the receiver looks for it; the place
-  where it fits tells the length that was sent. The receiver writes both lengths on the failure board and gives up.
+- Lengths of one class fit into the receiver's buffer. The checksum is not where the receiver expects it; the position
+  where it matches gives the length that was sent. The receiver writes both lengths on the failure board and gives up.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lowbit.wire.errors import PeerError
 from lowbit.wire.failure import FailureBoard, Letter, Route, wrong_length
 from lowbit.wire.traffic import Traffic
 
-_MOST_DEVICES = 8  # network devices of a Gloo group, each with connections of its own
+_MOST_DEVICES = 8  # network devices of a Gloo group, each with its own connections
 
 
 class Mailbox:
@@ -35,9 +35,9 @@ class Mailbox:
 
     Args:
         group: the ranks; messages are on the CPU, and Gloo carries them.
-        checksums: of the conversation.
-        board: finds out who failed; may be set later, but before the first message.
-        traffic: where the seconds of checksums and waits are counted.
+        checksums: checksums of the conversation.
+        board: finds the rank that failed; may be set later, but before the first message.
+        traffic: counts the seconds of checksums and waits.
 
     Attributes:
         group, checksums, board: as given.
@@ -58,10 +58,9 @@ class Mailbox:
         """Seal a message and start to send it to one or several ranks.
 
         Args:
-            message: uint8, one dimension; the last bytes are free for the checksum. Nobody may write to it until it has
-                been sent.
-            place: which message of the conversation it is; the receiver gives the same.
-            expected: bytes of the message that the receiver has posted its receive for; None: those of this one.
+            message: 1-D uint8 whose last bytes are free for the checksum; do not write to it until it has been sent.
+            place: identifies the message in the conversation; the receiver passes the same.
+            expected: bytes that the receiver has posted its receive for; None: the length of this message.
         """
         with self.traffic.timing("checksum_seconds"):
             self.checksums.seal(message, *place)
@@ -76,12 +75,12 @@ class Mailbox:
     ) -> Expected:
         """Post the receive of a message.
 
-        Gloo asks before it sends a message whose receive is not posted yet, which takes a round trip.
+        If the receive is not posted when the message is sent, Gloo needs another round trip.
 
         Args:
-            nbytes: of its payload.
+            nbytes: length of its payload.
             place: as for `send`; may be set later, but before the wait.
-            buffer: returns memory of at least so many bytes to receive in: uint8, one dimension, on the CPU.
+            buffer: called with a number of bytes, returns at least as much memory to receive in: 1-D uint8 on the CPU.
         """
         nbytes += self.checksums.room
         memory = (buffer or partial(torch.empty, dtype=torch.uint8))(tags.capacity(nbytes))
@@ -90,7 +89,7 @@ class Mailbox:
 
 
 class _Failed:
-    """Work that could not start, because the peer has ended: whoever waits for it gets the error."""
+    """Work that could not start because the peer has ended; `wait` raises the error."""
 
     def __init__(self, error: RuntimeError) -> None:
         self._error = error
@@ -108,13 +107,13 @@ def _started(start: Callable[..., dist.Work], *args: Any) -> dist.Work | _Failed
 
 @dataclass(eq=False)
 class Sent(Letter):
-    """A message on its way. `message`: Gloo reads from it until `wait` has returned."""
+    """A message that is being sent. Gloo reads from `message` until `wait` has returned."""
 
     work: dist.Work | _Failed
     message: Tensor
 
     def wait(self) -> None:
-        """Return when the peer has received it.
+        """Wait until the peer has received the message.
 
         Raises:
             PeerError: the peer ended, or did not receive it in time.
@@ -123,7 +122,7 @@ class Sent(Letter):
             self.leave(self.board.patience)
 
     def leave(self, patience: timedelta) -> None:
-        """Like `wait`, with a limit of its own, and Gloo's own error."""
+        """Wait with another time limit, and raise Gloo's own error."""
         self.work.wait(patience)
         self.done()
 
@@ -138,13 +137,13 @@ class Expected(Letter):
     place: tuple[int, ...]
 
     def wait(self, nbytes: int | None = None) -> Tensor:
-        """Return the payload when it has arrived: uint8, one dimension, on the CPU.
+        """Wait for the message and return its payload: 1-D uint8 on the CPU.
 
         Args:
-            nbytes: of the payload, if it is shorter than the receive allows.
+            nbytes: length of the payload, if it is shorter than the receive allows.
 
         Raises:
-            DamagedError: it did not arrive as it was sent.
+            DamagedError: the message did not arrive as it was sent.
             PeerError: the peer ended, or did not send in time, or sent another length.
         """
         checksums, timing = self.mailbox.checksums, self.mailbox.traffic.timing
@@ -164,12 +163,12 @@ class Expected(Letter):
 
 
 def sever(group: dist.ProcessGroup) -> None:
-    """Close all of this rank's connections in a Gloo group, even a destroyed one; whoever waits there fails at once.
+    """Close all of this rank's connections in a Gloo group, even a destroyed one; waits on them fail at once.
 
-    This process goes on, and the store of the group is as usable as before.
+    The process continues, and the store of the group stays usable.
     """
-    # A wait on Gloo that times out closes the connections to all peers, since no half of a message may stay behind.
-    # A connection that is closed already fails without that, so the next peer is tried.
+    # A Gloo wait that times out closes the connections to all peers, so that no half of a message is left behind.
+    # A wait on a connection that is closed already fails without that effect, so the next peer is tried.
     others = [rank for rank in range(group.size()) if rank != group.rank()]
     first = tags.tag(tags.NEVER.first, 0)
     for device in range(_MOST_DEVICES):  # Gloo chooses among its devices by the tag

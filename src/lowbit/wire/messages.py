@@ -1,6 +1,6 @@
-"""Conversations: single messages between two ranks, apart from a pipeline's traffic, with a time limit and a checksum.
+"""Conversations: single messages between two ranks, outside of a pipeline's traffic, with a time limit and a checksum.
 
-Both ends count a conversation's messages. Gloo carries them, from and to the CPU.
+Both ends count a conversation's messages. Gloo carries them between CPUs.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from lowbit.wire import tags
 from lowbit.wire.checksum import Checksums
 from lowbit.wire.failure import FailureBoard
 from lowbit.wire.groups import default_group, next_round, rank_names
+from lowbit.wire.json_values import MOST_BYTES, parse_json
 from lowbit.wire.mailbox import Expected, Mailbox, Route, Sent
-from lowbit.wire.objects import MOST_BYTES, parse_json
-from lowbit.wire.sent import note_sent
+from lowbit.wire.sent_bytes import note_sent
 
 _SIZE_BYTES = 8
 
 
 class Messages:
-    """The messages of one purpose; all ranks of the group make their objects in the same order.
+    """Messages for one purpose; all ranks of the group must create these objects in the same order.
 
     Args:
         group: the ranks, over Gloo; None: the default group.
-        purpose: such as "evaluation", for errors and for the count of what is sent (`lowbit.wire.sent`).
+        purpose: such as "evaluation", for errors and for the count of sent bytes (`lowbit.wire.sent_bytes`).
         timeout: seconds after which a peer that does not answer is an error.
-        checksums: whether 8 bytes behind each payload tell if it arrived as it was sent; the same on all ranks.
+        checksums: whether an 8-byte checksum follows each payload; the same on all ranks.
     """
 
     def __init__(
@@ -43,17 +43,17 @@ class Messages:
         self._names = rank_names(group)
         board = FailureBoard(group, topic, self._names, timeout)
         self._mailbox = Mailbox(group, Checksums(topic, enabled=checksums), board)
-        # Of its own: receives may be posted long before their messages arrive, after those of another purpose.
+        # Own channels: a receive may be posted long before its message, and messages of other purposes arrive first.
         self._channels = tags.CONVERSATIONS.channels(next_round(group, "messages"))
         self._sent: Counter[int] = Counter()
         self._expected: Counter[int] = Counter()
 
     def send(self, payload: Tensor, to: int, *, expected: int | None = None) -> Sent:
-        """Start to send.
+        """Start to send a copy of a tensor.
 
         Args:
-            payload: any tensor, of which a copy travels. to: a rank of the group.
-            expected: bytes of payload that the receiver expects; None: those of this one.
+            payload: any tensor. to: a rank of the group.
+            expected: payload bytes that the receiver expects; None: the size of this one.
 
         Raises:
             PeerError: the peer ended.
@@ -69,12 +69,12 @@ class Messages:
         return sent
 
     def expect(self, nbytes: int, source: int, about: str = "") -> Expected:
-        """Post the receive of the next message of a rank, whose length must be known.
+        """Post the receive of a rank's next message, whose length must be known.
 
-        Gloo sends a message once its receive is posted: one that is not expected yet takes another round trip.
+        Gloo sends a message once its receive is posted; a message that is not expected yet takes another round trip.
 
         Args:
-            nbytes: of its payload. source: a rank of the group. about: its name in errors.
+            nbytes: length of the payload. source: a rank of the group. about: the message's name in errors.
 
         Raises:
             PeerError: the peer ended.
@@ -85,7 +85,7 @@ class Messages:
         return self._mailbox.expect(route, nbytes, (source, self.rank, number))
 
     def _route(self, peer: int, number: int, about: str, sender: int) -> Route:
-        """Where message `number` to or from a peer travels."""
+        """Route of message `number` to or from a peer."""
         name = f"{self._purpose}, {about}, number {number}: the message from {self._names[sender]}"
         return Route(peer, self._channels[number % len(self._channels)], name)
 
@@ -94,11 +94,11 @@ class Messages:
         return self.expect(nbytes, source, about).wait()
 
     def send_json(self, value: Any, to: int) -> None:
-        """Send a value as JSON, and wait until the peer has it; two messages, of 8 bytes and of the text.
+        """Send a value as JSON in two messages, its length and the text, and wait until the peer has both.
 
         Raises:
-            TypeError: JSON cannot hold `value`.
-            ValueError: a text of more than 64 MiB.
+            TypeError: `value` is not serializable as JSON.
+            ValueError: the text is longer than 64 MiB.
             PeerError: the peer ended, or did not receive it in time.
         """
         text = json.dumps(value).encode()
@@ -110,11 +110,11 @@ class Messages:
         body.wait()
 
     def receive_json(self, source: int, about: str = "") -> Any:
-        """The value that a rank sent with `send_json`.
+        """Receive a value that a rank sent with `send_json`.
 
         Raises:
             DamagedError, PeerError: as `receive`.
-            ValueError: a length that is not allowed, or no JSON.
+            ValueError: the length is not allowed, or the text is not JSON.
         """
         size = int(self.receive(_SIZE_BYTES, source, about).view(torch.int64))
         if not 0 < size <= MOST_BYTES:

@@ -1,10 +1,10 @@
-"""Sends over Gloo: a thread waits for them, so that each message is released when its peer has it.
+"""Sends over Gloo: a thread waits for them, so that the memory of each message is released once its peer has it.
 
-Gloo reports a finished send only to a thread that waits for it. The outbox's thread waits without a
-limit: in a long step, a peer may take a message minutes after it was sent. Only `drain` has a limit.
+Gloo reports a finished send only to a thread that waits for it. The outbox's thread waits without a time limit: in a
+long step, a peer may receive a message minutes after it was sent. Only `drain` has a limit.
 
-A thread that comes back from Gloo while the interpreter ends would crash the process. So messages that are still being
-sent at exit are given up before, by closing this rank's connections in the group (`sever`).
+A thread that returns from Gloo while the interpreter shuts down would crash the process. So messages that are still
+being sent at exit are abandoned first, by closing this rank's connections in the group (`sever`).
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ import torch.distributed as dist
 from lowbit.wire.mailbox import Sent, sever
 from lowbit.wire.traffic import Traffic
 
-_UNLIMITED = timedelta(days=3650)  # Gloo still adds it to the time of day without an overflow
-# The thread rests while less is on its way: waking it costs more than this memory.
+_UNLIMITED = timedelta(days=3650)  # Gloo adds it to the time of day; more could overflow
+# The thread sleeps while fewer bytes are on their way: waking it costs more than holding this memory.
 _BATCH_BYTES = 1 << 18
 _EXIT_SECONDS = 5.0
 
 
 @dataclass(eq=False)
 class _Entry:
-    """A message on its way.
+    """A message that is being sent.
 
     Attributes:
-        group: that carries it; None: it has left, or failed.
-        start: waits until the send has started, and returns it; an error there is this rank's, or blames somebody.
-        peer: the receiver. nbytes: of the message. traffic: where they are counted.
-        begin: when it was handed over, in nanoseconds of `time.perf_counter_ns`.
-        error: of a send that failed. ours: it is to be raised as it is.
+        group: the group that carries it; None once it has been sent, or has failed.
+        start: waits until the send has started, and returns it; its errors are raised unchanged.
+        peer: the receiver. nbytes: length of the message. traffic: counts the bytes.
+        begin: time of the call of `put`, in nanoseconds of `time.perf_counter_ns`.
+        error: why the send failed. ours: whether to raise the error unchanged instead of blaming the peer.
     """
 
     group: dist.ProcessGroup | None
@@ -54,13 +54,13 @@ class _Entry:
 
 
 class Outbox:
-    """Messages that the stages of this rank are sending in a group, in the order of sending."""
+    """Messages that this rank's stages are sending in a group, in order."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._entries: deque[_Entry] = deque()
         self._nbytes = 0
-        self._last = 0.0  # time when a message last left
+        self._last = 0.0  # when the last send finished
         self._draining = self._closed = False
         self._thread: threading.Thread | None = None
 
@@ -70,7 +70,7 @@ class Outbox:
     def put(
         self, group: dist.ProcessGroup, start: Callable[[], Sent], peer: int, nbytes: int, traffic: Traffic
     ) -> None:
-        """Keep a message until its peer has it; returns at once. The arguments are attributes of `_Entry`."""
+        """Hold a message until its peer has it; returns at once. The arguments are attributes of `_Entry`."""
         traffic.hold(nbytes)
         with self._changed:
             self._entries.append(_Entry(group, start, peer, nbytes, traffic))
@@ -83,11 +83,11 @@ class Outbox:
                 self._changed.notify_all()
 
     def drain(self, patience: timedelta, blaming: Callable[[int], AbstractContextManager[None]]) -> None:
-        """Wait until everything has left.
+        """Wait until everything has been sent.
 
         Args:
             patience: how long to wait for one message.
-            blaming: turns an error of a peer into the one to raise; an error of this rank's device is raised as it is.
+            blaming: turns a peer's error into the one to raise; an error of this rank's device is raised unchanged.
         """
         limit = patience.total_seconds()
         while True:
@@ -114,19 +114,19 @@ class Outbox:
                     raise entry.error
 
     def sever(self) -> None:
-        """Give up the messages that have not left."""
+        """Abandon the messages that have not been sent."""
         group = next((entry.group for entry in list(self._entries) if entry.group), None)
         if group is not None:
             sever(group)
 
     def close(self) -> None:
-        """Let the thread end once there is nothing to wait for."""
+        """Let the thread end once it has nothing to wait for."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def end(self) -> None:
-        """Give up the messages that have not left, and wait until the thread has ended."""
+        """Abandon the messages that have not been sent, and wait until the thread has ended."""
         self.close()
         self.sever()
         if self._thread is not None:
@@ -139,16 +139,16 @@ class Outbox:
                 waiting = [entry for entry in self._entries if entry.group is not None]
                 if not waiting:
                     return
-            while waiting:  # without a reference to messages that have left
+            while waiting:  # `pop`: keep no reference to a message that has been sent
                 self._finish(waiting.pop(0))
 
     def _is_decided(self) -> bool:
-        """Whether `drain` need not wait: nothing is left, or the oldest message failed."""
+        """Whether `drain` can return or raise: nothing is left, or the oldest message failed."""
         return not self._entries or self._entries[0].group is None
 
     def _has_work(self) -> bool:
         under_way = [entry for entry in self._entries if entry.group]
-        traced = any(entry.traffic.trace is not None for entry in under_way)  # for the time when it leaves
+        traced = any(entry.traffic.trace is not None for entry in under_way)  # to record when it was sent
         enough = self._nbytes >= _BATCH_BYTES or self._draining or traced
         return self._closed or (enough and bool(under_way))
 
@@ -165,7 +165,7 @@ class Outbox:
         if traffic.trace is not None:
             traffic.trace.add_sent(entry.peer, entry.begin, time.perf_counter_ns(), nbytes)
         traffic.hold(-nbytes)
-        start = sent = None  # which hold the message
+        start = sent = None  # both reference the message's memory
         with self._changed:
             entry.group = None
             self._nbytes -= nbytes
@@ -181,7 +181,7 @@ _running: weakref.WeakSet[Outbox] = weakref.WeakSet()
 
 
 def outbox_of(group: dist.ProcessGroup) -> Outbox:
-    """The one outbox of a group in this process."""
+    """Return this process's outbox for a group; there is one per group."""
     if group not in _outboxes:
         outbox = _outboxes[group] = Outbox()
         weakref.finalize(group, outbox.close)

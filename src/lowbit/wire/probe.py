@@ -1,6 +1,6 @@
-"""Round trip, clock offset and rate of the link between two ranks, over the process group's own messages.
+"""Measure round trip, clock offset and rate of the link between two ranks, with the process group's own messages.
 
-Training and `lowbit doctor` measure their links here. Both ranks of a pair call the same function.
+Training and `lowbit doctor` use it. For `round_trip`, both ranks of a pair call the same function.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from lowbit.wire.messages import Messages
 _PINGS = 9
 _NUMBER_BYTES = 8
 _SIZES = (1 << 18, 1 << 20, 1 << 22, 1 << 24)
-_ENOUGH_SECONDS = 0.15  # of a message whose rate counts
-_ENOUGH_TRIPS = 10  # of such a message: TCP needs several round trips until it uses a link
-_MOST_MESSAGES = 1 << 16  # of one probe, so that it ends whatever the sender does
+_ENOUGH_SECONDS = 0.15  # a message must take as long as this for its rate to count
+_ENOUGH_TRIPS = 10  # and this many round trips: TCP needs several before it uses the whole link
+_MOST_MESSAGES = 1 << 16  # in one probe, so that it ends whatever the sender does
 
 
 class Trip(NamedTuple):
-    """A round trip between two ranks; the same numbers on both.
+    """Outcome of `round_trip`, the same on both ranks.
 
     Attributes:
-        seconds: the median.
-        offset: nanoseconds to add to the higher rank's clock to get the lower rank's. error: largest error of `offset`.
+        seconds: median round trip.
+        offset: nanoseconds to add to the higher rank's clock to get the lower rank's. error: bound of its error.
     """
 
     seconds: float
@@ -36,18 +36,18 @@ class Trip(NamedTuple):
 
 
 def neighbours(ranks: int) -> list[tuple[int, int]]:
-    """Each rank and the next one, which is rank 0 for the last, ordered so that many pairs measure at the same time."""
+    """Return pairs of each rank and the next (rank 0 after the last), ordered so that many can measure at a time."""
     pairs = [(rank, (rank + 1) % ranks) for rank in range(ranks if ranks > 2 else ranks - 1)]
     return sorted(pairs, key=lambda pair: pair[0] % 2)
 
 
 def round_trip(messages: Messages, peer: int, clock: Callable[[], int] = time.perf_counter_ns) -> Trip:
-    """Exchange nine messages of 8 bytes with another rank. clock: in nanoseconds; its offset is measured.
+    """Exchange nine 8-byte messages with another rank. clock: a clock in nanoseconds, whose offset is measured.
 
     Raises:
         DamagedError, PeerError: see `Messages`.
     """
-    # One more, which does not count: the peer may not have posted its receives.
+    # One extra for warm-up, which does not count: the peer may not have posted its receives yet.
     arriving = [messages.expect(_NUMBER_BYTES, peer, "ping") for _ in range(_PINGS + 1)]
     if messages.rank > peer:
         outcome = messages.expect(3 * _NUMBER_BYTES, peer, "round trip")
@@ -73,12 +73,12 @@ def round_trip(messages: Messages, peer: int, clock: Callable[[], int] = time.pe
 def send_rate(messages: Messages, peer: int, *, trip: float = 0.0, seconds: float = 0.0) -> float:
     """Measure Mbit/s to another rank, which calls `take_rate`.
 
-    Messages grow until one takes 0.15 s and ten round trips, or has 16 MiB. That size is repeated for `seconds`. The
-    time runs from a message's start until the peer's answer is here, less a round trip.
+    Messages grow until one takes 0.15 s and ten round trips, or has 16 MiB. That size is repeated for `seconds`. A
+    message's time is measured from its start until the peer's answer arrives, minus one round trip.
 
     Args:
-        trip: seconds of a round trip, which do not count.
-        seconds: of messages that count; 0: one message.
+        trip: seconds of a round trip, to subtract.
+        seconds: least total time of the messages that count; 0: one message.
 
     Raises:
         DamagedError, PeerError: see `Messages`.
@@ -89,7 +89,7 @@ def send_rate(messages: Messages, peer: int, *, trip: float = 0.0, seconds: floa
         answer = messages.expect(_NUMBER_BYTES, peer, "probe")
         messages.send(torch.tensor([_SIZES[step]]), peer).wait()
         payload = torch.zeros(_SIZES[step], dtype=torch.uint8)
-        ready.wait()  # its receive is posted
+        ready.wait()  # the peer has posted its receive
         begin = time.perf_counter()
         sent = messages.send(payload, peer)
         answer.wait()
@@ -104,10 +104,10 @@ def send_rate(messages: Messages, peer: int, *, trip: float = 0.0, seconds: floa
 
 
 def take_rate(messages: Messages, peer: int) -> None:
-    """Receive what another rank sends in `send_rate`.
+    """Receive the messages that another rank sends in `send_rate`.
 
     Raises:
-        ValueError: the peer announces a message that no probe has.
+        ValueError: the peer announces a size that probes do not use, or too many messages.
         DamagedError, PeerError: see `Messages`.
     """
     for _ in range(_MOST_MESSAGES):

@@ -1,4 +1,4 @@
-"""Which versions of PyTorch work, and its collectives, whose names differ between versions and for groups of others."""
+"""Supported versions of PyTorch, and wrappers of its collectives, which differ by version and for foreign groups."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from lowbit.wire.errors import PeerError
 from lowbit.wire.groups import is_known, rank_names
 
 WORKS = (2, 11), (2, 15)
-"""First and last version of PyTorch that the tests pass with. Pipelines use parts of it that are not public."""
+"""First and last version of PyTorch that the tests pass with. (Pipelines use private parts of PyTorch.)"""
 
-# Since 2.13 the names of 2.11 warn.
+# From 2.13 on, the names of 2.11 print warnings.
 _RENAMED = hasattr(dist, "all_gather_single")
 _GATHER = "all_gather_single" if _RENAMED else "all_gather_into_tensor"
 _SCATTER = "reduce_scatter_single" if _RENAMED else "reduce_scatter_tensor"
 
 
 def version() -> tuple[int, int]:
-    """The first two numbers of PyTorch's version."""
+    """Major and minor version of PyTorch."""
     major, minor = torch.__version__.split(".")[:2]
     return int(major), int(minor)
 
 
 class TorchVersionError(RuntimeError):
-    """The tests have not passed with this version of PyTorch."""
+    """Raised for a version of PyTorch with which the tests have not passed."""
 
 
 def check_torch() -> None:
-    """Check the version of PyTorch, before ranks start that would fail one by one.
+    """Check the version of PyTorch, before ranks start and fail one by one.
 
     Raises:
-        TorchVersionError: it is not one of `WORKS`; the text says what is installed, what works and how to install it.
+        TorchVersionError: it is outside `WORKS`; the text names what is installed, what works and how to install it.
     """
     oldest, newest = WORKS
     if not oldest <= version() <= newest:
@@ -47,14 +47,14 @@ def check_torch() -> None:
 
 
 def gather(out: Tensor, x: Tensor, group: dist.ProcessGroup, *, async_op: bool = False) -> dist.Work | None:
-    """Write everybody's `x`, one after the other, to `out`."""
+    """Write the `x` of all ranks to `out`, in the order of the ranks."""
     if is_known(group):
         return getattr(dist, _GATHER)(out, x, group=group, async_op=async_op)
     return _started(group._allgather_base(out, x, AllgatherOptions()), async_op)
 
 
 def exchange(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
-    """Start to write everybody's part of `x` for this rank, one after the other, to `out`."""
+    """Start to write the part of each rank's `x` that is for this rank to `out`, in the order of the ranks."""
     if is_known(group):
         return dist.all_to_all_single(out, x, group=group, async_op=True)
     return group.alltoall_base(out, x, [], [], AllToAllOptions())
@@ -66,7 +66,7 @@ def total(x: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
 
 
 def carries(group: dist.ProcessGroup, backend: str, device: torch.device) -> bool:
-    """Whether this backend carries the tensors of a device."""
+    """Whether this backend handles the tensors of a device in a group."""
     return backend in (dist.get_backend(group) if is_known(group) else group._get_backend(device).name())
 
 
@@ -78,17 +78,17 @@ def _started(work: dist.Work, async_op: bool) -> dist.Work | None:
 
 
 def sum_scatter(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
-    """Start to write this rank's share of the sum of everybody's `x` to `out`."""
+    """Start to write this rank's share of the sum of all ranks' `x` to `out`."""
     return getattr(dist, _SCATTER)(out, x, group=group, async_op=True)
 
 
 def finish(work: dist.Work | None, group: dist.ProcessGroup, timeout: float) -> None:
-    """Wait for a collective; on Gloo at most `timeout` seconds, elsewhere as long as the backend does.
+    """Wait for a collective, on Gloo at most `timeout` seconds, on other backends as long as they wait themselves.
 
     Raises:
-        PeerError: a rank ended, or did not take part in time; Gloo does not say which one.
+        PeerError: a rank ended, or did not take part in time; Gloo does not report which one.
     """
-    assert work is not None  # only for ranks outside the group
+    assert work is not None  # None is for ranks outside the group
     if not carries(group, "gloo", torch.device("cpu")):
         work.wait()
         return

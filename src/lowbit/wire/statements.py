@@ -1,4 +1,4 @@
-"""The statements of ranks in an agreement, read from the lines of its board, which anybody may have written."""
+"""Parse the statements of ranks in an agreement from the lines of its board, which are untrusted input."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Facts = Mapping[str, str]
 
 @dataclass(frozen=True)
 class _Statement:
-    """One rank's statement: the number of members, names and facts of its own, and agreements that are over."""
+    """One rank's statement: the number of members, names and facts of its own members, agreements that it has ended."""
 
     count: int
     members: dict[int, tuple[str, Facts]]
@@ -35,12 +35,12 @@ class _Statement:
 
 @dataclass
 class Statements:
-    """The lines of an agreement, in their order.
+    """The lines of an agreement, in order.
 
     Attributes:
         ranks: names of the ranks of the group, for errors.
-        stated: by rank, before the end. ended: why the agreement failed before all had stated something, or empty.
-        came, left: ranks that stated anything, and those that know how it ended.
+        stated: statements before the end, by rank. ended: why the agreement failed early; empty if it did not.
+        came, left: ranks that stated anything, and those that have read the outcome.
     """
 
     ranks: Sequence[str]
@@ -51,7 +51,7 @@ class Statements:
 
     @classmethod
     def read(cls, lines: Iterable[bytes], ranks: Sequence[str]) -> Statements:
-        """The statements in these lines, up to the end."""
+        """Parse the statements in these lines, up to the end of the agreement."""
         statements = cls(ranks)
         for line in lines:
             try:
@@ -83,11 +83,11 @@ class Statements:
         return len(self.stated) == len(self.ranks)
 
     def members(self) -> dict[int, tuple[str, Facts]]:
-        """Name and facts of each member."""
+        """Return the name and facts of each member."""
         return {m: named for statement in self.stated.values() for m, named in statement.members.items()}
 
     def problem(self) -> str:
-        """How the statements so far contradict each other; empty if they do not."""
+        """Describe how the statements so far contradict each other; empty if they do not."""
         stated = sorted(
             (member, self.ranks[rank], *name_and_facts)
             for rank, statement in self.stated.items()
@@ -104,41 +104,41 @@ class Statements:
         return ""
 
     def unaware(self) -> set[int]:
-        """Ranks that came and do not know yet how it ended."""
+        """Ranks that came and have not read the outcome yet."""
         return self.came - self.left
 
     def absent(self) -> list[str]:
-        """Names of all ranks that do not know how it ended."""
+        """Names of all ranks that have not read the outcome."""
         return [name for rank, name in enumerate(self.ranks) if rank not in self.left]
 
     def missing(self, names: Sequence[str]) -> list[str]:
-        """Members that no rank has spoken for; else ranks that have stated nothing."""
+        """Members that no rank has spoken for; if there are none, ranks that have stated nothing."""
         stated = self.members()
         members = [name for member, name in enumerate(names) if member not in stated]
         return members or [name for rank, name in enumerate(self.ranks) if rank not in self.stated]
 
 
 class Ledger:
-    """Tracks which ranks have read the boards of a group's agreements; a board that all have read can be deleted.
+    """Track which ranks have read the boards of a group's agreements; a board that all have read can be deleted.
 
-    Each statement of a rank lists the agreements that are over for it. So a board is never deleted under a rank that
-    has yet to read it, in whatever order threads go through their agreements.
+    Each statement of a rank lists the agreements that it has ended. So a board is never deleted before a rank has read
+    it, in whatever order threads process their agreements.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._over: list[str] = []  # for this rank, which the others do not know yet
+        self._over: list[str] = []  # agreements that this rank has ended and not yet listed in a statement
         self._unread: dict[str, set[int]] = {}  # ranks that may still read a board, by its key
 
     def begin(self, key: str, ranks: int) -> list[str]:
-        """Note a board that `ranks` ranks will read; returns the agreements that are over, to state them."""
+        """Register a board that `ranks` ranks will read; returns the agreements that are over, to be stated."""
         with self._lock:
             self._unread[key] = set(range(ranks))
             over, self._over = self._over, []
         return over
 
     def end(self, key: str, rank: int, statements: Statements) -> list[str]:
-        """Note that this rank has read a board, and what is over for the others; returns boards that all have read."""
+        """Record that this rank has read a board, and what the others have ended; returns boards that all have read."""
         with self._lock:
             self._over.append(key)
             over = {r: statement.over for r, statement in statements.stated.items() if r != rank}
@@ -152,7 +152,7 @@ class Ledger:
 
 
 def contradictions(stated: Mapping[str, Facts]) -> str:
-    """Describe every name under which members state different values; empty if there is none."""
+    """Describe every name under which members state different values; empty if there are none."""
     lines = []
     for name in dict.fromkeys(name for facts in stated.values() for name in facts):
         members_by_value: dict[str, list[str]] = {}
@@ -166,5 +166,5 @@ def contradictions(stated: Mapping[str, Facts]) -> str:
 
 
 def listed(names: Sequence[str]) -> str:
-    """a, b and c."""
+    """Join names as "a, b and c"."""
     return ", ".join(names[:-1]) + (" and " if len(names) > 1 else "") + names[-1]

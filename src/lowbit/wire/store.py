@@ -1,4 +1,4 @@
-"""The store that the ranks share: calls with a time limit, and boards of lines that all ranks read."""
+"""The store that the ranks share: calls with a time limit, and append-only boards that all ranks read."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _NOTHING = "lowbit: nothing"
 
 
 class BoundedStore:
-    """The store of a process group, with a limit on each call: PyTorch's own block while its machine is silent.
+    """The store of a process group, with a time limit on each call: PyTorch's own calls block if its machine is silent.
 
-    A call that reaches the limit stays blocked, on a thread of its own, and every later one fails at once.
+    A call that reaches the limit stays blocked on its own thread, and every later call fails at once.
 
-    Nothing here waits in the store for a key. PyTorch's TCPStore locks its connection meanwhile, so that all other
+    No method waits in the store for a key: PyTorch's TCPStore locks its connection meanwhile, so that all other
     threads that use this store would wait as well, and prints two warnings when such a wait fails. Polling is not
     slower: `get` takes two round trips, one to wait and one to read.
 
     Args:
-        group: whose store. seconds: limit of a call.
+        group: the process group. seconds: limit of a call.
     """
 
     def __init__(self, group: dist.ProcessGroup, seconds: float) -> None:
@@ -36,15 +36,15 @@ class BoundedStore:
         self._silent = False
 
     def append(self, key: str, value: str) -> None:
-        """Extend the value of a key, or begin it; a TCPStore does not wait for an answer."""
+        """Append to the value of a key, which is created if missing; a TCPStore does not wait for an answer."""
         self._call(lambda: self._store.append(key, value))
 
     def read(self, key: str) -> bytes:
-        """The value of a key, or nothing; one round trip."""
+        """Return the value of a key, or an empty one; one round trip."""
         return peek(self, key)
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """As PyTorch's."""
+        """See `torch.distributed.Store.compare_set`."""
         return self._call(lambda: self._store.compare_set(key, expected, desired))
 
     def delete_key(self, key: str) -> None:
@@ -52,10 +52,10 @@ class BoundedStore:
         self._call(lambda: self._store.delete_key(key))
 
     def _call(self, call: Callable[[], T]) -> T:
-        """The outcome of a call.
+        """Return the result of a call.
 
         Raises:
-            PeerError: the store did not answer in time, or its connection has ended.
+            PeerError: the store did not answer in time, or closed its connection.
         """
         if not self._silent:
             try:
@@ -76,12 +76,12 @@ class BoundedStore:
 
 
 class Board:
-    """Lines of JSON under one key of a store: all ranks read them in the same order, so the first one can decide.
+    """Lines of JSON under one key of a store. All ranks read them in the same order, so the first one can decide.
 
-    Anybody may have written them.
+    The lines are untrusted: anybody who reaches the store may have written them.
 
     Args:
-        store: a PyTorch store, whose calls may block, or a `BoundedStore`. key: of the board.
+        store: a PyTorch store, whose calls may block, or a `BoundedStore`. key: the board's key.
     """
 
     def __init__(self, store: Any, key: str) -> None:
@@ -107,29 +107,29 @@ class Board:
 
 
 def is_kept_here(store: Any) -> bool:
-    """Whether this process keeps a store: others cannot reach it once this process has ended."""
+    """Whether this process hosts a store, which others cannot reach once the process has ended."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
-    return isinstance(store, TCPStore) and "server=TCPServer" in repr(store)  # PyTorch says it nowhere else
+    return isinstance(store, TCPStore) and "server=TCPServer" in repr(store)  # PyTorch exposes it nowhere else
 
 
 def of_attempt(store: Store, attempt: str = "0/0") -> PrefixStore:
-    """The part of a store for one attempt at a run: torchrun's count of restarts, and of meetings of this process."""
+    """The part of a store for one attempt at a run. attempt: torchrun's restart count / this process's meetings."""
     return PrefixStore(f"lowbit/run/{attempt}", store)
 
 
 def peek(store: Any, key: str) -> bytes:
-    """The value of a key, or nothing; never waits for the key.
+    """Return the value of a key, or an empty one, without waiting for the key.
 
-    One round trip, where `check` takes one and `get` two: a `compare_set` that changes nothing returns the value, or
-    the one that it expected if there is none.
+    It takes one round trip; `check` and `get` would take three: a `compare_set` that changes nothing returns the value,
+    or the expected one if there is none.
     """
     value = store.compare_set(key, _NOTHING, _NOTHING)
     return b"" if value == _NOTHING.encode() else value
 
 
 def wait_until(done: Callable[[], bool], seconds: float, *, pause: float = 0.05) -> bool:
-    """Ask again and again, until the answer is yes or the time is over; returns the last answer."""
+    """Poll `done` until it returns True or the time is over; returns its last result."""
     deadline = time.monotonic() + seconds
     while not (answer := done()) and time.monotonic() < deadline:
         time.sleep(pause)
@@ -137,10 +137,10 @@ def wait_until(done: Callable[[], bool], seconds: float, *, pause: float = 0.05)
 
 
 def bounded(call: Callable[[], T], seconds: float) -> T:
-    """Return or raise as a call does that runs on a thread of its own.
+    """Run a call on its own thread, and return its result or raise its error.
 
     Raises:
-        TimeoutError: it took longer, and goes on.
+        TimeoutError: the call took longer; it continues on its thread.
     """
     outcome: list[T] = []
     errors: list[BaseException] = []

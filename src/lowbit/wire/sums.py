@@ -1,7 +1,7 @@
-"""Sums over all ranks, once a step: one message to the first rank and one back.
+"""Sums of a few numbers over all ranks, once a step: one message to the first rank and one back.
 
-The first rank of a pipeline is the last to finish a step and the first to begin the next. It has the others' numbers by
-then and goes on at once; an all-reduce would take several round trips to neighbours that may be far away.
+The first rank of a pipeline is the last to finish a step and the first to begin the next. By then it has the others'
+numbers, and continues at once; an all-reduce would take several round trips to neighbours that may be far away.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ SUMS = "sums"
 
 
 class Sums:
-    """Adds up the same few numbers of every rank, in the order of the ranks.
+    """Add up the same few numbers of every rank, in the order of the ranks.
 
     Args:
-        group: the ranks, over Gloo. count: of the numbers.
+        group: the ranks, over Gloo. count: how many numbers.
         timeout, checksums: as for `Messages`.
 
     Attributes:
@@ -39,12 +39,12 @@ class Sums:
         self._expect()
 
     def of(self, values: Tensor) -> Tensor:
-        """The sums of the values of all ranks, the same on every rank. values: float64 (count,).
+        """Return the sums over all ranks, the same on every rank. values: float64 (count,).
 
         Raises:
             DamagedError, PeerError: as `Messages.receive`.
         """
-        while self._sent:  # of the step before
+        while self._sent:  # sent in the previous step
             self._sent.pop().wait()
         if self._messages.rank != _FIRST:
             self._sent = [self._messages.send(values, _FIRST)]
@@ -62,6 +62,6 @@ class Sums:
         return [payload.clone().view(torch.float64) for payload in payloads]
 
     def _expect(self) -> None:
-        """Post the next receives: a message that is not expected takes a round trip more."""
+        """Post the next receives: a message that is not expected takes another round trip."""
         sources = self._others if self._messages.rank == _FIRST else [_FIRST]
         self._expected = [self._messages.expect(self._nbytes, rank) for rank in sources if self._messages.ranks > 1]

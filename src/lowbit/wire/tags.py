@@ -1,16 +1,15 @@
-"""All tags of messages over Gloo, in one table: neither two kinds of message can meet, nor two size classes.
+"""All tags of messages over Gloo, in one table, so that different kinds and size classes of messages never collide.
 
 Gloo hands a message to the receive that was posted for its sender and tag. A message longer than that receive ends the
-process, in Gloo's own thread. So the tag of a message states more than its place:
+process, in Gloo's own thread. So the tag of a message encodes both its place and its size:
 
     tag = 32 * channel + size class            0 <= tag < 2^31
 
-A channel is the place of a message: each kind below has a range of channels of its own. The size class says how large
-the receive's buffer is (`capacity`). Both ends compute it from the length that they believe in. If they disagree about
-a length, there are two cases. Either the classes differ: then the message and the receive never meet, and both ends
-time out and state their lengths to each other (`FailureBoard`). Or the buffer has room for either length, and the
-checksum does not fit (`Mailbox`). This costs no byte and no round trip: only memory behind a message that nobody
-touches.
+A channel is the place of a message; each kind below has its own range of channels. The size class determines the size
+of the receive's buffer (`capacity`). Each end computes it from the length that it assumes. If they disagree about a
+length, there are two cases. If the classes differ, the message and the receive never meet, and both ends time out and
+state their lengths to each other (`FailureBoard`). Otherwise the buffer has room for either length, and the checksum
+does not match (`Mailbox`). This costs neither bytes nor a round trip, only unused memory after a message.
 """
 
 from __future__ import annotations
@@ -18,21 +17,21 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 
-_LARGE = [half for e in range(16, 24) for half in (2 << e - 1, 3 << e - 1)]  # up to half more than a message needs
+_LARGE = [half for e in range(16, 24) for half in (2 << e - 1, 3 << e - 1)]  # at most half larger than needed
 CAPACITIES = (1 << 8, 1 << 12, *_LARGE, *(1 << e for e in range(24, 37)))
-"""Bytes of the buffer that is posted for a message, by size class."""
+"""Size of the buffer that is posted for a message, by size class."""
 _CLASSES = 32
 CHANNELS = (1 << 31) // _CLASSES
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of message, and the channels that it has.
+    """A kind of message, and its channels.
 
     Attributes:
-        name: in errors, plural.
-        first: of its channels.
-        members: independent users of this kind within a process group. width: channels of each.
+        name: plural, for errors.
+        first: its first channel.
+        members: most independent users of this kind within a process group. width: channels of each.
     """
 
     name: str
@@ -41,10 +40,10 @@ class Kind:
     width: int
 
     def channels(self, member: int) -> range:
-        """Channels of one member, counted from 0.
+        """Channels of one member; members count from 0.
 
         Raises:
-            RuntimeError: there are no more.
+            RuntimeError: all members' channels are taken.
         """
         if not 0 <= member < self.members:
             raise RuntimeError(
@@ -59,22 +58,22 @@ class Kind:
         return self.first + self.members * self.width
 
 
-# A program may use tags below 2^27 for messages of its own.
+# A program may use tags below 2^27 for its own messages.
 PROGRAM = Kind("tags", 0, 1, 1 << 22)
-# Nobody ever sends these: a receive of them in vain closes connections. 32 tags, for at most as many network devices.
+# Never sent: `sever` posts receives for them, whose timeouts close connections. 32 tags, for as many network devices.
 NEVER = Kind("groups", PROGRAM.end, 1, 1)
-# Conversations of two ranks (`Messages`). Consecutive messages have different channels, so that one which nobody takes
-# is not mistaken for the next.
+# Conversations of two ranks (`Messages`). Consecutive messages have different channels, so that a message which is not
+# received is not mistaken for the next.
 CONVERSATIONS = Kind("conversations", NEVER.end, 1 << 16, 32)
 ANNOUNCEMENTS = Kind("pipelines", CONVERSATIONS.end, 32, 1)
-# A receive may stay posted in vain for long, so no two pipelines of a group share channels, nor two configurations of a
-# pipeline.
+# A receive may stay posted for a message that never comes, so pipelines of a group do not share channels, nor do two
+# configurations of a pipeline.
 PIPELINES = Kind("pipelines", ANNOUNCEMENTS.end, 32, 3 << 19)
-# By a digest of call and layer, then by lane.
+# The member is a digest of call and layer.
 COLLECTIVES = Kind("calls", PIPELINES.end, 1 << 9, 1 << 14)
-# By direction, then by number.
+# Member: the communicator; channel: direction and number.
 ENGINES = Kind("communicators of other engines", COLLECTIVES.end, 64, 64)
-# Between neighbours, in a trial: messages of one size.
+# Messages of one size between neighbours, in a trial of a layout.
 LAYOUTS = Kind("trials", ENGINES.end, 1, 1)
 
 KINDS = (PROGRAM, NEVER, CONVERSATIONS, ANNOUNCEMENTS, PIPELINES, COLLECTIVES, ENGINES, LAYOUTS)
@@ -86,7 +85,7 @@ def capacity(nbytes: int) -> int:
 
 
 def tag(channel: int, nbytes: int) -> int:
-    """Tag of a message on a channel whose receive is posted for `nbytes`."""
+    """Tag of a message of `nbytes`, as its receive is posted, on a channel."""
     return channel * _CLASSES + _size_class(nbytes)
 
 

@@ -1,4 +1,4 @@
-"""Trace of one rank: when it computed, coded, sent and waited."""
+"""Trace of one rank: when it computed, encoded or decoded, sent and waited."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _NOTHING = nullcontext()
 
 
 class Span(NamedTuple):
-    """Something that took time.
+    """A timed interval.
 
     Attributes:
         name: "forward", "backward", "weight", "encode", "decode", "checksum", "wait" or "send"; others from a trainer.
-        peer: the rank, within the group, that a message is sent to; None for what the rank's own thread does, whose
-            spans lie one inside another or one after another.
+        peer: the rank, within the group, that a message is sent to; None for spans of the rank's own thread, which are
+            nested or follow each other.
         begin, end: nanoseconds of `time.perf_counter_ns`.
-        about: what it concerns, such as {"micro_batch": 0}.
+        about: details, such as {"micro_batch": 0}.
     """
 
     name: str
@@ -30,32 +30,32 @@ class Span(NamedTuple):
 
 
 class Trace:
-    """Spans of the stages whose `traffic.trace` this is, in the order in which they ended."""
+    """Spans of the stages that have this object as `traffic.trace`, in the order in which they ended."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
-        self._left: dict[int, int] = {}  # when the last message to a peer had left
+        self._left: dict[int, int] = {}  # when the last send to each peer finished
 
     def add(self, name: str, begin: int, end: int, **about: Any) -> None:
         """Add a span of the rank's own thread."""
         self.spans.append(Span(name, None, begin, end, about))
 
     def add_sent(self, peer: int, begin: int, end: int, nbytes: int) -> None:
-        """Add a message that was handed over at `begin` and had left at `end`; messages to a peer leave in order."""
+        """Add a message that was queued at `begin` and sent by `end`; messages to a peer are sent in order."""
         first = min(end, max(begin, self._left.get(peer, begin)))
         self._left[peer] = end
         self.spans.append(Span("send", peer, first, end, {"bytes": nbytes, "queued_us": (first - begin) / 1e3}))
 
     @contextmanager
     def span(self, name: str, **about: Any) -> Iterator[None]:
-        """Add the block as a span."""
+        """Record the block as a span."""
         begin = time.perf_counter_ns()
         yield
         self.add(name, begin, time.perf_counter_ns(), **about)
 
     @contextmanager
     def passes(self, stage: Any) -> Iterator[None]:
-        """Add the forward and backward passes of a pipeline stage while the block runs."""
+        """Record the forward and backward passes of a pipeline stage while the block runs."""
         before = {name: vars(stage).get(name) for name in _PASSES}
         for method, name in _PASSES.items():
             setattr(stage, method, self._traced(getattr(stage, method), name, stage.stage_index))
@@ -76,5 +76,5 @@ class Trace:
 
 
 def span(trace: Trace | None, name: str, **about: Any) -> AbstractContextManager[None]:
-    """A block that is a span of `trace`, if there is one."""
+    """Context manager that records its block in `trace`; does nothing if `trace` is None."""
     return _NOTHING if trace is None else trace.span(name, **about)

@@ -1,4 +1,4 @@
-"""Counts of what a stage sent, and of the time and memory that it took."""
+"""Counters of what a stage sent, and of the time and memory it took."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from lowbit.wire.trace import Trace
 
-_holding = threading.Lock()  # other threads release messages, too
+_holding = threading.Lock()  # the outbox's thread also releases messages
 
 
 @dataclass
@@ -23,16 +23,16 @@ class Traffic:
         forward_elements: elements of the tensors in them.
         backward_bytes: bytes of gradients sent to the previous stage.
         backward_elements: elements of the tensors in them.
-        announced_bytes: that the first stage sends to all other ranks at the start of each pass after the first.
-        codec_seconds: spent encoding what was sent and decoding what was received (on GPUs: launching that).
-        checksum_seconds: spent on checksums, by the thread that runs the schedule (on GPUs with NCCL: launching that).
-        wait_seconds: spent blocked until something expected had arrived, or, at the end of a step, until what was sent
-            had left (the last stage of a rank to finish waits for all of them).
+        announced_bytes: bytes that the first stage sends to all other ranks at the start of each pass after the first.
+        codec_seconds: time spent encoding and decoding messages (on GPUs: launching the kernels).
+        checksum_seconds: time that the schedule's thread spent on checksums (on GPUs with NCCL: launching kernels).
+        wait_seconds: time spent blocked until an expected message had arrived or, at the end of a step, until all sends
+            had finished (the last stage of a rank to finish waits for those of all its stages).
         peak_bytes: most bytes of messages, with their checksums, that the stage's transport held at once, counted from
             `held_bytes` on. On the host with Gloo, on the device with NCCL.
-        held_bytes: of those, held now. A message to receive is held from when its receive is posted until it is
-            decoded; one to send, until its peer has it and the transport has released it.
-        trace: gets what is timed as spans, if it is set.
+        held_bytes: bytes held now. A message to receive is held from the posting of its receive until it is decoded; a
+            message to send, until its peer has it and the transport has released it.
+        trace: if set, also records what is timed as spans.
     """
 
     forward_bytes: int = 0
@@ -47,16 +47,16 @@ class Traffic:
     held_bytes: int = 0
 
     def __post_init__(self) -> None:
-        self.trace: Trace | None = None  # no field: it is no count
+        self.trace: Trace | None = None  # not a dataclass field: `reset` sets all fields
 
     @contextlib.contextmanager
     def timing(self, name: str, span: str = "", **about: Any) -> Iterator[None]:
-        """Add the seconds that a block takes to the count of this name, and to the trace what it did.
+        """Add the seconds that a block takes to a counter, and the block as a span to the trace.
 
         Args:
-            name: of the count, such as "wait_seconds".
-            span: name in the trace; absent: "wait" for "wait_seconds".
-            about: what it concerns, for the trace.
+            name: the counter, such as "wait_seconds".
+            span: name in the trace; by default "wait" for "wait_seconds".
+            about: details for the trace.
         """
         start = time.perf_counter_ns()
         yield
@@ -76,7 +76,7 @@ class Traffic:
         return 8 * self.backward_bytes / self.backward_elements if self.backward_elements else 0.0
 
     def reset(self) -> None:
-        """Count from zero again, and the peak from what is held now."""
+        """Set all counters to zero, and the peak to what is held now."""
         with _holding:
             for field in fields(self):
                 if field.name != "held_bytes":
@@ -84,7 +84,7 @@ class Traffic:
             self.peak_bytes = self.held_bytes
 
     def hold(self, nbytes: int) -> None:
-        """Add to the bytes held (subtract, if negative); from any thread."""
+        """Add `nbytes` (may be negative) to the bytes held; thread-safe."""
         with _holding:
             self.held_bytes += nbytes
             self.peak_bytes = max(self.peak_bytes, self.held_bytes)

@@ -1,4 +1,4 @@
-"""`AQSGD`: code what changed since the sample was last seen; the baseline that pays for it with memory."""
+"""`AQSGD`: encode the change since the sample was last seen; a baseline that needs much memory."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from lowbit.codecs.sums import Summable
 class AQSGD(StatefulCodec):
     """Code the difference from each sample's last reconstruction with another codec (AQ-SGD, NeurIPS 2022).
 
-    Both ends keep the last reconstructed activation m of every sample, under its id. The first visit sends x in
-    its own dtype and m = x; a later one sends q(x - m) and both ends set m to m + q(x - m). So the state grows with the
-    data set: samples x elements of a sample x 4 bytes, or what `cache` makes of them, on each side of each boundary
+    Both ends keep the last reconstructed activation m of every sample, by sample id. The first visit sends x in its own
+    dtype and sets m = x; a later one sends q(x - m), and both ends set m to m + q(x - m). So the state grows with the
+    data set: samples x elements of a sample x 4 bytes (or the bytes of `cache`) on each side of each boundary
     (`Session.state_bytes`).
 
-    Bytes of a message: for each sample (entry of the first dimension) apart, 4 or 2 an element at its first visit, the
-    inner codec's later. `nbytes` is that of a message whose samples have all been seen; a session knows the rest.
-    Where the inner codec would take more than 4 or 2, every visit is like the first, and nothing is kept. A message
-    needs its samples' ids (`Session.samples`), so this codec works through sessions only (`open`).
+    Bytes of a message: for each sample (entry of the first dimension), 4 or 2 per element at its first visit, later
+    those of the inner codec. `nbytes` is for a message whose samples have all been seen; a session knows the actual
+    size. If the inner codec takes more than 4 or 2, every visit is like the first, and nothing is kept. A message
+    needs its samples' ids (`Session.samples`), so this codec works only through sessions (`open`).
 
     Args:
-        inner: the codec of the differences.
-        cache: a codec without state that rounds to nearest, for m while it is kept: the paper's variant with less
-            memory. Differences are then from what it decodes to, on both ends alike. None: float32, exact.
+        inner: codec of the differences.
+        cache: stateless codec that rounds to nearest, in which m is stored: the paper's variant that saves memory.
+            Differences are then taken from the decoded m on both ends. None: float32, exact.
     """
 
     payload_version: ClassVar[int] = 2
@@ -49,7 +49,7 @@ class AQSGD(StatefulCodec):
         if not isinstance(self.inner, Codec) or self.inner.stateful:
             raise TypeError(f"inner is {self.inner!r}; allowed: a codec without state")
         cache = self.cache
-        random = isinstance(cache, Summable) and cache != cache.nearest()  # both ends would draw other numbers
+        random = isinstance(cache, Summable) and cache != cache.nearest()  # both ends would draw different numbers
         if cache is not None and (not isinstance(cache, Codec) or cache.stateful or random):
             raise TypeError(f"cache is {cache!r}; allowed: a codec without state that rounds to nearest, or None")
 
@@ -68,7 +68,7 @@ class AQSGD(StatefulCodec):
 
 
 class AQSGDSession(Session):
-    """The last reconstruction of every sample that has passed, in float32 or as `cache` codes it, under its id."""
+    """Keeps the last reconstruction of every sample by its id, in float32 or encoded by `cache`."""
 
     codec: AQSGD
 
@@ -81,7 +81,7 @@ class AQSGDSession(Session):
         return self._nbytes if self._plain else sum(self._sizes(self._ids()))
 
     def max_nbytes(self) -> int:
-        return self._first.nbytes(self.shape)  # what the inner codec takes is less, or not used
+        return self._first.nbytes(self.shape)  # the inner codec takes less, or is not used
 
     def _encode(self, x: Tensor, payload: Tensor, training: bool) -> None:
         parts = []
@@ -133,7 +133,7 @@ class AQSGDSession(Session):
         return self.codec.inner if sample in self._memory else self._first
 
     def _last(self, sample: int) -> Tensor | None:
-        """What both ends know of a sample, float32; None before its first visit."""
+        """Last reconstruction of a sample, float32; None before its first visit."""
         kept, cache = self._memory.get(sample), self.codec.cache
         return kept if kept is None or cache is None else cache.decode(kept, shape=self.shape[1:])
 
@@ -141,7 +141,7 @@ class AQSGDSession(Session):
         self._memory[sample] = moved if self.codec.cache is None else self.codec.cache.encode(moved)
 
     def _moved(self, sample: int, last: Tensor | None, payload: Tensor) -> Tensor:
-        """What the receiver gets of a sample with this message."""
+        """The receiver's reconstruction of a sample after this message."""
         codec, shape = self._codec_of(sample), self.shape[1:]
         if last is None:
             return codec.decode(payload, shape=shape)

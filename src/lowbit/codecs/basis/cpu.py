@@ -1,8 +1,8 @@
-"""How a basis is renewed and followed: matrix products are the engine's, and all between them is compiled.
+"""Renew and follow a basis on the CPU: PyTorch computes matrix products, compiled kernels everything between them.
 
-Beside rows of `x`, the engine multiplies few directions only, which stay rows themselves: several times faster than
-few columns. The tokens' remainder is never written out: what the directions that stay take of it is subtracted from
-the products. Its sums are not the reference's to the last bit; both ends' arithmetic, in `follow`, is.
+PyTorch multiplies rows of `x` by a few directions that are rows, too: several times faster than few columns. The
+tokens' remainder is never written out: the share of the directions that stay is subtracted from the products. These
+sums may differ from the reference's in the last bits; the arithmetic of both ends, in `follow`, may not.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ from lowbit.kernels.cpu.vectors import add, dot, largest, norm_of, squares
 
 FAR, STEPS = np.float32(FARTHEST), np.float32(127)
 INFINITE = np.float32(np.inf)
-DEPENDENT = np.float32(1e-6)  # of a vector's length: less than this beside the others is rounding
-TINY = 1e-12  # of a pivot, so that a root and a quotient are numbers
+DEPENDENT = np.float32(1e-6)  # share of a vector's length: a smaller component outside the others is rounding
+TINY = 1e-12  # smallest pivot, so that its root and quotients are finite
 
 
 def renew(
     x: Tensor, basis: Basis, payload: Tensor, new: Basis, number: int, training: bool, brings: bool, geo: BasisGeometry
 ) -> Tensor:
-    """See `reference`; a message of no use brings zeros."""
+    """See `reference`; a message that yields no directions brings zeros."""
     at, rows, channels, rank, count = geo.layout.offsets, geo.rows, geo.channels, geo.directions, geo.renewed
     slots, lengths, codes = (payload.data_ptr() + at[n] for n in ("slots", "lengths", "directions"))
     x = x.float()
@@ -137,7 +137,7 @@ def units(payload: Tensor, unit: Tensor, geo: BasisGeometry) -> None:
 
 
 def _scale(x: Tensor) -> float:
-    """What brings tokens to at most 1; 0 where they are of no use."""
+    """Factor that scales tokens to at most 1; 0 if they are unusable."""
     magnitudes: list[float] = []
     start, (rows, channels) = x.data_ptr(), x.shape
 
@@ -151,7 +151,7 @@ def _scale(x: Tensor) -> float:
 
 @kernel
 def _farthest(x, count) -> Any:
-    """The largest magnitude; Inf where there is NaN."""
+    """The largest magnitude; Inf if there is NaN."""
     most = np.int32(0)
     for j in range(count):
         most = greater32(most, float_bits(magnitude(get_float(x, j))))
@@ -160,10 +160,10 @@ def _farthest(x, count) -> Any:
 
 @kernel
 def _replaced(c, inverse, kept, slots, rank, rows, count, scale) -> None:
-    """Which directions give way: those with the least energy; and `kept`, the inverse of the products of the others.
+    """Choose the directions to replace, those with the least energy; set `kept`, the inverse of the others' products.
 
-    It is inverse - inverse[:, s] B^-1 inverse[s], for the block B of the inverse at s, which leaves nothing in the rows
-    and columns of those that give way. With B = L L', `part` becomes L^-1 inverse[s].
+    It is inverse - inverse[:, s] B^-1 inverse[s], for the block B of the inverse at s, which leaves zeros in the rows
+    and columns of the replaced directions. With B = L L', `part` becomes L^-1 inverse[s].
     """
     energy = np.empty(rank, np.float64)
     for k in range(rank):
@@ -222,7 +222,7 @@ def _invert(gram, out, rank) -> None:
 
 @summing
 def _dot_rows(lower, i, j) -> Any:
-    """Of rows i and j up to column j."""
+    """Dot product of rows i and j up to column j."""
     total = 0.0
     for k in range(j):
         total += lower[i, k] * lower[j, k]
@@ -231,7 +231,7 @@ def _dot_rows(lower, i, j) -> Any:
 
 @kernel
 def _take_along(along, new, taken, products, share, count, rank, rows, channels, scale) -> None:
-    """Products of new directions with tokens become those with their remainders, scaled; `share`: times `products`."""
+    """Turn products of new directions with tokens into products with their remainders, scaled."""
     for m in range(count):
         line = along + 4 * m * rows
         for k in range(rank):
@@ -245,7 +245,7 @@ def _take_along(along, new, taken, products, share, count, rank, rows, channels,
 
 @kernel
 def _orthonormal(new, share, taken, count, rank, channels, scale) -> None:
-    """Sums of tokens become those of their remainders, and these orthonormal; any others in the place of none."""
+    """Turn sums of tokens into sums of their remainders, and orthonormalise these; replace zeros by any directions."""
     for m in range(count):
         line = new + 4 * m * channels
         for k in range(rank):
@@ -253,12 +253,12 @@ def _orthonormal(new, share, taken, count, rank, channels, scale) -> None:
         for j in range(channels):
             value = get_float(line, j) * np.float32(scale)
             put_float(line, j, value if magnitude(value) < INFINITE else ZERO)
-    axis = 0  # what failed once lies in the span of what is there, and would fail again
+    axis = 0  # an axis that failed once lies in the span of the directions so far, and would fail again
     for m in range(count):
         line = new + 4 * m * channels
         length = norm_of(line, channels)
         while True:
-            for _ in range(2):  # the second time for what the first leaves by rounding
+            for _ in range(2):  # the second pass removes what rounding leaves in the first
                 for n in range(m):
                     other = new + 4 * n * channels
                     add(line, other, -dot(line, other, channels), channels)
@@ -274,7 +274,7 @@ def _orthonormal(new, share, taken, count, rank, channels, scale) -> None:
 
 @kernel
 def _put_directions(new, lengths, codes, count, channels) -> None:
-    """New directions as they travel, and `new` as it arrives."""
+    """Encode new directions, and replace `new` by what the receiver decodes."""
     for m in range(count):
         line = new + 4 * m * channels
         length = largest(line, channels) / STEPS
@@ -306,7 +306,7 @@ def _follow(
         fits = fits and -1 <= slot < rank
         if fits and slot >= 0:
             length = get_float(lengths, m)
-            fits = taken[slot] == 0 and 0 <= length <= LONGEST  # not so for NaN
+            fits = taken[slot] == 0 and 0 <= length <= LONGEST  # false for NaN
             taken[slot] = 1
     own = own if fits else -1
     for i in range(rank * channels):
@@ -328,7 +328,7 @@ def _follow(
 
 @helper
 def _digest(slots, lengths, codes, count, channels) -> Any:
-    """Of a renewal (see `reference.Renewal`): the sum of what it holds, times its place from 1 on."""
+    """Digest of a renewal (see `reference.Renewal`): weighted sum of its values, with weights by position from 1 on."""
     total, place = np.int64(0), 0
     for m in range(count):
         place += 1
@@ -357,11 +357,11 @@ def _put_rows(source, slots, target, count, rows) -> None:
 
 @kernel
 def _put_units(c, rows, rank, units, unit) -> None:
-    """Root mean square of the coefficients along each direction, without those that are far or no numbers."""
+    """Root mean square of the coefficients along each direction, without those that are too large or NaN."""
     top = ZERO
     for i in range(rows * rank):
         top = greater(_near(get_float(c, i)), top)
-    top = top if top >= SMALLEST else ZERO  # the reciprocal of less would be Inf
+    top = top if top >= SMALLEST else ZERO  # the reciprocal of a smaller number would be Inf
     inverse = ONE / (top if top > ZERO else ONE)
     sums = np.zeros(rank, np.float64)
     for row in range(rows):
@@ -382,6 +382,6 @@ def _get_units(units, unit, rank) -> None:
 
 @helper
 def _near(value) -> Any:
-    """Its magnitude, or 0 for what is not coded."""
+    """Magnitude of a coefficient, or 0 if it is not coded."""
     size = magnitude(value)
     return size if size <= FAR else ZERO

@@ -1,4 +1,4 @@
-"""On a GPU: the engine's matrix products, and a few of its operations on as many numbers as there are directions."""
+"""Bases on a GPU: PyTorch's matrix products, and a few of its operations on one number per direction."""
 
 from lowbit.codecs.basis.reference import coefficients, follow, invert, renew, units
 

@@ -11,20 +11,20 @@ from torch import Tensor
 from lowbit.codecs.basis.reference import invert
 from lowbit.kernels import implementation
 
-BAD_STREAMS = -2  # in place of the digest of what a message brings: its coded symbols are damaged
+BAD_STREAMS = -2  # instead of the digest of new directions: the message's coded symbols are damaged
 
 
 class Headers:
-    """Received and expected headers, which the host compares once they have arrived, without waiting for a GPU."""
+    """Received and expected headers, compared by the host once they have arrived, without waiting for a GPU."""
 
     def __init__(self) -> None:
         self._coming: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
 
     def compare(self, received: Tensor, expected: Tensor) -> bool:
-        """Take two headers and check those that have arrived: on the CPU these, on a GPU usually earlier ones.
+        """Add two headers and check those that have arrived: on the CPU these, on a GPU usually earlier ones.
 
         Returns:
-            Whether these have been compared.
+            Whether these two have been compared.
         """
         both, event = torch.stack([received, expected]), None
         if both.is_cuda:
@@ -45,7 +45,7 @@ class Headers:
                 return
             self._coming.popleft()
             received, expected = both.tolist()
-            # Below 0: wrong directions, which a sender may well announce itself.
+            # Negative: invalid directions, which the sender's own header may announce as well.
             if received != expected or min(expected) < 0:
                 raise ValueError(
                     f"payload is {_described(received)}; this end expects {_described(expected)}: "
@@ -57,7 +57,7 @@ class Headers:
 
 
 class Memory:
-    """The directions of one end, and the number and digest of the messages that brought them."""
+    """One end's directions, and the number and digest of the messages that brought them."""
 
     def __init__(self, directions: int, channels: int, device: torch.device) -> None:
         self._shape, self._device = (directions, channels), device
@@ -70,21 +70,21 @@ class Memory:
         self.restore(torch.zeros(self._shape, dtype=torch.float32, device=self._device), 0, digest)
 
     def restore(self, directions: Tensor, messages: int, digest: Tensor) -> None:
-        """Set the state after so many training messages; the digest is int64 ()."""
+        """Set the state after `messages` training messages; the digest is int64 ()."""
         self.directions, self.messages, self.digest = directions, messages, digest
         self._inverse: Tensor | None = None
         self.headers.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """The directions, float32 (K, C); messages so far, and the digest of what they brought."""
+        """Return the directions, float32 (K, C), the number of messages so far, and the digest of their directions."""
         self.headers.check(wait=True)
         return {"directions": self.directions.clone(), "messages": self.messages, "digest": int(self.digest)}
 
     def load_state_dict(self, state: dict[str, Any], codec: object) -> None:
-        """Take over what `state_dict` gave; an empty one is that of before the first message.
+        """Restore the result of `state_dict`; an empty one is the state before the first message.
 
         Raises:
-            ValueError: it is of another number of directions, or another width, or of no `codec` like this.
+            ValueError: it has another number of directions or another width, or is not from a `codec` like this.
         """
         if not state:
             self.reset()
@@ -110,7 +110,7 @@ class Memory:
         )
 
     def inverse(self) -> Tensor:
-        """The inverse of the directions' products with each other; for use `apart`."""
+        """The inverse of the directions' products with each other; call it inside `apart`."""
         if self._inverse is None:
             count = len(self.directions)
             self._inverse = self.directions.new_empty(count, count)
@@ -118,10 +118,10 @@ class Memory:
         return self._inverse
 
     def keep(self, directions: Tensor, digest: Tensor, inverse: Tensor | None = None) -> None:
-        """Take over the state after a training message."""
+        """Store the state after a training message."""
         for old in (self.directions, self.digest, self._inverse):
             if old is not None and old.is_cuda:
-                # This stream may still have to read what another one allocated, and would be free to use again.
+                # This stream may still read memory of another stream, whose allocator could reuse it.
                 old.record_stream(torch.cuda.current_stream())
         self.directions, self.digest, self._inverse = directions, digest, inverse
         self.messages += 1

@@ -1,8 +1,8 @@
-"""The directions that a boundary's tokens lie near: how a sender renews them, and how both ends take the new ones.
+"""Directions that span most of a boundary's tokens: how a sender renews them, and how both ends adopt the new ones.
 
-The definition, and what computes it on GPUs: mostly the engine's matrix products; nothing waits there. All that belongs
-to a basis is float32 but for digests, int64 (), and headers, int32 (4,). Shape suffixes: R rows (tokens), K directions,
-M of them renewed, C channels.
+This is the definition, and also runs on GPUs: mostly PyTorch's matrix products, without synchronization. A basis is
+float32, except digests, int64 (), and headers, int32 (4,). Shape suffixes: R rows (tokens), K directions, M of them
+renewed, C channels.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from lowbit.kernels.exact import SMALLEST
 from lowbit.kernels.exact import inverse as reciprocal
 from lowbit.kernels.layout import Layout
 
-FARTHEST = 2.0**96  # coefficients beyond it are not coded: what they stand for could overflow
+FARTHEST = 2.0**96  # larger coefficients are not coded: decoded values could overflow
 PLACES, WEIGHT = 65521, 0x9E3779B1  # of a digest's weights
 ITERATIONS = 3  # of the block power method, from a random start
 RIDGE = 1e-4  # directions are of length 1 and near to orthogonal; absent ones are zeros
-LONGEST = 1.0  # of a length in a payload: a direction of length 1 has at most 1/127
+LONGEST = 1.0  # largest allowed length in a payload; a direction of length 1 has at most 1/127
 
 
 class BasisGeometry(Protocol):
-    """What directions of a payload depend on: the sections `header`, `slots`, `lengths` and `directions`, and sizes."""
+    """Sizes of a payload with the sections `header`, `slots`, `lengths` and `directions`."""
 
     @property
     def rows(self) -> int: ...
@@ -40,7 +40,7 @@ class BasisGeometry(Protocol):
 
 
 class Basis(NamedTuple):
-    """What an end of a boundary knows: the directions, the inverse of their products, a digest of how they came."""
+    """State of one end of a boundary: directions, the inverse of their products, and a digest of their history."""
 
     directions_KC: Tensor
     inverse_KK: Tensor
@@ -48,10 +48,10 @@ class Basis(NamedTuple):
 
 
 class Renewal(NamedTuple):
-    """Directions that replace others, as they travel: integers of 8 bits, times a length each.
+    """Directions that replace others, as they are sent: 8-bit integers, each direction times a length.
 
     Attributes:
-        slots_M: int16, which ones are replaced; -1: none, the tokens were of no use.
+        slots_M: int16, the indices to replace; -1: none, because the tokens were unusable.
         lengths_M: float32.
         codes_MC: int8.
     """
@@ -62,36 +62,36 @@ class Renewal(NamedTuple):
 
     @staticmethod
     def none(count: int, channels: int, device: torch.device) -> Renewal:
-        """No new directions, in the place of so many."""
+        """Make a renewal without new directions, of `count` empty slots."""
         slots_M = torch.full((count,), -1, dtype=torch.int16, device=device)
         lengths_M = torch.zeros(count, dtype=torch.float32, device=device)
         return Renewal(slots_M, lengths_M, torch.zeros(count, channels, dtype=torch.int8, device=device))
 
     def applied(self, directions_KC: Tensor) -> Tensor:
-        """A basis with the new directions in it."""
+        """Return the basis with the new directions in it."""
         new_MC = self.codes_MC.float() * self.lengths_M[:, None]
         count = len(directions_KC)
         index_M = torch.where(self.slots_M < 0, count, self.slots_M.long())
-        room = torch.cat([directions_KC, torch.zeros_like(directions_KC[:1])])  # for those of no slot
+        room = torch.cat([directions_KC, torch.zeros_like(directions_KC[:1])])  # last row: without slot
         return room.index_copy(0, index_M, new_MC)[:count]
 
     def fits(self, count: int) -> Tensor:
-        """Whether each slot is one of a basis of `count` directions, and none is there twice; a boolean ().
+        """Whether slots are valid for `count` directions and distinct, and lengths are valid; a boolean ().
 
-        Nor may a new direction be longer than any of length 1 could be: NaN would stay in the basis for good.
+        A direction longer than one of length 1 can be is refused; so is NaN, which would stay in the basis for good.
         """
         index_M = torch.where(self.slots_M < 0, count, self.slots_M.long()).clamp(max=count)
         times_K = index_M.new_zeros(count + 1).index_add_(0, index_M, torch.ones_like(index_M))
         within = (self.slots_M >= -1) & (self.slots_M < count)
-        sane = (self.slots_M < 0) | ((self.lengths_M >= 0) & (self.lengths_M <= LONGEST))  # not so for NaN
+        sane = (self.slots_M < 0) | ((self.lengths_M >= 0) & (self.lengths_M <= LONGEST))  # false for NaN
         return within.all() & (times_K[:count] <= 1).all() & sane.all()
 
     def digest(self) -> Tensor:
-        """An int64 number of 31 bits, other for every change of one slot, one code or half a length.
+        """Digest, an int64 number of 31 bits, which differs after any change of one slot, one code or half a length.
 
-        Of any other change one in 2^31 goes unnoticed. Sums of integers are the same in every order.
+        One in 2^31 of all other changes goes unnoticed. Integer sums do not depend on the order.
         """
-        # Parts and weights below 2^16: their products' lowest 31 bits are not all zero, so that each change shows.
+        # Parts and weights are below 2^16, so the lowest 31 bits of their products are not all zero: each change shows.
         parts = (self.slots_M, self.lengths_M.view(torch.int16), self.codes_MC.reshape(-1))
         values = torch.cat([part.long() for part in parts])
         return (values * _weights(values.numel(), values.device)).sum() & 0x7FFFFFFF
@@ -100,11 +100,11 @@ class Renewal(NamedTuple):
 def renew(
     x: Tensor, basis: Basis, payload: Tensor, new: Basis, number: int, training: bool, brings: bool, geo: BasisGeometry
 ) -> Tensor:
-    """Header and directions of the payload of x (R, C), and the basis that it leaves.
+    """Write header and directions to the payload of x (R, C), and compute the next basis.
 
     Args:
-        basis: of the sender. new: the next one, to be written.
-        number: of the message. brings: whether it brings new directions.
+        basis: the sender's basis. new: filled with the next one.
+        number: number of the message. brings: whether it brings new directions.
 
     Returns:
         Products of the tokens with the new basis, (R, K).
@@ -130,7 +130,7 @@ def renew(
 def coefficients(
     products: Tensor, inverse: Tensor, payload: Tensor, c: Tensor, unit: Tensor, geo: BasisGeometry
 ) -> None:
-    """Coefficients (R, K) of tokens with these products (R, K), and their units (K,), also in the payload."""
+    """Compute coefficients (R, K) from products (R, K), and their units (K,), which are also written to the payload."""
     torch.mm(products, inverse, out=c)
     units = geo.layout.section(payload, "units", torch.bfloat16)
     units.copy_(units_of(c))
@@ -146,17 +146,17 @@ def follow(
     payload: Tensor, directions: Tensor, digest: Tensor, header: Tensor, next_directions: Tensor, next_digest: Tensor,
     number: int, training: bool, geo: BasisGeometry,
 ) -> None:  # fmt: skip
-    """What the header must be if the payload's directions are meant for this basis, and what comes of it with them.
+    """Compute the header that the payload must have to fit this basis, and the basis with the payload's directions.
 
     Args:
-        directions, digest: of the receiver. number: of its next message. The rest is written.
+        directions, digest: the receiver's. number: of its next message. The other arguments are written.
     """
     renewal = Renewal(*_sections(payload, geo))
     _follow(renewal, directions, digest, header, next_directions, next_digest, number, training)
 
 
 def units(payload: Tensor, unit: Tensor, geo: BasisGeometry) -> None:
-    """What coefficients are measured in, (K,), from a payload."""
+    """Read the units of coefficients, (K,), from a payload."""
     unit.copy_(geo.layout.section(payload, "units", torch.bfloat16))
 
 
@@ -182,7 +182,7 @@ def _follow(
 
 
 def _sections(payload: Tensor, geo: BasisGeometry) -> tuple[Tensor, Tensor, Tensor]:
-    """Of a payload, as those of a `Renewal`."""
+    """Slots, lengths and codes in a payload, with the types of a `Renewal`."""
     section = geo.layout.section
     return (
         section(payload, "slots", torch.int16),
@@ -192,22 +192,22 @@ def _sections(payload: Tensor, geo: BasisGeometry) -> tuple[Tensor, Tensor, Tens
 
 
 def find_renewal(x_RC: Tensor, directions_KC: Tensor, count: int, products_RK: Tensor, inverse_KK: Tensor) -> Renewal:
-    """Find what tokens have most of outside the basis, in place of the `count` directions that serve them least.
+    """Find the principal directions of tokens outside the basis, to replace its `count` least useful directions.
 
-    The tokens' remainder, once the directions that stay are taken out, goes through a block power method: products with
-    `count` columns, and no C x C matrix. With all directions renewed this is the best basis for these tokens.
+    A block power method runs on the tokens' remainder without the directions that stay: it needs products with `count`
+    columns, and no C x C matrix. If all directions are renewed, the result is the best basis for these tokens.
 
     Args:
-        x_RC: float32. directions_KC: the last basis; zeros where there is none yet.
+        x_RC: float32. directions_KC: the last basis; zeros for directions that do not exist yet.
         products_RK: of tokens and directions; inverse_KK: `gram_inverse(directions_KC)`.
     """
     low, high = x_RC.aminmax()
     top = torch.maximum(high, -low)
-    usable = (top >= SMALLEST) & (top <= FARTHEST)  # not so for NaN
+    usable = (top >= SMALLEST) & (top <= FARTHEST)  # false for NaN
     scale = reciprocal(torch.where(usable, top, 0.0))  # squares of tiny gradients would underflow
     c_RK = products_RK @ inverse_KK
     slots_M = (c_RK * scale).square().sum(0).argsort(stable=True)[:count]
-    # Without some of the directions, the others' coefficients are other ones; a block of the inverse says which.
+    # Removing directions changes the others' coefficients; a block of the inverse gives the change.
     factor_MM, _ = torch.linalg.cholesky_ex(inverse_KK[slots_M][:, slots_M])
     share_MK = torch.cholesky_solve(inverse_KK[slots_M], factor_MM)
     kept_RK = (c_RK - c_RK[:, slots_M] @ share_MK).index_fill(1, slots_M, 0.0)
@@ -220,27 +220,27 @@ def find_renewal(x_RC: Tensor, directions_KC: Tensor, count: int, products_RK: T
 
 
 def leading(x_RC: Tensor, count: int, scale: Tensor) -> Tensor:
-    """Orthonormal (count, C): about the principal directions of these tokens; any others where there is NaN.
+    """Approximate principal directions of these tokens, orthonormal (count, C); arbitrary ones if there is NaN.
 
     Args:
-        scale: a factor that keeps squares of the tokens from underflow.
+        scale: factor that keeps squares of the tokens from underflow.
     """
     v_MC = start(count, x_RC.shape[1], x_RC.device)
     for _ in range(ITERATIONS):
-        # Few rows rather than few columns at every product: several times faster on CPUs.
+        # Products with few rows are several times faster on CPUs than with few columns.
         along_MR = (v_MC @ x_RC.t()) * scale
         powers_MC = (along_MR @ x_RC * scale).nan_to_num(0.0, 0.0, 0.0)
         v_MC = torch.linalg.qr(powers_MC.t())[0].t().contiguous()
     return v_MC
 
 
-# What follows is kept, because it is the same for every message. It is made on the host, whose copy waits until it is
-# there, so that every stream may read it.
+# The following results are cached, because they are the same for every message. They are made on the host, whose copy
+# is synchronous, so that every stream may read them.
 
 
 @functools.lru_cache(maxsize=64)
 def start(count: int, channels: int, device: torch.device) -> Tensor:
-    """Where the power method starts."""
+    """Start matrix of the power method."""
     generator = torch.Generator(device="cpu").manual_seed(0)
     start_CM = torch.randn(channels, count, generator=generator, dtype=torch.float32, device="cpu")
     return start_CM.t().contiguous().to(device)
@@ -252,9 +252,9 @@ def _weights(count: int, device: torch.device) -> Tensor:
 
 
 def gram_inverse(directions_KC: Tensor) -> Tensor:
-    """The (K, K) that makes coefficients of tokens' products with the directions, from the directions alone.
+    """Matrix (K, K) that turns tokens' products with the directions into coefficients.
 
-    As they travel, directions are not quite orthogonal to each other: products by themselves would count twice.
+    Decoded directions are not quite orthogonal to each other: without it, overlaps would count twice.
     """
     gram_KK = directions_KC @ directions_KC.t()
     gram_KK.diagonal().add_(RIDGE)
@@ -262,15 +262,15 @@ def gram_inverse(directions_KC: Tensor) -> Tensor:
 
 
 def renewed_products(x_RC: Tensor, products_RK: Tensor, renewal: Renewal, directions_KC: Tensor) -> Tensor:
-    """Products (R, K) of tokens and a basis with new directions in it, from those before: new columns alone."""
+    """Update the products (R, K) of tokens with a basis after a renewal: only the new columns are computed."""
     index_M = renewal.slots_M.long().clamp(min=0)
     return products_RK.index_copy(1, index_M, x_RC @ directions_KC[index_M].t())
 
 
 def units_of(c_RK: Tensor) -> Tensor:
-    """What the coefficients along each direction are measured in: their root mean square, bfloat16 (K,)."""
+    """Unit of the coefficients along each direction: their root mean square, bfloat16 (K,)."""
     size_RK = c_RK.abs()
-    size_RK = torch.where(size_RK <= FARTHEST, size_RK, 0.0)  # not NaN either
+    size_RK = torch.where(size_RK <= FARTHEST, size_RK, 0.0)  # drops NaN, too
     top = size_RK.amax()
-    top = torch.where(top >= SMALLEST, top, 0.0)  # the reciprocal of less would be Inf
+    top = torch.where(top >= SMALLEST, top, 0.0)  # the reciprocal of a smaller number would be Inf
     return ((size_RK * reciprocal(top)).square().mean(0).sqrt() * top).bfloat16()

@@ -1,4 +1,4 @@
-"""Codecs and sessions whose ends hold the same directions: what `SubspaceQuant` and `TransformQuant` share."""
+"""Base classes of `SubspaceQuant` and `TransformQuant`, whose ends hold the same directions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lowbit.kernels.layout import ALIGNMENT
 
 @dataclass(frozen=True, kw_only=True)
 class BasisCodec(StatefulCodec):
-    """A codec whose sessions learn directions; all shapes of one width share them."""
+    """A codec whose sessions learn directions, which all shapes of one width share."""
 
     @abstractmethod
     def geometry(self, shape: Sequence[int]) -> BasisGeometry:
@@ -32,7 +32,7 @@ class BasisCodec(StatefulCodec):
 
 
 class BasisSession(Session):
-    """One shape's messages; the basis is shared with the sessions of other shapes of the same width."""
+    """Session for one shape; the basis is shared with sessions of other shapes of the same width."""
 
     codec: BasisCodec
     _geometry: BasisGeometry
@@ -42,7 +42,7 @@ class BasisSession(Session):
     ) -> None:
         super().__init__(codec, shape, dtype, device)
         self._memory, self._geometry = memory, codec.geometry(shape)
-        # Compiled code would free tensors whose addresses kernels have. (Not as decorators: this imports the compiler.)
+        # Compiled code would free tensors whose addresses kernels use. (Decorators would import the compiler at once.)
         disable = torch.compiler.disable
         vars(self).update(encode=disable(self.encode), decode=disable(self.decode), observe=disable(self.observe))
 
@@ -62,7 +62,7 @@ class BasisSession(Session):
         if x.device != device:
             raise ValueError(f"x is on {x.device}; this session is for {device}")
         target = torch.empty_like(payload) if payload.data_ptr() % ALIGNMENT else payload
-        target.zero_()  # between sections, too
+        target.zero_()  # also between sections
         with apart(device):
             self._code(x.contiguous(), target, training)
             if target is not payload:
@@ -80,7 +80,7 @@ class BasisSession(Session):
                 out.copy_(target)
 
     def _renewed(self, x_RC: Tensor, payload: Tensor, training: bool, *, brings: bool) -> tuple[Basis, Tensor]:
-        """Write header and new directions to a payload; return the basis with them, and the tokens' products with it.
+        """Write header and new directions to a payload; return the new basis, and the tokens' products with it.
 
         Args:
             brings: whether the message brings new directions.
@@ -92,7 +92,7 @@ class BasisSession(Session):
         return new, implementation(renew, self.device)(*arguments)
 
     def _next(self, payload: Tensor, training: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the directions with those of a payload in them, their digest, and the header that belongs to them."""
+        """Return the directions after a payload's renewal, their digest, and the header that the payload must have."""
         memory = self._memory
         directions_KC, digest = map(torch.empty_like, (memory.directions, memory.digest))
         expected = torch.empty(4, dtype=torch.int32, device=payload.device)
@@ -105,16 +105,16 @@ class BasisSession(Session):
     def _checked(
         self, payload: Tensor, expected: Tensor, directions_KC: Tensor, values: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return directions and values of a message, or the directions before and NaN if its header is not `expected`.
+        """Return directions and values of a message, or the old directions and NaN if its header is not `expected`.
 
         Raises:
-            ValueError: the host knows already that it is not.
+            ValueError: the header is wrong, and the host knows it already.
         """
         memory = self._memory
         header = self._geometry.layout.section(payload, "header", torch.int32)
         if memory.headers.compare(header, expected):
             return directions_KC, values
-        # The host learns it later: what does not belong here decodes to NaN and leaves the directions alone.
+        # The host learns the outcome later: a wrong message decodes to NaN and does not change the directions.
         wrong = ((header != expected) | (expected < 0)).any()
         return torch.where(wrong, memory.directions, directions_KC), torch.where(wrong, math.nan, values)
 
@@ -122,19 +122,19 @@ class BasisSession(Session):
         return self._memory.directions.nbytes + 16
 
     def state_dict(self) -> dict[str, Any]:
-        """The directions, float32 (K, C); messages so far, and the digest of what they brought."""
+        """Return the directions, float32 (K, C), the number of messages so far, and the digest of their directions."""
         return self._memory.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave; an empty one is that of before the first message.
+        """Restore the result of `state_dict`; an empty one is the state before the first message.
 
         Raises:
-            ValueError: it is of another number of directions, or another width.
+            ValueError: it has another number of directions, or another width.
         """
         self._memory.load_state_dict(state, self.codec)
 
 
 def folded(shape: Sequence[int]) -> tuple[int, int]:
-    """Any shape as (tokens, channels)."""
+    """Fold any shape to (tokens, channels)."""
     padded = (1, 1, *shape)
     return math.prod(padded[:-1]), padded[-1]

@@ -28,7 +28,7 @@ from lowbit.kernels.cpu.operations import bits_float
 from lowbit.kernels.cpu.threads import over_rows
 from lowbit.kernels.layout import ceil_div
 
-LANES = 32  # elements in registers together; blocks are multiples of it
+LANES = 32  # elements in registers at a time; blocks are multiples of it
 INFINITY = 0x7F800000
 E4M3, E5M2 = FORMATS["e4m3"], FORMATS["e5m2"]
 
@@ -79,7 +79,7 @@ def _largest(b: Any, x: Any, count: Any) -> Any:
 
 
 def _encoder(form: Format, *, stochastic: bool) -> Any:
-    """Code `LANES` numbers times `inverse`; `first` is the index of the first of them in the tensor."""
+    """Make a function that encodes `LANES` numbers times `inverse`; `first` is the tensor index of the first one."""
 
     @operation(none, intp, intp, float32, uint64, uint64)
     def encode(b: Any, x: Any, to: Any, inverse: Any, first: Any, seed: Any) -> None:
@@ -105,7 +105,7 @@ def _encoder(form: Format, *, stochastic: bool) -> Any:
 
 
 def _decoder(form: Format) -> Any:
-    """Decode `LANES` codes to float32 numbers."""
+    """Make a function that decodes `LANES` codes to float32 numbers."""
 
     @operation(none, intp, intp, float32)
     def decode(b: Any, codes: Any, to: Any, scale: Any) -> None:
@@ -195,7 +195,7 @@ def _decode(scales, codes, target, kind, total, bits, block, accumulate, scratch
 
 @helper
 def _decode_block(scales, codes, g, begin, count, padded, bits, to, spare):
-    """Decode a block to `padded` float32 numbers, those behind `count` without meaning."""
+    """Decode a block to `padded` float32 numbers, of which those after `count` have no meaning."""
     scale = bits_float(get_byte(scales, g) << EXPONENT)
     at = codes + begin
     if padded != count:

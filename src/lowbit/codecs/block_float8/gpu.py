@@ -58,7 +58,7 @@ def _shape(numel: int, format: str, block: int) -> tuple[int, int, dict[str, int
 
 @triton.jit
 def _lanes(numel, BLOCK: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr):
-    """A program's blocks, whether they exist; and their elements' positions, and whether those exist."""
+    """A program's blocks, their elements' positions, and masks of those that exist."""
     group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
     j = tl.arange(0, WIDTH)[None, :]
     at = (group * BLOCK)[:, None] + j
@@ -67,7 +67,7 @@ def _lanes(numel, BLOCK: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr
 
 @triton.jit
 def _decoded(payload, at, keep, scale, BITS: tl.constexpr, LOWEST: tl.constexpr):
-    """float32 numbers of codes and their blocks' scales."""
+    """Decode codes with their blocks' scales to float32."""
     code = tl.load(payload + at, mask=keep, other=0).to(tl.int32)
     magnitude = code & 0x7F
     exponent = tl.maximum(magnitude >> BITS, 1)

@@ -18,16 +18,16 @@ from lowbit.kernels.checks import check_bytes, check_numbers
 from lowbit.kernels.exact import store, uniform
 from lowbit.kernels.layout import Layout, ceil_div, zero_gaps
 
-NAN_SCALE = 255  # of a block with NaN or Inf: as float32 exponent this is Inf, and Inf times the codes, zeros, is NaN
-EXPONENT = 23  # where float32 keeps it
-QUARTER_BELOW = 0x1FFFFF  # carries into the exponent what lies above 1.75, which both formats' largest number is
+NAN_SCALE = 255  # for a block with NaN or Inf: as float32 exponent it gives Inf, and Inf times the codes, 0, is NaN
+EXPONENT = 23  # position of the exponent in a float32
+QUARTER_BELOW = 0x1FFFFF  # makes mantissas above 1.75, that of both formats' largest number, carry into the exponent
 
 
 class Format(NamedTuple):
-    """A float8 of one sign bit. The largest number of each is 1.75 * 2^top.
+    """A float8 format with a sign bit, whose largest number is 1.75 * 2^top.
 
     Attributes:
-        bits: of the mantissa. top: exponent of the largest number. lowest: that of the smallest normal one, plus 127.
+        bits: mantissa bits. top: exponent of the largest number. lowest: exponent of the smallest normal one, plus 127.
     """
 
     bits: int
@@ -36,7 +36,7 @@ class Format(NamedTuple):
 
 
 FORMATS = {"e4m3": Format(3, 8, 121), "e5m2": Format(2, 15, 113)}
-"""As the Open Compute Project defines them: torch.float8_e4m3fn and torch.float8_e5m2."""
+"""Formats of the Open Compute Project: torch.float8_e4m3fn and torch.float8_e5m2."""
 
 
 def block_float8_layout(numel: int, block: int) -> Layout:
@@ -92,7 +92,7 @@ def decode(payload: Tensor, out: Tensor, format: str, block: int, accumulate: bo
 
 
 def _decoded(payload: Tensor, numel: int, format: str, block: int) -> Tensor:
-    """float32 (N,). Every product is exact, but for numbers below the smallest of float32."""
+    """Decode to float32 (N,). Every product is exact, except for numbers below float32's smallest."""
     form, layout = FORMATS[format], block_float8_layout(numel, block)
     code = layout.section(payload, "codes").int()
     scale_G = (layout.section(payload, "scales").int() << EXPONENT).view(torch.float32)

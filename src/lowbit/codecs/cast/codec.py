@@ -1,4 +1,4 @@
-"""`Cast`: the tensor's own numbers in 32 or 16 bits."""
+"""`Cast`: plain floating-point numbers in 32 or 16 bits."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from lowbit.codecs.sums import Summable
 class Cast(Summable):
     """Send each element as float32, bfloat16 or float16: the baselines.
 
-    Bytes of a payload: 4 or 2 an element, as asked for, so that float32 doubles a bfloat16 tensor. Rounds to nearest,
-    ties to even. Finite values beyond float16's largest (65504) become that, so that finite input gives finite output;
-    bfloat16 likewise. Inf and NaN travel as they are.
+    Bytes of a payload: 4 or 2 per element, as requested: float32 doubles a bfloat16 tensor. Rounds to nearest, ties to
+    even. Finite values saturate at float16's largest (65504), so that finite input gives finite output; bfloat16
+    likewise. Inf and NaN are sent unchanged.
 
     Args:
-        dtype: what travels.
+        dtype: dtype of the numbers in a payload.
     """
 
     is_plain: ClassVar[bool] = True
@@ -43,7 +43,7 @@ class Cast(Summable):
         return math.prod(shape) * self.dtype.itemsize
 
     def sized(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> tuple[int, bool]:
-        return self.format_nbytes(shape), False  # more for 16-bit tensors in float32, as asked for
+        return self.format_nbytes(shape), False  # larger than a 16-bit tensor for float32, as requested
 
     def _encode(self, x: Tensor, payload: Tensor) -> None:
         plain.write(x, self.dtype, payload)

@@ -17,32 +17,32 @@ from lowbit.codecs.feature_int.reference import FEWEST, MOST, center_of, feature
 from lowbit.codecs.sums import Summable
 from lowbit.kernels.packing import planes_nbytes
 
-# Of ranges: their reciprocals are normal numbers.
+# Bounds of ranges: their reciprocals are normal numbers.
 SMALLEST, LARGEST = 2.0**-126, 2.0**125
 GAINS = ("token", "static")
 CLIPS = {3: 0.65, 4: 0.8, 5: 0.9, 6: 0.95, 7: 1.0, 8: 1.0}
-"""Of the largest magnitude of a token: where codes end, by bits. Least squared error on a real encoder's sums."""
+"""Share of a token's largest magnitude at which codes saturate, by bits: least squared error on a real encoder."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class FeatureInt(Summable):
     """Integers of 3 to 8 bits, a gain for each token times a calibrated scale for each feature, k features as bfloat16.
 
-    For the all-reduces of tensor parallelism, behind attention and MLP: their summands have a few features that are
-    large on every input, and others whose range hardly depends on it, but for the token's own size. E features are the
-    last dimension; what is coded has N rows of E elements: any shape (..., E), or a flat piece of whole rows.
+    Made for the all-reduces of tensor parallelism, after attention and MLP: their summands have a few features that are
+    large on every input, and others whose range depends on little more than the token's own size. E features are the
+    last dimension; inputs have N rows of E elements: any shape (..., E), or a flat piece of whole rows.
 
     Each step is one float32 operation, with c = 2^(bits - 1) - 0.5, the middle of the codes:
 
-        v = (x - offset) inverse, inverse = 1 / range;  m: the largest |v| of the row beside the outliers
+        v = (x - offset) inverse, inverse = 1 / range;  m: the largest |v| of the row without the outliers
         gain = bfloat16(max(m (clip / c), 2^-126)); 0 if m is 0; NaN if m is not finite
         code = round(v (1 / gain) + c), ties to even, cut to [0, 2^bits - 1]; NaN becomes 0; 1 / gain is 1 if gain is
             0 or NaN
         y = ((code - c) gain) range + offset
 
-    So a row with NaN or Inf beside the outliers decodes to NaN; outliers stay what they are, but beyond bfloat16's
-    largest number they become that. Finite values are cut at clip m. A payload of zeros decodes to the offsets.
-    Ranges are at least 2^-126 and at most 2^125.
+    So a row with NaN or Inf outside the outliers decodes to NaN; outliers are only rounded, and saturate at bfloat16's
+    largest number. Finite values are clipped at clip m. A payload of zeros decodes to the offsets. Ranges are at least
+    2^-126 and at most 2^125.
 
     Bytes of a payload: 2 N (`gains`: of each row, bfloat16), 2 N k (`features`: the outliers of each row, bfloat16,
     ascending) and N w (`codes`: of each row the other features, ascending); sections begin at multiples of 16. The
@@ -50,35 +50,34 @@ class FeatureInt(Summable):
     bits has ceil(n p / 8) bytes, and with h as many, its byte j holds, from its low bits up, elements j, j + h,
     j + 2 h, ... Bits: (16 + 16 k + bits (E - k)) / E; 4.19 with 4 bits, k = E / 64 and E = 4096.
 
-    gain="static" is the format of arXiv 2411.07942, with no offsets: c = 2^(bits - 1) - 1, so that a code stands for 0,
-    and the gain is float32(clip / c) in every row. Nothing is computed of a row, and no gain travels: codes are 0 to
-    2 c, bits (16 k + bits (E - k)) / E, and a payload of zeros decodes to -clip times the ranges. The paper gives
+    gain="static" is the format of arXiv 2411.07942, without offsets: c = 2^(bits - 1) - 1, so that one code means 0,
+    and the gain is float32(clip / c) in every row. Nothing is computed from a row, and no gain is sent: codes are 0 to
+    2 c, bits (16 k + bits (E - k)) / E, and a payload of zeros decodes to -clip times the ranges. The paper specifies
     neither layout nor rounding. Two additions: in a row with NaN or Inf outside its outliers all codes are 2^bits - 1
-    (decoders look at the first), and the sum has calibrated ranges, too, so that it may be reduced in two steps.
-    clip=1.2 makes its ranges as much wider.
+    (decoders check the first), and the sum has calibrated ranges, too, so that it may be reduced in two steps. clip=1.2
+    makes the ranges 1.2 times as wide.
 
-    In a sum over R ranks (`lowbit.collectives.all_reduce`) `part(r)` codes what rank r adds, with its own tables, and
-    `whole()` the sum, where that travels too (two_shot), with those of `total`. `sum` decodes the payloads of all ranks
-    and adds them up in one pass: float32, in the order of the ranks, then the offsets of all of them, which have been
-    added up before; the features back in their places.
+    In a sum over R ranks (`lowbit.collectives.all_reduce`), `part(r)` codes rank r's summand with that rank's tables.
+    If the sum is sent, too (two_shot), `whole()` codes it with the tables `total`. `sum` decodes the payloads of all
+    ranks and adds them up in one pass: float32, in the order of the ranks, then the sum of all ranks' offsets.
 
     Args:
-        bits: of a code, 3 to 8.
-        gain: "token": of each row, or "static": ranges alone say where codes end, as published.
-        clip: of m, where codes end, above 0 and at most 2; None: 1 for "static", else `CLIPS`, by bits.
-        ranges: (R, E) float32, positive: the largest magnitude that rank r's partial sums have in each feature, around
-            the offsets. Those of outliers are not used, but must be positive.
-        offsets: (R, E) float32, finite: what rank r's partial sums are in the mean; None: 0. Not used at outliers.
+        bits: bits of a code, 3 to 8.
+        gain: "token": one per row, or "static": only the ranges define where codes saturate, as published.
+        clip: multiple of m at which codes saturate, above 0, at most 2; None: 1 for "static", else `CLIPS` by bits.
+        ranges: (R, E) float32, positive: largest magnitude of rank r's partial sums in each feature, around the
+            offsets. Those of outliers are not used, but must be positive.
+        offsets: (R, E) float32, finite: means of rank r's partial sums; None: 0. Not used for outliers.
         total: (E,) float32: ranges of the sum over the ranks. total_offset: its means, given if `offsets` are.
-        features: the k outliers, ascending; fewer than E, maybe none.
-        rank: whose partial sums this codec codes.
-        artifact: fingerprint of what these tables come from. Ranks that have compared it compare it and the shape
-            before a sum, not every layer's tables: one comparison for all layers. Absent: the tables. Ranks that then
-            take different layers in one call do not get each other's messages, and after 2 s the same error (but for 1
-            pair of layers in 32768, whose messages look alike). The transport "collectives" of `lowbit.collectives`
-            cannot tell messages apart: there they get wrong sums, or the engine's error where bytes differ.
-        held_out: of each rank, the mean and the standard deviation of the relative error of samples that the ranges do
-            not come from. No part of the format; `lowbit.tensor_parallel.Drift` compares with them.
+        features: indices of the k outliers, ascending; fewer than E, possibly none.
+        rank: rank whose partial sums this codec codes.
+        artifact: fingerprint of the source of these tables. Ranks compare it and the shape before a sum, once for all
+            layers, instead of every layer's tables; if omitted, they compare the tables. Ranks that take different
+            layers in one call then do not get each other's messages, and all raise the same error after 2 s (except for
+            1 pair of layers in 32768, whose messages look alike). The transport "collectives" cannot distinguish
+            messages: there they get wrong sums, or PyTorch's error if sizes differ.
+        held_out: mean and standard deviation, per rank, of the relative error on samples that were not used for the
+            ranges. Not part of the format; `lowbit.tensor_parallel.Drift` compares with them.
     """
 
     payload_version: ClassVar[int] = 4
@@ -119,7 +118,7 @@ class FeatureInt(Summable):
             object.__setattr__(self, "clip", 1.0 if self.gain == "static" else CLIPS[self.bits])
         for name in ("ranges", "offsets", "total", "total_offset"):
             table = getattr(self, name)
-            if table is not None:  # a copy: who made the tensor may go on to change it
+            if table is not None:  # a copy: the caller may change the tensor later
                 object.__setattr__(self, name, table.detach().cpu().clone())
         tables = _Tables(self.ranges, self.offsets, self.total, self.total_offset, self.features)
         object.__setattr__(self, "_tables", tables)
@@ -131,17 +130,17 @@ class FeatureInt(Summable):
     ) -> FeatureInt:  # fmt: skip
         """Return a codec calibrated on these partial sums: ranges are their largest magnitudes around their means.
 
-        A feature that is the same in all rows has its magnitude as range.
+        The range of a feature that is constant over all rows is its magnitude.
 
         Args:
-            parts: of each rank, all of one shape (..., E).
+            parts: samples of each rank's partial sums, all of one shape (..., E).
             bits, gain, clip, artifact: as above.
-            means: whether they are the offsets; else 0 is.
-            outliers: how many features travel as bfloat16: those of the largest range over all ranks; absent: E // 64.
+            means: whether to use the means as offsets; otherwise offsets are 0.
+            outliers: number of bfloat16 features, those of the largest range over all ranks; None: E // 64.
 
         Raises:
-            ValueError: no parts, of different shapes, empty, not finite, features that are 0 in all of a rank's rows or
-                in all sums, or `outliers` of not fewer than E features.
+            ValueError: parts are missing, empty, not finite or of different shapes; a feature is 0 in all of a rank's
+                rows or in all sums; or `outliers` is not below E.
         """
         shapes = [tuple(part.shape) for part in parts]
         if len(set(shapes)) != 1 or not shapes[0] or not math.prod(shapes[0]):
@@ -163,7 +162,7 @@ class FeatureInt(Summable):
 
     @staticmethod
     def row_bits(bits: int, features: int, outliers: int, gain: str = "token") -> int:
-        """Return the bits of a row of a payload: the gain if it travels, outliers and codes."""
+        """Return the bits of a row of a payload: the gain if it is sent, outliers and codes."""
         return 16 * (gain == "token") + 16 * outliers + 8 * planes_nbytes(features - outliers, bits)
 
     @property
@@ -183,7 +182,7 @@ class FeatureInt(Summable):
         return self._like(ranges=self.total[None], offsets=offset, rank=0, _tables=self._tables.whole())
 
     def like(self, *, bits: int, clip: float) -> FeatureInt:
-        """Return a codec of the same tables with other codes.
+        """Return a codec with the same tables and other codes.
 
         Raises:
             ValueError: as the class.
@@ -249,13 +248,13 @@ class FeatureInt(Summable):
 
     @property
     def _share(self) -> float:
-        """Factor from a row's largest magnitude (static ranges: from 1) to its gain."""
+        """Ratio of a row's gain to its largest magnitude (with static ranges: to 1)."""
         assert self.clip is not None
         return max(self.clip / center_of(self.bits, self.gain == "token"), SMALLEST)
 
     @property
     def _static(self) -> float:
-        """The gain of all rows; 0: each has its own."""
+        """The gain of all rows; 0: each row has its own."""
         return self._share if self.gain == "static" else 0.0
 
     def _rows(self, shape: Sequence[int]) -> int:
@@ -267,7 +266,7 @@ class FeatureInt(Summable):
         return numel // size
 
     def _like(self, **changes: object) -> FeatureInt:
-        """A codec that differs in what has been checked already, and shares the tables."""
+        """Copy this codec with changes that have been checked already; the tables are shared."""
         codec = object.__new__(FeatureInt)
         for name, value in (vars(self) | changes).items():
             object.__setattr__(codec, name, value)
@@ -286,7 +285,7 @@ class _OnDevice:
 
 
 class _Tables:
-    """What kernels take, computed once for all ranks' codecs."""
+    """Tables for kernels, computed once for the codecs of all ranks."""
 
     def __init__(
         self,
@@ -303,7 +302,7 @@ class _Tables:
         self._digest = ""
 
     def on(self, device: torch.device) -> _OnDevice:
-        """The tables on a device; copied there at the first use, which must not be inside a CUDA graph's capture."""
+        """Return the tables on a device. The first use copies them, and must not be inside a CUDA graph's capture."""
         if device not in self._there:
             self._there[device] = self._on(device)
         return self._there[device]
@@ -322,14 +321,14 @@ class _Tables:
         return _OnDevice(*(t.to(device) for t in (scale, inverse, offset, offsets, order)))
 
     def whole(self) -> _Tables:
-        """Those of the sum over all ranks."""
+        """Tables of the sum over all ranks."""
         if self._whole is None:
             offset = None if self._total_offset is None else self._total_offset[None]
             self._whole = _Tables(self._total[None], offset, self._total, self._total_offset, self._features)
         return self._whole
 
     def digest(self) -> str:
-        """Hexadecimal, of the contents."""
+        """Hexadecimal digest of the contents."""
         if not self._digest:
             digest = hashlib.sha256(repr((tuple(self._ranges.shape), self._features)).encode())
             for tensor in (self._ranges, self._total, self._offsets, self._total_offset):

@@ -1,8 +1,8 @@
-"""`FeatureInt` on the CPU: row by row, in scratch that stays in the first caches.
+"""`FeatureInt` on the CPU: row by row, in scratch memory that stays in the first caches.
 
-All features of a row are scaled and coded as if none were an outlier, so that vectors never stop; the codes of the
-k + 1 runs between the outliers are then moved together. Moves are whole vectors: what one writes behind its run, the
-next one overwrites.
+All features of a row are scaled and coded as if none were an outlier, so that vector loops are not interrupted; then
+the codes of the k + 1 runs between the outliers are moved together. Moves copy whole vectors: what one writes beyond
+its run, the next one overwrites.
 """
 
 from __future__ import annotations
@@ -116,13 +116,13 @@ def _sum(
 
 
 def _scratch(features: int) -> Tensor:
-    """Bytes for a line of float32 numbers, and two rows of codes with room for a vector behind each."""
+    """Allocate a line of float32 numbers, and two rows of codes, each with room for another vector."""
     return torch.empty(4 * features + 2 * (features + 2 * LANES), dtype=torch.uint8)
 
 
 @helper
 def _bf16_of(x, kind, j):
-    """The bits of a number as it travels: saturated, and with one kind of NaN."""
+    """Bits of a number as bfloat16: saturated, and with a single NaN."""
     if kind == BFLOAT16:
         bits = get_half(x, j)
         return bits if (bits & 0x7FFF) <= 0x7F80 else NAN_BF16
@@ -134,7 +134,7 @@ def _bf16_of(x, kind, j):
 
 @helper
 def _most_between(line, chosen, outliers, features):
-    """The bits of the largest magnitude beside the outliers."""
+    """Bits of the largest magnitude without the outliers."""
     begin, most = 0, np.int64(0)
     for i in range(outliers + 1):
         end = np.int64(get_int(chosen, i)) if i < outliers else features
@@ -159,7 +159,7 @@ def _encode(
         if kind == FLOAT16:
             widen(source, kind, n * features, features, line)
             x = line
-        for i in range(outliers):  # before scaled numbers take the place of float16 ones
+        for i in range(outliers):  # before scaled numbers overwrite float16 ones
             put_half(to_features, n * outliers + i, _bf16_of(x, kind, np.int64(get_int(chosen, i))))
         if kind == BFLOAT16:
             most = scale_bf16(x, offset, inverse, whole, line)
@@ -170,7 +170,7 @@ def _encode(
             value = (value - get_float(offset, j)) * get_float(inverse, j)
             put_float(line, j, value)
             most = max(most, np.int64(float_bits(magnitude(value))))
-        if most >= INFINITE_BITS:  # maybe that of an outlier, which does not count
+        if most >= INFINITE_BITS:  # possibly of an outlier, which does not count
             most = _most_between(line, chosen, outliers, features)
         finite, factor = most < INFINITE_BITS, ONE / share
         if by_token:

@@ -1,6 +1,6 @@
-"""Steps of a row of `FeatureInt` as whole vectors: scaling, codes, planes, and back.
+"""Process a row of `FeatureInt` in whole vectors: scaling, codes, planes, and back.
 
-A vector that would pass the end of a plane ends with it instead, and repeats some of the work of the one before.
+A vector that would cross the end of a plane is moved back to end there, and repeats some work of the one before.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from lowbit.kernels.cpu.formulas import constant, load, shaped, spread, store
 from lowbit.kernels.cpu.jit import helper, operation
 from lowbit.kernels.cpu.memory import F32, I8, I16, I32, I64, get_byte, pointer, put_byte
 
-LANES = 32  # elements in registers together
-LOCALITY = 2  # the second cache: the first one is full
+LANES = 32  # elements in registers at a time
+LOCALITY = 2  # prefetch to the second cache: the first one is full
 WORDS = ir.VectorType(I64, LANES // 8)
 BYTES = ir.VectorType(I8, LANES)
 
 
 @operation(intp, intp, intp)
 def word(b: Any, address: Any, index: Any) -> Any:
-    """An address in a list of them."""
+    """Read an address from a list of addresses."""
     return b.load(pointer(b, address, index, I64), align=1)
 
 
 def _scaler(halves: bool) -> Any:
     @operation(int64, intp, intp, intp, intp, intp)
     def scale(b: Any, x: Any, offset: Any, inverse: Any, count: Any, to: Any) -> Any:
-        """Write (x - offset) inverse of `count` numbers, a multiple of `LANES`; bits of the largest magnitude."""
+        """Write (x - offset) inverse of `count` numbers, a multiple of `LANES`; return the largest magnitude."""
         most = cgutils.alloca_once_value(b, ir.Constant(ir.VectorType(I32, LANES), [0] * LANES))
         with cgutils.for_range(b, b.udiv(count, I64(LANES))) as loop:
             first = b.mul(loop.index, I64(LANES))
@@ -58,9 +58,9 @@ scale_bf16, scale_float32 = _scaler(True), _scaler(False)
 def code_line(
     b: Any, line: Any, factor: Any, center: Any, top: Any, count: Any, to: Any, ahead: Any, size: Any
 ) -> None:
-    """Codes of `count` numbers of a line, a multiple of `LANES`, as bytes.
+    """Write the codes of `count` numbers of a line, a multiple of `LANES`, as bytes.
 
-    Meanwhile the next row, `count` elements of `size` bytes from address `ahead` on, is on its way to the cache.
+    Meanwhile prefetch the next row, `count` elements of `size` bytes from address `ahead` on.
     """
     factor, center, top = (spread(b, v, LANES) for v in (factor, center, top))
     kind = ir.FunctionType(ir.VoidType(), [ir.PointerType(I8), I32, I32, I32])
@@ -84,9 +84,9 @@ def move(b: Any, source: Any, to: Any, count: Any) -> None:
 def numbers(
     b: Any, codes: Any, center: Any, gain: Any, scale: Any, offset: Any, count: Any, line: Any, first: Any, last: Any
 ) -> None:
-    """Write what `count` codes, a multiple of `LANES`, stand for to a line, or add it to what is there.
+    """Decode `count` codes, a multiple of `LANES`, to a line, or add them to it.
 
-    The last ones of a sum bring the offsets along.
+    The last summand also adds the offsets.
     """
     center, gain = spread(b, b.fneg(center), LANES), spread(b, gain, LANES)
 
@@ -110,7 +110,7 @@ def numbers(
 
 
 def _over(b: Any, width: Any) -> Any:
-    """A loop over vectors that cover `width` bytes, at least `LANES`, and the start of each."""
+    """Emit a loop over vectors that cover `width` bytes, at least `LANES`; yields the start of each."""
     return cgutils.for_range(b, b.udiv(b.add(width, I64(LANES - 1)), I64(LANES)))
 
 
@@ -120,14 +120,14 @@ def _start(b: Any, index: Any, width: Any) -> Any:
 
 
 def _fields(p: int) -> ir.Constant:
-    """The low p bits of every byte."""
+    """Mask of the low p bits of every byte."""
     return ir.Constant(WORDS, [((1 << p) - 1) * 0x0101010101010101] * (LANES // 8))
 
 
 def _packer(p: int) -> Any:
     @operation(none, intp, intp, intp, intp)
     def pack(b: Any, codes: Any, width: Any, done: Any, to: Any) -> None:
-        """A plane of p bits that is `width` bytes long, of codes with `done` bits below it."""
+        """Write a plane of p bits that is `width` bytes long, from codes with `done` bits below it."""
         below = spread(b, done, LANES // 8)
         with _over(b, width) as loop:
             first, plane = _start(b, loop.index, width), None
@@ -144,7 +144,7 @@ def _packer(p: int) -> Any:
 def _unpacker(p: int) -> Any:
     @operation(none, intp, intp, intp, intp)
     def unpack(b: Any, plane: Any, width: Any, done: Any, codes: Any) -> None:
-        """Inverse of `pack`: writes codes, or adds bits to those that have some below."""
+        """Inverse of `pack`: write codes, or add the plane's bits to codes that have lower bits."""
         below = spread(b, done, LANES // 8)
 
         def build(adds: bool) -> None:

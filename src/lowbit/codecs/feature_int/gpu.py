@@ -1,8 +1,8 @@
-"""`FeatureInt` on a GPU: one launch each, no scratch, nothing waited for.
+"""`FeatureInt` on a GPU: one launch each, no scratch memory, no synchronization.
 
-Encoding, a program takes some whole rows: it reads them once for their gains, and again, from the cache, for their
-codes. Decoding, it takes some elements of some rows. The feature of an element is looked up in `order`: neighbours
-there are neighbours in a row, but for the outliers in between.
+When encoding, a program processes some whole rows: it reads them once for their gains, and again, from the cache, for
+their codes. When decoding, it processes some elements of some rows. The feature of an element is looked up in `order`:
+neighbours in it are neighbours in a row, except for outliers in between.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportOperatorIssue=false, reportCallIssue=false
@@ -34,7 +34,7 @@ from lowbit.kernels.layout import ceil_div
 
 MOST, NAN_BF16_, SMALLEST_ = tl.constexpr(LARGEST_BF16), tl.constexpr(NAN_BF16), tl.constexpr(SMALLEST)
 INFINITE_BITS = tl.constexpr(0x7F800000)
-ENCODE = {"ROWS": 2, "WIDTH": 1024}  # elements that a program has in registers together
+ENCODE = {"ROWS": 2, "WIDTH": 1024}  # elements that a program has in registers at a time
 DECODE = {"ROWS": 8, "WIDTH": 256}
 WARPS = 4
 
@@ -85,7 +85,7 @@ def _sum(
 
 @triton.jit
 def _scaled(x, inverse, offset, row, feature, features, keep, exists):
-    """Numbers in units of their ranges; 0 for those that do not exist."""
+    """Scale numbers to units of their ranges; 0 for those that do not exist."""
     y = widened(tl.load(x + row * features + feature, mask=keep, other=0.0))
     y = y - tl.load(offset + feature, mask=exists, other=0.0)
     return y * tl.load(inverse + feature, mask=exists, other=0.0)
@@ -96,7 +96,7 @@ def _store_plane(
     x, to, inverse, offset, order, row, rows, features, rest, factor, finite, lane,
     DONE: tl.constexpr, P: tl.constexpr, BITS: tl.constexpr, BY_TOKEN: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Write the plane of P bits that has DONE bits of a code below it; where the next one begins."""
+    """Write the plane of P bits that has DONE bits of a code below it; return the start of the next plane."""
     width = (rest * P + 7) // 8
     center: tl.constexpr = 2.0 ** (BITS - 1) - (0.5 if BY_TOKEN else 1.0)
     for first in range(0, width, WIDTH):
@@ -186,7 +186,7 @@ def _encode(
 
 @triton.jit
 def _add_plane(code, at, e, rest, keep, DONE: tl.constexpr, P: tl.constexpr):
-    """Codes of elements `e` of a row with the bits of one more plane, and where the next one begins."""
+    """Add the bits of one more plane to the codes of elements `e` of a row; return them and the next plane's start."""
     width = (rest * P + 7) // 8
     byte = tl.load(at + e % width, mask=keep, other=0).to(tl.int32)
     field = (byte >> (P * (e // width))) & ((1 << P) - 1)
@@ -212,7 +212,7 @@ def _code(at, e, rest, keep, BITS: tl.constexpr):
 def _number(
     payload, codes_16, row, e, rest, keep, there, scale, static, BITS: tl.constexpr, BY_TOKEN: tl.constexpr
 ):  # fmt: skip
-    """What the codes of elements `e` of a row stand for, without offsets."""
+    """Decode the codes of elements `e` of a row, without offsets."""
     size = 0
     for p in tl.static_range(4):
         if BITS & (8 >> p):

@@ -30,7 +30,7 @@ def feature_int_layout(rows: int, features: int, outliers: int, bits: int, by_to
 
 
 def center_of(bits: int, by_token: bool) -> float:
-    """What lies in the middle of the codes: between two of them, or with static ranges one, for 0."""
+    """Middle of the codes: between two of them or, with static ranges, the code that means 0."""
     return 2.0 ** (bits - 1) - (0.5 if by_token else 1.0)
 
 
@@ -61,8 +61,8 @@ def encode(
 ) -> None:  # fmt: skip
     """x (N, E) -> payload.
 
-    See `lowbit.codecs.FeatureInt` for formulas and layout. `share`: of the largest magnitude of a row, which is its
-    gain; or the gain of all rows, which does not travel.
+    See `lowbit.codecs.FeatureInt` for formulas and layout. `share`: ratio of a row's gain to its largest magnitude, or
+    the gain of all rows, which is not sent.
     """
     rows, features = x.shape
     layout, center = feature_int_layout(rows, features, outliers, bits, by_token), center_of(bits, by_token)
@@ -86,7 +86,7 @@ def encode(
     layout.section(payload, "codes").copy_(_packed(codes_NM, bits).view(-1))
     x_NK = x_NE[:, chosen]
     x_NK = torch.where(x_NK.isfinite(), x_NK.clamp(-LARGEST_BF16, LARGEST_BF16), x_NK)
-    # By bits: which NaN a conversion to bfloat16 gives differs between machines.
+    # Written as bits: the NaN of a conversion to bfloat16 differs between machines.
     bits_NK = torch.where(x_NK.isnan(), NAN_BF16, x_NK.bfloat16().view(torch.int16))
     layout.section(payload, "features", torch.int16).copy_(bits_NK.view(-1))
 
@@ -108,19 +108,19 @@ def sum(
     payloads: Sequence[Tensor], out: Tensor, scales: Tensor, offset: Tensor, order: Tensor, outliers: int, bits: int,
     gain: float, divisor: int,
 ) -> None:  # fmt: skip
-    """The sum of what R payloads decode to, in float32 and in their order, then the offsets of all; divided, to out."""
+    """Sum R decoded payloads in float32 in order, then add the offsets of all, divide, and write to out."""
     total = _decoded(payloads[0], out.shape, scales[0], order, outliers, bits, gain)
     for payload, scale in zip(payloads[1:], scales[1:], strict=True):
         total = total + _decoded(payload, out.shape, scale, order, outliers, bits, gain)
     total = total + offset
-    # By a tensor: CUDA multiplies by the rounded inverse of a number.
+    # Divide by a tensor: for a number, CUDA multiplies by its rounded inverse.
     store(total / total.new_full((), divisor) if divisor > 1 else total, out, False)
 
 
 def _decoded(
     payload: Tensor, shape: torch.Size, scale: Tensor, order: Tensor, outliers: int, bits: int, gain: float
 ) -> Tensor:
-    """float32 (N, E), without offsets."""
+    """Decode to float32 (N, E), without offsets."""
     rows, features = shape
     layout = feature_int_layout(rows, features, outliers, bits, not gain)
     rest, chosen = order.long().tensor_split([features - outliers])

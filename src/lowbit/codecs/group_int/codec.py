@@ -19,8 +19,8 @@ from lowbit.codecs.sums import Summable
 class GroupInt(Summable):
     """Integers of 2 to 8 bits, with one scale for each group of consecutive elements.
 
-    The naive baseline forward (4 bits, groups of 64), the pipeline's backward format (6 bits, groups of 32,
-    symmetric: gradients centre on zero, so a second parameter buys nothing) and the format of saved activations.
+    It is the naive baseline forward (4 bits, groups of 64), the pipeline's backward format (6 bits, groups of 32,
+    symmetric: gradients centre on zero, so a second parameter gains nothing) and the format of saved activations.
 
     Bytes of a payload, for n elements in g = ceil(n / group) groups: 2 g (scales, bfloat16) + 2 g unless symmetric
     (mids, int16) + ceil(n / 8) * bits (codes). Sections start at multiples of 16 bytes.
@@ -28,12 +28,12 @@ class GroupInt(Summable):
     Asymmetric, with N = 2^bits - 1:  scale = bf16((max - min) / N), mid = round((max + min) / 2 / scale / u) in units
     of u = 2^bits / 256 steps, code = round(x (1 / scale) + (N/2 - mid u)), y = ((code - N/2) + mid u) scale.
     Symmetric, with N = 2^(bits-1) - 1: scale = bf16(max|x| / N), code = round(x (1 / scale) + N), y = (code - N) scale.
-    Codes are computed from the parameters as they travel. Scales are bfloat16 because gradients are tiny: float16
+    Codes are computed from the parameters as they are sent. Scales are bfloat16 because gradients are tiny: float16
     scales underflow below 6e-8. Magnitudes beyond 2^126 saturate. A group that is all zero decodes to exact
     zeros; one that holds NaN or Inf decodes to NaN.
 
-    Codes are packed in bit planes of 4, 2 and 1 bits (3 bits: a plane of 2 and one of 1), for each group apart: byte j
-    of a plane of p bits and w bytes holds elements j, j + w, j + 2 w, ... from its low bits up.
+    Codes are packed in bit planes of 4, 2 and 1 bits (3 bits: a plane of 2 and one of 1), for each group separately:
+    byte j of a plane of p bits and w bytes holds elements j, j + w, j + 2 w, ... from its low bits up.
 
     Args:
         bits: 2 to 8.

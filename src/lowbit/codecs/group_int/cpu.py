@@ -39,7 +39,7 @@ from lowbit.kernels.cpu.runs import (
 from lowbit.kernels.cpu.threads import over_rows
 from lowbit.kernels.layout import ceil_div
 
-BLOCK = 4096  # elements whose parameters are computed together: they stay in the first cache
+BLOCK = 4096  # elements whose parameters are computed together: few enough to stay in the first cache
 
 
 def encode(x: Tensor, payload: Tensor, bits: int, group: int, symmetric: bool, seed: int | None) -> None:
@@ -75,7 +75,7 @@ def decode(payload: Tensor, out: Tensor, bits: int, group: int, symmetric: bool,
 
 
 def parts(payload: Tensor | None, like: Tensor, bits: int, group: int) -> tuple[int, int, int]:
-    """Addresses of the sections of an asymmetric payload of `like`; zeros if there is none."""
+    """Addresses of the sections of an asymmetric payload of `like`; zeros without a payload."""
     if payload is None:
         return 0, 0, 0
     at = sections(payload, group_int_layout(like.numel(), bits, group, symmetric=False))
@@ -83,12 +83,12 @@ def parts(payload: Tensor | None, like: Tensor, bits: int, group: int) -> tuple[
 
 
 def encode_scratch(group: int, per_block: int) -> int:
-    """Bytes of scratch that `encode_groups` wants."""
+    """Bytes of scratch memory for `encode_groups`."""
     return per_block * (24 + 4 * group) + group
 
 
 def decode_scratch(group: int) -> int:
-    """Bytes of scratch that `decode_groups` wants."""
+    """Bytes of scratch memory for `decode_groups`."""
     return 5 * group
 
 
@@ -132,7 +132,7 @@ def encode_groups(
 
 @helper
 def _parameters(low, high, groups, bits, symmetric, inverse, shift, top, scales, middle):
-    """Each group's scale as it travels, its inverse, its middle, what is added to x / scale, and the last code."""
+    """Compute each group's scale as it is sent, its inverse, middle, the addend to x / scale, and the largest code."""
     cells, center = power_of_two(bits), _center(bits, symmetric)
     share, reach = ONE / center, center / (np.float32(127) * cells)
     unit, units = cells / np.float32(256), np.float32(256) / cells

@@ -59,7 +59,7 @@ def shape_of(numel: int, group: int, at_once: int = AT_ONCE) -> tuple[int, int, 
 
 @triton.jit
 def lanes(numel, GROUP: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, RAGGED: tl.constexpr):
-    """A program's groups (GROUPS,); and, with a second dimension for an eighth: lanes that exist, elements, eighths."""
+    """A program's groups (GROUPS,) and, with a second dimension for an eighth, existing lanes, elements, eighths."""
     group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
     begin = group * GROUP
     count = tl.minimum(numel - begin, GROUP)[:, None]
@@ -79,7 +79,7 @@ def encode_parts(
     """Write the scales, middles and codes of groups whose elements are eight float32 tensors (groups, eighth).
 
     Args:
-        group: numbers of the groups, and `there` which of them exist; the rest as from `lanes`.
+        group: indices of the groups; `there`: mask of those that exist; the rest as from `lanes`.
     """
     low, high, finite = eighths.extremes(parts, v, keep, count, j, RAGGED)
     low, high = tl.maximum(low, -LARGEST_), tl.minimum(high, LARGEST_)

@@ -27,7 +27,7 @@ def group_int_layout(numel: int, bits: int, group: int, symmetric: bool) -> Layo
 
 
 def check_settings(bits: int, group: int) -> None:
-    """Raise unless these are settings of groups."""
+    """Raise unless these are valid settings of groups."""
     if not (2 <= bits <= 8 and group >= 8 and group % 8 == 0):
         raise ValueError(f"bits is {bits}, group {group}; allowed: 2 to 8, and a multiple of 8")
 
@@ -53,12 +53,12 @@ def encode(x: Tensor, payload: Tensor, bits: int, group: int, symmetric: bool, s
     top = 2 * center if symmetric else 2.0**bits - 1
     finite_G = scale_G.isfinite()
     codes_GL = torch.where(finite_G[:, None], v_GL.clamp(0, top), 0).to(torch.uint8)
-    # By bits: which NaN a conversion to bfloat16 gives differs between machines.
+    # Written as bits: the NaN of a conversion to bfloat16 differs between machines.
     bits_G = torch.where(finite_G, scale_G.view(torch.int32) >> 16, NAN_SCALE)
     layout.section(payload, "scales", torch.int16).copy_(bits_G)
     if not symmetric:
         layout.section(payload, "mids", torch.int16).copy_(torch.where(finite_G, mid_G, 0))
-    # Padding of a ragged last group carries zeros, so that equal tensors give equal bytes.
+    # The padding of a ragged last group is zeros, so that equal tensors give equal bytes.
     codes_GL.view(-1)[x.numel() :] = 0
     layout.section(payload, "codes").copy_(pack_groups(codes_GL, x.numel(), bits))
     zero_gaps(payload, layout)
@@ -80,14 +80,14 @@ def decode(payload: Tensor, out: Tensor, bits: int, group: int, symmetric: bool,
 
 
 def decoded(payload: Tensor, shape: torch.Size, bits: int, group: int) -> Tensor:
-    """What an asymmetric payload decodes to, in float32: for operators that start from one."""
+    """Decode an asymmetric payload to float32, for operators that have one as input."""
     x = torch.empty(shape, device=payload.device)
     decode.definition(payload, x.view(-1), bits, group, False, False)
     return x
 
 
 def check_asymmetric(name: str, payload: Tensor, like: Tensor, bits: int, group: int) -> None:
-    """Raise unless this is the payload of as many elements as a tensor has."""
+    """Raise unless this is a payload for the number of elements of `like`."""
     check_bytes(name, payload, group_int_layout(like.numel(), bits, group, False).nbytes, like.device)
 
 

@@ -1,4 +1,4 @@
-"""`SubspaceQuant`: a boundary's principal directions in 8 bits, what remains in fewer, both ways."""
+"""`SubspaceQuant`: 8-bit coefficients along a boundary's principal directions, the remainder in fewer bits."""
 
 from __future__ import annotations
 
@@ -29,35 +29,33 @@ MOST = 1 << 15  # directions: slots are int16
 
 @dataclass(frozen=True, kw_only=True)
 class SubspaceQuant(BasisCodec):
-    """Send tokens as 8-bit coefficients along learned directions, and what remains as integers of `bits` bits.
+    """Send tokens as 8-bit coefficients along learned directions, and the remainder as integers of `bits` bits.
 
-    What crosses a boundary lies near a small subspace, forward and backward. With the K directions V (K x C) that both
+    Tensors at a boundary lie near a small subspace, forward and backward. With the K directions V (K x C) that both
     ends hold, a token x (C channels) is coded as
 
         c: the least squares of x - V' c,  c' = 8 bits of c,  x' = V' c',  y = x' + `bits` bits of (x - x').
 
-    The remainder is taken from what the receiver computes (a closed loop): a useless basis costs precision, never
-    correctness, and tokens far from the basis (massive activations) keep theirs by the remainder.
+    The remainder is relative to what the receiver computes (a closed loop): a useless basis costs precision, never
+    correctness, and tokens far from the basis (massive activations) keep their precision through the remainder.
 
-    The basis follows the tokens, which move as a model trains. Each message brings ceil(K / refresh) new
-    directions, but not more than it has tokens, in place of those that serve it least: the principal directions of
-    what the others leave of this very message, which is coded with them already. With `refresh` messages the whole
-    basis can have been replaced: with refresh=1 each message brings its own; from refresh = 2 K on, once there
-    are K directions, a new one comes in every (refresh // K)th message only, which spares the others the
-    search. The payloads of a shape have one size, so that a receiver can always post its buffer. Evaluation is
-    coded likewise, and what its messages bring is forgotten.
+    The basis follows the tokens, which change as a model trains. Each message brings ceil(K / refresh) new directions,
+    but not more than it has tokens. They replace the least useful ones, are the principal directions of what the
+    others leave of this message, and are already used to code it. `refresh` messages can replace the whole basis. With
+    refresh=1 each message brings its own; from refresh = 2 K on, once there are K directions, only every
+    (refresh // K)th message brings a new one, and the others need no search. The payloads of a shape have one size, so
+    that a receiver can always post its buffer. Evaluation works alike, but new directions are then discarded.
 
-    Every message carries its number, a digest of the directions of all messages before it, and one of its own: one that
-    is lost, repeated or out of order, or whose directions have changed on the way, is an error at the receiver, whose
-    state and `out` stay as they are. Any other byte that changes spoils tokens of this message alone, unnoticed: to
-    carry bytes unchanged is the transport's task. Nobody waits for a GPU: there a wrong message decodes to NaN and
-    leaves the directions alone, and the error is raised by a later message, or by `state_dict()`, once the host has
-    seen the header.
+    Every message carries its number, a digest of the directions of all messages before it, and one of its own. If one
+    is lost, repeated or out of order, or its directions changed on the way, the receiver raises an error, and its state
+    and `out` do not change. Other changed bytes spoil tokens of this message alone, unnoticed: the transport must
+    protect them. On a GPU the host does not wait: a wrong message decodes to NaN and does not change the directions,
+    and a later message or `state_dict()` raises the error, once the host has read the header.
 
     Payload, sections at multiples of 16 bytes, for R tokens in G = ceil(C / group) groups each and M new directions:
 
-    - header, 4 int32: messages of training before this one, modulo 2^31; digest of what they brought; 1 in training, 0
-      in evaluation; digest of what this one brings, of 31 bits each;
+    - header, 4 int32: number of training messages before this one, modulo 2^31; digest of their directions; 1 in
+      training, 0 in evaluation; digest of this message's directions; digests have 31 bits;
     - slots, M int16: which directions are replaced, each once (-1: none); lengths, M float32, and directions, M x C
       int8: the new ones are the products;
     - units, K bfloat16: root mean square of the coefficients along each direction;
@@ -68,27 +66,27 @@ class SubspaceQuant(BasisCodec):
     - codes: group after group in bit planes as in `GroupInt`; a token's ragged last group takes a multiple of 8
       elements. y = x' + (code - (2^bits - 1) / 2) step; a step is 2^(1 - bits) of the group's largest magnitude.
 
-    New directions are counted in `nbytes`. Each end of each direction of a
-    boundary keeps `state_bytes()` = 4 C K + 16; a sender holds the inverse of the directions' products beside
-    them, 4 K^2 bytes that follow from them. While it works, `encode` takes up to 4 R C bytes beside its payload
-    (without kernels, or on a GPU, two times as many, and once more for 16-bit input), and `decode` none if `out` is
-    contiguous float32, else up to 4 R C; coefficients and directions are small beside that.
+    New directions are counted in `nbytes`. Each end of each direction of a boundary keeps `state_bytes()` = 4 C K + 16;
+    a sender also holds the inverse of the directions' products, 4 K^2 bytes that can be recomputed. `encode` needs up
+    to 4 R C temporary bytes in addition to its payload (without kernels, or on a GPU, twice as many, and another 4 R C
+    for 16-bit input), and `decode` none if `out` is contiguous float32, otherwise up to 4 R C; coefficients and
+    directions are small compared with that.
 
-    A message needs what earlier ones left, so this codec works through sessions only (`open`), not through `encode`.
+    A message depends on earlier ones, so this codec works only through sessions (`open`), not through `encode`.
     A token whose coefficients are not finite or beyond 2^96 is coded by the remainder alone. A message with NaN, Inf or
-    such magnitudes, or with none from 2^-126 on, leaves the basis as it is, and the NaN travels.
+    such magnitudes, or with none from 2^-126 on, does not change the basis, and NaN is transmitted.
 
     Args:
-        directions: how many, 1 to C, 32768 at most. None: C / 8, at least 1 and at most 32. "auto": a sender chooses
-            the number, at most 256, in the last step of the warm-up, by the spectrum of the first message that it sends
-            there, and its choice travels with the messages of that step. Each tensor of each boundary, forward and
-            backward, gets a number of its own: that of None where this message has nothing but zeros, or NaN or Inf.
-            Until the warm-up is over there is no session.
-        bits: of the remainder, 2 to 8.
-        group: elements of it for each step, a multiple of 8 from 8 to 65536.
-        refresh: messages in which all directions can be replaced, if they have enough tokens, 1 to 65536. None: each
-            message brings an eighth of the directions, fewer where these would take more than 1/4 bit an element, but
-            always one.
+        directions: their number, 1 to C, 32768 at most. None: C / 8, at least 1 and at most 32. "auto": a sender
+            chooses the number, at most 256, in the last step of the warm-up by the spectrum of its first message in
+            that step, and sends its choice with that step's messages. Each tensor of each boundary, forward and
+            backward, gets its own number, or that of None if this message is all zeros, or has NaN or Inf. Sessions
+            exist only after the warm-up.
+        bits: bits of the remainder, 2 to 8.
+        group: elements of the remainder that share a step, a multiple of 8 from 8 to 65536.
+        refresh: messages that can replace all directions, if they have enough tokens, 1 to 65536. None: each message
+            brings an eighth of the directions, or fewer if they would take more than 1/4 bit an element, but at least
+            one.
     """
 
     payload_version: ClassVar[int] = 3
@@ -109,14 +107,14 @@ class SubspaceQuant(BasisCodec):
             check_int("refresh", self.refresh, 1, 65536)
 
     def __repr__(self) -> str:
-        """The settings, without those that are left to the shape."""
+        """Show the settings, except those that depend on the shape."""
         settings = {field.name: getattr(self, field.name) for field in fields(self)}
         named = ", ".join(f"{name}={value!r}" for name, value in settings.items() if value is not None)
         return f"{type(self).__name__}({named})"
 
     @classmethod
     def fitted(cls, x: Tensor, *, bits: int = 3, group: int = 64, refresh: int | None = None) -> SubspaceQuant:
-        """Return the codec whose number of directions suits messages like this one: least noise for its bits.
+        """Return the codec with the best number of directions for messages like this one: least noise for its bits.
 
         Both ends need the same number: measure once, as `lowbit bench spectrum` does, and configure the result.
 
@@ -125,7 +123,7 @@ class SubspaceQuant(BasisCodec):
             bits, group, refresh: as above.
 
         Raises:
-            ValueError: nothing but zeros, NaN or Inf in x, or no element.
+            ValueError: `x` is empty or all zeros, or has NaN or Inf.
             TypeError: another dtype than float32, bfloat16 or float16.
         """
         if x.dtype not in FLOATS:
@@ -142,11 +140,11 @@ class SubspaceQuant(BasisCodec):
         return self.directions != "auto"
 
     def for_gradients(self) -> SubspaceQuant:
-        """The same settings and at least 4 bits, because gradients have less of their energy in few directions."""
+        """Return the same settings with at least 4 bits: gradients have less of their energy in few directions."""
         return replace(self, bits=max(self.bits, 4))
 
     def advice(self, shape: Sequence[int]) -> str:
-        """Says so if fewer directions than are asked for would halve messages of this shape."""
+        """Return a warning if fewer directions than requested would halve messages of this shape."""
         if not isinstance(self.directions, int):
             return ""
         bits, least = (codec.bits_per_element(shape) for codec in (self, replace(self, directions=1)))
@@ -158,7 +156,7 @@ class SubspaceQuant(BasisCodec):
         )
 
     def choose(self, x: Tensor) -> int:
-        """The number of directions for messages like `x`, (..., C); that of the width where `x` does not tell."""
+        """Choose the number of directions for messages like `x`, (..., C); the default if `x` is unusable."""
         rows, channels = folded(x.shape)
         directions = best_directions(x.detach().reshape(rows, channels), self.bits, self.refresh)
         if not directions:
@@ -173,10 +171,10 @@ class SubspaceQuant(BasisCodec):
         return self.geometry(shape).layout.nbytes if math.prod(shape) else 0
 
     def geometry(self, shape: Sequence[int]) -> SubspaceGeometry:
-        """Sizes of a payload, and the numbers that the codec leaves to the shape.
+        """Return the sizes of a payload, and the settings that depend on the shape.
 
         Raises:
-            ValueError: fewer channels than directions, or their number is still to be chosen.
+            ValueError: fewer channels than directions, or their number has not been chosen yet.
         """
         rows, channels = folded(shape)
         if self.directions == "auto":

@@ -1,6 +1,6 @@
-"""`SubspaceQuant` on the CPU, token by token; how a basis is renewed is in `lowbit.codecs.basis`.
+"""`SubspaceQuant` on the CPU, token by token; `lowbit.codecs.basis` renews the basis.
 
-Neither the remainder is written out nor, unless the directions are many, what is taken from the tokens.
+The remainder is never written out, nor is the part along the directions, unless there are many directions.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from lowbit.kernels.cpu.vectors import add
 from lowbit.kernels.exact import octave_rounding
 
 FAR, NAN = np.float32(FARTHEST), np.float32(np.nan)
-NEAR = 1 << 18  # bytes of directions that stay in a core's cache; with more, the engine's products are faster
+NEAR = 1 << 18  # bytes of directions that fit a core's cache; with more, PyTorch's products are faster
 STEPS, STEP = np.float32(127), np.float32(1 / 127)
 
 
@@ -104,7 +104,7 @@ def rest_decode(payload: Tensor, c: Tensor, directions: Tensor, out: Tensor, geo
 
 
 def _address(base: Tensor | None) -> int:
-    """0: tokens' sums are made by the kernel."""
+    """Address of precomputed sums; 0 if the kernel computes them."""
     return 0 if base is None else base.data_ptr()
 
 
@@ -187,7 +187,7 @@ def _encode_rest(
 
 @summing
 def _combine(c, directions, rank, channels, sums) -> None:
-    """A token's sum of directions, four of them at a time: sums stay near, and are not read as often."""
+    """Compute a token's sum of directions, four at a time, so that sums are read less often."""
     whole, each = rank & -4, 4 * channels
     for j in range(channels):
         put_float(sums, j, ZERO)
@@ -206,7 +206,7 @@ def _combine(c, directions, rank, channels, sums) -> None:
 
 @helper
 def _put_octaves(low, high, groups, bits, rounding) -> Any:
-    """Replace each group's least key by its step in sixteenths of an octave (0: zeros, -1: not finite); the most."""
+    """Replace groups' minimum keys by steps in sixteenths of an octave (0: zeros, -1: not finite); return the most."""
     most = np.int32(0)
     share = power_of_two(1 - bits)
     for g in range(groups):

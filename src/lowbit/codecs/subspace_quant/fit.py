@@ -1,4 +1,4 @@
-"""How many directions suit a boundary's tokens (see `lowbit.codecs.SubspaceQuant`)."""
+"""Choose the number of directions for a boundary's tokens (see `lowbit.codecs.SubspaceQuant`)."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ MOST = 256  # directions among which `best_directions` chooses
 
 
 def best_directions(x_RC: Tensor, bits: int, refresh: int | None) -> int:
-    """How many directions suit these tokens, if the rest has so many bits: most decibels for the bits that they cost.
+    """Choose the number of directions for these tokens: most decibels for their bits, with `bits` for the remainder.
 
-    An integer of b bits leaves noise in proportion to 4^-b of what it codes, whether remainder or coefficients (8), and
-    everywhere a bit more an element is worth 6.02 dB. So the best number has the least noise(k) 4^bits(k).
+    An integer of b bits leaves noise in proportion to 4^-b of the coded energy, for the remainder and for coefficients
+    (8 bits), and another bit per element always gains 6.02 dB. So the best number k minimises noise(k) 4^bits(k).
 
-    The energy along each direction comes from the block power method with `MOST` columns, so that is the most this
-    returns; below `MOST` tokens or channels it sees all there is. The last bits of products depend on the machine and
-    its threads, and so might the answer: who needs the same one elsewhere must send it there.
+    The energy along each direction comes from the block power method with `MOST` columns, which is therefore the
+    maximum; with fewer tokens or channels it covers the whole space. The last bits of products depend on the machine
+    and its threads, and so may the result: if the other end needs it, send it there.
 
     Returns:
-        1 to `MOST`; 0 for tokens that tell nothing: all zeros, or with NaN or Inf.
+        1 to `MOST`; 0 for unusable tokens: all zeros, or with NaN or Inf.
     """
     if not bool(x_RC.any()) or not bool(x_RC.isfinite().all()):
         return 0
     rows, channels = x_RC.shape
-    x_RC = (x_RC.double() / x_RC.abs().amax()).float()  # the reciprocal of tiny numbers is Inf
+    x_RC = (x_RC.double() / x_RC.abs().amax()).float()  # in float64: reciprocals of tiny float32 numbers are Inf
     v_NC = leading(x_RC, min(MOST, rows, channels), x_RC.new_ones(()))
     seen_RN = (x_RC @ v_NC.t()).double()
     energy_N = torch.linalg.eigvalsh(seen_RN.t() @ seen_RN).flip(0).clamp(min=0)

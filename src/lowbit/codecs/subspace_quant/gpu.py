@@ -1,6 +1,6 @@
-"""`SubspaceQuant` on a GPU: one launch for each function, no scratch, nothing waited for.
+"""`SubspaceQuant` on a GPU: one launch for each function, no scratch memory, no synchronization.
 
-A program takes whole tokens: of coefficients a lane for each, of the remainder a lane for each group.
+A program processes whole tokens: with a lane for each token's coefficients, or for each group of the remainder.
 """
 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false
@@ -26,7 +26,7 @@ from lowbit.kernels.layout import ceil_div
 LARGEST_, SMALLEST_, FARTHEST_ = (tl.constexpr(v) for v in (LARGEST, SMALLEST, FARTHEST))
 ZERO_STEP_, NAN_STEP_ = tl.constexpr(ZERO_STEP), tl.constexpr(NAN_STEP)
 COEFFICIENTS = 4096  # that a program holds in registers
-ELEMENTS, GROUPS = 16384, 256  # the same, of the remainder; but one token at least
+ELEMENTS, GROUPS = 16384, 256  # the same for the remainder, but at least one token
 WIDEST = 1 << 17  # elements of a token, its groups rounded up: more do not fit into a program's registers
 TOO_WIDE = f"tokens of {{}} elements in groups of {{}} take the slow reference path: the kernels hold up to {WIDEST}"
 
@@ -63,7 +63,7 @@ def rest_decode(payload: Tensor, c: Tensor, directions: Tensor, out: Tensor, geo
         warn_once(TOO_WIDE.format(geo.channels, geo.group))
         reference.rest_decode(payload, c, directions, out, geo)
         return
-    # The remainder may be added in place, so that nothing else of this size is needed.
+    # Add the remainder in place if possible, so that no other memory of this size is needed.
     base = torch.mm(c, directions, out=out if out.dtype == torch.float32 else None)
     places = starts(geo.layout, "exponents", "steps", "codes")
     launch(_decode_rest, *shape, payload, base, out, geo.rows, *places, BITS=geo.bits)
@@ -78,9 +78,9 @@ def _row_shape(geo: SubspaceGeometry) -> tuple[int, int, dict[str, int]]:
 
 
 def _group_shape(geo: SubspaceGeometry) -> tuple[int, int, dict[str, int]] | None:
-    """The same for the remainder; None where a token does not fit."""
+    """As `_row_shape`, for the remainder; None if a token does not fit."""
     width = power_of_two_from(geo.group // 8)
-    # Whatever the number of tokens: a shorter message shall not need kernels of its own.
+    # Independent of the number of tokens, so that a shorter message needs no other kernels.
     rows = max(1, min(GROUPS, ELEMENTS // (8 * width)) // geo.groups)
     lanes = power_of_two_from(rows * geo.groups)
     if 8 * lanes * width > WIDEST:
@@ -94,7 +94,7 @@ def _group_shape(geo: SubspaceGeometry) -> tuple[int, int, dict[str, int]] | Non
 
 @triton.jit
 def _place(rows, K: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """A program's rows (ROWS,), and of their coefficients: which ones (1, WIDTH), their offsets, which exist."""
+    """A program's rows (ROWS,), and their coefficients' indices (1, WIDTH), offsets, and mask of those that exist."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     k = tl.arange(0, WIDTH)[None, :]
     return row, k, row[:, None] * K + k, (row < rows)[:, None] & (k < K)
@@ -144,11 +144,11 @@ def _codes_start(
     first, row, t, C: tl.constexpr, GROUP: tl.constexpr, G: tl.constexpr, ROW_BYTES: tl.constexpr,
     BITS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Where each group's codes begin in their section: (LANES, 1) int64."""
+    """Start of each group's codes in their section: (LANES, 1) int64."""
     size: tl.constexpr = GROUP // 8 * BITS
     if C % GROUP > 0:
         return ((first + row) * ROW_BYTES + t * size)[:, None]
-    else:  # so that the compiler sees that they are aligned
+    else:  # in a form that shows the compiler their alignment
         return ((first * G + tl.arange(0, LANES)) * size)[:, None]
 
 

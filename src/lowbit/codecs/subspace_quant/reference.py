@@ -1,7 +1,7 @@
-"""The definition of what `SubspaceQuant` computes, in plain PyTorch, by the rules of `lowbit.kernels.exact`.
+"""The definition of `SubspaceQuant` in plain PyTorch, by the rules of `lowbit.kernels.exact`.
 
 Sessions call these functions, and kernels of the same names, directly (`lowbit.kernels.implementation`). What a
-token's coefficients stand for is a sum in any order, the engine's here. Shape suffixes: R rows (tokens), K directions,
+token's coefficients stand for is a sum in any order, PyTorch's here. Shape suffixes: R rows (tokens), K directions,
 C channels, G groups of a row, L elements of a group.
 """
 
@@ -18,12 +18,12 @@ from lowbit.kernels.exact import LARGEST, SMALLEST, inverse, octave_rounding, oc
 from lowbit.kernels.layout import ceil_div
 from lowbit.kernels.packing import pack, unpack
 
-ZERO_STEP, NAN_STEP = 255, 254  # of a group that is all zero; of one with NaN or Inf
+ZERO_STEP, NAN_STEP = 255, 254  # for a group that is all zero, and for one with NaN or Inf
 
 
 def coefficients_encode(c: Tensor, unit: Tensor, payload: Tensor, out: Tensor, geo: SubspaceGeometry) -> None:
-    """c (R, K) float32, in units (K,) -> payload; and what it decodes to in out (R, K), which may be c itself."""
-    usable_R = c.abs().amax(-1) <= FARTHEST  # not so for NaN
+    """Write c (R, K) float32, in units (K,), to the payload, and its decoded values to out (R, K), which may be c."""
+    usable_R = c.abs().amax(-1) <= FARTHEST  # false for NaN
     v_RK = torch.where(usable_R[:, None] & (unit > 0), c * inverse(unit), 0.0)
     most_R = v_RK.abs().amax(-1)
     coded_R = (most_R >= SMALLEST) & (most_R <= FARTHEST)
@@ -98,7 +98,7 @@ def _coefficients(codes_RK: Tensor, factor_R: Tensor, unit: Tensor) -> Tensor:
 
 
 def _bf16_above(x: Tensor) -> Tensor:
-    """The least bfloat16 that is not below a number from 0 on, as float32."""
+    """Round a non-negative number up to bfloat16, as float32."""
     return ((x.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32)
 
 

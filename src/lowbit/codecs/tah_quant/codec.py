@@ -22,16 +22,16 @@ class TAHQuant(Summable):
 
     `TAHQuant()` is our setting: bits by range, nearly every tile rotated. `TAHQuant.published()` is the paper's: bits
     by entropy of tiles (its v2) or of tokens (v1), tiles with a pivot rotated. All take 4 bits for 80 % and 3 for the
-    others. Figures of ours are not those of the paper.
+    others. Results of our setting are not results of the paper.
 
     The tensor is (..., S, C): S tokens of C channels in each sequence; one dimension counts as one token. Each token's
     channels are cut into tiles of `tile`. `floor((1 - high_fraction) * candidates)` of them get `low_bits`:
 
-    - allocation "token" (the paper's v1): in each sequence, the tokens of lowest entropy, p = |x| / sum|x|;
+    - allocation "token" (the paper's v1): in each sequence, the tokens of lowest entropy of p = |x| / sum|x|;
     - "tile" (v2): in each token, the tiles of lowest entropy;
-    - "range" (ours): among the tiles of consecutive tokens, as many as have up to 256, those of smallest range, so that
-      all tiles come near to one step size. The default. (Choosing among all tiles of a sequence is
-      no better, and takes a second pass over the tensor.)
+    - "range" (ours, the default): the tiles of smallest range among up to 256 tiles of consecutive tokens, so that all
+      tiles come near to one step size. (Choosing among all tiles of a sequence is no better, and takes a second pass
+      over the tensor.)
 
     With a `pivot_ratio`, a tile whose largest |x| is at least that many times its second has it swapped to the front
     and is rotated by the normalised Walsh-Hadamard transform, which turns it into a constant offset. By default (ratio
@@ -50,15 +50,15 @@ class TAHQuant(Summable):
     - widths: a bitmap of each scope's candidates, 1 for `low_bits`, in whole bytes;
     - codes: tile after tile in bit planes as in `GroupInt`; a ragged last tile takes a multiple of 8 elements.
 
-    Damage never leads outside the payload or the tensor, and every backend decodes it alike. A scope whose bitmap has
-    another number of ones among its candidates than it was given decodes to NaN; so does a tile whose pivot is neither
-    0 nor 128 + a position in a full tile. Other changed bytes give other numbers, Inf among them; bits behind a
-    bitmap's last candidate mean nothing.
+    Damaged payloads never cause accesses outside payload or tensor, and every backend decodes them alike. A scope whose
+    bitmap has a wrong number of ones among its candidates decodes to NaN; so does a tile whose pivot is neither 0 nor
+    128 + a position in a full tile. Other changed bytes give other numbers, possibly Inf; bits after a bitmap's last
+    candidate are ignored.
 
     At C = 4096 that is 4.32 bits for `TAHQuant()` and 4.33 as published (4.44 with the paper's FP16 metadata).
 
-    Deviations from the paper, all measured to cost nothing or to gain: (1) codes are computed from the parameters as
-    they travel; (2) a step has 4 mantissa bits and float32's exponents, so that tiny and huge values neither underflow
+    Deviations from the paper, all measured to be neutral or better: (1) codes are computed from the parameters as they
+    are sent; (2) a step has 4 mantissa bits and float32's exponents, so that tiny and huge values neither underflow
     nor overflow (magnitudes beyond 2^126 saturate; a tile with NaN or Inf decodes to NaN); (3) any C, any leading
     dimensions, a ragged last tile; (4) reconstruction levels lie in the middles of 2^bits equal cells of [min, max]
     rather than on its ends, which is 0.1 (4 bits) to 0.8 dB (3 bits) better; (5) entropy is computed from 15-bit
@@ -111,7 +111,7 @@ class TAHQuant(Summable):
         return self.geometry(shape).layout.nbytes if math.prod(shape) else 0
 
     def geometry(self, shape: Sequence[int]) -> TAHGeometry:
-        """Sizes of a payload."""
+        """Compute the sizes of a payload."""
         return tah_geometry(_folded(shape), *self._settings, self.pivot_ratio)
 
     def _encode(self, x: Tensor, payload: Tensor) -> None:
@@ -126,7 +126,7 @@ class TAHQuant(Summable):
 
 
 def _folded(shape: Sequence[int]) -> tuple[int, int, int]:
-    """Any shape as (sequences, length, channels)."""
+    """Fold any shape to (sequences, length, channels)."""
     padded = (1, 1, 1, *shape)
     return math.prod(padded[:-2]), padded[-2], padded[-1]
 

@@ -1,4 +1,4 @@
-"""`TAHQuant` on the CPU: decoding; encoding has more steps, in `cpu_encode`."""
+"""Decode `TAHQuant` on the CPU; encoding is in `cpu_encode`."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _decode(
 
 @helper
 def _parameters(scales, mids, i, top, bits, pivot) -> Any:
-    """A tile's step, and what is added to its codes."""
+    """Return a tile's step, and the offset of its codes."""
     step, cells = step_below(get_byte(scales, i), top), power_of_two(bits)
     if pivot:
         m, nan, unit = np.int64(np.int16(get_half(mids, i))), -32768, np.float32(1 / 256)

@@ -1,4 +1,4 @@
-"""Which candidates get the low bits: the smallest keys of each scope, and their flags; and how tiles are rotated."""
+"""Choose the candidates of the low bits, the smallest keys of each scope, and pack their flags; rotate tiles."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def read_flags(bitmap, size, flags) -> None:
 
 @helper
 def read_checked_flags(bitmap, size, candidates, low, flags):
-    """`read_flags` of a scope, and whether `low` of its candidates are set; if not, the first `low` are instead.
+    """Read a scope's flags; return whether `low` of its candidates are set. If not, set the first `low` instead.
 
-    Where codes lie follows from the flags: with another number of them it would be beyond the payload.
+    Flags determine the positions of codes: with a wrong number of them, these could be beyond the payload.
     """
     read_flags(bitmap, size, flags)
     intact = count_flags(flags, candidates) == low
@@ -70,7 +70,7 @@ def read_checked_flags(bitmap, size, candidates, low, flags):
 
 @helper
 def count_flags(flags, stop):
-    """How many of the first `stop` flags are set."""
+    """Count the set flags among the first `stop`."""
     total = 0
     for i in range(stop):
         total += get_byte(flags, i)
@@ -79,7 +79,7 @@ def count_flags(flags, stop):
 
 @helper
 def spin(x, count, position, norm, s) -> None:
-    """`s[:count]` = the rotated tile, its pivot swapped to the front."""
+    """Write the rotated tile, its pivot swapped to the front, to `s[:count]`."""
     for j in range(count):
         put_float(s, j, get_float(x, j))
     swap(s, position)

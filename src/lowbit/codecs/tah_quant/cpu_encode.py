@@ -41,7 +41,7 @@ INFINITY = np.float32(np.inf)
 
 
 class _Message(NamedTuple):
-    """Where a tensor and the sections of its payload are, and what its `TAHGeometry` says of them."""
+    """Addresses of a tensor and of the sections of its payload, and the numbers of its `TAHGeometry`."""
 
     source: int
     kind: int
@@ -87,7 +87,7 @@ def encode(x: Tensor, payload: Tensor, *settings: Any) -> None:
     nbytes = 4 * geo.channels + 20 * geo.tiles + 5 * geo.tile + 8
 
     def notes(rows: int, scopes: int) -> tuple[Tensor, ...]:
-        """Room for half ranges, middles, keys and flags of so many tokens in so many scopes."""
+        """Allocate half ranges, middles, keys and flags for a number of tokens and scopes."""
         tiles = torch.empty(2, rows * geo.tiles)
         keys = torch.empty(scopes * geo.per_scope, dtype=torch.int32)
         return *tiles, keys, torch.zeros(scopes * geo.flag_bytes * 8, dtype=torch.uint8)
@@ -96,7 +96,7 @@ def encode(x: Tensor, payload: Tensor, *settings: Any) -> None:
         scratch = torch.empty(nbytes, dtype=torch.uint8)
         work(message, *(t.data_ptr() for t in kept), scratch.data_ptr(), start, stop)
 
-    if geo.allocation == "token":  # a scope is a whole sequence: more than a cache holds, and perhaps the only one
+    if geo.allocation == "token":  # a scope is a whole sequence: larger than a cache, and perhaps the only one
         kept = notes(geo.rows, geo.scopes)
         over_rows(functools.partial(run, _measure, kept), geo.rows, x.nbytes)
         over_rows(functools.partial(run, _choose, kept), geo.scopes, x.nbytes)
@@ -107,11 +107,11 @@ def encode(x: Tensor, payload: Tensor, *settings: Any) -> None:
 
 @kernel
 def _encode(m, extents, mids, keys, flags, scratch, start, stop) -> None:
-    """Scope after scope: its tokens are still in the cache when they are coded."""
+    """Encode scope after scope, so that a scope's tokens are still in the cache when they are coded."""
     for scope in range(start, stop):
         first = scope * m.scope_rows
         last = min(m.rows, first + m.scope_rows)
-        # The notes hold one scope; the phases count from the first of all.
+        # The notes hold one scope, but the phases index from the first scope of all.
         notes = (
             extents - 4 * first * m.tiles, mids - 4 * first * m.tiles,
             keys - 4 * first * m.full, flags - 8 * scope * m.flag_bytes, scratch,
@@ -123,7 +123,7 @@ def _encode(m, extents, mids, keys, flags, scratch, start, stop) -> None:
 
 @kernel
 def _measure(m, extents, mids, keys, flags, scratch, start, stop) -> None:
-    """Half range and middle of every tile (Inf and 0 for one with NaN or Inf), pivots, and the keys for `choose`."""
+    """Compute half ranges and middles of tiles (Inf and 0 for NaN or Inf), pivots, and the keys for `choose`."""
     channels, tile, tiles, full, mode = m.channels, m.tile, m.tiles, m.full, m.mode
     line, low, high = scratch, scratch + 4 * channels, scratch + 4 * (channels + tiles)
     sums = high + 4 * tiles
@@ -159,7 +159,7 @@ def _measure(m, extents, mids, keys, flags, scratch, start, stop) -> None:
 
 @kernel
 def _choose(m, extents, mids, keys, flags, scratch, start, stop) -> None:
-    """Flags of the scopes' candidates, and their bitmaps."""
+    """Set the flags of the scopes' candidates, and write their bitmaps."""
     if m.mode == NONE:
         return
     in_row = 1 if m.mode == TOKEN else m.full
@@ -191,7 +191,7 @@ def _find_pivot(x, count, low, high, ratio) -> Any:
     """128 + position of the tile's pivot, or 0."""
     least, most = key_value(low), key_value(high)
     first, other = greater(most, -least), lesser(most, -least)
-    # The other end of the range is a second magnitude already: most tiles are decided by it.
+    # The other end of the range is a lower bound of the second magnitude, which decides most tiles.
     if not (are_finite(low, high) and ZERO < first < ROTATABLE) or other * ratio > first:
         return 0
     top, second, equal = float_bits(first), np.int32(0), np.int32(0)
@@ -209,7 +209,7 @@ def _find_pivot(x, count, low, high, ratio) -> Any:
 
 @kernel
 def _code(m, extents, mids, keys, flags, scratch, start, stop) -> None:
-    """Parameters and codes of every tile."""
+    """Write parameters and codes of every tile."""
     channels, tile, tiles, full, mode = m.channels, m.tile, m.tiles, m.full, m.mode
     line, octave, bits = scratch, scratch + 4 * channels, scratch + 4 * (channels + tiles)
     inverse, shift, middle = bits + 4 * tiles, bits + 8 * tiles, bits + 12 * tiles
@@ -260,7 +260,7 @@ def _set_bits(flags, tiles, full, mode, high_bits, low_bits, bits):
 
 @helper
 def _set_octaves(extents, tiles, bits, octave) -> Any:
-    """Each tile's step in sixteenths of an octave (0: all zero, or not finite); the largest one's float32 exponent."""
+    """Set tiles' steps in sixteenths of an octave (0: all zero or not finite); return the largest float32 exponent."""
     largest = np.int32(0)
     for t in range(tiles):
         extent, b = get_float(extents, t), get_int(bits, t)
@@ -274,7 +274,7 @@ def _set_octaves(extents, tiles, bits, octave) -> Any:
 
 @helper
 def _parameters(octave, top, bits, extents, mids, tiles, width, scales, inverse, shift, middle):
-    """Each tile's scale as it travels, 1 / step, what is added to x / step, and its middle as an integer."""
+    """Compute each tile's scale as it is sent, 1 / step, the addend to x / step, and its middle as an integer."""
     units, limit = (np.float32(64), np.float32(127)) if width == 1 else (np.float32(256), np.float32(32767))
     nan = -128 if width == 1 else -32768
     for t in range(tiles):

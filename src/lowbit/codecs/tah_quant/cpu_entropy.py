@@ -1,4 +1,4 @@
-"""Keys of tiles and tokens in the order of their entropy (`lowbit.kernels.exact.entropy`), Inf where one is not finite.
+"""Sort keys of tiles and tokens by entropy (`lowbit.kernels.exact.entropy`); Inf for those that are not finite.
 
 `low` and `high` are addresses of the order keys of every tile's extremes, `sums` of scratch for two numbers a tile.
 """
@@ -31,7 +31,7 @@ from lowbit.kernels.cpu.words import entropy_sums_64
 
 @helper
 def put_tile_keys(x, tile, full, low, high, keys, sums) -> None:
-    """Keys of a token's full tiles."""
+    """Write the keys of a token's full tiles."""
     for t in range(full):
         scale = _scale(get_int(low, t), get_int(high, t))
         _put_sums(x + 4 * t * tile, tile, scale, sums + 4 * t, sums + 4 * (full + t))
@@ -44,7 +44,7 @@ def put_tile_keys(x, tile, full, low, high, keys, sums) -> None:
 
 @helper
 def put_token_key(x, channels, tile, tiles, low, high, key, sums) -> None:
-    """Key of a whole token."""
+    """Write the key of a whole token."""
     least, most = get_int(low, 0), get_int(high, 0)
     for t in range(1, tiles):
         least, most = lesser32(least, get_int(low, t)), greater32(most, get_int(high, t))
@@ -68,7 +68,7 @@ def _scale(low, high) -> Any:
 
 @helper
 def _put_sums(x, count, scale, total, terms) -> None:
-    """Of up to 128 integers and of their weighted logarithms: below 2^31, so that 32 bits suffice."""
+    """Write the sums of up to 128 integers and of their weighted logarithms, which are below 2^31: 32 bits suffice."""
     if count == 64:
         entropy_sums_64(x, scale, total, terms)
         return

@@ -1,8 +1,8 @@
 """`TAHQuant` on a GPU.
 
-A program holds whole tokens in registers, a lane for each tile, so the tensor is read once. Where low bits are shared
-out among a program's own tiles ("range", "tile"), encoding is one launch. Among the tokens of a sequence it is three:
-each token's entropy, the choice, the codes. Decoding is always one.
+A program holds whole tokens in registers, a lane for each tile, so the tensor is read once. If low bits are allocated
+among a program's own tiles ("range", "tile"), encoding is one launch. Among the tokens of a sequence it is three: each
+token's entropy, the choice, the codes. Decoding is always one.
 """
 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -83,7 +83,7 @@ def decode(payload: Tensor, out: Tensor, *settings: Any) -> None:
 def _shape(geo: TAHGeometry) -> tuple[int, int, dict[str, Any]]:
     """Programs, warps, and the shape of a program's tensors, with the settings."""
     mode = geo.allocation if geo.low else "none"
-    # Whatever the number of tokens: a shorter message shall not need kernels of its own.
+    # Independent of the number of tokens, so that a shorter message needs no other kernels.
     rows = {"tile": 1, "range": SCOPE_TILES // max(1, geo.full)}.get(mode, SCOPE_TILES // geo.tiles)
     rows = max(1, rows)
     lanes, width = power_of_two_from(rows * geo.tiles), geo.tile // 8
@@ -187,7 +187,7 @@ def _encode(
 
 @triton.jit
 def _tile_keys(parts, largest, finite):
-    """Tiles in the order of their entropy."""
+    """Sort keys of tiles by entropy."""
     scale = magnitude_scale(largest)[:, None]
     total = tl.zeros(parts[0].shape, tl.int32)
     terms = tl.zeros(parts[0].shape, tl.int32)
@@ -203,7 +203,7 @@ def _steps(
     extent, finite, bits, row,
     T: tl.constexpr, ROWS: tl.constexpr, NT: tl.constexpr, RP: tl.constexpr,
 ):  # fmt: skip
-    """Each token's exponent, at all its tiles, and each tile's step below it (see `reference`)."""
+    """Each token's exponent, repeated for its tiles, and each tile's step below it (see `reference`)."""
     step = bits_of(tl.maximum(extent * power_of_two(1 - bits), SMALLEST_))
     octave = (step + tl.where(bits < 6, 1 << 18, (1 << 19) - 1)) >> 19
     octave = tl.where(finite & (extent > 0), octave, 0)
@@ -214,7 +214,7 @@ def _steps(
 
 @triton.jit
 def _measure(x, keys, channels: tl.constexpr, CHUNK: tl.constexpr):
-    """Key of a token, in the order of entropy."""
+    """Sort key of a token by entropy."""
     row = tl.program_id(0).to(tl.int64)
     x += row * channels
     i = tl.arange(0, CHUNK)
@@ -278,7 +278,7 @@ def _decode(
     cells = power_of_two(bits)
     offset = m.to(tl.float32) * (cells * (1 / UNITS)) - (cells - 1) * 0.5
     y = [(number_of(code) + offset[:, None]) * step[:, None] for code in codes]
-    if MID_WIDTH == 2:  # noqa: SIM102, because the other condition is not known to the compiler
+    if MID_WIDTH == 2:  # noqa: SIM102, because the other condition is not known at compile time
         if tl.max(pivot, axis=0) > 0:
             y = restore_pivots(y, pivot, j, TILE // 8, norm, WIDTH, NT)
     eighths.store_numbers(y, out, at, v, keep, count, j, RAGGED, ACCUMULATE)

@@ -1,4 +1,4 @@
-"""Which candidates get the low bits, without sorting: the threshold's bits are found two at a time by counting."""
+"""Choose the candidates of the low bits without sorting: find the threshold two bits at a time by counting."""
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportOperatorIssue=false
 
@@ -13,13 +13,13 @@ SHORT = tl.constexpr(1024)
 
 @triton.jit
 def ordered(key, exists):
-    """int32 keys as unsigned numbers in the same order; what is not there comes last."""
+    """Map int32 keys to unsigned numbers in the same order; those that do not exist come last."""
     return tl.where(exists, key.to(tl.uint32, bitcast=True) ^ 0x80000000, 0xFFFFFFFF)
 
 
 @triton.jit
 def _counts(u, threshold, unit, DIGITS: tl.constexpr):
-    """How many numbers are below three thresholds, in DIGITS bits each of one sum."""
+    """Count the numbers below three thresholds, in DIGITS bits each of one sum."""
     kind = tl.int32 if DIGITS == 10 else tl.int64
     one = (u < threshold + unit).to(kind)
     two = (u < threshold + unit * 2).to(kind)
@@ -31,14 +31,14 @@ def _counts(u, threshold, unit, DIGITS: tl.constexpr):
 
 @triton.jit
 def _raised(threshold, unit, one, two, three, low):
-    """The threshold, raised past those of the three that have fewer than `low` numbers below."""
+    """Raise the threshold past those of the three that have fewer than `low` numbers below."""
     below = (one < low).to(tl.uint32) + (two < low).to(tl.uint32) + (three < low).to(tl.uint32)
     return threshold + below * unit
 
 
 @triton.jit
 def smallest(u, low):
-    """Flags (int32) of the `low` smallest numbers; of equal ones, the first."""
+    """Flag (int32) the `low` smallest numbers; of equal ones, the first."""
     DIGITS: tl.constexpr = 10 if u.shape[0] < 1024 else 21
     threshold = tl.full((), 0, tl.uint32)
     for i in range(16):
@@ -106,7 +106,7 @@ def _ones(bits):
 
 @triton.jit
 def count_before(widths, count):
-    """How many of a bitmap's first `count` flags are set."""
+    """Count the set flags among a bitmap's first `count`."""
     total, start = tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
     byte = tl.arange(0, CHUNK)
     while start < count:
@@ -119,7 +119,7 @@ def count_before(widths, count):
 
 @triton.jit
 def count_both(widths, ahead, count):
-    """How many of a bitmap's first `ahead` flags are set, and how many of its first `count`, in one pass."""
+    """Count the set flags among a bitmap's first `ahead`, and among its first `count`, in one pass."""
     some, total = tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
     start, byte = tl.full((), 0, tl.int64), tl.arange(0, SHORT)
     while start < count:

@@ -37,7 +37,7 @@ def find_pivots(parts, finite, j, v: tl.constexpr, ratio):
 
 @triton.jit
 def swapped(parts, pivot, j, v: tl.constexpr):
-    """Each tile's first element and the one at its pivot exchanged; tiles without a pivot as they are."""
+    """Exchange each tile's first element and the one at its pivot; tiles without a pivot do not change."""
     position = tl.where(pivot > 0, pivot & 127, 0)[:, None]
     bits = tl.zeros(parts[0].shape, tl.int32)
     for k in tl.static_range(8):
@@ -88,7 +88,7 @@ def _across(parts, STEP: tl.constexpr):
 
 @triton.jit
 def rotate_pivots(parts, pivot, j, v: tl.constexpr, norm, WIDTH: tl.constexpr, NT: tl.constexpr):
-    """Tiles with a pivot have it swapped to the front and are rotated."""
+    """Swap pivots to the front of their tiles, and rotate these tiles."""
     return _with_pivot(pivot, rotated(swapped(parts, pivot, j, v), norm, WIDTH, NT), parts)
 
 

@@ -1,4 +1,4 @@
-"""What programs know of tiles, tokens and scopes: flags of the low bits, and where codes lie."""
+"""Tiles, tokens and scopes of a program: flags of the low bits, and positions of codes."""
 
 # pyright: reportArgumentType=false
 
@@ -16,7 +16,7 @@ def store_bitmap(
     C: tl.constexpr, TILE: tl.constexpr, T: tl.constexpr, NT: tl.constexpr,
 ):  # fmt: skip
     """Write the flags of a program's tiles, which make up a scope."""
-    if C % TILE > 0:  # a ragged last tile is no candidate
+    if C % TILE > 0:  # a ragged last tile is not a candidate
         full: tl.constexpr = C // TILE
         candidate = tl.arange(0, NT)
         index = tl.minimum(candidate // full * T + candidate % full, NT - 1)
@@ -36,7 +36,7 @@ def load_flags(
     widths, first, row, t, exists, length, flag_bytes,
     C: tl.constexpr, TILE: tl.constexpr, BY_TOKEN: tl.constexpr,
 ):  # fmt: skip
-    """Flags of a program's tiles, from their bitmaps."""
+    """Load the flags of a program's tiles from their bitmaps."""
     full: tl.constexpr = C // TILE
     if BY_TOKEN:
         token = first + row
@@ -54,10 +54,10 @@ def checked_flags(
     widths, first, row, t, exists, length, low, low_last, flag_bytes, rows,
     C: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, BY_TOKEN: tl.constexpr,
 ):  # fmt: skip
-    """`load_flags` of a payload from elsewhere, `low_before`, and whether each tile's scope is intact.
+    """Load the flags of an untrusted payload, `low_before`, and whether each tile's scope is intact.
 
-    It is if it has the number of flags that the geometry gives it. If not, its first candidates take their places:
-    where codes lie follows from the flags, and with another number of them would be beyond the payload.
+    A scope is intact if it has the number of flags that the geometry requires. If not, its first candidates are flagged
+    instead: with a wrong number of flags, positions of codes could be beyond the payload.
     """
     flags = load_flags(widths, first, row, t, exists, length, flag_bytes, C, TILE, BY_TOKEN)
     full: tl.constexpr = C // TILE
@@ -85,7 +85,7 @@ def checked_flags(
 
 @triton.jit
 def low_before(widths, first, length, low, flag_bytes, BY_TOKEN: tl.constexpr):
-    """How many candidates before a program's first token have the low bits."""
+    """Count the candidates before a program's first token that have the low bits."""
     if BY_TOKEN:
         scope = first // length
         return scope * low + count_before(widths + scope * flag_bytes, first % length)
@@ -98,7 +98,7 @@ def code_offsets(
     first, bits, v, before, exists, C: tl.constexpr, TILE: tl.constexpr, T: tl.constexpr,
     HIGH: tl.constexpr, LOW: tl.constexpr, BY_TOKEN: tl.constexpr,
 ):  # fmt: skip
-    """Where each tile's codes begin in their section: (NT, 1) int64."""
+    """Start of each tile's codes in their section: (NT, 1) int64."""
     if C % TILE > 0:
         ragged: tl.constexpr = (C % TILE + 7) // 8
         eighths: tl.constexpr = C // TILE * (TILE // 8) + ragged
@@ -106,7 +106,7 @@ def code_offsets(
         size = tl.where(exists, bits * tl.sum(v, axis=1), 0)
         start = first * (eighths * HIGH) - before * saved
         return (start + (tl.cumsum(size, axis=0) - size))[:, None]
-    else:  # in eighths, so that the compiler sees that they are aligned
+    else:  # in eighths, which shows the compiler their alignment
         size = tl.where(exists, bits, 0)
         saved: tl.constexpr = (T if BY_TOKEN else 1) * (HIGH - LOW)
         start = first * (T * HIGH) - before * saved

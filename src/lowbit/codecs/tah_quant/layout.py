@@ -1,4 +1,4 @@
-"""The layout of TAH-Quant payloads, and all that follows from a tensor's shape and the settings."""
+"""The layout of TAH-Quant payloads, derived from a tensor's shape and the settings."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ SCOPE_TILES = 256  # tiles among which "range" chooses: a GPU's program holds th
 
 @dataclass(frozen=True)
 class TAHGeometry:
-    """Everything about a TAH-Quant payload that follows from the shape and the settings.
+    """Sizes of a TAH-Quant payload, derived from the shape and the settings.
 
     Attributes:
         rows: tokens in the message; channels: elements of a token; tiles: tiles of a token.
         tile, high_bits, low_bits, allocation: as in `lowbit.codecs.TAHQuant`; pivot: whether tiles may be rotated.
         full: tiles of a token that hold `tile` elements (all, or all but a ragged last one).
-        scope_rows: consecutive tokens among which `low_bits` are given out; scopes: how many such scopes there are.
-        per_scope: candidates of a scope; low: how many of them get `low_bits`.
+        scope_rows: consecutive tokens among which `low_bits` are allocated; scopes: number of such scopes.
+        per_scope: candidates of a scope; low: number of them that get `low_bits`.
         per_last, low_last: the same for the last scope, which may have fewer tokens.
         flag_bytes: bytes of a scope's bitmap of candidates.
         row_bytes: bytes of the codes of one token, were all its tiles at `high_bits`.
@@ -63,7 +63,7 @@ def tah_geometry(
     allocation: str,
     pivot: float | bool | None,
 ) -> TAHGeometry:
-    """Sizes of a TAH-Quant payload of a tensor (sequences, length, channels).
+    """Compute the sizes of a TAH-Quant payload of a tensor (sequences, length, channels).
 
     The number of candidates at `low_bits` is floor(low_fraction * candidates) in each scope (a sequence's tokens, a
     token's tiles, or the tiles of as many tokens as have up to 256), with 1e-9 added so that 0.2 * 10 gives 2. A ragged
@@ -99,4 +99,4 @@ def tah_geometry(
 
 
 kernel_geometry = functools.lru_cache(tah_geometry)
-"""The same, kept for the next message. (Not for codecs, which `torch.compile` looks into.)"""
+"""`tah_geometry` with a cache. (Not for codecs, which `torch.compile` traces.)"""

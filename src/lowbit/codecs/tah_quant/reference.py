@@ -153,17 +153,17 @@ def _tiled(x: Tensor, geo: TAHGeometry) -> Tensor:
 
 
 def _extents(x_RTE: Tensor, mid_bytes: int) -> tuple[Tensor, Tensor]:
-    """Half the range that a tile's 2^bits cells must cover, and the range's middle."""
+    """Compute half the range that a tile's 2^bits cells must cover, and the range's middle."""
     low_RT = x_RTE.amin(-1).clamp(min=-LARGEST)
     high_RT = x_RTE.amax(-1).clamp(max=LARGEST)
     half_RT = high_RT * 0.5 - low_RT * 0.5
     mid_RT = high_RT * 0.5 + low_RT * 0.5
-    # A middle too far away for its integer widens the cells instead of being cut off.
+    # A middle that is too large for its integer widens the cells instead of being clamped.
     return torch.maximum(half_RT, mid_RT.abs() * MID_SHARE[mid_bytes]), mid_RT
 
 
 def _keys(x_RTE: Tensor, extent_RT: Tensor, finite_RT: Tensor, geo: TAHGeometry) -> Tensor:
-    """What each scope's candidates are ordered by, (scopes, per_scope); NaN, Inf and what is missing come last."""
+    """Sort keys of each scope's candidates, (scopes, per_scope); NaN, Inf and missing candidates come last."""
     if geo.allocation == "range":
         key = torch.where(finite_RT, extent_RT, math.inf)[:, : geo.full]
     elif geo.allocation == "tile":
@@ -176,7 +176,7 @@ def _keys(x_RTE: Tensor, extent_RT: Tensor, finite_RT: Tensor, geo: TAHGeometry)
 
 
 def _steps(extent_RT: Tensor, finite_RT: Tensor, bits_RT: Tensor) -> tuple[Tensor, Tensor]:
-    """Each token's exponent, and how far below its top each tile's step lies (see `octave_steps`).
+    """Compute each token's exponent, and each tile's step as a distance below its top (see `octave_steps`).
 
     A step becomes a 12-bit number of sixteenths of an octave, float32's exponent and four bits of its mantissa.
     """
@@ -189,7 +189,7 @@ def _steps(extent_RT: Tensor, finite_RT: Tensor, bits_RT: Tensor) -> tuple[Tenso
 
 
 def _quantize(x_RTE: Tensor, mid_RT: Tensor, step_RT: Tensor, bits_RT: Tensor, mid_bytes: int) -> tuple[Tensor, Tensor]:
-    """Integer middles, and codes relative to them; both 0 where the step is 0."""
+    """Compute integer middles, and codes relative to them; both are 0 where the step is 0."""
     inverse_RT = inverse(step_RT)
     cells_RT = torch.exp2(bits_RT.float())
     limit = MID_LIMIT[mid_bytes]
@@ -202,10 +202,10 @@ def _quantize(x_RTE: Tensor, mid_RT: Tensor, step_RT: Tensor, bits_RT: Tensor, m
 
 
 def _checked_flags(payload: Tensor, geo: TAHGeometry) -> tuple[Tensor, Tensor]:
-    """Flags of the candidates (scopes, per_scope), and of which tokens (R,) they are those of an encoder.
+    """Read the flags of the candidates (scopes, per_scope), and for which tokens (R,) they are valid.
 
-    A scope with another number of flags than the geometry gives it is damaged: its first candidates take their places,
-    so that its codes and those of the scopes behind it still lie within the payload.
+    A scope with another number of flags than the geometry requires is damaged: its first candidates are flagged
+    instead, so that its codes and those of later scopes still lie within the payload.
     """
     device = payload.device
     counts = torch.full((geo.scopes, 1), geo.low, device=device)
@@ -222,7 +222,7 @@ def _checked_flags(payload: Tensor, geo: TAHGeometry) -> tuple[Tensor, Tensor]:
 
 
 def _spread(low: Tensor, geo: TAHGeometry) -> Tensor:
-    """Flags of the candidates as flags of all tiles, (R, T)."""
+    """Expand the flags of candidates to flags of all tiles, (R, T)."""
     if geo.allocation == "token":
         return low.reshape(geo.rows, 1).expand(-1, geo.tiles)
     flags = low.reshape(-1)[: geo.rows * geo.full].view(geo.rows, geo.full)

@@ -1,9 +1,9 @@
-"""The transform: an orthonormal one whose first coordinates are the directions that both ends hold.
+"""The orthonormal transform, whose first coordinates are the directions that both ends hold.
 
-It is a product of Householder reflections, one for each direction, in its compact form H = I - Y' T Y. The token x gets
-the coefficients x H, and comes back as their product with H'. Tokens are never multiplied by a C x C matrix. Both ends
-compute H from the same directions; the last bits of their results may differ, which moves a tensor by rounding alone,
-because nothing that is coded depends on them. Shape suffixes: R rows (tokens), K directions, C channels.
+It is a product of Householder reflections, one for each direction, in the compact form H = I - Y' T Y. A token x has
+the coefficients x H, and is restored by multiplying them by H'. Tokens are never multiplied by a C x C matrix. Both
+ends compute H from the same directions; the last bits of their results may differ, which changes a tensor only by
+rounding, because no code depends on them. Shape suffixes: R rows (tokens), K directions, C channels.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def reflections(directions: Tensor, y: Tensor, ty: Tensor, back: bool) -> None:
     y.copy_(packed_CK.t().triu(1))
     y.diagonal().fill_(1)
     y *= (tau_K != 0)[:, None]
-    # T and its transpose's inverse are the two triangles of Y Y', whose diagonal is that of both together.
+    # The inverses of T and T' are the two triangles of Y Y', whose diagonal is the sum of both diagonals.
     inverse_KK = (y @ y.t()).triu_(1)
     inverse_KK.diagonal().copy_(torch.where(tau_K != 0, tau_K, 1.0).reciprocal_())
     inverse_KK = inverse_KK.t() if back else inverse_KK
@@ -35,7 +35,7 @@ def coefficients(x_RC: Tensor, directions_KC: Tensor) -> Tensor:
 
 
 def tokens(z_RC: Tensor, directions_KC: Tensor, out: Tensor, factors_C: Tensor | None = None) -> None:
-    """Write the tokens with these coefficients, times factors of channels if given, to `out`, (R, C), in its dtype."""
+    """Write the tokens of these coefficients, times channel factors if given, to `out`, (R, C), in its dtype."""
     y_KC, ty_KC = _reflections(directions_KC, True)
     along_RK = z_RC @ y_KC.t()
     if out.dtype == torch.float32:

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 MOST = 16.0  # bits
 CODED = {"token": 3.0, "message": 1.85}  # bits of an element for symbols, where no rate is set, by `step`
-GRAIN = 64  # rates to a bit that can be chosen
+GRAIN = 64  # selectable rates per bit
 DECIBELS = 30.0
 
 
@@ -35,41 +35,41 @@ DECIBELS = 30.0
 class TransformQuant(BasisCodec):
     """Send tokens as entropy-coded coefficients in a basis that both ends hold, at a set rate, both ways.
 
-    This is transform coding, as codecs of images do it. What crosses a boundary lies near a small subspace. An
-    orthonormal transform H, whose first coordinates are K directions that both ends hold, packs most of a token x (C
-    channels) into few coefficients. One uniform step for all of them, with subtractive dither u in [0, 1) from a hash
-    that both ends compute, makes integers of them, and rANS codes these with probabilities that follow from a scale of
-    each coordinate and one of each token:
+    This is transform coding, as in image codecs. Tensors at a boundary lie near a small subspace. An orthonormal
+    transform H, whose first coordinates are K directions that both ends hold, packs most of a token x (C channels) into
+    few coefficients. They are quantized with one uniform step and subtractive dither u in [0, 1), from a hash that both
+    ends compute, and the integers are coded by rANS with probabilities that follow from a scale of each coordinate and
+    one of each token:
 
         z = x H,  q = floor(z / step + u),  z' = (q + 1/2 - u) step,  y = z' H'.
 
-    With step="message", the error y - x has variance step^2 / 12 in every direction, and neither depends on x nor has a
-    bias, also where x has less than a step: small signals are learned from, in the mean. With step="token", a receiver
-    draws z' towards 0, to the share of it that is the best linear estimate by the coordinate's scale and the token's
-    (`tables.shares`), but not out of its cell. So little error is left where there is no signal. Activations bear that
-    bias; gradients do not: with it, training was far worse. A coordinate's bits follow its energy by
-    themselves. A useless basis costs error at the same rate, never correctness. A message takes the smallest step with
-    which it fits its bytes, so that payloads of a shape have one size and a receiver can always post its buffer.
+    With step="message", the error y - x has variance step^2 / 12 in every direction, and is unbiased and independent of
+    x, even where x is smaller than a step: on average, training still learns from small signals. With step="token", the
+    receiver shrinks z' towards 0, by the factor of the best linear estimate for the scales of coordinate and token
+    (`tables.shares`), but not out of its cell. So little error remains where there is no signal. Activations tolerate
+    this bias, but gradients do not: with it, training was far worse. A coordinate's bits follow its energy
+    automatically. A useless basis costs accuracy at the same rate, never correctness. A message uses the smallest step
+    that fits its bytes, so that payloads of a shape have one size and a receiver can always post its buffer.
 
     Pretrained models have sinks: tokens, mostly the first, to which every later token attends and whose norm may be 100
     times the others'. With step="token", a token of more than 4 times the median norm gets the step of the median, so
-    that its error is as small as theirs; tokens of zeros do not count. An element of it takes a bit for each factor of
-    2 up to 256. Where that would be more than 1/4 bit of each element of the message, such steps stay larger.
+    that its error is as small as that of others (tokens of zeros do not count). This takes a bit per element for each
+    factor of 2, up to 256. If it would take more than 1/4 bit per element of the message, such steps stay larger.
 
-    Models feel errors in some channels much more than in others: in Gemma 3 the roots of channels' mean-square
-    gradients span 6 to 9 octaves. A sender of activations sees the gradients that cross the boundary back. With
-    step="token" it multiplies tokens by the roots of a running mean of their squares, rounded to half octaves, before
-    it codes them, and the receiver divides (`weights`). With step="message" it is the other way round: a sender of
-    gradients holds the activations that came, and multiplies channels by the fourth roots of their mean squares. It
-    codes the gradient of a sink more finely, by the factor that the sink's norm exceeds the median, within the same
-    1/4 bit: layers that make sinks multiply an error there by 100. Weights of channels change between training steps
-    (`LowBitStage`, `emulate_`), and are part of a sender's state. Until there is something to follow they are 1; but
-    activations whose channels differ very much, as in Gemma 3, are then weighted by themselves.
+    Models are much more sensitive to errors in some channels than in others: in Gemma 3 the roots of channels'
+    mean-square gradients span 6 to 9 octaves. A sender of activations receives their gradients. With step="token" it
+    multiplies tokens by the roots of a running mean of the gradients' squares, rounded to half octaves, before coding,
+    and the receiver divides (`weights`). With step="message" the roles are swapped: a sender of gradients holds the
+    activations that it received, and multiplies channels by the fourth roots of their mean squares. It codes a sink's
+    gradient more finely, by the ratio of the sink's norm to the median, within the same 1/4 bit: layers that make sinks
+    multiply an error there by 100. Channel weights change between training steps (`LowBitStage`, `emulate_`), and are
+    part of a sender's state. Without observations they are 1, but activations whose channels differ very much, as in
+    Gemma 3, are then weighted by their own mean squares.
 
-    Each message brings new directions, in place of those that serve it least, as in `SubspaceQuant`: an eighth of K =
-    C / 4 (at most 128), fewer where they would take more than 1/8 bit. Evaluation is coded likewise, and what its
-    messages bring is forgotten. Messages carry numbers and digests as there, with the same errors; beyond that, a
-    message whose streams do not end where and as they must is one of these errors, too.
+    Each message brings new directions that replace the least useful ones, as in `SubspaceQuant`: an eighth of K = C / 4
+    (at most 128), or fewer if they would take more than 1/8 bit. Evaluation works alike, but new directions are then
+    discarded. Messages carry numbers and digests as there, with the same errors; streams that do not end exactly as
+    expected are an error, too.
 
     Payload, sections at multiples of 16 bytes, for R tokens and M new directions:
 
@@ -88,7 +88,7 @@ class TransformQuant(BasisCodec):
 
     Each end of each direction of a boundary keeps `state_bytes()` = 4 C K + 16, about 22 C bytes for weights, and a
     sender 4 K^2 more. While it
-    works, `encode` takes about 14 R C bytes beside its payload, and `decode` 4 R C. A message needs what earlier ones
+    works, `encode` takes about 14 R C bytes besides its payload, and `decode` 4 R C. A message needs what earlier ones
     left, so this codec works through sessions only (`open`), not through `encode`.
 
     Args:
@@ -134,7 +134,7 @@ class TransformQuant(BasisCodec):
             raise ValueError(f"step is {self.step!r}; allowed: 'token', 'message'")
 
     def __repr__(self) -> str:
-        """The settings, without a rate that is left to the shape, and the error only where it is asked for."""
+        """Show the settings, except a rate that depends on the shape, and the error only if it is set."""
         bits = "" if self.bits is None else f"bits={self.bits!r}, "
         wanted = f", decibels={self.decibels!r}" if self.nats is None else f", nats={self.nats!r}"
         wanted = wanted if self.bits == "auto" else ""
@@ -145,7 +145,7 @@ class TransformQuant(BasisCodec):
         return self.bits != "auto"
 
     def for_gradients(self) -> TransformQuant:
-        """The format with one step for all tokens, and the same rate, or a bit less where none is set."""
+        """Return the format with one step for all tokens and the same rate, or about a bit less if none is set."""
         return replace(self, step="message")
 
     @property
@@ -153,7 +153,7 @@ class TransformQuant(BasisCodec):
         return self.nats
 
     def choose(self, x: Tensor, gradient: Tensor | None = None, part: float = 1.0, *, backward: bool = False) -> int:
-        """The rate for messages like `x`, (..., C), in 64ths of a bit; that of None where this one does not tell."""
+        """Choose the rate for messages like `x`, (..., C), in 64ths of a bit; the default if `x` is unusable."""
         rows, channels = folded(x.shape)
         codec = replace(self._unset, step="token") if backward else self._unset
         geo, x_RC = codec.geometry(x.shape), x.detach().reshape(rows, channels)
@@ -175,14 +175,14 @@ class TransformQuant(BasisCodec):
 
     @property
     def _unset(self) -> TransformQuant:
-        """This format without a rate."""
+        """Return this format without a rate."""
         return replace(self, bits=None, nats=None)
 
     def _rate(self, shape: Sequence[int], coded: float | None, why: str) -> int:
         """Turn the bits per element of the symbols into a choice.
 
-        None: the default rate, with a warning that says `why`. The choice is 0 (no set rate) if the sections beside the
-        symbols alone exceed the highest rate.
+        None: the default rate, with a warning that says `why`. The choice is 0 (no set rate) if the sections besides
+        the symbols alone exceed the highest rate.
         """
         if coded is None:
             log.warning("a message of %s chooses no rate: %s; taken: %g bits", tuple(shape), why, CODED[self.step])
@@ -196,14 +196,14 @@ class TransformQuant(BasisCodec):
     def format_nbytes(self, shape: Sequence[int]) -> int:
         geo, numel = self.geometry(shape), math.prod(shape)
         if self.bits is None and geo.overhead() > 2 * numel:
-            return 4 * numel + 1  # more than plain numbers take, which are sent instead
+            return 4 * numel + 1  # more than plain numbers, so that those are sent
         return geo.layout.nbytes if numel else 0
 
     def geometry(self, shape: Sequence[int]) -> TransformGeometry:
-        """Sizes of a payload.
+        """Compute the sizes of a payload.
 
         Raises:
-            ValueError: the rate is below what directions, scales and empty streams take, or still to be chosen.
+            ValueError: the rate is too low for directions, scales and empty streams, or has not been chosen yet.
         """
         if isinstance(self.bits, str):
             raise ValueError(
@@ -283,7 +283,7 @@ class TransformSession(BasisSession):
 
 
 def _number(name: str, value: object, most: float, besides: str = "") -> float:
-    """A setting as a float, if it is above 0 and at most `most`."""
+    """Return a setting as a float if it is above 0 and at most `most`."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= most:
         raise ValueError(f"{name} is {value!r}; allowed: a number above 0, at most {most:g}{besides}")
     return float(value)

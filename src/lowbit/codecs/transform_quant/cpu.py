@@ -1,7 +1,7 @@
-"""`TransformQuant` on CPUs: streams of symbols, each by one thread, row after row.
+"""`TransformQuant` on CPUs: streams of symbols, each coded by one thread, row after row.
 
-What is done to coefficients alike runs as vectors, row after row. The entropy coder takes its symbols one by one, in a
-loop that does nothing else; its states are those of `LANES` coders in turn, so that a processor works on several.
+Elementwise work on coefficients is vectorised, row after row. The entropy coder processes symbols one by one in a loop
+that does nothing else; it takes the states of `LANES` coders in turn, so that a processor overlaps several.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ from lowbit.kernels.cpu.threads import over_rows
 __all__ = ["decode", "encode", "reflections"]
 
 STATES = 4 * LANES
-BEYOND = -MIDDLE  # in place of a code beyond the symbols
+BEYOND = -MIDDLE  # marks a code beyond the symbols
 
 
 def encode(z: Tensor, header: Tensor, payload: Tensor, geo: TransformGeometry) -> None:
-    """The reference's format; steps may be others."""
+    """Encode in the reference's format; the chosen steps may differ."""
     fit, seed = fitted(z, geo), seed_of(header)
     room = geo.layout.sizes["streams"] - SLACK - 4 * ENTRY * geo.streams
     step = first_step(fit, z, seed, room, geo)
@@ -127,7 +127,7 @@ def decode(payload: Tensor, header: Tensor, z: Tensor, geo: TransformGeometry) -
 
 
 def seed_of(header: Tensor) -> int:
-    """Of the dither, as a signed number of 32 bits: the reference's."""
+    """Seed of the dither, as in the reference, as a signed 32-bit number."""
     number, before, training, own = header.tolist()
     seed = number * 0x9E3779B1 + before * 0x85EBCA77 + training * 0xC2B2AE3D + own * 0x27D4EB2F
     return (seed & 0xFFFFFFFF) - ((seed & 0x80000000) << 1)
@@ -135,7 +135,7 @@ def seed_of(header: Tensor) -> int:
 
 @dataclass(frozen=True)
 class _Stream:
-    """What a stream consists of: numbers of words, of codes beyond the symbols, and of bytes of lowest bits; words."""
+    """A stream's numbers of words, of codes beyond the symbols, and of bytes of lowest bits; and its words."""
 
     entry: tuple[int, int, int]
     states: np.ndarray
@@ -172,7 +172,7 @@ def _coded(
 
 @kernel
 def _symbols_of(z, first, last, channels, channel, rows, inverse, seed, codes, symbols) -> Any:
-    """Codes and symbols of rows; how many bits travel as they are, and how many codes are beyond the symbols."""
+    """Compute codes and symbols of rows; return the number of uncoded bits, and of codes beyond the symbols."""
     bits, beyond = 0, 0
     for r in range(first, last):
         row, scaled = get_int(rows, r), get_float(inverse, r)
@@ -191,7 +191,7 @@ def _symbols_of(z, first, last, channels, channel, rows, inverse, seed, codes, s
 
 @kernel
 def _taken_in(symbols, count, shares, words, states) -> Any:
-    """Let states take symbols in, from the last one to the first; `words` fills from its end. How many words."""
+    """Encode symbols into states from the last to the first; fill `words` from its end, and return their number."""
     word = words + 2 * count
     for place in range(count - 1, -1, -1):
         entry, lane = get_word(shares, get_half(symbols, place)), place & (LANES - 1)
@@ -205,7 +205,7 @@ def _taken_in(symbols, count, shares, words, states) -> Any:
 
 @helper
 def _wide_columns(columns, channel, rows, first, last) -> Any:
-    """Which channels have lowest bits in any of the rows, and how many do."""
+    """List the channels that have lowest bits in any of the rows; return their number."""
     most, wide = np.int64(DEAD_TOKEN), 0
     for r in range(first, last):
         most = max(most, np.int64(get_int(rows, r)))
@@ -217,7 +217,7 @@ def _wide_columns(columns, channel, rows, first, last) -> Any:
 
 @kernel
 def _put_rest(codes, symbols, first, last, channels, channel, rows, beyond, count) -> None:
-    """Write codes beyond the symbols, `count` of them, and behind them the lowest bits of all."""
+    """Write the `count` codes beyond the symbols, then the lowest bits of all codes."""
     low, bit, at = beyond + 2 * count, 0, 0
     columns = np.empty(channels, np.int64)
     wide = _wide_columns(columns, channel, rows, first, last)
@@ -242,7 +242,7 @@ def _put_rest(codes, symbols, first, last, channels, channel, rows, beyond, coun
 
 @kernel
 def _contexts_of(first, last, channels, channel, rows, seed, out) -> None:
-    """The tables that symbols are coded with, int32, in the place of the coefficients."""
+    """Write the symbols' coding tables, int32, in the place of the coefficients."""
     for r in range(first, last):
         row, line = get_int(rows, r), out + 4 * r * channels
         for j in range(channels):
@@ -252,10 +252,10 @@ def _contexts_of(first, last, channels, channel, rows, seed, out) -> None:
 
 @kernel
 def _given_out(states, word, words, limits, count, out) -> Any:
-    """Put the upper part of codes in the place of their tables: `BEYOND` for what travels by itself.
+    """Replace the tables of codes by the codes' upper parts, and by `BEYOND` for codes beyond the symbols.
 
     Returns:
-        Words used, codes beyond the symbols, and whether all states are as they were before the first symbol.
+        Words used, codes beyond the symbols, and whether all states have returned to their initial value.
     """
     used, beyond = 0, 0
     for place in range(count):
@@ -278,7 +278,7 @@ def _given_out(states, word, words, limits, count, out) -> Any:
 
 @kernel
 def _numbers_of(first, last, channels, channel, rows, steps, seed, draw, beyond, count, raw, out) -> Any:
-    """Put coefficients in the place of the upper part of their codes. How many bytes of lowest bits there are."""
+    """Replace the upper parts of codes by coefficients; return the number of bytes of lowest bits."""
     low, bit, left = beyond + 2 * count, 0, count
     columns = np.empty(channels, np.int64)
     wide = _wide_columns(columns, channel, rows, first, last)

@@ -1,4 +1,4 @@
-"""Reflections on the CPU, row after row: no direction is far from orthogonal to the others."""
+"""Reflections on the CPU, row after row, for directions that are nearly orthogonal to each other."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def reflections(directions: Tensor, y: Tensor, ty: Tensor, back: bool) -> None:
 
 @kernel
 def _reflect(y, scale, rank, channels) -> None:
-    """Directions become the reflections that bring each, after those before it, to its own axis."""
+    """Replace directions by the reflections that map each, after the earlier reflections, to its own axis."""
     for i in range(rank):
         line, left = y + 4 * (i * channels + i), channels - i
         first, rest = get_float(line, 0), dot(line + 4, line + 4, left - 1)
@@ -52,7 +52,7 @@ def _reflect(y, scale, rank, channels) -> None:
 
 @kernel
 def _times(y, scale, out, rank, channels, back) -> None:
-    """Rows of T Y, from the last to the first, or of T' Y, from the first to the last: each from those before it."""
+    """Compute rows of T Y, from the last to the first, or of T' Y, from the first to the last."""
     for turn in range(rank):
         i = turn if back else rank - 1 - turn
         line, source, factor = out + 4 * i * channels, y + 4 * i * channels, get_float(scale, i)

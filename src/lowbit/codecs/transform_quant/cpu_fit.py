@@ -1,4 +1,4 @@
-"""What a sender of `TransformQuant` chooses: scales of channels and tokens, and the step that fills the payload."""
+"""Choices of a `TransformQuant` sender: scales of channels and tokens, and the step that fills the payload."""
 
 from __future__ import annotations
 
@@ -41,23 +41,23 @@ from lowbit.kernels.cpu.runs import ONE, SMALLEST
 from lowbit.kernels.cpu.threads import over_rows
 from lowbit.kernels.cpu.vectors import squares
 
-SAMPLE = 1 << 14  # coefficients that tell how well the tables suit a message, about
+SAMPLE = 1 << 14  # approximate number of coefficients that measure how well the tables fit a message
 CORRECTIONS = 2  # of the first step, by that sample
-RESERVE = 0.012  # of the payload, which the first attempt leaves
+RESERVE = 0.012  # share of the payload that the first attempt leaves free
 BEYOND, NORMAL = (127 + 112) << 23, 0x00800000  # bits of float32 magnitudes: `LARGEST`, and the least normal one
-NONE = -(1 << 20)  # in place of a scale
-NORMS = 1 << 10  # quarters of an octave: no norm is so large or so small
+NONE = -(1 << 20)  # marks a missing scale
+NORMS = 1 << 10  # quarters of an octave, beyond the largest and the smallest norm
 ZERO_, NOT_A_NUMBER = np.float32(0), np.float32(np.nan)
 
 
 @dataclass(frozen=True)
 class Fit:
-    """What a sender chooses for a message but its step.
+    """A sender's choices for a message, except the step.
 
     Attributes:
-        level, token, norm: scales of channels, and tokens' scales and norms, as they travel, uint8.
+        level, token, norm: scales of channels, and tokens' scales and norms, as they are sent, uint8.
         highest, largest: the largest scale, and the largest norm.
-        channel: each one's scale, int32.
+        channel: scale of each channel, int32.
     """
 
     level: np.ndarray
@@ -69,7 +69,7 @@ class Fit:
 
 
 def fitted(z: Tensor, geo: TransformGeometry) -> Fit:
-    """See the reference; sums are float32, and their order is another one."""
+    """See the reference; sums are float32, in another order."""
     rows, channels = z.shape
     quarters, norms = np.empty(rows, np.int32), np.empty(rows, np.int32)
     factor, square = np.empty(rows, np.float32), np.empty(rows, np.float32)
@@ -92,7 +92,7 @@ def fitted(z: Tensor, geo: TransformGeometry) -> Fit:
 def first_step(fit: Fit, z: Tensor, seed: int, room: int, geo: TransformGeometry) -> int:
     """The step that is likely to fill `room` bytes of streams.
 
-    How many bits symbols take follows from their scales, by the tables; how well these suit, from a sample of tokens.
+    The tables give the bits of symbols for their scales; a sample of tokens shows how well the tables fit.
     """
     wanted = 8 * (room - geo.streams * STREAM_BYTES) * (1 - RESERVE)
     rows, channels = z.shape
@@ -111,14 +111,14 @@ def first_step(fit: Fit, z: Tensor, seed: int, room: int, geo: TransformGeometry
 
 
 def next_step(step: int, excess: int, size: int) -> int:
-    """A larger step, for streams that are too long by `excess` bytes of a tensor of `size` numbers."""
+    """Return a larger step, for streams of `size` numbers that are too long by `excess` bytes."""
     return min(MOST_STEP, step + 1 + min(FINE, 8 * FINE * excess // size))
 
 
 def token_steps(
     token: np.ndarray, norm: np.ndarray, largest: int, step: int, geo: TransformGeometry
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of each token: what it adds to channels' scales, int32, its step, and one divided by that, float32."""
+    """For each token: its addend to channels' scales, int32, its step, and the step's inverse, float32."""
     row = np.empty(len(token), np.int32)
     steps, inverse = np.empty(len(token), np.float32), np.empty(len(token), np.float32)
     _token_steps(
@@ -152,7 +152,7 @@ def _powers() -> np.ndarray:
 def _turn(
     z: Tensor, factor: np.ndarray, inverse: np.ndarray, square: np.ndarray, fit: bool, rows: int, channels: int
 ) -> np.ndarray:
-    """Fit tokens' scales to those of the channels, if asked to, and give the sums for the channels'."""
+    """Fit tokens' scales to those of the channels, if requested, and return the sums for the channels' scales."""
     sums: list[np.ndarray] = []
     at = [a.ctypes.data for a in (factor, inverse, square)]
 
@@ -167,7 +167,7 @@ def _turn(
 
 @kernel
 def _measure(z, first, last, channels, quarters, norms, factor, square, by_token) -> None:
-    """Of each row: what its scale and its norm are counted from, and what brings its numbers near 1.
+    """Compute for each row the base of its scale and norm, and the factor that brings its numbers near 1.
 
     A row of zeros has the factor 0, and one with NaN or numbers beyond `LARGEST` a negative one.
     """
@@ -188,7 +188,7 @@ def _measure(z, first, last, channels, quarters, norms, factor, square, by_token
 
 @helper
 def _quarters(square) -> Any:
-    """The logarithm of a root, in quarters of an octave."""
+    """Logarithm of the square root, in quarters of an octave."""
     return np.int64(np.rint(2 * np.log2(np.float64(square))))
 
 
@@ -220,7 +220,7 @@ def _add_squares(sums, line, scale, weight, channels) -> Any:
 
 @kernel
 def _invert(total, inverse, channels) -> None:
-    """Weights of channels, from sums of squares; how many there are does not matter to the tokens' scales."""
+    """Invert sums of squares to weights of channels; a common factor does not change the tokens' scales."""
     for j in range(channels):
         put_float(inverse, j, ONE / greater(get_float(total, j), SMALLEST) if get_float(total, j) > 0 else ONE)
 
@@ -229,7 +229,7 @@ def _invert(total, inverse, channels) -> None:
 def _travelling(
     total, channels, quarters, norms, factor, square, rows, by_token, level, token, norm, channel
 ) -> Any:  # fmt: skip
-    """Scales as they travel, and the largest of them."""
+    """Convert scales to the bytes that are sent, and return the largest scale."""
     if by_token:
         _lower(quarters, norms, factor, rows)
     highest, most, largest = NONE, NONE, NONE
@@ -261,7 +261,7 @@ def _travelling(
 
 @helper
 def _lower(quarters, norms, factor, rows) -> None:
-    """The reference's `lowered`: outliers' norms become less, and their scales, in units of norms, more."""
+    """The reference's `lowered`: reduce outliers' norms, and raise their scales, which are in units of norms."""
     count, usable = np.zeros(2 * NORMS, np.int32), 0
     for r in range(rows):
         if get_float(factor, r) > 0:
@@ -303,7 +303,7 @@ def _token_steps(token, norm, rows, by_token, largest, step, powers, row, steps,
 
 @kernel
 def _step_for(level, channels, token, rows, highest, cost, wanted) -> Any:
-    """The step whose symbols take about so many bits, if they are as the tables have it."""
+    """Return the step whose symbols take about `wanted` bits, if they are distributed as in the tables."""
     levels, tokens = np.zeros(256, np.int64), np.zeros(256, np.int64)
     for j in range(channels):
         levels[get_byte(level, j)] += 1
@@ -315,7 +315,7 @@ def _step_for(level, channels, token, rows, highest, cost, wanted) -> Any:
         if levels[i] > 0:
             for k in range(NAN):
                 count[i + k] += levels[i] * tokens[k]
-    low, high = highest - HIGHEST, highest - LOWEST  # too small a step, and one that is large enough if any is
+    low, high = highest - HIGHEST, highest - LOWEST  # a step that is too small, and one that is large enough, if any is
     more, fewer = _bits_at(count, highest - low, cost), _bits_at(count, highest - high, cost)
     if more <= wanted:
         high, fewer = low, more
@@ -342,7 +342,7 @@ def _bits_at(count, largest, cost) -> Any:
 
 @kernel
 def _costs_of(z, rows, channels, every, channel, row, inverse, seed, costs, mean) -> Any:
-    """Bits of a sample of rows, and those that the tables expect."""
+    """Bits of a sample of rows, and the bits that the tables predict."""
     taken, expected = 0.0, 0.0
     for r in range(0, rows, every):
         if get_int(row, r) > DEAD_TOKEN:

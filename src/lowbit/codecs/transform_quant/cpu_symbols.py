@@ -1,4 +1,4 @@
-"""What is done to each coefficient, as LLVM instructions of 32 bits (see `lowbit.kernels.cpu.formulas`)."""
+"""Operations on each coefficient, as 32-bit LLVM instructions (see `lowbit.kernels.cpu.formulas`)."""
 
 # pyright: reportAttributeAccessIssue=false
 
@@ -30,7 +30,7 @@ from lowbit.kernels.cpu.formulas import greater, greater32, lesser, lesser32, ma
 from lowbit.kernels.cpu.jit import operation
 from lowbit.kernels.cpu.memory import F32, I16, I32, I64
 
-DEAD_TOKEN = -(1 << 20)  # in place of what a token adds to scales: it has no coefficients
+DEAD_TOKEN = -(1 << 20)  # addend to scales that marks a token without coefficients
 
 
 @operation(int32, int64, int32)
@@ -51,7 +51,7 @@ def scale_of(b: Any, channel: Any, row: Any) -> Any:
 
 @operation(int32, int32)
 def raw_of(b: Any, scale: Any) -> Any:
-    """How many of a code's lowest bits travel as they are."""
+    """Number of a code's lowest bits that are sent uncoded."""
     return b.ashr(greater32(b, scale, I32(0)), I32(2))
 
 
@@ -96,14 +96,14 @@ def symbol_of(b: Any, code: Any, scale: Any, context: Any) -> Any:
 
 @operation(float32, int32, int32)
 def middle_of(b: Any, code: Any, dither: Any) -> Any:
-    """The middle of a cell, without the dither, in steps."""
+    """Middle of a cell without the dither, in steps."""
     shift = b.fmul(b.fsub(F32(127.5), b.sitofp(dither, F32)), F32(1 / 256))
     return b.fadd(b.sitofp(code, F32), shift)
 
 
 @operation(float32, float32, int32)
 def drawn(b: Any, middle: Any, scale: Any) -> Any:
-    """`reference.drawn`, with shares computed anew: loads from a table cannot be done by vectors."""
+    """`reference.drawn`, with shares computed instead of looked up: table loads cannot be vectorised."""
     odd = b.icmp_signed("!=", b.and_(scale, I32(1)), I32(0))
     square = b.fmul(b.select(odd, F32(float(ROOT)), F32(1)), power_of_two(b, b.ashr(scale, I32(1))))
     share, size = b.fdiv(square, b.fadd(square, F32(float(NOISE)))), magnitude(b, middle)
@@ -113,7 +113,7 @@ def drawn(b: Any, middle: Any, scale: Any) -> Any:
 
 @operation(int64, int64, int64)
 def symbol_at(b: Any, row: Any, slot: Any) -> Any:
-    """The symbol whose limits in a table's row, at this address, a slot lies between."""
+    """Find the symbol between whose limits in a table's row, at this address, a slot lies."""
     kind = ir.VectorType(I16, SYMBOLS)
     limits = b.load(b.inttoptr(row, ir.PointerType(kind)), align=2)
     one = b.insert_element(ir.Constant(kind, ir.Undefined), b.trunc(slot, I16), I32(0))
@@ -124,14 +124,14 @@ def symbol_at(b: Any, row: Any, slot: Any) -> Any:
 
 @operation(int64, int64, int64)
 def is_full(b: Any, state: Any, entry: Any) -> Any:
-    """Whether a state must give out a word before it takes a symbol (see `shares`), as 0 or 1."""
+    """Whether a state must output a word before it encodes a symbol (see `shares`), as 0 or 1."""
     share = b.and_(b.lshr(entry, I64(PRECISION)), I64(2 * TOTAL - 1))
     return b.zext(b.icmp_unsigned(">=", state, b.shl(share, I64(LIMIT))), I64)
 
 
 @operation(int64, int64, int64)
 def with_symbol(b: Any, state: Any, entry: Any) -> Any:
-    """A state, below 2^31, that has taken a symbol: the quotient by its share is a product and a shift."""
+    """Encode a symbol into a state below 2^31: the quotient by the symbol's share is a product and a shift."""
     start = b.and_(entry, I64(TOTAL - 1))
     share = b.and_(b.lshr(entry, I64(PRECISION)), I64(2 * TOTAL - 1))
     shift = b.and_(b.lshr(entry, I64(25)), I64(63))
@@ -141,7 +141,7 @@ def with_symbol(b: Any, state: Any, entry: Any) -> Any:
 
 @operation(int64, int64, int64, int64, int64)
 def without_symbol(b: Any, state: Any, slot: Any, row: Any, symbol: Any) -> Any:
-    """A state from which a symbol has been taken, by the limits in its table's row."""
+    """Remove a symbol from a state, by the limits in its table's row."""
     limits = b.gep(b.inttoptr(row, ir.PointerType(I16)), [symbol])
     start = b.zext(b.load(limits, align=2), I64)
     end = b.zext(b.load(b.gep(limits, [I64(1)]), align=2), I64)
@@ -150,7 +150,7 @@ def without_symbol(b: Any, state: Any, slot: Any, row: Any, symbol: Any) -> Any:
 
 @operation(int64, int64, int64, uint16)
 def refilled(b: Any, state: Any, empty: Any, word: Any) -> Any:
-    """The state, with a word below it where it is empty."""
+    """Return the state, with a word appended at its low end if `empty`."""
     fresh = b.or_(b.shl(state, I64(WORD)), b.zext(word, I64))
     return b.select(b.icmp_signed("!=", empty, I64(0)), fresh, state)
 
@@ -163,7 +163,7 @@ def lesser64(b: Any, i: Any, j: Any) -> Any:
 
 @functools.cache
 def shares() -> np.ndarray:
-    """Of each symbol of each table, 16 to a table, uint64: start, 12 bits; share, 13; a shift, 6; and a factor, 33.
+    """One uint64 per symbol (16 per table), from low bits up: start (12 bits), share (13), shift (6), factor (33).
 
     The factor is 2^shift / share, rounded up, with 31 + ceil(log2(share)) for the shift: its product with a number
     below 2^31, shifted back, is the quotient by the share, rounded down.

@@ -1,6 +1,6 @@
-"""`TransformQuant` on a GPU: a warp for each stream, and programs that take a chunk of a stream for all else.
+"""`TransformQuant` on a GPU: a warp for each stream; everything else by programs that take a chunk of a stream.
 
-Nothing waits for the GPU. Which step fits is decided there: attempts that turn out not to be needed do nothing.
+The host never waits for the GPU, which decides itself which step fits: attempts that are not needed do nothing.
 """
 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# The engine's decomposition and matrix products, of as many rows as there are directions.
+# PyTorch's decomposition and matrix products, with one row per direction.
 from lowbit.codecs.transform_quant.basis import reflections
 from lowbit.codecs.transform_quant.gpu_fit import (
     ATTEMPTS,
@@ -68,7 +68,7 @@ WARPS = 4
 
 
 def encode(z: Tensor, header: Tensor, payload: Tensor, geo: TransformGeometry) -> None:
-    """The reference's format; steps may be others."""
+    """Encode in the reference's format; the chosen steps may differ."""
     fit, table, section = fitted(z, geo), tables_on(z.device), geo.layout.section
     section(payload, "levels").copy_(fit.levels)
     section(payload, "tokens").copy_(fit.tokens)
@@ -121,13 +121,13 @@ def decode(payload: Tensor, header: Tensor, z: Tensor, geo: TransformGeometry) -
 
 
 def _shape(geo: TransformGeometry) -> tuple[dict[str, Any], int]:
-    """Of programs that take a chunk of a stream, and how many there are."""
+    """Shape and number of the programs that take a chunk of a stream."""
     chunks = ceil_div(geo.stream_rows * geo.channels, BLOCK)
     return {"C": geo.channels, "BLOCK": BLOCK, "chunks": chunks}, chunks * geo.streams
 
 
 def _end(geo: TransformGeometry) -> int:
-    """Of the streams in their section."""
+    """End of the streams in their section."""
     return geo.layout.sizes["streams"] - SLACK.value
 
 
@@ -141,7 +141,7 @@ def _quantize(
     rows, stream_rows, chunks,
     C: tl.constexpr, BLOCK: tl.constexpr, BY_TOKEN: tl.constexpr,
 ):  # fmt: skip
-    """Symbols of a chunk, how many codes are beyond them, and how many lowest bits there are."""
+    """Compute the symbols of a chunk, and count its codes beyond the symbols and its lowest bits."""
     needed, step, level, dead = attempt(plan, number, room)
     if tl.program_id(0) == 0:
         note(plan, number, step, level)
@@ -165,7 +165,7 @@ def _encode(
     symbols, shares, words, states, escapes, raws, streams, plan, number, room, rows, stream_rows, chunks,
     C: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """A stream's words and states, and its entry in the table."""
+    """Compute a stream's words and states, and its entry in the table."""
     needed, _, _, _ = attempt(plan, number, room)
     if needed:
         stream = tl.program_id(0)
@@ -185,7 +185,7 @@ def _encode(
 
 @triton.jit
 def _span(stream, rows, stream_rows, C: tl.constexpr):
-    """A stream's first coefficient, and how many it has."""
+    """A stream's first coefficient, and its number of coefficients."""
     first = stream * stream_rows
     return first.to(tl.int64) * C, tl.minimum(stream_rows, rows - first) * C
 
@@ -203,7 +203,7 @@ def _assemble(
         tl.store(scalars + 1, tl.load(plan + NORM).to(tl.int32))
         tl.store(scalars + 2, tl.load(plan + STEPS + LAST).to(tl.int32))
         tl.store(scalars + 3, 0)
-        if not fits:  # which cannot be; no receiver takes it
+        if not fits:  # cannot happen; receivers would refuse it
             tl.store(streams.to(tl.pointer_type(tl.int32)), -1)
     if fits:
         start, some, _, _, _ = body(streams, stream, count, end)

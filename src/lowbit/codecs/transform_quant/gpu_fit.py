@@ -1,6 +1,6 @@
-"""What a sender of `TransformQuant` chooses on a GPU: scales of channels and tokens, and the step.
+"""Choices of a `TransformQuant` sender on a GPU: scales of channels and tokens, and the step.
 
-The host waits for none of it: choices are numbers in a plan on the device, int64, which later kernels read.
+The host does not wait for them: choices are int64 numbers in a plan on the device, which later kernels read.
 """
 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false
@@ -39,22 +39,22 @@ from lowbit.kernels.exact import SMALLEST
 from lowbit.kernels.gpu.launch import launch
 from lowbit.kernels.layout import ceil_div
 
-ATTEMPTS = 4  # to fill the payload; only those after one that does not fit take time, and the last one always fits
-# Where numbers are in a plan: the largest scale and norm, the bits that a larger step saves, of each attempt its step,
-# its largest scale and its bytes, and what the sample takes with each of the steps.
+ATTEMPTS = 4  # to fill the payload; those after one that fits take no time, and the last one always fits
+# Positions in a plan: the largest scale and norm; the bits that a larger step saves; for each attempt its step, its
+# largest scale and its bytes; and the sample's bits with each of the steps.
 LEVEL, NORM, SLOPE, STEPS = (tl.constexpr(i) for i in (0, 1, 2, 4))
 LEVELS, TOTALS, COSTS = (tl.constexpr(4 + i * ATTEMPTS) for i in (1, 2, 3))
 LAST = tl.constexpr(ATTEMPTS - 1)
 CANDIDATES = tl.constexpr(HIGHEST.value - LOWEST.value + 1)  # steps, by quarters of an octave
-SAMPLE = 1 << 17  # coefficients, at least, where there are as many
-BLOCK = 256  # of them, for each program
-RESERVE = 0.004  # of the payload, which the first attempt leaves
-BEYOND_REACH = tl.constexpr(4096)  # quarters of an octave: a scale so much lower is that of dead symbols
+SAMPLE = 1 << 17  # fewest sampled coefficients, if there are as many
+BLOCK = 256  # sampled coefficients per program
+RESERVE = 0.004  # share of the payload that the first attempt leaves free
+BEYOND_REACH = tl.constexpr(4096)  # quarters of an octave: a scale this much lower marks dead symbols
 FINE_ = tl.constexpr(FINE)
 
 
-class Fit(NamedTuple):
-    """Scales as they travel, uint8, and the plan."""
+class PlannedFit(NamedTuple):
+    """Scales as they are sent, uint8, and the plan."""
 
     levels: Tensor
     tokens: Tensor
@@ -62,8 +62,8 @@ class Fit(NamedTuple):
     plan: Tensor
 
 
-def fitted(z: Tensor, geo: TransformGeometry) -> Fit:
-    """See the reference; sums are float32, and their order is another one."""
+def fitted(z: Tensor, geo: TransformGeometry) -> PlannedFit:
+    """See the reference; sums are float32, in another order."""
     most_R = z.abs().amax(1)
     finite_R = most_R < LARGEST
     usable_R = finite_R & (most_R >= SMALLEST)
@@ -88,23 +88,23 @@ def fitted(z: Tensor, geo: TransformGeometry) -> Fit:
     if geo.by_token:
         plan[NORM.value] = norm
     plan[LEVEL.value] = level + token
-    return Fit(levels, torch.where(finite_R, tokens, NAN).byte(), norms, plan)
+    return PlannedFit(levels, torch.where(finite_R, tokens, NAN).byte(), norms, plan)
 
 
 def _quarters(square: Tensor) -> Tensor:
-    """The logarithm of a root, in quarters of an octave."""
+    """Logarithm of the square root, in quarters of an octave."""
     return (torch.where(square > 0, square, 1.0).log2() * 2).round().int()
 
 
-def _below(quarters: Tensor, there: Tensor, otherwise: int) -> tuple[Tensor, Tensor]:
-    """How far below their maximum numbers lie, uint8, and the maximum."""
-    most = torch.where(there, quarters, -(1 << 20)).amax()
+def _below(quarters: Tensor, valid: Tensor, otherwise: int) -> tuple[Tensor, Tensor]:
+    """Distances of the valid numbers below their maximum, uint8, and the maximum."""
+    most = torch.where(valid, quarters, -(1 << 20)).amax()
     most = torch.where(most > -(1 << 20), most, 0)
-    return torch.where(there, (most - quarters).clamp(max=FURTHEST_BELOW), otherwise).byte(), most
+    return torch.where(valid, (most - quarters).clamp(max=FURTHEST_BELOW), otherwise).byte(), most
 
 
-def choose_step(fit: Fit, z: Tensor, header: Tensor, room: int, geo: TransformGeometry) -> None:
-    """Put the first attempt's step into the plan: what a sample of coefficients takes, as if it were the message."""
+def choose_step(fit: PlannedFit, z: Tensor, header: Tensor, room: int, geo: TransformGeometry) -> None:
+    """Put the first attempt's step into the plan, from the bits of a sample that stands for the message."""
     table = tables_on(z.device)
     every = max(1, z.numel() // SAMPLE)
     size = ceil_div(z.numel(), every)
@@ -121,7 +121,7 @@ def _count(
     z, header, levels, tokens, norms, inverses, costs, plan, count, every,
     BY_TOKEN: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Add up what a block of the sample takes with each candidate: one coefficient at a random place of each run."""
+    """Add up a sample block's bits with each candidate step: one coefficient at a random place of each run."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     h = place.to(tl.uint32) * 0x9E3779B1
     h = (h ^ (h >> 15)) * 0x846CA68B
@@ -139,7 +139,7 @@ def _count(
 
 @triton.jit(do_not_specialize=["wanted", "share"])
 def _choose(plan, wanted, share):
-    """The smallest step that takes no more than `wanted` bits, by lines between the candidates."""
+    """Return the smallest step that takes at most `wanted` bits, by linear interpolation between candidates."""
     k = tl.arange(0, 128)
     bits = tl.load(plan + COSTS + k, mask=k < CANDIDATES, other=0).to(tl.float32) * (share / UNITS)
     at = tl.min(tl.where((bits <= wanted) & (k < CANDIDATES), k, CANDIDATES - 1), axis=0)

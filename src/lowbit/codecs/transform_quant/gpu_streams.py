@@ -1,6 +1,6 @@
 """Streams of symbols of `TransformQuant` on a GPU: rANS, a warp for each stream, a lane for each of its states.
 
-What does not depend on states is done before and after, by programs that take a chunk of a stream each.
+Work that does not depend on states is done before and after, by programs that take a chunk of a stream each.
 """
 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false
@@ -22,7 +22,7 @@ MANY = tl.constexpr(1024)  # streams whose sizes are summed at a time
 
 @triton.jit
 def body(streams, stream, count, end):
-    """Where a stream lies in the section, and what it holds; nothing, if it does not lie within.
+    """Locate a stream in the section, and read its sizes; all are 0 if it is not within the section.
 
     Args:
         streams: the section; count: of streams; end: of the section, without its slack.
@@ -52,7 +52,7 @@ def body(streams, stream, count, end):
 
 @triton.jit
 def ranked(flags, lane):
-    """How many of the flags of lower lanes are set, and how many of all."""
+    """Count the set flags of lower lanes, and of all lanes."""
     mask = tl.sum(flags.to(tl.uint32) << lane.to(tl.uint32), axis=0)
     return _ones(mask & ((tl.full((LANES,), 1, tl.uint32) << lane.to(tl.uint32)) - 1)), _ones(mask)
 
@@ -80,7 +80,7 @@ def encode_stream(symbols, shares, top, states, length):
     words = 0
     at = (length - 1) // LANES * LANES + lane
     share = _share(symbols, shares, at, length)
-    # What the next steps need is on its way meanwhile.
+    # Loads for the next steps are issued ahead.
     second = _symbol(symbols, at - LANES, length)
     third = _symbol(symbols, at - 2 * LANES, length)
     fourth = _symbol(symbols, at - 3 * LANES, length)

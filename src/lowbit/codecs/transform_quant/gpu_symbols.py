@@ -1,4 +1,4 @@
-"""What is done to each coefficient of `TransformQuant` on a GPU, and the tables for it.
+"""Operations on each coefficient of `TransformQuant` on a GPU, and their tables.
 
 A program takes a chunk of a stream: consecutive coefficients.
 """
@@ -27,12 +27,12 @@ LEAST_STEP, MOST_STEP = tl.constexpr(reference.LEAST_STEP), tl.constexpr(referen
 FARTHEST = tl.constexpr(float(reference.FARTHEST))
 MOST_LEVEL = tl.constexpr(reference.MOST_LEVEL)
 HALF_QUARTER = tl.constexpr(reference.FINE // 8)
-NOTHING = tl.constexpr(tables.CONTEXTS * tables.SYMBOLS)  # in place of a symbol: leaves a state as it is
+NOTHING = tl.constexpr(tables.CONTEXTS * tables.SYMBOLS)  # placeholder of a symbol that does not change a state
 UNITS = tl.constexpr(256)  # of a bit, in `costs`
 
 
 class Tables(NamedTuple):
-    """On a device.
+    """Tables on a device.
 
     Attributes:
         mantissas, inverses: int32, bits of 2^(i / 64), and of one divided by it.
@@ -41,7 +41,7 @@ class Tables(NamedTuple):
         quarters: int64, of each context: where its symbols 4, 8 and 12 begin, 16 bits each.
         within: int64, of each four symbols: where they begin, and the last place, 12 bits each.
         kept: float32, `tables.shares`.
-        costs: int32, `UNITS` of each symbol of each context, and of what is sent beside it.
+        costs: int32, `UNITS` of each symbol of each context, and of what is sent with it.
     """
 
     mantissas: Tensor
@@ -91,7 +91,7 @@ def elements(rows, stream_rows, chunks, C: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def seed_of(header):
-    """What the message's dither begins with."""
+    """Seed of the message's dither."""
     seed = tl.load(header).to(tl.uint32) * 0x9E3779B1
     seed += tl.load(header + 1).to(tl.uint32) * 0x85EBCA77
     seed += tl.load(header + 2).to(tl.uint32) * 0xC2B2AE3D

@@ -1,4 +1,4 @@
-"""The layout of `TransformQuant` payloads, and all that follows from a tensor's shape and the settings."""
+"""The layout of `TransformQuant` payloads, derived from a tensor's shape and the settings."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from dataclasses import dataclass
 
 from lowbit.kernels.layout import Layout, ceil_div
 
-LANES = 32  # states that take the symbols of a stream in turn
-STREAM = 1 << 16  # symbols of a stream, at least, where there are as many
+LANES = 32  # states that code the symbols of a stream in turn
+STREAM = 1 << 16  # fewest symbols of a stream, if there are as many
 STREAM_BYTES = 12 + 4 * LANES  # its entry in the table of streams, and its states
-DEAD_BITS = 0.08  # that a symbol takes at least, a little rounded up
+DEAD_BITS = 0.08  # fewest bits of a symbol, slightly rounded up
 SLACK = 4  # bytes behind the streams, so that whole words can be read at their end
 
 
 @dataclass(frozen=True)
 class TransformGeometry:
-    """Everything about a payload of `lowbit.codecs.TransformQuant` that follows from the shape and the settings.
+    """Sizes of a payload of `lowbit.codecs.TransformQuant`, derived from the shape and the settings.
 
     Attributes:
         rows: tokens in the message; channels: elements of a token.
-        directions: of the basis; renewed: of those, how many travel with a message.
+        directions: number of directions; renewed: number that is sent with a message.
         by_token: steps are relative to each token's norm.
         streams: of symbols; stream_rows: tokens of each but the last.
         layout: the sections.
@@ -35,16 +35,16 @@ class TransformGeometry:
     layout: Layout
 
     def overhead(self) -> int:
-        """Bytes that a message takes without symbols."""
+        """Bytes of a message without symbols."""
         return self.layout.offsets["streams"] + self.streams * STREAM_BYTES + SLACK
 
     def least(self) -> int:
-        """Bytes that a message takes with the largest of steps."""
+        """Bytes of a message with the largest step."""
         return self.overhead() + int(self.rows * self.channels * DEAD_BITS / 8) + 2
 
 
 def suited(rows: int, channels: int) -> tuple[int, int]:
-    """Directions, and how many travel with a message of this shape.
+    """Return the number of directions, and how many are sent with a message of this shape.
 
     Both ends derive them from the shape, so another rule needs another payload version. Sessions of one width share
     their directions, so their number depends on the width alone. A new direction costs 8 / rows bits an element: each
@@ -58,7 +58,7 @@ def transform_geometry(rows: int, channels: int, by_token: bool, bits: float | N
     """Sizes of the payload of `rows` tokens of `channels` elements.
 
     Args:
-        bits: of an element, every byte counted; None: `coded` for its symbols, and what everything else takes.
+        bits: bits per element, every byte counted; None: `coded` for the symbols, plus everything else.
     """
     directions, renewed = suited(rows, channels)
     count = max(1, min(rows, rows * channels // STREAM))

@@ -1,4 +1,4 @@
-"""The rates at which messages like one of them have a wanted error, or are expected to cost so much of the loss.
+"""Rates for messages like a given one: for a wanted error, or for an expected increase of the loss.
 
 An error e of a boundary's activations, whose mean is zero, changes a loss by e' H e / 2. The empirical Fisher matrix
 stands for H: with the gradient g of a loss that is the mean over N tokens, and errors that are independent between
@@ -24,14 +24,14 @@ from lowbit.codecs.transform_quant.reference import NAN, fitted, scales
 from lowbit.codecs.transform_quant.tables import HIGHEST, LOWEST
 from lowbit.kernels.exact import SMALLEST
 
-FINEST = 4 * 24  # quarters of an octave below the largest coefficient: the smallest step that is tried
+FINEST = 4 * 24  # the smallest step that is tried, in quarters of an octave below the largest coefficient
 
 
 def coded_bits(x_RC: Tensor, decibels: float, geo: TransformGeometry) -> float | None:
     """Bits of an element for the symbols of these tokens alone, by the tables.
 
     The principal directions of every other token stand for the basis, which follows the tokens of a run with some
-    delay, and the others are coded with it. None: they do not tell, because they are zeros or have NaN or Inf.
+    delay, and the others are coded with it. None: unusable, because they are zeros or have NaN or Inf.
     """
     x_RC = x_RC.float()
     most = float(x_RC.abs().amax())
@@ -54,8 +54,8 @@ def coded_bits(x_RC: Tensor, decibels: float, geo: TransformGeometry) -> float |
 def bits_for_loss(x_RC: Tensor, gradient_RC: Tensor, nats: float, geo: TransformGeometry) -> float | None:
     """Bits of an element for the symbols of these tokens alone with which their error is expected to cost `nats`.
 
-    Each half of the tokens is coded with the principal directions of the other. None: activations or gradients do not
-    tell, because they are zeros or have NaN or Inf.
+    Each half of the tokens is coded with the principal directions of the other. None: activations or gradients are
+    unusable, because they are zeros or have NaN or Inf.
     """
     x_RC, gradient_RC = x_RC.float(), gradient_RC.float()
     most, steepest = float(x_RC.abs().amax()), float(gradient_RC.abs().amax())
@@ -68,7 +68,7 @@ def bits_for_loss(x_RC: Tensor, gradient_RC: Tensor, nats: float, geo: Transform
     level_C, token_R, norm_R, (level, norm, *_) = fitted(z_RC, geo)
     known_R = token_R < NAN
     scale_RC = scales(level_C, token_R, level)[known_R]
-    # Steps are relative to norms, where there are any.
+    # Steps are relative to norms, if there are any.
     square_R = torch.exp2(0.5 * (norm - norm_R[known_R]).double() * geo.by_token)
     weight_R = len(x_RC) / 2 * felt_RC[known_R].double().square().sum(1) * square_R
     if not float(weight_R.sum()) > 0:
@@ -89,12 +89,12 @@ def bits_for_loss(x_RC: Tensor, gradient_RC: Tensor, nats: float, geo: Transform
 
 
 def _step_for(scale_RC: Tensor, error: float) -> int:
-    """The largest step, in quarters of an octave, whose mean squared error, drawn towards 0, is at most this."""
+    """Largest step, in quarters of an octave, whose mean squared error after shrinking is at most `error`."""
     variance_RC = torch.exp2(0.5 * scale_RC.double())
     step = int(scale_RC.amax()) + 8
     while True:
         square = 2.0 ** (0.5 * step)
-        # About what the best linear estimate leaves of a coefficient beside uniform noise.
+        # Approximate error of the best linear estimate of a coefficient under uniform noise.
         if float((variance_RC * square / (12 * variance_RC + square)).mean()) <= error:
             return step
         step -= 1

@@ -1,7 +1,7 @@
-"""The definition of what `TransformQuant` codes, in plain PyTorch.
+"""The definition of `TransformQuant`'s coding, in plain PyTorch.
 
 Sessions call these functions, and kernels of the same names, directly (`lowbit.kernels.implementation`). All that both
-ends must agree on is integer arithmetic. Which scales and steps a sender takes is its own affair: they travel. Shape
+ends must agree on is integer arithmetic. A sender may choose any scales and steps, because they are sent. Shape
 suffixes: R rows (tokens), C channels, S streams, N steps of a stream's lanes, L lanes.
 
 Logarithms are integers: of scales and norms in quarters of an octave, of steps in 64ths.
@@ -29,7 +29,7 @@ from lowbit.codecs.transform_quant.tables import (
     TOTAL,
 )
 
-ZERO, NAN = 255, 254  # in place of a token's scale: all zeros; with NaN or Inf
+ZERO, NAN = 255, 254  # instead of a token's scale: all zeros; with NaN or Inf
 FURTHEST_BELOW = 253  # quarters of an octave that a scale can lie below the largest one
 ROUNDS = 2  # of fitting scales of directions and tokens to each other
 FINE = 64  # steps to an octave
@@ -39,10 +39,10 @@ MOST_LOWERED = 32  # quarters of an octave: codes stay within `FARTHEST`
 FARTHEST = 1 << 28  # magnitude of a code, at most
 MOST_LEVEL = 1 << 14  # magnitude of the largest scale that a receiver takes
 BEGIN = 1 << 15  # a lane's state before its first symbol; it stays below 2^31
-WORD = 16  # bits that a state gives out at a time
-LIMIT = 31 - PRECISION  # a state of this many bits more than a symbol's probability gives out a word first
+WORD = 16  # bits that a state outputs at a time
+LIMIT = 31 - PRECISION  # a state with this many bits more than a symbol's probability outputs a word first
 SMALLEST = 2.0**-126
-LARGEST = 2.0**112  # a token with a coefficient of this size or more is as one with Inf: noise of its step is finite
+LARGEST = 2.0**112  # a token with a coefficient from here on counts as one with Inf, so that its noise stays finite
 ENTRY = 3  # numbers of a stream in the table: words, codes beyond the symbols, bytes of lowest bits
 
 
@@ -143,15 +143,15 @@ def fitted(z: Tensor, geo: TransformGeometry) -> tuple[Tensor, Tensor, Tensor, l
 
 
 def _quarters(square: Tensor) -> Tensor:
-    """The logarithm of a root, in quarters of an octave."""
+    """Logarithm of the square root, in quarters of an octave."""
     return (torch.where(square > 0, square, 1.0).log2() * 2).round().int()
 
 
-def _below(quarters: Tensor, there: Tensor, otherwise: int) -> tuple[Tensor, int]:
-    """How far below their maximum numbers lie, and the maximum."""
-    most = int(torch.where(there, quarters, -(1 << 20)).amax())
-    most = most if bool(there.any()) else 0
-    return torch.where(there, (most - quarters).clamp(max=FURTHEST_BELOW), otherwise), most
+def _below(quarters: Tensor, valid: Tensor, otherwise: int) -> tuple[Tensor, int]:
+    """Distances of the valid numbers below their maximum, and the maximum."""
+    most = int(torch.where(valid, quarters, -(1 << 20)).amax())
+    most = most if bool(valid.any()) else 0
+    return torch.where(valid, (most - quarters).clamp(max=FURTHEST_BELOW), otherwise), most
 
 
 def lowered(norm_R: Tensor, usable_R: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Weights of channels and tokens: put the error where the tensor from the other direction shows that it costs little.
+"""Weights of channels and tokens: put the error where, by the tensor of the other direction, it costs little.
 
 An error of activations costs loss in proportion to their gradients, and an error of gradients makes the gradients of
 parameters wrong in proportion to the activations. Each sender holds both tensors. It multiplies what it sends by
@@ -30,18 +30,18 @@ from lowbit.codecs.transform_quant.reference import lowered
 
 GRAIN = 2  # weights to an octave
 ONE = 8  # level of the weight 1 of a channel; levels are 0 to 15
-KEPT = 0.9  # of the mean squares, when those of another step come
+KEPT = 0.9  # share of the running mean squares that is kept when those of another step are added
 ZEROS = 2.0**-60  # mean squares relative to their mean, at least
 SEEN = 256  # tokens of a message, at most, that mean squares are taken of
 OWN_ROOT = -8 / 3  # of a message's own mean squares: their weights are these to the power -3/8
 OWN_SPREAD = 1.0  # octaves: own weights are taken where the spread of channels' root mean squares is larger
-OWN_TOKENS = 8  # fewer tell too little about channels
+OWN_TOKENS = 8  # with fewer, mean squares of channels are too uncertain
 OWN_SEEN = 64  # tokens of a message, at most, that the spread and the weights are computed from
 FELT = "felt"
 
 
 class WeightedMemory(Memory):
-    """The state of one end, and what a sender knows of the tensors that cross the other way.
+    """State of one end, and a sender's statistics of the tensors of the other direction.
 
     Args:
         root: which root of mean squares weights are: 2 for activations, 4 for gradients.
@@ -62,7 +62,7 @@ class WeightedMemory(Memory):
         self._feel(torch.zeros(self._shape[1], dtype=torch.float64, device=self._device))
 
     def observe(self, x_RC: Tensor) -> None:
-        """Take in a tensor that crossed the other way; one with NaN or Inf is left out."""
+        """Add a tensor of the other direction to the mean squares; one with NaN or Inf is ignored."""
         square_C = x_RC.double().square().sum(0)
         # Not in place: evaluation in inference mode may have made the sum.
         self._squares = self._squares + torch.where(square_C.isfinite().all(), square_C, 0.0)
@@ -116,7 +116,7 @@ def own_squares(x_RC: Tensor) -> tuple[Tensor, Tensor]:
     some_RC = x_RC[sampled(len(x_RC), OWN_SEEN, x_RC.device)]
     norm_R = torch.linalg.vector_norm(some_RC, dim=1)
     square_C = (some_RC / norm_R.clamp(min=torch.finfo(norm_R.dtype).tiny)[:, None]).square().mean(0).double()
-    # Channels of zeros count as if they were in the middle.
+    # Channels of zeros count as the median.
     spread = torch.where(square_C > ZEROS, square_C, square_C.median()).log2().std(correction=0) / 2
     return square_C, (spread > OWN_SPREAD) & ((norm_R > 0).sum() >= OWN_TOKENS)
 
@@ -158,7 +158,7 @@ def sampled(rows: int, most: int, device: torch.device) -> Tensor:
 
 
 def packed(levels: Tensor, filler: int) -> Tensor:
-    """Levels as they travel, two to a byte, the first in the lower half; `filler` after an odd number."""
+    """Pack levels two to a byte, the first in the lower half; `filler` follows an odd number."""
     even_2 = torch.cat([levels, levels.new_full((len(levels) % 2,), filler)]).view(-1, 2)
     return even_2[:, 0] | even_2[:, 1] << 4
 

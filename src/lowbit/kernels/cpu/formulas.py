@@ -1,7 +1,7 @@
-"""Elementwise formulas as LLVM instructions on float32 and 32-bit integers: each step with one rounding, as written.
+"""Elementwise formulas as LLVM instructions on float32 and 32-bit integers: each step rounds once, as written.
 
-Every function takes a builder and operands, numbers or vectors of them alike. Annotated with numba's types it is also a
-function for kernels, in `lowbit.kernels.cpu.operations`.
+Every function takes a builder and operands, either scalars or vectors. Its annotations are numba types, by which
+`lowbit.kernels.cpu.operations` makes it a function for kernels.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ TO_SIGNED = 1.5 * 2.0**23  # the same for |v| < 2^22
 
 
 def shaped(kind: ir.Type, like: Any) -> ir.Type:
-    """The type `kind` itself, or a vector of it as long as `like`."""
+    """Return the type `kind`, or a vector of it as long as `like`."""
     return ir.VectorType(kind, like.type.count) if isinstance(like.type, ir.VectorType) else kind
 
 
 def constant(kind: ir.Type, value: float, like: Any) -> ir.Constant:
-    """A number, or a vector of it as long as `like`."""
+    """Make a constant, or a vector of it as long as `like`."""
     shape = shaped(kind, like)
     return ir.Constant(shape, [value] * shape.count if isinstance(shape, ir.VectorType) else value)
 
@@ -48,7 +48,7 @@ def bits_float(b: Any, bits: Int) -> Float:
 
 
 def order_key(b: Any, x: Float) -> Int:
-    """Integers in the order of float32 numbers, NaN beyond the infinities: minima vectorise, those of floats do not."""
+    """Map float32 to integers in the same order, NaN beyond infinity: integer minima vectorise, float minima do not."""
     return _flip(b, float_bits(b, x))
 
 
@@ -78,12 +78,12 @@ def greater32(b: Any, i: Int, j: Int) -> Int:
 
 
 def add32(b: Any, i: Int, j: Int) -> Int:
-    """The sum in 32 bits: one in 64 would halve the speed of a loop."""
+    """The sum in 32 bits: 64 bits would halve the speed of a loop."""
     return b.add(i, j)
 
 
 def truncate(b: Any, x: Float) -> Int:
-    """Towards zero, to a 32-bit integer."""
+    """Convert to a 32-bit integer, rounding towards zero."""
     return b.fptosi(x, shaped(I32, x))
 
 
@@ -108,18 +108,18 @@ def round_bf16(b: Any, x: Float) -> Float:
 
 
 def code(b: Any, v: Float, top: Float) -> Byte:
-    """Round to nearest even and cut to [0, top], as bytes."""
+    """Round to nearest even and clamp to [0, top], as bytes."""
     rounded = b.fadd(_cut(b, v, top), _f32(TO_INTEGER, v))
     return b.trunc(float_bits(b, rounded), shaped(I8, v))
 
 
 def code_below(b: Any, v: Float, top: Float) -> Byte:
-    """Round down and cut to [0, top], as bytes."""
+    """Round down and clamp to [0, top], as bytes."""
     return b.fptoui(_cut(b, v, top), shaped(I8, v))
 
 
 def restored(b: Any, codes: Byte, offset: Float, step: Float) -> Float:
-    """(codes + offset) * step. The sum is exact, so it may stand for the two in the formats' formulas."""
+    """(codes + offset) * step. The sum is exact, so it may replace the two additions of the formats' formulas."""
     numbers = b.sitofp(b.zext(codes, shaped(I32, codes)), shaped(F32, codes))
     return b.fmul(b.fadd(numbers, offset), step)
 
@@ -132,7 +132,7 @@ def level(b: Any, x: Float, scale: Float) -> Float:
 def weighted_log(b: Any, level: Float) -> Float:
     """2^19 + a log2(a), the product rounded to 1/16, for a level 2^23 + a."""
     a = b.fsub(level, _f32(TO_INTEGER, level))
-    # Numbers from 2^19 on are multiples of 1/16. For a = 0 the logarithm is -127 here, and the product 0.
+    # float32 numbers from 2^19 on are multiples of 1/16. For a = 0 the logarithm is -127 here, and the product 0.
     return b.fadd(b.fmul(a, quick_log2(b, a)), _f32(2.0**19, a))
 
 
@@ -160,7 +160,7 @@ def quick_log2(b: Any, x: Any) -> Any:
 
 
 def steps_below(b: Any, octave: Int, top: Int) -> Int:
-    """How many sixteenths of an octave a step lies below the top of its token, as a byte; 255 for no step."""
+    """Distance of a step below the top of its token in sixteenths of an octave, as a byte; 255 for no step."""
     below = b.sub(top, octave)
     below = lesser32(b, greater32(b, below, _i32(0, below)), _i32(254, below))
     is_zero = b.icmp_signed("==", octave, _i32(0, octave))
@@ -176,7 +176,7 @@ def step_below(b: Any, below: Int, top: Int) -> Float:
 
 
 def uniform(b: Any, index: Word, seed: Word) -> Float:
-    """Numbers in [0, 1) with 24 bits: the reference's hash of 64-bit integers."""
+    """Random numbers in [0, 1) with 24 bits, by the reference's hash of 64-bit integers."""
     above = b.mul(b.trunc(b.lshr(index, I64(32)), I32), I32(0x9E3779B9))
     h = b.xor(b.trunc(index, I32), b.add(b.trunc(seed, I32), above))
     h = b.mul(b.xor(h, b.lshr(h, I32(16))), I32(0x7FEB352D))
@@ -186,7 +186,7 @@ def uniform(b: Any, index: Word, seed: Word) -> Float:
 
 
 def byte_of_flags(b: Any, flags: Word) -> Byte:
-    """Eight bytes, each 0 or 1, as the bits of one."""
+    """Pack eight bytes, each 0 or 1, into the bits of one byte."""
     return b.trunc(b.lshr(b.mul(flags, I64(0x0102040810204080)), I64(56)), I8)
 
 
@@ -199,7 +199,7 @@ def flags_of_byte(b: Any, bits: Byte) -> Word:
 
 
 def from_bf16(b: Any, half: Half) -> Float:
-    """Exactly."""
+    """Convert exactly."""
     return b.bitcast(b.shl(b.zext(half, I32), I32(16)), F32)
 
 
@@ -210,7 +210,7 @@ def to_bf16(b: Any, x: Float) -> Half:
 
 
 def from_fp16(b: Any, half: Half) -> Float:
-    """Exactly, subnormal numbers too, whatever the mode for them."""
+    """Convert exactly, also subnormal numbers, in any denormal mode."""
     h = b.zext(half, I32)
     sign = b.shl(b.and_(h, I32(0x8000)), I32(16))
     a = b.shl(b.and_(h, I32(0x7FFF)), I32(13))
@@ -222,7 +222,7 @@ def from_fp16(b: Any, half: Half) -> Float:
 
 
 def to_fp16(b: Any, x: Float) -> Half:
-    """Round to nearest even; what is finite stays finite."""
+    """Round to nearest even; finite numbers stay finite."""
     bits = b.bitcast(x, I32)
     sign = b.and_(b.lshr(bits, I32(16)), I32(0x8000))
     a, most, infinity = b.and_(bits, I32(MAGNITUDE)), I32(0x477FE000), I32(0x7F800000)
@@ -236,14 +236,14 @@ def to_fp16(b: Any, x: Float) -> Half:
 
 
 def overflown(b: Any, x: Float) -> Float:
-    """Inf for what rounds to more than float16 holds."""
+    """Replace numbers that round to more than float16's largest by Inf."""
     beyond = b.fcmp_ordered(">=", magnitude(b, x), _f32(65520, x))
     infinity = b.or_(b.and_(float_bits(b, x), _i32(-0x80000000, x)), _i32(0x7F800000, x))
     return b.select(beyond, bits_float(b, infinity), x)
 
 
 def load(b: Any, address: Any, index: Any, kind: ir.Type, count: int) -> Any:
-    """A vector of `count` elements of the type `kind`, from element `index` on."""
+    """Load a vector of `count` elements of the type `kind`, from element `index` on."""
     return b.load(b.bitcast(pointer(b, address, index, kind), ir.PointerType(ir.VectorType(kind, count))), align=1)
 
 
@@ -253,7 +253,7 @@ def store(b: Any, values: Any, address: Any) -> None:
 
 
 def spread(b: Any, value: Any, count: int) -> Any:
-    """A vector of `count` times the same number."""
+    """Broadcast a number to a vector of length `count`."""
     one = b.insert_element(ir.Constant(ir.VectorType(value.type, count), ir.Undefined), value, I32(0))
     return b.shuffle_vector(one, one, ir.Constant(ir.VectorType(I32, count), [0] * count))
 
@@ -267,12 +267,12 @@ def _i32(value: int, like: Any) -> ir.Constant:
 
 
 def _flip(b: Any, bits: Any) -> Any:
-    """Invert all but the sign of negative numbers' bits."""
+    """Invert all bits of negative numbers except the sign."""
     return b.xor(bits, b.and_(b.ashr(bits, _i32(31, bits)), _i32(MAGNITUDE, bits)))
 
 
 def _carry(b: Any, bits: Any, dropped: int) -> Any:
-    """Add what makes cutting off the `dropped` low bits round to nearest even."""
+    """Add a carry so that cutting off the `dropped` low bits rounds to nearest even."""
     odd = b.and_(b.lshr(bits, _i32(dropped, bits)), _i32(1, bits))
     return b.add(b.add(bits, _i32((1 << (dropped - 1)) - 1, bits)), odd)
 

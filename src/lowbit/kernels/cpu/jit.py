@@ -1,10 +1,10 @@
-"""How kernels are compiled and cached, and how machine operations that Python cannot spell become functions for them.
+"""Compile and cache kernels, and make functions for them from LLVM instructions that Python cannot express.
 
-Kernels run without the interpreter's lock and without fast-math: no step may be contracted with its neighbour or
-reordered, or their bytes would differ from the reference's (`summing` is for what no other end computes again).
-Numba's front end takes most of the compile time, widens arithmetic on small integers to 64 bits, and counts references
-to arrays in inner loops. So kernels take addresses instead of arrays, and elementwise formulas are built as LLVM
-instructions (`operation`); loops stay in Python.
+Kernels run without the interpreter's lock and without fast-math: if steps were fused or reordered, their bytes would
+differ from the reference's (`summing` is for results that the other end does not recompute). Numba's front end takes
+most of the compile time, widens arithmetic on small integers to 64 bits, and counts references to arrays in inner
+loops. So kernels take addresses instead of arrays, and elementwise formulas are built as LLVM instructions
+(`operation`); loops stay in Python.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ def helper(function: Callable[..., Any]) -> Any:
 
 
 def summing(function: Callable[..., Any]) -> Any:
-    """The same for one whose sums may be taken in any order, and thus by vectors: nobody computes the same again."""
+    """`helper` whose sums may be computed in any order, and so be vectorised: nobody has to reproduce the result."""
     return numba.njit(forceinline=True, no_cpython_wrapper=True, fastmath={"reassoc", "contract"}, **OPTIONS)(function)
 
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """Compile a function called from Python, at its first call or from the cache on disk if one can be written."""
+    """Compile a function for Python at its first call, or load it from the disk cache if there can be one."""
     package = function.__module__.partition(".")[0]
     before, config.CACHE_DIR = config.CACHE_DIR, _cache_folder(package)
     try:
         dispatcher: Any = numba.njit(cache=True, **OPTIONS)(function)
         lock = os.path.join(_cache_folder(package), f"{function.__module__}.{function.__name__}.{platform.node()}.lock")
-        dispatcher.compile = _in_turn(dispatcher.compile, lock)  # (a home may be shared by machines)
+        dispatcher.compile = _in_turn(dispatcher.compile, lock)  # (machines may share a home)
         return dispatcher
     except (RuntimeError, OSError) as error:
         log.info("kernels are compiled anew in every process: %s", error)
@@ -65,10 +65,10 @@ def kernel(function: Callable[..., Any]) -> Any:
 
 
 def _in_turn(compile: Callable[..., Any], path: str) -> Callable[..., Any]:
-    """Let one process of a machine compile a kernel while the others wait for what it leaves in the cache.
+    """Let one process of a machine compile a kernel while the others wait for its entry in the cache.
 
-    Ranks that start together would all compile the same, on the same cores. Numba's own lock comes first, as it does
-    where a kernel calls another one: so no two threads wait for each other.
+    Otherwise ranks that start together would all compile the same on the same cores. Take Numba's own lock first, as
+    when a kernel calls another one, so that threads cannot deadlock.
     """
 
     def compile_in_turn(signature: Any) -> Any:
@@ -76,7 +76,7 @@ def _in_turn(compile: Callable[..., Any], path: str) -> Callable[..., Any]:
             try:
                 lock = stack.enter_context(open(path, "w"))
                 if fcntl and _wait_for(lock.fileno()):
-                    # A process forked meanwhile has the file open, too.
+                    # Unlock explicitly: a process forked meanwhile has the file open, too.
                     stack.callback(fcntl.flock, lock.fileno(), fcntl.LOCK_UN)
             except OSError as error:  # such as a file system without locks
                 log.debug("%s cannot be locked, so another process may compile the same: %s", path, error)
@@ -86,7 +86,7 @@ def _in_turn(compile: Callable[..., Any], path: str) -> Callable[..., Any]:
 
 
 def _wait_for(file: int) -> bool:
-    """Lock a file, or go on without the lock after `PATIENCE`: whoever has it may have been stopped."""
+    """Lock a file, or continue without the lock after `PATIENCE`: the process that holds it may be stopped."""
     assert fcntl
     end = time.monotonic() + PATIENCE
     while True:
@@ -103,9 +103,9 @@ def _wait_for(file: int) -> bool:
 
 @functools.cache
 def _cache_folder(package: str) -> str:
-    """A folder named after these sources and those of a package that are beside kernels, `cpu*.py`.
+    """Cache folder named after a digest of these sources and of a package's `cpu*.py`.
 
-    Numba itself would not notice a change in a helper of another file.
+    Numba itself would not notice a change of a helper in another file.
     """
     here, root = Path(__file__).parent, Path(sys.modules[package].__file__ or "").parent
     folders = {here, here.parent, *(file.parent for file in root.rglob("cpu*.py"))}
@@ -119,11 +119,11 @@ def _cache_folder(package: str) -> str:
 
 
 def operation(result: Any, *parameters: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Make a function for kernels out of one that builds LLVM instructions from a builder and its operands.
+    """Make a function for kernels from one that emits LLVM instructions with a builder and operands.
 
     Args:
-        result: numba type of what it returns.
-        parameters: numba types of the operands, to which kernels' values are converted.
+        result: numba type of the return value.
+        parameters: numba types to which the operands are converted.
     """
 
     def decorate(build: Callable[..., Any]) -> Any:

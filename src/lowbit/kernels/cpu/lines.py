@@ -1,6 +1,6 @@
-"""float32, bfloat16 and float16 elements, so that one compiled kernel serves all three.
+"""Access to float32, bfloat16 and float16 elements, so that one compiled kernel serves all three.
 
-What is not float32 passes through a line of float32 numbers that stays in the cache.
+Other dtypes than float32 are converted through a line of float32 numbers that stays in the cache.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lowbit.kernels.cpu.operations import from_bf16, from_fp16, overflown, to_bf
 from lowbit.kernels.layout import Layout
 
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
-# What kernels hand to kernels: Python's own constants would have these compiled anew for them.
+# For arguments from kernel to kernel: with Python literals, numba would compile the callee again for each.
 LINE, NO = np.int64(FLOAT32), np.bool_(False)
 
 KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
@@ -31,7 +31,7 @@ def sections(payload: Tensor, layout: Layout) -> dict[str, int]:
 
 
 def element(x: Tensor | None) -> tuple[int, int]:
-    """Address and kind of a tensor; of None, a kind for which `write_line` writes nothing."""
+    """Address and kind of a tensor; None gets a kind for which `write_line` writes nothing."""
     return (0, -1) if x is None else (x.data_ptr(), KINDS[x.dtype])
 
 
@@ -72,7 +72,7 @@ def narrow(line, y, kind, start, count, accumulate) -> None:
 
 @helper
 def read_line(x, kind, start, count, line) -> Any:
-    """The address of `count` elements from `start` on as float32 numbers: in place, or converted to a line."""
+    """Address of `count` elements from `start` on as float32: in place, or converted into a line."""
     if kind == FLOAT32:
         return x + 4 * start
     widen(x, kind, start, count, line)
@@ -81,7 +81,7 @@ def read_line(x, kind, start, count, line) -> Any:
 
 @helper
 def output_line(y, kind, start, line) -> Any:
-    """The address to compute float32 numbers at that `write_line` then writes."""
+    """Address where to compute the float32 numbers that `write_line` then writes."""
     return y + 4 * start if kind == FLOAT32 else line
 
 

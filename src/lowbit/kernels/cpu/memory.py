@@ -1,6 +1,6 @@
-"""Elements in memory by address and index, for kernels: `get_float(x, j)` is x[j] of the float32 numbers at address x.
+"""Access to memory by address and index, for kernels: `get_float(x, j)` is x[j] of the float32 numbers at address x.
 
-Nothing needs to be aligned, because the sections of a payload may lie at any byte of a message.
+Addresses need not be aligned, because the sections of a payload may start at any byte of a message.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ I8, I16, I32, I64, F32 = (*(ir.IntType(n) for n in (8, 16, 32, 64)), ir.FloatTyp
 
 
 def pointer(b: Any, address: Any, index: Any, kind: ir.Type) -> Any:
-    """LLVM's pointer to element `index` of the type `kind` from an address on."""
+    """Make an LLVM pointer to element `index` of an array of the type `kind` at an address."""
     return b.gep(b.inttoptr(address, ir.PointerType(kind)), [index], inbounds=True)
 
 

@@ -1,4 +1,4 @@
-"""Coding of a run of elements that share one scale: a group, or a tile.
+"""Encode and decode a run of elements that share one scale: a group, or a tile.
 
 Arguments are addresses: `x`, `y`, `s` of float32 numbers, `codes` of scratch with a byte for each element of a run.
 """
@@ -43,7 +43,7 @@ def are_finite(low, high) -> Any:
 
 @helper
 def encode_run(x, count, inverse, shift, top, bits, to, codes) -> Any:
-    """Codes x * inverse + shift, rounded and cut to [0, top], as bit planes from address `to` on; their end.
+    """Write codes x * inverse + shift, rounded and clamped to [0, top], as bit planes to `to`; returns their end.
 
     `count` is rounded up to a multiple of 8 with codes of 0.
     """
@@ -63,7 +63,7 @@ def encode_run(x, count, inverse, shift, top, bits, to, codes) -> Any:
 
 @helper
 def decode_run(start, count, bits, offset, step, y, codes) -> Any:
-    """y = (code + offset) * step of a run's codes from address `start` on; their end."""
+    """Decode the codes at `start` to y = (code + offset) * step; returns the codes' end."""
     padded = (count + 7) & -8
     part = (padded * (bits & -bits)) >> 3
     if part & 7 == 0 and count == padded:
@@ -78,7 +78,7 @@ def decode_run(start, count, bits, offset, step, y, codes) -> Any:
 
 @helper
 def pack(codes, count, bits, to) -> Any:
-    """Pack codes into bit planes byte by byte, in any number (see `encode_run`)."""
+    """Pack any number of codes into bit planes, byte by byte (see `encode_run`)."""
     padded, done, width = (count + 7) & -8, 0, 8
     for j in range(count, padded):
         put_byte(codes, j, 0)
@@ -99,7 +99,7 @@ def pack(codes, count, bits, to) -> Any:
 
 @helper
 def unpack(start, padded, bits, codes) -> None:
-    """Inverse of `pack`: a byte for each of a run's codes, whose number is `padded` to a multiple of 8."""
+    """Inverse of `pack`: write a byte per code; `padded` is their number, rounded up to a multiple of 8."""
     done, width = 0, 8
     while width:
         if bits & width:

@@ -1,4 +1,4 @@
-"""Ranges of rows on a pool of Python threads: kernels hold no lock, and a busy host slows them down no further."""
+"""Run ranges of rows on a pool of Python threads: kernels hold no lock, and a busy host slows them no further."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-SMALL = 1 << 16  # bytes; below, handing work over costs more than it saves
+SMALL = 1 << 16  # bytes; for less, starting threads costs more than it saves
 
 _pool: ThreadPoolExecutor | None = None
 
@@ -18,8 +18,8 @@ def over_rows(work: Callable[[int, int], object], rows: int, nbytes: int) -> Non
     """Call `work(start, stop)` on disjoint ranges that cover `rows`, on `torch.get_num_threads()` threads.
 
     Args:
-        work: what to do; must not touch what another range touches.
-        rows: how many there are.
+        work: must not access memory that another range accesses.
+        rows: number of rows.
         nbytes: size of the tensor; a small one stays on the calling thread.
     """
     threads = min(torch.get_num_threads(), rows) if nbytes >= SMALL else 1
@@ -48,4 +48,4 @@ def _forget() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)  # a forked child has no threads but its own
+    os.register_at_fork(after_in_child=_forget)  # a forked child does not inherit threads

@@ -1,4 +1,4 @@
-"""Vectors of float32 numbers at an address, for kernels whose sums may be taken in any order."""
+"""Operations on float32 vectors at an address, for kernels whose sums may be computed in any order."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def squares(x, count, scale) -> Any:
 
 @helper
 def largest(x, count) -> Any:
-    """Magnitude of what is furthest from 0."""
+    """Largest magnitude."""
     most = ZERO
     for j in range(count):
         most = greater(magnitude(get_float(x, j)), most)
@@ -42,7 +42,7 @@ def largest(x, count) -> Any:
 
 @helper
 def norm_of(x, count) -> Any:
-    """Euclidean, without squares that overflow or vanish."""
+    """Euclidean norm, computed without overflow or underflow of squares."""
     most = greater(largest(x, count), SMALLEST)
     return np.float32(np.sqrt(squares(x, count, ONE / most))) * most
 

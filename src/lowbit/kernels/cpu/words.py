@@ -1,4 +1,4 @@
-"""Runs of elements as vector instructions: eight codes at a time for any run, all at once for one of 64.
+"""Encode and decode runs with vector instructions: eight codes at a time for any run, all at once for a run of 64.
 
 A run of n elements shares a scale, and its codes lie in bit planes (see `lowbit.kernels.packing`). Cut into `8 / p`
 parts, p being its narrowest plane's width, all codes of a part lie at one shift in every plane; so eight neighbours of
@@ -21,12 +21,12 @@ from lowbit.kernels.cpu.jit import operation
 from lowbit.kernels.cpu.memory import F32, I8, I32, I64, pointer
 
 BYTES = ir.VectorType(I8, 8)
-AT_ONCE = 32  # elements of a run of 64 that are in registers together
+AT_ONCE = 32  # elements of a run of 64 that are in registers at a time
 
 
 @operation(none, intp, intp, float32, float32, float32, intp, intp)
 def encode_words(b: Any, x: Any, part: Any, inverse: Any, shift: Any, top: Any, bits: Any, to: Any) -> None:
-    """Codes of x[0], x[part], x[2 * part], ... and their seven neighbours each, written to planes from byte `to` on."""
+    """Write the codes of x[0], x[part], x[2 * part], ... and of seven neighbours each to planes from byte `to` on."""
     scale = [formulas.spread(b, v, 8) for v in (inverse, shift, top)]
 
     def build(bits: int) -> None:
@@ -43,7 +43,7 @@ def encode_words(b: Any, x: Any, part: Any, inverse: Any, shift: Any, top: Any, 
 
 @operation(none, intp, float32, float32, float32, intp, intp)
 def encode_64(b: Any, x: Any, inverse: Any, shift: Any, top: Any, bits: Any, to: Any) -> None:
-    """The same for 64 elements: their codes are eight words, which the planes take next to each other."""
+    """Encode 64 elements: their codes are eight words, which lie next to each other in the planes."""
     scale = [formulas.spread(b, v, AT_ONCE) for v in (inverse, shift, top)]
     words = ir.VectorType(I64, AT_ONCE // 8)
     low, high = (b.bitcast(_codes(b, _floats(b, x, I64(i), AT_ONCE), *scale), words) for i in (0, AT_ONCE))
@@ -60,7 +60,7 @@ def encode_64(b: Any, x: Any, inverse: Any, shift: Any, top: Any, bits: Any, to:
 
 @operation(none, intp, intp, intp, float32, float32, intp)
 def decode_words(b: Any, start: Any, part: Any, bits: Any, offset: Any, step: Any, y: Any) -> None:
-    """Inverse of `encode_words`: (code + offset) * step for y[0], y[part], ... and their neighbours."""
+    """Inverse of `encode_words`: write (code + offset) * step to y[0], y[part], ... and their neighbours."""
     scale = [formulas.spread(b, v, 8) for v in (offset, step)]
 
     def build(bits: int) -> None:
@@ -104,7 +104,7 @@ def entropy_sums_64(b: Any, x: Any, scale: Any, total: Any, terms: Any) -> None:
 
 
 def _planes(bits: int, parts: int) -> list[tuple[int, int, int, int]]:
-    """Of each plane: width, bits of a code below it, its length and its start in bytes for each byte of a part."""
+    """For each plane: its width, the code's bits below it, and its length and start in bytes per byte of a part."""
     done, planes = 0, []
     for width in (8, 4, 2, 1):
         if bits & width:
@@ -118,7 +118,7 @@ def _codes(b: Any, x: Any, inverse: Any, shift: Any, top: Any) -> Any:
 
 
 def _join(b: Any, groups: list[Any], width: int, done: int) -> Any:
-    """Words of a plane, from the codes at each of its shifts."""
+    """Combine the codes at each of a plane's shifts to the plane's words."""
     plane = formulas.constant(I64, 0, groups[0])
     for s, codes in enumerate(groups):
         field = b.lshr(codes, formulas.constant(I64, done, codes))
@@ -147,7 +147,7 @@ def _reduced(b: Any, how: str, values: Any) -> Any:
 
 
 def _for_bits(b: Any, bits: Any, build: Callable[[int], None]) -> None:
-    """One branch for each width of codes, in which shifts and the number of parts are constants."""
+    """Emit one branch per width of codes, in which shifts and the number of parts are constants."""
     done = b.append_basic_block("done")
     switch = b.switch(bits, done)
     for known in range(2, 9):

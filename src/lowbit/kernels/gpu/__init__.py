@@ -1,6 +1,6 @@
 """Building blocks of GPU kernels, in Triton: the reference's bytes at the speed of memory.
 
-- `launch`: starts kernels, and computes the arguments that tell them where sections begin and end.
+- `launch`: starts kernels, and computes their arguments for the start and end of sections.
 - `numbers`: formulas, and conversions between dtypes.
 - `eighths`: loads, packs, unpacks and stores runs of elements that share a scale.
 - `lanes`: which tiles of whole tokens a program has. For groups of consecutive elements: `lanes` and `shape_of` of

@@ -16,7 +16,7 @@ from lowbit.kernels.gpu.numbers import code_of, narrowed, rounded, widened
 
 @triton.jit
 def present(k: tl.constexpr, v, keep, count, j, RAGGED: tl.constexpr):
-    """Which elements of eighth k exist."""
+    """Mask of the elements of eighth k that exist."""
     if RAGGED:
         return keep & (k * v + j < count)
     else:
@@ -25,7 +25,7 @@ def present(k: tl.constexpr, v, keep, count, j, RAGGED: tl.constexpr):
 
 @triton.jit
 def load(x, at, v, keep, count, j, RAGGED: tl.constexpr):
-    """Eight float32 tensors; 0 where nothing is to be read.
+    """Load eight float32 tensors, with 0 for elements that do not exist.
 
     Args:
         x: pointer; at: element j of each run, (runs, width); v: length of an eighth; keep: which of `at` exist.
@@ -112,7 +112,7 @@ def load_plane(at, v, done, keep, P: tl.constexpr):
 
 @triton.jit
 def add_plane(codes, at, v, done, keep, P: tl.constexpr):
-    """Codes with the bits of one more plane."""
+    """Add the bits of one more plane to the codes."""
     plane = load_plane(at, v, done, keep, P)
     added = ()
     for k in tl.static_range(8):

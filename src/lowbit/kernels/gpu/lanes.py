@@ -1,4 +1,4 @@
-"""Lanes of programs that take whole tokens, cut into tiles or groups: a lane for each, token after token."""
+"""Lanes of programs that process whole tokens, cut into tiles or groups: one lane for each, token after token."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ def lanes(
     rows, C: tl.constexpr, TILE: tl.constexpr, T: tl.constexpr, ROWS: tl.constexpr,
     NT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """A program's first token and its tiles.
+    """Compute a program's first token and its tiles.
 
     Returns:
-        The first token; of each tile, (NT,): its token, counted from the first, its position there, whether it exists;
-        and for element j of an eighth, (NT, WIDTH) or one that broadcasts: j, its offset in the tensor, the tile's
-        elements, the length of its eighths, and whether there is such an element.
+        The first token; for each tile, (NT,): its token, counted from the first, its position in it, whether it exists;
+        for element j of an eighth, (NT, WIDTH) or a shape that broadcasts to it: j, its offset in the tensor, the
+        tile's elements, the length of its eighths, and whether the element exists.
     """
     first = tl.program_id(0).to(tl.int64) * ROWS
     i = tl.arange(0, NT)
@@ -34,7 +34,7 @@ def lanes(
 
 @triton.jit
 def row_maximum(value, row, T: tl.constexpr, ROWS: tl.constexpr, NT: tl.constexpr, RP: tl.constexpr):
-    """The largest of each token's values, which are not negative, at each of its tiles."""
+    """Maximum of each token's values, which must not be negative, repeated for each of its tiles."""
     if ROWS == 1:
         return tl.full((NT,), 0, tl.int32) + tl.max(value, axis=0)
     elif ROWS * T == NT:

@@ -1,4 +1,4 @@
-"""How kernels are launched: on the tensor's device and the current stream, without fusing multiply and add."""
+"""Launch kernels on the tensor's device and the current stream, without fusing multiply and add."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INTERPRETED: bool = knobs.runtime.interpret
 
 @functools.cache
 def unsupported(device: torch.device) -> str:
-    """Why kernels cannot run on a device, or nothing."""
+    """Return why kernels cannot run on a device; empty if they can."""
     if torch.version.hip:
         return "the kernels are made for NVIDIA's GPUs"
     capability = torch.cuda.get_device_capability(device)
@@ -29,9 +29,9 @@ def unsupported(device: torch.device) -> str:
 
 
 def launch(kernel: Any, programs: int, warps: int, shape: dict[str, Any], *arguments: Any, **settings: Any) -> None:
-    """Queue `programs` programs of a kernel; the first argument that is a tensor names the device.
+    """Queue `programs` programs of a kernel; the first tensor argument determines the device.
 
-    For a CPU tensor, in Triton's interpreter, device -1 is none.
+    For a CPU tensor, in Triton's interpreter, device -1 means none.
     """
     tensor = next(a for a in arguments if isinstance(a, Tensor))
     with torch.cuda.device(tensor.device if tensor.is_cuda else -1):
@@ -40,20 +40,20 @@ def launch(kernel: Any, programs: int, warps: int, shape: dict[str, Any], *argum
 
 @functools.cache
 def warn_once(message: str) -> None:
-    """Log that an operator takes the slow reference path, the first time."""
+    """Log, once, that an operator takes the slow reference path."""
     log.warning(message)
 
 
 def starts(layout: Layout, *names: str) -> tuple[int, ...]:
-    """Where sections begin, in `ALIGNMENT` bytes: multiplied in the kernel, so that its compiler knows the alignment.
+    """Starts of sections in `ALIGNMENT` bytes: the kernel multiplies them, so that its compiler knows the alignment.
 
-    For a section of no bytes, which begins anywhere, the number means nothing.
+    The start of an empty section has no meaning.
     """
     return tuple(layout.offsets[name] // ALIGNMENT for name in names)
 
 
 def ends(layout: Layout, *names: str) -> tuple[int, ...]:
-    """Where sections end, in bytes."""
+    """Ends of sections, in bytes."""
     return tuple(layout.offsets[name] + layout.sizes[name] for name in names)
 
 
@@ -63,5 +63,5 @@ def power_of_two_from(n: int) -> int:
 
 
 def warps_for(lanes: int) -> int:
-    """Warps of a program whose tensors have this many lanes of eight elements."""
+    """Number of warps for a program whose tensors have `lanes` lanes of eight elements."""
     return min(32, max(1, lanes // 256))

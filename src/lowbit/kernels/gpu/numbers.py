@@ -1,7 +1,7 @@
-"""Formulas on float32 and 32-bit integers in Triton, each step with one rounding, as the reference has them.
+"""Formulas on float32 and 32-bit integers in Triton; each step rounds once, as in the reference.
 
 Kernels are launched with fusion of multiply and add switched off; the only division is `tl.div_rn`, which rounds
-correctly (`/` would be approximate). To round to an integer, a power of two is added whose low bits then are that
+correctly (`/` would be approximate). To round to an integer, add a power of two: the low bits of the sum are the
 integer.
 """
 
@@ -15,7 +15,7 @@ from lowbit.kernels.exact import BEND, LOG2_COEFFICIENTS, TILT
 
 C0, C1, C2, C3, C4, C5, C6 = (tl.constexpr(c) for c in LOG2_COEFFICIENTS)
 BEND_, TILT_ = tl.constexpr(BEND), tl.constexpr(TILT)
-INTERPRETED = tl.constexpr(knobs.runtime.interpret)  # its conversion to bfloat16 is not a GPU's
+INTERPRETED = tl.constexpr(knobs.runtime.interpret)  # the interpreter's conversion to bfloat16 differs from a GPU's
 INTEGER = tl.constexpr(2.0**23)  # adding it rounds 0 <= v < 2^23 to nearest even
 SIGNED = tl.constexpr(1.5 * 2.0**23)  # the same for |v| < 2^22
 INTEGER_BITS = tl.constexpr(0x4B000000)  # of 2^23
@@ -47,7 +47,7 @@ def round_signed(v):
 
 @triton.jit
 def widened(x):
-    """float32 numbers, exactly; those of bfloat16 by their bits, because Triton's interpreter loses its denormals."""
+    """Convert exactly to float32; bfloat16 by its bits, because Triton's interpreter loses its denormals."""
     if x.dtype == tl.bfloat16:
         return of_bits(x.to(tl.int16, bitcast=True).to(tl.int32) << 16)
     else:
@@ -64,7 +64,7 @@ def round_bf16(x):
 
 @triton.jit
 def narrowed(x, DTYPE: tl.constexpr):
-    """float32 numbers rounded to nearest even; what is finite stays finite in float16, as in the reference."""
+    """Round float32 to nearest even in DTYPE; finite numbers stay finite in float16, as in the reference."""
     if tl.float16 == DTYPE:
         finite = (bits_of(x) & 0x7FFFFFFF) < 0x7F800000
         return tl.where(finite, tl.minimum(tl.maximum(x, -65504.0), 65504.0), x).to(DTYPE)
@@ -76,7 +76,7 @@ def narrowed(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def rounded(x, DTYPE: tl.constexpr):
-    """The same; beyond float16 it becomes Inf."""
+    """Round float32 to nearest even in DTYPE; numbers beyond float16's largest become Inf."""
     if INTERPRETED and tl.bfloat16 == DTYPE:
         return narrowed(x, DTYPE)
     else:
@@ -91,7 +91,7 @@ def inverse_of(scale):
 
 @triton.jit
 def code_of(x, inverse, shift, top):
-    """Codes round(x * inverse + shift), cut to [0, top]; 0 for NaN."""
+    """Codes round(x * inverse + shift), clamped to [0, top]; 0 for NaN."""
     v = x * inverse + shift
     v = tl.where(v > 0, v, 0.0)
     return bits_of(tl.minimum(v, top) + INTEGER) & 255
@@ -99,7 +99,7 @@ def code_of(x, inverse, shift, top):
 
 @triton.jit
 def code_below(x, inverse, shift, top, random):
-    """The same, rounded down after adding a random number in [0, 1)."""
+    """As `code_of`, but rounded down after adding a random number in [0, 1)."""
     v = (x * inverse + shift) + random
     v = tl.where(v > 0, v, 0.0)
     return tl.minimum(v, top).to(tl.int32)
@@ -113,7 +113,7 @@ def number_of(code):
 
 @triton.jit
 def section(payload, start_16):
-    """Where a section begins, from its start in units of 16 bytes."""
+    """Pointer to a section, from its start in units of 16 bytes."""
     return payload + start_16.to(tl.int64) * 16
 
 
@@ -158,7 +158,7 @@ def magnitude_scale(largest):
 
 @triton.jit
 def entropy_terms(x, scale):
-    """Magnitudes as integers a, and a log2 a in sixteenths: what entropy sums up."""
+    """Summands of entropy: magnitudes as integers a, and a log2 a in sixteenths."""
     level = tl.abs(x) * scale + INTEGER
     a = level - INTEGER
     bits = bits_of(a)
@@ -171,7 +171,7 @@ def entropy_terms(x, scale):
 
 @triton.jit
 def entropy_key(total, terms, finite):
-    """Keys in the order of entropy, from its sums; the largest for what is not finite."""
+    """Sort keys by entropy, from its sums; the largest key if values are not finite."""
     weight = tl.maximum(total, 1).to(tl.float32)
     bits = bits_of(log2(weight) - tl.div_rn(terms.to(tl.float32) * 0.0625, weight))
     return tl.where(finite, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7F800000)

@@ -19,7 +19,7 @@ from lowbit.train.checkpoints.manifest import FILES, Manifest, shares_in, step_n
 from lowbit.train.checkpoints.share import commit_share, remove_share, stage_share, staged
 from lowbit.train.checkpoints.state import Snapshot
 from lowbit.train.folder import RunFolder
-from lowbit.wire.objects import gather_json
+from lowbit.wire.json_values import gather_json
 
 FOLDER = "checkpoints"
 NO_CHECKPOINT = (

@@ -25,7 +25,7 @@ from lowbit.train.checkpoints.manifest import (
 from lowbit.train.checkpoints.save import raise_everywhere, together
 from lowbit.train.checkpoints.share import commit_share, verify_share
 from lowbit.train.layout import parameters_at
-from lowbit.wire.objects import gather_json
+from lowbit.wire.json_values import gather_json
 
 log = logging.getLogger(__name__)
 

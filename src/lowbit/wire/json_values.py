@@ -1,4 +1,4 @@
-"""Small values of all ranks as JSON: nothing that a peer sends is ever unpickled."""
+"""Gather small values from all ranks, as JSON: nothing that a peer sends is ever unpickled."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from torch import Tensor
 
 from lowbit.wire import pytorch
 from lowbit.wire.groups import is_known, plain
-from lowbit.wire.sent import note_sent
+from lowbit.wire.sent_bytes import note_sent
 
 MOST_BYTES = 64 << 20
-"""Largest text of one rank: a peer's announcement decides how much memory this rank takes."""
+"""Largest text of one rank; a limit, because a peer's announcement decides how much memory is allocated here."""
 AGREEING = "values of all ranks"
-"""What `lowbit.wire.sent` counts these values under."""
+"""Purpose under which `lowbit.wire.sent_bytes` counts these values."""
 
 
 def gather_json(value: Any, group: dist.ProcessGroup | None = None, *, timeout: float | None = None) -> list[Any]:
     """Return the values of all ranks, in the order of the ranks; every rank calls this.
 
-    Two collectives of PyTorch's, in which every rank sends as many bytes as the longest text has.
+    This takes two of PyTorch's collectives, in which every rank sends as many bytes as the longest text has.
 
     Args:
-        value: None, booleans, numbers (NaN and infinity, too), strings, lists and dictionaries with strings as keys.
+        value: None, booleans, numbers (including NaN and infinity), strings, lists, and dictionaries with string keys.
             Tuples arrive as lists.
         group: the ranks; None: the default group.
-        timeout: seconds for each collective, as of `pytorch.finish`; None: the group's own.
+        timeout: seconds for each collective, as for `pytorch.finish`; None: the group's own.
 
     Raises:
-        TypeError: JSON cannot hold `value`.
-        ValueError: a text of more than 64 MiB (on all ranks), or a peer sent something that is no JSON.
+        TypeError: `value` is not serializable as JSON.
+        ValueError: a text is longer than 64 MiB (on all ranks), or a peer sent something that is not JSON.
         PeerError: with `timeout`, a rank ended or did not take part in time.
     """
     group = plain(group)
@@ -58,7 +58,7 @@ def gather_tensor(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """Return the tensors of all ranks, in the order of the ranks; every rank calls this.
 
     Args:
-        x: of the same shape and dtype on all ranks, on any device.
+        x: a tensor on any device, with the same shape and dtype on all ranks.
         group: the ranks; None: the default group.
 
     Returns:
@@ -72,14 +72,14 @@ def gather_tensor(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
 
 
 def _gather(out: Tensor, x: Tensor, group: dist.ProcessGroup, timeout: float | None) -> None:
-    note_sent(AGREEING, out.nbytes - x.nbytes)  # a ring passes on what the others state
+    note_sent(AGREEING, out.nbytes - x.nbytes)  # in a ring each rank forwards the texts of the others
     work = pytorch.gather(out, x, group, async_op=timeout is not None)
     if timeout is not None:
         pytorch.finish(work, group, timeout)
 
 
 def _device(group: dist.ProcessGroup) -> torch.device:
-    """Where the group's backend takes tensors from."""
+    """Device whose tensors the group's backend accepts."""
     devices = dist.get_backend_config(group) if is_known(group) else str(group._device_types)
     if "gloo" in devices or "cpu" in devices:
         return torch.device("cpu")
@@ -87,7 +87,7 @@ def _device(group: dist.ProcessGroup) -> torch.device:
 
 
 def parse_json(text: Tensor, problem: str) -> Any:
-    """Parse the bytes of a text on the CPU; `problem` begins the ValueError about a text that is no JSON."""
+    """Parse the bytes of a text on the CPU; `problem` begins the ValueError for a text that is not JSON."""
     try:
         return json.loads(text.numpy().tobytes())
     except (ValueError, RecursionError) as error:

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lowbit.wire import objects
-from lowbit.wire.objects import MOST_BYTES, gather_json, gather_tensor
+from lowbit.wire import json_values
+from lowbit.wire.json_values import MOST_BYTES, gather_json, gather_tensor
 from tests.processes import Ranks
 
 VALUES = [
@@ -56,11 +56,11 @@ def hostile(length: int, text: bytes) -> str:
             gather_json({"fair": True})
         return str(caught.value)
     sizes = torch.empty(2, dtype=torch.int64)
-    objects.pytorch.gather(sizes, torch.tensor([length]), dist.group.WORLD)
+    json_values.pytorch.gather(sizes, torch.tensor([length]), dist.group.WORLD)
     longest = int(sizes.max())
     if 0 < length <= MOST_BYTES:
         message = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8)
-        objects.pytorch.gather(torch.empty(2 * longest, dtype=torch.uint8), message, dist.group.WORLD)
+        json_values.pytorch.gather(torch.empty(2 * longest, dtype=torch.uint8), message, dist.group.WORLD)
     return ""
 
 
