@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kernel
 
-from lowbit.activations.follow import Call, encoded, handles, large_enough, say_once
+from lowbit.activations.follow import TorchCall, encoded, handles, large_enough, say_once
 from lowbit.activations.formats import coarser, finer
 from lowbit.activations.functions import first_order, owned
 from lowbit.activations.layers import attach_until_backward
@@ -23,7 +23,7 @@ _NAMES = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 
 @handles(functional.scaled_dot_product_attention)
-def attention(call: Call, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+def attention(call: TorchCall, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Attention that runs again in backward, from rounded q, k and v.
 
     Probabilities then belong to the q and k that gradients are computed from. A kernel's own sums of them, and an

@@ -118,7 +118,7 @@ class _Packed:
             self._saved._release(key)
 
 
-class Watch:
+class ModuleWatch:
     """Follows which module of a model computes, and counts the tensors that it saves.
 
     Args:
@@ -191,7 +191,7 @@ class Watch:
         return _Packed(held, self.saved, self.count(tensor))
 
 
-_watching: list[Watch] = []
+_watching: list[ModuleWatch] = []
 
 
 @contextmanager
@@ -218,7 +218,7 @@ def counted(model: nn.Module) -> Iterator[SavedBytes]:
     Yields:
         The count, which goes on after the block for what was saved inside.
     """
-    watch = Watch(model)
+    watch = ModuleWatch(model)
     with watch.active():
         yield watch.saved
 

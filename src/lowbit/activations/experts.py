@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lowbit.activations import structure
-from lowbit.activations.follow import MARK, Call, Layer, large_enough
+from lowbit.activations.follow import MARK, Layer, TorchCall, large_enough
 from lowbit.activations.functions import first_order, needed_now
 from lowbit.activations.gated import reference as gated
 from lowbit.activations.recipes import Rebuilt, SavedTensors, is_fused, plain_gated, room
@@ -114,7 +114,7 @@ def _computes(module: nn.Module, experts: Experts, scale: float) -> bool:
     routing = Routing.of(index, count)
     if y is None or y.shape != x.shape or routing is None:
         return False
-    form = Form(gate=experts.gate, codec=None, transposed=experts.transposed, dtype=torch.float32)
+    form = ExpertsLayout(gate=experts.gate, codec=None, transposed=experts.transposed, dtype=torch.float32)
     first, last = ((small[name], small.get(f"{name}_bias")) for name in sizes)
     with torch.no_grad():
         expected = ExpertsFunction.apply(x, weights, *first, *last, form, routing, None, ())
@@ -132,7 +132,7 @@ def experts(name: str, module: nn.Module, model: nn.Module) -> Any:
 def _run(module: Any, layer: Layer, *args: Any, **kwargs: Any) -> Any:
     """A mixture-of-experts layer that saves hidden states, once, and what the gate gets, in few bits."""
     formula: Experts = layer.formula
-    call = Call(layer.own, module, layer)
+    call = TorchCall(layer.own, module, layer)
     inputs = _inputs(layer.own, args, kwargs)
     routing = None
     if inputs is not None and _is_passive(module):
@@ -142,7 +142,7 @@ def _run(module: Any, layer: Layer, *args: Any, **kwargs: Any) -> Any:
     x, _, weights = inputs
     up, up_bias, down, down_bias = formula.weights(module)
     dtype = _compute_dtype(module, x, up)
-    form = Form(gate=formula.gate, codec=layer.codec, transposed=formula.transposed, dtype=dtype)
+    form = ExpertsLayout(gate=formula.gate, codec=layer.codec, transposed=formula.transposed, dtype=dtype)
     with call.handled(*args, **kwargs), torch._C.DisableTorchFunction():
         rebuilt, saved = call.source(x, dtype) if up.requires_grad else (None, ())
         out = ExpertsFunction.apply(x, weights, up, up_bias, down, down_bias, form, routing, rebuilt, saved)
@@ -169,7 +169,7 @@ def _inputs(own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     return (x, index, weights) if fits else None
 
 
-def _routing(call: Call, formula: Experts, x: Tensor, index: Tensor, weights: Tensor) -> Routing | None:
+def _routing(call: TorchCall, formula: Experts, x: Tensor, index: Tensor, weights: Tensor) -> Routing | None:
     """The routing of a call; None where the module's own forward has nothing to save, or an error to raise."""
     tensors = [t for t in formula.weights(call.module) if t is not None]
     if not large_enough(x) or tensors[0].shape[1 if formula.transposed else 2] != x.shape[1]:
@@ -249,7 +249,7 @@ class Gate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Form:
+class ExpertsLayout:
     """How a layer computes: `transposed` weights are (E, I, O), others (E, O, I); products are in `dtype`."""
 
     gate: Gate
@@ -269,7 +269,7 @@ class ExpertsFunction(torch.autograd.Function):
     def forward(
         ctx: Any, x_NI: Tensor, weights_NK: Tensor,
         up: Tensor, up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None,
-        form: Form, routing: Routing, rebuilt: Rebuilt | None, saved: SavedTensors,
+        form: ExpertsLayout, routing: Routing, rebuilt: Rebuilt | None, saved: SavedTensors,
     ) -> Tensor:  # fmt: skip
         """`rebuilt`: x in backward, from `saved`; None if `up` is frozen."""
         ctx.present = (True, True, True, up_bias is not None, True, down_bias is not None)
@@ -297,7 +297,7 @@ class ExpertsFunction(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
         weights_NK, up, down, up_bias, down_bias, order, *rest = ctx.saved_tensors
         of_gate, saved = tuple(rest[: ctx.of_gate]), tuple(rest[ctx.of_gate :])
-        form: Form = ctx.form
+        form: ExpertsLayout = ctx.form
         routing = Routing(order, ctx.ends, ctx.choices)
         needs_x, needs_weights, needs_up, needs_up_bias, needs_down, needs_down_bias = needed_now(ctx)
         grad_x = grad_weights = grad_up = grad_up_bias = grad_down = grad_down_bias = None

@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 MARK = "_lowbit_saved"
 """The attribute of a followed module that holds its `Layer`."""
 HANDLERS: dict[Any, Callable[..., Any]] = {}
-"""By torch function: called with a `Call` and the function's arguments; NotImplemented runs the function itself."""
+"""Handlers by torch function, called with a `TorchCall` and its arguments; NotImplemented runs the function itself."""
 
 _VIEWS = ("View", "ReshapeAlias", "Transpose", "Permute", "Squeeze", "_FromTorchTensor", "_ToTorchTensor")
 _ATTENTION = ("Attention", "attention", "Attn")
@@ -111,7 +111,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Call:
+class TorchCall:
     """A call of a torch function: by which module, and what to save for it."""
 
     func: Any
@@ -287,7 +287,7 @@ class Following(TorchFunctionMode):
         # A checkpoint that began in this module's forward runs its functions again without the module.
         if handler is not None and checkpoint_hook() is checkpoint and not selective():
             fits = _fits(handler, len(args), tuple(kwargs))
-            out = _handled(handler, Call(func, module, layer), args, kwargs) if fits else NotImplemented
+            out = _handled(handler, TorchCall(func, module, layer), args, kwargs) if fits else NotImplemented
             if out is not NotImplemented:
                 return out
         survey = layer.shared.survey
@@ -297,7 +297,7 @@ class Following(TorchFunctionMode):
             return func(*args, **kwargs)
 
 
-def _handled(handler: Callable[..., Any], call: Call, args: Any, kwargs: Any) -> Any:
+def _handled(handler: Callable[..., Any], call: TorchCall, args: Any, kwargs: Any) -> Any:
     handler = functools.partial(handler, call)
     if any(map(is_sharded, args)):
         return on_shards(call.func, handler, *args, **kwargs)

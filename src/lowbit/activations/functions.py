@@ -23,7 +23,7 @@ from lowbit.activations.recipes import (
     GatedOutput,
     Masked,
     NormOutput,
-    Part,
+    Operand,
     Rebuilt,
     SavedTensors,
     check_present,
@@ -366,7 +366,7 @@ class MatmulFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, y: Tensor, out: Tensor, parts: tuple[Part, Part], alpha: float, saved: SavedTensors
+        ctx: Any, x: Tensor, y: Tensor, out: Tensor, parts: tuple[Operand, Operand], alpha: float, saved: SavedTensors
     ) -> Tensor:
         """`out`: the result; `parts`: x and y in backward, from `saved`."""
         ctx.parts, ctx.alpha, ctx.present, ctx.dtypes = parts, alpha, (True, True), (x.dtype, y.dtype)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit.activations.follow import Call, Layer, encoded, large_enough
+from lowbit.activations.follow import Layer, TorchCall, encoded, large_enough
 from lowbit.activations.functions import ActivationFunction, MaskFunction, NormFunction
 from lowbit.activations.recipes import (
     QUICK_GELU,
@@ -41,7 +41,7 @@ def _of_one_tensor(forward: Callable[..., Any]) -> Callable[..., Any]:
         if len(inputs) != 1 or not isinstance(inputs[0], Tensor):
             return layer.own(*args, **kwargs)
         named_right = not kwargs or [*kwargs] == [*inspect.signature(layer.own).parameters][:1]
-        x, call = inputs[0], Call(layer.own, module, layer)
+        x, call = inputs[0], TorchCall(layer.own, module, layer)
         weights = [*module.parameters(recurse=False)]
         # PyTorch refuses mixtures of dtypes in LayerNorm: leave the error to its own functions.
         mixed = isinstance(module, nn.LayerNorm) and len({t.dtype for t in (x, *weights)}) > 1
@@ -62,14 +62,14 @@ def _of_one_tensor(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @_of_one_tensor
-def norm_forward(call: Call, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+def norm_forward(call: TorchCall, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     """A norm over the last dimension."""
     norm: Norm = call.layer.formula
     return normalized(call, x, weight, bias, norm, _norm_dtype(call.module, norm, x))
 
 
 @_of_one_tensor
-def activation_forward(call: Call, x: Tensor, *weights: Tensor | None) -> Tensor:
+def activation_forward(call: TorchCall, x: Tensor, *weights: Tensor | None) -> Tensor:
     """An activation function."""
     if call.layer.formula != QUICK_GELU:
         return activated(call, x, call.layer.formula)
@@ -88,7 +88,7 @@ class _Flatter:
 
 
 def normalized(
-    call: Call, x: Tensor, weight: Tensor | None, bias: Tensor | None, norm: Norm, dtype: torch.dtype
+    call: TorchCall, x: Tensor, weight: Tensor | None, bias: Tensor | None, norm: Norm, dtype: torch.dtype
 ) -> Tensor:
     """A norm over the last dimension; attaches a recipe to its output for the layers that follow.
 
@@ -105,7 +105,7 @@ def normalized(
     return out
 
 
-def activated(call: Call, x: Tensor, activation: str) -> Any:
+def activated(call: TorchCall, x: Tensor, activation: str) -> Any:
     """act(x); attaches a recipe to it for the product or layer that follows."""
     codec = call.codec("gate" if activation == "silu" else "mlp", x)
     if activation == "relu" and codec is not None:

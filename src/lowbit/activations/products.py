@@ -15,18 +15,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lowbit.activations.follow import Call, encoded, handles, large_enough
+from lowbit.activations.follow import TorchCall, encoded, handles, large_enough
 from lowbit.activations.formats import finer
 from lowbit.activations.functions import MatmulFunction, OutputFunction
 from lowbit.activations.layers import attach_until_backward
-from lowbit.activations.recipes import Computed, Derived, Form, Itself, Part, Recipe, SavedTensors, attach
+from lowbit.activations.recipes import Computed, Derived, Form, Itself, Operand, Recipe, SavedTensors, attach
 from lowbit.activations.recipes import recipe_of as any_recipe_of
 from lowbit.codecs import Codec
 
 
 def product_of_two(
-    call: Call, x: Any, y: Any, given: Sequence[Any], added: Tensor | None = None, beta: float = 1, alpha: float = 1
-) -> Any:
+    call: TorchCall, x: Any, y: Any, given: Sequence[Any], added: Tensor | None = None, beta: float = 1, alpha:
+    float = 1
+) -> Any:  # fmt: skip
     """beta * added + alpha * x @ y of two activations, both with two dimensions or more; saves a payload of each."""
     if not isinstance(x, Tensor) or not isinstance(y, Tensor) or min(x.dim(), y.dim()) < 2:
         return NotImplemented
@@ -52,7 +53,7 @@ def product_of_two(
         return out
 
 
-def _factor(x: Tensor, codec: Codec | None, dtype: torch.dtype) -> tuple[Part, SavedTensors]:
+def _factor(x: Tensor, codec: Codec | None, dtype: torch.dtype) -> tuple[Operand, SavedTensors]:
     """How a factor is rebuilt, and from what."""
     recipe = any_recipe_of(x)
     if recipe is None or (isinstance(recipe.form, Itself) and recipe.form.bits < Itself(x.shape, codec).bits):
@@ -62,7 +63,7 @@ def _factor(x: Tensor, codec: Codec | None, dtype: torch.dtype) -> tuple[Part, S
     else:
         saved = recipe.saved() or ()
     recipe.rebuilt.add_user()
-    return Part(recipe.rebuilt, x.shape, dtype, len(saved)), saved
+    return Operand(recipe.rebuilt, x.shape, dtype, len(saved)), saved
 
 
 class _Product:
@@ -79,7 +80,9 @@ class _Product:
 
 
 @handles(torch.baddbmm, Tensor.baddbmm)
-def baddbmm(call: Call, input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
+def baddbmm(
+    call: TorchCall, input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1
+) -> Any:
     """A product of two activations, added to a tensor without a gradient."""
     return product_of_two(call, batch1, batch2, (input, batch1, batch2), input, beta, alpha)
 
@@ -102,7 +105,7 @@ def _is_softmax(x: Tensor) -> bool:
 def _then(recipe: Recipe, x: Tensor, function: Callable[..., Tensor], *tensors: Tensor) -> Recipe:
     """The recipe of a function of `x`, which has this recipe, and of other tensors."""
     saved = recipe.saved() or ()
-    part = Part(recipe.rebuilt, x.shape, x.dtype, len(saved))
+    part = Operand(recipe.rebuilt, x.shape, x.dtype, len(saved))
     return Recipe(Computed((part,), function, len(tensors)), tensors, parent=recipe)
 
 
@@ -116,7 +119,7 @@ _IN_PLACE = {
     torch.div, torch.divide, torch.true_divide, Tensor.div, Tensor.divide, Tensor.__truediv__, torch.add, Tensor.add,
     Tensor.__add__, Tensor.__radd__, Tensor.masked_fill, torch.masked_fill, *_IN_PLACE,
 )  # fmt: skip
-def elementwise(call: Call, input: Any, other: Any, *value: Any) -> Any:
+def elementwise(call: TorchCall, input: Any, other: Any, *value: Any) -> Any:
     """A factor, a mask or a bias of scores, of which PyTorch saves nothing."""
     if (recipe := _recipe_of(input)) is None:
         if call.func not in (torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__) or not _recipe_of(other):
@@ -152,21 +155,21 @@ _GIVEN = object()
 
 
 @handles(torch.tanh, Tensor.tanh, functional.tanh)
-def tanh(call: Call, input: Tensor) -> Any:
+def tanh(call: TorchCall, input: Tensor) -> Any:
     """The soft cap of scores, which is computed again in backward."""
     return _output(call, input, (input,), {}, torch.tanh, _tanh_gradient)
 
 
 @handles(functional.softmax)
 def functional_softmax(
-    call: Call, input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
+    call: TorchCall, input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
 ) -> Any:
     """Softmax of scores, which is computed again in backward."""
     return NotImplemented if dim is None else softmax(call, input, dim, dtype)
 
 
 @handles(torch.softmax, Tensor.softmax)
-def softmax(call: Call, input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
+def softmax(call: TorchCall, input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
     """Handle `torch.softmax` and the method like `functional.softmax`."""
     function = _Softmax(dim)
     return _output(call, input, (input,), {"dim": dim, "dtype": dtype}, function, function.gradient)
@@ -190,7 +193,9 @@ def _tanh_gradient(grad_out: Tensor, out: Tensor) -> Tensor:
     return torch.ops.aten.tanh_backward(grad_out, out)
 
 
-def _output(call: Call, x: Tensor, given: tuple[Any, ...], kwargs: dict[str, Any], function: Any, gradient: Any) -> Any:
+def _output(
+    call: TorchCall, x: Tensor, given: tuple[Any, ...], kwargs: dict[str, Any], function: Any, gradient: Any
+) -> Any:
     """A function of scores whose gradient needs its output alone."""
     recipe = _recipe_of(x)
     if recipe is None or not call.saves(x):

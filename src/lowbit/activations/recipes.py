@@ -243,7 +243,7 @@ class Derived:
 
 
 @dataclass(frozen=True)
-class Part:
+class Operand:
     """A tensor that another one is computed from: how it is rebuilt, its shape and dtype, and how many are saved."""
 
     rebuilt: Rebuilt
@@ -266,7 +266,7 @@ class Computed:
         parts: other tensors. function: of them and of the last `count` saved tensors, in the dtypes of forward.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[Operand, ...]
     function: Callable[..., Tensor]
     count: int = 0
 

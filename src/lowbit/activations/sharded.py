@@ -27,7 +27,7 @@ def is_sharded(x: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Split:
+class Sharding:
     """How a function of DTensors becomes one of their shards.
 
     Attributes:
@@ -63,7 +63,7 @@ def on_shards(func: Any, handler: Callable[..., Any], *args: Any, **kwargs: Any)
     return out if out is NotImplemented else _joined(split, next(iter(tensors.values())), out)
 
 
-def _split_of(func: Any, tensors: dict[str, Any]) -> Split | None:
+def _split_of(func: Any, tensors: dict[str, Any]) -> Sharding | None:
     """How to split this function of these tensors; None: not at all."""
     rule = _RULES.get(func)
     meshes = {x.device_mesh for x in tensors.values() if is_sharded(x)}
@@ -73,7 +73,7 @@ def _split_of(func: Any, tensors: dict[str, Any]) -> Split | None:
     return rule(**tensors) if first >= FEWEST and 0 not in others else None
 
 
-def _shards(split: Split, tensors: dict[str, Any]) -> dict[str, Tensor]:
+def _shards(split: Sharding, tensors: dict[str, Any]) -> dict[str, Tensor]:
     """This rank's shard of each tensor, through which gradients flow."""
     found = {}
     for name, x in tensors.items():
@@ -91,7 +91,7 @@ def _shards(split: Split, tensors: dict[str, Any]) -> dict[str, Tensor]:
     return found
 
 
-def _joined(split: Split, like: Any, out: Any) -> Any:
+def _joined(split: Sharding, like: Any, out: Any) -> Any:
     """The DTensor of a result's shards."""
     shape = torch.Size(split.shape)
     strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
@@ -114,7 +114,7 @@ def _smallest(x: Any) -> int:
     return math.prod(shape)
 
 
-def _linear(input: Any, weight: Any, bias: Any = None) -> Split | None:
+def _linear(input: Any, weight: Any, bias: Any = None) -> Sharding | None:
     """Column-wise, row-wise, replicated; and a replicated weight for sharded rows, as under sequence parallel."""
     if weight.dim() != 2:
         return None
@@ -125,7 +125,7 @@ def _linear(input: Any, weight: Any, bias: Any = None) -> Split | None:
     if bias is not None and [*bias.placements] != of_bias:
         return None
     gradients = {"input": grad_input, "weight": grad_weight, "bias": grad_bias}
-    return Split(gradients, out, (*input.shape[:-1], weight.shape[0]), once=("bias",))
+    return Sharding(gradients, out, (*input.shape[:-1], weight.shape[0]), once=("bias",))
 
 
 def _of_linear(x: Any, weight: Any, last: int) -> tuple[Any, ...] | None:
@@ -141,31 +141,31 @@ def _of_linear(x: Any, weight: Any, last: int) -> tuple[Any, ...] | None:
     return None
 
 
-def _norm(input: Any, weight: Any = None, bias: Any = None) -> Split | None:
+def _norm(input: Any, weight: Any = None, bias: Any = None) -> Sharding | None:
     """Rows are sharded; weights are not."""
     own = {name: x for name, x in (("weight", weight), ("bias", bias)) if x is not None}
     if not _apart(input, input.dim() - 1) or not all(p.is_replicate() for x in own.values() for p in x.placements):
         return None
     grad = [Partial() if placement.is_shard() else placement for placement in input.placements]
-    return Split({"input": [*input.placements], **dict.fromkeys(own, grad)}, [*input.placements], input.shape)
+    return Sharding({"input": [*input.placements], **dict.fromkeys(own, grad)}, [*input.placements], input.shape)
 
 
-def _elementwise(input: Any, other: Any = None) -> Split | None:
+def _elementwise(input: Any, other: Any = None) -> Sharding | None:
     """Each element of the result follows from those in the same place."""
     same = other is None or (other.placements == input.placements and other.shape == input.shape)
     if not same or not _apart(input):
         return None
     placements = [*input.placements]
-    return Split(dict.fromkeys(("input", "other"), placements), placements, input.shape)
+    return Sharding(dict.fromkeys(("input", "other"), placements), placements, input.shape)
 
 
-def _attention(query: Any, key: Any, value: Any) -> Split | None:
+def _attention(query: Any, key: Any, value: Any) -> Sharding | None:
     """Samples or heads are sharded."""
     same = query.placements == key.placements == value.placements
     if not same or not _apart(query, query.dim() - 1, query.dim() - 2):
         return None
     placements, shape = [*query.placements], (*query.shape[:-1], value.shape[-1])
-    return Split(dict.fromkeys(("query", "key", "value"), placements), placements, shape)
+    return Sharding(dict.fromkeys(("query", "key", "value"), placements), placements, shape)
 
 
 def _apart(x: Any, *whole: int) -> bool:
@@ -173,7 +173,7 @@ def _apart(x: Any, *whole: int) -> bool:
     return all(p.is_replicate() or (p.is_shard() and p.dim not in whole) for p in x.placements)
 
 
-_RULES: dict[Any, Callable[..., Split | None]] = {
+_RULES: dict[Any, Callable[..., Sharding | None]] = {
     functional.linear: _linear,
     functional.layer_norm: _norm,
     functional.rms_norm: _norm,

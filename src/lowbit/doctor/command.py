@@ -13,7 +13,7 @@ from lowbit.doctor.findings import findings
 from lowbit.doctor.hosts import from_hosts
 from lowbit.doctor.messages import AnyRow, Described, Finding, LinkRow, MachineRow, Measured, read
 from lowbit.doctor.settings import DoctorSettings
-from lowbit.doctor.survey import Survey, take
+from lowbit.doctor.survey import MachineSurvey, take
 from lowbit.job.process_group import interfaces
 from lowbit.report import Column, Command, Row, Table
 
@@ -39,7 +39,7 @@ def examine(settings: DoctorSettings) -> tuple[list[Any], bool]:
     return rows_from(survey), survey.first
 
 
-def rows_from(survey: Survey) -> list[Any]:
+def rows_from(survey: MachineSurvey) -> list[Any]:
     """The rows of the page."""
     machines, links = [], []
     for machine in survey.machines.values():

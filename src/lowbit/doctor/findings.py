@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from lowbit.doctor import ports as doors
 from lowbit.doctor.messages import Facts, Finding, Measured
-from lowbit.doctor.survey import Machine, Survey
+from lowbit.doctor.survey import MachineSurvey, SurveyedMachine
 from lowbit.wire.checksum import SECRET
 
 _CLOCK_MS = 1000.0
@@ -21,14 +21,14 @@ _WORDS = {
 }
 
 
-def findings(survey: Survey) -> list[Finding]:
+def findings(survey: MachineSurvey) -> list[Finding]:
     """All findings; those that stop a training first."""
     sources = (_absent, _versions, _recipes, _network, _links)
     found = [finding for source in sources for finding in source(survey)]
     return sorted(dict.fromkeys(found), key=lambda each: ("stop", "warning", "note").index(each.level))
 
 
-def _absent(survey: Survey) -> Iterator[Finding]:
+def _absent(survey: MachineSurvey) -> Iterator[Finding]:
     """Machines that did not come or left, and the meeting itself."""
     settings, every = survey.settings, [machine.facts for machine in survey.machines.values()]
     first = every[0]
@@ -64,7 +64,7 @@ def _absent(survey: Survey) -> Iterator[Finding]:
             yield _warn(own.name, what, f"export {SECRET}, the same on all machines (docs/security.md)")
 
 
-def _versions(survey: Survey) -> Iterator[Finding]:
+def _versions(survey: MachineSurvey) -> Iterator[Finding]:
     """Versions, each compared with the first machine's, and speeds that these do not permit to measure."""
     first = survey.machines[0].facts
     for machine in survey.machines.values():
@@ -84,7 +84,7 @@ def _versions(survey: Survey) -> Iterator[Finding]:
             yield _warn(own.name, f"its speed was not measured: {machine.speed.problem}", "without it, no plan")
 
 
-def _recipes(survey: Survey) -> Iterator[Finding]:
+def _recipes(survey: MachineSurvey) -> Iterator[Finding]:
     """The configuration and its text."""
     first = survey.machines[0].facts
     for own in (machine.facts for machine in survey.machines.values()):
@@ -107,7 +107,7 @@ def _recipes(survey: Survey) -> Iterator[Finding]:
             yield _stop(own.name, what, f"copy the files of data.text from {first.name}")
 
 
-def _network(survey: Survey) -> Iterator[Finding]:
+def _network(survey: MachineSurvey) -> Iterator[Finding]:
     """Addresses, ports and the process group."""
     machines, explained = survey.machines, False
     for rank, machine in machines.items():
@@ -140,7 +140,7 @@ def _network(survey: Survey) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _links(survey: Survey) -> Iterator[Finding]:
+def _links(survey: MachineSurvey) -> Iterator[Finding]:
     """Links and clocks."""
     for machine in survey.machines.values():
         if machine.clock_ms is not None and abs(machine.clock_ms) > _CLOCK_MS:
@@ -165,14 +165,14 @@ def _links(survey: Survey) -> Iterator[Finding]:
             yield _warn(one, what, "a cable instead of Wi-Fi, or another cable or switch")
 
 
-def _closed(survey: Survey, caller: int, called: int) -> dict[int, str]:
+def _closed(survey: MachineSurvey, caller: int, called: int) -> dict[int, str]:
     """Ports where Gloo would listen on a machine, by what another one gets there instead of it."""
     own = survey.machines[called].facts
     found = survey.states.get((caller, called), {})
     return {p: state for (address, p), state in found.items() if address == own.gloo_address and state != doors.OPEN}
 
 
-def _closed_ports(caller: Machine, called: Machine, states: Mapping[int, str]) -> Iterator[Finding]:
+def _closed_ports(caller: SurveyedMachine, called: SurveyedMachine, states: Mapping[int, str]) -> Iterator[Finding]:
     own, source = called.facts, caller.facts.address
     for state in dict.fromkeys(states.values()):
         numbers = [port for port, each in states.items() if each == state]

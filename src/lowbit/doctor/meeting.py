@@ -37,7 +37,7 @@ class DoctorError(ConnectionError):
     """The machines cannot meet there at all."""
 
 
-class AloneError(ConnectionError):
+class FirstMachineError(ConnectionError):
     """The first machine cannot be reached, or is gone."""
 
 
@@ -50,13 +50,13 @@ class Meeting:
         strangers: names of the machines that do not know the secret.
 
     Raises:
-        DoctorError: trying again is of no use. AloneError: it may be.
+        DoctorError: trying again is of no use. FirstMachineError: it may be.
     """
 
     def __init__(self, settings: DoctorSettings, name: str) -> None:
         self.strangers: list[str] = []
         self.attempt = ""
-        self.rank, self.store = _seat(settings)
+        self.rank, self.store = _join(settings)
         too_late = DoctorError(
             f"the machines at {settings.where} have met without this one; allowed: to start again on all machines"
         )
@@ -81,7 +81,7 @@ class Meeting:
         """State a message, and return those of its kind of all machines that state one in time, by rank.
 
         Raises:
-            AloneError: the first machine is gone. StatementError: a machine stated something invalid.
+            FirstMachineError: the first machine is gone. StatementError: a machine stated something invalid.
         """
         cls, topic = type(value), type(value).__name__
         keys = {rank: f"{topic}/{rank}" for rank in range(self.ranks)}
@@ -99,7 +99,7 @@ class Meeting:
     def close(self) -> None:
         """Wait for a moment until all machines have what they need of this one: the store, and the last messages."""
         keys = [f"end/{rank}" for rank in range(self.ranks)]
-        with contextlib.suppress(AloneError):  # the first machine has seen all keys
+        with contextlib.suppress(FirstMachineError):  # the first machine has seen all keys
             self._call(self.store.set, keys[self.rank], "1")
             wait_until(lambda: self._call(self.store.check, keys), _END_SECONDS, pause=_PAUSE)
 
@@ -123,12 +123,12 @@ class Meeting:
         """The outcome of a call of the store.
 
         Raises:
-            AloneError: no answer, or the connection has ended.
+            FirstMachineError: no answer, or the connection has ended.
         """
         try:
             return bounded(lambda: call(*args), _CALL_SECONDS)
         except (TimeoutError, RuntimeError) as error:
-            raise AloneError(f"the first machine is gone: {first_line(error)}") from None
+            raise FirstMachineError(f"the first machine is gone: {first_line(error)}") from None
 
 
 def say(text: str) -> None:
@@ -137,7 +137,7 @@ def say(text: str) -> None:
     sys.stderr.flush()
 
 
-def _seat(settings: DoctorSettings) -> tuple[int, Store]:
+def _join(settings: DoctorSettings) -> tuple[int, Store]:
     """This machine's rank and the store: kept here if the address is this machine's, else on the first machine."""
     host, port = settings.place
     os.environ.update({"MASTER_ADDR": host, "MASTER_PORT": str(port)})
@@ -162,7 +162,7 @@ def _seat(settings: DoctorSettings) -> tuple[int, Store]:
                 raise DoctorError(text) from None
             if time.monotonic() > deadline:
                 text = f"port {port} of {host} cannot be reached from here within {settings.wait:g} s: {error}"
-                raise AloneError(text) from None
+                raise FirstMachineError(text) from None
             if not quiet:
                 say(f"waits up to {settings.wait:.0f} s for the first machine at {settings.where}: {error}")
                 quiet = True

@@ -115,7 +115,7 @@ class Speed:
 
 
 @message
-class Knocks:
+class ProbeResults:
     """What connecting to the ports of the others gave: machine, address, port, and state.
 
     Attributes:

@@ -65,7 +65,7 @@ class Ports:
                         connection.sendall(f"{self._word} {address}\n".encode())
 
 
-def knock(places: list[tuple[int, str, int]], words: dict[int, str]) -> tuple[list[str], set[str]]:
+def probe(places: list[tuple[int, str, int]], words: dict[int, str]) -> tuple[list[str], set[str]]:
     """What connecting to each place (machine, address and port) gives, and where this machine seems to connect from.
 
     words: of the machines.

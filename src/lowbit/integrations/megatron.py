@@ -96,7 +96,7 @@ class LowBitP2PCommunicator(_Base):
             raise ValueError(f"pipeline_dtype is {config.pipeline_dtype}; allowed: {', '.join(map(str, FLOATS))}")
         self.traffic = Traffic()
         self._checksums = Checksums("megatron", enabled=checksums)
-        self._lanes = {(name, end): _Lane(codec) for name, codec in codecs.items() for end in ("out", "in")}
+        self._lanes = {(name, end): _Sessions(codec) for name, codec in codecs.items() for end in ("out", "in")}
         facts = {f"{name} codec": f"{codec} [{codec.fingerprint()}]" for name, codec in codecs.items()}
         facts |= {"lowbit version": __version__, "pipeline_dtype": str(config.pipeline_dtype)}
         agree(pp_group, facts | agreed_facts(checksums), timeout, topic="Megatron's pipeline")
@@ -152,11 +152,11 @@ class LowBitP2PCommunicator(_Base):
             "prev": self._packed("backward", tensor_send_prev, self.prev_rank),
             "next": self._packed("forward", tensor_send_next, self.next_rank),
         }
-        arriving: dict[str, _Arriving] = {}
+        arriving: dict[str, _IncomingTensor] = {}
         for side, wanted in zip(_SIDES, (recv_prev, recv_next), strict=True):
             if wanted:
                 direction, peer = ("forward", self.prev_rank) if side == "prev" else ("backward", self.next_rank)
-                arriving[side] = _Arriving(self, direction, peer, shapes[side], device)
+                arriving[side] = _IncomingTensor(self, direction, peer, shapes[side], device)
         if self._mailbox is not None:
             requests: Any = {f"send_{side}": message for side, message in leaving.items() if message is not None}
             requests |= {f"recv_{side}": None for side in arriving}
@@ -217,7 +217,7 @@ def _device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-class _Lane:
+class _Sessions:
     """One direction, at one end: sessions by shape, and the number of messages so far."""
 
     def __init__(self, codec: Codec) -> None:
@@ -233,7 +233,7 @@ class _Lane:
         return self._messages
 
 
-class _Arriving:
+class _IncomingTensor:
     """A tensor that is to be received: its message, and the tensor, which is filled by `finish`."""
 
     def __init__(
@@ -271,7 +271,7 @@ class _Arriving:
 class _Request:
     """A handle of Megatron's overlapping schedules, which wait for each before they use the tensor."""
 
-    def __init__(self, request: Any, sent: Tensor | Sent | None, arriving: _Arriving | None) -> None:
+    def __init__(self, request: Any, sent: Tensor | Sent | None, arriving: _IncomingTensor | None) -> None:
         self._request, self._sent, self._arriving = request, sent, arriving
 
     def wait(self) -> None:

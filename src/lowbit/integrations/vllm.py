@@ -276,7 +276,7 @@ class RowSums:
         """Choose the formats of all layers, and compare them with the other ranks'; in vLLM's own trial run."""
         from lowbit.tensor_parallel import Calibration, Traffic
         from lowbit.tensor_parallel.low_bit import load_agreed
-        from lowbit.tensor_parallel.measure import Sample, measured
+        from lowbit.tensor_parallel.measure import SumSample, measured
         from lowbit.tensor_parallel.rowwise import LayerSum
 
         settings, beside = self.settings, self._group.cpu_group
@@ -295,7 +295,8 @@ class RowSums:
         known = [layer for name, layer in self.layers.items() if name in calibrated]
         codecs = [source.codec(layer.name) if isinstance(source, Calibration) else source for layer in known]
         group = self._group.device_group
-        samples = [Sample(layer.width, dtype, layer.device, codec) for layer, codec in zip(known, codecs, strict=True)]
+        pairs = zip(known, codecs, strict=True)
+        samples = [SumSample(layer.width, dtype, layer.device, codec) for layer, codec in pairs]
         sums = measured(samples, group, sums)
         self.traffic = Traffic()
         for layer, codec in zip(known, codecs, strict=True):

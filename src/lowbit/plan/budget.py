@@ -224,7 +224,7 @@ def choose(
     )
 
 
-def beside_autograd(held: InFlight, moment: Moment, costs: Sequence[StageCost], stages: Sequence[int] = ()) -> int:
+def outside_autograd(held: InFlight, moment: Moment, costs: Sequence[StageCost], stages: Sequence[int] = ()) -> int:
     """Bytes that the pipeline holds for the micro-batches of a moment, less those that autograd frees early.
 
     An output for the next stage of the same rank counts once, as that one's input.
@@ -255,7 +255,7 @@ class _Rank:
         self.fronts = [_front(options[stage], most) for stage in self.stages]
         self.fixed = sum(costs[stage].fixed for stage in self.stages)
         counts = torch.tensor([[moment.held[stage] for stage in self.stages] for moment in moments])
-        beside = torch.tensor([beside_autograd(held, moment, costs) for moment in moments])
+        beside = torch.tensor([outside_autograd(held, moment, costs) for moment in moments])
         places = (torch.arange(len(front)) for front in self.fronts)
         self.picked = torch.cartesian_prod(*places).view(-1, len(self.fronts))
         self.loss, self.seconds = self._each("loss").sum(1), self._each("seconds").sum(1)

@@ -60,7 +60,7 @@ class LayerCost:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Prediction:
+class LayersPrediction:
     """Predicted costs of a step.
 
     Args:
@@ -107,7 +107,7 @@ class StepCosts:
         runs = tuple((choice, len(list(alike))) for choice, alike in itertools.groupby(choices))
         return self.predict(runs, held=held).peak
 
-    def predict(self, runs: Runs, *, held: int = 1) -> Prediction:
+    def predict(self, runs: Runs, *, held: int = 1) -> LayersPrediction:
         """Predicted costs of a step with these choices, with `held` micro-batches in flight."""
         kept, layers, seconds, squares = 0, 0, 0.0, 0.0
         most = max(self.before, self.after)
@@ -121,7 +121,7 @@ class StepCosts:
             seconds += (keep + cost.seconds) * count
             squares += cost.error * count
         between = self.end_of_forward + kept
-        return Prediction(
+        return LayersPrediction(
             runs=runs, peak=max(most, self.between + kept) + (held - 1) * between, held=between, seconds=seconds,
             error=math.sqrt(squares / max(layers, 1)),
         )  # fmt: skip
@@ -189,7 +189,7 @@ def choose_layers(
     return LayerPlan(stages=(fastest(every, limit).choices,), group=group, made_for=made_for or {})
 
 
-def fastest(every: Sequence[Prediction], limit: int) -> Prediction:
+def fastest(every: Sequence[LayersPrediction], limit: int) -> LayersPrediction:
     """The fastest of those whose peak is at most `limit`, which one has at least.
 
     Of those that differ by less than `SLOWER` it is the one with the least error, then the one with the lowest peak.
@@ -200,7 +200,7 @@ def fastest(every: Sequence[Prediction], limit: int) -> Prediction:
     return min(fast, key=lambda one: (round(one.error, 6), one.peak))
 
 
-def predictions(costs: StepCosts, layers: int, *, max_error: float, held: int = 1) -> list[Prediction]:
+def predictions(costs: StepCosts, layers: int, *, max_error: float, held: int = 1) -> list[LayersPrediction]:
     """All mixtures of up to three choices over the layers, each in its best order, that err little enough.
 
     Of many layers, not every number of them is tried. Choices that another beats in every respect are left out.

@@ -17,9 +17,9 @@ from pydantic import Field
 from lowbit.activations.layer_plan import PLANNED, LayerChoice, LayerPlan
 from lowbit.codecs import parse
 from lowbit.config import ConfigError, NonNegative, section
-from lowbit.plan.budget import Option, StageCost, beside_autograd, choose, plan_bits
+from lowbit.plan.budget import Option, StageCost, choose, outside_autograd, plan_bits
 from lowbit.plan.in_flight import InFlight, in_flight
-from lowbit.plan.layers import Prediction, described
+from lowbit.plan.layers import LayersPrediction, described
 from lowbit.plan.measure import sensitivities
 from lowbit.plan.sizes import parse_bytes
 from lowbit.plan.stages import LayerMeter, MeasuredStage, StageMeter, sample_model
@@ -172,7 +172,7 @@ def _by_stage(
             "bf16_bytes": one.held * measured[one.stage].plain,
             "fixed_bytes": costs[one.stage].fixed,
             "pipeline_bytes": max(
-                beside_autograd(held, moment, costs, [one.stage]) for moment in held.moments[one.rank]
+                outside_autograd(held, moment, costs, [one.stage]) for moment in held.moments[one.rank]
             ),
             "device_bytes": plan.device_bytes[one.rank],
             "error": one.error,
@@ -191,7 +191,7 @@ def _by_layer(
     held, costs, layers = settings.held, [stage.cost for stage in measured], LayerMeter(settings, meter)
     total = sum(cost.layers for cost in costs)
 
-    def option(stage: int, one: Prediction) -> Option:
+    def option(stage: int, one: LayersPrediction) -> Option:
         loss = costs[stage].layers / total * one.error**2
         return Option(what=one, held=one.held, extra=one.peak - one.held, seconds=one.seconds, loss=loss)
 
@@ -201,7 +201,7 @@ def _by_layer(
     budget = _budget(settings, of_low.device_bytes)
     every = [[option(stage, one) for one in layers.predictions(stage)] for stage in held.stages]
     chosen = choose_among(every, device_bytes=budget)
-    best: list[Prediction] = [option.what for option in chosen.options]
+    best: list[LayersPrediction] = [option.what for option in chosen.options]
     plan = LayerPlan(stages=tuple(one.choices for one in best), group=settings.group, made_for=layers.made_for)
     return plan, [
         {

@@ -14,7 +14,7 @@ from lowbit.codecs.names import pair_name
 from lowbit.config import ConfigError, NonNegative, Positive, section, to_toml
 from lowbit.config.atomic import check_written, write_unless_changed
 from lowbit.plan.cluster import Cluster
-from lowbit.plan.predict import Choice, Prediction, Predictor
+from lowbit.plan.predict import PipelineChoice, Prediction, Predictor
 from lowbit.plan.search import search
 from lowbit.plan.sizes import measure_sizes
 from lowbit.report import Column, Command, Row, Table, check_output
@@ -123,7 +123,7 @@ def measure(settings: PipelinePlanSettings, earlier: Sequence[Row] = ()) -> Iter
     yield rows
 
 
-def train_settings(settings: PipelinePlanSettings, predictor: Predictor, choice: Choice) -> TrainConfig:
+def train_settings(settings: PipelinePlanSettings, predictor: Predictor, choice: PipelineChoice) -> TrainConfig:
     """The settings of `lowbit train` for a choice."""
     layout = predictor.layout(choice)
     if layout.layer_counts == even(predictor.sizes.layers, layout.stages):

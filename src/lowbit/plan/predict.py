@@ -24,7 +24,7 @@ from lowbit.wire.checksum import CHECKSUM_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class PipelineChoice:
     """How a model is cut and run.
 
     Args:
@@ -62,7 +62,7 @@ class Prediction:
             ways.
     """
 
-    choice: Choice
+    choice: PipelineChoice
     steps: tuple[Step, ...]
     memory: tuple[float, ...]
     bits: tuple[tuple[float, float], ...]
@@ -105,7 +105,7 @@ class Predictor:
         self._own_optimizer = functools.cache(optimizer_ns)
         self._schedule = functools.cache(_schedule)
 
-    def rows(self, choice: Choice) -> int:
+    def rows(self, choice: PipelineChoice) -> int:
         """Windows of a micro-batch.
 
         Raises:
@@ -119,7 +119,7 @@ class Predictor:
             )
         return rows
 
-    def ranks(self, choice: Choice) -> int:
+    def ranks(self, choice: PipelineChoice) -> int:
         """Ranks of one pipeline.
 
         Raises:
@@ -130,7 +130,7 @@ class Predictor:
             raise ConfigError(f"replicas is {choice.replicas}; allowed: a divisor of {len(self.machines)} ranks")
         return ranks
 
-    def layout(self, choice: Choice) -> Layout:
+    def layout(self, choice: PipelineChoice) -> Layout:
         """The layers of each stage, and the stages of each rank."""
         ranks = self.ranks(choice)
         return make_layout(replace(choice, formats=("fp32",)).pipeline(ranks), ranks=ranks, layers=self.sizes.layers)
@@ -142,7 +142,7 @@ class Predictor:
             return machine.layer_overhead + tokens * growing / machine.layer_tokens
         return tokens * 3 * self.sizes.layer_flops / (machine.tflops * 1e12)
 
-    def predict(self, choice: Choice) -> Prediction:
+    def predict(self, choice: PipelineChoice) -> Prediction:
         """Simulate a choice.
 
         Raises:
@@ -164,7 +164,7 @@ class Predictor:
             choice=choice, steps=steps, memory=memory, bits=bits, gradient_bytes=choice.replicas * sent
         )  # fmt: skip
 
-    def bytes_outside_steps(self, choice: Choice, *, evaluations: int, batches: int, saved: bool) -> float:
+    def bytes_outside_steps(self, choice: PipelineChoice, *, evaluations: int, batches: int, saved: bool) -> float:
         """Bytes that all ranks send outside of steps: for evaluations of `batches` batches, and to save the model."""
         layout = self.layout(choice)
         exact, shapes = parse("fp32"), [(self.batch, self.sequence, self.sizes.width)] * batches
@@ -177,12 +177,12 @@ class Predictor:
         weights = sum(self._parameters(layout, rank) for rank in range(1, layout.ranks))
         return evaluations * each + 4 * weights * saved
 
-    def fits(self, choice: Choice, counts: Sequence[int], rank: int) -> bool:
+    def fits(self, choice: PipelineChoice, counts: Sequence[int], rank: int) -> bool:
         """Whether the machines of a rank have the memory for so many layers on each stage."""
         need, ranks = self.rank_bytes(choice, counts, rank), self.ranks(choice)
         return all(need <= self.machines[index * ranks + rank].bytes for index in range(choice.replicas))
 
-    def rank_bytes(self, choice: Choice, counts: Sequence[int], rank: int) -> float:
+    def rank_bytes(self, choice: PipelineChoice, counts: Sequence[int], rank: int) -> float:
         """Memory of a rank with so many layers on each stage: weights, gradients, optimizer and saved activations."""
         layout = self.layout(replace(choice, layers=()))
         held = self._schedule(choice.schedule, layout.ranks, choice.stages_per_rank, choice.microbatches)[1]
@@ -197,10 +197,10 @@ class Predictor:
             most += (4 * (last in saved) - MOMENT_BYTES * (0 in saved)) * sizes.tied
         return most + tokens * sizes.logits * (last in saved)
 
-    def _shape(self, choice: Choice) -> tuple[int, int, int]:
+    def _shape(self, choice: PipelineChoice) -> tuple[int, int, int]:
         return self.rows(choice), self.sequence, self.sizes.width
 
-    def _step(self, choice: Choice, layout: Layout, index: int) -> Step:
+    def _step(self, choice: PipelineChoice, layout: Layout, index: int) -> Step:
         """The step of one pipeline."""
         machines = self.machines[index * layout.ranks : (index + 1) * layout.ranks]
         tokens, shape, sizes = self.rows(choice) * self.sequence, self._shape(choice), self.sizes
@@ -267,12 +267,12 @@ class Predictor:
             self.sizes.parameters(layout.layer_counts[s], first=s == 0, last=s == last) for s in stages
         ) - (follows * self.sizes.tied)  # fmt: skip
 
-    def _gradient_bytes(self, choice: Choice, parameters: int) -> float:
+    def _gradient_bytes(self, choice: PipelineChoice, parameters: int) -> float:
         """Bytes that a rank sends to the other pipelines in a step."""
         count = choice.replicas
         return 2 * (count - 1) / count * self.all_reduce.nbytes((parameters,)) if count > 1 else 0.0
 
-    def _averaging(self, choice: Choice, layout: Layout, rank: int, parameters: int) -> float:
+    def _averaging(self, choice: PipelineChoice, layout: Layout, rank: int, parameters: int) -> float:
         """Seconds of averaging gradients over pipelines, and of a tied embedding's rows, there and back."""
         seconds = 0.0
         if choice.replicas > 1:
@@ -287,11 +287,11 @@ class Predictor:
             seconds += 2 * (self._step_rows(choice) * byte + latency)
         return seconds
 
-    def _members(self, choice: Choice, layout: Layout, rank: int) -> list[Machine]:
+    def _members(self, choice: PipelineChoice, layout: Layout, rank: int) -> list[Machine]:
         """The machines of a rank in all pipelines."""
         return [self.machines[index * layout.ranks + rank] for index in range(choice.replicas)]
 
-    def _step_rows(self, choice: Choice) -> int:
+    def _step_rows(self, choice: PipelineChoice) -> int:
         """Bytes of a tied embedding's rows in a step of a pipeline, in one direction."""
         return self._row_bytes(self.batch // choice.replicas * self.sequence, self._tied_rows)
 
@@ -319,7 +319,7 @@ class Predictor:
         ]  # fmt: skip
         return max(seconds, default=0.0), max((link.rtt_ms for link in links if link), default=0.0) / 2000
 
-    def _memory(self, choice: Choice, layout: Layout) -> tuple[float, ...]:
+    def _memory(self, choice: PipelineChoice, layout: Layout) -> tuple[float, ...]:
         """Bytes of each rank.
 
         Raises:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import product
 
 from lowbit.config import ConfigError
-from lowbit.plan.predict import Choice, MemoryShort, Prediction, Predictor
+from lowbit.plan.predict import MemoryShort, PipelineChoice, Prediction, Predictor
 from lowbit.simulate.predict import choose_formats
 from lowbit.train.config import Schedule
 
@@ -85,7 +85,7 @@ def search(
     for count, schedule, each, cut in product(replicas, schedules, stages_per_rank, largest_first):
         if schedule in _LAPS and each == 1 and "1F1B" in schedules:
             continue  # the same as 1F1B or GPipe
-        plain = Choice(replicas=count, schedule=schedule, stages_per_rank=each, microbatches=cut)
+        plain = PipelineChoice(replicas=count, schedule=schedule, stages_per_rank=each, microbatches=cut)
         try:
             shapes = list(_splits(predictor, plain))
             for name, layers in product(formats, shapes):
@@ -103,7 +103,7 @@ def search(
     return [_by_boundary(predictor, first, formats), *(found for found in order if found is not first)]
 
 
-def _splits(predictor: Predictor, choice: Choice) -> Iterator[tuple[int, ...]]:
+def _splits(predictor: Predictor, choice: PipelineChoice) -> Iterator[tuple[int, ...]]:
     """The split with the fastest slowest rank, and the even one if that fits, too.
 
     Raises:
@@ -132,7 +132,7 @@ def _splits(predictor: Predictor, choice: Choice) -> Iterator[tuple[int, ...]]:
 
 
 def _within_memory(
-    predictor: Predictor, choice: Choice, costs: Sequence[Callable[[int], float]]
+    predictor: Predictor, choice: PipelineChoice, costs: Sequence[Callable[[int], float]]
 ) -> Iterator[tuple[int, ...]]:
     """The fastest split with as many layers on each rank as its memory takes.
 
@@ -157,7 +157,7 @@ def _within_memory(
     yield _over_stages(shares, choice, predictor)
 
 
-def _over_stages(shares: Sequence[int], choice: Choice, predictor: Predictor) -> tuple[int, ...]:
+def _over_stages(shares: Sequence[int], choice: PipelineChoice, predictor: Predictor) -> tuple[int, ...]:
     """The layers of each stage, where those of a rank are shared evenly among its stages."""
     layout = predictor.layout(choice)
     counts = [0] * layout.stages
@@ -200,7 +200,7 @@ def _by_boundary(predictor: Predictor, found: Prediction, formats: Sequence[str]
     return predicted(mix) or found
 
 
-def _predicted(predictor: Predictor, choices: Iterable[Choice]) -> Iterator[Prediction]:
+def _predicted(predictor: Predictor, choices: Iterable[PipelineChoice]) -> Iterator[Prediction]:
     """Predictions of those that are possible."""
     for choice in choices:
         with contextlib.suppress(ConfigError):
@@ -211,7 +211,7 @@ def _seconds(found: Prediction) -> float:
     return found.seconds
 
 
-def _moves(predictor: Predictor, found: Prediction) -> Iterator[Choice]:
+def _moves(predictor: Predictor, found: Prediction) -> Iterator[PipelineChoice]:
     """The same with a layer of the busiest rank on another stage; of few stages, with any layer there."""
     choice = found.choice
     layout = predictor.layout(choice)

@@ -16,7 +16,7 @@ from lowbit.codecs import parse
 from lowbit.plan.budget import StageCost
 from lowbit.plan.layers import (
     CHOICES,
-    Prediction,
+    LayersPrediction,
     StepCosts,
     choice_errors,
     layer_settings,
@@ -183,12 +183,12 @@ class LayerMeter:
             costs = measure_layers(module, step, choices=choices, group=settings.group, repeats=settings.repeats)
             self._costs[kind] = with_errors(costs, errors)
 
-    def predictions(self, stage: int) -> list[Prediction]:
+    def predictions(self, stage: int) -> list[LayersPrediction]:
         """What can be chosen for a stage."""
         layers = len(self._layout.layers_of(stage))
         return predictions(self._costs[kind_of(self._layout, stage)], layers, max_error=self._max_error)
 
-    def predict(self, stage: int, choice: LayerChoice) -> Prediction:
+    def predict(self, stage: int, choice: LayerChoice) -> LayersPrediction:
         """One choice for all layers of a stage."""
         return self._costs[kind_of(self._layout, stage)].predict(((choice, len(self._layout.layers_of(stage))),))
 

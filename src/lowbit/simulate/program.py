@@ -30,7 +30,7 @@ class Whole:
     latency: Floats
 
 
-class Program:
+class StepProgram:
     """The schedule's actions with their messages."""
 
     def __init__(self, actions: Actions, stages: Sequence[StageTimes], network: Network, beside: bool) -> None:

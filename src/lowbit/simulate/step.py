@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from lowbit.simulate import events
 from lowbit.simulate.orders import Actions
 from lowbit.simulate.parts import Hosts, Network, StageTimes
-from lowbit.simulate.program import Floats, Program
+from lowbit.simulate.program import Floats, StepProgram
 
 _COMPILED_FROM = 50_000  # actions of this process so far: compiling takes longer than Python takes for these
 _simulated = [0]
@@ -104,7 +104,7 @@ def simulate(
         ValueError: actions that are not one step of these stages, a pair of ranks without a channel, or ranks that wait
             for each other for ever; the text names the first action that cannot begin.
     """
-    program = Program(actions, stages, network, beside)
+    program = StepProgram(actions, stages, network, beside)
     everyone = np.arange(actions.ranks, dtype=np.int32)
     cores = np.ones(actions.ranks) if hosts is None else hosts.cores
     of = everyone if hosts is None else hosts.of

@@ -32,7 +32,7 @@ Times = dict[int, dict[Choice, list[float]]]
 
 
 @dataclass(frozen=True)
-class Sample:
+class SumSample:
     """Sums that a layer makes: the codec is any of those with its sizes."""
 
     width: int
@@ -50,7 +50,7 @@ _measured = weakref.WeakKeyDictionary()
 
 
 def measured(
-    samples: Sequence[Sample], group: dist.ProcessGroup, settings: SumSettings, *, anew: bool = False
+    samples: Sequence[SumSample], group: dist.ProcessGroup, settings: SumSettings, *, anew: bool = False
 ) -> SumSettings:
     """Return settings with thresholds instead of `small="auto"`; all ranks must call this.
 
@@ -91,7 +91,7 @@ def choices(ranks: int, settings: SumSettings) -> tuple[Choice, ...]:
     return ("plain", "one_shot") if ranks == 2 else ("plain", "one_shot", "two_shot")
 
 
-def _times(sample: Sample, group: dist.ProcessGroup, settings: SumSettings, seconds: float) -> tuple[Times, str]:
+def _times(sample: SumSample, group: dist.ProcessGroup, settings: SumSettings, seconds: float) -> tuple[Times, str]:
     """Take turns on sums of more and more rows, as far as the time allows.
 
     Returns:
@@ -126,7 +126,7 @@ def _turn(x: torch.Tensor, codec: Codec, choice: Choice, group: dist.ProcessGrou
     return time.perf_counter() - start
 
 
-def _thresholds(kinds: Mapping[str, Sample], times: Mapping[str, Times], ranks: int, date: str) -> Thresholds:
+def _thresholds(kinds: Mapping[str, SumSample], times: Mapping[str, Times], ranks: int, date: str) -> Thresholds:
     milliseconds = {
         kind: {
             str(rows): {name: round(1e3 * statistics.median(turns), 3) for name, turns in by_choice.items()}

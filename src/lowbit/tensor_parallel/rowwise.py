@@ -20,7 +20,7 @@ from lowbit.codecs.base import Codec
 from lowbit.collectives import agree
 from lowbit.tensor_parallel import op
 from lowbit.tensor_parallel.drift import Drift
-from lowbit.tensor_parallel.measure import Sample, measured
+from lowbit.tensor_parallel.measure import SumSample, measured
 from lowbit.tensor_parallel.plan import is_cut_by_input, shards
 from lowbit.tensor_parallel.reduce import (
     SumSettings,
@@ -228,7 +228,7 @@ def install(
         )
         for name, summed in sums.items()
     }  # fmt: skip
-    samples = [Sample(sums[name].width, sums[name].dtype, sums[name].device, codecs[name]) for name in codecs]
+    samples = [SumSample(sums[name].width, sums[name].dtype, sums[name].device, codecs[name]) for name in codecs]
     installed.use(list(layer_sums.values()), partial(measured, samples, group, settings))
     for name, summed in sums.items():
         installed.replace(summed.module, sum_forward(summed, layer_sums[name]))
@@ -352,7 +352,7 @@ class LowBitRowwiseParallel(RowwiseParallel):
         self._partition_linear_fn(self.name, module, device_mesh)
         assert is_cut_by_input(module)
         weight = local(module.weight)
-        sample = Sample(module.out_features, weight.dtype, weight.device, self.codec)
+        sample = SumSample(module.out_features, weight.dtype, weight.device, self.codec)
         layer_sum = LayerSum(
             name=self.name, width=module.out_features, device=weight.device, codec=self.codec,
             settings=measured([sample], group, self.settings), ranks=device_mesh.size(), group=group, drift=self.drift,
