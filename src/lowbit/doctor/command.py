@@ -19,7 +19,7 @@ from lowbit.report import Column, Command, Row, Table
 
 
 def examine(settings: DoctorSettings) -> tuple[list[Any], bool]:
-    """Check the machines: the rows of the page, equal on all of them, and whether this one writes `output`.
+    """Check the machines; return the rows of the page, equal on all of them, and whether this one writes `output`.
 
     Raises:
         ConfigError: no place to meet, or an output that somebody has changed.
@@ -62,7 +62,7 @@ def stops(rows: Sequence[Any]) -> bool:
 
 
 def write_output(settings: DoctorSettings, rows: Sequence[Any]) -> str:
-    """Write `output`, and tell in a line what is in it; empty without one."""
+    """Write `output`, and return a line that says what it contains; empty without an output."""
     if not settings.output:
         return ""
     if not write_cluster(settings.output, rows, overwrite=settings.overwrite):

@@ -1,4 +1,4 @@
-"""What the machines find out together: facts, ports, links and speeds. All of them end with the same survey."""
+"""Surveys the machines together: facts, ports, links and speeds. All machines end with the same survey."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class SurveyedMachine:
 
     Attributes:
         clock_ms: how far its clock is ahead of the first machine's.
-        seen: addresses that its connections come from. reached: addresses of it that somebody reached.
+        seen: source addresses of its connections. reached: its addresses that another machine reached.
     """
 
     facts: Facts
@@ -52,13 +52,13 @@ class SurveyedMachine:
 
 @dataclass
 class MachineSurvey:
-    """All that was found.
+    """Everything that the machines have found out.
 
     Attributes:
-        machines: by rank. states: of ports, by who connects to whom, address and port.
-        links: what was measured, by sender and receiver. problems: why machines did not join the process group.
-        strangers: names of machines that do not know the secret. alone: why this machine met nobody.
-        left: the rank that left before the end (-1: not known), and how. stalled: a direction in which nothing passes.
+        machines: by rank. states: of ports, by (caller, called), then by (address, port).
+        links: measurements, by (sender, receiver). problems: why machines did not join the process group.
+        strangers: names of machines that do not know the secret. alone: why this machine met no other.
+        left: rank that left before the end (-1: unknown), and how. stalled: (sender, receiver) whose messages stall.
         first: whether this is the first machine.
     """
 
@@ -121,7 +121,7 @@ def _ask(survey: MachineSurvey, meeting: Meeting, own: Facts) -> None:
         return
     try:
         with joined(_WATCH_SECONDS):
-            # Machines wait for each other for longer than an operation of the first group may take.
+            # A group with a longer time limit: here machines wait for each other longer than the first group allows.
             side = new_group(timeout=_SPEED_SECONDS)
             _measure_links(survey, side)
             say("measures compute and coding, which takes minutes the first time on a machine")
@@ -133,7 +133,7 @@ def _ask(survey: MachineSurvey, meeting: Meeting, own: Facts) -> None:
 
 
 def _named(facts: dict[int, Facts]) -> dict[int, SurveyedMachine]:
-    """The machines, each with a name of its own."""
+    """The machines; those with the same name get numbers."""
     machines: dict[int, SurveyedMachine] = {}
     for rank, own in sorted(facts.items()):
         taken = {machine.facts.name for machine in machines.values()}
@@ -149,8 +149,9 @@ def _probe_ports(survey: MachineSurvey, meeting: Meeting) -> None:
         for rank, machine in survey.machines.items() if rank != meeting.rank
         for address in machine.facts.addresses for port in machine.facts.ports
     ]  # fmt: skip
-    states, seen = probe(places, {rank: _word(meeting, rank) for rank in survey.machines})
-    results = ProbeResults(states=tuple((*p, state) for p, state in zip(places, states, strict=True)), seen=tuple(seen))
+    states, sources = probe(places, {rank: _word(meeting, rank) for rank in survey.machines})
+    by_place = tuple((*place, state) for place, state in zip(places, states, strict=True))
+    results = ProbeResults(states=by_place, seen=tuple(sources))
     for caller, found in meeting.exchange(results, _EXCHANGE_SECONDS + 5.0 * meeting.ranks).items():
         if caller not in survey.machines:  # it stated the facts too late
             continue
@@ -162,7 +163,7 @@ def _probe_ports(survey: MachineSurvey, meeting: Meeting) -> None:
 
 
 def _word(meeting: Meeting, rank: int) -> str:
-    """What a machine's ports answer."""
+    """The word that a machine's ports answer with."""
     return signature(run_secret(), meeting.attempt, "port", rank)
 
 
@@ -179,7 +180,7 @@ def _measure_links(survey: MachineSurvey, side: ProcessGroup | None) -> None:
 
 
 def _measure(survey: MachineSurvey, messages: Messages, pair: tuple[int, int]) -> Measured:
-    """What this machine finds of its link to the other one of a pair."""
+    """Measure this machine's link to the other one of a pair."""
     direction = pair
     try:
         trip = round_trip(messages, pair[0] + pair[1] - messages.rank, now_ns)
@@ -201,7 +202,7 @@ def _measure(survey: MachineSurvey, messages: Messages, pair: tuple[int, int]) -
 
 
 def _segments() -> tuple[int, int]:
-    """Segments that TCP has sent again, and all that it has sent, of all connections of this machine."""
+    """Numbers of TCP segments that this machine has retransmitted, and that it has sent."""
     with contextlib.suppress(OSError, ValueError, KeyError):
         names, values = (line.split() for line in Path("/proc/net/snmp").read_text().splitlines() if line[:4] == "Tcp:")
         counts = dict(zip(names, values, strict=True))
