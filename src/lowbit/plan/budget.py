@@ -149,7 +149,7 @@ def plan_bits(
 
     Raises:
         ValueError: numbers of stages that differ, more than 18 stages on a rank, a width without sensitivity, or a
-            budget below the least that would do; the text names it.
+            budget below the smallest that suffices, which the text names.
     """
     check_int("device_bytes", device_bytes, 1, 1 << 62)
     if len(costs) != len(held.stages):
