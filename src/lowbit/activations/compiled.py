@@ -164,8 +164,8 @@ def compiled_forward(module: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
         return layer.own(x)
     if layer.kind == "norm":
         return _norm(module, layer.formula, x, codec)
-    known = layer.formula in ACTIVATIONS
-    return _Activation.apply(x, layer.formula, codec) if known and x.requires_grad else layer.own(x)
+    supported = layer.formula in ACTIVATIONS
+    return _Activation.apply(x, layer.formula, codec) if supported and x.requires_grad else layer.own(x)
 
 
 def _linear(module: Any, layer: Any, x: Tensor, codec: str) -> Tensor:

@@ -85,8 +85,8 @@ def _gate(module: Any, has_up: bool) -> Gate | None:
         return None
     if not isinstance(value, Tensor) or value.shape != gate.shape:
         return None
-    known = ((name, plain_gated(gate, up, name)) for name in gated.ACTIVATIONS)
-    activation = next((name for name, y in known if torch.allclose(value, y, rtol=1e-5, atol=1e-5)), None)
+    candidates = ((name, plain_gated(gate, up, name)) for name in gated.ACTIVATIONS)
+    activation = next((name for name, y in candidates if torch.allclose(value, y, rtol=1e-5, atol=1e-5)), None)
     return Gate(formula=formula, activation=activation, has_up=has_up)
 
 

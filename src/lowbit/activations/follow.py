@@ -196,7 +196,7 @@ def encoded(codec: Codec, x: Tensor) -> Tensor:
     return payload
 
 
-def known(x: Tensor) -> Recipe | None:
+def saved_recipe(x: Tensor) -> Recipe | None:
     """The recipe of `x`, also if attention's kernel has saved it anyway; None: nothing is saved of it."""
     recipe = recipe_of(x)
     if recipe is None and from_attention(x):
@@ -265,7 +265,7 @@ def _outermost(module: nn.Module, layer: Layer, *args: Any, **kwargs: Any) -> An
             return _run(module, layer, *args, **kwargs)
         with survey.counting(module, (args, kwargs)):
             out = _run(module, layer, *args, **kwargs)
-    if survey.tell():
+    if survey.log():
         layer.shared.survey = None
     return out
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lowbit.activations.checkpoint import after_linear
-from lowbit.activations.follow import TorchCall, encoded, handles, known, large_enough
+from lowbit.activations.follow import TorchCall, encoded, handles, large_enough, saved_recipe
 from lowbit.activations.functions import (
     BatchedFunction,
     IndexAddFunction,
@@ -253,7 +253,7 @@ def dropout(call: TorchCall, input: Tensor, p: float = 0.5, training: bool = Tru
         with torch.no_grad():
             factors = functional.dropout(torch.ones_like(input), p)
             out, mask, scale = input * factors, packed_bits(factors), 1 / (1 - p)
-        recipe = known(input)
+        recipe = saved_recipe(input)
         out = MaskFunction.apply(input, out, mask, scale)
         if recipe is not None:
             attach_until_backward(out, recipe.derived(input.shape, Masked(scale), mask))
@@ -268,7 +268,7 @@ def dropout(call: TorchCall, input: Tensor, p: float = 0.5, training: bool = Tru
 )  # fmt: skip
 def same_elements(call: TorchCall, *args: Any, **kwargs: Any) -> Any:
     """Views and casts with the same elements in the same order: the recipe holds for them, too."""
-    recipe = known(args[0]) if args and isinstance(args[0], Tensor) else None
+    recipe = saved_recipe(args[0]) if args and isinstance(args[0], Tensor) else None
     if recipe is None:
         return NotImplemented
     x, out = args[0], call.func(*args, **kwargs)

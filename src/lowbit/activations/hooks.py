@@ -170,8 +170,8 @@ class _Packing(TorchFunctionMode):
             held.place = (x.size(), torch.empty(x.size(), device="meta").stride(), 0)
             return _Coded(x.detach().contiguous(), codec)
         key = (storage._cdata, x.dtype, x._version, codec)
-        known = self._coded.get(key)
-        coded = known[1]() if known else None
+        cached = self._coded.get(key)
+        coded = cached[1]() if cached else None
         if coded is None:
             coded = _Coded(x.detach().as_strided((total,), (1,), 0), codec)
             self._coded[key] = StorageWeakRef(storage), weakref.ref(coded)

@@ -95,11 +95,11 @@ def normalized(
     A payload of `x` that a linear layer has saved serves the norm, too, unless it has fewer bits: then both are saved.
     """
     codec = call.codec("norm", x)
-    known = None if codec is None else itself(x, codec)
-    saved, codec = known or ((room(codec, x),), codec)
+    existing = None if codec is None else itself(x, codec)
+    saved, codec = existing or ((room(codec, x),), codec)
     form = NormOutput(x.shape, codec, norm, norm.eps_of(x))
-    out = NormFunction.apply(x, weight, bias, form, saved, known is None, dtype)
-    if known is None and recipe_of(x) is None:
+    out = NormFunction.apply(x, weight, bias, form, saved, existing is None, dtype)
+    if existing is None and recipe_of(x) is None:
         attach(x, Recipe(Itself(x.shape, codec), saved, weak=True))
     attach_until_backward(out, Recipe(form, (*saved, weight, bias)))
     return out

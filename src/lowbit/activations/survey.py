@@ -21,7 +21,7 @@ from lowbit.activations.counting import copies_a_weight, key_of, parts_of
 log = logging.getLogger(__name__)
 
 _EXPECTED = ("scaled_dot_product_attention", "loss", "cross_entropy", "embedding", "log_softmax")
-_WORTH_TELLING = 0.1  # of what is kept
+_WORTH_LOGGING = 0.1  # of what is kept
 
 
 @dataclass
@@ -134,7 +134,7 @@ class Survey:
         if self._counting:
             self._row().reasons.add(reason)
 
-    def tell(self) -> bool:
+    def log(self) -> bool:
         """Log what was counted if something was compressed; False: not yet."""
         if not self._compressed:
             return False
@@ -143,12 +143,12 @@ class Survey:
         whole: Counter[str] = Counter()
         for row in self.rows.values():
             whole.update({n: s for n, s in row.whole.items() if not any(word in n for word in _EXPECTED)})
-        told = [f"{name} ({size / kept:.0%})" for name, size in whole.most_common(5) if size > _WORTH_TELLING * kept]
-        if told:
+        largest = [f"{name} ({size / kept:.0%})" for name, size in whole.most_common(5) if size > _WORTH_LOGGING * kept]
+        if largest:
             log.warning(
                 "of %s kept for backward (%.0f%% of plain), these functions save their tensors uncompressed: %s; "
                 "print what compress_saved_ returned for the modules", _bytes(kept), 100 * kept / max(self.plain, 1),
-                ", ".join(told),
+                ", ".join(largest),
             )  # fmt: skip
         return True
 

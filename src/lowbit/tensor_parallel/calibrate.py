@@ -253,12 +253,12 @@ def _held_out(
         """Take samples of as many rows as `Drift` does, from each sequence."""
         if rank < calibration.world:
             codec = calibration.codec(layer, rank)
-            seen = errors[layer].setdefault(str(rank), [])
-            turns = range(len(seen), len(seen) + _SAMPLES)
+            sampled = errors[layer].setdefault(str(rank), [])
+            turns = range(len(sampled), len(sampled) + _SAMPLES)
             found = [
                 relative_error(codec, sample(rows, turn)) for rows in x.reshape(-1, *x.shape[-2:]) for turn in turns
             ]
-            seen.extend(torch.stack(found).tolist())
+            sampled.extend(torch.stack(found).tolist())
 
     def after(count: int) -> None:
         nonlocal done

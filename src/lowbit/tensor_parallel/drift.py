@@ -109,7 +109,7 @@ class Drift:
         check_int("every", every, 1, 1 << 30)
         self.threshold, self.every = threshold, every
         self._layers: dict[str, _Watched] = {}
-        self._told = False
+        self._warned_nan = False
 
     def attach(self, layer: str, codec: Codec | None) -> None:
         """Watch a layer.
@@ -141,7 +141,7 @@ class Drift:
 
     def reset(self) -> None:
         """Forget all samples and allow warnings again."""
-        self._told = False
+        self._warned_nan = False
         for watched in self._layers.values():
             watched.sums.clear()
             watched.calls, watched.warned = 0, False
@@ -169,8 +169,8 @@ class Drift:
         rows = self._rows(layer, watched)
         if any(row.bad for row in rows):
             watched.warned = True
-            if not self._told:  # the layers behind it get it from there
-                self._told = True
+            if not self._warned_nan:  # the layers behind it get it from there
+                self._warned_nan = True
                 row = next(row for row in rows if row.bad)
                 _log.warning(
                     "NaN or Inf in the partial sums of %s on rank %d: not a matter of the calibration; the model, its "

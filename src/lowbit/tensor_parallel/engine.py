@@ -75,19 +75,19 @@ def installed(name: str, module: nn.Module) -> Style | None:
     state = dict(inspect.getclosurevars(forward).nonlocals)
     style, mesh = state.get("self"), state.get("mesh", state.get("ep_mesh"))
     kind = type(style).__name__ if style is not None else forward.__qualname__.partition(".")[0]
-    known = _KINDS.get(kind)
-    if known == "whole":
-        return Style(name=name, module=module, kind=known, style=style, mesh=mesh, own=forward, state=state)
+    role = _KINDS.get(kind)
+    if role == "whole":
+        return Style(name=name, module=module, kind=role, style=style, mesh=mesh, own=forward, state=state)
     own = state.get("original_forward", state.get("implementation"))
-    if style is None or known is None or mesh is None or own is None:
+    if style is None or role is None or mesh is None or own is None:
         raise ValueError(
             f"{name} ({type(module).__name__}) has the tensor-parallel style {kind} of Transformers, and it is unknown "
             f"whether its output is a sum; allowed: {', '.join(_KINDS)}"
         )
     layout = getattr(style, "output_layouts", None)
-    if (known == "column" and isinstance(layout, Replicate)) or (known == "embedding" and style.shard_dim != 0):
-        known = "gather"
-    return Style(name=name, module=module, kind=known, style=style, mesh=mesh, own=own, state=state)
+    if (role == "column" and isinstance(layout, Replicate)) or (role == "embedding" and style.shard_dim != 0):
+        role = "gather"
+    return Style(name=name, module=module, kind=role, style=style, mesh=mesh, own=own, state=state)
 
 
 def partial_sum(style: Style) -> Parts | None:

@@ -70,12 +70,12 @@ def measured(
         return settings
     if settings.small != "auto" or dist.get_world_size(group) == 1 or not kinds:
         return settings
-    known = _measured.setdefault(group, {})
+    cache = _measured.setdefault(group, {})
     for kind, sample in kinds.items():
         key = kind, settings.algorithm, settings.checksums
-        if anew or key not in known:
-            known[key] = _times(sample, group, settings, _SECONDS / len(kinds))
-    results = {kind: known[kind, settings.algorithm, settings.checksums] for kind in kinds}
+        if anew or key not in cache:
+            cache[key] = _times(sample, group, settings, _SECONDS / len(kinds))
+    results = {kind: cache[kind, settings.algorithm, settings.checksums] for kind in kinds}
     times = {kind: times for kind, (times, _) in results.items()}
     date = max(date for _, date in results.values())
     thresholds = _thresholds(kinds, times, dist.get_world_size(group), date)
