@@ -117,7 +117,7 @@ class VllmSettings:
 
 
 def settings_of(config: Any) -> VllmSettings:
-    """Read the settings and store them in `additional_config`, which is part of vLLM's key for compiled graphs."""
+    """Return the settings; store those of the environment in `additional_config`, a part of vLLM's graph key."""
     more = config.additional_config
     given = more.get(KEY) if isinstance(more, dict) else None
     settings = from_environment()
