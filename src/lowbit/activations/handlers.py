@@ -1,7 +1,7 @@
-"""What is saved for torch functions: linear layers, norms, activations, products, dropout, views and casts.
+"""Handlers of torch functions: linear layers, norms, activations, products, dropout, views and casts.
 
-Also what mixture-of-experts layers are written out of (gathers, batched products, sums): `lowbit.activations.experts`
-replaces whole layers of the usual form, these handlers serve loops over modules and products with all experts' weights.
+They also handle the parts of mixture-of-experts layers (gathers, batched products, sums): `lowbit.activations.experts`
+replaces whole layers of the usual form; these handlers serve loops over modules and products with all experts' weights.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from lowbit.activations.recipes import (
 )
 from lowbit.codecs.checks import FLOATS
 
-_MUCH_WIDER = 4  # outputs than inputs: the product takes less time than saving the output takes bytes
+_MUCH_WIDER = 4  # times as many outputs as inputs: computing the product again is cheaper than saving it
 
 
 @handles(functional.linear)
@@ -138,7 +138,7 @@ def _norm(
 
 @handles(functional.silu, functional.relu)
 def silu(call: TorchCall, input: Tensor, inplace: bool = False) -> Any:
-    """SiLU, ReLU."""
+    """SiLU, and ReLU by the function that takes `inplace`."""
     if inplace:
         return call.left("changed in place")
     return _activation(call, (input,), input, "silu" if call.func is functional.silu else "relu")
@@ -165,10 +165,10 @@ def _activation(call: TorchCall, given: tuple[Any, ...], x: Tensor, activation: 
 
 @handles(torch.mul, torch.multiply, Tensor.mul, Tensor.multiply, Tensor.__mul__, Tensor.__rmul__)
 def product(call: TorchCall, input: Any, other: Any, **kwargs: Any) -> Any:
-    """act(gate) * up: a payload each of gate and up serves the product, its gradients and the layer that follows.
+    """act(gate) * up: payloads of gate and up serve the product, its gradients and the layer that follows.
 
     A tensor times a trained factor for each channel (DoRA, LayerScale) saves a payload of the tensor, and so do rows
-    times a number each, such as outputs of experts times routing weights.
+    times one factor each, such as outputs of experts times routing weights.
     """
     if kwargs or not isinstance(input, Tensor) or not isinstance(other, Tensor):
         return NotImplemented if kwargs else elementwise(call, input, other)
@@ -213,7 +213,7 @@ def _scaled(call: TorchCall, given: tuple[Tensor, Tensor], x: Tensor, factor: Te
 
 @handles(torch.square, Tensor.square)
 def square(call: TorchCall, input: Tensor) -> Any:
-    """The square of what is saved anyway, such as that of ReLU's output."""
+    """The square of a tensor that is saved anyway, such as ReLU's output."""
     recipe = recipe_of(input)
     if recipe is None or not call.saves(input):
         return NotImplemented
@@ -249,7 +249,7 @@ def dropout(call: TorchCall, input: Tensor, p: float = 0.5, training: bool = Tru
     if inplace or not training or not 0 < p < 1 or not large_enough(input) or not call.saves(input):
         return NotImplemented
     with call.handled(input, p, training):
-        # Drawn as PyTorch does it, so that results are the same.
+        # The mask is drawn in the same way as by PyTorch, so that results are the same.
         with torch.no_grad():
             factors = functional.dropout(torch.ones_like(input), p)
             out, mask, scale = input * factors, packed_bits(factors), 1 / (1 - p)
@@ -267,7 +267,7 @@ def dropout(call: TorchCall, input: Tensor, p: float = 0.5, training: bool = Tru
     Tensor.float, Tensor.bfloat16, Tensor.half,
 )  # fmt: skip
 def same_elements(call: TorchCall, *args: Any, **kwargs: Any) -> Any:
-    """Views and casts with the same elements in the same order: the recipe holds for them, too."""
+    """Views and casts with the same elements in the same order, for which the tensor's recipe is also valid."""
     recipe = saved_recipe(args[0]) if args and isinstance(args[0], Tensor) else None
     if recipe is None:
         return NotImplemented
@@ -286,7 +286,7 @@ def same_elements(call: TorchCall, *args: Any, **kwargs: Any) -> Any:
     Tensor.repeat, Tensor.repeat_interleave, torch.repeat_interleave,
 )  # fmt: skip
 def moved_elements(call: TorchCall, *args: Any, **kwargs: Any) -> Any:
-    """Views with some of the elements, or with another order of them."""
+    """Views with only some of the elements, or in another order."""
     recipe = recipe_of(args[0]) if args and isinstance(args[0], Tensor) else None
     if recipe is None or not _is_basic(args[1:]):
         return NotImplemented
@@ -298,7 +298,7 @@ def moved_elements(call: TorchCall, *args: Any, **kwargs: Any) -> Any:
 
 
 class _Again:
-    """A function with all arguments but the first, and which of its results is meant."""
+    """A function with all arguments but the first, and the index of the result to return."""
 
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], index: int | None) -> None:
         self.func, self.args, self.kwargs, self.index = func, args, kwargs, index
@@ -309,7 +309,7 @@ class _Again:
 
 
 def _is_basic(args: Any) -> bool:
-    """Whether arguments hold no tensors: an index by these is no view."""
+    """Whether arguments contain no tensors: indexing with these is a view."""
     if isinstance(args, list | tuple):
         return all(map(_is_basic, args))
     return not isinstance(args, Tensor)
@@ -317,7 +317,7 @@ def _is_basic(args: Any) -> bool:
 
 @handles(Tensor.__getitem__)
 def getitem(call: TorchCall, input: Tensor, index: Any) -> Any:
-    """Rows of a tensor by their numbers, which are gathered again in backward; other indices: views."""
+    """Rows of a tensor by their numbers, which are gathered again in backward; other indices are views."""
     rows = index[-1] if isinstance(index, tuple) and [*index[:-1]] == [None] else index
     if not isinstance(rows, Tensor) or rows.dim() != 1 or rows.is_floating_point() or rows.dtype == torch.bool:
         return moved_elements(call, input, index)
@@ -326,7 +326,7 @@ def getitem(call: TorchCall, input: Tensor, index: Any) -> Any:
 
 @handles(torch.index_select, Tensor.index_select)
 def index_select(call: TorchCall, input: Tensor, dim: int, index: Tensor) -> Any:
-    """The same, written so."""
+    """Handle `index_select` along the first dimension like an index of rows."""
     return _gathered(call, input, index, (dim, index)) if dim == 0 and index.dim() == 1 else NotImplemented
 
 
@@ -345,7 +345,7 @@ def _picked(x: Tensor, rows: Tensor) -> Tensor:
 
 @handles(Tensor.index_add_)
 def index_add_(call: TorchCall, input: Tensor, dim: int, index: Tensor, source: Tensor, **kwargs: Any) -> Any:
-    """Rows added to those with these numbers: PyTorch saves the rows for their shape alone."""
+    """Add rows to those with these numbers; unlike PyTorch, do not save the rows, of which only the shape is needed."""
     if kwargs or dim != 0 or index.dim() != 1 or not source.requires_grad or (input.is_leaf and input.requires_grad):
         return NotImplemented
     if source.dtype != input.dtype or not call.saves(source):

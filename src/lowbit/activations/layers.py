@@ -1,4 +1,4 @@
-"""Modules that are replaced as a whole: norms and activation functions, whose formulas take many torch functions."""
+"""Replaces whole modules: norms and activation functions, which often consist of many torch functions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from lowbit.codecs import Codec, GroupInt
 
 
 def _of_one_tensor(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward for calls with one tensor that save something for backward; the module's own for all others."""
+    """Make a forward for calls with one tensor that save something for backward; other calls use the module's own."""
 
     @functools.wraps(forward)
     def called(module: Any, layer: Layer, *args: Any, **kwargs: Any) -> Any:
@@ -81,7 +81,7 @@ def activation_forward(call: TorchCall, x: Tensor, *weights: Tensor | None) -> T
 
 
 class _Flatter:
-    """What SiLU's output is divided by."""
+    """Divides SiLU's output by its steepness, for quick GELU."""
 
     def __call__(self, x: Tensor) -> Tensor:
         return x / STEEPNESS
@@ -92,7 +92,7 @@ def normalized(
 ) -> Tensor:
     """A norm over the last dimension; attaches a recipe to its output for the layers that follow.
 
-    A payload of `x` that a linear layer has saved serves the norm, too, unless it has fewer bits: then both are saved.
+    The norm shares a payload of `x` that a linear layer has saved, unless that has fewer bits: then both are saved.
     """
     codec = call.codec("norm", x)
     existing = None if codec is None else itself(x, codec)
@@ -120,7 +120,7 @@ def activated(call: TorchCall, x: Tensor, activation: str) -> Any:
 
 
 def _rectified(x: Tensor, codec: Codec) -> Tensor:
-    """ReLU, of which a bit for each element tells exactly whether it passes; its output takes a bit less."""
+    """ReLU, which saves an exact mask of one bit per element, and its output with one bit less."""
     with torch.no_grad():
         out = x.relu()
         mask = packed_bits(out)
@@ -134,7 +134,7 @@ def _rectified(x: Tensor, codec: Codec) -> Tensor:
 
 
 def attach_until_backward(out: Tensor, recipe: Recipe) -> None:
-    """Attach a recipe, whose tensors are released in backward of the node that made `out`."""
+    """Attach a recipe whose tensors are released in the backward of the node that made `out`."""
     attach(out, recipe)
     if out.grad_fn is not None:
         recipe.until_backward(out.grad_fn)
@@ -150,4 +150,4 @@ def _norm_dtype(module: nn.Module, norm: Norm, x: Tensor) -> torch.dtype:
     return x.dtype
 
 
-_FLOAT32_ON_CUDA = (nn.LayerNorm, nn.RMSNorm)  # autocast computes them so
+_FLOAT32_ON_CUDA = (nn.LayerNorm, nn.RMSNorm)  # autocast computes these in float32

@@ -1,9 +1,9 @@
-"""What is saved for products of two activations, and for attention that is written out with them.
+"""Handlers for products of two activations, and for attention that is written out with them.
 
 A product saves payloads of its two factors. What follows it (a factor, a mask, tanh, softmax, dropout) has a recipe
-that follows from the product's, so softmax and tanh save the same payloads again, and nothing of tokens x tokens is
-kept but what dropout takes. Everything is computed again in the dtypes of the forward pass: a mask with the least
-float32 stays finite there.
+derived from the product's, so softmax and tanh save the same payloads again, and only dropout keeps tensors of the size
+tokens x tokens. Everything is computed again in the dtypes of the forward pass, in which a mask with the lowest float32
+stays finite.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def product_of_two(
         return NotImplemented
     if added is not None and (added.requires_grad or added.is_inference()):
         return NotImplemented
-    # What only one gradient needs is saved by PyTorch only then; a constant factor is kept by reference.
+    # PyTorch saves a factor only if the other one's gradient is needed; a constant factor is kept by reference.
     if not (x.requires_grad and y.requires_grad and large_enough(x) and large_enough(y) and call.saves(x, y)):
         return NotImplemented
     codec = call.codec("attention")
@@ -43,10 +43,10 @@ def product_of_two(
     with call.handled(*given, **kwargs):
         with torch.no_grad():
             out = call.func(*(t.detach() for t in given), **kwargs)
-        # Softmax amplifies errors of q and k: they get more bits than v.
+        # Softmax amplifies errors of q and k, so they get more bits than v.
         fine = codec if codec is None or any(map(_is_softmax, (x, y))) else finer(codec)
         parts, saved = zip(*(_factor(t, fine, out.dtype) for t in (x, y)), strict=True)
-        rest = () if added is None or not beta else (added.detach(),)  # not a buffer that others write to
+        rest = () if added is None or not beta else (added.detach(),)  # unused if beta is 0, and may be overwritten
         form = Computed(parts, _Product(beta, alpha), len(rest))
         out = MatmulFunction.apply(x, y, out, parts, alpha, (*saved[0], *saved[1]))
         attach_until_backward(out, Recipe(form, (*saved[0], *saved[1], *rest)))
@@ -54,7 +54,7 @@ def product_of_two(
 
 
 def _factor(x: Tensor, codec: Codec | None, dtype: torch.dtype) -> tuple[Operand, SavedTensors]:
-    """How a factor is rebuilt, and from what."""
+    """Return how a factor is rebuilt, and the tensors for that."""
     recipe = any_recipe_of(x)
     if recipe is None or (isinstance(recipe.form, Itself) and recipe.form.bits < Itself(x.shape, codec).bits):
         saved: SavedTensors = (x.to(dtype) if codec is None else encoded(codec, x),)
@@ -67,7 +67,7 @@ def _factor(x: Tensor, codec: Codec | None, dtype: torch.dtype) -> tuple[Operand
 
 
 class _Product:
-    """A product, as `torch.baddbmm` has it."""
+    """A product with the factors of `torch.baddbmm`."""
 
     def __init__(self, beta: float, alpha: float) -> None:
         self.beta, self.alpha = beta, alpha
@@ -88,7 +88,7 @@ def baddbmm(
 
 
 def _recipe_of(x: Any) -> Recipe | None:
-    """The recipe of what follows from a product of two activations."""
+    """The recipe of `x` if it is derived from a product of two activations."""
     recipe = any_recipe_of(x) if isinstance(x, Tensor) and x.requires_grad else None
     return recipe if recipe is not None and isinstance(recipe.form, Computed) else None
 
@@ -103,7 +103,7 @@ def _is_softmax(x: Tensor) -> bool:
 
 
 def _then(recipe: Recipe, x: Tensor, function: Callable[..., Tensor], *tensors: Tensor) -> Recipe:
-    """The recipe of a function of `x`, which has this recipe, and of other tensors."""
+    """The recipe of a function of `x`, whose own recipe is given, and of other tensors."""
     saved = recipe.saved() or ()
     part = Operand(recipe.rebuilt, x.shape, x.dtype, len(saved))
     return Recipe(Computed((part,), function, len(tensors)), tensors, parent=recipe)
@@ -120,14 +120,14 @@ _IN_PLACE = {
     Tensor.__add__, Tensor.__radd__, Tensor.masked_fill, torch.masked_fill, *_IN_PLACE,
 )  # fmt: skip
 def elementwise(call: TorchCall, input: Any, other: Any, *value: Any) -> Any:
-    """A factor, a mask or a bias of scores, of which PyTorch saves nothing."""
+    """A factor, a mask or a bias of scores, for which PyTorch saves nothing."""
     if (recipe := _recipe_of(input)) is None:
         if call.func not in (torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__) or not _recipe_of(other):
             return NotImplemented
         input, other = other, input
         recipe = _recipe_of(input)
     tensors = [t for t in (other, *value) if isinstance(t, Tensor)]
-    # What is as large as the scores would be kept for them alone: softmax then saves what PyTorch does. Inference
+    # A tensor as large as the scores would be kept only for the recipe: let softmax save its output instead. Inference
     # tensors cannot be saved at all.
     if recipe is None or any(t.requires_grad or t.is_inference() or 2 * t.numel() > input.numel() for t in tensors):
         return NotImplemented
@@ -140,7 +140,7 @@ def elementwise(call: TorchCall, input: Any, other: Any, *value: Any) -> Any:
 
 
 class _With:
-    """A function of a tensor and other arguments, of which the tensors are given again."""
+    """A function of a tensor and other arguments; those that are tensors are passed again in the call."""
 
     def __init__(self, function: Any, args: tuple[Any, ...]) -> None:
         self.function = function
@@ -176,7 +176,7 @@ def softmax(call: TorchCall, input: Tensor, dim: int, dtype: torch.dtype | None 
 
 
 class _Softmax:
-    """Softmax over a dimension, in the dtype that it had."""
+    """Softmax over a dimension, in the dtype of its forward."""
 
     def __init__(self, dim: int) -> None:
         self.dim = dim
@@ -196,7 +196,7 @@ def _tanh_gradient(grad_out: Tensor, out: Tensor) -> Tensor:
 def _output(
     call: TorchCall, x: Tensor, given: tuple[Any, ...], kwargs: dict[str, Any], function: Any, gradient: Any
 ) -> Any:
-    """A function of scores whose gradient needs its output alone."""
+    """Handle a function of scores whose gradient needs only its output."""
     recipe = _recipe_of(x)
     if recipe is None or not call.saves(x):
         return NotImplemented

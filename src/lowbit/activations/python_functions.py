@@ -1,7 +1,7 @@
 """Megatron-Core's autograd functions: its linear layers, and gates that it computes as one function.
 
-PyTorch calls functions written in Python without asking the mode that follows a model. Here `apply` of these classes
-asks first, as torch functions do, so handlers get the call. Megatron is not imported: what is not loaded is not used.
+PyTorch does not pass autograd functions written in Python to the mode that follows a model. Here `apply` of these
+classes does, so that handlers get the call. Megatron is not imported: functions that are not loaded are not used.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lowbit.activations.recipes import Rebuilt, SavedTensors
 
 
 def ask_first() -> None:
-    """Make the functions below that are loaded ask; outside of followed models they run as before."""
+    """Pass calls of the functions below to the mode, if they are loaded; outside of followed models nothing changes."""
     for (module, name), handler in _KNOWN.items():
         owner: Any = sys.modules.get(module)
         own = getattr(owner, name, None)
@@ -46,7 +46,7 @@ def _asking(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _linear(call: TorchCall, input: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Any:
-    """A column- or row-wise linear layer: Megatron's own forward and backward, which gets its input rebuilt."""
+    """A column- or row-wise linear layer: Megatron's own forward and backward, which gets the rebuilt input."""
     if not weight.requires_grad or not large_enough(input) or not call.saves(input, weight, bias):
         return NotImplemented
     with call.handled(input, weight, bias, *rest):
@@ -54,7 +54,7 @@ def _linear(call: TorchCall, input: Tensor, weight: Tensor, bias: Tensor | None,
 
 
 class _Rebuilding(torch.autograd.Function):
-    """Another function of x, weight and bias; saves tensors that rebuild x in place of x."""
+    """Wraps another function of x, weight and bias; saves tensors that rebuild x instead of x."""
 
     @staticmethod
     def forward(
@@ -83,7 +83,7 @@ class _Rebuilding(torch.autograd.Function):
 
 
 def _gate(call: TorchCall, activation: Callable[..., Tensor], x: Tensor, bias: Tensor | None, *given: Any) -> Any:
-    """act(gate) * up of the two halves of x + bias by torch functions, which are followed."""
+    """Compute act(gate) * up of the two halves of x + bias by torch functions, which are followed."""
     if any(arg is True for arg in given):
         say_once("gates that Megatron saves in FP8 or moves to the CPU are left to it")
         return NotImplemented

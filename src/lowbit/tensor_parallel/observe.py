@@ -20,7 +20,7 @@ _PER_SEQUENCE = 32
 
 
 def sampling(count: int) -> tuple[int, int]:
-    """Return the number of rows to keep per sequence, and n if only every n-th sequence is kept, of `count` sequences."""
+    """Return the rows to keep per sequence, and n if only every n-th sequence is kept, of `count` sequences."""
     rows, every = _PER_SEQUENCE, 1
     while rows * -(-count // every) > MOST_ROWS:
         rows, every = (rows // 2, every) if rows > 1 else (1, 2 * every)
