@@ -26,17 +26,15 @@ _NAMES = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 def attention(call: TorchCall, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Run attention again in backward, from rounded q, k and v.
 
-    The probabilities then match the rounded q and k from which gradients are computed. The forward kernel's own
-    softmax sums and a separately rounded output would not match them: at 8 bits that mismatch alone caused more than
-    half of the error of a small Llama's gradients.
+    So probabilities match the rounded q and k from which gradients are computed. The forward's softmax sums and a
+    separately rounded output would not: at 8 bits that caused over half of the error of a small Llama's gradients.
     """
     codec = call.codec("attention")
     if codec is None or not large_enough(query) or not call.saves(query, key, value):
         return NotImplemented
     options = dict(zip(_NAMES, args, strict=False)) | kwargs
     if options.get("dropout_p") and query.device.type != "cpu":
-        # PyTorch also chooses the kernel by requires_grad, which differs between the two runs, and each kernel draws
-        # its own dropout mask.
+        # Each kernel draws another dropout mask, and PyTorch chooses it by requires_grad, which differs in the rerun.
         say_once("attention with dropout is saved uncompressed on GPUs")
         return NotImplemented
     with call.handled(query, key, value, *args, **kwargs):
@@ -87,8 +85,7 @@ class _Repeat:
             if self.random is not None:  # so that the same elements drop out
                 stack.enter_context(torch.random.fork_rng(devices=[]))
                 torch.set_rng_state(self.random)
-            # Without a cache, because casts of q, k and v would stay in it until an outer autocast ends.
-            enabled, dtype = self.autocast
+            enabled, dtype = self.autocast  # uncached: casts of q, k and v would be kept until an outer autocast ends
             stack.enter_context(torch.autocast(device.type, dtype=dtype, enabled=enabled, cache_enabled=False))
             stack.enter_context(sdpa_kernel(self.backends))  # another kernel would drop other elements
             stack.enter_context(torch.enable_grad())

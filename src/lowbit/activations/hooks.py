@@ -42,8 +42,7 @@ def low_bit_saved(policy: LayerAware | None = None) -> Iterator[None]:
     harmless, because backward uses the payload of the tensor before the change.
 
     Args:
-        policy: `bits`, `attention`, `group` and `rounding`; absent: `LayerAware()`. Inputs of norms are not recognized
-            and also get `bits`.
+        policy: `bits` (also for inputs of norms), `attention`, `group` and `rounding`; absent: `LayerAware()`.
 
     Raises:
         TypeError: not a policy.

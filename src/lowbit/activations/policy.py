@@ -59,8 +59,7 @@ class LayerAware:
         outliers: examine each norm's input in the first training pass. If the norm of a token is at least 8 times the
             median, as that of a sink, one token of every 128 is kept exactly from then on, those of largest norm. If
             the channels of the other tokens have a mean error above 10 % with 8 bits in groups, as when a few channels
-            are hundreds of times larger than the rest, they take 12.75 bits. Norms with other bits or a codec keep
-            their format.
+            are hundreds of times larger, they take 12.75 bits. Norms with other bits or a codec keep their format.
         smallest: inputs of linear layers with fewer elements are saved unchanged, unless they are recomputed: they take
             few bytes, and errors of a classifier's input are not averaged over tokens.
         layers: bits by module name, for all types but attention: {"model.layers.3": 8} or {"*.mlp": 3}. A name or

@@ -25,8 +25,8 @@ from lowbit.codecs import Codec
 
 
 def product_of_two(
-    call: TorchCall, x: Any, y: Any, given: Sequence[Any], added: Tensor | None = None, beta: float = 1, alpha:
-    float = 1
+    call: TorchCall, x: Any, y: Any, given: Sequence[Any], added: Tensor | None = None, beta: float = 1,
+    alpha: float = 1,
 ) -> Any:  # fmt: skip
     """beta * added + alpha * x @ y of two activations, both with two dimensions or more; saves a payload of each."""
     if not isinstance(x, Tensor) or not isinstance(y, Tensor) or min(x.dim(), y.dim()) < 2:

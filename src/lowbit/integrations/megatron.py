@@ -46,9 +46,8 @@ _PATIENCE = 1800.0  # seconds for a message over Gloo, as PyTorch's groups allow
 class LowBitP2PCommunicator(_Base):
     """Megatron's `P2PCommunicator` that sends activations and gradients in few bits.
 
-    Pass it to a schedule as `p2p_communicator=`, together with the `pg_collection` that Megatron then requires. The
-    rest is Megatron's: order of messages, `batch_p2p_comm`, overlap, timers. Received tensors have
-    `config.pipeline_dtype`.
+    Pass it to a schedule as `p2p_communicator=`, with the `pg_collection` that Megatron then requires. All else is
+    Megatron's: order of messages, `batch_p2p_comm`, overlap, timers. Received tensors have `config.pipeline_dtype`.
 
     With a stateful codec, such as `TransformQuant`, both ends keep a session for each direction, which follows the
     order of messages. With virtual stages the communicator does not learn to which of them a message belongs, so only

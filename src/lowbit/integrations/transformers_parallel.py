@@ -3,8 +3,7 @@
     model = load_parallel("my_model", tensor=2, stages=2, dtype=torch.bfloat16)  # torchrun, 4 processes
     low_bit_parallel_(model, "calibration-tp2.safetensors", GroupInt(bits=8, group=64))
 
-Ranks 0 and 1 share the first half of the layers, ranks 2 and 3 the second. The ranks of a pair exchange sums, so start
-them on one host.
+Ranks 0 and 1 share the first half of the layers, ranks 2 and 3 the second. Start ranks that share layers on one host.
 
 `DistributedConfig(tp_size=2, pp_size=2)` fails in Transformers 5.23: after cutting the model into stages, it looks for
 the layers of the whole model. `load_parallel` gives it those of the stage.

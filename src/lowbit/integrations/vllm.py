@@ -295,8 +295,7 @@ class RowSums:
         coded = [layer for name, layer in self.layers.items() if name in calibrated]
         codecs = [source.codec(layer.name) if isinstance(source, Calibration) else source for layer in coded]
         group = self._group.device_group
-        pairs = zip(coded, codecs, strict=True)
-        samples = [SumSample(layer.width, dtype, layer.device, codec) for layer, codec in pairs]
+        samples = [SumSample(each.width, dtype, each.device, codec) for each, codec in zip(coded, codecs, strict=True)]
         sums = measured(samples, group, sums)
         self.traffic = Traffic()
         for layer, codec in zip(coded, codecs, strict=True):

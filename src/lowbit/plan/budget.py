@@ -133,10 +133,10 @@ def plan_bits(
 
     The loss of a choice is the sum over stages and layer types of squared relative gradient errors. Each type's error
     is measured on the whole model and divided among the stages by their layers: errors of separate roundings are
-    independent. For each stage only combinations that no other beats in both bytes and error are kept. Of their
-    products over a rank's stages (thinned evenly if there are more than 2^18) the one with the least error that fits is
-    chosen, and among equals the one with the fewest bytes. Candidates do not depend on the budget, so more bytes never
-    mean more error, and the same input always gives the same plan.
+    independent. For each stage only combinations that no other beats in bytes and error are kept. Of their products
+    over a rank's stages (thinned evenly above 2^18) the one with the least error that fits is chosen, and among equals
+    the one with the fewest bytes. Candidates do not depend on the budget, so more bytes never mean more error, and the
+    same input always gives the same plan.
 
     Args:
         held: micro-batches in flight, from `in_flight`.
@@ -202,8 +202,7 @@ def choose(
     """Choose an option for each stage: the fastest that fit into memory, and of equally fast ones the most exact.
 
     Args:
-        options: of each stage; of equal ones the first counts.
-        least_with: describes, in the error, the option that takes the least memory.
+        options: of each stage; of equal ones the first counts. least_with: names the smallest option in the error.
 
     Raises:
         ValueError: more than 18 stages on a rank, or a budget below the smallest that suffices, which the text names.

@@ -93,8 +93,7 @@ class Predictor:
     """Predicts time and memory of choices for a model on a cluster.
 
     Args:
-        sizes: of the model. sequence, batch: tokens of a window, and windows of a step.
-        all_reduce: format of gradients between pipelines.
+        sizes: of the model. sequence, batch: tokens per window, windows per step. all_reduce: format of gradients.
     """
 
     def __init__(self, cluster: Cluster, sizes: ModelSizes, *, sequence: int, batch: int, all_reduce: Codec) -> None:

@@ -39,8 +39,7 @@ def predicted_step(
     Args:
         compute: for each stage, seconds of forward and backward of a micro-batch; backward takes two thirds of them.
         ranks: rank of each stage. formats: format of each boundary.
-        sizes: returns the bytes of a message in a format, forward and backward.
-        coding: returns the seconds of coding on a rank, in a format.
+        sizes: bytes of a message by format, forward and backward. coding: seconds by rank and format.
         checksum: bytes added to each message. parts: further arguments of `simulate`.
     """
     stages = []

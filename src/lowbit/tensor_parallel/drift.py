@@ -95,9 +95,8 @@ class Drift:
     In every `every`th call of a layer up to 4 rows are coded again, and the median of their relative errors is compared
     with that of the same number of rows of text that the calibration held out. A layer has drifted if the mean over the
     samples is above `threshold` times the calibration's, and the difference exceeds 3 standard deviations of such a
-    mean. Then give the layer more bits, or calibrate on such text. NaN and Inf are reported separately, because
-    calibration neither causes nor cures them. Every layer warns once. Only those calls, and `report`, wait for the
-    device.
+    mean. Then give the layer more bits, or calibrate on such text. NaN and Inf are reported separately: calibration
+    neither causes nor cures them. Every layer warns once. Only those calls, and `report`, wait for the device.
 
     Args:
         threshold: largest allowed ratio of the error to that of the calibration's held-out text.

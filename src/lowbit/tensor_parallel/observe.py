@@ -55,10 +55,7 @@ class Observer:
         self._seen: dict[str, dict[int, dict[str, Tensor]]] = {name: {} for name in widths}
 
     def see(self, layer: str, rank: int, x: Tensor) -> None:
-        """Observe a rank's partial sums, (batch, sequence, E) or (sequence, E); ValueError for NaN and Inf.
-
-        Pass `ranks` as `rank` for the sum over the ranks.
-        """
+        """Observe the sums of a rank, or of `ranks` for the total: (..., sequence, E); ValueError for NaN and Inf."""
         x = x.detach().reshape(-1, *x.shape[-2:])
         low, high, mean = x.amin(1).float().cpu(), x.amax(1).float().cpu(), x.mean(1, dtype=torch.float32).cpu()
         wrong = ~(torch.isfinite(low) & torch.isfinite(high))

@@ -33,8 +33,7 @@ class ModelSum:
     """A module whose outputs on the tensor-parallel ranks are partial sums.
 
     Args:
-        name, module, style: of the module; the style as in a plan.
-        width: features of a partial sum.
+        name, module, style: of the module; the style as in a plan. width: features of a partial sum.
         group: the ranks; None in a whole model.
         partial: computes this rank's partial sum; None for a plain `Linear`, and in a whole model.
         finish: computes what follows the sum, such as a bias or a cast.
