@@ -255,12 +255,12 @@ class _Rank:
         self.fronts = [_front(options[stage], most) for stage in self.stages]
         self.fixed = sum(costs[stage].fixed for stage in self.stages)
         counts = torch.tensor([[moment.held[stage] for stage in self.stages] for moment in moments])
-        beside = torch.tensor([outside_autograd(held, moment, costs) for moment in moments])
+        outside = torch.tensor([outside_autograd(held, moment, costs) for moment in moments])
         places = (torch.arange(len(front)) for front in self.fronts)
         self.picked = torch.cartesian_prod(*places).view(-1, len(self.fronts))
         self.loss, self.seconds = self._each("loss").sum(1), self._each("seconds").sum(1)
         # A rank's memory is highest at one of its moments; integers are exact up to 2^63.
-        self.bytes = ((self._each("held")[:, None, :] * counts[None]).sum(2) + beside).amax(1) + self.fixed
+        self.bytes = ((self._each("held")[:, None, :] * counts[None]).sum(2) + outside).amax(1) + self.fixed
         self.bytes += self._each("extra").amax(1)
         self.least = int(self.bytes.min())
 

@@ -153,8 +153,8 @@ def calibrate(
     observer, facts = prepare() if group is None else _prepare_agreed(prepare, settings, read, group)
     observed, held_out = _split(read)
 
-    run, tell = _Run(model, layers, group, plan, observer.ranks), progress or (lambda count: None)
-    _observe(observer, run, _unseen(observed, observer.count - before), state, facts, save_every, before, tell)
+    run, report = _Run(model, layers, group, plan, observer.ranks), progress or (lambda count: None)
+    _observe(observer, run, _unseen(observed, observer.count - before), state, facts, save_every, before, report)
     if zeros := tables_of(observer.averages, observer.count, observer.momentum)[2]:
         _log.warning(
             "always zero in the calibration text: %s%s; such features get the smallest range of their layer", zeros[0],
@@ -171,13 +171,13 @@ def calibrate(
         tried = [row[None] for batch in observed for row in batch][:_TRIED]
         calibration = dataclasses.replace(calibration, effects=_effects(run, codecs, tried))
     calibration = calibration.within(bits)
-    errors = _held_out(calibration, run, held_out, observer.count - before, tell)
+    errors = _held_out(calibration, run, held_out, observer.count - before, report)
     return dataclasses.replace(calibration, held_out=errors)
 
 
 def _observe(
     observer: Observer, run: _Run, batches: Iterable[Tensor], state: str | Path | None, facts: Mapping[str, str],
-    save_every: int, before: int, tell: Callable[[int], None],
+    save_every: int, before: int, report: Callable[[int], None],
 ) -> None:  # fmt: skip
     """Show the observer all batches, save its state regularly, and combine the observations of all ranks."""
     saved = observer.count
@@ -194,7 +194,7 @@ def _observe(
         if state is not None and observer.count - saved >= save_every:
             keep()
             saved = observer.count
-        tell(observer.count - before)
+        report(observer.count - before)
 
     run.show(batches, observer.see, after)
     keep()
@@ -243,7 +243,7 @@ def _effects(run: _Run, codecs: Mapping[str, Codec], batches: Sequence[Tensor]) 
 
 
 def _held_out(
-    calibration: Calibration, run: _Run, batches: Sequence[Tensor], before: int, tell: Callable[[int], None]
+    calibration: Calibration, run: _Run, batches: Sequence[Tensor], before: int, report: Callable[[int], None]
 ) -> dict[str, tuple[tuple[float, float], ...]]:
     """Measure the errors of the chosen formats: mean and standard deviation by layer, of each rank."""
     errors: dict[str, dict[str, list[float]]] = {name: {} for name in calibration.features}
@@ -263,7 +263,7 @@ def _held_out(
     def after(count: int) -> None:
         nonlocal done
         done += count
-        tell(done)
+        report(done)
 
     run.show(batches, look, after)
     found: list[Any] = [
