@@ -27,7 +27,7 @@ from benchmarks.simulate import Trained
 from lowbit.codecs.names import pair_name
 from lowbit.config import Positive, section, to_toml
 from lowbit.plan.cluster import Cluster
-from lowbit.plan.predict import Choice, Predictor
+from lowbit.plan.predict import PipelineChoice, Predictor
 from lowbit.plan.search import search
 from lowbit.plan.sizes import measure_sizes
 from lowbit.report import Column, Command, Row, Table, summary
@@ -156,7 +156,7 @@ def _predictor(settings: PlansBenchmark, cluster: Cluster) -> Predictor:
     )  # fmt: skip
 
 
-def _choices(settings: PlansBenchmark, predictor: Predictor) -> list[Choice]:
+def _choices(settings: PlansBenchmark, predictor: Predictor) -> list[PipelineChoice]:
     """The plan's first choice, and the grid."""
     first = search(
         predictor, formats=settings.boundaries, schedules=settings.schedules, stages_per_rank=(1,),
@@ -166,7 +166,9 @@ def _choices(settings: PlansBenchmark, predictor: Predictor) -> list[Choice]:
     count = predictor.sizes.layers
     splits = dict.fromkeys((tuple(layers), *((first, count - first) for first in settings.first_layers)))
     grid = [
-        Choice(replicas=1, schedule=schedule, stages_per_rank=1, microbatches=cut, layers=split, formats=(name,))
+        PipelineChoice(
+            replicas=1, schedule=schedule, stages_per_rank=1, microbatches=cut, layers=split, formats=(name,)
+        )
         for split, schedule, cut, name in product(
             splits, settings.schedules, settings.microbatch_counts, settings.boundaries
         )

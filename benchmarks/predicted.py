@@ -22,7 +22,7 @@ from lowbit.codecs import parse, parse_pair
 from lowbit.codecs.names import pair_name
 from lowbit.config import ConfigError, Positive, section
 from lowbit.plan.cluster import Cluster, ClusterLink, Machine
-from lowbit.plan.predict import Choice, Predictor
+from lowbit.plan.predict import PipelineChoice, Predictor
 from lowbit.plan.sizes import measure_sizes
 from lowbit.report import Baseline, Column, Command, Row, Table
 from lowbit.simulate import Channel, Network, StageTimes, actions, simulate
@@ -92,7 +92,7 @@ def measure_grid(settings: GridSettings, earlier: Sequence[Row] = ()) -> Iterato
                 all_reduce=parse("fp8"),
             )  # fmt: skip
             found = predictor.predict(
-                Choice(
+                PipelineChoice(
                     replicas=1, schedule=settings.schedule, stages_per_rank=1, microbatches=settings.microbatches,
                     formats=(boundary,),
                 )

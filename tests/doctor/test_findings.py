@@ -10,25 +10,25 @@ from lowbit.doctor.findings import findings
 from lowbit.doctor.messages import Facts, Measured, Speed
 from lowbit.doctor.ports import DROPPED, OPEN
 from lowbit.doctor.settings import DoctorSettings
-from lowbit.doctor.survey import Machine, Survey
+from lowbit.doctor.survey import MachineSurvey, SurveyedMachine
 
 ADDRESSES = "10.0.0.1", "10.0.0.2"
 
 
-def survey(**found: Any) -> Survey:
+def survey(**found: Any) -> MachineSurvey:
     """Two machines with which nothing is wrong, but for what is given."""
     common = dict.fromkeys(("lowbit", "torch", "python", "device"), "1")
     machines = {
-        rank: Machine(Facts(
+        rank: SurveyedMachine(Facts(
             name=f"m{rank}", cores=2, address=address, gloo_address=address, interface="eth0", secret=True,
             host_address=address, ports=(40000, 50000), **common,
         ))
         for rank, address in enumerate(ADDRESSES)
     }  # fmt: skip
-    return Survey(DoctorSettings(meet=f"{ADDRESSES[0]}:29400"), machines, **found)
+    return MachineSurvey(DoctorSettings(meet=f"{ADDRESSES[0]}:29400"), machines, **found)
 
 
-def said(found: Survey) -> str:
+def said(found: MachineSurvey) -> str:
     return "\n".join(f"{each.level} {each.machine}: {each.what} -> {each.mend}" for each in findings(found))
 
 

@@ -20,7 +20,7 @@ from lowbit.doctor.cluster import check_file, write_cluster
 from lowbit.doctor.facts import gloo
 from lowbit.doctor.meeting import Meeting
 from lowbit.doctor.messages import AnyRow, Facts, Finding, MachineRow, StatementError, read
-from lowbit.doctor.ports import DROPPED, OPEN, OTHER, REFUSED, Ports, knock
+from lowbit.doctor.ports import DROPPED, OPEN, OTHER, REFUSED, Ports, probe
 from lowbit.doctor.settings import DoctorSettings
 from lowbit.doctor.speed import speed
 from tests.command_line import invoke
@@ -99,7 +99,7 @@ def test_ports_are_told_apart():
     with answering(lambda _: time.sleep(8)) as mute, answering(lambda c: c.sendall(b"word\n" * 99)) as other:
         try:
             places = [(1, "127.0.0.1", port) for port in (*own.numbers, free_port(), mute, other)]
-            states, seen = knock([*places, (2, *places[0][1:])], {1: "word", 2: "another"})
+            states, seen = probe([*places, (2, *places[0][1:])], {1: "word", 2: "another"})
             assert states == [OPEN] * len(own.numbers) + [REFUSED, OTHER, OTHER, OTHER]
             assert seen == {"127.0.0.1"}
         finally:
@@ -117,7 +117,7 @@ def test_a_program_that_drips_has_a_limit(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(ports, "_ANSWER_SECONDS", 0.4)
     with answering(drip) as port:
         begin = time.monotonic()
-        assert knock([(1, "127.0.0.1", port)], {1: "word"}) == ([OTHER], set())
+        assert probe([(1, "127.0.0.1", port)], {1: "word"}) == ([OTHER], set())
     assert time.monotonic() - begin < 3
 
 

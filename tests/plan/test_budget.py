@@ -176,7 +176,7 @@ def test_wrong_input_is_refused():
     flight = held("1F1B", 2)
     with pytest.raises(ValueError, match="costs has 1 stages; allowed: 2"):
         plan_bits(flight, [cost()], ERRORS, device_bytes=1 << 40)
-    with pytest.raises(ValueError, match="sensitivities has nothing for 'mlp' at 2, 3, 4, 5, 6, 7, 8 bits"):
+    with pytest.raises(ValueError, match="sensitivities has no error for 'mlp' at 2, 3, 4, 5, 6, 7, 8 bits"):
         plan_bits(flight, [cost(), cost()], {**ERRORS, "mlp": {}}, device_bytes=1 << 40)
     bad = {**ERRORS, "norm": ERRORS["norm"] | {2: math.nan}}
     with pytest.raises(ValueError, match="sensitivities is nan for 'norm' at 2 bits"):

@@ -10,7 +10,7 @@ import pytest
 from lowbit.codecs import parse
 from lowbit.config import ConfigError
 from lowbit.plan.cluster import Cluster, ClusterLink, Machine
-from lowbit.plan.predict import Choice, MemoryShort, Predictor
+from lowbit.plan.predict import MemoryShort, PipelineChoice, Predictor
 from lowbit.plan.search import best_split, search
 from lowbit.plan.sizes import ModelSizes
 from tests.command_line import invoke
@@ -69,7 +69,7 @@ def test_a_machine_of_half_the_speed_gets_half_the_layers():
     of = predictor(machine("fast", 2.0), machine("slow", 1.0), mbit=10_000, sizes=_with(layers=9))
     best = plan(of)[0]
     assert best.choice.layers == (6, 3)
-    even = of.predict(Choice(replicas=1, schedule="1F1B", stages_per_rank=1, microbatches=8, layers=(5, 4)))
+    even = of.predict(PipelineChoice(replicas=1, schedule="1F1B", stages_per_rank=1, microbatches=8, layers=(5, 4)))
     assert best.seconds < even.seconds
 
 
@@ -92,7 +92,7 @@ def test_the_first_choice_is_the_fastest_of_all_there_are():
     every = []
     for schedule, cut, layers in product(("1F1B", "GPipe"), (2, 4, 8), product(range(1, 7), repeat=3)):
         if sum(layers) == 8:
-            choice = Choice(
+            choice = PipelineChoice(
                 replicas=1, schedule=schedule, stages_per_rank=1, microbatches=cut, layers=layers, formats=("int4",)
             )
             try:
@@ -118,7 +118,7 @@ def test_each_boundary_has_the_format_of_its_link():
 
 
 def test_memory_bounds_the_layers_of_a_machine():
-    choice = Choice(replicas=1, schedule="GPipe", stages_per_rank=1, microbatches=4, layers=(2, 6))
+    choice = PipelineChoice(replicas=1, schedule="GPipe", stages_per_rank=1, microbatches=4, layers=(2, 6))
     roomy = predictor(machine("a"), machine("b"))
     need = roomy.rank_bytes(choice, (2, 6), 0)
     small = predictor(machine("a", memory=str(int(need))), machine("b"))
@@ -126,12 +126,14 @@ def test_memory_bounds_the_layers_of_a_machine():
     with pytest.raises(MemoryShort, match="machine 'a' has 0.0 MB and needs .* allowed: more memory, more machines"):
         plan(predictor(machine("a", memory="1kb"), machine("b")))
     with pytest.raises(MemoryShort, match="machine 'a' has"):
-        small.predict(Choice(replicas=1, schedule="GPipe", stages_per_rank=1, microbatches=4, layers=(3, 5)))
+        small.predict(PipelineChoice(replicas=1, schedule="GPipe", stages_per_rank=1, microbatches=4, layers=(3, 5)))
 
 
 def test_two_pipelines_pay_for_their_gradients():
     of = predictor(*(machine(name) for name in "abcd"), mbit=100)
-    found = of.predict(Choice(replicas=2, schedule="1F1B", stages_per_rank=1, microbatches=2, formats=("int4",)))
+    found = of.predict(
+        PipelineChoice(replicas=2, schedule="1F1B", stages_per_rank=1, microbatches=2, formats=("int4",))
+    )
     assert len(found.steps) == 2
     assert len(found.memory) == 4
     assert found.gradient_bytes == sum(2 * parse("fp8").nbytes((45_000,)) for _ in range(2))
@@ -141,7 +143,7 @@ def test_two_pipelines_pay_for_their_gradients():
 def test_ranks_of_one_machine_share_its_link_when_they_average():
     far = [predictor(*(machine(name, 1e6, gpus=gpus) for name in "ab"), mbit=0.01) for gpus in (1, 2)]
     one, two = (
-        of.predict(Choice(replicas=2, schedule="GPipe", stages_per_rank=1, microbatches=2)) for of in far
+        of.predict(PipelineChoice(replicas=2, schedule="GPipe", stages_per_rank=1, microbatches=2)) for of in far
     )  # fmt: skip
     assert one.gradient_bytes == pytest.approx(two.gradient_bytes, rel=0.01)
     assert two.seconds == pytest.approx(one.seconds, rel=0.01), "half of the model each, at the same time"
@@ -149,7 +151,7 @@ def test_ranks_of_one_machine_share_its_link_when_they_average():
 
 def test_all_pipelines_average_over_a_link_that_they_share():
     of = predictor(*(machine(name, 1e6) for name in "abcd"), mbit=1, shared="home", half_duplex=True)
-    found = of.predict(Choice(replicas=4, schedule="GPipe", stages_per_rank=1, microbatches=2))
+    found = of.predict(PipelineChoice(replicas=4, schedule="GPipe", stages_per_rank=1, microbatches=2))
     assert found.seconds >= found.gradient_bytes * 8 / 1e6
 
 
@@ -162,7 +164,7 @@ def test_a_stage_has_a_tied_embedding_once():
 def test_rows_of_a_tied_embedding_cross_the_link():
     """In bf16, there and back; the first rank has no optimizer for its copy, and the last one knows the copy."""
     tied, own = (predictor(machine("a"), machine("b"), mbit=1, sizes=_with(tied=tied)) for tied in (64 * 60, 0))
-    choice = Choice(replicas=1, schedule="1F1B", stages_per_rank=1, microbatches=2)
+    choice = PipelineChoice(replicas=1, schedule="1F1B", stages_per_rank=1, microbatches=2)
     one_way = 60 * 64 * 2 + 8  # 512 tokens of 60
     extra = tied.predict(choice).seconds - own.predict(choice).seconds
     assert extra == pytest.approx(2 * one_way * 8 / 1e6, rel=0.01)
@@ -170,7 +172,7 @@ def test_rows_of_a_tied_embedding_cross_the_link():
     memory = [of.predict(choice).memory for of in (tied, own)]
     assert [a - b for a, b in zip(*memory, strict=True)] == [-8 * 64 * 60, 4 * 64 * 60]
     tied, own = (predictor(*map(machine, "abcd"), mbit=1, sizes=_with(tied=tied)) for tied in (64 * 60, 0))
-    choice = Choice(replicas=2, schedule="1F1B", stages_per_rank=1, microbatches=2)
+    choice = PipelineChoice(replicas=2, schedule="1F1B", stages_per_rank=1, microbatches=2)
     averaged = 64 * 60 * 66 / 64  # in fp8 by each first rank, which has none of the weight's gradient if it is tied
     difference = tied.predict(choice).nbytes - own.predict(choice).nbytes
     assert difference == pytest.approx(2 * (2 * one_way - averaged), rel=0.01), "by each pipeline"

@@ -190,7 +190,7 @@ def test_every_moment_is_that_of_a_slow_simulator(schedule, ranks: int, seed: in
 
 def test_ranks_that_wait_for_each_other_are_named():
     order = actions_from({0: ["0F0", "0B0", "0F1", "0B1"], 1: ["1F1", "1B1", "1F0", "1B0"]})
-    with pytest.raises(ValueError, match="wait for each other for ever: rank 0 cannot begin 0B0, because rank 1 does"):
+    with pytest.raises(ValueError, match="wait for each other forever: rank 0 cannot begin 0B0, because rank 1 never"):
         simulate(order, [TIMES] * 2, chain(2))
 
 

@@ -286,11 +286,11 @@ DAMAGED = r"cut short, or not a safetensors file: it has {} bytes"
         ),
         (flipped, "is damaged: its digest differs from that of its contents; calibrate again"),
         (lambda d: d.replace(b'"world":"2"', b'"world":"4"'), "is damaged: its digest differs"),
-        (lambda d: edited(d, held_out="[" * 10_000), "not as `lowbit calibrate` writes it: RecursionError"),
-        (lambda d: edited(d, held_out="[]"), "not as `lowbit calibrate` writes it"),
-        (lambda d: edited(d, features="[]"), "not as `lowbit calibrate` writes it"),
+        (lambda d: edited(d, held_out="[" * 10_000), "not a file of `lowbit calibrate`: RecursionError"),
+        (lambda d: edited(d, held_out="[]"), "not a file of `lowbit calibrate`"),
+        (lambda d: edited(d, features="[]"), "not a file of `lowbit calibrate`"),
         (lambda d: edited(d, settings='{"momentum": 0, "gain": "row"}'), "ValueError: gain is 'row'; allowed: 'token'"),
-        (lambda d: edited(d, world="two"), "not as `lowbit calibrate` writes it: ValueError"),
+        (lambda d: edited(d, world="two"), "not a file of `lowbit calibrate`: ValueError"),
     ],
 )
 def test_files_that_cannot_be_used_say_why(

@@ -1,8 +1,8 @@
-"""Saved activations, which autograd keeps from forward to backward, in few bits (AGoQ, arXiv 2605.00539).
+"""Saves activations, which autograd keeps from forward to backward, in few bits (AGoQ, arXiv 2605.00539).
 
-A new model family needs a change only where it computes something new: a norm or an activation function is recognized
-in `structure`, a layer of experts in `experts`, an autograd function of another package in `python_functions`; what a
-torch function saves is in `handlers`, and how backward rebuilds a tensor in `recipes`.
+A new model family needs changes only for what it computes differently: `structure` recognizes norms and activation
+functions, `experts` layers of experts, and `python_functions` autograd functions of other packages; `handlers` defines
+what a torch function saves, and `recipes` how backward rebuilds a tensor.
 """
 
 from lowbit.activations.checkpoint import checkpoint_

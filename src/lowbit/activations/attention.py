@@ -1,4 +1,4 @@
-"""Attention's saved tensors in few bits: q, k and v, from which attention runs again in backward."""
+"""Saves q, k and v of attention in few bits, from which attention runs again in backward."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kernel
 
-from lowbit.activations.follow import Call, encoded, handles, large_enough, say_once
+from lowbit.activations.follow import TorchCall, encoded, handles, large_enough, say_once
 from lowbit.activations.formats import coarser, finer
 from lowbit.activations.functions import first_order, owned
 from lowbit.activations.layers import attach_until_backward
@@ -23,19 +23,19 @@ _NAMES = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 
 @handles(functional.scaled_dot_product_attention)
-def attention(call: Call, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Attention that runs again in backward, from rounded q, k and v.
+def attention(call: TorchCall, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Run attention again in backward, from rounded q, k and v.
 
-    Probabilities then belong to the q and k that gradients are computed from. A kernel's own sums of them, and an
-    output rounded apart, would not: at 8 bits that alone was more than half of the error of a small Llama's gradients.
+    So probabilities match the rounded q and k from which gradients are computed. The forward's softmax sums and a
+    separately rounded output would not: at 8 bits that caused over half of the error of a small Llama's gradients.
     """
     codec = call.codec("attention")
     if codec is None or not large_enough(query) or not call.saves(query, key, value):
         return NotImplemented
     options = dict(zip(_NAMES, args, strict=False)) | kwargs
     if options.get("dropout_p") and query.device.type != "cpu":
-        # PyTorch chooses the kernel by requires_grad too, which differs between the two runs: another may drop others.
-        say_once("attention with dropout is saved as it is on GPUs")
+        # Each kernel draws another dropout mask, and PyTorch chooses it by requires_grad, which differs in the rerun.
+        say_once("attention with dropout is saved uncompressed on GPUs")
         return NotImplemented
     with call.handled(query, key, value, *args, **kwargs):
         mask = options.pop("attn_mask", None)
@@ -44,8 +44,8 @@ def attention(call: Call, query: Tensor, key: Tensor, value: Tensor, *args: Any,
             out = call.func(query, key, value, mask, **options)
         inputs = (query, key, value)
         autocast = torch.is_autocast_enabled(out.device.type), torch.get_autocast_dtype(out.device.type)
-        # Softmax amplifies errors of q and k: they get more bits than v. Where k is smaller than q, as with grouped
-        # heads, finer ones cost little.
+        # Softmax amplifies errors of q and k, so they get more bits than v. If k is smaller than q, as with grouped
+        # heads, even more bits cost little.
         codecs = (finer(coarser(codec)), finer(codec if key.numel() < query.numel() else coarser(codec)), codec)
         kinds = [(x.shape, x.dtype) for x in inputs]
         trained = mask is not None and mask.requires_grad
@@ -59,7 +59,7 @@ def attention(call: Call, query: Tensor, key: Tensor, value: Tensor, *args: Any,
 
 @dataclass(frozen=True)
 class _Repeat:
-    """How attention is computed again, and its result from when it is rebuilt until its gradients are."""
+    """A call of attention to repeat in backward; `ready` holds its result until the gradients are computed."""
 
     func: Any
     options: dict[str, Any]
@@ -72,7 +72,7 @@ class _Repeat:
     ready: list[tuple[list[Tensor], Tensor]] = field(default_factory=list)
 
     def run(self, saved: SavedTensors, needed: Sequence[bool]) -> tuple[list[Tensor], Tensor]:
-        """Inputs (those that are `needed` want a gradient) and output, at what the payloads decode to."""
+        """Run attention on the decoded payloads; return inputs, which require gradients as `needed`, and output."""
         payloads, mask = saved[:3], saved[3]
         leaves = [
             decoded(codec, payload, shape, dtype).requires_grad_(wanted)
@@ -82,10 +82,10 @@ class _Repeat:
         leaves += [] if mask is None else [mask.detach().requires_grad_(needed[3])]
         device = leaves[0].device
         with ExitStack() as stack:
-            if self.random is not None:  # the same elements drop out
+            if self.random is not None:  # so that the same elements drop out
                 stack.enter_context(torch.random.fork_rng(devices=[]))
                 torch.set_rng_state(self.random)
-            enabled, dtype = self.autocast  # casts of q, k and v would stay in a cache until an outer autocast ends
+            enabled, dtype = self.autocast  # uncached: casts of q, k and v would be kept until an outer autocast ends
             stack.enter_context(torch.autocast(device.type, dtype=dtype, enabled=enabled, cache_enabled=False))
             stack.enter_context(sdpa_kernel(self.backends))  # another kernel would drop other elements
             stack.enter_context(torch.enable_grad())
@@ -95,7 +95,7 @@ class _Repeat:
         """Gradients of q, k, v and the mask where they are needed."""
         try:
             leaves, out = self.ready.pop()
-        except IndexError:  # nobody rebuilt it, or another pass of the same graph has taken it
+        except IndexError:  # it was not rebuilt yet, or another pass of the same graph has taken it
             leaves, out = self.run(saved, needed)
         wanted = [x for x, is_needed in zip(leaves, needed, strict=False) if is_needed]
         gradients = iter(torch.autograd.grad(out, wanted, grad_out))
@@ -104,12 +104,12 @@ class _Repeat:
 
 @dataclass(frozen=True)
 class AttentionOutput:
-    """Saved: q, k, v and the mask."""
+    """Rebuilds attention's output from saved q, k, v and mask."""
 
     repeat: _Repeat
 
     def rebuild(self, saved: SavedTensors, dtype: torch.dtype) -> Tensor:
-        """Attention at the rounded inputs; its graph serves attention's own backward, which follows."""
+        """Run attention on the rounded inputs; attention's own backward, which follows, uses the same graph."""
         repeat = self.repeat
         if not repeat.ready:
             repeat.ready.append(repeat.run(saved, (True, True, True, repeat.mask_is_trained)))
@@ -118,7 +118,7 @@ class AttentionOutput:
 
 
 class _Repeated(torch.autograd.Function):
-    """Attention that is computed again in backward; saves payloads of q, k and v, and the mask as it is."""
+    """Attention that is computed again in backward; saves payloads of q, k and v, and the unchanged mask."""
 
     @staticmethod
     def forward(

@@ -1,8 +1,8 @@
 """Activation checkpointing of layers whose inputs may be kept in few bits.
 
-The first forward pass makes autograd's graph with a slot in place of every tensor that it saves, and keeps the layer's
-input alone. The first slot that backward reads makes the layer run again, from the input as it was kept, until all
-slots are filled. Every slot is emptied when it is read; one that is read once more makes the layer run again.
+The first forward pass builds autograd's graph with an empty slot for every tensor that it saves, and keeps only the
+layer's input. When backward reads the first slot, the layer runs again from the kept input until all slots are filled.
+Every slot is emptied when it is read; reading it once more makes the layer run again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _now = threading.local()
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CheckpointedLayer:
-    """How a layer is checkpointed: its name, its own forward, and the format of its input; None: as it is."""
+    """A checkpointed layer: its name, its own forward, and the format of its input; None: unchanged."""
 
     name: str
     own: Callable[..., Any]
@@ -43,19 +43,19 @@ class CheckpointedLayer:
 def checkpoint_(layer: nn.Module, *, codec: Codec | None = None, name: str = "") -> None:
     """Keep only a layer's input for backward, and run the layer again there; changes the layer in place.
 
-    The first tensor with a gradient among the layer's arguments is its input; the others are kept as they are. A cache
-    of keys and values (Hugging Face's `use_cache`) is left out, because the layer runs twice. Random numbers and
-    autocast are those of the first run. Under autocast no copies of weights outlive their use. Gradients are exact if
-    the input is kept as it is. Every kind of backward pass works, and so do DDP and FSDP2 around the layer. In
-    evaluation mode and without gradients the layer runs as it is. Graphs of `torch.compile` break around it.
+    The first tensor with a gradient among the layer's arguments is its input; the others are kept unchanged. A cache of
+    keys and values (Hugging Face's `use_cache`) is left out, because the layer runs twice. The second run uses the
+    random numbers and autocast of the first. Under autocast, casts of weights are freed after use. Gradients are exact
+    if the input is kept unchanged. Every kind of backward pass works, and so do DDP and FSDP2 around the layer. In
+    evaluation mode and without gradients the layer runs unchanged. Graphs of `torch.compile` break around it.
 
     Args:
-        layer: any module that computes the same when it runs twice, and leaves its input as it is.
-        codec: format without state in which the input is kept; absent: as it is.
-        name: for messages.
+        layer: any module that computes the same when it runs twice, and does not change its input.
+        codec: format without state in which the input is kept; absent: unchanged.
+        name: name of the layer in messages.
 
     Raises:
-        ValueError: a layer that is checkpointed already, by this function or by Hugging Face.
+        ValueError: the layer is checkpointed already, by this function or by Hugging Face.
     """
     if MARK in vars(layer) or getattr(layer, "gradient_checkpointing", False):
         raise ValueError(
@@ -68,7 +68,7 @@ def checkpoint_(layer: nn.Module, *, codec: Codec | None = None, name: str = "")
 
 
 def restore_checkpointed(layer: nn.Module) -> None:
-    """Undo `checkpoint_`; other modules stay as they are."""
+    """Undo `checkpoint_`; other modules are not changed."""
     mark: CheckpointedLayer | None = vars(layer).pop(MARK, None)
     if mark is not None:
         del layer.forward
@@ -77,15 +77,15 @@ def restore_checkpointed(layer: nn.Module) -> None:
 
 
 def first_pass() -> bool:
-    """Whether a checkpointed layer runs for the first time: nothing of what it saves is kept, so nothing is coded."""
+    """Whether a checkpointed layer runs for the first time: its saved tensors are not kept, so they are not coded."""
     call: _Call | None = getattr(_now, "call", None)
     return call is not None and not call.again
 
 
 def product_needed() -> bool:
-    """Whether the product of the linear layer that runs now is used. Counts the linear layers of a checkpointed layer.
+    """Whether the product of the linear layer that runs now is used; also counts the linear layers.
 
-    When the layer runs again, it ends with the last tensor that is saved, which may be the input of a linear layer.
+    A checkpointed layer's second run ends with the last saved tensor, which may be the input of a linear layer.
     """
     call: _Call | None = getattr(_now, "call", None)
     if call is None:
@@ -95,7 +95,7 @@ def product_needed() -> bool:
 
 
 def after_linear(out: Tensor) -> Tensor:
-    """Note that a linear layer has saved what it saves; returns `out`."""
+    """Note that a linear layer has saved its tensors; return `out`."""
     call: _Call | None = getattr(_now, "call", None)
     if call is not None and not call.again:
         call.last, call.saved_at_last = call.linears, len(call.slots)
@@ -120,16 +120,16 @@ class _Slot:
 
 
 class _Filled(Exception):
-    """All slots of a call are filled."""
+    """Ends the second run of a layer once all slots are filled."""
 
 
 class _Call:
     """One forward pass of a checkpointed layer.
 
     Attributes:
-        slots: of the saved tensors, in order. again: whether the layer runs again now.
-        linears: linear layers that have run in this pass. last: the number of the last one, or 0 if the layer saves
-            something after it; saved_at_last: slots when it had run.
+        slots: slots of the saved tensors, in order. again: whether the layer is in its second run.
+        linears: linear layers that have run in this pass. last: number of the last one, or 0 if the layer saves
+            something after it. saved_at_last: number of slots after it had run.
     """
 
     def __init__(self, layer: CheckpointedLayer, x: Tensor, run: Callable[[Tensor], Any]) -> None:
@@ -164,11 +164,11 @@ class _Call:
         if len(self.slots) > self.saved_at_last:
             self.last = 0
         if not self.devices and self.random is not None and torch.equal(self.random, torch.get_rng_state()):
-            self.random = None  # no random number was drawn
+            self.random = None  # no random number was drawn, so there is nothing to restore
         return out
 
     def run_again(self) -> None:
-        """Fill the slots that are empty."""
+        """Run the layer again to fill the empty slots."""
         if self.codec is None and self.kept._version != self.version:
             raise RuntimeError(
                 f"the input of layer {self.layer.name!r} was changed in place after the layer ran, so it cannot run "
@@ -182,7 +182,7 @@ class _Call:
 
         def fill(value: Tensor) -> Tensor:
             nonlocal position
-            value = value.detach() if value.requires_grad else value  # an output would hold the graph that holds it
+            value = value.detach() if value.requires_grad else value  # avoids a cycle: an output holds the graph
             slot = self.slots[position]() if position < len(self.slots) else None
             position += 1
             if slot is not None and slot.value is None:
@@ -211,7 +211,7 @@ class _Call:
 
     @contextlib.contextmanager
     def _active(self) -> Iterator[None]:
-        """Let modules see this call; keep autocast from holding copies of weights until the model's forward ends."""
+        """Make this the current call; keep autocast from caching casts of weights until the model's forward ends."""
         before, _now.call = getattr(_now, "call", None), self
         cached = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)
@@ -223,7 +223,7 @@ class _Call:
 
     @contextlib.contextmanager
     def _as_before(self) -> Iterator[None]:
-        """Autocast and random numbers as in the first run."""
+        """Restore autocast and random numbers of the first run."""
         with contextlib.ExitStack() as stack:
             for kind, dtype, enabled in self.autocast:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
@@ -269,7 +269,7 @@ def _say_no_cache() -> None:
 
 
 def _key_of_input(layer: CheckpointedLayer, given: dict[int | str, Any]) -> int | str:
-    """The position or name of the tensor that is kept: the first one with a gradient, or else the first of floats."""
+    """Position or name of the tensor to keep: the first one with a gradient, or else the first one of floats."""
     floats = {k: t for k, t in given.items() if isinstance(t, Tensor) and t.is_floating_point()}
     if not floats:
         raise RuntimeError(

@@ -1,7 +1,7 @@
-"""Low-bit saved activations inside graphs of `torch.compile`, where nothing can be followed.
+"""Low-bit saved activations inside graphs of `torch.compile`, where functions cannot be followed.
 
-Norms, activation functions and linear layers that are modules each save a payload of their own input. Nothing is shared
-by a table; what several layers save of the same tensor, the compiler computes once.
+Norms, activation functions and linear layers that are modules each save a payload of their own input. They share no
+table of recipes; if several layers save the same tensor, the compiler computes the payload once.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _(payload: Tensor, shape: list[int], dtype: torch.dtype, codec: str) -> Tens
 
 
 def name_of(policy: LayerAware, kind: str, name: str) -> str | None:
-    """What operators in graphs call the format of a layer; None: it is saved as it is."""
+    """Name of a layer's format for operators in graphs; None: its input is saved unchanged."""
     codec = policy.codec(policy.bits_of(kind, name)) if kind in ("norm", "mlp", "gate", "linear") else None
     if codec is None:
         return None
@@ -108,7 +108,7 @@ class _Norm(torch.autograd.Function):
 
 
 def _normal(x: Tensor, centred: bool, eps: float) -> tuple[Tensor, Tensor]:
-    """Rows without their mean, if they are `centred`, and with a mean square of 1; and what they were multiplied by."""
+    """Normalize rows to a mean square of 1, and to a mean of 0 if `centred`; also return the factors."""
     x = x.float()
     x = x - x.mean(-1, keepdim=True) if centred else x
     factor = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
@@ -164,8 +164,8 @@ def compiled_forward(module: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
         return layer.own(x)
     if layer.kind == "norm":
         return _norm(module, layer.formula, x, codec)
-    known = layer.formula in ACTIVATIONS
-    return _Activation.apply(x, layer.formula, codec) if known and x.requires_grad else layer.own(x)
+    supported = layer.formula in ACTIVATIONS
+    return _Activation.apply(x, layer.formula, codec) if supported and x.requires_grad else layer.own(x)
 
 
 def _linear(module: Any, layer: Any, x: Tensor, codec: str) -> Tensor:

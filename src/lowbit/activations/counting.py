@@ -1,4 +1,4 @@
-"""Bytes that autograd saves for backward, by layer type, counted where they are saved."""
+"""Counts the bytes that autograd saves for backward, by layer type."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from torch.utils._pytree import tree_leaves
 
 
 def layer_type(path: list[nn.Module]) -> str:
-    """The layer type of tensors saved by the last of these modules, each inside the one before it.
+    """The layer type of tensors saved by the last of these modules, each of which is inside the one before it.
 
-    A norm is "norm" wherever it is; everything else inside an MLP is "mlp"; linear layers, inside an attention module
-    too, are "linear"; the rest of an attention module (rotary embedding, kernel) is "attention". An embedding is
-    "embedding", any other module "other"; an empty path, computed outside the model, is "loss".
+    A norm is always "norm"; everything else inside an MLP is "mlp"; other linear layers, also inside attention, are
+    "linear"; the rest of an attention module (rotary embedding, kernel) is "attention". An embedding is "embedding",
+    any other module "other"; an empty path, computed outside the model, is "loss".
     """
     if not path:
         return "loss"
@@ -50,7 +50,7 @@ class SavedBytes:
 
     Attributes:
         held: bytes held now, by layer type.
-        peak: the same when they were most.
+        peak: the same at the time when the sum was largest.
         modules: bytes at the peak by layer type and name of the module that saved them ("": outside the model).
     """
 
@@ -60,7 +60,7 @@ class SavedBytes:
         self.modules: dict[tuple[str, str], int] = {}
         self._by_module: Counter[tuple[str, str]] = Counter()
         self._storages: dict[int, list[Any]] = {}  # by address: references, bytes, type, module
-        self._lock = threading.RLock()  # backward may free in threads of its own
+        self._lock = threading.RLock()  # backward may free tensors in its own threads
 
     @property
     def total(self) -> int:
@@ -73,7 +73,7 @@ class SavedBytes:
         return _without_weights(self.held)
 
     def reset(self) -> None:
-        """Forget the peak; counting goes on from what is held now."""
+        """Reset the peak to the bytes that are held now; counting continues."""
         with self._lock:
             self._remember()
 
@@ -118,11 +118,11 @@ class _Packed:
             self._saved._release(key)
 
 
-class Watch:
-    """Follows which module of a model computes, and counts the tensors that it saves.
+class ModuleWatch:
+    """Follows which module of a model is running, and counts the tensors that it saves.
 
     Args:
-        model: to follow. inputs: of its forward, if that runs already; the watch then ends with it.
+        model: model to follow. inputs: of its forward, if that runs already; the watch then ends with it.
     """
 
     def __init__(self, model: nn.Module, inputs: Any = None) -> None:
@@ -154,7 +154,7 @@ class Watch:
 
     def count(self, tensor: Tensor) -> list[int]:
         """Count a tensor's storages and return their keys, to release them by."""
-        if torch._C._current_graph_task_id() != -1:  # recomputed in backward, so not held until then
+        if torch._C._current_graph_task_id() != -1:  # recomputed in backward, so not kept from forward
             return []
         modules = [module for _, module in self.path]
         name = self.path[-1][0] if self.path else ""
@@ -170,7 +170,7 @@ class Watch:
         return keys
 
     def _enter(self, name: str) -> Any:
-        # No partial: `structure.passive` knows hooks of this library by their module.
+        # Not a functools.partial: `structure.passive` recognizes hooks of this library by their module.
         def enter(module: nn.Module, *inputs: Any) -> None:
             if not self.path:
                 tensors = [t for t in tree_leaves(inputs) if isinstance(t, Tensor)]
@@ -182,16 +182,16 @@ class Watch:
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self.path.pop()
         if not self.path:
-            self._inputs = set()  # their memory may be used again
+            self._inputs = set()  # their memory may be reused, so their keys are no longer valid
 
     def _pack(self, tensor: Tensor) -> _Packed:
-        # An output would hold the graph that holds it. A tensor without a gradient stays the same object, by which
+        # Detach outputs, which would form a cycle with the graph. Keep other tensors as the same object, by which
         # lowbit's own functions recognize payloads that are saved already.
         held = tensor.detach() if tensor.requires_grad else tensor
         return _Packed(held, self.saved, self.count(tensor))
 
 
-_watching: list[Watch] = []
+_watching: list[ModuleWatch] = []
 
 
 @contextmanager
@@ -202,29 +202,29 @@ def counted(model: nn.Module) -> Iterator[SavedBytes]:
             loss = model(x).square().mean()
         saved.peak      # {"norm": 8192, "mlp": 24576, ...}
 
-    Every storage counts once, whole, for the layer that saved it first, however many operators save it or views of it,
-    until the last of them is freed. Not counted: the model's parameters and buffers, and its inputs (those of the
-    outermost module that is called). Copies of parameters, such as autocast makes, count as "weights" and not in the
-    totals. Works for forward and backward of any number of micro-batches, under any schedule.
+    Every storage counts once and in full, for the layer that saved it first, until all tensors saved from it are freed.
+    The model's parameters and buffers, and its inputs (those of the outermost module that is called), are not counted.
+    Copies of parameters, as autocast makes them, count as "weights" and not in the totals. It works for forward and
+    backward of any number of micro-batches, under any schedule.
 
-    Built on `torch.autograd.graph.saved_tensors_hooks`: it sees what operators and autograd functions save. If other
-    such hooks inside the block replace tensors, their replacements are counted only if they `note` them. With
+    It is built on `torch.autograd.graph.saved_tensors_hooks`: it sees what operators and autograd functions save. If
+    other such hooks inside the block replace tensors, their replacements are counted only if they `note` them. With
     non-reentrant activation checkpointing the inputs of the checkpointed parts are counted, which are held until
-    backward; recomputed tensors are not. Not for compiled models, which have no modules.
+    backward; recomputed tensors are not. It does not work for compiled models, which have no modules.
 
     Args:
-        model: whose modules give the layer types; several that run one after the other may share an `nn.ModuleList`.
+        model: the model whose modules define the layer types; an `nn.ModuleList` can hold several that run in turn.
 
     Yields:
-        The count, which goes on after the block for what was saved inside.
+        The count, which is still updated after the block for tensors saved inside.
     """
-    watch = Watch(model)
+    watch = ModuleWatch(model)
     with watch.active():
         yield watch.saved
 
 
 def note(packed: object, tensors: Iterable[Tensor]) -> None:
-    """For hooks that replace saved tensors: let `counted` count these tensors as long as the replacement lives."""
+    """Let `counted` count these tensors as long as `packed` lives; for hooks that replace saved tensors."""
     for watch in _watching[-1:]:
         for tensor in tensors:
             for key in watch.count(tensor):
@@ -241,7 +241,7 @@ def parts_of(tensor: Tensor) -> list[Tensor]:
 
 
 def key_of(tensor: Tensor) -> int:
-    """A number that no other living storage has."""
+    """A number that identifies a tensor's storage while it lives."""
     return tensor.untyped_storage()._cdata
 
 

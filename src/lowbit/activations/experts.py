@@ -1,12 +1,11 @@
-"""Mixture-of-experts layers with the weights of all experts in one tensor, as Hugging Face writes them.
+"""Mixture-of-experts layers with the weights of all experts in one tensor, as Hugging Face implements them.
 
-Recognized by what they compute for a few tokens with small weights: any class whose forward takes hidden states, and
-indices and weights of the chosen experts, however it computes (a loop, batched or grouped products).
+They are recognized by what they compute for a few tokens with small weights: any class whose forward takes hidden
+states, and indices and weights of the chosen experts, with any implementation (a loop, batched or grouped products).
 
-Backward starts from rounded inputs; routing stays exact. It gets what the products with the first matrices gave, in few
-bits. The tokens' hidden states are rebuilt from the recipe that they have, and gathered once more; activations are
-recomputed. The gradient at a routing weight is a scalar product on the inner side of the last matrix, so the experts'
-outputs are not needed at all.
+Backward starts from rounded inputs; routing stays exact. The outputs of the first matrices are saved in few bits. The
+tokens' hidden states are rebuilt from their recipe and gathered again; activations are recomputed. The gradient of a
+routing weight is a scalar product at the input of the last matrix, so the experts' outputs are not needed.
 
 Shape suffixes: N tokens, K choices of each, S rows (token and expert) sorted by expert, E experts, I inputs, O outputs
 of an expert's matrix, F inner features.
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lowbit.activations import structure
-from lowbit.activations.follow import MARK, Call, Layer, large_enough
+from lowbit.activations.follow import MARK, Layer, TorchCall, large_enough
 from lowbit.activations.functions import first_order, needed_now
 from lowbit.activations.gated import reference as gated
 from lowbit.activations.recipes import Rebuilt, SavedTensors, is_fused, plain_gated, room
@@ -33,13 +32,13 @@ from lowbit.codecs import Codec
 from lowbit.codecs.checks import draw_seed
 
 _UP, _DOWN = ("gate_up_proj", "up_proj"), "down_proj"
-_TOKENS, _CHOICES, _INPUTS, _INNER = 12, 2, 24, 8  # of the layer that is tried; some kernels want multiples of 4
-_ROWS = 4096  # at a time, where float32 copies are needed
+_TOKENS, _CHOICES, _INPUTS, _INNER = 12, 2, 24, 8  # sizes of the test run; some kernels require multiples of 4
+_ROWS = 4096  # rows at a time, where float32 copies are needed
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """A layer's formula: names of the weights, whether they are (E, inputs, outputs), and the gate."""
+    """The formula of a layer: names of the weights, whether they are (E, inputs, outputs), and the gate."""
 
     up: str
     down: str
@@ -53,7 +52,7 @@ class Experts:
 
 
 def experts_like(module: nn.Module) -> Experts | None:
-    """The formula of a mixture-of-experts layer; None: something else."""
+    """The formula of a mixture-of-experts layer; None for any other module."""
     own = dict(module.named_parameters(recurse=False))
     up = next((name for name in _UP if name in own), "")
     biases = {f"{name}_bias" for name in (up, _DOWN)}
@@ -73,7 +72,7 @@ def experts_like(module: nn.Module) -> Experts | None:
 
 
 def _gate(module: Any, has_up: bool) -> Gate | None:
-    """What comes between the products; None: unknown."""
+    """The function between the products; None if it is unknown."""
     act: Any = getattr(module, "act_fn", None)
     formula: Any = getattr(module, "_apply_gate", functools.partial(_first_half_gates, act)) if has_up else act
     gate = structure._samples()
@@ -85,8 +84,8 @@ def _gate(module: Any, has_up: bool) -> Gate | None:
         return None
     if not isinstance(value, Tensor) or value.shape != gate.shape:
         return None
-    known = ((name, plain_gated(gate, up, name)) for name in gated.ACTIVATIONS)
-    activation = next((name for name, y in known if torch.allclose(value, y, rtol=1e-5, atol=1e-5)), None)
+    candidates = ((name, plain_gated(gate, up, name)) for name in gated.ACTIVATIONS)
+    activation = next((name for name, y in candidates if torch.allclose(value, y, rtol=1e-5, atol=1e-5)), None)
     return Gate(formula=formula, activation=activation, has_up=has_up)
 
 
@@ -96,7 +95,7 @@ def _first_half_gates(act: Callable[[Tensor], Tensor], pre: Tensor) -> Tensor:
 
 
 def _computes(module: nn.Module, experts: Experts, scale: float) -> bool:
-    """Whether a module is these experts, for weights of this scale."""
+    """Whether a module computes this formula with weights of this scale."""
     numbers = functools.partial(torch.randn, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
     outputs, count = _INNER * (2 if experts.gate.has_up else 1), len(getattr(module, experts.up))
     sizes = {experts.up: (_INPUTS, outputs), experts.down: (_INNER, _INPUTS)}
@@ -108,13 +107,13 @@ def _computes(module: nn.Module, experts: Experts, scale: float) -> bool:
     }
     x, weights = numbers(_TOKENS, _INPUTS), numbers(_TOKENS, _CHOICES)
     index = torch.arange(_TOKENS * _CHOICES, device="cpu").view(_TOKENS, _CHOICES) % count
-    training = [(part, "training", True) for part in module.modules()]  # dropout then shows
+    training = [(part, "training", True) for part in module.modules()]  # so that dropout changes the result
     with structure._changed(training), torch.random.fork_rng(devices=[]):
         y = structure._try(module, small, x, index, weights)
     routing = Routing.of(index, count)
     if y is None or y.shape != x.shape or routing is None:
         return False
-    form = Form(gate=experts.gate, codec=None, transposed=experts.transposed, dtype=torch.float32)
+    form = ExpertsLayout(gate=experts.gate, codec=None, transposed=experts.transposed, dtype=torch.float32)
     first, last = ((small[name], small.get(f"{name}_bias")) for name in sizes)
     with torch.no_grad():
         expected = ExpertsFunction.apply(x, weights, *first, *last, form, routing, None, ())
@@ -132,7 +131,7 @@ def experts(name: str, module: nn.Module, model: nn.Module) -> Any:
 def _run(module: Any, layer: Layer, *args: Any, **kwargs: Any) -> Any:
     """A mixture-of-experts layer that saves hidden states, once, and what the gate gets, in few bits."""
     formula: Experts = layer.formula
-    call = Call(layer.own, module, layer)
+    call = TorchCall(layer.own, module, layer)
     inputs = _inputs(layer.own, args, kwargs)
     routing = None
     if inputs is not None and _is_passive(module):
@@ -142,7 +141,7 @@ def _run(module: Any, layer: Layer, *args: Any, **kwargs: Any) -> Any:
     x, _, weights = inputs
     up, up_bias, down, down_bias = formula.weights(module)
     dtype = _compute_dtype(module, x, up)
-    form = Form(gate=formula.gate, codec=layer.codec, transposed=formula.transposed, dtype=dtype)
+    form = ExpertsLayout(gate=formula.gate, codec=layer.codec, transposed=formula.transposed, dtype=dtype)
     with call.handled(*args, **kwargs), torch._C.DisableTorchFunction():
         rebuilt, saved = call.source(x, dtype) if up.requires_grad else (None, ())
         out = ExpertsFunction.apply(x, weights, up, up_bias, down, down_bias, form, routing, rebuilt, saved)
@@ -150,17 +149,17 @@ def _run(module: Any, layer: Layer, *args: Any, **kwargs: Any) -> Any:
 
 
 def _run_as_it_is(module: Any, layer: Layer, *args: Any, **kwargs: Any) -> Any:
-    """What lies between the products: backward runs it again, in full precision."""
+    """Run a module between the products unchanged: backward runs it again in full precision."""
     with torch._C.DisableTorchFunction():
         return layer.own(*args, **kwargs)
 
 
 def _inputs(own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...] | None:
-    """Hidden states (N, I), indices and weights (N, K) of a call; None: another kind of call."""
+    """Hidden states (N, I), indices and weights (N, K) of a call; None for another kind of call."""
     if kwargs:
         try:
             args = tuple(inspect.signature(own).bind(*args, **kwargs).arguments.values())
-        except TypeError:  # the module's own forward says so
+        except TypeError:  # the module's own forward will raise it
             return None
     if len(args) != 3 or not all(isinstance(t, Tensor) and t.dim() == 2 for t in args):
         return None
@@ -169,8 +168,8 @@ def _inputs(own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     return (x, index, weights) if fits else None
 
 
-def _routing(call: Call, formula: Experts, x: Tensor, index: Tensor, weights: Tensor) -> Routing | None:
-    """The routing of a call; None where the module's own forward has nothing to save, or an error to raise."""
+def _routing(call: TorchCall, formula: Experts, x: Tensor, index: Tensor, weights: Tensor) -> Routing | None:
+    """The routing of a call; None if the module's own forward has nothing to save, or has to raise an error."""
     tensors = [t for t in formula.weights(call.module) if t is not None]
     if not large_enough(x) or tensors[0].shape[1 if formula.transposed else 2] != x.shape[1]:
         return None
@@ -186,7 +185,7 @@ def _routing(call: Call, formula: Experts, x: Tensor, index: Tensor, weights: Te
 
 
 def _is_passive(module: nn.Module) -> bool:
-    """Whether the gate's modules do nothing else: no dropout, and no hooks but this library's, which watch."""
+    """Whether the gate's modules have no side effects: no dropout, and no hooks except this library's."""
     hooks = [hook for c in module.children() for kind in structure._HOOKS for hook in getattr(c, kind).values()]
     drops = any(isinstance(c, nn.Dropout) and c.training and c.p > 0 for c in module.children())
     return not drops and all(getattr(hook, "__module__", "").startswith("lowbit.activations") for hook in hooks)
@@ -203,10 +202,10 @@ def _compute_dtype(module: Any, x: Tensor, weight: Tensor) -> torch.dtype:
 
 @dataclass(frozen=True, kw_only=True)
 class Gate:
-    """What comes between the products: (S, F) from (S, 2F), or from (S, F) without an `up` half.
+    """The function between the products: (S, F) from (S, 2F), or from (S, F) without an `up` half.
 
-    `activation`: of the formula act(gate) * up with gate in the first half, for which there are operators; None: only
-    `formula`, the module's own function.
+    `activation`: name in the formula act(gate) * up with gate in the first half, for which there are operators; None:
+    only `formula`, the module's own function, is known.
     """
 
     formula: Callable[[Tensor], Tensor]
@@ -214,7 +213,7 @@ class Gate:
     has_up: bool
 
     def encode(self, pre_SO: Tensor, codec: Codec | None, dtype: torch.dtype) -> tuple[Tensor, SavedTensors]:
-        """The gate's output in `dtype`, and what backward needs for it."""
+        """Compute the gate's output in `dtype`; also return the tensors that backward needs."""
         if codec is None:
             return self.formula(pre_SO).to(dtype), (pre_SO,)
         if self.activation is None or not is_fused(codec):
@@ -227,7 +226,7 @@ class Gate:
         return out, saved
 
     def backward(self, saved: SavedTensors, codec: Codec | None, grad_SF: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        """The gradient at the gate's input, and the gate's output again, both in the dtype of `grad_SF`."""
+        """Return the gradient of the gate's input, and the gate's output again, both in the dtype of `grad_SF`."""
         first, second = (*saved, None)[:2]
         assert first is not None
         out = torch.empty_like(grad_SF)
@@ -249,8 +248,8 @@ class Gate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Form:
-    """How a layer computes: `transposed` weights are (E, I, O), others (E, O, I); products are in `dtype`."""
+class ExpertsLayout:
+    """Layout and dtype of a layer: `transposed` weights are (E, I, O), others (E, O, I); products are in `dtype`."""
 
     gate: Gate
     codec: Codec | None
@@ -258,7 +257,7 @@ class Form:
     dtype: torch.dtype
 
     def inputs_first(self, weight: Tensor) -> Tensor:
-        """A weight, or its gradient, as (E, I, O); and back."""
+        """Convert a weight, or its gradient, to (E, I, O), or back."""
         return weight if self.transposed else weight.transpose(1, 2)
 
 
@@ -269,7 +268,7 @@ class ExpertsFunction(torch.autograd.Function):
     def forward(
         ctx: Any, x_NI: Tensor, weights_NK: Tensor,
         up: Tensor, up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None,
-        form: Form, routing: Routing, rebuilt: Rebuilt | None, saved: SavedTensors,
+        form: ExpertsLayout, routing: Routing, rebuilt: Rebuilt | None, saved: SavedTensors,
     ) -> Tensor:  # fmt: skip
         """`rebuilt`: x in backward, from `saved`; None if `up` is frozen."""
         ctx.present = (True, True, True, up_bias is not None, True, down_bias is not None)
@@ -297,7 +296,7 @@ class ExpertsFunction(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
         weights_NK, up, down, up_bias, down_bias, order, *rest = ctx.saved_tensors
         of_gate, saved = tuple(rest[: ctx.of_gate]), tuple(rest[ctx.of_gate :])
-        form: Form = ctx.form
+        form: ExpertsLayout = ctx.form
         routing = Routing(order, ctx.ends, ctx.choices)
         needs_x, needs_weights, needs_up, needs_up_bias, needs_down, needs_down_bias = needed_now(ctx)
         grad_x = grad_weights = grad_up = grad_up_bias = grad_down = grad_down_bias = None
@@ -334,12 +333,12 @@ class ExpertsFunction(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Routing:
-    """Which expert gets which token: exact, and the same in forward and backward.
+    """The assignment of tokens to experts: exact, and the same in forward and backward.
 
     Attributes:
-        order: (S,) positions in the flat (tokens, choices) index, sorted by expert; those without an expert left out.
-        ends: for each expert, where its rows end.
-        choices: choices of each token, with an expert or without.
+        order: (S,) positions in the flat (tokens, choices) index, sorted by expert, without those that have none.
+        ends: for each expert, the end of its rows.
+        choices: number of choices of each token, including those without an expert.
     """
 
     order: Tensor
@@ -348,7 +347,7 @@ class Routing:
 
     @classmethod
     def of(cls, index_NK: Tensor, experts: int) -> Routing | None:
-        """The routing of an index; None if it has other numbers than 0 to `experts`, which means no expert."""
+        """Build the routing of an index; None if a number is not in 0 to `experts`, where `experts` means no expert."""
         ids, order = torch.sort(index_NK.reshape(-1), stable=True)
         limits = torch.arange(experts + 2, device=ids.device, dtype=ids.dtype)
         first, *ends, last = torch.searchsorted(ids, limits).tolist()
@@ -357,17 +356,17 @@ class Routing:
         return cls(order[: ends[-1]].to(torch.int32), tuple(ends), index_NK.shape[1])
 
     def gather(self, x_NC: Tensor) -> Tensor:
-        """The token of each row."""
+        """Return the token of each row."""
         return x_NC.index_select(0, self.order // self.choices)
 
     def sums(self, x_SC: Tensor, tokens: int) -> Tensor:
-        """Sums of the rows of each token, in a fixed order."""
+        """Add up the rows of each token, in a fixed order."""
         all_rows = x_SC.new_zeros(tokens * self.choices, x_SC.shape[1])
         all_rows.index_copy_(0, self.order.long(), x_SC)
         return all_rows.view(tokens, self.choices, -1).sum(1)
 
     def slices(self) -> Iterator[tuple[int, slice]]:
-        """Experts that have rows, and their rows."""
+        """Yield the experts that have rows, with their rows."""
         start = 0
         for expert, end in enumerate(self.ends):
             if end > start:
@@ -376,7 +375,7 @@ class Routing:
 
 
 def product(x_SI: Tensor, weight_EIO: Tensor, routing: Routing) -> Tensor:
-    """Each row times its expert's matrix, in the dtype of the rows."""
+    """Multiply each row by its expert's matrix, in the dtype of the rows."""
     if _in_one_launch(x_SI, weight_EIO):
         return functional.grouped_mm(x_SI, weight_EIO.to(x_SI.dtype), offs=_offsets(routing, x_SI))
     out = x_SI.new_empty(len(x_SI), weight_EIO.shape[2])
@@ -391,7 +390,7 @@ def weight_gradient(x_SI: Tensor, grad_SO: Tensor, like_EIO: Tensor, routing: Ro
         grad = functional.grouped_mm(x_SI.t(), grad_SO, offs=_offsets(routing, x_SI))
         out = torch.empty_like(like_EIO).copy_(grad)
         used = {expert for expert, _ in routing.slices()}
-        for expert in set(range(len(out))) - used:  # kernels may leave these as they were
+        for expert in set(range(len(out))) - used:  # kernels may leave these uninitialized
             out[expert] = 0
         return out
     out = torch.zeros_like(like_EIO)
@@ -424,7 +423,7 @@ def _offsets(routing: Routing, x: Tensor) -> Tensor:
 
 
 def _in_one_launch(x_SI: Tensor, weight_EIO: Tensor) -> bool:
-    """Whether PyTorch has a kernel for all experts at once; on CPUs it loops over them as we do."""
+    """Whether PyTorch has a kernel for all experts at once; on CPUs it loops over them like this module."""
     if not x_SI.is_cuda or x_SI.dtype != torch.bfloat16 or torch.cuda.get_device_capability(x_SI.device) < (8, 0):
         return False
     return all(size % 8 == 0 for size in weight_EIO.shape[1:])  # rows aligned to 16 bytes

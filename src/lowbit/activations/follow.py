@@ -1,8 +1,8 @@
-"""Follows what a model computes, function by function, and hands functions that save activations to their handlers.
+"""Follows the torch functions that a model calls, and passes those that save activations to their handlers.
 
 The outermost module of a compressed model that is called enters a `TorchFunctionMode`. It sees every torch function
-inside, whatever module calls it and however that is written. A function with a handler saves payloads; all others run
-as they are. `recipes.attach` tells the functions that follow what a tensor was computed from.
+inside, whichever module calls it. A function with a handler saves payloads; all others run unchanged. `recipes.attach`
+records for later functions how a tensor was computed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 MARK = "_lowbit_saved"
 """The attribute of a followed module that holds its `Layer`."""
 HANDLERS: dict[Any, Callable[..., Any]] = {}
-"""By torch function: called with a `Call` and the function's arguments; NotImplemented runs the function itself."""
+"""Handlers by torch function, called with a `TorchCall` and its arguments; NotImplemented runs the function itself."""
 
 _VIEWS = ("View", "ReshapeAlias", "Transpose", "Permute", "Squeeze", "_FromTorchTensor", "_ToTorchTensor")
 _ATTENTION = ("Attention", "attention", "Attn")
@@ -74,7 +74,7 @@ class Shared:
     _codecs: dict[tuple[str, str], Codec | None] = field(default_factory=dict)
 
     def codec(self, kind: str, name: str, x: Tensor | None = None) -> Codec | None:
-        """The format for a layer type in the module of this name, chosen at its first input `x`; None: as it is."""
+        """The format for a layer type in the module of this name, chosen at its first input `x`; None: unchanged."""
         if (kind, name) not in self._codecs:
             codec = self.policy.codec(self.policy.bits_of(kind, name))
             if x is None:
@@ -90,10 +90,10 @@ class Layer:
     """A module that is followed: its name, its own forward, and what its model shares.
 
     Args:
-        forward: replaces the module's own, which `own` still is: called with the module, this object and the arguments.
+        forward: replaces the module's own forward (`own`); called with the module, this object and the arguments.
             None: the module's own runs.
         kind: the layer type of such a module. formula: parameters of `forward`: `Norm`, the name of an activation.
-        in_graphs: the format's name in graphs of `torch.compile`; None: saved as it is.
+        in_graphs: the format's name in graphs of `torch.compile`; None: saved unchanged.
     """
 
     name: str
@@ -106,13 +106,13 @@ class Layer:
 
     @property
     def codec(self) -> Codec | None:
-        """The format for the layer type; None: saved as it is, or no layer of a type."""
+        """The format for the layer type; None: saved unchanged, or the module has no layer type."""
         return self.shared.codec(self.kind, self.name) if self.kind else None
 
 
 @dataclass(frozen=True)
-class Call:
-    """A call of a torch function: by which module, and what to save for it."""
+class TorchCall:
+    """A call of a torch function, with the module that makes it."""
 
     func: Any
     module: Any
@@ -124,31 +124,31 @@ class Call:
         return self.layer.name
 
     def codec(self, kind: str, x: Tensor | None = None) -> Codec | None:
-        """The format for the input of a layer type here; None: saved as it is."""
+        """The format for the input of a layer type here; None: saved unchanged."""
         return self.layer.shared.codec(kind, self.layer.name, x)
 
     def handled(self, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
-        """Around what is saved in place of what the function itself would save for these arguments.
+        """Context in which a handler saves its tensors instead of those that the function would save.
 
-        In the first pass the function runs as well, to count that.
+        In the first pass the function also runs, to count what it would save.
         """
         survey = self.layer.shared.survey
         return nullcontext() if survey is None else survey.handled(self.func, args, kwargs)
 
     def returned(self, out: Any) -> Any:
-        """The result of what was handled."""
+        """Note and return the result of the handler."""
         if (survey := self.layer.shared.survey) is not None:
             survey.returned(out)
         return out
 
     def left(self, reason: str) -> Any:
-        """Leave the call to the function itself; the report tells why."""
+        """Leave the call to the function itself, and note the reason for the report."""
         if (survey := self.layer.shared.survey) is not None:
             survey.reason(reason)
         return NotImplemented
 
     def saves(self, *tensors: Tensor | None) -> bool:
-        """Whether autograd would save something of these here that can be saved in few bits."""
+        """Whether autograd would save one of these tensors here, and it can be saved in few bits."""
         if not any(t is not None and t.requires_grad for t in tensors):
             return False
         if not self.module.training:
@@ -166,7 +166,7 @@ class Call:
         return True
 
     def source(self, x: Tensor, dtype: torch.dtype) -> tuple[Rebuilt, SavedTensors]:
-        """How a layer rebuilds its input in backward, and the tensors it saves for that."""
+        """Return how a layer rebuilds its input in backward, and the tensors that it saves for that."""
         # Attention's kernel saves its output as it is, so saving that again costs nothing.
         smallest = max(FEWEST, self.layer.shared.policy.smallest)
         codec = None if from_attention(x) or x.numel() < smallest else self.codec("linear", x)
@@ -183,12 +183,12 @@ class Call:
 
 
 def large_enough(x: Tensor) -> bool:
-    """Whether a tensor has so many elements that few bits take fewer bytes."""
+    """Whether a tensor is so large that few bits take fewer bytes."""
     return x.numel() >= FEWEST
 
 
 def encoded(codec: Codec, x: Tensor) -> Tensor:
-    """The payload of `x`; an empty one in a checkpointed layer's first pass, which keeps none."""
+    """Encode `x`; the payload is empty in a checkpointed layer's first pass, which keeps none."""
     payload = room(codec, x)
     if not first_pass():
         with torch.no_grad():
@@ -196,8 +196,8 @@ def encoded(codec: Codec, x: Tensor) -> Tensor:
     return payload
 
 
-def known(x: Tensor) -> Recipe | None:
-    """The recipe of `x`, also if attention's kernel has saved it anyway; None: nothing is saved of it."""
+def saved_recipe(x: Tensor) -> Recipe | None:
+    """The recipe of `x`, also if attention's kernel has saved it anyway; None: `x` is not saved."""
     recipe = recipe_of(x)
     if recipe is None and from_attention(x):
         recipe = Recipe(Itself(x.shape, None), (x,))
@@ -218,7 +218,7 @@ def from_attention(x: Tensor) -> bool:
 
 
 class _Threads(threading.local):
-    """The modules that run in a thread, each called by the one before, with the checkpoint that each began in."""
+    """The stack of modules that run in a thread, each with the checkpoint in which it was called."""
 
     def __init__(self) -> None:
         self.running: list[tuple[nn.Module, Layer, Any]] = []
@@ -236,7 +236,7 @@ def running() -> tuple[str, nn.Module] | None:
 
 
 def followed_forward(module: nn.Module, layer: Layer, *args: Any, **kwargs: Any) -> Any:
-    """A module's forward, followed."""
+    """Run a module's forward and follow its functions."""
     if not torch.is_grad_enabled():
         return layer.own(*args, **kwargs)
     if torch.compiler.is_compiling():
@@ -265,7 +265,7 @@ def _outermost(module: nn.Module, layer: Layer, *args: Any, **kwargs: Any) -> An
             return _run(module, layer, *args, **kwargs)
         with survey.counting(module, (args, kwargs)):
             out = _run(module, layer, *args, **kwargs)
-    if survey.tell():
+    if survey.log():
         layer.shared.survey = None
     return out
 
@@ -276,7 +276,7 @@ class Following(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         modules = _threads.running
-        # A graph of `torch.compile` inside cannot see what tensors remember (`compiled_forward` runs there).
+        # A graph of `torch.compile` inside cannot see recipes of tensors (`compiled_forward` runs there).
         if torch.compiler.is_compiling() or not modules or not torch.is_grad_enabled():
             out = func(*args, **kwargs)
             if func is Tensor.view_as and modules and (recipe := recipe_of(args[0])) is not None:
@@ -284,10 +284,10 @@ class Following(TorchFunctionMode):
             return out
         module, layer, checkpoint = modules[-1]
         handler = HANDLERS.get(func)
-        # A checkpoint that began in this module's forward runs its functions again without the module.
+        # The second run of a checkpoint that began in this module's forward calls functions without the module.
         if handler is not None and checkpoint_hook() is checkpoint and not selective():
             fits = _fits(handler, len(args), tuple(kwargs))
-            out = _handled(handler, Call(func, module, layer), args, kwargs) if fits else NotImplemented
+            out = _handled(handler, TorchCall(func, module, layer), args, kwargs) if fits else NotImplemented
             if out is not NotImplemented:
                 return out
         survey = layer.shared.survey
@@ -297,16 +297,16 @@ class Following(TorchFunctionMode):
             return func(*args, **kwargs)
 
 
-def _handled(handler: Callable[..., Any], call: Call, args: Any, kwargs: Any) -> Any:
+def _handled(handler: Callable[..., Any], call: TorchCall, args: Any, kwargs: Any) -> Any:
     handler = functools.partial(handler, call)
     if any(map(is_sharded, args)):
         return on_shards(call.func, handler, *args, **kwargs)
     return handler(*args, **kwargs)
 
 
-@functools.cache  # binding takes longer than the views that most calls are
+@functools.cache  # binding takes longer than a view, and most calls are views
 def _fits(handler: Callable[..., Any], count: int, names: tuple[str, ...]) -> bool:
-    """Whether a handler knows this many arguments, and these names; if not, such as `out`, the function itself runs."""
+    """Whether a handler accepts this many arguments, and these names; if not (`out`, say), the function itself runs."""
     try:
         inspect.signature(handler).bind(None, *range(count), **dict.fromkeys(names))
     except TypeError:
@@ -315,12 +315,12 @@ def _fits(handler: Callable[..., Any], count: int, names: tuple[str, ...]) -> bo
 
 
 def selective() -> bool:
-    """Whether a checkpoint runs that keeps results of chosen functions: those must be the same in backward."""
+    """Whether a selective checkpoint runs: the results that it keeps must be the same in backward."""
     if not torch._C._len_torch_dispatch_stack():  # pyright: ignore
         return False
     if not any(type(mode).__name__ in _SELECTIVE for mode in _get_current_dispatch_mode_stack()):
         return False
-    say_once("activations inside a selective checkpoint are saved as they are")
+    say_once("activations inside a selective checkpoint are saved uncompressed")
     return True
 
 
@@ -329,5 +329,5 @@ _SELECTIVE = ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
 
 @functools.cache
 def say_once(text: str) -> None:
-    """Log a line, the first time."""
+    """Log a line, but only once."""
     log.warning(text)

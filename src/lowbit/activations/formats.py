@@ -1,4 +1,4 @@
-"""Formats for what 8 bits in groups spoil: `WithRemainder` has more bits, `WithRows` keeps outlier tokens exactly."""
+"""Formats for tensors that need more than 8 bits in groups: `WithRemainder` has more bits, `WithRows` exact tokens."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from lowbit.kernels.layout import Layout, ceil_div, zero_gaps
 MORE = 4
 """Bits of the remainder."""
 EVERY = 128
-"""Tokens for each one that is kept exactly."""
+"""One token in this many is kept exactly."""
 LEAST = 16
-"""Tokens of the smallest tensor that keeps any."""
+"""Tensors with fewer tokens keep none exactly."""
 FAR = 8.0
 """A token is an outlier if its norm is at least this many times the tensor's median."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WithRemainder(Summable):
-    """`GroupInt`, and what it leaves of each element in another one: 12 bits and 0.75 for scales, at 8 and 4 bits.
+    """`GroupInt`, and a second one of the remainders: with 8 and 4 bits 12 bits per element, and 0.75 for scales.
 
-    A payload is that of `first`, up to a multiple of 16 bytes, and that of `rest`. NaN and Inf: as in `GroupInt`.
+    A payload is that of `first`, padded to a multiple of 16 bytes, and that of `rest`. NaN and Inf: as in `GroupInt`.
     """
 
     first: GroupInt
@@ -64,14 +64,14 @@ class WithRemainder(Summable):
 
 
 def coarser(codec: Codec) -> Codec:
-    """The format with 2 bits fewer, where a remainder follows: 10.75 bits in all."""
+    """The format with 2 bits fewer if it has a remainder: 10.75 bits in all."""
     if isinstance(codec, GroupInt) and not codec.symmetric and codec.bits > 4:
         return replace(codec, bits=codec.bits - 2)
     return codec
 
 
 def finer(codec: Codec) -> Codec:
-    """The format with `MORE` more bits; a codec that has no bits to choose: itself."""
+    """The format with `MORE` more bits; a codec without a choice of bits is returned unchanged."""
     return WithRemainder(first=codec) if isinstance(codec, GroupInt) and not codec.symmetric else codec
 
 
@@ -79,10 +79,10 @@ def finer(codec: Codec) -> Codec:
 class WithRows(Summable):
     """`inner`, and the tokens (rows of the last dimension) of largest norm in float32: one of every 128, rounded up.
 
-    Which tokens is decided by their norms in each tensor, wherever they stand; their number follows from the shape. A
-    tensor of fewer than 16 tokens keeps none. In place of a kept token `inner` codes zeros. Sections of a payload, at
-    multiples of 16 bytes, for K kept tokens of C channels: `inner`'s payload; K indices in int32; K C float32 values.
-    NaN and Inf: a kept token returns them as they are; others as in `inner`.
+    The tokens are chosen by their norms in each tensor; their number follows from the shape. A tensor of fewer than 16
+    tokens keeps none. For a kept token `inner` codes zeros. Sections of a payload, at multiples of 16 bytes, for K kept
+    tokens of C channels: `inner`'s payload; K indices in int32; K C float32 values. NaN and Inf: a kept token returns
+    them unchanged; others as in `inner`.
     """
 
     shaped: ClassVar[bool] = True
@@ -106,9 +106,9 @@ class WithRows(Summable):
         return layout.section(payload, "indices", torch.int32).long(), values
 
     def keep(self, x: Tensor, payload: Tensor) -> None:
-        """Write the tokens of largest norm into a payload, and zeros in their place in that of `inner`, a `GroupInt`.
+        """Write the tokens of largest norm into a payload, and zeros for them into that of `inner`, a `GroupInt`.
 
-        For kernels that have coded all tokens. Channels are a multiple of the group (see `is_aligned`).
+        It is for kernels that have coded all tokens. Channels are a multiple of the group (see `is_aligned`).
         """
         assert isinstance(self.inner, GroupInt)
         index_K = self._write(x, payload)
@@ -131,7 +131,7 @@ class WithRows(Summable):
         self.inner.decode(self.inner_of(payload, out.shape), shape=out.shape, out=out, accumulate=accumulate)
         index_K, values_KC = self.kept(payload, out.shape)
         rows = out.view(-1, out.shape[-1])
-        if accumulate:  # inner has added zeros there
+        if accumulate:  # for these tokens `inner` has added zeros
             rows[index_K] += values_KC.to(out.dtype)
         else:
             rows[index_K] = values_KC.to(out.dtype)
@@ -157,7 +157,7 @@ def is_aligned(inner: GroupInt | WithRemainder, channels: int) -> bool:
 
 
 def count_of(shape: Sequence[int]) -> int:
-    """How many tokens of a tensor of this shape are kept."""
+    """Number of tokens of a tensor of this shape that are kept."""
     rows = math.prod(shape[:-1])
     return ceil_div(rows, EVERY) if rows >= LEAST and len(shape) > 1 else 0
 
@@ -168,9 +168,9 @@ def norms_of(rows: Tensor) -> Tensor:
 
 
 def outliers_and_rest(x: Tensor) -> tuple[bool, Tensor]:
-    """Whether some tokens' norms are `FAR` above the median, and (tokens, channels) without those that would be kept.
+    """Return whether any token's norm is `FAR` above the median, and the (tokens, channels) that would not be kept.
 
-    Without outliers, or with NaN, all tokens are the rest.
+    Without outliers, or with NaN, these are all tokens.
     """
     rows = x.detach().reshape(-1, x.shape[-1])
     count, norms = count_of(x.shape), norms_of(rows)

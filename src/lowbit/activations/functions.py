@@ -1,7 +1,7 @@
 """Autograd functions whose backward starts from rounded inputs, or rebuilds them (`lowbit.activations.recipes`).
 
-Forward computes from the inputs as they are. Everything saved goes through `save_for_backward`, so PyTorch's own
-checks, hooks and checkpointing see it.
+Forward computes from the unrounded inputs. Everything is saved through `save_for_backward`, so PyTorch's own checks,
+hooks and checkpointing see it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lowbit.activations.recipes import (
     GatedOutput,
     Masked,
     NormOutput,
-    Part,
+    Operand,
     Rebuilt,
     SavedTensors,
     check_present,
@@ -37,10 +37,10 @@ from lowbit.codecs.checks import draw_seed
 
 
 def first_order(backward: Any) -> Any:
-    """A backward that refuses to be differentiated.
+    """Make a backward that refuses to be differentiated.
 
-    `once_differentiable` would let a second pass go by that asks for gradients of inputs alone: what it returns has no
-    path to them, so they would get 0, or None.
+    `once_differentiable` would not raise in a second pass that only needs gradients of inputs: its results have no path
+    to them, so they would silently get 0, or None.
     """
 
     @functools.wraps(backward)
@@ -52,7 +52,7 @@ def first_order(backward: Any) -> Any:
 
 
 def owned(out: Tensor) -> Tensor:
-    """The same elements, no view: PyTorch lets nobody change in place what a function returns as a view."""
+    """The same elements, not as a view, because PyTorch forbids in-place changes of views that a function returns."""
     return torch.ops.aten._unsafe_view(out, out.shape)
 
 
@@ -64,7 +64,7 @@ class NormFunction(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None,
         form: NormOutput, saved: SavedTensors, fresh: bool, dtype: torch.dtype,
     ) -> Tensor:  # fmt: skip
-        """`saved`: an empty payload if it is `fresh`, otherwise a payload of x, or x; `dtype`: of the output."""
+        """`saved`: an empty payload to fill if `fresh`, otherwise a payload of x, or x; `dtype`: of the output."""
         ctx.form, ctx.shape, ctx.dtype = form, x.shape, x.dtype
         ctx.present = (True, weight is not None, bias is not None)
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -109,7 +109,7 @@ class NormFunction(torch.autograd.Function):
             form.eps, form.norm.centred, form.norm.offset, codec.bits, codec.group,
         )  # fmt: skip
         if isinstance(form.codec, WithRows):
-            # The kernel saw zeros there, which add nothing to the weight's gradient.
+            # The kernel saw zeros for these tokens, which add nothing to the weight's gradient.
             index, kept = form.codec.kept(saved, ctx.shape)
             at_kept = _rows(grad_out)[index].float()
             grad_kept, more, _ = _differentiate(form.norm.plain, kept, weight, None, grad_out=at_kept)
@@ -156,18 +156,18 @@ class ActivationFunction(torch.autograd.Function):
 class ProductFunction(torch.autograd.Function):
     """act(gate) * up; saves gate and up.
 
-    One kernel gives the gradients at gate and up. In a pass that runs all nodes, the first is handed to the
-    activation's node, the next in the graph, and zeros are sent there in place of the gradient at the activation.
-    The true gradient goes there wherever somebody may see it: if either node or the activation has a hook, if it
-    retains its gradient, and in passes for some of the gradients, since that may be one of them. The same holds if the
-    factor is something else that was made of what the activation returned: then another node is the next.
+    One kernel computes the gradients of gate and up. In a pass that runs all nodes, the former is handed directly to
+    the activation's node, which is next in the graph, and zeros are returned as the gradient of the activation. The
+    true gradient is returned whenever it may be observed: if either node or the activation has a hook, if the
+    activation retains its gradient, and in passes for only some gradients, because it may be one of them. It is also
+    returned if the factor was computed from the activation's output: then another node is next.
     """
 
     @staticmethod
     def forward(
         ctx: Any, activation: Tensor, up: Tensor, leaf: Tensor, form: GatedOutput, saved: SavedTensors
     ) -> Tensor:  # fmt: skip
-        """`saved`: payloads of gate and up, or both as they are; `leaf`: `nobodys`."""
+        """`saved`: payloads of gate and up, or both unchanged; `leaf`: from `nobodys`."""
         ctx.form, ctx.dtypes, ctx.present, ctx.observed = form, (activation.dtype, up.dtype), (True, True), False
         ctx.save_for_backward(*saved)
         ctx.activation = TensorWeakRef(activation)
@@ -195,7 +195,7 @@ class ProductFunction(torch.autograd.Function):
 
 
 def _hands_on(product: Any) -> bool:
-    """Whether a product's node may hand the gradient at gate to the activation's: nobody can tell in this pass."""
+    """Whether a product's node may hand the gradient of gate to the activation's, unobserved in this pass."""
     (node, _), _, (leaf, _) = product.next_functions
     if not isinstance(node, _ActivationNode) or node.form is not product.form:  # pyright: ignore
         return False
@@ -206,10 +206,10 @@ def _hands_on(product: Any) -> bool:
 
 
 def _hand(node: Any, grad: Tensor) -> Tensor:
-    """Hand a gradient at gate to an activation's node; returns the zeros to send there.
+    """Hand a gradient of gate to an activation's node; return the zeros to send there.
 
-    It is kept under the number of the pass: others may run on the same graph at the same time, in other threads or
-    from hooks, and one may have failed on its way.
+    It is stored by the number of the pass: others may run on the same graph at the same time, in other threads or from
+    hooks, and an earlier one may have failed halfway.
     """
     sent = grad.new_zeros(()).expand(grad.shape)  # what other readers of the activation send is added to these
     task = torch._C._current_graph_task_id()
@@ -241,7 +241,7 @@ def _gated_gradients(
 
 @functools.cache
 def nobodys(device: torch.device) -> Tensor:
-    """A leaf that no pass asks for: its node runs in those passes only that run all nodes."""
+    """A leaf whose gradient is never requested: its node runs only in passes that run all nodes."""
     with torch.inference_mode(False), torch._C.DisableTorchFunction():
         return torch.zeros((), device=device, requires_grad=True)
 
@@ -258,7 +258,7 @@ def _noting(kind: Any, register: str) -> Callable[..., Any]:
     return noted
 
 
-# A hook that runs before a product's node sees what comes from above; only one that runs after it sees what it sends.
+# Only hooks that run after a product's node can see its gradients; earlier hooks see only what the node receives.
 for _name in ("register_hook", "register_prehook", "_register_hook_dict"):  # the last: `Tensor.register_hook`
     setattr(_ActivationNode, _name, _noting(_ActivationNode, _name))
 _ProductNode.register_hook = _noting(_ProductNode, "register_hook")
@@ -297,7 +297,7 @@ class LinearFunction(torch.autograd.Function):
         ctx.save_for_backward(weight, *saved)
         if not product_needed():
             return x.new_empty((*x.shape[:-1], weight.shape[1 if transposed else 0]), dtype=dtype)
-        with torch.autocast(x.device.type, enabled=False):  # its cache must not meet no_grad
+        with torch.autocast(x.device.type, enabled=False):  # casts cached under no_grad would have no gradient
             w = weight.to(dtype)
             shift = None if bias is None else bias.to(dtype)
             return owned(functional.linear(x.to(dtype), w.t() if transposed else w, shift))
@@ -366,7 +366,7 @@ class MatmulFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, y: Tensor, out: Tensor, parts: tuple[Part, Part], alpha: float, saved: SavedTensors
+        ctx: Any, x: Tensor, y: Tensor, out: Tensor, parts: tuple[Operand, Operand], alpha: float, saved: SavedTensors
     ) -> Tensor:
         """`out`: the result; `parts`: x and y in backward, from `saved`."""
         ctx.parts, ctx.alpha, ctx.present, ctx.dtypes = parts, alpha, (True, True), (x.dtype, y.dtype)
@@ -487,10 +487,10 @@ def _with(func: Callable[..., Tensor], offsets: Tensor | None) -> Callable[..., 
 
 
 def needed_now(ctx: Any) -> list[bool]:
-    """Whether this backward pass needs the gradient of each input; `ctx.present` says which inputs are tensors.
+    """Whether this backward pass needs the gradient of each input; `ctx.present` marks the inputs that are tensors.
 
-    `needs_input_grad` says only whether any pass could need it; zero-bubble schedules ask for those of inputs and of
-    weights in separate passes.
+    `needs_input_grad` only shows whether any pass could need it; zero-bubble schedules compute gradients of inputs and
+    of weights in separate passes.
     """
     needs = []
     nodes = iter(ctx.next_functions)  # of the tensors among the inputs
@@ -499,7 +499,7 @@ def needed_now(ctx: Any) -> list[bool]:
         if needed:
             try:
                 needed = torch._C._will_engine_execute_node(node)  # pyright: ignore
-            except RuntimeError:  # a leaf that torch.autograd.grad asks for
+            except RuntimeError:  # a leaf whose gradient torch.autograd.grad computes
                 needed = True
         needs.append(needed)
     return needs

@@ -1,7 +1,7 @@
-"""What is saved for torch functions: linear layers, norms, activations, products, dropout, views and casts.
+"""Handlers of torch functions: linear layers, norms, activations, products, dropout, views and casts.
 
-Also what mixture-of-experts layers are written out of (gathers, batched products, sums): `lowbit.activations.experts`
-replaces whole layers of the usual form, these handlers serve loops over modules and products with all experts' weights.
+They also handle the parts of mixture-of-experts layers (gathers, batched products, sums): `lowbit.activations.experts`
+replaces whole layers of the usual form; these handlers serve loops over modules and products with all experts' weights.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lowbit.activations.checkpoint import after_linear
-from lowbit.activations.follow import Call, encoded, handles, known, large_enough
+from lowbit.activations.follow import TorchCall, encoded, handles, large_enough, saved_recipe
 from lowbit.activations.functions import (
     BatchedFunction,
     IndexAddFunction,
@@ -41,23 +41,23 @@ from lowbit.activations.recipes import (
 )
 from lowbit.codecs.checks import FLOATS
 
-_MUCH_WIDER = 4  # outputs than inputs: the product takes less time than saving the output takes bytes
+_MUCH_WIDER = 4  # times as many outputs as inputs: computing the product again is cheaper than saving it
 
 
 @handles(functional.linear)
-def linear(call: Call, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+def linear(call: TorchCall, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     """A linear layer, which saves its input unless that has a recipe."""
     return _linear(call, (input, weight, bias), input, weight, bias, transposed=False)
 
 
 @handles(torch.mm, Tensor.mm)
-def mm(call: Call, input: Tensor, mat2: Tensor, **kwargs: Any) -> Any:
+def mm(call: TorchCall, input: Tensor, mat2: Tensor, **kwargs: Any) -> Any:
     """Handle `mm` like `matmul`; PyTorch names its second argument `mat2`."""
     return matmul(call, input, mat2, **kwargs)
 
 
 @handles(torch.matmul, Tensor.matmul, Tensor.__matmul__)
-def matmul(call: Call, input: Any, other: Any, **kwargs: Any) -> Any:
+def matmul(call: TorchCall, input: Any, other: Any, **kwargs: Any) -> Any:
     """A linear layer, if the second matrix is a parameter; otherwise a product of two activations."""
     if kwargs or not isinstance(input, Tensor) or input.dim() < 2:
         return NotImplemented
@@ -67,7 +67,7 @@ def matmul(call: Call, input: Any, other: Any, **kwargs: Any) -> Any:
 
 
 @handles(torch.addmm)
-def addmm(call: Call, input: Tensor, mat1: Tensor, mat2: Tensor, **kwargs: Any) -> Any:
+def addmm(call: TorchCall, input: Tensor, mat1: Tensor, mat2: Tensor, **kwargs: Any) -> Any:
     """A linear layer with bias, if the second matrix is a parameter: Conv1D of Hugging Face."""
     if kwargs or not _is_parameter(mat2) or input.dim() != 1:
         return NotImplemented
@@ -75,7 +75,7 @@ def addmm(call: Call, input: Tensor, mat1: Tensor, mat2: Tensor, **kwargs: Any) 
 
 
 def _linear(
-    call: Call, given: tuple[Any, ...], x: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool
+    call: TorchCall, given: tuple[Any, ...], x: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool
 ) -> Any:
     if weight.dim() != 2 or x.dim() < 1 or not large_enough(x) or not call.saves(x, weight, bias):
         return NotImplemented
@@ -108,7 +108,7 @@ def _is_parameter(x: Any) -> bool:
 
 @handles(functional.layer_norm)
 def layer_norm(
-    call: Call, input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None,
+    call: TorchCall, input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None,
     bias: Tensor | None = None, eps: float = 1e-5,
 ) -> Any:  # fmt: skip
     """LayerNorm over the last dimension."""
@@ -117,14 +117,15 @@ def layer_norm(
 
 @handles(functional.rms_norm)
 def rms_norm(
-    call: Call, input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
-) -> Any:
+    call: TorchCall, input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Any:  # fmt: skip
     """RMSNorm over the last dimension."""
     return _norm(call, input, normalized_shape, weight, None, Norm(eps=eps))
 
 
 def _norm(
-    call: Call, x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, norm: Norm
+    call: TorchCall, x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, norm: Norm
 ) -> Any:  # fmt: skip
     same = len({t.dtype for t in (x, weight, bias) if t is not None}) == 1
     if not same or len(shape) != 1 or not large_enough(x) or not call.saves(x, weight, bias):
@@ -136,26 +137,26 @@ def _norm(
 
 
 @handles(functional.silu, functional.relu)
-def silu(call: Call, input: Tensor, inplace: bool = False) -> Any:
-    """SiLU, ReLU."""
+def silu(call: TorchCall, input: Tensor, inplace: bool = False) -> Any:
+    """SiLU, and ReLU by the function that takes `inplace`."""
     if inplace:
         return call.left("changed in place")
     return _activation(call, (input,), input, "silu" if call.func is functional.silu else "relu")
 
 
 @handles(torch.relu, Tensor.relu)
-def relu(call: Call, input: Tensor) -> Any:
+def relu(call: TorchCall, input: Tensor) -> Any:
     """ReLU."""
     return _activation(call, (input,), input, "relu")
 
 
 @handles(functional.gelu)
-def gelu(call: Call, input: Tensor, approximate: str = "none") -> Any:
+def gelu(call: TorchCall, input: Tensor, approximate: str = "none") -> Any:
     """GELU of both kinds."""
     return _activation(call, (input,), input, "gelu" if approximate == "none" else "gelu_tanh", approximate=approximate)
 
 
-def _activation(call: Call, given: tuple[Any, ...], x: Tensor, activation: str, **kwargs: Any) -> Any:
+def _activation(call: TorchCall, given: tuple[Any, ...], x: Tensor, activation: str, **kwargs: Any) -> Any:
     if not large_enough(x) or not call.saves(x):
         return NotImplemented
     with call.handled(*given, **kwargs):
@@ -163,11 +164,11 @@ def _activation(call: Call, given: tuple[Any, ...], x: Tensor, activation: str, 
 
 
 @handles(torch.mul, torch.multiply, Tensor.mul, Tensor.multiply, Tensor.__mul__, Tensor.__rmul__)
-def product(call: Call, input: Any, other: Any, **kwargs: Any) -> Any:
-    """act(gate) * up: a payload each of gate and up serves the product, its gradients and the layer that follows.
+def product(call: TorchCall, input: Any, other: Any, **kwargs: Any) -> Any:
+    """act(gate) * up: payloads of gate and up serve the product, its gradients and the layer that follows.
 
     A tensor times a trained factor for each channel (DoRA, LayerScale) saves a payload of the tensor, and so do rows
-    times a number each, such as outputs of experts times routing weights.
+    times one factor each, such as outputs of experts times routing weights.
     """
     if kwargs or not isinstance(input, Tensor) or not isinstance(other, Tensor):
         return NotImplemented if kwargs else elementwise(call, input, other)
@@ -187,7 +188,7 @@ def product(call: Call, input: Any, other: Any, **kwargs: Any) -> Any:
     return NotImplemented
 
 
-def _rows_times(call: Call, input: Tensor, other: Tensor) -> Any:
+def _rows_times(call: TorchCall, input: Tensor, other: Tensor) -> Any:
     x, factors = (input, other) if input.dim() == 2 and input.shape[1] > 1 else (other, input)
     if x.dim() != 2 or x.shape[1] == 1 or factors.shape != (len(x), 1) or not factors.requires_grad:
         return NotImplemented
@@ -201,7 +202,7 @@ def _rows_times(call: Call, input: Tensor, other: Tensor) -> Any:
     return call.returned(out)
 
 
-def _scaled(call: Call, given: tuple[Tensor, Tensor], x: Tensor, factor: Tensor) -> Any:
+def _scaled(call: TorchCall, given: tuple[Tensor, Tensor], x: Tensor, factor: Tensor) -> Any:
     if x.dim() < 2 or factor.dim() > x.dim() or factor.shape[-1:] != x.shape[-1:] or factor.numel() != x.shape[-1]:
         return NotImplemented
     if not factor.requires_grad or not large_enough(x) or not call.saves(x, factor):
@@ -211,8 +212,8 @@ def _scaled(call: Call, given: tuple[Tensor, Tensor], x: Tensor, factor: Tensor)
 
 
 @handles(torch.square, Tensor.square)
-def square(call: Call, input: Tensor) -> Any:
-    """The square of what is saved anyway, such as that of ReLU's output."""
+def square(call: TorchCall, input: Tensor) -> Any:
+    """The square of a tensor that is saved anyway, such as ReLU's output."""
     recipe = recipe_of(input)
     if recipe is None or not call.saves(input):
         return NotImplemented
@@ -237,22 +238,22 @@ def _gated(activation: Tensor, up: Tensor, form: GatedOutput, payload: Tensor | 
 
 
 @handles(torch.dropout)
-def torch_dropout(call: Call, input: Tensor, p: float, train: bool) -> Any:
+def torch_dropout(call: TorchCall, input: Tensor, p: float, train: bool) -> Any:
     """Handle `torch.dropout` like `functional.dropout`."""
     return dropout(call, input, p, train)
 
 
 @handles(functional.dropout)
-def dropout(call: Call, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+def dropout(call: TorchCall, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
     """Dropout, which saves a bit for each element."""
     if inplace or not training or not 0 < p < 1 or not large_enough(input) or not call.saves(input):
         return NotImplemented
     with call.handled(input, p, training):
-        # Drawn as PyTorch does it, so that results are the same.
+        # The mask is drawn in the same way as by PyTorch, so that results are the same.
         with torch.no_grad():
             factors = functional.dropout(torch.ones_like(input), p)
             out, mask, scale = input * factors, packed_bits(factors), 1 / (1 - p)
-        recipe = known(input)
+        recipe = saved_recipe(input)
         out = MaskFunction.apply(input, out, mask, scale)
         if recipe is not None:
             attach_until_backward(out, recipe.derived(input.shape, Masked(scale), mask))
@@ -265,9 +266,9 @@ def dropout(call: Call, input: Tensor, p: float = 0.5, training: bool = True, in
     Tensor.contiguous, Tensor.clone, torch.clone, Tensor.to, Tensor.type, Tensor.type_as,
     Tensor.float, Tensor.bfloat16, Tensor.half,
 )  # fmt: skip
-def same_elements(call: Call, *args: Any, **kwargs: Any) -> Any:
-    """Views and casts with the same elements in the same order: the recipe holds for them, too."""
-    recipe = known(args[0]) if args and isinstance(args[0], Tensor) else None
+def same_elements(call: TorchCall, *args: Any, **kwargs: Any) -> Any:
+    """Views and casts with the same elements in the same order, for which the tensor's recipe is also valid."""
+    recipe = saved_recipe(args[0]) if args and isinstance(args[0], Tensor) else None
     if recipe is None:
         return NotImplemented
     x, out = args[0], call.func(*args, **kwargs)
@@ -284,8 +285,8 @@ def same_elements(call: Call, *args: Any, **kwargs: Any) -> Any:
     torch.unbind, Tensor.narrow, torch.narrow, Tensor.select, torch.select, Tensor.expand,
     Tensor.repeat, Tensor.repeat_interleave, torch.repeat_interleave,
 )  # fmt: skip
-def moved_elements(call: Call, *args: Any, **kwargs: Any) -> Any:
-    """Views with some of the elements, or with another order of them."""
+def moved_elements(call: TorchCall, *args: Any, **kwargs: Any) -> Any:
+    """Views with only some of the elements, or in another order."""
     recipe = recipe_of(args[0]) if args and isinstance(args[0], Tensor) else None
     if recipe is None or not _is_basic(args[1:]):
         return NotImplemented
@@ -297,7 +298,7 @@ def moved_elements(call: Call, *args: Any, **kwargs: Any) -> Any:
 
 
 class _Again:
-    """A function with all arguments but the first, and which of its results is meant."""
+    """A function with all arguments but the first, and the index of the result to return."""
 
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], index: int | None) -> None:
         self.func, self.args, self.kwargs, self.index = func, args, kwargs, index
@@ -308,15 +309,15 @@ class _Again:
 
 
 def _is_basic(args: Any) -> bool:
-    """Whether arguments hold no tensors: an index by these is no view."""
+    """Whether arguments contain no tensors: indexing with these is a view."""
     if isinstance(args, list | tuple):
         return all(map(_is_basic, args))
     return not isinstance(args, Tensor)
 
 
 @handles(Tensor.__getitem__)
-def getitem(call: Call, input: Tensor, index: Any) -> Any:
-    """Rows of a tensor by their numbers, which are gathered again in backward; other indices: views."""
+def getitem(call: TorchCall, input: Tensor, index: Any) -> Any:
+    """Rows of a tensor by their numbers, which are gathered again in backward; other indices are views."""
     rows = index[-1] if isinstance(index, tuple) and [*index[:-1]] == [None] else index
     if not isinstance(rows, Tensor) or rows.dim() != 1 or rows.is_floating_point() or rows.dtype == torch.bool:
         return moved_elements(call, input, index)
@@ -324,12 +325,12 @@ def getitem(call: Call, input: Tensor, index: Any) -> Any:
 
 
 @handles(torch.index_select, Tensor.index_select)
-def index_select(call: Call, input: Tensor, dim: int, index: Tensor) -> Any:
-    """The same, written so."""
+def index_select(call: TorchCall, input: Tensor, dim: int, index: Tensor) -> Any:
+    """Handle `index_select` along the first dimension like an index of rows."""
     return _gathered(call, input, index, (dim, index)) if dim == 0 and index.dim() == 1 else NotImplemented
 
 
-def _gathered(call: Call, x: Tensor, rows: Tensor, args: tuple[Any, ...]) -> Any:
+def _gathered(call: TorchCall, x: Tensor, rows: Tensor, args: tuple[Any, ...]) -> Any:
     recipe = recipe_of(x)
     if recipe is None or x.dim() != 2 or not len(rows):
         return NotImplemented
@@ -343,8 +344,8 @@ def _picked(x: Tensor, rows: Tensor) -> Tensor:
 
 
 @handles(Tensor.index_add_)
-def index_add_(call: Call, input: Tensor, dim: int, index: Tensor, source: Tensor, **kwargs: Any) -> Any:
-    """Rows added to those with these numbers: PyTorch saves the rows for their shape alone."""
+def index_add_(call: TorchCall, input: Tensor, dim: int, index: Tensor, source: Tensor, **kwargs: Any) -> Any:
+    """Add rows to those with these numbers; unlike PyTorch, do not save the rows, of which only the shape is needed."""
     if kwargs or dim != 0 or index.dim() != 1 or not source.requires_grad or (input.is_leaf and input.requires_grad):
         return NotImplemented
     if source.dtype != input.dtype or not call.saves(source):
@@ -355,21 +356,21 @@ def index_add_(call: Call, input: Tensor, dim: int, index: Tensor, source: Tenso
 
 
 @handles(torch.bmm, Tensor.bmm)
-def bmm(call: Call, input: Tensor, mat2: Tensor) -> Any:
+def bmm(call: TorchCall, input: Tensor, mat2: Tensor) -> Any:
     """A batch of linear layers, if the second matrices are a parameter; otherwise a product of two activations."""
     out = _batched(call, input, mat2, (input, mat2), {})
     return product_of_two(call, input, mat2, (input, mat2)) if out is NotImplemented else out
 
 
 @handles(functional.grouped_mm, torch._grouped_mm)  # pyright: ignore[reportPrivateImportUsage]
-def grouped_mm(call: Call, mat_a: Tensor, mat_b: Tensor, **kwargs: Any) -> Any:
+def grouped_mm(call: TorchCall, mat_a: Tensor, mat_b: Tensor, **kwargs: Any) -> Any:
     """A linear layer for each group of rows, if the second matrices are a parameter."""
     kwargs = {name: value for name, value in kwargs.items() if value is not None}
     offsets_only = [*kwargs] == ["offs"] and mat_a.dim() == 2
     return _batched(call, mat_a, mat_b, (mat_a, mat_b), kwargs) if offsets_only else NotImplemented
 
 
-def _batched(call: Call, x: Tensor, weight: Tensor, given: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _batched(call: TorchCall, x: Tensor, weight: Tensor, given: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     base = weight._base if weight._is_view() else weight
     if not isinstance(base, nn.Parameter) or weight.dim() != 3 or not weight.requires_grad:
         return NotImplemented

@@ -1,4 +1,4 @@
-"""`low_bit_saved`: saved activations in few bits, in code that cannot be changed."""
+"""`low_bit_saved`: saves activations in few bits, in code that cannot be changed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lowbit.codecs import Codec
 from lowbit.codecs.checks import FLOATS
 
 MINIMUM = 1024
-"""Elements of the smallest tensor that is coded; smaller ones are statistics and scalars."""
+"""Tensors with fewer elements are not coded; they are statistics and scalars."""
 
 _FROM_WEIGHTS = {"TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0"}
 _FROM_WEIGHTS |= {"UnsafeViewBackward0", "ReshapeAliasBackward0", "ToCopyBackward0"}
@@ -28,26 +28,25 @@ _FROM_WEIGHTS |= {"UnsafeViewBackward0", "ReshapeAliasBackward0", "ToCopyBackwar
 
 @contextlib.contextmanager
 def low_bit_saved(policy: LayerAware | None = None) -> Iterator[None]:
-    """Save the activations of a `with` block in few bits; for code that cannot be changed.
+    """Save the activations of a `with` block in few bits, in code that cannot be changed.
 
     Each saved storage is coded once, and decoded in backward. Nothing is recomputed, so more is saved than with
     `compress_saved_`. Not coded: parameters, their views and casts; leaves and tensors without a gradient (inputs,
-    masks, tables); tensors of fewer than 1024 elements or of other dtypes than float32, bfloat16 and float16; and,
+    masks, tables); tensors with fewer than 1024 elements or with a dtype other than float32, bfloat16 and float16; and,
     unless `policy.attention` is set below 16, inputs, outputs and saved tensors of `scaled_dot_product_attention` (or
     any PyTorch function with "attention" in its name).
 
-    Limits: attention written as matrix products and softmax is not recognized, and is coded like the rest. Of autograd
-    functions written in Python, outputs that they save are not coded. Regions under `torch.compile` and inside
-    `torch.utils.checkpoint` are unchanged. PyTorch does not notice in-place changes of coded tensors; they do no harm,
-    because backward uses the payload of the tensor before the change.
+    Limits: attention written as matrix products and softmax is not recognized, and is coded like the rest. Outputs that
+    autograd functions written in Python save are not coded. Regions under `torch.compile` and inside
+    `torch.utils.checkpoint` are unchanged. PyTorch does not notice in-place changes of coded tensors; they are
+    harmless, because backward uses the payload of the tensor before the change.
 
     Args:
-        policy: `bits`, `attention`, `group` and `rounding`; absent: `LayerAware()`. Inputs of norms are not recognized:
-            they get `bits`, too.
+        policy: `bits` (also for inputs of norms), `attention`, `group` and `rounding`; absent: `LayerAware()`.
 
     Raises:
-        TypeError: no policy.
-        ValueError: bits for layers or layer types, which only `compress_saved_` knows.
+        TypeError: not a policy.
+        ValueError: bits for layers or layer types, which only `compress_saved_` supports.
     """
     policy = LayerAware() if policy is None else policy
     if not isinstance(policy, LayerAware):
@@ -80,7 +79,7 @@ class _Coded:
 
 
 class _Held:
-    """One saved tensor, as it is until it is decided whether to code it."""
+    """One saved tensor, unchanged until it is decided whether to code it."""
 
     def __init__(self, x: Tensor) -> None:
         self.tensor: Tensor | None = x
@@ -95,7 +94,7 @@ class _Held:
 
 
 class _Packing(TorchFunctionMode):
-    """Codes saved tensors. Whether one is the output of a function is known only once the function has returned."""
+    """Codes saved tensors, after their function has returned: only then its outputs are known."""
 
     def __init__(self, codec: Codec | None, attention: Codec | None) -> None:
         super().__init__()
@@ -141,19 +140,19 @@ class _Packing(TorchFunctionMode):
         return held
 
     def _settle(self, held: _Held, outputs: set[int], in_attention: bool) -> None:
-        """Code a tensor, if it may be, and let `counted` count the result."""
+        """Code a tensor if that is allowed, and let `counted` count the result."""
         x = held.tensor
         assert x is not None
         codec = self._codec_of(x, outputs, in_attention)
         if codec is None:
-            held.tensor = x.detach()  # an output would hold the graph that holds it
+            held.tensor = x.detach()  # avoids a cycle: an output holds the graph
             note(held, [held.tensor])
         else:
             held.coded, held.tensor = self._code(x, held, codec), None
             note(held, [held.coded.payload])
 
     def _codec_of(self, x: Tensor, outputs: set[int], in_attention: bool) -> Codec | None:
-        """The format for a tensor; None: it stays as it is."""
+        """The format for a tensor; None: it is not coded."""
         if x.dtype not in FLOATS or x.numel() < MINIMUM or hasattr(x, "to_local"):
             return None
         if x.layout != torch.strided or _is_weight(x):
@@ -170,8 +169,8 @@ class _Packing(TorchFunctionMode):
             held.place = (x.size(), torch.empty(x.size(), device="meta").stride(), 0)
             return _Coded(x.detach().contiguous(), codec)
         key = (storage._cdata, x.dtype, x._version, codec)
-        known = self._coded.get(key)
-        coded = known[1]() if known else None
+        cached = self._coded.get(key)
+        coded = cached[1]() if cached else None
         if coded is None:
             coded = _Coded(x.detach().as_strided((total,), (1,), 0), codec)
             self._coded[key] = StorageWeakRef(storage), weakref.ref(coded)
@@ -179,7 +178,7 @@ class _Packing(TorchFunctionMode):
 
 
 def _is_weight(x: Tensor) -> bool:
-    """Whether `x` is a leaf that wants a gradient, or a view or cast of one."""
+    """Whether `x` is a leaf that requires a gradient, or a view or cast of one."""
     if x.is_leaf:
         return x.requires_grad
     node = x.grad_fn

@@ -1,6 +1,6 @@
-"""A plan of memory: what autograd keeps of each layer of each stage, and the file that `lowbit plan memory` writes.
+"""A memory plan: what autograd keeps of each layer of each stage, and the file that `lowbit plan memory` writes.
 
-A plan by stage is one whose stages treat all of their modules alike.
+A plan by stage is one whose stages each treat all of their modules alike.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lowbit.codecs.checks import check_int
 
 FORMAT, VERSION = "lowbit plan of saved activations", 3
 PLANNED = ("norm", "mlp", "linear")
-"""The layer types whose bits a plan chooses."""
+"""Layer types whose bits a plan chooses."""
 _MOST_LAYERS, _MOST_CHARACTERS, _MOST_BYTES = 1 << 13, 300, 1 << 22
 
 
@@ -35,11 +35,10 @@ class LayerChoice:
     Without arguments PyTorch keeps what it always keeps.
 
     Args:
-        norm, mlp, linear, attention: as in `LayerAware`; with 16 for all of the first three, attention that is left
-            out is saved as it is, too. Of a checkpointed layer they count while it runs again.
-        checkpoint: keep the layer's input alone, and run the layer again in backward.
-        input: format of that input, as `lowbit.codecs.parse` takes it, such as "GroupInt(bits=8, group=64)"; empty: as
-            it is.
+        norm, mlp, linear, attention: as in `LayerAware`; if the first three are all 16, attention is also saved
+            unchanged by default. In a checkpointed layer they apply while it runs again.
+        checkpoint: keep only the layer's input, and run the layer again in backward.
+        input: format of that input for `lowbit.codecs.parse`, such as "GroupInt(bits=8, group=64)"; empty: unchanged.
 
     Raises:
         TypeError, ValueError: bits that `LayerAware` refuses, an unknown format or one with state, a format for the
@@ -64,7 +63,7 @@ class LayerChoice:
 
     @property
     def codec(self) -> Codec | None:
-        """The format of the input; None: as it is."""
+        """The format of the input; None: unchanged."""
         codec = parse(self.input) if self.input else None
         if isinstance(codec, StatefulCodec):
             raise ValueError(f"input is {self.input!r}, a format with state; allowed: formats without")
@@ -72,7 +71,7 @@ class LayerChoice:
 
     @property
     def bits(self) -> dict[str, Any]:
-        """Bits by layer type, attention among them."""
+        """Bits by layer type, including attention."""
         bits = {kind: getattr(self, kind) for kind in PLANNED}
         is_whole = self.attention is None and all(each == WHOLE for each in bits.values())
         return bits | {"attention": WHOLE if is_whole else self.attention}
@@ -101,13 +100,13 @@ class LayerPlan:
     Args:
         stages: for each stage, in order, the choices for its layers, in order. A model in one process has one stage.
         rest: for each stage, bits of the modules outside its layers (the final norm, the output matrix); if omitted,
-            they are left as they are.
+            these are not changed.
         group: elements that share a scale.
         made_for: settings that the plan depends on, by name: texts, numbers, booleans or None. "layer" and "layer
             parameters" (class and number of parameters of a layer) are compared with the model.
 
     Raises:
-        TypeError, ValueError: no stage or layer, other choices, other settings.
+        TypeError, ValueError: no stage, a stage without layers, or invalid choices or settings.
     """
 
     stages: tuple[tuple[LayerChoice, ...], ...]
@@ -139,8 +138,8 @@ class LayerPlan:
         """A plan with the same bits for all modules of a stage, as AGoQ has it (arXiv 2605.00539).
 
         Args:
-            bits: of each stage, in order, by layer type: {"norm": 8, "mlp": 4, "linear": 16}. Attention is not coded.
-            layers: of each stage.
+            bits: for each stage, in order, by layer type: {"norm": 8, "mlp": 4, "linear": 16}. Attention is not coded.
+            layers: number of layers of each stage.
         """
         for stage, each in enumerate(bits):
             if each.keys() != set(PLANNED):
@@ -158,7 +157,7 @@ class LayerPlan:
         """Return the policy of a stage that treats all of its modules alike, for `compress_saved_`.
 
         Raises:
-            ValueError: no such stage, or one whose layers differ or are checkpointed: `compress_saved_` takes the plan.
+            ValueError: no such stage, or its layers differ or are checkpointed (`compress_saved_` takes the plan).
         """
         check_int("stage", stage, 0, len(self.stages) - 1)
         if (choice := self._choice_of(stage)) is None:
@@ -166,7 +165,7 @@ class LayerPlan:
         return self._policy(choice, rounding)
 
     def _choice_of(self, stage: int) -> LayerChoice | None:
-        """The one choice for all modules of a stage; None: there are several, or layers are checkpointed."""
+        """The choice for all modules of a stage; None if there are several, or if layers are checkpointed."""
         different = {*self.stages[stage], self.rest[stage]}
         return different.pop() if len(different) == 1 else None
 
@@ -174,7 +173,7 @@ class LayerPlan:
         return LayerAware(**choice.bits, group=self.group, rounding=rounding)
 
     def apply_(self, model: nn.Module, *, stage: int = 0, rounding: str = "nearest") -> Applied:
-        """Make a model, or the module of a stage, save its activations as planned; `compress_saved_` calls it.
+        """Make a model, or the module of a stage, save its activations as planned; called by `compress_saved_`.
 
         Raises:
             ValueError: a model that the plan was not made for, or that is compressed or checkpointed already.
@@ -189,7 +188,7 @@ class LayerPlan:
                 applied.add(name, compress(module, self._policy(choice, rounding), report=False))
 
         try:
-            if self._choice_of(stage):  # as a whole, so that no function between the layers is missed
+            if self._choice_of(stage):  # compress it as a whole, so that functions between the layers are included
                 code(rest, {"": model})
                 return applied
             for (name, layer), choice in zip(layers.items(), choices, strict=True):
@@ -213,7 +212,7 @@ class LayerPlan:
             )
 
     def write(self, path: str | Path) -> None:
-        """Write the plan as JSON; a reader finds the old file or the new one, never a part.
+        """Write the plan as JSON, atomically: a reader finds the old file or the whole new one.
 
         Raises:
             OSError: the file cannot be written.
@@ -229,10 +228,10 @@ class LayerPlan:
 
     @classmethod
     def read(cls, path: str | Path) -> LayerPlan:
-        """Read a plan that `write` wrote. The file may be hostile: it is data, bounded and checked.
+        """Read a plan that `write` wrote. The file need not be trusted: its size and contents are checked.
 
         Raises:
-            ValueError: no such file, or something else than a plan of this version.
+            ValueError: no such file, or not a plan of this version.
         """
         values = _read_json(Path(path))
         for name, expected in (("format", FORMAT), ("version", VERSION)):
@@ -250,7 +249,7 @@ class LayerPlan:
 
 
 class Applied:
-    """What a plan changed in a model.
+    """The changes that a plan made to a model.
 
     Attributes:
         bits: layer type and bits of each module that was changed, by name, as in `Compressed`.
@@ -262,7 +261,7 @@ class Applied:
         self.bits: dict[str, tuple[str, Format]] = {}
 
     def add(self, prefix: str, compressed: Compressed) -> None:
-        """Note what `compress_saved_` changed in a part of the model."""
+        """Add the changes that `compress_saved_` made to a part of the model."""
         self._compressed.append(compressed)
         self.bits |= {f"{prefix}.{name}".strip("."): value for name, value in compressed.bits.items()}
 
@@ -281,10 +280,10 @@ class Applied:
 def layers_of(model: nn.Module) -> dict[str, nn.Module]:
     """The layers of a model, in order: the children of its largest list that have the same class.
 
-    Lists are `nn.ModuleList` and `nn.Sequential`, those inside layers aside.
+    Lists are `nn.ModuleList` and `nn.Sequential`, except those inside layers.
 
     Raises:
-        ValueError: a model without such a list.
+        ValueError: the model has no such list.
     """
     best: dict[str, nn.Module] = {}
     size, inside = 0, []
@@ -329,7 +328,7 @@ def _choices(values: Any) -> tuple[LayerChoice, ...]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        if path.exists() and not path.is_file():  # reading a pipe could take for ever
+        if path.exists() and not path.is_file():  # reading a pipe could block forever
             raise ValueError(f"{path} is not a regular file")
         with path.open("rb") as file:
             data = file.read(_MOST_BYTES + 1)
@@ -347,7 +346,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _cut(text: str) -> str:
-    """The beginning of a text that a message quotes from a foreign file."""
+    """Shorten a text from an untrusted file for a message."""
     return text if len(text) <= 120 else f"{text[:120]}..."
 
 

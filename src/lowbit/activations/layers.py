@@ -1,4 +1,4 @@
-"""Modules that are replaced as a whole: norms and activation functions, whose formulas take many torch functions."""
+"""Replaces whole modules: norms and activation functions, which often consist of many torch functions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit.activations.follow import Call, Layer, encoded, large_enough
+from lowbit.activations.follow import Layer, TorchCall, encoded, large_enough
 from lowbit.activations.functions import ActivationFunction, MaskFunction, NormFunction
 from lowbit.activations.recipes import (
     QUICK_GELU,
@@ -33,7 +33,7 @@ from lowbit.codecs import Codec, GroupInt
 
 
 def _of_one_tensor(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward for calls with one tensor that save something for backward; the module's own for all others."""
+    """Make a forward for calls with one tensor that save something for backward; other calls use the module's own."""
 
     @functools.wraps(forward)
     def called(module: Any, layer: Layer, *args: Any, **kwargs: Any) -> Any:
@@ -41,7 +41,7 @@ def _of_one_tensor(forward: Callable[..., Any]) -> Callable[..., Any]:
         if len(inputs) != 1 or not isinstance(inputs[0], Tensor):
             return layer.own(*args, **kwargs)
         named_right = not kwargs or [*kwargs] == [*inspect.signature(layer.own).parameters][:1]
-        x, call = inputs[0], Call(layer.own, module, layer)
+        x, call = inputs[0], TorchCall(layer.own, module, layer)
         weights = [*module.parameters(recurse=False)]
         # PyTorch refuses mixtures of dtypes in LayerNorm: leave the error to its own functions.
         mixed = isinstance(module, nn.LayerNorm) and len({t.dtype for t in (x, *weights)}) > 1
@@ -62,14 +62,14 @@ def _of_one_tensor(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @_of_one_tensor
-def norm_forward(call: Call, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+def norm_forward(call: TorchCall, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     """A norm over the last dimension."""
     norm: Norm = call.layer.formula
     return normalized(call, x, weight, bias, norm, _norm_dtype(call.module, norm, x))
 
 
 @_of_one_tensor
-def activation_forward(call: Call, x: Tensor, *weights: Tensor | None) -> Tensor:
+def activation_forward(call: TorchCall, x: Tensor, *weights: Tensor | None) -> Tensor:
     """An activation function."""
     if call.layer.formula != QUICK_GELU:
         return activated(call, x, call.layer.formula)
@@ -81,31 +81,31 @@ def activation_forward(call: Call, x: Tensor, *weights: Tensor | None) -> Tensor
 
 
 class _Flatter:
-    """What SiLU's output is divided by."""
+    """Divides SiLU's output by its steepness, for quick GELU."""
 
     def __call__(self, x: Tensor) -> Tensor:
         return x / STEEPNESS
 
 
 def normalized(
-    call: Call, x: Tensor, weight: Tensor | None, bias: Tensor | None, norm: Norm, dtype: torch.dtype
+    call: TorchCall, x: Tensor, weight: Tensor | None, bias: Tensor | None, norm: Norm, dtype: torch.dtype
 ) -> Tensor:
     """A norm over the last dimension; attaches a recipe to its output for the layers that follow.
 
-    A payload of `x` that a linear layer has saved serves the norm, too, unless it has fewer bits: then both are saved.
+    The norm shares a payload of `x` that a linear layer has saved, unless that has fewer bits: then both are saved.
     """
     codec = call.codec("norm", x)
-    known = None if codec is None else itself(x, codec)
-    saved, codec = known or ((room(codec, x),), codec)
+    existing = None if codec is None else itself(x, codec)
+    saved, codec = existing or ((room(codec, x),), codec)
     form = NormOutput(x.shape, codec, norm, norm.eps_of(x))
-    out = NormFunction.apply(x, weight, bias, form, saved, known is None, dtype)
-    if known is None and recipe_of(x) is None:
+    out = NormFunction.apply(x, weight, bias, form, saved, existing is None, dtype)
+    if existing is None and recipe_of(x) is None:
         attach(x, Recipe(Itself(x.shape, codec), saved, weak=True))
     attach_until_backward(out, Recipe(form, (*saved, weight, bias)))
     return out
 
 
-def activated(call: Call, x: Tensor, activation: str) -> Any:
+def activated(call: TorchCall, x: Tensor, activation: str) -> Any:
     """act(x); attaches a recipe to it for the product or layer that follows."""
     codec = call.codec("gate" if activation == "silu" else "mlp", x)
     if activation == "relu" and codec is not None:
@@ -120,7 +120,7 @@ def activated(call: Call, x: Tensor, activation: str) -> Any:
 
 
 def _rectified(x: Tensor, codec: Codec) -> Tensor:
-    """ReLU, of which a bit for each element tells exactly whether it passes; its output takes a bit less."""
+    """ReLU, which saves an exact mask of one bit per element, and its output with one bit less."""
     with torch.no_grad():
         out = x.relu()
         mask = packed_bits(out)
@@ -134,7 +134,7 @@ def _rectified(x: Tensor, codec: Codec) -> Tensor:
 
 
 def attach_until_backward(out: Tensor, recipe: Recipe) -> None:
-    """Attach a recipe, whose tensors are released in backward of the node that made `out`."""
+    """Attach a recipe whose tensors are released in the backward of the node that made `out`."""
     attach(out, recipe)
     if out.grad_fn is not None:
         recipe.until_backward(out.grad_fn)
@@ -150,4 +150,4 @@ def _norm_dtype(module: nn.Module, norm: Norm, x: Tensor) -> torch.dtype:
     return x.dtype
 
 
-_FLOAT32_ON_CUDA = (nn.LayerNorm, nn.RMSNorm)  # autocast computes them so
+_FLOAT32_ON_CUDA = (nn.LayerNorm, nn.RMSNorm)  # autocast computes these in float32

@@ -1,4 +1,4 @@
-"""Cross-entropy that saves 16-bit logits as they are, in place of their logarithms in float32."""
+"""Cross-entropy that saves 16-bit logits instead of their log-softmax in float32."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lowbit.activations.follow import Call, handles, large_enough
+from lowbit.activations.follow import TorchCall, handles, large_enough
 from lowbit.activations.functions import first_order
 
 _CHUNK = 1 << 22  # elements of float32 at a time
@@ -16,10 +16,10 @@ _CHUNK = 1 << 22  # elements of float32 at a time
 
 @handles(functional.cross_entropy)
 def cross_entropy(
-    call: Call, input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: Any = None,
+    call: TorchCall, input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: Any = None,
     ignore_index: int = -100, reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0,
 ) -> Any:  # fmt: skip
-    """The mean, or sum, of rows of float32 logits that were 16 bits wide before they were cast."""
+    """The mean, or sum, over rows of float32 logits that were cast from 16 bits."""
     if weight is not None or size_average is not None or reduce is not None or label_smoothing:
         return NotImplemented
     if reduction not in ("mean", "sum") or input.dim() != 2 or target.dim() != 1 or input.dtype != torch.float32:

@@ -18,11 +18,11 @@ from lowbit.codecs.sums import Summable
 KINDS = ("norm", "mlp", "linear", "attention")
 WHOLE = 16
 LEAST_BITS = {"norm": 8, "attention": 8}
-"""The fewest bits unless a policy sets them: gradients of all layers after a norm or attention depend on these."""
+"""The fewest bits for norms and attention unless a policy sets them: many layers' gradients depend on these."""
 GATED = 6
-"""The default bits, with which gates take one more in groups of twice the length: 7.25 bits in place of 6.5."""
+"""The default bits; with these, gates take one more in groups of twice the length: 7.25 bits instead of 6.5."""
 SPOILED = 0.1
-"""Error of 8 bits in groups, as the root mean square over channels, from which on a norm gets `finer` ones."""
+"""Error of 8 bits in groups, as the root mean square over channels, above which a norm gets `finer` groups."""
 
 Format = int | Codec
 
@@ -32,43 +32,43 @@ class LayerAware:
     """Bits of saved activations by layer type, an idea of AGoQ (arXiv 2605.00539).
 
     `LayerAware()` is our setting: norms and attention in 8 bits and more, gates in 7, the rest in 6.
-    `LayerAware.published()` is the paper's: 4 bits, and attention as it is.
+    `LayerAware.published()` is the paper's: 4 bits, and attention uncompressed.
 
     n elements in b bits take n b / 8 + 4 n / group bytes (`GroupInt`, asymmetric): by default 6.5 bits an element, 7.25
     for SiLU's gates, 8.5 for norms and v, 10.75 for q and k, 12.75 for a k that is smaller than q. With 16 bits tensors
-    are saved as they are; others that follow from them are still recomputed. In place of bits a codec without state can
-    stand, such as `BlockFloat8()` or `GroupInt(bits=8, group=16)`: then norms and gates are computed by PyTorch's own
-    functions, unless it is an asymmetric `GroupInt`, which has fused kernels.
+    are saved unchanged, and others that follow from them are still recomputed. Instead of bits you can give a codec
+    without state, such as `BlockFloat8()` or `GroupInt(bits=8, group=16)`: then norms and gates are computed by
+    PyTorch's own functions, unless it is an asymmetric `GroupInt`, which has fused kernels.
 
     Args:
-        bits: 2 to 8, or 16, or a codec; for all layer types that have no bits of their own. The paper has 4, which gave
-            gradients four times the error of 6, in models that were trained for 60 steps.
+        bits: 2 to 8, or 16, or a codec; for all layer types that have no bits of their own. The paper uses 4, with
+            which gradients had four times the error of 6, in models that were trained for 60 steps.
         norm: bits for the inputs of norms, from which the inputs of the linear layers that follow are recomputed. None:
             8, or `bits` if that is more. With 4 bits, as in the paper, three short trainings from scratch lost 0.103,
             0.055 and 0.003 nats.
-        mlp: bits for the inputs of activation functions and gates. ReLU takes one bit more an element. None: `bits`,
-            but if that is 6, SiLU and what it gates take 7 in groups of twice the length: in a pretrained model these
-            were most of the error.
+        mlp: bits for the inputs of activation functions and gates. ReLU takes one more bit per element. None: `bits`,
+            but if that is 6, SiLU's gate and the factor take 7 in groups of twice the length, because they caused most
+            of the error in a pretrained model.
         linear: bits for inputs of linear layers that come neither from a norm nor from an activation nor from
             attention.
         attention: bits for v; q and k, whose errors softmax amplifies, take 2.25 bits more. Attention runs again from
-            them in backward, so its output and probabilities are not saved. None: 8, or `bits` if that is more. A codec
-            that is no asymmetric `GroupInt` serves all three. The paper does not round them.
-        group: elements for each scale, a multiple of 8; codecs have their own.
+            them in backward, so its output and probabilities are not saved. None: 8, or `bits` if that is more. Any
+            codec other than an asymmetric `GroupInt` is used for all three. The paper does not round them.
+        group: elements that share a scale, a multiple of 8; codecs have their own.
         rounding: "nearest" or "stochastic", whose error is zero on average; codecs have their own.
-        outliers: look at each norm's input in the first training pass. If the norm of a token is 8 times the median or
-            more, as that of a sink, one token of every 128 is kept exactly from then on, those of largest norm. If 8
-            bits in groups err by more than 10 % in the mean of the channels of all others, as they do where a few are
-            hundreds of times larger than the rest, these take 12.75. Norms with other bits or a codec are left alone.
-        smallest: inputs of linear layers with fewer elements are saved as they are, unless they are recomputed: there
-            are few bytes to save, and what a classifier gets of each sequence is not averaged over tokens.
+        outliers: examine each norm's input in the first training pass. If the norm of a token is at least 8 times the
+            median, as that of a sink, one token of every 128 is kept exactly from then on, those of largest norm. If
+            the channels of the other tokens have a mean error above 10 % with 8 bits in groups, as when a few channels
+            are hundreds of times larger, they take 12.75 bits. Norms with other bits or a codec keep their format.
+        smallest: inputs of linear layers with fewer elements are saved unchanged, unless they are recomputed: they take
+            few bytes, and errors of a classifier's input are not averaged over tokens.
         layers: bits by module name, for all types but attention: {"model.layers.3": 8} or {"*.mlp": 3}. A name or
-            pattern (`fnmatch`) applies to all modules inside, too; the last that matches counts. Norms get at least 8
-            bits even so, unless `norm` is set or the last part of the entry matches the norm itself: "*.norm" does, "*"
+            pattern (`fnmatch`) also applies to all modules inside; the last that matches counts. Norms still get at
+            least 8 bits, unless `norm` is set or the last part of the entry matches the norm itself: "*.norm" does, "*"
             and the name of a layer around it do not.
 
     Raises:
-        TypeError, ValueError: other values.
+        TypeError, ValueError: invalid values.
     """
 
     bits: Format = GATED
@@ -103,10 +103,10 @@ class LayerAware:
     def published(cls) -> LayerAware:
         """Return AGoQ's bits: 4 for norms, activation functions, gates and linear layers; attention is not coded.
 
-        The abstract and published summaries of arXiv 2605.00539 give these. They are silent about the rest, which is
+        These are from the abstract and published summaries of arXiv 2605.00539. They do not state the rest, which is
         ours: asymmetric groups of 64 with 4 bytes of scale and middle (4.5 bits an element in all), nearest rounding,
-        and inputs of linear layers with fewer than `smallest` elements as they are. For the paper's bits by pipeline
-        stage, `lowbit plan memory` writes a `LayerPlan` whose `policy` leaves attention alone, too.
+        and uncompressed inputs of linear layers with fewer than `smallest` elements. For the paper's bits by pipeline
+        stage, `lowbit plan memory` writes a `LayerPlan` whose `policy` does not code attention either.
         """
         return cls(bits=4, norm=4, attention=WHOLE)
 
@@ -127,7 +127,7 @@ class LayerAware:
         return chosen
 
     def codec(self, bits: Format) -> Codec | None:
-        """The format of so many bits, or the codec itself; None for 16."""
+        """The format with this many bits, or the codec itself; None for 16."""
         if isinstance(bits, Codec):
             return bits
         if bits == WHOLE:
@@ -135,12 +135,12 @@ class LayerAware:
         return GroupInt(bits=bits, group=self.group, rounding=self.rounding)
 
     def for_outliers(self, kind: str, codec: Codec | None, x: Tensor) -> Codec | None:
-        """The format for the input of such a layer from its first one: `codec`, unless outliers spoil it."""
+        """Choose the format for the inputs of a layer from its first one: `codec`, unless outliers spoil it."""
         if not self.outliers or kind != "norm" or codec != self.codec(LEAST_BITS["norm"]):
             return codec
         assert isinstance(codec, GroupInt)
         found, rest = outliers_and_rest(x) if is_aligned(codec, x.shape[-1]) else (False, x)
-        # Not FP8: it errs by 2.7 % in the large channels, too, which gradients depend on most.
+        # Not FP8: its error is 2.7 % also in the large channels, on which gradients depend most.
         chosen = WithRemainder(first=codec) if _error_of_groups(rest, self.group) > SPOILED else codec
         return WithRows(inner=chosen) if found else chosen
 
@@ -154,19 +154,19 @@ class LayerAware:
                 )
 
 
-_ROWS = 1024  # that are looked at
+_ROWS = 1024  # rows that are examined
 
 
 @torch.no_grad()
 def _error_of_groups(x: Tensor, group: int) -> float:
-    """Relative error of 8 bits in groups, as the root mean square over channels; of each at most 1."""
+    """Relative error of 8 bits in groups, as the root mean square over channels; each counts at most 1."""
     rows = x.detach().reshape(-1, x.shape[-1])
     rows = rows[:: -(-len(rows) // _ROWS)].float()
     flat = functional.pad(rows.flatten(), (0, -rows.numel() % group)).view(-1, group)
     spread = flat.amax(1) - flat.amin(1)
     squares = (spread / 255).square().div(12).repeat_interleave(group)[: rows.numel()].view_as(rows).mean(0)
     sizes = rows.square().mean(0)
-    errors = (squares / sizes)[sizes > 0].clamp(max=1)  # NaN: of no use, and compares as False
+    errors = (squares / sizes)[sizes > 0].clamp(max=1)  # NaN in `x` gives NaN, which compares as False
     return float(errors.mean().sqrt()) if len(errors) else 0.0
 
 
@@ -180,7 +180,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _matches_itself(name: str, pattern: str) -> bool:
-    """Whether the last part of a pattern matches that of a module's name, and is no mere "*"."""
+    """Whether the last part of a pattern matches that of a module's name, and is not just "*"."""
     last = pattern.rpartition(".")[2]
     return fnmatchcase(name, pattern) and last.strip("*") != "" and fnmatchcase(name.rpartition(".")[2], last)
 

@@ -1,9 +1,9 @@
-"""What is saved for products of two activations, and for attention that is written out with them.
+"""Handlers for products of two activations, and for attention that is written out with them.
 
 A product saves payloads of its two factors. What follows it (a factor, a mask, tanh, softmax, dropout) has a recipe
-that follows from the product's, so softmax and tanh save the same payloads again, and nothing of tokens x tokens is
-kept but what dropout takes. Everything is computed again in the dtypes of the forward pass: a mask with the least
-float32 stays finite there.
+derived from the product's, so softmax and tanh save the same payloads again, and only dropout keeps tensors of the size
+tokens x tokens. Everything is computed again in the dtypes of the forward pass, in which a mask with the lowest float32
+stays finite.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lowbit.activations.follow import Call, encoded, handles, large_enough
+from lowbit.activations.follow import TorchCall, encoded, handles, large_enough
 from lowbit.activations.formats import finer
 from lowbit.activations.functions import MatmulFunction, OutputFunction
 from lowbit.activations.layers import attach_until_backward
-from lowbit.activations.recipes import Computed, Derived, Form, Itself, Part, Recipe, SavedTensors, attach
+from lowbit.activations.recipes import Computed, Derived, Form, Itself, Operand, Recipe, SavedTensors, attach
 from lowbit.activations.recipes import recipe_of as any_recipe_of
 from lowbit.codecs import Codec
 
 
 def product_of_two(
-    call: Call, x: Any, y: Any, given: Sequence[Any], added: Tensor | None = None, beta: float = 1, alpha: float = 1
-) -> Any:
+    call: TorchCall, x: Any, y: Any, given: Sequence[Any], added: Tensor | None = None, beta: float = 1,
+    alpha: float = 1,
+) -> Any:  # fmt: skip
     """beta * added + alpha * x @ y of two activations, both with two dimensions or more; saves a payload of each."""
     if not isinstance(x, Tensor) or not isinstance(y, Tensor) or min(x.dim(), y.dim()) < 2:
         return NotImplemented
@@ -34,7 +35,7 @@ def product_of_two(
         return NotImplemented
     if added is not None and (added.requires_grad or added.is_inference()):
         return NotImplemented
-    # What only one gradient needs is saved by PyTorch only then; a constant factor is kept by reference.
+    # PyTorch saves a factor only if the other one's gradient is needed; a constant factor is kept by reference.
     if not (x.requires_grad and y.requires_grad and large_enough(x) and large_enough(y) and call.saves(x, y)):
         return NotImplemented
     codec = call.codec("attention")
@@ -42,18 +43,18 @@ def product_of_two(
     with call.handled(*given, **kwargs):
         with torch.no_grad():
             out = call.func(*(t.detach() for t in given), **kwargs)
-        # Softmax amplifies errors of q and k: they get more bits than v.
+        # Softmax amplifies errors of q and k, so they get more bits than v.
         fine = codec if codec is None or any(map(_is_softmax, (x, y))) else finer(codec)
         parts, saved = zip(*(_factor(t, fine, out.dtype) for t in (x, y)), strict=True)
-        rest = () if added is None or not beta else (added.detach(),)  # not a buffer that others write to
+        rest = () if added is None or not beta else (added.detach(),)  # unused if beta is 0, and may be overwritten
         form = Computed(parts, _Product(beta, alpha), len(rest))
         out = MatmulFunction.apply(x, y, out, parts, alpha, (*saved[0], *saved[1]))
         attach_until_backward(out, Recipe(form, (*saved[0], *saved[1], *rest)))
         return out
 
 
-def _factor(x: Tensor, codec: Codec | None, dtype: torch.dtype) -> tuple[Part, SavedTensors]:
-    """How a factor is rebuilt, and from what."""
+def _factor(x: Tensor, codec: Codec | None, dtype: torch.dtype) -> tuple[Operand, SavedTensors]:
+    """Return how a factor is rebuilt, and the tensors for that."""
     recipe = any_recipe_of(x)
     if recipe is None or (isinstance(recipe.form, Itself) and recipe.form.bits < Itself(x.shape, codec).bits):
         saved: SavedTensors = (x.to(dtype) if codec is None else encoded(codec, x),)
@@ -62,11 +63,11 @@ def _factor(x: Tensor, codec: Codec | None, dtype: torch.dtype) -> tuple[Part, S
     else:
         saved = recipe.saved() or ()
     recipe.rebuilt.add_user()
-    return Part(recipe.rebuilt, x.shape, dtype, len(saved)), saved
+    return Operand(recipe.rebuilt, x.shape, dtype, len(saved)), saved
 
 
 class _Product:
-    """A product, as `torch.baddbmm` has it."""
+    """A product with the factors of `torch.baddbmm`."""
 
     def __init__(self, beta: float, alpha: float) -> None:
         self.beta, self.alpha = beta, alpha
@@ -79,13 +80,15 @@ class _Product:
 
 
 @handles(torch.baddbmm, Tensor.baddbmm)
-def baddbmm(call: Call, input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
+def baddbmm(
+    call: TorchCall, input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1
+) -> Any:
     """A product of two activations, added to a tensor without a gradient."""
     return product_of_two(call, batch1, batch2, (input, batch1, batch2), input, beta, alpha)
 
 
 def _recipe_of(x: Any) -> Recipe | None:
-    """The recipe of what follows from a product of two activations."""
+    """The recipe of `x` if it is derived from a product of two activations."""
     recipe = any_recipe_of(x) if isinstance(x, Tensor) and x.requires_grad else None
     return recipe if recipe is not None and isinstance(recipe.form, Computed) else None
 
@@ -100,9 +103,9 @@ def _is_softmax(x: Tensor) -> bool:
 
 
 def _then(recipe: Recipe, x: Tensor, function: Callable[..., Tensor], *tensors: Tensor) -> Recipe:
-    """The recipe of a function of `x`, which has this recipe, and of other tensors."""
+    """The recipe of a function of `x`, whose own recipe is given, and of other tensors."""
     saved = recipe.saved() or ()
-    part = Part(recipe.rebuilt, x.shape, x.dtype, len(saved))
+    part = Operand(recipe.rebuilt, x.shape, x.dtype, len(saved))
     return Recipe(Computed((part,), function, len(tensors)), tensors, parent=recipe)
 
 
@@ -116,15 +119,15 @@ _IN_PLACE = {
     torch.div, torch.divide, torch.true_divide, Tensor.div, Tensor.divide, Tensor.__truediv__, torch.add, Tensor.add,
     Tensor.__add__, Tensor.__radd__, Tensor.masked_fill, torch.masked_fill, *_IN_PLACE,
 )  # fmt: skip
-def elementwise(call: Call, input: Any, other: Any, *value: Any) -> Any:
-    """A factor, a mask or a bias of scores, of which PyTorch saves nothing."""
+def elementwise(call: TorchCall, input: Any, other: Any, *value: Any) -> Any:
+    """A factor, a mask or a bias of scores, for which PyTorch saves nothing."""
     if (recipe := _recipe_of(input)) is None:
         if call.func not in (torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__) or not _recipe_of(other):
             return NotImplemented
         input, other = other, input
         recipe = _recipe_of(input)
     tensors = [t for t in (other, *value) if isinstance(t, Tensor)]
-    # What is as large as the scores would be kept for them alone: softmax then saves what PyTorch does. Inference
+    # A tensor as large as the scores would be kept only for the recipe: let softmax save its output instead. Inference
     # tensors cannot be saved at all.
     if recipe is None or any(t.requires_grad or t.is_inference() or 2 * t.numel() > input.numel() for t in tensors):
         return NotImplemented
@@ -137,7 +140,7 @@ def elementwise(call: Call, input: Any, other: Any, *value: Any) -> Any:
 
 
 class _With:
-    """A function of a tensor and other arguments, of which the tensors are given again."""
+    """A function of a tensor and other arguments; those that are tensors are passed again in the call."""
 
     def __init__(self, function: Any, args: tuple[Any, ...]) -> None:
         self.function = function
@@ -152,28 +155,28 @@ _GIVEN = object()
 
 
 @handles(torch.tanh, Tensor.tanh, functional.tanh)
-def tanh(call: Call, input: Tensor) -> Any:
+def tanh(call: TorchCall, input: Tensor) -> Any:
     """The soft cap of scores, which is computed again in backward."""
     return _output(call, input, (input,), {}, torch.tanh, _tanh_gradient)
 
 
 @handles(functional.softmax)
 def functional_softmax(
-    call: Call, input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
+    call: TorchCall, input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
 ) -> Any:
     """Softmax of scores, which is computed again in backward."""
     return NotImplemented if dim is None else softmax(call, input, dim, dtype)
 
 
 @handles(torch.softmax, Tensor.softmax)
-def softmax(call: Call, input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
+def softmax(call: TorchCall, input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
     """Handle `torch.softmax` and the method like `functional.softmax`."""
     function = _Softmax(dim)
     return _output(call, input, (input,), {"dim": dim, "dtype": dtype}, function, function.gradient)
 
 
 class _Softmax:
-    """Softmax over a dimension, in the dtype that it had."""
+    """Softmax over a dimension, in the dtype of its forward."""
 
     def __init__(self, dim: int) -> None:
         self.dim = dim
@@ -190,8 +193,10 @@ def _tanh_gradient(grad_out: Tensor, out: Tensor) -> Tensor:
     return torch.ops.aten.tanh_backward(grad_out, out)
 
 
-def _output(call: Call, x: Tensor, given: tuple[Any, ...], kwargs: dict[str, Any], function: Any, gradient: Any) -> Any:
-    """A function of scores whose gradient needs its output alone."""
+def _output(
+    call: TorchCall, x: Tensor, given: tuple[Any, ...], kwargs: dict[str, Any], function: Any, gradient: Any
+) -> Any:
+    """Handle a function of scores whose gradient needs only its output."""
     recipe = _recipe_of(x)
     if recipe is None or not call.saves(x):
         return NotImplemented

@@ -1,7 +1,7 @@
 """Megatron-Core's autograd functions: its linear layers, and gates that it computes as one function.
 
-PyTorch calls functions written in Python without asking the mode that follows a model. Here `apply` of these classes
-asks first, as torch functions do, so handlers get the call. Megatron is not imported: what is not loaded is not used.
+PyTorch does not pass autograd functions written in Python to the mode that follows a model. Here `apply` of these
+classes does, so that handlers get the call. Megatron is not imported: functions that are not loaded are not used.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function
 
-from lowbit.activations.follow import HANDLERS, Call, Following, large_enough, say_once
+from lowbit.activations.follow import HANDLERS, Following, TorchCall, large_enough, say_once
 from lowbit.activations.functions import first_order
 from lowbit.activations.recipes import Rebuilt, SavedTensors
 
 
 def ask_first() -> None:
-    """Make the functions below that are loaded ask; outside of followed models they run as before."""
+    """Pass calls of the functions below to the mode, if they are loaded; outside of followed models nothing changes."""
     for (module, name), handler in _KNOWN.items():
         owner: Any = sys.modules.get(module)
         own = getattr(owner, name, None)
@@ -45,8 +45,8 @@ def _asking(own: Callable[..., Any]) -> Callable[..., Any]:
     return apply
 
 
-def _linear(call: Call, input: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Any:
-    """A column- or row-wise linear layer: Megatron's own forward and backward, which gets its input rebuilt."""
+def _linear(call: TorchCall, input: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Any:
+    """A column- or row-wise linear layer: Megatron's own forward and backward, which gets the rebuilt input."""
     if not weight.requires_grad or not large_enough(input) or not call.saves(input, weight, bias):
         return NotImplemented
     with call.handled(input, weight, bias, *rest):
@@ -54,7 +54,7 @@ def _linear(call: Call, input: Tensor, weight: Tensor, bias: Tensor | None, *res
 
 
 class _Rebuilding(torch.autograd.Function):
-    """Another function of x, weight and bias; saves tensors that rebuild x in place of x."""
+    """Wraps another function of x, weight and bias; saves tensors that rebuild x instead of x."""
 
     @staticmethod
     def forward(
@@ -82,8 +82,8 @@ class _Rebuilding(torch.autograd.Function):
         return *ctx.function.backward(own, grad_out)[:3], None, None, None, None
 
 
-def _gate(call: Call, activation: Callable[..., Tensor], x: Tensor, bias: Tensor | None, *given: Any) -> Any:
-    """act(gate) * up of the two halves of x + bias by torch functions, which are followed."""
+def _gate(call: TorchCall, activation: Callable[..., Tensor], x: Tensor, bias: Tensor | None, *given: Any) -> Any:
+    """Compute act(gate) * up of the two halves of x + bias by torch functions, which are followed."""
     if any(arg is True for arg in given):
         say_once("gates that Megatron saves in FP8 or moves to the CPU are left to it")
         return NotImplemented
@@ -94,26 +94,26 @@ def _gate(call: Call, activation: Callable[..., Tensor], x: Tensor, bias: Tensor
         return activation(gate) * up
 
 
-def _swiglu(call: Call, input: Tensor, fp8: bool, offload: bool) -> Any:
+def _swiglu(call: TorchCall, input: Tensor, fp8: bool, offload: bool) -> Any:
     return _gate(call, functional.silu, input, None, input, fp8, offload)
 
 
-def _bias_swiglu(call: Call, input: Tensor, bias: Tensor, fp8: bool, offload: bool) -> Any:
+def _bias_swiglu(call: TorchCall, input: Tensor, bias: Tensor, fp8: bool, offload: bool) -> Any:
     return _gate(call, functional.silu, input, bias, input, bias, fp8, offload)
 
 
 _gelu = functools.partial(functional.gelu, approximate="tanh")
 
 
-def _geglu(call: Call, input: Tensor) -> Any:
+def _geglu(call: TorchCall, input: Tensor) -> Any:
     return _gate(call, _gelu, input, None, input)
 
 
-def _bias_geglu(call: Call, input: Tensor, bias: Tensor) -> Any:
+def _bias_geglu(call: TorchCall, input: Tensor, bias: Tensor) -> Any:
     return _gate(call, _gelu, input, bias, input, bias)
 
 
-def _bias_gelu(call: Call, input: Tensor, bias: Tensor) -> Any:
+def _bias_gelu(call: TorchCall, input: Tensor, bias: Tensor) -> Any:
     if not call.saves(input, bias):
         return NotImplemented
     with call.handled(input, bias), Following():

@@ -1,9 +1,9 @@
-"""How backward rebuilds a tensor from others that were saved in its place.
+"""Recipes by which backward rebuilds a tensor from others that were saved instead of it.
 
-A `Form` says how; the tensors it needs (payloads, and weights, which exist anyway) are saved through autograd. While a
-tensor lives, a table holds its `Recipe`, so that the next layer that would save it saves the same tensors instead:
-three projections of a norm's output all save the payload of the norm's input. Views, casts and dropout of a tensor
-have recipes that follow from its own.
+A `Form` defines the computation; the tensors it needs (payloads, and weights, which exist anyway) are saved through
+autograd. While a tensor lives, a table holds its `Recipe`, so that the next layer that would save it saves the same
+tensors instead: three projections of a norm's output all save the payload of the norm's input. Views, casts and dropout
+of a tensor have recipes derived from its own.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lowbit.codecs.checks import FLOATS
 SavedTensors = tuple[Tensor | None, ...]
 _CHECKPOINTS = ("torch.utils.checkpoint", "lowbit.activations.checkpoint")
 FEWEST = 12
-"""Smaller tensors may take fewer bytes as plain numbers, which kernels do not read, than as `GroupInt`."""
+"""Smaller tensors may take fewer bytes uncompressed than as `GroupInt`, and kernels read only the latter."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,18 +94,18 @@ def quick_gelu(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Itself:
-    """Saved: the tensor, in the codec's format or, without one, as it is."""
+    """Rebuilds a tensor from its payload; without a codec the tensor itself is saved."""
 
     shape: torch.Size
     codec: Codec | None
 
     @property
     def bits(self) -> int:
-        """Bits of an element; a payload of more bits serves layers that ask for fewer."""
+        """Bits per element; a payload with more bits is also used by layers that ask for fewer."""
         return bits_of(self.codec)
 
     def rebuild(self, saved: SavedTensors, dtype: torch.dtype) -> Tensor:
-        """The tensor, rounded."""
+        """Return the rounded tensor."""
         x = saved[0]
         assert x is not None
         if self.codec is None:
@@ -115,7 +115,7 @@ class Itself:
 
 @dataclass(frozen=True)
 class NormOutput:
-    """Saved: the norm's input, its weight and bias."""
+    """Rebuilds a norm's output from its saved input, weight and bias."""
 
     shape: torch.Size
     codec: Codec | None
@@ -123,7 +123,7 @@ class NormOutput:
     eps: float
 
     def rebuild(self, saved: SavedTensors, dtype: torch.dtype) -> Tensor:
-        """The norm's output at the rounded input."""
+        """Compute the norm's output from the rounded input."""
         x, weight, bias = saved
         check_present(weight, bias)
         assert x is not None
@@ -141,9 +141,9 @@ class NormOutput:
         return out
 
     def in_kernels(self, payload: Tensor) -> tuple[GroupInt | None, Tensor]:
-        """The format that the norm's kernels read, and its payload; None: PyTorch's own functions compute it.
+        """The format that the norm's kernels read, and its payload; None if PyTorch's own functions compute the norm.
 
-        Tokens that are kept apart are zeros in there, which need an epsilon.
+        Tokens that are kept exactly are zeros in this payload, for which the norm needs an epsilon.
         """
         codec = self.codec
         if isinstance(codec, WithRows) and self.eps > 0:
@@ -153,14 +153,14 @@ class NormOutput:
 
 @dataclass(frozen=True)
 class GatedOutput:
-    """Saved: gate and, if there is one, up."""
+    """Rebuilds act(gate) * up from saved gate and, if there is one, up."""
 
     shape: torch.Size
     codec: Codec | None
     activation: str
 
     def rebuild(self, saved: SavedTensors, dtype: torch.dtype) -> Tensor:
-        """act(gate) * up at the rounded inputs."""
+        """Compute act(gate) * up from the rounded inputs."""
         gate, up = saved
         assert gate is not None
         if not is_fused(self.codec):
@@ -173,18 +173,18 @@ class GatedOutput:
 
 
 class Form(Protocol):
-    """How a tensor is rebuilt; frozen."""
+    """A frozen description of how a tensor is rebuilt."""
 
     def rebuild(self, saved: SavedTensors, dtype: torch.dtype) -> Tensor:
-        """The tensor in this dtype. It has the same elements in the same order; its shape may differ."""
+        """Return the tensor in this dtype, with the same elements in the same order; its shape may differ."""
         ...
 
 
 class Rebuilt:
-    """A tensor that backward computes again, for all layers that read it.
+    """A tensor that backward recomputes for all layers that read it.
 
-    Where several layers need the tensor in backward, the first one's copy serves all. At most one such copy exists in a
-    thread, and none after the last layer's turn or the end of the pass.
+    If several layers need the tensor in backward, they share the first one's copy. At most one such copy exists in a
+    thread, and none after the last layer has read it or the pass has ended.
     """
 
     def __init__(self, form: Form) -> None:
@@ -193,14 +193,14 @@ class Rebuilt:
         self._turns = 0
 
     def add_user(self) -> None:
-        """One more layer reads the tensor in backward."""
+        """Count one more layer that will read the tensor in backward."""
         self.users += 1
         if self.users == 1:
             for parent in parents_of(self.form):
                 parent.add_user()
 
     def get(self, saved: SavedTensors, dtype: torch.dtype) -> Tensor:
-        """The tensor, from what a layer saved; for use in backward."""
+        """Return the tensor, rebuilt from what a layer saved; for use in backward."""
         if self.users < 2:
             return self.form.rebuild(saved, dtype)
         if self._copy is None or self._copy.dtype != dtype:
@@ -210,7 +210,7 @@ class Rebuilt:
                 previous._copy = None
             self._copy = copy
             _latest.rebuilt = weakref.ref(self)
-            # A pass for some of the gradients skips turns.
+            # A pass for only some gradients may skip readers, so drop the copy at the end of the pass.
             torch.autograd.Variable._execution_engine.queue_callback(self._end)  # pyright: ignore
         copy = self._copy
         self._turns += 1
@@ -224,11 +224,11 @@ class Rebuilt:
 
 @dataclass(frozen=True)
 class Derived:
-    """Saved: what rebuilds another tensor, of which this one is a function, then tensors of its own.
+    """Rebuilds a function of another tensor from that one's saved tensors, followed by its own.
 
     Args:
         parent: the other tensor. shape: its shape.
-        function: of it and of the last `count` saved tensors.
+        function: takes it and the last `count` saved tensors.
     """
 
     parent: Rebuilt
@@ -237,14 +237,14 @@ class Derived:
     count: int = 0
 
     def rebuild(self, saved: SavedTensors, dtype: torch.dtype) -> Tensor:
-        """The function of the rebuilt tensor."""
+        """Apply the function to the rebuilt tensor."""
         split = len(saved) - self.count
         return self.function(self.parent.get(saved[:split], dtype).reshape(self.shape), *saved[split:])
 
 
 @dataclass(frozen=True)
-class Part:
-    """A tensor that another one is computed from: how it is rebuilt, its shape and dtype, and how many are saved."""
+class Operand:
+    """An input of a `Computed` tensor: how it is rebuilt, its shape and dtype, and the number of its saved tensors."""
 
     rebuilt: Rebuilt
     shape: torch.Size
@@ -252,7 +252,7 @@ class Part:
     count: int
 
     def get(self, saved: SavedTensors) -> Tensor:
-        """The tensor, in backward. A payload is decoded for each reader: holding it would drop the copy of others."""
+        """Return the tensor, in backward. Each reader decodes a payload: a shared copy would displace another's."""
         form = self.rebuilt.form
         x = form.rebuild(saved, self.dtype) if isinstance(form, Itself) else self.rebuilt.get(saved, self.dtype)
         return x.reshape(self.shape)
@@ -260,18 +260,18 @@ class Part:
 
 @dataclass(frozen=True)
 class Computed:
-    """Saved: what rebuilds each of the parts, of which this tensor is a function, then tensors of its own.
+    """Rebuilds a function of several tensors from what is saved for each, followed by tensors of its own.
 
     Args:
-        parts: other tensors. function: of them and of the last `count` saved tensors, in the dtypes of forward.
+        parts: the other tensors. function: takes them and the last `count` saved tensors, in the dtypes of forward.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[Operand, ...]
     function: Callable[..., Tensor]
     count: int = 0
 
     def rebuild(self, saved: SavedTensors, dtype: torch.dtype) -> Tensor:
-        """The function of the rebuilt tensors."""
+        """Apply the function to the rebuilt tensors."""
         values = []
         rest = saved
         for part in self.parts:
@@ -282,7 +282,7 @@ class Computed:
 
 
 def parents_of(form: Form) -> tuple[Rebuilt, ...]:
-    """What a tensor is rebuilt from."""
+    """The tensors from which a tensor is rebuilt."""
     if isinstance(form, Computed):
         return tuple(part.rebuilt for part in form.parts)
     return (form.parent,) if isinstance(form, Derived) else ()
@@ -293,9 +293,9 @@ class Recipe:
 
     Args:
         form: how to rebuild it. saved: the tensors.
-        weak: leave it to the graph to keep these alive. For tensors that outlive their graph, or that checkpointing
-            saves in full: those should not hold a payload as well.
-        parent: its tensors come first.
+        weak: only the graph keeps these alive. Used for tensors that outlive their graph, or that checkpointing saves
+            in full: these should not hold a payload in addition.
+        parent: recipe whose tensors come first.
     """
 
     def __init__(
@@ -309,7 +309,7 @@ class Recipe:
         self._checkpoint = None if hook is None else weakref.ref(hook)
 
     def saved(self) -> SavedTensors | None:
-        """The tensors; None once they are gone."""
+        """The tensors; None after they are freed."""
         first = () if self._parent is None else self._parent.saved()
         tensors = tuple(get() for get in self._references)
         if first is None or sum(t is not None for t in tensors) != self._count:
@@ -323,12 +323,12 @@ class Recipe:
     def holds(self) -> bool:
         """Whether layers may use it now.
 
-        A checkpoint drops what is saved in forward, but not what it computes again: without the graph's hold the two
-        would save different tensors. For the same reason no recipe is used on both sides of a checkpoint's edge.
+        A checkpoint drops what is saved in forward, but not in its second run: if recipes depended on live tensors, the
+        two runs would save different ones. For the same reason no recipe is used across a checkpoint's boundary.
         """
         if self._parent is not None and not self._parent.holds():
             return False
-        # What changed since, such as a mask that is used again, would give another tensor.
+        # Tensors that have changed since, such as a reused mask, would rebuild another tensor.
         if any(_version(get()) != before for get, before in zip(self._references, self._versions, strict=False)):
             return False
         hook = checkpoint_hook()
@@ -341,7 +341,7 @@ class Recipe:
         return Recipe(Derived(self.rebuilt, shape, function, len(tensors)), tensors, parent=self)
 
     def until_backward(self, node: Any) -> None:
-        """Release the tensors in the backward of the node that made the rebuilt tensor, which may outlive it."""
+        """Release the tensors in the backward of the node that made the tensor, because the tensor may outlive it."""
         node.recipe = weakref.ref(self)
 
 
@@ -350,7 +350,7 @@ def _version(x: Tensor | None) -> int:
 
 
 def release(node: Any) -> None:
-    """For a node's backward: drop the tensors in the recipe of its output."""
+    """Drop the tensors in the recipe of a node's output; called in its backward."""
     recipe: Recipe | None = getattr(node, "recipe", lambda: None)()
     if recipe is not None:
         recipe.release()
@@ -361,14 +361,14 @@ _latest = threading.local()
 
 
 def attach(x: Tensor, recipe: Recipe) -> None:
-    """Let layers that would save `x` find its recipe."""
+    """Record the recipe of `x`, for layers that would save `x`."""
     _recipes[x] = (x._version, recipe)
 
 
 def recipe_of(x: Tensor) -> Recipe | None:
     """The recipe of `x`, if it has one. A view of the same elements counts as the tensor."""
     version, recipe = _recipes.get(x) or _recipes.get(base_of(x)) or (None, None)
-    # A tensor that was changed in place, or whose graph is gone, has to be saved anew.
+    # A tensor that was changed in place, or whose graph is freed, must be saved again.
     return recipe if recipe and version == x._version and recipe.holds() else None
 
 
@@ -388,7 +388,7 @@ def base_of(x: Tensor) -> Tensor:
 
 
 def itself(x: Tensor, codec: Codec | None) -> tuple[SavedTensors, Codec | None] | None:
-    """The payload of `x` that is saved already and its format: `codec`, or one with more bits."""
+    """The payload of `x` that is saved already, and its format: `codec`, or one with more bits."""
     recipe = recipe_of(x)
     if recipe is None or not isinstance(recipe.form, Itself):
         return None
@@ -399,30 +399,30 @@ def itself(x: Tensor, codec: Codec | None) -> tuple[SavedTensors, Codec | None] 
 
 
 def packed_bits(x: Tensor) -> Tensor:
-    """A bit for each element: whether it is other than 0."""
+    """One bit for each element, set if the element is not 0."""
     bits = functional.pad((x != 0).flatten(), (0, -x.numel() % 8)).view(-1, 8)
     return (bits << torch.arange(8, dtype=torch.uint8, device=x.device)).sum(1, dtype=torch.uint8)
 
 
 @dataclass(frozen=True)
 class Masked:
-    """A function of a tensor and of a mask from `packed_bits`: `scale` times the elements that it keeps, and zeros."""
+    """Applies a mask from `packed_bits` to a tensor: `scale` times the elements in the mask, and zeros elsewhere."""
 
     scale: float = 1.0
 
     def __call__(self, x: Tensor, mask: Tensor) -> Tensor:
-        """The tensor, masked."""
+        """Return the masked tensor."""
         bits = (mask.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8, device=x.device)) & 1
         return x * (bits.flatten()[: x.numel()].view(x.shape).to(x.dtype) * self.scale)
 
 
 def takes(*tensors: Tensor | None) -> bool:
-    """Whether all of these can be coded: plain tensors of a dtype that codecs know, none of them empty."""
+    """Whether all of these can be coded: non-empty plain tensors of a supported dtype."""
     return all(t is None or (t.dtype in FLOATS and t.numel() > 0 and not hasattr(t, "to_local")) for t in tensors)
 
 
 def bits_of(codec: Codec | None) -> int:
-    """Whole bits of an element in a format, scales left out."""
+    """Whole bits per element in a format, without scales."""
     if codec is None:
         return WHOLE
     if isinstance(codec, WithRows):
@@ -436,7 +436,7 @@ def is_fused(codec: Codec | None) -> TypeGuard[GroupInt]:
 
 
 def decoded(codec: Codec | None, saved: Tensor, shape: torch.Size, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The tensor of a payload; without a codec, what is saved."""
+    """Decode a payload; without a codec, return the saved tensor."""
     return saved if codec is None else codec.decode(saved, shape=shape, dtype=dtype)
 
 
@@ -458,7 +458,7 @@ def check_present(*weights: Tensor | None) -> None:
 
 
 def refuse_second_order() -> None:
-    """Raise RuntimeError in a backward pass that is to be differentiated."""
+    """Raise RuntimeError in a backward pass with `create_graph=True`."""
     if torch.is_grad_enabled():
         raise RuntimeError(
             "create_graph=True in a model whose saved activations are compressed, which have no second derivatives; "

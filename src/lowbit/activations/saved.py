@@ -1,6 +1,6 @@
-"""`compress_saved_`: save quantized activations for backward, and recompute the rest from them.
+"""`compress_saved_`: saves quantized activations for backward, and recomputes the rest from them.
 
-What changes in a model is the forward of each module.
+It only replaces the forward of each module.
 """
 
 from __future__ import annotations
@@ -41,51 +41,49 @@ def compress_saved_(
 ) -> Compressed | Applied:
     """Save a model's activations for backward in few bits; changes the model in place.
 
-    Forward uses unrounded activations. Its results are unchanged, but for the last bits where norms and activation
+    Forward uses unrounded activations. Its results are unchanged, except for the last bits where norms and activation
     functions are computed in float32 and rounded once. Backward gets rounded inputs of norms, activation functions,
     gates, linear layers and attention, and recomputes the rest: a norm's output for the projections that follow (once
-    for all of them), act(gate) * up for the layer after it. So a decoder layer saves one payload for each norm, for
-    gate and up, and for q, k and v. `scaled_dot_product_attention` runs again in
-    backward, from rounded q, k and v, which also gives its output again. Dropout and ReLU save a bit for each
-    element. Weights are saved by reference, even where autocast casts them.
+    for all of them), act(gate) * up for the layer after it. So a decoder layer saves one payload each for norms, gate,
+    up, q, k and v. `scaled_dot_product_attention` runs again in backward, from rounded q, k and v, which also restores
+    its output. Dropout and ReLU save one bit per element. Weights are saved by reference, even if autocast casts them.
     A linear layer with a frozen weight saves no input. In evaluation mode and without gradients nothing is saved or
     coded.
 
-    It follows the functions that run, not the modules: while the outermost module runs, every torch function is seen,
-    and a tensor remembers what it was computed from, through views, slices, casts and dropout. So fused gate and up
-    projections, adapters and subclasses of `nn.Linear` need nothing of their own. Norms and activation functions made
-    of several functions are recognized by what they compute. Attention
-    written out as products and softmax is computed again from q, k and v, too. Saved as they are: tensors of any other
-    function, such as the scans of state-space models, and of autograd functions written in Python, but for
-    Megatron-Core's.
+    It follows the functions that run, not the modules: while the outermost module runs, it sees every torch function,
+    and records for each tensor what it was computed from, through views, slices, casts and dropout. So fused gate and
+    up projections, adapters and subclasses of `nn.Linear` need no special support. Norms and activation functions made
+    of several functions are recognized by what they compute. Attention written out as products and softmax is also
+    recomputed from q, k and v. Tensors of any other function, such as the scans of state-space models, and of autograd
+    functions written in Python, except Megatron-Core's, are saved uncompressed.
 
     The first training pass counts, by module, what it keeps and what it would keep without compression; for that, it
-    computes functions twice. `print` of the result shows the table. The log warns of functions that save more than a
-    tenth of what is kept as it is.
+    computes functions twice. `print` of the result shows the table. The log warns of functions whose uncompressed
+    tensors are more than a tenth of what is kept.
 
     Call it before `torch.compile`, DDP and `fully_shard`. Sharding must keep a norm together with the linear layers
     that follow it, as wrapping whole decoder layers does. In a graph of `torch.compile` each norm, activation function
     and linear layer saves its own input, and nothing is rebuilt from what another layer saved.
-    Hooks, `retain_grad` and autograd functions of yours see the gradient at the rounded tensors, wherever they are.
-    Refused: second derivatives (`create_graph=True`), and, by PyTorch, `torch.func` (`grad`, `vmap`, ...) and
+    Your own hooks, `retain_grad` and autograd functions see gradients computed from the rounded tensors.
+    Second derivatives (`create_graph=True`) are refused, and PyTorch refuses `torch.func` (`grad`, `vmap`, ...) and
     forward-mode AD around the model.
 
     The default differs from AGoQ (arXiv 2605.00539), which stores norms, gates and other inputs in 4 bits and does not
     code attention: see `LayerAware`. `LayerAware.published()` is the paper's setting.
 
     Args:
-        model: any module; its parameters, hooks and state_dict stay as they are.
-        policy: the bits; absent: `LayerAware()`. Or a `LayerPlan` for the whole model: what is kept of each layer, some
-            of which may be checkpointed.
-        report: count in the first training pass; not with a `LayerPlan`, whose costs were measured beforehand.
+        model: any module; its parameters, hooks and state_dict do not change.
+        policy: the bits; absent: `LayerAware()`. Or a `LayerPlan` for the whole model, which defines what is kept of
+            each layer; some may be checkpointed.
+        report: count in the first training pass; not used with a `LayerPlan`, whose costs were measured before.
 
     Raises:
-        TypeError, ValueError: a model that is compressed already or has nothing to compress, or a policy whose
-            `layers` match no module.
+        TypeError, ValueError: the model is compressed already or has nothing to compress, or `layers` of the policy
+            match no module.
     """
     if policy is None or isinstance(policy, LayerAware):
         return compress(model, policy, report=report)
-    if not hasattr(policy, "apply_"):  # plans cannot be imported here: they are made of calls of `compress`
+    if not hasattr(policy, "apply_"):  # importing LayerPlan here would be circular, because plans call `compress`
         raise TypeError(f"policy is {type(policy).__name__}; allowed: LayerAware or LayerPlan")
     return policy.apply_(model)
 
@@ -95,7 +93,7 @@ def compress(model: nn.Module, policy: LayerAware | None = None, *, report: bool
     policy = LayerAware() if policy is None else policy
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is {type(model).__name__}; allowed: Module")
-    # Modules that only run functions may be shared, as the stages of a rank share rotary embeddings.
+    # Modules that only run functions may be shared: the stages of a rank share rotary embeddings.
     marked = {n: layer for n, m in model.named_modules() if (layer := vars(m).get(MARK)) is not None}
     if twice := [name for name, layer in marked.items() if layer.kind or not name]:
         raise ValueError(f"model is compressed already ({twice[0] or 'itself'!r}); allowed: restore_(model) first")
@@ -106,7 +104,7 @@ def restore_(model: nn.Module) -> None:
     """Undo `compress_saved_` in place, also in copies of a compressed model.
 
     Args:
-        model: any module; parts of it that are not compressed stay as they are.
+        model: any module; parts of it that are not compressed do not change.
     """
     for module in model.modules():
         restore_checkpointed(module)
@@ -143,7 +141,7 @@ class Compressed:
             )  # fmt: skip
             if kind:
                 self.bits[name] = (kind, policy.bits_of(format_of, name))
-            # Callers that inspect the signature, such as trainers, see that of the module's own forward.
+            # Keep the signature of the module's own forward, which callers such as trainers inspect.
             module.forward = functools.update_wrapper(
                 functools.partial(followed_forward, module, layer), module.forward, updated=()
             )
@@ -170,7 +168,7 @@ class Compressed:
 
 
 def _replacement(name: str, module: nn.Module, model: nn.Module) -> tuple[str, Callable[..., Any] | None, Any]:
-    """Layer type, forward and its parameters of a module; without a forward its own runs."""
+    """Layer type of a module, and the forward that replaces its own, if any, with parameters."""
     if change := experts(name, module, model):
         return change
     if norm := norm_like(module):
@@ -181,6 +179,6 @@ def _replacement(name: str, module: nn.Module, model: nn.Module) -> tuple[str, C
 
 
 def _can_run(module: nn.Module) -> bool:
-    """Whether a module has a forward of its own, as containers have not."""
+    """Whether a module has its own forward, unlike a container."""
     forward = getattr(module.forward, "__func__", module.forward)
     return forward is not nn.modules.module._forward_unimplemented and not isinstance(module, torch.jit.ScriptModule)

@@ -1,8 +1,8 @@
-"""Functions of DTensors (tensor and sequence parallel), handled on each rank's shards.
+"""Handles functions of DTensors (tensor and sequence parallel) on each rank's shards.
 
-Where the shards of the result follow from the shards of the arguments without a message, as in a column-wise linear
-layer, the handler gets the shards as plain tensors, and its result becomes a DTensor again. What it saves is what a
-plain layer of the local shape saves. The gradients have the placements that DTensor's own functions give.
+If the shards of the result follow from those of the arguments without communication, as in a column-wise linear layer,
+the handler gets the shards as plain tensors, and its result becomes a DTensor again. It saves what a plain layer of the
+local shape saves. The gradients have the same placements as with DTensor's own functions.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ def is_sharded(x: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Split:
-    """How a function of DTensors becomes one of their shards.
+class Sharding:
+    """Placements with which a function of DTensors can run on their shards.
 
     Attributes:
-        gradients: for each argument that is a DTensor: the placements of its gradient.
+        gradients: placements of the gradient of each argument that is a DTensor.
         out: the placements of the result. shape: of the whole result.
-        once: arguments that one rank alone adds to partial sums.
+        once: arguments that only one rank adds to partial sums.
     """
 
     gradients: dict[str, list[Any]]
@@ -43,10 +43,9 @@ class Split:
 
 
 def on_shards(func: Any, handler: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What a handler of `func` returns for the shards, as a DTensor.
+    """Call a handler of `func` on the shards, and return its result as a DTensor.
 
-    It gets the DTensors themselves where their shards alone do not suffice: then it leaves them as they are, and the
-    log tells so.
+    If the shards alone do not suffice, it gets the DTensors themselves, which it leaves uncompressed and logs.
     """
     bound = inspect.signature(handler).bind(*args, **kwargs)
     tensors = {name: x for name, x in bound.arguments.items() if isinstance(x, Tensor)}
@@ -56,29 +55,29 @@ def on_shards(func: Any, handler: Callable[..., Any], *args: Any, **kwargs: Any)
     parts = _shards(split, tensors)
     bound.arguments.update(parts)
     out = handler(*bound.args, **bound.kwargs)
-    for part in parts.values():  # which is gone now; other functions of the DTensor get another view
+    for part in parts.values():  # this view is freed now, and other functions of the DTensor get another one
         recipe = recipe_of(part)
         if recipe is not None:
             attach(base_of(part), recipe)
     return out if out is NotImplemented else _joined(split, next(iter(tensors.values())), out)
 
 
-def _split_of(func: Any, tensors: dict[str, Any]) -> Split | None:
-    """How to split this function of these tensors; None: not at all."""
+def _split_of(func: Any, tensors: dict[str, Any]) -> Sharding | None:
+    """The sharding for this function of these tensors; None if it cannot run on shards."""
     rule = _RULES.get(func)
     meshes = {x.device_mesh for x in tensors.values() if is_sharded(x)}
     if rule is None or len(meshes) != 1 or not all(map(is_sharded, tensors.values())):
         return None
-    first, *others = map(_smallest, tensors.values())  # of all ranks, so that they agree
+    first, *others = map(_smallest, tensors.values())  # over all ranks, so that they decide the same
     return rule(**tensors) if first >= FEWEST and 0 not in others else None
 
 
-def _shards(split: Split, tensors: dict[str, Any]) -> dict[str, Tensor]:
+def _shards(split: Sharding, tensors: dict[str, Any]) -> dict[str, Tensor]:
     """This rank's shard of each tensor, through which gradients flow."""
     found = {}
     for name, x in tensors.items():
         recipe = recipe_of(x._local_tensor) or _recipe_behind(x)
-        if hasattr(x._local_tensor, "trigger_wait"):  # a gather that is under way
+        if hasattr(x._local_tensor, "trigger_wait"):  # an asynchronous gather that has not ended
             x._local_tensor = x._local_tensor.wait()
         shard = x.to_local(grad_placements=split.gradients[name])
         if name in split.once and any(
@@ -91,13 +90,13 @@ def _shards(split: Split, tensors: dict[str, Any]) -> dict[str, Tensor]:
     return found
 
 
-def _joined(split: Split, like: Any, out: Any) -> Any:
-    """The DTensor of a result's shards."""
+def _joined(split: Sharding, like: Any, out: Any) -> Any:
+    """Make a DTensor from a result's shard."""
     shape = torch.Size(split.shape)
     strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
     whole = DTensor.from_local(out, like.device_mesh, split.out, run_check=False, shape=shape, stride=strides)
-    # Whether a tensor lives may depend on Python's collector, and ranks have to agree: its node holds the recipe. In a
-    # checkpoint that would keep what the checkpoint drops.
+    # The node holds the recipe, because the life of a tensor may depend on Python's garbage collector, and ranks must
+    # agree. Not in a checkpoint, where that would keep what the checkpoint drops.
     recipe = recipe_of(out)
     if recipe is not None and whole.grad_fn is not None and checkpoint_hook() is None:
         setattr(whole.grad_fn, _HELD, recipe)
@@ -105,7 +104,7 @@ def _joined(split: Split, like: Any, out: Any) -> Any:
 
 
 def _smallest(x: Any) -> int:
-    """Elements of the smallest shard on any rank."""
+    """Number of elements of the smallest shard on any rank."""
     shape = list(x.shape)
     for count, placement in zip(x.device_mesh.shape, x.placements, strict=True):
         if placement.is_shard():
@@ -114,8 +113,8 @@ def _smallest(x: Any) -> int:
     return math.prod(shape)
 
 
-def _linear(input: Any, weight: Any, bias: Any = None) -> Split | None:
-    """Column-wise, row-wise, replicated; and a replicated weight for sharded rows, as under sequence parallel."""
+def _linear(input: Any, weight: Any, bias: Any = None) -> Sharding | None:
+    """Column-wise, row-wise and replicated layers, and sharded rows with a replicated weight (sequence parallel)."""
     if weight.dim() != 2:
         return None
     found = [_of_linear(*pair, input.dim() - 1) for pair in zip(input.placements, weight.placements, strict=True)]
@@ -125,7 +124,7 @@ def _linear(input: Any, weight: Any, bias: Any = None) -> Split | None:
     if bias is not None and [*bias.placements] != of_bias:
         return None
     gradients = {"input": grad_input, "weight": grad_weight, "bias": grad_bias}
-    return Split(gradients, out, (*input.shape[:-1], weight.shape[0]), once=("bias",))
+    return Sharding(gradients, out, (*input.shape[:-1], weight.shape[0]), once=("bias",))
 
 
 def _of_linear(x: Any, weight: Any, last: int) -> tuple[Any, ...] | None:
@@ -141,39 +140,39 @@ def _of_linear(x: Any, weight: Any, last: int) -> tuple[Any, ...] | None:
     return None
 
 
-def _norm(input: Any, weight: Any = None, bias: Any = None) -> Split | None:
+def _norm(input: Any, weight: Any = None, bias: Any = None) -> Sharding | None:
     """Rows are sharded; weights are not."""
     own = {name: x for name, x in (("weight", weight), ("bias", bias)) if x is not None}
     if not _apart(input, input.dim() - 1) or not all(p.is_replicate() for x in own.values() for p in x.placements):
         return None
     grad = [Partial() if placement.is_shard() else placement for placement in input.placements]
-    return Split({"input": [*input.placements], **dict.fromkeys(own, grad)}, [*input.placements], input.shape)
+    return Sharding({"input": [*input.placements], **dict.fromkeys(own, grad)}, [*input.placements], input.shape)
 
 
-def _elementwise(input: Any, other: Any = None) -> Split | None:
-    """Each element of the result follows from those in the same place."""
+def _elementwise(input: Any, other: Any = None) -> Sharding | None:
+    """Each element of the result depends only on those in the same place."""
     same = other is None or (other.placements == input.placements and other.shape == input.shape)
     if not same or not _apart(input):
         return None
     placements = [*input.placements]
-    return Split(dict.fromkeys(("input", "other"), placements), placements, input.shape)
+    return Sharding(dict.fromkeys(("input", "other"), placements), placements, input.shape)
 
 
-def _attention(query: Any, key: Any, value: Any) -> Split | None:
+def _attention(query: Any, key: Any, value: Any) -> Sharding | None:
     """Samples or heads are sharded."""
     same = query.placements == key.placements == value.placements
     if not same or not _apart(query, query.dim() - 1, query.dim() - 2):
         return None
     placements, shape = [*query.placements], (*query.shape[:-1], value.shape[-1])
-    return Split(dict.fromkeys(("query", "key", "value"), placements), placements, shape)
+    return Sharding(dict.fromkeys(("query", "key", "value"), placements), placements, shape)
 
 
 def _apart(x: Any, *whole: int) -> bool:
-    """Whether a tensor is replicated, or sharded along other dimensions than these."""
+    """Whether a tensor is replicated, or sharded only along dimensions other than these."""
     return all(p.is_replicate() or (p.is_shard() and p.dim not in whole) for p in x.placements)
 
 
-_RULES: dict[Any, Callable[..., Split | None]] = {
+_RULES: dict[Any, Callable[..., Sharding | None]] = {
     functional.linear: _linear,
     functional.layer_norm: _norm,
     functional.rms_norm: _norm,
@@ -183,17 +182,17 @@ _RULES: dict[Any, Callable[..., Split | None]] = {
     "norm": _norm,
     "mlp": _elementwise,
 }
-"""By function, or by the layer type of a module that is replaced."""
+"""Rules by function, or by the layer type of a module that is replaced."""
 
 
 _HELD = "lowbit_recipe"
 
 
 def _recipe_behind(x: Any) -> Recipe | None:
-    """The recipe of a DTensor that was gathered from shards that have one: gather again what those are rebuilt to.
+    """The recipe of a DTensor that was gathered from shards with recipes: rebuild the shards and gather them again.
 
-    So under sequence parallel, as without it, nothing is saved of a norm's output. All ranks do so or none, in the same
-    order: backward passes of the ranks of a mesh are alike.
+    Thus a norm's output is not saved under sequence parallel either. All ranks gather or none, in the same order,
+    because backward passes on the ranks of a mesh are alike.
     """
     node, placements, source = x.grad_fn, [*x.placements], None
     while node is not None:
@@ -220,7 +219,7 @@ def _recipe_behind(x: Any) -> Recipe | None:
 
 
 class _Gathered:
-    """All shards of a tensor, from this rank's."""
+    """Gathers all shards of a tensor from this rank's."""
 
     def __init__(self, spec: Any) -> None:
         self.mesh, self.placements = spec.mesh, spec.placements

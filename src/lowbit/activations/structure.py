@@ -1,7 +1,7 @@
 """Recognizes the formulas of norms and activation functions by running them, so that no list of classes is needed.
 
 The outputs for a few numbers are compared with the formulas. Weights are neither read nor changed, so the model may be
-on any device, the meta device included.
+on any device, including meta.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 _EPS = ("variance_epsilon", "eps", "epsilon", "norm_eps")
 _USUAL_EPS = (1e-5, 1e-6, 1e-8, 1e-12)  # for modules without such an attribute
 _ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
-_NAMED = ("gelu", "silu")  # Transformers' own elsewhere, such as Bloom's GELU: others' may have a backward of theirs
+_NAMED = ("gelu", "silu")  # by name only in Transformers, such as Bloom's GELU: others may have their own backward
 _NOT_ROWS = (nn.GroupNorm, nn.LocalResponseNorm, nn.modules.batchnorm._NormBase)
 
 
 def norm_like(module: nn.Module) -> Norm | None:
-    """The formula of a norm over the last dimension; None: something else."""
+    """The formula of a norm over the last dimension; None for any other module."""
     if "norm" not in type(module).__name__.lower() or isinstance(module, _NOT_ROWS):
         return None
     own = dict(module.named_parameters(recurse=False))
@@ -59,7 +59,7 @@ def linear_like(module: nn.Module) -> bool:
 
 
 def _computes(module: nn.Module, norm: Norm, weights: dict[str, Tensor], x: Tensor, scale: float) -> bool:
-    """Whether a module is this norm for inputs of this scale: small ones show its epsilon, and where it is added."""
+    """Whether a module is this norm for inputs of this scale; small ones reveal its epsilon and where it is added."""
     if "bias" in weights:  # a large bias would hide the rest
         weights = weights | {"bias": weights["bias"] * scale}
     y, x = _try(module, weights, x * scale), x * scale
@@ -70,7 +70,7 @@ def _computes(module: nn.Module, norm: Norm, weights: dict[str, Tensor], x: Tens
 
 
 def activation_like(module: nn.Module) -> str | None:
-    """The name of the activation function, if there is an operator for it; None: something else."""
+    """The name of the activation function if there is an operator for it, otherwise None."""
     kind, own = type(module), [*module.parameters(), *module.children()]
     named = kind.__module__.startswith("transformers.") and any(name in kind.__name__.lower() for name in _NAMED)
     if not (kind.__module__ in _ACTIVATIONS or (named and not own)) or getattr(module, "inplace", False):
@@ -87,13 +87,13 @@ def activation_like(module: nn.Module) -> str | None:
 
 
 def _samples() -> Tensor:
-    """A tensor (1, 3, 16) that tells all activations apart: small numbers beside large ones."""
+    """A tensor (1, 3, 16) of small and large numbers that distinguishes all activations."""
     small, large = (torch.linspace(*ends, 24, dtype=torch.float32, device="cpu") for ends in ((-4, 4), (-99, 98)))
     return torch.stack([small, large], -1).view(1, 3, 16)
 
 
 def _try(module: nn.Module, weights: dict[str, Tensor], *inputs: Tensor) -> Tensor | None:
-    """A module's output for these inputs and weights, without anybody's hooks; None if it raises an error."""
+    """A module's output for these inputs and weights, without any hooks; None if it raises an error."""
     no_hooks = [(part, name, type(getattr(part, name))()) for part in module.modules() for name in _HOOKS]
     try:
         with torch.no_grad(), warnings.catch_warnings(action="ignore"), _changed(no_hooks):
@@ -113,7 +113,7 @@ def _changed(attributes: list[tuple[nn.Module, str, Any]]) -> Iterator[None]:
         yield
     finally:
         for module, name, value in before:
-            if value is None:  # it was the class's
+            if value is None:  # the attribute was the class's
                 delattr(module, name)
             else:
                 setattr(module, name, value)

@@ -1,4 +1,4 @@
-"""What each module of a compressed model keeps for backward, and what it would keep without compression."""
+"""Counts what each module of a compressed model keeps for backward, and what it would keep without compression."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from lowbit.activations.counting import copies_a_weight, key_of, parts_of
 log = logging.getLogger(__name__)
 
 _EXPECTED = ("scaled_dot_product_attention", "loss", "cross_entropy", "embedding", "log_softmax")
-_WORTH_TELLING = 0.1  # of what is kept
+_WORTH_LOGGING = 0.1  # share of what is kept
 
 
 @dataclass
 class Row:
-    """Bytes that autograd keeps for modules with the same name but for numbers.
+    """Bytes that autograd keeps for modules whose names differ only in numbers.
 
     Attributes:
-        module: the name, with * for numbers. count: how many modules.
+        module: the name, with * for numbers. count: number of modules.
         plain: bytes without compression. kept: bytes with it.
-        whole: bytes of `kept` that are saved as they are, by the function that saves them.
+        whole: bytes of `kept` that are not compressed, by the function that saves them.
         reasons: why functions that could save less did not.
     """
 
@@ -44,13 +44,13 @@ class Row:
 
     @property
     def label(self) -> str:
-        """The name, and how many modules have it."""
+        """The name, and the number of modules with it."""
         name = self.module or "(the model itself)"
         return f"{name} ({len(self.names)})" if len(self.names) > 1 else name
 
     @property
     def why(self) -> str:
-        """What is saved as it is, and why."""
+        """The tensors that are not compressed, and the reasons."""
         parts = [f"{name} keeps {_bytes(size)}" for name, size in self.whole.most_common(3)]
         return "; ".join([*parts, *sorted(self.reasons)])
 
@@ -58,11 +58,11 @@ class Row:
 class Survey:
     """Counts the bytes that the first training pass keeps, and those that it would keep without compression.
 
-    Functions that save payloads run twice in that pass: the second time as PyTorch has them, and only to be counted.
+    Functions that save payloads run twice in that pass: the second time as PyTorch's own, only for counting.
     """
 
     def __init__(self, running: Callable[[], tuple[str, nn.Module] | None]) -> None:
-        """`running`: gives the module that runs in this thread, with its name."""
+        """`running`: returns the module that runs in this thread, with its name."""
         self.rows: dict[str, Row] = {}
         self._running = running
         self._counting = self._is_handled = False
@@ -81,7 +81,7 @@ class Survey:
         return sum(row.kept for row in self.rows.values())
 
     def can_count(self) -> bool:
-        """Whether nothing else looks at what is saved: hooks of ours would hide other hooks; and no backward runs."""
+        """Whether counting is possible: no backward runs, and no other hooks on saved tensors, which it would hide."""
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore
         return not self._counting and hooks is None and torch._C._current_graph_task_id() == -1
 
@@ -102,7 +102,7 @@ class Survey:
 
     @contextmanager
     def function(self, function: Any) -> Iterator[None]:
-        """Around a function that runs as it is."""
+        """Context of a function that runs unchanged."""
         before, self._function = self._function, function
         try:
             yield
@@ -111,7 +111,7 @@ class Survey:
 
     @contextmanager
     def handled(self, function: Any, args: Any, kwargs: Any) -> Iterator[None]:
-        """Around what is saved in place of what a function would save for these arguments."""
+        """Context in which a handler saves its tensors instead of those that the function would save."""
         if not self._counting or self._is_handled:
             yield
             return
@@ -125,7 +125,7 @@ class Survey:
             self._is_handled = False
 
     def returned(self, out: Any) -> None:
-        """Note the result of what was handled: if the function saves its own, whoever saves that again adds nothing."""
+        """Note a handler's result: if the function saves it anyway, another function that saves it adds nothing."""
         if self._counting and self._saves_result and isinstance(out, Tensor):
             self._seen["plain"][key_of(out)] = StorageWeakRef(out.untyped_storage())
 
@@ -134,8 +134,8 @@ class Survey:
         if self._counting:
             self._row().reasons.add(reason)
 
-    def tell(self) -> bool:
-        """Log what was counted if something was compressed; False: not yet."""
+    def log(self) -> bool:
+        """Log the counts if something was compressed; return False if not yet."""
         if not self._compressed:
             return False
         log.info("saved for backward:\n%s", self)
@@ -143,12 +143,12 @@ class Survey:
         whole: Counter[str] = Counter()
         for row in self.rows.values():
             whole.update({n: s for n, s in row.whole.items() if not any(word in n for word in _EXPECTED)})
-        told = [f"{name} ({size / kept:.0%})" for name, size in whole.most_common(5) if size > _WORTH_TELLING * kept]
-        if told:
+        largest = [f"{name} ({size / kept:.0%})" for name, size in whole.most_common(5) if size > _WORTH_LOGGING * kept]
+        if largest:
             log.warning(
                 "of %s kept for backward (%.0f%% of plain), these functions save their tensors uncompressed: %s; "
                 "print what compress_saved_ returned for the modules", _bytes(kept), 100 * kept / max(self.plain, 1),
-                ", ".join(told),
+                ", ".join(largest),
             )  # fmt: skip
         return True
 
@@ -178,7 +178,7 @@ class Survey:
         row.kept += size
         if not self._is_handled:
             row.plain += self._new("plain", tensor)
-        # Payloads are numbers of one byte without a gradient; so are masks, which are not worth a word.
+        # Payloads have a dtype of one byte and no gradient; so do masks, which are too small to be reported.
         if size and tensor.is_floating_point():
             name = getattr(self._function, "__name__", "")
             row.whole["an autograd function" if self._function is None else name] += size
@@ -187,7 +187,7 @@ class Survey:
     def _new(self, ledger: str, tensor: Tensor) -> int:
         """Bytes of a tensor's storages that are new in a ledger, without weights and their copies."""
         size, seen = 0, self._seen[ledger]
-        if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):  # FSDP's come only now
+        if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):  # FSDP creates its own late
             return 0
         _, module = self._running() or ("", None)
         for part in parts_of(tensor):
@@ -216,18 +216,18 @@ class Survey:
             out = None
             stack.enter_context(torch._C.DisableTorchFunction())
             stack.enter_context(torch.random.fork_rng(devices=devices))
-            if torch.is_autocast_enabled(device):  # weights that it casts would stay in its cache
+            if torch.is_autocast_enabled(device):  # casts of weights would stay in its cache
                 dtype = torch.get_autocast_dtype(device)
                 stack.enter_context(torch.autocast(device, dtype=dtype, cache_enabled=False))
             stack.enter_context(saved_tensors_hooks(pack, lambda tensor: tensor))
-            with suppress(Exception):  # of dtypes that only lowbit takes
+            with suppress(Exception):  # PyTorch may not support the dtypes
                 out = function(*args, **kwargs)
         self._saves_result = isinstance(out, Tensor) and any(key_of(part) in saved for part in parts_of(out))
 
 
 def _unpack(packed: tuple[Tensor, int]) -> Tensor:
     tensor, version = packed
-    if tensor._version != version:  # PyTorch leaves this check to hooks
+    if tensor._version != version:  # with hooks PyTorch does not check this itself
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
             f"a tensor of shape {[*tensor.shape]}"

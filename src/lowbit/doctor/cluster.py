@@ -1,4 +1,4 @@
-"""`cluster.toml`, as `lowbit plan pipeline` reads it, from the rows of a page."""
+"""Writes `cluster.toml`, which `lowbit plan pipeline` reads, from the rows of a page."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _PROGRAM = "lowbit doctor"
 
 
 def check_file(path: str, *, overwrite: bool) -> None:
-    """Check before anything else that the file can be written.
+    """Check that the file can be written, before the measurements begin.
 
     Raises:
-        ConfigError: it exists, and is not as `lowbit doctor` has written it.
+        ConfigError: it exists, and has been changed since `lowbit doctor` wrote it.
         ValueError: it cannot be written.
     """
     check_output(Path(path))
@@ -28,7 +28,7 @@ def check_file(path: str, *, overwrite: bool) -> None:
 
 
 def write_cluster(path: str, rows: Sequence[Any], *, overwrite: bool) -> bool:
-    """Write the machines and links that are known; False if there is no machine with a known speed.
+    """Write the machines and links that are known; return False if no machine has a known speed.
 
     Raises:
         ConfigError, ValueError: as `check_file`.
@@ -43,7 +43,7 @@ def write_cluster(path: str, rows: Sequence[Any], *, overwrite: bool) -> bool:
 
 
 def cluster_toml(rows: Sequence[Any]) -> str:
-    """The text of the file; empty without a machine whose speed is known."""
+    """The text of the file; empty if the speed of no machine is known."""
     machines = [row for row in rows if isinstance(row, MachineRow) and (row.layer_seconds or row.tflops)]
     names = [machine.name for machine in machines]
     links = [

@@ -13,13 +13,13 @@ from lowbit.doctor.findings import findings
 from lowbit.doctor.hosts import from_hosts
 from lowbit.doctor.messages import AnyRow, Described, Finding, LinkRow, MachineRow, Measured, read
 from lowbit.doctor.settings import DoctorSettings
-from lowbit.doctor.survey import Survey, take
+from lowbit.doctor.survey import MachineSurvey, take
 from lowbit.job.process_group import interfaces
 from lowbit.report import Column, Command, Row, Table
 
 
 def examine(settings: DoctorSettings) -> tuple[list[Any], bool]:
-    """Check the machines: the rows of the page, equal on all of them, and whether this one writes `output`.
+    """Check the machines; return the rows of the page, equal on all of them, and whether this one writes `output`.
 
     Raises:
         ConfigError: no place to meet, or an output that somebody has changed.
@@ -39,7 +39,7 @@ def examine(settings: DoctorSettings) -> tuple[list[Any], bool]:
     return rows_from(survey), survey.first
 
 
-def rows_from(survey: Survey) -> list[Any]:
+def rows_from(survey: MachineSurvey) -> list[Any]:
     """The rows of the page."""
     machines, links = [], []
     for machine in survey.machines.values():
@@ -62,7 +62,7 @@ def stops(rows: Sequence[Any]) -> bool:
 
 
 def write_output(settings: DoctorSettings, rows: Sequence[Any]) -> str:
-    """Write `output`, and tell in a line what is in it; empty without one."""
+    """Write `output`, and return a line that says what it contains; empty without an output."""
     if not settings.output:
         return ""
     if not write_cluster(settings.output, rows, overwrite=settings.overwrite):

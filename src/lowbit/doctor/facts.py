@@ -1,4 +1,4 @@
-"""What a machine knows about itself before it talks to the others."""
+"""Facts that a machine collects about itself before it contacts the others."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def versions() -> dict[str, str]:
 
 
 def facts(settings: DoctorSettings) -> Facts:
-    """All that needs no other machine; `ports` is left empty."""
+    """Collect everything that needs no other machine; `ports` is left empty."""
     host, _ = settings.place
     problem = text = ""
     compared_settings: dict[str, str] = {}
@@ -83,7 +83,7 @@ def gloo(interface: str) -> dict[str, Any]:
     if name and name not in here:
         problem = f"GLOO_SOCKET_IFNAME is {name}; it has {', '.join(here)}"
         return {"gloo_interface": name, "gloo_problem": problem, "chosen": chosen}
-    # Left alone, Gloo takes the interface that the host's own name leads to.
+    # By default Gloo takes the interface to which the host's own name resolves.
     address = here[name] if name else _resolved(socket.gethostname())
     return {"gloo_interface": name, "gloo_address": address, "chosen": chosen}
 
@@ -95,7 +95,7 @@ def _resolved(name: str) -> str:
 
 
 def _port_range() -> tuple[int, int]:
-    """The ports that the system gives to programs that ask for any."""
+    """The range from which the system assigns ports to programs that ask for any free one."""
     with contextlib.suppress(OSError, ValueError):
         low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
         return low, high
@@ -103,7 +103,7 @@ def _port_range() -> tuple[int, int]:
 
 
 def _free_memory() -> int:
-    """Bytes that programs can still take."""
+    """Bytes of memory that programs can still allocate."""
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with contextlib.suppress(OSError, ValueError):
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
@@ -114,6 +114,6 @@ def _free_memory() -> int:
 
 
 def _digest(value: Any) -> str:
-    """A value, short enough to send and to show."""
+    """A digest of a value, short enough to send and to show."""
     text = str(value)
     return text if len(text) <= 60 else f"{text[:40]}... {hashlib.sha256(text.encode()).hexdigest()[:8]}"

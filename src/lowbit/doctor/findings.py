@@ -1,4 +1,4 @@
-"""What is wrong, where, and how to fix it: drawn from what the machines found."""
+"""Derives from the survey what is wrong, on which machine, and how to fix it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from lowbit.doctor import ports as doors
 from lowbit.doctor.messages import Facts, Finding, Measured
-from lowbit.doctor.survey import Machine, Survey
+from lowbit.doctor.survey import MachineSurvey, SurveyedMachine
 from lowbit.wire.checksum import SECRET
 
 _CLOCK_MS = 1000.0
@@ -21,15 +21,15 @@ _WORDS = {
 }
 
 
-def findings(survey: Survey) -> list[Finding]:
-    """All findings; those that stop a training first."""
+def findings(survey: MachineSurvey) -> list[Finding]:
+    """All findings; those that would stop the training come first."""
     sources = (_absent, _versions, _recipes, _network, _links)
     found = [finding for source in sources for finding in source(survey)]
     return sorted(dict.fromkeys(found), key=lambda each: ("stop", "warning", "note").index(each.level))
 
 
-def _absent(survey: Survey) -> Iterator[Finding]:
-    """Machines that did not come or left, and the meeting itself."""
+def _absent(survey: MachineSurvey) -> Iterator[Finding]:
+    """Findings about the meeting, and about machines that did not come or that left."""
     settings, every = survey.settings, [machine.facts for machine in survey.machines.values()]
     first = every[0]
     host, port = settings.place
@@ -44,28 +44,28 @@ def _absent(survey: Survey) -> Iterator[Finding]:
     if survey.alone.startswith("the first machine is gone"):
         yield _stop(first.name, survey.alone, f"start it again on all machines: {again}")
     elif survey.alone:
-        mend = f"check that the first machine has this address and runs `{again}`; open the port there: "
-        yield _stop(first.name, survey.alone, mend + _open(first.firewall, first.address, f"{port}"))
+        fix = f"check that the first machine has this address and runs `{again}`; open the port there: "
+        yield _stop(first.name, survey.alone, fix + _open(first.firewall, first.address, f"{port}"))
     elif missing > 0:
         what = f"{missing} of {settings.count} machines did not come to {settings.where} within {settings.wait:g} s"
-        mend = f"start it there: {again}; if it cannot reach port {port}, open it here: "
-        yield _stop(first.name, what, mend + _open(first.firewall, "", f"{port}"))
+        fix = f"start it there: {again}; if it cannot reach port {port}, open it here: "
+        yield _stop(first.name, what, fix + _open(first.firewall, "", f"{port}"))
     if first.meet_address.startswith("127.") and not host.startswith(("127.", "localhost")) and not survey.alone:
         what = f"{host} is {first.meet_address} here: no other machine can reach it"
-        mend = f"meet at an address of this machine, such as {first.address}:{port}, or correct /etc/hosts"
-        yield _stop(first.name, what, mend)
+        fix = f"meet at an address of this machine, such as {first.address}:{port}, or correct /etc/hosts"
+        yield _stop(first.name, what, fix)
     if survey.left and not survey.stalled:
         rank, how = survey.left
         name = survey.machines[rank].facts.name if rank in survey.machines else ""
         yield _stop(name, f"it left before the end: {how}", f"start it again on all machines: {again}")
     for own in every:
         if not own.secret:
-            what = f"{SECRET} is not set: whoever reaches it can take part"
+            what = f"{SECRET} is not set: anyone who can reach this machine can take part"
             yield _warn(own.name, what, f"export {SECRET}, the same on all machines (docs/security.md)")
 
 
-def _versions(survey: Survey) -> Iterator[Finding]:
-    """Versions, each compared with the first machine's, and speeds that these do not permit to measure."""
+def _versions(survey: MachineSurvey) -> Iterator[Finding]:
+    """Findings about versions, compared with the first machine's, and about speeds that could not be measured."""
     first = survey.machines[0].facts
     for machine in survey.machines.values():
         own = machine.facts
@@ -84,13 +84,13 @@ def _versions(survey: Survey) -> Iterator[Finding]:
             yield _warn(own.name, f"its speed was not measured: {machine.speed.problem}", "without it, no plan")
 
 
-def _recipes(survey: Survey) -> Iterator[Finding]:
-    """The configuration and its text."""
+def _recipes(survey: MachineSurvey) -> Iterator[Finding]:
+    """Findings about the configuration and its text."""
     first = survey.machines[0].facts
     for own in (machine.facts for machine in survey.machines.values()):
         if own.recipe_problem:
-            mend = "copy the recipe and its text from the machine that has them"
-            yield _stop(own.name, own.recipe_problem, mend)
+            fix = "copy the recipe and its text from the machine that has them"
+            yield _stop(own.name, own.recipe_problem, fix)
         elif bool(own.recipe) != bool(first.recipe):
             given, without = (own, first) if own.recipe else (first, own)
             what = f"it was started without a recipe, {given.name} with {given.recipe}: nothing is compared"
@@ -107,8 +107,8 @@ def _recipes(survey: Survey) -> Iterator[Finding]:
             yield _stop(own.name, what, f"copy the files of data.text from {first.name}")
 
 
-def _network(survey: Survey) -> Iterator[Finding]:
-    """Addresses, ports and the process group."""
+def _network(survey: MachineSurvey) -> Iterator[Finding]:
+    """Findings about addresses, ports and the process group."""
     machines, explained = survey.machines, False
     for rank, machine in machines.items():
         own = machine.facts
@@ -140,8 +140,8 @@ def _network(survey: Survey) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _links(survey: Survey) -> Iterator[Finding]:
-    """Links and clocks."""
+def _links(survey: MachineSurvey) -> Iterator[Finding]:
+    """Findings about links and clocks."""
     for machine in survey.machines.values():
         if machine.clock_ms is not None and abs(machine.clock_ms) > _CLOCK_MS:
             own, way = machine.facts, "ahead of" if machine.clock_ms > 0 else "behind"
@@ -151,28 +151,28 @@ def _links(survey: Survey) -> Iterator[Finding]:
         one, other = (survey.machines[rank].facts for rank in survey.stalled)
         reason = survey.left[1] if survey.left else ""
         what = f"it connects to {other.name}, but larger messages to it do not arrive ({reason})"
-        mend = f"large packets may be lost, as in a VPN: sudo ip link set {one.interface} mtu 1280"
-        yield _stop(one.name, what, mend)
+        fix = f"large packets may be lost, as in a VPN: sudo ip link set {one.interface} mtu 1280"
+        yield _stop(one.name, what, fix)
     for (a, b), measured in survey.links.items():
         one, other = survey.machines[a].facts.name, survey.machines[b].facts.name
         back = survey.links.get((b, a), Measured()).mbit
         if measured.mbit and back >= _SLOW_DIRECTION * measured.mbit:
             what = f"{one} to {other} carries {measured.mbit:.3g} Mbit/s, the other direction {back:.3g}"
-            mend = "activations and gradients need both: look for a limit of the upload, a bad cable or weak Wi-Fi"
-            yield _warn(one, what, mend)
+            fix = "activations and gradients need both: look for an upload limit, a bad cable or weak Wi-Fi"
+            yield _warn(one, what, fix)
         if measured.loss and measured.loss > _LOSS:
             what = f"TCP sent {measured.loss:.0%} of its segments to {other} again: the link loses packets"
             yield _warn(one, what, "a cable instead of Wi-Fi, or another cable or switch")
 
 
-def _closed(survey: Survey, caller: int, called: int) -> dict[int, str]:
-    """Ports where Gloo would listen on a machine, by what another one gets there instead of it."""
+def _closed(survey: MachineSurvey, caller: int, called: int) -> dict[int, str]:
+    """Ports of `called` at Gloo's address that `caller` cannot use, with the state that it found there."""
     own = survey.machines[called].facts
     found = survey.states.get((caller, called), {})
     return {p: state for (address, p), state in found.items() if address == own.gloo_address and state != doors.OPEN}
 
 
-def _closed_ports(caller: Machine, called: Machine, states: Mapping[int, str]) -> Iterator[Finding]:
+def _closed_ports(caller: SurveyedMachine, called: SurveyedMachine, states: Mapping[int, str]) -> Iterator[Finding]:
     own, source = called.facts, caller.facts.address
     for state in dict.fromkeys(states.values()):
         numbers = [port for port, each in states.items() if each == state]
@@ -180,11 +180,11 @@ def _closed_ports(caller: Machine, called: Machine, states: Mapping[int, str]) -
         which = f"{own.port_low} to {own.port_high}" if whole else ", ".join(map(str, numbers))
         tried = f"all {len(numbers)}" if whole else f"{len(numbers)} of {len(own.ports)}"
         what = f"ports {which} are closed for {caller.facts.name} ({tried} that were tried)"
-        mend = f"on {own.name}: {_open(own.firewall, source, f'{own.port_low}:{own.port_high}')}"
+        fix = f"on {own.name}: {_open(own.firewall, source, f'{own.port_low}:{own.port_high}')}"
         for each in (called, caller):
             if each.seen and each.seen.isdisjoint(each.facts.addresses):
-                mend = f"{each.facts.name} is behind a router (NAT), as {min(each.seen)}: connect the machines by a VPN"
-        yield _stop(own.name, f"{what}: {_WORDS.get(state, 'an unknown state')}", mend)
+                fix = f"{each.facts.name} is behind a router (NAT), as {min(each.seen)}: connect the machines by a VPN"
+        yield _stop(own.name, f"{what}: {_WORDS.get(state, 'an unknown state')}", fix)
 
 
 def _open(firewall: str, source: str, ports: str) -> str:
@@ -199,15 +199,15 @@ def _open(firewall: str, source: str, ports: str) -> str:
 
 
 def _interface(own: Facts) -> str:
-    """The command that leads Gloo to the right interface."""
+    """The command that makes Gloo use the right interface."""
     if own.interface:
         return f"export GLOO_SOCKET_IFNAME={own.interface}"
     return "unset GLOO_SOCKET_IFNAME" if own.chosen else "export GLOO_SOCKET_IFNAME to the interface that leads there"
 
 
-def _stop(machine: str, what: str, mend: str = "") -> Finding:
-    return Finding(level="stop", machine=machine, what=what, mend=mend)
+def _stop(machine: str, what: str, fix: str = "") -> Finding:
+    return Finding(level="stop", machine=machine, what=what, mend=fix)
 
 
-def _warn(machine: str, what: str, mend: str) -> Finding:
-    return Finding(level="warning", machine=machine, what=what, mend=mend)
+def _warn(machine: str, what: str, fix: str) -> Finding:
+    return Finding(level="warning", machine=machine, what=what, mend=fix)

@@ -24,11 +24,11 @@ _LIMIT_SECONDS = 3600.0
 
 
 def from_hosts(settings: DoctorSettings) -> tuple[list[Any], list[Finding]]:
-    """The rows that the hosts give, and a finding for each host that gave none.
+    """Return the rows that the hosts report, and a finding for each host without a report.
 
     Raises:
-        ConfigError: there is no ssh.
-        ConnectionError: no host gave any.
+        ConfigError: ssh is not installed.
+        ConnectionError: no host gave a report.
     """
     place = settings.meet or f"{settings.hosts[0].rpartition('@')[2]}:{PORT}"
     folder = Path.cwd()
@@ -64,7 +64,7 @@ def from_hosts(settings: DoctorSettings) -> tuple[list[Any], list[Finding]]:
     ]  # fmt: skip
     if not os.environ.get(SECRET):
         problems.append(Finding(
-            level="warning", what=f"{SECRET} is not set here; the hosts used one that was made for this check",
+            level="warning", what=f"{SECRET} is not set here; the hosts used a secret that was made for this check",
             mend="export a secret before the training, the same on all machines (docs/security.md)",
         ))  # fmt: skip
     if len(failed) == len(pages):
@@ -76,7 +76,7 @@ def from_hosts(settings: DoctorSettings) -> tuple[list[Any], list[Finding]]:
 
 
 def _page(process: subprocess.Popen[bytes], secret: str) -> list[Any] | str:
-    """The rows that a host gives, or why there are none."""
+    """The rows that a host reports, or the reason why there are none."""
     try:
         output, errors = process.communicate(f"{secret}\n".encode(), _LIMIT_SECONDS)
     except subprocess.TimeoutExpired:
@@ -84,5 +84,5 @@ def _page(process: subprocess.Popen[bytes], secret: str) -> list[Any] | str:
     with contextlib.suppress(ValueError, RecursionError, KeyError, TypeError):
         if isinstance(rows := json.loads(output)["rows"], list):
             return rows
-    said = [line for line in errors.decode(errors="replace").splitlines() if line.strip()]
-    return one_line(said[-1] if said else f"it ended with {process.returncode}", 300)
+    lines = [line for line in errors.decode(errors="replace").splitlines() if line.strip()]
+    return one_line(lines[-1] if lines else f"it ended with {process.returncode}", 300)

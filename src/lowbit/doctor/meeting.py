@@ -1,4 +1,4 @@
-"""The machines meet in the store where `lowbit train` would meet, and state there what they know."""
+"""Brings the machines together in the store that `lowbit train` would use, where they exchange messages."""
 
 from __future__ import annotations
 
@@ -37,26 +37,26 @@ class DoctorError(ConnectionError):
     """The machines cannot meet there at all."""
 
 
-class AloneError(ConnectionError):
+class FirstMachineError(ConnectionError):
     """The first machine cannot be reached, or is gone."""
 
 
 class Meeting:
-    """This machine among those that came. Every wait has a limit.
+    """A meeting of the machines, seen from this one. Every wait has a time limit.
 
     Attributes:
         rank, ranks: of this machine, and how many came. store: theirs.
-        attempt: name of the meeting, which the machines draw together.
+        attempt: random name of the meeting, the same on all machines.
         strangers: names of the machines that do not know the secret.
 
     Raises:
-        DoctorError: trying again is of no use. AloneError: it may be.
+        DoctorError: trying again cannot help. FirstMachineError: trying again may help.
     """
 
     def __init__(self, settings: DoctorSettings, name: str) -> None:
         self.strangers: list[str] = []
         self.attempt = ""
-        self.rank, self.store = _seat(settings)
+        self.rank, self.store = _join(settings)
         too_late = DoctorError(
             f"the machines at {settings.where} have met without this one; allowed: to start again on all machines"
         )
@@ -78,10 +78,10 @@ class Meeting:
             self.strangers = [name.decode(errors="replace")[:60] for name in names]
 
     def exchange(self, value: Any, seconds: float) -> dict[int, Any]:
-        """State a message, and return those of its kind of all machines that state one in time, by rank.
+        """Publish a message, and return the messages of the same class from all machines that publish in time, by rank.
 
         Raises:
-            AloneError: the first machine is gone. StatementError: a machine stated something invalid.
+            FirstMachineError: the first machine is gone. StatementError: a machine stated something invalid.
         """
         cls, topic = type(value), type(value).__name__
         keys = {rank: f"{topic}/{rank}" for rank in range(self.ranks)}
@@ -97,21 +97,21 @@ class Meeting:
         return stated
 
     def close(self) -> None:
-        """Wait for a moment until all machines have what they need of this one: the store, and the last messages."""
+        """Wait briefly until all machines have read what they need from this one: the store, and the last messages."""
         keys = [f"end/{rank}" for rank in range(self.ranks)]
-        with contextlib.suppress(AloneError):  # the first machine has seen all keys
+        with contextlib.suppress(FirstMachineError):  # the first machine has seen all keys
             self._call(self.store.set, keys[self.rank], "1")
             wait_until(lambda: self._call(self.store.check, keys), _END_SECONDS, pause=_PAUSE)
 
     def _open(self, settings: DoctorSettings) -> int:
-        """Wait for the others, and say how many came."""
+        """Wait for the other machines, and announce how many have come."""
         if settings.count > 1:
             say(f"waits up to {settings.wait:.0f} s for {settings.count - 1} more at {settings.where}")
-        seats = partial(self._call, self.store.add, "seats", 0)
-        wait_until(lambda: seats() >= settings.count - 1, settings.wait, pause=_PAUSE)
-        came = 1 + min(settings.count - 1, max(0, seats()))
-        self._call(self.store.set, "ranks", str(came))
-        return came
+        joined = partial(self._call, self.store.add, "seats", 0)
+        wait_until(lambda: joined() >= settings.count - 1, settings.wait, pause=_PAUSE)
+        ranks = 1 + min(settings.count - 1, max(0, joined()))
+        self._call(self.store.set, "ranks", str(ranks))
+        return ranks
 
     def _await_opening(self) -> int:
         say("has met the first machine, which waits for the others")
@@ -120,25 +120,25 @@ class Meeting:
         return int(text) if text.isdigit() and len(text) < 4 else 0
 
     def _call(self, call: Callable[..., Any], *args: Any) -> Any:
-        """The outcome of a call of the store.
+        """Call a method of the store, with a time limit.
 
         Raises:
-            AloneError: no answer, or the connection has ended.
+            FirstMachineError: no answer, or the connection has ended.
         """
         try:
             return bounded(lambda: call(*args), _CALL_SECONDS)
         except (TimeoutError, RuntimeError) as error:
-            raise AloneError(f"the first machine is gone: {first_line(error)}") from None
+            raise FirstMachineError(f"the first machine is gone: {first_line(error)}") from None
 
 
 def say(text: str) -> None:
-    """Tell how far it is."""
+    """Log the progress of the check."""
     sys.stderr.write(f"lowbit doctor: {text}\n")
     sys.stderr.flush()
 
 
-def _seat(settings: DoctorSettings) -> tuple[int, Store]:
-    """This machine's rank and the store: kept here if the address is this machine's, else on the first machine."""
+def _join(settings: DoctorSettings) -> tuple[int, Store]:
+    """Join the meeting; return this machine's rank and the store, which runs on the first machine."""
     host, port = settings.place
     os.environ.update({"MASTER_ADDR": host, "MASTER_PORT": str(port)})
     taken = False
@@ -147,7 +147,7 @@ def _seat(settings: DoctorSettings) -> tuple[int, Store]:
             return 0, reach(0, timeout=_CALL_SECONDS, patience=_TRY_SECONDS)
         except MeetingError as error:
             cause = error.__cause__
-            # Perhaps by the first of several machines on this one.
+            # Several "machines" may run on this host: the first of them may hold the port.
             taken = isinstance(cause, OSError) and cause.errno == errno.EADDRINUSE
             if not taken:
                 raise DoctorError(f"this machine cannot listen at {settings.where}: {cause}") from None
@@ -162,7 +162,7 @@ def _seat(settings: DoctorSettings) -> tuple[int, Store]:
                 raise DoctorError(text) from None
             if time.monotonic() > deadline:
                 text = f"port {port} of {host} cannot be reached from here within {settings.wait:g} s: {error}"
-                raise AloneError(text) from None
+                raise FirstMachineError(text) from None
             if not quiet:
                 say(f"waits up to {settings.wait:.0f} s for the first machine at {settings.where}: {error}")
                 quiet = True

@@ -21,17 +21,17 @@ _RULES = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
 
 class StatementError(ConnectionError):
-    """Another machine stated something invalid."""
+    """Another machine sent something invalid."""
 
 
 @typing.dataclass_transform(frozen_default=True, kw_only_default=True)
 def message(cls: type[_Class]) -> type[_Class]:
-    """Make a class a message: frozen, keyword-only, and checked where it is read."""
+    """Make a class a message: frozen, keyword-only, and validated when it is read."""
     return typing.cast("type[_Class]", pydantic_dataclass(cls, frozen=True, kw_only=True, config=_RULES))
 
 
 def read(cls: type[_Class], values: Any) -> _Class:
-    """A message from another machine's values.
+    """Build a message from values that another machine sent, and validate it.
 
     Raises:
         StatementError: an invalid value.
@@ -46,7 +46,7 @@ def read(cls: type[_Class], values: Any) -> _Class:
 
 @message
 class Described:
-    """address, interface: that lead to the meeting."""
+    """The address and the interface by which a machine reaches the meeting."""
 
     name: Text
     lowbit: Text
@@ -62,14 +62,14 @@ class Described:
 
 @message
 class Facts(Described):
-    """What a machine knows about itself.
+    """Facts that a machine collects about itself.
 
     Attributes:
         torch_problem: why this version does not work.
-        gloo_*: where Gloo would listen under `lowbit train`, or why it would not; chosen: GLOO_SOCKET_IFNAME.
-        host_address: where the host's name leads on this machine. meet_address: where the meeting's name leads.
+        gloo_*: where Gloo would listen under `lowbit train`, or why it would not; chosen: value of GLOO_SOCKET_IFNAME.
+        host_address: to what the host's name resolves on this machine. meet_address: the same for the meeting's name.
         text: digest of the recipe's tokens. settings: digests of all settings that must be equal, by key.
-        ports: where it listens for the check, among those that the system gives to programs (port_low to port_high).
+        ports: where it listens during the check, of the range that the system assigns (port_low to port_high).
     """
 
     torch_problem: Text = ""
@@ -91,7 +91,7 @@ class Facts(Described):
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Where it may be reached: where Gloo would listen, and where packets leave to the meeting."""
+        """Addresses at which it may be reached: Gloo's, and the source address of packets to the meeting."""
         return tuple(dict.fromkeys(filter(None, (self.gloo_address, self.address))))
 
 
@@ -101,8 +101,8 @@ class Speed:
 
     Attributes:
         layer_seconds: forward and backward of a decoder layer, for `layer_tokens` tokens; 0: not measured.
-        layer_overhead: the part of it that a micro-batch of any size takes.
-        tflops: instead of it, without a recipe. coding: as `cluster.toml` has it. problem: why something is missing.
+        layer_overhead: the part of `layer_seconds` that does not depend on the size of the micro-batch.
+        tflops: used without a recipe. coding: as in `cluster.toml`. problem: why something is missing.
     """
 
     layer_seconds: Number = 0.0
@@ -115,11 +115,11 @@ class Speed:
 
 
 @message
-class Knocks:
-    """What connecting to the ports of the others gave: machine, address, port, and state.
+class ProbeResults:
+    """Results of connecting to the ports of the other machines: machine, address, port, and state.
 
     Attributes:
-        seen: the addresses that this machine's connections came from, as the others saw them.
+        seen: source addresses of this machine's connections, as the others saw them.
     """
 
     states: tuple[tuple[int, Text, int, Text], ...]
@@ -135,10 +135,10 @@ class Joined:
 
 @message
 class Measured:
-    """What a machine measured of its link to another one, as the sender.
+    """Measurements of the link from this machine to another one.
 
     Attributes:
-        ahead_ms: how far this machine's clock is ahead of the other one's. loss: share of segments sent again.
+        ahead_ms: how far this machine's clock is ahead of the other one's. loss: share of segments retransmitted.
     """
 
     mbit: Number = 0.0
@@ -149,11 +149,11 @@ class Measured:
 
 @message
 class Finding:
-    """Something to know before the training.
+    """A problem that the user should know before the training starts.
 
     Attributes:
-        level: stop: the training would not start, or would hang.
-        machine: where. what: is wrong. mend: how to fix it.
+        level: "stop" if the training would not start, or would hang.
+        machine: where it is. what: the problem. mend: how to fix it.
     """
 
     kind: Literal["finding"] = "finding"
@@ -165,7 +165,7 @@ class Finding:
 
 @message
 class MachineRow(Described, Speed):
-    """A machine, as the page and `cluster.toml` have it.
+    """A machine, as the page and `cluster.toml` describe it.
 
     Attributes:
         clock_ms: how far its clock is ahead of the first machine's.

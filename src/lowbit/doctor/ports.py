@@ -1,4 +1,4 @@
-"""Ports as Gloo takes them: each machine listens at some, and the others connect."""
+"""Tests ports as Gloo uses them: each machine listens at some, and the others connect to them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 OPEN, DROPPED, REFUSED, UNREACHABLE, OTHER = "open", "dropped", "refused", "unreachable", "other"
-"""What connecting to a port gives: a machine of the meeting; nothing; a refusal; no way; another program or machine."""
+"""Results of connecting to a port: the expected machine, no answer, refused, no route, another program or machine."""
 _PORTS = 8
 _CONNECT_SECONDS = 4.0  # in which a lost first packet is sent again twice
 _ANSWER_SECONDS = 5.0
@@ -19,15 +19,15 @@ _AT_ONCE = 64
 
 
 class Ports:
-    """Listens at some of the ports that the system gives to programs, and answers with a word.
+    """Listens at some of the ports that the system assigns, and answers every connection.
 
-    Nothing that the other end sends is read. An answer is the word and the address that the connection came from.
+    It reads nothing that the other end sends. An answer is the machine's word and the connection's source address.
 
     Args:
-        low, high: the ports to choose from.
+        low, high: range of ports to choose from.
 
     Attributes:
-        numbers: the ports.
+        numbers: the chosen ports.
     """
 
     def __init__(self, low: int, high: int) -> None:
@@ -45,7 +45,7 @@ class Ports:
         self.numbers = tuple(sorted({each.getsockname()[1] for each in self._listeners}))
 
     def answer(self, word: str) -> None:
-        """Answer from now on; the others know the word."""
+        """Answer with this word, which the others know, from now on."""
         self._word = word
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -65,10 +65,10 @@ class Ports:
                         connection.sendall(f"{self._word} {address}\n".encode())
 
 
-def knock(places: list[tuple[int, str, int]], words: dict[int, str]) -> tuple[list[str], set[str]]:
-    """What connecting to each place (machine, address and port) gives, and where this machine seems to connect from.
+def probe(places: list[tuple[int, str, int]], words: dict[int, str]) -> tuple[list[str], set[str]]:
+    """Connect to each place (machine, address, port); return its state, and the source addresses that the others saw.
 
-    words: of the machines.
+    `words`: the expected answer of each machine.
     """
     seen: set[str] = set()
     with ThreadPoolExecutor(_AT_ONCE) as pool:
@@ -92,8 +92,8 @@ def _state(place: tuple[str, int], word: str, seen: set[str]) -> str:
         return REFUSED
     except OSError:
         return UNREACHABLE
-    said, _, address = answer.decode(errors="replace").strip().partition(" ")
-    if said != word:
+    received, _, address = answer.decode(errors="replace").strip().partition(" ")
+    if received != word:
         return OTHER
     seen.add(address)
     return OPEN

@@ -55,7 +55,7 @@ class DoctorSettings:
         """Host and port of the meeting.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: neither `meet` nor the environment gives one.
         """
         if self.meet:
             host, _, port = self.meet.rpartition(":")
@@ -76,10 +76,10 @@ class DoctorSettings:
 
     @property
     def count(self) -> int:
-        """How many machines there are.
+        """Number of machines.
 
         Raises:
-            ConfigError: WORLD_SIZE is no number of machines.
+            ConfigError: WORLD_SIZE is not a valid number of machines.
         """
         text = str(self.machines or os.environ.get("WORLD_SIZE") or 2)
         if not (text.isascii() and text.isdecimal() and 1 <= int(text) <= _MOST_MACHINES):

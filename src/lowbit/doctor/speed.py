@@ -1,4 +1,4 @@
-"""How fast a machine computes the recipe's model and codes its messages."""
+"""Measures how fast a machine computes the recipe's model and codes its messages."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def speed(settings: DoctorSettings) -> Speed:
         values["optimizer_ns"] = optimizer_ns(device)
         if settings.recipe:
             values |= {"layer_seconds": seconds, "layer_tokens": tokens, "layer_overhead": overhead}
-        else:  # the layer is not one of the model that will be planned
+        else:  # without a recipe the plan's model is unknown, so a layer's seconds would be of the wrong one
             sizes = measure_sizes(config.model, vocab=vocab, sequence=sequence, precision="fp32")
             values["tflops"] = 3 * sizes.layer_flops * tokens / seconds / 1e12
         if width := hidden_size(config.model):

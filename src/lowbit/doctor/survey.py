@@ -1,4 +1,4 @@
-"""What the machines find out together: facts, ports, links and speeds. All of them end with the same survey."""
+"""Surveys the machines together: facts, ports, links and speeds. All machines end with the same survey."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pathlib import Path
 from torch._C._distributed_c10d import PrefixStore, ProcessGroup
 
 from lowbit.doctor.facts import facts, now_ns
-from lowbit.doctor.meeting import AloneError, Meeting, say
-from lowbit.doctor.messages import Facts, Joined, Knocks, Measured, Speed, read
-from lowbit.doctor.ports import OPEN, Ports, knock
+from lowbit.doctor.meeting import FirstMachineError, Meeting, say
+from lowbit.doctor.messages import Facts, Joined, Measured, ProbeResults, Speed, read
+from lowbit.doctor.ports import OPEN, Ports, probe
 from lowbit.doctor.settings import DoctorSettings
 from lowbit.doctor.speed import speed
 from lowbit.job.meeting import MeetingError
@@ -35,12 +35,12 @@ _SPEED_SECONDS = 1200.0  # the first call of a format compiles it
 
 
 @dataclass
-class Machine:
+class SurveyedMachine:
     """A machine of the meeting.
 
     Attributes:
         clock_ms: how far its clock is ahead of the first machine's.
-        seen: addresses that its connections come from. reached: addresses of it that somebody reached.
+        seen: source addresses of its connections. reached: its addresses that another machine reached.
     """
 
     facts: Facts
@@ -51,19 +51,19 @@ class Machine:
 
 
 @dataclass
-class Survey:
-    """All that was found.
+class MachineSurvey:
+    """Everything that the machines have found out.
 
     Attributes:
-        machines: by rank. states: of ports, by who connects to whom, address and port.
-        links: what was measured, by sender and receiver. problems: why machines did not join the process group.
-        strangers: names of machines that do not know the secret. alone: why this machine met nobody.
-        left: the rank that left before the end (-1: not known), and how. stalled: a direction in which nothing passes.
+        machines: by rank. states: of ports, by (caller, called), then by (address, port).
+        links: measurements, by (sender, receiver). problems: why machines did not join the process group.
+        strangers: names of machines that do not know the secret. alone: why this machine met no other.
+        left: rank that left before the end (-1: unknown), and how. stalled: (sender, receiver) whose messages stall.
         first: whether this is the first machine.
     """
 
     settings: DoctorSettings
-    machines: dict[int, Machine]
+    machines: dict[int, SurveyedMachine]
     states: dict[tuple[int, int], dict[tuple[str, int], str]] = field(default_factory=dict)
     links: dict[tuple[int, int], Measured] = field(default_factory=dict)
     problems: dict[int, str] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class Survey:
     first: bool = False
 
 
-def take(settings: DoctorSettings) -> Survey:
+def take(settings: DoctorSettings) -> MachineSurvey:
     """Meet the other machines and survey them.
 
     Raises:
@@ -83,7 +83,7 @@ def take(settings: DoctorSettings) -> Survey:
     own = facts(settings)
     ports = Ports(own.port_low, own.port_high)
     own = replace(own, ports=ports.numbers)
-    survey = Survey(settings, {0: Machine(own)})
+    survey = MachineSurvey(settings, {0: SurveyedMachine(own)})
     try:
         meeting = Meeting(settings, own.name)
         survey.first, survey.strangers = meeting.rank == 0, meeting.strangers
@@ -91,22 +91,22 @@ def take(settings: DoctorSettings) -> Survey:
             ports.answer(_word(meeting, meeting.rank))
             _ask(survey, meeting, own)
         meeting.close()
-    except AloneError as error:
-        survey.alone, survey.machines, survey.links = str(error), {0: Machine(own)}, {}
+    except FirstMachineError as error:
+        survey.alone, survey.machines, survey.links = str(error), {0: SurveyedMachine(own)}, {}
     finally:
         ports.close()
     return survey
 
 
-def _ask(survey: Survey, meeting: Meeting, own: Facts) -> None:
+def _ask(survey: MachineSurvey, meeting: Meeting, own: Facts) -> None:
     survey.machines = _named(meeting.exchange(own, _EXCHANGE_SECONDS))
     if 0 not in survey.machines:
-        raise AloneError("the first machine is gone: it did not state anything about itself")
+        raise FirstMachineError("the first machine is gone: it did not state anything about itself")
     if meeting.ranks == 1:
         survey.machines[0].speed = speed(survey.settings)
         return
     say("checks ports")
-    _knock(survey, meeting)
+    _probe_ports(survey, meeting)
     say("joins the process group")
     if "GLOO_SOCKET_IFNAME" not in os.environ and own.interface:
         os.environ["GLOO_SOCKET_IFNAME"] = own.interface
@@ -121,7 +121,7 @@ def _ask(survey: Survey, meeting: Meeting, own: Facts) -> None:
         return
     try:
         with joined(_WATCH_SECONDS):
-            # Machines wait for each other for longer than an operation of the first group may take.
+            # A group with a longer time limit: here machines wait for each other longer than the first group allows.
             side = new_group(timeout=_SPEED_SECONDS)
             _measure_links(survey, side)
             say("measures compute and coding, which takes minutes the first time on a machine")
@@ -132,26 +132,27 @@ def _ask(survey: Survey, meeting: Meeting, own: Facts) -> None:
         survey.left = getattr(error, "rank", -1), one_line(str(error))
 
 
-def _named(facts: dict[int, Facts]) -> dict[int, Machine]:
-    """The machines, each with a name of its own."""
-    machines: dict[int, Machine] = {}
+def _named(facts: dict[int, Facts]) -> dict[int, SurveyedMachine]:
+    """The machines; those with the same name get numbers."""
+    machines: dict[int, SurveyedMachine] = {}
     for rank, own in sorted(facts.items()):
         taken = {machine.facts.name for machine in machines.values()}
         name = next(each for each in (own.name, *(f"{own.name}-{i}" for i in range(2, 99))) if each not in taken)
-        machines[rank] = Machine(replace(own, name=name))
+        machines[rank] = SurveyedMachine(replace(own, name=name))
     return machines
 
 
-def _knock(survey: Survey, meeting: Meeting) -> None:
+def _probe_ports(survey: MachineSurvey, meeting: Meeting) -> None:
     """Have all machines connect to all others."""
     places = [
         (rank, address, port)
         for rank, machine in survey.machines.items() if rank != meeting.rank
         for address in machine.facts.addresses for port in machine.facts.ports
     ]  # fmt: skip
-    states, seen = knock(places, {rank: _word(meeting, rank) for rank in survey.machines})
-    knocks = Knocks(states=tuple((*p, state) for p, state in zip(places, states, strict=True)), seen=tuple(seen))
-    for caller, found in meeting.exchange(knocks, _EXCHANGE_SECONDS + 5.0 * meeting.ranks).items():
+    states, sources = probe(places, {rank: _word(meeting, rank) for rank in survey.machines})
+    by_place = tuple((*place, state) for place, state in zip(places, states, strict=True))
+    results = ProbeResults(states=by_place, seen=tuple(sources))
+    for caller, found in meeting.exchange(results, _EXCHANGE_SECONDS + 5.0 * meeting.ranks).items():
         if caller not in survey.machines:  # it stated the facts too late
             continue
         survey.machines[caller].seen.update(found.seen)
@@ -162,11 +163,11 @@ def _knock(survey: Survey, meeting: Meeting) -> None:
 
 
 def _word(meeting: Meeting, rank: int) -> str:
-    """What a machine's ports answer."""
+    """The word that a machine's ports answer with."""
     return signature(run_secret(), meeting.attempt, "port", rank)
 
 
-def _measure_links(survey: Survey, side: ProcessGroup | None) -> None:
+def _measure_links(survey: MachineSurvey, side: ProcessGroup | None) -> None:
     """Measure each pair's link in turn."""
     say("measures clocks and links")
     messages = Messages(None, "doctor", timeout=_MESSAGE_SECONDS)
@@ -178,8 +179,8 @@ def _measure_links(survey: Survey, side: ProcessGroup | None) -> None:
             survey.machines[pair[1]].clock_ms = found[pair[1]].ahead_ms
 
 
-def _measure(survey: Survey, messages: Messages, pair: tuple[int, int]) -> Measured:
-    """What this machine finds of its link to the other one of a pair."""
+def _measure(survey: MachineSurvey, messages: Messages, pair: tuple[int, int]) -> Measured:
+    """Measure this machine's link to the other one of a pair."""
     direction = pair
     try:
         trip = round_trip(messages, pair[0] + pair[1] - messages.rank, now_ns)
@@ -201,7 +202,7 @@ def _measure(survey: Survey, messages: Messages, pair: tuple[int, int]) -> Measu
 
 
 def _segments() -> tuple[int, int]:
-    """Segments that TCP has sent again, and all that it has sent, of all connections of this machine."""
+    """Numbers of TCP segments that this machine has retransmitted, and that it has sent."""
     with contextlib.suppress(OSError, ValueError, KeyError):
         names, values = (line.split() for line in Path("/proc/net/snmp").read_text().splitlines() if line[:4] == "Tcp:")
         counts = dict(zip(names, values, strict=True))

@@ -1,4 +1,4 @@
-"""Low-bit communication inside the engines of others, one module for each: torchft, TorchTitan, Megatron, Transformers.
+"""Low-bit communication in other engines, one module for each: torchft, TorchTitan, Megatron, Transformers, vLLM.
 
 The modules import their engines, so none is imported here. Each names the extra that installs its engine.
 """

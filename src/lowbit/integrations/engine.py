@@ -1,4 +1,4 @@
-"""Import an engine, or say in one line what is missing."""
+"""Imports an engine, or reports in one line what is missing."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from types import ModuleType
 
 
 class EngineError(ImportError):
-    """An engine is not installed, or in a version that lowbit does not know."""
+    """An engine is not installed, or its version is not supported."""
 
 
 def engine(module: str, *, package: str, extra: str, tested: str) -> ModuleType:
     """Import a module of an engine.
 
     Args:
-        module: such as "torchft.manager". package: that has it, as installers call it.
-        extra: of lowbit, that installs it. tested: the version that the tests pass with.
+        module: name, such as "torchft.manager". package: name of the package that contains it.
+        extra: extra of lowbit that installs it. tested: version with which the tests pass.
 
     Raises:
-        EngineError: the package or one that it needs is missing, or this version has no such module.
+        EngineError: the package or a dependency is missing, or this version has no such module.
     """
     install = f"pip install 'lowbit[{extra}]'"
     try:
@@ -38,7 +38,7 @@ def part(module: ModuleType, name: str, *, package: str, tested: str) -> object:
     """An attribute of an engine's module.
 
     Raises:
-        EngineError: this version has none of this name.
+        EngineError: this version has no attribute with this name.
     """
     try:
         return getattr(module, name)

@@ -1,7 +1,7 @@
-"""Megatron-Core in few bits: a communicator for its pipeline schedules, which sends payloads in place of tensors.
+"""Megatron-Core in few bits: a communicator for its pipeline schedules, which sends payloads instead of tensors.
 
 Megatron's schedules take the communicator as an argument (`p2p_communicator=`), and call its methods for everything
-that crosses between two stages. `LowBitP2PCommunicator` overrides the one method that all of those end in.
+that stages send to each other. `LowBitP2PCommunicator` overrides the one method that all of these call.
 """
 
 from __future__ import annotations
@@ -40,36 +40,36 @@ _batched: Any = part(_p2p, "_batched_p2p_ops", **_PACKAGE)
 _single: Any = part(_p2p, "_p2p_ops", **_PACKAGE)
 _SIDES = ("prev", "next")
 _WORDS = {"forward": "activation", "backward": "gradient"}
-_PATIENCE = 1800.0  # seconds for a message over Gloo, which PyTorch's groups give it
+_PATIENCE = 1800.0  # seconds for a message over Gloo, as PyTorch's groups allow by default
 
 
 class LowBitP2PCommunicator(_Base):
-    """Megatron's `P2PCommunicator` whose activations and gradients cross in few bits.
+    """Megatron's `P2PCommunicator` that sends activations and gradients in few bits.
 
-    Pass it to a schedule as `p2p_communicator=`, with a `pg_collection` as Megatron asks for beside it. Everything else
-    is Megatron's: order of messages, `batch_p2p_comm`, overlap, timers. Received tensors have `config.pipeline_dtype`.
+    Pass it to a schedule as `p2p_communicator=`, with the `pg_collection` that Megatron then requires. All else is
+    Megatron's: order of messages, `batch_p2p_comm`, overlap, timers. Received tensors have `config.pipeline_dtype`.
 
-    Both ends of a stateful codec, such as `TransformQuant`, keep a session for each direction, which follows the order
-    of messages. With virtual stages the communicator does not learn which of them a message belongs to, so only
+    With a stateful codec, such as `TransformQuant`, both ends keep a session for each direction, which follows the
+    order of messages. With virtual stages the communicator does not learn to which of them a message belongs, so only
     codecs without state are allowed there, such as `TAHQuant` and `GroupInt`.
 
-    Make it on all ranks of the group at once: they compare their formats before the first byte.
+    Create it on all ranks of the group at once: they compare their formats before the first byte.
 
     Args:
         pp_group: the ranks of the pipeline.
         config: Megatron's `ModelParallelConfig` (`TransformerConfig`) of the model.
         forward: format of activations.
-        backward: format of gradients; None: the default beside `forward`.
-        timeout: seconds to wait for the other ranks here.
-        checksums: whether 8 bytes behind each payload tell if it arrived as it was sent.
+        backward: format of gradients; None: the default backward format of `forward`.
+        timeout: seconds to wait for the other ranks when the communicator is created.
+        checksums: append 8 bytes to each payload, by which the receiver detects damage.
 
     Attributes:
         traffic: what this rank has sent.
 
     Raises:
-        TypeError, ValueError: a codec or a setting that does not go with it; the text names it.
-        AgreementError: the ranks have other formats.
-        DamagedError: (in any pass) what a neighbour sent did not arrive as it was.
+        TypeError, ValueError: an unsuitable codec or setting, which the text names.
+        AgreementError: the ranks have different formats.
+        DamagedError: (in any pass) a message from a neighbour arrived damaged.
     """
 
     def __init__(
@@ -96,11 +96,11 @@ class LowBitP2PCommunicator(_Base):
             raise ValueError(f"pipeline_dtype is {config.pipeline_dtype}; allowed: {', '.join(map(str, FLOATS))}")
         self.traffic = Traffic()
         self._checksums = Checksums("megatron", enabled=checksums)
-        self._lanes = {(name, end): _Lane(codec) for name, codec in codecs.items() for end in ("out", "in")}
+        self._lanes = {(name, end): _Sessions(codec) for name, codec in codecs.items() for end in ("out", "in")}
         facts = {f"{name} codec": f"{codec} [{codec.fingerprint()}]" for name, codec in codecs.items()}
         facts |= {"lowbit version": __version__, "pipeline_dtype": str(config.pipeline_dtype)}
         agree(pp_group, facts | agreed_facts(checksums), timeout, topic="Megatron's pipeline")
-        self._mailbox: Mailbox | None = None  # Megatron's own messages have no tags, which NCCL does not need
+        self._mailbox: Mailbox | None = None  # only for Gloo: its messages need tags, which Megatron does not set
         if _device().type == "cpu" and pytorch.carries(pp_group, "gloo", _device()):
             number = next_round(pp_group, "engines")
             board = FailureBoard(pp_group, f"engine/{number}", rank_names(pp_group), _PATIENCE)
@@ -114,7 +114,7 @@ class LowBitP2PCommunicator(_Base):
         config, stages = self.config, self.virtual_pipeline_model_parallel_size
         for problem, fact in (
             (not codec.settled, "chooses a parameter in a warm-up, which Megatron's schedules do not have"),
-            (codec.needs_key, "needs the ids of samples, which Megatron's schedules do not tell"),
+            (codec.needs_key, "needs the ids of samples, which Megatron's schedules do not pass on"),
             (
                 codec.stateful and (stages or 1) > 1,
                 f"keeps state between messages, and there are {stages} virtual stages",
@@ -137,7 +137,7 @@ class LowBitP2PCommunicator(_Base):
         tensor_shape: Sequence[int] | None,
         wait_on_reqs: bool = True,
     ) -> tuple[Tensor | None, Tensor | None, Any]:
-        """As Megatron's, with payloads: activations come from and go to the next stage, gradients the other way."""
+        """Override Megatron's method: send and receive payloads; activations go to the next stage, gradients back."""
         config, device = self.config, _device()
         shapes = {"prev": tensor_shape, "next": tensor_shape}
         if config.variable_seq_lengths or config.mtp_standalone:
@@ -152,11 +152,11 @@ class LowBitP2PCommunicator(_Base):
             "prev": self._packed("backward", tensor_send_prev, self.prev_rank),
             "next": self._packed("forward", tensor_send_next, self.next_rank),
         }
-        arriving: dict[str, _Arriving] = {}
+        arriving: dict[str, _IncomingTensor] = {}
         for side, wanted in zip(_SIDES, (recv_prev, recv_next), strict=True):
             if wanted:
                 direction, peer = ("forward", self.prev_rank) if side == "prev" else ("backward", self.next_rank)
-                arriving[side] = _Arriving(self, direction, peer, shapes[side], device)
+                arriving[side] = _IncomingTensor(self, direction, peer, shapes[side], device)
         if self._mailbox is not None:
             requests: Any = {f"send_{side}": message for side, message in leaving.items() if message is not None}
             requests |= {f"recv_{side}": None for side in arriving}
@@ -187,7 +187,7 @@ class LowBitP2PCommunicator(_Base):
         return received[0], received[1], requests
 
     def _packed(self, direction: str, x: Tensor | None, peer: Any) -> Tensor | Sent | None:
-        """The message with a tensor; over Gloo, it is on its way."""
+        """Encode a tensor into a message; over Gloo, also start to send it."""
         if x is None:
             return None
         if x.dtype != self.config.pipeline_dtype:
@@ -205,7 +205,7 @@ class LowBitP2PCommunicator(_Base):
         return message
 
     def _route(self, direction: str, peer: int, sender: int, number: int) -> Route:
-        """Where a message to or from a peer travels, and its name in errors."""
+        """The route of a message to or from a peer, with its name for errors."""
         half = len(self._channels) // 2
         channel = self._channels[number % half + half * (direction == "backward")]
         about = f"the {_WORDS[direction]} of rank {sender}"
@@ -213,12 +213,12 @@ class LowBitP2PCommunicator(_Base):
 
 
 def _device() -> torch.device:
-    """Where Megatron's tensors are: its current GPU, or the CPU where there is none."""
+    """The device of Megatron's tensors: its current GPU, or the CPU without one."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-class _Lane:
-    """One direction, at one end: sessions by shape, and the number of messages so far."""
+class _Sessions:
+    """The sessions of one direction by shape, and the number of messages so far."""
 
     def __init__(self, codec: Codec) -> None:
         self._codec, self._messages = codec, 0
@@ -233,14 +233,14 @@ class _Lane:
         return self._messages
 
 
-class _Arriving:
-    """A tensor that is to be received: its message, and the tensor, which is filled by `finish`."""
+class _IncomingTensor:
+    """A message to be received, and its tensor, which `finish` fills."""
 
     def __init__(
         self, owner: LowBitP2PCommunicator, direction: str, peer: int, shape: Sequence[int] | None, device: torch.device
     ) -> None:
         if shape is None:
-            raise ValueError("tensor_shape is None; allowed where a tensor is received: its shape")
+            raise ValueError("tensor_shape is None; allowed for a receive: the shape of the tensor")
         dtype, lane = owner.config.pipeline_dtype, owner._lanes[direction, "in"]
         self._session, self._checksums = lane.session(torch.Size(shape), dtype, device), owner._checksums
         self.tensor = torch.empty(tuple(shape), dtype=dtype, device=device, requires_grad=True)
@@ -257,7 +257,7 @@ class _Arriving:
         self._finished = False
 
     def finish(self) -> None:
-        """Decode the message, which has arrived, or wait for it."""
+        """Wait for the message if it has not arrived, and decode it."""
         if not self._finished:
             self._finished = True
             self._session.decode(self._take(), out=self.tensor.detach(), training=torch.is_grad_enabled())
@@ -269,13 +269,13 @@ class _Arriving:
 
 
 class _Request:
-    """A handle of Megatron's overlapping schedules, which wait for each before they use the tensor."""
+    """A handle on which Megatron's overlapping schedules wait before they use the tensor."""
 
-    def __init__(self, request: Any, sent: Tensor | Sent | None, arriving: _Arriving | None) -> None:
+    def __init__(self, request: Any, sent: Tensor | Sent | None, arriving: _IncomingTensor | None) -> None:
         self._request, self._sent, self._arriving = request, sent, arriving
 
     def wait(self) -> None:
-        """Wait; what was received is then decoded."""
+        """Wait until the message is sent, or received and decoded."""
         if self._request is not None:
             self._request.wait()
         self._request = self._sent = None

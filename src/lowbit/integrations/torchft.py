@@ -1,6 +1,6 @@
 """torchft: averages over replicas that come and go, in few bits.
 
-`LowBitManager` is torchft's `Manager` with another `allreduce`. All that torchft builds on it works unchanged: its
+`LowBitManager` is torchft's `Manager` with another `allreduce`. Everything that torchft builds on it works unchanged:
 `DistributedDataParallel`, `OptimizerWrapper`, `LocalSGD`, `DiLoCo` with fragments, and process groups for FSDP.
 """
 
@@ -44,41 +44,41 @@ for _name in ("_reconfigure_pg", "_apply_pending_state_dict"):
     part(_Manager, _name, **_NEEDS)
 part(_Wrapper, "get_reconfigure_handle", **_NEEDS)
 
-_FACTS = "lowbit/facts"  # key in the store that a replica's handle names
-_OTHER_MANAGER = {"manager": "another one"}  # facts of a replica that states none
-_READ_SECONDS, _STAYING_SECONDS = 10.0, 2.0  # for the facts of another: to say why this one leaves, or another does
+_FACTS = "lowbit/facts"  # key in the store to which a replica's handle points
+_OTHER_MANAGER = {"manager": "another one"}  # facts of a replica that publishes none
+_READ_SECONDS, _STAYING_SECONDS = 10.0, 2.0  # to read the facts of another replica if this one leaves, or if it stays
 
 
 class LowBitManager(_Manager):
     """torchft's `Manager`, whose `allreduce` sums floats by `lowbit.collectives.all_reduce`.
 
-    The sum is over the replicas that are there in a step, the same bits on all of them. Integers, and floats of another
-    dtype or with another operation than sums and averages, take torchft's own way.
+    The sum is over the replicas that take part in a step, and bit-identical on all of them. Integers, floats of other
+    dtypes, and operations other than sums and averages are left to torchft.
 
-    With error feedback each replica adds the quantization errors of a step that it has committed to the same call of
-    the next step. It stays right when replicas come and go: errors of a discarded step are dropped and the older ones
-    tried again, they are scaled by the number of replicas that share them, and a replica that takes the weights of
-    another begins without any. Calls are told apart by their order in a step, in `DiLoCo` for each fragment, so
-    replicas must make the same calls in the same order, as torchft demands anyway.
+    With error feedback each replica adds the quantization errors of a committed step to the same call of the next step.
+    This remains correct when replicas come and go: errors of a discarded step are dropped and the older ones used
+    again, errors are scaled by the number of replicas that share them, and a replica that takes the weights of another
+    starts without any. Calls are identified by their order in a step, in `DiLoCo` for each fragment, so replicas must
+    make the same calls in the same order, as torchft requires anyway.
 
     When the members change, replicas compare version, format and the names, shapes and dtypes in the registered
-    `state_dict`s (without optimizer states), before they connect. Replicas that contradict most others end with an
+    `state_dict`s (without optimizer states), before they connect. Replicas that contradict the majority end with an
     error; the others lose one step and continue. A digest of these facts travels in torchft's messages, which it logs
-    at each step; the facts themselves are read from a replica's store once digests differ.
+    at each step; the facts themselves are read from a replica's store only if digests differ.
 
     Args:
         pg: torchft's process group: `ProcessGroupGloo`, or `ProcessGroupNCCL` (not tested).
         codec: a format for gradients, such as `GroupInt(bits=4, group=64, symmetric=True)`.
         error_feedback: see above; takes 8 bytes for each element that is summed in a step.
-        small: elements below which a tensor is summed in float32. `DiLoCo(use_bucketization=True)` sums few large ones.
+        small: tensors with fewer elements are summed in float32. `DiLoCo(use_bucketization=True)` sums few large ones.
         checksums: as for `all_reduce`.
-        facts: more that must be the same on all replicas, such as the learning rate.
-        arguments: as torchft's. `timeout` limits each sum, too: after it, or at once if its connection closes, a
-            replica that is missing fails the step.
+        facts: further facts that must be the same on all replicas, such as the learning rate.
+        arguments: those of torchft's `Manager`. `timeout` also limits each sum: a missing replica fails the step after
+            this time, or at once if its connection closes.
 
     Raises:
         TypeError, ValueError: an argument that is not allowed.
-        ConnectionError: torchft does not reach its lighthouse or store.
+        ConnectionError: torchft cannot reach its lighthouse or store.
         AgreementError: from `allreduce` and `should_commit`, on a replica that contradicts the others.
     """
 
@@ -100,7 +100,7 @@ class LowBitManager(_Manager):
         self._how: dict[str, Any] = {"codec": codec, "small": small, "checksums": checksums}
         self._feedback = _Feedback() if error_feedback else None
         self._more_facts = dict(facts or {})
-        self._facts, self._facts_at = "", ""  # as JSON; the store that holds them for others
+        self._facts, self._facts_at = "", ""  # as JSON; address of the store where others read them
         self._refused: AgreementError | None = None
         try:
             super().__init__(_Group(pg, self), *arguments, **more)
@@ -111,7 +111,7 @@ class LowBitManager(_Manager):
             ) from error
 
     def sum_(self, tensor: Tensor) -> Pending:
-        """Start to replace a tensor by its sum over all replicas; what the group of `allreduce` calls."""
+        """Start to replace a tensor by its sum over all replicas; called by the group behind `allreduce`."""
         rest = None
         if self._feedback is not None:
             fragments = sum(key.startswith("StreamingDiLoCoFragment_") for key in self._user_state_dicts)
@@ -144,7 +144,7 @@ class LowBitManager(_Manager):
         return committed
 
     def stated(self, handle: Mapping[str, Any]) -> dict[str, Any]:
-        """What this replica states in a handle of torchft's when it asks for a quorum."""
+        """The facts that this replica adds to its torchft handle when it asks for a quorum."""
         if self._facts_at != handle["store"]:
             bounded(lambda: _store(handle["store"], _READ_SECONDS).set(_FACTS, self._facts), _READ_SECONDS)
             self._facts_at = handle["store"]
@@ -161,7 +161,7 @@ class LowBitManager(_Manager):
         }  # fmt: skip
 
     def _reconfigure_pg(self, communicator_id: int, handles: list[str]) -> None:
-        """Compare facts with the replicas of a new quorum, then connect to them: what is raised fails the step."""
+        """Compare facts with the replicas of a new quorum, then connect to them; an error fails the step."""
         stated = [_Stated.read(handle, place) for place, handle in enumerate(handles)]
         stays, leave = _contradiction(stated)
         if leave:
@@ -176,7 +176,7 @@ class LowBitManager(_Manager):
         names = [each.name for each in stated]
         if again := sorted({name for name in names if names.count(name) > 1}):
             _log.warning(
-                "several replicas are called %s; allowed: a name for each, so that each has data of its own",
+                "several replicas are called %s; allowed: unique names, so that each replica gets its own data",
                 listed(again),
             )
         super()._reconfigure_pg(communicator_id, handles)
@@ -188,14 +188,14 @@ class LowBitManager(_Manager):
 
 
 class _Group(_Wrapper):
-    """torchft's group with sums in few bits: what `Manager.allreduce` and its averages are built on."""
+    """torchft's group with sums in few bits, on which `Manager.allreduce` and its averages are built."""
 
     def __init__(self, pg: dist.ProcessGroup, manager: LowBitManager) -> None:
         super().__init__(pg=pg)
         self._manager = manager
 
     def get_reconfigure_handle(self) -> str:
-        """torchft hands the handles of all replicas to all of them with each quorum, and logs them."""
+        """Return the handle, which torchft logs and sends to all replicas with each quorum."""
         handle = json.loads(super().get_reconfigure_handle())
         return json.dumps(handle | {"lowbit": self._manager.stated(handle)})
 
@@ -206,7 +206,7 @@ class _Group(_Wrapper):
 
 
 class _Work(dist._Work):  # pyright: ignore[reportPrivateImportUsage]
-    """A sum under way, as torchft waits for it."""
+    """A pending sum, in the form on which torchft waits."""
 
     def __init__(self, pending: Pending, tensor: Tensor) -> None:
         super().__init__()
@@ -236,18 +236,18 @@ class _Feedback:
     def __init__(self) -> None:
         self._kept: dict[tuple[int, ...], Tensor] = {}
         self._new: dict[tuple[int, ...], Tensor] = {}
-        self._replicas: dict[tuple[int, ...], int] = {}  # that shared a mean when its errors were kept
+        self._replicas: dict[tuple[int, ...], int] = {}  # number that shared a mean when its errors were kept
         self._calls = 0
 
     def begin(self) -> None:
-        """A step begins; what an earlier one has not settled is dropped."""
+        """Begin a step; errors that an earlier step has not settled are dropped."""
         self._calls = 0
         self._new.clear()
 
     def of(self, tensor: Tensor, fragment: int, replicas: int) -> Tensor:
-        """The errors that this step's next call makes up for; `all_reduce` then writes its own there.
+        """The errors for which this step's next call compensates; `all_reduce` then overwrites them with its own.
 
-        A mean of n replicas lacks 1 / n of an error, and a later one of m replicas makes up for it with m / n.
+        A mean of n replicas lacks 1 / n of an error, for which a later mean of m replicas compensates with m / n.
         """
         key = (fragment, self._calls, tensor.numel())
         self._calls += 1
@@ -267,7 +267,7 @@ class _Feedback:
         self._new = {}
 
     def clear(self) -> None:
-        """The weights are another replica's: what was missing from sums before is in them, or never will be."""
+        """Drop all errors, because the weights now come from another replica and the errors belong to the old ones."""
         self._kept.clear()
 
 
@@ -276,14 +276,14 @@ def _digest(text: str) -> str:
 
 
 def _store(address: str, seconds: float) -> TCPStore:
-    """The store that a replica keeps at "host:port"."""
+    """Connect to the store that a replica keeps at "host:port"."""
     host, _, port = address.rpartition(":")
     limit = timedelta(seconds=seconds)
     return TCPStore(host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=limit)
 
 
 def _tensors(value: Any, name: str) -> Iterator[str]:
-    """Names, shapes and dtypes of all tensors in nested dictionaries, but those of optimizers."""
+    """Names, shapes and dtypes of all tensors in nested dictionaries, except those of optimizers."""
     if isinstance(value, Tensor):
         yield f"{name}: {value.dtype} {tuple(value.shape)}"
     elif isinstance(value, Mapping) and not {"state", "param_groups"} <= set(value):
@@ -293,10 +293,10 @@ def _tensors(value: Any, name: str) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class _Stated:
-    """What a replica has stated: its name, committed batches, the id of its torchft handle, and about its facts.
+    """The content of a replica's handle: its name, committed batches, the id of its torchft handle, and its facts.
 
     Attributes:
-        facts: their digest, empty from a replica that states none. store: "host:port" of the store that has them.
+        facts: their digest; empty if the replica publishes none. store: "host:port" of the store that has them.
     """
 
     name: str
@@ -307,7 +307,7 @@ class _Stated:
 
     @classmethod
     def read(cls, handle: str, place: int) -> _Stated:
-        """From a handle, which anybody may have written."""
+        """Parse a handle, which may come from an untrusted sender."""
         try:
             value = json.loads(handle)
             said = value["lowbit"]
@@ -318,7 +318,7 @@ class _Stated:
             return cls(f"replica {place} of the quorum", "", 0, "", "")
 
     def whole(self, seconds: float) -> Facts:
-        """The facts themselves, from the replica's store; none if it does not show those that it has stated."""
+        """The facts themselves, from the replica's store; empty if they do not match the digest."""
         if not self.facts:
             return _OTHER_MANAGER
         try:
@@ -330,9 +330,9 @@ class _Stated:
 
 
 def _contradiction(stated: Sequence[_Stated]) -> tuple[_Stated, list[_Stated]]:
-    """A replica of those that stay, and the replicas that must leave.
+    """Return one of the replicas that stay, and the replicas that must leave.
 
-    Those stay whose facts most replicas share; of equally many, those that have committed more, then the first.
+    The replicas with the most common facts stay; on a tie, those with more committed batches, then the first.
     """
     kinds = [each.facts for each in stated]
     count, most = Counter(kinds), dict.fromkeys(kinds, 0)
@@ -343,7 +343,7 @@ def _contradiction(stated: Sequence[_Stated]) -> tuple[_Stated, list[_Stated]]:
 
 
 def _differences(stays: _Stated, leave: Sequence[_Stated], whole: Callable[[_Stated], Facts]) -> str:
-    """The facts in which replicas contradict the others, which are read once of each kind of replica."""
+    """Describe the facts in which replicas contradict the others; facts are read once for each digest."""
     common = whole(stays)
     kinds = {each.facts: each for each in leave}
     facts = {kind: whole(each) for kind, each in kinds.items()} if common else {}

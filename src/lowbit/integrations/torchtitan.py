@@ -2,7 +2,7 @@
 
 TorchTitan describes a model by a `ModelSpec`, which holds two functions: `pipelining_fn` cuts the model into pipeline
 stages, and `parallelize_fn` applies tensor parallelism, checkpointing, compilation and FSDP to each part. `low_bit`
-returns the spec with both wrapped. Nothing of TorchTitan is copied or changed for good.
+returns the spec with both wrapped. Nothing of TorchTitan is copied or permanently changed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["LowBitConfig", "low_bit", "parallelize_fn", "pipelining_fn"]
 
 TESTED = "0.3.0"
 STAGE = "PipelineStage"
-"""The name by which TorchTitan's pipelining functions call the class of their stages."""
+"""The name under which TorchTitan's pipelining functions look up the class of their stages."""
 
 _engine = functools.partial(engine, package="torchtitan", extra="titan", tested=TESTED)
 _pipelines = _engine("torchtitan.distributed.pipeline_parallel")
@@ -50,7 +50,7 @@ _swapping = threading.RLock()
 
 @dataclass(frozen=True, kw_only=True)
 class LowBitConfig:
-    """What is sent and kept in few bits, in a run of TorchTitan.
+    """Settings for what a run of TorchTitan sends and keeps in few bits.
 
     Args:
         forward: format of activations between stages: a codec, or a mapping from boundary index. None: PyTorch's own
@@ -61,10 +61,10 @@ class LowBitConfig:
         gradients: format of data-parallel gradients, such as `BlockFloat8()`; None: as TorchTitan sends them.
         activations: bits of the activations that autograd saves; None: as TorchTitan saves them.
         timeout: seconds after which a rank that does not come or answer is an error.
-        checksums: whether 8 bytes behind each payload tell if it arrived as it was sent.
+        checksums: append 8 bytes to each payload, by which the receiver detects damage.
 
     Raises:
-        TypeError, ValueError: a value that is not allowed; the text names it.
+        TypeError, ValueError: an invalid value, which the text names.
     """
 
     forward: Codecs | None = RECOMMENDED
@@ -100,7 +100,7 @@ def low_bit(spec: Any, config: LowBitConfig | None = None) -> Any:
     """Return a TorchTitan `ModelSpec` like `spec` whose runs send and keep few bits.
 
     Args:
-        spec: of a model of TorchTitan or of your own, such as `config.model_spec` in a function of a config registry.
+        spec: of one of TorchTitan's models or your own, such as `config.model_spec` in a function of a config registry.
         config: absent: `LowBitConfig()`, few bits between pipeline stages.
 
     Raises:
@@ -118,15 +118,15 @@ def low_bit(spec: Any, config: LowBitConfig | None = None) -> Any:
 def pipelining_fn(function: Callable[..., Any], config: LowBitConfig | None = None) -> Callable[..., Any]:
     """Return a pipelining function like `function` whose stages are `LowBitStage`.
 
-    While it runs, the name `PipelineStage` in its module and in TorchTitan's own stands for `LowBitStage`, for this
-    thread alone; so it works for any function that builds its stages by that name, several on a rank included.
+    While it runs, the name `PipelineStage` in its module and in TorchTitan's own stands for `LowBitStage`, in this
+    thread only; so it works for any function that builds its stages by that name, also with several stages on a rank.
 
     Args:
-        function: `pipeline_llm`, `pipeline_vlm` or one of your own with their arguments.
-        config: absent: `LowBitConfig()`. With `forward=None` the function is returned as it is.
+        function: `pipeline_llm`, `pipeline_vlm` or a function of yours with the same arguments.
+        config: absent: `LowBitConfig()`. With `forward=None` the function is returned unchanged.
 
     Raises:
-        ValueError: `function` is low-bit already; or, when called: its schedule has a stage that is no `LowBitStage`.
+        ValueError: `function` is low-bit already; or, when called: a stage of its schedule is not a `LowBitStage`.
     """
     config = LowBitConfig() if config is None else config
     _refuse_twice(function)
@@ -157,8 +157,8 @@ def parallelize_fn(function: Callable[..., Any], config: LowBitConfig) -> Callab
     gradients after it, because they belong to FSDP's modules.
 
     Args:
-        function: `parallelize_llama` or another with its arguments.
-        config: `gradients` and `activations` are used. With neither, the function is returned as it is.
+        function: `parallelize_llama` or another function with the same arguments.
+        config: `gradients` and `activations` are used. With neither, the function is returned unchanged.
 
     Raises:
         ValueError: `function` is low-bit already; or, when called: selective checkpointing or tensor parallelism with
@@ -247,15 +247,15 @@ def _modules_of(function: Callable[..., Any]) -> list[ModuleType]:
 def _check_activations(*, parallel_dims: Any, ac_config: Any = None, **_: Any) -> None:
     if ac_config is not None and not isinstance(ac_config, _FullAC.Config):
         raise ValueError(
-            f"activation_checkpoint is {type(ac_config).__qualname__}, whose recomputation does not meet the tensors "
-            "that low-bit activations save; allowed: FullAC.Config() or None"
+            f"activation_checkpoint is {type(ac_config).__qualname__}, whose recomputation does not reproduce the "
+            "tensors that low-bit activations save; allowed: FullAC.Config() or None"
         )
     if parallel_dims.tp_enabled:
         raise ValueError(f"tensor_parallel_degree is {parallel_dims.tp}; allowed with low-bit activations: 1")
 
 
 def _reduce_in_few_bits(model: nn.Module, config: LowBitConfig, name: str) -> None:
-    """Set the collectives of all FSDP modules; TorchTitan replicates by FSDP, too (HSDP)."""
+    """Set the collectives of all FSDP modules; TorchTitan also replicates by FSDP (HSDP)."""
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not modules:
         raise ValueError(f"{name} applied no FSDP; allowed with low-bit gradients: a function that calls fully_shard")
@@ -275,14 +275,14 @@ def _reduce_in_few_bits(model: nn.Module, config: LowBitConfig, name: str) -> No
 
 
 class _Replicas(dist.ProcessGroup):
-    """A group whose all-reduce sends few bits: FSDP has no argument for the one between its replicas."""
+    """A group whose all-reduce sends few bits, because FSDP has no argument for the one between its replicas."""
 
     def __init__(self, group: dist.ProcessGroup, config: LowBitConfig) -> None:
         super().__init__(group.rank(), group.size())  # pyright: ignore[reportCallIssue] it knows one of two
         self._group, self._config = group, config
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> None:
-        """Add up in place."""
+        """Add up the tensors in place."""
         config = self._config
         assert config.gradients is not None
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp

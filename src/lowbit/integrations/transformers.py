@@ -4,13 +4,13 @@ Transformers cuts a model's layers into stages. In each forward pass a stage sen
 model's dtype, and the last stage sends the logits to all others. `low_bit_pipeline_` replaces Transformers' stage:
 
 - Hidden states travel as payloads of a codec, with checksums and a time limit. The size follows from the shape, which
-  Transformers derives from the inputs. So a receive is posted before its message is sent, and later ones as well
+  Transformers derives from the inputs. So receives can be posted before their messages are sent
   (`lowbit.integrations.transformers_line`): chunks of a prompt travel while the stages compute.
-- While `generate` chooses one token at a time, the last stage alone chooses, and sends token ids instead of logits.
-  The other stages get scores that leave only this token. Sampling is the last stage's, so seeds of ranks may differ.
+- While `generate` chooses one token at a time, only the last stage chooses, and sends token ids instead of logits. The
+  other stages get scores that allow only this token. Only the last stage samples, so seeds of ranks may differ.
 - Otherwise (a call of the model, beam search, `output_logits`) logits travel whole and unchanged.
 - In a cache, the layers of other stages are Transformers' `DummyLayer`. Transformers asks the first layer how long the
-  cache is. Where that one is another stage's, it would be empty for ever, and masks of padded batches would be wrong.
+  cache is. If that belongs to another stage, the cache would always look empty, and padding masks would be wrong.
 """
 
 from __future__ import annotations
@@ -60,21 +60,21 @@ def low_bit_pipeline_(
 ) -> LowBitPipelineStage:
     """Send the hidden states between the stages of a Transformers model as payloads of a codec.
 
-    To be called on every rank, after `from_pretrained(..., distributed_config=DistributedConfig(pp_size=...))`; called
-    again, it replaces the codec. Where the codec does not make hidden states smaller, as with a few tokens of a narrow
-    model, they travel in the model's dtype; both ends see that from the shape.
+    Call it on every rank, after `from_pretrained(..., distributed_config=DistributedConfig(pp_size=...))`; another call
+    replaces the codec. If the codec does not make hidden states smaller, as for a few tokens of a narrow model, they
+    travel in the model's dtype; both ends derive that from the shape.
 
     Args:
         model: a causal language model that Transformers has cut into stages, in evaluation mode.
         codec: format of the hidden states, without state between messages. None: 8 bits in groups of 64.
         timeout: seconds after which a rank that does not answer is an error.
-        checksums: whether 8 bytes behind each payload tell if it arrived as it was sent; the same on all ranks.
+        checksums: append 8 bytes to each payload, by which the receiver detects damage; the same on all ranks.
 
     Returns:
-        This rank's stage: counts what it sends, and `remove` gives Transformers' own back.
+        This rank's stage, which counts what it sends; its `remove` restores Transformers' own.
 
     Raises:
-        TypeError, ValueError: an argument that is not allowed, or a model without stages.
+        TypeError, ValueError: an invalid argument, or a model without stages.
         AgreementError: the ranks contradict each other, or one did not come in time; the same text on every rank.
     """
     codec = GroupInt(bits=8, group=64) if codec is None else codec
@@ -107,8 +107,8 @@ class LowBitPipelineStage(_Stage):
     Attributes:
         codec: format of the hidden states.
         own: the stage of Transformers that this one replaces.
-        traffic: counts of hidden states sent, in `forward_bytes` and `forward_elements`, of seconds spent on coding and
-            waiting, and of bytes of logits and token ids, in `backward_bytes`.
+        traffic: counts hidden states sent (`forward_bytes`, `forward_elements`), seconds spent on coding and waiting,
+            and bytes of logits and token ids (`backward_bytes`).
     """
 
     def __init__(self, own: Any, model: Any, codec: Codec, timeout: float, checksums: bool) -> None:
@@ -128,19 +128,19 @@ class LowBitPipelineStage(_Stage):
         agree(group, facts, timeout, topic="transformers pipeline")
         self._group, self._timeout = group, timeout
         shared = (getattr(model, "_tp_size", None) or 1) > 1
-        self._beside = model._device_mesh.get_group("tp") if shared else None  # ranks that share the stage's layers
-        self._shares = Shares(codec, self._beside, timeout)
+        self._sharing = model._device_mesh.get_group("tp") if shared else None  # ranks that share the stage's layers
+        self._shares = Shares(codec, self._sharing, timeout)
         self._messages = Messages(group, "transformers pipeline", timeout=timeout, checksums=checksums)
         self._outgoing = Outgoing(self._messages, self.pp_next_rank)
         self._incoming = Incoming(self._messages, self.pp_prev_rank)
         self._batch, self._tokens = 1, 1  # of the forward pass
-        self._simple = False  # `generate` has no argument that forbids choosing here
+        self._simple = False  # no argument of `generate` forbids choosing on the last stage
         self._choosing = False  # the last stage sends tokens, not logits
         self._model = weakref.ref(model)
         self._install(model)
 
     def remove(self) -> None:
-        """Give the model Transformers' own stage back; every rank calls this."""
+        """Restore Transformers' own stage; call it on every rank."""
         model = self._model()
         if model is not None and getattr(model, "_pp_stage", None) is self:
             model._pp_stage = self.own
@@ -157,11 +157,11 @@ class LowBitPipelineStage(_Stage):
         tensor: Tensor | None = None,
         shape: tuple[int, ...] | None = None,
     ) -> Tensor | None:
-        """Send hidden states to the next stage, or receive those of the previous one; as Transformers calls it.
+        """Send hidden states to the next stage, or receive those of the previous one; Transformers calls this.
 
         Raises:
             RuntimeError: the model trains, or gradients are enabled.
-            PeerError: a neighbour ended, or did not answer in time. DamagedError: a message did not arrive as sent.
+            PeerError: a neighbour ended, or did not answer in time. DamagedError: a message arrived damaged.
         """
         _check_mode(self._model())
         if torch.is_grad_enabled():
@@ -177,11 +177,11 @@ class LowBitPipelineStage(_Stage):
         return super().communicate(operation, device=device, dtype=dtype, tensor=tensor, shape=shape)
 
     def broadcast_from_last(self, tensor: Tensor | None, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The logits of this pass, on every stage; while tokens travel instead, zeros on all but the last stage.
+        """Return the logits of this pass on every stage; if tokens are sent instead, zeros on all but the last stage.
 
         Raises:
             PeerError, DamagedError: as `communicate`.
-            ValueError: the last stage announces logits of another shape than this pass can have.
+            ValueError: the last stage announces logits of a shape that is impossible in this pass.
         """
         last = self.pp_size - 1
         if self.pp_is_last_stage:
@@ -205,19 +205,19 @@ class LowBitPipelineStage(_Stage):
         return logits.to(device)
 
     def choose(self, scores: Tensor, *, sample: bool) -> Tensor:
-        """On the last stage choose a token of each sequence; on all stages return scores that leave only this one.
+        """Choose a token of each sequence on the last stage; return scores that allow only this token on all stages.
 
         Args:
             scores: (batch, vocabulary), after all processors; on other stages only their shape counts.
-            sample: draw by probability, as `generate` would here with the same random numbers; False: the largest.
+            sample: draw by probability, as `generate` would with the same random numbers; False: take the largest.
         """
         if self.pp_is_last_stage:
             if sample:
                 devices = [] if scores.device.type == "cpu" else [scores.device]
                 with torch.random.fork_rng(devices, device_type=scores.device.type if devices else "cuda"):
                     tokens = torch.multinomial(torch.softmax(scores, -1), 1)
-                if self._beside is not None:  # ranks with the same scores, and random numbers of their own
-                    dist.broadcast(tokens, group_src=0, group=self._beside)
+                if self._sharing is not None:  # these ranks have the same scores, but their own random numbers
+                    dist.broadcast(tokens, group_src=0, group=self._sharing)
             else:
                 tokens = scores.argmax(-1, keepdim=True)
             self._to_others(tokens)
@@ -255,7 +255,7 @@ class LowBitPipelineStage(_Stage):
                 each.wait()
 
     def _install(self, model: Any) -> None:
-        """Put this stage into the model, and look after `generate` and caches."""
+        """Put this stage into the model, and wrap `generate` and the caches."""
         model._pp_stage = self
         base = getattr(model, model.base_model_prefix)
         held = range(*self.layer_range_for_rank(self.pp_rank, len(base.layers)))
@@ -270,7 +270,7 @@ class LowBitPipelineStage(_Stage):
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             given = signature.bind(*args, **kwargs).arguments
             self._simple = not any(given.get(name) for name in _STRANGE)
-            # Other sizes than a rank expects would end its process inside Gloo; other tokens would give wrong text.
+            # A message of an unexpected size would end the process inside Gloo; other tokens would give wrong text.
             agree(self._group, _inputs(given), self._timeout, topic="inputs of generate")
             try:
                 return generate(*args, **kwargs)
@@ -287,14 +287,14 @@ class LowBitPipelineStage(_Stage):
             if not self._choosing:
                 return processors
             sample = bool(generation_config.do_sample)
-            before = processors if self.pp_is_last_stage else ()  # others have no logits to process
+            before = processors if self.pp_is_last_stage else ()  # other stages have no logits to process
             return type(processors)([*before, _Choice(self, sample)])
 
         return wrapped
 
 
 def _inputs(given: Mapping[str, Any]) -> dict[str, str]:
-    """What must be the same on all ranks: the shapes and digests of all tensors that `generate` is given."""
+    """Shapes and digests of all tensors passed to `generate`, which must be the same on all ranks."""
     tensors = {name: value for name, value in (given | given.get("kwargs", {})).items() if isinstance(value, Tensor)}
     return {name: f"{tuple(x.shape)}, digest {_digest(x)}" for name, x in sorted(tensors.items())}
 
@@ -314,24 +314,24 @@ class _Choice:
 
 
 def _over_gloo(group: dist.ProcessGroup, timeout: float) -> dist.ProcessGroup:
-    """A group of the same ranks that carries tensors of the host by Gloo: this one, or a new one next to NCCL's."""
+    """A group of the same ranks that sends host tensors by Gloo: this one, or a new one in addition to NCCL's."""
     if "gloo" in dist.get_backend_config(group):
         return group
     ranks, limit = dist.get_process_group_ranks(group), timedelta(seconds=timeout)
-    beside = dist.new_group(ranks, timeout=limit, backend="gloo", use_local_synchronization=True)
-    assert isinstance(beside, dist.ProcessGroup)  # this rank is in it
-    return beside
+    host_group = dist.new_group(ranks, timeout=limit, backend="gloo", use_local_synchronization=True)
+    assert isinstance(host_group, dist.ProcessGroup)  # this rank is in it
+    return host_group
 
 
 def _is_simple(config: Any) -> bool:
-    """Whether `generate` chooses one token at a time, and does not return the scores that it chooses by."""
+    """Whether `generate` chooses one token at a time, and does not return the scores."""
     shown = config.return_dict_in_generate and (config.output_scores or config.output_logits)
     guided = config.guidance_scale not in (None, 1)  # its processor calls the model
     return config.get_generation_mode().value in _SIMPLE and not shown and not guided and not config.is_assistant
 
 
 def _own_layers_only(held: range, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    """Give the layers of other stages no place in a cache, so that its length is that of a layer of this stage."""
+    """Leave the layers of other stages out of a cache, so that its length is that of a layer of this stage."""
     cache: Any = kwargs.get("past_key_values")
     if isinstance(cache, _Cache):
         for index, layer in enumerate(cache.layers):

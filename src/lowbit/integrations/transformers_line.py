@@ -1,9 +1,9 @@
-"""Hidden states from one stage to the next, whose sizes both ends know, with receives posted ahead.
+"""Sends hidden states of sizes that both ends know from one stage to the next, with receives posted ahead.
 
-Gloo sends a message once its receive is posted. A receiver that posts one only when it needs the message has the link
-idle while it computes, and waits for another trip to the sender. So it keeps some receives posted, each as large as the
-message before. The sender counts them as well. A shorter message fits one of them: Gloo fills the beginning of it. For
-each that is too short for the next message the sender sends an empty message, and the receiver posts another.
+Gloo sends a message once its receive is posted. If the receiver posted it only when it needs the message, the link
+would be idle while it computes, and it would wait for another round trip. So it keeps some receives posted, each as
+large as the last message. The sender keeps track of them. A shorter message fits: Gloo fills the beginning. For each
+receive that is too small for the next message the sender sends an empty one, and the receiver posts another.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from lowbit.wire import pytorch
 from lowbit.wire.messages import Expected, Messages, Sent
 
 AHEAD = 2
-"""Receives that are posted ahead."""
+"""Number of receives that are posted ahead."""
 SPLIT = 1 << 16
-"""Bytes of a payload from which on the ranks that share a stage send a part of it each."""
+"""Bytes of a payload from which on the ranks that share a stage each send a part of it."""
 _MOST_SENT = 4  # messages on their way that a sender keeps
 
 
 class Outgoing:
-    """The sender's end. peer: the next stage; None: there is none."""
+    """The sender's end. `peer`: the next stage, or None on the last one."""
 
     def __init__(self, messages: Messages, peer: int | None) -> None:
         self._messages, self._peer = messages, peer
-        self._posted: deque[int] = deque()  # bytes of payload that they have room for
+        self._posted: deque[int] = deque()  # sizes of the receiver's posted receives, in bytes of payload
         self._sent: deque[Sent] = deque()
 
     def send(self, payload: Tensor) -> int:
-        """Start to send; returns the bytes that travel, and waits only while many messages are on their way.
+        """Start to send and return the bytes that travel; wait only while many messages are on their way.
 
         Raises:
             PeerError: the peer ended, or did not take an earlier message in time.
@@ -56,7 +56,7 @@ class Outgoing:
         """Wait until the peer has everything.
 
         Raises:
-            PeerError: it ended, or did not take it in time.
+            PeerError: the peer ended, or did not take it in time.
         """
         while self._sent:
             self._sent.popleft().wait()
@@ -68,17 +68,17 @@ class Outgoing:
 
 
 class Incoming:
-    """The receiver's end. peer: the previous stage; None: there is none."""
+    """The receiver's end. `peer`: the previous stage, or None on the first one."""
 
     def __init__(self, messages: Messages, peer: int | None) -> None:
         self._messages, self._peer = messages, peer
         self._posted: deque[tuple[int, Expected]] = deque()
 
     def receive(self, size: int, about: str) -> Tensor:
-        """Wait for the next payload, uint8 (size,) on the CPU. about: its name in errors.
+        """Wait for the next payload, uint8 (size,) on the CPU. `about`: its name in errors.
 
         Raises:
-            PeerError: the peer ended, or did not send in time. DamagedError: it did not arrive as it was sent.
+            PeerError: the peer ended, or did not send in time. DamagedError: the payload arrived damaged.
         """
         short: list[Expected] = []
         found: Expected | None = None
@@ -101,12 +101,12 @@ class Incoming:
 
 
 class Shares:
-    """Hidden states of which each of the ranks that share a stage sends some rows, and gets the others' from them.
+    """Splits the rows of hidden states among the ranks that share a stage, and puts them together after receiving.
 
-    Those ranks hold the same hidden states, so without this a link would carry them once for each.
+    These ranks hold the same hidden states, so without this a link would carry them once for each rank.
 
     Args:
-        codec: format of the hidden states. group: ranks that share a stage; None: this one alone.
+        codec: format of the hidden states. group: ranks that share a stage; None: only this one.
         timeout: seconds to wait for them.
     """
 
@@ -115,7 +115,7 @@ class Shares:
         self.ranks = 1 if group is None else dist.get_world_size(group)
 
     def encode(self, x: Tensor) -> tuple[Tensor, int]:
-        """The payload that this rank sends of hidden states (batch, tokens, width), and the elements in it."""
+        """Encode this rank's share of hidden states (batch, tokens, width); return payload and number of elements."""
         shape = self._shape(x.shape)
         if shape != x.shape:
             rows = x.reshape(-1, x.shape[-1])
@@ -124,11 +124,11 @@ class Shares:
         return open_session(self._codec, shape=x.shape, dtype=x.dtype, device=x.device).encode(x), x.numel()
 
     def nbytes(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> int:
-        """Bytes that this rank sends or receives of hidden states of a shape."""
+        """Number of bytes that this rank sends or receives for hidden states of this shape."""
         return open_session(self._codec, shape=self._shape(shape), dtype=dtype, device=device).nbytes()
 
     def decode(self, payload: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The hidden states, from what this rank has received."""
+        """Decode this rank's share and gather those of the others; return the whole hidden states."""
         part = self._shape(shape)
         session = open_session(self._codec, shape=part, dtype=dtype, device=device)
         if part == torch.Size(shape):
@@ -142,7 +142,7 @@ class Shares:
         return torch.cat(states)[: shape[0] * shape[1]].view(shape)
 
     def _shape(self, shape: tuple[int, ...]) -> torch.Size:
-        """Return the shape of what a rank sends: its share of the rows, or everything where that is little."""
+        """Return the shape of what a rank sends: its share of the rows, or everything if that is small."""
         whole = torch.Size(shape)
         if self.ranks == 1 or self._codec.nbytes(whole) < SPLIT:
             return whole

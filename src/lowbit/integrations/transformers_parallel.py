@@ -3,10 +3,10 @@
     model = load_parallel("my_model", tensor=2, stages=2, dtype=torch.bfloat16)  # torchrun, 4 processes
     low_bit_parallel_(model, "calibration-tp2.safetensors", GroupInt(bits=8, group=64))
 
-Ranks 0 and 1 share the first half of the layers, ranks 2 and 3 the second: neighbours sum, so start them on one host.
+Ranks 0 and 1 share the first half of the layers, ranks 2 and 3 the second. Start ranks that share layers on one host.
 
-`DistributedConfig(tp_size=2, pp_size=2)` of Transformers 5.23 fails: after it has cut the stages, it looks for the
-layers of the whole model. `load_parallel` gives it those of the stage.
+`DistributedConfig(tp_size=2, pp_size=2)` fails in Transformers 5.23: after cutting the model into stages, it looks for
+the layers of the whole model. `load_parallel` gives it those of the stage.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _apply: Any = part(_mixin, "apply_tensor_parallelism", **_PACKAGE)
 
 
 def load_parallel(folder: str | Path, *, tensor: int, stages: int, **options: Any) -> Any:
-    """Load this rank's part of a causal language model: of its layers, and of their weights.
+    """Load this rank's part of a causal language model: some of its layers, and a part of their weights.
 
-    To be called on every rank of the default group, `tensor * stages` of them. Each reads its own part only.
+    Call it on every rank of the default group, which must have `tensor * stages` ranks. Each reads only its own part.
 
     Args:
-        folder: of the model. tensor: ranks that share a layer. stages: parts that the layers are cut into.
+        folder: of the model. tensor: number of ranks that share a layer. stages: number of pipeline stages.
         options: of `from_pretrained`, such as `dtype`.
 
     Raises:
@@ -66,7 +66,7 @@ def load_parallel(folder: str | Path, *, tensor: int, stages: int, **options: An
 
 
 def of_this_stage(model: nn.Module, mesh: Any, plan: dict[str, str]) -> nn.Module:
-    """Transformers' `apply_tensor_parallelism`, without what other stages hold."""
+    """Call Transformers' `apply_tensor_parallelism` without the modules that other stages hold."""
     parameters = {name for name, _ in model.named_parameters()}
     held = parameters | {name for name, module in model.named_modules() if not isinstance(module, _Absent)}
     return _apply(model, mesh, {name: style for name, style in plan.items() if name in held})
@@ -74,18 +74,18 @@ def of_this_stage(model: nn.Module, mesh: Any, plan: dict[str, str]) -> nn.Modul
 
 @dataclass(frozen=True)
 class LowBitParallel:
-    """What `low_bit_parallel_` has installed.
+    """The changes that `low_bit_parallel_` has made to a model.
 
     Args:
-        sums: of the tensor-parallel ranks, with counts in `sums.traffic`. stage: of the pipeline; counts in
-            `stage.traffic`.
+        sums: of the tensor-parallel ranks, with counts in `sums.traffic`.
+        stage: of the pipeline, with counts in `stage.traffic`.
     """
 
     sums: Installed
     stage: LowBitPipelineStage
 
     def remove(self) -> None:
-        """Give the model Transformers' own sums and stage back; every rank calls this."""
+        """Restore Transformers' own sums and stage; call it on every rank."""
         self.stage.remove()
         self.sums.remove()
 
@@ -100,21 +100,21 @@ def low_bit_parallel_(
     timeout: float = 120.0,
     checksums: bool = True,
 ) -> LowBitParallel:
-    """Sum over tensor-parallel ranks, and send between stages, in few bits; on every rank.
+    """Sum over tensor-parallel ranks, and send between stages, in few bits; call it on every rank.
 
     Each rank of a stage sends its share of the rows to the next host, where the ranks exchange them: a link between
-    hosts carries hidden states once. Few rows travel whole from each rank.
+    hosts carries hidden states once. If there are few rows, each rank sends all of them.
 
     Args:
         model: as `load_parallel` returns it.
-        calibration: of the whole model, for as many ranks as share a layer; or a codec for all sums.
+        calibration: of the whole model, for the number of ranks that share a layer; or a codec for all sums.
         codec: format of hidden states; None: 8 bits in groups of 64.
         settings: of sums. drift: watches whether calibrated ranges hold. timeout, checksums: of the pipeline.
 
     Raises:
         ValueError: a model without stages, or without tensor-parallel layers.
         CalibrationError: a calibration that cannot be read, or of another model or number of ranks.
-        AgreementError: the ranks do not hold the same; the same text on all.
+        AgreementError: models, formats or settings differ between ranks; the same text on all.
     """
     layers, own = real_sums(model), getattr(model, "_pp_stage", None)
     if not layers or own is None:

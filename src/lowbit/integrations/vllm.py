@@ -1,12 +1,12 @@
 """vLLM's tensor-parallel sums in few bits: a plug-in (entry point group `vllm.general_plugins`) for prefills.
 
-vLLM's communicator does not learn which layer a sum belongs to, and a calibrated format needs that. So the plug-in
-takes the place of `RowParallelLinear`, by vLLM's registry for layers from outside. Such a layer knows its name. Its
+vLLM's communicator does not know to which layer a sum belongs, and a calibrated format depends on the layer. So the
+plug-in replaces `RowParallelLinear` through vLLM's registry of external layers. Such a layer knows its name. Its
 forward multiplies as vLLM does, and calls the operator `lowbit::vllm_row_sum`, one node for `torch.compile`.
 
-The operator codes a sum if the batch has a prefill and enough values. It hands every other sum to vLLM's own
-all-reduce: decoding, small batches, and whatever is captured in a CUDA graph. All of this follows from what the
-scheduler told all ranks alike, so the ranks decide the same.
+The operator codes a sum if the batch has a prefill and enough values. All other sums use vLLM's own all-reduce:
+decoding, small batches, and everything that is captured in a CUDA graph. The decision depends only on what the
+scheduler sends to all ranks, so all ranks decide the same.
 
 Nothing changes unless `LOWBIT_VLLM` is set.
 """
@@ -33,7 +33,7 @@ from lowbit.wire.agreement import agree
 __all__ = ["RowSums", "VllmError", "VllmSettings", "register", "row_sums"]
 
 TESTED = "0.33.0"
-"""The version of vLLM whose source this was written against."""
+"""The version of vLLM for whose source this module was written."""
 
 _BASE = "RowParallelLinear"
 _log = logging.getLogger("lowbit.vllm")
@@ -47,25 +47,25 @@ KEY = "lowbit"
 
 
 class VllmError(RuntimeError):
-    """vLLM and the settings do not go together; the same text on all ranks."""
+    """The settings do not suit this vLLM or its model; the same text on all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class VllmSettings:
-    """What is coded, and how; the same on all ranks.
+    """Settings of the plug-in; the same on all ranks.
 
     Args:
         calibration: a file of `lowbit calibrate --ranks N`, for N tensor-parallel ranks: 4 bits, 8 bits, or mixed.
-        format: a codec by name for all layers, in place of a calibration, such as "GroupInt(bits=8, group=64)".
-        small: sums of fewer values stay vLLM's own. "auto": the ranks measure at the start from which size on few bits
+        format: a codec by name for all layers, instead of a calibration, such as "GroupInt(bits=8, group=64)".
+        small: sums of fewer values are left to vLLM. "auto": the ranks measure at the start from which size on few bits
             are faster than PyTorch's all-reduce on their link.
-        algorithm: "auto", "one_shot" or "two_shot". timeout: seconds to wait for another rank. checksums: 8 bytes
-            behind each payload tell if it arrived as it was sent.
+        algorithm: "auto", "one_shot" or "two_shot". timeout: seconds to wait for another rank. checksums: append 8
+            bytes to each payload, by which the receiver detects damage.
         check: largest error of a layer's sums, relative to vLLM's own. The first `prefills` of each layer are summed
             both ways; vLLM's sums are the ones used.
         prefills: see `check`; 0: no check.
         over: what happens to a layer over the limit: "engine" (a warning, and vLLM sums it), "refuse" (an error).
-        experts: what happens to a model with expert layers, whose sums vLLM makes elsewhere: "refuse", or "engine".
+        experts: what happens to a model with expert layers, which vLLM sums elsewhere: "refuse", or "engine".
     """
 
     calibration: str = ""
@@ -96,7 +96,7 @@ class VllmSettings:
 
     @classmethod
     def of(cls, given: object, where: str) -> VllmSettings:
-        """Settings from a JSON object; `where` it was found.
+        """Read settings from a JSON object, which was found at `where`.
 
         Raises:
             ValueError: not an object, an unknown name, or a value that is not allowed.
@@ -117,7 +117,7 @@ class VllmSettings:
 
 
 def settings_of(config: Any) -> VllmSettings:
-    """Those of the environment or of `additional_config`, and part of it: vLLM's key of compiled graphs has it."""
+    """Return the settings; store those of the environment in `additional_config`, a part of vLLM's graph key."""
     more = config.additional_config
     given = more.get(KEY) if isinstance(more, dict) else None
     settings = from_environment()
@@ -136,7 +136,7 @@ def settings_of(config: Any) -> VllmSettings:
 
 
 def from_environment() -> VllmSettings | None:
-    """None: the settings are in `additional_config`."""
+    """Read settings from the environment; None if they are in `additional_config`."""
     text = os.environ.get(VARIABLE, "")
     if text == "on":
         return None
@@ -148,14 +148,14 @@ def from_environment() -> VllmSettings | None:
 
 
 def register() -> None:
-    """Put a subclass in the place of vLLM's `RowParallelLinear`; called by vLLM in each process, any number of times.
+    """Replace vLLM's `RowParallelLinear` by a subclass; vLLM calls this in each process, any number of times.
 
     Raises:
         VllmError: another plug-in has replaced this layer, or this vLLM has no such registry.
     """
     if not os.environ.get(VARIABLE):
         return
-    from_environment()  # an error in it now, and not once the model is loaded
+    from_environment()  # reports an error in it now, and not after the model is loaded
     registry = _vllm("model_executor.custom_op")
     linear = _vllm("model_executor.layers.linear")
     replaced = _part(registry, "op_registry_oot").get(_BASE)
@@ -175,7 +175,7 @@ def row_sums() -> RowSums | None:
 
 
 def _subclass(base: Any) -> type:
-    """The layer that takes the place of `RowParallelLinear`."""
+    """Make the layer that replaces `RowParallelLinear`."""
 
     class LowBitRowParallelLinear(base):
         """vLLM's layer, which sums by `lowbit::vllm_row_sum`."""
@@ -192,7 +192,7 @@ def _subclass(base: Any) -> type:
             if not self.input_is_parallel:
                 part = input_.shape[-1] // self.tp_size
                 input_ = input_.narrow(-1, self.tp_rank * part, part).contiguous()
-            partial = self.quant_method.apply(self, input_, None)  # without the bias, which calibrations do not have
+            partial = self.quant_method.apply(self, input_, None)  # without the bias, as in the calibration
             output = torch.ops.lowbit.vllm_row_sum(partial, self.prefix)
             if self.bias is not None and not self.skip_bias_add:
                 output = output + self.bias
@@ -203,7 +203,7 @@ def _subclass(base: Any) -> type:
 
 @dataclass
 class _Layer:
-    """A row-parallel layer: its sum once the formats are known, and what its check found."""
+    """A row-parallel layer: its sum once the formats are known, and the result of its check."""
 
     name: str
     width: int
@@ -221,7 +221,7 @@ class RowSums:
         settings: of the plug-in. config: vLLM's.
 
     Attributes:
-        layers: by name. traffic: what was sent in few bits; sums that vLLM makes are not counted.
+        layers: by name. traffic: counts what was sent in few bits; sums that vLLM makes are not counted.
     """
 
     settings: VllmSettings
@@ -229,7 +229,7 @@ class RowSums:
     layers: dict[str, _Layer] = field(default_factory=dict)
     traffic: Any = None
     _started: bool = False
-    _seen: object = None  # the attention metadata that `_prefills` is of
+    _seen: object = None  # the attention metadata for which `_prefills` was computed
     _prefills: bool = False
 
     def __post_init__(self) -> None:
@@ -239,21 +239,21 @@ class RowSums:
 
     @property
     def errors(self) -> dict[str, float]:
-        """What the check found, by layer: the largest error on any rank; NaN before it."""
+        """Result of the check by layer: the largest error on any rank; NaN before the check."""
         return {name: layer.error for name, layer in self.layers.items()}
 
     def sum(self, x: Tensor, name: str) -> Tensor:
-        """The sum over all ranks, in few bits or by vLLM; never the tensor `x` itself."""
+        """Return the sum over all ranks, in few bits or by vLLM; never the tensor `x` itself."""
         layer = self.layers[name]
         if not self._started and not _capturing(x):
             self._start(x.dtype)
-        known = layer.sum
-        if known is None or known.settings.choice(x, known.ranks, known.codec) == "plain":
+        own = layer.sum
+        if own is None or own.settings.choice(x, own.ranks, own.codec) == "plain":
             return self._whole(x)
         if not self._has_prefill() or _capturing(x):
             return self._whole(x)
         total = x.clone(memory_format=torch.contiguous_format)
-        known.reduce_(total, self._group.device_group)
+        own.reduce_(total, self._group.device_group)
         if layer.unchecked:
             return self._checked(layer, total, self._whole(x))
         return total
@@ -273,32 +273,32 @@ class RowSums:
         return self._prefills
 
     def _start(self, dtype: torch.dtype) -> None:
-        """Choose the formats of all layers, and compare them with the other ranks'; in vLLM's own trial run."""
+        """Choose the formats of all layers, and compare them with those of other ranks, during vLLM's trial run."""
         from lowbit.tensor_parallel import Calibration, Traffic
         from lowbit.tensor_parallel.low_bit import load_agreed
-        from lowbit.tensor_parallel.measure import Sample, measured
+        from lowbit.tensor_parallel.measure import SumSample, measured
         from lowbit.tensor_parallel.rowwise import LayerSum
 
-        settings, beside = self.settings, self._group.cpu_group
+        settings, cpu_group = self.settings, self._group.cpu_group
         self._refuse()
-        agree(beside, {"settings": str(settings), "layers": ", ".join(self.layers)}, settings.timeout, topic="vllm")
+        agree(cpu_group, {"settings": str(settings), "layers": ", ".join(self.layers)}, settings.timeout, topic="vllm")
         source: Any = settings.calibration
         if settings.format:
             from lowbit.codecs import parse
 
             source = parse(settings.format)
         sums = settings.sums()
-        source = load_agreed(source, beside, sums)
+        source = load_agreed(source, cpu_group, sums)
         calibrated = source.features if isinstance(source, Calibration) else self.layers
         if isinstance(source, Calibration):
             self._compare(source)
-        known = [layer for name, layer in self.layers.items() if name in calibrated]
-        codecs = [source.codec(layer.name) if isinstance(source, Calibration) else source for layer in known]
+        coded = [layer for name, layer in self.layers.items() if name in calibrated]
+        codecs = [source.codec(layer.name) if isinstance(source, Calibration) else source for layer in coded]
         group = self._group.device_group
-        samples = [Sample(layer.width, dtype, layer.device, codec) for layer, codec in zip(known, codecs, strict=True)]
+        samples = [SumSample(each.width, dtype, each.device, codec) for each, codec in zip(coded, codecs, strict=True)]
         sums = measured(samples, group, sums)
         self.traffic = Traffic()
-        for layer, codec in zip(known, codecs, strict=True):
+        for layer, codec in zip(coded, codecs, strict=True):
             layer.sum = LayerSum(
                 name=layer.name, width=layer.width, device=layer.device, codec=codec, settings=sums,
                 ranks=self._group.world_size, group=group, traffic=self.traffic,
@@ -310,7 +310,7 @@ class RowSums:
         _log.info("%d row-parallel layers sum prefills in few bits", len(self.layers) - len(left))
 
     def _refuse(self) -> None:
-        """Raise for what adds up elsewhere."""
+        """Raise VllmError for layers whose sums vLLM makes elsewhere."""
         experts = getattr(self.config.compilation_config, "static_all_moe_layers", None) or []
         if experts and self.settings.experts == "refuse":
             raise VllmError(
@@ -321,7 +321,7 @@ class RowSums:
             raise VllmError("vLLM's LoRA layers sum in the model's dtype by themselves; allowed: a model without LoRA")
 
     def _compare(self, calibration: Any) -> None:
-        """Raise unless the calibration is for this model. The weights are not compared: vLLM has its own names."""
+        """Raise unless the calibration is for this model. Weights are not compared, because vLLM renames them."""
         from lowbit.tensor_parallel import CalibrationError
 
         path, ranks = self.settings.calibration, self._group.world_size
@@ -349,7 +349,7 @@ class RowSums:
                 )
 
     def _checked(self, layer: _Layer, total: Tensor, whole: Tensor) -> Tensor:
-        """Compare a sum with vLLM's, which is returned."""
+        """Compare a sum with vLLM's, and return vLLM's."""
         layer.unchecked -= 1
         power = whole.float().square().mean()
         error = ((total.float() - whole.float()).square().mean() / power).sqrt()
@@ -359,7 +359,7 @@ class RowSums:
         if not bool(torch.isfinite(found[1:]).all()):
             layer.unchecked += 1
             what = "zero only" if bool(torch.isfinite(found[1])) else "NaN or infinite"
-            _log.warning("%s: vLLM's own sum is %s; this batch is no check", layer.name, what)
+            _log.warning("%s: vLLM's own sum is %s; this batch does not count as a check", layer.name, what)
             return whole
         error = float(found[0])
         layer.error = max(error, layer.error if layer.error == layer.error else 0.0)
@@ -389,7 +389,7 @@ def has_prefill(metadata: Any, decode: int) -> bool:
     """Whether vLLM's attention metadata of a batch has a prefill: a request with more than `decode` tokens.
 
     Args:
-        metadata: of one forward pass: by layer, a list of such (microbatches), or None (a trial run).
+        metadata: of one forward pass: by layer, a list of these (microbatches), or None (a trial run).
     """
     batches = metadata if isinstance(metadata, list) else [metadata]
     parts = [each for batch in batches if batch for each in (batch.values() if isinstance(batch, dict) else [batch])]
@@ -402,7 +402,7 @@ def has_prefill(metadata: Any, decode: int) -> bool:
 
 
 def _adopt(layer: Any) -> bool:
-    """Take a layer that vLLM is building; False: it has no name, or a second one has it, and vLLM sums it itself."""
+    """Register a layer that vLLM is building; False (vLLM sums it) if it has no name, or the name is taken."""
     global _current
     config = _part(_vllm("config"), "get_current_vllm_config")()
     compilation = config.compilation_config

@@ -1,7 +1,7 @@
-"""What the stages of a pipeline save, within the bytes of each device: plans by stage, and the search of all plans.
+"""Chooses what the stages of a pipeline save within the memory of each device: plans by stage, and the search itself.
 
 Under most schedules late stages hold fewer micro-batches than early ones, and so can afford more bits (AGoQ, arXiv
-2605.00539). The paper gives the idea and neither its search nor its measure of loss; ours are below.
+2605.00539). The paper describes neither its search nor its measure of loss; ours are below.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from lowbit.plan.in_flight import InFlight, Moment
 
 WIDTHS = (2, 3, 4, 5, 6, 7, 8, 16)
 SLOWER = 0.01
-"""Plans whose seconds differ by less are taken as equally fast: measured times are no more exact."""
+"""Plans whose seconds differ by less count as equally fast, because measured times are not more exact."""
 _MOST_STAGES = 18  # of a rank; combinations of its stages' options: at most 2^18
 
 Bits = Mapping[str, int]
 Sensitivities = Mapping[str, Mapping[int, float]]
-"""Relative error of the gradient by layer type and bits: |g' - g| / |g| with this type alone in so many bits."""
+"""Relative error of the gradient by layer type and bits: |g' - g| / |g| if only this type has these bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,19 +34,19 @@ class StageCost:
     """Bytes of a pipeline stage: those that autograd saves, and those that the stage itself holds.
 
     Args:
-        layers: decoder layers of the stage, its share of the gradient's error.
-        saved: of one micro-batch, by layer type and bits (16: as they are).
-        other: of one micro-batch, whatever the bits: attention, embedding, the loss.
+        layers: decoder layers of the stage, which determine its share of the gradient's error.
+        saved: of one micro-batch, by layer type and bits (16: unchanged).
+        other: of one micro-batch, independent of the bits: attention, embedding, the loss.
         output: of one micro-batch: the stage's output, held from its forward until its backward.
         gradients: of one micro-batch between backward's passes for the inputs and for the weights (zero-bubble
-            schedules): those of the layers' outputs, never quantized.
-        early: of one micro-batch: the part of `other` and `output` that the pass for the inputs frees already.
+            schedules): gradients of the layers' outputs, never quantized.
+        early: of one micro-batch: the part of `other` and `output` that the pass for the inputs already frees.
         inputs: of one micro-batch between the same passes: gradients of the inputs.
         received: of one micro-batch from its forward to its backward: the stage's input.
         fixed: at all times: weights, gradients, optimizer.
 
     Raises:
-        TypeError, ValueError: negative numbers, more in `early` than there is, other layer types.
+        TypeError, ValueError: negative numbers, `early` larger than `other` and `output`, unknown layer types.
     """
 
     layers: int
@@ -80,10 +80,10 @@ class StagePlan:
     """The choice for a stage.
 
     Args:
-        stage, rank: its number, and that of its rank. layers: their number. bits: by layer type.
+        stage, rank: its number, and that of its rank. layers: number of its layers. bits: by layer type.
         held: micro-batches that it holds at its peak.
-        saved_bytes: bytes that autograd has saved for them then.
-        error: its part of the gradient's relative error; the squares of all stages add up to the plan's.
+        saved_bytes: bytes that autograd has saved for them at that time.
+        error: its part of the gradient's relative error; the squares over all stages add up to that of the plan.
     """
 
     stage: int
@@ -104,7 +104,7 @@ class MemoryPlan:
         device_bytes: by rank, predicted: `StageCost.fixed`, and what autograd and the pipeline hold at the rank's worst
             moment.
         limit: bytes that every device has for them.
-        least: the smallest limit that would do, with the fewest bits everywhere.
+        least: the smallest limit that suffices, with the fewest bits everywhere.
         group: elements that share a scale.
     """
 
@@ -121,7 +121,7 @@ class MemoryPlan:
 
     @property
     def bits(self) -> LayerPlan:
-        """The bits alone, which have policies for `compress_saved_` and can be written to a file."""
+        """The bits as a `LayerPlan`, which has policies for `compress_saved_` and can be written to a file."""
         layers = [stage.layers for stage in self.stages]
         return LayerPlan.by_stage([stage.bits for stage in self.stages], layers=layers, group=self.group)
 
@@ -133,9 +133,9 @@ def plan_bits(
 
     The loss of a choice is the sum over stages and layer types of squared relative gradient errors. Each type's error
     is measured on the whole model and divided among the stages by their layers: errors of separate roundings are
-    independent. Only combinations of a stage count that no other beats in bytes and error. Of their products over a
-    rank's stages (thinned evenly where they are more than 2^18) the one with the least error that fits is chosen, with
-    the fewest bytes among equals. Candidates do not depend on the budget, so more bytes never mean more error, and the
+    independent. For each stage only combinations that no other beats in bytes and error are kept. Of their products
+    over a rank's stages (thinned evenly above 2^18) the one with the least error that fits is chosen, and among equals
+    the one with the fewest bytes. Candidates do not depend on the budget, so more bytes never mean more error, and the
     same input always gives the same plan.
 
     Args:
@@ -149,7 +149,7 @@ def plan_bits(
 
     Raises:
         ValueError: numbers of stages that differ, more than 18 stages on a rank, a width without sensitivity, or a
-            budget below the least that would do; the text names it.
+            budget below the smallest that suffices, which the text names.
     """
     check_int("device_bytes", device_bytes, 1, 1 << 62)
     if len(costs) != len(held.stages):
@@ -171,11 +171,11 @@ def plan_bits(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """What a stage can save.
+    """One of the choices for a stage.
 
     Args:
         what: bits, or choices for its layers. held: bytes of a micro-batch between its forward and its backward.
-        extra: bytes that one takes beyond these while it runs. seconds: of forward and backward of a micro-batch.
+        extra: further bytes of a micro-batch while it runs. seconds: of forward and backward of a micro-batch.
         loss: squared error of the gradient, the stage's share of the model's.
     """
 
@@ -188,7 +188,7 @@ class Option:
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """The option of each stage, bytes by rank, and the least number of bytes that would do."""
+    """The option of each stage, bytes by rank, and the smallest number of bytes that suffices."""
 
     options: tuple[Option, ...]
     device_bytes: Mapping[int, int]
@@ -202,17 +202,17 @@ def choose(
     """Choose an option for each stage: the fastest that fit into memory, and of equally fast ones the most exact.
 
     Args:
-        options: of each stage; of equal ones the first counts. least_with: what takes the least memory, for the error.
+        options: of each stage; of equal ones the first counts. least_with: names the smallest option in the error.
 
     Raises:
-        ValueError: more than 18 stages on a rank, or a budget below the least that would do; the text names it.
+        ValueError: more than 18 stages on a rank, or a budget below the smallest that suffices, which the text names.
     """
     ranks = {rank: _Rank(rank, held, costs, options) for rank in held.moments}
     worst = max(ranks, key=lambda rank: ranks[rank].least)
     if (least := ranks[worst].least) > device_bytes:
         raise ValueError(
             f"device_bytes is {device_bytes:,}; allowed: at least {least:,}, which rank {worst} needs "
-            f"{least_with} ({ranks[worst].fixed:,} of them for what is there at all times)"
+            f"{least_with} ({ranks[worst].fixed:,} of them for weights, gradients and optimizer)"
         )
     best: dict[int, Option] = {}
     used: dict[int, int] = {}
@@ -224,18 +224,18 @@ def choose(
     )
 
 
-def beside_autograd(held: InFlight, moment: Moment, costs: Sequence[StageCost], stages: Sequence[int] = ()) -> int:
-    """Bytes that the pipeline holds for the micro-batches of a moment, less those that autograd frees early.
+def outside_autograd(held: InFlight, moment: Moment, costs: Sequence[StageCost], stages: Sequence[int] = ()) -> int:
+    """Bytes that the pipeline holds for the micro-batches of a moment, minus those that autograd frees early.
 
-    An output for the next stage of the same rank counts once, as that one's input.
+    An output for the next stage of the same rank counts once, as the input of that stage.
 
-    `costs` has all stages of the pipeline; `stages` are those that count, by default all of the rank.
+    `costs` has all stages of the pipeline; `stages` are the ones to count, by default all of the rank.
     """
     total = 0
     for s in stages or moment.held:
         cost, last = costs[s], s == len(costs) - 1
         output = 0 if held.stays(s) else cost.output
-        # The gradients of outputs and inputs stay until the pass for the weights.
+        # PyTorch keeps the gradients of outputs and inputs until the pass for the weights.
         between = cost.gradients - cost.early + cost.inputs + (0 if last else cost.output)
         total += moment.held[s] * (output + cost.received) + moment.halfway[s] * between
     return total
@@ -255,17 +255,17 @@ class _Rank:
         self.fronts = [_front(options[stage], most) for stage in self.stages]
         self.fixed = sum(costs[stage].fixed for stage in self.stages)
         counts = torch.tensor([[moment.held[stage] for stage in self.stages] for moment in moments])
-        beside = torch.tensor([beside_autograd(held, moment, costs) for moment in moments])
+        outside = torch.tensor([outside_autograd(held, moment, costs) for moment in moments])
         places = (torch.arange(len(front)) for front in self.fronts)
         self.picked = torch.cartesian_prod(*places).view(-1, len(self.fronts))
         self.loss, self.seconds = self._each("loss").sum(1), self._each("seconds").sum(1)
         # A rank's memory is highest at one of its moments; integers are exact up to 2^63.
-        self.bytes = ((self._each("held")[:, None, :] * counts[None]).sum(2) + beside).amax(1) + self.fixed
+        self.bytes = ((self._each("held")[:, None, :] * counts[None]).sum(2) + outside).amax(1) + self.fixed
         self.bytes += self._each("extra").amax(1)
         self.least = int(self.bytes.min())
 
     def best(self, limit: int) -> tuple[dict[int, Option], int]:
-        """The best options within `limit` bytes, by stage, and their bytes."""
+        """Return the best options within `limit` bytes, by stage, and their bytes."""
         best = self.bytes <= limit
         fastest = float(self.seconds[best].min())
         best &= self.seconds <= fastest + SLOWER * abs(fastest)
@@ -277,20 +277,20 @@ class _Rank:
         return options, int(self.bytes[index])
 
     def _each(self, name: str) -> torch.Tensor:
-        """A number of every option, by combination and stage."""
+        """The value of an attribute for every option, by combination and stage."""
         dtype = torch.int64 if name in ("held", "extra") else torch.float64
         values = [torch.tensor([getattr(option, name) for option in front], dtype=dtype) for front in self.fronts]
         return torch.stack([each[self.picked[:, i]] for i, each in enumerate(values)], dim=1)
 
 
 def _errors(cost: StageCost, sensitivities: Sensitivities) -> Sensitivities:
-    """Relative errors of the widths that a stage can have."""
+    """Relative errors for the widths that a stage can have."""
     errors: dict[str, dict[int, float]] = {}
     for kind in PLANNED:
         known, widths = {16: 0.0, **sensitivities.get(kind, {})}, cost.saved[kind]
         if missing := [bits for bits in widths if bits not in known]:
             raise ValueError(
-                f"sensitivities has nothing for {kind!r} at {', '.join(map(str, missing))} bits; "
+                f"sensitivities has no error for {kind!r} at {', '.join(map(str, missing))} bits; "
                 f"allowed: an error for every width in saved ({', '.join(map(str, widths))})"
             )
         errors[kind] = {bits: known[bits] for bits in widths}
@@ -308,12 +308,12 @@ def _options(cost: StageCost, errors: Sensitivities, layers: int) -> list[Option
         bits: dict[str, int] = dict(zip(PLANNED, chosen, strict=True))
         loss = share * sum(errors[kind][bits[kind]] ** 2 for kind in PLANNED)
         options.append(Option(what=MappingProxyType(bits), held=cost.per_microbatch(bits), loss=loss))
-    # Where bits make no difference, such as for a layer type that a stage does not have, take the most.
+    # If bits make no difference, for example because a stage lacks the layer type, take the most.
     return sorted(options, key=lambda option: -sum(option.what.values()))
 
 
 def _front(options: Sequence[Option], most: int) -> list[Option]:
-    """The options that no other beats in every respect, fewest bytes first; at most `most` of them, evenly."""
+    """The options that no other beats in every respect, fewest bytes first; at most `most`, evenly spaced."""
     front: list[Option] = []
     numbers: list[tuple[float, ...]] = []
     for option in sorted(options, key=lambda one: (one.held + one.extra, one.seconds, one.loss)):

@@ -1,4 +1,4 @@
-"""A cluster: machines with their speed and memory, and the links between them, as `cluster.toml` has them."""
+"""A cluster: machines with their speed and memory, and the links between them, read from `cluster.toml`."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 
 @section("machine")
 class Machine:
-    """A machine of the cluster. What is not given is measured on the machine that plans."""
+    """A machine of the cluster. Speeds that are not given are measured on the machine that plans."""
 
     name: str
-    """Its name, which no other has."""
+    """A unique name."""
     address: str = ""
-    """Where the other machines reach it."""
+    """Address at which the other machines reach it."""
     cores: Positive = 1
-    """Cores that compute."""
+    """Number of cores that compute."""
     gpus: NonNegative = 0
-    """GPUs, each of which gets a rank. 0: the cores compute, for one rank."""
+    """Number of GPUs, each of which gets a rank. 0: one rank computes on the cores."""
     memory: str = ""
-    """Memory of a GPU, or of the machine without one, such as 24gb. If omitted, it is not checked."""
+    """Memory of one GPU, or of the machine if it has none, such as 24gb. If omitted, memory is not checked."""
     tflops: NonNegativeFloat = 0.0
-    """Floating-point operations that a rank reaches, in 10^12 a second. Not used with `layer_seconds`."""
+    """Floating-point operations per second that a rank reaches, in 10^12. Not used with `layer_seconds`."""
     layer_seconds: NonNegativeFloat = 0.0
-    """Seconds of forward and backward of one decoder layer of the model, for `layer_tokens` tokens."""
+    """Seconds of forward and backward of one decoder layer of the model with `layer_tokens` tokens."""
     layer_tokens: Positive = 1024
-    """Tokens that `layer_seconds` is of."""
+    """Number of tokens for which `layer_seconds` was measured."""
     layer_overhead: NonNegativeFloat = 0.0
-    """The part of `layer_seconds` that a micro-batch of any size takes."""
+    """The part of `layer_seconds` that does not depend on the size of the micro-batch."""
     optimizer_ns: NonNegativeFloat = 0.0
-    """Nanoseconds of the optimizer for one parameter. 0: measured here."""
+    """Nanoseconds that the optimizer takes for one parameter. 0: measured here."""
     coding: tuple[str, ...] = ()
-    """Speed of formats as "NAME=ENCODE/DECODE", in 10^9 bytes of float32 a second, such as "transform=0.9/1.6". Other
+    """Coding speeds as "NAME=ENCODE/DECODE", in 10^9 bytes of float32 per second, such as "transform=0.9/1.6". Other
     formats are measured here."""
 
     def __post_init__(self) -> None:
@@ -63,7 +63,7 @@ class Machine:
 
     @property
     def ranks(self) -> int:
-        """Processes that it runs."""
+        """Number of processes that it runs."""
         return max(1, self.gpus)
 
     @property
@@ -73,7 +73,7 @@ class Machine:
 
     @property
     def coding_speeds(self) -> dict[str, tuple[float, float]]:
-        """Bytes of float32 a second that each format encodes and decodes."""
+        """Encoding and decoding speed of each format, in bytes of float32 per second."""
         speeds = {}
         for text in self.coding:
             name, _, pair = text.rpartition("=")
@@ -94,17 +94,17 @@ class ClusterLink:
     """A link between two machines."""
 
     between: tuple[str, ...] = ()
-    """The two machines. If omitted, all pairs that have no link of their own."""
+    """The two machines. If omitted, the link stands for all pairs that have no entry of their own."""
     mbit: Rate
-    """Mbit/s of payload from the first machine to the second; of all pairs, from the one that the file has first."""
+    """Mbit/s of payload from the first machine to the second; without `between`, from the one earlier in the file."""
     back_mbit: Rate | None = None
-    """The same from the second to the first. If omitted, as `mbit`."""
+    """Mbit/s from the second machine to the first. If omitted, `mbit`."""
     rtt_ms: NonNegativeFloat = 0.0
     """Milliseconds of a round trip."""
     half_duplex: bool = False
-    """Whether only one direction can be in use at a time, as on Wi-Fi."""
+    """Whether the link carries only one direction at a time, as Wi-Fi does."""
     shared: str = ""
-    """A name: links with the same one share their rate in each direction, as behind one router."""
+    """A name: links with the same name share their rate in each direction, as behind one router."""
 
     def __post_init__(self) -> None:
         if len(self.between) not in (0, 2) or len(set(self.between)) < len(self.between):
@@ -120,7 +120,7 @@ class Cluster:
     """Machines and links.
 
     Raises:
-        ConfigError: machines with the same name, a link of a machine that there is not, or two links between a pair.
+        ConfigError: machines with the same name, a link of an unknown machine, or two links between a pair.
     """
 
     machines: tuple[Machine, ...]
@@ -153,13 +153,13 @@ class Cluster:
         """Read `cluster.toml`: a list of `[[machine]]` and one of `[[link]]`.
 
         Raises:
-            ConfigError: a file that is missing or no TOML, an unknown key, or a cluster that contradicts itself.
+            ConfigError: a file that is missing or not valid TOML, an unknown key, or a cluster that contradicts itself.
         """
         return cls.from_mapping(read_toml(Path(path)), str(path))
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], path: str = "the cluster") -> Cluster:
-        """Make a cluster of the values of such a file; `path` is its name in errors.
+        """Build a cluster from the values of such a file; `path` is its name in errors.
 
         Raises:
             ConfigError: an unknown key, or a cluster that contradicts itself.
@@ -178,10 +178,10 @@ class Cluster:
         return tuple(machine for machine in self.machines for _ in range(machine.ranks))
 
     def link(self, a: str, b: str) -> ClusterLink | None:
-        """The link between two machines; None within one.
+        """The link between two machines; None for a machine and itself.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: the cluster has no such link.
         """
         if a == b:
             return None

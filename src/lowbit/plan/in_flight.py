@@ -1,4 +1,4 @@
-"""Micro-batches that a pipeline stage holds at its peak, from the schedule's own list of actions."""
+"""Counts the micro-batches that pipeline stages hold, from the schedule's own list of actions."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Moment:
     """Micro-batches that a rank's stages hold at one time.
 
     Args:
-        held: by stage, those whose activations it holds.
-        halfway: by stage, those of them that are between backward's pass for the inputs and the one for the weights.
+        held: by stage, the number whose activations it holds.
+        halfway: by stage, how many of these are between backward's pass for the inputs and the one for the weights.
             PyTorch then holds gradients of the layers' outputs, of the stage's outputs and of its inputs as well.
     """
 
@@ -25,7 +25,7 @@ class Moment:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """For each stage: micro-batches before any backward, and halfway ones."""
+        """For each stage: micro-batches before their backward, and halfway ones."""
         whole = (self.held[stage] - self.halfway[stage] for stage in self.held)
         return (*whole, *self.halfway.values())
 
@@ -35,8 +35,8 @@ class InFlight:
     """Micro-batches that the stages of a pipeline hold.
 
     Args:
-        moments: by rank, those that no other exceeds in every one of its `numbers`. Whatever the bytes of a stage's
-            micro-batch, the rank's memory is highest at one of them.
+        moments: by rank, those that no other exceeds in all `numbers`. However many bytes a micro-batch takes, the
+            rank's memory is highest at one of these.
     """
 
     moments: Mapping[int, tuple[Moment, ...]]
@@ -52,7 +52,7 @@ class InFlight:
         return any(any(moment.halfway.values()) for moments in self.moments.values() for moment in moments)
 
     def peak(self, stage: int) -> int:
-        """Most micro-batches that a stage holds at a time."""
+        """The most micro-batches that a stage holds at a time."""
         return max(moment.held[stage] for moment in self.moments[self.rank_of(stage)])
 
     def stays(self, stage: int) -> bool:
@@ -60,7 +60,7 @@ class InFlight:
         return stage + 1 in self.stages and self.rank_of(stage) == self.rank_of(stage + 1)
 
     def rank_of(self, stage: int) -> int:
-        """The rank that has a stage; ValueError if none has it."""
+        """The rank of a stage; ValueError for an unknown stage."""
         for rank, moments in self.moments.items():
             if stage in moments[0].held:
                 return rank
@@ -73,7 +73,7 @@ def in_flight(order: Order) -> InFlight:
     A micro-batch is held from its forward (F) until its backward has ended: B, or the pass for the weights (W) if a
     zero-bubble schedule splits backward into a pass for the inputs (I) and one for the weights. PyTorch's I keeps the
     graph with all its saved tensors (`retain_graph`), because W starts again from its middle, and the gradients that W
-    starts with; on the first stage I does nothing. I frees only what lies behind the last layer with weights, the loss
+    starts with; on the first stage I does nothing. I frees only what follows the last layer with weights: the loss
     (`StageCost.early`).
 
     Args:
@@ -92,9 +92,9 @@ def in_flight(order: Order) -> InFlight:
 
 
 def _walk(rank: int, actions: Sequence[Any]) -> Iterator[Moment]:
-    """The moments after each forward and after each pass for the inputs.
+    """Yield the moments after each forward and after each pass for the inputs.
 
-    Numbers of micro-batches are ignored: PyTorch's 1F1B lists the last stage's forwards one too high.
+    Indices of micro-batches are ignored, because PyTorch's 1F1B lists the last stage's forwards one too high.
     """
     texts = (str(action) for action in actions if action is not None)
     steps = [(int(stage), kind) for text in texts for stage, kind, _ in ACTION.findall(text)]
@@ -115,7 +115,7 @@ def _walk(rank: int, actions: Sequence[Any]) -> Iterator[Moment]:
 
 
 def _most(moments: Iterator[Moment]) -> tuple[Moment, ...]:
-    """Those that no other exceeds in every number, each once, in the order of time."""
+    """The moments that no other exceeds in all numbers, each once, in chronological order."""
     different = {moment.numbers: moment for moment in moments}
 
     def exceeded(numbers: tuple[int, ...]) -> bool:

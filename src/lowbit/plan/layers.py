@@ -1,9 +1,9 @@
-"""Choices for every layer of a model within a memory limit: measured, predicted and chosen.
+"""Measures, predicts and makes choices for every layer of a model within a memory limit.
 
 A layer's costs do not depend on what the others do, and layers are alike. So a few layers are measured once with each
-choice, and the peak of any combination is worked out: when layer i runs backward, the layers before it still hold what
-they keep, and layer i holds what its backward takes. Of an order, only one matters: layers whose backward takes most
-beyond what they keep come first, where least is held beside them.
+choice, and the peak of any combination is computed: when layer i runs backward, the layers before it still hold what
+they keep, and layer i holds what its backward takes. Only one order of a mixture has to be considered: layers whose
+backward takes the most beyond what they keep come first, where the least is held at the same time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lowbit.plan.trace import StepTrace, trace_step
 
 Step = Callable[[], Any]
 Runs = tuple[tuple[LayerChoice, int], ...]
-"""Choices for layers in order, with the number of layers that follow each other with the same."""
+"""Choices for layers in order, run-length encoded: each choice with the number of successive layers that have it."""
 
 _BYTE, _SIX = "GroupInt(bits=8, group=64)", "GroupInt(bits=6, group=64)"
 CHOICES = (
@@ -44,12 +44,12 @@ CHOICES = (
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCost:
-    """What a choice costs in one layer.
+    """The cost of a choice in one layer.
 
     Args:
         kept: bytes from its forward to its backward. forward, backward: the most bytes during each, beyond those at
             the forward's start and at the backward's end.
-        seconds: of forward and backward, beyond those of `KEEP`. error: squared relative error of the gradient.
+        seconds: of forward and backward, minus those of `KEEP`. error: squared relative error of the gradient.
     """
 
     kept: int
@@ -60,12 +60,12 @@ class LayerCost:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Prediction:
+class LayersPrediction:
     """Predicted costs of a step.
 
     Args:
-        runs: the choices. peak: of activations and temporaries. held: bytes of a micro-batch between its forward and
-            its backward. seconds: of the layers. error: relative error of the gradient.
+        runs: the choices. peak: bytes of activations and temporaries. held: bytes of a micro-batch between its forward
+            and its backward. seconds: of the layers. error: relative error of the gradient.
     """
 
     runs: Runs
@@ -82,12 +82,12 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True)
 class StepCosts:
-    """What a step costs, whatever the choices, and each layer with each choice.
+    """Costs of a step that do not depend on the choices, and costs of a layer for each choice.
 
     Args:
         layers: by choice. before, between, after: the most bytes before the first layer, from the last layer's forward
             to its backward, and after the first layer's backward. start, end: bytes when a layer's forward begins and
-            when its backward has ended. What layers keep is in none of these.
+            when its backward has ended. None of these includes what layers keep.
         end_of_forward: bytes after the last layer's forward.
         seconds: of a step in which all measured layers keep everything. measured: number of these layers.
     """
@@ -107,21 +107,21 @@ class StepCosts:
         runs = tuple((choice, len(list(alike))) for choice, alike in itertools.groupby(choices))
         return self.predict(runs, held=held).peak
 
-    def predict(self, runs: Runs, *, held: int = 1) -> Prediction:
+    def predict(self, runs: Runs, *, held: int = 1) -> LayersPrediction:
         """Predicted costs of a step with these choices, with `held` micro-batches in flight."""
         kept, layers, seconds, squares = 0, 0, 0.0, 0.0
         most = max(self.before, self.after)
         keep = self.seconds / max(self.measured, 1)
         for choice, count in runs:
             cost = self.layers[choice]
-            kept += cost.kept * (count - 1)  # the last of equal ones has most beside it
+            kept += cost.kept * (count - 1)  # of equal layers the last runs while the others hold most
             most = max(most, self.start + kept + cost.forward, self.end + kept + cost.backward)
             kept += cost.kept
             layers += count
             seconds += (keep + cost.seconds) * count
             squares += cost.error * count
         between = self.end_of_forward + kept
-        return Prediction(
+        return LayersPrediction(
             runs=runs, peak=max(most, self.between + kept) + (held - 1) * between, held=between, seconds=seconds,
             error=math.sqrt(squares / max(layers, 1)),
         )  # fmt: skip
@@ -133,7 +133,7 @@ def measure_layers(
 ) -> StepCosts:  # fmt: skip
     """Measure each choice in all layers of a model: bytes and seconds; `with_errors` adds errors of the gradient.
 
-    Takes `repeats` + 2 steps for each choice. Of the times the fastest count.
+    Runs `repeats` + 2 steps for each choice; the fastest time counts.
 
     Args:
         model: in training mode, not compressed; unchanged afterwards, without gradients.
@@ -154,8 +154,8 @@ def measure_layers(
         with compressed(model, plans[choice]):
             times[choice].append(seconds(step, device))
     model.zero_grad(set_to_none=True)
-    extra = {choice: min(times[choice]) - min(times[KEEP]) for choice in choices}  # others may use the machine, too
-    inner = len(layers) - 1  # the last layer: the first may be a special one
+    extra = {choice: min(times[choice]) - min(times[KEEP]) for choice in choices}  # other programs only add time
+    inner = len(layers) - 1  # the last layer, because the first may differ from the rest
     costs = {choice: _cost(traces[choice], inner, extra[choice] / len(layers)) for choice in choices}
     least = min(choices, key=lambda choice: traces[choice].peak)
     lean, kept = traces[least], costs[least].kept
@@ -173,7 +173,7 @@ def choose_layers(
 ) -> LayerPlan:  # fmt: skip
     """Choose for each layer: the fastest plan whose peak fits and whose gradient errs at most `max_error`.
 
-    Of plans that differ in seconds by less than 1 % of a step, the one with the least error is taken, and of equals
+    Among plans whose seconds differ by less than 1 % of a step, the one with the least error is taken, and among equals
     the one with the lowest peak. Plans mix up to three choices.
 
     Args:
@@ -181,7 +181,7 @@ def choose_layers(
         limit: bytes for activations and temporaries. max_error: relative error of the gradient.
 
     Raises:
-        ValueError: nothing fits; the text names the least limit, and the least error, that would do.
+        ValueError: nothing fits; the text names the smallest limit, or the smallest error, that would suffice.
     """
     every = predictions(costs, layers, held=held, max_error=max_error)
     if (least := min(one.peak for one in every)) > limit:
@@ -189,10 +189,10 @@ def choose_layers(
     return LayerPlan(stages=(fastest(every, limit).choices,), group=group, made_for=made_for or {})
 
 
-def fastest(every: Sequence[Prediction], limit: int) -> Prediction:
-    """The fastest of those whose peak is at most `limit`, which one has at least.
+def fastest(every: Sequence[LayersPrediction], limit: int) -> LayersPrediction:
+    """The fastest prediction whose peak is at most `limit`; at least one must be.
 
-    Of those that differ by less than `SLOWER` it is the one with the least error, then the one with the lowest peak.
+    Among those that differ by less than `SLOWER` it is the one with the least error, then the one with the lowest peak.
     """
     fit = [one for one in every if one.peak <= limit]
     most = min(one.seconds for one in fit)
@@ -200,13 +200,13 @@ def fastest(every: Sequence[Prediction], limit: int) -> Prediction:
     return min(fast, key=lambda one: (round(one.error, 6), one.peak))
 
 
-def predictions(costs: StepCosts, layers: int, *, max_error: float, held: int = 1) -> list[Prediction]:
-    """All mixtures of up to three choices over the layers, each in its best order, that err little enough.
+def predictions(costs: StepCosts, layers: int, *, max_error: float, held: int = 1) -> list[LayersPrediction]:
+    """All mixtures of up to three choices over the layers, each in its best order, with an error up to `max_error`.
 
-    Of many layers, not every number of them is tried. Choices that another beats in every respect are left out.
+    With many layers, not every number of them is tried. Choices that another beats in every respect are left out.
 
     Raises:
-        ValueError: all err more; the text names the least.
+        ValueError: all errors are larger; the text names the smallest.
     """
     tried: dict[Runs, None] = {}
     useful = _useful(costs)
@@ -239,17 +239,17 @@ def plan_layers(
     model: nn.Module, step: Step, *, limit: int, max_error: float = 0.02, loss: Step | None = None,
     choices: Sequence[LayerChoice] = CHOICES, repeats: int = 3, device: torch.device | None = None,
 ) -> LayerPlan:  # fmt: skip
-    """Measure a model and choose for each of its layers what is kept, for `compress_saved_(model, plan)`.
+    """Measure a model and choose what each of its layers keeps, for `compress_saved_(model, plan)`.
 
     Args:
         model: in training mode, not compressed; unchanged afterwards, and without gradients.
         step: runs a micro-batch forward and returns its loss, the same at every call.
         limit: bytes for activations and temporaries, beyond weights, gradients and optimizer.
-        max_error: most relative error of the gradient.
+        max_error: largest relative error of the gradient.
         loss: a loss for that error, if `step` has dropout. choices, repeats, device: as in `measure_layers`.
 
     Raises:
-        ValueError: a limit or an error that nothing meets, with the least that would do.
+        ValueError: no plan meets the limit or the error; the text names the smallest that would suffice.
     """
     if not model.training:
         raise ValueError("model is in evaluation mode, in which nothing is kept; allowed: model.train() first")
@@ -261,7 +261,7 @@ def plan_layers(
 
 
 def layer_settings(layer: nn.Module) -> dict[str, Any]:
-    """What a plan records of a layer."""
+    """The facts about a layer that a plan records."""
     return {"layer": type(layer).__name__, "layer parameters": sum(p.numel() for p in layer.parameters())}
 
 
@@ -284,7 +284,7 @@ def choice_errors(
 
 
 def with_errors(costs: StepCosts, errors: Mapping[LayerChoice, float]) -> StepCosts:
-    """The costs with these errors of the gradient, of each choice in all layers."""
+    """Return the costs with these errors of the gradient, each for one choice in all layers."""
     layers = {choice: replace(cost, error=errors[choice] ** 2) for choice, cost in costs.layers.items()}
     return replace(costs, layers=layers)
 
@@ -303,7 +303,7 @@ def _cost(trace: StepTrace, layer: int, seconds: float) -> LayerCost:
 
 
 def seconds(step: Step, device: torch.device | None = None) -> float:
-    """Seconds of a step. On a CPU those of this process, summed over its threads: other processes do not count."""
+    """Seconds of a step. On a CPU these are CPU seconds of this process, so that other processes do not count."""
     on_gpu = device is not None and device.type == "cuda"
     clock = time.perf_counter if on_gpu else time.process_time
     start = clock()

@@ -1,4 +1,4 @@
-"""Measurements of a model for a plan: bytes and gradient errors by layer type and bits."""
+"""Measures a model for a plan: bytes and gradient errors by layer type and bits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lowbit.activations.saved import compress_saved_
 from lowbit.plan.budget import WIDTHS
 
 ORDER_OF_SUMS = 1e-6
-"""Smaller relative errors of float32 gradients come from another order of sums, not from few bits."""
+"""Smaller relative errors of float32 gradients come from the order of summation, not from few bits."""
 
 
 @contextlib.contextmanager
@@ -38,7 +38,7 @@ def bytes_by_width(
 
     Args:
         model: not compressed, in training mode; unchanged afterwards.
-        forward: runs it on one micro-batch and returns the loss or a stage's output, which holds the graph.
+        forward: runs the model on one micro-batch and returns the loss or a stage's output, which holds the graph.
         widths: bits, each 2 to 8 or 16. group: elements that share a scale.
     """
     by_width: dict[int, SavedBytes] = {}
@@ -58,10 +58,10 @@ def sensitivities(
     widths: Sequence[int] = WIDTHS,
     group: int = 64,
 ) -> dict[str, dict[int, float]]:
-    """Relative error of the gradient with one layer type alone in so many bits: |g' - g| / |g| over all parameters.
+    """Relative error of the gradient, |g' - g| / |g| over all parameters, if only one layer type has few bits.
 
-    Takes a forward and backward pass for every type and width below 16 bits, and memory for two more gradients. A type
-    whose bits change nothing (linear layers whose inputs are all recomputed from norms, say) has errors of 0.
+    Runs a forward and backward pass for every type and width below 16 bits, and needs memory for two more gradients. A
+    type whose bits change nothing (such as linear layers whose inputs are all recomputed from norms) has errors of 0.
 
     Args:
         model: not compressed, in training mode; unchanged afterwards, and without gradients.
@@ -94,12 +94,12 @@ def bytes_between_passes(
 ) -> int:
     """Bytes that PyTorch holds of a micro-batch between backward's pass for the inputs and the one for the weights.
 
-    These are the gradients of the outputs of layers with weights, each storage once. Zero-bubble schedules hold them
-    beside the saved activations, whatever the bits of these.
+    These are the gradients of the outputs of layers with weights, each storage once. Zero-bubble schedules hold them in
+    addition to the saved activations; they do not depend on the bits.
 
     Args:
         output: of a stage, or a loss; its graph cannot be used again.
-        grad_output: its gradient, not counted; None: 1, of a loss.
+        grad_output: gradient of `output`, not counted; None if `output` is a loss.
         input: of the stage, with `requires_grad`; its own gradient is not counted.
         parameters: of the stage.
     """
@@ -122,7 +122,7 @@ def bytes_between_passes(
 
 
 def gradients(model: nn.Module, loss: Callable[[], Tensor]) -> dict[str, Tensor]:
-    """Gradients of a loss by name of the parameter, in float32; the parameters keep none."""
+    """Gradients of a loss by parameter name, in float32; the parameters' own `grad` is cleared."""
     model.zero_grad(set_to_none=True)
     loss().backward()
     by_name = {n: p.grad.detach().float() for n, p in model.named_parameters() if p.grad is not None}

@@ -1,7 +1,7 @@
 """`lowbit plan memory`: bits of saved activations by stage and layer type, for a memory budget.
 
-Bytes are counted on two decoder layers of the real shape, for stages at either end of the pipeline and within, and
-multiplied; errors of the gradient are measured on the whole model, on few tokens.
+Bytes are counted on two decoder layers of the real shape, for the first, middle and last stages of the pipeline, and
+multiplied; errors of the gradient are measured on the whole model, on a few tokens.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from pydantic import Field
 from lowbit.activations.layer_plan import PLANNED, LayerChoice, LayerPlan
 from lowbit.codecs import parse
 from lowbit.config import ConfigError, NonNegative, section
-from lowbit.plan.budget import Option, StageCost, beside_autograd, choose, plan_bits
+from lowbit.plan.budget import Option, StageCost, choose, outside_autograd, plan_bits
 from lowbit.plan.in_flight import InFlight, in_flight
-from lowbit.plan.layers import Prediction, described
+from lowbit.plan.layers import LayersPrediction, described
 from lowbit.plan.measure import sensitivities
 from lowbit.plan.sizes import parse_bytes
 from lowbit.plan.stages import LayerMeter, MeasuredStage, StageMeter, sample_model
@@ -46,11 +46,11 @@ _LOW_BIT = LayerChoice(norm=8, mlp=4, linear=4)
 
 @section()
 class MemorySettings:
-    """A run of `lowbit train`, and the memory of its devices."""
+    """Settings of `lowbit plan memory`: a run of `lowbit train`, and the memory of its devices."""
 
     budget: str = ""
     """Memory of a device for weights, gradients, optimizer, saved activations and the tensors of the pipeline, such as
-    24gb or 500mib. If omitted, what the fullest device takes with 4 bits everywhere."""
+    24gb or 500mib. If omitted, what the fullest device needs with 4 bits everywhere."""
     out: str = ""
     """File for the plan. `lowbit train` takes it as `activations.plan`."""
     weights: Literal["fp32", "bf16"] = "fp32"
@@ -59,29 +59,29 @@ class MemorySettings:
     """adamw: float32 states. adamw-8bit: torchao's states in 8 bits, `optimizer.states = "8bit"` in `lowbit train`."""
     method: Method = "none"
     """agoq: a plan for `run.method = "agoq"` of `lowbit train`, with gradients in fp8 and the 8-bit optimizer. Bits by
-    stage and an attention that is not coded are those of every plan by stage."""
+    stage and uncoded attention are part of every plan by stage."""
     group: int = 64
     """Elements that share a scale."""
     by: Literal["stage", "layer"] = "stage"
     """stage: bits for each stage and layer type. layer: for each layer keep, low-bit, checkpoint, or checkpoint with a
     low-bit input; temporary memory is counted, too."""
     max_error: Annotated[float, Field(gt=0)] = 0.03
-    """By layer: most relative error of the gradient. Of the plans that fit, the fastest is chosen."""
+    """By layer: largest relative error of the gradient. Of the plans that fit, the fastest is chosen."""
     repeats: Annotated[int, Field(ge=1)] = 3
     """By layer: steps timed for each choice; the fastest counts."""
     error_tokens: Annotated[int, Field(ge=2)] = 256
     """Tokens of the sample on which errors of the gradient are measured."""
     error_steps: NonNegative = 20
-    """Training steps before errors are measured: the gradients of random weights say little. Not used with a pretrained
-    model."""
+    """Training steps before errors are measured, because gradients of random weights are not typical. Not used with a
+    pretrained model."""
     seed: NonNegative = 0
     """Seed of weights and samples."""
     model: ModelConfig = ModelConfig()
     """The model to train."""
     data: DataConfig = DataConfig(sequence=1024, max_bytes=1_000_000)
-    """The windows of the text. Errors of the gradient are measured on it."""
+    """The text and its windows. Errors of the gradient are measured on it."""
     pipeline: PipelineConfig = PipelineConfig(ranks=4, microbatches=8)
-    """Stages, schedule and micro-batches. Formats do not change the plan."""
+    """Stages, schedule and micro-batches. Its formats do not affect the plan."""
     gradients: GradientsConfig = GradientsConfig()
     """Format in which gradients are stored."""
 
@@ -98,7 +98,7 @@ class MemorySettings:
 
     @property
     def recipe(self) -> TrainConfig:
-        """The settings that `lowbit train` has as well."""
+        """The settings that `lowbit train` shares."""
         return TrainConfig(
             model=self.model, data=self.data, pipeline=self.pipeline, gradients=self.gradients,
             optimizer=OptimizerConfig(states="8bit" if self.optimizer == "adamw-8bit" else "fp32"),
@@ -133,14 +133,14 @@ def measure(settings: MemorySettings, earlier: Sequence[Row] = ()) -> Iterator[S
         everywhere, and in plain BF16), `fixed_bytes` (weights, gradients, optimizer), `pipeline_bytes` (inputs, outputs
         and gradients that the pipeline holds at most), `device_bytes` (of its rank: all its stages together, at the
         rank's worst moment), `error` (its part of the gradient's relative error); and, the same in all rows, `budget`,
-        `least` (the smallest that would do), `error_all` and `error_int4` (of the plan, and of 4 bits everywhere).
+        `least` (the smallest that suffices), `error_all` and `error_int4` (of the plan, and of 4 bits everywhere).
         By layer: `stage`, `rank`, `layers`, `held`, `choices` (in words), `kept_bytes` (by all held micro-batches),
         `extra_bytes` (what one takes beyond that while it runs), `fixed_bytes`, `device_bytes`, `seconds` and
         `low_bit_seconds` (of the layers for a micro-batch, planned and with 4 bits everywhere), `error`, `budget`,
         `least`.
 
     Raises:
-        ValueError: a budget that nothing fits in, with the least that would do; or a file that cannot be written.
+        ValueError: a budget that no plan fits, with the smallest that suffices; or a file that cannot be written.
     """
     check_output(Path(settings.out) if settings.out else None)
     layout, meter = settings.layout, StageMeter(settings)
@@ -172,7 +172,7 @@ def _by_stage(
             "bf16_bytes": one.held * measured[one.stage].plain,
             "fixed_bytes": costs[one.stage].fixed,
             "pipeline_bytes": max(
-                beside_autograd(held, moment, costs, [one.stage]) for moment in held.moments[one.rank]
+                outside_autograd(held, moment, costs, [one.stage]) for moment in held.moments[one.rank]
             ),
             "device_bytes": plan.device_bytes[one.rank],
             "error": one.error,
@@ -191,7 +191,7 @@ def _by_layer(
     held, costs, layers = settings.held, [stage.cost for stage in measured], LayerMeter(settings, meter)
     total = sum(cost.layers for cost in costs)
 
-    def option(stage: int, one: Prediction) -> Option:
+    def option(stage: int, one: LayersPrediction) -> Option:
         loss = costs[stage].layers / total * one.error**2
         return Option(what=one, held=one.held, extra=one.peak - one.held, seconds=one.seconds, loss=loss)
 
@@ -201,7 +201,7 @@ def _by_layer(
     budget = _budget(settings, of_low.device_bytes)
     every = [[option(stage, one) for one in layers.predictions(stage)] for stage in held.stages]
     chosen = choose_among(every, device_bytes=budget)
-    best: list[Prediction] = [option.what for option in chosen.options]
+    best: list[LayersPrediction] = [option.what for option in chosen.options]
     plan = LayerPlan(stages=tuple(one.choices for one in best), group=settings.group, made_for=layers.made_for)
     return plan, [
         {
@@ -225,12 +225,12 @@ def _by_layer(
 
 
 def _budget(settings: MemorySettings, low: Mapping[int, int]) -> int:
-    """The bytes that every device has; if omitted, those of the fullest with 4 bits everywhere."""
+    """The bytes that every device has; if omitted, what the fullest device needs with 4 bits everywhere."""
     return parse_bytes(settings.budget, "budget") if settings.budget else max(low.values())
 
 
 def _only(cost: StageCost, bits: int) -> StageCost:
-    """The same stage with no choice."""
+    """The costs of a stage whose layer types all have these bits."""
     return replace(cost, saved={kind: {bits: cost.saved[kind][bits]} for kind in PLANNED})
 
 

@@ -1,4 +1,4 @@
-"""`lowbit plan pipeline`: stages, schedule and formats for a cluster, with the speed to expect."""
+"""`lowbit plan pipeline`: chooses stages, schedule and formats for a cluster, and predicts the speed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lowbit.codecs.names import pair_name
 from lowbit.config import ConfigError, NonNegative, Positive, section, to_toml
 from lowbit.config.atomic import check_written, write_unless_changed
 from lowbit.plan.cluster import Cluster
-from lowbit.plan.predict import Choice, Prediction, Predictor
+from lowbit.plan.predict import PipelineChoice, Prediction, Predictor
 from lowbit.plan.search import search
 from lowbit.plan.sizes import measure_sizes
 from lowbit.report import Column, Command, Row, Table, check_output
@@ -37,35 +37,35 @@ def _some(values: tuple[Any, ...]) -> tuple[Any, ...]:
 
 @section()
 class PipelinePlanSettings:
-    """A cluster, a model, and what to choose among."""
+    """Settings of `lowbit plan pipeline`: a cluster, a model, and the candidates."""
 
     cluster: str
     """File with the machines and links (`cluster.toml`)."""
     output: str = ""
     """File for the settings of the best choice. `lowbit train` takes it."""
     overwrite: bool = False
-    """Replace `output` even if somebody has changed it."""
+    """Replace `output` even if it was changed by hand."""
     tokens: NonNegative = 0
     """Tokens of the whole run. 0: those of `run.steps` steps."""
     formats: Annotated[tuple[str, ...], AfterValidator(_some)] = ("transform", "subspace", "tah-quant", *_PLAIN)
-    """Formats to choose among, of activations or of both ways, such as "int4 / int6". Take only those whose loss you
-    accept: the plan looks at speed alone."""
+    """Candidate formats, of activations or of both ways, such as "int4 / int6". Name only those whose loss you accept:
+    the plan considers speed alone."""
     schedules: Annotated[tuple[Schedule, ...], AfterValidator(_some)] = (
         "1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble",
     )  # fmt: skip
-    """Schedules to choose among."""
+    """Candidate schedules."""
     stages_per_rank: Annotated[tuple[Positive, ...], AfterValidator(_some)] = (1, 2)
-    """Numbers of stages on each rank to choose among."""
+    """Candidate numbers of stages on each rank."""
     microbatch_counts: tuple[Positive, ...] = ()
-    """Numbers of micro-batches to choose among. If omitted, all up to 64 that divide the batch."""
+    """Candidate numbers of micro-batches. If omitted, all up to 64 that divide the batch."""
     replicas: tuple[Positive, ...] = (1,)
-    """Numbers of equal pipelines to choose among. The first ranks form the first pipeline, and so on."""
+    """Candidate numbers of equal pipelines. The first ranks form the first pipeline, and so on."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """Data type of matrix products, for the memory of saved activations."""
+    """Data type of matrix products, which determines the memory of saved activations."""
     model: ModelConfig = ModelConfig()
     """The model to train. With `model.pretrained`, a folder with Hugging Face's config.json is enough."""
     data: DataConfig = DataConfig(sequence=1024, batch=32)
-    """Tokens of a window, and windows of a step."""
+    """Tokens per window, and windows per step."""
     gradients: GradientsConfig = GradientsConfig()
     """Format of gradients between pipelines."""
     run: RunConfig = RunConfig()
@@ -94,7 +94,7 @@ def measure(settings: PipelinePlanSettings, earlier: Sequence[Row] = ()) -> Iter
         evaluations of `run.eval_batches` batches, and of saving the model).
 
     Raises:
-        ConfigError: a cluster that contradicts itself, or on which the model cannot be trained; in one line.
+        ConfigError: a cluster that contradicts itself, or on which the model cannot be trained.
     """
     if settings.output:
         check_output(Path(settings.output))
@@ -123,7 +123,7 @@ def measure(settings: PipelinePlanSettings, earlier: Sequence[Row] = ()) -> Iter
     yield rows
 
 
-def train_settings(settings: PipelinePlanSettings, predictor: Predictor, choice: Choice) -> TrainConfig:
+def train_settings(settings: PipelinePlanSettings, predictor: Predictor, choice: PipelineChoice) -> TrainConfig:
     """The settings of `lowbit train` for a choice."""
     layout = predictor.layout(choice)
     if layout.layer_counts == even(predictor.sizes.layers, layout.stages):
@@ -172,7 +172,7 @@ def _name(row: Row) -> str:
 
 
 def _beyond_one(name: str) -> Callable[[Row], int | None]:
-    """A number for a column that is left out where all are 1."""
+    """A column's value, None if it is 1: a column without values is left out."""
     return lambda row: row[name] if row[name] > 1 else None
 
 

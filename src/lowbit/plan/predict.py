@@ -1,4 +1,4 @@
-"""The time and memory of one choice of stages, schedule and formats on a cluster."""
+"""Predicts the time and memory of one choice of stages, schedule and formats on a cluster."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from lowbit.wire.checksum import CHECKSUM_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
-    """How a model is cut and run.
+class PipelineChoice:
+    """A way to cut and run a model.
 
     Args:
-        replicas: equal pipelines. layers: of each stage; empty: even.
+        replicas: number of equal pipelines. layers: of each stage; empty: distributed evenly.
         formats: of activations, or of both ways ("int4 / int6"): one for each boundary, or one for all.
     """
 
@@ -53,16 +53,16 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Prediction:
-    """What a choice takes.
+    """The predicted time, memory and traffic of a choice.
 
     Attributes:
         steps: the simulated step of each pipeline. seconds: of the slowest.
         memory: bytes of each rank of all pipelines. bits: per element, forward and backward, of each boundary.
-        gradient_bytes: that all ranks send in a step to average gradients, and for the rows of a tied embedding, both
-            ways.
+        gradient_bytes: bytes that all ranks send in a step to average gradients, and to exchange the rows of a tied
+            embedding both ways.
     """
 
-    choice: Choice
+    choice: PipelineChoice
     steps: tuple[Step, ...]
     memory: tuple[float, ...]
     bits: tuple[tuple[float, float], ...]
@@ -85,15 +85,15 @@ class Prediction:
 
     @property
     def waiting_share(self) -> float:
-        """The share of their time that ranks wait, on average."""
+        """The average share of a step that a rank waits."""
         return sum(step.waiting_share for step in self.steps) / len(self.steps)
 
 
 class Predictor:
-    """Predicts choices for a model on a cluster.
+    """Predicts time and memory of choices for a model on a cluster.
 
     Args:
-        sizes: of the model. sequence, batch: of a step. all_reduce: format of gradients between pipelines.
+        sizes: of the model. sequence, batch: tokens per window, windows per step. all_reduce: format of gradients.
     """
 
     def __init__(self, cluster: Cluster, sizes: ModelSizes, *, sequence: int, batch: int, all_reduce: Codec) -> None:
@@ -105,11 +105,11 @@ class Predictor:
         self._own_optimizer = functools.cache(optimizer_ns)
         self._schedule = functools.cache(_schedule)
 
-    def rows(self, choice: Choice) -> int:
+    def rows(self, choice: PipelineChoice) -> int:
         """Windows of a micro-batch.
 
         Raises:
-            ConfigError: the batch cannot be cut into them.
+            ConfigError: the batch cannot be divided into these micro-batches.
         """
         rows, rest = divmod(self.batch, choice.microbatches * choice.replicas)
         if rest:
@@ -119,30 +119,30 @@ class Predictor:
             )
         return rows
 
-    def ranks(self, choice: Choice) -> int:
+    def ranks(self, choice: PipelineChoice) -> int:
         """Ranks of one pipeline.
 
         Raises:
-            ConfigError: the machines do not divide into pipelines.
+            ConfigError: the machines cannot be divided into pipelines.
         """
         ranks, rest = divmod(len(self.machines), choice.replicas)
         if rest:
             raise ConfigError(f"replicas is {choice.replicas}; allowed: a divisor of {len(self.machines)} ranks")
         return ranks
 
-    def layout(self, choice: Choice) -> Layout:
+    def layout(self, choice: PipelineChoice) -> Layout:
         """The layers of each stage, and the stages of each rank."""
         ranks = self.ranks(choice)
         return make_layout(replace(choice, formats=("fp32",)).pipeline(ranks), ranks=ranks, layers=self.sizes.layers)
 
     def layer_seconds(self, machine: Machine, tokens: int) -> float:
-        """Seconds of forward and backward of a decoder layer, for a micro-batch of so many tokens."""
+        """Seconds of forward and backward of a decoder layer, for a micro-batch with this many tokens."""
         if machine.layer_seconds:
             growing = machine.layer_seconds - machine.layer_overhead
             return machine.layer_overhead + tokens * growing / machine.layer_tokens
         return tokens * 3 * self.sizes.layer_flops / (machine.tflops * 1e12)
 
-    def predict(self, choice: Choice) -> Prediction:
+    def predict(self, choice: PipelineChoice) -> Prediction:
         """Simulate a choice.
 
         Raises:
@@ -164,7 +164,7 @@ class Predictor:
             choice=choice, steps=steps, memory=memory, bits=bits, gradient_bytes=choice.replicas * sent
         )  # fmt: skip
 
-    def bytes_outside_steps(self, choice: Choice, *, evaluations: int, batches: int, saved: bool) -> float:
+    def bytes_outside_steps(self, choice: PipelineChoice, *, evaluations: int, batches: int, saved: bool) -> float:
         """Bytes that all ranks send outside of steps: for evaluations of `batches` batches, and to save the model."""
         layout = self.layout(choice)
         exact, shapes = parse("fp32"), [(self.batch, self.sequence, self.sizes.width)] * batches
@@ -177,13 +177,13 @@ class Predictor:
         weights = sum(self._parameters(layout, rank) for rank in range(1, layout.ranks))
         return evaluations * each + 4 * weights * saved
 
-    def fits(self, choice: Choice, counts: Sequence[int], rank: int) -> bool:
-        """Whether the machines of a rank have the memory for so many layers on each stage."""
+    def fits(self, choice: PipelineChoice, counts: Sequence[int], rank: int) -> bool:
+        """Whether the machines of a rank have enough memory for these numbers of layers on its stages."""
         need, ranks = self.rank_bytes(choice, counts, rank), self.ranks(choice)
         return all(need <= self.machines[index * ranks + rank].bytes for index in range(choice.replicas))
 
-    def rank_bytes(self, choice: Choice, counts: Sequence[int], rank: int) -> float:
-        """Memory of a rank with so many layers on each stage: weights, gradients, optimizer and saved activations."""
+    def rank_bytes(self, choice: PipelineChoice, counts: Sequence[int], rank: int) -> float:
+        """Memory of a rank with `counts` layers on its stages: weights, gradients, optimizer and saved activations."""
         layout = self.layout(replace(choice, layers=()))
         held = self._schedule(choice.schedule, layout.ranks, choice.stages_per_rank, choice.microbatches)[1]
         tokens, last, sizes = self.rows(choice) * self.sequence, layout.stages - 1, self.sizes
@@ -193,14 +193,14 @@ class Predictor:
         }
         most = max(sum(count * saved[s] for s, count in moment.held.items()) for moment in held.moments[rank])
         most += sum(STATE_BYTES * sizes.parameters(counts[s], first=s == 0, last=s == last) for s in saved)
-        if self._followed(layout):  # the first rank has no moments, the last one what the first has
+        if self._followed(layout):  # the first rank has no optimizer states; the last also keeps what the first has
             most += (4 * (last in saved) - MOMENT_BYTES * (0 in saved)) * sizes.tied
         return most + tokens * sizes.logits * (last in saved)
 
-    def _shape(self, choice: Choice) -> tuple[int, int, int]:
+    def _shape(self, choice: PipelineChoice) -> tuple[int, int, int]:
         return self.rows(choice), self.sequence, self.sizes.width
 
-    def _step(self, choice: Choice, layout: Layout, index: int) -> Step:
+    def _step(self, choice: PipelineChoice, layout: Layout, index: int) -> Step:
         """The step of one pipeline."""
         machines = self.machines[index * layout.ranks : (index + 1) * layout.ranks]
         tokens, shape, sizes = self.rows(choice) * self.sequence, self._shape(choice), self.sizes
@@ -235,7 +235,7 @@ class Predictor:
         )
 
     def _network(self, layout: Layout, machines: Sequence[Machine]) -> Network:
-        """Channels between all ranks that exchange activations, and the ends of the pipeline."""
+        """Build channels between all ranks that exchange activations, and between the ends of the pipeline."""
         channels: list[Channel] = []
         known: dict[object, int] = {}
         routes: dict[tuple[int, int], int] = {}
@@ -260,20 +260,20 @@ class Predictor:
         return Network(channels=channels, routes=routes)
 
     def _parameters(self, layout: Layout, rank: int) -> int:
-        """Parameters that a rank has an optimizer for."""
+        """Number of parameters that a rank's optimizer updates."""
         last, stages = layout.stages - 1, layout.stages_of(rank)
         follows = self._followed(layout) and 0 in stages
         return sum(
             self.sizes.parameters(layout.layer_counts[s], first=s == 0, last=s == last) for s in stages
         ) - (follows * self.sizes.tied)  # fmt: skip
 
-    def _gradient_bytes(self, choice: Choice, parameters: int) -> float:
+    def _gradient_bytes(self, choice: PipelineChoice, parameters: int) -> float:
         """Bytes that a rank sends to the other pipelines in a step."""
         count = choice.replicas
         return 2 * (count - 1) / count * self.all_reduce.nbytes((parameters,)) if count > 1 else 0.0
 
-    def _averaging(self, choice: Choice, layout: Layout, rank: int, parameters: int) -> float:
-        """Seconds of averaging gradients over pipelines, and of a tied embedding's rows, there and back."""
+    def _averaging(self, choice: PipelineChoice, layout: Layout, rank: int, parameters: int) -> float:
+        """Seconds of averaging gradients over pipelines, and of sending a tied embedding's rows there and back."""
         seconds = 0.0
         if choice.replicas > 1:
             members = self._members(choice, layout, rank)
@@ -287,11 +287,11 @@ class Predictor:
             seconds += 2 * (self._step_rows(choice) * byte + latency)
         return seconds
 
-    def _members(self, choice: Choice, layout: Layout, rank: int) -> list[Machine]:
-        """The machines of a rank in all pipelines."""
+    def _members(self, choice: PipelineChoice, layout: Layout, rank: int) -> list[Machine]:
+        """The machines that run this rank in each pipeline."""
         return [self.machines[index * layout.ranks + rank] for index in range(choice.replicas)]
 
-    def _step_rows(self, choice: Choice) -> int:
+    def _step_rows(self, choice: PipelineChoice) -> int:
         """Bytes of a tied embedding's rows in a step of a pipeline, in one direction."""
         return self._row_bytes(self.batch // choice.replicas * self.sequence, self._tied_rows)
 
@@ -301,14 +301,14 @@ class Predictor:
         return row_bytes(rows, self.sizes.width, codec)
 
     def _followed(self, layout: Layout) -> bool:
-        """Whether the first rank's copy of a tied embedding follows the last's."""
+        """Whether the first rank's copy of a tied embedding follows that of the last rank."""
         return self.sizes.tied > 0 and layout.rank_of(0) != layout.rank_of(layout.stages - 1)
 
     def _slowest(self, machines: Sequence[Machine], own: int, shared: int) -> tuple[float, float]:
-        """Seconds of a byte and seconds one way, between the two of these machines that are slowest.
+        """Seconds per byte, and one-way latency, of the slowest links between these machines.
 
         Args:
-            own: messages at once in each direction of a link. shared: of one that has a name.
+            own: simultaneous messages in each direction of a link. shared: the same for links with a `shared` name.
         """
         names = [machine.name for machine in machines]
         links = [self.cluster.link(a, b) for i, a in enumerate(names) for b in names[i + 1 :]]
@@ -319,11 +319,11 @@ class Predictor:
         ]  # fmt: skip
         return max(seconds, default=0.0), max((link.rtt_ms for link in links if link), default=0.0) / 2000
 
-    def _memory(self, choice: Choice, layout: Layout) -> tuple[float, ...]:
-        """Bytes of each rank.
+    def _memory(self, choice: PipelineChoice, layout: Layout) -> tuple[float, ...]:
+        """Memory of each rank, in bytes.
 
         Raises:
-            MemoryShort: more than its machine has.
+            MemoryShort: a rank needs more than its machine has.
         """
         found = []
         for number, machine in enumerate(self.machines):
@@ -338,7 +338,7 @@ class Predictor:
         return tuple(found)
 
     def _coding(self, machine: Machine, codec: Codec, shape: tuple[int, int, int]) -> tuple[float, float]:
-        """Bytes of float32 a second that a machine encodes and decodes."""
+        """Encoding and decoding speed of a machine, in bytes of float32 per second."""
         for name, speed in machine.coding_speeds.items():
             if parse(name) == codec:
                 return speed
@@ -350,11 +350,11 @@ class MemoryShort(ConfigError):
 
 
 def _every(formats: tuple[str, ...], boundaries: int) -> tuple[str, ...]:
-    """A format for each boundary."""
+    """Repeat a single format for each boundary."""
     return formats * boundaries if len(formats) == 1 else formats
 
 
 def _schedule(name: str, ranks: int, stages_per_rank: int, microbatches: int) -> tuple[Actions, InFlight]:
-    """The actions of a schedule, and what its stages hold."""
+    """The actions of a schedule, and the micro-batches that its stages hold."""
     order = order_of(name, ranks=ranks, stages_per_rank=stages_per_rank, microbatches=microbatches)
     return actions_from(order), in_flight(order)

@@ -1,4 +1,4 @@
-"""The choices of stages, schedule and formats that are predicted to train fastest on a cluster."""
+"""Searches for the stages, schedule and formats that are predicted to train fastest on a cluster."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dataclasses import replace
 from itertools import product
 
 from lowbit.config import ConfigError
-from lowbit.plan.predict import Choice, MemoryShort, Prediction, Predictor
+from lowbit.plan.predict import MemoryShort, PipelineChoice, Prediction, Predictor
 from lowbit.simulate.predict import choose_formats
 from lowbit.train.config import Schedule
 
 _LAPS = ("Interleaved1F1B", "LoopedBFS")
-_AS_FAST = 1.01  # of the fastest: formats with more bits are then preferred
+_AS_FAST = 1.01  # times the fastest: up to this, formats with more bits are preferred
 _FEW_STAGES = 4
-_MOST_MOVES = 8  # of a layer from one stage to another
+_MOST_MOVES = 8  # moves of a layer from one stage to another
 
 
 def best_split(
@@ -25,11 +25,11 @@ def best_split(
 ) -> tuple[int, ...] | None:
     """Share layers among ranks so that the slowest rank is as fast as possible; None if they do not fit.
 
-    Among splits with equally slow ranks, the one whose ranks take least together fills the pipeline soonest. Both are
-    exact, by dynamic programming: the best of the first ranks with so many layers follows from those of one rank less.
+    Among splits with equally slow ranks, the one with the least total time is chosen: it fills the pipeline soonest.
+    Dynamic programming makes both exact: the best split of n layers over the first k ranks follows from k - 1 ranks.
 
     Args:
-        costs: of each rank, seconds by number of layers. least: layers of a rank. most: the same, of each rank.
+        costs: for each rank, seconds by number of layers. least: fewest layers of any rank. most: most of each rank.
     """
     most = most or [layers] * len(costs)
     slowest = _share(costs, layers, least, most, max)
@@ -45,7 +45,7 @@ def best_split(
 def _share(
     costs: Sequence[Callable[[int], float]], layers: int, least: int, most: Sequence[int], both: Callable[..., float]
 ) -> tuple[float, tuple[int, ...]] | None:
-    """The split with the least cost, and that; `both` makes one cost of two. Among equals, earlier ranks get more."""
+    """The least cost and its split; `both` combines two costs. Among equals, earlier ranks get more layers."""
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
     for cost, limit in zip(costs, most, strict=True):
         following: dict[int, tuple[float, tuple[int, ...]]] = {}
@@ -73,19 +73,19 @@ def search(
     Combinations that `lowbit train` would refuse are left out, and so are those that do not fit into the memory.
 
     Returns:
-        The fastest of each format, in the order of speed, but with the one of most bits first among those within 1 % of
-        the fastest.
+        The fastest choice of each format, in the order of speed, except that among those within 1 % of the fastest the
+        one with the most bits is first.
 
     Raises:
-        ConfigError: nothing is possible; the text says why, for one of the combinations.
+        ConfigError: no combination is possible; the text gives the reason for one of them.
     """
     best: dict[str, Prediction] = {}
     problem: ConfigError | None = None
-    largest_first = sorted(microbatches, reverse=True)  # so that a problem is not that there are too few
+    largest_first = sorted(microbatches, reverse=True)  # so that an error is not about too few micro-batches
     for count, schedule, each, cut in product(replicas, schedules, stages_per_rank, largest_first):
         if schedule in _LAPS and each == 1 and "1F1B" in schedules:
             continue  # the same as 1F1B or GPipe
-        plain = Choice(replicas=count, schedule=schedule, stages_per_rank=each, microbatches=cut)
+        plain = PipelineChoice(replicas=count, schedule=schedule, stages_per_rank=each, microbatches=cut)
         try:
             shapes = list(_splits(predictor, plain))
             for name, layers in product(formats, shapes):
@@ -103,8 +103,8 @@ def search(
     return [_by_boundary(predictor, first, formats), *(found for found in order if found is not first)]
 
 
-def _splits(predictor: Predictor, choice: Choice) -> Iterator[tuple[int, ...]]:
-    """The split with the fastest slowest rank, and the even one if that fits, too.
+def _splits(predictor: Predictor, choice: PipelineChoice) -> Iterator[tuple[int, ...]]:
+    """Yield the split whose slowest rank is fastest, and the even one if that also fits.
 
     Raises:
         ConfigError: neither is possible.
@@ -132,9 +132,9 @@ def _splits(predictor: Predictor, choice: Choice) -> Iterator[tuple[int, ...]]:
 
 
 def _within_memory(
-    predictor: Predictor, choice: Choice, costs: Sequence[Callable[[int], float]]
+    predictor: Predictor, choice: PipelineChoice, costs: Sequence[Callable[[int], float]]
 ) -> Iterator[tuple[int, ...]]:
-    """The fastest split with as many layers on each rank as its memory takes.
+    """Yield the fastest split whose ranks have no more layers than fit into their memory.
 
     Raises:
         MemoryShort: no split fits.
@@ -152,13 +152,13 @@ def _within_memory(
         most.append(limit)
     shares = best_split(costs, layers, least=each, most=most)
     if shares is None:
-        predictor.predict(choice)  # raises, for the even split
+        predictor.predict(choice)  # raises with the numbers of the even split
         raise MemoryShort("the model does not fit into the memory of the cluster")
     yield _over_stages(shares, choice, predictor)
 
 
-def _over_stages(shares: Sequence[int], choice: Choice, predictor: Predictor) -> tuple[int, ...]:
-    """The layers of each stage, where those of a rank are shared evenly among its stages."""
+def _over_stages(shares: Sequence[int], choice: PipelineChoice, predictor: Predictor) -> tuple[int, ...]:
+    """The layers of each stage if those of a rank are shared evenly among its stages."""
     layout = predictor.layout(choice)
     counts = [0] * layout.stages
     for rank, share in enumerate(shares):
@@ -170,7 +170,7 @@ def _over_stages(shares: Sequence[int], choice: Choice, predictor: Predictor) ->
 
 
 def _improve(predictor: Predictor, found: Prediction) -> Prediction:
-    """Move single layers while that makes a step faster."""
+    """Move single layers as long as that makes a step faster."""
     for _ in range(_MOST_MOVES):
         better = min(_predicted(predictor, _moves(predictor, found)), key=_seconds, default=found)
         if better.seconds >= found.seconds * (1 - 1e-9):
@@ -180,7 +180,7 @@ def _improve(predictor: Predictor, found: Prediction) -> Prediction:
 
 
 def _by_boundary(predictor: Predictor, found: Prediction, formats: Sequence[str]) -> Prediction:
-    """Change the format of single boundaries where that is faster, or about as fast with more bits."""
+    """Change the format of single boundaries if that is faster, or about as fast with more bits."""
     boundaries = predictor.layout(found.choice).stages - 1
     if boundaries < 2:
         return found
@@ -200,8 +200,8 @@ def _by_boundary(predictor: Predictor, found: Prediction, formats: Sequence[str]
     return predicted(mix) or found
 
 
-def _predicted(predictor: Predictor, choices: Iterable[Choice]) -> Iterator[Prediction]:
-    """Predictions of those that are possible."""
+def _predicted(predictor: Predictor, choices: Iterable[PipelineChoice]) -> Iterator[Prediction]:
+    """Yield predictions of the choices that are possible."""
     for choice in choices:
         with contextlib.suppress(ConfigError):
             yield predictor.predict(choice)
@@ -211,8 +211,8 @@ def _seconds(found: Prediction) -> float:
     return found.seconds
 
 
-def _moves(predictor: Predictor, found: Prediction) -> Iterator[Choice]:
-    """The same with a layer of the busiest rank on another stage; of few stages, with any layer there."""
+def _moves(predictor: Predictor, found: Prediction) -> Iterator[PipelineChoice]:
+    """Yield choices with one layer moved from the busiest rank; with few stages, from any rank."""
     choice = found.choice
     layout = predictor.layout(choice)
     counts, sources = layout.layer_counts, range(layout.stages)

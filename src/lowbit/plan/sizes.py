@@ -1,4 +1,4 @@
-"""Sizes of a model's parts: parameters, operations and saved activations of a layer and of both ends."""
+"""Measures a model's parts: parameters, operations and saved activations of a layer and of both ends."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from lowbit.train.config import ModelConfig
 from lowbit.train.model import StageModule, hugging_face_config, next_token_loss
 
 _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
-_TOKENS = 64  # of the sample whose saved activations are counted: they grow with the tokens
+_TOKENS = 64  # of the sample whose saved activations are counted: these are proportional to the tokens
 _ROUNDS = 3
 _LEAST_SECONDS = 0.3  # of all calls together
 _LONG_SECONDS = 3.0  # of a micro-batch in two layers
 STATE_BYTES = 16
 """Bytes of a parameter: float32 weight and gradient, and two float32 states of AdamW."""
 MOMENT_BYTES = 8
-"""Those of the two states."""
+"""Bytes of the two states."""
 
 
 def parse_bytes(text: str, name: str = "budget") -> int:
@@ -42,11 +42,11 @@ class ModelSizes:
     """A model in numbers.
 
     Attributes:
-        layers: decoder layers. width: elements of an activation of a token.
+        layers: number of decoder layers. width: elements of a token's activation.
         layer_parameters, first_parameters, last_parameters: of a layer, and of what only the first and the last stage
             have. tied: those of the embedding, if the last stage's matrix is a copy of it; otherwise 0.
-        layer_flops, last_flops: of a token's forward in a layer, and behind the last layer; backward takes twice that.
-        layer_saved, last_saved: bytes that autograd saves of a token in a layer, and behind the last layer.
+        layer_flops, last_flops: of a token's forward in a layer, and after the last layer; backward takes twice that.
+        layer_saved, last_saved: bytes that autograd saves of a token in a layer, and after the last layer.
         logits: bytes of a token's logits and of their gradient.
     """
 
@@ -69,7 +69,7 @@ class ModelSizes:
 
 
 def measure_sizes(model: ModelConfig, *, vocab: int, sequence: int, precision: Literal["fp32", "bf16"]) -> ModelSizes:
-    """Measure a model on two of its layers, with random weights, and on a few tokens."""
+    """Measure two layers of a model with random weights on a few tokens."""
     whole, layers = two_layers(model, vocab, sequence)
     autocast = torch.bfloat16 if precision == "bf16" else None
 
@@ -100,12 +100,12 @@ def measure_sizes(model: ModelConfig, *, vocab: int, sequence: int, precision: L
 def layer_seconds(
     model: ModelConfig, *, vocab: int, sequence: int, rows: int, autocast: torch.dtype | None, device: torch.device
 ) -> tuple[float, int, float]:
-    """Seconds of forward and backward of one decoder layer on a device, their tokens, and those of any micro-batch.
+    """Seconds of forward and backward of one decoder layer on a device, the tokens they are for, and the overhead.
 
-    The last number is the share of these seconds that does not grow with the tokens: it makes small micro-batches slow.
+    The overhead is the part of these seconds that does not grow with the tokens: it makes small micro-batches slow.
 
     Args:
-        rows: windows of a micro-batch; one window is measured where so many would take long.
+        rows: windows of a micro-batch; only one window is measured if all would take too long.
         autocast: data type of matrix products; None: float32.
     """
     whole, _ = two_layers(model, vocab, sequence)
@@ -129,7 +129,7 @@ def layer_seconds(
 
 
 def optimizer_ns(device: torch.device | None = None) -> float:
-    """Nanoseconds of AdamW with clipping for one parameter, on this machine; on the CPU if no device is given."""
+    """Nanoseconds that AdamW with clipping takes for one parameter on this machine; on the CPU by default."""
     parameter = nn.Parameter(torch.zeros(1 << 20, device=device))
     parameter.grad = torch.ones_like(parameter)
     optimizer = torch.optim.AdamW([parameter])
@@ -142,7 +142,7 @@ def optimizer_ns(device: torch.device | None = None) -> float:
 
 
 def two_layers(model: ModelConfig, vocab: int, sequence: int) -> tuple[Any, int]:
-    """A model cut to two layers with random weights, and the layers that it has."""
+    """A model with random weights, cut to two layers, and the number of layers of the whole model."""
     from transformers import AutoModelForCausalLM
 
     config: Any = hugging_face_config(model, vocab=vocab, sequence=sequence)
@@ -154,7 +154,7 @@ def two_layers(model: ModelConfig, vocab: int, sequence: int) -> tuple[Any, int]
 
 
 def _usual(*works: Callable[[], object], device: torch.device | None = None, rounds: int = _ROUNDS) -> list[float]:
-    """Median seconds of each of some calls, which take turns; the first, which may compile, is left out."""
+    """Median seconds of each call; calls take turns, and the first round, which may compile, is left out."""
     times: list[list[float]] = [[] for _ in works]
     while len(times[0]) <= rounds or sum(sum(each[1:]) for each in times) < _LEAST_SECONDS * len(works):
         for each, work in zip(times, works, strict=True):
@@ -171,7 +171,7 @@ def _seconds(work: Callable[[], object], device: torch.device | None) -> float:
 
 
 def _saved(module: StageModule, tokens: int) -> float:
-    """Bytes that autograd saves of a token."""
+    """Bytes per token that autograd saves."""
     ids = torch.zeros(1, tokens, dtype=torch.int64)
     inputs = torch.randn(1, tokens, module.width, requires_grad=True)
     with counted(module) as kept:

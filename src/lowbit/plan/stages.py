@@ -1,4 +1,4 @@
-"""Measurements for `lowbit plan memory`: bytes of pipeline stages, and errors of a model's gradient."""
+"""Measures for `lowbit plan memory`: bytes of pipeline stages, and errors of a model's gradient."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lowbit.codecs import parse
 from lowbit.plan.budget import StageCost
 from lowbit.plan.layers import (
     CHOICES,
-    Prediction,
+    LayersPrediction,
     StepCosts,
     choice_errors,
     layer_settings,
@@ -48,9 +48,9 @@ class MeasuredStage:
 
 
 class StageMeter:
-    """Counts bytes on stages of two decoder layers of the real width and micro-batch, one of each kind.
+    """Counts bytes on one stage of each kind, with two decoder layers of the real width and the real micro-batch.
 
-    The second layer stands for all that follow; the first may differ, because a stage's input is not counted.
+    The second layer represents all later ones; the first may differ, because a stage's input is not counted.
     """
 
     def __init__(self, settings: MemorySettings) -> None:
@@ -63,14 +63,14 @@ class StageMeter:
         self._measured: dict[tuple[bool, bool], _TwoLayers] = {}
 
     def stage(self, layout: Layout, stage: int) -> MeasuredStage:
-        """A stage of the pipeline."""
+        """Return the bytes of a stage of the pipeline."""
         kind = kind_of(layout, stage)
         if kind not in self._measured:
             self._measured[kind] = _TwoLayers(self, *kind)
         return self._measured[kind].with_layers(len(layout.layers_of(stage)))
 
     def module(self, layers: int, first: bool, last: bool) -> StageModule:
-        """A stage with the first of the layers."""
+        """Build a stage with this many of the model's first layers."""
         return StageModule(
             self.model, layers=range(layers), first=first, last=last,
             autocast=torch.bfloat16 if self.mixed else None, boundary_dtype=self.dtype,
@@ -158,10 +158,10 @@ class _TwoLayers:
 
 
 class LayerMeter:
-    """What each choice costs in the layers of each stage, measured on two layers.
+    """Measures what each choice costs in the layers of each stage, on two layers.
 
     Attributes:
-        made_for: what a plan records of a layer.
+        made_for: facts about a layer that a plan records.
     """
 
     def __init__(self, settings: MemorySettings, meter: StageMeter) -> None:
@@ -183,18 +183,18 @@ class LayerMeter:
             costs = measure_layers(module, step, choices=choices, group=settings.group, repeats=settings.repeats)
             self._costs[kind] = with_errors(costs, errors)
 
-    def predictions(self, stage: int) -> list[Prediction]:
-        """What can be chosen for a stage."""
+    def predictions(self, stage: int) -> list[LayersPrediction]:
+        """Predictions of all choices for a stage."""
         layers = len(self._layout.layers_of(stage))
         return predictions(self._costs[kind_of(self._layout, stage)], layers, max_error=self._max_error)
 
-    def predict(self, stage: int, choice: LayerChoice) -> Prediction:
-        """One choice for all layers of a stage."""
+    def predict(self, stage: int, choice: LayerChoice) -> LayersPrediction:
+        """Predict a stage with one choice for all of its layers."""
         return self._costs[kind_of(self._layout, stage)].predict(((choice, len(self._layout.layers_of(stage))),))
 
 
 def kind_of(layout: Layout, stage: int) -> tuple[bool, bool]:
-    """Whether a stage is the first, and whether it is the last: stages with the same are alike but for their length."""
+    """Whether a stage is the first, and whether it is the last: stages of one kind differ only in their length."""
     return stage == 0, stage == layout.stages - 1
 
 

@@ -1,4 +1,4 @@
-"""Every allocation of a step: the peak of activations and temporaries, and where it comes."""
+"""Traces every allocation of a step: the peak of activations and temporaries, and in which part it occurs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MARK = "lowbit.mark "
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """A part of a step: bytes at its start, the most within it, bytes at its end; all beyond those before the step."""
+    """A part of a step: bytes at its start, the most within it, and at its end, relative to those before the step."""
 
     start: int
     peak: int
@@ -25,7 +25,7 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTrace:
-    """Bytes that a step allocates beyond what there was before it.
+    """Bytes that a step allocates, relative to those before it.
 
     Args:
         peak: the most at any time. forward, backward: of each layer, in the layers' order. before: from the start to
@@ -42,7 +42,7 @@ class StepTrace:
 
 
 def traced_peak(step: Callable[[], Any], device: torch.device | None = None) -> int:
-    """The most bytes that a step allocates beyond what there was before it, on one device (default: the CPU)."""
+    """The most bytes that a step allocates at a time, relative to those before it, on a device (default: the CPU)."""
     with _profiled() as profiler:
         step()
     return max((size for _, size in _curve(profiler, device or torch.device("cpu"))), default=0)
@@ -51,8 +51,8 @@ def traced_peak(step: Callable[[], Any], device: torch.device | None = None) -> 
 def trace_step(layers: list[nn.Module], step: Callable[[], Any], device: torch.device | None = None) -> StepTrace:
     """Trace a forward and a backward pass of one micro-batch, layer by layer.
 
-    PyTorch's profiler reports each allocation of PyTorch's, so the figures are exact; other libraries' memory and that
-    of kernels compiled by numba is not seen. Gradients that exist already are not counted.
+    PyTorch's profiler reports each of PyTorch's allocations, so the figures are exact; memory of other libraries and of
+    kernels compiled by numba is not seen. Gradients that exist already are not counted.
 
     Args:
         layers: in the order in which they run, each once. step: runs both passes.
@@ -64,9 +64,9 @@ def trace_step(layers: list[nn.Module], step: Callable[[], Any], device: torch.d
     count = len(layers)
     begin = curve[0][0] if curve else 0
     last = max([time for time, _ in curve] + [*marks.values()]) + 1
-    # Without a gradient of its own the first layer's input is not marked.
+    # If the first layer's input has no gradient, its backward is not marked.
     back = [marks.get(f"backward {i}", last) for i in range(count + 1)]
-    there = [marks[f"forward {i}"] for i in range(count + 1)]
+    forth = [marks[f"forward {i}"] for i in range(count + 1)]
 
     def between(first: int, end: int) -> Segment:
         held = [size for time, size in curve if time < first][-1:]
@@ -76,9 +76,9 @@ def trace_step(layers: list[nn.Module], step: Callable[[], Any], device: torch.d
 
     return StepTrace(
         peak=max((size for _, size in curve), default=0),
-        before=between(begin, there[0]),
-        forward=tuple(between(there[i], there[i + 1]) for i in range(count)),
-        between=between(there[count], back[count]),
+        before=between(begin, forth[0]),
+        forward=tuple(between(forth[i], forth[i + 1]) for i in range(count)),
+        between=between(forth[count], back[count]),
         backward=tuple(between(back[i + 1], back[i]) for i in range(count)),
         after=between(back[0], last),
     )
@@ -86,7 +86,7 @@ def trace_step(layers: list[nn.Module], step: Callable[[], Any], device: torch.d
 
 @contextlib.contextmanager
 def _marking(layers: list[nn.Module]) -> Iterator[None]:
-    """Mark when each layer's forward and backward begin. Marks forward i and backward i: the input of layer i."""
+    """Mark forward i when layer i begins, and backward i when the gradient of its input is ready."""
     handles: list[Any] = []
 
     def mark(text: str) -> None:

@@ -1,7 +1,7 @@
-"""The event loop of the simulator: ranks that take their actions in turn, cores that they share, links with queues.
+"""The event loop of the simulator: ranks that run their actions in order, cores that they share, links with queues.
 
-One compiled function, because a thousand stages with a thousand micro-batches are eight million events. Times are
-seconds; of events at one time, the one that was foreseen first comes first.
+It is one compiled function, because a thousand stages with a thousand micro-batches are eight million events. Times are
+in seconds; simultaneous events are handled in the order in which they were scheduled.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ def run(  # noqa: C901, PLR0915 - compiled as a whole
     left,
     busy,
 ) -> int:
-    """Simulate all actions; return how many have ended: fewer than all if ranks wait for each other for ever.
+    """Simulate all actions; return how many have ended: fewer than all if ranks wait for each other forever.
 
-    An action waits for a message and for room in the queue of the link that it will send on, holds a core of its host,
-    and emits a message. A link carries one message at a time, in the order in which they were emitted; each arrives a
-    latency after it has left.
+    An action waits for a message and for room in the queue of its outgoing link, holds a core of its host, and emits a
+    message. A link carries one message at a time, in the order in which they were emitted; each arrives one latency
+    after it has left.
 
     Args:
         first: int64 (R + 1,): the actions of rank r are first[r] to first[r + 1], in this order.
-        awaited, emitted: int32 (A,): the message that an action needs, and the one that it makes; `NONE`.
-        seconds: float64 (A,): on a core. host: int32 (R,). cores: int32 (H,), of a host.
-        link: int32 (M,): that a message travels on. wire: float64 (M,): seconds that it occupies the link.
+        awaited, emitted: int32 (A,): the message that an action needs, and the one that it makes, or `NONE`.
+        seconds: float64 (A,): duration on a core. host: int32 (R,). cores: int32 (H,): number on each host.
+        link: int32 (M,): link of each message. wire: float64 (M,): seconds that the message occupies the link.
         receiver: int32 (M,): rank. latency: float64 (M,): seconds from leaving the link to the receiver.
         most: int32 (L,): messages that may queue on a link, at least 1.
-        burst: float64 (L,): seconds that a message takes less after a pause; a pause earns as many as it lasts.
+        burst: float64 (L,): most seconds that a pause of the link can save for later messages.
         begin, end: float64 (A,), to fill: when an action got its core, and when it was done.
         entered, left: float64 (M,), to fill: when a message began to occupy the link, and had left it.
         busy: float64 (L,), to fill: seconds that a link was occupied.
@@ -77,7 +77,7 @@ def run(  # noqa: C901, PLR0915 - compiled as a whole
             if m >= 0 and queued[link[m]] >= most[link[m]]:
                 next_rank[r] = full_head[link[m]]
                 full_head[link[m]] = r
-                if free[h] and host_head[h] >= 0:  # it was this rank's turn
+                if free[h] and host_head[h] >= 0:  # the core goes to the rank that has waited longest
                     ready.append(int(host_head[h]))
                     host_head[h] = next_rank[host_head[h]]
                 continue
@@ -116,7 +116,7 @@ def run(  # noqa: C901, PLR0915 - compiled as a whole
                     next_message[link_tail[sender]] = m
                 link_tail[sender] = m
             ready.append(i)
-            if host_head[h] >= 0:  # who waits longest for a core comes before this rank's next action
+            if host_head[h] >= 0:  # ranks that already wait for a core come before this rank's next action
                 ready.append(int(host_head[h]))
                 host_head[h] = next_rank[host_head[h]]
         elif kind == _SENT:

@@ -1,4 +1,4 @@
-"""The actions of a schedule: PyTorch's own lists, and arrays of them for a simulation."""
+"""The actions of a schedule: PyTorch's own lists, and the same as arrays for a simulation."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from lowbit.codecs.checks import check_int
 
 ACTION = re.compile(r"(\d+)(F|B|I|W)(\d+)")
 KINDS = "FBIW"
-"""Forward; backward; its pass for the inputs; its pass for the weights."""
+"""Forward; backward; the pass of a split backward for the inputs; its pass for the weights."""
 F, B, I, W = range(4)  # noqa: E741
 Order = Mapping[int, Sequence[Any]]
-"""The actions of each rank in turn, as PyTorch's schedules list them, or as they print ("0F1"); None is idle."""
+"""The actions of each rank in order, as PyTorch's schedules list them, or as text ("0F1"); None is idle."""
 
 
 @dataclass(frozen=True, eq=False)
 class Actions:
-    """The actions of all ranks as arrays: those of rank r are `first[r]` to `first[r + 1]`, in its order.
+    """The actions of all ranks as arrays, in order; rank r has the entries from `first[r]` to `first[r + 1]`.
 
     Args:
         first: int64 (R + 1,). stage, micro_batch: int32 (A,). kind: uint8 (A,), indices into `KINDS`.
@@ -56,8 +56,8 @@ class Actions:
 def actions(schedule: str, *, ranks: int, stages_per_rank: int = 1, microbatches: int) -> Actions:
     """Return the actions of one step of a schedule of `torch.distributed.pipelining`; starts no process.
 
-    GPipe and 1F1B are laid out here, because PyTorch takes 20 seconds to list 1000 stages and micro-batches; all others
-    are PyTorch's lists.
+    GPipe and 1F1B are generated here, because PyTorch takes 20 seconds to list 1000 stages and micro-batches; all
+    others are PyTorch's lists.
 
     Raises:
         ValueError: as `order_of`.
@@ -80,8 +80,8 @@ def actions(schedule: str, *, ranks: int, stages_per_rank: int = 1, microbatches
 def actions_from(order: Order) -> Actions:
     """Read the actions of a schedule's list; communication and idle moments are left out.
 
-    Actions that run together (OVERLAP_F_B) come one after the other, as PyTorch runs them. Forwards are counted from
-    the lowest one of a stage: PyTorch's 1F1B lists those of the last stage one too high.
+    Actions that run together (OVERLAP_F_B) come one after the other, as PyTorch runs them. Micro-batches are counted
+    from the lowest forward of a stage, because PyTorch's 1F1B lists those of the last stage one too high.
     """
     every: list[tuple[str, str, str]] = []
     first: list[int] = [0]
@@ -111,7 +111,7 @@ def order_of(schedule: str, *, ranks: int, stages_per_rank: int, microbatches: i
         microbatches: of a step.
 
     Raises:
-        ValueError: an unknown schedule, or numbers that it does not take.
+        ValueError: an unknown schedule, or numbers that it does not support.
     """
     from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
@@ -125,7 +125,7 @@ def order_of(schedule: str, *, ranks: int, stages_per_rank: int, microbatches: i
 
 
 def actions_of(schedule: Any) -> Order:
-    """Return the actions of all ranks, which every rank's schedule object knows."""
+    """Return the actions of all ranks, which every rank's schedule object holds."""
     order = getattr(schedule, "pipeline_order", None)
     return order or schedule._get_pipeline_order()
 

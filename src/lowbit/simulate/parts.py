@@ -1,4 +1,4 @@
-"""What a simulation is made of: stages, the network and the hosts."""
+"""The inputs of a simulation: stages, the network and the hosts."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Channel:
         latency: seconds from the end of sending to the receiver.
         most: messages that may be on it or wait for it; a rank whose next message finds no room stops computing.
             0: any number, as in lowbit.
-        burst: bytes that pass at once after a pause; the pause earns them at the channel's rate. Links that are limited
-            by a token bucket have it, such as those of `SlowLink`.
+        burst: bytes that pass at once after a pause, at most what the rate would have carried in the pause: the size of
+            a token bucket, as in `SlowLink`.
 
     Raises:
         ValueError: a rate that is not positive, or a negative latency or number.
@@ -43,14 +43,14 @@ class StageTimes:
     """Seconds and bytes of one micro-batch on a stage.
 
     Args:
-        forward, backward: computing. inputs, weights: of backward's two passes, if a schedule splits it; by default
+        forward, backward: seconds of computing. inputs, weights: of the two passes of a split backward; by default
             half of it each.
-        encode_forward: coding what goes to the next stage. decode_forward: decoding what comes from the previous one.
-        encode_backward: coding gradients for the previous stage. decode_backward: decoding those of the next one.
+        encode_forward: encoding activations for the next stage. decode_forward: decoding those of the previous one.
+        encode_backward: encoding gradients for the previous stage. decode_backward: decoding those of the next one.
         forward_bytes, backward_bytes: of the messages that this stage sends.
 
     Raises:
-        ValueError: negative or not finite.
+        ValueError: a value that is negative or not finite.
     """
 
     forward: float
@@ -73,13 +73,13 @@ class StageTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """Who sends to whom over what.
+    """The channels between ranks.
 
     Args:
         channels: all of them. A channel that several pairs of ranks use is shared; one that both directions of a pair
             use is half-duplex.
-        routes: index of the channel from a rank to another. Ranks that exchange activations need one. The numbers at
-            the end of a step travel over it, too; without one they take the longest latency of any channel.
+        routes: index of the channel by (sender, receiver). Ranks that exchange activations need one. The metrics sent
+            at the end of a step use it, too; without one they take the longest latency of any channel.
     """
 
     channels: Sequence[Channel]

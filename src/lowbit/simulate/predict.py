@@ -1,6 +1,6 @@
-"""Seconds of a step by the formats of its boundaries, and the formats to choose by them.
+"""Predicts the duration of a step from the formats of its boundaries, and chooses formats by it.
 
-`lowbit plan pipeline` predicts a step on a cluster before a run, `pipeline.forward = "auto"` one on the ranks of a run.
+`lowbit plan pipeline` predicts a step on a cluster before a run; `pipeline.forward = "auto"` predicts it in a run.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from lowbit.simulate.step import Step, simulate
 Coding = Sequence[float]
 """Seconds to encode and to decode activations, and the same for gradients."""
 
-_AS_FAST_THERE = 1.001  # of the fastest, for the format of one boundary
-_AS_PREDICTED = 1.15  # times as long as predicted: not blamed on the links
+_AS_FAST_THERE = 1.001  # times the fastest step: as fast, when the format of one boundary is chosen
+_AS_PREDICTED = 1.15  # times the predicted step: longer ones are explained by slower links
 _LEAST_SHARE, _HALVINGS = 0.1, 10
 
 
@@ -37,10 +37,10 @@ def predicted_step(
     """Simulate a step.
 
     Args:
-        compute: of each stage, seconds of forward and backward of a micro-batch; backward takes two thirds of them.
-        ranks: of each stage. formats: of each boundary.
-        sizes: bytes of a message in a format, forward and backward. coding: by a rank, in a format.
-        checksum: bytes of each message. parts: as in `simulate`.
+        compute: for each stage, seconds of forward and backward of a micro-batch; backward takes two thirds of them.
+        ranks: rank of each stage. formats: format of each boundary.
+        sizes: bytes of a message by format, forward and backward. coding: seconds by rank and format.
+        checksum: bytes added to each message. parts: further arguments of `simulate`.
     """
     stages = []
     for stage, seconds in enumerate(compute):
@@ -65,12 +65,12 @@ def choose_formats(
     *,
     as_fast: float,
 ) -> tuple[tuple[str, ...], float]:
-    """The most exact formats that are about as fast as the fastest, and the seconds of the fastest.
+    """Choose the most exact formats that are about as fast as the fastest; also return the seconds of the fastest.
 
     Args:
         seconds: of a step, by the format of each boundary. names: formats, the most exact first.
         places: boundaries to choose for. start: formats to begin with.
-        as_fast: times the fastest: the most exact formats among these are taken.
+        as_fast: a step counts as about as fast if it takes at most this many times the fastest.
     """
     timed = functools.cache(seconds)
 
@@ -81,7 +81,7 @@ def choose_formats(
     for place in places:
         mix = min((changed(mix, place, name) for name in names), key=timed)
     best = timed(mix)
-    for least in names:  # at all boundaries alike, so that equal links keep equal formats
+    for least in names:  # first the same at all boundaries, so that equal links keep equal formats
         exact = tuple(min(name, least, key=names.index) if i in places else name for i, name in enumerate(mix))
         if timed(exact) <= best * as_fast:
             mix = exact
@@ -93,13 +93,13 @@ def choose_formats(
 
 
 def share_of_rates(seconds: Callable[[float], float], measured: float) -> float:
-    """The share of the measured rates with which a step takes as long as it did; 1 where that is no explanation.
+    """The share of the probed link rates that explains the measured step; 1 if slower links do not explain it.
 
-    Training may not get all that a probe gets: TCP starts slowly after a pause, and some links carry one direction at a
-    time.
+    Training may not reach the rate that a probe reaches: TCP starts slowly after a pause, and some links carry one
+    direction at a time.
 
     Args:
-        seconds: of a step, by this share. measured: seconds of a step.
+        seconds: predicted seconds of a step, by this share. measured: seconds that a step took.
     """
     if measured <= _AS_PREDICTED * seconds(1.0) or seconds(_LEAST_SHARE) < measured:
         return 1.0

@@ -1,4 +1,4 @@
-"""The arguments of the event loop: the schedule's actions with their messages, and those between two steps."""
+"""Builds the arguments of the event loop: the schedule's actions and messages, and those between two steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _UNBOUNDED = (1 << 31) - 1
 
 @dataclass(frozen=True, eq=False)
 class Whole:
-    """The arguments of the event loop: actions and messages with those at both ends of the step."""
+    """The arguments of the event loop, including the actions and messages at both ends of the step."""
 
     first: NDArray[np.int64]
     awaited: NDArray[np.int32]
@@ -30,7 +30,7 @@ class Whole:
     latency: Floats
 
 
-class Program:
+class StepProgram:
     """The schedule's actions with their messages."""
 
     def __init__(self, actions: Actions, stages: Sequence[StageTimes], network: Network, beside: bool) -> None:
@@ -66,14 +66,14 @@ class Program:
         self._travel(stages, crossing, beside)
 
     def _time(self, stages: Sequence[StageTimes], beside: bool) -> None:
-        """Seconds of each action: computing, and coding at either side."""
+        """Compute the seconds of each action: computing, and coding before and after."""
         stage, kind = self.actions.stage, self.actions.kind
         table = np.zeros((len(KINDS), len(stages)))
         for i, each in enumerate(stages):
             half = each.backward / 2
             inputs = half if each.inputs is None else each.inputs
             weights = half if each.weights is None else each.weights
-            if i == 0:  # whose inputs have no gradients: PyTorch does everything in the pass for the weights
+            if i == 0:  # its inputs have no gradients: PyTorch does everything in the pass for the weights
                 inputs, weights = 0.0, each.backward
             table[F, i], table[B, i], table[I, i], table[W, i] = each.forward, each.backward, inputs, weights
         self.compute = table[kind, stage]
@@ -89,7 +89,7 @@ class Program:
         self.seconds = self.compute if beside else self.decode + self.compute + self.encode
 
     def _travel(self, stages: Sequence[StageTimes], crossing: NDArray[np.int64], beside: bool) -> None:
-        """Channel, seconds on it, and latency of each message."""
+        """Find the channel of each message, its seconds on it, and its latency."""
         channels, routes = self.network.channels, self.network.routes
         ends = [(int(self.owner[boundary]), int(self.owner[boundary + 1])) for boundary in crossing]
         pairs = sorted({*ends, *((b, a) for a, b in ends)})
@@ -117,17 +117,17 @@ class Program:
         self.burst = np.array([*(channel.burst / channel.bytes_per_second for channel in channels), 0.0])
 
     def between_sums(self, before: Floats, after: Floats) -> tuple[Whole, NDArray[np.int64]]:
-        """The program from sum to sum, and where the schedule's actions are in it.
+        """Return the program from one sum of metrics to the next, and the positions of the schedule's actions in it.
 
-        Rank 0 sends the sums, everybody runs its optimizer, its actions and its averaging, and sends its numbers to
-        rank 0, which waits for all.
+        Rank 0 sends the sums; every rank runs its optimizer, its actions and its averaging, and sends its metrics to
+        rank 0, which waits for all of them.
         """
         ranks, others, channels = self.actions.ranks, self.actions.ranks - 1, len(self.network.channels)
         first = self.actions.first
         release, report = self.messages + np.arange(others), self.messages + others + np.arange(others)
         head, tail = np.full(ranks, 1), np.full(ranks, 1)
         head[0], tail[0] = others + 1, others + 1
-        offset = np.cumsum(head + tail) - tail  # of a rank's actions in the whole program, beside those before
+        offset = np.cumsum(head + tail) - tail  # by which a rank's actions move in the whole program
         place = np.arange(first[-1]) + np.repeat(offset, np.diff(first))
         size = int(first[-1] + head.sum() + tail.sum())
         starts = np.append(0, np.cumsum(np.diff(first) + head + tail))
@@ -155,24 +155,24 @@ class Program:
         return whole, place
 
     def stuck(self, end: Floats, seconds: Floats) -> str:
-        """The message for ranks that wait for each other."""
+        """The error message for ranks that wait for each other."""
         actions = self.actions
         for rank in range(actions.ranks):
             mine = np.arange(actions.first[rank], actions.first[rank + 1])
             if len(waiting := mine[end[mine] == 0.0][:1]) and self.awaited[waiting[0]] >= 0:
                 break
         else:
-            return "the ranks wait for each other for ever"
+            return "the ranks wait for each other forever"
         action, what = int(waiting[0]), self.awaited[waiting[0]]
         sender = self.sender[what]
         return (
-            f"the ranks wait for each other for ever: rank {rank} cannot begin {actions.name(action)}, because rank "
-            f"{sender} does not get to what it sends for that; allowed: an order without circles"
+            f"the ranks wait for each other forever: rank {rank} cannot begin {actions.name(action)}, because rank "
+            f"{sender} never reaches the action that sends its input; allowed: an order without cycles"
         )
 
 
 def checked(actions: Actions, stages: int) -> tuple[int, NDArray[np.int32]]:
-    """Check that actions are one step; returns the number of micro-batches, and the rank of each stage."""
+    """Check that the actions form one step; return the number of micro-batches, and the rank of each stage."""
     stage, kind, number, rank = actions.stage, actions.kind, actions.micro_batch, actions.rank
     seen = sorted(set(stage.tolist()))
     if seen != list(range(stages)):
@@ -200,6 +200,6 @@ def checked(actions: Actions, stages: int) -> tuple[int, NDArray[np.int32]]:
         bad, micro_batch = (int(i[0]) for i in np.nonzero(wrong))
         raise ValueError(
             f"rank {owner[bad]} has actions of stage {bad}, micro-batch {micro_batch}, in an order that cannot run: "
-            "each needs another that comes later"
+            "one of them needs a later one"
         )
     return count, owner

@@ -1,9 +1,9 @@
-"""A training step of a pipeline, simulated: who computes, codes, sends and waits when.
+"""Simulates a training step of a pipeline: which rank computes, codes, sends and waits, and when.
 
-What is simulated is what `lowbit train` does. A rank takes its actions in the schedule's order. It waits for the
-message of an action, decodes it, computes, encodes the result and goes on while that is sent. At the end of a step all
-ranks send their numbers to rank 0, which sends the sums back. Then each runs its optimizer and begins the next step. So
-a step is the time between two sums, and simulating one from sum to sum gives the steady state.
+The simulation follows `lowbit train`. A rank runs its actions in the schedule's order. It waits for the message of an
+action, decodes it, computes, encodes the result and continues while that is sent. At the end of a step all ranks send
+their metrics to rank 0, which sends the sums back. Then each runs its optimizer and begins the next step. So a step is
+the time between two sums, and simulating one from sum to sum gives the steady state.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from numpy.typing import NDArray
 from lowbit.simulate import events
 from lowbit.simulate.orders import Actions
 from lowbit.simulate.parts import Hosts, Network, StageTimes
-from lowbit.simulate.program import Floats, Program
+from lowbit.simulate.program import Floats, StepProgram
 
-_COMPILED_FROM = 50_000  # actions of this process so far: compiling takes longer than Python takes for these
+_COMPILED_FROM = 50_000  # actions simulated so far: for fewer, compiling takes longer than running in Python
 _simulated = [0]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Timeline:
-    """When everything happened, in seconds from the sum at the end of the step before.
+    """Times of all actions and messages, in seconds from the sum at the end of the previous step.
 
     Attributes:
-        actions: of the schedule. begin, end: float64 (A,), of each, with coding. decode, encode: float64 (A,), its
-            seconds of coding, at its beginning and at its end.
+        actions: of the schedule. begin, end: float64 (A,), of each, including coding. decode, encode: float64 (A,),
+            seconds of coding at its beginning and at its end.
         sender, receiver: int32 (M,), ranks of the messages between stages. boundary: int32 (M,), between stage i and
             i + 1. backward: bool (M,), gradients. micro_batch: int32 (M,).
         leaves, arrives: float64 (M,): when a message begins to occupy its channel, and when its receiver has it.
@@ -54,9 +54,9 @@ class Step:
     """A simulated step.
 
     Attributes:
-        seconds: of the step, as one follows another.
+        seconds: from the end of one step to the end of the next.
         compute, coding, finish: float64 (R,): seconds of each rank; `finish` is its optimizer and what it averages.
-        busy: float64, seconds that each channel was occupied. nbytes: that each carried.
+        busy: float64, seconds that each channel was occupied. nbytes: bytes that each carried.
         timeline: of actions and messages.
     """
 
@@ -75,7 +75,7 @@ class Step:
 
     @property
     def waiting_share(self) -> float:
-        """The share of their time that the ranks wait, on average."""
+        """The average share of a step that a rank waits."""
         return float(self.waiting.mean() / self.seconds) if self.seconds else 0.0
 
 
@@ -96,15 +96,15 @@ def simulate(
         stages: one for each stage of the schedule.
         network: of the ranks.
         hosts: which ranks share cores; by default each rank has its own.
-        beside: coding runs beside computing, as on a GPU: it delays messages and takes no time of the rank.
+        beside: coding overlaps with computing, as on a GPU: it delays messages but takes none of the rank's time.
         optimizer: seconds of each rank, or of all, between the sums of a step and the next step.
         averaging: seconds of each rank, or of all, between its last action and the sums, such as averaging gradients.
 
     Raises:
         ValueError: actions that are not one step of these stages, a pair of ranks without a channel, or ranks that wait
-            for each other for ever; the text names the first action that cannot begin.
+            for each other forever; the text names the first action that cannot begin.
     """
-    program = Program(actions, stages, network, beside)
+    program = StepProgram(actions, stages, network, beside)
     everyone = np.arange(actions.ranks, dtype=np.int32)
     cores = np.ones(actions.ranks) if hosts is None else hosts.cores
     of = everyone if hosts is None else hosts.of
@@ -145,7 +145,7 @@ def simulate(
 
 
 def _sums(of: NDArray[np.int32], values: Floats, count: int) -> Floats:
-    """The sums of values by their index."""
+    """Add up the values that have the same index."""
     return np.bincount(of, values, count).astype(np.float64)
 
 

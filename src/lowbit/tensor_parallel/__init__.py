@@ -1,4 +1,4 @@
-"""Tensor-parallel inference with a low-bit all-reduce: calibrate, run or emulate, watch for drift."""
+"""Tensor-parallel inference with a low-bit all-reduce: calibrate, run or emulate, and watch for drift."""
 
 from __future__ import annotations
 

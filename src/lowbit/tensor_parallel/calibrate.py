@@ -1,4 +1,4 @@
-"""`calibrate`: observe a model's partial sums over sequences, and choose their formats."""
+"""`calibrate`: observes a model's partial sums over sequences, and chooses their formats."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from lowbit.tensor_parallel.sums import ModelSum, model_sums
 from lowbit.wire.json_values import gather_json
 
 _log = logging.getLogger("lowbit.tensor_parallel")
-_SAMPLES, _TRIED = 4, 4  # rows of a held-out sequence; sequences, to measure what coding does to the outputs
+_SAMPLES, _TRIED = 4, 4  # rows of a held-out sequence; sequences for measuring the effect of coding on the outputs
 _CODED = SumSettings(small=0, algorithm="one_shot")
 
 
@@ -70,45 +70,45 @@ def calibrate(
     As in the paper (arXiv 2411.07942), minimum and maximum of every sequence enter exponential moving averages, for
     each device, layer and feature; the features with the largest range aggregated over the devices are the outliers.
     Deviations: averages are corrected for their start (`Observer`); unless `gain` is "static", ranges are those around
-    the mean, an average, too, and each token has a gain; ranges of the sum over the ranks are kept as well, for the
-    second step of two_shot. Meanwhile sums stay in the model's dtype.
+    the mean, also a moving average, and each token has a gain; ranges of the sum over the ranks are recorded for the
+    second step of two_shot. During calibration sums stay in the model's dtype.
 
-    Up to 128 rows of each layer and rank, spread evenly over the sequences, tell where its codes should end and what
-    error its sum has with codes of 3 to 8 bits (`formats`). With a budget, the model runs once for each layer over the
-    first four sequences, with this layer's sum coded: layers get the bits for which the errors of the model's outputs
-    add up to least. The last eighth of the sequences, at least one if there are two, is held out: it
-    only measures the errors of the formats, which `Drift` compares with.
+    Up to 128 rows of each layer and rank, spread evenly over the sequences, determine where its codes should end and
+    the error of its sum with codes of 3 to 8 bits (`formats`). With a budget, the model runs once for each layer over
+    the first four sequences, with only this layer's sum coded; the bits are chosen so that the errors of the model's
+    outputs add up to the least. The last eighth of the sequences, at least one if there are two, is held out: it only
+    measures the errors of the formats, with which `Drift` compares.
 
     A whole model is run as on `ranks` tensor-parallel ranks (`emulate_tensor_parallel_`) and is whole again afterwards.
     On real tensor-parallel ranks all of them call this with the same sequences and get the same result: on two ranks
-    that of the emulation bit for bit, on more up to the last bits of uncoded sums. They read all `sequences` first, and
+    bit-identical to the emulation, on more up to the last bits of uncoded sums. They read all `sequences` first, and
     compare them and all settings before the first forward pass.
 
     Args:
         model: Hugging Face model, whole or loaded with a `tp_plan`; or any module with a `plan` that takes token ids.
         sequences: token ids, int64, (length,) or (batch, length); every row counts as one sequence.
-        ranks: to calibrate for; None: those that the model is on.
+        ranks: number of ranks to calibrate for; None: those that the model is on.
         k: outlier features of each layer; None: E // 64.
-        gain: "token": each token has a gain of 16 bits, times ranges around means. "static": the published format.
-            Ranges alone, symmetric, say what codes stand for, and nothing is computed of a token at inference.
+        gain: "token": each token has a gain of 16 bits, which multiplies ranges around means. "static": the published
+            format. Symmetric ranges alone define the codes, and nothing is computed per token at inference.
         bits: budget of bits per value over all layers, every bit counted; None: 4-bit codes everywhere (4.19 at
             E = 4096). Layers have codes of 3, 4, 5, 6 or 8 bits.
-        inputs: format in which layers send their inputs instead of partial sums where that takes no more bits than
-            4-bit codes, as behind attention on two ranks with `GroupInt(bits=8, group=64, symmetric=True)`, at a tenth
-            of the error. Each rank then keeps these layers' whole weights and does all their products. None: no layer.
-        momentum: of the moving averages, from 0 to below 1: 0.99 looks back over about 100 sequences.
-        text: where the sequences are from, for the file.
+        inputs: format in which layers send their inputs instead of partial sums if that takes no more bits than 4-bit
+            codes, as after attention on two ranks with `GroupInt(bits=8, group=64, symmetric=True)`, at a tenth of the
+            error. Each rank then keeps these layers' whole weights and computes all their products. None: no layer.
+        momentum: of the moving averages, from 0 to below 1: 0.99 averages over about 100 sequences.
+        text: source of the sequences, recorded in the file.
         start: continue this calibration: its averages, count and momentum (which `momentum` must equal).
-        state: file for the averages, written after every `save_every` sequences. If it exists at the start, the
-            sequences that it has seen are skipped, and the result is the same as without the interruption.
-        progress: called with the number of sequences done, of those in `sequences`.
+        state: file for the averages, written after every `save_every` sequences. If it exists at the start, sequences
+            that it already includes are skipped, and the result is the same as without the interruption.
+        progress: called with the number of sequences that are done.
         plan: overrides the model's own.
 
     Raises:
         ValueError: no sequences, NaN in the model, a layer that is always zero or not used, k not below E, a budget
             below what 3-bit codes take.
         CalibrationError: a state or `start` of another model, number of ranks or momentum.
-        AgreementError: on real ranks, if they hold other sequences, models or settings; the same text on all.
+        AgreementError: on real ranks, if sequences, models or settings differ; the same text on all.
     """
     layers = model_sums(model, plan)
     group = next(iter(layers.values())).group
@@ -153,8 +153,8 @@ def calibrate(
     observer, facts = prepare() if group is None else _prepare_agreed(prepare, settings, read, group)
     observed, held_out = _split(read)
 
-    run, tell = _Run(model, layers, group, plan, observer.ranks), progress or (lambda count: None)
-    _observe(observer, run, _unseen(observed, observer.count - before), state, facts, save_every, before, tell)
+    run, report = _Run(model, layers, group, plan, observer.ranks), progress or (lambda count: None)
+    _observe(observer, run, _unseen(observed, observer.count - before), state, facts, save_every, before, report)
     if zeros := tables_of(observer.averages, observer.count, observer.momentum)[2]:
         _log.warning(
             "always zero in the calibration text: %s%s; such features get the smallest range of their layer", zeros[0],
@@ -171,15 +171,15 @@ def calibrate(
         tried = [row[None] for batch in observed for row in batch][:_TRIED]
         calibration = dataclasses.replace(calibration, effects=_effects(run, codecs, tried))
     calibration = calibration.within(bits)
-    errors = _held_out(calibration, run, held_out, observer.count - before, tell)
+    errors = _held_out(calibration, run, held_out, observer.count - before, report)
     return dataclasses.replace(calibration, held_out=errors)
 
 
 def _observe(
     observer: Observer, run: _Run, batches: Iterable[Tensor], state: str | Path | None, facts: Mapping[str, str],
-    save_every: int, before: int, tell: Callable[[int], None],
+    save_every: int, before: int, report: Callable[[int], None],
 ) -> None:  # fmt: skip
-    """Show the observer all batches, save its state now and then, and put together what all ranks have seen."""
+    """Show the observer all batches, save its state regularly, and combine the observations of all ranks."""
     saved = observer.count
 
     def keep() -> None:
@@ -194,21 +194,21 @@ def _observe(
         if state is not None and observer.count - saved >= save_every:
             keep()
             saved = observer.count
-        tell(observer.count - before)
+        report(observer.count - before)
 
     run.show(batches, observer.see, after)
     keep()
 
 
 def _curves(calibration: Calibration, observer: Observer, group: dist.ProcessGroup | None) -> dict[str, Curve]:
-    """Measure the errors of all layers' formats; on real ranks, take those of the first."""
+    """Measure the errors of all layers' formats; on real ranks, use those of the first rank."""
     curves = {
         layer: curve_of(calibration.codec(layer), rows.flatten(1, 2).float())
         for layer, rows in observer.samples.items()
     }
     if group is None:
         return curves
-    # Computed by all of them, from the same rows; but nothing may depend on their processors.
+    # All ranks compute them from the same rows, but results may differ in the last bits between processors.
     return {
         layer: {int(width): (clip, error) for width, (clip, error) in curve.items()}
         for layer, curve in gather_json(curves, group)[0].items()
@@ -218,9 +218,9 @@ def _curves(calibration: Calibration, observer: Observer, group: dist.ProcessGro
 def _effects(run: _Run, codecs: Mapping[str, Codec], batches: Sequence[Tensor]) -> dict[str, float]:
     """Return, by layer, the squared relative error of the model's outputs when only this layer's sum is coded.
 
-    The errors of the sums do not show it: they are added to a residual stream whose size differs from token to token,
-    and a few tokens make up most of the power of many sums. Outputs are logits, or the last hidden states of a model
-    without; each token's error is relative to its own output's deviation from its mean, and all tokens count alike.
+    The errors of the sums are not enough: sums are added to a residual stream whose size differs from token to token,
+    and a few tokens make up most of the power of many sums. Outputs are logits, or else the last hidden states; each
+    token's error is relative to its own output's deviation from its mean, and all tokens count equally.
     """
 
     def outputs(coded: Mapping[str, Codec]) -> list[Tensor]:
@@ -243,27 +243,27 @@ def _effects(run: _Run, codecs: Mapping[str, Codec], batches: Sequence[Tensor]) 
 
 
 def _held_out(
-    calibration: Calibration, run: _Run, batches: Sequence[Tensor], before: int, tell: Callable[[int], None]
+    calibration: Calibration, run: _Run, batches: Sequence[Tensor], before: int, report: Callable[[int], None]
 ) -> dict[str, tuple[tuple[float, float], ...]]:
     """Measure the errors of the chosen formats: mean and standard deviation by layer, of each rank."""
     errors: dict[str, dict[str, list[float]]] = {name: {} for name in calibration.features}
     done = before
 
     def look(layer: str, rank: int, x: Tensor) -> None:
-        """Take samples of as many rows as `Drift` does, from each sequence."""
+        """Sample as many rows of each sequence as `Drift` does."""
         if rank < calibration.world:
             codec = calibration.codec(layer, rank)
-            seen = errors[layer].setdefault(str(rank), [])
-            turns = range(len(seen), len(seen) + _SAMPLES)
+            sampled = errors[layer].setdefault(str(rank), [])
+            turns = range(len(sampled), len(sampled) + _SAMPLES)
             found = [
                 relative_error(codec, sample(rows, turn)) for rows in x.reshape(-1, *x.shape[-2:]) for turn in turns
             ]
-            seen.extend(torch.stack(found).tolist())
+            sampled.extend(torch.stack(found).tolist())
 
     def after(count: int) -> None:
         nonlocal done
         done += count
-        tell(done)
+        report(done)
 
     run.show(batches, look, after)
     found: list[Any] = [
@@ -280,7 +280,7 @@ def _held_out(
 
 
 def _split(sequences: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return batches to observe, and batches to hold out: the last eighth of the sequences, none of a single one."""
+    """Return batches to observe and batches to hold out: the last eighth, or none if there is only one sequence."""
     batches = []
     for batch in sequences:
         if batch.dim() not in (1, 2) or batch.is_floating_point() or not batch.numel():
@@ -357,7 +357,7 @@ def _digest(sequences: Iterable[Tensor]) -> str:
 
 @dataclass(frozen=True)
 class _Run:
-    """A model in evaluation mode whose partial sums are looked at; `ranks` stands for their total."""
+    """A model in evaluation mode whose partial sums are observed; as a rank's number, `ranks` means their total."""
 
     model: nn.Module
     layers: Mapping[str, ModelSum]
@@ -368,7 +368,7 @@ class _Run:
     def show(
         self, batches: Iterable[Tensor], look: Callable[[str, int, Tensor], None], after: Callable[[int], None]
     ) -> None:
-        """Show `look` the partial sums of all batches, by layer and rank, and tell `after` each one's length."""
+        """Call `look` with the partial sums of all batches, by layer and rank, and `after` with each batch's length."""
         with self._watched(look):
             for batch in batches:
                 self.output(batch)
@@ -395,7 +395,7 @@ class _Run:
             batch = args[0].shape
 
         def by_sequence(x: Tensor) -> Tensor:
-            """Experts get all sequences as one, some of them once for each expert: (experts * batch * length, E)."""
+            """Undo the reshaping for experts, which get all sequences as one, some once for each expert."""
             return x.view(-1, *batch, x.shape[-1]).transpose(0, 1).reshape(batch[0], -1, x.shape[-1])
 
         def see(layer: str, partials: Sequence[Tensor], total: Tensor) -> None:

@@ -48,26 +48,26 @@ class Calibration:
         averages: moving averages of the minimum ("low"), the maximum ("high") and the mean ("mean") of a sequence, by
             layer, float32 (world + 1, E); the last row is that of the ranks' sum. Not corrected for their start at
             zero, so that a calibration can be continued.
-        count: sequences that they were made from.
+        count: number of sequences from which they were made.
         features: by layer, ascending: those sent as bfloat16.
-        bits: by layer: of codes; a layer without has 4.
-        effects: by layer: what 4-bit codes do to the model's outputs (`effects`); measured for a budget of bits only.
+        bits: bits of codes by layer; 4 for layers that are not named.
+        effects: by layer: effect of 4-bit codes on the model's outputs; measured only for a budget of bits.
         inputs: by layer that sends its inputs instead of its partial sums: bits and group of their format
             (`inputs.input_format`), and its bits per row.
-        curves: by layer: where codes end best, and the error, for each width (`formats.Curve`).
-        held_out: by layer, of each rank: mean and standard deviation of the relative error of rows that were held out.
+        curves: by layer: the best clip of codes and the error, for each width (`formats.Curve`).
+        held_out: by layer, for each rank: mean and standard deviation of the relative error of held-out rows.
         model: its `identity`. dtype: of its partial sums.
-        world: tensor-parallel ranks.
-        text: where the sequences came from.
+        world: number of tensor-parallel ranks.
+        text: source of the sequences.
         settings: momentum, k, gain, and budget of bits.
 
     Attributes:
-        ranges: by layer, float32 (world, E): the furthest that corrected averages of extremes are from that of the
-            mean, or their magnitude where they never differ from it. A feature that was always zero on a rank gets the
-            smallest range of its layer; none is below 1/64 of the root mean square of its rank's. With gain "static"
-            as published: the magnitude of the extremes, so that ranges are symmetric.
-        total: the same of the sum over the ranks, (E,).
-        means: by layer, float32 (world + 1, E); no part of the formats with gain "static".
+        ranges: by layer, float32 (world, E): the largest distance of the corrected averages of the extremes from that
+            of the mean, or their magnitude if they never differ from it. A feature that was always zero on a rank gets
+            the smallest range of its layer; none is below 1/64 of the root mean square of its rank's. With gain
+            "static", as published: the magnitude of the extremes, so that ranges are symmetric.
+        total: the same for the sum over the ranks, (E,).
+        means: by layer, float32 (world + 1, E); not used by formats with gain "static".
 
     Raises:
         ValueError: a layer whose partial sums were always zero.
@@ -108,7 +108,7 @@ class Calibration:
         return self.settings.get("gain", "token")
 
     def codec(self, layer: str, rank: int = 0) -> FeatureInt:
-        """Return the format of a layer for this rank's partial sums; its `part(r)` is for another rank's.
+        """Return the format of a layer for this rank's partial sums; its `part(r)` is that of rank r.
 
         Raises:
             CalibrationError: a layer that was not calibrated.
@@ -132,14 +132,14 @@ class Calibration:
         return codecs
 
     def inputs_codecs(self) -> dict[str, Summable]:
-        """Return the formats of inputs, by layer that sends them where its partial sums would be coded."""
+        """Return the formats of inputs, by layer that sends inputs when its partial sums would be coded."""
         return {name: input_format(bits, group) for name, (bits, group, _) in self.inputs.items()}
 
     def select(self, *, k: int | None = None, gain: str | None = None) -> Calibration:
         """Return the same averages and bits with features chosen anew, as `calibrate` does; k=0: none in bfloat16.
 
-        With another `gain`, ranges are another measure of the averages, and what was chosen for the old ones is left
-        out: codes have 4 bits, no layer sends its inputs, and nothing was held out.
+        With another `gain`, ranges are computed differently, and everything that was chosen for the old ones is
+        dropped: codes have 4 bits, no layer sends its inputs, and there are no held-out errors.
 
         Raises:
             ValueError: k is not smaller than the features of a layer, or an unknown gain.
@@ -172,7 +172,7 @@ class Calibration:
         return dataclasses.replace(self, bits=chosen, settings={**self.settings, "bits": bits})
 
     def bits_per_value(self, *layers: str) -> float:
-        """Bits per value of these layers, or of all, of many rows: gains, outliers and codes; or inputs."""
+        """Bits per value of these layers, or of all, for many rows: gains, outliers and codes, or inputs."""
         names = layers or tuple(self.features)
         widths = {name: self.ranges[name].shape[1] for name in names}
         costs = (
@@ -184,7 +184,7 @@ class Calibration:
         return sum(costs) / sum(widths.values())
 
     def fingerprint(self) -> str:
-        """Return 16 hexadecimal digits of all contents, which ranks compare before the first token."""
+        """Return a digest of all contents, 16 hexadecimal digits, which ranks compare before the first token."""
         return self._fingerprint
 
     @cached_property
@@ -269,7 +269,7 @@ class Calibration:
             )  # fmt: skip
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise CalibrationError(
-                f"{path} is not as `lowbit calibrate` writes it: {type(error).__name__}: {error}"
+                f"{path} is not a file of `lowbit calibrate`: {type(error).__name__}: {error}"
             ) from error
 
     def _metadata(self) -> dict[str, str]:
@@ -318,7 +318,7 @@ def tables_of(
             where = "the sum" if rank == len(magnitude) - 1 else f"rank {rank}"
             zeros.append(f"feature {feature} on {where} of {name}")
             magnitude = magnitude.masked_fill(empty, float(magnitude[~empty].min()))
-        # What hardly varied may vary more: then it must not set the gain of all others.
+        # A feature that hardly varied here may vary more later: it must not set the gain of all others then.
         least = magnitude.square().mean(1, keepdim=True).sqrt() * (FLOOR if gain == "token" else 0.0)
         ranges[name], means[name] = torch.maximum(magnitude, least), mean
     return ranges, means, zeros

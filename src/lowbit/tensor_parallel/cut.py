@@ -1,4 +1,4 @@
-"""`tensor_parallel_`: cut a whole model over real ranks by its own plan."""
+"""`tensor_parallel_`: cuts a whole model over real ranks by its own plan."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def tensor_parallel_(
 ) -> nn.Module:
     """Cut a whole model over the ranks of a group, in place, for inference.
 
-    For models in memory, and where `from_pretrained(folder, tp_plan="auto")` is not possible: it needs the package
-    accelerate. Each rank keeps its part of every weight in the plan as a `DTensor`; embeddings stay whole. Partial sums
-    are added up by PyTorch's own all-reduce in the model's dtype, until `low_bit_` installs a format: of n elements of
-    2 bytes each of W ranks sends 4 (W - 1) / W n bytes. With two ranks results are those of `emulate_tensor_parallel_`,
-    on CPU bit for bit; with more the order of the additions differs.
+    Use it for models in memory, or if `from_pretrained(folder, tp_plan="auto")`, which needs the package accelerate, is
+    not possible. Each rank keeps its part of every weight in the plan as a `DTensor`; embeddings stay whole. Partial
+    sums are added up by PyTorch's own all-reduce in the model's dtype, until `low_bit_` installs a format: for n
+    elements of 2 bytes each of W ranks sends 4 (W - 1) / W n bytes. With two ranks results are those of
+    `emulate_tensor_parallel_`, on CPU bit for bit; with more the order of the additions differs.
 
     Args:
         model: whole, with the same weights on all ranks; they are not sent.

@@ -1,4 +1,4 @@
-"""`Drift`: whether a calibration still holds for the inputs of a running model."""
+"""`Drift`: checks whether a calibration still holds for the inputs of a running model."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from lowbit.codecs.checks import check_int
 from lowbit.wire.json_values import gather_json
 
 ROWS = 4
-"""Rows of a sample."""
+"""Number of rows in a sample."""
 _GOLDEN = (math.sqrt(5) - 1) / 2
 _log = logging.getLogger("lowbit.tensor_parallel")
 
 
 def sample(x: Tensor, turn: int) -> Tensor:
-    """Return up to `ROWS` rows of (..., E) in float32, other ones for each turn.
+    """Return up to `ROWS` rows of (..., E) in float32, different ones for each turn.
 
-    They are spread by the golden ratio: evenly spaced ones would all be at one position of sequences in a batch.
+    They are spread by the golden ratio: evenly spaced ones would all have one position in the sequences of a batch.
     """
     rows = x.reshape(-1, x.shape[-1])
     if len(rows) <= ROWS:
@@ -38,7 +38,7 @@ def sample(x: Tensor, turn: int) -> Tensor:
 def relative_error(codec: Codec, rows: Tensor) -> Tensor:
     """Root mean square of each row's error over that of the row, the median over the rows, float64.
 
-    A row of zeros counts as 0. The median, because a large token says nothing of the others, and padding of none.
+    A row of zeros counts as 0. The median is not affected by a few very large tokens or by padding.
     """
     error = codec.decode(codec.encode(rows), shape=rows.shape) - rows
     power = rows.double().square().sum(1)
@@ -46,7 +46,7 @@ def relative_error(codec: Codec, rows: Tensor) -> Tensor:
 
 
 class Writer(Protocol):
-    """Takes curves, as `torch.utils.tensorboard.SummaryWriter` does."""
+    """Interface of `torch.utils.tensorboard.SummaryWriter` that is used here."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any:
         """Write one value."""
@@ -58,8 +58,8 @@ class DriftRow:
 
     Args:
         layer: its name. rank: whose partial sums.
-        samples: how many were taken. error: the mean of their relative errors; NaN: no sample.
-        expected: the same of text that the calibration held out; NaN: the codec does not know.
+        samples: number of samples. error: the mean of their relative errors; NaN without samples.
+        expected: the same for text that the calibration held out; NaN if the codec has no such number.
         bad: sampled calls with NaN or Inf in the partial sums.
         drifted: whether the error is above what is expected.
     """
@@ -75,7 +75,7 @@ class DriftRow:
 
 @dataclass
 class _Watched:
-    """One layer. Sums are on the device of the values, so that adding to them need not wait for it."""
+    """Samples of one layer. Sums stay on the device of the values, so that adding to them need not wait for it."""
 
     codec: FeatureInt
     sums: dict[int, Tensor] = field(default_factory=dict)  # float64 by rank: samples, their errors, calls with NaN
@@ -92,14 +92,14 @@ class Drift:
         print(drift.report())
         drift.write(SummaryWriter("runs/drift"), step)
 
-    Of every `every`th call of a layer up to 4 rows are coded once more, and the median of their relative errors is
-    compared with that of as many rows of text that the calibration held out. A layer has drifted if the mean over the
-    samples is above `threshold` times the calibration's, and if that is not chance: by 3 standard deviations of such a
-    mean. Then more bits for the layer help, or calibrating on such text. NaN and Inf are told apart: no calibration
-    causes or cures them. Every layer warns once. Only those calls, and `report`, wait for the device.
+    In every `every`th call of a layer up to 4 rows are coded again, and the median of their relative errors is compared
+    with that of the same number of rows of text that the calibration held out. A layer has drifted if the mean over the
+    samples is above `threshold` times the calibration's, and the difference exceeds 3 standard deviations of such a
+    mean. Then give the layer more bits, or calibrate on such text. NaN and Inf are reported separately: calibration
+    neither causes nor cures them. Every layer warns once. Only those calls, and `report`, wait for the device.
 
     Args:
-        threshold: of the error over that of the calibration's held-out text.
+        threshold: largest allowed ratio of the error to that of the calibration's held-out text.
         every: calls of a layer between two samples.
     """
 
@@ -109,7 +109,7 @@ class Drift:
         check_int("every", every, 1, 1 << 30)
         self.threshold, self.every = threshold, every
         self._layers: dict[str, _Watched] = {}
-        self._told = False
+        self._warned_nan = False
 
     def attach(self, layer: str, codec: Codec | None) -> None:
         """Watch a layer.
@@ -141,7 +141,7 @@ class Drift:
 
     def reset(self) -> None:
         """Forget all samples and allow warnings again."""
-        self._told = False
+        self._warned_nan = False
         for watched in self._layers.values():
             watched.sums.clear()
             watched.calls, watched.warned = 0, False
@@ -169,8 +169,8 @@ class Drift:
         rows = self._rows(layer, watched)
         if any(row.bad for row in rows):
             watched.warned = True
-            if not self._told:  # the layers behind it get it from there
-                self._told = True
+            if not self._warned_nan:  # later layers only inherit it
+                self._warned_nan = True
                 row = next(row for row in rows if row.bad)
                 _log.warning(
                     "NaN or Inf in the partial sums of %s on rank %d: not a matter of the calibration; the model, its "
@@ -204,7 +204,7 @@ class Drift:
 
 @dataclass(frozen=True, kw_only=True)
 class DriftReport:
-    """A table of all layers; `str` of it is for people, `rows` for programs."""
+    """A table of all layers: `str` formats it, `rows` has the values."""
 
     threshold: float
     rows: tuple[DriftRow, ...]

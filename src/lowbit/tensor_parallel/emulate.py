@@ -1,4 +1,4 @@
-"""A tensor-parallel model in one process, on CPU bit for bit as on real ranks; to calibrate and to evaluate."""
+"""Emulates a tensor-parallel model in one process, on CPU bit for bit, for calibration and evaluation."""
 
 from __future__ import annotations
 
@@ -46,19 +46,19 @@ def emulate_tensor_parallel_(
     Every matrix product has the shape that it has on a rank (column-wise weights are cut by outputs, row-wise ones by
     inputs), activations between them are computed shard by shard, and partial sums are coded and added up in the order
     of the ranks. So on CPU logits are bit-identical to those of real ranks with the same number of threads and settings
-    (tested with bfloat16 and float32 weights); with more than two ranks only where every sum is coded, for uncoded ones
-    are left to PyTorch's all-reduce, which adds up in another order. On a GPU this is not shown: attention is computed
-    for all heads at once here and for a rank's own heads there, where a kernel may add up in another order. Memory: a
-    second copy of the row-wise weights and of the experts. Nothing is sent. Traffic counts what Transformers' ranks
-    would send: they cut the embedding too.
+    (tested with bfloat16 and float32 weights); with more than two ranks only if every sum is coded, because uncoded
+    ones are left to PyTorch's all-reduce, which adds up in another order. On a GPU results may differ: attention is
+    computed for all heads at once here and for a rank's own heads there, and a kernel may add up in another order. It
+    needs memory for a second copy of the row-wise weights and of the experts. Nothing is sent. Traffic counts what
+    Transformers' ranks would send; they also cut the embedding.
 
     Args:
         model: a whole Hugging Face model, or any module with a `plan`.
         ranks: how many to emulate, at least 1.
-        low_bit: a `Calibration` for this many ranks and this model; a codec, used for all layers (`GroupInt` for plain
-            INT8), or codecs by layer, of which others have none; None: sums in
-            the model's dtype, in the order of the ranks, rounded once. (The all-reduce of real
-            ranks does the same for two ranks, and rounds after every addition for more.)
+        low_bit: a `Calibration` for this many ranks and this model; a codec for all layers (`GroupInt` for plain INT8);
+            or codecs by layer, where unnamed layers have none. None: sums in the model's dtype, in the order of the
+            ranks, rounded once. (The all-reduce of real ranks does the same for two, and may round after every addition
+            for more.)
         settings: how partial sums are added up; default `SumSettings()`, which measures nothing here.
         plan: overrides the model's own.
         watch: called with all partial sums and their sum. drift: watches coded values, on all ranks.
@@ -67,7 +67,7 @@ def emulate_tensor_parallel_(
         An `Installed`, whose `remove()` undoes it; its `traffic` counts what each rank would have sent.
 
     Raises:
-        ValueError: no plan, modules that their style is not for, quantized weights, or sizes that cannot be divided.
+        ValueError: no plan, modules that do not fit their style, quantized weights, or sizes that cannot be divided.
         CalibrationError: a calibration for another model or number of ranks.
         RuntimeError: in a forward pass with gradients on: it is for inference.
     """
@@ -116,7 +116,7 @@ def _codec_of(low_bit: Calibration | Codec | Mapping[str, Codec] | None, name: s
 def _forward(
     name: str, module: nn.Module, style: str, rules: Plan, ranks: int, layer_sum: LayerSum | None
 ) -> Callable[..., Tensor]:
-    """Make the forward of a module of this style; with the sum over the ranks, if its output is one."""
+    """Make the forward of a module of this style; if its output is a partial sum, add up over the ranks."""
     if layer_sum is None:
         return _column_forward(module, ranks) if isinstance(module, nn.Linear) else divided_forward(module, ranks)
     if isinstance(module, nn.Linear):

@@ -1,4 +1,4 @@
-"""What Hugging Face Transformers installed on the modules of a model that it cut over ranks."""
+"""Finds the styles that Hugging Face Transformers installed on the modules of a model that it cut over ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _KINDS = {
     "LocalParamsParallel": "whole",
     "TensorParallelLayer": "whole",
 }
-"""By class of the style. "whole": returns what every rank computes, or works on what a rank has, without sending."""
+"""Kinds by the class of the style. "whole": works on a rank's own tensors and sends nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class Style:
     """A style that Transformers installed on a module.
 
     Args:
-        name: of the module. module: itself. kind: what it does, of `SUMS`, or "embedding", "column", "gather", "whole".
+        name, module: of the module. kind: one of `SUMS`, or "embedding", "column", "gather", "whole".
         style: the object. mesh: the ranks. own: the module's forward without the style. state: the rest of its closure.
     """
 
@@ -57,7 +57,7 @@ class Style:
 
 
 class Parts(NamedTuple):
-    """What a module computes on a rank, and what follows the sum."""
+    """The two parts of a forward: what a rank computes before the sum, and what follows the sum."""
 
     partial: Callable[..., Tensor]
     finish: Callable[[Tensor], Tensor] | None
@@ -67,7 +67,7 @@ def installed(name: str, module: nn.Module) -> Style | None:
     """Return the style on a module; None if there is none.
 
     Raises:
-        ValueError: a style that is unknown here.
+        ValueError: an unknown style.
     """
     forward = module.__dict__.get("forward")
     if not inspect.isfunction(forward) or not forward.__module__.startswith("transformers.distributed"):
@@ -75,26 +75,26 @@ def installed(name: str, module: nn.Module) -> Style | None:
     state = dict(inspect.getclosurevars(forward).nonlocals)
     style, mesh = state.get("self"), state.get("mesh", state.get("ep_mesh"))
     kind = type(style).__name__ if style is not None else forward.__qualname__.partition(".")[0]
-    known = _KINDS.get(kind)
-    if known == "whole":
-        return Style(name=name, module=module, kind=known, style=style, mesh=mesh, own=forward, state=state)
+    role = _KINDS.get(kind)
+    if role == "whole":
+        return Style(name=name, module=module, kind=role, style=style, mesh=mesh, own=forward, state=state)
     own = state.get("original_forward", state.get("implementation"))
-    if style is None or known is None or mesh is None or own is None:
+    if style is None or role is None or mesh is None or own is None:
         raise ValueError(
             f"{name} ({type(module).__name__}) has the tensor-parallel style {kind} of Transformers, and it is unknown "
             f"whether its output is a sum; allowed: {', '.join(_KINDS)}"
         )
     layout = getattr(style, "output_layouts", None)
-    if (known == "column" and isinstance(layout, Replicate)) or (known == "embedding" and style.shard_dim != 0):
-        known = "gather"
-    return Style(name=name, module=module, kind=known, style=style, mesh=mesh, own=own, state=state)
+    if (role == "column" and isinstance(layout, Replicate)) or (role == "embedding" and style.shard_dim != 0):
+        role = "gather"
+    return Style(name=name, module=module, kind=role, style=style, mesh=mesh, own=own, state=state)
 
 
 def partial_sum(style: Style) -> Parts | None:
-    """Return what a module computes on a rank without the style's all-reduce; None if it sends no sum to be coded.
+    """Return a module's forward on a rank without the style's all-reduce; None if it sends no sum to be coded.
 
     Raises:
-        ValueError: it sends something else than sums to all ranks.
+        ValueError: it sends something other than sums to all ranks.
     """
     if style.kind == "rowwise":
         return _linear(style)

@@ -1,4 +1,4 @@
-"""Expert layers: what a rank has of their parameters, and what it computes with that."""
+"""Expert layers: a rank's part of their parameters, and what it computes with this part."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from lowbit.tensor_parallel.plan import Plan, style_of, text_config
 
 BIAS = "down_proj_bias"
-"""Bias of the experts' last product. Each rank would add it: only the first one does."""
+"""Biases of the experts' last product. Only the first rank may add them, or the sum would contain them repeatedly."""
 
 
 class Cut(NamedTuple):

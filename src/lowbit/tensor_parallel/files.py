@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class CalibrationError(ValueError):
-    """A calibration cannot be used: it is missing, cut short, or made for something else."""
+    """A calibration cannot be used: it is missing, truncated, or made for another model or another setup."""
 
 
 Tensors = Mapping[str, Mapping[str, Tensor]]
@@ -28,7 +28,7 @@ def join(tensors: Tensors) -> dict[str, Tensor]:
 
 
 def _digest(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
-    """SHA-256 of all that a file holds."""
+    """SHA-256 of the whole contents of a file."""
     digest = hashlib.sha256(json.dumps(dict(metadata), sort_keys=True).encode())
     for name, t in sorted(tensors.items()):
         digest.update(f"/{name} {t.dtype} {tuple(t.shape)}/".encode())

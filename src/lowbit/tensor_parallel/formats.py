@@ -1,4 +1,4 @@
-"""How many bits each layer's codes have, and where codes end: chosen by the error of sampled partial sums."""
+"""Chooses the bits and the clip of each layer's codes by the error of sampled partial sums."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from lowbit.codecs import FeatureInt
 from lowbit.codecs.feature_int.codec import CLIPS
 
 WIDTHS = (3, 4, 5, 6, 8)
-"""Bits of codes that a budget chooses from."""
+"""Bits of codes among which a budget chooses."""
 GRID = (0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0)
-"""Shares of a token's largest magnitude where codes may end."""
+"""Candidate clips: shares of a token's largest magnitude at which codes may end."""
 
 Curve = dict[int, tuple[float, float]]
-"""By bits of codes: where they end best, and the squared error of the sum over the ranks, a row's in the mean."""
+"""By bits of codes: the best clip, and the squared error of the sum over the ranks, averaged over rows."""
 
 
 def curve_of(codec: FeatureInt, rows: Tensor) -> Curve:
@@ -30,7 +30,7 @@ def curve_of(codec: FeatureInt, rows: Tensor) -> Curve:
 
 
 def _best(codec: FeatureInt, bits: int, rows: Tensor, exact: Tensor) -> tuple[float, float]:
-    """The error has one minimum over the grid: go down from the usual clip. Static ranges are not clipped."""
+    """Descend from the usual clip, because the error has one minimum over the grid. Static ranges are not clipped."""
     errors: dict[int, float] = {}
 
     def error(i: int) -> float:
@@ -54,17 +54,17 @@ def spend(
     budget: float,
     effects: Mapping[str, float],
 ) -> dict[str, int]:
-    """Return the bits of each layer's codes for a budget, for which the errors of all sums add up to least.
+    """Return the bits of each layer's codes within a budget for which the errors of all sums add up to the least.
 
-    What counts is not the error of a sum, but what it does to the model's outputs (`effects`), which is taken to grow
-    as the squared error of the sum does.
+    An error counts by its effect on the model's outputs (`effects`), which is assumed to be proportional to the squared
+    error of the sum.
 
     Args:
         curves: of each layer. costs: bits per row of each layer, by the bits of its codes. budget: bits per row of all
             layers together. effects: by layer, of 4-bit codes.
 
     Raises:
-        ValueError: a budget below that of the narrowest codes.
+        ValueError: a budget that does not suffice for the narrowest codes.
     """
     chosen = dict.fromkeys(curves, WIDTHS[0])
     spent = sum(costs[name][bits] for name, bits in chosen.items())

@@ -1,4 +1,4 @@
-"""An identity for models, the same whether a model is whole or in shards on several ranks."""
+"""Computes an identity of a model that is the same for the whole model and for its shards on several ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _FORMULAS = (
 _EVEN, _MODULUS = 0x9E36, 1 << 16
 
 Sums = dict[str, tuple[list[int], bool, list[int]]]
-"""By parameter: the whole shape, whether this rank has a part of it only, and a checksum for each dimension."""
+"""By parameter: the whole shape, whether this rank has only a part of it, and a checksum for each dimension."""
 
 
 def identity(model: nn.Module, layers: Mapping[str, ModelSum], stages: dist.ProcessGroup | None = None) -> str:
@@ -41,11 +41,11 @@ def identity(model: nn.Module, layers: Mapping[str, ModelSum], stages: dist.Proc
     The digits depend on the sizes and constants in the model's config, the names of its sums, and the names,
     shapes and contents of all parameters. Contents enter as checksums of all elements, rounded to bfloat16, and their
     positions. So a model may be calibrated in float32 and run in bfloat16, or the other way round, but not in float16,
-    which rounds differently. One pass over the weights.
+    which rounds differently. It takes one pass over the weights.
 
-    On tensor-parallel ranks all of them must call it: checksums of their parts are added up. A parameter that the ranks
-    hold whole, but not equal, gives another identity, the same on all of them. So do quantized weights: each rank
-    quantizes its part, and the identity is that of these parts on this number of ranks.
+    All tensor-parallel ranks must call it: checksums of their parts are added up. If the ranks hold different whole
+    copies of a parameter, the identity is another one, the same on all of them. Quantized weights also change it: each
+    rank quantizes its part, and the identity is that of these parts on this number of ranks.
 
     Args:
         model: a module; its config counts if it has one. layers: its sums by name.
@@ -87,7 +87,7 @@ def _parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _checksums(model: nn.Module) -> Sums:
     """Return sums of the bits of each parameter, or of this rank's part, weighted by position in each dimension.
 
-    In int16, whose sums are ten times as fast on CPUs as wider ones.
+    Computed in int16, whose sums are ten times as fast on CPUs as wider ones.
     """
     checksums: Sums = {}
     for name, parameter in _parameters(model):

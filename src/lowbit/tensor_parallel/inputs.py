@@ -1,8 +1,8 @@
-"""Row-wise layers whose partial sums are never sent: ranks exchange their inputs, and each multiplies by all weights.
+"""Row-wise layers whose ranks exchange inputs instead of partial sums, and each multiply by all weights.
 
-The partial sums behind attention have E features, but on W ranks each is made from the E / W numbers of a rank's own
+The partial sums after attention have E features, but on W ranks each is computed from the E / W outputs of a rank's own
 heads. In 8 bits these take the bytes of the sums in 8 / W bits, and their error is a tenth of that of sums in 4 bits.
-The price: every rank keeps the layer's whole weight and does W times its products.
+In return every rank keeps the layer's whole weight and computes W times as many products.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from lowbit.tensor_parallel.reduce import check_inference, sum_in_process, sum_o
 from lowbit.tensor_parallel.rowwise import LAYER_SUM, Installed, LayerSum, local, own_input
 from lowbit.tensor_parallel.sums import ModelSum, mark
 
-_ROWS = 64  # of the message whose bits are counted
+_ROWS = 64  # rows of the message whose bits are counted
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slices(Summable):
-    """Codes rows of which each rank holds a slice of the features: the sum over the ranks puts them side by side.
+    """Codes rows of which each rank holds a slice of the features, so that the sum over the ranks concatenates them.
 
     Rank r's rows are zero outside features r E / W to (r + 1) E / W. Only these are coded, one rank's slices of all
-    rows in a piece; bytes and formulas are those of `codec` for that number of elements.
+    rows at once; bytes and formulas are those of `codec` for that number of elements.
 
     Args:
-        codec: of the slices. width: E. world: W, a divisor of E. rank: whose slices this codec codes.
+        codec: of the slices. width: E. world: W, a divisor of E. rank: the rank whose slices this codec codes.
 
     Raises:
-        TypeError: a codec that keeps state or codes whole tokens only. ValueError: W does not divide E.
+        TypeError: a codec that keeps state or only codes whole tokens. ValueError: W does not divide E.
     """
 
     codec: Summable
@@ -102,7 +102,7 @@ class Slices(Summable):
 
 
 def input_numbers(inputs: object) -> tuple[int, int]:
-    """Return bits and group of a format of inputs, as calibrations keep them: group 0 is bfloat16.
+    """Return bits and group of a format of inputs, as calibrations store them: group 0 means bfloat16.
 
     Raises:
         ValueError: another format.
@@ -123,10 +123,10 @@ def input_format(bits: int, group: int) -> Summable:
 
 
 def layers_with_inputs(sums: Mapping[str, ModelSum], ranks: int, inputs: Summable, most: float) -> dict[str, float]:
-    """Return the layers that may send their inputs instead of their partial sums, and the bits of a row of each.
+    """Return the layers that may send their inputs instead of their partial sums, with the bits of a row of each.
 
-    Allowed are plain `Linear`s whose inputs take at most `most` bits for each output, and that have no more inputs than
-    outputs: all products of an MLP's last layer on every rank would cost more than the link does.
+    These are plain `Linear`s whose inputs take at most `most` bits for each output, and that have no more inputs than
+    outputs: computing all products of an MLP's last layer on every rank would cost more than it saves on the link.
     """
     found: dict[str, float] = {}
     for name, summed in sums.items():
@@ -142,17 +142,17 @@ def layers_with_inputs(sums: Mapping[str, ModelSum], ranks: int, inputs: Summabl
 
 @dataclass(kw_only=True, eq=False)
 class InputGather:
-    """A row-wise layer whose inputs travel wherever its partial sums would be coded; see the module.
+    """A row-wise layer that sends its inputs whenever its partial sums would be coded; see the module.
 
     On real ranks a call is the operator `lowbit::tp_linear`, so that graphs may contain it. Each rank sends (W - 1)
-    times the bytes of its slices, 8.25 E / (8 W) a row in `GroupInt(bits=8, group=64)`.
+    times the bytes of its slices, 8.25 E / (8 W) per row in `GroupInt(bits=8, group=64)`.
 
     Args:
-        sums: of the layer: decides, by its format and settings, which calls are coded; adds up what is not.
+        sums: of the layer: decides, by its format and settings, which calls are coded, and adds up the others.
         slices: format of the inputs.
 
     Attributes:
-        number: by which the operator finds it.
+        number: number under which the operator finds it.
     """
 
     sums: LayerSum
@@ -176,7 +176,7 @@ class InputGather:
         return op.tp_linear(x, weight, whole, self.number, self.sums.group_name)
 
     def linear(self, x: Tensor, weight: Tensor, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """What the operator does."""
+        """Implement the operator."""
         sums = self.sums
         if self._stays(x):
             partial = F.linear(x, weight)
@@ -203,12 +203,12 @@ class InputGather:
         return total
 
     def _stays(self, x: Tensor) -> bool:
-        """Whether the sum for these inputs is left to the engine."""
+        """Whether the sum for these inputs is left uncoded."""
         partial = torch.empty((*x.shape[:-1], self.sums.width), dtype=x.dtype, device="meta")
         return self.sums.settings.choice(partial, self.sums.ranks, self.sums.codec) == "plain"
 
     def _placed(self, x: Tensor, rank: int) -> Tensor:
-        """Return all inputs, zero but for a rank's own."""
+        """Return a tensor of all inputs that is zero except for a rank's own."""
         full = x.new_zeros(*x.shape[:-1], self.slices.width)
         full.narrow(-1, rank * x.shape[-1], x.shape[-1]).copy_(x)
         return full

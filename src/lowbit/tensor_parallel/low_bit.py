@@ -32,13 +32,13 @@ def low_bit_(
         model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
         low_bit_(model, "calibration.safetensors")
 
-    The ranks compare calibration and settings before anything is changed, and all load the same or raise the same. Then
-    they measure which sums are faster in few bits on their link, which takes a few seconds, unless `settings` says it.
-    `torch.compile` takes the model without a graph break. Bytes: see `LowBitRowwiseParallel`.
+    The ranks compare calibration and settings before anything is changed; all continue or all raise the same error.
+    Then they measure which sums are faster in few bits on their link, which takes a few seconds, unless `settings`
+    contains thresholds. `torch.compile` compiles the model without a graph break. Bytes: see `LowBitRowwiseParallel`.
 
     Args:
-        model: on real tensor-parallel ranks. Coded are row-wise layers, with plain or quantized weights, and layers of
-            experts (`model_sums`); embeddings that are cut by the vocabulary are counted.
+        model: on real tensor-parallel ranks. Row-wise layers, with plain or quantized weights, and layers of experts
+            are coded (`model_sums`); embeddings that are cut by the vocabulary are only counted.
         calibration: a file of `lowbit calibrate`, a `Calibration`, or a codec for all layers.
         settings: how partial sums are added up; default `SumSettings()`.
         drift: watches at run time whether the calibrated ranges hold.
@@ -50,7 +50,7 @@ def low_bit_(
         ValueError: no module of the model adds up partial sums, one returns something unknown or adds up in few bits
             already, or a codec or the thresholds of `settings` do not fit.
         CalibrationError: the file is missing, cut short, or for another model, world size or codec version.
-        AgreementError: the ranks do not hold the same; the same text on all of them.
+        AgreementError: models, formats or settings differ between ranks; the same text on all of them.
     """
     sums = real_sums(model)
     if not sums:
@@ -82,11 +82,11 @@ def install_formats(
 
 
 def load_agreed(source: Source, group: dist.ProcessGroup, settings: SumSettings) -> Calibration | Codec:
-    """Load a calibration, or take a codec, that is the same on all ranks; to be called by all of them.
+    """Load a calibration, or return the codec, after checking that it is the same on all ranks; all must call this.
 
     Raises:
-        AgreementError: ranks hold different ones, or some have none; the same text on all.
-        CalibrationError, TypeError: none of them could load it, or it is neither a calibration nor a codec.
+        AgreementError: ranks have different ones, or some have none; the same text on all.
+        CalibrationError, TypeError: no rank could load it, or it is neither a calibration nor a codec.
     """
     error: Exception | None = None
     loaded: Any = source

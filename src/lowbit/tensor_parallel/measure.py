@@ -1,4 +1,4 @@
-"""Measure on the ranks' own link from how many rows on sums are faster in few bits: the same answer on all ranks."""
+"""Measures on the ranks' own link from how many rows on sums are faster in few bits; all ranks agree on the result."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from lowbit.wire import pytorch
 from lowbit.wire.json_values import gather_json
 
 ROWS = 1, 8, 32, 128, 512, 2048
-"""Numbers of rows that are measured. Between two of them, and above, sums travel as at the lower one."""
+"""Numbers of rows that are measured. Sums with another number of rows use the result of the next smaller one."""
 _TURNS, _FEWER, _LONG = 5, 3, 0.5  # turns after an untimed one; fewer after sizes that took `_LONG` seconds
 _GAIN = 0.97  # a coded sum must take at most this share of the engine's time in three of four turns
-_SECONDS = 4.0  # for all kinds: larger sums than fit into that are not measured
+_SECONDS = 4.0  # limit for all kinds: larger sums are not measured once it is used up
 
 _log = logging.getLogger("lowbit.tensor_parallel")
 
 Times = dict[int, dict[Choice, list[float]]]
-"""By rows and choice: seconds of the slowest rank in each turn."""
+"""Seconds of the slowest rank in each turn, by rows and choice."""
 
 
 @dataclass(frozen=True)
-class Sample:
-    """Sums that a layer makes: the codec is any of those with its sizes."""
+class SumSample:
+    """A kind of sum to measure; `codec` is that of any layer with these sizes."""
 
     width: int
     dtype: torch.dtype
@@ -50,11 +50,11 @@ _measured = weakref.WeakKeyDictionary()
 
 
 def measured(
-    samples: Sequence[Sample], group: dist.ProcessGroup, settings: SumSettings, *, anew: bool = False
+    samples: Sequence[SumSample], group: dist.ProcessGroup, settings: SumSettings, *, anew: bool = False
 ) -> SumSettings:
     """Return settings with thresholds instead of `small="auto"`; all ranks must call this.
 
-    What was measured before on this group is not measured again, unless `anew`.
+    Earlier measurements on this group are used again, unless `anew`.
 
     Raises:
         ValueError: `settings.small` holds thresholds for other ranks or other sums.
@@ -70,12 +70,12 @@ def measured(
         return settings
     if settings.small != "auto" or dist.get_world_size(group) == 1 or not kinds:
         return settings
-    known = _measured.setdefault(group, {})
+    cache = _measured.setdefault(group, {})
     for kind, sample in kinds.items():
         key = kind, settings.algorithm, settings.checksums
-        if anew or key not in known:
-            known[key] = _times(sample, group, settings, _SECONDS / len(kinds))
-    results = {kind: known[kind, settings.algorithm, settings.checksums] for kind in kinds}
+        if anew or key not in cache:
+            cache[key] = _times(sample, group, settings, _SECONDS / len(kinds))
+    results = {kind: cache[kind, settings.algorithm, settings.checksums] for kind in kinds}
     times = {kind: times for kind, (times, _) in results.items()}
     date = max(date for _, date in results.values())
     thresholds = _thresholds(kinds, times, dist.get_world_size(group), date)
@@ -85,14 +85,14 @@ def measured(
 
 
 def choices(ranks: int, settings: SumSettings) -> tuple[Choice, ...]:
-    """Return what competes: between two ranks two_shot sends the same bytes as one_shot, and codes twice."""
+    """Return the candidates, on two ranks without two_shot, which sends the same bytes there and codes twice."""
     if settings.algorithm != "auto":
         return "plain", settings.algorithm
     return ("plain", "one_shot") if ranks == 2 else ("plain", "one_shot", "two_shot")
 
 
-def _times(sample: Sample, group: dist.ProcessGroup, settings: SumSettings, seconds: float) -> tuple[Times, str]:
-    """Take turns on sums of more and more rows, as far as the time allows.
+def _times(sample: SumSample, group: dist.ProcessGroup, settings: SumSettings, seconds: float) -> tuple[Times, str]:
+    """Time all choices in turn on sums of more and more rows, as far as the time allows.
 
     Returns:
         Times and the date, the same on all ranks.
@@ -126,7 +126,7 @@ def _turn(x: torch.Tensor, codec: Codec, choice: Choice, group: dist.ProcessGrou
     return time.perf_counter() - start
 
 
-def _thresholds(kinds: Mapping[str, Sample], times: Mapping[str, Times], ranks: int, date: str) -> Thresholds:
+def _thresholds(kinds: Mapping[str, SumSample], times: Mapping[str, Times], ranks: int, date: str) -> Thresholds:
     milliseconds = {
         kind: {
             str(rows): {name: round(1e3 * statistics.median(turns), 3) for name, turns in by_choice.items()}
@@ -145,10 +145,10 @@ def _thresholds(kinds: Mapping[str, Sample], times: Mapping[str, Times], ranks: 
 
 
 def steps_of(times: Times) -> Steps:
-    """Return from which numbers of rows on which choice is taken.
+    """Return the numbers of rows from which on each choice is used.
 
-    A sum is coded from the number of rows on at which few bits are faster beyond the noise, there and at every larger
-    measured size.
+    A sum is coded from the first number of rows at which few bits are faster beyond the noise, there and at every
+    larger measured size.
     """
     steps: list[tuple[int, Choice]] = []
     for rows in sorted(times, reverse=True):

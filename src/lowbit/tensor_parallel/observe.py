@@ -1,4 +1,4 @@
-"""What calibration sees of partial sums: moving averages of their minimum, maximum and mean, and sampled rows."""
+"""Observes partial sums for calibration: moving averages of minimum, maximum and mean, and sampled rows."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from lowbit.wire.json_values import gather_json, gather_tensor
 _FORMAT = "lowbit-calibration-state"
 AVERAGES = ("low", "high", "mean")
 MOST_ROWS = 128
-"""Rows that are kept of each layer and rank."""
+"""Number of rows that are kept for each layer and rank."""
 _PER_SEQUENCE = 32
 
 
 def sampling(count: int) -> tuple[int, int]:
-    """Return how many rows are kept of a sequence, and of every how many-th, once there are `count` sequences."""
+    """Return the rows to keep per sequence, and n if only every n-th sequence is kept, of `count` sequences."""
     rows, every = _PER_SEQUENCE, 1
     while rows * -(-count // every) > MOST_ROWS:
         rows, every = (rows // 2, every) if rows > 1 else (1, 2 * every)
@@ -41,7 +41,7 @@ class Observer:
             over the ranks.
         samples: rows by layer, bfloat16 (ranks, sequences, rows, E), spread evenly over the sequences of this run; on
             real ranks those of the other ranks are 0 until `gather`.
-        count: sequences seen. before: those of earlier runs, which have left no rows.
+        count: number of sequences observed. before: those of earlier runs, whose rows are not available.
     """
 
     def __init__(self, widths: Mapping[str, int], *, ranks: int, momentum: float) -> None:
@@ -55,10 +55,7 @@ class Observer:
         self._seen: dict[str, dict[int, dict[str, Tensor]]] = {name: {} for name in widths}
 
     def see(self, layer: str, rank: int, x: Tensor) -> None:
-        """Note what is needed of a rank's partial sums, (batch, sequence, E) or (sequence, E); ValueError for NaN, Inf.
-
-        `rank` is `ranks` for their sum.
-        """
+        """Observe the sums of a rank, or of `ranks` for the total: (..., sequence, E); ValueError for NaN and Inf."""
         x = x.detach().reshape(-1, *x.shape[-2:])
         low, high, mean = x.amin(1).float().cpu(), x.amax(1).float().cpu(), x.mean(1, dtype=torch.float32).cpu()
         wrong = ~(torch.isfinite(low) & torch.isfinite(high))
@@ -75,7 +72,7 @@ class Observer:
         self._seen[layer][rank] = seen
 
     def commit(self) -> None:
-        """Add what one forward pass showed, which must have used all layers."""
+        """Add the observations of one forward pass, which must have used all layers."""
         if missing := [name for name, seen in self._seen.items() if self.ranks not in seen]:
             raise ValueError(f"a forward pass did not use {', '.join(missing)}; allowed: layers that every pass uses")
         batch = 0
@@ -96,10 +93,10 @@ class Observer:
         self.count += batch
 
     def gather(self, group: dist.ProcessGroup) -> None:
-        """Complete this rank's averages and rows by those of the others; to be called by all ranks of a real group.
+        """Complete this rank's averages and rows with those of the others; all ranks of a real group must call this.
 
         Raises:
-            CalibrationError: the ranks have other layers, or of other widths.
+            CalibrationError: the ranks have different layers, or layers of different widths.
         """
         rank = dist.get_rank(group)
         widths = {name: low.shape[1] for name, low in sorted(self.averages["low"].items())}
@@ -116,7 +113,7 @@ class Observer:
             self.samples[name] = gather_tensor(self.samples[name][rank], group)
 
     def resume(self, averages: Mapping[str, Mapping[str, Tensor]], count: int) -> None:
-        """Go on from the averages of an earlier run over `count` sequences."""
+        """Continue from the averages of an earlier run over `count` sequences."""
         for kind, by_layer in averages.items():
             for name, average in by_layer.items():
                 self.averages[kind][name].copy_(average)
@@ -131,7 +128,7 @@ class Observer:
         """Resume from a file that `save` wrote; if there is none, do nothing.
 
         Raises:
-            CalibrationError: the file is cut short, or has other facts.
+            CalibrationError: the file is truncated, or has other facts.
         """
         if not Path(path).exists():
             return
@@ -147,7 +144,7 @@ class Observer:
         self.before = before
 
     def _thinned(self, kept: Tensor, new: Tensor) -> Tensor:
-        """Rows of all sequences, those of `new`, (ranks, batch, rows, E), too."""
+        """Return rows spread over all sequences, including those of `new`, (ranks, batch, rows, E)."""
         start = self.count - self.before
         stop = start + new.shape[1]
         rows, every = sampling(stop)

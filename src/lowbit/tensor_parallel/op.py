@@ -1,8 +1,7 @@
 """`lowbit::tp_all_reduce_`: the sum of a layer over the ranks as one operator, opaque to graphs.
 
-`torch.compile` traces up to it and from it on. Whether few bits are worth it, traffic, drift and the bytes themselves
-are its implementation's business, so that thresholds measured anew, or formats counted in another way, need no new
-graph.
+`torch.compile` traces the code before and after it. Its implementation decides whether to code, counts traffic and
+samples drift, so that new thresholds or another way of counting need no new graph.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def tp_all_reduce_(x: Tensor, boundary: int, group: str) -> None:
     """Replace a partial sum by that of all ranks, coded where that is faster. For inference.
 
     Args:
-        x: (..., E), contiguous. boundary: number of a `LayerSum`, its `number`. group: name of the process group.
+        x: (..., E), contiguous. boundary: the `number` of a `LayerSum`. group: name of the process group.
     """
     _boundaries[boundary].reduce_(x, _group(group))
 
@@ -57,12 +56,12 @@ def _(x: Tensor, weight: Tensor, whole: Tensor, boundary: int, group: str) -> Te
 def tp_all_gather(x: Tensor, group: str, timeout: float) -> Tensor:
     """Return the `x` of all ranks, (ranks, *x.shape), in the dtype of `x`: each rank sends (ranks - 1) times its bytes.
 
-    `timeout`: seconds, as of `SumSettings`.
+    `timeout`: seconds, as in `SumSettings`.
     """
-    known = _group(group)
-    parts = x.new_empty((known.size(), *x.shape))
-    work = pytorch.gather(parts.view(-1), x.contiguous().view(-1), known, async_op=True)
-    pytorch.finish(work, known, timeout)
+    process_group = _group(group)
+    parts = x.new_empty((process_group.size(), *x.shape))
+    work = pytorch.gather(parts.view(-1), x.contiguous().view(-1), process_group, async_op=True)
+    pytorch.finish(work, process_group, timeout)
     return parts
 
 
@@ -90,16 +89,16 @@ class _Counter:
 
 @torch.library.custom_op("lowbit::tp_count", mutates_args=("y",))
 def _tp_count(y: Tensor, counter: int) -> None:
-    """Count `y`, which stays as it is; declared as changed, so that compiled graphs keep the call."""
+    """Count `y`, which is not changed, but declared as changed so that compiled graphs keep the call."""
     _boundaries[counter].count(y)
 
 
 def counting(own: Callable[..., Tensor], traffic: Traffic, ranks: int, *, gathers: bool) -> Callable[..., Tensor]:
-    """Make a forward that counts the output of another one: of an embedding that is cut by the vocabulary, for example.
+    """Make a forward that counts the output of another one, such as that of an embedding cut by the vocabulary.
 
     Args:
-        own: the other. traffic: counts. ranks: how many.
-        gathers: the ranks' outputs are gathered, else added up.
+        own: the other forward. traffic: counts. ranks: number of ranks.
+        gathers: the ranks' outputs are gathered; otherwise they are added up.
     """
     counter = _Counter(traffic, ranks, gathers)
     number = register(counter)

@@ -1,4 +1,4 @@
-"""Which layers of a model tensor parallelism cuts, and how, from the model's own plan."""
+"""Derives which layers of a model tensor parallelism cuts, and how, from the model's own plan."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ COLUMN = ("colwise", "colwise_rep", "colwise_gather_output")
 GATHERED = ("colwise_rep", "colwise_gather_output")
 ROW = ("rowwise",)
 ROW_OF_WHOLE_INPUT = ("rowwise_rep", "rowwise_split_input")
-"""Styles of Hugging Face plans. Column-wise: the weight is cut by outputs, and some gather them. Row-wise: it is cut by
-inputs, and a rank is given its own part of the input, or the whole of it."""
+"""Styles of Hugging Face plans. Column-wise: the weight is cut by outputs, which some styles gather. Row-wise: it is
+cut by inputs, and a rank gets its own part of the input, or the whole input."""
 EXPERTS = ("moe_tp_experts", "ep_dispatch_experts", "all_reduce")
 """Modules with parameters of their own in the plan, whose outputs are partial sums: each rank has a part of every
 expert, some of the experts, or a part of a shared one."""
 EMBEDDING = "embedding_rowwise"
-"""Cut by the vocabulary. A sum too, but all ranks except one add zeros."""
+"""Style of an embedding cut by the vocabulary: also a sum, but all ranks except one add zeros."""
 IDENTITY = "moe_identity_expert"
-"""A part of experts that all ranks compute; its input is divided by the number of ranks."""
+"""Style of a part of experts that all ranks compute; its input is divided by the number of ranks."""
 _EXACT = (
     "embedding_colwise", "replicated_with_grad_allreduce", "replicate", "local_params", "mla_kv_a_proj",
 )  # fmt: skip
@@ -61,7 +61,7 @@ ENCODERS = {
 """Plans for encoders, which Hugging Face has without one, by `model_type`. The embeddings, the pooler and the head of
 the masked language model stay whole."""
 EMULATED_ONLY = ("mpnet",)
-"""Models whose attention adds a bias for all heads, which a rank with some of them cannot."""
+"""Models whose attention adds a bias for all heads, which a rank with only some heads cannot do."""
 
 Plan = Mapping[str, str]
 """Style by name of a module or parameter, in which `*` stands for the number of a layer."""
@@ -99,7 +99,7 @@ def plan_of(model: nn.Module, plan: Plan | None = None) -> dict[str, tuple[nn.Mo
         plan: overrides the model's.
 
     Raises:
-        ValueError: no plan, an unknown style, a module that its style is not for, or no sum.
+        ValueError: no plan, an unknown style, a module that does not fit its style, or no sum.
     """
     rules = rules_of(model, plan)
     planned: dict[str, tuple[nn.Module, str]] = {}
@@ -125,18 +125,18 @@ def plan_of(model: nn.Module, plan: Plan | None = None) -> dict[str, tuple[nn.Mo
 
 
 def _check_parameters(name: str, module: nn.Module, rules: Plan) -> None:
-    """Raise ValueError if a module without a style has parameters that the plan cuts: what it returns is unknown."""
+    """Raise ValueError if a module without a style has parameters that the plan cuts: its output is unknown."""
     for key, _ in module.named_parameters(prefix=name, recurse=False):
         style = style_of(key, rules)
         if style not in (None, *_EXACT):
             raise ValueError(
-                f"{key} has the style {style!r}, and {name} ({type(module).__name__}) none that says what it returns; "
+                f"{key} has the style {style!r}, but {name} ({type(module).__name__}) none that defines its output; "
                 f"allowed: {', '.join((*EXPERTS, 'local_params'))}"
             )
 
 
 def style_of(name: str, rules: Plan) -> str | None:
-    """Return the style of a module or parameter: of the rule with its name, else of the first that matches."""
+    """Return the style of a module or parameter from the rule with its name, else from the first that matches."""
     generic = re.sub(r"\.\d+(?=\.|$)", ".*", name)
     if generic in rules:
         return rules[generic]

@@ -1,4 +1,4 @@
-"""Sums over ranks, in few bits where that pays: on real ranks, and bit-identical in one process."""
+"""Sums over ranks, in few bits if that is faster: on real ranks, and bit-identical in one process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from lowbit.wire.checksum import Checksums, check_checksums
 from lowbit.wire.groups import rank_names
 
 SMALL = 1 << 15
-"""Sums of fewer elements stay in the model's dtype where no link can be measured: with emulated ranks."""
+"""With emulated ranks, where no link can be measured, sums of fewer elements stay in the model's dtype."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,12 +36,12 @@ class SumSettings:
 
     Args:
         algorithm: "one_shot" (each rank sends its partial sums to all others, one quantization), "two_shot" (each rank
-            adds up a part and sends the sum, two quantizations), or "auto": the faster one where thresholds are
-            measured, else as `lowbit.collectives.all_reduce` decides from ranks and bytes.
-        small: which sums are not coded but left to the engine's own all-reduce; decided by the shape alone. "auto":
-            real ranks measure at the start, for each kind of sum, from how many rows on few bits are faster on their
-            link, and take the same decision (a few seconds at most, logged); emulated ranks code from 32,768 elements
-            (rows times features) on. A number: sums of fewer elements. `Thresholds`: as measured earlier.
+            adds up a part and sends the sum, two quantizations), or "auto": the faster one if thresholds are measured,
+            otherwise what `lowbit.collectives.all_reduce` chooses by ranks and bytes.
+        small: which sums are left to the engine's own all-reduce; this depends on the shape alone. "auto": real ranks
+            measure at the start, for each kind of sum, from how many rows on few bits are faster on their link, and
+            take the same decision (a few seconds at most, logged); emulated ranks code from 32,768 elements (rows times
+            features) on. A number: sums of fewer elements are not coded. `Thresholds`: measured earlier.
         timeout: seconds after which a missing or failed peer is an error.
         checksums: append 8 bytes to each payload, by which the receiver detects damage.
     """
@@ -68,7 +68,7 @@ class SumSettings:
         if isinstance(self.small, Thresholds):
             width = partial.shape[-1]
             rows = numel // width
-            if not 0 < self.small.least <= rows:  # a single token must not wait for more than this
+            if not 0 < self.small.least <= rows:  # checked first, to keep the sum of a single token fast
                 return "plain"
             return self.small.choice(kind_of(width, partial.dtype, codec), rows)
         if numel < (SMALL if self.small == "auto" else max(1, self.small)):
@@ -80,16 +80,16 @@ class SumSettings:
 class Traffic:
     """Counts of the values that one rank contributed to sums, and of their bytes; the same on all ranks.
 
-    Counted from shapes, which costs nothing. Of two_shot, whose second step sends the sums in payloads of the same
-    size, only the first step is counted. With one rank nothing is sent.
+    They are computed from shapes, which costs nothing. Of two_shot only the first step is counted; the second sends the
+    sums in payloads of the same size. With one rank nothing is sent.
 
     Args:
         coded, plain: values sent in few bits, and in the model's dtype (below `SumSettings.small`, or without a codec).
         coded_bytes, plain_bytes: of their payloads, with codes, outlier features and scales, but without the 8 bytes of
             each message's checksum.
-        other_bytes: of what is gathered instead of added up, such as the logits of an output matrix that is cut; not in
+        other_bytes: of tensors that are gathered instead of added up, such as the logits of a cut output matrix; not in
             `bits_per_value`.
-        algorithms: of the all-reduces of the coded values.
+        algorithms: those by which coded values were all-reduced.
     """
 
     coded: int = 0
@@ -135,12 +135,12 @@ def sum_over_ranks(
 ) -> None:
     """Replace this rank's partial sum by the sum of all ranks', bit-identical on all of them.
 
-    For n elements each of W ranks sends 2 (W - 1) / W n bytes of the dtype if it is not coded, and of b bits each
-    2 (W - 1) / W n b / 8 by two_shot and (W - 1) n b / 8 by one_shot, and 8 bytes for each message's checksum.
+    With n elements of b bits, each of W ranks sends 2 (W - 1) / W n b / 8 bytes, or (W - 1) n b / 8 by one_shot. Coded
+    sums take 8 more bytes for each message's checksum.
 
     On CPUs a coded sum is a call of `lowbit.collectives.all_reduce`. On a GPU it is queued on the current stream with
     PyTorch's collectives, in memory of PyTorch's allocator: no other thread, no wait of the host, so that a CUDA graph
-    may capture it. Nothing can be raised there: a payload that arrives damaged makes the sum NaN.
+    may capture it. No error can be raised there: a damaged payload makes the sum NaN.
 
     Args:
         partial: (..., E), contiguous, in the model's dtype.
@@ -163,7 +163,7 @@ def sum_over_ranks(
 def sum_on_stream(
     flat: Tensor, codec: Summable, group: dist.ProcessGroup, choice: Choice, settings: SumSettings
 ) -> None:
-    """`sum_over_ranks` of coded values in the caller's thread and stream."""
+    """Compute `sum_over_ranks` of coded values in the caller's thread and stream."""
     checksums = Checksums(f"tensor parallel/{codec.layer()}/{flat.numel()}", enabled=settings.checksums)
     exchange = CollectiveExchange(group, flat.device, Scratch(), Marks(checksums, "sum", rank_names(group)))
     algorithm = one_shot if choice == "one_shot" else two_shot

@@ -20,7 +20,7 @@ from lowbit.codecs.base import Codec
 from lowbit.collectives import agree
 from lowbit.tensor_parallel import op
 from lowbit.tensor_parallel.drift import Drift
-from lowbit.tensor_parallel.measure import Sample, measured
+from lowbit.tensor_parallel.measure import SumSample, measured
 from lowbit.tensor_parallel.plan import is_cut_by_input, shards
 from lowbit.tensor_parallel.reduce import (
     SumSettings,
@@ -37,12 +37,12 @@ LAYER_SUM = "lowbit_sum"  # attribute of a forward: its `LayerSum`
 _GUARD = "lowbit_guard"  # attribute of a module: a `_NoCopy`
 
 Watch = Callable[[str, Sequence[Tensor], Tensor], None]
-"""Called with the name of a layer, the partial sums in this process (its own, or those of all emulated ranks), and
+"""A callback with the name of a layer, the partial sums in this process (its own, or those of all emulated ranks), and
 their sum over all ranks."""
 
 
 class _NoCopy:
-    """Stops a copy of a module whose forward has been replaced: that would compute with the original's weights."""
+    """Prevents copies of a module whose forward is replaced: a copy would compute with the original's weights."""
 
     def __deepcopy__(self, memo: object) -> Self:
         raise RuntimeError("a model with low-bit sums cannot be copied; allowed: a copy before, or after remove()")
@@ -52,8 +52,8 @@ class Installed:
     """Layers with replaced forward methods, until `remove`. A context manager.
 
     Attributes:
-        traffic: values and bytes that their sums have carried so far.
-        sums: of the layers, on real ranks.
+        traffic: values and bytes that the sums of the layers have sent so far.
+        sums: `LayerSum`s of the layers, on real ranks.
     """
 
     def __init__(self) -> None:
@@ -69,23 +69,23 @@ class Installed:
 
     @property
     def thresholds(self) -> Thresholds | None:
-        """What decides which sums are coded; None if a number of elements does, or the ranks are emulated."""
+        """The thresholds that decide which sums are coded; None if a number does, or if the ranks are emulated."""
         found = [layer_sum.settings.small for layer_sum in self.sums]
         return next((small for small in found if isinstance(small, Thresholds)), None)
 
     def measure(self) -> Thresholds | None:
         """Measure thresholds anew, after the link has changed; all ranks must call this between forward passes.
 
-        Compiled graphs follow them at once. CUDA graphs do not: capture them again.
+        Compiled graphs use them at once. CUDA graphs do not: capture them again.
 
         Returns:
-            What is in force now; None if `SumSettings.small` was a number.
+            The new thresholds; None if `SumSettings.small` was a number.
         """
         self._measure(anew=True)
         return self.thresholds
 
     def use(self, sums: Sequence[LayerSum], settings: Callable[..., SumSettings]) -> None:
-        """Take the sums of the layers, and what measures the settings that they share."""
+        """Set the sums of the layers, and the function that measures their common settings."""
         self.sums, self._settings = list(sums), settings
         self._measure(anew=False)
 
@@ -96,7 +96,7 @@ class Installed:
                 layer_sum.settings = settings
 
     def remove(self) -> None:
-        """Give all modules their own forward back."""
+        """Restore the own forward of all modules."""
         while self._before:
             module, before = self._before.pop()
             for name, value in before.items():
@@ -124,7 +124,7 @@ class LayerSum:
         traffic: counts. watch: sees partial sums and their sum. drift: watches coded values.
 
     Attributes:
-        number: by which the operator finds it.
+        number: number under which the operator finds it.
 
     Raises:
         TypeError, ValueError: a codec that does not fit the layer or the number of ranks.
@@ -169,7 +169,7 @@ class LayerSum:
             check_inference(self.name, partial)
             if torch.compiler.is_compiling():
                 op.tp_all_reduce_(partial, self.number, self.group_name)
-            else:  # an operator takes tens of microseconds more
+            else:  # without the operator, which takes tens of microseconds more
                 self.reduce_(partial, self.group)
             return partial
         choice = self.settings.choice(partials[0], self.ranks, self.codec)
@@ -180,7 +180,7 @@ class LayerSum:
         return total
 
     def reduce_(self, partial: Tensor, group: dist.ProcessGroup) -> None:
-        """Replace this rank's partial sum by the sum over the group: what the operator does."""
+        """Replace this rank's partial sum by the sum over the group; the implementation of the operator."""
         choice = self.settings.choice(partial, self.ranks, self.codec)
         self._count([partial], choice, group.rank())
         partials = [] if self.watch is None else [partial.clone()]
@@ -189,12 +189,12 @@ class LayerSum:
             self.watch(self.name, partials, partial)
 
     def _count(self, partials: Sequence[Tensor], choice: Choice, first: int) -> None:
-        """Count a sum. `first`: rank of the first partial sum. Drift's samples make the host wait for the device."""
+        """Count a sum and sample drift, for which the host waits for the device. `first`: rank of the first partial."""
         self.traffic.take(partials[0], self.ranks, self.codec, choice)
         if self.drift is None or choice == "plain":
             return
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return  # a graph cannot wait for the device, and is captured once
+            return  # while a graph is captured, the host cannot wait for the device
         self.drift.look(self.name, partials, first)
 
 
@@ -228,7 +228,7 @@ def install(
         )
         for name, summed in sums.items()
     }  # fmt: skip
-    samples = [Sample(sums[name].width, sums[name].dtype, sums[name].device, codecs[name]) for name in codecs]
+    samples = [SumSample(sums[name].width, sums[name].dtype, sums[name].device, codecs[name]) for name in codecs]
     installed.use(list(layer_sums.values()), partial(measured, samples, group, settings))
     for name, summed in sums.items():
         installed.replace(summed.module, sum_forward(summed, layer_sums[name]))
@@ -257,9 +257,9 @@ def sum_forward(summed: ModelSum, layer_sum: LayerSum) -> Callable[..., Tensor]:
 
 
 def row_forward(layer: nn.Linear, layer_sum: LayerSum, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
-    """Make a forward for a row-wise layer: from its rank's part of the input, or from all of it, to the whole output.
+    """Make a forward for a row-wise layer that maps its rank's part of the input, or all of it, to the whole output.
 
-    It is for inference and raises where a gradient is asked for. `torch.compile` traces it without a break.
+    It is for inference and raises if a gradient is needed. `torch.compile` traces it without a break.
     """
     ranks, rank = layer_sum.ranks, dist.get_rank(group)
 
@@ -274,7 +274,7 @@ def row_forward(layer: nn.Linear, layer_sum: LayerSum, group: dist.ProcessGroup)
 
 
 def own_input(x: Tensor, layer: nn.Linear, weight: Tensor, ranks: int, rank: int) -> Tensor:
-    """Return the part of a row-wise layer's input that is for this rank's weight, given this part or all of it."""
+    """Return the part of a row-wise layer's input that belongs to this rank, given this part or the whole input."""
     if isinstance(x, DTensor):
         return x.redistribute(placements=[Shard(-1)]).to_local()
     if x.shape[-1] == layer.in_features != weight.shape[1]:
@@ -308,7 +308,7 @@ class LowBitRowwiseParallel(RowwiseParallel):
 
     Raises:
         ValueError: another layout; in `parallelize_module` a module other than `Linear`, or of another width.
-        AgreementError: in `parallelize_module`, other codecs or settings on other ranks; the same text on all.
+        AgreementError: in `parallelize_module`, if codecs or settings differ between ranks; the same text on all.
     """
 
     def __init__(
@@ -352,7 +352,7 @@ class LowBitRowwiseParallel(RowwiseParallel):
         self._partition_linear_fn(self.name, module, device_mesh)
         assert is_cut_by_input(module)
         weight = local(module.weight)
-        sample = Sample(module.out_features, weight.dtype, weight.device, self.codec)
+        sample = SumSample(module.out_features, weight.dtype, weight.device, self.codec)
         layer_sum = LayerSum(
             name=self.name, width=module.out_features, device=weight.device, codec=self.codec,
             settings=measured([sample], group, self.settings), ranks=device_mesh.size(), group=group, drift=self.drift,

@@ -1,4 +1,4 @@
-"""The sums of a model over tensor-parallel ranks: one list, for all that code, count, observe or name them."""
+"""Lists the sums of a model over tensor-parallel ranks, for all code that encodes, counts, observes or names them."""
 
 from __future__ import annotations
 
@@ -33,11 +33,10 @@ class ModelSum:
     """A module whose outputs on the tensor-parallel ranks are partial sums.
 
     Args:
-        name: of the module. module: itself. style: as in a plan.
-        width: features of a partial sum.
+        name, module, style: of the module; the style as in a plan. width: features of a partial sum.
         group: the ranks; None in a whole model.
-        partial: computes this rank's partial sum; None: the module is a plain `Linear`, or in a whole model.
-        finish: what follows the sum: a bias, a dtype.
+        partial: computes this rank's partial sum; None for a plain `Linear`, and in a whole model.
+        finish: computes what follows the sum, such as a bias or a cast.
     """
 
     name: str
@@ -64,11 +63,11 @@ class ModelSum:
 def model_sums(model: nn.Module, plan: Plan | None = None) -> dict[str, ModelSum]:
     """Return the sums of a model that can be coded, by module name, in the order of the modules.
 
-    In a model on real tensor-parallel ranks they are what its layers do: row-wise layers, with plain or quantized
+    In a model on real tensor-parallel ranks they are those of its layers: row-wise layers, with plain or quantized
     weights, and expert layers. In a whole model they are those of the plan.
 
     Raises:
-        ValueError: no plan; a module or style that is unknown, or that returns something else than partial sums.
+        ValueError: no plan; a module or style that is unknown, or that returns something other than partial sums.
     """
     if sums := real_sums(model):
         return sums
@@ -93,7 +92,7 @@ def real_sums(model: nn.Module) -> dict[str, ModelSum]:
     """Return the sums of a model on real tensor-parallel ranks that can be coded; none if the model is whole.
 
     Raises:
-        ValueError: a module that is cut over ranks in a way which does not tell what it returns.
+        ValueError: a module that is cut over ranks in a way from which its output cannot be determined.
     """
     sums: dict[str, ModelSum] = {}
     for name, module in model.named_modules():
@@ -131,13 +130,13 @@ def _is_plain(name: str, module: nn.Linear, installed: engine.Style | None) -> b
 
 
 def _check_known(name: str, module: nn.Module) -> None:
-    """Raise ValueError for a layer of experts that is cut without a known style: what it returns is unknown."""
+    """Raise ValueError for a layer of experts that is cut without a known style: its output is unknown."""
     for key, parameter in module.named_parameters(recurse=False):
         cut = isinstance(parameter, DTensor) and any(hasattr(p, "dim") for p in parameter.placements)
         if cut and parameter.dim() > 2 and not isinstance(module, nn.modules.conv._ConvNd):
             raise ValueError(
-                f"{name} ({type(module).__name__}) has the parameter {key} cut over ranks, and no style of "
-                f"Transformers that says what it returns; allowed: {', '.join(engine.SUMS)}"
+                f"{name} ({type(module).__name__}) has the parameter {key} cut over ranks, but no style of "
+                f"Transformers that defines its output; allowed: {', '.join(engine.SUMS)}"
             )
 
 
@@ -170,6 +169,6 @@ def group_of(sums: dict[str, ModelSum]) -> dist.ProcessGroup:
 
 
 def mark(forward: Callable[..., Any], model_sum: ModelSum) -> Callable[..., Any]:
-    """Note on a forward which sum it is."""
+    """Record on a forward which sum it computes."""
     setattr(forward, SUM, model_sum)
     return forward

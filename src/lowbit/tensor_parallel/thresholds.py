@@ -1,4 +1,4 @@
-"""From how many rows on a sum over ranks is faster in few bits than by the engine's own all-reduce."""
+"""Thresholds: the number of rows from which on a sum is faster in few bits than by the engine's own all-reduce."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from lowbit.codecs.base import Codec
 
 log = logging.getLogger(__name__)
 Choice = Literal["plain", "one_shot", "two_shot"]
-"""How a sum travels: by the engine's own all-reduce in the model's dtype, or coded by one of two algorithms."""
+"""How a sum is computed: by the engine's own all-reduce in the model's dtype, or coded by one of two algorithms."""
 Steps = tuple[tuple[int, Choice], ...]
-"""Numbers of rows, ascending, and what is taken from each of them on. Fewer rows than the first: "plain"."""
+"""Numbers of rows, ascending, and the choice from each of them on. With fewer rows than the first: "plain"."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Thresholds:
-    """What was measured on one link, and how sums travel because of it; the same on all ranks.
+    """Measurements of one link, and the choices that follow from them; the same on all ranks.
 
     `low_bit_` measures them unless `SumSettings.small` is a number or earlier thresholds:
 
@@ -36,8 +36,8 @@ class Thresholds:
 
     Args:
         ranks: of the group. steps: by kind of sum (features, dtype, whole bits of the format).
-        milliseconds: by kind, of each measured number of rows: of each choice the slowest rank's median.
-        mbit: bits per second, in millions, that the engine's all-reduce sent at the largest size. date: in UTC.
+        milliseconds: by kind, measured number of rows and choice: the slowest rank's median.
+        mbit: rate of the engine's all-reduce at the largest size, in 10^6 bits per second. date: in UTC.
     """
 
     ranks: int
@@ -48,11 +48,11 @@ class Thresholds:
 
     @cached_property
     def least(self) -> int:
-        """Fewest rows from which on sums of any kind are coded; 0 if none is."""
+        """The fewest rows from which on sums of any kind are coded; 0 if none is."""
         return min((steps[0][0] for steps in self.steps.values() if steps), default=0)
 
     def choice(self, kind: str, rows: int) -> Choice:
-        """Return how a sum of `rows` rows travels: "plain" for a kind that was not measured, which is logged once."""
+        """Return the choice for a sum of `rows` rows: "plain" for an unmeasured kind, which is logged once."""
         if kind not in self.steps:
             _warn_unmeasured(kind, ", ".join(self.steps))
             return "plain"
@@ -72,7 +72,7 @@ class Thresholds:
         """Read a file that `save` wrote.
 
         Raises:
-            ValueError: another file.
+            ValueError: the file does not hold thresholds.
         """
         try:
             values: dict[str, Any] = json.loads(Path(path).read_text("utf-8"))
@@ -95,7 +95,7 @@ class Thresholds:
 
 
 def kind_of(width: int, dtype: torch.dtype, codec: Codec) -> str:
-    """Name what the time of a sum depends on, besides its rows."""
+    """Name the kind of a sum: everything but its rows on which its time depends."""
     bits = codec.bits_per_element((64, width))
     return f"{width} features, {str(dtype).removeprefix('torch.')}, {bits:.0f} bits"
 

@@ -13,7 +13,7 @@ from torch.nn import functional
 from lowbit.codecs import Codec
 from lowbit.collectives import all_reduce
 from lowbit.tensor_parallel import Installed, SumSettings, calibrate, low_bit_, tensor_parallel_
-from lowbit.tensor_parallel.measure import Sample, measured
+from lowbit.tensor_parallel.measure import SumSample, measured
 from lowbit.tensor_parallel.plan import sharded_rowwise_layers
 from lowbit.tensor_parallel.reduce import sum_over_ranks
 from lowbit.tensor_parallel.rowwise import local
@@ -50,7 +50,7 @@ class TensorParallelRank:
     def measure(self, names: list[str]) -> None:
         """Measure on the link from how many tokens on formats are faster than PyTorch's all-reduce."""
         for name in names:
-            sample = Sample(self._x.shape[1], self._x.dtype, self._x.device, self._codecs[name])
+            sample = SumSample(self._x.shape[1], self._x.dtype, self._x.device, self._codecs[name])
             self._auto[name] = measured([sample], default_group(), SumSettings(), anew=True)
 
     def reduce(self, name: str, algorithm: str, tokens: int, calls: int) -> dict[str, Any]:

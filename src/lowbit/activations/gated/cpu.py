@@ -1,7 +1,7 @@
 """Gated activations on the CPU, one pass for each operator.
 
-Some groups at a time pass through lines of float32 numbers that stay in the first cache: whatever is computed from an
-element, it is read from memory once. Without `up`, its line holds ones.
+A few groups at a time are decoded to lines of float32 numbers that stay in the L1 cache, so that each element is read
+from memory only once. Without `up`, its line holds ones.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ gelu_tanh = operation(float32, float32)(cpu_curves.gelu_tanh)
 gelu_tanh_slope = operation(float32, float32)(cpu_curves.gelu_tanh_slope)
 relu, relu_slope = operation(float32, float32)(cpu_curves.relu), operation(float32, float32)(cpu_curves.relu_slope)
 
-AT_ONCE = 1024  # elements at a time: seven lines of them fit in the first cache
+AT_ONCE = 1024  # elements at a time: seven lines of them fit in the L1 cache
 SILU, GELU, GELU_TANH, RELU = range(len(ACTIVATIONS))
 
 
@@ -67,7 +67,7 @@ def backward(
     grad_gate: Tensor, grad_up: Tensor | None, out: Tensor | None,
     activation: str, bits: int, group: int,
 ) -> None:  # fmt: skip
-    """Gradients at gate' and up', and act(gate') * up' if it is wanted."""
+    """Gradients of gate' and up', and act(gate') * up' if `out` is given."""
     _run(
         _backward, grad_out, *element(grad_out),
         *element(grad_gate), *element(grad_up), *element(out),

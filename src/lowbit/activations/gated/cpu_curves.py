@@ -1,7 +1,7 @@
-"""Activations and their slopes as LLVM instructions, a few float32 steps from the functions themselves.
+"""Activations and their slopes as LLVM instructions, exact to a few float32 steps.
 
-Loops over them become vectors as long as the machine has: a call of the C library for each element would take ten
-times as long. Errors below are the largest found, against float64. NaN gives NaN.
+Loops over them are vectorized; calling the C library for each element would take ten times as long. The errors below
+are the largest found, compared with float64. NaN gives NaN.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ def gelu_tanh_slope(b: Any, x: Any) -> Any:
 
 
 def gelu(b: Any, x: Any) -> Any:
-    """x times the share of a normal distribution below x, which is within 2.4e-7."""
+    """x times the normal distribution function, which is exact within 2.4e-7."""
     return b.fmul(x, _normal_below(b, x))
 
 
 def gelu_slope(b: Any, x: Any) -> Any:
-    """Its derivative: that share plus x times the density, within 3e-7."""
+    """Its derivative: the distribution function plus x times the density, within 3e-7."""
     near = _near(b, x)
     density = b.fmul(_bell(b, near), _f32(0.3989422804014327, x))
     return _fma(b, near, density, _normal_below(b, x))
@@ -89,7 +89,7 @@ def relu_slope(b: Any, x: Any) -> Any:
 
 
 def _halves(b: Any, x: Any) -> tuple[Any, Any]:
-    """e = e^-|x|, and 1 / (1 + e): nothing cancels on either side of 0."""
+    """e = e^-|x|, and 1 / (1 + e), without cancellation on either side of 0."""
     e = exp(b, b.fneg(magnitude(b, x)))
     return e, b.fdiv(_f32(1, x), b.fadd(_f32(1, x), e))
 

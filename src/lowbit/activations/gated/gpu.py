@@ -57,7 +57,7 @@ def backward(
     grad_gate: Tensor, grad_up: Tensor | None, out: Tensor | None,
     activation: str, bits: int, group: int,
 ) -> None:  # fmt: skip
-    """Gradients at gate' and up', and act(gate') * up' if it is wanted."""
+    """Gradients of gate' and up', and act(gate') * up' if `out` is given."""
     layout = group_int_layout(grad_out.numel(), bits, group, symmetric=False)
     launch(
         _backward, *_shape(grad_out.numel(), group), payload_gate,

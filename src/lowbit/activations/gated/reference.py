@@ -2,11 +2,11 @@
 
 act(gate) * up; `up` may be None, with its payload and gradient: act(gate).
 
-Forward computes from what it is given and keeps `GroupInt` payloads (asymmetric) of it; backward decodes them and
-computes everything else anew, in float32 (AGoQ, arXiv 2605.00539). x' stands for what a payload of x decodes to.
+Forward computes from its inputs and keeps `GroupInt` payloads (asymmetric) of them; backward decodes these and
+recomputes everything else in float32 (AGoQ, arXiv 2605.00539). x' is the decoded payload of x.
 Payloads are the same bytes on every backend. Sums and functions of real numbers are not: backends round and order them
-differently, within a few float32 steps. Unlike the decoders of messages, results beyond float16 become Inf: scalers of
-losses look for it. Tensors of one call may differ in dtype, not in shape. Shape suffixes: N rows, C channels.
+differently, within a few float32 steps. Unlike in decoders of messages, results beyond float16 become Inf, which loss
+scalers look for. Tensors of one call may differ in dtype, not in shape. Shape suffixes: N rows, C channels.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def recompute(
     payload_gate: Tensor, payload_up: Tensor | None, out: Tensor,
     activation: str, bits: int, group: int,
 ) -> None:  # fmt: skip
-    """out = act(gate') * up', where gate' and up' are what the payloads decode to."""
+    """out = act(gate') * up', where gate' and up' are the decoded payloads."""
     value, _ = activate(decoded(payload_gate, out.shape, bits, group), activation)
     out.copy_(value if payload_up is None else value * decoded(payload_up, out.shape, bits, group))
 
@@ -89,7 +89,7 @@ def backward(
     grad_gate: Tensor, grad_up: Tensor | None, out: Tensor | None,
     activation: str, bits: int, group: int,
 ) -> None:  # fmt: skip
-    """Gradients of act(gate) * up at gate' and up'; `out`, if it is wanted, act(gate') * up' itself."""
+    """Gradients of act(gate) * up at gate' and up'; `out`, if given, gets act(gate') * up' itself."""
     value, slope = activate(decoded(payload_gate, grad_gate.shape, bits, group), activation)
     g = grad_out.float()
     if payload_up is not None and grad_up is not None:

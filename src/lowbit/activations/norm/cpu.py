@@ -1,8 +1,8 @@
 """Norms on the CPU, row by row.
 
-A row is widened or decoded to a line of float32 numbers that stays in the cache; its codes, its sums and the
-normalised row are computed from there. Groups that lie in two rows are decoded for both; to encode such rows, the
-payload is made before, in a pass of its own.
+A row is converted or decoded to a line of float32 numbers that stays in the cache; its codes, its sums and the
+normalized row are computed from there. Groups that span two rows are decoded for both; to encode such rows, the payload
+is made first, in a separate pass.
 """
 
 from __future__ import annotations
@@ -75,10 +75,10 @@ def backward(
     grad_x: Tensor, grad_weight: Tensor | None, grad_bias: Tensor | None, out: Tensor | None,
     eps: float, centred: bool, offset: float, bits: int, group: int,
 ) -> None:  # fmt: skip
-    """Gradients of norm at x', and norm(x') if it is wanted."""
+    """Gradients of norm at x', and norm(x') if `out` is given."""
     channels = grad_x.shape[1]
     factor, added = _affine(weight, bias, offset, channels)
-    sums: dict[int, Tensor] = {}  # of each range of rows: they are added in order, whichever ends first
+    sums: dict[int, Tensor] = {}  # by range of rows, to add them in order whichever ends first
     lock = threading.Lock()
 
     def work(scratch: Tensor, start: int, stop: int) -> None:
@@ -101,7 +101,7 @@ def backward(
 
 
 def _affine(weight: Tensor | None, bias: Tensor | None, offset: float, channels: int) -> tuple[Tensor, Tensor]:
-    """What normalised rows are multiplied by, and what is added to them."""
+    """The factors of normalized rows, and the numbers that are added to them."""
     factor = torch.ones(channels) if weight is None else weight.float() + offset
     return factor, torch.zeros(channels) if bias is None else bias.float()
 
@@ -119,7 +119,7 @@ def _over_rows(work: Callable[[Tensor, int, int], None], x: Tensor, group: int, 
 
 
 def _line(channels: int, group: int) -> int:
-    """Bytes of a line that holds a row, and what its first and last group have outside of it."""
+    """Bytes of a line that holds a row and the rest of its first and last group."""
     return 4 * (channels + 2 * group)
 
 
@@ -186,7 +186,7 @@ def _backward(
 
 @helper
 def _decoded(line, parts, begin, count, total, bits, group, rest) -> Any:
-    """Where the `count` decoded elements from `begin` on are, in a line that has room for two groups more."""
+    """Decode `count` elements from `begin` on into a line with room for two more groups; return where they start."""
     first, last = begin // group, (begin + count - 1) // group + 1
     start = line - 4 * first * group
     decode_groups(*parts, start, LINE, total, bits, group, NO, NO, rest, first, last)

@@ -1,8 +1,8 @@
 """Norms on a GPU: one launch for each operator.
 
-A program holds whole rows in registers, cut into groups and their eighths, so that each element is read once.
-Gradients of weight and bias are summed by programs that go through many rows, and their sums by PyTorch. Where groups
-lie in two rows, payloads are made and decoded apart, in a launch of their own.
+A program holds whole rows in registers, cut into groups and eighths of groups, so that each element is read once.
+Gradients of weight and bias are summed by programs that each process many rows, and their sums by PyTorch. If groups
+span two rows, payloads are made and decoded in a separate launch.
 """
 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
@@ -29,8 +29,8 @@ PLAIN, ENCODE, DECODE = (tl.constexpr(i) for i in range(3))
 WIDEST = 32768  # channels that the registers of a program hold
 TOO_WIDE = f"norms over {{}} channels take the slow reference path: a GPU's program holds {WIDEST} of them"
 LEAST = 2048  # elements of a program
-PROGRAMS = 512  # that sum up gradients of parameters: some for each multiprocessor
-ANY_GROUP = 64  # how rows are cut that have no groups of their own
+PROGRAMS = 512  # that sum up gradients of parameters: a few for each multiprocessor
+ANY_GROUP = 64  # by which rows are cut that do not consist of whole groups
 
 
 def encode(
@@ -74,7 +74,7 @@ def backward(
     grad_x: Tensor, grad_weight: Tensor | None, grad_bias: Tensor | None, out: Tensor | None,
     eps: float, centred: bool, offset: float, bits: int, group: int,
 ) -> None:  # fmt: skip
-    """Gradients of norm at x', and norm(x') if it is wanted."""
+    """Gradients of norm at x', and norm(x') if `out` is given."""
     if _is_wide(grad_x):
         tensors = payload, weight, bias, grad_out, grad_x, grad_weight, grad_bias, out
         reference.backward.definition(*tensors, eps, centred, offset, bits, group)
@@ -112,12 +112,12 @@ def _forward_of(
 
 
 def _given(weight: Tensor | None, bias: Tensor | None, instead: Tensor) -> tuple[Tensor, Tensor]:
-    """Both, with something to point at in place of what there is not."""
+    """Return both, with `instead` as a valid pointer for a missing one."""
     return instead if weight is None else weight, instead if bias is None else bias
 
 
 def _source(payload: Tensor, like: Tensor, bits: int, group: int) -> tuple[Tensor, tl.constexpr, int]:
-    """Where rows come from, how, and how they are cut."""
+    """The tensor from which rows are read, the mode of reading, and the group by which they are cut."""
     if _is_whole(like, group):
         return like, DECODE, group
     x = torch.empty(like.shape, device=like.device)
@@ -126,7 +126,7 @@ def _source(payload: Tensor, like: Tensor, bits: int, group: int) -> tuple[Tenso
 
 
 def _is_whole(x: Tensor, group: int) -> bool:
-    """Whether a row is made up of whole groups, and fits into registers cut in this way."""
+    """Whether a row consists of whole groups, and fits into registers when cut in this way."""
     channels = x.shape[1]
     lanes = power_of_two_from(ceil_div(channels, group)) * power_of_two_from(group // 8)
     return channels % group == 0 and 8 * lanes <= WIDEST
@@ -140,7 +140,7 @@ def _is_wide(x: Tensor) -> bool:
 
 
 def _shape(rows: int, channels: int, group: int) -> tuple[int, int, dict[str, int | bool]]:
-    """Blocks of rows, warps, and the shape of a program's tensors."""
+    """Number of blocks of rows, number of warps, and the shape of a program's tensors."""
     width, groups = power_of_two_from(group // 8), power_of_two_from(ceil_div(channels, group))
     at_once = max(1, LEAST // (8 * width * groups))
     shape = {"ROWS": at_once, "GROUPS": groups, "WIDTH": width, "RAGGED": channels % group > 0}
@@ -152,7 +152,7 @@ def _lanes(
     block, rows, channels, GROUP: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Of a block of rows: numbers of groups, which exist; columns, elements, lanes that exist, elements of groups."""
+    """Indices for a block of rows: groups, which exist; columns, elements, lanes that exist, elements of groups."""
     slot = tl.arange(0, ROWS * GROUPS)
     row, part = (slot // GROUPS).to(tl.int64) + block * ROWS, slot % GROUPS
     exists = (row < rows) & (part * GROUP < channels)
@@ -176,7 +176,7 @@ def _normal(
     parts, channels, eps, keep, count, j, CENTRED: tl.constexpr, GROUP: tl.constexpr,
     ROWS: tl.constexpr, GROUPS: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
-    """Normalised rows, 0 where there is nothing, and what they were divided by, inverted."""
+    """Normalized rows, 0 outside of them, and the reciprocals of what they were divided by."""
     size = channels.to(tl.float32)
     if CENTRED:
         total = tl.zeros(keep.shape, tl.float32)
@@ -198,7 +198,7 @@ def _normal(
 
 @triton.jit
 def _decoded(payload, group, exists, j, keep, mids_16, codes_16, BITS: tl.constexpr, GROUP: tl.constexpr):
-    """Eight float32 tensors, 0 where there is nothing."""
+    """Decode groups to eight float32 tensors, 0 outside of the rows."""
     parts = decode_parts(payload, group, exists, j, GROUP // 8, keep, mids_16, codes_16, BITS, GROUP, False)
     return [tl.where(keep, part, 0.0) for part in parts]
 

@@ -2,11 +2,11 @@
 
 `centred`: LayerNorm, else RMSNorm; `offset` is added to weights. `weight`, `bias` (C,) and their gradients may be None.
 
-Forward computes from what it is given and keeps `GroupInt` payloads (asymmetric) of it; backward decodes them and
-computes everything else anew, in float32 (AGoQ, arXiv 2605.00539). x' stands for what a payload of x decodes to.
+Forward computes from its inputs and keeps `GroupInt` payloads (asymmetric) of them; backward decodes these and
+recomputes everything else in float32 (AGoQ, arXiv 2605.00539). x' is the decoded payload of x.
 Payloads are the same bytes on every backend. Sums and functions of real numbers are not: backends round and order them
-differently, within a few float32 steps. Unlike the decoders of messages, results beyond float16 become Inf: scalers of
-losses look for it. Tensors of one call may differ in dtype, not in shape. Shape suffixes: N rows, C channels.
+differently, within a few float32 steps. Unlike in decoders of messages, results beyond float16 become Inf, which loss
+scalers look for. Tensors of one call may differ in dtype, not in shape. Shape suffixes: N rows, C channels.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _check(
     if x.dim() != 2:
         raise ValueError(f"tensor has shape {tuple(x.shape)}; allowed: (rows, channels)")
     if not 0 <= eps < math.inf:
-        raise ValueError(f"eps is {eps}; allowed: finite numbers from 0 on")
+        raise ValueError(f"eps is {eps}; allowed: finite, at least 0")
     check_shapes(x.shape, x.device, **rows)
     check_shapes(x.shape[1:], x.device, **channels)
     check_asymmetric("payload", payload, x, bits, group)
@@ -59,7 +59,7 @@ def encode(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, payload: Tensor, out: Tensor,
     eps: float, centred: bool, offset: float, bits: int, group: int, seed: int | None,
 ) -> None:  # fmt: skip
-    """out = norm(x), from x as it is; payload: x."""
+    """out = norm(x), computed from the unrounded x; payload: x."""
     group_int.encode.definition(x.view(-1), payload, bits, group, False, seed)
     normal_NC, _ = _normalized(x.float(), eps, centred)
     out.copy_(_affine(normal_NC, weight, bias, offset))
@@ -70,7 +70,7 @@ def recompute(
     payload: Tensor, weight: Tensor | None, bias: Tensor | None, out: Tensor,
     eps: float, centred: bool, offset: float, bits: int, group: int,
 ) -> None:  # fmt: skip
-    """out = norm(x'), where x' is what the payload decodes to."""
+    """out = norm(x'), where x' is the decoded payload."""
     normal_NC, _ = _normalized(decoded(payload, out.shape, bits, group), eps, centred)
     out.copy_(_affine(normal_NC, weight, bias, offset))
 
@@ -81,7 +81,7 @@ def backward(
     grad_x: Tensor, grad_weight: Tensor | None, grad_bias: Tensor | None, out: Tensor | None,
     eps: float, centred: bool, offset: float, bits: int, group: int,
 ) -> None:  # fmt: skip
-    """Gradients of norm at x'; `out`, if it is wanted, norm(x') itself, which reads `bias`."""
+    """Gradients of norm at x'; `out`, if given, gets norm(x') itself, which needs `bias`."""
     normal_NC, inverse_N1 = _normalized(decoded(payload, grad_x.shape, bits, group), eps, centred)
     g_NC = grad_out.float()
     if out is not None:
@@ -98,7 +98,7 @@ def backward(
 
 
 def _normalized(x_NC: Tensor, eps: float, centred: bool) -> tuple[Tensor, Tensor]:
-    """Rows divided by their root mean square (of what is left after their mean, if centred), and its reciprocals."""
+    """Rows, minus their mean if `centred`, divided by their root mean square, and its reciprocals."""
     if centred:
         x_NC = x_NC - x_NC.mean(-1, keepdim=True)
     inverse_N1 = torch.rsqrt(x_NC.square().mean(-1, keepdim=True) + eps)
