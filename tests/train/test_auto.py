@@ -19,7 +19,7 @@ from lowbit.report.page.run import read_run
 from lowbit.report.training import run_page
 from lowbit.simulate.predict import share_of_rates
 from lowbit.train import TrainConfig, loop, train, trainer
-from lowbit.train.auto import Choice, Forecast, choose, described
+from lowbit.train.auto import FormatChoice, Forecast, choose, described
 from lowbit.train.boundaries import AUTO_FORMATS, usable
 from lowbit.train.checkpoints.manifest import read_manifest
 from lowbit.train.config import PipelineConfig
@@ -140,7 +140,7 @@ def test_replicas_that_come_and_go_need_formats(tmp_path: Path):
 
 
 def test_a_choice_tells_its_numbers():
-    choice = Choice(
+    choice = FormatChoice(
         step=7, formats=("bf16", "bf16", "transform"), predicted={"bf16": 1.5, "these": 0.5}, mbit={"0 to 1": 25.0},
         round_trip=0.04, compute=[0.25, 0.5], share=0.5, change=2.0,
     )  # fmt: skip

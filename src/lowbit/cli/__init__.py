@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from lowbit import __version__
 from lowbit.cli.app import COMMANDS
 from lowbit.cli.errors import one_line_errors
-from lowbit.cli.group import Command
+from lowbit.cli.group import CliCommand
 from lowbit.terminal import filtered
 
 __all__ = ["main"]
 
 
-def main(words: Sequence[str] | None = None, *, program: str = "lowbit", command: Command = COMMANDS) -> None:
+def main(words: Sequence[str] | None = None, *, program: str = "lowbit", command: CliCommand = COMMANDS) -> None:
     """The `lowbit` command.
 
     Args:

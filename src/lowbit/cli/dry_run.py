@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from lowbit.cli.show import print_pairs
 from lowbit.config import to_toml
 from lowbit.train.boundaries import AUTO_FORMATS, codecs_of, usable
-from lowbit.train.expected import Expected
+from lowbit.train.expected import ExpectedTraffic
 from lowbit.train.goal import AFTER, wanted_nats
 from lowbit.train.lora import targets_of
 from lowbit.train.metrics import EVALUATION, TIED
@@ -89,7 +89,7 @@ def _lines(prepared: Prepared, ranks: int) -> Iterator[tuple[str, str]]:
 
 def _traffic(prepared: Prepared) -> Iterator[tuple[str, str]]:
     """What all ranks together will send, by part."""
-    config, expected = prepared.config, Expected(prepared)
+    config, expected = prepared.config, ExpectedTraffic(prepared)
     chosen = config.pipeline.is_auto or not all(codec.settled for codec in prepared.codecs.forward)
     if config.codec_warmup_steps and config.pipeline.boundary == "lowbit":
         yield "a step of the warm-up", f"sends {_megabytes(expected.step(warmup=True))}"

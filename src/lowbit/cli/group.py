@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from lowbit.cli.text import columns, examples_in_help, listed, wrapped
 
 
-class Command(Protocol):
+class CliCommand(Protocol):
     """A command of the command line."""
 
     @property
@@ -62,7 +62,7 @@ class Group:
             advice = f"did you mean {close[0]}?" if close else f"known: {', '.join(commands)}"
             raise ValueError(f"{program} has no {words[0]!r}; {advice}")
 
-    def _help(self, program: str, commands: Mapping[str, Command]) -> Iterator[str]:
+    def _help(self, program: str, commands: Mapping[str, CliCommand]) -> Iterator[str]:
         yield from (f"usage: {program} COMMAND [options]", "")
         yield from wrapped(self.summary, columns())
         yield from ("", "commands:")

@@ -17,7 +17,7 @@ from lowbit.activations.policy import WHOLE
 from lowbit.codecs import parse
 from lowbit.config import ConfigError
 from lowbit.train.config import FULL_PRECISION, ActivationsConfig, TrainConfig
-from lowbit.train.layout import Layout, even
+from lowbit.train.layout import PipelineLayout, even
 from lowbit.train.model import architecture
 from lowbit.wire.pytorch import version
 
@@ -62,7 +62,7 @@ def saved_policies(config: ActivationsConfig, stages: int, settings: Mapping[str
     )
 
 
-def planned_settings(config: TrainConfig, layout: Layout, vocab: int) -> dict[str, Any]:
+def planned_settings(config: TrainConfig, layout: PipelineLayout, vocab: int) -> dict[str, Any]:
     """Settings that the memory of a run depends on, by name: a plan records them, and a run compares its own.
 
     Args:

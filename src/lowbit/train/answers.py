@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lowbit.config import ConfigError
-from lowbit.train.samples import Part, Sample
+from lowbit.train.samples import TextPart, TextSample
 from lowbit.train.tokenizer import ByteTokenizer, Tokenizer
 
 IGNORED = -100
@@ -46,7 +46,7 @@ class Encoded:
         return bool(self.learned[1:].any())
 
 
-def encode(samples: Sequence[Sample], tokenizer: Tokenizer) -> list[Encoded]:
+def encode(samples: Sequence[TextSample], tokenizer: Tokenizer) -> list[Encoded]:
     """Token ids of samples; a plain one ends with the tokenizer's end-of-text token.
 
     Parts are encoded one by one, as a prompt is when the model is asked for its answer.
@@ -77,7 +77,7 @@ def encode(samples: Sequence[Sample], tokenizer: Tokenizer) -> list[Encoded]:
     return found
 
 
-def _learned(ids: np.ndarray, part: Part, end: int | None) -> np.ndarray:
+def _learned(ids: np.ndarray, part: TextPart, end: int | None) -> np.ndarray:
     """Which tokens of a part are learned: up to the last end-of-text token, if a template writes something after it."""
     learned = np.full(len(ids), part.learned)
     ends = np.flatnonzero(ids == end)
@@ -86,7 +86,7 @@ def _learned(ids: np.ndarray, part: Part, end: int | None) -> np.ndarray:
     return learned
 
 
-def _encode_parts(parts: list[tuple[Part, bool]], tokenizer: Any) -> list[np.ndarray]:
+def _encode_parts(parts: list[tuple[TextPart, bool]], tokenizer: Any) -> list[np.ndarray]:
     """Token ids of parts; those marked true get the token that begins a text, if the tokenizer writes one."""
     texts, begin = [part.text for part, _ in parts], tokenizer.bos_token_id
     ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []

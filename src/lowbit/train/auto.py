@@ -23,7 +23,7 @@ from lowbit.train.boundaries import AUTO_FORMATS, codecs_of, usable
 from lowbit.train.checkpoints.save import together
 from lowbit.train.config import FULL_PRECISION, PipelineConfig
 from lowbit.train.distance import Pair
-from lowbit.train.layout import Layout
+from lowbit.train.layout import PipelineLayout
 from lowbit.train.metrics import StepMetrics
 from lowbit.wire.checksum import CHECKSUM_BYTES
 from lowbit.wire.objects import gather_json
@@ -40,7 +40,7 @@ _EVERY = 100  # steps between two choices, at least; twice as many after each on
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class FormatChoice:
     """The formats of all boundaries, and the numbers that they follow from.
 
     Attributes:
@@ -64,7 +64,7 @@ class Choice:
     seconds: float | None = None
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Choice:
+    def of(cls, values: Mapping[str, Any]) -> FormatChoice:
         """The choice that `dataclasses.asdict` gave to JSON.
 
         Raises:
@@ -97,7 +97,7 @@ class Forecast:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: PipelineLayout,
         pipeline: PipelineConfig,
         stated: Sequence[Any],
         formats: Mapping[str, tuple[int, int]],
@@ -199,7 +199,7 @@ class Auto:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer, self._config = trainer, trainer.config
         self._layout = trainer.layout
-        self.choice: Choice | None = None
+        self.choice: FormatChoice | None = None
         shape = (self._config.rows, self._config.data.sequence, trainer.width)
         self._formats = usable(AUTO_FORMATS, shape)
         self._sizes = self._formats | usable((FULL_PRECISION,), shape)
@@ -219,7 +219,7 @@ class Auto:
     def restore(self, stored: Any) -> None:
         """Take over the choice of a checkpoint, unless it is of another number of boundaries or other formats."""
         try:
-            choice = Choice.of(stored)
+            choice = FormatChoice.of(stored)
             fits = len(choice.formats) == self._layout.stages - 1 and set(choice.formats) <= set(self._formats)
             usual = choice.step >= 0 and (choice.seconds is None or choice.seconds > 0)
         except (KeyError, TypeError):
@@ -254,7 +254,7 @@ class Auto:
 
     def choose(
         self, step: int, trips: Sequence[Mapping[Pair, float]], rates: Mapping[Pair, float], mbit: dict[str, float]
-    ) -> Choice:
+    ) -> FormatChoice:
         """Choose the formats on rank 0, and use them on all ranks.
 
         Args:
@@ -290,13 +290,13 @@ class Auto:
                 None if self.choice is None else before,
             )  # fmt: skip
             decided = asdict(
-                Choice(
+                FormatChoice(
                     step=step, formats=formats, predicted=predicted, mbit=mbit, share=share, change=self._change,
                     round_trip=max(max(each.values()) for each in trips), compute=[each[0] for each in stated],
                 )
             )  # fmt: skip
         decided = gather_json(decided, side)[0]
-        choice = Choice.of(decided)
+        choice = FormatChoice.of(decided)
         same = self.choice is not None and self.choice.formats == choice.formats
         self._every = 2 * self._every if same else _EVERY
         self._use(choice, same=same)
@@ -313,7 +313,7 @@ class Auto:
         change = seconds / (self.choice.seconds or seconds)
         return change if self._count >= self._every and not 1 / _FACTOR <= change <= _FACTOR else None
 
-    def _use(self, choice: Choice, *, same: bool = False) -> None:
+    def _use(self, choice: FormatChoice, *, same: bool = False) -> None:
         self.choice, self._change, self._count = choice, None, 0
         self._own.clear()
         self._recent.clear()

@@ -23,7 +23,7 @@ from lowbit.train import corpus
 from lowbit.train.answers import Answers, encode, fit, fit_held_out
 from lowbit.train.config import DataConfig
 from lowbit.train.folder import RunFolder
-from lowbit.train.samples import Sample, read_samples
+from lowbit.train.samples import TextSample, read_samples
 from lowbit.train.tokenizer import ByteTokenizer, Tokenizer, definition, load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -174,7 +174,7 @@ def _load_samples(data: DataConfig, tokenizer: Tokenizer) -> Data:
     return loaded
 
 
-def _left_out(data: DataConfig, nbytes: int, samples: list[Sample]) -> list[str]:
+def _left_out(data: DataConfig, nbytes: int, samples: list[TextSample]) -> list[str]:
     """What was not read, or is not learned, in words."""
     warnings: list[str] = []
     if nbytes:

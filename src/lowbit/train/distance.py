@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lowbit.train.layout import Layout
+from lowbit.train.layout import PipelineLayout
 
 _NOTICEABLE = 0.05  # seconds of a step
 Pair = tuple[int, int]
 
 
-def needless(plan: Layout, schedule: str, trips: Mapping[Pair, float], least: float = _NOTICEABLE) -> str | None:
+def needless(
+    plan: PipelineLayout, schedule: str, trips: Mapping[Pair, float], least: float = _NOTICEABLE
+) -> str | None:
     """Describe the time that a schedule loses on the way between ranks; None where it loses little.
 
     A micro-batch passes all stages forward and back, so each step takes at least a round trip for each boundary between

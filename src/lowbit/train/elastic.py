@@ -100,7 +100,7 @@ def _transport(limit: timedelta) -> Any:
     from torch.distributed._serialization import _streaming_load
     from torchft.checkpointing.http_transport import HTTPTransport  # pyright: ignore[reportMissingImports]
 
-    class Transport(HTTPTransport):
+    class WeightTransport(HTTPTransport):
         def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: Any, timeout: timedelta) -> None:
             note_sent("replicas", len(dst_ranks) * sum(x.nbytes for x in _tensors_in(state_dict)))
             super().send_checkpoint(dst_ranks, step, state_dict, timeout)
@@ -110,7 +110,7 @@ def _transport(limit: timedelta) -> Any:
             with urllib.request.urlopen(address, timeout=timeout.total_seconds()) as stream:
                 return _streaming_load(stream, weights_only=True)
 
-    return Transport(timeout=limit, num_chunks=0)
+    return WeightTransport(timeout=limit, num_chunks=0)
 
 
 def _tensors_in(state: Any) -> Iterator[Tensor]:

@@ -17,7 +17,7 @@ from lowbit.codecs.foreign import open_session
 from lowbit.pipeline import LowBitStage
 from lowbit.train.answers import IGNORED, Answers
 from lowbit.train.data import Windows
-from lowbit.train.layout import Layout
+from lowbit.train.layout import PipelineLayout
 from lowbit.train.model import StageModule, next_token_loss
 from lowbit.wire.messages import Expected, Messages, Sent
 
@@ -36,7 +36,7 @@ class _Batch:
 
 
 @dataclass(frozen=True)
-class _Arriving:
+class _ArrivingActivation:
     """An activation to receive, and the session that decodes it."""
 
     session: Session
@@ -54,13 +54,13 @@ class _Round:
     """
 
     batches: Sequence[_Batch]
-    arriving: dict[tuple[int, int], _Arriving]
+    arriving: dict[tuple[int, int], _ArrivingActivation]
     sums: list[Expected]
     own_sums: list[Tensor] = field(default_factory=list)
     sent: list[Sent] = field(default_factory=list)
 
 
-class Evaluation:
+class HeldOutEvaluation:
     """Forward passes outside the training schedule, which change neither its codecs' states nor its counters.
 
     Args:
@@ -77,7 +77,7 @@ class Evaluation:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: PipelineLayout,
         modules: dict[int, StageModule],
         *,
         stages: Mapping[int, LowBitStage],
@@ -185,10 +185,10 @@ class Evaluation:
         expected = len(batches) if last != self._messages.rank else 0
         return _Round(batches, arriving, [self._messages.expect(SUMS_BYTES, last, "sums") for _ in range(expected)])
 
-    def _expect(self, boundary: int, batch: _Batch, codec: Codec) -> _Arriving:
+    def _expect(self, boundary: int, batch: _Batch, codec: Codec) -> _ArrivingActivation:
         session = self._session(boundary, codec, (*batch.inputs.shape, self._width), outgoing=False)
         source = self._layout.rank_of(boundary)
-        return _Arriving(session, self._messages.expect(session.nbytes(), source, f"boundary {boundary}"))
+        return _ArrivingActivation(session, self._messages.expect(session.nbytes(), source, f"boundary {boundary}"))
 
     def _pass(self, current: _Round, codecs: Sequence[Codec]) -> None:
         """This rank's stages, one after the other, on all batches of a round."""

@@ -16,7 +16,7 @@ from lowbit.train.data import Order
 from lowbit.train.elastic import seed_of
 from lowbit.train.evaluate import SUMS_BYTES, evaluated
 from lowbit.train.gradients import Gradients, travels_as_stored
-from lowbit.train.layout import Layout
+from lowbit.train.layout import PipelineLayout
 from lowbit.train.lora import add_adapters
 from lowbit.train.metrics import BOUNDARIES, GRADIENTS, TIED
 from lowbit.train.model import StageModule, hugging_face_config
@@ -27,7 +27,7 @@ from lowbit.wire.checksum import sealed_bytes
 _EXACT: Codec = Cast(dtype=torch.float32)
 
 
-class Expected:
+class ExpectedTraffic:
     """Bytes of all ranks together, without coordination, which is a few hundred in a step for each rank."""
 
     def __init__(self, prepared: Prepared) -> None:
@@ -116,7 +116,7 @@ class Expected:
 
 
 def evaluation_bytes(
-    layout: Layout, codecs: Sequence[Codec], shapes: Sequence[tuple[int, int, int]], checksums: bool = True
+    layout: PipelineLayout, codecs: Sequence[Codec], shapes: Sequence[tuple[int, int, int]], checksums: bool = True
 ) -> float:
     """Bytes that a pipeline sends to evaluate batches of these shapes through these codecs."""
     crossing = [codec for boundary, codec in enumerate(codecs) if layout.crosses(boundary)]

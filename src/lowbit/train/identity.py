@@ -21,7 +21,7 @@ from lowbit.train.answers import Answers
 from lowbit.train.boundaries import in_full
 from lowbit.train.config import FULL_PRECISION, TrainConfig
 from lowbit.train.data import Data, Windows
-from lowbit.train.layout import Layout
+from lowbit.train.layout import PipelineLayout
 from lowbit.train.lora import targets_of
 from lowbit.train.model import architecture
 from lowbit.train.tied import tied_codec
@@ -126,7 +126,7 @@ def compared(config: TrainConfig) -> dict[str, str]:
     return {name: value for name, value in named.items() if name not in _LOCAL} | weights
 
 
-def layout_of(config: TrainConfig, layout: Layout) -> dict[str, Any]:
+def layout_of(config: TrainConfig, layout: PipelineLayout) -> dict[str, Any]:
     """Layout of the model over ranks and stages, for manifests; a resume may change all of it."""
     pipeline = config.pipeline
     return {

@@ -14,7 +14,7 @@ _SINGLE = ("GPipe", "1F1B")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class PipelineLayout:
     """The layout of one pipeline.
 
     Args:
@@ -52,7 +52,7 @@ class Layout:
         return self.rank_of(boundary) != self.rank_of(boundary + 1)
 
 
-def make_layout(pipeline: PipelineConfig, *, ranks: int, layers: int) -> Layout:
+def make_layout(pipeline: PipelineConfig, *, ranks: int, layers: int) -> PipelineLayout:
     """Cut `layers` decoder layers into stages for `ranks` processes: as `pipeline.layers` says, or evenly.
 
     If they do not divide evenly, the first stages get one layer more: the last one computes the output matrix.
@@ -74,7 +74,7 @@ def make_layout(pipeline: PipelineConfig, *, ranks: int, layers: int) -> Layout:
             f"pipeline.layers is {list(given)}, {sum(given)} layers on {len(given)} stages; "
             f"allowed: a number for each of the {stages} stages, {layers} together, as the model has"
         )
-    return Layout(
+    return PipelineLayout(
         ranks=ranks, stages_per_rank=pipeline.stages_per_rank, v_shaped=pipeline.schedule in _V_SHAPED,
         layer_counts=given or even(layers, stages),
     )  # fmt: skip
@@ -88,7 +88,7 @@ def even(layers: int, stages: int) -> tuple[int, ...]:
 
 def parameters_at(layout: Mapping[str, Any], rank: int) -> str:
     """The part of the model on a rank, in words; `layout` is that of manifests (`lowbit.train.identity.layout_of`)."""
-    recorded = Layout(
+    recorded = PipelineLayout(
         ranks=layout["pipeline.ranks"], stages_per_rank=layout["pipeline.stages_per_rank"],
         v_shaped=layout["pipeline.schedule"] in _V_SHAPED, layer_counts=tuple(layout["layers"]),
     )  # fmt: skip

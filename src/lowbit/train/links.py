@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import permutations
 
-from lowbit.train.layout import Layout
+from lowbit.train.layout import PipelineLayout
 
 OUTSIDE = -1
 """In place of a rank or machine: replicas that are runs of their own."""
@@ -24,7 +24,9 @@ class Links:
         machines: name of the machine of each rank. elastic: there are replicas that are runs of their own.
     """
 
-    def __init__(self, layout: Layout, pipelines: int, machines: Sequence[str], *, elastic: bool = False) -> None:
+    def __init__(
+        self, layout: PipelineLayout, pipelines: int, machines: Sequence[str], *, elastic: bool = False
+    ) -> None:
         self._layout, self._pipelines = layout, pipelines
         self.machine_of = [machines.index(name) for name in machines]
         self.machines = sorted(set(self.machine_of))

@@ -21,7 +21,7 @@ from lowbit.job.process_group import joined, world
 from lowbit.report.results import machine
 from lowbit.report.training import write_report
 from lowbit.train import export
-from lowbit.train.auto import Auto, Choice, described
+from lowbit.train.auto import Auto, FormatChoice, described
 from lowbit.train.boundaries import costly, in_full
 from lowbit.train.checkpoints import state
 from lowbit.train.checkpoints.manifest import Manifest
@@ -107,7 +107,7 @@ class Run:
         nats = wanted_nats(trainer.pipeline.codecs.forward)
         self.goal = None if nats is None else Goal(trainer, nats)
         self.checked_bytes = 0  # that this rank sent for checks of the goal
-        self.choices: list[Choice] = []
+        self.choices: list[FormatChoice] = []
         try:
             self.start = self._begin()
         except BaseException:
@@ -366,7 +366,7 @@ class Run:
             if self.progress is not None:
                 self.progress.say(f"{place}: {codec}")
 
-    def _note_formats(self, choice: Choice) -> None:
+    def _note_formats(self, choice: FormatChoice) -> None:
         """Show a choice, and write it down for the report."""
         self.choices.append(choice)
         if self.progress is not None:

@@ -16,7 +16,7 @@ from lowbit.codecs import Codec
 from lowbit.config import ConfigError
 from lowbit.train.activations import Policies, StageOfPlan, check_schedule, planned_settings, saved_policies
 from lowbit.train.boundaries import Codecs, check_codecs, make_codecs
-from lowbit.train.checkpoints.manifest import MANIFEST, DamagedError, Manifest, read_manifest, shares_in, steps_in
+from lowbit.train.checkpoints.manifest import MANIFEST, DamagedShareError, Manifest, read_manifest, shares_in, steps_in
 from lowbit.train.checkpoints.save import FOLDER, NO_CHECKPOINT
 from lowbit.train.config import TrainConfig
 from lowbit.train.data import Data, load_data
@@ -25,7 +25,7 @@ from lowbit.train.elastic import check_elastic
 from lowbit.train.folder import MARK, RunFolder
 from lowbit.train.gradients import storage_codec
 from lowbit.train.identity import changes_between, check_allowed, layout_of, refuse, run_identity, versions
-from lowbit.train.layout import Layout, make_layout
+from lowbit.train.layout import PipelineLayout, make_layout
 from lowbit.train.lora import check_lora
 from lowbit.train.model import check_pretrained, count_layers, hidden_size, longest_sequence, vocabulary
 from lowbit.train.optim import check_torchao
@@ -51,7 +51,7 @@ class Prepared:
     """
 
     config: TrainConfig
-    layout: Layout
+    layout: PipelineLayout
     codecs: Codecs
     activations: Policies
     storage: Codec | None
@@ -214,7 +214,7 @@ def _check_resume(config: TrainConfig, identity: dict[str, Any]) -> None:
     for share in shares:
         try:
             manifest = read_manifest(share)
-        except DamagedError:
+        except DamagedShareError:
             continue  # the ranks look for an intact one
         changes = changes_between(manifest.identity, known, step=manifest.step)
         if problem := refuse(f"checkpoint {share.parent}", changes, run.allow_change):

@@ -45,7 +45,7 @@ def ranks_of_pipeline(ranks: int, data_parallel: int) -> int:
     return ranks // data_parallel
 
 
-class Replicas:
+class ReplicaGroups:
     """This rank's place among the pipelines, and its process groups; to be made on every rank at once.
 
     Args:

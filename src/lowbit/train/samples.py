@@ -18,7 +18,7 @@ _ANSWERS = ("completion", "answer")
 
 
 @dataclass(frozen=True)
-class Part:
+class TextPart:
     """A piece of a sample's text. learned: whether the model learns to write it."""
 
     text: str
@@ -26,7 +26,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Sample:
+class TextSample:
     """The parts of a sample, in order.
 
     Attributes:
@@ -36,14 +36,14 @@ class Sample:
             once another message follows.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[TextPart, ...]
     plain: bool = True
     learns_last: bool = False
 
 
 def read_samples(
     files: list[Path], *, limit: int, tokenizer: PreTrainedTokenizerBase | None
-) -> tuple[list[Sample], int]:
+) -> tuple[list[TextSample], int]:
     """The samples of all files, and how many bytes were left out: from the first line on that does not fit.
 
     Args:
@@ -52,7 +52,7 @@ def read_samples(
     Raises:
         ConfigError: a file that cannot be read, or a line that holds no sample; it names file and line.
     """
-    samples: list[Sample] = []
+    samples: list[TextSample] = []
     left_out, full = 0, False
     for path in files:
         try:
@@ -75,7 +75,7 @@ def read_samples(
     return samples, left_out
 
 
-def _sample(line: bytes, where: str, tokenizer: PreTrainedTokenizerBase | None) -> Sample:
+def _sample(line: bytes, where: str, tokenizer: PreTrainedTokenizerBase | None) -> TextSample:
     try:
         record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -92,10 +92,10 @@ def _sample(line: bytes, where: str, tokenizer: PreTrainedTokenizerBase | None) 
     for key in ("prompt", *answers):
         if not isinstance(record[key], str) or not record[key].strip():
             raise ConfigError(f"{where}: {key} is {_kind(record[key])}; allowed: text that is not empty")
-    return Sample((Part(record["prompt"], learned=False), Part(record[answers[0]], learned=True)))
+    return TextSample((TextPart(record["prompt"], learned=False), TextPart(record[answers[0]], learned=True)))
 
 
-def _conversation(record: dict[str, Any], where: str, tokenizer: PreTrainedTokenizerBase | None) -> Sample:
+def _conversation(record: dict[str, Any], where: str, tokenizer: PreTrainedTokenizerBase | None) -> TextSample:
     """A conversation as the tokenizer's chat template writes it; the model learns what the assistant says."""
     messages = record["messages"]
     if tokenizer is None or not tokenizer.chat_template:
@@ -119,7 +119,7 @@ def _conversation(record: dict[str, Any], where: str, tokenizer: PreTrainedToken
     return _rendered(messages, record.get("tools"), where, tokenizer)
 
 
-def _rendered(messages: list[dict[str, Any]], tools: Any, where: str, tokenizer: PreTrainedTokenizerBase) -> Sample:
+def _rendered(messages: list[dict[str, Any]], tools: Any, where: str, tokenizer: PreTrainedTokenizerBase) -> TextSample:
     from jinja2 import TemplateError
 
     def render(count: int, *, prompt: bool = False) -> str:
@@ -148,12 +148,12 @@ def _rendered(messages: list[dict[str, Any]], tools: Any, where: str, tokenizer:
             f"{where}: the chat template writes an answer differently from the prompt that asks for it; "
             "allowed: prompt and completion instead of messages"
         )
-    parts: list[Part] = []
+    parts: list[TextPart] = []
     done = 0
     for before, after in spans if all(agreed) else spans[-1:]:
-        parts += [Part(whole[done : len(before)], learned=False), Part(after[len(before) :], learned=True)]
+        parts += [TextPart(whole[done : len(before)], learned=False), TextPart(after[len(before) :], learned=True)]
         done = len(after)
-    return Sample(tuple(parts), plain=False, learns_last=not all(agreed))
+    return TextSample(tuple(parts), plain=False, learns_last=not all(agreed))
 
 
 def _kind(value: Any) -> str:

@@ -19,7 +19,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 """Mean loss of samples, from their inputs and targets: int64 (samples, sequence) each."""
 
 
-class Gradients(Protocol):
+class GradientMethod(Protocol):
     """How gradients are computed and applied; `PlainGradients` does it as PyTorch does."""
 
     def backward(self, loss: Loss, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -38,13 +38,13 @@ class PlainGradients:
         self.model = model
 
     def backward(self, loss: Loss, inputs: Tensor, targets: Tensor) -> Tensor:
-        """As `Gradients`."""
+        """As `GradientMethod`."""
         mean = loss(inputs, targets)
         mean.backward()
         return mean.detach()
 
     def step(self, optimizer: torch.optim.Optimizer, clip: float) -> None:
-        """As `Gradients`."""
+        """As `GradientMethod`."""
         if clip:
             nn.utils.clip_grad_norm_(self.model.parameters(), clip)
         optimizer.step()
@@ -74,7 +74,7 @@ def train_single_process(
     seed: int,
     samples: int = 0,
     autocast: torch.dtype | None = None,
-    gradients: Gradients | None = None,
+    gradients: GradientMethod | None = None,
     make: Callable[[Iterable[nn.Parameter], OptimizerConfig], torch.optim.Optimizer] = make_optimizer,
     before_step: Callable[[int, Tensor], None] | None = None,
     after_step: Callable[[int, float], None] | None = None,

@@ -17,7 +17,7 @@ from lowbit.pipeline import LowBitStage
 from lowbit.pipeline.boundary import warm_up
 from lowbit.train.boundaries import Codecs, stock_dtype
 from lowbit.train.config import TrainConfig
-from lowbit.train.layout import Layout
+from lowbit.train.layout import PipelineLayout
 from lowbit.train.metrics import Work
 from lowbit.train.model import StageModule, next_token_loss
 
@@ -61,7 +61,7 @@ class Pipeline:
     def __init__(
         self,
         config: TrainConfig,
-        layout: Layout,
+        layout: PipelineLayout,
         modules: dict[int, StageModule],
         codecs: Codecs,
         device: torch.device,

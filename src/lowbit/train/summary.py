@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lowbit.train.config import TrainConfig
-from lowbit.train.layout import Layout
+from lowbit.train.layout import PipelineLayout
 from lowbit.train.metrics import StepMetrics
 
 _LAST = 10  # steps over which the final training loss is averaged
@@ -45,7 +45,7 @@ class Summary:
         chosen: formats that the warm-up settled, in full, by boundary, direction and tensor, such as "boundary 0
             forward, tensor 0, width 256".
         changes: settings that a resume changed: step, key, before and after, oldest first.
-        formats: what the run has chosen with `pipeline.forward = "auto"`, each as `lowbit.train.auto.Choice`.
+        formats: what the run has chosen with `pipeline.forward = "auto"`, each as `lowbit.train.auto.FormatChoice`.
         round_trip_seconds: the longest between neighbours of a pipeline, measured at the start; None on one rank.
     """
 
@@ -87,7 +87,7 @@ class Summary:
 
 def summarize(
     config: TrainConfig,
-    layout: Layout,
+    layout: PipelineLayout,
     history: Sequence[StepMetrics],
     losses: dict[str, float],
     *,

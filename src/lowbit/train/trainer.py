@@ -22,7 +22,7 @@ from lowbit.train.activations import compress
 from lowbit.train.boundaries import stock_dtype
 from lowbit.train.data import Order
 from lowbit.train.elastic import Elastic, seed_of
-from lowbit.train.evaluate import Evaluation, evaluated
+from lowbit.train.evaluate import HeldOutEvaluation, evaluated
 from lowbit.train.gradients import Gradients
 from lowbit.train.identity import compared
 from lowbit.train.links import OUTSIDE, Links
@@ -31,7 +31,7 @@ from lowbit.train.metrics import COORDINATION, EVALUATION, TIED, StepMetrics, Wo
 from lowbit.train.model import StageModule, build_model
 from lowbit.train.prepare import Prepared
 from lowbit.train.progress import machine_name
-from lowbit.train.replicas import Replicas
+from lowbit.train.replicas import ReplicaGroups
 from lowbit.train.stages import Pipeline
 from lowbit.train.tied import TiedWeights
 from lowbit.wire.checksum import secret_facts
@@ -69,7 +69,7 @@ class Trainer:
             torch.cuda.set_device(device)  # NCCL and kernels use the current device
         self._agree()
         self.side = new_group(timeout=run.timeout_seconds)  # all messages but the training traffic
-        self.replicas = Replicas(
+        self.replicas = ReplicaGroups(
             self.layout.ranks, self.config.pipeline.data_parallel, codec=prepared.all_reduce,
             timeout=run.timeout_seconds, side=self.side, checksums=run.checksums,
         )  # fmt: skip
@@ -91,7 +91,7 @@ class Trainer:
         )  # fmt: skip
         self.pipeline.followed = self.tied.state
         self.width = next(iter(self.modules.values())).width
-        self.evaluation = Evaluation(
+        self.evaluation = HeldOutEvaluation(
             self.layout, self.modules, stages=self.pipeline.lowbit_stages, width=self.width, device=device,
             group=self.replicas.side, timeout=run.timeout_seconds, checksums=run.checksums,
         )  # fmt: skip

@@ -24,7 +24,7 @@ _PIECE_BYTES = 8 << 20  # of a tensor that is sent
 _OVER = object()
 
 
-class Exchange:
+class ShareExchange:
     """Reads tensors from this rank's disk, or receives them from a rank that has the share on its disk.
 
     All ranks go through all transfers in the same order, a piece to each receiver in turn: so there is no deadlock, and

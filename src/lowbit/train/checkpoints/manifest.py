@@ -58,7 +58,7 @@ class _Tensor(TypedDict):
     shape: list[NonNegativeInt]
 
 
-class DamagedError(ValueError):
+class DamagedShareError(ValueError):
     """A share is not as it was written; the text says how, without its path, and is safe to print."""
 
     def __init__(self, text: str) -> None:
@@ -103,16 +103,18 @@ class Manifest:
         """A manifest from a file or a peer.
 
         Raises:
-            DamagedError: it has another format, or something in it has the wrong type.
+            DamagedShareError: it has another format, or something in it has the wrong type.
         """
         if (written := values.get("format", FORMAT)) != FORMAT:
-            raise DamagedError(f"has format {written!r}; this version of lowbit reads format {FORMAT}")
+            raise DamagedShareError(f"has format {written!r}; this version of lowbit reads format {FORMAT}")
         try:
             manifest = _manifests().validate_python(values)
         except ValidationError as error:
             first = error.errors()[0]
             place = ".".join(map(str, first["loc"]))
-            raise DamagedError(f"has a manifest that is not as lowbit writes it: {place}: {first['msg']}") from None
+            raise DamagedShareError(
+                f"has a manifest that is not as lowbit writes it: {place}: {first['msg']}"
+            ) from None
         layout = manifest.layout
         stages = layout["pipeline.ranks"] * layout["pipeline.stages_per_rank"]
         if (
@@ -120,7 +122,7 @@ class Manifest:
             or manifest.rank >= manifest.ranks
             or stages != len(layout["layers"])
         ):
-            raise DamagedError("has a manifest that is not as lowbit writes it: ranks, stages and layers differ")
+            raise DamagedShareError("has a manifest that is not as lowbit writes it: ranks, stages and layers differ")
         return manifest
 
 
@@ -140,7 +142,7 @@ def unseal(data: bytes) -> dict[str, Any]:
     """The inverse of `seal`.
 
     Raises:
-        DamagedError: `seal` would not write exactly these bytes.
+        DamagedShareError: `seal` would not write exactly these bytes.
     """
     try:
         values = json.loads(data)
@@ -149,23 +151,23 @@ def unseal(data: bytes) -> dict[str, Any]:
             return values
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass
-    raise DamagedError(f"has a {MANIFEST} that was changed or cut short")
+    raise DamagedShareError(f"has a {MANIFEST} that was changed or cut short")
 
 
 def read_manifest(share: Path) -> Manifest:
     """The manifest of a share, whose tensors are not checked.
 
     Raises:
-        DamagedError: there is none, it was changed, or it has another format.
+        DamagedShareError: there is none, it was changed, or it has another format.
     """
     try:
         data = (share / MANIFEST).read_bytes()
     except OSError as error:
-        raise DamagedError(f"has no {MANIFEST} that can be read: {error.strerror}") from error
+        raise DamagedShareError(f"has no {MANIFEST} that can be read: {error.strerror}") from error
     manifest = Manifest.from_values(unseal(data))
     place = share.name.removeprefix("."), share.parent.name  # a dot: the share waits for those of other ranks
     if (f"rank-{manifest.rank}", step_name(manifest.step)) != place:
-        raise DamagedError(f"is that of rank {manifest.rank} at step {manifest.step}")
+        raise DamagedShareError(f"is that of rank {manifest.rank} at step {manifest.step}")
     return manifest
 
 
@@ -200,7 +202,7 @@ def newest_step(folder: Path) -> int | None:
         for share in shares_in(path).values():
             try:
                 manifest = read_manifest(share)
-            except DamagedError:
+            except DamagedShareError:
                 continue
             newest = newest or step
             attempts.setdefault(manifest.attempt, set()).add(manifest.rank)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowbit.codecs import StatefulCodec, parse
-from lowbit.train.checkpoints.exchange import Exchange, Item
+from lowbit.train.checkpoints.exchange import ShareExchange, Item
 from lowbit.train.checkpoints.manifest import Manifest, step_name
 from lowbit.train.checkpoints.save import NO_CHECKPOINT, Checkpoints, raise_everywhere
 from lowbit.train.checkpoints.search import SavedStep, Search
@@ -68,7 +68,7 @@ def resume(
         adopt(saved.first.identity[CHOSEN])
     sources = _Sources(saved, pipeline, rank=rank, replica=replica)
     raise_everywhere(f"{where}: {sources.problem}" if sources.problem else "", group)
-    received = Exchange(saved, folder, group, run.timeout_seconds).run(sources.items)
+    received = ShareExchange(saved, folder, group, run.timeout_seconds).run(sources.items)
     tensors = {name: received[item] for name, item in sources.tensors.items()}
     for name in tensors.keys() & sources.copies:  # the optimizer changes tensors in place
         tensors[name] = tensors[name].clone()

@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lowbit.train.checkpoints.manifest import (
-    DamagedError,
+    DamagedShareError,
     Manifest,
     read_manifest,
     shares_in,
@@ -150,7 +150,7 @@ class Search:
             try:
                 manifest = verify_share(self._folder / step_name(step) / f"rank-{rank}")
                 outcomes.append((rank, dataclasses.asdict(manifest)))
-            except DamagedError as error:
+            except DamagedShareError as error:
                 outcomes.append((rank, str(error)))
         return outcomes
 
@@ -175,7 +175,7 @@ def _commit_remaining(folder: Path, group: dist.ProcessGroup | None) -> None:
     begun = {tuple(key) for keys in gather_json(own, group) for key in keys}
     for step, path in steps_in(folder).items():
         for rank, share in staged_in(path).items():
-            with contextlib.suppress(DamagedError, OSError):  # or another rank was faster
+            with contextlib.suppress(DamagedShareError, OSError):  # or another rank was faster
                 if (step, read_manifest(share).attempt) in begun:
                     commit_share(path / f"rank-{rank}")
     gather_json(None, group)  # on a common disk, all wait for all
@@ -189,7 +189,7 @@ def _inventory(folder: Path) -> list[tuple[int, int, dict[str, Any]]]:
             try:
                 manifest = read_manifest(share)
                 facts = {"attempt": manifest.attempt, "ranks": manifest.ranks}
-            except DamagedError as error:
+            except DamagedShareError as error:
                 facts = {"reason": str(error)}
             inventory.append((step, rank, facts))
     return inventory

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.train.checkpoints.manifest import FILES, MANIFEST, TENSORS, DamagedError, Manifest, read_manifest
+from lowbit.train.checkpoints.manifest import FILES, MANIFEST, TENSORS, DamagedShareError, Manifest, read_manifest
 
 DTYPES = {
     "F64": torch.float64, "I64": torch.int64, "F32": torch.float32, "I32": torch.int32, "F16": torch.float16,
@@ -84,21 +84,21 @@ def verify_share(share: Path) -> Manifest:
     """Read every byte of a share.
 
     Raises:
-        DamagedError: a file was changed or added, or is missing.
+        DamagedShareError: a file was changed or added, or is missing.
     """
     manifest = read_manifest(share)
     try:
         if foreign := sorted({path.name for path in share.iterdir()} - set(FILES)):
-            raise DamagedError(f"holds {foreign[0]}, which its manifest does not list")
+            raise DamagedShareError(f"holds {foreign[0]}, which its manifest does not list")
         path = share / TENSORS
         if (size := path.stat().st_size) != manifest.file["bytes"]:
-            raise DamagedError(f"has {size} bytes of {TENSORS}; {manifest.file['bytes']} were written")
+            raise DamagedShareError(f"has {size} bytes of {TENSORS}; {manifest.file['bytes']} were written")
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        raise DamagedError(f"cannot be read: {error.strerror}") from error
+        raise DamagedShareError(f"cannot be read: {error.strerror}") from error
     if digest != manifest.file["sha256"]:
-        raise DamagedError(f"has a {TENSORS} that was changed")
+        raise DamagedShareError(f"has a {TENSORS} that was changed")
     return manifest
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.train.boundaries import Codecs
-from lowbit.train.layout import Layout
+from lowbit.train.layout import PipelineLayout
 from lowbit.train.optim import parts_of, state_of
 from lowbit.train.stages import Pipeline
 
@@ -63,7 +63,7 @@ class End:
         return End(self.after_layer, self.direction, not self.outgoing)
 
 
-def ends_of(layout: Layout, codecs: Codecs, stage: int) -> Iterator[tuple[str, End, str]]:
+def ends_of(layout: PipelineLayout, codecs: Codecs, stage: int) -> Iterator[tuple[str, End, str]]:
     """Name of the lane, end, and format in full of each direction of each boundary of a stage."""
     for boundary in (stage - 1, stage):
         if not 0 <= boundary < layout.stages - 1:
