@@ -92,14 +92,14 @@ def test_a_forecast_is_as_long_as_its_slowest_part(schedule: str, per_rank: int)
         stated = [[0.8, 0.0, {"x": (0.0,) * 4}]] * 2
         forecast = Forecast(
             layout, pipeline, stated, {"x": (1_000_000, 1_000_000)}, {(0, 1): 0.02}, {(0, 1): rate, (1, 0): rate},
-            checksum=0, rest=0.1, beside=False,
+            checksum=0, rest=0.1, overlapped=False,
         )  # fmt: skip
         return forecast.seconds(("x",) * (layout.stages - 1))
 
     rates = {(0, 1): 100.0, (1, 0): 100.0}
     forecast = Forecast(
         layout, pipeline, [[0.1, 0.0, {"x": (0.0,) * 4}]] * 2, {"x": (1_000_000, 1_000_000)}, {(0, 1): 0.02}, rates,
-        checksum=0, rest=0.1, beside=False,
+        checksum=0, rest=0.1, overlapped=False,
     )  # fmt: skip
     mix = ("x",) * (layout.stages - 1)
     assert forecast.seconds(mix, 0.25) == pytest.approx(4 * forecast.seconds(mix), rel=0.4)

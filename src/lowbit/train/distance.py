@@ -1,4 +1,4 @@
-"""Schedules that cross between ranks more often than needed."""
+"""Detect schedules that cross between ranks more often than needed."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Pair = tuple[int, int]
 def needless(
     plan: PipelineLayout, schedule: str, trips: Mapping[Pair, float], least: float = _NOTICEABLE
 ) -> str | None:
-    """Describe the time that a schedule loses on the way between ranks; None where it loses little.
+    """Describe the time that a schedule loses by extra crossings between ranks; None if it loses little.
 
     A micro-batch passes all stages forward and back, so each step takes at least a round trip for each boundary between
-    two ranks. With one stage on each rank there are the fewest.
+    two ranks. One stage on each rank has the fewest such boundaries.
 
     Args:
         plan: the pipeline; schedule: its name.
