@@ -19,7 +19,7 @@ from lowbit.report.page.run import read_run
 from lowbit.report.training import run_page
 from lowbit.simulate.predict import share_of_rates
 from lowbit.train import TrainConfig, loop, train, trainer
-from lowbit.train.auto import FormatChoice, Forecast, choose, described
+from lowbit.train.auto import Forecast, FormatChoice, choose, described
 from lowbit.train.boundaries import AUTO_FORMATS, usable
 from lowbit.train.checkpoints.manifest import read_manifest
 from lowbit.train.config import PipelineConfig

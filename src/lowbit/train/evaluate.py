@@ -229,7 +229,7 @@ class HeldOutEvaluation:
         return self._messages.send(payload, self._layout.rank_of(boundary + 1))
 
     def _session(self, boundary: int, codec: Codec, shape: Sequence[int], *, outgoing: bool) -> Session:
-        """Return training's session if it serves all shapes (float32 while it is empty, in the warm-up), or a new one."""
+        """Return training's session if it serves all shapes (float32 while it is empty), or a new one."""
         stage = self._stages.get(boundary if outgoing else boundary + 1)
         same = stage is not None and stage.forward_codec(outgoing=outgoing) == codec
         if stage is not None and same and isinstance(codec, StatefulCodec) and codec.shared_by(shape) is not None:

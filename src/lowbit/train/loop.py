@@ -208,7 +208,7 @@ class Run:
         return losses
 
     def _conclude(self, steps_here: int, before: dict[str, float]) -> Summary:
-        """Save the model, and summarize the whole run after this call's steps; return the same summary on every rank."""
+        """Save the model after this call's steps, and summarize the whole run; returns the same on every rank."""
         trainer = self.trainer
         losses = self._evaluate(self.config.run.steps)
         model = self.output / "model" if self.config.run.save_model else None
@@ -224,8 +224,9 @@ class Run:
             evaluations = self.recorder.evaluations
             summary = asdict(
                 summarize(
-                    self.config, trainer.layout, self.recorder.history, losses, chosen=chosen, model=model, here=steps_here,
-                    changes=self.manifest.changes, round_trip=self.round_trip, before=before or evaluations.get(0, {}),
+                    self.config, trainer.layout, self.recorder.history, losses, chosen=chosen, model=model,
+                    here=steps_here, changes=self.manifest.changes, round_trip=self.round_trip,
+                    before=before or evaluations.get(0, {}),
                     formats=[asdict(choice) for choice in self.choices],
                     outside=[*({EVALUATION: line.get("bytes_sent", 0)} for line in evaluations.values()),
                             *(sent for _, sent in gathered)],

@@ -1,4 +1,4 @@
-"""Samples for fine-tuning, one on each line of a JSONL file: prompts with answers, or conversations."""
+"""Read samples for fine-tuning, one per line of a JSONL file: prompts with answers, or conversations."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class TextSample:
     """The parts of a sample, in order.
 
     Attributes:
-        plain: it is a prompt and its answer as they are; the tokenizer's begin-of-text and end-of-text tokens are still
-            to be added.
-        learns_last: earlier answers of a conversation are not learned, because the template writes them differently
-            once another message follows.
+        plain: the sample is a prompt and its answer without a template; the begin-of-text and end-of-text tokens must
+            still be added.
+        learns_last: only the last answer of a conversation is learned, because the template writes earlier ones
+            differently once another message follows.
     """
 
     parts: tuple[TextPart, ...]
@@ -44,13 +44,13 @@ class TextSample:
 def read_samples(
     files: list[Path], *, limit: int, tokenizer: PreTrainedTokenizerBase | None
 ) -> tuple[list[TextSample], int]:
-    """The samples of all files, and how many bytes were left out: from the first line on that does not fit.
+    """Read the samples of all files up to the first line that does not fit; also return the number of bytes left out.
 
     Args:
-        limit: bytes to read at most, in whole lines. tokenizer: has the template of conversations; None: there is none.
+        limit: most bytes to read, in whole lines. tokenizer: has the template of conversations; None: no template.
 
     Raises:
-        ConfigError: a file that cannot be read, or a line that holds no sample; it names file and line.
+        ConfigError: a file cannot be read, or a line holds no valid sample; the message names file and line.
     """
     samples: list[TextSample] = []
     left_out, full = 0, False
@@ -59,7 +59,7 @@ def read_samples(
             with path.open("rb") as file:
                 size, read = path.stat().st_size, 0
                 for number in itertools.count(1) if not full else ():
-                    text = file.readline(max(0, limit) + 2)  # as much of a line as shows whether it fits
+                    text = file.readline(max(0, limit) + 2)  # enough of the line to see whether it fits
                     line = text.removesuffix(b"\n")
                     if not text:
                         break
@@ -96,7 +96,7 @@ def _sample(line: bytes, where: str, tokenizer: PreTrainedTokenizerBase | None) 
 
 
 def _conversation(record: dict[str, Any], where: str, tokenizer: PreTrainedTokenizerBase | None) -> TextSample:
-    """A conversation as the tokenizer's chat template writes it; the model learns what the assistant says."""
+    """Render a conversation with the tokenizer's chat template; the model learns the assistant's messages."""
     messages = record["messages"]
     if tokenizer is None or not tokenizer.chat_template:
         raise ConfigError(
@@ -106,8 +106,8 @@ def _conversation(record: dict[str, Any], where: str, tokenizer: PreTrainedToken
     if not isinstance(messages, list) or not messages:
         raise ConfigError(f"{where}: messages is {_kind(messages)}; allowed: a list of messages")
     for index, message in enumerate(messages, 1):
-        known = isinstance(message, dict) and isinstance(message.get("role"), str)
-        if not known or not isinstance(message.get("content"), str):
+        has_role = isinstance(message, dict) and isinstance(message.get("role"), str)
+        if not has_role or not isinstance(message.get("content"), str):
             raise ConfigError(f"{where}: message {index} is {_kind(message)}; allowed: an object with role and content")
         if message["role"] == "assistant" and not message["content"].strip():
             raise ConfigError(f"{where}: message {index}, of the assistant, is empty; allowed: text that is not empty")
@@ -157,7 +157,7 @@ def _rendered(messages: list[dict[str, Any]], tools: Any, where: str, tokenizer:
 
 
 def _kind(value: Any) -> str:
-    """A JSON value in a few words."""
+    """Describe a JSON value in a few words."""
     if isinstance(value, str):
         return "text that is empty" if not value.strip() else "text"
     if value is None or isinstance(value, bool):
