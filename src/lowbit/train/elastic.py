@@ -246,7 +246,7 @@ class Elastic:
             self.manager.shutdown(wait=False)
 
     def _save(self) -> dict[str, Any]:
-        """Return what a replica that is behind takes over; "param_groups" exempts moments (empty at first) from checks."""
+        """Return what a replica behind takes over; "param_groups" exempts moments, empty at first, from checks."""
         tensors = collect(self._pipeline, self._optimizer).tensors
         weights = {name: x for name, x in tensors.items() if name.startswith("model/")}
         moments = {name: x for name, x in tensors.items() if name.startswith("optimizer/")}

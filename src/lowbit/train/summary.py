@@ -21,8 +21,8 @@ _LAST = 10  # steps over which the final training loss is averaged
 class Summary:
     """The outcome of a run, as `summary.json` holds it.
 
-    All values but `steps_here` and `round_trip_seconds` describe the whole run, as if it had never stopped: a resumed run
-    takes earlier steps and evaluations from its folder, and a repeated step counts once.
+    All values but `steps_here` and `round_trip_seconds` describe the whole run, as if it had never stopped: a resumed
+    run takes earlier steps and evaluations from its folder, and a repeated step counts once.
 
     Attributes:
         steps: of the whole run; steps_here: those of this call (fewer after a resume).

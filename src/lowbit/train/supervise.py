@@ -28,9 +28,9 @@ _LONGEST_PAUSE = 30.0
 def supervise(config: TrainConfig, start: Callable[[TrainConfig], None]) -> None:
     """Train until the last step, in as many attempts as it takes.
 
-    It gives up if another attempt cannot help: the configuration cannot work, the loss is NaN or infinite twice after the
-    same checkpoint, ranks do not come within `run.rejoin_seconds`, or `run.restarts` consecutive attempts brought no new
-    checkpoint.
+    It gives up if another attempt cannot help: the configuration cannot work, the loss is NaN or infinite twice after
+    the same checkpoint, ranks do not come within `run.rejoin_seconds`, or `run.restarts` consecutive attempts brought
+    no new checkpoint.
 
     Args:
         config: of the run. start: runs the ranks of one attempt until they are done, or raises `LaunchError`.

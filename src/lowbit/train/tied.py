@@ -2,8 +2,8 @@
 
 The output matrix needs the whole weight in every step, and its gradient is dense. The embedding reads only the rows of
 tokens that occur, and only these have a gradient there. So the last stage owns the weight: before a step it sends the
-first stage the rows of the step's tokens, and gets their gradients after the last backward pass. Only the last stage has
-optimizer states for the weight. The first stage's other rows are outdated, but nothing reads them.
+first stage the rows of the step's tokens, and gets their gradients after the last backward pass. Only the last stage
+has optimizer states for the weight. The first stage's other rows are outdated, but nothing reads them.
 
 Both ends know the tokens of every step from the data, so only values are sent, in sizes that both know. For weights,
 the values are the changes since a row was last sent plus the coding error of that time, so that an update that is small

@@ -119,8 +119,8 @@ class Trainer:
     def step(self, done: int) -> StepMetrics:
         """Take an optimizer step after `done` others; return metrics over all ranks, by this rank's clock.
 
-        With replicas that come and go, the step follows the steps that they have done, and is repeated until all present
-        ones have its gradients.
+        With replicas that come and go, the step follows the steps that they have done, and is repeated until all
+        present ones have its gradients.
 
         Raises:
             DivergedError: loss or gradients are NaN or infinite.
@@ -194,7 +194,7 @@ class Trainer:
         return named
 
     def chosen(self) -> dict[str, str]:
-        """Return the formats that the warm-up chose, by pipeline, boundary, direction and tensor; the same on all ranks."""
+        """Return formats that the warm-up chose, by pipeline, boundary, direction and tensor; equal on all ranks."""
         codecs = self.pipeline.codecs
         if all(codec.settled for codec in (*codecs.forward, *codecs.backward)):
             return {}
@@ -236,9 +236,7 @@ class Trainer:
             if self.elastic is not None:
                 self.gradients.average(self.elastic.average)
                 self.elastic.note_traffic(work)
-            if (
-                not self.tied.apart
-            ):  # equal copies on a rank are in different buckets, and so may be averaged differently
+            if not self.tied.apart:  # copies on one rank are in different buckets, but must stay equal
                 self._sum_tied(work)
 
     def _sum_tied(self, work: Work) -> None:
@@ -294,7 +292,7 @@ class Trainer:
         agree(None, facts, self.config.run.timeout_seconds, topic="training run")
 
     def _build_modules(self) -> tuple[dict[int, StageModule], bool]:
-        """Cut this rank's stages from a whole model, which is then dropped; also return whether its embedding is tied."""
+        """Cut this rank's stages from a whole model, which is dropped; also return whether its embedding is tied."""
         config, prepared = self.config, self.prepared
         model = build_model(config.model, vocab=prepared.vocab, sequence=config.data.sequence, seed=config.run.seed)
         self.model_config = model.config

@@ -1,7 +1,7 @@
-"""A page of parts: tables, figures of Plotly and pictures. Every text is escaped, and holds no control characters.
+"""Make a page of parts: tables, Plotly figures and pictures. All text is escaped, without control characters.
 
-Plotly's library is in the page, compressed; the browser unpacks it. A content security policy keeps the page from
-asking the network for anything, and from running any script but its own.
+The page contains Plotly's library, compressed; the browser unpacks it. A content security policy keeps the page from
+using the network, and from running any script but its own.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from lowbit.report.style import DARK, LIGHT, Theme
 from lowbit.terminal import lines
 
 GENERATOR = "lowbit report"
-_READ_BYTES = 400  # of a file, in which a page of ours names its generator
+_READ_BYTES = 400  # beginning of a file, where our pages name their generator
 _NUMBER = set("0123456789.,-+–x%∞ ")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A part of a page, with any of these.
+    """A section of a page; all fields but the title are optional.
 
     Args:
         text: below the title.
-        head, rows: a table, as texts. folded: shown on demand.
+        head, rows: a table, as text. folded: show it on demand.
         figure: {"data": ..., "layout": ...} for Plotly; `meta` of a trace holds its colors by theme.
-        picture: addresses of an image, {"light": ..., "dark": ...}.
+        picture: URLs of an image, {"light": ..., "dark": ...}.
     """
 
     title: str
@@ -47,7 +47,7 @@ class Part:
 
     @property
     def numeric(self) -> set[int]:
-        """Columns of numbers."""
+        """Indices of columns that hold numbers."""
         columns = range(len(self.head))
         return {i for i in columns if all(set(row[i]) <= _NUMBER or row[i][:1].isdigit() for row in self.rows)}
 
@@ -57,7 +57,7 @@ class Page:
     """A page.
 
     Args:
-        problems: what could not be read, each in a line.
+        problems: what could not be read, one line each.
     """
 
     title: str
@@ -67,7 +67,7 @@ class Page:
 
 
 def render(page: Page) -> str:
-    """The page as HTML.
+    """Render the page as HTML.
 
     Raises:
         ModuleNotFoundError: the extra "report" is not installed.
@@ -82,7 +82,7 @@ def render(page: Page) -> str:
     )  # fmt: skip
     parts = [_finite(part) for part in page.parts]
     page = Page(title=page.title, subtitle=page.subtitle, problems=page.problems, parts=parts)
-    # Nobody can put a script into the page that knows a digest of the page.
+    # An injected script cannot know the nonce, which is a digest of the whole page.
     nonce = hashlib.sha256(repr(page).encode("utf-8", "surrogatepass")).hexdigest()[:32]
     library = _library() if any(part.figure for part in parts) else ""
     return environment.get_template("page.html.j2").render(
@@ -94,12 +94,12 @@ def write_page(page: Page, path: Path) -> None:
     """Write a page; a reader never sees half a file.
 
     Raises:
-        ValueError: a file is in the way that is no page of ours, or the path cannot be written.
-        ModuleNotFoundError: as `render`.
+        ValueError: a file that lowbit did not write is in the way, or the path cannot be written.
+        ModuleNotFoundError: from `render`.
     """
     text = render(page)
     if (path.exists() or path.is_symlink()) and not is_ours(path):
-        raise ValueError(f"{path} is in the way: it is no page of lowbit; allowed: another name, or to move it away")
+        raise ValueError(f"{path} is in the way: it is not a page of lowbit; allowed: another name, or to move it away")
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -122,7 +122,7 @@ def is_ours(path: Path) -> bool:
 
 @functools.cache
 def _library() -> str:
-    """Plotly's library, compressed, as base64."""
+    """Return Plotly's library, compressed, as base64."""
     source = resources.files("plotly").joinpath("package_data", "plotly.min.js").read_bytes()
     return base64.b64encode(gzip.compress(source, mtime=0)).decode()
 
@@ -132,5 +132,5 @@ def _colors(theme: Theme) -> dict[str, str]:
 
 
 def _finite(part: Part) -> Part:
-    """The part with null where its figure has a number that JSON does not."""
+    """Replace numbers that JSON lacks by null in a part's figure."""
     return replace(part, figure=None if part.figure is None else plain(part.figure))

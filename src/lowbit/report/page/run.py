@@ -1,4 +1,4 @@
-"""What a folder of `lowbit train` holds, read so that a broken file costs no more than what it says."""
+"""Read a folder of `lowbit train`; a broken file costs only its own content."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 CONFIG, METRICS, EVALUATIONS = "config.json", "metrics.jsonl", "evaluations.jsonl"
 SUMMARY, RANKS, TRACE = "summary.json", "ranks.json", "trace/all-ranks.json.gz"
 _MOST_BYTES = 256 << 20  # of a file of lines
-_MOST_UNPACKED, _MOST_VALUES = 64 << 20, 4_000_000  # of a trace: an event takes 200 bytes and has a dozen values
+_MOST_UNPACKED, _MOST_VALUES = 64 << 20, 4_000_000  # of a trace, whose events take 200 bytes with a dozen values
 _PIECE_BYTES = 1 << 20
 
 
@@ -23,10 +23,10 @@ class RunFiles:
     """The files of a run.
 
     Attributes:
-        config, summary, ranks: as they were written; empty where there is none.
-        steps, evaluations: lines of metrics and of held-out scores, ascending.
+        config, summary, ranks: as they were written; empty if missing.
+        steps, evaluations: lines of metrics and of held-out scores, by ascending step.
         spans: Chrome trace events of all ranks.
-        problems: what could not be read, each in a line.
+        problems: what could not be read, one line each.
     """
 
     folder: Path
@@ -40,7 +40,7 @@ class RunFiles:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Values of the configuration by "section.key"."""
+        """Return values of the configuration by "section.key"."""
         return {
             f"{section}.{key}": value
             for section, values in self.config.items()
@@ -52,10 +52,10 @@ def read_run(folder: Path) -> RunFiles:
     """Read a folder of `lowbit train`.
 
     Raises:
-        ValueError: it holds none, or nothing of it can be read.
+        ValueError: it is not a run's folder, or nothing in it can be read.
     """
     if not folder.is_dir():
-        raise ValueError(f"{folder} is no folder of a run and no file of results; allowed: what lowbit wrote")
+        raise ValueError(f"{folder} is neither the folder of a run nor a file of results; allowed: what lowbit wrote")
     problems: list[str] = []
     config, summary, ranks = (_part(folder / name, _object, problems, {}) for name in (CONFIG, SUMMARY, RANKS))
     steps = _part(folder / METRICS, lambda data: _lines(data, METRICS, problems), problems, [])
@@ -78,7 +78,7 @@ def read_run(folder: Path) -> RunFiles:
 
 
 def number(value: Any) -> float | None:
-    """The value if it is a finite number."""
+    """Return the value if it is a finite number."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if is_number and abs(value) < 1e300 and math.isfinite(value) else None
 
@@ -90,7 +90,7 @@ def _whole(config: Mapping[str, Any], key: str) -> int | None:
 
 
 def _part(path: Path, parse: Callable[[bytes], Any], problems: list[str], absent: Any) -> Any:
-    """The contents of a file; `absent` where there is none, or where it cannot be read, which is a problem."""
+    """Parse a file; return `absent` if it is missing, or if it cannot be read, which is a problem."""
     if not path.is_file():
         return absent
     try:
@@ -101,7 +101,7 @@ def _part(path: Path, parse: Callable[[bytes], Any], problems: list[str], absent
 
 
 def _read(path: Path) -> bytes:
-    """The bytes of a file, unpacked; what is too large, or would be too large as values, is not kept."""
+    """Read and unpack a file; refuse one that is too large, or would have too many values."""
     packed = path.suffix == ".gz"
     most = _MOST_UNPACKED if packed else _MOST_BYTES
     opened = gzip.open if packed else open
@@ -117,7 +117,7 @@ def _read(path: Path) -> bytes:
 
 
 def _pieces(file: Any, most: int) -> Iterator[bytes]:
-    """Pieces of an open file, of at most `most` bytes together."""
+    """Yield pieces of an open file, at most `most` bytes in total."""
     while most > 0 and (piece := file.read(min(most, _PIECE_BYTES))):
         most -= len(piece)
         yield piece
@@ -131,7 +131,7 @@ def _object(data: bytes) -> dict[str, Any]:
 
 
 def _lines(data: bytes, name: str, problems: list[str]) -> list[dict[str, Any]]:
-    """Lines with a step, by step; of a step that comes twice, the last. An unfinished last line is left out."""
+    """Read lines with a step, sorted by step; the last line of a step counts. An unfinished last line is left out."""
     by_step: dict[int, dict[str, Any]] = {}
     bad = 0
     for line in data.split(b"\n")[:-1]:
