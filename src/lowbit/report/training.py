@@ -222,8 +222,8 @@ def _links(run: RunFiles) -> Part:
         used = [(number(_mapping(line.get("links")).get(name)), number(line.get("seconds"))) for line in recent]
         counted = [(nbytes, seconds) for nbytes, seconds in used if nbytes is not None and seconds]
         if counted:
-            nbytes = statistics.median(n for n, _ in known)
-            mbit, rate = statistics.median(8 * n / s / 1e6 for n, s in known), rates.get(name)
+            nbytes = statistics.median(n for n, _ in counted)
+            mbit, rate = statistics.median(8 * n / s / 1e6 for n, s in counted), rates.get(name)
             share = f"{mbit / rate:.0%}" if rate else "–"
             rows.append((str(name), f"{nbytes / 1e6:,.3f}", f"{mbit:,.1f}", f"{rate:,.1f}" if rate else "–", share))
     trip = number(run.ranks.get("round_trip_seconds"))

@@ -21,15 +21,15 @@ class Link:
 
     Args:
         rate_mbit: Mbit/s of Ethernet in each direction at each host, of which TCP carries 95.6 %. None: no limit.
-        back_mbit: Mbit/s from the other hosts towards the first, if different: the first host then sends, and each other
-            host receives, at `rate_mbit`; the other hosts send to each other at `back_mbit`. None: `rate_mbit`.
+        back_mbit: Mbit/s from the other hosts towards the first, if different: the first host then sends, and each
+            other host receives, at `rate_mbit`; the others send to each other at `back_mbit`. None: `rate_mbit`.
         rtt_ms: milliseconds from any host to any other and back, half of it each way, 0 to 2000.
-        jitter_ms: largest deviation of each way's delay, uniformly distributed; at most half of `rtt_ms`. Packets do not
-            overtake each other, so dense traffic sees the upper end.
+        jitter_ms: largest deviation of each way's delay, uniformly distributed; at most half of `rtt_ms`. Packets do
+            not overtake each other, so dense traffic sees the upper end.
         loss: share of packets that are lost, each independently, at least 0 and below 1.
-        queue_ms: longest wait of a packet at each host, in milliseconds; those that would wait longer are dropped. None:
-            50 plus one and a half round trips, with which TCP reaches the rate: at 100 Mbit/s and 100 ms it carried
-            36 to 64 Mbit/s with a queue of 50 ms, 86 to 94 with 100, and 94 to 96 with 200.
+        queue_ms: longest wait of a packet at each host, in milliseconds; those that would wait longer are dropped.
+            None: 50 plus one and a half round trips, with which TCP reaches the rate: at 100 Mbit/s and 100 ms it
+            carried 36 to 64 Mbit/s with a queue of 50 ms, 86 to 94 with 100, and 94 to 96 with 200.
 
     Raises:
         TypeError, ValueError: a wrong value.
