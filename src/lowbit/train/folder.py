@@ -185,7 +185,7 @@ class RunFolder:
             except OSError as error:
                 if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                     log.warning(
-                        "%s cannot be locked (%s): take care that no other run writes there", self.path, error.strerror
+                        "%s cannot be locked (%s): make sure that no other run writes there", self.path, error.strerror
                     )
                     return True
             if time.monotonic() > deadline:
