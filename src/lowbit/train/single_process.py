@@ -38,13 +38,13 @@ class PlainGradients:
         self.model = model
 
     def backward(self, loss: Loss, inputs: Tensor, targets: Tensor) -> Tensor:
-        """As `GradientMethod`."""
+        """See `GradientMethod`."""
         mean = loss(inputs, targets)
         mean.backward()
         return mean.detach()
 
     def step(self, optimizer: torch.optim.Optimizer, clip: float) -> None:
-        """As `GradientMethod`."""
+        """See `GradientMethod`."""
         if clip:
             nn.utils.clip_grad_norm_(self.model.parameters(), clip)
         optimizer.step()
