@@ -19,9 +19,8 @@ def needless(
     two ranks. One stage on each rank has the fewest such boundaries.
 
     Args:
-        plan: the pipeline; schedule: its name.
+        plan: the pipeline; schedule: its name. least: seconds of a step that are worth a line.
         trips: seconds of a round trip between two ranks, the lower one first.
-        least: seconds of a step that are worth a line.
     """
     ends = [(plan.rank_of(i), plan.rank_of(i + 1)) for i in range(plan.stages - 1) if plan.crosses(i)]
     crossed = [(min(pair), max(pair)) for pair in ends]

@@ -25,10 +25,9 @@ _OVER = object()
 def gather_weights(modules: dict[int, StageModule], messages: Messages | None = None) -> dict[str, Tensor]:
     """Gather all trained parameters on the CPU of a pipeline's first rank, by their names in the whole model.
 
-    The last stage's copy of a tied embedding, which equals the first stage's, is left out.
-
-    The other ranks get nothing. Each rank in turn sends a piece of 8 MiB, so that no wait is longer than one piece of
-    every rank takes, and only rank 0 needs memory for more than its own weights.
+    The last stage's copy of a tied embedding, equal to the first's, is left out. The other ranks get nothing. Each rank
+    in turn sends a piece of 8 MiB, so that no wait is longer than one piece of every rank takes, and only rank 0 needs
+    memory for more than its own weights.
 
     Args:
         modules: of this rank. messages: between the ranks of the pipeline; None: this rank is the only one.

@@ -20,14 +20,12 @@ class Links:
     """Counts bytes by link, and waiting by machine. A machine is named by its first rank.
 
     Args:
-        layout: of a pipeline. pipelines: how many there are.
-        machines: name of the machine of each rank. elastic: there are replicas that are runs of their own.
+        layout: of a pipeline. count: number of pipelines.
+        machines: name of the machine of each rank. elastic: other replicas are runs of their own.
     """
 
-    def __init__(
-        self, layout: PipelineLayout, pipelines: int, machines: Sequence[str], *, elastic: bool = False
-    ) -> None:
-        self._layout, self._pipelines = layout, pipelines
+    def __init__(self, layout: PipelineLayout, count: int, machines: Sequence[str], *, elastic: bool = False) -> None:
+        self._layout, self._pipelines = layout, count
         self.machine_of = [machines.index(name) for name in machines]
         self.machines = sorted(set(self.machine_of))
         self.pairs = sorted({(a, b) for a, b in map(self._ends, self._routes()) if a != b})

@@ -226,8 +226,7 @@ class Run:
                 summarize(
                     self.config, trainer.layout, self.recorder.history, losses, chosen=chosen, model=model,
                     here=steps_here, changes=self.manifest.changes, round_trip=self.round_trip,
-                    before=before or evaluations.get(0, {}),
-                    formats=[asdict(choice) for choice in self.choices],
+                    before=before or evaluations.get(0, {}), formats=[asdict(choice) for choice in self.choices],
                     outside=[*({EVALUATION: line.get("bytes_sent", 0)} for line in evaluations.values()),
                             *(sent for _, sent in gathered)],
                 )

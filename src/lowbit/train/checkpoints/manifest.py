@@ -111,10 +111,8 @@ class Manifest:
             manifest = _manifests().validate_python(values)
         except ValidationError as error:
             first = error.errors()[0]
-            place = ".".join(map(str, first["loc"]))
-            raise DamagedShareError(
-                f"has a manifest that is not as lowbit writes it: {place}: {first['msg']}"
-            ) from None
+            problem = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+            raise DamagedShareError(f"has a manifest that is not as lowbit writes it: {problem}") from None
         layout = manifest.layout
         stages = layout["pipeline.ranks"] * layout["pipeline.stages_per_rank"]
         if (
