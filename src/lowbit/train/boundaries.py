@@ -25,9 +25,8 @@ AUTO_FORMATS = (
 
 Bits (both ways together) at dim 256, and held-out loss minus that of FP32 in nats, with 512 tokens a step, from
 docs/results/convergence.md: 32 bits, -0.001; 17, 0.000; 10.6, 0.000; 5.2, 0.003; 4.5, 0.004 (with an earlier receiver);
-3.5, 0.014. With 2048 tokens the third costs 0.005 and the fourth 0.007. Among the first four, each takes longer to code
-than the one before. INT4 and TAH-Quant cost more loss than others with as many bits, and `subspace` at 9.6 bits costs
-as much loss as `transform`.
+3.5, 0.014. With 2048 tokens the third costs 0.005 and the fourth 0.007. Coding time rises among the first four. INT4
+and TAH-Quant cost more loss than others with as many bits, and `subspace` at 9.6 bits as much as `transform`.
 """
 
 
