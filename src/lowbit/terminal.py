@@ -1,17 +1,17 @@
 r"""The one filter for text on the terminal.
 
-Texts of others, such as file names, peers' errors and fields of files, can hold bytes that a terminal acts upon: they
-move the cursor, hide lines, set titles or type for the user. Escaped ("\x1b") are control characters (C0, C1),
-overrides of the direction of text and other invisible characters, and halves of surrogate pairs, which no terminal can
-be sent. All other Unicode is kept.
+Foreign text, such as file names, peers' errors and fields of files, can hold characters that a terminal acts upon: they
+move the cursor, hide lines, set titles or type for the user. The filter escapes (as in "\x1b") control characters (C0,
+C1), overrides of the direction of text and other invisible characters, and halves of surrogate pairs, which cannot be
+encoded. It keeps all other Unicode.
 
-- `filtered()` holds for a whole command: whatever it, its libraries and its log write to standard output and standard
-  error is filtered, tracebacks included.
-- `console()` is for tables, colors and progress. It filters their text, takes no markup from it, and adds its own
-  colors behind the filter.
-- `one_line()` and `printable()` are for texts of others that become part of an error.
+- `filtered()` covers a whole command: everything that it, its libraries and its log write to standard output and
+  standard error, including tracebacks.
+- `console()` is for tables, colors and progress. It filters their text, ignores markup in it, and adds its own colors
+  after the filter.
+- `one_line()` and `printable()` are for foreign text in errors.
 
-Imports nothing heavy: every command begins with it.
+This module imports nothing heavy, since every command begins with it.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 MOST_CHARACTERS = 8000
-"""Of an error or a warning; the rest of a longer one is left out."""
+"""Longest error or warning; the rest is left out."""
 
 _ACTED_UPON = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # Unicode's categories
-_JOINERS = "\u200c\u200d"  # Persian, scripts of India and emoji need these
-_UP = "\x1b[A"  # progress bars of other packages (tqdm) move between their lines by it: left out
+_JOINERS = "\u200c\u200d"  # Persian, Indian scripts and emoji need these
+_UP = "\x1b[A"  # moves up a line, for progress bars of other packages (tqdm): dropped
 
 
 def printable(text: str) -> str:
-    r"""The text with everything that a terminal would act upon escaped ("\x1b"), newlines and tabs included."""
+    r"""Escape all characters that a terminal would act upon (as "\x1b"), including newlines and tabs."""
     if text.isprintable():
         return text
     return "".join(c if _is_harmless(c) else ascii(c)[1:-1] for c in text)
 
 
 def one_line(text: str, most: int = MOST_CHARACTERS) -> str:
-    """The text on one line, as `printable` makes it, of at most `most` characters before that."""
+    """Put at most `most` characters of the text on one line, escaped as by `printable`."""
     text = " ".join(text[: 2 * most].split())
     return printable(text if len(text) <= most else f"{text[:most]} ...")
 
 
 def lines(text: str) -> str:
-    """The text as `printable` makes it, but for newlines and tabs, which stay."""
+    """Escape the text as `printable` does, but keep newlines and tabs."""
     if text.isprintable():
         return text
     return "".join(c if c in "\n\t" or _is_harmless(c) else ascii(c)[1:-1] for c in text)
@@ -58,9 +58,9 @@ def lines(text: str) -> str:
 
 @contextlib.contextmanager
 def filtered() -> Iterator[None]:
-    """Filter what this block writes to standard output and standard error, and warnings that nobody else formats.
+    """Filter what this block writes to standard output and standard error, and warnings without another handler.
 
-    The traceback of an error that ends the process behind this block is filtered, too.
+    The traceback of an error that ends the process after this block is filtered too.
     """
     before, hook, formatter = (sys.stdout, sys.stderr), sys.excepthook, getattr(logging.lastResort, "formatter", None)
     sys.stdout, sys.stderr = (cast("TextIO", Filter(stream)) for stream in before)
@@ -70,7 +70,7 @@ def filtered() -> Iterator[None]:
     try:
         yield
     except Exception:
-        raise  # the hook stays for it
+        raise  # keeps the hook, which prints this traceback
     except BaseException:
         sys.excepthook = hook
         raise
@@ -84,9 +84,9 @@ def filtered() -> Iterator[None]:
 
 @contextlib.contextmanager
 def filtered_again() -> Iterator[None]:
-    """Within `filtered()`: filter what is written next to a live display of rich, which puts itself before the streams.
+    """Filter, within `filtered()`, what is written during a live display of rich, which replaces the streams.
 
-    Outside of it nothing changes: a program that uses lowbit as a library may color what it prints.
+    Outside of `filtered()` nothing changes: a program that uses lowbit as a library may color what it prints.
     """
     before = sys.stdout, sys.stderr
     if not any(isinstance(getattr(stream, "rich_proxied_file", None), Filter) for stream in before):
@@ -100,13 +100,13 @@ def filtered_again() -> Iterator[None]:
 
 
 class Filter:
-    """A text stream that escapes what a terminal would act upon; all else is the stream's own."""
+    """A text stream that escapes what a terminal would act upon, and otherwise behaves like the given stream."""
 
     def __init__(self, stream: IO[str]) -> None:
         self.stream = stream
 
     def write(self, text: str) -> int:
-        """Write the text, filtered; lines that begin with a carriage return are progress of other packages."""
+        """Write the text, filtered; keep carriage returns at the start of a line, for other packages' progress."""
         start = "\r" if text.startswith("\r") else ""
         self.stream.write(start + lines(text.removeprefix("\r").replace(_UP, "")))
         return len(text)
@@ -121,12 +121,12 @@ class Filter:
 
     @property
     def rich_proxied_file(self) -> Any:
-        """Where consoles of rich write: they color text, and ours have filtered it."""
+        """The stream that rich's consoles write to: they add colors, and ours have filtered the text."""
         return getattr(self.stream, "rich_proxied_file", self.stream)
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console of rich for text of anybody: no markup, no names of emoji, no control characters."""
+    """Make a rich console for foreign text: without markup, emoji names and control characters."""
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.segment import Segment
 
@@ -143,7 +143,7 @@ def _is_harmless(character: str) -> bool:
 
 
 class _OneLine(logging.Formatter):
-    """A warning as one line, and the traceback that goes with it."""
+    """Formats a warning as one line, followed by its traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = one_line(record.getMessage())
@@ -151,5 +151,5 @@ class _OneLine(logging.Formatter):
 
 
 def _print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Python's own, filtered."""
+    """Print Python's own traceback, filtered."""
     sys.stderr.write(lines("".join(traceback.format_exception(kind, error, trace))))

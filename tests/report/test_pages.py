@@ -157,11 +157,11 @@ def test_an_interrupted_run_has_its_curves(tmp_path: Path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["nothing"], "nothing is no folder of a run and no file of results"),
+        (["nothing"], "nothing is neither the folder of a run nor a file of results"),
         (["empty"], "empty holds no run of lowbit that can be shown"),
         (["foreign.json"], "foreign.json does not hold a report that lowbit wrote"),
         (["run", "speed.json"], "runs and files of results are given"),
-        (["run", "--output", "mine.html"], "mine.html is in the way: it is no page of lowbit"),
+        (["run", "--output", "mine.html"], "mine.html is in the way: it is not a page of lowbit"),
         ([], "required: RUN"),
     ],
 )
@@ -185,7 +185,7 @@ def test_runs_that_cannot_be_read_do_not_hide_the_others(tmp_path: Path, monkeyp
     outcome = invoke("report", "run", "gone")
     assert (outcome.exit_code, outcome.stdout) == (0, "comparison.html\n")
     text = (tmp_path / "comparison.html").read_text()
-    assert "gone is no folder of a run" in text
+    assert "gone is neither the folder of a run" in text
     assert _trace_of(text, "run")["x"][-1] == 40
 
 

@@ -125,7 +125,7 @@ def gave_up(ends: list[Ending]) -> list[str]:
             problems.append(f"late: rank {end.rank} gave up after {end.seconds:.1f} s")
         if end.code is not None and end.code < 1:
             problems.append(f"crash: rank {end.rank} ended with {end.code}")
-        if "not all machines came back in time. The same command goes on from" not in last:
+        if "not all machines came back in time. The same command continues from" not in last:
             problems.append(f"words: the last of rank {end.rank}: {last[:300]}")
     return problems
 

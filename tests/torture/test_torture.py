@@ -98,7 +98,7 @@ def test_ranks_that_hear_each_other_say_the_same(tmp_path: Path):
 
 
 def test_who_waits_for_a_machine_says_how_to_go_on(tmp_path: Path):
-    way = "not all machines came back in time. The same command goes on from step 4"
+    way = "not all machines came back in time. The same command continues from step 4"
     said = f"{GOOD}error: rank 0 ended with exit code 4; {way}\n"
     assert not gave_up(_ends(_broken("gone", tmp_path / "well", {0: said}, {0: 30.0})))
     (wrong,) = gave_up(_ends(_broken("gone", tmp_path / "badly", {0: GOOD}, {0: 30.0})))

@@ -18,7 +18,7 @@ from lowbit.train.answers import BYTE_END, IGNORED, Answers, encode, fit, fit_he
 from lowbit.train.data import Data, Order, load_data
 from lowbit.train.model import build_model
 from lowbit.train.prepare import prepare
-from lowbit.train.samples import Part, Sample, read_samples
+from lowbit.train.samples import TextPart, TextSample, read_samples
 from lowbit.train.tokenizer import ByteTokenizer, FolderTokenizer
 from tests.processes import Ranks
 from tests.train.runs import ONE, RESUME, again, answering, losses, tiny
@@ -125,7 +125,8 @@ def test_a_template_that_rewrites_earlier_answers_teaches_the_last(tmp_path: Pat
 
 def test_a_folder_tokenizer_begins_and_ends_a_prompt_with_its_answer(tmp_path: Path):
     chat_tokenizer(tmp_path / "chat")
-    [encoded] = encode([Sample((Part("ab", False), Part("c", True)))], FolderTokenizer(str(tmp_path / "chat")))
+    sample = TextSample((TextPart("ab", False), TextPart("c", True)))
+    [encoded] = encode([sample], FolderTokenizer(str(tmp_path / "chat")))
     assert encoded.ids.tolist() == [*b"abc", 3]
     assert encoded.learned.tolist() == [False, False, True, True]
     ByteTokenizer().hugging_face().save_pretrained(tmp_path / "endless")
@@ -141,7 +142,8 @@ def test_what_is_too_long_is_cut_and_said_with_numbers(tmp_path: Path):
         "1 of 3 samples have no answer left and are not used",
     )
     assert data.train.learned(torch.tensor([1])) == 7
-    held_out, note = fit_held_out(encode([Sample((Part("a" * 20, False), Part("b", True)))], ByteTokenizer()), 16)
+    sample = TextSample((TextPart("a" * 20, False), TextPart("b", True)))
+    held_out, note = fit_held_out(encode([sample], ByteTokenizer()), 16)
     assert (held_out, note) == ([], ["1 of 1 held-out samples are longer than data.sequence (16) and are not used"])
     assert fit([], 16) == ([], [])
     few = load(tmp_path, lines[:1], max_bytes=60, held_out=(str(tmp_path / "samples.jsonl"),))

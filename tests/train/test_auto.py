@@ -19,7 +19,7 @@ from lowbit.report.page.run import read_run
 from lowbit.report.training import run_page
 from lowbit.simulate.predict import share_of_rates
 from lowbit.train import TrainConfig, loop, train, trainer
-from lowbit.train.auto import Choice, Forecast, choose, described
+from lowbit.train.auto import Forecast, FormatChoice, choose, described
 from lowbit.train.boundaries import AUTO_FORMATS, usable
 from lowbit.train.checkpoints.manifest import read_manifest
 from lowbit.train.config import PipelineConfig
@@ -92,14 +92,14 @@ def test_a_forecast_is_as_long_as_its_slowest_part(schedule: str, per_rank: int)
         stated = [[0.8, 0.0, {"x": (0.0,) * 4}]] * 2
         forecast = Forecast(
             layout, pipeline, stated, {"x": (1_000_000, 1_000_000)}, {(0, 1): 0.02}, {(0, 1): rate, (1, 0): rate},
-            checksum=0, rest=0.1, beside=False,
+            checksum=0, rest=0.1, overlapped=False,
         )  # fmt: skip
         return forecast.seconds(("x",) * (layout.stages - 1))
 
     rates = {(0, 1): 100.0, (1, 0): 100.0}
     forecast = Forecast(
         layout, pipeline, [[0.1, 0.0, {"x": (0.0,) * 4}]] * 2, {"x": (1_000_000, 1_000_000)}, {(0, 1): 0.02}, rates,
-        checksum=0, rest=0.1, beside=False,
+        checksum=0, rest=0.1, overlapped=False,
     )  # fmt: skip
     mix = ("x",) * (layout.stages - 1)
     assert forecast.seconds(mix, 0.25) == pytest.approx(4 * forecast.seconds(mix), rel=0.4)
@@ -140,7 +140,7 @@ def test_replicas_that_come_and_go_need_formats(tmp_path: Path):
 
 
 def test_a_choice_tells_its_numbers():
-    choice = Choice(
+    choice = FormatChoice(
         step=7, formats=("bf16", "bf16", "transform"), predicted={"bf16": 1.5, "these": 0.5}, mbit={"0 to 1": 25.0},
         round_trip=0.04, compute=[0.25, 0.5], share=0.5, change=2.0,
     )  # fmt: skip

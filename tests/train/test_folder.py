@@ -178,6 +178,6 @@ def test_what_lies_behind_a_link_is_not_left_for_a_later_resume(tmp_path: Path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "disk")
     train(config)
-    with pytest.raises(CheckpointError, match="step-00000003/rank-0 is still there, and a later run.resume would"):
+    with pytest.raises(CheckpointError, match="step-00000003/rank-0 still exists, and a later run.resume would"):
         train(config)
     prepare(again(config, run={"overwrite": False, "resume": True}), ranks=1)

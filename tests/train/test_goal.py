@@ -43,7 +43,7 @@ def test_a_check_compares_the_cost_beyond_its_error_with_the_goal() -> None:
     for bad in ([(math.nan, 1.0), (0.0, 1.0)], [(math.inf, 1.0)], []):
         check = judged(16, 0.02, bad)
         assert check.bits == 0.0
-        assert str(check).endswith("which tells nothing")
+        assert str(check).endswith("which is inconclusive")
 
 
 def test_the_strictest_goal_counts_and_set_rates_have_none() -> None:

@@ -44,7 +44,7 @@ def test_a_killed_run_is_blamed_on_its_rank_and_resumes_bit_for_bit(
         _wait_for_lines(config.run.output, 6, launched)
         os.kill(_process_of_rank(1), signal.SIGKILL)
         killed = time.monotonic()
-        with pytest.raises(LaunchError, match=r"rank 1 was ended by SIGKILL.*--resume goes on from step \d+"):
+        with pytest.raises(LaunchError, match=r"rank 1 was ended by SIGKILL.*--resume continues from step \d+"):
             launched.result(timeout=60)
     assert time.monotonic() - killed < config.run.timeout_seconds
     assert "rank 0: error: rank 1 " in capfd.readouterr().err

@@ -132,7 +132,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "huge layers": (config(num_hidden_layers=4000), "config.json has 4000 layers, the weights are of 2"),
     "more layers": (config(num_hidden_layers=3), "config.json has 3 layers, the weights are of 2"),
     "heads that do not divide": (config(num_attention_heads=7, num_key_value_heads=7, head_dim=None), "pretrained"),
-    "unknown activation": (config(hidden_act="sigmoidish"), "config.json describes no model: "),
+    "unknown activation": (config(hidden_act="sigmoidish"), "config.json does not describe a valid model: "),
     "rope of nothing": (config(rope_parameters=7, rope_scaling=7), "model.pretrained"),
     "another architecture": (config(model_type="mamba"), "a model of type 'mamba'; allowed: llama"),
     "unknown architecture": (config(model_type="mine", auto_map=CODE), "a model of type 'mine'; allowed: llama"),

@@ -93,7 +93,7 @@ def test_it_gives_up_with_the_way_to_go_on(
     with pytest.raises(LaunchError) as caught:
         run(config)
     assert str(caught.value) == (
-        "rank 1 was ended by SIGKILL; gave up after 3 attempts. The same command goes on from the start"
+        "rank 1 was ended by SIGKILL; gave up after 3 attempts. The same command continues from the start"
     )
     assert len(started) == 3
     assert caplog.text.count("Starting again from the start") == 2

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lowbit.codecs import parse
 from lowbit.train import Summary, TrainConfig, train
 from lowbit.train.data import Order
-from lowbit.train.expected import Expected
+from lowbit.train.expected import ExpectedTraffic
 from lowbit.train.metrics import read_evaluations, read_metrics
 from lowbit.train.prepare import prepare
 from lowbit.train.summary import read_summary
@@ -68,7 +68,7 @@ def _compare(config: TrainConfig, folder: Path, large: set[str]) -> Summary:
 
 def _foresee(config: TrainConfig, summary: Summary, steps: list[dict[str, Any]]) -> None:
     """Compare with what `--dry-run` says, which looks at the tokens of the first step, in the warm-up and after it."""
-    expected = Expected(prepare(config, ranks=config.ranks))
+    expected = ExpectedTraffic(prepare(config, ranks=config.ranks))
     for line in steps:
         foreseen = expected.step(warmup=line["step"] <= config.codec_warmup_steps)
         sent = {name: nbytes for name, nbytes in line["parts"].items() if name != "coordination"}

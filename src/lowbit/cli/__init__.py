@@ -1,4 +1,4 @@
-"""The command line: parse, call, show. Imports of a command wait until it is chosen."""
+"""The command line: parse, call, show. A command's modules are imported only when it is chosen."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from collections.abc import Sequence
 from lowbit import __version__
 from lowbit.cli.app import COMMANDS
 from lowbit.cli.errors import one_line_errors
-from lowbit.cli.group import Command
+from lowbit.cli.group import CliCommand
 from lowbit.terminal import filtered
 
 __all__ = ["main"]
 
 
-def main(words: Sequence[str] | None = None, *, program: str = "lowbit", command: Command = COMMANDS) -> None:
-    """The `lowbit` command.
+def main(words: Sequence[str] | None = None, *, program: str = "lowbit", command: CliCommand = COMMANDS) -> None:
+    """Run the `lowbit` command.
 
     Args:
-        words: the command line without the program; absent: this process's.
-        program: its name in help.
+        words: the command line without the program; if omitted, this process's.
+        program: the program's name in help.
         command: runs the words.
 
     Raises:
-        SystemExit: with 2 for a wrong value, file or installation, with 1 for a run that failed.
+        SystemExit: 2 for a wrong value, file or installation, 1 for a run that failed.
     """
-    # PyTorch writes pages of stack traces when a store ends or does not answer; errors name the cause in one line.
+    # PyTorch writes pages of stack traces when a store ends or does not answer; our errors name the cause in one line.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     given = list(sys.argv[1:] if words is None else words)
     with filtered(), one_line_errors("--traceback" in given):

@@ -17,7 +17,7 @@ from lowbit.cli.train import Config, Train
 
 
 def documentation() -> str:
-    """Address of the documentation, as the installed package states it; empty if it states none."""
+    """Return the address of the documentation from the installed package's metadata; empty without one."""
     try:
         addresses = metadata("lowbit").get_all("Project-URL") or ()
     except PackageNotFoundError:  # a plain checkout on PYTHONPATH
@@ -49,7 +49,7 @@ def _commands() -> dict[str, Any]:
         "doctor": Doctor(),
         "plan": Group(
             "Plan the speed and the memory of a training run.",
-            lambda: {  # the package imports PyTorch
+            lambda: {  # importing lowbit.plan would import PyTorch
                 "pipeline": Measurement("lowbit.plan.pipeline"),
                 "memory": Measurement("lowbit.plan.memory"),
             },

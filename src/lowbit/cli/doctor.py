@@ -29,19 +29,19 @@ class Doctor:
     )
 
     def parser(self, program: str) -> Parser:
-        """Parser of its command line."""
+        """Make the parser of the command line."""
         from lowbit.cli.parser import Parser
         from lowbit.doctor.settings import DoctorSettings
 
         parser = Parser(program, self.summary, DoctorSettings, arguments=("recipe",), examples=self.examples)
         parser.add_argument(
-            "--json", metavar="FILE", help="Write the rows to this file, and a page beside it (.html). -: print them."
+            "--json", metavar="FILE", help="Write the rows to this file, and a page next to it (.html). -: print them."
         )
         return parser
 
     def __call__(self, program: str, words: Sequence[str]) -> None:
         """Check, print and write; exit with 1 if anything would stop the training."""
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before PyTorch is imported: else many lines of C++
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before importing PyTorch: else it logs C++ traces
         settings, options = self.parser(program).resolve(words)
         from lowbit.doctor.command import COMMAND, examine, stops, write_output
         from lowbit.job.output import end
@@ -61,11 +61,11 @@ class Doctor:
             report.write_json(file)
             if results := extension("results"):
                 results.write_results(COMMAND, Path(file))
-        end(int(stops(rows)))  # without destructors: a broken process group's can wait for machines that are gone
+        end(int(stops(rows)))  # skips destructors: those of a broken process group can wait for machines that are gone
 
 
 def _show(rows: Sequence[dict[str, Any]], tables: Sequence[Any], ending: str) -> None:
-    """Print one page: what is wrong and how to mend it, then the machines and links."""
+    """Print one page: problems with their fixes, then the machines and links."""
     findings = [row for row in rows if row["kind"] == "finding"]
     count = sum(row["level"] == "stop" for row in findings)
     print("Nothing would stop the training." if not count else f"{count} of these would stop the training:")

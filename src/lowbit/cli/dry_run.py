@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from lowbit.cli.show import print_pairs
 from lowbit.config import to_toml
 from lowbit.train.boundaries import AUTO_FORMATS, codecs_of, usable
-from lowbit.train.expected import Expected
+from lowbit.train.expected import ExpectedTraffic
 from lowbit.train.goal import AFTER, wanted_nats
 from lowbit.train.lora import targets_of
 from lowbit.train.metrics import EVALUATION, TIED
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     from lowbit.train import TrainConfig
 
 
-_WIDE = 4096  # in place of a width that is not known before the run; all formats suit it
+_WIDE = 4096  # stands for a width that is unknown before the run; all formats can code it
 
 
 def dry_run(config: TrainConfig) -> None:
-    """Check a run, print it, and start nothing; under torchrun, the first rank prints.
+    """Check a run and print it without starting it; under torchrun, the first rank prints.
 
     The tokens of the text are written to `run.output`, where the run finds them.
 
     Raises:
-        ConfigError: anything that would keep the run from starting.
+        ConfigError: something would keep the run from starting.
     """
     check_torch()
     ranks = int(os.environ.get("WORLD_SIZE", config.ranks))
@@ -88,8 +88,8 @@ def _lines(prepared: Prepared, ranks: int) -> Iterator[tuple[str, str]]:
 
 
 def _traffic(prepared: Prepared) -> Iterator[tuple[str, str]]:
-    """What all ranks together will send, by part."""
-    config, expected = prepared.config, Expected(prepared)
+    """Yield the bytes that all ranks together will send, by part."""
+    config, expected = prepared.config, ExpectedTraffic(prepared)
     chosen = config.pipeline.is_auto or not all(codec.settled for codec in prepared.codecs.forward)
     if config.codec_warmup_steps and config.pipeline.boundary == "lowbit":
         yield "a step of the warm-up", f"sends {_megabytes(expected.step(warmup=True))}"
@@ -111,14 +111,14 @@ def _megabytes(parts: Mapping[str, float]) -> str:
 
 
 def _grouped(name: str, texts: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """A line for each run of equal texts, with their numbers."""
+    """Yield a line for each group of consecutive equal texts, with their numbers."""
     for text, same in groupby(enumerate(texts), key=itemgetter(1)):
         numbers = [number for number, _ in same]
         yield f"{name} {numbers[0]}" + (f" to {numbers[-1]}" if len(numbers) > 1 else ""), text
 
 
 def _described(codec: Codec, shape: tuple[int, int, int | None]) -> str:
-    """A codec with the bits that an element of its messages takes, where that is known before the run."""
+    """Describe a codec with its bits per element, if they are known before the run."""
     rows, sequence, width = shape
     if width is None or not codec.settled:
         return str(codec)

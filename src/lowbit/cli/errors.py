@@ -1,4 +1,4 @@
-"""Errors in one line that says what is wrong and what is allowed."""
+"""Print errors in one line that states what is wrong and what is allowed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ USAGE, FAILURE, INTERRUPTED = 2, 1, 130
 def one_line_errors(traceback: bool) -> Iterator[None]:
     """Turn an expected error into one line and an exit code.
 
-    A wrong value, a file or a missing extra exits with 2, a run that failed with 1, Ctrl-C with 130. Anything else is a
+    A wrong value, a bad file or a missing extra exits with 2, a failed run with 1, Ctrl-C with 130. Anything else is a
     bug in lowbit and keeps its traceback.
 
     Args:
@@ -49,14 +49,14 @@ def one_line_errors(traceback: bool) -> Iterator[None]:
         sys.stderr.write(f"{f'rank {rank}: ' if rank else ''}error: {describe(error)}\n")
         sys.stderr.flush()
         if rank:
-            # Destructors of a broken process group can wait for peers that are gone.
+            # Skip destructors: those of a broken process group can wait for peers that are gone.
             sys.stdout.flush()
             os._exit(code)
         raise SystemExit(code) from None
 
 
 def exit_code(error: Exception) -> int | None:
-    """The exit code of an error; None for a bug in lowbit."""
+    """Return the exit code of an error; None for a bug in lowbit."""
     if isinstance(error, ModuleNotFoundError):
         return USAGE if _extra(error) else None
     if isinstance(error, ConnectionError | ChildProcessError | TimeoutError):
@@ -69,7 +69,7 @@ def exit_code(error: Exception) -> int | None:
 
 
 def describe(error: Exception) -> str:
-    """The text of an error on one line."""
+    """Describe an error on one line."""
     if isinstance(error, ModuleNotFoundError):
         return f'{error.name} is missing; install it with: pip install "lowbit[{_extra(error)}]"'
     if isinstance(error, OSError) and error.filename is not None:
@@ -78,5 +78,5 @@ def describe(error: Exception) -> str:
 
 
 def _extra(error: ModuleNotFoundError) -> str | None:
-    """The extra that installs the missing module, if any."""
+    """Return the extra that installs the missing module, if any."""
     return EXTRAS.get((error.name or "").partition(".")[0])

@@ -1,6 +1,6 @@
-"""Commands and pages that another package of this distribution adds to the command line.
+"""Find commands and pages that another package of this distribution adds to the command line.
 
-They are found by entry points, so that the library works without that package and imports none of it.
+Entry points name them, so that the library works without that package and never imports it directly.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ GROUP = "lowbit.cli"
 
 
 def extension(name: str) -> Any | None:
-    """Return what the entry point of this name refers to; None where nothing is installed under it.
+    """Load the object that the entry point of this name refers to; None if it is not installed.
 
     Args:
         name: "commands" (a function that returns commands by name) or "results" (a module that makes pictures and

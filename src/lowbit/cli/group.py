@@ -1,4 +1,4 @@
-"""Commands under one word, and the choice of one by the words of a command line."""
+"""Group commands under one word, and choose one by the words of a command line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from lowbit.cli.text import columns, examples_in_help, listed, wrapped
 
 
-class Command(Protocol):
+class CliCommand(Protocol):
     """A command of the command line."""
 
     @property
@@ -23,7 +23,7 @@ class Command(Protocol):
         ...
 
     def __call__(self, program: str, words: Sequence[str]) -> None:
-        """Run it; `words`: the command line after its name."""
+        """Run the command; `words`: the command line after its name."""
         ...
 
 
@@ -31,8 +31,8 @@ class Group:
     """Commands under one word, such as `lowbit bench`.
 
     Args:
-        summary: one line about them.
-        commands: returns them by name; called when one of them, or help, is asked for.
+        summary: one line about the group.
+        commands: returns the commands by name; called only when a command or help is requested.
         examples: whole command lines for the help. ending: more lines for the end of the help.
     """
 
@@ -47,10 +47,10 @@ class Group:
         self.summary, self.commands, self.examples, self._ending = summary, commands, examples, ending
 
     def __call__(self, program: str, words: Sequence[str]) -> None:
-        """Hand the words to the command that the first names; show help if there is none.
+        """Hand the words to the command that the first word names; without words, show help.
 
         Raises:
-            ValueError: there is no such command.
+            ValueError: no command has this name.
         """
         commands = self.commands()
         if not words or words[0] in ("--help", "-h", "help"):
@@ -62,7 +62,7 @@ class Group:
             advice = f"did you mean {close[0]}?" if close else f"known: {', '.join(commands)}"
             raise ValueError(f"{program} has no {words[0]!r}; {advice}")
 
-    def _help(self, program: str, commands: Mapping[str, Command]) -> Iterator[str]:
+    def _help(self, program: str, commands: Mapping[str, CliCommand]) -> Iterator[str]:
         yield from (f"usage: {program} COMMAND [options]", "")
         yield from wrapped(self.summary, columns())
         yield from ("", "commands:")

@@ -1,4 +1,4 @@
-"""Command-line options from a section: `--model.dim 128` for each of its fields, with complete help."""
+"""Make command-line options from a section: one for each field, such as `--model.dim 128`, with complete help."""
 
 from __future__ import annotations
 
@@ -22,18 +22,17 @@ _METAVARS = {int: "INTEGER", float: "NUMBER"}
 class Parser(argparse.ArgumentParser):
     """Reads a section from a command line.
 
-    A field is an option, `--warmup-steps`, or an argument if it has no default; a field of a section within it is
-    `--pipeline.warmup_steps`, as in a file. A list is an option with commas, or given several times, and named in the
-    singular: `links` is `--link 100mbit,1gbit`. A boolean is `--fast` or `--no-fast`. Dashes and underscores are the
-    same.
+    A field is an option such as `--warmup-steps`, or an argument if it has no default; a field of a nested section is
+    `--pipeline.warmup_steps`, as in a file. A list option has a singular name, and takes commas or is repeated: `links`
+    is `--link 100mbit,1gbit`. A boolean is `--fast` or `--no-fast`. Dashes and underscores are interchangeable.
 
     Args:
         program: name of the command in its help.
-        summary: what it does, in a sentence or two.
+        summary: what the command does, in a sentence or two.
         settings: the section.
-        short: options, such as "--ranks", for keys, such as "pipeline.ranks", that are shown first.
-        common: other keys that are shown first.
-        arguments: keys that are arguments, which may be left out, instead of options.
+        short: short options, such as "--ranks", by key, such as "pipeline.ranks"; help shows them first.
+        common: other keys that help shows first.
+        arguments: keys that become optional arguments instead of options.
         examples: whole command lines for the help.
     """
 
@@ -60,7 +59,7 @@ class Parser(argparse.ArgumentParser):
         self.settings, self.examples = settings, tuple(examples)
         self._short, self._common, self._arguments = short, {*short, *common}, arguments
         self._keys: list[str] = []
-        self._flags: dict[str, str] = {}  # flags, with the option and value that they mean
+        self._flags: dict[str, str] = {}  # the option and value that a flag stands for
         self._sections: dict[str, Any] = {}  # groups of options by section
         self._add_settings(settings_of(settings), "", self)
         self.add_argument("-h", "--help", action=_ShowHelp, full=False, help="Show this help.")
@@ -68,11 +67,11 @@ class Parser(argparse.ArgumentParser):
             self.add_argument("--help-all", action=_ShowHelp, full=True, help="Show all options, with their meanings.")
 
     def format_help(self) -> str:
-        """Help with all options."""
+        """Return help with all options."""
         return self._format(self._action_groups, [])
 
     def format_short_help(self) -> str:
-        """Help without the options of sections within the section, whose keys are only named."""
+        """Return help that only names the sections within the section, without their options."""
         shown = [group for group in self._action_groups if group not in self._sections.values()]
         named = []
         for section, group in self._sections.items():
@@ -97,10 +96,10 @@ class Parser(argparse.ArgumentParser):
         return formatter.format_help()
 
     def read(self, words: Sequence[str]) -> tuple[list[tuple[str, str]], dict[str, Any]]:
-        """The section's keys that the words give, with their text, and the values of other options.
+        """Return the section's keys in the words with their text, and the values of other options.
 
         Raises:
-            ConfigError: an unknown option (the closest known one is named), or one without its value.
+            ConfigError: an unknown option (the closest valid one is named), or one without its value.
         """
         known, unknown = self.parse_known_args(self._with_values(words))
         if unknown:
@@ -110,10 +109,10 @@ class Parser(argparse.ArgumentParser):
         return [(key, ",".join(text) if isinstance(text, list) else text) for key, text in given], options
 
     def resolve(self, words: Sequence[str], file: str | None = None) -> tuple[Any, dict[str, Any]]:
-        """The section of a command line, and the values of other options.
+        """Build the section from a command line; also return the values of other options.
 
         Args:
-            file: option or argument that names a TOML file with the values that the command line leaves out.
+            file: option or argument that names a TOML file, whose values the command line overrides.
 
         Raises:
             ConfigError: as `read` and `lowbit.config.resolve` do.
@@ -168,7 +167,7 @@ class Parser(argparse.ArgumentParser):
         group.add_argument(*options, dest=key, metavar=_metavar(setting), action=action, help=_help(setting, *notes))
 
     def _with_values(self, words: Sequence[str]) -> list[str]:
-        """Words with options spelled as they are declared, and flags replaced by options with values."""
+        """Spell options as declared, and replace flags by options with values."""
         options = {name.replace("_", "-"): name for name in (*self._option_string_actions, *self._flags)}
         spelled: list[str] = []
         for word in words:
@@ -200,7 +199,7 @@ class _ShowHelp(argparse.Action):
 
 
 class _Formatter(argparse.HelpFormatter):
-    """Breaks lines between words only, and keeps lines that are indented."""
+    """Breaks lines between words only, and keeps indented lines."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=30)
@@ -213,7 +212,7 @@ class _Formatter(argparse.HelpFormatter):
         return "\n".join(indent + part for line in lines for part in line)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
-        """`--ranks, --pipeline.ranks INTEGER`: the value once."""
+        """Format `--ranks, --pipeline.ranks INTEGER`, with the value only once."""
         if not action.option_strings or action.nargs == 0:
             return super()._format_action_invocation(action)
         value = str(action.metavar or "")
@@ -221,12 +220,12 @@ class _Formatter(argparse.HelpFormatter):
 
 
 def in_usage(name: str, count: int | str | None) -> str:
-    """A positional argument in a line of usage; `count`: argparse's `nargs`."""
+    """Format a positional argument for the usage line; `count`: argparse's `nargs`."""
     return {"?": f"[{name}]", "+": f"{name} [{name} ...]"}.get(str(count), name)
 
 
 def _word(setting: Setting) -> str:
-    """A field of the outermost section as an option: `link` for links, `boundary` for boundaries."""
+    """Name a field of the outermost section as an option: `link` for links, `boundary` for boundaries."""
     name = setting.name.rstrip("_")
     if element_of(setting.hint) is not None:
         name = re.sub(r"(?<=[^s])s$", "", re.sub(r"ies$", "y", name))
@@ -250,7 +249,7 @@ def _help(setting: Setting, *more: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value in the notation of a command line."""
+    """Format a value as on a command line."""
     if isinstance(value, tuple):
         return ",".join(map(shown, value))
     return value if isinstance(value, str) else in_toml(value).strip('"')

@@ -1,4 +1,4 @@
-"""`lowbit report`: pages about runs and results, made again or compared."""
+"""`lowbit report` writes pages about runs and results, or compares several."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class MakeReport:
     )
 
     def parser(self, program: str) -> Parser:
-        """Parser of its command line."""
+        """Make the parser of the command line."""
         from lowbit.cli.parser import Parser
         from lowbit.config import section
 
         @section()
         class ReportConfig:
-            """Where the page goes."""
+            """Output of the command."""
 
             output: str = ""
             """File for the page. If omitted, `report.html` in the folder of the run, the file of results with .html, or
@@ -53,10 +53,10 @@ class MakeReport:
 
 
 def write(paths: Sequence[Path], output: Path | None = None) -> Path:
-    """Write a page about runs and files of results, and return its path. Of several, those that can be read are shown.
+    """Write a page about runs or files of results, leaving out unreadable ones of several, and return its path.
 
     Raises:
-        ValueError: none can be read, they are of both kinds, or the page cannot be written.
+        ValueError: nothing can be read, runs and results are mixed, or the page cannot be written.
     """
     from lowbit.report import training
     from lowbit.report.page import write_page
@@ -84,7 +84,7 @@ def write(paths: Sequence[Path], output: Path | None = None) -> Path:
     elif runs:
         page, place = training.comparison_page(runs, problems), _COMPARISON
     else:
-        assert measured is not None  # nothing else reads files of results
+        assert measured is not None  # files of results were refused above without it
         page = measured.results_page(measured.paired(list(results), list(results.values())), problems)
         place = next(iter(results)).with_suffix(".html") if len(paths) == 1 else _COMPARISON
     write_page(page, output or place)

@@ -1,4 +1,4 @@
-"""Commands that measure, each a `lowbit.report.Command` that is imported when it is chosen."""
+"""Commands that measure: each is a `lowbit.report.Command`, imported only when it is chosen."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def measurements(package: str) -> dict[str, Measurement]:
-    """The commands whose modules a package lists in its COMMANDS."""
+    """Return the commands whose modules a package lists in its COMMANDS."""
     return {name: Measurement(place) for name, place in importlib.import_module(package).COMMANDS.items()}
 
 
@@ -25,8 +25,8 @@ class Measurement:
     """A `lowbit.report.Command` as a word of the command line.
 
     Args:
-        place: the command's module, such as "lowbit.plan.memory", and its name behind a colon, if not COMMAND.
-        summary: one line for lists of commands; absent: from the first line of the module's docstring.
+        place: the command's module, such as "lowbit.plan.memory", and after a colon its name, unless it is COMMAND.
+        summary: one line for lists of commands; if omitted, the first line of the module's docstring.
     """
 
     def __init__(self, place: str, summary: str = "") -> None:
@@ -35,13 +35,13 @@ class Measurement:
 
     @property
     def command(self) -> Command:
-        """The declaration."""
+        """Import and return the declaration."""
         return getattr(importlib.import_module(self.module), self.name)
 
     @property
     def summary(self) -> str:
-        """One line for lists of commands; the module is read for it, not imported."""
-        if self._summary or self.name != "COMMAND":  # a module of several commands speaks of all of them
+        """One line for lists of commands; found by reading the module's source, without importing it."""
+        if self._summary or self.name != "COMMAND":  # a docstring of several commands describes all
             return self._summary or self.command.summary
         package, *within = self.module.split(".")
         file = Path(importlib.import_module(package).__path__[0], *within).with_suffix(".py")
@@ -55,7 +55,7 @@ class Measurement:
         return self.command.examples
 
     def parser(self, program: str) -> Parser:
-        """Parser of its command line."""
+        """Make the parser of the command line."""
         from lowbit.cli.parser import Parser
 
         parser = Parser(program, self.command.summary, self.command.settings, examples=self.examples)
@@ -68,7 +68,7 @@ class Measurement:
         return parser
 
     def __call__(self, program: str, words: Sequence[str]) -> None:
-        """Measure, show and write."""
+        """Measure, and show and write the results."""
         settings, options = self.parser(program).resolve(words)
         from lowbit.report import execute
 

@@ -31,14 +31,14 @@ class Config:
     examples: tuple[str, ...] = ("lowbit config > run.toml", "lowbit config run.toml --run.steps 1000")
 
     def parser(self, program: str) -> Parser:
-        """Parser of its command line."""
+        """Make the parser of the command line."""
         from lowbit.cli.parser import Parser
         from lowbit.train import TrainConfig
 
         parser = Parser(
             program, self.summary, TrainConfig, short=_SHORT, common=_COMMON, examples=self.examples
         )  # fmt: skip
-        parser.add_argument("config", metavar="CONFIG", nargs="?", help="TOML file; options change what it says.")
+        parser.add_argument("config", metavar="CONFIG", nargs="?", help="TOML file; options override it.")
         return parser
 
     def __call__(self, program: str, words: Sequence[str]) -> None:
@@ -59,7 +59,7 @@ class Train(Config):
     )
 
     def parser(self, program: str) -> Parser:
-        """Parser of its command line."""
+        """Make the parser of the command line."""
         parser = super().parser(program)
         parser.add_argument(
             "--dry-run",
@@ -79,7 +79,7 @@ class Train(Config):
         from lowbit.job.output import passed_on
         from lowbit.train import run
 
-        # Of torchrun's ranks, only those of replicas have threads that must not stop; what they print, it passes on.
+        # Under torchrun, which forwards their output, only ranks of replicas have threads that must not stop.
         awaited = config.elastic.lighthouse or ("RANK" not in os.environ and (config.ranks > 1 or config.run.supervise))
         with passed_on() if awaited else nullcontext():
             if (outcome := run(config)) is not None:

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Write files whole or not at all."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def check_written(path: str, program: str, *, overwrite: bool) -> None:
-    """Check that a file may be replaced: it does not exist, or nobody has changed it since the program wrote it.
+    """Check that a file may be replaced: it does not exist, or is unchanged since the program wrote it.
 
     Raises:
-        ConfigError: it exists, and is something else.
+        ConfigError: it exists, and the program did not write it, or it has changed since.
     """
     file = Path(path)
     if overwrite or not file.exists():
@@ -53,10 +53,10 @@ def check_written(path: str, program: str, *, overwrite: bool) -> None:
 
 
 def write_unless_changed(path: str, program: str, text: str, *, overwrite: bool) -> None:
-    """Write a file for the user to read and change, below a line that shows whether somebody changed it.
+    """Write a file for the user to read and edit, below a line with a digest that shows whether it was edited.
 
     Raises:
-        ConfigError: as `check_written`. OSError: it cannot be written.
+        ConfigError: from `check_written`. OSError: it cannot be written.
     """
     check_written(path, program, overwrite=overwrite)
     write(Path(path), f"{_first_line(program, text.encode())}\n{text}")

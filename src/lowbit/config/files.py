@@ -1,4 +1,4 @@
-"""Configurations as TOML: read, and written with an explanation of each key."""
+"""Read configurations from TOML, and write them with an explanation of each key."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def resolve(cls: type[_Class], path: str | Path | None = None, overrides: Iterab
     """Read a section from a TOML file, if there is one, and apply overrides such as ("pipeline.forward", "int4").
 
     Raises:
-        ConfigError: a file that is missing or no TOML, an unknown key (the closest known one is named), a wrong value.
+        ConfigError: a missing or invalid TOML file, an unknown key (the closest valid one is named), or a wrong value.
     """
     values = read_toml(Path(path)) if path is not None else {}
     return build(cls, {**values, **{key: Text(text) for key, text in overrides}})
@@ -32,15 +32,15 @@ def to_toml(config: Any, *, meanings: bool = True) -> str:
     """Write a section as TOML that `resolve` reads back; fields that are None are left out.
 
     Args:
-        meanings: explain each key above it: meaning, allowed values, and the default if it differs.
+        meanings: write above each key its meaning, allowed values, and the default if it differs.
     """
     return "\n".join(_lines(config, settings_of(type(config)), "", meanings)).strip() + "\n"
 
 
 def in_toml(value: Any) -> str:
-    """A value in TOML's notation, which is that of JSON for all values of fields.
+    """Format a value as TOML, which equals JSON for all values of fields.
 
-    What a terminal would act upon is escaped.
+    Characters that a terminal would act upon are escaped.
     """
     if isinstance(value, tuple):
         return f"[{', '.join(map(in_toml, value))}]"
@@ -51,10 +51,10 @@ def in_toml(value: Any) -> str:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The values of a TOML file.
+    """Read the values of a TOML file.
 
     Raises:
-        ConfigError: it is missing or no TOML.
+        ConfigError: the file is missing or not TOML.
     """
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Sections of a configuration: frozen values that pydantic checks when they are made, with errors of one line."""
+"""Sections of a configuration: frozen values that pydantic checks on construction, with one-line errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NonNegative = Annotated[int, Field(ge=0)]
 """An integer of at least 0."""
 
 _RULES = ConfigDict(
-    strict=True,  # no boolean for an integer, no text for a number; an integer does for a float
+    strict=True,  # refuses a boolean as an integer and text as a number, but takes an integer as a float
     extra="forbid",
     allow_inf_nan=False,
     arbitrary_types_allowed=True,
@@ -33,7 +33,7 @@ _Class = TypeVar("_Class")
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be used; one line that says why, and what is allowed."""
+    """A configuration cannot be used; one line says why, and what is allowed."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Setting:
     Attributes:
         name: of the field.
         hint: its annotation.
-        default: its value where none is given; `dataclasses.MISSING` if one must be.
-        meaning: the docstring below it; of a section within a section without one, that of its class.
+        default: its value if omitted; `dataclasses.MISSING` if it is required.
+        meaning: the docstring below the field; for a nested section without one, that of its class.
     """
 
     name: str
@@ -59,11 +59,11 @@ class Setting:
 
     @property
     def limits(self) -> str:
-        """Its choices or its range; empty if it has neither."""
+        """Choices or range of the setting; empty if it has neither."""
         return ", ".join(choices_of(self.hint)) or range_of(self.hint)
 
     def explained(self, *notes: str) -> str:
-        """Its meaning, with limits and notes, without empty ones, in brackets."""
+        """Return the meaning, followed by limits and notes in brackets, if any."""
         shown = "; ".join(filter(None, (self.limits, *notes)))
         return f"{self.meaning} [{shown}]" if shown else self.meaning
 
@@ -72,8 +72,8 @@ class Setting:
 def section(name: str = "") -> Callable[[type[_Class]], type[_Class]]:
     """Make a class a section: a frozen, keyword-only pydantic dataclass.
 
-    Fields are checked strictly against their annotations, among them `Literal[...]` and `Annotated[int, Field(ge=1)]`.
-    A field that is a tuple also takes a list or a single element; one whose type has a `parse` also takes text. Checks
+    Fields are checked strictly against their annotations, such as `Literal[...]` and `Annotated[int, Field(ge=1)]`. A
+    tuple field also takes a list or a single element; a field whose type has a `parse` method also takes text. Checks
     of several fields together belong in `__post_init__`. The docstring below a field is its meaning in help.
 
     Args:
@@ -105,7 +105,7 @@ def settings_of(cls: Any, base: Any = dataclasses.MISSING) -> dict[str, Setting]
     """Return the fields of a section by name, in order, nested sections included.
 
     Args:
-        base: the section whose values are the defaults; absent: those of the class.
+        base: a section whose values are the defaults; if omitted, those of the class.
     """
     settings = {}
     for field in dataclasses.fields(cls):
@@ -116,15 +116,15 @@ def settings_of(cls: Any, base: Any = dataclasses.MISSING) -> dict[str, Setting]
 
 
 def build(cls: type[_Class], values: Any, where: str = "", base: Any = None) -> _Class:
-    """Build a section from nested mappings, as TOML and JSON give them; missing keys keep their defaults.
+    """Build a section from nested mappings, as TOML and JSON yield; missing keys keep their defaults.
 
     Args:
         values: by key; "model.dim" stands for the key "dim" of the section "model", whose other keys stay as they are.
-        where: the section's place in the whole, for errors: "" at the top.
-        base: the section whose values are kept where none is given; absent: defaults.
+        where: the section's path in the configuration, for errors: "" at the top.
+        base: a section whose values replace the defaults.
 
     Raises:
-        ConfigError: an unknown key (the closest known one is named), a wrong type or value.
+        ConfigError: an unknown key (the closest valid one is named), a wrong type or value.
     """
     if not isinstance(values, Mapping):
         allowed = f"a section, [{where}]" if where else "a mapping of sections"
@@ -150,7 +150,7 @@ def build(cls: type[_Class], values: Any, where: str = "", base: Any = None) -> 
 
 
 def _meaning(cls: Any, name: str, hint: Any) -> str:
-    """The docstring below a field, in the class or in the section that it is inherited from."""
+    """Return the docstring below a field, in the class or in the one that it is inherited from."""
     sections = [base.__pydantic_fields__ for base in cls.__mro__ if "__pydantic_fields__" in vars(base)]
     texts = [fields[name].description for fields in sections if name in fields]
     texts.append(inspect.getdoc(hint) if hasattr(hint, "section_name") else "")
@@ -167,7 +167,7 @@ def _refuse_unknown(keys: Mapping[Any, Any], settings: Mapping[str, Setting], pr
 
 
 def _prepared(value: Any, hint: Any, where: str) -> Any:
-    """`value` as pydantic takes it; integers over 64 bits and text with null bytes are refused."""
+    """Prepare `value` for pydantic; refuse integers over 64 bits and text with null bytes."""
     for item in value if isinstance(value, list | tuple) else (value,):
         if isinstance(item, str) and "\0" in item:
             raise ConfigError(f"{where} is {value!r}; allowed: text without null bytes")
@@ -179,7 +179,7 @@ def _prepared(value: Any, hint: Any, where: str) -> Any:
 def _in_one_line(
     error: ValidationError, settings: Mapping[str, Setting], values: Mapping[str, Any], prefix: str
 ) -> Exception:
-    """The first of pydantic's errors, with its key; errors of `__post_init__` and validators are returned unchanged."""
+    """Turn the first of pydantic's errors into one line; errors of `__post_init__` and validators stay unchanged."""
     errors: list[Any] = error.errors(include_url=False)
     if errors[0]["type"] == "value_error":
         return errors[0]["ctx"]["error"]

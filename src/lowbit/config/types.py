@@ -1,4 +1,4 @@
-"""Annotations of settings: the values that they allow, in words, and how text of a command line becomes a value."""
+"""Describe the values that annotations of settings allow, and convert text of a command line into values."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ _BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less tha
 
 
 class Text(str):
-    """A word of a command line; the annotation of its setting decides its value."""
+    """A word of a command line; the annotation of its setting determines its value."""
 
 
 def element_of(hint: Any) -> Any:
-    """The type of a tuple's elements; None for anything else."""
+    """Return the type of a tuple's elements; None for other annotations."""
     hint = _bare(hint)
     return typing.get_args(hint)[0] if typing.get_origin(hint) is tuple else None
 
 
 def union_of(hint: Any) -> tuple[Any, ...]:
-    """The members of a union; of anything else, itself alone."""
+    """Return the members of a union; another annotation is its only member."""
     hint = _bare(hint)
     members = typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
     return tuple(map(_bare, members))
 
 
 def choices_of(hint: Any) -> list[str]:
-    """The values of a `Literal[...]`, or of a list of them; none of anything else."""
+    """Return the values of a `Literal[...]`, or of a tuple of them; empty for other annotations."""
     bare = _bare(hint if (element := element_of(hint)) is None else element)
     return [str(value) for value in typing.get_args(bare)] if typing.get_origin(bare) is Literal else []
 
 
 def kind_of(hint: Any) -> str:
-    """What an annotation takes, without its range: "an integer or nothing"."""
+    """Describe what an annotation takes, without its range: "an integer or nothing"."""
     if (element := element_of(hint)) is not None:
         return f"{kind_of(element)} or a list of {_PLURALS.get(_bare(element), 'them')}"
     if choices := choices_of(hint):
@@ -53,12 +53,12 @@ def kind_of(hint: Any) -> str:
 
 
 def range_of(hint: Any) -> str:
-    """The range of an annotation: "at least 0 and at most 1"; empty if it has none."""
+    """Describe the range of an annotation: "at least 0 and at most 1"; empty if it has none."""
     return " and ".join(f"{_BOUNDS[name]} {limit}" for name, limit in _limits(hint))
 
 
 def as_type(value: Any, hint: Any) -> Any:
-    """A value as a field wants it: a tuple made of a list or a single element, `parse` called."""
+    """Convert a value for a field: make a tuple of a list or a single element, and call `parse`."""
     if (element := element_of(hint)) is None:
         return _parsed(value, hint)
     items = tuple(value) if isinstance(value, list | tuple) else (value,)
@@ -66,9 +66,9 @@ def as_type(value: Any, hint: Any) -> Any:
 
 
 def read(text: str, hint: Any) -> Any:
-    """The value of text in TOML's notation; the text itself if it is not TOML, or if the annotation takes text.
+    """Parse text as TOML; return the text itself if it is not TOML, or if the annotation takes text.
 
-    A list is TOML's or has commas between its elements; commas within parentheses belong to an element, as in
+    A list is TOML's or separated by commas; commas within parentheses belong to an element, as in
     "int4,GroupInt(bits=6, group=32)".
     """
     try:
@@ -84,7 +84,7 @@ def read(text: str, hint: Any) -> Any:
 
 
 def _takes_text(kind: Any) -> bool:
-    """Whether a member of a union is text, is made of it, or is a choice that has some."""
+    """Whether a member of a union is text, is parsed from text, or is a choice with a text value."""
     if typing.get_origin(kind) is Literal:
         return any(isinstance(choice, str) for choice in typing.get_args(kind))
     return kind is str or hasattr(kind, "parse")
@@ -109,7 +109,7 @@ def _parsed(value: Any, hint: Any) -> Any:
 def _limits(hint: Any) -> Iterator[tuple[str, float]]:
     if typing.get_origin(hint) is Annotated:
         for note in hint.__metadata__:
-            for limit in getattr(note, "metadata", [note]):  # what pydantic's `Field` holds
+            for limit in getattr(note, "metadata", [note]):  # pydantic's `Field` keeps its limits there
                 yield from ((name, getattr(limit, name)) for name in _BOUNDS if hasattr(limit, name))
     for part in typing.get_args(hint):  # of an annotated type, a tuple or a union
         yield from _limits(part)

@@ -37,7 +37,7 @@ from lowbit.train.config import (
     RunConfig,
     TrainConfig,
 )
-from lowbit.train.layout import Layout, make_layout
+from lowbit.train.layout import PipelineLayout, make_layout
 from lowbit.train.model import count_layers, vocabulary
 from lowbit.train.tokenizer import load_tokenizer
 
@@ -119,7 +119,7 @@ class MemorySettings:
         )
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> PipelineLayout:
         """The layers of each stage, and the stages of each rank."""
         return make_layout(self.pipeline, ranks=self.pipeline.ranks, layers=count_layers(self.model))
 

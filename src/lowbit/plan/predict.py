@@ -18,7 +18,7 @@ from lowbit.simulate.orders import order_of
 from lowbit.simulate.predict import predicted_step
 from lowbit.train.config import PipelineConfig, Schedule
 from lowbit.train.expected import evaluation_bytes
-from lowbit.train.layout import Layout, make_layout
+from lowbit.train.layout import PipelineLayout, make_layout
 from lowbit.train.tied import expected_rows, row_bytes, tied_codec
 from lowbit.wire.checksum import CHECKSUM_BYTES
 
@@ -130,7 +130,7 @@ class Predictor:
             raise ConfigError(f"replicas is {choice.replicas}; allowed: a divisor of {len(self.machines)} ranks")
         return ranks
 
-    def layout(self, choice: PipelineChoice) -> Layout:
+    def layout(self, choice: PipelineChoice) -> PipelineLayout:
         """The layers of each stage, and the stages of each rank."""
         ranks = self.ranks(choice)
         return make_layout(replace(choice, formats=("fp32",)).pipeline(ranks), ranks=ranks, layers=self.sizes.layers)
@@ -200,7 +200,7 @@ class Predictor:
     def _shape(self, choice: PipelineChoice) -> tuple[int, int, int]:
         return self.rows(choice), self.sequence, self.sizes.width
 
-    def _step(self, choice: PipelineChoice, layout: Layout, index: int) -> Step:
+    def _step(self, choice: PipelineChoice, layout: PipelineLayout, index: int) -> Step:
         """The step of one pipeline."""
         machines = self.machines[index * layout.ranks : (index + 1) * layout.ranks]
         tokens, shape, sizes = self.rows(choice) * self.sequence, self._shape(choice), self.sizes
@@ -234,7 +234,7 @@ class Predictor:
             averaging=[self._averaging(choice, layout, rank, count) for rank, count in enumerate(parameters)],
         )
 
-    def _network(self, layout: Layout, machines: Sequence[Machine]) -> Network:
+    def _network(self, layout: PipelineLayout, machines: Sequence[Machine]) -> Network:
         """Build channels between all ranks that exchange activations, and between the ends of the pipeline."""
         channels: list[Channel] = []
         known: dict[object, int] = {}
@@ -259,7 +259,7 @@ class Predictor:
             routes[a, b] = known[key]
         return Network(channels=channels, routes=routes)
 
-    def _parameters(self, layout: Layout, rank: int) -> int:
+    def _parameters(self, layout: PipelineLayout, rank: int) -> int:
         """Number of parameters that a rank's optimizer updates."""
         last, stages = layout.stages - 1, layout.stages_of(rank)
         follows = self._followed(layout) and 0 in stages
@@ -272,7 +272,7 @@ class Predictor:
         count = choice.replicas
         return 2 * (count - 1) / count * self.all_reduce.nbytes((parameters,)) if count > 1 else 0.0
 
-    def _averaging(self, choice: PipelineChoice, layout: Layout, rank: int, parameters: int) -> float:
+    def _averaging(self, choice: PipelineChoice, layout: PipelineLayout, rank: int, parameters: int) -> float:
         """Seconds of averaging gradients over pipelines, and of sending a tied embedding's rows there and back."""
         seconds = 0.0
         if choice.replicas > 1:
@@ -287,7 +287,7 @@ class Predictor:
             seconds += 2 * (self._step_rows(choice) * byte + latency)
         return seconds
 
-    def _members(self, choice: PipelineChoice, layout: Layout, rank: int) -> list[Machine]:
+    def _members(self, choice: PipelineChoice, layout: PipelineLayout, rank: int) -> list[Machine]:
         """The machines that run this rank in each pipeline."""
         return [self.machines[index * layout.ranks + rank] for index in range(choice.replicas)]
 
@@ -300,7 +300,7 @@ class Predictor:
         rows = expected_rows(tokens, self.sizes.tied // self.sizes.width)
         return row_bytes(rows, self.sizes.width, codec)
 
-    def _followed(self, layout: Layout) -> bool:
+    def _followed(self, layout: PipelineLayout) -> bool:
         """Whether the first rank's copy of a tied embedding follows that of the last rank."""
         return self.sizes.tied > 0 and layout.rank_of(0) != layout.rank_of(layout.stages - 1)
 
@@ -319,7 +319,7 @@ class Predictor:
         ]  # fmt: skip
         return max(seconds, default=0.0), max((link.rtt_ms for link in links if link), default=0.0) / 2000
 
-    def _memory(self, choice: PipelineChoice, layout: Layout) -> tuple[float, ...]:
+    def _memory(self, choice: PipelineChoice, layout: PipelineLayout) -> tuple[float, ...]:
         """Memory of each rank, in bytes.
 
         Raises:

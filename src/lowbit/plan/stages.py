@@ -28,7 +28,7 @@ from lowbit.plan.measure import bytes_between_passes, bytes_by_width, compressed
 from lowbit.plan.sizes import two_layers
 from lowbit.train.config import FULL_PRECISION, OptimizerConfig
 from lowbit.train.data import Order, load_data
-from lowbit.train.layout import Layout
+from lowbit.train.layout import PipelineLayout
 from lowbit.train.model import StageModule, build_model, next_token_loss, vocabulary
 from lowbit.train.single_process import model_loss, train_single_process
 
@@ -62,7 +62,7 @@ class StageMeter:
         self.dtype = torch.float32 if self.mixed else torch.bfloat16  # of the stages' outputs
         self._measured: dict[tuple[bool, bool], _TwoLayers] = {}
 
-    def stage(self, layout: Layout, stage: int) -> MeasuredStage:
+    def stage(self, layout: PipelineLayout, stage: int) -> MeasuredStage:
         """Return the bytes of a stage of the pipeline."""
         kind = kind_of(layout, stage)
         if kind not in self._measured:
@@ -193,7 +193,7 @@ class LayerMeter:
         return self._costs[kind_of(self._layout, stage)].predict(((choice, len(self._layout.layers_of(stage))),))
 
 
-def kind_of(layout: Layout, stage: int) -> tuple[bool, bool]:
+def kind_of(layout: PipelineLayout, stage: int) -> tuple[bool, bool]:
     """Whether a stage is the first, and whether it is the last: stages of one kind differ only in their length."""
     return stage == 0, stage == layout.stages - 1
 

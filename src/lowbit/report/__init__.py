@@ -1,6 +1,6 @@
-"""Tables and JSON of measurements, the page of a run, and the runner of every command that measures.
+"""Tables and JSON of measurements, the page of a run, and the runner of commands that measure.
 
-A command is one declaration, `Command`: settings, a function that measures, columns and baselines.
+One `Command` declares a command: settings, a function that measures, columns and baselines.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A command that measures: one declaration, and the runner that all of them share."""
+"""The declaration of a command that measures, and the runner that all such commands share."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Command:
         summary: one line for the help.
         examples: whole command lines for the help.
         settings: a frozen dataclass whose fields are options.
-        measure: given settings and the rows that an earlier file has, yields all rows so far, again and again.
-        tables: the first is also shown while rows come.
+        measure: takes settings and the rows of an earlier file; repeatedly yields all rows so far.
+        tables: the first is also shown during the measurement.
         charts: `lowbit_lab.charts` of the rows, one below the other in one picture.
         baselines: comparisons that are added to the rows.
-        key: fields that tell rows apart; with it, rows of an earlier `--json` file are kept.
+        key: fields that identify a row; with a key, rows of an earlier `--json` file are kept.
         free: settings that may differ from those of that file.
         live: show rows as they come; False for a command that shows its own progress.
     """
@@ -54,16 +54,16 @@ class Command:
 def run(
     command: Command, settings: Any, *, file: Path | None = None, on_rows: Callable[[Sequence[Row]], None] | None = None
 ) -> Report:
-    """Measure, and return the report.
+    """Run the measurement, and return the report.
 
     Args:
         command: what to run.
         settings: an instance of its settings.
-        file: where all rows are written as they come; a command with a `key` first reads those of an earlier call.
+        file: all rows are written to it as they come; a command with a `key` first reads an earlier call's rows.
         on_rows: called with all rows so far whenever there are new ones.
 
     Raises:
-        ValueError: `file` holds rows of other settings; or what the command refuses.
+        ValueError: `file` holds rows with other settings, or the command refuses its settings.
     """
     about = machine()
     rows = compare(earlier_rows(command, settings, file) if file and command.key else [], command.baselines)
@@ -77,7 +77,7 @@ def run(
 
 
 def earlier_rows(command: Command, settings: Any, file: Path) -> list[Row]:
-    """Rows of an earlier call with the same settings; none where there is no file.
+    """Read the rows of an earlier call with the same settings; none if the file does not exist.
 
     Raises:
         ValueError: the file holds no report of this command, or rows of other settings.
@@ -85,7 +85,7 @@ def earlier_rows(command: Command, settings: Any, file: Path) -> list[Row]:
     if not file.exists():
         return []
     earlier = Report.read_json(file, command=command.name, fields=command.key)
-    before = flat(plain(command.settings())) | flat(earlier.settings)  # newer settings had their defaults
+    before = flat(plain(command.settings())) | flat(earlier.settings)  # settings added since had their defaults
     for name, value in flat(plain(settings)).items():
         if name.partition(".")[0] not in command.free and before.get(name) != value:
             raise ValueError(
@@ -97,10 +97,10 @@ def earlier_rows(command: Command, settings: Any, file: Path) -> list[Row]:
 def execute(command: Command, settings: Any, *, json: Path | None = None) -> Report:
     """Run a command on a terminal: show rows as they come and at the end, and write them.
 
-    Of several ranks (`RANK`), only rank 0 shows and writes.
+    With several ranks (`RANK`), only rank 0 shows and writes.
 
     Raises:
-        ValueError: `json` cannot be written, which is checked first; or what the command refuses.
+        ValueError: `json` cannot be written, which is checked first, or the command refuses its settings.
     """
     check_output(json)
     if os.environ.get("RANK", "0") != "0":
@@ -114,12 +114,12 @@ def execute(command: Command, settings: Any, *, json: Path | None = None) -> Rep
 
 @contextmanager
 def _shown(command: Command) -> Iterator[Callable[[Sequence[Row]], None]]:
-    """Show rows as they come: the first table on a terminal, elsewhere a line now and then."""
+    """Show rows as they come: the first table on a terminal, elsewhere an occasional line."""
     from rich.live import Live
 
     screen = console(stderr=True)
     if screen.is_terminal:
-        # A thread that refreshes the screen would slow down the measurement.
+        # No refresh: its thread would slow down the measurement.
         with Live(console=screen, transient=True, auto_refresh=False) as live, filtered_again():
             yield lambda rows: live.update(command.tables[0].render(rows), refresh=True)
         return
@@ -137,12 +137,12 @@ def _shown(command: Command) -> Iterator[Callable[[Sequence[Row]], None]]:
 
 
 def check_output(path: Path | None) -> None:
-    """Raise a ValueError unless a file can be written; called before a long run whose results go there."""
+    """Raise ValueError unless a file can be written; for use before a long run whose results go there."""
     if path is None:
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and not path.is_file():  # a device would be replaced by a file
+        if path.exists() and not path.is_file():  # an atomic write would replace a device by a file
             raise ValueError(f"{path} cannot be written: it is a folder or a device; allowed: a file")
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}."):
             pass
@@ -151,7 +151,7 @@ def check_output(path: Path | None) -> None:
 
 
 def flat(values: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one, with dotted names."""
+    """Flatten nested mappings into one with dotted names."""
     items: dict[str, Any] = {}
     for name, value in values.items():
         items |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}

@@ -1,4 +1,4 @@
-"""Results as JSON: rows with the settings and the machine of the measurement."""
+"""Results as JSON: rows, with settings and machine of the measurement."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Report:
 
     @classmethod
     def read_json(cls, path: Path | str, *, command: str = "", fields: Collection[str] = ()) -> Report:
-        """A report that `write_json` wrote, if given of this command and with at least these fields in each row.
+        """Read a report that `write_json` wrote, of this command and with at least these fields in each row, if given.
 
         Raises:
             OSError: the file cannot be read.
@@ -74,7 +74,7 @@ class Report:
 
 
 def machine() -> dict[str, Any]:
-    """The hardware and versions that figures depend on; no name, address or path of the machine."""
+    """Describe the hardware and versions that figures depend on, without name, address or path of the machine."""
     import torch
 
     import lowbit
@@ -96,7 +96,7 @@ def machine() -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """The value in JSON's own types."""
+    """Convert a value to JSON's own types."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -9,23 +9,23 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Row = Mapping[str, Any]
-"""Names and values of one measurement."""
+"""One measurement: values by field name."""
 Value = str | Callable[[Row], Any]
-"""A field of a row, or a function that computes something from the row."""
+"""The name of a field of a row, or a function of the row."""
 
 
 def value_of(row: Row, value: Value) -> Any:
-    """The value of a row; None where the row has no such field."""
+    """Return the value of a row; None if the row lacks the field."""
     return value(row) if callable(value) else row.get(value)
 
 
 def distinct(rows: Sequence[Row], value: Value) -> list[Any]:
-    """The different values of rows, in order of appearance."""
+    """Return the distinct values of rows, in order of appearance."""
     return list(dict.fromkeys(value_of(row, value) for row in rows))
 
 
 def spread(values: Sequence[float]) -> float:
-    """Interquartile range as a share of the median; 0 of a single value."""
+    """Return the interquartile range as a share of the median; 0 for a single value."""
     if len(values) < 2:
         return 0.0
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -33,7 +33,7 @@ def spread(values: Sequence[float]) -> float:
 
 
 def summary(values: Sequence[float], name: str) -> dict[str, Any]:
-    """Fields of a row: the median under `name`, `{name}_low`, `{name}_high`, `spread` and `rounds` (how many)."""
+    """Return fields for a row: the median as `name`, `{name}_low`, `{name}_high`, `spread` and `rounds` (count)."""
     return {
         name: statistics.median(values),
         f"{name}_low": min(values),
@@ -45,10 +45,10 @@ def summary(values: Sequence[float], name: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline:
-    """A comparison of each row with the baseline's row; None where there is none or one lacks the value.
+    """A comparison of each row with the baseline's row; None without such a row or without a value in either.
 
     Args:
-        field: where the result is stored.
+        field: name of the result.
         value: the field that is compared.
         to: fields and values of the baseline's row.
         alike: fields that the baseline's row shares with the row.
@@ -64,7 +64,7 @@ class Baseline:
     unless: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def compared(self, row: Row, base: Row | None) -> float | None:
-        """The result for one row."""
+        """Compute the result for one row."""
         this, other = row.get(self.value), base.get(self.value) if base else None
         if this is None or other is None or any(row.get(name) == value for name, value in self.unless.items()):
             return None
@@ -75,7 +75,7 @@ class Baseline:
 
 
 def compare(rows: Sequence[Row], baselines: Sequence[Baseline]) -> list[dict[str, Any]]:
-    """The rows with the comparisons added."""
+    """Return the rows with the comparisons added."""
     compared = [dict(row) for row in rows]
     for baseline in baselines:
         bases = {

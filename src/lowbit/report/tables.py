@@ -23,8 +23,8 @@ class Column:
 
     Args:
         title: the heading.
-        value: the value of a row that it shows.
-        show: a format string or a function that formats the value; None is shown as a dash.
+        value: the value of a row to show.
+        show: a format string or a function for the value; None is shown as a dash.
     """
 
     title: str
@@ -32,7 +32,7 @@ class Column:
     show: str | Callable[[Any], str] = "{}"
 
     def cell(self, row: Row) -> str:
-        """The text for one row."""
+        """Return the text for one row."""
         value = value_of(row, self.value)
         if value is None:
             return "–"
@@ -41,14 +41,14 @@ class Column:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """One or several tables of rows; a column without any value is left out, and so is a table without rows.
+    """One or several tables of rows; columns without values and tables without rows are left out.
 
     Args:
         columns: of the table, or a function that makes them from the rows.
-        title: above the table, or a function that makes it from the rows.
+        title: text above the table, or a function that makes it from the rows.
         rows: selects or summarizes rows before anything else.
-        each: makes a table for each value of this.
-        gap: leaves a line where this changes.
+        each: value that gets a table of its own for each different result.
+        gap: value whose changes leave an empty line.
     """
 
     columns: Sequence[Column] | Callable[[Sequence[Row]], Sequence[Column]]
@@ -67,7 +67,7 @@ class Table:
             yield self.title(part) if callable(self.title) else self.title, columns, part
 
     def render(self, rows: Sequence[Row]) -> Group:
-        """The tables for the terminal."""
+        """Make the tables for the terminal."""
         from rich.console import Group
 
         return Group(*(line for part in self.parts(rows) for line in self._render(*part)))

@@ -17,7 +17,7 @@ from lowbit.report.page.steps import shares_part, timeline_part
 PAGE = "report.html"
 _HELD_OUT = ("held_out_loss_codecs", "held_out_loss")
 _MACHINE = ("cpu", "gpu", "cores", "simd", "memory_gb", "system", "python", "torch", "lowbit", "date")
-_SUMMARY = {  # of a run: the name in the table, the format of its value, and its unit's size
+_SUMMARY = {  # fields of a run's summary: name in the table, format of the value, and size of its unit
     "steps_here": ("steps", "{:,.0f}", 1), "loss": ("training loss", "{:.4f}", 1),
     "held_out_loss": ("held-out loss, FP32 boundaries", "{:.4f}", 1),
     "held_out_loss_codecs": ("held-out loss, with the codecs", "{:.4f}", 1),
@@ -33,7 +33,7 @@ _SUMMARY = {  # of a run: the name in the table, the format of its value, and it
     "bytes_per_step": ("MB sent per step", "{:,.2f}", 1e6), "bytes_sent": ("MB sent", "{:,.1f}", 1e6),
     "seconds": ("seconds of all steps", "{:,.1f}", 1),
 }  # fmt: skip
-_AXES = {  # what a loss is drawn over, by field: its name, and units, the largest first
+_AXES = {  # horizontal axes of loss curves by field: name, and units, the largest first
     "seconds": ("time", ((3600, "hours"), (60, "minutes"), (1, "seconds"))),
     "bytes_sent": ("traffic", ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))),
 }
@@ -46,7 +46,7 @@ def write_report(folder: Path) -> None:
 
 
 def run_page(run: RunFiles) -> Page:
-    """The page of one run."""
+    """Make the page of one run."""
     return Page(
         title=f"Training run {run.folder.name}", subtitle=_subtitle(run), problems=run.problems,
         parts=[part for part in _run_parts(run) if part.rows or part.figure or part.text],
@@ -92,13 +92,13 @@ def _subtitle(run: RunFiles) -> str:
 
 
 def _curve_parts(runs: Mapping[str, RunFiles]) -> Iterator[Part]:
-    """Loss by step, by time and by traffic; and the speed."""
+    """Plot the loss by step, time and traffic, and the speed."""
     by_step = {name: _curve(run, "loss") for name, run in runs.items()}
     held_out = {name: _held_out(run) for name, run in runs.items()}
     if any(by_step.values()):
         text = "Training loss; a dot is the held-out loss." if any(held_out.values()) else "Training loss."
         yield Part(
-            title="Loss by step", text=text, figure=lines(by_step, x="step", y="loss, nats a token", points=held_out)
+            title="Loss by step", text=text, figure=lines(by_step, x="step", y="loss, nats per token", points=held_out)
         )
     for field, (what, units) in _AXES.items() if len(runs) > 1 else ():
         sums = {name: _over(run, field) for name, run in runs.items()}
@@ -106,7 +106,7 @@ def _curve_parts(runs: Mapping[str, RunFiles]) -> Iterator[Part]:
         size, unit = next(((size, unit) for size, unit in units if largest >= 2 * size), units[-1])
         curves = {name: [(x / size, loss) for x, loss in curve] for name, curve in sums.items()}
         if largest:
-            yield Part(title=f"Loss by {what}", figure=lines(curves, x=f"{what}, {unit}", y="loss, nats a token"))
+            yield Part(title=f"Loss by {what}", figure=lines(curves, x=f"{what}, {unit}", y="loss, nats per token"))
     speeds = {name: _curve(run, "tokens_per_second") for name, run in runs.items()}
     if any(speeds.values()):
         yield Part(title="Speed", figure=lines(speeds, x="step", y="tokens per second"))
@@ -118,18 +118,18 @@ def _curve(run: RunFiles, field: str) -> _Curve:
 
 
 def _over(run: RunFiles, field: str) -> _Curve:
-    """Loss over a sum, of seconds for example."""
+    """Return the loss over a cumulated field, such as seconds."""
     sums = itertools.accumulate(number(line.get(field)) or 0.0 for line in run.steps)
     losses = (number(line.get("loss")) for line in run.steps)
     return [(total, loss) for total, loss in zip(sums, losses, strict=True) if loss is not None]
 
 
 def _held_out(run: RunFiles) -> _Curve:
-    """Held-out losses, with the codecs where there are any."""
+    """Return held-out losses, with the codecs if there are any."""
     for name in _HELD_OUT:
         values = [(line["step"], number(line.get(name))) for line in run.evaluations]
-        if found := [(step, value) for step, value in values if value is not None]:
-            return found
+        if curve := [(step, value) for step, value in values if value is not None]:
+            return curve
     return []
 
 
@@ -141,7 +141,7 @@ def _outcomes(runs: Mapping[str, RunFiles]) -> Part:
         values = [number(outcome.get(field)) for outcome in outcomes]
         if any(value is not None for value in values):
             rows.append((title, *("–" if value is None else form.format(value / unit) for value in values)))
-    text = "Speed, times and bits: of the steps after the warm-up."
+    text = "Speed, times and bits are those of the steps after the warm-up."
     return Part(title="Outcome", text=text, head=("", *(runs if len(runs) > 1 else ["value"])), rows=rows)
 
 
@@ -162,7 +162,7 @@ def _outcome(run: RunFiles) -> dict[str, Any]:
 
 
 def _shares_over_steps(run: RunFiles) -> Part:
-    """Where the time of each step went, as curves."""
+    """Plot the parts of each step's time."""
     names = {"compute": "compute_seconds", "coding": "codec_seconds", "waiting": "wait_seconds"}
     curves = {name: _curve(run, field) for name, field in names.items()}
     if not any(curves.values()):
@@ -182,7 +182,7 @@ def _traffic(run: RunFiles) -> Part:
         (name, f"{each[name] / len(run.steps) / 1e6:,.3f}" if each[name] else "–", f"{nbytes / 1e6:,.2f}")
         for name, nbytes in sorted(parts.items(), key=lambda part: -part[1]) if nbytes
     ]  # fmt: skip
-    text = "By all ranks, with checksums, without headers of Gloo, TCP and Ethernet." if rows else ""
+    text = "Sent by all ranks, with checksums, without headers of Gloo, TCP and Ethernet." if rows else ""
     return Part(title="Traffic by part", rows=rows, text=text, head=("part", "MB a step", "MB in all"))
 
 
@@ -207,7 +207,7 @@ def _links(run: RunFiles) -> Part:
 
 
 def _formats(run: RunFiles) -> Part:
-    """What a run with `pipeline.forward = "auto"` chose, and why."""
+    """Show the choices of a run with `pipeline.forward = "auto"`, and the reasons."""
     rows = []
     for choice in run.ranks.get("formats") or ():
         seconds = ", ".join(f"{name}: {value:.3f}" for name, value in choice["predicted"].items() if number(value))
@@ -247,7 +247,7 @@ def _memory(run: RunFiles) -> Iterator[Part]:
     )  # fmt: skip
     yield Part(
         title="Memory by rank and stage, MB", head=head, rows=rows, figure=stacks(bars, parts, label="MB"),
-        text="Saved activations are counted where they are compressed; messages: most at once, in the last step.",
+        text="Saved activations are counted if they are compressed; messages: peak in the last step.",
     )  # fmt: skip
     layers = [
         (str(rank["rank"]), layer, f"{size:,.0f}")
@@ -266,7 +266,7 @@ def _machines(run: RunFiles) -> Part:
 
 
 def differences(settings: Mapping[str, Mapping[str, str]]) -> Part:
-    """A table of what is not the same everywhere."""
+    """Make a table of the settings that differ."""
     keys = dict.fromkeys(key for each in settings.values() for key in each)
     rows = [
         (key, *(each.get(key, "–") for each in settings.values()))
@@ -277,14 +277,14 @@ def differences(settings: Mapping[str, Mapping[str, str]]) -> Part:
 
 
 def distinct_names(paths: Sequence[Path]) -> list[str]:
-    """Short names of paths, all different."""
+    """Make short, distinct names of paths."""
     names = [path.name or str(path) for path in paths]
     names = [str(path) if names.count(name) > 1 else name for path, name in zip(paths, names, strict=True)]
     return [f"{name} ({i})" if names.count(name) > 1 else name for i, name in enumerate(names)]
 
 
 def shown(value: Any) -> str:
-    """A setting as text."""
+    """Format a setting as text."""
     if isinstance(value, list | tuple):
         return ", ".join(map(shown, value))
     if isinstance(value, bool):

@@ -1,7 +1,7 @@
-"""The recipe: pipeline-parallel training of Hugging Face causal language models, with few bits between the stages.
+"""The training recipe: pipeline-parallel Hugging Face causal language models, with few bits between the stages.
 
 config = load("train.toml", ["pipeline.forward=int4"])
-summary = run(config)       # starts local ranks; under torchrun, is one
+summary = run(config)       # starts local ranks; under torchrun, runs one
 summary = train(config)     # on every rank of a launched environment (RANK, WORLD_SIZE, MASTER_*)
 """
 

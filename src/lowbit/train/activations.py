@@ -1,4 +1,4 @@
-"""Bits of the saved activations of each stage, from the configuration or the plan file that it names."""
+"""Choose the bits of each stage's saved activations, from the configuration or the plan file that it names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lowbit.activations.policy import WHOLE
 from lowbit.codecs import parse
 from lowbit.config import ConfigError
 from lowbit.train.config import FULL_PRECISION, ActivationsConfig, TrainConfig
-from lowbit.train.layout import Layout, even
+from lowbit.train.layout import PipelineLayout, even
 from lowbit.train.model import architecture
 from lowbit.wire.pytorch import version
 
@@ -39,15 +39,15 @@ _SPLITS_SINCE = 2, 13
 
 
 def saved_policies(config: ActivationsConfig, stages: int, settings: Mapping[str, Any]) -> Policies:
-    """The policy of each stage; None: PyTorch saves activations as they are.
+    """Return the policy of each stage; None means that PyTorch saves activations as they are.
 
     Args:
-        config: bits, or the file of a plan. stages: of the run.
-        settings: of the run (`planned_settings`); a plan must have been made for the same.
+        config: bits, or the file of a plan. stages: number of stages.
+        settings: the run's `planned_settings`; a plan must have been made for the same.
 
     Raises:
-        ConfigError: bits or groups that no codec has, lists of the wrong length, a file without a plan or with one for
-            another run, bits beside a plan.
+        ConfigError: invalid bits or groups, lists of the wrong length, a file without a plan or with one for another
+            run, or both bits and a plan.
     """
     if config.plan:
         plan = _read(config.plan)
@@ -62,8 +62,8 @@ def saved_policies(config: ActivationsConfig, stages: int, settings: Mapping[str
     )
 
 
-def planned_settings(config: TrainConfig, layout: Layout, vocab: int) -> dict[str, Any]:
-    """Settings that the memory of a run depends on, by name: a plan records them, and a run compares its own.
+def planned_settings(config: TrainConfig, layout: PipelineLayout, vocab: int) -> dict[str, Any]:
+    """Return the settings that determine a run's memory, by name; a plan records them, and a run compares its own.
 
     Args:
         layout: of the pipeline. vocab: entries of the embedding.
@@ -87,10 +87,10 @@ def planned_settings(config: TrainConfig, layout: Layout, vocab: int) -> dict[st
 
 
 def written_out(config: ActivationsConfig) -> ActivationsConfig:
-    """The configuration with the bits of every stage instead of the plan file; `planned_layers` has those of layers.
+    """Replace a plan by stage with its bits; of a plan by layer only the path is dropped (see `planned_layers`).
 
     Raises:
-        ConfigError: a file without a plan, or bits next to it.
+        ConfigError: the file holds no plan, or bits are given as well.
     """
     if not config.plan:
         return config
@@ -101,13 +101,13 @@ def written_out(config: ActivationsConfig) -> ActivationsConfig:
     policies = [plan.policy(stage) for stage in range(len(plan.stages))]
     kinds = (*PLANNED, "attention")
     bits: dict[str, Any] = {kind: tuple(policy.bits_of(kind) for policy in policies) for kind in kinds}
-    if len(set(bits["attention"])) == 1:  # as somebody would write it
+    if len(set(bits["attention"])) == 1:  # as a user would write it
         bits["attention"] = bits["attention"][:1]
     return replace(config, plan="", group=plan.group, **bits)
 
 
 def planned_layers(config: ActivationsConfig) -> str | None:
-    """What identifies a plan for each layer, whatever file it is in; None: the configuration names no such plan."""
+    """Return a digest of the content of a plan by layer; None if the configuration names no such plan."""
     plan = _read(config.plan) if config.plan else None
     if plan is None or plan.is_by_stage:
         return None
@@ -116,7 +116,7 @@ def planned_layers(config: ActivationsConfig) -> str | None:
 
 
 def _check_alone(config: ActivationsConfig) -> None:
-    """Raise ConfigError for bits beside a plan."""
+    """Raise ConfigError if bits are given together with a plan."""
     defaults = ActivationsConfig()
     for name in (*_BITS, "group"):
         if (value := getattr(config, name)) != getattr(defaults, name):
@@ -131,7 +131,7 @@ def check_schedule(policies: Policies, schedule: str) -> None:
     Before 2.13 it frees the saved tensors of a `torch.autograd.Function` between the passes for inputs and for weights.
 
     Raises:
-        ConfigError: a schedule that splits the backward pass, with an older PyTorch.
+        ConfigError: the schedule splits the backward pass, and PyTorch is older.
     """
     if any(policies) and schedule in _SPLITTING and version() < _SPLITS_SINCE:
         raise ConfigError(
@@ -141,10 +141,10 @@ def check_schedule(policies: Policies, schedule: str) -> None:
 
 
 def compress(module: nn.Module, policy: LayerAware | StageOfPlan | None, device: torch.device) -> None:
-    """Make a stage's module compress its saved activations; compiles the kernels before a peer waits.
+    """Make a stage's module compress its saved activations, and compile the kernels before a peer waits.
 
     Raises:
-        ConfigError: a plan that was made for other layers.
+        ConfigError: the plan was made for other layers.
     """
     if policy is None:
         return
@@ -184,7 +184,7 @@ def _read(path: str) -> LayerPlan:
 
 
 def _each(config: ActivationsConfig, name: str, stages: int) -> tuple[int, ...]:
-    """One number for each stage, or none."""
+    """Return one number for each stage; empty if the setting is omitted."""
     values = getattr(config, name)
     if len(values) not in (1, stages) and (values or name == "bits"):
         allowed = f"one, or one for each of {stages} stages"

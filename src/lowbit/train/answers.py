@@ -1,4 +1,4 @@
-"""Windows of samples: token ids of prompts and answers, of which only the answers are learned.
+"""Windows of samples: token ids of prompts and answers, where only the answers are learned.
 
 A sample of n tokens takes n - 1 places of a window: each place is the input of one token and the target of the next.
 """
@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from lowbit.config import ConfigError
-from lowbit.train.samples import Part, Sample
+from lowbit.train.samples import TextPart, TextSample
 from lowbit.train.tokenizer import ByteTokenizer, Tokenizer
 
 IGNORED = -100
-"""Target of places whose token is not learned, as `torch.nn.functional.cross_entropy` leaves out."""
+"""Target of places whose token is not learned; `torch.nn.functional.cross_entropy` ignores it."""
 BYTE_END = 0
 """Token that ends an answer with the tokenizer "bytes"."""
 
@@ -33,23 +33,23 @@ class Encoded:
 
     @property
     def places(self) -> int:
-        """Places of a window that it takes."""
+        """Number of places that the sample takes in a window."""
         return len(self.ids) - 1
 
     def cut(self, places: int) -> Encoded:
-        """Its beginning."""
+        """Return the first `places` places."""
         return Encoded(self.ids[: places + 1], self.learned[: places + 1])
 
     @property
     def teaches(self) -> bool:
-        """Whether there is anything to learn."""
+        """Whether any of its tokens is learned."""
         return bool(self.learned[1:].any())
 
 
-def encode(samples: Sequence[Sample], tokenizer: Tokenizer) -> list[Encoded]:
-    """Token ids of samples; a plain one ends with the tokenizer's end-of-text token.
+def encode(samples: Sequence[TextSample], tokenizer: Tokenizer) -> list[Encoded]:
+    """Encode samples; a plain one ends with the tokenizer's end-of-text token.
 
-    Parts are encoded one by one, as a prompt is when the model is asked for its answer.
+    Parts are encoded one by one, because at inference the prompt is encoded without its answer.
 
     Raises:
         ConfigError: the tokenizer has no end-of-text token.
@@ -67,18 +67,18 @@ def encode(samples: Sequence[Sample], tokenizer: Tokenizer) -> list[Encoded]:
         flat = [(part, sample.plain and not number) for sample in samples for number, part in enumerate(sample.parts)]
         encoded = iter(_encode_parts(flat, inner))
         ids = [[next(encoded) for _ in sample.parts] for sample in samples]
-    found = []
+    samples_encoded = []
     for sample, parts in zip(samples, ids, strict=True):
         learned = [_learned(each, part, end) for each, part in zip(parts, sample.parts, strict=True)]
         if sample.plain:
             parts.append(np.array([end]))
             learned.append(np.array([True]))
-        found.append(Encoded(np.concatenate(parts).astype(np.uint32), np.concatenate(learned)))
-    return found
+        samples_encoded.append(Encoded(np.concatenate(parts).astype(np.uint32), np.concatenate(learned)))
+    return samples_encoded
 
 
-def _learned(ids: np.ndarray, part: Part, end: int | None) -> np.ndarray:
-    """Which tokens of a part are learned: up to the last end-of-text token, if a template writes something after it."""
+def _learned(ids: np.ndarray, part: TextPart, end: int | None) -> np.ndarray:
+    """Mark the learned tokens of a part: none after the last end-of-text token, where templates may add text."""
     learned = np.full(len(ids), part.learned)
     ends = np.flatnonzero(ids == end)
     if len(ends):
@@ -86,8 +86,8 @@ def _learned(ids: np.ndarray, part: Part, end: int | None) -> np.ndarray:
     return learned
 
 
-def _encode_parts(parts: list[tuple[Part, bool]], tokenizer: Any) -> list[np.ndarray]:
-    """Token ids of parts; those marked true get the token that begins a text, if the tokenizer writes one."""
+def _encode_parts(parts: list[tuple[TextPart, bool]], tokenizer: Any) -> list[np.ndarray]:
+    """Encode parts; those marked True begin with the begin-of-text token, if the tokenizer writes one."""
     texts, begin = [part.text for part, _ in parts], tokenizer.bos_token_id
     ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
     begins = begin is not None and tokenizer("a", verbose=False)["input_ids"][:1] == [begin]
@@ -98,11 +98,11 @@ class Answers:
     """Windows of samples, padded at the end; the counterpart of `lowbit.train.data.Windows`.
 
     Args:
-        samples: each of at most `sequence` places. sequence: places of a window.
-        packing: several samples share a window. Otherwise each has its own.
+        samples: each takes at most `sequence` places. sequence: places of a window.
+        packing: put several samples into a window; otherwise each has its own.
 
     Attributes:
-        samples: their number. packed: whether windows hold several.
+        samples: number of samples. packed: whether windows hold several.
     """
 
     def __init__(self, samples: Sequence[Encoded], sequence: int, *, packing: bool) -> None:
@@ -127,7 +127,7 @@ class Answers:
         return len(self._inputs)
 
     def batch(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of these windows: int64, (len(ids), sequence) each; `IGNORED` is a target for nothing."""
+        """Inputs and targets of these windows: int64, (len(ids), sequence) each; `IGNORED` means no target."""
         inputs, targets = (torch.from_numpy(a[ids.numpy()].astype(np.int64)) for a in (self._inputs, self._targets))
         return inputs, targets
 
@@ -141,11 +141,11 @@ class Answers:
 
     @property
     def arrays(self) -> tuple[np.ndarray, ...]:
-        """All that training depends on."""
+        """Everything that training depends on."""
         return self._inputs, self._targets, self._positions
 
     def described(self) -> str:
-        """Number of samples and windows, and how full they are."""
+        """Describe the number of samples and windows, and how full they are."""
         windows = max(1, len(self))
         return (
             f"{self.samples:,} samples in {len(self):,} windows of {self.sequence} tokens, "
@@ -154,13 +154,13 @@ class Answers:
 
 
 def pack(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Indices of the samples of each window: the longest first, each into the fullest window that has room for it.
+    """Pack samples into windows, longest first, each into the fullest window that has room; return their indices.
 
     Args:
         lengths: of the samples, at most `size` each.
 
     Returns:
-        Windows in the order of their first samples, so that a part of them is a fair part of the whole.
+        Windows in the order of their first samples, so that any part of them is a fair sample of the whole.
     """
     open_by_room: dict[int, list[list[int]]] = {}
     rooms: list[int] = []  # the keys of `open_by_room`, ascending
@@ -185,7 +185,7 @@ def pack(lengths: Sequence[int], size: int) -> list[list[int]]:
 
 
 def fit(samples: Sequence[Encoded], sequence: int) -> tuple[list[Encoded], list[str]]:
-    """Samples to train on, cut to a window's size; and what was cut, in words."""
+    """Cut samples to a window's size for training; also return what was cut, in words."""
     warnings: list[str] = []
     long = [s for s in samples if s.places > sequence]
     kept = [s for s in (s.cut(sequence) for s in samples) if s.teaches]
@@ -201,7 +201,7 @@ def fit(samples: Sequence[Encoded], sequence: int) -> tuple[list[Encoded], list[
 
 
 def fit_held_out(samples: Sequence[Encoded], sequence: int) -> tuple[list[Encoded], list[str]]:
-    """Samples to evaluate on, without those that a window cannot hold; and their number, in words."""
+    """Drop samples that a window cannot hold from those to evaluate on; also return their number, in words."""
     warnings: list[str] = []
     kept = [s for s in samples if s.places <= sequence]
     if left_out := len(samples) - len(kept):

@@ -1,9 +1,9 @@
-"""`pipeline.forward = "auto"`: formats that follow from what the first steps and the links take.
+"""`pipeline.forward = "auto"`: choose formats by the measured speed of the first steps and of the links.
 
 Rank 0 simulates a step (`lowbit.simulate`) with the compute and coding seconds of all ranks and the measured links, for
 each format of `AUTO_FORMATS`. Every boundary takes the most exact format with which a step is about as fast as
-with the fastest. All ranks watch the seconds of a step, whose sums are the same on all of them: if these change for
-good, the links are measured again and the formats chosen anew.
+with the fastest. All ranks watch the duration of steps, summed over all ranks and so the same on each: if it changes
+for good, the links are measured and the formats chosen again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lowbit.train.boundaries import AUTO_FORMATS, codecs_of, usable
 from lowbit.train.checkpoints.save import together
 from lowbit.train.config import FULL_PRECISION, PipelineConfig
 from lowbit.train.distance import Pair
-from lowbit.train.layout import Layout
+from lowbit.train.layout import PipelineLayout
 from lowbit.train.metrics import StepMetrics
 from lowbit.wire.checksum import CHECKSUM_BYTES
 from lowbit.wire.json_values import gather_json
@@ -32,25 +32,25 @@ if TYPE_CHECKING:
     from lowbit.train.trainer import Trainer
 
 _FIRST = 5  # steps before the first choice, at least; the very first compiles kernels and does not count
-_WINDOW = 20  # steps whose median is the seconds of a step
-_FACTOR = 1.25  # by which they change before the links are measured again
-_AS_FAST = 1.03  # of the fastest: the most exact formats among these are taken
-_KEEP = 1.10  # of the fastest: formats with more bits than the best ones stay
-_EVERY = 100  # steps between two choices, at least; twice as many after each one that changed nothing
+_WINDOW = 20  # steps whose median counts as the duration of a step
+_FACTOR = 1.25  # change of this duration after which the links are measured again
+_AS_FAST = 1.03  # relative to the fastest: the most exact formats up to this duration are taken
+_KEEP = 1.10  # relative to the fastest: present formats with more bits than the best stay up to this duration
+_EVERY = 100  # steps between two choices, at least; doubled after each choice that changed nothing
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
-    """The formats of all boundaries, and the numbers that they follow from.
+class FormatChoice:
+    """The chosen formats of all boundaries, and the measurements behind them.
 
     Attributes:
-        step: steps done before. formats: of each boundary, from `AUTO_FORMATS`.
+        step: steps done before. formats: one for each boundary, from `AUTO_FORMATS`.
         predicted: seconds of a step with each format at all boundaries, and with `formats`.
-        mbit: of the links between machines. round_trip: the longest, in seconds; None on one rank.
-        share: of these rates that training gets, by the seconds of the steps before.
+        mbit: Mbit/s of each link between machines. round_trip: the longest, in seconds; None on one rank.
+        share: fraction of these rates that training gets, inferred from the duration of earlier steps.
         compute: seconds of each rank in a step.
-        change: of the seconds of a step since the choice before, as a factor; None for the first.
-        seconds: of a step with these formats, in the pipeline and averaged over the ranks; None until measured.
+        change: duration of a step relative to that after the previous choice; None for the first.
+        seconds: duration of a step with these formats, in the pipeline and averaged over ranks; None until measured.
     """
 
     step: int
@@ -64,11 +64,11 @@ class Choice:
     seconds: float | None = None
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Choice:
-        """The choice that `dataclasses.asdict` gave to JSON.
+    def of(cls, values: Mapping[str, Any]) -> FormatChoice:
+        """Make a choice from JSON that `dataclasses.asdict` produced.
 
         Raises:
-            KeyError, TypeError: it is none.
+            KeyError, TypeError: `values` do not describe a choice.
         """
         return cls(**{**values, "formats": tuple(values["formats"])})
 
@@ -86,27 +86,27 @@ class Choice:
 
 
 class Forecast:
-    """Seconds of a step of one pipeline, by the formats of its boundaries.
+    """Predicts the seconds of a step of one pipeline from the formats of its boundaries.
 
     Args:
-        stated: of each rank, seconds of compute in a step, those after the pipeline, and those of coding by format.
-        formats: with their sizes. trips, rates: by two ranks of the pipeline.
-        checksum: bytes of each message. rest: seconds of a step after the pipeline.
-        beside: coding runs beside computing.
+        timings: for each rank, seconds of a step: compute, work after the pipeline, and coding by format.
+        formats: their sizes, by name. trips, rates: by pair of ranks of the pipeline.
+        checksum: bytes that it adds to each message. rest: seconds of a step after the pipeline.
+        overlapped: coding overlaps with computing.
     """
 
     def __init__(
         self,
-        layout: Layout,
+        layout: PipelineLayout,
         pipeline: PipelineConfig,
-        stated: Sequence[Any],
+        timings: Sequence[Any],
         formats: Mapping[str, tuple[int, int]],
         trips: Mapping[Pair, float],
         rates: Mapping[Pair, float],
         *,
         checksum: int,
         rest: float,
-        beside: bool,
+        overlapped: bool,
     ) -> None:
         from lowbit.simulate import actions
 
@@ -116,20 +116,20 @@ class Forecast:
         )  # fmt: skip
         self._ranks = [layout.rank_of(stage) for stage in range(layout.stages)]
         self._compute = [
-            stated[rank][0] / pipeline.microbatches * layout.layer_counts[stage]
+            timings[rank][0] / pipeline.microbatches * layout.layer_counts[stage]
             / sum(layout.layer_counts[each] for each in layout.stages_of(rank))
             for stage, rank in enumerate(self._ranks)
         ]  # fmt: skip
         self._parts: dict[str, Any] = {
-            "sizes": lambda text: formats[text], "coding": lambda rank, text: stated[rank][2][text],
-            "checksum": checksum, "optimizer": rest, "beside": beside,
+            "sizes": lambda text: formats[text], "coding": lambda rank, text: timings[rank][2][text],
+            "checksum": checksum, "optimizer": rest, "beside": overlapped,
         }  # fmt: skip
         crossing = [(layout.rank_of(i), layout.rank_of(i + 1)) for i in range(layout.stages - 1) if layout.crosses(i)]
         self._pairs = sorted({*crossing, *((b, a) for a, b in crossing)})
         self._trips, self._rates = trips, rates
 
     def seconds(self, formats: Sequence[str], share: float = 1.0) -> float:
-        """Seconds of a step with these formats, at this share of the links' rates."""
+        """Predict the seconds of a step with these formats, at this share of the links' rates."""
         from lowbit.simulate import Channel, Network
         from lowbit.simulate.predict import predicted_step
 
@@ -152,17 +152,17 @@ def choose(
     crosses: Sequence[bool],
     current: tuple[str, ...] | None = None,
 ) -> tuple[tuple[str, ...], dict[str, float]]:
-    """The most exact formats that are about as fast as the fastest.
+    """Choose the most exact formats that are about as fast as the fastest.
 
-    Formats that are there already stay if they have more bits than these and are not much slower.
+    The current formats stay if they have more bits than these and are not much slower.
 
     Args:
-        seconds: of a step, by the format of each boundary. formats: the most exact first, with their sizes.
-        crosses: of each boundary, whether it lies between two ranks; others take the most exact format.
-        current: formats of the boundaries by now.
+        seconds: predicts a step from the format of each boundary. formats: sizes by name, the most exact first.
+        crosses: for each boundary, whether it lies between two ranks; others take the most exact format.
+        current: present formats of the boundaries.
 
     Returns:
-        The format of each boundary; and seconds by format at all boundaries, and with those that were chosen.
+        The format of each boundary; and predicted seconds with each format at all boundaries, and with the chosen ones.
     """
     from lowbit.simulate.predict import choose_formats
 
@@ -180,7 +180,7 @@ def choose(
 
 
 def described(formats: Sequence[str]) -> str:
-    """Formats by boundary, in a line."""
+    """Describe the formats of all boundaries in a line."""
     texts, first = [], 0
     for name, same in groupby(formats):
         last = first + len(list(same)) - 1
@@ -199,7 +199,7 @@ class Auto:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer, self._config = trainer, trainer.config
         self._layout = trainer.layout
-        self.choice: Choice | None = None
+        self.choice: FormatChoice | None = None
         shape = (self._config.rows, self._config.data.sequence, trainer.width)
         self._formats = usable(AUTO_FORMATS, shape)
         self._sizes = self._formats | usable((FULL_PRECISION,), shape)
@@ -212,14 +212,14 @@ class Auto:
         self._coding = together(lambda: {text: coding(text) for text in self._sizes}, trainer.side)[trainer.rank]
         # Seconds of steps with the same formats on this rank: compute, what follows the pipeline, and all.
         self._own: deque[tuple[float, float, float]] = deque(maxlen=_WINDOW)
-        self._recent: deque[float] = deque(maxlen=_WINDOW)  # mean over the ranks
+        self._recent: deque[float] = deque(maxlen=_WINDOW)  # seconds in the pipeline, mean over ranks
         self._count, self._every = 0, _EVERY  # steps since the last choice, and before the next
         self._change: float | None = None
 
     def restore(self, stored: Any) -> None:
-        """Take over the choice of a checkpoint, unless it is of another number of boundaries or other formats."""
+        """Take over the choice of a checkpoint, unless it has another number of boundaries or unknown formats."""
         try:
-            choice = Choice.of(stored)
+            choice = FormatChoice.of(stored)
             fits = len(choice.formats) == self._layout.stages - 1 and set(choice.formats) <= set(self._formats)
             usual = choice.step >= 0 and (choice.seconds is None or choice.seconds > 0)
         except (KeyError, TypeError):
@@ -228,9 +228,9 @@ class Auto:
             self._use(choice)
 
     def due(self, metrics: StepMetrics) -> bool:
-        """Note a step, and return whether the formats must be chosen after it; the same on all ranks.
+        """Note a step, and return whether to choose formats after it; the same on all ranks.
 
-        Choices are known a step before: its end posts no receives of the next one, whose sizes may be others.
+        A choice is announced one step ahead: the step before it must not post receives, whose sizes may change.
         """
         self._count += 1
         work = self._trainer.work
@@ -254,29 +254,29 @@ class Auto:
 
     def choose(
         self, step: int, trips: Sequence[Mapping[Pair, float]], rates: Mapping[Pair, float], mbit: dict[str, float]
-    ) -> Choice:
+    ) -> FormatChoice:
         """Choose the formats on rank 0, and use them on all ranks.
 
         Args:
             step: steps done.
-            trips: seconds of a round trip in each pipeline, by two of its ranks.
-            rates: Mbit/s by two ranks of the run, from the first to the second. mbit: the same by link.
+            trips: for each pipeline, seconds of a round trip by pair of its ranks.
+            rates: Mbit/s by (sender, receiver) ranks of the run. mbit: the same by link.
         """
         from lowbit.simulate.predict import share_of_rates
 
         side, ranks, boundaries = self._trainer.side, self._layout.ranks, self._layout.stages - 1
         compute, rest, measured = (statistics.median(values) for values in zip(*self._own, strict=True))
-        stated = gather_json([compute, rest, self._coding], side)
+        timings = gather_json([compute, rest, self._coding], side)
         decided: Any = None
         if self._trainer.rank == 0:
             forecasts = [
                 Forecast(
-                    self._layout, self._config.pipeline, stated[first : first + ranks], self._sizes,
+                    self._layout, self._config.pipeline, timings[first : first + ranks], self._sizes,
                     trips[first // ranks], {(a - first, b - first): rate for (a, b), rate in rates.items()},
                     checksum=CHECKSUM_BYTES * self._config.run.checksums,
-                    rest=min(rest for _, rest, _ in stated), beside=self._trainer.prepared.device.type == "cuda",
+                    rest=min(rest for _, rest, _ in timings), overlapped=self._trainer.prepared.device.type == "cuda",
                 )
-                for first in range(0, len(stated), ranks)
+                for first in range(0, len(timings), ranks)
             ]  # fmt: skip
 
             def seconds(mix: Sequence[str], share: float) -> float:
@@ -290,20 +290,20 @@ class Auto:
                 None if self.choice is None else before,
             )  # fmt: skip
             decided = asdict(
-                Choice(
+                FormatChoice(
                     step=step, formats=formats, predicted=predicted, mbit=mbit, share=share, change=self._change,
-                    round_trip=max(max(each.values()) for each in trips), compute=[each[0] for each in stated],
+                    round_trip=max(max(each.values()) for each in trips), compute=[each[0] for each in timings],
                 )
             )  # fmt: skip
         decided = gather_json(decided, side)[0]
-        choice = Choice.of(decided)
+        choice = FormatChoice.of(decided)
         same = self.choice is not None and self.choice.formats == choice.formats
         self._every = 2 * self._every if same else _EVERY
         self._use(choice, same=same)
         return choice
 
     def _noticed(self) -> float | None:
-        """By what factor the seconds of a step have changed for good; None if they have not."""
+        """Return the factor by which the duration of steps has changed for good; None if it has not."""
         assert self.choice is not None
         if len(self._recent) < _WINDOW:
             return None
@@ -313,7 +313,7 @@ class Auto:
         change = seconds / (self.choice.seconds or seconds)
         return change if self._count >= self._every and not 1 / _FACTOR <= change <= _FACTOR else None
 
-    def _use(self, choice: Choice, *, same: bool = False) -> None:
+    def _use(self, choice: FormatChoice, *, same: bool = False) -> None:
         self.choice, self._change, self._count = choice, None, 0
         self._own.clear()
         self._recent.clear()

@@ -1,4 +1,4 @@
-"""The codecs of a run's boundaries, from its configuration."""
+"""Make the codecs of a run's boundaries from its configuration."""
 
 from __future__ import annotations
 
@@ -23,40 +23,40 @@ AUTO_FORMATS = (
 )
 """Formats that `pipeline.forward = "auto"` chooses among, the most exact first.
 
-Bits both ways at dim 256, and held-out loss above FP32, in nats, with 512 tokens a step (docs/results/convergence.md):
-32 bits, -0.001; 17, 0.000; 10.6, 0.000; 5.2, 0.003; 4.5, 0.004 (with an earlier receiver); 3.5, 0.014. With 2048 tokens
-the third costs 0.005 and the fourth 0.007. Coding takes longer from each of the first four to the next. INT4 and
-TAH-Quant cost more loss than others of as many bits, and `subspace` at 9.6 bits as much as `transform`.
+Bits (both ways together) at dim 256, and held-out loss minus that of FP32 in nats, with 512 tokens a step, from
+docs/results/convergence.md: 32 bits, -0.001; 17, 0.000; 10.6, 0.000; 5.2, 0.003; 4.5, 0.004 (with an earlier receiver);
+3.5, 0.014. With 2048 tokens the third costs 0.005 and the fourth 0.007. Coding time rises among the first four. INT4
+and TAH-Quant cost more loss than others with as many bits, and `subspace` at 9.6 bits as much as `transform`.
 """
 
 
 def usable(texts: Sequence[str], shape: tuple[int, int, int]) -> dict[str, tuple[int, int]]:
-    """The formats that can code messages of this shape and take fewer bytes than those before; with their sizes."""
-    found: dict[str, tuple[int, int]] = {}
+    """Return sizes of the formats that can code this shape and take fewer bytes than all formats before them."""
+    sizes_by_format: dict[str, tuple[int, int]] = {}
     for text in texts:
         forward, backward = parse_pair(text)
         try:
             sizes = forward.nbytes(shape), backward.nbytes(shape)
         except ValueError:
             continue
-        if all(sum(sizes) < sum(each) for each in found.values()):
-            found[text] = sizes
-    return found
+        if all(sum(sizes) < sum(each) for each in sizes_by_format.values()):
+            sizes_by_format[text] = sizes
+    return sizes_by_format
 
 
 @dataclass(frozen=True, kw_only=True)
 class Codecs:
-    """One codec for each boundary, each way; boundary i lies between stage i and i + 1."""
+    """One codec for each boundary in each direction; boundary i lies between stages i and i + 1."""
 
     forward: tuple[Codec, ...]
     backward: tuple[Codec, ...]
 
 
 def codec_of(key: str, text: str, check: Callable[[Codec], Any] | None = None) -> Any:
-    """The codec that a setting names, as `check` returns it.
+    """Parse the codec that a setting names, and return the result of `check` on it.
 
     Raises:
-        ConfigError: no codec has this name or these arguments, or `check` raises a TypeError or ValueError.
+        ConfigError: an invalid name or argument, or `check` raises a TypeError or ValueError.
     """
     try:
         return parse(text) if check is None else check(parse(text))
@@ -65,17 +65,17 @@ def codec_of(key: str, text: str, check: Callable[[Codec], Any] | None = None) -
 
 
 def make_codecs(pipeline: PipelineConfig, boundaries: int) -> Codecs:
-    """The codecs that the configuration names.
+    """Make the codecs that the configuration names.
 
     Raises:
-        ConfigError: a name or argument that no codec has.
+        ConfigError: a codec's name or argument is invalid.
     """
 
     def each(direction: str, names: tuple[str, ...]) -> tuple[Codec, ...]:
         named = [codec_of(f"pipeline.{direction}", text) for text in names]
         return tuple(named) if len(named) == boundaries else tuple(named[:1]) * boundaries
 
-    if pipeline.is_auto:  # until the run has chosen, the most exact
+    if pipeline.is_auto:  # the most exact format, until the run has chosen
         return codecs_of(AUTO_FORMATS[:1] * boundaries)
     if pipeline.boundary == "lowbit":
         forward = each("forward", pipeline.forward)  # first: `backward_formats` takes it for valid
@@ -85,22 +85,22 @@ def make_codecs(pipeline: PipelineConfig, boundaries: int) -> Codecs:
 
 
 def codecs_of(pairs: Sequence[str]) -> Codecs:
-    """The codecs of a pair of formats ("int4 / int6") for each boundary.
+    """Make the codecs from a pair of formats ("int4 / int6") for each boundary.
 
     Raises:
-        ValueError: of `parse_pair`.
+        ValueError: from `parse_pair`.
     """
     both = [parse_pair(text) for text in pairs]
     return Codecs(forward=tuple(forward for forward, _ in both), backward=tuple(backward for _, backward in both))
 
 
 def backward_formats(pipeline: PipelineConfig) -> tuple[str, ...]:
-    """Names of the gradients' codecs: `pipeline.backward`, or the default beside each of `pipeline.forward`.
+    """Return `pipeline.backward`, or the default backward format of each format in `pipeline.forward`.
 
-    A stock stage has no codecs; for it, `pipeline.backward` is returned as it is.
+    PyTorch's own stage has no codecs; for it, `pipeline.backward` is returned as it is.
 
     Raises:
-        ValueError: of `parse`, for a name in `pipeline.forward`.
+        ValueError: from `parse`, for a name in `pipeline.forward`.
     """
     if pipeline.is_auto:
         return (AUTO,)
@@ -110,12 +110,12 @@ def backward_formats(pipeline: PipelineConfig) -> tuple[str, ...]:
 
 
 def in_full(pipeline: PipelineConfig) -> PipelineConfig:
-    """The configuration with formats as `repr` writes them, for files: the meaning of names and defaults may change.
+    """Write formats in full, as `repr` does, for files: the meaning of names and defaults may change.
 
-    A stock stage has no codecs; for it, the configuration is returned as it is. "auto" stays.
+    PyTorch's own stage has no codecs; for it, the configuration is returned as it is. "auto" stays.
 
     Raises:
-        ValueError: of `parse`.
+        ValueError: from `parse`.
     """
     if pipeline.is_auto:
         return replace(pipeline, backward=(AUTO,))
@@ -131,11 +131,11 @@ def check_codecs(codecs: Codecs, *, shape: tuple[int, ...] | None, warmup_steps:
     """Check that codecs fit the model and the warm-up.
 
     Args:
-        shape: of a micro-batch's activations, (rows, sequence, width); None: unknown.
-        warmup_steps: of the pipeline.
+        shape: (rows, sequence, width) of a micro-batch's activations; None: unknown.
+        warmup_steps: steps at full precision.
 
     Raises:
-        ConfigError: a codec that cannot take this shape, or that needs a warm-up and there is none.
+        ConfigError: a codec cannot take this shape, or needs a warm-up and has none.
     """
     for name, each in (("forward", codecs.forward), ("backward", codecs.backward)):
         for codec in each:
@@ -152,10 +152,10 @@ def check_codecs(codecs: Codecs, *, shape: tuple[int, ...] | None, warmup_steps:
 
 
 def costly(codecs: Codecs, shape: tuple[int, ...]) -> list[str]:
-    """A warning for each codec whose directions take more than half of its messages.
+    """Return a warning for each codec whose directions take more than half of its messages.
 
     Args:
-        shape: of a micro-batch's activations, (rows, sequence, width).
+        shape: (rows, sequence, width) of a micro-batch's activations.
     """
     warnings: list[str] = []
     for name, each in (("forward", codecs.forward), ("backward", codecs.backward)):
@@ -166,5 +166,5 @@ def costly(codecs: Codecs, shape: tuple[int, ...]) -> list[str]:
 
 
 def stock_dtype(pipeline: PipelineConfig) -> torch.dtype:
-    """Dtype of activations before the boundary: bfloat16 for "stock-bf16", otherwise float32."""
+    """Return the dtype in which stages hand over activations: bfloat16 for "stock-bf16", otherwise float32."""
     return torch.bfloat16 if pipeline.boundary == "stock-bf16" else torch.float32

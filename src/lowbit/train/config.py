@@ -1,6 +1,6 @@
 """The configuration of a training run: one frozen value in nine sections.
 
-A section checks its values when it is made; `lowbit.train.prepare` checks them against files, ranks and the model.
+A section checks its values on construction; `lowbit.train.prepare` checks them against files, ranks and the model.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ METHODS: dict[str, dict[str, dict[str, Any]]] = {
         "optimizer": {"states": "8bit"},
     },
 }
-"""Settings of published methods, by section. AGoQ's activations are those of `LayerAware.published()`."""
+"""Settings of published methods, by section. AGoQ's activations use `LayerAware.published()`."""
 
 
 def _schedule(name: Any) -> Any:
-    """A schedule's name in PyTorch's capitalization."""
+    """Return a schedule's name in PyTorch's capitalization."""
     return SCHEDULES.get(name.lower(), name) if isinstance(name, str) else name
 
 
@@ -60,15 +60,15 @@ class ModelConfig:
     heads: Positive = 4
     """Attention heads of a layer."""
     kv_heads: NonNegative = 0
-    """Key-value heads of a layer. 0: as many as `heads`."""
+    """Key-value heads of a layer. 0: the number of `heads`."""
     ffn: NonNegative = 0
-    """Width of the feed-forward layers. 0: what is usual for the family."""
+    """Width of the feed-forward layers. 0: the usual width of the family."""
     vocab: NonNegative = 0
-    """Size of the vocabulary. 0: that of the tokenizer."""
+    """Size of the vocabulary. 0: the size of the tokenizer's."""
     tied: bool | None = None
-    """Share weights between embedding and output. If omitted, as usual for the family."""
+    """Share weights between embedding and output. If omitted, the family's usual choice."""
     dropout: Share = 0.0
-    """Dropout probability, wherever the family uses dropout."""
+    """Dropout probability at all places where the family uses dropout."""
 
     def __post_init__(self) -> None:
         if self.dim % self.heads or (self.family != "gpt2" and self.dim // self.heads % 2):
@@ -82,10 +82,10 @@ class ModelConfig:
 
 @section("lora")
 class LoraConfig:
-    """Low-rank adapters by PEFT on a pretrained model, whose own weights do not change."""
+    """Low-rank adapters (PEFT) on a pretrained model, whose own weights do not change."""
 
     rank: NonNegative = 0
-    """Rank of the adapters, which alone are trained, averaged between pipelines and saved. 0: no adapters; all weights
+    """Rank of the adapters. Only they are trained, averaged between pipelines and saved. 0: no adapters; all weights
     are trained."""
     alpha: NonNegativeFloat = 16.0
     """The adapters' output is multiplied by alpha / rank."""
@@ -111,12 +111,12 @@ class DataConfig:
     """The text to train on, cut into windows of `sequence` tokens."""
 
     format: Literal["text", "jsonl"] = "text"
-    """What the files hold. jsonl: on each line a sample, {"prompt": ..., "completion": ...} (or "answer") or
-    {"messages": [{"role": ..., "content": ...}, ...]}, of which the model learns the answers only."""
+    """Content of the files. jsonl: one sample per line, {"prompt": ..., "completion": ...} (or "answer") or
+    {"messages": [{"role": ..., "content": ...}, ...]}, where the model learns the answers only."""
     packing: bool = True
-    """With `format` jsonl, several samples share a window, without attention between them. false: one in each."""
+    """Put several samples into a window if `format` is jsonl, without attention between them. false: one in each."""
     text: tuple[str, ...] = ()
-    """Files, folders or glob patterns to train on. If omitted, and without `dataset`, Python's standard library."""
+    """Files, folders or glob patterns to train on. If omitted without `dataset`, Python's standard library."""
     dataset: str = ""
     """Instead of `text`: a folder written by `datasets.save_to_disk`, or a name on the Hugging Face Hub."""
     dataset_config: str = ""
@@ -128,9 +128,9 @@ class DataConfig:
     held_out: tuple[str, ...] = ()
     """Files, folders or glob patterns to evaluate on. If omitted, the last `held_out_share`."""
     held_out_share: Annotated[float, Field(ge=0, le=0.9)] = 0.05
-    """Share of the tokens, or of the samples, that is kept for evaluation."""
+    """Share of the tokens or samples that is held out for evaluation."""
     tokenizer: str = "bytes"
-    """Local folder with a Hugging Face tokenizer, or "bytes", with a token for each byte."""
+    """Local folder with a Hugging Face tokenizer, or "bytes" for one token per byte."""
     sequence: Positive = 256
     """Tokens of a window."""
     batch: Positive = 8
@@ -149,7 +149,7 @@ class DataConfig:
 
 @section("pipeline")
 class PipelineConfig:
-    """How the model is split into stages, and the formats of what they send."""
+    """Split of the model into stages, and the formats of the messages between them."""
 
     ranks: Positive = 2
     """Processes of one pipeline. Under torchrun, its number of processes divided by `data_parallel` is used instead."""
@@ -158,7 +158,7 @@ class PipelineConfig:
     stages_per_rank: Positive = 1
     """Stages on each rank: more than 1 for interleaved schedules, 2 for V-shaped ones."""
     layers: tuple[Positive, ...] = ()
-    """Decoder layers of each stage, such as [5, 3], for machines of unequal speed or memory. If omitted, as even as
+    """Decoder layers of each stage, such as [5, 3], for machines of unequal speed or memory. If omitted, as equal as
     possible."""
     schedule: Annotated[Schedule, BeforeValidator(_schedule)] = "1F1B"
     """Schedule of `torch.distributed.pipelining`."""
@@ -166,17 +166,17 @@ class PipelineConfig:
     """Micro-batches of a step in each pipeline."""
     forward: tuple[str, ...] = ("transform",)
     """Formats of activations, by name ("transform", "int4") or in full ("GroupInt(bits=6, group=32)"): one for all
-    boundaries between stages, or for each. "auto": the most exact that links can carry."""
+    boundaries between stages, or one for each. "auto": the most exact that the links can carry."""
     backward: tuple[str, ...] = ()
-    """Formats of the gradients of activations, written like `forward`. If omitted, the default for each format: itself
-    for "fp32" and "bf16", "transform-backward" for "transform", 6 bits for others."""
+    """Formats of the gradients of activations, written like `forward`. If omitted, each forward format's default:
+    itself for "fp32" and "bf16", "transform-backward" for "transform", 6 bits for others."""
     warmup_steps: NonNegative | None = None
-    """First steps at full precision. If omitted, a quarter of the run, but at most 100; 0 with `model.pretrained`. A
-    format that leaves something to choose, such as "SubspaceQuant(directions='auto')", needs at least 1."""
+    """Number of first steps at full precision. If omitted, a quarter of the run, but at most 100; 0 with
+    `model.pretrained`. A format with an open parameter, such as "SubspaceQuant(directions='auto')", needs 1 or more."""
     tied_rows: str = "bf16"
-    """Format of a tied embedding's rows, weights one way and gradients back; "fp32" is exact, as the warm-up is."""
+    """Format of a tied embedding's rows: weights one way, gradients back. "fp32" is exact, like the warm-up."""
     boundary: Boundary = "lowbit"
-    """lowbit uses the formats above. stock-fp32 and stock-bf16 are PyTorch's own stage, for comparison."""
+    """lowbit uses the formats above. stock-fp32 and stock-bf16 use PyTorch's own stage, for comparison."""
 
     def __post_init__(self) -> None:
         alone = self.is_auto and self.backward in ((), (AUTO,)) and self.boundary == "lowbit"
@@ -194,7 +194,7 @@ class PipelineConfig:
 
 @section("activations")
 class ActivationsConfig:
-    """Bits of saved activations. The first five take one number, or a list with one for each stage."""
+    """Bits of saved activations. The first five settings take one number, or a list with one for each stage."""
 
     bits: tuple[int, ...] = (16,)
     """Bits of saved activations: 2 to 8, or 16 to leave them as they are."""
@@ -209,10 +209,10 @@ class ActivationsConfig:
     group: int = 64
     """Elements that share a scale."""
     rounding: Literal["nearest", "stochastic"] = "nearest"
-    """How a value between two levels is rounded."""
+    """Rounding of a value between two levels."""
     plan: str = ""
-    """File written by `lowbit plan memory`, with the bits of every stage or layer. It replaces all settings above but
-    `rounding`."""
+    """File written by `lowbit plan memory`, with the bits of every stage or layer. It replaces all settings above
+    except `rounding`."""
 
 
 @section("gradients")
@@ -220,11 +220,11 @@ class GradientsConfig:
     """Formats of parameter gradients, in memory and between pipelines."""
 
     storage: str = FULL_PRECISION
-    """Format in which gradients are added up over micro-batches: "fp32" (PyTorch's `.grad`), or a codec such as "fp8",
+    """Format in which gradients are summed over micro-batches: "fp32" (PyTorch's `.grad`), or a codec such as "fp8",
     which takes less memory."""
     all_reduce: str = "fp8"
     """Format in which gradients are averaged over `pipeline.data_parallel` pipelines, or replicas that come and go.
-    Gradients stored in fp8 travel between pipelines as they are stored, if this is fp8 as well."""
+    Gradients stored in fp8 are sent between pipelines as stored if this is fp8 as well."""
 
 
 @section("elastic")
@@ -232,15 +232,15 @@ class ElasticConfig:
     """Replicas that come and go: each is a run of its own with this section, joined to the others by torchft."""
 
     lighthouse: str = ""
-    """Address of torchft's lighthouse, such as "http://host:29510", which every replica reaches. Empty: no replicas.
+    """Address of torchft's lighthouse, such as "http://host:29510", which every replica must reach. Empty: no replicas.
     Gradients are averaged in the format `gradients.all_reduce`."""
     name: str = ""
-    """Name of this replica, which no other has. It also chooses the replica's order of the data."""
+    """Unique name of this replica. It also determines the replica's order of the data."""
     at_least: Positive = 1
-    """Replicas below which all wait for others, for up to `run.rejoin_seconds`."""
+    """Number of replicas below which all wait for others, for up to `run.rejoin_seconds`."""
     error_feedback: bool = False
-    """Add what coding took from a step's gradients to those of the next. Worth 8 bytes for each parameter with formats
-    of 4 bits and less."""
+    """Add the coding error of a step's gradients to those of the next. Worth its 8 bytes for each parameter with
+    formats of 4 bits and less."""
 
 
 @section("optimizer")
@@ -248,36 +248,36 @@ class OptimizerConfig:
     """AdamW. The learning rate rises linearly and falls along a cosine."""
 
     states: Literal["fp32", "8bit"] = "fp32"
-    """Format of the two moments. 8bit: torchao's AdamW, which keeps those of parameters with fewer than 4096 elements,
-    or with a number of elements that its blocks do not divide, in float32."""
+    """Format of the two moments. 8bit: torchao's AdamW, which keeps them in float32 for parameters with fewer than 4096
+    elements, or with a number of elements that its blocks do not divide."""
     lr: NonNegativeFloat = 1e-3
     """Highest learning rate."""
     lr_end: Share = 0.1
     """Learning rate of the last step, as a share of `lr`."""
     lr_warmup_steps: NonNegative = 20
-    """Steps over which the learning rate rises."""
+    """Number of steps over which the learning rate rises."""
     beta1: Decay = 0.9
     """Decay of the moving average of gradients."""
     beta2: Decay = 0.95
     """Decay of the moving average of squared gradients."""
     eps: Share = 1e-8
-    """Small number that is added to the denominator of the update."""
+    """Small number added to the denominator of the update."""
     weight_decay: NonNegativeFloat = 0.1
     """Weight decay of matrices. Vectors (norms, biases) have none."""
     clip: NonNegativeFloat = 1.0
-    """Largest norm of the gradients of all stages together. 0: no clipping."""
+    """Largest norm of all stages' gradients together. 0: no clipping."""
 
 
 @section("run")
 class RunConfig:
-    """Where to train, for how long, and what to write."""
+    """Devices, duration and outputs of a run."""
 
     output: str = "runs/train"
     """Folder for metrics, checkpoints and the trained model."""
     method: Method = "none"
-    """A published method as a whole. agoq: AGoQ (arXiv 2605.00539). It sets `activations` to 4 bits for all but
-    attention, which is not coded (or to the bits by stage of `activations.plan`), `gradients.storage` and
-    `gradients.all_reduce` to fp8, and `optimizer.states` to 8bit. Leave these out."""
+    """A published method as a whole. agoq: AGoQ (arXiv 2605.00539). It sets `activations` to 4 bits for everything
+    except attention, which is not coded (or to the bits by stage of `activations.plan`), `gradients.storage` and
+    `gradients.all_reduce` to fp8, and `optimizer.states` to 8bit. Do not set these as well."""
     steps: Positive = 200
     """Optimizer steps."""
     seed: NonNegative = 0
@@ -285,7 +285,7 @@ class RunConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA if every local rank has a GPU of its own, otherwise the CPU. cuda: local ranks share the GPUs."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """What carries messages between GPUs: gloo for slow networks, nccl for fast ones. auto: NCCL within a machine,
+    """Backend for messages between GPUs: gloo for slow networks, nccl for fast ones. auto: NCCL within a machine,
     otherwise Gloo."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Data type of matrix products; weights stay in float32. auto: bf16 where the device supports it."""
@@ -296,7 +296,7 @@ class RunConfig:
     supervise: bool = False
     """Restart the ranks from the newest checkpoint when a rank, a machine or a link fails. Implies `resume`."""
     restarts: NonNegative = 5
-    """Restarts in a row without a new checkpoint before a supervised run gives up."""
+    """Consecutive restarts without a new checkpoint before a supervised run gives up."""
     rejoin_seconds: Seconds = 600.0
     """Longest wait of a supervised run for all ranks to join, at the start and after a failure."""
     checksums: bool = True
@@ -309,24 +309,24 @@ class RunConfig:
     resume: bool | Literal["auto"] = False
     """Resume from the newest intact checkpoint in `output`. auto: start from scratch if there is none."""
     allow_change: tuple[str, ...] = ()
-    """Settings, such as "run.steps", that may differ from those of the run that is resumed."""
+    """Settings, such as "run.steps", that may differ from those of the resumed run."""
     overwrite: bool = False
     """Remove the files that earlier runs wrote into `output`."""
     eval_every: NonNegative = 0
     """Steps between evaluations on held-out text. 0: evaluate at the end only."""
     eval_batches: NonNegative = 32
-    """Batches of an evaluation, at most. 0: all held-out text."""
+    """Largest number of batches of an evaluation. 0: all held-out text."""
     tensorboard: bool = True
     """Write TensorBoard curves."""
     progress: bool = True
-    """Show progress on every machine: loss, speed, share of the time spent waiting for messages, its traffic and how
-    much of its link that takes, bits per element forward/backward, and time left."""
+    """Show progress on every machine: loss, speed, share of time spent waiting for messages, traffic and the share of
+    the link that it takes, bits per element forward/backward, and time left."""
     report: bool = True
     """Write `report.html`: curves, speed, traffic, memory, settings and machines."""
     trace: bool = False
     """Record when each rank computes, codes, sends and waits, for the report."""
     trace_steps: Annotated[int, Field(ge=1, le=100)] = 5
-    """Steps that `trace` records, after the warm-up."""
+    """Number of steps that `trace` records, after the warm-up."""
     save_model: bool = True
     """Save the trained model at the end."""
 
@@ -375,7 +375,7 @@ class TrainConfig:
             )
 
     def _with(self, name: str, values: Mapping[str, Any]) -> Any:
-        """A section with the settings of `run.method`."""
+        """Return a section with the settings of `run.method`."""
         given = getattr(self, name)
         for key, value in values.items():
             if (own := getattr(given, key)) not in (value, getattr(type(given)(), key)):
@@ -420,8 +420,8 @@ def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Train
     """Read a configuration from a TOML file (or the defaults), with overrides such as "pipeline.forward=int4".
 
     Raises:
-        ConfigError: a file that is missing or no TOML, an override without "section.key=value", or what `from_mapping`
-            refuses.
+        ConfigError: a missing or invalid TOML file, an override without "section.key=value", or an error of
+            `from_mapping`.
     """
     pairs = []
     for text in overrides:

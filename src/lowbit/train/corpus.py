@@ -21,7 +21,7 @@ _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "_
 
 
 def documents(data: DataConfig) -> Iterator[bytes]:
-    """The training documents, always in the same order; of files, `data.max_bytes` bytes in total.
+    """Yield the training documents, always in the same order; of files, at most `data.max_bytes` bytes in total.
 
     Raises:
         ConfigError: a path or dataset does not exist or cannot be read.
@@ -32,14 +32,14 @@ def documents(data: DataConfig) -> Iterator[bytes]:
 
 
 def held_out_documents(data: DataConfig) -> Iterator[bytes]:
-    """The documents of `data.held_out`, like `documents`."""
+    """Yield the documents of `data.held_out`, like `documents`."""
     return _read(files_named(data.held_out, "data.held_out"), data.max_bytes)
 
 
 def library_files() -> list[Path]:
-    """The sources of Python's standard library: real text that every machine has.
+    """List the sources of Python's standard library: real text that every machine has.
 
-    Ordered by a hash of their names, so that any part of them is a fair sample of the whole.
+    They are ordered by a hash of their names, so that any part of them is a fair sample of the whole.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     names: list[Path] = []
@@ -51,7 +51,7 @@ def library_files() -> list[Path]:
 
 
 def capped(texts: Iterable[bytes], limit: int) -> Iterator[bytes]:
-    """Documents up to `limit` bytes in total, the last one cut short."""
+    """Yield documents up to `limit` bytes in total, cutting the last one short."""
     for document in texts:
         yield document[:limit]
         limit -= len(document)
@@ -60,18 +60,18 @@ def capped(texts: Iterable[bytes], limit: int) -> Iterator[bytes]:
 
 
 def encode(texts: Iterable[bytes], tokenizer: Tokenizer) -> np.ndarray:
-    """Token ids of all documents, one after the other: one dimension, unsigned integers."""
+    """Encode documents, one after the other: one dimension, unsigned integers."""
     parts = [tokenizer.encode(document) for document in texts]
     return np.concatenate(parts) if parts else np.empty(0, np.uint8)
 
 
 def held_out_start(length: int, share: float) -> int:
-    """Where the held-out share at the end of a text of `length` tokens or bytes begins."""
+    """Return the index at which the held-out end of `length` tokens, bytes or samples begins."""
     return length - int(length * share)
 
 
 def files_named(patterns: tuple[str, ...], key: str) -> list[Path]:
-    """Files by name, in the order of the patterns and sorted within each; `key`: the setting, for errors.
+    """Expand patterns to files, in the order of the patterns and sorted within each; `key`: the setting, for errors.
 
     Raises:
         ConfigError: a path does not exist.
@@ -92,7 +92,7 @@ def files_named(patterns: tuple[str, ...], key: str) -> list[Path]:
 
 
 def _read(files: Iterable[Path], limit: int) -> Iterator[bytes]:
-    """The files' bytes, `limit` in total: nothing beyond is read, however large a file is."""
+    """Yield the files' contents, `limit` bytes in total; nothing beyond is read, however large a file is."""
     for path in files:
         try:
             with path.open("rb") as file:
@@ -124,7 +124,7 @@ def _open_dataset(data: DataConfig) -> Any:  # a datasets.Dataset, of an optiona
         if not Path(data.dataset).is_dir():
             return datasets.load_dataset(data.dataset, data.dataset_config or None, split=data.dataset_split)
         opened = datasets.load_from_disk(data.dataset)
-    except Exception as error:  # the package raises many kinds, its own and those of its storage
+    except Exception as error:  # the package raises errors of its own and of its storage
         raise ConfigError(f"data.dataset {data.dataset!r} cannot be opened: {str(error).splitlines()[0]}") from error
     if isinstance(opened, datasets.Dataset):
         return opened

@@ -1,7 +1,7 @@
-"""Tokens, cut into numbered windows in a seeded order.
+"""Cut tokens into numbered windows, in a seeded order.
 
-Every rank computes the sample ids of a step from the seed and the number of the step. So nothing about the data is
-sent, and a run that resumes at step N sees exactly the samples that it would have seen.
+Every rank computes the sample ids of a step from the seed and the step number. So nothing about the data is sent,
+and a run that resumes at step N sees exactly the samples that it would have seen.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lowbit.train import corpus
 from lowbit.train.answers import Answers, encode, fit, fit_held_out
 from lowbit.train.config import DataConfig
 from lowbit.train.folder import RunFolder
-from lowbit.train.samples import Sample, read_samples
+from lowbit.train.samples import TextSample, read_samples
 from lowbit.train.tokenizer import ByteTokenizer, Tokenizer, definition, load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class Windows:
 
     Args:
         tokens: token ids, one dimension.
-        sequence: tokens of a window; the token after it is its last target.
+        sequence: tokens of a window; the token after the window is its last target.
     """
 
     def __init__(self, tokens: np.ndarray, sequence: int) -> None:
@@ -51,22 +51,22 @@ class Windows:
         return both[:, :-1].contiguous(), both[:, 1:].contiguous()
 
     def positions(self, ids: Tensor) -> Tensor | None:
-        """None: each window is one text, and places count from its beginning."""
+        """Return None: each window is one text, and positions count from its beginning."""
 
     def learned(self, ids: Tensor) -> int | None:
-        """None: every token is a target."""
+        """Return None: every token is a target."""
 
     @property
     def arrays(self) -> tuple[np.ndarray, ...]:
-        """All that training depends on."""
+        """Everything that training depends on."""
         return (self.tokens,)
 
 
 class Order:
-    """The samples of each step: every epoch is a new permutation, without the rest that fills no batch.
+    """The samples of each step: every epoch is a new permutation, without an incomplete last batch.
 
     Args:
-        samples: their number. batch: samples of a step. seed: of the permutations.
+        samples: number of samples. batch: samples of a step. seed: determines the permutations.
     """
 
     def __init__(self, *, samples: int, batch: int, seed: int) -> None:
@@ -75,7 +75,7 @@ class Order:
         self._permutation = lru_cache(maxsize=1)(self._permute)
 
     def ids(self, step: int) -> Tensor:
-        """Sample ids of a step, counted from 0: int64, (batch,), all different."""
+        """Return the sample ids of a step (from 0): int64, (batch,), all different."""
         epoch, position = divmod(step, self.steps_per_epoch)
         return self._permutation(epoch)[position * self.batch : (position + 1) * self.batch]
 
@@ -90,7 +90,7 @@ class Data:
     """The training windows, the held-out windows and their tokenizer.
 
     Attributes:
-        notes: what was left out of the samples of a file, one sentence each.
+        notes: warnings for the user, such as samples that were left out, one sentence each.
     """
 
     train: Windows | Answers
@@ -99,7 +99,7 @@ class Data:
     notes: tuple[str, ...] = ()
 
     def fingerprint(self) -> str:
-        """16 hexadecimal digits; ranks compare them to know that they have the same tokens."""
+        """Return 16 hexadecimal digits, by which ranks check that they have the same tokens."""
         digest = hashlib.sha256()
         for windows in (self.train, self.held_out):
             for array in windows.arrays:
@@ -108,7 +108,7 @@ class Data:
         return digest.hexdigest()[:16]
 
     def described(self) -> str:
-        """What there is to train on and to evaluate on, in words."""
+        """Describe the training and held-out data in words."""
         if isinstance(self.train, Answers) and isinstance(self.held_out, Answers):
             return f"{self.train.described()}; {self.held_out.samples:,} samples held out"
         train, held_out = (sum(map(len, windows.arrays)) for windows in (self.train, self.held_out))
@@ -119,10 +119,10 @@ def load_data(data: DataConfig, *, cache: Path | None = None) -> Data:
     """Read, tokenize and cut the text.
 
     Args:
-        cache: folder that keeps the ids of a Hugging Face tokenizer, so that they are computed once.
+        cache: folder that keeps the token ids of a Hugging Face tokenizer, so that they are computed only once.
 
     Raises:
-        ConfigError: no tokenizer, or text that is missing, empty or shorter than one batch of windows.
+        ConfigError: the tokenizer is missing, or text is missing, empty or shorter than one batch of windows.
     """
     tokenizer = load_tokenizer(data.tokenizer)
     if data.format == "jsonl":
@@ -174,8 +174,8 @@ def _load_samples(data: DataConfig, tokenizer: Tokenizer) -> Data:
     return loaded
 
 
-def _left_out(data: DataConfig, nbytes: int, samples: list[Sample]) -> list[str]:
-    """What was not read, or is not learned, in words."""
+def _left_out(data: DataConfig, nbytes: int, samples: list[TextSample]) -> list[str]:
+    """Describe which samples were not read or are not fully learned."""
     warnings: list[str] = []
     if nbytes:
         warnings.append(f"samples of {nbytes} bytes were not read: data.max_bytes is {data.max_bytes}")
@@ -213,7 +213,7 @@ def _source(data: DataConfig) -> str:
 
 
 def _tokens(documents: Iterator[bytes], tokenizer: Tokenizer, cache: Path | None) -> np.ndarray:
-    """Token ids of all documents, from the cache if they are there."""
+    """Return the token ids of all documents, from the cache if it has them."""
     if cache is None or isinstance(tokenizer, ByteTokenizer):
         return corpus.encode(documents, tokenizer)
     texts, inner = list(documents), tokenizer.hugging_face()
@@ -229,7 +229,7 @@ def _tokens(documents: Iterator[bytes], tokenizer: Tokenizer, cache: Path | None
 
 
 def _read(path: Path) -> np.ndarray | None:
-    """Token ids of an earlier run; None if there are none or they cannot be read."""
+    """Read the token ids that an earlier run cached; None if the file is missing or unreadable."""
     if not path.is_file():
         return None
     try:
@@ -244,7 +244,7 @@ def _read(path: Path) -> np.ndarray | None:
 
 
 def _write(path: Path, tokens: np.ndarray) -> None:
-    """Write so that another rank never sees half a file; a file that lowbit did not make stays."""
+    """Write token ids atomically, as other ranks may read; a file that lowbit did not make stays."""
     folder, name = RunFolder(path.parent.parent), f"{path.parent.name}/{path.name}"
     if folder.foreign([name]):
         log.warning("%s was not made by lowbit and stays; token ids are not cached", path)

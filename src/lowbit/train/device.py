@@ -1,4 +1,4 @@
-"""Where a rank computes, in which precision, and which backend carries its messages."""
+"""Choose a rank's device, its precision, and the backend of its messages."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ log = logging.getLogger(__name__)
 
 
 def local_rank() -> int:
-    """This process's number on its machine, from the launcher."""
+    """Return this process's number on its machine, from the launcher."""
     return int(os.environ.get("LOCAL_RANK", 0))
 
 
 def local_ranks(ranks: int) -> int:
-    """Ranks on this machine, from the launcher; without one, all of them."""
+    """Return the number of ranks on this machine, from the launcher; without a launcher, all ranks."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
 
 
 def threads_per_rank(ranks: int) -> int:
-    """This machine's cores divided among its ranks."""
+    """Divide this machine's cores among its ranks."""
     return max(1, len(os.sched_getaffinity(0)) // local_ranks(ranks))
 
 
 def choose_device(name: str, ranks: int, *, key: str = "run.device") -> torch.device:
-    """The device of this rank.
+    """Choose the device of this rank.
 
     Args:
         name: "cpu"; "cuda": ranks of a machine take its devices in turn; "auto": CUDA if each rank has its own.
-        ranks: of the whole run.
+        ranks: number of ranks of the whole run.
         key: the setting, for messages.
 
     Raises:
-        ConfigError: CUDA is asked for, and this machine has no device.
+        ConfigError: CUDA is requested, and this machine has no device.
     """
-    devices, here = torch.cuda.device_count(), local_ranks(ranks)
-    if name == "auto" and 0 < devices < here:
+    devices, local = torch.cuda.device_count(), local_ranks(ranks)
+    if name == "auto" and 0 < devices < local:
         log.warning(
             "%s is auto; this machine has %d CUDA devices for %d ranks: computing on the CPU (%s=cuda shares them)",
-            key, devices, here, key
+            key, devices, local, key
         )  # fmt: skip
-    if name == "cpu" or (name == "auto" and devices < here):
+    if name == "cpu" or (name == "auto" and devices < local):
         return torch.device("cpu")
     if not devices:
         raise ConfigError(f"{key} is cuda; this machine has 0 devices; allowed: auto or cpu")
@@ -54,28 +54,28 @@ def choose_device(name: str, ranks: int, *, key: str = "run.device") -> torch.de
 
 
 def choose_backend(config: TrainConfig, device: torch.device, ranks: int) -> str:
-    """The backend of messages between the ranks' devices: "gloo" or "nccl"; between CPUs always Gloo.
+    """Choose the backend of messages between the ranks' devices, "gloo" or "nccl"; between CPUs always Gloo.
 
     Raises:
-        ConfigError: a backend that the device, the number of devices or the kind of boundary rules out.
+        ConfigError: the device, the number of devices or the kind of boundary rules out the configured backend.
     """
     name, boundary = config.run.backend, config.pipeline.boundary
     if device.type == "cpu":
         if name == "nccl":
             raise ConfigError("run.backend is nccl; allowed on the CPU: auto or gloo")
         return "gloo"
-    devices, here = torch.cuda.device_count(), local_ranks(ranks)
-    stock = boundary != "lowbit" and ranks > 1
+    devices, local = torch.cuda.device_count(), local_ranks(ranks)
+    pytorch_stage = boundary != "lowbit" and ranks > 1
     problem = ""
     if not dist.is_nccl_available():
         problem = "this PyTorch has no NCCL"
-    elif devices < here:
-        problem = f"NCCL needs a device for each rank, and {here} ranks share {devices}"
+    elif devices < local:
+        problem = f"NCCL needs a device for each rank, and {local} ranks share {devices}"
     if name == "auto":
-        name = "nccl" if not problem and (stock or ranks == here) else "gloo"
+        name = "nccl" if not problem and (pytorch_stage or ranks == local) else "gloo"
     if name == "nccl" and problem:
         raise ConfigError(f"run.backend is nccl; {problem}; allowed: auto or gloo")
-    if name == "gloo" and stock:
+    if name == "gloo" and pytorch_stage:
         raise ConfigError(
             f"pipeline.boundary is {boundary!r}; PyTorch's own stage cannot use Gloo from a GPU; "
             "allowed: lowbit, or run.device=cpu, or NCCL" + (f" ({problem})" if problem else "")
@@ -84,7 +84,7 @@ def choose_backend(config: TrainConfig, device: torch.device, ranks: int) -> str
 
 
 def choose_autocast(precision: str, device: torch.device) -> torch.dtype | None:
-    """bfloat16 if configured, or if the device has it: other CPUs emulate it, 60 times slower than float32."""
+    """Choose bfloat16 if configured or supported by the device; other CPUs emulate it, 60 times slower than float32."""
     if precision == "auto":
         if device.type == "cuda":
             return torch.bfloat16 if torch.cuda.is_bf16_supported() else None

@@ -1,25 +1,26 @@
-"""Schedules that cross between ranks more often than needed."""
+"""Detect schedules that cross between ranks more often than needed."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lowbit.train.layout import Layout
+from lowbit.train.layout import PipelineLayout
 
 _NOTICEABLE = 0.05  # seconds of a step
 Pair = tuple[int, int]
 
 
-def needless(plan: Layout, schedule: str, trips: Mapping[Pair, float], least: float = _NOTICEABLE) -> str | None:
-    """Describe the time that a schedule loses on the way between ranks; None where it loses little.
+def needless(
+    plan: PipelineLayout, schedule: str, trips: Mapping[Pair, float], least: float = _NOTICEABLE
+) -> str | None:
+    """Describe the time that a schedule loses by extra crossings between ranks; None if it loses little.
 
     A micro-batch passes all stages forward and back, so each step takes at least a round trip for each boundary between
-    two ranks. With one stage on each rank there are the fewest.
+    two ranks. One stage on each rank has the fewest such boundaries.
 
     Args:
-        plan: the pipeline; schedule: its name.
+        plan: the pipeline; schedule: its name. least: seconds of a step that are worth a line.
         trips: seconds of a round trip between two ranks, the lower one first.
-        least: seconds of a step that are worth a line.
     """
     ends = [(plan.rank_of(i), plan.rank_of(i + 1)) for i in range(plan.stages - 1) if plan.crosses(i)]
     crossed = [(min(pair), max(pair)) for pair in ends]

@@ -31,17 +31,17 @@ from lowbit.wire.sent_bytes import note_sent
 
 log = logging.getLogger(__name__)
 
-_PAUSE = 0.5  # seconds between two looks whether enough replicas are there
-_RETRY_SECONDS = 5.0  # between two requests of a quorum, when the lighthouse does not answer
+_PAUSE = 0.5  # seconds between two checks for enough replicas
+_RETRY_SECONDS = 5.0  # between two requests for a quorum, when the lighthouse does not answer
 _COMPARED = ("model.", "lora.", "optimizer.", "data.sequence", "data.tokenizer", "gradients.", "run.steps")
-"""What of a run's identity must be the same on all replicas, by the beginnings of its keys."""
+"""Prefixes of the keys of a run's identity that must be equal on all replicas."""
 
 
 def check_elastic(config: TrainConfig, codecs: tuple[Codec, ...]) -> None:
     """Check a configuration with a lighthouse, before ranks start.
 
     Raises:
-        ConfigError: torchft is missing, the replica has no name, or settings that do not go together.
+        ConfigError: torchft is missing, the replica has no name, or settings contradict each other.
     """
     if not config.elastic.lighthouse:
         return
@@ -69,26 +69,26 @@ def check_elastic(config: TrainConfig, codecs: tuple[Codec, ...]) -> None:
 
 
 def _import_torchft() -> None:
-    """Import torchft, which logs several lines at each step, with warnings only unless the user asks for its log."""
-    asked = os.environ.get("RUST_LOG")
-    os.environ["RUST_LOG"] = asked or "warn"  # torchft reads it once, when it is imported
+    """Import torchft; as it logs several lines per step, silence all but warnings unless the user asks for its log."""
+    level = os.environ.get("RUST_LOG")
+    os.environ["RUST_LOG"] = level or "warn"  # torchft reads it once, on import
     try:
         import lowbit.integrations.torchft  # noqa: F401
     finally:
-        if asked is None:
+        if level is None:
             del os.environ["RUST_LOG"]
-    if not asked:
-        logging.getLogger("torchft").setLevel(logging.CRITICAL)  # its tracebacks; `Elastic.commit` says why in a line
+    if not level:
+        logging.getLogger("torchft").setLevel(logging.CRITICAL)  # no tracebacks: `Elastic.commit` logs the reason
 
 
 def seed_of(config: TrainConfig) -> int:
-    """The seed of the data's order: with a lighthouse, each replica has its own."""
+    """Return the seed of the data's order; with a lighthouse, each replica has its own."""
     name = config.elastic.name if config.elastic.lighthouse else ""
     return config.run.seed + (int.from_bytes(hashlib.sha256(name.encode()).digest()[:4]) if name else 0)
 
 
 def _use_interface(lighthouse: str) -> None:
-    """Let Gloo reach other replicas by the network that leads to the lighthouse, unless the user names another."""
+    """Let Gloo reach other replicas over the network that leads to the lighthouse, unless the user names another."""
     chosen, host = os.environ.get("GLOO_SOCKET_IFNAME"), urlsplit(lighthouse).hostname
     own = interface_towards(os.environ.get("MASTER_ADDR", "127.0.0.1"))
     if host and chosen in (None, own) and (name := interface_towards(host)):
@@ -96,11 +96,11 @@ def _use_interface(lighthouse: str) -> None:
 
 
 def _transport(limit: timedelta) -> Any:
-    """torchft's transport of weights to a replica that is behind; it unpickles nothing but tensors in dictionaries."""
+    """Make torchft's transport of weights to a replica that is behind, restricted to unpickle only tensors."""
     from torch.distributed._serialization import _streaming_load
     from torchft.checkpointing.http_transport import HTTPTransport  # pyright: ignore[reportMissingImports]
 
-    class Transport(HTTPTransport):
+    class WeightTransport(HTTPTransport):
         def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: Any, timeout: timedelta) -> None:
             note_sent("replicas", len(dst_ranks) * sum(x.nbytes for x in _tensors_in(state_dict)))
             super().send_checkpoint(dst_ranks, step, state_dict, timeout)
@@ -110,7 +110,7 @@ def _transport(limit: timedelta) -> Any:
             with urllib.request.urlopen(address, timeout=timeout.total_seconds()) as stream:
                 return _streaming_load(stream, weights_only=True)
 
-    return Transport(timeout=limit, num_chunks=0)
+    return WeightTransport(timeout=limit, num_chunks=0)
 
 
 def _tensors_in(state: Any) -> Iterator[Tensor]:
@@ -122,16 +122,16 @@ def _tensors_in(state: Any) -> Iterator[Tensor]:
 
 
 class Elastic:
-    """This rank's part of a replica among others; to be made on every rank of the replica.
+    """This rank's part of a replica among others; every rank of the replica makes one.
 
     Args:
-        config: of the run. codec: of gradients between replicas.
-        identity: of the run (`lowbit.train.identity`), of which a part must be equal on all replicas.
-        pipeline, optimizer: what a replica that is behind takes over from another.
+        config: of the run. codec: for gradients between replicas.
+        identity: of the run (`lowbit.train.identity`); a part of it must be equal on all replicas.
+        pipeline, optimizer: hold the state that a replica that is behind takes over from another.
         side: a group of the ranks of this replica.
 
     Attributes:
-        replicas: that share the current step.
+        replicas: number of replicas that share the current step.
 
     Raises:
         ConnectionError: torchft does not reach the lighthouse.
@@ -178,14 +178,14 @@ class Elastic:
         )  # fmt: skip
 
     def resume(self, done: int) -> None:
-        """Go on after so many steps, as restored from this replica's own checkpoint."""
+        """Continue after `done` steps, which were restored from this replica's own checkpoint."""
         self.manager.load_state_dict({"step": done, "batches_committed": done})
 
     def begin(self) -> int:
-        """Meet the other replicas for the next step, and take the weights of one that has done more.
+        """Meet the other replicas for the next step, and take the weights of one that is ahead.
 
         Returns:
-            Steps that are done.
+            Number of steps done.
 
         Raises:
             ConnectionError: fewer than `elastic.at_least` replicas came, or the lighthouse is gone.
@@ -207,8 +207,8 @@ class Elastic:
                 f"({self._at_least}) replicas within run.rejoin_seconds, and a lighthouse that answers"
             ) from error
         if replicas != self.replicas and self._rank == 0:
-            there = "1 replica" if replicas == 1 else f"{replicas} replicas"
-            log.warning("step %d: %s", self.manager.current_step() + 1, there)
+            count = "1 replica" if replicas == 1 else f"{replicas} replicas"
+            log.warning("step %d: %s", self.manager.current_step() + 1, count)
         self.replicas = replicas
         return self.manager.current_step()
 
@@ -222,7 +222,7 @@ class Elastic:
         return self.manager.allreduce(flat)
 
     def commit(self) -> bool:
-        """Whether all ranks of this replica have the step's means; if not, the step is to be tried again.
+        """Return whether all ranks of this replica have the step's means; if not, the step must be repeated.
 
         Raises:
             AgreementError: this replica contradicts the others.
@@ -246,7 +246,7 @@ class Elastic:
             self.manager.shutdown(wait=False)
 
     def _save(self) -> dict[str, Any]:
-        """What a replica that is behind takes over: "state" and "param_groups" mark what may be empty at first."""
+        """Return what a replica behind takes over; "param_groups" exempts moments, empty at first, from checks."""
         tensors = collect(self._pipeline, self._optimizer).tensors
         weights = {name: x for name, x in tensors.items() if name.startswith("model/")}
         moments = {name: x for name, x in tensors.items() if name.startswith("optimizer/")}

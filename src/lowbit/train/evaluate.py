@@ -1,4 +1,4 @@
-"""Held-out loss, computed by the pipeline with any codecs at the boundaries or none."""
+"""Compute the held-out loss in the pipeline, with any codecs at the boundaries or none."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from lowbit.codecs.foreign import open_session
 from lowbit.pipeline import LowBitStage
 from lowbit.train.answers import IGNORED, Answers
 from lowbit.train.data import Windows
-from lowbit.train.layout import Layout
+from lowbit.train.layout import PipelineLayout
 from lowbit.train.model import StageModule, next_token_loss
 from lowbit.wire.messages import Expected, Messages, Sent
 
 _ROUND_BYTES = 1 << 27
-"""Of a round's float32 activations that a rank sends or receives; up to two rounds arrive and two leave at a time."""
+"""Most float32 activations that a rank sends or receives in a round; up to two rounds are under way each way."""
 SUMS_BYTES = 32
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """inputs, targets, positions: int64 (windows, sequence)."""
+    """Windows that are evaluated together. inputs, targets, positions: int64 (windows, sequence)."""
 
     inputs: Tensor
     targets: Tensor
@@ -36,7 +36,7 @@ class _Batch:
 
 
 @dataclass(frozen=True)
-class _Arriving:
+class _ArrivingActivation:
     """An activation to receive, and the session that decodes it."""
 
     session: Session
@@ -45,30 +45,30 @@ class _Arriving:
 
 @dataclass(frozen=True)
 class _Round:
-    """Batches that pass each stage one after the other, before the next stage.
+    """Batches that all pass a stage, one after the other, before they pass the next stage.
 
     Attributes:
-        arriving: activations that this rank has yet to receive, by stage and number of the batch.
-        sums: of each batch (`_sums_of`), from the rank of the last stage; own_sums: the same, on that rank.
-        sent: messages that may still be on their way.
+        arriving: activations that this rank has yet to receive, by stage and batch number.
+        sums: `_sums_of` each batch, to receive from the rank of the last stage; own_sums: the same, on that rank.
+        sent: messages that may still be under way.
     """
 
     batches: Sequence[_Batch]
-    arriving: dict[tuple[int, int], _Arriving]
+    arriving: dict[tuple[int, int], _ArrivingActivation]
     sums: list[Expected]
     own_sums: list[Tensor] = field(default_factory=list)
     sent: list[Sent] = field(default_factory=list)
 
 
-class Evaluation:
-    """Forward passes outside the training schedule, which change neither its codecs' states nor its counters.
+class HeldOutEvaluation:
+    """Forward passes outside the training schedule that change neither training's codec states nor its counters.
 
     Args:
-        modules: this rank's, by stage.
-        stages: this rank's pipeline stages, whose codecs may have states that evaluation uses.
-        width: elements of an activation; device: where the modules are.
-        group: of the pipeline, not that of the training traffic; Gloo, wherever the modules are.
-        timeout: seconds after which a peer that does not answer is an error. checksums: of what crosses.
+        modules: this rank's modules by stage.
+        stages: this rank's pipeline stages; evaluation uses the states of their codecs.
+        width: elements of an activation; device: of the modules.
+        group: Gloo group of the pipeline, not the one of the training traffic.
+        timeout: seconds after which a peer that does not answer is an error. checksums: add them to messages.
 
     Raises:
         DamagedError: (in `loss`) a message arrived damaged.
@@ -77,7 +77,7 @@ class Evaluation:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: PipelineLayout,
         modules: dict[int, StageModule],
         *,
         stages: Mapping[int, LowBitStage],
@@ -90,7 +90,7 @@ class Evaluation:
         self._layout, self._modules, self._stages = layout, modules, stages
         self._width, self._device = width, device
         self._messages = Messages(group, "evaluation", timeout=timeout, checksums=checksums)
-        self._legs: list[list[int]] = []  # stages between which nothing leaves this rank
+        self._legs: list[list[int]] = []  # runs of stages without a message in between
         for stage in modules:
             if stage and not layout.crosses(stage - 1):
                 self._legs[-1].append(stage)
@@ -100,14 +100,14 @@ class Evaluation:
     def scores(
         self, windows: Windows | Answers, *, batch: int, batches: int, codecs: Sequence[Codec] | None = None
     ) -> tuple[float, float]:
-        """Mean loss of a token that is learned, in nats, and exact match; the same numbers on every rank.
+        """Return the mean loss of learned tokens in nats, and exact match; the same numbers on every rank.
 
-        Exact match is the share of samples whose answers greedy decoding would write token for token, the end
-        included: each of these tokens is the likeliest after the prompt and the tokens before it. NaN if there are no
-        windows; exact match also for text without answers.
+        Exact match is the share of samples whose answers greedy decoding would write token for token, including the
+        end: each token is the likeliest after the prompt and the tokens before it. Both are NaN without windows, and
+        exact match is NaN for text without answers.
 
         Args:
-            windows: held-out text or samples; batch: windows at a time; batches: how many of them at most (0: all).
+            windows: held-out text or samples; batch: windows at a time; batches: most batches (0: all).
             codecs: one for each boundary; None: float32. A codec that learns from message to message uses the state of
                 training's codec at that boundary if it is the same (float32 during its warm-up), and otherwise starts
                 empty in each batch.
@@ -121,7 +121,7 @@ class Evaluation:
     def sums(
         self, windows: Windows | Answers, *, batch: int, batches: int, codecs: Sequence[Codec] | None = None
     ) -> list[Tensor]:
-        """`_sums_of` each batch, float64 (4,), the same on every rank; arguments as for `scores`."""
+        """Yield `_sums_of` each batch, float64 (4,), the same on every rank; arguments as for `scores`."""
         chosen = codecs or (Cast(dtype=torch.float32),) * (self._layout.stages - 1)
         ids = evaluated(windows, batch=batch, batches=batches)
         if not len(ids):
@@ -132,12 +132,12 @@ class Evaluation:
     def loss(
         self, windows: Windows | Answers, *, batch: int, batches: int, codecs: Sequence[Codec] | None = None
     ) -> float:
-        """Mean loss, as `scores` returns it."""
+        """Return the mean loss, as `scores` does."""
         return self.scores(windows, batch=batch, batches=batches, codecs=codecs)[0]
 
     @contextlib.contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """No dropout, and float32 activations for the codecs, whatever the boundary dtype of training."""
+        """Switch dropout off, and hand float32 activations to the codecs, whatever training's boundary dtype."""
         before = [(module, module.training, module.boundary_dtype) for module in self._modules.values()]
         for module in self._modules.values():
             module.eval()
@@ -150,23 +150,23 @@ class Evaluation:
                 module.boundary_dtype = dtype
 
     def _sums(self, windows: Windows | Answers, batches: Sequence[Tensor], codecs: Sequence[Codec]) -> Iterator[Tensor]:
-        """`_sums_of` each batch of window ids, the same on every rank.
+        """Yield `_sums_of` each batch of window ids, the same on every rank.
 
-        All batches of a round pass one stage after the other, so a far neighbour delays a round once and not each of
-        its batches. The next round begins while the last stages work on this one.
+        All batches of a round pass a stage before the next one, so the latency of a distant neighbour counts once per
+        round, not once per batch. The next round begins while the last stages work on this one.
         """
         nbytes = len(batches[0]) * windows.sequence * self._width * torch.float32.itemsize
         size = max(2, _ROUND_BYTES // (nbytes * self._layout.stages_per_rank))
         starts = range(0, len(batches), size)
         rounds = (self._open(windows, batches[i : i + size], codecs) for i in starts)
         begun = deque[_Round]()
-        # Pairs: the next round's receives must be posted before its senders begin it.
+        # Two rounds at a time: a round's receives must be posted before its senders begin.
         for current, _ in pairwise(chain(rounds, (None,))):
             assert current is not None
             self._pass(current, codecs)
             begun.append(current)
-            # A V's first rank ends a round before it begins the next; the others wait for its sums meanwhile, so that
-            # no wait is longer than a batch takes on some rank.
+            # In a V-shaped layout, the first rank ends a round before it begins the next. The others wait for its sums
+            # meanwhile, so that no wait is longer than a batch takes on some rank.
             while len(begun) > (not self._layout.v_shaped):
                 yield from self._close(begun.popleft())
         for each in begun:
@@ -185,13 +185,13 @@ class Evaluation:
         expected = len(batches) if last != self._messages.rank else 0
         return _Round(batches, arriving, [self._messages.expect(SUMS_BYTES, last, "sums") for _ in range(expected)])
 
-    def _expect(self, boundary: int, batch: _Batch, codec: Codec) -> _Arriving:
+    def _expect(self, boundary: int, batch: _Batch, codec: Codec) -> _ArrivingActivation:
         session = self._session(boundary, codec, (*batch.inputs.shape, self._width), outgoing=False)
         source = self._layout.rank_of(boundary)
-        return _Arriving(session, self._messages.expect(session.nbytes(), source, f"boundary {boundary}"))
+        return _ArrivingActivation(session, self._messages.expect(session.nbytes(), source, f"boundary {boundary}"))
 
     def _pass(self, current: _Round, codecs: Sequence[Codec]) -> None:
-        """This rank's stages, one after the other, on all batches of a round."""
+        """Run this rank's stages, one after the other, on all batches of a round."""
         for leg in self._legs:
             for index, batch in enumerate(current.batches):
                 if leg[0]:
@@ -209,7 +209,7 @@ class Evaluation:
                     current.sent.append(self._send(leg[-1], batch, x, codecs[leg[-1]]))
 
     def _close(self, done: _Round) -> Iterator[Tensor]:
-        """The sums of a round's batches; waits until all messages of the round have been sent."""
+        """Yield the sums of a round's batches, and wait until all messages of the round have been sent."""
         yield from done.own_sums
         for message in done.sums:
             yield message.wait().view(torch.float64)
@@ -217,7 +217,7 @@ class Evaluation:
             sent.wait()
 
     def _send_sums(self, current: _Round, batch: _Batch, logits: Tensor) -> None:
-        """Send the sums of a batch, on the last stage, to all other ranks."""
+        """Send the sums of a batch from the last stage to all other ranks."""
         sums = _sums_of(logits, batch.targets.to(self._device), batch.positions)
         current.own_sums.append(sums)
         others = (rank for rank in range(self._messages.ranks) if rank != self._messages.rank)
@@ -229,27 +229,27 @@ class Evaluation:
         return self._messages.send(payload, self._layout.rank_of(boundary + 1))
 
     def _session(self, boundary: int, codec: Codec, shape: Sequence[int], *, outgoing: bool) -> Session:
-        """Training's session if shapes share it (float32 during the warm-up, when it is empty), otherwise a new one."""
+        """Return training's session if it serves all shapes (float32 while it is empty), or a new one."""
         stage = self._stages.get(boundary if outgoing else boundary + 1)
         same = stage is not None and stage.forward_codec(outgoing=outgoing) == codec
         if stage is not None and same and isinstance(codec, StatefulCodec) and codec.shared_by(shape) is not None:
             if not stage.in_warmup:
                 return stage.forward_session(outgoing=outgoing, shape=shape, dtype=torch.float32)
             codec = Cast(dtype=torch.float32)
-        if codec.needs_key:  # it has seen none of these samples, and sends those as they are
+        if codec.needs_key:  # it has no state for these samples, and sends them uncoded
             codec = Cast(dtype=torch.float32)
         return open_session(codec, shape=shape, dtype=torch.float32, device=self._device, about=f"boundary {boundary}")
 
 
 def evaluated(windows: Windows | Answers, *, batch: int, batches: int) -> Tensor:
-    """Ids of the windows that an evaluation takes: at most `batches` batches (0: all)."""
+    """Return the ids of the windows that an evaluation takes: at most `batches` batches (0: all)."""
     return torch.arange(min(len(windows), batch * batches) if batches else len(windows))
 
 
 def _sums_of(logits: Tensor, targets: Tensor, positions: Tensor | None) -> Tensor:
-    """Sum of losses, tokens that are learned, samples whose answers are all right, and samples; float64, on the CPU.
+    """Return the sum of losses, and the numbers of learned tokens, of samples answered right, and of samples.
 
-    Text without answers counts no samples.
+    float64, on the CPU. Text without answers counts no samples.
     """
     loss = next_token_loss(logits, targets, "sum")
     learned = targets != IGNORED

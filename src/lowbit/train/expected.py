@@ -1,4 +1,4 @@
-"""The bytes that a run will send, by part, from its configuration alone; `Work.parts` and `Summary` count them."""
+"""Predict the bytes that a run will send, by part, from its configuration; `Work.parts` and `Summary` count them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lowbit.train.data import Order
 from lowbit.train.elastic import seed_of
 from lowbit.train.evaluate import SUMS_BYTES, evaluated
 from lowbit.train.gradients import Gradients, travels_as_stored
-from lowbit.train.layout import Layout
+from lowbit.train.layout import PipelineLayout
 from lowbit.train.lora import add_adapters
 from lowbit.train.metrics import BOUNDARIES, GRADIENTS, TIED
 from lowbit.train.model import StageModule, hugging_face_config
@@ -27,8 +27,8 @@ from lowbit.wire.checksum import sealed_bytes
 _EXACT: Codec = Cast(dtype=torch.float32)
 
 
-class Expected:
-    """Bytes of all ranks together, without coordination, which is a few hundred in a step for each rank."""
+class ExpectedTraffic:
+    """Predicted bytes of all ranks together, without coordination (a few hundred bytes per step and rank)."""
 
     def __init__(self, prepared: Prepared) -> None:
         self._prepared, self._config, self._layout = prepared, prepared.config, prepared.layout
@@ -36,7 +36,7 @@ class Expected:
         self._width = self._modules[0].width
 
     def step(self, *, warmup: bool = False) -> dict[str, float]:
-        """Bytes of a step, in the warm-up or after it; formats that the run chooses count as those it begins with."""
+        """Bytes of a step, in the warm-up or after it; if the run chooses its formats, the first ones count."""
         config, layout, pipelines = self._config, self._layout, self._config.pipeline.data_parallel
         data = self._prepared.data
         codecs, shape = self._prepared.codecs, (config.rows, config.data.sequence, self._width)
@@ -78,7 +78,7 @@ class Expected:
         return float(config.pipeline.data_parallel * one)
 
     def saving(self) -> float:
-        """Bytes of gathering the trained weights on the first rank."""
+        """Bytes sent to gather the trained weights on the first rank."""
         away = [module for stage, module in enumerate(self._modules) if self._layout.rank_of(stage)]
         named = [(parameter, name in module.aliases) for module in away for parameter, name in module.names.items()]
         return 4.0 * sum(p.numel() for p, copy in named if p.requires_grad and (self._followed or not copy))
@@ -95,7 +95,7 @@ class Expected:
         return row_bytes(len(tokens.unique()), self._width, codec, checksums=self._config.run.checksums)
 
     def _averaging(self, rank: int, place: int) -> float:
-        """Bytes that a rank of the pipeline in this place sends to those of others."""
+        """Bytes that the rank at `place` in a pipeline sends to other pipelines."""
         config = self._config
         if config.pipeline.data_parallel == 1:
             return 0.0
@@ -116,7 +116,7 @@ class Expected:
 
 
 def evaluation_bytes(
-    layout: Layout, codecs: Sequence[Codec], shapes: Sequence[tuple[int, int, int]], checksums: bool = True
+    layout: PipelineLayout, codecs: Sequence[Codec], shapes: Sequence[tuple[int, int, int]], checksums: bool = True
 ) -> float:
     """Bytes that a pipeline sends to evaluate batches of these shapes through these codecs."""
     crossing = [codec for boundary, codec in enumerate(codecs) if layout.crosses(boundary)]

@@ -1,4 +1,4 @@
-"""The trained model: gathered from all ranks, written as Hugging Face reads it, and continued from a prompt."""
+"""Gather the trained model from all ranks, save it in Hugging Face's format, and generate text with it."""
 
 from __future__ import annotations
 
@@ -23,15 +23,14 @@ _OVER = object()
 
 
 def gather_weights(modules: dict[int, StageModule], messages: Messages | None = None) -> dict[str, Tensor]:
-    """All trained parameters of all stages on the CPU of a pipeline's first rank, by their names in the whole model.
+    """Gather all trained parameters on the CPU of a pipeline's first rank, by their names in the whole model.
 
-    Without the last stage's copy of a tied embedding, which is equal to the first stage's.
-
-    Empty on the other ranks. Each rank in turn sends a piece of 8 MiB, so that no wait is longer than one piece of
-    every rank takes, and no rank but 0 needs memory for more than it has.
+    The last stage's copy of a tied embedding, equal to the first's, is left out. The other ranks get nothing. Each rank
+    in turn sends a piece of 8 MiB, so that no wait is longer than one piece of every rank takes, and only rank 0 needs
+    memory for more than its own weights.
 
     Args:
-        modules: of this rank. messages: between the ranks of the pipeline; None: there are no others.
+        modules: of this rank. messages: between the ranks of the pipeline; None: this rank is the only one.
 
     Raises:
         DamagedError: a piece did not arrive as it was sent.
@@ -56,7 +55,7 @@ def gather_weights(modules: dict[int, StageModule], messages: Messages | None = 
 
 
 def _receive_all(weights: dict[str, Tensor], messages: Messages, rank: int) -> Iterator[None]:
-    """Add a rank's weights; yields after each piece."""
+    """Receive a rank's weights into `weights`; yield after each piece."""
     for name, shape, dtype in messages.receive_json(rank, "names of weights"):
         if dtype not in _DTYPES or name in weights:
             raise ValueError(f"rank {rank} of the pipeline has {name} in {dtype}; allowed: new names in {_DTYPES}")
@@ -79,11 +78,11 @@ def save_model(folder: Path, weights: dict[str, Tensor], config: PretrainedConfi
 
 
 def generate(folder: str | Path, prompt: str, *, tokens: int = 80, temperature: float = 0.8, seed: int = 0) -> str:
-    """Continue a prompt with the model that a run saved; beyond its longest sequence, the window slides.
+    """Continue a prompt with the model that a run saved; beyond the model's longest sequence, the window slides.
 
     Args:
         folder: model and tokenizer in Hugging Face format. prompt: at least one character.
-        tokens: how many to add. temperature: 0 takes the likeliest token each time. seed: of the sampling.
+        tokens: number of tokens to add. temperature: 0 takes the likeliest token each time. seed: of the sampling.
 
     Returns:
         Prompt and continuation.

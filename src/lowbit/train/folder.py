@@ -25,13 +25,13 @@ log = logging.getLogger(__name__)
 
 MARK = "lowbit-run.jsonl"
 KEPT = "cache/"
-"""Stays when a folder is cleared: its files depend on text and tokenizer only, and are named by a digest of both."""
+"""Kept when a folder is cleared: its files depend on text and tokenizer only, and are named by a digest of both."""
 
 PATIENCE_SECONDS = 5.0
-"""How long a run waits for the previous one to end: a process that was killed may take a moment."""
+"""Longest wait for the previous run to end: a process that was killed may take a moment."""
 
 _TURN_SECONDS = 0.1
-_STAGING = ".lowbit-part/"  # ends the names of folders that are lowbit's with all that they hold
+_STAGING = ".lowbit-part/"  # folders with this suffix belong to lowbit with everything in them
 
 
 class RunFolder:
@@ -39,32 +39,32 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lock: int | None = None  # the descriptor that holds it
+        self._lock: int | None = None  # the descriptor that holds the lock
 
     @property
     def marked(self) -> bool:
-        """Whether there is a record."""
+        """Whether the folder has a record."""
         return (self.path / MARK).is_file()
 
     def made(self) -> set[str]:
-        """Files and folders ("model/") that lowbit made, relative to the folder. They need not exist any more."""
+        """Return files and folders ("model/") that lowbit made, relative to the folder; some may be gone."""
         names: set[str] = set()
         for line in self._lines():
             if line.get("cleared"):
                 names = {name for name in names if name.startswith(KEPT)}
-            # The record may have come with a copied folder, and must not lead out of this one.
+            # The record may have come with a copied folder: ignore names that lead out of this one.
             names.update(
                 name for name in line.get("made", ()) if not (name.startswith("/") or ".." in PurePosixPath(name).parts)
             )
         return names
 
     def foreign(self, names: Iterable[str]) -> list[str]:
-        """The files among `names` that exist and that lowbit did not make."""
-        made = self.made()
-        return [name for name in names if name not in made and os.path.lexists(self.path / name)]
+        """Return the existing files among `names` that lowbit did not make."""
+        recorded = self.made()
+        return [name for name in names if name not in recorded and os.path.lexists(self.path / name)]
 
     def note(self, *names: str) -> None:
-        """Record files and folders ("model/") that are about to be made, with parent folders that do not exist yet."""
+        """Record files and folders ("model/") that will be made, with parent folders that do not exist yet."""
         folders = {f"{parent}/" for name in names for parent in PurePosixPath(name).parents}
         new = sorted(f for f in folders if f != "./" and not (self.path / f).exists())
         self._append({"made": [*new, *names]})
@@ -78,7 +78,7 @@ class RunFolder:
             patience: seconds to wait for another run to end.
 
         Returns:
-            The run that has locked it ("process 7 on host"); empty if it is this one now.
+            The run that holds the lock ("process 7 on host"); empty if this object has it now.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = os.open(self.path / MARK, os.O_RDWR | os.O_CREAT, 0o666)
@@ -89,7 +89,7 @@ class RunFolder:
         return ""
 
     def in_use(self, patience: float = PATIENCE_SECONDS) -> str:
-        """The run that has locked the folder, as `lock` returns it; empty if none has. Changes nothing."""
+        """Return the run that has locked the folder, as `lock` does, but change nothing; empty if it is free."""
         if not self.marked:
             return ""
         with (self.path / MARK).open("r+b") as file:
@@ -102,14 +102,14 @@ class RunFolder:
             self._lock = None
 
     def clear(self) -> None:
-        """Remove lowbit's files, and its folders that are empty then; cached token ids (`KEPT`) and the record stay.
+        """Remove lowbit's files, and its folders that are then empty; cached token ids (`KEPT`) and the record stay.
 
-        Nothing behind a symbolic link that leads out of the folder is removed. Several processes may do so at once.
+        Nothing behind a symbolic link that leads out of the folder is removed. Several processes may call it at once.
         """
-        made = [name for name in self.made() if not name.startswith(KEPT)]
-        for name in sorted(made, key=lambda name: (name.endswith("/"), -len(name))):  # a folder after what it holds
+        names = [name for name in self.made() if not name.startswith(KEPT)]
+        for name in sorted(names, key=lambda name: (name.endswith("/"), -len(name))):  # a folder after its contents
             path = self.path / name
-            with contextlib.suppress(OSError, ValueError):  # it is gone, or holds something that is not lowbit's
+            with contextlib.suppress(OSError, ValueError):  # it is gone, or holds files of others
                 if not self._is_inside(path):
                     continue
                 if name.endswith(_STAGING) and not path.is_symlink():
@@ -122,10 +122,10 @@ class RunFolder:
             self._append({"cleared": True})
 
     def staging(self, name: str) -> Path:
-        """An empty folder for `adopt`; one of an earlier attempt is emptied.
+        """Make an empty folder for `adopt`; one of an earlier attempt is emptied.
 
         Raises:
-            FileExistsError: there is one that lowbit did not make.
+            FileExistsError: the folder exists, and lowbit did not make it.
         """
         hidden = f".{name}{_STAGING}"
         path = self.path / hidden
@@ -141,7 +141,7 @@ class RunFolder:
         """Move all files of a staging folder into the folder `name`, and remove lowbit's older files there.
 
         Raises:
-            FileExistsError: a file in the way is not lowbit's; then nothing was moved.
+            FileExistsError: a file of others is in the way; nothing was moved.
         """
         files = (path for path in sorted(staging.rglob("*")) if path.is_file())
         sources = {f"{name}/{path.relative_to(staging).as_posix()}": path for path in files}
@@ -161,14 +161,14 @@ class RunFolder:
 
     def _append(self, values: dict[str, Any]) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
-        # One unbuffered write, so that processes do not mix their lines. A line that a crash cut short ends at the
-        # newline before the next one.
+        # One unbuffered write, so that processes do not mix their lines. It begins with a newline, which ends a line
+        # that a crash cut short.
         with (self.path / MARK).open("ab", buffering=0) as file:
             file.write(f"\n{json.dumps(values)}\n".encode())
             os.fsync(file.fileno())
 
     def _lines(self) -> list[dict[str, Any]]:
-        """The lines of the record, without those that a crash cut short."""
+        """Read the lines of the record, without those that a crash cut short."""
         lines: list[dict[str, Any]] = []
         if self.marked:
             for text in (self.path / MARK).read_text("utf-8", errors="replace").split("\n"):
@@ -185,7 +185,7 @@ class RunFolder:
             except OSError as error:
                 if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                     log.warning(
-                        "%s cannot be locked (%s): take care that no other run writes there", self.path, error.strerror
+                        "%s cannot be locked (%s): make sure that no other run writes there", self.path, error.strerror
                     )
                     return True
             if time.monotonic() > deadline:
@@ -193,9 +193,9 @@ class RunFolder:
             time.sleep(_TURN_SECONDS)
 
     def _holder(self) -> str:
-        known = [line for line in self._lines() if "process" in line]
-        return printable(f"process {known[-1]['process']} on {known[-1]['host']}") if known else "another process"
+        locks = [line for line in self._lines() if "process" in line]
+        return printable(f"process {locks[-1]['process']} on {locks[-1]['host']}") if locks else "another process"
 
     def _is_inside(self, path: Path) -> bool:
-        """Whether a path stays in the folder when symbolic links are followed."""
+        """Whether a path stays in the folder after following symbolic links."""
         return Path(os.path.realpath(path.parent)).is_relative_to(os.path.realpath(self.path))

@@ -1,9 +1,9 @@
-"""A goal in loss: whether the formats cost no more than they may, measured after the warm-up, and rates raised if not.
+"""Check a goal in loss after the warm-up, and raise the rates of formats that cost more.
 
 `TransformQuant(bits="auto", nats=...)` chooses its rates by a forecast. So after some steps of training with them, a
-few batches are evaluated with and without codecs. Where the loss is higher by more than the goal, beyond the standard
-error of the difference, all ranks raise the rates together: half a bit for each factor of 2, since the cost follows the
-square of the error.
+few batches are evaluated with and without codecs. If the loss is higher by more than the goal and the standard error
+of the difference, all ranks raise the rates together: half a bit for each factor of 2, since the cost is proportional
+to the square of the error.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ if TYPE_CHECKING:
 AFTER = (16, 32, 64)
 """Steps after the warm-up at which the cost is measured."""
 BATCHES = 16
-"""Batches that are evaluated, at most, each of the windows of a micro-batch: messages are as long as in training."""
+"""Most batches to evaluate. Each has the windows of a micro-batch, so that messages are as long as in training."""
 
 
 def wanted_nats(codecs: Iterable[Codec]) -> float | None:
-    """The strictest goal in loss that formats have; None: no goal."""
+    """Return the strictest goal in loss among codecs; None without a goal."""
     goals = (codec.wanted_nats for codec in codecs if isinstance(codec, StatefulCodec) and not codec.settled)
     return min((nats for nats in goals if nats is not None), default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """What the formats cost after `step` steps: mean of the difference in loss, and its standard error, in nats.
+    """The cost of the formats after `step` steps: mean difference in loss and its standard error, in nats.
 
     Attributes:
-        bits: by which rates are to be raised, up to the most; 0: the goal is met, or nothing can be said.
-        reached: False if the goal is missed with the most bits.
+        bits: how much to raise the rates; 0: the goal is met, or the measurement is inconclusive.
+        reached: False if the goal is missed even with the most bits.
     """
 
     step: int
@@ -52,7 +52,7 @@ class Check:
     def __str__(self) -> str:
         cost = f"goal of {self.goal:g} nats: the codecs cost {self.cost:.2g} ± {self.error:.1g} after step {self.step}"
         if not math.isfinite(self.cost):
-            return f"{cost}, which tells nothing"
+            return f"{cost}, which is inconclusive"
         if not self.bits:
             return f"{cost}, which meets it"
         if self.reached:
@@ -61,7 +61,7 @@ class Check:
 
 
 def judged(step: int, goal: float, differences: list[tuple[float, float]]) -> Check:
-    """The check that follows from differences of the losses of batches, each with its number of tokens."""
+    """Make a check from the loss differences of batches, each with its number of tokens."""
     tokens = sum(count for _, count in differences)
     cost = sum(difference * count for difference, count in differences) / tokens if tokens else math.nan
     values = [difference for difference, _ in differences]
@@ -71,7 +71,7 @@ def judged(step: int, goal: float, differences: list[tuple[float, float]]) -> Ch
 
 
 class Goal:
-    """Checks of a run; every rank makes one and calls the same methods."""
+    """Checks the goal of a run; every rank makes one and calls the same methods."""
 
     def __init__(self, trainer: Trainer, nats: float) -> None:
         self._trainer, self._nats = trainer, nats
@@ -79,9 +79,9 @@ class Goal:
         self._steps = [warmup + after for after in AFTER if warmup + after < steps]
 
     def due(self, done: int) -> bool:
-        """Whether the cost is to be measured after so many steps; the same on all ranks.
+        """Return whether to measure the cost after `done` steps; the same on all ranks.
 
-        Checks are known a step before: its end posts no receives of the next one, whose sizes may be others.
+        A check is announced one step ahead: the step before it must not post receives, whose sizes may change.
         """
         if done + 1 in self._steps:
             self._trainer.pipeline.look_ahead(False)
@@ -90,10 +90,10 @@ class Goal:
     def check(self, done: int) -> Check:
         """Measure the cost, and raise the rates of all ranks if it is too high."""
         trainer = self._trainer
-        found = judged(done, self._nats, self._differences())
-        # Pipelines have codecs, and so costs, of their own; the worst counts for all.
-        stated = gather_json([found.cost, found.error, found.bits], trainer.side)
-        cost, error, bits = max(stated, key=lambda each: (each[2], each[0]))
+        own = judged(done, self._nats, self._differences())
+        # Each pipeline has its own codecs and so its own cost; the worst counts for all.
+        costs = gather_json([own.cost, own.error, own.bits], trainer.side)
+        cost, error, bits = max(costs, key=lambda each: (each[2], each[0]))
         reached = True
         if bits:
             before = trainer.chosen()
@@ -103,7 +103,7 @@ class Goal:
         return Check(step=done, goal=self._nats, cost=cost, error=error, bits=bits, reached=reached)
 
     def _differences(self) -> list[tuple[float, float]]:
-        """How much higher the loss of each batch is with codecs, in nats, and its tokens; the same in a pipeline."""
+        """Return each batch's loss increase by codecs, in nats, and its tokens; the same on all ranks of a pipeline."""
         trainer, data, rows = self._trainer, self._trainer.prepared.data, self._trainer.config.rows
         windows = data.held_out if len(data.held_out) >= rows else data.train
         if not (batches := min(BATCHES, len(windows) // rows)):

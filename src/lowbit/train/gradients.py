@@ -1,4 +1,4 @@
-"""A rank's gradients between backward passes and the optimizer: in `.grad`, or stored in few bits."""
+"""Hold a rank's gradients between backward passes and the optimizer: in `.grad`, or in few bits."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from lowbit.train.config import FULL_PRECISION, GradientsConfig
 
 
 def storage_codec(config: GradientsConfig) -> Codec | None:
-    """The codec of stored gradients; None: they stay in `.grad`.
+    """Return the codec of stored gradients; None if they stay in `.grad`.
 
     Raises:
-        ConfigError: a name or argument that no codec has, or a codec with state.
+        ConfigError: the codec's name or argument is invalid, or the codec has state.
     """
     if config.storage == FULL_PRECISION:
         return None
@@ -36,7 +36,7 @@ def storage_codec(config: GradientsConfig) -> Codec | None:
 
 
 def travels_as_stored(storage: Codec | None, codec: Codec) -> TypeGuard[Summable]:
-    """Whether what one codec stores can be sent in place of what another would send."""
+    """Whether gradients stored by `storage` can be sent as they are instead of coded by `codec`."""
     if not isinstance(storage, Summable) or not isinstance(codec, Summable):
         return False
     return storage.unit > 0 and storage.nearest() == codec.nearest()
@@ -46,10 +46,10 @@ class Gradients:
     """The phases of a step, for gradients in `.grad` and for stored ones.
 
     Args:
-        parameters: of this rank. codec: of their stored gradients; None: `.grad`.
-        microbatches: of a step, whose gradients are averaged.
-        others: parameters whose gradients are handed over to another rank (`in_full`): they are stored alike, but have
-            no part in averages over replicas and in the optimizer's step.
+        parameters: of this rank. codec: for their stored gradients; None: `.grad`.
+        microbatches: number of micro-batches whose gradients are averaged.
+        others: parameters whose gradients are handed over to another rank (`in_full`). They are stored likewise, but
+            take no part in averages over replicas and in the optimizer's step.
     """
 
     def __init__(
@@ -65,20 +65,20 @@ class Gradients:
         self.storage: GradientStorage | None = None
         if codec is not None:
             self.storage = GradientStorage([*self.parameters, *others], codec=codec)
-            for parameter in self.parameters[:1]:  # kernels are compiled before a peer waits
+            for parameter in self.parameters[:1]:  # compile kernels before a peer waits
                 self.storage.codec.add(codec.encode(parameter), parameter)
 
     def finish(self) -> None:
-        """After the last backward pass: take the mean over micro-batches; in `.grad`, the schedule does so."""
+        """Take the mean over micro-batches, after the last backward pass; in `.grad`, the schedule does so."""
         if self.storage is not None:
             self.storage.absorb()
             self.storage.scale_(1 / self.microbatches)
 
     def average(self, reduce: Callable[[Tensor], Any]) -> None:
-        """Replace all gradients by their means over replicas, in any format.
+        """Replace all gradients by their means over replicas.
 
         Args:
-            reduce: starts to replace a float32 tensor of one dimension by its mean and returns something with `wait`.
+            reduce: starts to replace a one-dimensional float32 tensor by its mean, and returns an object with `wait`.
                 Two buckets are under way at a time.
         """
         if self.storage is not None:
@@ -94,7 +94,7 @@ class Gradients:
             _take(*waiting)
 
     def buckets(self) -> Iterator[list[nn.Parameter]]:
-        """Parameters whose gradients in `.grad` are averaged together."""
+        """Yield groups of parameters whose gradients in `.grad` are averaged together."""
         bucket: list[nn.Parameter] = []
         for parameter in self.parameters:
             bucket.append(parameter)
@@ -106,7 +106,7 @@ class Gradients:
 
     @contextlib.contextmanager
     def in_full(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-        """Put these parameters' gradients into `.grad` for the `with` block, and store what is there after it."""
+        """Put these parameters' gradients into `.grad` for the `with` block, and store `.grad` again after it."""
         if self.storage is None:
             yield
             return
@@ -119,21 +119,21 @@ class Gradients:
                 self.storage.put(parameter, parameter.grad)
 
     def of(self, parameters: Iterable[nn.Parameter]) -> Iterator[Tensor]:
-        """Gradients of the parameters that have one, one at a time."""
+        """Yield the gradients of the parameters that have one, one at a time."""
         if self.storage is not None:
             yield from (gradient for _, gradient in self.storage.gradients(parameters))
         else:
             yield from (p.grad for p in parameters if p.grad is not None)
 
     def clip(self, *, norm: float, limit: float) -> None:
-        """Scale all so that the norm over all ranks, now `norm`, is at most `limit` (0: never)."""
+        """Scale all gradients so that their norm over all ranks, now `norm`, is at most `limit` (0: never)."""
         if self.storage is None:
             optim.scale_(self.of(self.parameters), norm=norm, limit=limit)
         elif limit and norm > limit:
             self.storage.scale_(limit / norm)
 
     def drop(self) -> None:
-        """Forget the gradients of a step that is tried again."""
+        """Drop the gradients of a step that will be repeated."""
         for parameter in self.parameters:
             parameter.grad = None
         if self.storage is not None:
@@ -156,7 +156,7 @@ def _flat(parameter: nn.Parameter) -> Tensor:
 
 
 def _take(bucket: list[nn.Parameter], flat: Tensor, pending: Any) -> None:
-    """Wait for a bucket's means, and copy them to its parameters."""
+    """Wait for a bucket's means, and copy them into `.grad` of its parameters."""
     pending.wait()
     for parameter, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
         if parameter.grad is None:

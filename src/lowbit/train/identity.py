@@ -1,4 +1,4 @@
-"""The identity of a run: all that its losses depend on, by configuration key; and its changes when a run resumes."""
+"""The identity of a run: everything that its losses depend on, by configuration key; and its changes on a resume."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lowbit.train.answers import Answers
 from lowbit.train.boundaries import in_full
 from lowbit.train.config import FULL_PRECISION, TrainConfig
 from lowbit.train.data import Data, Windows
-from lowbit.train.layout import Layout
+from lowbit.train.layout import PipelineLayout
 from lowbit.train.lora import targets_of
 from lowbit.train.model import architecture
 from lowbit.train.tied import tied_codec
@@ -31,7 +31,7 @@ FIXED = (
     "model.family", "model.dim", "model.layers", "model.heads", "model.kv_heads", "model.ffn", "model.vocab",
     "model.tied", "lora.rank", "lora.targets", "optimizer.states",
 )  # fmt: skip
-"""Keys that no resume may change: the weights of a checkpoint, or the states of its optimizer, belong to these."""
+"""Keys that no resume may change: the weights or optimizer states of a checkpoint are valid only with these."""
 
 _LOCAL = {  # settings that may differ between machines
     "data.text", "data.dataset", "data.held_out", "data.tokenizer", "model.pretrained", "activations.plan",
@@ -39,25 +39,25 @@ _LOCAL = {  # settings that may differ between machines
 }  # fmt: skip
 
 CHOSEN = "pipeline.chosen"
-"""Key of the formats that a run has chosen itself, in the identity of its checkpoints; no resume compares it."""
+"""Key of the formats that the run itself chose, in the identity of its checkpoints; a resume does not compare it."""
 
 _FORMATS = (
     "pipeline.forward", "pipeline.backward", "pipeline.tied_rows", "gradients.storage", "gradients.all_reduce",
 )  # fmt: skip
 _LONGEST = 500  # characters of a value in a message
 _WARM_UP = "pipeline.warmup_steps"
-_BLOCKS, _BLOCK_BYTES = 16, 1 << 16  # of a file of pretrained weights, to distinguish it from another
+_BLOCKS, _BLOCK_BYTES = 16, 1 << 16  # samples of a file of pretrained weights, which tell it from others
 
 
 class Change(NamedTuple):
-    """A key whose value is not the checkpoint's."""
+    """A key whose value differs from the checkpoint's."""
 
     key: str
     before: Any
     after: Any
 
     def at(self, step: int) -> dict[str, Any]:
-        """As manifests and `summary.json` record it."""
+        """Return the record of this change for manifests and `summary.json`."""
         return {"step": step, **self._asdict()}
 
     def __str__(self) -> str:
@@ -66,10 +66,10 @@ class Change(NamedTuple):
 
 
 def run_identity(config: TrainConfig, *, data: Data, vocab: int) -> dict[str, Any]:
-    """All that losses depend on but the layout of the ranks, by configuration key, as JSON values.
+    """Return everything that losses depend on, except the layout of ranks, by configuration key, as JSON values.
 
-    None: the key has no effect in this run, such as `gradients.all_reduce` with a single pipeline. Ranks replace
-    `run.precision`, which depends on the device that they compute on.
+    None means that the key has no effect in this run, such as `gradients.all_reduce` with a single pipeline. Ranks
+    replace `run.precision`, which depends on their device.
     """
     model, pipeline, storage = config.model, config.pipeline, config.gradients.storage
     lowbit_stages, elastic = pipeline.boundary == "lowbit", bool(config.elastic.lighthouse)
@@ -110,24 +110,24 @@ def run_identity(config: TrainConfig, *, data: Data, vocab: int) -> dict[str, An
     }
     for name, section in {"activations": written_out(config.activations), "optimizer": config.optimizer}.items():
         identity |= {f"{name}.{key}": value for key, value in vars(section).items()}
-    del identity["activations.plan"]  # known by the bits
+    del identity["activations.plan"]  # the bits represent it
     identity["activations.layers"] = planned_layers(config.activations)
     return json.loads(json.dumps(identity))
 
 
 def compared(config: TrainConfig) -> dict[str, str]:
-    """The settings that must be equal on all machines, by key; of pretrained weights a digest.
+    """Return the settings that must be equal on all machines, by key, with a digest of pretrained weights.
 
     Raises:
         OSError: `model.pretrained` cannot be read.
     """
     named = {f"{section}.{key}": str(v) for section, values in vars(config).items() for key, v in vars(values).items()}
-    weights = {"model.pretrained": pretrained_digest(config.model.pretrained)}  # in whatever folder they lie
+    weights = {"model.pretrained": pretrained_digest(config.model.pretrained)}  # the folder may differ
     return {name: value for name, value in named.items() if name not in _LOCAL} | weights
 
 
-def layout_of(config: TrainConfig, layout: Layout) -> dict[str, Any]:
-    """Layout of the model over ranks and stages, for manifests; a resume may change all of it."""
+def layout_of(config: TrainConfig, layout: PipelineLayout) -> dict[str, Any]:
+    """Return the model's layout over ranks and stages, for manifests; a resume may change all of it."""
     pipeline = config.pipeline
     return {
         "pipeline.ranks": layout.ranks,
@@ -140,14 +140,14 @@ def layout_of(config: TrainConfig, layout: Layout) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of lowbit and PyTorch. Another version may resume a run, but may round differently."""
+    """Return the versions of lowbit and PyTorch. Another version may resume a run, but may round differently."""
     return {"lowbit": lowbit.__version__, "torch": torch.__version__}
 
 
 def changes_between(before: Mapping[str, Any], after: Mapping[str, Any], *, step: int) -> list[Change]:
-    """Keys whose values differ in meaning, for a run that resumes after `step` steps.
+    """Return the keys whose values differ in meaning, for a run that resumes after `step` steps.
 
-    Keys that have no effect in one of the runs do not count, nor does a warm-up that is over by then.
+    Keys without effect in one of the runs do not count, nor does a warm-up that is over by then.
     """
     changes = []
     for key, value in after.items():
@@ -161,27 +161,27 @@ def changes_between(before: Mapping[str, Any], after: Mapping[str, Any], *, step
     return changes
 
 
-def check_allowed(keys: Iterable[str], known: Iterable[str]) -> None:
+def check_allowed(keys: Iterable[str], compared_keys: Iterable[str]) -> None:
     """Check `run.allow_change`.
 
     Raises:
-        ConfigError: a key that a resume does not compare or may not change.
+        ConfigError: a resume does not compare the key, or may not change it.
     """
-    known = list(known)
+    valid = list(compared_keys)
     for key in keys:
         if key in FIXED:
             raise ConfigError(
                 f"run.allow_change has {key}, which cannot change: the weights of a checkpoint belong to it; "
                 "allowed: a new run"
             )
-        if key not in known:
-            close = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
-            advice = f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
+        if key not in valid:
+            close = difflib.get_close_matches(key, valid, n=1, cutoff=0.4)
+            advice = f"did you mean {close[0]}?" if close else f"known: {', '.join(valid)}"
             raise ConfigError(f"run.allow_change has {key!r}, which a resume does not compare; {advice}")
 
 
 def refuse(where: str, changes: Sequence[Change], allowed: Iterable[str]) -> str:
-    """The message for changes that are not allowed; empty without any."""
+    """Return the error message for changes that are not allowed; empty if all are."""
     refused = [change for change in changes if change.key in FIXED or change.key not in set(allowed)]
     if not refused:
         return ""
@@ -196,7 +196,7 @@ def refuse(where: str, changes: Sequence[Change], allowed: Iterable[str]) -> str
 
 
 def pretrained_digest(folder: str) -> str:
-    """Identifies a pretrained model in any folder, by its configuration and samples of its weights' files."""
+    """Return a digest of a pretrained model's configuration and of samples of its weight files."""
     if not folder:
         return ""
     digest = hashlib.sha256((Path(folder) / "config.json").read_bytes())
@@ -212,7 +212,7 @@ def pretrained_digest(folder: str) -> str:
 
 
 def _short(text: str) -> str:
-    """A value, perhaps of a foreign file, in printable characters and cut to a length for messages."""
+    """Shorten a value, which may come from a foreign file, to printable characters for a message."""
     text = printable(text)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
@@ -235,7 +235,7 @@ def _tokenizer(config: TrainConfig, data: Data) -> str:
 
 
 def _once(formats: tuple[str, ...]) -> list[str]:
-    """One format if all boundaries have the same: their number belongs to the layout."""
+    """Return one format if all boundaries have the same: the number of boundaries belongs to the layout."""
     return list(formats[:1] if len(set(formats)) == 1 else formats)
 
 
@@ -244,6 +244,6 @@ def _same_formats(was: Any, value: Any) -> bool:
     texts = (was, value) if isinstance(value, list) else ([was], [value])
     try:
         before, after = ([text if text == FULL_PRECISION else parse(text) for text in each] for each in texts)
-    except (TypeError, ValueError, RecursionError):  # a format that this version does not have any more
+    except (TypeError, ValueError, RecursionError):  # a format that this version no longer has
         return False
     return before == after

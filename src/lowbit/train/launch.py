@@ -1,4 +1,4 @@
-"""Start a run: as one of torchrun's ranks, alone in this process, or as several local processes."""
+"""Start a run: as a rank of torchrun, alone in this process, or as several local processes."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ def run(config: TrainConfig) -> Summary | None:
     """Train according to the configuration and the environment.
 
     Under torchrun (RANK etc. are set) this process is one rank of the run. Otherwise it starts `config.ranks` processes
-    on this machine, or trains by itself if there is one rank. With `run.supervise` it starts processes that train, and
-    starts them again when they fail (`lowbit.train.supervise`).
+    on this machine, or trains by itself if there is only one rank. With `run.supervise` it starts processes that train,
+    and restarts them when they fail (`lowbit.train.supervise`).
 
     Returns:
-        The summary; None from a supervisor of a rank other than 0, whose machine has none.
+        The summary; None from the supervisor of a rank other than 0, whose machine has no summary.
 
     Raises:
-        ConfigError: a configuration that cannot work, before any process starts.
-        TorchVersionError: this PyTorch is not known to work.
+        ConfigError: (before any process starts) the configuration cannot work.
+        TorchVersionError: this version of PyTorch is not supported.
         LaunchError: a local rank failed; all others have been ended.
-        AgreementError, PeerError, DivergedError: as `lowbit.train.train`, where this process is a rank.
+        AgreementError, PeerError, DivergedError: as `lowbit.train.train`, if this process is a rank.
     """
     from lowbit.wire.pytorch import check_torch
 
-    if "RANK" not in os.environ:  # else the ranks meet first, so that all learn what is wrong with one
+    if "RANK" not in os.environ:  # under torchrun, ranks meet before the check, so that all report the problem of one
         check_torch()
     one_rank = "RANK" in os.environ or config.ranks == 1
     summary = Path(config.run.output) / "summary.json"
@@ -53,7 +53,7 @@ def run(config: TrainConfig) -> Summary | None:
         step = newest_step(Path(config.run.output) / "checkpoints")
         if step is None or error.code == USAGE:  # resuming cannot help
             raise
-        advice = f"{error}; --resume goes on from step {step}"
+        advice = f"{error}; --resume continues from step {step}"
         raise LaunchError(advice, error.code, interrupted=error.interrupted) from None
     return read_summary(summary)
 
@@ -62,13 +62,13 @@ def start_ranks(config: TrainConfig) -> None:
     """Run all ranks of the run on this machine until they are done; `LaunchError` if one fails."""
     from lowbit.wire.checksum import SECRET
 
-    # Replicas check each other's messages by a secret that the user gives all of them.
+    # Replicas authenticate each other's messages with a secret that the user gives to all of them.
     shared = os.environ.get(SECRET, "") if config.elastic.lighthouse else None
     start_all(_program(config), config.ranks, secret=shared)
 
 
 def start_one_rank(config: TrainConfig) -> None:
-    """Run the rank in the environment, or the only one, in its own process; `LaunchError` if it fails."""
+    """Run the rank that the environment names, or the only one, in its own process; `LaunchError` if it fails."""
     start_one(_program(config))
 
 

@@ -1,4 +1,4 @@
-"""Which rank holds which stages, and which stage holds which layers."""
+"""The layout of a pipeline: which rank holds which stages, and which stage holds which layers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _SINGLE = ("GPipe", "1F1B")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
-    """The layout of one pipeline.
+class PipelineLayout:
+    """The stages of each rank and the layers of each stage in one pipeline.
 
     Args:
         ranks: processes; stages_per_rank: stages on each of them.
-        v_shaped: stages go down the ranks and back up (rank 0 has the first and the last), instead of in laps.
-        layer_counts: decoder layers of each stage.
+        v_shaped: stages go down the ranks and back up (rank 0 has the first and the last), instead of cyclically.
+        layer_counts: number of decoder layers in each stage.
     """
 
     ranks: int
@@ -48,18 +48,18 @@ class Layout:
         return range(start, start + self.layer_counts[stage])
 
     def crosses(self, boundary: int) -> bool:
-        """Whether boundary i, between stage i and i + 1, lies between two ranks."""
+        """Whether a boundary (i lies between stages i and i + 1) lies between two ranks."""
         return self.rank_of(boundary) != self.rank_of(boundary + 1)
 
 
-def make_layout(pipeline: PipelineConfig, *, ranks: int, layers: int) -> Layout:
-    """Cut `layers` decoder layers into stages for `ranks` processes: as `pipeline.layers` says, or evenly.
+def make_layout(pipeline: PipelineConfig, *, ranks: int, layers: int) -> PipelineLayout:
+    """Split `layers` decoder layers into stages for `ranks` processes, by `pipeline.layers` or evenly.
 
-    If they do not divide evenly, the first stages get one layer more: the last one computes the output matrix.
+    If they do not divide evenly, the first stages get one layer more, as the last one also computes the output matrix.
 
     Raises:
-        ConfigError: more stages than layers, layers that do not fit the model or the stages, or a combination that the
-            schedule does not allow.
+        ConfigError: there are more stages than layers, `pipeline.layers` does not fit the model or the stages, or the
+            schedule does not allow the combination.
     """
     _check_schedule(pipeline, ranks)
     stages = ranks * pipeline.stages_per_rank
@@ -74,21 +74,21 @@ def make_layout(pipeline: PipelineConfig, *, ranks: int, layers: int) -> Layout:
             f"pipeline.layers is {list(given)}, {sum(given)} layers on {len(given)} stages; "
             f"allowed: a number for each of the {stages} stages, {layers} together, as the model has"
         )
-    return Layout(
+    return PipelineLayout(
         ranks=ranks, stages_per_rank=pipeline.stages_per_rank, v_shaped=pipeline.schedule in _V_SHAPED,
         layer_counts=given or even(layers, stages),
     )  # fmt: skip
 
 
 def even(layers: int, stages: int) -> tuple[int, ...]:
-    """Layers of each stage, as even as possible; the first ones get one more."""
+    """Split layers over stages as evenly as possible; the first stages get one more."""
     each, extra = divmod(layers, stages)
     return tuple(each + (stage < extra) for stage in range(stages))
 
 
 def parameters_at(layout: Mapping[str, Any], rank: int) -> str:
-    """The part of the model on a rank, in words; `layout` is that of manifests (`lowbit.train.identity.layout_of`)."""
-    recorded = Layout(
+    """Describe the part of the model on a rank; `layout` comes from a manifest (`lowbit.train.identity.layout_of`)."""
+    recorded = PipelineLayout(
         ranks=layout["pipeline.ranks"], stages_per_rank=layout["pipeline.stages_per_rank"],
         v_shaped=layout["pipeline.schedule"] in _V_SHAPED, layer_counts=tuple(layout["layers"]),
     )  # fmt: skip
@@ -102,7 +102,7 @@ def parameters_at(layout: Mapping[str, Any], rank: int) -> str:
 
 
 def _check_schedule(pipeline: PipelineConfig, ranks: int) -> None:
-    """Raise here, in terms of the configuration, what PyTorch's schedules would refuse later."""
+    """Raise an error in terms of the configuration for what PyTorch's schedules would refuse later."""
     name, per_rank, microbatches = pipeline.schedule, pipeline.stages_per_rank, pipeline.microbatches
     stages = ranks * per_rank
     rounds = max(1, microbatches // ranks)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import permutations
 
-from lowbit.train.layout import Layout
+from lowbit.train.layout import PipelineLayout
 
 OUTSIDE = -1
-"""In place of a rank or machine: replicas that are runs of their own."""
+"""Stands for replicas that are runs of their own, in place of a rank or machine."""
 
 
 def link_name(source: int, target: int) -> str:
-    """Name of a direction of a link, by the first ranks of its machines."""
+    """Name one direction of a link by the first ranks of its machines."""
     return f"{source} to {'other replicas' if target == OUTSIDE else target}"
 
 
@@ -20,12 +20,12 @@ class Links:
     """Counts bytes by link, and waiting by machine. A machine is named by its first rank.
 
     Args:
-        layout: of a pipeline. pipelines: how many there are.
-        machines: name of the machine of each rank. elastic: there are replicas that are runs of their own.
+        layout: of a pipeline. count: number of pipelines.
+        machines: name of the machine of each rank. elastic: other replicas are runs of their own.
     """
 
-    def __init__(self, layout: Layout, pipelines: int, machines: Sequence[str], *, elastic: bool = False) -> None:
-        self._layout, self._pipelines = layout, pipelines
+    def __init__(self, layout: PipelineLayout, count: int, machines: Sequence[str], *, elastic: bool = False) -> None:
+        self._layout, self._pipelines = layout, count
         self.machine_of = [machines.index(name) for name in machines]
         self.machines = sorted(set(self.machine_of))
         self.pairs = sorted({(a, b) for a, b in map(self._ends, self._routes()) if a != b})
@@ -33,11 +33,11 @@ class Links:
 
     @property
     def count(self) -> int:
-        """How many numbers `values` returns."""
+        """Number of values that `values` returns."""
         return len(self.pairs) + len(self.machines)
 
     def values(self, rank: int, sent: Mapping[int, float], waited: float) -> list[float]:
-        """This rank's summands: bytes by link, and seconds of waiting by machine, each divided by the ranks there.
+        """Return what this rank adds to the sums: bytes by link, and its share of its machine's mean waiting time.
 
         Args:
             sent: bytes by receiver. waited: seconds.
@@ -51,24 +51,24 @@ class Links:
         return [*nbytes.values(), *(share if machine == own else 0.0 for machine in self.machines)]
 
     def named(self, sums: Sequence[float]) -> tuple[dict[str, int], dict[str, float]]:
-        """Bytes by link and seconds of waiting by machine, from the sums of `values` over all ranks."""
+        """Name the sums of `values` over all ranks: bytes by link, and seconds of waiting by machine."""
         links = {link_name(*pair): round(size) for pair, size in zip(self.pairs, sums, strict=False)}
         waits = sums[len(self.pairs) :]
         return links, {str(machine): seconds for machine, seconds in zip(self.machines, waits, strict=True)}
 
     def by_link(self, rates: Mapping[tuple[int, int], float]) -> dict[str, float]:
-        """The highest rate of each link, from those between two ranks."""
-        found: dict[str, float] = {}
+        """Return the highest rate of each link, given the rates between pairs of ranks."""
+        fastest: dict[str, float] = {}
         for pair, rate in rates.items():
             name = link_name(*self._ends(pair))
-            found[name] = max(rate, found.get(name, 0.0))
-        return found
+            fastest[name] = max(rate, fastest.get(name, 0.0))
+        return fastest
 
     def _ends(self, route: tuple[int, int]) -> tuple[int, int]:
         return self.machine_of[route[0]], OUTSIDE if route[1] == OUTSIDE else self.machine_of[route[1]]
 
     def _routes(self) -> Iterator[tuple[int, int]]:
-        """Pairs of ranks, one of which sends to the other."""
+        """Yield the pairs (sender, receiver) of ranks."""
         ranks = self._layout.ranks
         for first in range(0, self._pipelines * ranks, ranks):
             for boundary in range(self._layout.stages - 1):

@@ -1,4 +1,4 @@
-"""A whole run on one rank: training, evaluation, checkpoints and the files that it writes."""
+"""A whole run on one rank: training, evaluation, checkpoints and output files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lowbit.job.process_group import joined, world
 from lowbit.report.results import machine
 from lowbit.report.training import write_report
 from lowbit.train import export
-from lowbit.train.auto import Auto, Choice, described
+from lowbit.train.auto import Auto, FormatChoice, described
 from lowbit.train.boundaries import costly, in_full
 from lowbit.train.checkpoints import state
 from lowbit.train.checkpoints.manifest import Manifest
@@ -54,20 +54,20 @@ log = logging.getLogger(__name__)
 def train(config: TrainConfig, *, on_step: Callable[[StepMetrics], None] | None = None) -> Summary:
     """Train, evaluate and save; call it on every rank of the environment (RANK, WORLD_SIZE, MASTER_*).
 
-    Without such an environment this process trains alone. A process group that exists is used, otherwise one is made
-    for the run. If another rank fails while this one is blocked for good, this process ends (`lowbit.job.peers`).
+    Without such an environment this process trains alone. An existing process group is used; otherwise one is made for
+    the run. If another rank fails while this one is blocked for good, this process ends (`lowbit.job.peers`).
 
     Args:
         config: the same on every rank.
         on_step: called after every step, on every rank, with metrics over all ranks.
 
     Raises:
-        ConfigError: (before anything starts) a configuration that cannot work, in one line.
-        AgreementError: ranks with different configurations, texts or versions.
+        ConfigError: (before anything starts) the configuration cannot work.
+        AgreementError: ranks have different configurations, texts or versions.
         PeerError: another rank ended the run; the message names it.
-        DivergedError: NaN or infinity in loss or gradients.
-        CheckpointError: there is none to resume from, or another run uses the folder; TransientError: none can be
-            written.
+        DivergedError: loss or gradients are NaN or infinite.
+        CheckpointError: there is no checkpoint to resume from, or another run uses the folder. TransientError: a
+            checkpoint cannot be written.
     """
     _, ranks = world()
     prepared = prepare(config, ranks=ranks)
@@ -81,7 +81,7 @@ def train(config: TrainConfig, *, on_step: Callable[[StepMetrics], None] | None 
 
 
 class Run:
-    """A run from the step that it begins with; to be made on every rank. Its folder stays locked until it ends.
+    """A run from its first or resumed step on; every rank makes one. Its folder stays locked until it ends.
 
     Raises:
         CheckpointError: there is no checkpoint to resume from, or another run uses the folder.
@@ -92,22 +92,22 @@ class Run:
         run = self.config.run
         self.output = Path(run.output)
         self.folder = RunFolder(self.output)
-        self.recorder: Recorder | None = None  # on rank 0
-        self.progress: Progress | None = None  # on the first rank of each machine
+        self.recorder: Recorder | None = None  # on rank 0 only
+        self.progress: Progress | None = None  # on the first rank of each machine only
         self.checkpoints = Checkpoints(self.output, rank=trainer.rank, keep=run.keep)
         self._warn_of_cost()
         self.trips = self._measure_distance()
         self.rates = self._measure_links()
         self.mbit = trainer.links.by_link(self.rates)
-        stated = gather_json([secrets.token_hex(8), machine()], trainer.side)
-        attempt = stated[0][0]
-        self.about = describe_machines(trainer, [each for _, each in stated], self.mbit, self.round_trip)
+        gathered = gather_json([secrets.token_hex(8), machine()], trainer.side)
+        attempt = gathered[0][0]  # every checkpoint of this process group carries rank 0's token
+        self.about = describe_machines(trainer, [each for _, each in gathered], self.mbit, self.round_trip)
         self.manifest = trainer.prepared.manifest(attempt, rank=trainer.rank, ranks=trainer.ranks)
         self.auto = Auto(trainer) if self.config.pipeline.is_auto else None
         nats = wanted_nats(trainer.pipeline.codecs.forward)
         self.goal = None if nats is None else Goal(trainer, nats)
-        self.checked_bytes = 0  # that this rank sent for checks of the goal
-        self.choices: list[Choice] = []
+        self.checked_bytes = 0  # sent by this rank for checks of the goal
+        self.choices: list[FormatChoice] = []
         try:
             self.start = self._begin()
         except BaseException:
@@ -120,19 +120,19 @@ class Run:
         try:
             self.recorder, self.progress = self._open_recorder(), self._open_progress()
             before, tracing = self._evaluate_before(), self._open_tracing()
-            if self.auto is not None and self.auto.choice is not None:  # of the checkpoint
+            if self.auto is not None and self.auto.choice is not None:  # from the checkpoint
                 self._note_formats(self.auto.choice)
-            done, here = self.start, 0
+            done, steps_here = self.start, 0
             while done < run.steps:
                 with nullcontext() if tracing is None else tracing.begin(done + 1):
                     metrics = trainer.step(done)
-                done, here = metrics.step, here + 1
+                done, steps_here = metrics.step, steps_here + 1
                 for watcher in self._watchers:
                     watcher.record(metrics)
                 if on_step is not None:
                     on_step(metrics)
                 self._end_step(metrics)
-            return self._conclude(here, before)
+            return self._conclude(steps_here, before)
         finally:
             if trainer.elastic is not None:
                 trainer.elastic.close()
@@ -143,12 +143,12 @@ class Run:
             self.folder.unlock()
 
     def _end_step(self, metrics: StepMetrics) -> None:
-        """What is due after a step: other formats, a checkpoint, an evaluation."""
+        """Do what is due after a step: choose formats, save a checkpoint, evaluate."""
         run, trainer, done = self.config.run, self.trainer, metrics.step
         if self.auto is not None and self.auto.due(metrics):
             self._choose_formats(self.auto, done)
         if done == self.config.codec_warmup_steps:
-            self._say_chosen()
+            self._show_chosen()
         if self.goal is not None and self.goal.due(done):
             self._check(self.goal, done)
         if run.checkpoint_every and (done % run.checkpoint_every == 0 or done == run.steps):
@@ -159,13 +159,13 @@ class Run:
 
     @property
     def _watchers(self) -> list[Recorder | Progress]:
-        """What this rank writes and shows each step with."""
+        """This rank's recorder and progress, if it has them."""
         return [watcher for watcher in (self.recorder, self.progress) if watcher is not None]
 
     def _begin(self) -> int:
-        """Restore the newest checkpoint, or clear the output folder; returns the step to start with."""
+        """Restore the newest checkpoint, or clear the output folder; return the steps done."""
         run, trainer = self.config.run, self.trainer
-        # Rank 0 alone: several machines may share the folder.
+        # Only rank 0 locks the folder, which several machines may share.
         holder = self.folder.lock() if trainer.rank == 0 else ""
         raise_everywhere(IN_USE.format(str(self.output), holder) if holder else "", trainer.side)
         done = 0
@@ -191,7 +191,7 @@ class Run:
         return done
 
     def _evaluate_before(self) -> dict[str, float]:
-        """Scores of the model that training begins with, on samples; empty for a run that resumes."""
+        """Score the model before training, on samples only; empty for a run that resumes."""
         if self.config.data.format != "jsonl" or self.start:
             return {}
         if self.progress is not None:
@@ -207,8 +207,8 @@ class Run:
                 watcher.record_evaluation(step, losses, nbytes)
         return losses
 
-    def _conclude(self, here: int, before: dict[str, float]) -> Summary:
-        """Save, and sum up the whole run after the `here` steps of this call; the same summary on every rank."""
+    def _conclude(self, steps_here: int, before: dict[str, float]) -> Summary:
+        """Save the model after this call's steps, and summarize the whole run; returns the same on every rank."""
         trainer = self.trainer
         losses = self._evaluate(self.config.run.steps)
         model = self.output / "model" if self.config.run.save_model else None
@@ -218,21 +218,21 @@ class Run:
             together(partial(self._save_model, weights), trainer.side)
         chosen = trainer.chosen()
         sent = trainer.sent_outside_steps() | ({EVALUATION: self.checked_bytes} if self.checked_bytes else {})
-        stated = gather_json([memory_of(trainer), sent], trainer.side)
+        gathered = gather_json([memory_of(trainer), sent], trainer.side)
         summary: dict[str, Any] = {}
-        if self.recorder is not None:  # which knows the steps of earlier attempts
+        if self.recorder is not None:  # it also has the steps of earlier attempts
             evaluations = self.recorder.evaluations
             summary = asdict(
                 summarize(
-                    self.config, trainer.layout, self.recorder.history, losses, chosen=chosen, model=model, here=here,
-                    changes=self.manifest.changes, round_trip=self.round_trip, before=before or evaluations.get(0, {}),
-                    formats=[asdict(choice) for choice in self.choices],
+                    self.config, trainer.layout, self.recorder.history, losses, chosen=chosen, model=model,
+                    here=steps_here, changes=self.manifest.changes, round_trip=self.round_trip,
+                    before=before or evaluations.get(0, {}), formats=[asdict(choice) for choice in self.choices],
                     outside=[*({EVALUATION: line.get("bytes_sent", 0)} for line in evaluations.values()),
-                            *(sent for _, sent in stated)],
+                            *(sent for _, sent in gathered)],
                 )
             )  # fmt: skip
             atomic.write(self.output / "summary.json", json.dumps(summary, indent=2) + "\n")
-            self.about["memory"] = [memory for memory, _ in stated]
+            self.about["memory"] = [memory for memory, _ in gathered]
             self._write_about()
         return from_json(gather_json(summary, trainer.side)[0])
 
@@ -285,7 +285,7 @@ class Run:
         return Messages(self.trainer.replicas.side, topic, timeout=run.timeout_seconds, checksums=run.checksums)
 
     def _warn_of_cost(self) -> None:
-        if self.trainer.rank == 0:  # not in `prepare`, which a launcher runs beside its ranks
+        if self.trainer.rank == 0:  # not in `prepare`, which a launcher runs as well as its ranks
             shape = (self.config.rows, self.config.data.sequence, self.trainer.width)
             for line in costly(self.trainer.prepared.codecs, shape):
                 log.warning("%s", line)
@@ -296,11 +296,11 @@ class Run:
 
     @property
     def round_trip(self) -> float | None:
-        """The longest round trip between neighbours of a pipeline, in seconds; None on one rank."""
+        """Longest round trip between neighbours of a pipeline, in seconds; None on one rank."""
         return max((seconds for each in self.trips for seconds in each.values()), default=None)
 
     def _measure_distance(self) -> list[dict[Pair, float]]:
-        """Round trips between neighbours of each pipeline, in seconds; warns of a costly layout."""
+        """Measure round trips between neighbours of each pipeline, in seconds; warn of a costly layout."""
         layout = self.trainer.layout
         if layout.ranks == 1:
             return []
@@ -321,7 +321,7 @@ class Run:
         return trips
 
     def _measure_links(self) -> dict[Pair, float]:
-        """Mbit/s between neighbours on two machines, by sender and receiver; empty where there are none."""
+        """Measure Mbit/s between neighbours on different machines, by (sender, receiver)."""
         links, ranks = self.trainer.links, self.trainer.layout.ranks
         if not links.pairs:
             return {}
@@ -340,17 +340,17 @@ class Run:
         return {(source, target): rate for each in gather_json(own, self.trainer.side) for source, target, rate in each}
 
     def _choose_formats(self, auto: Auto, done: int) -> None:
-        """Choose the formats; for another time, measure the links again."""
+        """Choose the formats; unless it is the first choice, measure the links again before."""
         if auto.choice is not None:
             self.trips, self.rates = self._measure_distance(), self._measure_links()
-            self.mbit.update(self.trainer.links.by_link(self.rates))  # which the progress shows
+            self.mbit.update(self.trainer.links.by_link(self.rates))  # updated in place for the progress display
         choice = auto.choose(done, self.trips, self.rates, dict(self.mbit))
         if self.trainer.rank == 0:
             log.info("%s", choice)
         self._note_formats(choice)
 
     def _check(self, goal: Goal, done: int) -> None:
-        """Compare what the formats cost with the goal, and show it."""
+        """Compare the cost of the formats with the goal, and show the result."""
         sent = _evaluation_bytes()
         check = goal.check(done)
         self.checked_bytes += _evaluation_bytes() - sent
@@ -359,15 +359,15 @@ class Run:
         elif self.progress is not None:
             self.progress.say(str(check))
         if check.bits:
-            self._say_chosen()
+            self._show_chosen()
 
-    def _say_chosen(self) -> None:
+    def _show_chosen(self) -> None:
         for place, codec in self.trainer.chosen().items():
             if self.progress is not None:
                 self.progress.say(f"{place}: {codec}")
 
-    def _note_formats(self, choice: Choice) -> None:
-        """Show a choice, and write it down for the report."""
+    def _note_formats(self, choice: FormatChoice) -> None:
+        """Show a choice of formats, and record it for the report."""
         self.choices.append(choice)
         if self.progress is not None:
             self.progress.say(f"formats from step {choice.step + 1} on: {described(choice.formats)}")
@@ -376,13 +376,13 @@ class Run:
             self._write_about()
 
     def _manifest(self) -> Manifest:
-        """That of the checkpoints, with the formats that the run has chosen."""
+        """Return the manifest for checkpoints, with the formats that the run has chosen."""
         if self.auto is None or self.auto.choice is None:
             return self.manifest
         return replace(self.manifest, identity=self.manifest.identity | {CHOSEN: asdict(self.auto.choice)})
 
 
 def _evaluation_bytes() -> int:
-    """Bytes that this rank has sent for evaluations, if no step has come between two calls."""
+    """Count bytes that this rank sent; between two calls without a step, the difference is an evaluation's."""
     sent = sent_so_far()
     return sent[EVALUATION] + sent[TIED]

@@ -1,4 +1,4 @@
-"""LoRA by PEFT: adapters on a pretrained model whose own weights are frozen, and their files."""
+"""LoRA (PEFT): adapters on a pretrained model with frozen weights, and their files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_lora(config: TrainConfig) -> None:
     """Check the adapters of a run, if it has any.
 
     Raises:
-        ConfigError: PEFT is missing, or a target that no layer has.
+        ConfigError: PEFT is missing, or no layer has the name of a target.
     """
     if not config.lora.rank:
         return
@@ -35,10 +35,10 @@ def check_lora(config: TrainConfig) -> None:
 
 
 def targets_of(config: TrainConfig) -> tuple[str, ...]:
-    """Names, within a decoder layer, of the linear layers that get an adapter.
+    """Return the names, within a decoder layer, of the linear layers that get an adapter.
 
     Raises:
-        ConfigError: a target that no layer has.
+        ConfigError: no layer has the name of a target.
     """
     return _targets(config.model, config.lora.targets)
 
@@ -59,7 +59,7 @@ def _targets(model: ModelConfig, wanted: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def add_adapters(model: PreTrainedModel, config: TrainConfig) -> None:
-    """Add adapters, which depend on `run.seed` alone, in place, and freeze all other weights."""
+    """Add adapters in place, initialized from `run.seed` alone, and freeze all other weights."""
     torch.manual_seed(config.run.seed)
     _peft(config.lora.rank).inject_adapter_in_model(_peft_config(config), model)
 
@@ -68,7 +68,7 @@ def save_adapters(folder: Path, weights: Mapping[str, Tensor], config: TrainConf
     """Write adapters and tokenizer so that `PeftModel.from_pretrained(model, folder)` loads them.
 
     Args:
-        weights: by their names in the whole model.
+        weights: the adapters, by their names in the whole model.
     """
     from safetensors.torch import save_file
 

@@ -1,4 +1,4 @@
-"""Metrics of a run: a line of JSON for each step, and curves for TensorBoard."""
+"""Metrics of a run: one line of JSON per step, and curves for TensorBoard."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 EVALUATIONS = "evaluations.jsonl"
 BOUNDARIES, TIED, GRADIENTS, COORDINATION = "boundaries", "tied embedding", "gradients", "coordination"
 EVALUATION = "evaluation"
-"""Parts of the traffic, and the purpose of messages."""
+"""Names of parts of the traffic, which are also purposes of messages."""
 
 
 @dataclass
 class Work:
     """Time and traffic of one step on this rank.
 
-    Seconds of codecs include those of checksums. Bytes and elements are those sent over boundaries, of gradients to
-    other pipelines (an all-reduce over W of them sends 2 (W - 1) / W elements for each element of the tensor), and of a
-    tied embedding's rows. Other bytes: what ranks tell each other in a step, loss and counts for example.
+    Seconds of codecs include those of checksums. Bytes and elements count activations and their gradients, gradients
+    sent to other pipelines (an all-reduce over W of them sends 2 (W - 1) / W elements for each element of the tensor),
+    and a tied embedding's rows. Other bytes are for coordination, such as loss and counts.
     """
 
     forward_bytes: int = 0
@@ -53,7 +53,7 @@ class Work:
 
     @property
     def parts(self) -> dict[str, int]:
-        """Bytes by part of the traffic, without those that have none."""
+        """Return the bytes of each part of the traffic that has any."""
         parts = {
             BOUNDARIES: self.forward_bytes + self.backward_bytes, TIED: self.tied_bytes, GRADIENTS: self.gradient_bytes,
             COORDINATION: self.other_bytes,
@@ -66,23 +66,23 @@ class StepMetrics:
     """Metrics of one step, over all ranks.
 
     Attributes:
-        step: number of optimizer steps done, this one included. Progress, `metrics.jsonl`, TensorBoard, evaluations,
+        step: number of optimizer steps done, including this one. Progress, `metrics.jsonl`, TensorBoard, evaluations,
             checkpoints, summaries and errors all count like this: "step 100" is the 100th.
         loss: mean over the batch, in nats. lr: learning rate. grad_norm: before clipping.
         tokens: of the whole batch.
         tokens_per_second: of the whole batch, over the whole step.
         bits_forward, bits_backward: bits sent for each element that crossed a boundary; None if nothing did.
         bits_gradients: the same for gradients between pipelines.
-        bytes_sent: by all ranks to others, with checksums and without headers of Gloo and TCP. bytes_saved: by formats,
+        bytes_sent: by all ranks to others, with checksums but without headers of Gloo and TCP. bytes_saved: by formats,
             compared with float32.
         parts: of `bytes_sent`: "boundaries" (both ways), "tied embedding" (its rows and their
             gradients, between both ends of a pipeline), "gradients" (between pipelines) and "coordination"
             (announcements, loss, counts).
         bytes_activations: peak of the saved activations, on the rank with most; None if none are compressed. Counted
-            in the first step, and the same in all others.
+            in the first step; all others have the same.
         seconds: of the step; compute_seconds, codec_seconds, wait_seconds: its parts, mean over the ranks.
         checksum_seconds: part of codec_seconds.
-        links: bytes sent from a machine to another, by name ("0 to 2"). Machines are named by their first ranks.
+        links: bytes sent from one machine to another, by name ("0 to 2"). Machines are named by their first ranks.
         waiting: seconds of waiting by machine, mean over its ranks.
     """
 
@@ -109,7 +109,7 @@ class StepMetrics:
 
 
 def bits(nbytes: float, elements: float) -> float | None:
-    """Bits for each element; None without elements."""
+    """Return the bits per element; None without elements."""
     return 8 * nbytes / elements if elements else None
 
 
@@ -127,7 +127,7 @@ def step_metrics(
     links: dict[str, int] | None = None,
     waiting: dict[str, float] | None = None,
 ) -> StepMetrics:
-    """Metrics from the sums over all ranks."""
+    """Make metrics from the sums over all ranks."""
     coded = work.forward_bytes + work.backward_bytes + work.gradient_bytes + work.tied_bytes
     elements = work.forward_elements + work.backward_elements + work.gradient_elements + work.tied_elements
     shares = {name: value / ranks for name, value in vars(work).items() if name.endswith("_seconds")}
@@ -146,12 +146,12 @@ class Recorder:
     """Writes the metrics of a run; on rank 0 only.
 
     Args:
-        folder: of the run. start: steps done before; lines that an earlier attempt wrote for later steps are dropped.
+        folder: of the run. start: steps done before; later lines, which an earlier attempt wrote, are dropped.
         tensorboard: whether to write curves.
 
     Attributes:
-        history: all steps of the run, those of earlier attempts too.
-        evaluations: lines of `evaluations.jsonl` by step, those of earlier attempts too.
+        history: all steps of the run, including earlier attempts.
+        evaluations: lines of `evaluations.jsonl` by step, including earlier attempts.
     """
 
     def __init__(self, folder: Path, *, start: int, tensorboard: bool) -> None:
@@ -181,7 +181,7 @@ class Recorder:
                 self._board.add_scalar(f"train/{name}", value, metrics.step)
 
     def record_evaluation(self, step: int, losses: dict[str, float], nbytes: int = 0) -> None:
-        """Write held-out losses after `step` steps, and how many bytes all ranks sent for them."""
+        """Write held-out losses after `step` steps, and the bytes that all ranks sent for them."""
         self.evaluations[step] = {"step": step, **losses, "bytes_sent": nbytes}
         with self._evaluations.open("a", encoding="utf-8") as file:
             file.write(json.dumps(self.evaluations[step]) + "\n")
@@ -197,7 +197,7 @@ class Recorder:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a `metrics.jsonl` but for an unfinished last one; damaged lines are left out with a warning."""
+    """Read a `metrics.jsonl` without an unfinished last line; damaged lines are left out with a warning."""
     if not path.exists():
         return []
     lines, bad = [], []
@@ -219,12 +219,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def read_evaluations(path: Path) -> list[dict[str, Any]]:
-    """The lines of an `evaluations.jsonl`, as `read_metrics`; of a step that was evaluated twice, the last."""
+    """Read an `evaluations.jsonl`, as `read_metrics` does; the last line of a step counts."""
     return list({line["step"]: line for line in read_metrics(path)}.values())
 
 
 def _scalars(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Names and values of the curves; of a value by link or machine, a curve for each."""
+    """Yield names and values of the curves; values by link or machine make one curve each."""
     for name, value in values.items():
         if isinstance(value, dict):
             yield from ((f"{name}/{key.replace(' ', '_')}", each) for key, each in value.items())
@@ -233,7 +233,7 @@ def _scalars(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def _restored(values: dict[str, Any]) -> StepMetrics | None:
-    """The metrics in a line; None if it lacks some or has others, as of another version."""
+    """Make metrics from a line; None if its fields differ, as in a line of another version."""
     try:
         return StepMetrics(**values)
     except TypeError:

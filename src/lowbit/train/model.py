@@ -1,8 +1,8 @@
-"""Hugging Face causal language models, whole, and cut into the modules that pipeline stages run.
+"""Build Hugging Face causal language models, and cut them into the modules of pipeline stages.
 
-A stage's module is the model's own decoder without the layers of other stages: Hugging Face's `forward` makes masks,
-positions and rotary embeddings exactly as it does for the whole model. A stage without the embedding takes activations
-instead of token ids; in a stage without the final norm, the identity replaces it.
+A stage's module is the model's own decoder without the layers of other stages. Hugging Face's `forward` makes masks,
+positions and rotary embeddings exactly as for the whole model. A stage without the embedding takes activations instead
+of token ids; in a stage without the final norm, the identity replaces it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Anatomy:
-    """Names of an architecture's parts, inside its decoder."""
+    """Names of an architecture's modules, inside its decoder."""
 
     layers: str = "layers"
     norm: str = "norm"
@@ -40,7 +40,7 @@ _ANATOMY = {family: Anatomy() for family in FAMILIES} | {
 
 
 def count_layers(model: ModelConfig) -> int:
-    """Decoder layers of the model, without loading it.
+    """Return the number of decoder layers, without loading the model.
 
     Raises:
         ConfigError: `model.pretrained` is not a folder with a supported model.
@@ -49,10 +49,10 @@ def count_layers(model: ModelConfig) -> int:
 
 
 def vocabulary(model: ModelConfig, tokenizer_size: int) -> int:
-    """Entries of the embedding.
+    """Return the number of entries of the embedding.
 
     Raises:
-        ConfigError: fewer than the tokenizer has.
+        ConfigError: the tokenizer has more.
     """
     wanted = model.vocab or tokenizer_size
     if model.pretrained:
@@ -66,17 +66,17 @@ def vocabulary(model: ModelConfig, tokenizer_size: int) -> int:
 
 
 def longest_sequence(model: ModelConfig) -> int | None:
-    """Positions that a pretrained model knows; None: no limit."""
+    """Return the number of positions of a pretrained model; None without a limit."""
     return _size(model, "max_position_embeddings", "n_positions") if model.pretrained else None
 
 
 def hidden_size(model: ModelConfig) -> int | None:
-    """Elements of an activation of a token; None: a pretrained model's configuration does not have it."""
+    """Return the width of the model; None if a pretrained model's configuration lacks it."""
     return _size(model, "hidden_size", "n_embd") if model.pretrained else model.dim
 
 
 def architecture(model: ModelConfig, *, vocab: int) -> dict[str, Any]:
-    """The sizes of the model, by the names of `ModelConfig`, without loading it."""
+    """Return the sizes of the model, by the names of `ModelConfig`, without loading it."""
     if not model.pretrained:
         return {
             "family": model.family, "dim": model.dim, "layers": model.layers, "heads": model.heads,
@@ -93,7 +93,7 @@ def architecture(model: ModelConfig, *, vocab: int) -> dict[str, Any]:
 
 
 def build_model(model: ModelConfig, *, vocab: int, sequence: int, seed: int) -> PreTrainedModel:
-    """The whole model in float32 on the CPU: pretrained weights, or random ones that depend on `seed` alone.
+    """Build the whole model in float32 on the CPU, with pretrained weights or random ones from `seed` alone.
 
     Raises:
         ConfigError: Hugging Face cannot load the folder.
@@ -113,17 +113,17 @@ def build_model(model: ModelConfig, *, vocab: int, sequence: int, seed: int) -> 
 
 
 def check_pretrained(model: ModelConfig) -> None:
-    """Check all of a pretrained model that can be checked without loading it; nothing to do without one.
+    """Check a pretrained model, if there is one, as far as possible without loading it.
 
     Raises:
-        ConfigError: its folder is damaged, incomplete, or of a model that is not supported.
+        ConfigError: its folder is damaged or incomplete, or the model is not supported.
     """
     if model.pretrained:
         check_weights(model.pretrained, hugging_face_config(model, vocab=0, sequence=0))
 
 
 def hugging_face_config(model: ModelConfig, *, vocab: int, sequence: int) -> PretrainedConfig:
-    """The architecture as Hugging Face's class."""
+    """Return the architecture as Hugging Face's class."""
     from transformers import AutoConfig
 
     if model.pretrained:
@@ -149,7 +149,7 @@ def hugging_face_config(model: ModelConfig, *, vocab: int, sequence: int) -> Pre
 
 
 def linear_layers(model: ModelConfig) -> list[str]:
-    """Names of the linear layers within a decoder layer of a pretrained model, without loading it.
+    """Return the names of linear layers within a decoder layer of a pretrained model, without loading it.
 
     Raises:
         ConfigError: `model.pretrained` is not a folder with a supported model.
@@ -170,7 +170,7 @@ def linear_layers(model: ModelConfig) -> list[str]:
 
 
 def next_token_loss(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
-    """Cross-entropy in float32, without targets of -100. logits: (batch, sequence, vocab); targets: int64."""
+    """Cross-entropy in float32, ignoring targets of -100. logits: (batch, sequence, vocab); targets: int64."""
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction=reduction)
 
 
@@ -181,12 +181,12 @@ class StageModule(nn.Module):
         model: the whole model, whose layers are shared, not copied.
         layers: the decoder layers of this stage.
         first, last: whether the stage has the embedding, and the final norm with the output matrix.
-        autocast: dtype of matrix products inside; None: as the weights.
+        autocast: dtype of matrix products inside; None: that of the weights.
         boundary_dtype: of the activations that it hands to the next stage.
 
     Attributes:
-        names: of this stage's parameters in the whole model.
-        aliases: for those that are copies, the name of the original.
+        names: for each parameter of this stage, its name in the whole model.
+        aliases: for parameters that are copies, the name of the original.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ class StageModule(nn.Module):
         self.names = {p: name for p, name in self.names.items() if p in mine}
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        """One micro-batch.
+        """Compute one micro-batch.
 
         Args:
             x: on the first stage token ids, int64 (batch, sequence); elsewhere activations (batch, sequence, dim).
@@ -228,11 +228,11 @@ class StageModule(nn.Module):
             if self.head is not None:
                 return self.head(hidden)
             hidden = hidden.to(self.boundary_dtype)
-            # Zero-bubble schedules detach outputs in place, which views do not allow.
+            # Zero-bubble schedules detach outputs in place, which fails for views.
             return hidden.clone() if hidden._is_view() else hidden
 
     def _output_matrix(self, model: PreTrainedModel) -> nn.Module:
-        """The output matrix; a copy if the embedding that it is tied to is on another stage."""
+        """Return the output matrix; a copy if it is tied to the embedding on another stage."""
         head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
         assert isinstance(head, nn.Linear)
         if not self.first and head.weight is embedding.weight:
@@ -244,7 +244,7 @@ class StageModule(nn.Module):
 
 
 def _cut(model: PreTrainedModel, layers: range, *, first: bool, last: bool) -> nn.Module:
-    """The decoder with these layers only. Its modules are shared with `model`."""
+    """Return the decoder with these layers only; it shares its modules with `model`."""
     anatomy = _ANATOMY[model.config.model_type]
     decoder = copy.copy(model.base_model)
     decoder._modules = dict(decoder._modules)
@@ -266,20 +266,20 @@ def _cut(model: PreTrainedModel, layers: range, *, first: bool, last: bool) -> n
 
 
 class _Zero(nn.Module):
-    """Replaces position embeddings, which the first stage has added."""
+    """Replaces position embeddings, which the first stage has already added."""
 
     def forward(self, positions: Tensor) -> Tensor:
         return torch.zeros((), device=positions.device)
 
 
 def _size(model: ModelConfig, *names: str) -> Any:
-    """A value of a pretrained model's configuration, under the first of these names that it has; None without one."""
+    """Read a pretrained model's configuration under the first of these names that it has; None without any."""
     values = read_config(model.pretrained)
     return next((values[name] for name in names if name in values), None)
 
 
 def _ffn(model: ModelConfig) -> int:
-    """Width of the feed-forward layers; by default, Llama's is 8/3 of the model's, rounded up to a multiple of 64."""
+    """Return the feed-forward width; Llama's default is 8/3 of the model's, rounded up to a multiple of 64."""
     usual = 4 * model.dim if model.family == "gpt2" else -(-(8 * model.dim // 3) // 64) * 64
     return model.ffn or usual
 

@@ -1,4 +1,4 @@
-"""AdamW, its learning rate, and the norm of gradients that are spread over ranks."""
+"""AdamW, its learning rate, and the norm of gradients over all ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lowbit.train.config import OptimizerConfig
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW with `parameter_groups`: PyTorch's fused one, or torchao's if states have 8 bits."""
+    """Make AdamW with `parameter_groups`: PyTorch's fused one, or torchao's if states have 8 bits."""
     if config.states == "8bit":
         return eight_bit_adamw(parameters, config)
     groups = parameter_groups(parameters, config)
@@ -26,9 +26,9 @@ def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) 
 def eight_bit_adamw(
     parameters: Iterable[nn.Parameter], config: OptimizerConfig, *, compiled: bool = False
 ) -> torch.optim.Optimizer:
-    """torchao's AdamW with states of 8 bits.
+    """Make torchao's AdamW with 8-bit states.
 
-    `compiled`: also on a CPU, if there is a C++ compiler. That is four times as fast, but takes memory of its own.
+    `compiled`: compile it on a CPU too, if there is a C++ compiler: four times as fast, but takes extra memory.
     """
     import torchao.optim  # pyright: ignore[reportMissingImports]
 
@@ -46,13 +46,13 @@ def eight_bit_adamw(
 
 
 def check_torchao() -> None:
-    """Raise ModuleNotFoundError, from which follows what to install, without torchao."""
+    """Raise ModuleNotFoundError without torchao; the command line derives from it what to install."""
     if importlib.util.find_spec("torchao") is None:
         raise ModuleNotFoundError("No module named 'torchao'", name="torchao")
 
 
 def parts_of(state: Tensor) -> dict[str, Tensor]:
-    """The plain tensors that a state consists of: codes, scales and table of one in 8 bits, by "/" and their names."""
+    """Split a state into plain tensors; an 8-bit one has codes, scales and table, by "/" and their names."""
     if not hasattr(state, "__tensor_flatten__"):
         return {"": state}
     names, _ = state.__tensor_flatten__()  # pyright: ignore[reportAttributeAccessIssue]
@@ -60,7 +60,7 @@ def parts_of(state: Tensor) -> dict[str, Tensor]:
 
 
 def state_of(parts: Mapping[str, Tensor]) -> Tensor:
-    """The state that `parts_of` took apart."""
+    """Invert `parts_of`."""
     if "" in parts:
         return parts[""]
     from torchao.optim.subclass_8bit import OptimState8bit  # pyright: ignore[reportMissingImports]
@@ -70,7 +70,7 @@ def state_of(parts: Mapping[str, Tensor]) -> Tensor:
 
 
 def parameter_groups(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> list[dict[str, Any]]:
-    """Matrices, which decay, and vectors (norms, biases), which do not; none of the two groups is empty."""
+    """Group matrices, which decay, and vectors (norms, biases), which do not; empty groups are left out."""
     parameters = list(parameters)
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
@@ -80,9 +80,9 @@ def parameter_groups(parameters: Iterable[nn.Parameter], config: OptimizerConfig
 
 
 def learning_rate(config: OptimizerConfig, *, step: int, steps: int) -> float:
-    """The learning rate of a step, counted from 0: a linear rise, then half a cosine down to `lr * lr_end`.
+    """Return the learning rate of a step (from 0): a linear rise, then half a cosine down to `lr * lr_end`.
 
-    A function of the step alone, so that a resumed run needs no state of a scheduler.
+    It depends on the step alone, so that a resumed run needs no scheduler state.
     """
     rise = min(config.lr_warmup_steps, steps)
     if step < rise:
@@ -102,10 +102,10 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
 
 
 def squared_norm(gradients: Iterable[Tensor]) -> float:
-    """Sum of the squares of all elements.
+    """Sum the squares of all elements.
 
-    Each tensor's norm is float32, and their squares are added in float64: the sum over the stages of a pipeline, in any
-    order, equals the whole model's but for the last of 53 bits.
+    Each tensor's norm is float32, and the squares are added in float64: the sum over the stages of a pipeline, in any
+    order, differs from the whole model's by at most the last of 53 bits.
     """
     norms = [torch.linalg.vector_norm(gradient) for gradient in gradients]
     return float(torch.stack(norms).double().square().sum()) if norms else 0.0

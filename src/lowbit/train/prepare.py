@@ -1,4 +1,4 @@
-"""All checks of a run that need no peers, before a process group or another process exists."""
+"""Check a run as far as that needs no peers, before a process group or another process exists."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lowbit.codecs import Codec
 from lowbit.config import ConfigError
 from lowbit.train.activations import Policies, StageOfPlan, check_schedule, planned_settings, saved_policies
 from lowbit.train.boundaries import Codecs, check_codecs, make_codecs
-from lowbit.train.checkpoints.manifest import MANIFEST, DamagedError, Manifest, read_manifest, shares_in, steps_in
+from lowbit.train.checkpoints.manifest import MANIFEST, DamagedShareError, Manifest, read_manifest, shares_in, steps_in
 from lowbit.train.checkpoints.save import FOLDER, NO_CHECKPOINT
 from lowbit.train.config import TrainConfig
 from lowbit.train.data import Data, load_data
@@ -25,7 +25,7 @@ from lowbit.train.elastic import check_elastic
 from lowbit.train.folder import MARK, RunFolder
 from lowbit.train.gradients import storage_codec
 from lowbit.train.identity import changes_between, check_allowed, layout_of, refuse, run_identity, versions
-from lowbit.train.layout import Layout, make_layout
+from lowbit.train.layout import PipelineLayout, make_layout
 from lowbit.train.lora import check_lora
 from lowbit.train.model import check_pretrained, count_layers, hidden_size, longest_sequence, vocabulary
 from lowbit.train.optim import check_torchao
@@ -41,17 +41,17 @@ _FOLDERS = (FOLDER, "tensorboard", "trace", "model")
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """A configuration with all that follows from it on this machine.
+    """A configuration with everything derived from it on this machine.
 
     Attributes:
-        layout: of each pipeline. codecs: of its boundaries; activations: policies of saved activations, by stage.
-        storage: codec of stored gradients, if any; all_reduce: of gradients between pipelines;
-            tied_rows: of a tied embedding's rows.
-        vocab: entries of the embedding. identity: all that losses depend on (`lowbit.train.identity`).
+        layout: of each pipeline. codecs: for its boundaries; activations: policies of saved activations, by stage.
+        storage: codec of stored gradients, if any; all_reduce: codec of gradients between pipelines;
+            tied_rows: codec of a tied embedding's rows.
+        vocab: entries of the embedding. identity: everything that losses depend on (`lowbit.train.identity`).
     """
 
     config: TrainConfig
-    layout: Layout
+    layout: PipelineLayout
     codecs: Codecs
     activations: Policies
     storage: Codec | None
@@ -65,14 +65,14 @@ class Prepared:
 
     @property
     def autocast(self) -> torch.dtype | None:
-        """Dtype of matrix products; None: as the weights. To be asked for where a rank computes."""
+        """Dtype of matrix products; None: that of the weights. Only valid in the process that computes."""
         return choose_autocast(self.config.run.precision, self.device)
 
     def manifest(self, attempt: str, *, rank: int, ranks: int) -> Manifest:
-        """The fields that the manifests of all of this rank's checkpoints share; to be called where it computes.
+        """Return a manifest with the fields that all of this rank's checkpoints share; called where it computes.
 
         Args:
-            attempt: unique name of this attempt, the same on all ranks. ranks: of the whole run.
+            attempt: unique name of this attempt, the same on all ranks. ranks: ranks of the whole run.
         """
         precision = "fp32" if self.autocast is None else "bf16"
         return Manifest(
@@ -83,10 +83,10 @@ class Prepared:
 
 
 def prepare(config: TrainConfig, *, ranks: int) -> Prepared:
-    """Check a configuration for a run of so many ranks, and read its text.
+    """Check a configuration for a run of `ranks` ranks, and read its text.
 
     Raises:
-        ConfigError: anything that would keep the run from starting, in one line.
+        ConfigError: something would keep the run from starting.
     """
     of_pipeline = ranks_of_pipeline(ranks, config.pipeline.data_parallel)
     layout = make_layout(config.pipeline, ranks=of_pipeline, layers=count_layers(config.model))
@@ -126,7 +126,7 @@ def prepare(config: TrainConfig, *, ranks: int) -> Prepared:
 
 
 def _as_published(policy: Any, plan: str) -> LayerAware | None:
-    """Return a stage's policy for AGoQ: bits of a plan by stage, without our own care for outliers in 8-bit norms."""
+    """Return a stage's policy for AGoQ: bits of a plan by stage, without lowbit's own outliers in 8-bit norms."""
     if isinstance(policy, StageOfPlan):
         raise ConfigError(
             f"activations.plan is {plan!r}, a plan by layer, and run.method is agoq; "
@@ -136,7 +136,7 @@ def _as_published(policy: Any, plan: str) -> LayerAware | None:
 
 
 def check_output(config: TrainConfig) -> None:
-    """Check that `run.output` can be written to, and that no file that lowbit did not make is in the way.
+    """Check that `run.output` is writable and holds no files of others in the way.
 
     Raises:
         ConfigError: the folder cannot be used.
@@ -163,30 +163,30 @@ def check_output(config: TrainConfig) -> None:
     if folder.marked and earlier and not (run.resume or run.overwrite):
         raise ConfigError(
             f"{name} holds a run already ({', '.join(earlier)}); allowed: another folder, "
-            "run.resume=true to go on from its newest checkpoint, or run.overwrite=true to throw it away"
+            "run.resume=true to continue from its newest checkpoint, or run.overwrite=true to delete it"
         )
 
 
 def left_behind(output: Path) -> str:
-    """The message for a run that begins with step 0 beside shares of an older run; empty if there are none."""
+    """Return the error message if shares of an older run remain for a run that begins with step 0; else empty."""
     share = next((share for share in _shares(output / FOLDER) if (share / MANIFEST).exists()), None)
     if share is None:
         return ""
     return (
-        f"{share} is still there, and a later run.resume would go on from it; allowed: another folder, or to remove it"
+        f"{share} still exists, and a later run.resume would continue from it; allowed: another folder, or to remove it"
     )
 
 
 def _launched() -> bool:
-    """Whether this is one of several ranks, which compare what concerns all of them together."""
+    """Whether this process is one of several ranks, which check together what concerns all of them."""
     return "RANK" in os.environ or dist.is_initialized()
 
 
 def _in_the_way(config: TrainConfig, folder: RunFolder) -> list[str]:
-    """Files that lowbit did not make, at paths that this run would write or read."""
+    """Return files that lowbit did not make, at paths that this run would write or read."""
     files = [*FILES]
     if config.run.save_model:
-        # Others, such as those of a tokenizer, would keep the model in the folder where it is written first.
+        # Others, such as a tokenizer's files, would keep the model in its staging folder.
         files += ["model/config.json", "model/model.safetensors", "model/adapter_model.safetensors"]
     files += [name for name in _FOLDERS if (folder.path / name).is_file()]
     if not config.run.resume:  # a resume may begin with shares that the user copied here
@@ -200,23 +200,23 @@ def _in_the_way(config: TrainConfig, folder: RunFolder) -> list[str]:
 
 
 def _shares(folder: Path) -> list[Path]:
-    """Shares in a folder of checkpoints, of the newest step first."""
+    """List the shares in a folder of checkpoints, newest step first."""
     return [share for step in reversed(steps_in(folder).values()) for share in shares_in(step).values()]
 
 
 def _check_resume(config: TrainConfig, identity: dict[str, Any]) -> None:
-    """Compare with the newest manifest in this folder; ranks of several machines do so together instead."""
+    """Compare the run with the newest manifest in this folder; ranks of several machines do so together instead."""
     folder, run = Path(config.run.output) / FOLDER, config.run
-    known = {key: value for key, value in identity.items() if key != "run.precision"}
+    comparable = {key: value for key, value in identity.items() if key != "run.precision"}
     shares = _shares(folder)
     if not shares and run.resume is True:
         raise ConfigError(NO_CHECKPOINT.format(folder))
     for share in shares:
         try:
             manifest = read_manifest(share)
-        except DamagedError:
+        except DamagedShareError:
             continue  # the ranks look for an intact one
-        changes = changes_between(manifest.identity, known, step=manifest.step)
+        changes = changes_between(manifest.identity, comparable, step=manifest.step)
         if problem := refuse(f"checkpoint {share.parent}", changes, run.allow_change):
             raise ConfigError(problem)
         return

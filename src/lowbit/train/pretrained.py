@@ -1,7 +1,7 @@
-"""Folders with a pretrained model, which others made or which were copied by half.
+"""Check and load folders with a pretrained model, which may be foreign or incomplete.
 
-They are checked before any communication: the configuration, and names, shapes and types of all weights, which the
-headers of their files hold. Code in a folder is never run, whatever its files ask for, and nothing is downloaded.
+The checks come before any communication: the configuration, and names, shapes and types of all weights, read from the
+headers of their files. Code in a folder is never run, whatever its files ask for, and nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ SIZES = {
     "num_attention_heads": 1 << 14, "n_head": 1 << 14, "num_key_value_heads": 1 << 14, "head_dim": 1 << 16,
     "intermediate_size": 1 << 22, "max_position_embeddings": 1 << 30, "n_positions": 1 << 30,
 }  # fmt: skip
-"""Sizes of a model by their names in `config.json`, and the most of each: a larger one is a mistake, or an attack."""
+"""Largest allowed sizes by their names in `config.json`: a larger one is a mistake or an attack."""
 
-_MOST_BYTES = 64 << 20  # of a file of JSON
-_LONGEST = 400  # characters of a reason
+_MOST_BYTES = 64 << 20  # of a JSON file
+_LONGEST = 400  # characters of an error's reason
 _INDEX = ".index.json"
 _FILES = ("model.safetensors", "pytorch_model.bin")  # in the order in which Transformers looks for them
 _FLOATS = {"F64", "F32", "F16", "BF16"} | {str(dtype) for dtype in (torch.float64, torch.float32)}
 _FLOATS |= {str(torch.float16), str(torch.bfloat16)}
-_COMPUTED = re.compile(r"rotary_emb\.inv_freq$|attn\.(masked_)?bias$")  # older versions saved these, too
+_COMPUTED = re.compile(r"rotary_emb\.inv_freq$|attn\.(masked_)?bias$")  # older versions saved these too
 _LAYER = re.compile(r"\b(?:layers|h)\.\d+\.")
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 _LFS = b"version https://git-lfs"
@@ -45,10 +45,10 @@ _Shapes = dict[str, tuple[tuple[int, ...], str]]  # shape and type of a weight, 
 
 
 def read_config(folder: str, key: str = "model.pretrained") -> dict[str, Any]:
-    """The `config.json` of a model that `lowbit train` supports; `key`: the setting, for errors.
+    """Read the `config.json` of a model that `lowbit train` supports; `key`: the setting, for errors.
 
     Raises:
-        ConfigError: there is none, or one that cannot be.
+        ConfigError: it is missing or invalid.
     """
     given, path = f"{key} is {folder!r}", Path(folder) / "config.json"
     try:
@@ -74,10 +74,10 @@ def read_config(folder: str, key: str = "model.pretrained") -> dict[str, Any]:
 
 
 def read_json(path: Path) -> Any:
-    """A file of JSON of bounded size, without NaN and Infinity.
+    """Read a JSON file of bounded size, without NaN and Infinity.
 
     Raises:
-        OSError: it cannot be read. ValueError: it is not such a file.
+        OSError: it cannot be read. ValueError: it is too large or invalid.
     """
     with path.open("rb") as file:
         data = file.read(_MOST_BYTES + 1)
@@ -96,10 +96,10 @@ def read_json(path: Path) -> Any:
 
 
 def transformers_config(folder: str, key: str) -> PreTrainedConfig:
-    """The configuration of any model that Transformers has.
+    """Load the configuration of any model that Transformers supports.
 
     Raises:
-        ConfigError: there is none, or one that Transformers refuses.
+        ConfigError: it is missing, or Transformers refuses it.
     """
     from transformers import AutoConfig
 
@@ -111,12 +111,12 @@ def transformers_config(folder: str, key: str) -> PreTrainedConfig:
         )
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # Transformers checks fields with errors of its own
+    except Exception as error:  # Transformers raises errors of its own
         raise ConfigError(f"{key} is {folder!r}; {path} cannot be read: {reason(error)}") from error
 
 
 def hint(name: str) -> str:
-    """How to download a model of this name, if it can be one of Hugging Face's hub; empty if it cannot."""
+    """Explain how to download a model if the name can be one on the Hugging Face Hub; otherwise empty."""
     if Path(name).exists() or not _HUB_NAME.fullmatch(name):
         return ""
     folder = name.rpartition("/")[2]
@@ -127,10 +127,10 @@ def hint(name: str) -> str:
 
 
 def check_files(folder: str, key: str) -> _Shapes:
-    """The weights of a folder, as the headers of their files describe them.
+    """Read shapes and types of a folder's weights from the headers of their files.
 
     Raises:
-        ConfigError: there are none, or a file is missing, cut short or not one of weights.
+        ConfigError: the folder has no weights, or a file is missing, cut short or invalid.
     """
     given, place = f"{key} is {folder!r}", Path(folder)
     for name in _FILES:
@@ -145,30 +145,30 @@ def check_weights(folder: str, config: Any, key: str = "model.pretrained") -> No
     """Check that a folder has the weights of a model of this configuration (Transformers' class), and no other layers.
 
     Raises:
-        ConfigError: it does not, or they are not floating-point numbers.
+        ConfigError: weights are missing, do not fit or are not floating-point numbers.
     """
     from transformers import AutoModelForCausalLM
 
-    given, found = f"{key} is {folder!r}", check_files(folder, key)
-    layers = {match[0] for match in map(_LAYER.search, found) if match}
-    if (count := config.num_hidden_layers) != len(layers):  # before a model of that many layers is built
+    given, stored_weights = f"{key} is {folder!r}", check_files(folder, key)
+    layers = {match[0] for match in map(_LAYER.search, stored_weights) if match}
+    if (count := config.num_hidden_layers) != len(layers):  # check this before building so many layers
         raise ConfigError(f"{given}; config.json has {count} layers, the weights are of {len(layers)}")
     try:
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except Exception as error:  # Transformers and PyTorch check sizes with errors of many kinds
-        raise ConfigError(f"{given}; config.json describes no model: {reason(error)}") from error
+    except Exception as error:  # Transformers and PyTorch raise many kinds of errors
+        raise ConfigError(f"{given}; config.json does not describe a valid model: {reason(error)}") from error
     expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     prefix = f"{model.base_model_prefix}."
-    names = {_name_of(name, expected, prefix): name for name in found}
+    names = {_name_of(name, expected, prefix): name for name in stored_weights}
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     if missing := [name for name in expected if name not in names and name not in tied]:
         raise ConfigError(f"{given}, which has no weights {_few(missing)}; allowed: a complete checkpoint")
     for name, shape in expected.items():
-        if name in names and (stored := found[names[name]])[0] != shape:
+        if name in names and (stored := stored_weights[names[name]])[0] != shape:
             raise ConfigError(f"{given}; {names[name]} has shape {stored[0]}, config.json says {shape}")
-        if name in names and found[names[name]][1] not in _FLOATS:
-            how = f"{names[name]} is {found[names[name]][1]}"
+        if name in names and stored_weights[names[name]][1] not in _FLOATS:
+            how = f"{names[name]} is {stored_weights[names[name]][1]}"
             raise ConfigError(f"{given}, which is quantized ({how}); allowed: weights in floating point")
     ignored = [re.compile(text) for text in model._keys_to_ignore_on_load_unexpected or ()]
     others = [n for n in names.keys() - expected.keys() if not any(p.search(n) for p in (*ignored, _COMPUTED))]
@@ -179,10 +179,10 @@ def check_weights(folder: str, config: Any, key: str = "model.pretrained") -> No
 
 
 def load(auto: Any, folder: str, key: str, *, complete: bool = True, **options: Any) -> tuple[Any, list[str]]:
-    """A model by one of Transformers' Auto classes, and the names of its weights that the folder lacks.
+    """Load a model with one of Transformers' Auto classes; also return the names of weights that the folder lacks.
 
     Args:
-        complete: refuse a folder that lacks any. options: of `from_pretrained`.
+        complete: refuse a folder that lacks weights. options: for `from_pretrained`.
 
     Raises:
         ConfigError: it cannot be loaded, or weights are missing or have other shapes.
@@ -191,12 +191,12 @@ def load(auto: Any, folder: str, key: str, *, complete: bool = True, **options: 
 
     hugging_face.disable_progress_bar()
     level = hugging_face.get_verbosity()
-    hugging_face.set_verbosity_error()  # what it reports on many lines, an error says in one
+    hugging_face.set_verbosity_error()  # errors below report the same in one line
     try:
         model, about = auto.from_pretrained(
             folder, output_loading_info=True, local_files_only=True, trust_remote_code=False, **options
         )
-    except Exception as error:  # of many kinds: of safetensors, pickle, Transformers, PyTorch
+    except Exception as error:  # from safetensors, pickle, Transformers or PyTorch
         raise ConfigError(f"{key} {folder!r} cannot be loaded: {reason(error)}") from error
     finally:
         hugging_face.set_verbosity(level)
@@ -210,7 +210,7 @@ def load(auto: Any, folder: str, key: str, *, complete: bool = True, **options: 
 
 
 def reason(error: BaseException) -> str:
-    """Why Transformers refuses a folder, in few words."""
+    """Return in few words why Transformers refuses a folder."""
     text = " ".join(str(error).split())
     if "trust_remote_code" in text:
         return "it needs code of its own (auto_map), which lowbit never runs; allowed: what Transformers itself has"
@@ -220,7 +220,7 @@ def reason(error: BaseException) -> str:
 
 
 def _shards(given: str, index: Path) -> list[Path]:
-    """The files that an index names."""
+    """List the files that an index names."""
     try:
         names = set(read_json(index)["weight_map"].values())
         if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
@@ -242,7 +242,7 @@ def _headers(given: str, files: Iterable[Path]) -> _Shapes:
                 if file.read(len(_LFS)) == _LFS:
                     raise ValueError("it is a pointer of Git LFS; `git lfs pull` brings the file")
             shapes |= _safetensors(path) if path.suffix == ".safetensors" else _pickled(path)
-        except Exception as error:  # of safetensors, zipfile and pickle
+        except Exception as error:  # from safetensors, zipfile or pickle
             why = f"it has {path.stat().st_size} bytes; {reason(error)}" if path.is_file() else reason(error)
             raise ConfigError(f"{given}; {path} is cut short or cannot be read: {why}") from error
     return shapes
@@ -257,7 +257,7 @@ def _safetensors(path: Path) -> _Shapes:
 
 
 def _pickled(path: Path) -> _Shapes:
-    """Headers of PyTorch's older format: no code in it runs, and no weights are read."""
+    """Read the headers of PyTorch's older format, without running code in it or reading weights."""
     content = torch.load(path, weights_only=True, map_location="meta", mmap=True)
     if not isinstance(content, Mapping):
         raise ValueError(f"it holds {type(content).__name__}; allowed: weights by name")
@@ -266,7 +266,7 @@ def _pickled(path: Path) -> _Shapes:
 
 
 def _name_of(name: str, expected: Mapping[str, Any], prefix: str) -> str:
-    """The name of a stored weight in the model: files of a bare decoder have none of its prefix, and the reverse."""
+    """Return a stored weight's name in the model: the file may lack the decoder's prefix, or have it in excess."""
     candidates = (name, f"{prefix}{name}", name.removeprefix(prefix))
     return next((each for each in candidates if each in expected), name)
 

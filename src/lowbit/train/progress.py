@@ -1,6 +1,6 @@
 """Progress of a run, shown by one rank of each machine.
 
-It goes to standard error: one live line on a terminal, plain lines elsewhere.
+It is written to standard error: one live line on a terminal, plain lines elsewhere.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
     from lowbit.train.metrics import StepMetrics
 
-_RECENT = 50  # steps that the time left is computed from
+_RECENT = 50  # steps from which the time left is computed
 _REFRESH_SECONDS = 0.1
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 10.0, 600.0
 _BOOT, _NETWORK = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
 
 
 def machine_name() -> str:
-    """Text that is the same for all ranks of a machine, and another on every other machine.
+    """Return text that identifies this machine, the same on all its ranks.
 
-    Many machines have the same host name. A network namespace, as of a container, counts as a machine.
+    Host names are not unique. A network namespace, such as a container's, counts as a machine.
     """
     if not (_BOOT.exists() and _NETWORK.exists()):
         return socket.gethostname()
@@ -41,8 +41,8 @@ def machine_name() -> str:
 class Rhythm:
     """Decides when a log gets its next line of progress.
 
-    There is one for the first step, for each tenth of the run and for the last step. In between, pauses grow with the
-    time of the run: 10 seconds at first, a minute after 20 minutes, never more than 10 minutes and a step.
+    The first step, each tenth of the run and the last step get a line. In between, pauses grow with the duration of the
+    run: 10 seconds at first, a minute after 20 minutes, never more than 10 minutes and a step.
     """
 
     def __init__(self, steps: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -64,9 +64,9 @@ class Progress:
     """Shows the steps of a run.
 
     Args:
-        steps: of the whole run. warmup: its first steps, which are not as fast as the others.
+        steps: of the whole run. warmup: number of its first steps, which are slower than the others.
         machine: the first rank of this machine. rates: measured Mbit/s of links, by name.
-        clock: seconds.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Progress:
         if sys.stderr.isatty():
             from rich.live import Live
 
-            # A thread that refreshes the screen would slow down the steps.
+            # No refresh: its thread would slow down the steps.
             self._live = self._display.enter_context(Live(console=console(stderr=True), auto_refresh=False))
             self._display.enter_context(filtered_again())
 
@@ -111,7 +111,7 @@ class Progress:
             self._live.update(Text(lines, no_wrap=True, overflow="ellipsis"), refresh=True)
 
     def record_evaluation(self, step: int, losses: dict[str, float], nbytes: int = 0) -> None:
-        """Show held-out losses after `step` steps, and how many bytes all ranks sent for them."""
+        """Show held-out losses after `step` steps, and the bytes that all ranks sent for them."""
         shown = ", ".join(f"{_LOSSES.get(name, name)} {value:.4f}" for name, value in losses.items())
         sent = f"  ({_megabytes(nbytes)} sent)" if nbytes else ""
         self.say(f"step {step}/{self._steps}  {shown}{sent}")
@@ -129,7 +129,7 @@ class Progress:
         self._display.close()
 
     def _time(self, metrics: StepMetrics) -> None:
-        """Note how long the step took, with what was done between it and the one before, such as a checkpoint."""
+        """Note the time since the previous step, including work in between such as a checkpoint."""
         now = self._clock()
         slow = self._before is None or metrics.step == self._warmup + 1  # it compiles kernels, or sets up the codecs
         if slow or self._was_slow:
@@ -138,7 +138,7 @@ class Progress:
         self._before, self._was_slow = now, slow
 
     def _line(self, metrics: StepMetrics, width: int | None) -> str:
-        """A step in one line; `width`: characters, for which parts are left out."""
+        """Describe a step in one line; `width`: most characters, to which parts are left out."""
         left = self._steps - metrics.step
         seconds = left * sum(self._recent) / len(self._recent)
         start = f"step {metrics.step}/{self._steps}"
@@ -157,10 +157,10 @@ _LOSSES = {
 
 
 def describe(metrics: StepMetrics, machine: str = "") -> list[str]:
-    """A step in a few words each: loss, speed, share of the time that ranks wait for messages, bits, memory.
+    """Describe a step by loss, speed, share of the time that ranks wait for messages, bits and memory.
 
     Args:
-        machine: whose ranks' waiting is meant; those of all machines where it is not known.
+        machine: shows the waiting of its ranks; of all ranks if the machine is unknown.
     """
     parts = [f"loss {metrics.loss:.4f}", f"{metrics.tokens_per_second:,.0f} tok/s"]
     if metrics.bits_forward is not None and metrics.bits_backward is not None:
@@ -175,9 +175,9 @@ def describe(metrics: StepMetrics, machine: str = "") -> list[str]:
 
 
 def describe_links(metrics: StepMetrics, machine: str, rates: Mapping[str, float]) -> list[str]:
-    """What a machine sent and received in a step, and the Mbit/s of its busiest link, beside those that were measured.
+    """Describe a machine's traffic in a step, and the Mbit/s of its busiest link compared with the measured ones.
 
-    Empty where all ranks are on one machine.
+    Empty if all ranks are on one machine.
     """
     ends = {name: name.split(" to ") for name in metrics.links}
     own = {name: nbytes for name, nbytes in metrics.links.items() if machine in ends[name]}
@@ -195,7 +195,7 @@ def _megabytes(nbytes: float) -> str:
 
 
 def _fitting(parts: Sequence[str], width: int | None) -> str:
-    """As many parts as fit, each after two spaces."""
+    """Join as many parts as fit, each after two spaces."""
     text = ""
     for part in parts:
         if width is not None and len(text) + len(part) + 2 > width:
@@ -205,7 +205,7 @@ def _fitting(parts: Sequence[str], width: int | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds in the two largest units: "45s", "3m 20s", "2h 05m" or "3d 4h"."""
+    """Format seconds in the two largest units: "45s", "3m 20s", "2h 05m" or "3d 4h"."""
     whole = round(seconds)
     minutes, hours, days = whole // 60, whole // 3600, whole // 86400
     if days:

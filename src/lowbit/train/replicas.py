@@ -1,6 +1,6 @@
-"""Equal pipelines side by side, each training on its own share of every batch.
+"""Data parallelism: equal pipelines, each training on its own share of every batch.
 
-Rank r of the run has place r mod P in replica r div P, with P ranks in a pipeline.
+With P ranks in a pipeline, rank r of the run has place r mod P in replica r div P.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from lowbit.train.gradients import Gradients, travels_as_stored
 from lowbit.train.metrics import Work
 from lowbit.wire.groups import new_group
 
-_WARM = 1 << 10  # elements that are encoded once, to compile kernels before a peer waits
+_WARM = 1 << 10  # elements to encode once, which compiles kernels before a peer waits
 
 
 def all_reduce_codec(config: GradientsConfig) -> Codec:
-    """The codec of gradients that are averaged over replicas.
+    """Return the codec of gradients that are averaged over replicas.
 
     Raises:
-        ConfigError: a name or argument that no codec has, or a codec whose tensors cannot be summed.
+        ConfigError: the codec's name or argument is invalid, or its tensors cannot be summed.
     """
     return codec_of("gradients.all_reduce", config.all_reduce, check_summable)
 
 
 def ranks_of_pipeline(ranks: int, data_parallel: int) -> int:
-    """Ranks of each pipeline, of `ranks` in the run.
+    """Return the number of ranks in each pipeline, given that of the run.
 
     Raises:
         ConfigError: the ranks cannot be divided among the pipelines.
@@ -45,17 +45,17 @@ def ranks_of_pipeline(ranks: int, data_parallel: int) -> int:
     return ranks // data_parallel
 
 
-class Replicas:
-    """This rank's place among the pipelines, and its process groups; to be made on every rank at once.
+class ReplicaGroups:
+    """This rank's place among the pipelines, and its process groups; every rank makes one at the same time.
 
     Args:
-        ranks: of a pipeline; count: pipelines.
-        codec: of the gradients between them; checksums: of their messages. timeout: seconds to wait for a peer.
-        side: a group of all ranks for everything but the training traffic; a single pipeline uses it.
+        ranks: ranks of a pipeline; count: number of pipelines.
+        codec: for gradients between them; checksums: add them to messages. timeout: seconds to wait for a peer.
+        side: a group of all ranks for everything except the training traffic; a single pipeline uses it.
 
     Attributes:
-        index: of this rank's pipeline; place: of this rank in it.
-        pipeline: group of its training traffic; side: of everything else in it.
+        index: number of this rank's pipeline; place: of this rank in it.
+        pipeline: group of the pipeline for training traffic; side: for everything else.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Replicas:
     ) -> None:
         self.ranks, self.count = ranks, count
         self.index, self.place = divmod(dist.get_rank(), ranks)
-        self.pipeline: dist.ProcessGroup | None = None  # the default group
+        self.pipeline: dist.ProcessGroup | None = None  # None: the default group
         self._codec, self.timeout, self._checksums = codec, timeout, checksums
         self._across: dist.ProcessGroup | None = None
         self._sent_bytes = self._sent_elements = 0.0
@@ -87,20 +87,20 @@ class Replicas:
             codec.decode(payload, shape=x.shape, out=x, accumulate=accumulate)
 
     def members(self, index: int) -> list[int]:
-        """The ranks of a pipeline."""
+        """Return the ranks of a pipeline."""
         return list(range(index * self.ranks, (index + 1) * self.ranks))
 
     @property
     def others(self) -> list[int]:
-        """The ranks in this one's place in other pipelines."""
+        """The ranks with the same place in other pipelines."""
         return [self.members(index)[self.place] for index in range(self.count) if index != self.index]
 
     def share(self, ids: Tensor) -> Tensor:
-        """This pipeline's share of a step's sample ids."""
+        """Return this pipeline's share of a step's sample ids."""
         return ids.chunk(self.count)[self.index]
 
     def _average(self, flat: Tensor) -> Pending | None:
-        """Start to replace gradients, float32 and one-dimensional, by their mean over all pipelines."""
+        """Start to replace one-dimensional float32 gradients by their mean over all pipelines."""
         self._sent_bytes += all_reduce_bytes(
             flat.numel(), self._codec, rank=self.index, ranks=self.count, checksums=self._checksums
         )
@@ -111,7 +111,7 @@ class Replicas:
         )  # fmt: skip
 
     def average_all(self, gradients: Gradients) -> None:
-        """Replace gradients by their means over all pipelines; what is stored in the format that travels, as it is."""
+        """Replace gradients by their means over all pipelines; send those as stored that have the messages' format."""
         storage = gradients.storage
         if storage is None or not travels_as_stored(storage.codec, self._codec):
             gradients.average(self._average)
@@ -124,13 +124,13 @@ class Replicas:
         self._sent_elements += 2 * (self.count - 1) / self.count * sum(shape.numel() for shape in shapes)
 
     def note_traffic(self, work: Work) -> None:
-        """Add the gradients that this rank has sent since the last call."""
+        """Add the gradient traffic that this rank has sent since the last call."""
         work.gradient_bytes += self._sent_bytes
         work.gradient_elements += self._sent_elements
         self._sent_bytes = self._sent_elements = 0.0
 
 
 def _own_group(memberships: list[list[int]], timeout: float) -> dist.ProcessGroup:
-    """This rank's group of several, all of which every rank must make."""
+    """Make several groups, as every rank must, and return the one that this rank is in."""
     groups = [new_group(members, timeout=timeout) for members in memberships]
     return next(group for group in groups if group is not None)

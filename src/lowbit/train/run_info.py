@@ -20,16 +20,16 @@ FILE = "ranks.json"
 def describe_machines(
     trainer: Trainer, machines: list[dict[str, Any]], rates: Mapping[str, float], round_trip: float | None
 ) -> dict[str, Any]:
-    """The machines of a run.
+    """Describe the machines of a run.
 
     Args:
-        machines: what `lowbit.report.machine` returned on each rank.
-        rates: measured Mbit/s by link. round_trip: the longest between neighbours, in seconds.
+        machines: the result of `lowbit.report.machine` on each rank.
+        rates: measured Mbit/s by link. round_trip: longest between neighbours, in seconds.
     """
-    of = trainer.links.machine_of
+    machine_of = trainer.links.machine_of
     return {
         "machines": [
-            {"machine": first, "ranks": [rank for rank, own in enumerate(of) if own == first], **machines[first]}
+            {"machine": first, "ranks": [r for r, own in enumerate(machine_of) if own == first], **machines[first]}
             for first in trainer.links.machines
         ],
         "links": [{"link": link_name(*pair), "mbit": rates.get(link_name(*pair))} for pair in trainer.links.pairs],
@@ -43,7 +43,7 @@ def describe_machines(
 
 
 def memory_of(trainer: Trainer) -> dict[str, Any]:
-    """Bytes that this rank's stages take, after the last step."""
+    """Measure the bytes that this rank's stages take after the last step."""
     pipeline = trainer.pipeline
     stages = [
         {

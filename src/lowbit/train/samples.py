@@ -1,4 +1,4 @@
-"""Samples for fine-tuning, one on each line of a JSONL file: prompts with answers, or conversations."""
+"""Read samples for fine-tuning, one per line of a JSONL file: prompts with answers, or conversations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ANSWERS = ("completion", "answer")
 
 
 @dataclass(frozen=True)
-class Part:
+class TextPart:
     """A piece of a sample's text. learned: whether the model learns to write it."""
 
     text: str
@@ -26,40 +26,40 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Sample:
+class TextSample:
     """The parts of a sample, in order.
 
     Attributes:
-        plain: it is a prompt and its answer as they are; the tokenizer's begin-of-text and end-of-text tokens are still
-            to be added.
-        learns_last: earlier answers of a conversation are not learned, because the template writes them differently
-            once another message follows.
+        plain: the sample is a prompt and its answer without a template; the begin-of-text and end-of-text tokens must
+            still be added.
+        learns_last: only the last answer of a conversation is learned, because the template writes earlier ones
+            differently once another message follows.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[TextPart, ...]
     plain: bool = True
     learns_last: bool = False
 
 
 def read_samples(
     files: list[Path], *, limit: int, tokenizer: PreTrainedTokenizerBase | None
-) -> tuple[list[Sample], int]:
-    """The samples of all files, and how many bytes were left out: from the first line on that does not fit.
+) -> tuple[list[TextSample], int]:
+    """Read the samples of all files up to the first line that does not fit; also return the number of bytes left out.
 
     Args:
-        limit: bytes to read at most, in whole lines. tokenizer: has the template of conversations; None: there is none.
+        limit: most bytes to read, in whole lines. tokenizer: has the template of conversations; None: no template.
 
     Raises:
-        ConfigError: a file that cannot be read, or a line that holds no sample; it names file and line.
+        ConfigError: a file cannot be read, or a line holds no valid sample; the message names file and line.
     """
-    samples: list[Sample] = []
+    samples: list[TextSample] = []
     left_out, full = 0, False
     for path in files:
         try:
             with path.open("rb") as file:
                 size, read = path.stat().st_size, 0
                 for number in itertools.count(1) if not full else ():
-                    text = file.readline(max(0, limit) + 2)  # as much of a line as shows whether it fits
+                    text = file.readline(max(0, limit) + 2)  # enough of the line to see whether it fits
                     line = text.removesuffix(b"\n")
                     if not text:
                         break
@@ -75,7 +75,7 @@ def read_samples(
     return samples, left_out
 
 
-def _sample(line: bytes, where: str, tokenizer: PreTrainedTokenizerBase | None) -> Sample:
+def _sample(line: bytes, where: str, tokenizer: PreTrainedTokenizerBase | None) -> TextSample:
     try:
         record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -92,11 +92,11 @@ def _sample(line: bytes, where: str, tokenizer: PreTrainedTokenizerBase | None) 
     for key in ("prompt", *answers):
         if not isinstance(record[key], str) or not record[key].strip():
             raise ConfigError(f"{where}: {key} is {_kind(record[key])}; allowed: text that is not empty")
-    return Sample((Part(record["prompt"], learned=False), Part(record[answers[0]], learned=True)))
+    return TextSample((TextPart(record["prompt"], learned=False), TextPart(record[answers[0]], learned=True)))
 
 
-def _conversation(record: dict[str, Any], where: str, tokenizer: PreTrainedTokenizerBase | None) -> Sample:
-    """A conversation as the tokenizer's chat template writes it; the model learns what the assistant says."""
+def _conversation(record: dict[str, Any], where: str, tokenizer: PreTrainedTokenizerBase | None) -> TextSample:
+    """Render a conversation with the tokenizer's chat template; the model learns the assistant's messages."""
     messages = record["messages"]
     if tokenizer is None or not tokenizer.chat_template:
         raise ConfigError(
@@ -106,8 +106,8 @@ def _conversation(record: dict[str, Any], where: str, tokenizer: PreTrainedToken
     if not isinstance(messages, list) or not messages:
         raise ConfigError(f"{where}: messages is {_kind(messages)}; allowed: a list of messages")
     for index, message in enumerate(messages, 1):
-        known = isinstance(message, dict) and isinstance(message.get("role"), str)
-        if not known or not isinstance(message.get("content"), str):
+        has_role = isinstance(message, dict) and isinstance(message.get("role"), str)
+        if not has_role or not isinstance(message.get("content"), str):
             raise ConfigError(f"{where}: message {index} is {_kind(message)}; allowed: an object with role and content")
         if message["role"] == "assistant" and not message["content"].strip():
             raise ConfigError(f"{where}: message {index}, of the assistant, is empty; allowed: text that is not empty")
@@ -119,7 +119,7 @@ def _conversation(record: dict[str, Any], where: str, tokenizer: PreTrainedToken
     return _rendered(messages, record.get("tools"), where, tokenizer)
 
 
-def _rendered(messages: list[dict[str, Any]], tools: Any, where: str, tokenizer: PreTrainedTokenizerBase) -> Sample:
+def _rendered(messages: list[dict[str, Any]], tools: Any, where: str, tokenizer: PreTrainedTokenizerBase) -> TextSample:
     from jinja2 import TemplateError
 
     def render(count: int, *, prompt: bool = False) -> str:
@@ -148,16 +148,16 @@ def _rendered(messages: list[dict[str, Any]], tools: Any, where: str, tokenizer:
             f"{where}: the chat template writes an answer differently from the prompt that asks for it; "
             "allowed: prompt and completion instead of messages"
         )
-    parts: list[Part] = []
+    parts: list[TextPart] = []
     done = 0
     for before, after in spans if all(agreed) else spans[-1:]:
-        parts += [Part(whole[done : len(before)], learned=False), Part(after[len(before) :], learned=True)]
+        parts += [TextPart(whole[done : len(before)], learned=False), TextPart(after[len(before) :], learned=True)]
         done = len(after)
-    return Sample(tuple(parts), plain=False, learns_last=not all(agreed))
+    return TextSample(tuple(parts), plain=False, learns_last=not all(agreed))
 
 
 def _kind(value: Any) -> str:
-    """A JSON value in a few words."""
+    """Describe a JSON value in a few words."""
     if isinstance(value, str):
         return "text that is empty" if not value.strip() else "text"
     if value is None or isinstance(value, bool):

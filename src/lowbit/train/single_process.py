@@ -1,4 +1,4 @@
-"""Training of a whole model in one process: the recipe of `lowbit train` without ranks, for measurements and tests."""
+"""Train a whole model in one process: the recipe of `lowbit train` without ranks, for measurements and tests."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from lowbit.train.model import next_token_loss
 from lowbit.train.optim import learning_rate, make_optimizer, set_learning_rate
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-"""Mean loss of samples, from their inputs and targets: int64 (samples, sequence) each."""
+"""Computes the mean loss of samples from inputs and targets: int64 (samples, sequence) each."""
 
 
-class Gradients(Protocol):
-    """How gradients are computed and applied; `PlainGradients` does it as PyTorch does."""
+class GradientMethod(Protocol):
+    """A way to compute and apply gradients; `PlainGradients` is PyTorch's."""
 
     def backward(self, loss: Loss, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Compute the gradients of a batch; returns its mean loss."""
+        """Compute the gradients of a batch, and return its mean loss."""
         ...
 
     def step(self, optimizer: torch.optim.Optimizer, clip: float) -> None:
@@ -32,19 +32,19 @@ class Gradients(Protocol):
 
 
 class PlainGradients:
-    """Gradients in `.grad`, of the whole batch at once."""
+    """PyTorch's gradients: in `.grad`, for the whole batch at once."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
     def backward(self, loss: Loss, inputs: Tensor, targets: Tensor) -> Tensor:
-        """As `Gradients`."""
+        """See `GradientMethod`."""
         mean = loss(inputs, targets)
         mean.backward()
         return mean.detach()
 
     def step(self, optimizer: torch.optim.Optimizer, clip: float) -> None:
-        """As `Gradients`."""
+        """See `GradientMethod`."""
         if clip:
             nn.utils.clip_grad_norm_(self.model.parameters(), clip)
         optimizer.step()
@@ -52,11 +52,11 @@ class PlainGradients:
 
 
 def model_loss(model: nn.Module, inputs: Tensor, targets: Tensor, *, autocast: torch.dtype | None = None) -> Tensor:
-    """Mean loss of a Hugging Face model, in nats a token.
+    """Compute the mean loss of a Hugging Face model, in nats per token.
 
     Args:
         inputs, targets: int64 (batch, sequence), on any device.
-        autocast: dtype of matrix products; None: as the weights.
+        autocast: dtype of matrix products; None: that of the weights.
     """
     device = next(model.parameters()).device
     with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
@@ -74,7 +74,7 @@ def train_single_process(
     seed: int,
     samples: int = 0,
     autocast: torch.dtype | None = None,
-    gradients: Gradients | None = None,
+    gradients: GradientMethod | None = None,
     make: Callable[[Iterable[nn.Parameter], OptimizerConfig], torch.optim.Optimizer] = make_optimizer,
     before_step: Callable[[int, Tensor], None] | None = None,
     after_step: Callable[[int, float], None] | None = None,
@@ -86,15 +86,15 @@ def train_single_process(
             boundaries and saved activations: `emulate_(model, ...)`, `compress_saved_(model, ...)`.
         windows: the text. samples: number of windows to train on, the same in every epoch; 0: all.
         optimizer: learning rates, weight decay and clipping; `lr_warmup_steps=0, lr_end=1` keeps `lr` constant.
-        steps: optimizer steps. batch: windows of a step. seed: of their order.
-        autocast: dtype of matrix products; None: as the weights.
-        gradients: how they are computed and applied; None: as PyTorch does it.
+        steps: optimizer steps. batch: windows of a step. seed: determines their order.
+        autocast: dtype of matrix products; None: that of the weights.
+        gradients: the way to compute and apply them; None: PyTorch's.
         make: makes the optimizer.
-        before_step: called with the number of the step, from 0, and its sample ids, int64 (batch,).
-        after_step: called with the number of the step and its loss, after the optimizer's step.
+        before_step: called with the step number (from 0) and its sample ids, int64 (batch,).
+        after_step: called with the step number and its loss, after the optimizer's step.
 
     Returns:
-        The training loss of every step, in nats a token.
+        The training loss of every step, in nats per token.
     """
     order = Order(samples=min(samples or len(windows), len(windows)), batch=batch, seed=seed)
     adamw = make(model.parameters(), optimizer)

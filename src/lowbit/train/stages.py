@@ -17,17 +17,17 @@ from lowbit.pipeline import LowBitStage
 from lowbit.pipeline.boundary import warm_up
 from lowbit.train.boundaries import Codecs, stock_dtype
 from lowbit.train.config import TrainConfig
-from lowbit.train.layout import Layout
+from lowbit.train.layout import PipelineLayout
 from lowbit.train.metrics import Work
 from lowbit.train.model import StageModule, next_token_loss
 
-_COUNTED = (  # by the traffic of a stage
+_COUNTED = (  # fields that a stage's traffic shares with `Work`
     "forward_bytes", "forward_elements", "backward_bytes", "backward_elements", "checksum_seconds", "wait_seconds",
 )  # fmt: skip
 
 
 class StockStage(PipelineStage):
-    """PyTorch's own stage, which measures how long it computes (on GPUs: how long it launches kernels)."""
+    """PyTorch's own stage, with a timer for its computing (on GPUs: for launching kernels)."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -50,18 +50,18 @@ class Pipeline:
 
     Args:
         modules: this rank's modules by stage, on `device`.
-        codecs: of the boundaries.
-        storage: of the gradients, instead of `.grad`; the schedule then does not divide them by the micro-batches.
+        codecs: one for each boundary.
+        storage: holds the gradients instead of `.grad`; the schedule then does not divide them by the micro-batches.
         group: the ranks of this pipeline; None: the default group.
 
     Attributes:
-        followed: parameters as another rank of this pipeline has them, by name; the same on all that have them.
+        followed: copies of parameters that follow another rank of this pipeline, by name; equal on both ranks.
     """
 
     def __init__(
         self,
         config: TrainConfig,
-        layout: Layout,
+        layout: PipelineLayout,
         modules: dict[int, StageModule],
         codecs: Codecs,
         device: torch.device,
@@ -70,7 +70,7 @@ class Pipeline:
     ) -> None:
         self.config, self.layout, self.modules, self.codecs = config, layout, modules, codecs
         self.device, self._group = device, group
-        self._loss = _Loss()  # no method of this object, which the schedule would then keep alive in a cycle
+        self._loss = _Loss()  # a method of this object would keep it alive in a cycle with the schedule
         self.stages = [self._stage(index) for index in modules]
         if storage is not None:
             for stage in self.stages:
@@ -84,7 +84,7 @@ class Pipeline:
             scale_grads=storage is None,
         )
         self.followed: dict[str, Tensor] = {}
-        self.sent: dict[tuple[int, int], int] = {}  # bytes of the last step, from a stage of this rank to another
+        self.sent: dict[tuple[int, int], int] = {}  # bytes of the last step, by (stage of this rank, receiving stage)
         self._compile_kernels()
 
     @property
@@ -101,12 +101,12 @@ class Pipeline:
         positions: Tensor | None = None,
         learned: int | None = None,
     ) -> tuple[float, Work]:
-        """Forward and backward of one batch; gradients are left in the parameters.
+        """Run forward and backward of one batch; gradients are left in the parameters.
 
         Args:
             inputs, targets: int64 (batch, sequence). ids: sample ids, int64 (batch,).
-            positions: of tokens in their samples, int64 (batch, sequence), if windows hold several.
-            learned: targets that are not ignored in the batches of all pipelines, so that each counts the same; None:
+            positions: of tokens in their samples, int64 (batch, sequence), if windows hold several samples.
+            learned: number of targets that are not ignored, over all pipelines, so that each counts the same; None:
                 none is ignored.
 
         Returns:
@@ -142,12 +142,12 @@ class Pipeline:
         self._compile_kernels()
 
     def raise_rates(self, bits: float) -> None:
-        """Raise the rates that the warm-up chose, from the next step on; every rank calls it, with the same number."""
+        """Raise the rates that the warm-up chose, from the next step on; every rank calls it with the same `bits`."""
         for stage in self.lowbit_stages.values():
             stage.raise_rates(bits)
 
     def look_ahead(self, ahead: bool) -> None:
-        """Whether steps end with receives of the next one; not before `use_codecs` and `raise_rates`."""
+        """Set whether steps post receives for the next one at their end; must be off before formats or rates change."""
         for stage in self.lowbit_stages.values():
             stage.looks_ahead = ahead
 
@@ -174,11 +174,11 @@ class Pipeline:
         for boundary in {each for index in self.modules for each in (index - 1, index)}:
             if 0 <= boundary < self.layout.stages - 1 and self.layout.crosses(boundary):
                 for codec in (self.codecs.forward[boundary], self.codecs.backward[boundary]):
-                    if codec.settled:  # lanes compile those that the warm-up settles
+                    if codec.settled:  # lanes compile the others after the warm-up
                         warm_up(codec, shape, stock_dtype(self.config.pipeline), self.device)
 
     def _work(self, seconds: float) -> Work:
-        """Work of a step that took `seconds`."""
+        """Return the work of a step that took `seconds`."""
         work = Work()
         if self.config.pipeline.boundary == "lowbit":
             for index, stage in self.lowbit_stages.items():
@@ -215,10 +215,10 @@ class Pipeline:
 
 
 class _Loss:
-    """Loss of a micro-batch; its mean over all micro-batches is the mean over all tokens that are learned.
+    """Loss of a micro-batch, scaled so that its mean over all micro-batches is the mean over all learned tokens.
 
     Attributes:
-        learned: tokens that a micro-batch learns in the mean; None: all.
+        learned: average number of learned tokens in a micro-batch; None: all are learned.
     """
 
     def __init__(self) -> None:
@@ -231,7 +231,7 @@ class _Loss:
 
 
 def _absorb_weight_passes(stage: PipelineStage, storage: GradientStorage) -> None:
-    """Let the storage take gradients that weight passes of zero-bubble schedules write to `.grad` without a hook."""
+    """Let the storage absorb gradients that zero-bubble weight passes write to `.grad` without calling hooks."""
     weight_pass = stage.backward_weight_one_chunk
 
     def absorbing(*args: Any, **kwargs: Any) -> None:
@@ -242,7 +242,7 @@ def _absorb_weight_passes(stage: PipelineStage, storage: GradientStorage) -> Non
 
 
 def _examples(module: StageModule, rows: int, sequence: int) -> tuple[Tensor, Tensor]:
-    """Meta tensors like a stage's input and output for a micro-batch; they save PyTorch a trial run."""
+    """Make meta tensors like a stage's input and output for a micro-batch, which save PyTorch a trial run."""
     floats: Any = {"device": "meta", "requires_grad": True}
     ids = torch.empty(rows, sequence, dtype=torch.int64, device="meta")
     activations = torch.empty(rows, sequence, module.width, dtype=module.boundary_dtype, **floats)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lowbit.train.config import TrainConfig
-from lowbit.train.layout import Layout
+from lowbit.train.layout import PipelineLayout
 from lowbit.train.metrics import StepMetrics
 
 _LAST = 10  # steps over which the final training loss is averaged
@@ -21,32 +21,32 @@ _LAST = 10  # steps over which the final training loss is averaged
 class Summary:
     """The outcome of a run, as `summary.json` holds it.
 
-    All but `steps_here` and `round_trip_seconds` is of the whole run, as if it had never stopped: a resumed run takes
-    the steps and evaluations before from its folder, and a step that was done again counts once.
+    All values but `steps_here` and `round_trip_seconds` describe the whole run, as if it had never stopped: a resumed
+    run takes earlier steps and evaluations from its folder, and a repeated step counts once.
 
     Attributes:
         steps: of the whole run; steps_here: those of this call (fewer after a resume).
         loss: mean training loss of the last 10 steps, in nats; None without steps.
         held_out_loss: with float32 at the boundaries; None without held-out text.
-        held_out_loss_codecs: with the configured codecs at the boundaries; None with a single stage, too.
+        held_out_loss_codecs: with the configured codecs at the boundaries; None also with a single stage.
         exact_match, exact_match_codecs: share of the held-out samples that are answered right, in the same two ways;
-            None without samples. exact_match_before, held_out_loss_before: of the model that training began with.
-        tokens_per_second, seconds_per_step: of the median step, without the warm-up and the step after it if others
+            None without samples. exact_match_before, held_out_loss_before: the same before training.
+        tokens_per_second, seconds_per_step: of the median step, leaving out the warm-up and the step after it if others
             remain.
         bits_forward, bits_backward, bits_gradients, bytes_per_step, compute_seconds, codec_seconds, wait_seconds: means
             over the same steps, as in `StepMetrics`.
         bytes_activations: as in `StepMetrics`.
-        bytes_sent: by all ranks, of all steps and evaluations, and of what else this call sent.
+        bytes_sent: by all ranks, in all steps and evaluations, and otherwise by this call.
         bytes_saved, seconds: of all steps.
         parts: of `bytes_sent`: those of `StepMetrics`, "evaluation", "saving the model", "link probes", "checkpoints"
-            (that ranks resumed from), "weights for replicas". What is not of steps and evaluations is of this call.
+            (read to resume), "weights for replicas". Only steps and evaluations include earlier calls.
         boundary, forward, backward: kind and formats of the boundaries; ranks, stages, schedule: the pipeline.
         model: folder of the trained model; None if it was not saved.
-        chosen: formats that the warm-up settled, in full, by boundary, direction and tensor, such as "boundary 0
+        chosen: formats that the warm-up chose, in full, by boundary, direction and tensor, such as "boundary 0
             forward, tensor 0, width 256".
         changes: settings that a resume changed: step, key, before and after, oldest first.
-        formats: what the run has chosen with `pipeline.forward = "auto"`, each as `lowbit.train.auto.Choice`.
-        round_trip_seconds: the longest between neighbours of a pipeline, measured at the start; None on one rank.
+        formats: choices of `pipeline.forward = "auto"`, each as `lowbit.train.auto.FormatChoice`.
+        round_trip_seconds: longest between neighbours of a pipeline, measured at the start; None on one rank.
     """
 
     steps: int
@@ -87,7 +87,7 @@ class Summary:
 
 def summarize(
     config: TrainConfig,
-    layout: Layout,
+    layout: PipelineLayout,
     history: Sequence[StepMetrics],
     losses: dict[str, float],
     *,
@@ -100,10 +100,10 @@ def summarize(
     before: Mapping[str, float] | None = None,
     formats: Sequence[dict[str, Any]] = (),
 ) -> Summary:
-    """The summary of a run with these steps and held-out scores, at the end and `before` the first step.
+    """Summarize a run with these steps and held-out scores, at the end and `before` the first step.
 
     Args:
-        here: steps of this call; None: all. outside: bytes by part that were sent outside of steps.
+        here: steps of this call; None: all. outside: bytes sent outside of steps, by part.
     """
     # Imported here: it loads PyTorch, which reading a summary does not need.
     from lowbit.train.boundaries import backward_formats
@@ -135,17 +135,17 @@ def summarize(
 
 
 def read_summary(path: Path) -> Summary:
-    """The summary that a run wrote."""
+    """Read the summary that a run wrote."""
     return from_json(json.loads(path.read_text(encoding="utf-8")))
 
 
 def from_json(values: Mapping[str, Any]) -> Summary:
-    """The summary that `dataclasses.asdict` made these values of, before they became JSON."""
+    """Make a summary from JSON values that `dataclasses.asdict` produced."""
     return Summary(**{**values, **{key: tuple(values[key]) for key in ("forward", "backward")}})
 
 
 def _settled(config: TrainConfig, history: Sequence[StepMetrics], chosen: int) -> Sequence[StepMetrics]:
-    """The steps after the warm-up, the last choice of formats and the step that sets them up, if there are any."""
+    """Return the steps after the warm-up, the last choice of formats and the step that sets them up, or else all."""
     warmup = config.codec_warmup_steps if config.pipeline.boundary == "lowbit" else 0
     after = [m for m in history if m.step > max(warmup, chosen)]
     return after[1:] or after or history

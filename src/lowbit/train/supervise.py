@@ -1,8 +1,8 @@
-"""Supervised runs: start again from the newest checkpoint whenever a rank, machine or link fails.
+"""Supervised runs restart from the newest checkpoint whenever a rank, machine or link fails.
 
 A supervisor does not train. It starts the ranks of this machine (or the one that the environment names) as processes
-of their own and, when they fail, starts them again with `run.resume = "auto"`. Several machines need no common
-supervisor: the ranks of each attempt meet as at the first start, and those that come first wait for the others.
+of their own and, when they fail, restarts them with `run.resume = "auto"`. Several machines need no common
+supervisor: the ranks of each attempt meet as at the first start, and early ones wait for the others.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ _LONGEST_PAUSE = 30.0
 def supervise(config: TrainConfig, start: Callable[[TrainConfig], None]) -> None:
     """Train until the last step, in as many attempts as it takes.
 
-    Gives up where another attempt cannot help: a configuration that cannot work, a loss that is NaN or infinite twice
-    after the same checkpoint, ranks that do not come within `run.rejoin_seconds`, or `run.restarts` attempts in a row
-    without a new checkpoint.
+    It gives up if another attempt cannot help: the configuration cannot work, the loss is NaN or infinite twice after
+    the same checkpoint, ranks do not come within `run.rejoin_seconds`, or `run.restarts` consecutive attempts brought
+    no new checkpoint.
 
     Args:
         config: of the run. start: runs the ranks of one attempt until they are done, or raises `LaunchError`.
 
     Raises:
-        ConfigError: a configuration that cannot work, before any process starts.
-        LaunchError: the last attempt's, and how to go on.
+        ConfigError: (before any process starts) the configuration cannot work.
+        LaunchError: from the last attempt, with how to continue.
     """
     from lowbit.job.process_group import world
     from lowbit.train.prepare import prepare
 
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise ConfigError(
-            "run.supervise is true under torchrun, which starts ranks again itself; "
+            "run.supervise is true under torchrun, which restarts ranks itself; "
             "allowed: torchrun --max-restarts with run.resume=auto"
         )
     if not config.run.resume:
@@ -66,7 +66,7 @@ def supervise(config: TrainConfig, start: Callable[[TrainConfig], None]) -> None
                 log.warning("%s. All %d steps are done: the other ranks must have finished", error, step)
                 return
             if reason := attempts.give_up(error.code, step):
-                how = "" if error.code == USAGE else f". The same command goes on from {_place(step)}"
+                how = "" if error.code == USAGE else f". The same command continues from {_place(step)}"
                 raise LaunchError(f"{error}; {reason}{how}", error.code) from error
             log.warning(
                 "%s. Starting again from %s (attempt %d without a new checkpoint, at most %d)",
@@ -77,10 +77,10 @@ def supervise(config: TrainConfig, start: Callable[[TrainConfig], None]) -> None
 
 
 class Attempts:
-    """Counts attempts in a row that brought no new checkpoint.
+    """Counts consecutive attempts that brought no new checkpoint.
 
     Args:
-        most: how many of them are repeated. step: of the newest checkpoint, None without one.
+        most: number of them to repeat. step: of the newest checkpoint, None without one.
     """
 
     def __init__(self, most: int, step: int | None) -> None:
@@ -93,7 +93,7 @@ class Attempts:
         return min(_LONGEST_PAUSE, 2.0 ** (self.in_vain - 1))
 
     def give_up(self, code: int, step: int | None) -> str:
-        """Count an attempt that ended with this exit code and newest checkpoint; returns why to stop, or empty."""
+        """Count an attempt that ended with this exit code and newest checkpoint; return why to stop, or ""."""
         if step != self._step:
             self._step, self._diverged, self.in_vain = step, False, 0
         self.in_vain += 1
@@ -112,5 +112,5 @@ def _place(step: int | None) -> str:
 
 
 def _resuming(config: TrainConfig) -> TrainConfig:
-    """The configuration of the next attempt: resume from the newest checkpoint, or begin where there is none."""
+    """Return the next attempt's configuration: resume from the newest checkpoint, if there is one."""
     return dataclasses.replace(config, run=dataclasses.replace(config.run, resume="auto"))

@@ -1,13 +1,13 @@
-"""An embedding that is tied to the output matrix, in a pipeline: one weight, on the first stage and on the last.
+"""An embedding tied to the output matrix, in a pipeline: one weight, on the first stage and on the last.
 
 The output matrix needs the whole weight in every step, and its gradient is dense. The embedding reads only the rows of
-tokens that occur, and only these have a gradient there. So the last stage keeps the weight: before a step it sends the
-first stage the rows of the step's tokens, and gets their gradients after the last backward pass. It alone has states of
-the optimizer for the weight. What the first stage holds of other rows is old, and nothing reads it.
+tokens that occur, and only these have a gradient there. So the last stage owns the weight: before a step it sends the
+first stage the rows of the step's tokens, and gets their gradients after the last backward pass. Only the last stage
+has optimizer states for the weight. The first stage's other rows are outdated, but nothing reads them.
 
-Both ends know the tokens of every step from the data, so only numbers travel, in sizes that both know. Of weights,
-these are the changes since a row was last sent, and what their coding lost: an update that is small compared with
-the weight is not rounded away. With rows in fp32, weights are sent whole, and a run has the losses of a single process.
+Both ends know the tokens of every step from the data, so only values are sent, in sizes that both know. For weights,
+the values are the changes since a row was last sent plus the coding error of that time, so that an update that is small
+compared with the weight is not rounded away. In fp32, whole rows are sent, and a run has the losses of one process.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from lowbit.codecs import Cast, Codec
 from lowbit.collectives.checks import check_flat, check_summable
 from lowbit.train.boundaries import codec_of
 from lowbit.train.config import PipelineConfig
-from lowbit.train.layout import Layout
+from lowbit.train.layout import PipelineLayout
 from lowbit.train.metrics import Work
 from lowbit.train.model import StageModule
-from lowbit.train.replicas import Replicas
+from lowbit.train.replicas import ReplicaGroups
 from lowbit.wire.checksum import sealed_bytes
 from lowbit.wire.messages import Expected, Messages, Sent
 
 _EXACT = Cast(dtype=torch.float32)
-_PIECE_BYTES = 8 << 20  # of float32: no wait is longer than a message of this size takes
+_PIECE_BYTES = 8 << 20  # of float32 in a message, which bounds every wait
 _DISTINCT, _GROWTH = 2.43, 0.717  # of WikiText-2 in SmolLM2's tokens, within 15 % for 512 to 65,536 tokens
 
 
 def tied_codec(config: PipelineConfig) -> Codec:
-    """The codec of a tied embedding's rows; with PyTorch's own stages, float32.
+    """Return the codec of a tied embedding's rows; float32 with PyTorch's own stages.
 
     Raises:
-        ConfigError: a name or argument that no codec has, or a codec with state or for the tokens of activations.
+        ConfigError: the codec's name or argument is invalid, or the codec has state or is only for activations.
     """
     codec = codec_of("pipeline.tied_rows", config.tied_rows, check_summable)
     codec_of("pipeline.tied_rows", config.tied_rows, check_flat)
@@ -46,12 +46,12 @@ def tied_codec(config: PipelineConfig) -> Codec:
 
 
 def expected_rows(tokens: int, vocab: int) -> int:
-    """About as many different tokens as a text of `tokens` tokens has; at most `vocab`."""
+    """Estimate the number of distinct tokens in a text of `tokens` tokens; at most `vocab`."""
     return min(tokens, vocab, round(_DISTINCT * tokens**_GROWTH))
 
 
 def row_bytes(rows: int, width: int, codec: Codec, *, checksums: bool = True) -> int:
-    """Bytes that rows take in one direction, with their checksums."""
+    """Return the bytes of rows in one direction, with their checksums."""
     whole, rest = divmod(rows, piece := _piece(width))
     sizes = [codec.nbytes((count, width)) for count in [piece] * whole + [rest]]
     return sum(sealed_bytes(size, checksums) for size in sizes)
@@ -60,30 +60,30 @@ def row_bytes(rows: int, width: int, codec: Codec, *, checksums: bool = True) ->
 class TiedWeights:
     """Lets the first stage's copy of a tied embedding follow the last's; does nothing if it is not tied.
 
-    Two copies on one rank, as V-shaped schedules have, get the sum of their gradients and stay equal without messages.
+    Two copies on one rank, as in V-shaped schedules, get the sum of their gradients and stay equal without messages.
 
-    To be made on every rank, since messages are numbered. It renames parameters: a copy that follows has no name any
-    more, and is in no checkpoint and no saved model; the last stage's has the original's.
+    Every rank makes one, since messages are numbered. It renames parameters: a copy that follows loses its name, and is
+    in no checkpoint and no saved model; the last stage's copy gets the name of the original.
 
     Args:
         modules: this rank's modules, by stage.
         replicas: the pipelines, each of which has its own two copies.
         tied: whether the model ties its embedding, and trains it.
-        codec: of the rows. timeout, checksums: of the messages.
+        codec: for the rows. timeout, checksums: for the messages.
 
     Attributes:
-        copies: of the weight, on this rank.
-        follower: the one that follows another rank's; None on other ranks.
+        copies: of the weight on this rank.
+        follower: the copy that follows another rank's; None on other ranks.
         state: the weight as the first stage has it, by its name, the same on both ranks; empty if rows are exact.
-        peer: rank of the run that has the other copy; None where none has.
-        sent: bytes and elements of this rank, since the last step began.
+        peer: rank of the run with the other copy, or None.
+        sent: bytes and elements that this rank has sent since the last step began.
     """
 
     def __init__(
         self,
         modules: dict[int, StageModule],
-        layout: Layout,
-        replicas: Replicas,
+        layout: PipelineLayout,
+        replicas: ReplicaGroups,
         *,
         tied: bool,
         codec: Codec = _EXACT,
@@ -96,7 +96,7 @@ class TiedWeights:
         self._messages: Messages | None = None
         self._sent: list[Sent] = []
         self._expected: list[Expected] = []
-        self._ids, self._format = torch.empty(0, dtype=torch.int64), codec  # of the rows under way
+        self._ids, self._format = torch.empty(0, dtype=torch.int64), codec  # rows under way
         self.copies: list[nn.Parameter] = []
         self.follower: nn.Parameter | None = None
         self.state: dict[str, Tensor] = {}
@@ -127,18 +127,18 @@ class TiedWeights:
 
     @property
     def apart(self) -> bool:
-        """Whether the copies are on different ranks, one of which follows the other."""
+        """Whether the copies are on different ranks, so that one follows the other."""
         return self._messages is not None
 
     def counted_elsewhere(self, parameter: nn.Parameter, module: StageModule) -> bool:
-        """Whether norms count another copy on this rank."""
+        """Whether another copy on this rank is the one that norms count."""
         return len(self.copies) == 2 and not module.first and any(parameter is copy for copy in self.copies)
 
     def begin_step(self, tokens: Tensor, *, exact: bool) -> None:
         """Bring the first stage's rows of a step's tokens up to date; `sum_gradients` sends their gradients back.
 
         Args:
-            tokens: int64, any shape, the same on both ranks. exact: both in float32.
+            tokens: int64, any shape, the same on both ranks. exact: send weights and gradients in float32.
 
         Raises:
             DamagedError, PeerError: as `Messages`.
@@ -155,7 +155,7 @@ class TiedWeights:
 
     @contextlib.contextmanager
     def exact(self, tokens: Tensor) -> Iterator[None]:
-        """The first stage's rows of these tokens are exact in the `with` block, and as before after it.
+        """Make the first stage's rows of these tokens exact for the `with` block, and restore them after it.
 
         Args, Raises: as `begin_step`.
         """
@@ -189,7 +189,7 @@ class TiedWeights:
             weight.data[ids] = rows if self._format == _EXACT else weight.data[ids].add_(rows)
 
     def sum_gradients(self) -> None:
-        """Add up the gradients of both copies: on the last stage's rank, where the other copy follows."""
+        """Add up the gradients of both copies; if one follows, on the last stage's rank."""
         gradients = [_gradient(copy) for copy in self.copies]
         if len(gradients) == 2:
             gradients[0].add_(gradients[1])
@@ -208,9 +208,9 @@ class TiedWeights:
         work.add_traffic(self.sent)
 
     def _send(self, whole: Tensor, to: int, *, since: Tensor | None = None) -> None:
-        """Send rows, or what has changed in them since others, which are then what the peer has."""
+        """Send rows, or their changes since the state `since` of the peer, which is then updated."""
         assert self._messages is not None
-        while self._sent:  # of the step before
+        while self._sent:  # of the previous step
             self._sent.pop().wait()
         for ids in self._pieces(whole):
             rows = whole.detach()[ids]
@@ -230,7 +230,7 @@ class TiedWeights:
         return [self._messages.expect(size, source, about) for size in sizes]
 
     def _rows(self, expected: list[Expected]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Received rows with their numbers, a piece at a time."""
+        """Yield received rows with their ids, a piece at a time."""
         (weight,) = self.copies
         for ids, message in zip(self._pieces(weight), expected, strict=True):
             payload = message.wait().to(weight.device)
@@ -241,7 +241,7 @@ class TiedWeights:
 
 
 def _piece(width: int) -> int:
-    """Rows of a message."""
+    """Return the number of rows in a message."""
     return max(1, _PIECE_BYTES // (4 * width))
 
 

@@ -1,4 +1,4 @@
-"""Tokenizers: bytes as they are, or a Hugging Face tokenizer in a local folder."""
+"""Tokenizers: plain bytes, or a Hugging Face tokenizer in a local folder."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ if TYPE_CHECKING:
 
 
 class Tokenizer(Protocol):
-    """Tokenizer of the recipe. size: entries of the vocabulary."""
+    """A tokenizer for training. size: entries of the vocabulary."""
 
     size: int
 
     def encode(self, document: bytes) -> np.ndarray:
-        """Token ids of a document: one dimension, unsigned integers."""
+        """Return the token ids of a document: one dimension, unsigned integers."""
         ...
 
     def hugging_face(self) -> PreTrainedTokenizerBase:
-        """The same tokenizer as Hugging Face's class, to save beside a model."""
+        """Return the same tokenizer as Hugging Face's class, to save with a model."""
         ...
 
 
 class ByteTokenizer:
-    """Every byte is a token; its id is its value."""
+    """A tokenizer whose tokens are bytes; a token's id is the byte's value."""
 
     size = 256
 
     def encode(self, document: bytes) -> np.ndarray:
-        """The bytes themselves, uint8."""
+        """Return the bytes themselves, uint8."""
         return np.frombuffer(document, dtype=np.uint8)
 
     def hugging_face(self) -> PreTrainedTokenizerBase:
-        """A byte-level tokenizer without merges, with the same ids."""
+        """Return a byte-level tokenizer without merges, with the same ids."""
         from tokenizers import Tokenizer as Fast
         from tokenizers import decoders, models, pre_tokenizers
         from transformers import PreTrainedTokenizerFast
@@ -51,7 +51,7 @@ class ByteTokenizer:
 
 
 class FolderTokenizer:
-    """A Hugging Face tokenizer; documents end with its end-of-text token where it has one."""
+    """A Hugging Face tokenizer; documents end with its end-of-text token, if it has one."""
 
     def __init__(self, folder: str, *, key: str = "data.tokenizer") -> None:
         from transformers import AutoTokenizer
@@ -60,12 +60,12 @@ class FolderTokenizer:
             self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # of many kinds; the tokenizers' own panics are no `Exception`
+        except BaseException as error:  # of many kinds; panics of the package tokenizers are not an `Exception`
             raise ConfigError(f"{key} {folder!r} cannot be loaded: {reason(error)}") from error
         self.size = len(self._tokenizer)
 
     def encode(self, document: bytes) -> np.ndarray:
-        """Token ids, uint32; bytes that are not UTF-8 become the replacement character."""
+        """Return token ids, uint32; bytes that are not UTF-8 become the replacement character."""
         text = document.decode("utf-8", errors="replace")
         ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         if self._tokenizer.eos_token_id is not None:
@@ -73,12 +73,12 @@ class FolderTokenizer:
         return np.asarray(ids, dtype=np.uint32)
 
     def hugging_face(self) -> PreTrainedTokenizerBase:
-        """The tokenizer as it was loaded."""
+        """Return the tokenizer as it was loaded."""
         return self._tokenizer
 
 
 def load_tokenizer(name: str, *, key: str = "data.tokenizer") -> Tokenizer:
-    """The tokenizer of this name; `key` is the setting, for errors.
+    """Load the tokenizer with this name; `key` is the setting, for errors.
 
     Raises:
         ConfigError: neither "bytes" nor a folder with a tokenizer.
@@ -91,13 +91,13 @@ def load_tokenizer(name: str, *, key: str = "data.tokenizer") -> Tokenizer:
 
 
 def definition(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Vocabulary and rules as text; `repr` shows neither, but the path of the folder."""
+    """Return vocabulary and rules as text; `repr` shows the folder instead."""
     fast = getattr(tokenizer, "backend_tokenizer", None)
     return fast.to_str() if fast is not None else repr(sorted(tokenizer.get_vocab().items()))
 
 
 def _byte_characters() -> dict[int, str]:
-    """The printable character that byte-level tokenizers write for each byte (GPT-2's table)."""
+    """Map each byte to the printable character that byte-level tokenizers write for it (GPT-2's table)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}

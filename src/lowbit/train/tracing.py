@@ -1,4 +1,4 @@
-"""The trace of a run: a few steps of every rank on one clock, as files that Perfetto and Chrome open."""
+"""The trace of a run: a few steps of every rank on one clock, in files for Perfetto and Chrome."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ if TYPE_CHECKING:
     from lowbit.train.trainer import Trainer
 
 FOLDER, ALL = "trace", "all-ranks.json.gz"
-_SETTLING = 2  # steps after the warm-up that set up codecs and caches
+_SETTLING = 2  # steps after the warm-up, which set up codecs and caches
 
 log = logging.getLogger(__name__)
 
 
 def traced_steps(steps: int, *, start: int, warmup: int, count: int) -> range:
-    """Numbers of the steps that are traced, such as range(103, 108): after the warm-up, if the run is long enough."""
+    """Choose the steps to trace, such as range(103, 108): after the warm-up, if the run is long enough."""
     first = max(start, min(max(start, warmup) + _SETTLING, steps - count))
     return range(first + 1, min(first + count, steps) + 1)
 
 
 class Tracing:
-    """Traces steps of a trainer; all ranks make one and run the same steps.
+    """Traces steps of a trainer; every rank makes one and runs the same steps.
 
     Args:
-        messages: between all ranks. steps: numbers of those to trace.
-        folder: where rank 0 writes.
+        messages: between all ranks. steps: numbers of the steps to trace.
+        folder: rank 0 writes there.
     """
 
     def __init__(self, trainer: Trainer, messages: Messages, folder: RunFolder, steps: range) -> None:
@@ -44,7 +44,7 @@ class Tracing:
         self._before: Trip | None = None
 
     def begin(self, step: int) -> contextlib.AbstractContextManager[None]:
-        """A block that runs a step."""
+        """Return a context manager around a step."""
         if step not in self._steps:
             return contextlib.nullcontext()
         return self._traced(last=step == self._steps[-1])
@@ -73,7 +73,7 @@ class Tracing:
         assert self._before is not None
         trainer, clocks = self._trainer, (self._before, _compare_clocks(self._messages))
         first = trainer.replicas.index * trainer.layout.ranks  # rank 0 of this pipeline
-        offset = sum(clock.offset for clock in clocks) // 2  # one for all spans, so that they keep their lengths
+        offset = sum(clock.offset for clock in clocks) // 2  # the same for all spans, so that they keep their lengths
         spans = [_plain(span, offset, first) for span in self._trace.spans]
         error = max(abs(clock.offset - offset) + clock.error for clock in clocks)
         gathered = gather_json({"spans": spans, "clock_error_ns": error}, trainer.side)
@@ -93,7 +93,7 @@ class Tracing:
 
 
 def _compare_clocks(messages: Messages) -> Trip:
-    """This rank's round trip to rank 0, with what to add to its clock for that of rank 0; on rank 0 zeros."""
+    """Measure this rank's round trip to rank 0, and the offset of rank 0's clock; zeros on rank 0."""
     if messages.rank:
         return round_trip(messages, 0)
     for rank in range(1, messages.ranks):
@@ -102,13 +102,13 @@ def _compare_clocks(messages: Messages) -> Trip:
 
 
 def _plain(span: Span, offset: int, first: int) -> list[Any]:
-    """A span as JSON holds it, on the clock of rank 0; peers are ranks of the whole run."""
+    """Convert a span to JSON values, on the clock of rank 0; peers become ranks of the whole run."""
     peer = None if span.peer is None else first + span.peer
     return [span.name, peer, span.begin + offset, span.end + offset, span.about]
 
 
 def _events(ranks: Mapping[int, Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Chrome trace events, in microseconds: a process for each rank, with a thread for itself and one for each link."""
+    """Yield Chrome trace events in microseconds: a process per rank, with a thread for the rank and one per link."""
     for rank, of_rank in ranks.items():
         about = {"name": f"rank {rank}", "clock_error_us": of_rank["clock_error_ns"] / 1e3}
         yield {"ph": "M", "name": "process_name", "pid": rank, "args": about}
@@ -132,9 +132,9 @@ CATEGORIES = {
     "forward": "compute", "backward": "compute", "weight": "compute", "optimizer": "compute", "encode": "coding",
     "decode": "coding", "checksum": "coding", "wait": "waiting", "all-reduce": "all-reduce", "send": "sending",
 }  # fmt: skip
-"""Kinds of spans by name; a step and its pipeline pass are "rest": what nothing within them accounts for."""
+"""Kinds of spans by name; a step and its pipeline pass are "rest": their time outside inner spans."""
 
 
 def category(name: str) -> str:
-    """Kind of a span."""
+    """Return the kind of a span."""
     return CATEGORIES.get(name, "rest")

@@ -22,7 +22,7 @@ from lowbit.train.activations import compress
 from lowbit.train.boundaries import stock_dtype
 from lowbit.train.data import Order
 from lowbit.train.elastic import Elastic, seed_of
-from lowbit.train.evaluate import Evaluation, evaluated
+from lowbit.train.evaluate import HeldOutEvaluation, evaluated
 from lowbit.train.gradients import Gradients
 from lowbit.train.identity import compared
 from lowbit.train.links import OUTSIDE, Links
@@ -31,7 +31,7 @@ from lowbit.train.metrics import COORDINATION, EVALUATION, TIED, StepMetrics, Wo
 from lowbit.train.model import StageModule, build_model
 from lowbit.train.prepare import Prepared
 from lowbit.train.progress import machine_name
-from lowbit.train.replicas import Replicas
+from lowbit.train.replicas import ReplicaGroups
 from lowbit.train.stages import Pipeline
 from lowbit.train.tied import TiedWeights
 from lowbit.wire.checksum import secret_facts
@@ -41,23 +41,23 @@ from lowbit.wire.sent_bytes import sent_so_far
 from lowbit.wire.sums import SUMS, Sums
 from lowbit.wire.trace import Trace, span
 
-_BESIDE = {  # parts of the traffic outside of steps, by the purpose of messages; all others are coordination
+_OUTSIDE_STEPS = {  # parts of the traffic outside of steps, by purpose of messages; all others are coordination
     "saving": "saving the model", "probe": "link probes", "distance": "link probes", "checkpoints": "checkpoints",
     "replicas": "weights for replicas",
 }  # fmt: skip
 
 
 class DivergedError(RuntimeError):
-    """The loss or the gradients are not finite; the weights are as before the step."""
+    """The loss or the gradients are not finite; the weights are those before the step."""
 
     on_all_ranks = True
 
 
 class Trainer:
-    """Trains on one rank and writes no files; to be made on every rank.
+    """Trains on one rank and writes no files; every rank makes one.
 
     Raises:
-        AgreementError: ranks with different configurations, texts or versions.
+        AgreementError: ranks have different configurations, texts or versions.
     """
 
     def __init__(self, prepared: Prepared) -> None:
@@ -68,8 +68,8 @@ class Trainer:
         if device.type == "cuda":
             torch.cuda.set_device(device)  # NCCL and kernels use the current device
         self._agree()
-        self.side = new_group(timeout=run.timeout_seconds)  # all messages but the training traffic
-        self.replicas = Replicas(
+        self.side = new_group(timeout=run.timeout_seconds)  # for all messages except the training traffic
+        self.replicas = ReplicaGroups(
             self.layout.ranks, self.config.pipeline.data_parallel, codec=prepared.all_reduce,
             timeout=run.timeout_seconds, side=self.side, checksums=run.checksums,
         )  # fmt: skip
@@ -91,7 +91,7 @@ class Trainer:
         )  # fmt: skip
         self.pipeline.followed = self.tied.state
         self.width = next(iter(self.modules.values())).width
-        self.evaluation = Evaluation(
+        self.evaluation = HeldOutEvaluation(
             self.layout, self.modules, stages=self.pipeline.lowbit_stages, width=self.width, device=device,
             group=self.replicas.side, timeout=run.timeout_seconds, checksums=run.checksums,
         )  # fmt: skip
@@ -101,11 +101,11 @@ class Trainer:
         self._sums = Sums(self.side, count, timeout=run.timeout_seconds, checksums=run.checksums)
         self.trace: Trace | None = None
         self.work = Work()  # of this rank in the last step
-        self._lost = Work()  # of this rank in steps that it did not keep
+        self._lost = Work()  # of this rank in steps that were repeated
         self.counted = [p for p, m in owned if not self.tied.counted_elsewhere(p, m)]
         self.optimizer = optim.make_optimizer(self.parameters, self.config.optimizer)
         self.order = Order(samples=len(prepared.data.train), batch=data.batch, seed=seed_of(self.config))
-        # Saved activations at their peak, the same in every step: of the rank with most, of this one, and by layer.
+        # Peak of saved activations, equal in every step: on the rank with most, on this one, and by layer.
         self._saved_bytes: int | None = None
         self.saved_bytes: int | None = None
         self.saved_by_layer: dict[str, int] = {}
@@ -114,16 +114,16 @@ class Trainer:
             self.elastic = Elastic(
                 self.config, prepared.all_reduce, prepared.identity, self.pipeline, self.optimizer, self.side
             )
-        torch.manual_seed(run.seed + 1 + self.rank)  # dropout: each rank its own
+        torch.manual_seed(run.seed + 1 + self.rank)  # for dropout, each rank has its own
 
     def step(self, done: int) -> StepMetrics:
-        """One optimizer step after so many others; metrics over all ranks, by this rank's clock.
+        """Take an optimizer step after `done` others; return metrics over all ranks, by this rank's clock.
 
-        With replicas that come and go, it is tried until all that are there have its gradients, and comes after the
-        steps that they have done.
+        With replicas that come and go, the step follows the steps that they have done, and is repeated until all
+        present ones have its gradients.
 
         Raises:
-            DivergedError: NaN or infinity in loss or gradients.
+            DivergedError: loss or gradients are NaN or infinite.
         """
         while True:
             if (metrics := self._attempt(done)) is not None:
@@ -173,7 +173,7 @@ class Trainer:
         )  # fmt: skip
 
     def evaluate(self, *, with_codecs: bool = True) -> dict[str, float]:
-        """Held-out loss and exact match without codecs and with them; empty without held-out text.
+        """Compute held-out loss and exact match without and with codecs; empty without held-out text.
 
         Returns:
             {"held_out_loss": ..., "exact_match": ...} and the same with "_codecs" if there are several stages; exact
@@ -194,7 +194,7 @@ class Trainer:
         return named
 
     def chosen(self) -> dict[str, str]:
-        """Formats that the warm-up settled, by pipeline, boundary, direction and tensor; the same on all ranks."""
+        """Return formats that the warm-up chose, by pipeline, boundary, direction and tensor; equal on all ranks."""
         codecs = self.pipeline.codecs
         if all(codec.settled for codec in (*codecs.forward, *codecs.backward)):
             return {}
@@ -204,7 +204,7 @@ class Trainer:
         return dict(sorted(item for each in gather_json(own, self.side) for item in each.items()))
 
     def _pass(self, *batch: Tensor, **samples: Any) -> tuple[float, Work]:
-        """Forward and backward; if activations are compressed, the first call counts their bytes."""
+        """Run forward and backward; if activations are compressed, the first call counts their bytes."""
         if not any(self.prepared.activations) or self._saved_bytes is not None:
             return self.pipeline.step(*batch, **samples)
         with counted(nn.ModuleList(self.modules.values())) as saved:
@@ -216,11 +216,11 @@ class Trainer:
         return loss, work
 
     def _by_layer(self, modules: Mapping[tuple[str, str], int]) -> dict[str, int]:
-        """Bytes by decoder layer of the model, and "other", from those by type and module."""
+        """Sum bytes by type and module into bytes by decoder layer of the model, and "other"."""
         stages, by_layer = list(self.modules), dict[str, int]()
         for (kind, module), nbytes in modules.items():
-            found = re.match(r"(\d+)\.\w+\.(?:layers|h)\.(\d+)", module)
-            layer = f"layer {self.layout.layers_of(stages[int(found[1])])[int(found[2])]}" if found else "other"
+            match = re.match(r"(\d+)\.\w+\.(?:layers|h)\.(\d+)", module)
+            layer = f"layer {self.layout.layers_of(stages[int(match[1])])[int(match[2])]}" if match else "other"
             if kind != "weights":
                 by_layer[layer] = by_layer.get(layer, 0) + nbytes
         return by_layer
@@ -228,7 +228,7 @@ class Trainer:
     def _exchange_gradients(self, work: Work) -> None:
         """Average gradients over replicas, and sum those of tied weights."""
         with span(self.trace, "all-reduce"):
-            if self.tied.apart:  # only the last stage's copy has a part in averages
+            if self.tied.apart:  # averages include only the last stage's copy
                 self._sum_tied(work)
             if self.replicas.count > 1:
                 self.replicas.average_all(self.gradients)
@@ -236,7 +236,7 @@ class Trainer:
             if self.elastic is not None:
                 self.gradients.average(self.elastic.average)
                 self.elastic.note_traffic(work)
-            if not self.tied.apart:  # two copies on a rank are in different buckets, but must stay equal
+            if not self.tied.apart:  # copies on one rank are in different buckets, but must stay equal
                 self._sum_tied(work)
 
     def _sum_tied(self, work: Work) -> None:
@@ -245,18 +245,18 @@ class Trainer:
         self.tied.note_traffic(work)
 
     def _sum_over_ranks(self, loss: float, work: Work) -> tuple[float, float, Work, list[float]]:
-        """Loss, norm of the gradients, and work over all ranks; also by link and machine (`Links.named`)."""
+        """Sum loss, norm of the gradients and work over all ranks, also by link and machine (`Links.named`)."""
         squares = optim.squared_norm(self.gradients.of(self.counted))
         own = self.links.values(self.rank, self._by_receiver(work), work.wait_seconds)
         work.other_bytes += sum(self._sums.sent_to.values())
         sums = torch.tensor([loss, squares, *astuple(work), *own], dtype=torch.float64)
         loss, squares, *rest = self._sums.of(sums).tolist()
         costs, shares = rest[: len(fields(Work))], rest[len(fields(Work)) :]
-        replicas = self.replicas.count  # whose gradients are equal by now
+        replicas = self.replicas.count  # their gradients are equal by now
         return loss / replicas, math.sqrt(squares / replicas), Work(*costs), shares
 
     def _by_receiver(self, work: Work) -> Counter[int]:
-        """Bytes of a step by the rank that this one sends them to, with those of the sums that follow."""
+        """Count the bytes that this rank sends in a step to each other, including the sums that follow."""
         sent, own = Counter[int](self._sums.sent_to), self.replicas.members(self.replicas.index)
         for (_, stage), nbytes in self.pipeline.sent.items():
             sent[own[self.layout.rank_of(stage)]] += nbytes
@@ -268,17 +268,17 @@ class Trainer:
         return sent
 
     def total(self, value: float) -> float:
-        """The sum of a number over all ranks, each of which calls this."""
+        """Sum a number over all ranks; every rank calls this."""
         values = torch.zeros(2 + len(fields(Work)) + self.links.count, dtype=torch.float64)
         values[0] = value
         return float(self._sums.of(values)[0])
 
     def sent_outside_steps(self) -> dict[str, int]:
-        """Bytes that this rank has sent outside of steps and evaluations, by part, since the trainer was made."""
+        """Count bytes that this rank has sent outside of steps and evaluations, by part, since the trainer was made."""
         parts = Counter[str]()
         for purpose, nbytes in (sent_so_far() - self._sent_before).items():
             if purpose not in (EVALUATION, SUMS, TIED):
-                parts[_BESIDE.get(purpose, COORDINATION)] += nbytes
+                parts[_OUTSIDE_STEPS.get(purpose, COORDINATION)] += nbytes
         return dict(parts)
 
     def _agree(self) -> None:
@@ -286,13 +286,13 @@ class Trainer:
         facts = {"text": self.prepared.data.fingerprint()}
         facts |= {"lowbit": lowbit.__version__, "torch": torch.__version__, **secret_facts()}
         facts["backend"] = self.prepared.backend
-        bits = ("bits", "norm", "mlp", "linear", "group", "layers")  # from the configuration or the file of a plan
+        bits = ("bits", "norm", "mlp", "linear", "group", "layers")  # from the configuration or a plan file
         facts["saved activations"] = str({key: self.prepared.identity[f"activations.{key}"] for key in bits})
         facts |= compared(self.config)
         agree(None, facts, self.config.run.timeout_seconds, topic="training run")
 
     def _build_modules(self) -> tuple[dict[int, StageModule], bool]:
-        """This rank's stages, cut from a whole model, which is then dropped; and whether its embedding is tied."""
+        """Cut this rank's stages from a whole model, which is dropped; also return whether its embedding is tied."""
         config, prepared = self.config, self.prepared
         model = build_model(config.model, vocab=prepared.vocab, sequence=config.data.sequence, seed=config.run.seed)
         self.model_config = model.config

@@ -1,4 +1,4 @@
-"""`python -m lowbit.train.worker`: one rank of a run, whose configuration comes on standard input."""
+"""`python -m lowbit.train.worker` is one rank of a run, which reads its configuration from standard input."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lowbit.job.worker import work
 
 
 def main() -> None:
-    """Train."""
+    """Run one rank."""
     work(_train, exit_code)
 
 
@@ -21,7 +21,7 @@ def _train(config: dict[str, Any]) -> None:
 
 
 def exit_code(error: Exception) -> int:
-    """The exit code of an error: it tells a supervisor whether another attempt can help."""
+    """Return the exit code of an error, by which a supervisor decides whether another attempt can help."""
     from lowbit.config import ConfigError
     from lowbit.job.meeting import AloneError
     from lowbit.job.peers import AbsentError

@@ -1,4 +1,4 @@
-"""How figures look: two themes, sizes for a page 700 pixels wide, and one colour and one name for each format."""
+"""Style of figures: two themes, sizes for a page 700 pixels wide, and a colour and a name for each format."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Theme:
     """The colours of a figure.
 
     Args:
-        surface: behind everything; ink: titles and labels; muted: axes and remarks; grid: grid lines.
-        formats: by family of formats or part of memory, see `family`. They differ in brightness too, for every kind of
+        surface: background; ink: titles and labels; muted: axes and remarks; grid: grid lines.
+        formats: by family of formats or part of memory, see `family`. They also differ in brightness, for every kind of
             colour vision; the recommended formats are blue and violet, baselines are grey.
-        others: for series that are no formats, in this order.
+        others: for series that are not formats, in this order.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Theme:
     others: tuple[str, ...]
 
     def settings(self) -> dict[Any, Any]:
-        """Matplotlib's settings."""
+        """Return Matplotlib's settings for this theme."""
         return {
             "figure.facecolor": self.surface, "savefig.facecolor": self.surface, "axes.facecolor": self.surface,
             "text.color": self.ink, "axes.labelcolor": self.muted, "axes.edgecolor": self.muted,
@@ -85,7 +85,7 @@ NAMES = {
     "tah-quant-published-token": "TAH-Quant as published, by token", "aq-sgd": "AQ-SGD", "subspace": "SubspaceQuant",
     "transform": "TransformQuant", "bound": "rate-distortion bound", "agoq": "AGoQ as published",
 }  # fmt: skip
-"""Short names of formats, as figures write them."""
+"""Short names of formats in figures."""
 _FAMILIES = (  # the first that matches
     (r"^saved", "saved"),
     (r"^weights$", "weights"),
@@ -118,16 +118,16 @@ BASELINES = ("stock-fp32", "stock-bf16", "fp32", "bf16", "fp16")
 
 
 def family(name: Any) -> str | None:
-    """The format that gives a series its colour: "subspace" for "SubspaceQuant(directions=16)"; None for no format.
+    """Return the format that determines a series' colour: "subspace" for "SubspaceQuant(directions=16)".
 
-    Of formats of both ways ("int4 / int8"), that of the activations counts.
+    For a pair of formats ("int4 / int8"), the activations' format counts. None: the name is not a format.
     """
     text = str(name).partition(" / ")[0].lower()
     return next((family for pattern, family in _FAMILIES if re.search(pattern, text)), None)
 
 
 def title_of(name: Any) -> str:
-    """A series' name for a figure: "SubspaceQuant, 16 directions" for "SubspaceQuant(directions=16)"."""
+    """Name a series in a figure: "SubspaceQuant, 16 directions" for "SubspaceQuant(directions=16)"."""
     text = str(name)
     forward, both, backward = text.partition(" / ")
     if both:
@@ -137,15 +137,15 @@ def title_of(name: Any) -> str:
         return f"{title_of(forward)} both ways" if same else f"{title_of(forward)} / {title_of(backward)}"
     if text in NAMES:
         return NAMES[text]
-    if found := re.fullmatch(r"SubspaceQuant\((.*)\)", text):
-        words = [_argument(part) for part in found[1].split(", ") if part]
+    if match := re.fullmatch(r"SubspaceQuant\((.*)\)", text):
+        words = [_argument(part) for part in match[1].split(", ") if part]
         return ", ".join(["SubspaceQuant", *words])
     first, _, rest = text.partition(" ")
     return f"{NAMES[first.rstrip(',')]}, {rest}".replace("_", "-") if first.rstrip(",") in NAMES and rest else text
 
 
 def row_name(name: Any) -> str:
-    """A format's name for a row of a table: as it was typed, but nobody must take our TAH-Quant for the paper's."""
+    """Name a format in a table as it was typed, marking our TAH-Quant, which is not the paper's."""
     return re.sub(r"(?<![\w-])(tah-quant|TAHQuant\(\))(?![\w-])", r"\1 (ours, by range)", str(name))
 
 
@@ -157,15 +157,15 @@ def _argument(text: str) -> str:
 
 
 def recommended(rows: Sequence[Row], series: Value) -> Row | None:
-    """The first row of a recommended format; None without one."""
+    """Return the first row with a recommended format; None without one."""
     return next((row for row in rows if family(value_of(row, series)) in RECOMMENDED), None)
 
 
 class Palette:
     """Colours and markers of the series of a figure, by name.
 
-    Formats have the colour of their family. Further members of a family in the same figure are paler, and other series
-    take the theme's other colours.
+    Formats have the colour of their family; further members of a family in a figure are paler. Other series take the
+    theme's other colours.
     """
 
     def __init__(self, theme: Theme) -> None:
@@ -179,17 +179,17 @@ class Palette:
         return self._taken[name]
 
     def stands_out(self, name: Any) -> bool:
-        """Whether a series is the figure's first of a recommended format."""
+        """Whether a series is the figure's first with a recommended format."""
         kind = family(name)
         return kind in RECOMMENDED and next(taken for taken in (*self._taken, name) if family(taken) == kind) == name
 
     def ink(self, name: Any) -> str:
-        """The colour of a series' name: not as pale as its colour may be."""
+        """Return the colour of a series' name, which is never paler than its family's."""
         kind = family(name)
         return self.theme.ink if kind in BASELINES else self.theme.formats[kind] if kind else self[name]
 
     def marker(self, name: Any) -> str:
-        """The marker of a series; the recommended format has a disc."""
+        """Return the marker of a series; the recommended format has a disc."""
         if self.stands_out(name):
             return MARKERS[0]
         return MARKERS[1 + list(self._taken).index(name) % (len(MARKERS) - 1)]
@@ -205,7 +205,7 @@ class Palette:
 
 
 def mixed(colour: str, other: str, share: float) -> str:
-    """A colour with this share of another one."""
+    """Mix a colour with this share of another."""
     pairs = zip(_numbers(colour), _numbers(other), strict=True)
     return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in pairs)
 

@@ -1,4 +1,4 @@
-"""Links between machines: slow and distant ones, made on this machine."""
+"""Emulated links between machines, slow and distant, on this machine alone."""
 
 from lowbit_lab.network.goodput import goodput, round_trip
 from lowbit_lab.network.link import Link

@@ -1,22 +1,22 @@
 """Carries packets between distant hosts: ``python delay.py PID...``, with one process of each host's namespace.
 
-A program of its own, standard library only. It makes a TUN device in the namespace of each process, reads the IPv4
-packets that a host sends there, and writes them to their destination when a link with the given rates and distance
-would. A packet leaves a host when its bytes have passed at the rate, behind the packets before it; one that would wait
-longer than the queue permits is dropped; then it travels for half a round trip. Two hosts are the ends of one cable, so
-only the sender's rate counts; more hosts meet at a switch, which sends to each at that host's own rate, with a queue
-for each.
+This is a program of its own that needs the standard library only. It makes a TUN device in the namespace of each
+process, reads the IPv4 packets that a host sends there, and writes them to their destination at the time at which a
+link with the given rates and distance would deliver them. A packet leaves a host when its bytes have passed at the
+rate, after earlier packets; one that would wait longer than the queue permits is dropped. Then it travels for half a
+round trip. Two hosts are the ends of one cable, so only the sender's rate counts. More hosts meet at a switch, which
+sends to each at that host's own rate, with a queue for each.
 
 The kernel sends trains of TCP packets (TSO). A train takes as long as its packets with all their headers, and arrives
-with their last byte. For links that lose packets, `distance` keeps the kernel from making trains, so that each packet
-is lost by itself. Every path has a generator of its own with a fixed seed: every run loses the same packets.
+with their last byte. For links that lose packets, `distance` keeps the kernel from making trains, so that packets are
+lost one by one. Every path has its own random generator with a fixed seed: every run loses the same packets.
 
-If this process had to wait for a processor, it sees packets late. They are not delayed for that: a link that was busy
-meanwhile has carried them. It takes about a tenth of a processor at 100 Mbit/s, and a sixth at 1 Gbit/s.
+If this process had to wait for a processor, it sees packets late. It does not delay them for that, since a link that
+was busy meanwhile would have carried them. It takes about a tenth of a processor at 100 Mbit/s, a sixth at 1 Gbit/s.
 
-Standard input brings orders, each a line of JSON: ``cut`` (the hosts that nothing reaches), or else ``rates`` (seconds
-per byte up and down for each host), ``delay``, ``jitter``, ``queue`` (seconds) and ``loss`` (a share), at first. Each
-is answered by ``ok``. The program ends with its input.
+It reads orders from standard input, one line of JSON each: ``cut`` (hosts that nothing reaches), or otherwise, and in
+the first order, ``rates`` (seconds per byte up and down for each host), ``delay``, ``jitter``, ``queue`` (seconds) and
+``loss`` (a share). It answers each with ``ok``, and ends when its input ends.
 """
 
 import contextlib
@@ -38,25 +38,25 @@ _TUNSETIFF, _TUNSETOFFLOAD = 0x400454CA, 0x400454D0
 _TUN, _NO_PROTOCOL_INFO, _OFFLOAD_HEADER = 0x0001, 0x1000, 0x4000
 _CHECKSUM, _TSO4, _TSO6 = 0x01, 0x02, 0x04
 _HEADER_BYTES = 10  # of offloading: flags, kind, header bytes, segment bytes, checksum's start and offset
-_ETHERNET_BYTES = 14  # which a token bucket counts beside an IP packet, so that both kinds of link carry as much
+_ETHERNET_BYTES = 14  # a token bucket counts them with an IP packet, so this makes both kinds of link equal
 _LARGEST = _HEADER_BYTES + 65536
-_AT_ONCE = 64  # packets read from a host before others have their turn
-_AT_ONCE_SECONDS = 1e-4  # a wait that short was none
+_AT_ONCE = 64  # packets read from a host before the others get their turn
+_AT_ONCE_SECONDS = 1e-4  # a wait as short as this does not count
 
 
 class Line:
-    """Packets under way between hosts, whose TUN devices have these file descriptors."""
+    """Packets under way between hosts. `tuns`: file descriptors of the hosts' TUN devices."""
 
     def __init__(self, tuns: list[int]) -> None:
         self.tuns = tuns
         self._events: list[tuple[float, int, bool, int, int, bytes]] = []  # time, order, arrived
         self._order = itertools.count()
         self._up_free, self._down_free = [0.0] * len(tuns), [0.0] * len(tuns)
-        self._arrival: dict[tuple[int, int], float] = {}  # time of the last one on each path
+        self._arrival: dict[tuple[int, int], float] = {}  # time of the last arrival on each path
         self._cut: set[int] = set()
 
     def obey(self, order: dict[str, Any]) -> None:
-        """Obey an order; packets that are under way stay so."""
+        """Obey an order; packets under way are not affected."""
         if "cut" in order:
             self._cut = set(order["cut"])
             return
@@ -67,22 +67,22 @@ class Line:
         self._chance = {path: random.Random(repr(path)) for path in itertools.product(hosts, hosts)}
 
     def take(self, source: int, now: float, late: float) -> None:
-        """Read packets that a host sends. late: seconds for which some may have been waiting for this program."""
+        """Read packets that a host sends. late: seconds that some may have waited for this program."""
         for _ in range(_AT_ONCE):
             try:
                 packet = os.read(self.tuns[source], _LARGEST)
             except BlockingIOError:
                 return
             if packet[_HEADER_BYTES] >> 4 != 4:
-                continue  # IPv6 looks for neighbours that nobody needs
+                continue  # IPv6 neighbour discovery, which nothing needs
             destination = packet[_HEADER_BYTES + 19] - 1
             if 0 <= destination < len(self.tuns) and not self._cut & {source, destination}:
                 self._send(now, late, source, destination, packet)
 
     def _send(self, now: float, late: float, source: int, destination: int, packet: bytes) -> None:
-        """Let a packet leave its host when it is its turn."""
+        """Schedule the moment at which a packet leaves its host."""
         begin = self._up_free[source]
-        if begin < now - late:  # a link that was busy goes on behind what it last carried
+        if begin < now - late:  # a link that was busy continues after its last packet
             begin = now
         if begin - now > self._queue:
             return
@@ -93,7 +93,7 @@ class Line:
             self._travel(end, source, destination, packet)
 
     def _switch(self, now: float, source: int, destination: int, packet: bytes) -> None:
-        """Let a packet leave the switch when it is its turn."""
+        """Schedule the moment at which a packet leaves the switch."""
         begin = max(now, self._down_free[destination])
         if begin - now > self._queue:
             return
@@ -101,7 +101,7 @@ class Line:
         self._travel(end, source, destination, packet)
 
     def _travel(self, now: float, source: int, destination: int, packet: bytes) -> None:
-        """Let a packet arrive after the distance, unless it is lost."""
+        """Schedule a packet's arrival after the delay, unless it is lost."""
         path = source, destination
         chance, arrival = self._chance[path], now + self._delay
         if self._loss and chance.random() < self._loss:
@@ -115,7 +115,7 @@ class Line:
         heapq.heappush(self._events, (at, next(self._order), arrived, source, destination, packet))
 
     def move(self) -> float | None:
-        """Move all packets that are due; returns the seconds until the next is (None: nothing is under way)."""
+        """Move all packets that are due; return the seconds until the next is due (None: nothing is under way)."""
         while self._events:
             wait = self._events[0][0] - time.monotonic()
             if wait > 0:
@@ -126,13 +126,13 @@ class Line:
             if not arrived:
                 self._switch(at, source, destination, packet)
             else:
-                with contextlib.suppress(OSError):  # a host whose device is down hears nothing
+                with contextlib.suppress(OSError):  # a host whose device is down receives nothing
                     os.write(self.tuns[destination], packet)
         return None
 
 
 def ethernet_bytes(packet: bytes) -> int:
-    """Bytes of Ethernet that a packet, or each packet of a train with its own headers, takes."""
+    """Return the Ethernet bytes of a packet; of a train, those of all its packets with their own headers."""
     kind, segment = packet[1], int.from_bytes(packet[4:6], sys.byteorder)
     size = len(packet) - _HEADER_BYTES
     if not kind:
@@ -170,7 +170,7 @@ def run(line: Line) -> None:
         begin = time.monotonic()
         readable = select.select(watched, [], [], wait)[0]
         now = time.monotonic()
-        # More came while the last packets were taken and handed over.
+        # More packets came while the last ones were being handled.
         if now - begin < _AT_ONCE_SECONDS:
             late = now - taken
         else:
@@ -189,7 +189,7 @@ def run(line: Line) -> None:
 
 
 def main() -> None:
-    """Make the devices, say ``ok``, carry packets."""
+    """Make the devices, print ``ok``, and carry packets."""
     try:
         tuns = [open_tun(int(pid)) for pid in sys.argv[1:]]
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The distance between hosts: a process that delays their packets (`delay.py`), and the routes that lead there."""
+"""Emulate the distance between hosts: a process delays their packets (`delay.py`), and routes lead through it."""
 
 import contextlib
 import json
@@ -16,11 +16,11 @@ log = logging.getLogger(__name__)
 
 _PROGRAM = str(Path(__file__).with_name("delay.py"))
 _PRIORITY = -20
-_QUEUED_PACKETS = 10_000  # in front of the delay line, while other processes have the processor
+_QUEUED_PACKETS = 10_000  # that may wait for the delay line while other processes have the processor
 
 
 class Distance(Helper):
-    """A second interface of each host, with the first one's address, whose packets go through one process.
+    """Gives each host a second interface with the address of the first, whose packets go through one process.
 
     Raises:
         LinkUnavailable: this machine does not permit it.
@@ -53,7 +53,7 @@ class Distance(Helper):
         for number, host in enumerate(self._hosts, 1):
             host.ip(
                 f"link set {DEVICE} gso_max_size {_train_bytes(link)} gso_max_segs {1 if link.loss else 65535}",
-                # More precise than the route of the first interface.
+                # A longer prefix than the first interface's route, so it takes precedence.
                 f"route replace {NETWORK}.0/25 dev {DEVICE} src {NETWORK}.{number}",
             )
 
@@ -63,11 +63,11 @@ class Distance(Helper):
             host.ip(f"route flush dev {DEVICE}")
 
     def cut(self, hosts: Collection[int]) -> None:
-        """Let every packet to and from these hosts vanish, and no others."""
+        """Drop every packet to and from these hosts, and no others."""
         self._order(cut=list(hosts))
 
     def _raise_priority(self) -> None:
-        """Go first: a packet must not arrive late, or find a full queue, because the hosts compute."""
+        """Raise the process's priority, so that packets are not late or dropped because the hosts compute."""
         try:
             os.setpriority(os.PRIO_PROCESS, self.pid, _PRIORITY)
         except PermissionError:
@@ -83,7 +83,7 @@ class Distance(Helper):
     def _await_ok(self) -> None:
         if problem := self._problem("ok"):
             raise LinkUnavailable(
-                f"no link with a distance: {problem.splitlines()[-1]}. It takes TUN devices: load the kernel module "
+                f"no link with a distance: {problem.splitlines()[-1]}. It needs TUN devices: load the kernel module "
                 "`tun`, and let /dev/net/tun be read and written."
             )
 
@@ -93,7 +93,7 @@ def _seconds_per_byte(rate_mbit: float | None) -> float:
 
 
 def _train_bytes(link: Link) -> int:
-    """Largest train of packets: 16 KB saves many reads; from 131 Mbit/s on it is what a millisecond carries."""
+    """Return the largest train of packets: 16 KB saves many reads; from 131 Mbit/s on, a millisecond's bytes."""
     if link.rate_mbit is None:
         return 65536
     return min(65536, max(16384, round(link.rate_mbit * 125)))

@@ -1,4 +1,4 @@
-"""Goodput and round trips of a ``SlowLink``, measured with plain sockets and nothing of PyTorch."""
+"""Measure goodput and round trips of a ``SlowLink`` with plain sockets, without PyTorch."""
 
 import subprocess
 import sys
@@ -10,17 +10,17 @@ from lowbit_lab.network.shape import SlowLink
 _PROBE = str(Path(__file__).with_name("probe.py"))
 _FIRST_PORT = 5201
 _SETTLE_SECONDS = 0.3
-_SETTLE_ROUND_TRIPS = 20  # until TCP sends as fast as a distant link permits
-_PATIENCE = 40.0  # seconds for connecting, and for packets that are under way at the end
+_SETTLE_ROUND_TRIPS = 20  # until TCP reaches the rate of a distant link
+_PATIENCE = 40.0  # seconds for connecting, and for packets still under way at the end
 
 
 def goodput(link: SlowLink, routes: Sequence[tuple[int, int]], seconds: float) -> list[float]:
-    """Measure Mbit/s of every (sender, receiver) route, all at the same time.
+    """Measure Mbit/s of all (sender, receiver) routes at the same time.
 
-    Takes 20 round trips more than ``seconds``, in which TCP reaches the rate of a distant link.
+    This takes 20 round trips more than ``seconds``, in which TCP reaches the rate of a distant link.
 
     Raises:
-        RuntimeError: A probe failed; the message is its own.
+        RuntimeError: A probe failed; the message is the probe's.
     """
     receivers, senders = [], []
     more = _SETTLE_ROUND_TRIPS * link.link.rtt_ms / 1e3
@@ -36,10 +36,10 @@ def goodput(link: SlowLink, routes: Sequence[tuple[int, int]], seconds: float) -
 
 
 def round_trip(link: SlowLink, *, first: int = 0, second: int = 1) -> float:
-    """Measure the milliseconds that a byte takes to another host and back: the median of nine.
+    """Measure the milliseconds that a byte takes to another host and back, as the median of nine.
 
     Raises:
-        RuntimeError: A probe failed; the message is its own.
+        RuntimeError: A probe failed; the message is the probe's.
     """
     tail = [link.address(second), str(_FIRST_PORT)]
     echo = _probe(link, second, ["echo", *tail])

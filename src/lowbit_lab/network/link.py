@@ -1,4 +1,4 @@
-"""`Link`: the rates and the distance of a link, with a text form."""
+"""`Link` describes the rates and the distance of a link, with a text form."""
 
 import math
 import re
@@ -21,16 +21,15 @@ class Link:
 
     Args:
         rate_mbit: Mbit/s of Ethernet in each direction at each host, of which TCP carries 95.6 %. None: no limit.
-        back_mbit: Mbit/s from the other hosts towards the first, where that differs: `rate_mbit` is then what the first
-            host sends at, and what each of the others receives at; among each other they send at `back_mbit`.
-            None: `rate_mbit`.
+        back_mbit: Mbit/s from the other hosts towards the first, if different: the first host then sends, and each
+            other host receives, at `rate_mbit`; the others send to each other at `back_mbit`. None: `rate_mbit`.
         rtt_ms: milliseconds from any host to any other and back, half of it each way, 0 to 2000.
-        jitter_ms: each way takes up to so much more or less, uniformly; at most half of `rtt_ms`. Packets do not
-            overtake each other, so dense traffic sees the upper end.
+        jitter_ms: largest deviation of each way's delay, uniformly distributed; at most half of `rtt_ms`. Packets do
+            not overtake each other, so dense traffic sees the upper end.
         loss: share of packets that are lost, each independently, at least 0 and below 1.
-        queue_ms: milliseconds that a packet may wait for its turn at each host; those that would wait longer are
-            dropped. None: 50 and one and a half round trips, with which TCP reaches the rate: at 100 Mbit/s and 100 ms
-            it carried 36 to 64 Mbit/s with a queue of 50 ms, 86 to 94 with 100, and 94 to 96 with 200.
+        queue_ms: longest wait of a packet at each host, in milliseconds; those that would wait longer are dropped.
+            None: 50 plus one and a half round trips, with which TCP reaches the rate: at 100 Mbit/s and 100 ms it
+            carried 36 to 64 Mbit/s with a queue of 50 ms, 86 to 94 with 100, and 94 to 96 with 200.
 
     Raises:
         TypeError, ValueError: a wrong value.
@@ -64,12 +63,12 @@ class Link:
 
     @property
     def far(self) -> bool:
-        """Whether it takes a delay line: it has a distance, loses packets or is faster in one direction."""
+        """Whether the link needs a delay line: it has a distance, loses packets or is faster in one direction."""
         return bool(self.rtt_ms or self.loss or self.back_mbit)
 
     @property
     def most_waiting_ms(self) -> float:
-        """Milliseconds that a packet may wait for its turn: `queue_ms`, or its default."""
+        """Longest wait of a packet in milliseconds: `queue_ms`, or its default."""
         return 50.0 + 1.5 * self.rtt_ms if self.queue_ms is None else self.queue_ms
 
     @property
@@ -77,7 +76,7 @@ class Link:
         return [rate for rate in (self.rate_mbit, self.back_mbit) if rate is not None]
 
     def __str__(self) -> str:
-        """The text that `parse` takes."""
+        """Return the text that `parse` reads."""
         milliseconds = [self.rtt_ms, self.jitter_ms, *([] if self.queue_ms is None else [self.queue_ms])]
         while milliseconds and not milliseconds[-1]:
             milliseconds.pop()
@@ -89,7 +88,7 @@ class Link:
 
     @property
     def title(self) -> str:
-        """For tables and charts: "100 Mbit/s, 40 ms", "1 Gbit/s" or "unlimited"."""
+        """Describe the link for tables and charts: "100 Mbit/s, 40 ms", "1 Gbit/s" or "unlimited"."""
         rates = [f"{rate:g} Mbit/s" if rate < 1000 else f"{rate / 1000:g} Gbit/s" for rate in self._rates]
         parts = [" - ".join(rates) or "unlimited"]
         if self.rtt_ms:
@@ -131,5 +130,5 @@ class Link:
 def _check(name: str, value: object, allowed: str, fits: Callable[[float], bool], kind: str = "a number") -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be {kind}, got {value!r}")
-    if not fits(value):  # NaN never does
+    if not fits(value):  # NaN never fits
         raise ValueError(f"{name} must be {allowed}, got {value!r}")

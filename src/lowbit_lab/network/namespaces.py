@@ -1,4 +1,4 @@
-"""Network namespaces without a name, each kept by one process, and the cables between them."""
+"""Network namespaces without names, each kept alive by one process, and the cables between them."""
 
 import contextlib
 import logging
@@ -20,7 +20,7 @@ _SECONDS_TO_ANSWER = 30.0
 
 
 class LinkUnavailable(RuntimeError):
-    """This machine does not let us make a shaped link; the message says why."""
+    """This machine does not permit a shaped link; the message states the reason."""
 
 
 class Helper:
@@ -28,7 +28,7 @@ class Helper:
 
     Args:
         title: its name in errors.
-        argv: arguments of Python: a program that needs the standard library only.
+        argv: arguments of Python, with a program that needs the standard library only.
         within: the command that runs the program in a namespace.
     """
 
@@ -40,19 +40,19 @@ class Helper:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            start_new_session=True,  # Ctrl-C is the owner's business
+            start_new_session=True,  # the owner handles Ctrl-C
         )
         self.pid = self._process.pid
 
     def close(self) -> None:
-        """Close its input, and wait until it has ended. Twice is harmless."""
+        """Close its input, and wait until it has ended. A second call does nothing."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.communicate(timeout=_SECONDS_TO_ANSWER)
         self._process.kill()
         self._process.wait()
 
     def _problem(self, expected: str) -> str:
-        """Wait for a line; return what the process wrote about an error, or "" if the line is the expected one.
+        """Wait for a line; return the process's error output, or "" if the line is the expected one.
 
         Raises:
             LinkUnavailable: no line came.
@@ -71,7 +71,7 @@ class Namespace(Helper):
 
     Args:
         unshare: the command that makes the namespace and runs the keeper there.
-        enter: the options of ``nsenter`` beside the process and ``--net``.
+        enter: options of ``nsenter`` in addition to the process and ``--net``.
     """
 
     def __init__(self, unshare: Sequence[str], enter: Sequence[str]) -> None:
@@ -86,11 +86,11 @@ class Namespace(Helper):
         self.kinds = ("user", "net") if enter else ("net",)
 
     def ip(self, *commands: str) -> None:
-        """Run ``ip`` commands inside."""
+        """Run ``ip`` commands inside the namespace."""
         self.run(["ip", "-batch", "-"], "\n".join(commands) + "\n")
 
     def settle_congestion_control(self) -> None:
-        """Set the usual one: with others the link looks different (BBR estimates the rate anew after a pause)."""
+        """Choose CUBIC or Reno: others change how the link looks (BBR estimates the rate again after a pause)."""
         for name in _CONGESTION_CONTROL:
             with contextlib.suppress(LinkUnavailable):
                 self.run(["tee", "/proc/sys/net/ipv4/tcp_congestion_control"], name)
@@ -100,10 +100,10 @@ class Namespace(Helper):
         log.warning("links use this machine's TCP congestion control: none of %s is permitted", _CONGESTION_CONTROL)
 
     def run(self, argv: Sequence[str], text: str = "") -> None:
-        """Run a short program inside, with a text as its standard input.
+        """Run a short program inside the namespace, with a text as its standard input.
 
         Raises:
-            LinkUnavailable: it failed, or did not end in time.
+            LinkUnavailable: the program failed, or did not end in time.
         """
         options = {"capture_output": True, "text": True, "timeout": _SECONDS_TO_ANSWER, "check": True}
         try:
@@ -115,7 +115,7 @@ class Namespace(Helper):
 
 
 def cable(first: Namespace, interface: str, second: Namespace) -> None:
-    """A veth pair from ``interface`` in the first namespace to the interface of the second."""
+    """Make a veth pair from ``interface`` in the first namespace to the interface of the second."""
     first.ip(f"link add {interface} type veth peer name {INTERFACE} netns {second.pid}")
 
 
@@ -143,7 +143,7 @@ def open_namespaces(count: int) -> list[Namespace]:
 
 
 def _open_all(count: int, *, privileged: bool) -> list[Namespace]:
-    """Make all the namespaces in one of the two ways, or none."""
+    """Make all namespaces in one of the two ways, or none."""
     opened: list[Namespace] = []
     unshare, enter = ["unshare", "--net"], []
     if not privileged:
@@ -152,9 +152,9 @@ def _open_all(count: int, *, privileged: bool) -> list[Namespace]:
     try:
         for _ in range(count):
             opened.append(Namespace(unshare, enter))
-            if not privileged:  # the others join the user namespace of the first
+            if not privileged:  # all others join the first one's user namespace
                 unshare = ["nsenter", f"--target={opened[0].pid}", *enter, "--", "unshare", "--net"]
-            # Some systems grant the namespace but no rights in it: find out here.
+            # Some systems grant the namespace but no rights in it, which this command detects.
             opened[-1].ip("link set lo up")
     except BaseException:
         for namespace in opened:

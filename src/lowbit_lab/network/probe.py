@@ -1,12 +1,12 @@
 """Measures a TCP connection.
 
-A program of its own, standard library only, because both ends must run inside the namespaces.
+This is a program of its own that needs the standard library only, because both ends must run inside the namespaces.
 
-``python probe.py receive|send ADDRESS PORT SETTLE SECONDS``: the receiver prints the goodput in Mbit/s, without the
-first SETTLE seconds: then the link's burst and the socket buffers fill, which would make a slow link look faster than
-it is, and TCP has not reached the rate of a distant one.
+``python probe.py receive|send ADDRESS PORT SETTLE SECONDS``: the receiver prints the goodput in Mbit/s. It leaves out
+the first SETTLE seconds, in which the link's burst and the socket buffers fill, so that a slow link looks faster than
+it is, and TCP has not yet reached the rate of a distant link.
 
-``python probe.py echo|ping ADDRESS PORT``: the one that pings prints the median round trip of a byte in milliseconds.
+``python probe.py echo|ping ADDRESS PORT``: ``ping`` prints the median round trip of a byte in milliseconds.
 """
 
 import socket
@@ -49,7 +49,7 @@ def send(address: str, port: int, seconds: float) -> None:
 
 
 def receive(address: str, port: int, settle: float, seconds: float) -> float:
-    """Goodput in Mbit/s of one connection on which the other end sends, from ``settle`` to ``seconds`` on."""
+    """Measure Mbit/s of one connection on which the other end sends, from ``settle`` to ``seconds``."""
     buffer = bytearray(1 << 20)
     with accept(address, port) as connection:
         start = time.monotonic() + settle
@@ -72,7 +72,7 @@ def echo(address: str, port: int) -> None:
 
 
 def ping(address: str, port: int) -> float:
-    """Median milliseconds until a byte has come back."""
+    """Measure the median milliseconds until a byte comes back."""
     times = []
     with connect(address, port) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -85,10 +85,10 @@ def ping(address: str, port: int) -> float:
 
 
 def main() -> None:
-    """Parse the arguments and run the end that they name.
+    """Parse the arguments, and run the end that they name.
 
     Raises:
-        SystemExit: with a line that says how to call it, or why the other end cannot be reached.
+        SystemExit: with a line of usage, or the reason why the other end cannot be reached.
     """
     end, address, port, *seconds = [*sys.argv[1:], "", "", ""]
     if (end, len(sys.argv)) not in [("send", 6), ("receive", 6), ("echo", 4), ("ping", 4)]:

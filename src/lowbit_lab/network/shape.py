@@ -1,19 +1,19 @@
-"""A really slow link on one machine: network namespaces joined by shaped virtual Ethernet.
+"""A slow link on one machine, with real packets: network namespaces joined by shaped virtual Ethernet.
 
-Two hosts are the two ends of one veth pair; more hosts are veth pairs into a bridge, which is a namespace of its own. A
-token bucket filter (``tc ... tbf``) on both ends of every pair limits each direction by itself, as a full-duplex cable
-does. The packets travel through the kernel's real TCP, at the real rate, in real time. Congestion control is CUBIC,
+Two hosts are the two ends of one veth pair; more hosts have veth pairs to a bridge in a namespace of its own. A token
+bucket filter (``tc ... tbf``) on both ends of every pair limits each direction independently, as on a full-duplex
+cable. The packets travel through the kernel's real TCP, at the real rate, in real time. Congestion control is CUBIC,
 Linux's default, or else Reno.
 
-The namespaces have no names and leave no files: each lives as long as its keeper process and what runs in it. A keeper
-notices when its owner has gone, for whatever reason, kills the rest and ends. So nothing has to be cleaned up after a
-crash, and two runs on one machine cannot meet.
+The namespaces have no names and leave no files: each lives as long as its keeper process and the programs in it. A
+keeper notices when its owner is gone, for whatever reason, kills the rest and ends. So nothing has to be cleaned up
+after a crash, and two runs on one machine cannot interfere.
 
-A token bucket can neither delay nor lose packets, nor give each direction its own rate. The packets of such a link go
-through a process that delays them (`lowbit_lab.network.distance`), over a second interface of each host, to the same
+A token bucket can neither delay nor lose packets, nor give each direction its own rate. For a link that does, packets
+go through a process that delays them (`lowbit_lab.network.distance`), over a second interface of each host, to the same
 addresses.
 
-Root may do all this. Others may inside a user namespace, where the kernel permits those.
+Root may do all this; other users may inside a user namespace, if the kernel permits it.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ _SECONDS_TO_END = 5.0
 
 
 def burst_bytes(rate_mbit: float) -> int:
-    """Size of the token bucket.
+    """Return the size of the token bucket.
 
     A 1 MB bucket lets whole messages through unshaped at 100 Mbit/s and makes FP32 look 2.4 times as fast as it is; a
     32 KB bucket cannot be refilled often enough to reach 10 Gbit/s.
@@ -47,11 +47,11 @@ class SlowLink:
     """Hosts on this machine, joined by a link of a chosen rate and distance.
 
     Args:
-        hosts: How many hosts, 2 to 64.
-        rate_mbit, back_mbit, rtt_ms, jitter_ms, loss, queue_ms: Fields of their `Link`.
+        hosts: Number of hosts, 2 to 64.
+        rate_mbit, back_mbit, rtt_ms, jitter_ms, loss, queue_ms: Fields of the `Link` between them.
 
     Attributes:
-        link: The present link.
+        link: The current link.
 
     Raises:
         LinkUnavailable: On entering the context, or later for a link with a distance: the machine does not permit it.
@@ -90,7 +90,7 @@ class SlowLink:
     @staticmethod
     @functools.cache
     def available(*, distance: bool = False) -> str | None:
-        """Try once whether this machine permits a shaped link (with a distance): None, or the reason why not."""
+        """Try once whether this machine permits a shaped link (with a distance); return None or the reason why not."""
         if sys.platform != "linux":
             return "network namespaces exist on Linux only"
         try:
@@ -113,7 +113,7 @@ class SlowLink:
         self.close()
 
     def close(self) -> None:
-        """End the processes (SIGTERM, then SIGKILL) and the namespaces. Twice is harmless."""
+        """End the processes (SIGTERM, then SIGKILL) and the namespaces. A second call does nothing."""
         for process in self._processes:
             if process.poll() is None:
                 process.terminate()
@@ -125,16 +125,16 @@ class SlowLink:
             self._distance = None
         while self._namespaces:
             self._namespaces.pop().close()
-        while self._processes:  # the keepers have killed those that were left
+        while self._processes:  # the keepers have killed the remaining ones
             self._processes.pop().wait()
 
     def address(self, host: int) -> str:
-        """The IPv4 address of a host. It exists inside the link only."""
+        """Return the IPv4 address of a host, which exists inside the link only."""
         self._namespace(host)
         return f"{NETWORK}.{host + 1}"
 
     def interface(self, host: int) -> str:
-        """The name of a host's network interface, as ``GLOO_SOCKET_IFNAME`` wants it."""
+        """Return the name of a host's network interface, for ``GLOO_SOCKET_IFNAME``."""
         self._namespace(host)
         return INTERFACE
 
@@ -143,7 +143,7 @@ class SlowLink:
     ) -> subprocess.Popen:
         """Start a program on a host: ``subprocess.Popen`` with the same arguments and signals.
 
-        It sees this machine's files, and its own network only. It ends with the link at the latest.
+        It sees this machine's files, but only its own network. It ends with the link at the latest.
         """
         command = [*self._namespace(host).enter, *argv]
         process = subprocess.Popen(command, env=None if env is None else dict(env), **kwargs)
@@ -152,7 +152,7 @@ class SlowLink:
         return process
 
     def set_rate(self, rate_mbit: float | None) -> None:
-        """Change the rate of every end in both directions, from now on. None takes the limit away."""
+        """Change the rate of every end in both directions, from now on. None removes the limit."""
         self.set_link(dataclasses.replace(self.link, rate_mbit=rate_mbit, back_mbit=None))
 
     def set_link(self, link: Link) -> None:
@@ -174,23 +174,23 @@ class SlowLink:
         self.link = link
 
     def cut(self, host: int) -> None:
-        """Let every packet to and from a host vanish, until `restore`. Twice is harmless.
+        """Drop every packet to and from a host, until `restore`. A second call does nothing.
 
-        No end notices: no reset, no "unreachable", no lost carrier, nothing that TCP learns of at once. Of two hosts,
-        both are cut off.
+        No end notices at once: TCP sees no reset, no "unreachable" and no lost carrier. With two hosts, both are cut
+        off.
         """
         self._namespace(host)
         self._cut.add(host)
         self._connect(host)
 
     def restore(self, host: int) -> None:
-        """Join a host that was cut off again. TCP goes on when it next sends something again."""
+        """Connect a host that was cut off. TCP continues when it next retransmits."""
         self._namespace(host)
         self._cut.discard(host)
         self._connect(host)
 
     def enter(self, host: int) -> None:
-        """Move this process to a host, for good: for a fork that has no second thread.
+        """Move this process to a host for good; only for a fork without a second thread.
 
         Raises:
             OSError: the kernel does not permit it.
@@ -199,12 +199,12 @@ class SlowLink:
             delay.enter(self._namespace(host).pid, kind)
 
     def _connect(self, host: int) -> None:
-        """Plug the cable of a host in, or pull it out if the host is cut off."""
+        """Plug in the cable of a host, or pull it out if the host is cut off."""
         if self.hosts > 2:
             self._namespaces[-1].ip(f"link set port{host} {'nomaster' if host in self._cut else 'master switch'}")
         else:  # one cable
             for namespace in self._namespaces:
-                # Without ARP an interface takes its own hardware address for all others': their end drops the packets.
+                # Without ARP an interface sends to its own hardware address, and the other end drops the packets.
                 namespace.ip(f"link set {INTERFACE} arp {'off' if self._cut else 'on'}")
         if self._distance:
             self._distance.cut(self._cut)
@@ -217,12 +217,12 @@ class SlowLink:
         return self._namespaces[host]
 
     def _ends(self) -> list[tuple[Namespace, str]]:
-        """Every interface that sends into a cable."""
+        """Return every interface that sends into a cable."""
         ports = [(self._namespaces[-1], f"port{host}") for host in range(self.hosts if self.hosts > 2 else 0)]
         return [(namespace, INTERFACE) for namespace in self._namespaces[: self.hosts]] + ports
 
     def _join(self) -> None:
-        """Make the cables and give every host its address."""
+        """Make the cables, and give every host its address."""
         hosts, switch = self._namespaces[: self.hosts], self._namespaces[-1]
         if self.hosts == 2:
             cable(hosts[0], INTERFACE, hosts[1])
@@ -242,8 +242,8 @@ def _shape(namespace: Namespace, interface: str, link: Link) -> None:
     if link.rate_mbit is not None:
         bits, burst = round(link.rate_mbit * 1e6), burst_bytes(link.rate_mbit)
         kind = f"tbf rate {bits}bit burst {burst} latency {link.most_waiting_ms:g}ms"
-        # TCP hands over trains of packets, which a network card takes apart. The filter has to take apart those
-        # that are larger than its bucket, at more than half of the kernel's whole work for the link.
+        # TCP hands over trains of packets, which a network card would split. The filter must split those larger than
+        # its bucket, which costs more than half of the kernel's work for the link.
         largest = min(largest, burst * 3 // 4)
     namespace.ip(f"link set {interface} gso_max_size {largest}")
     namespace.run(["tc", "qdisc", "replace", "dev", interface, "root", *kind.split()])

@@ -11,7 +11,7 @@ import pytest
 
 from lowbit.train.checkpoints.manifest import (
     MANIFEST,
-    DamagedError,
+    DamagedShareError,
     Manifest,
     newest_step,
     read_manifest,
@@ -52,14 +52,14 @@ def test_every_flipped_bit_of_a_manifest_is_noticed():
     for position in range(8 * len(data)):
         flipped = bytearray(data)
         flipped[position // 8] ^= 1 << position % 8
-        with pytest.raises(DamagedError):
+        with pytest.raises(DamagedShareError):
             unseal(bytes(flipped))
 
 
 def test_another_way_to_write_the_same_is_noticed():
     values = json.loads(manifest().to_bytes())
     for data in (json.dumps(values, indent=1).encode(), manifest().to_bytes() + b"\n", b"", b"[]", b"{", b"[" * 99_999):
-        with pytest.raises(DamagedError, match="changed or cut short"):
+        with pytest.raises(DamagedShareError, match="changed or cut short"):
             unseal(data)
 
 
@@ -79,7 +79,7 @@ def test_a_foreign_manifest_is_checked():
     ]
     for key, value, text in wrong:
         values = {"format": 1, **dataclasses.asdict(manifest()), key: value}
-        with pytest.raises(DamagedError, match=text):
+        with pytest.raises(DamagedShareError, match=text):
             Manifest.from_values(unseal(seal(values)))
 
 
@@ -87,7 +87,7 @@ def test_a_manifest_belongs_to_its_place(tmp_path: Path):
     put(tmp_path, manifest())
     share = tmp_path / "step-00000004" / "rank-0"
     assert read_manifest(share) == manifest()
-    with pytest.raises(DamagedError, match="is that of rank 0 at step 4"):
+    with pytest.raises(DamagedShareError, match="is that of rank 0 at step 4"):
         read_manifest(share.rename(share.with_name("rank-1")))
 
 

@@ -124,7 +124,7 @@ def _exchange_slowly(folder: Path, limit: float) -> list[str]:
 
     names = [(0, name) for name in found.shares[0].tensors] if rank == 1 else []
     with mock.patch.object(exchange, "_PIECE_BYTES", 100), mock.patch.object(exchange.Messages, "send", slowly):
-        got = exchange.Exchange(found, folder / str(rank) / "checkpoints", group, limit).run(names)
+        got = exchange.ShareExchange(found, folder / str(rank) / "checkpoints", group, limit).run(names)
     return [name for _, name in got]
 
 

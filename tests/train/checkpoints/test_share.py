@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lowbit.train.checkpoints.manifest import MANIFEST, TENSORS, DamagedError
+from lowbit.train.checkpoints.manifest import MANIFEST, TENSORS, DamagedShareError
 from lowbit.train.checkpoints.share import DTYPES, Reader, commit_share, stage_share, verify_share
 from tests.train.checkpoints.test_manifest import manifest
 
@@ -58,7 +58,7 @@ def test_no_flipped_bit_goes_unnoticed(share: Path):
         path.write_bytes(data)
         try:
             verify_share(share)
-        except DamagedError:
+        except DamagedShareError:
             noticed += 1
         path.write_bytes(whole[path])
     assert noticed == FLIPS
@@ -78,7 +78,7 @@ def test_no_flipped_bit_goes_unnoticed(share: Path):
 )
 def test_damage_is_told(share: Path, damage: Any, text: str):
     damage(share)
-    with pytest.raises(DamagedError, match=text):
+    with pytest.raises(DamagedShareError, match=text):
         verify_share(share)
 
 

@@ -1,4 +1,4 @@
-"""Figures for Plotly, as dictionaries."""
+"""Make figures for Plotly, as dictionaries."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 Figure = dict[str, Any]
 MOST_POINTS = 2000  # of a curve; more are averaged
-LEAST_SHARE = 1e-3  # of the time; a kind of spans that takes less is left out
+LEAST_SHARE = 1e-3  # share of the time below which a kind of span is left out
 COLORS = {
     "compute": ("#8b9198", "#949aa3"), "coding": ("#0b5fd6", "#5aa2ff"), "waiting": ("#e08a00", "#f5ab35"),
     "sending": ("#0f8a66", "#3fc49b"), "all-reduce": ("#6a3fc4", "#ab8cff"), "rest": ("#cbd0d4", "#5a606b"),
@@ -64,9 +64,9 @@ def stacks(bars: Sequence[str], parts: Mapping[str, Sequence[float]], *, label: 
 
 
 def timeline(spans: Sequence[tuple[str, str, float, float, str]]) -> Figure:
-    """Spans on tracks, each a kind, a track, its begin and length in milliseconds, and a text.
+    """Draw spans on tracks; each has a kind, a track, begin and length in milliseconds, and a text.
 
-    Spans that lie in others come later in `spans`, and cover them.
+    Spans within others must come later in `spans`, so that they are drawn on top.
     """
     tracks = list(dict.fromkeys(track for _, track, *_ in spans))
     data, length = [], max((begin + duration for _, _, begin, duration, _ in spans), default=0.0)
@@ -89,7 +89,7 @@ def timeline(spans: Sequence[tuple[str, str, float, float, str]]) -> Figure:
 
 
 def thinned(curve: Sequence[tuple[float, float]], most: int = MOST_POINTS) -> list[tuple[float, float]]:
-    """At most so many points: means of equal stretches, each under its last x."""
+    """Reduce a curve to at most `most` points: means of equal stretches, each at its last x."""
     width = -(-len(curve) // most)
     if width <= 1:
         return list(curve)
@@ -98,7 +98,7 @@ def thinned(curve: Sequence[tuple[float, float]], most: int = MOST_POINTS) -> li
 
 
 def escaped(text: str) -> str:
-    """A text for Plotly, which takes some HTML."""
+    """Escape a text for Plotly, which interprets some HTML."""
     return text.replace("&", "&amp;").replace("<", "&lt;")
 
 

@@ -1,7 +1,7 @@
-"""A page of parts: tables, figures of Plotly and pictures. Every text is escaped, and holds no control characters.
+"""Make a page of parts: tables, Plotly figures and pictures. All text is escaped, without control characters.
 
-Plotly's library is in the page, compressed; the browser unpacks it. A content security policy keeps the page from
-asking the network for anything, and from running any script but its own.
+The page contains Plotly's library, compressed; the browser unpacks it. A content security policy keeps the page from
+using the network, and from running any script but its own.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _NUMBER = set("0123456789.,-+–x%∞ ")
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A part of a page, with any of these.
+    """A section of a page; all fields but the title are optional.
 
     Args:
         text: below the title.
-        head, rows: a table, as texts. folded: shown on demand.
+        head, rows: a table, as text. folded: show it on demand.
         figure: {"data": ..., "layout": ...} for Plotly; `meta` of a trace holds its colors by theme.
-        picture: addresses of an image, {"light": ..., "dark": ...}.
+        picture: URLs of an image, {"light": ..., "dark": ...}.
     """
 
     title: str
@@ -50,7 +50,7 @@ class Part:
 
     @property
     def numeric(self) -> set[int]:
-        """Columns of numbers."""
+        """Indices of columns that hold numbers."""
         columns = range(len(self.head))
         return {i for i in columns if all(set(row[i]) <= _NUMBER or row[i][:1].isdigit() for row in self.rows)}
 
@@ -60,7 +60,7 @@ class Page:
     """A page.
 
     Args:
-        problems: what could not be read, each in a line.
+        problems: what could not be read, one line each.
     """
 
     title: str
@@ -70,7 +70,7 @@ class Page:
 
 
 def render(page: Page) -> str:
-    """The page as HTML.
+    """Render the page as HTML.
 
     Raises:
         ModuleNotFoundError: the extra "report" is not installed.
@@ -98,12 +98,12 @@ def write_page(page: Page, path: Path) -> None:
     """Write a page; a reader never sees half a file.
 
     Raises:
-        ValueError: a file is in the way that is no page of ours, or the path cannot be written.
-        ModuleNotFoundError: as `render`.
+        ValueError: a file that lowbit did not write is in the way, or the path cannot be written.
+        ModuleNotFoundError: from `render`.
     """
     text = render(page)
     if (path.exists() or path.is_symlink()) and not is_ours(path):
-        raise ValueError(f"{path} is in the way: it is no page of lowbit; allowed: another name, or to move it away")
+        raise ValueError(f"{path} is in the way: it is not a page of lowbit; allowed: another name, or to move it away")
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -138,6 +138,6 @@ def is_ours(path: Path) -> bool:
 
 @functools.cache
 def _library() -> str:
-    """Plotly's library, compressed, as base64."""
+    """Return Plotly's library, compressed, as base64."""
     source = resources.files("plotly").joinpath("package_data", "plotly.min.js").read_bytes()
     return base64.b64encode(gzip.compress(source, mtime=0)).decode()

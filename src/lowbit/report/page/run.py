@@ -20,10 +20,10 @@ class RunFiles:
     """The files of a run.
 
     Attributes:
-        config, summary, ranks: as they were written; empty where there is none.
-        steps, evaluations: lines of metrics and of held-out scores, ascending.
+        config, summary, ranks: as they were written; empty if missing.
+        steps, evaluations: lines of metrics and of held-out scores, by ascending step.
         spans: Chrome trace events of all ranks.
-        problems: what could not be read, each in a line.
+        problems: what could not be read, one line each.
     """
 
     folder: Path
@@ -45,10 +45,10 @@ def read_run(folder: Path) -> RunFiles:
     """Read a folder of `lowbit train`.
 
     Raises:
-        ValueError: it holds none, or nothing of it can be read.
+        ValueError: it is not a run's folder, or nothing in it can be read.
     """
     if not folder.is_dir():
-        raise ValueError(f"{folder} is no folder of a run and no file of results; allowed: what lowbit wrote")
+        raise ValueError(f"{folder} is neither the folder of a run nor a file of results; allowed: what lowbit wrote")
     problems: list[str] = []
     config, summary, ranks = (_part(folder / name, _object, problems, {}) for name in (CONFIG, SUMMARY, RANKS))
     steps = _part(folder / METRICS, lambda data: _lines(data, METRICS, problems), problems, [])
@@ -70,13 +70,13 @@ def read_run(folder: Path) -> RunFiles:
 
 
 def number(value: Any) -> float | None:
-    """The value if it is a finite number."""
+    """Return the value if it is a finite number."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if is_number and math.isfinite(value) else None
 
 
 def _part(path: Path, parse: Callable[[bytes], Any], problems: list[str], absent: Any) -> Any:
-    """The contents of a file; `absent` where there is none, or where it cannot be read, which is a problem."""
+    """Parse a file; return `absent` if it is missing, or if it cannot be read, which is a problem."""
     if not path.is_file():
         return absent
     try:
@@ -95,7 +95,7 @@ def _object(data: bytes) -> dict[str, Any]:
 
 
 def _lines(data: bytes, name: str, problems: list[str]) -> list[dict[str, Any]]:
-    """Lines with a step, by step; of a step that comes twice, the last. An unfinished last line is left out."""
+    """Read lines with a step, sorted by step; the last line of a step counts. An unfinished last line is left out."""
     by_step: dict[int, dict[str, Any]] = {}
     bad = 0
     for line in data.split(b"\n")[:-1]:

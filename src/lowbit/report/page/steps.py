@@ -1,4 +1,4 @@
-"""The timeline of a traced step, and where each rank's time went."""
+"""Show the timeline of a traced step, and the parts of each rank's time."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 from lowbit.report.page.figures import COLORS, LEAST_SHARE, escaped, stacks, timeline
 from lowbit.report.page.page import Part
 
-_MOST_SPANS = 6000  # of a figure
+_MOST_SPANS = 6000  # in a figure
 _STEP = "step"
 Event = Mapping[str, Any]
 
 
 def timeline_part(events: Sequence[Event]) -> Part:
-    """The step of all ranks that took as long as the median one."""
+    """Show the traced step of median length, on all ranks."""
     steps = sorted({number for event in events if (number := _step(event)) is not None})
     lengths = {number: max(e["dur"] for e in events if _step(e) == number) for number in steps}
     if not lengths:
@@ -39,7 +39,7 @@ def timeline_part(events: Sequence[Event]) -> Part:
 
 
 def shares_part(events: Sequence[Event]) -> Part:
-    """Milliseconds of a traced step by kind, for each rank; what lies in another span counts for itself only."""
+    """Show milliseconds per traced step by kind, for each rank; an inner span does not count for its outer one."""
     ranks = sorted({event["pid"] for event in events})
     kinds = [kind for kind in COLORS if kind != "sending"]
     totals = {rank: own_times([e for e in events if e["pid"] == rank and e["tid"] == 0]) for rank in ranks}
@@ -52,13 +52,13 @@ def shares_part(events: Sequence[Event]) -> Part:
     ]  # fmt: skip
     return Part(
         title="Where the time of a step goes", head=("rank", *(f"{kind}, ms" for kind in parts)), rows=rows,
-        text="Mean of the traced steps; rest: the schedule's own lines, and what the trace does not name.",
+        text="Mean of the traced steps; rest: the schedule's own code, and time that the trace does not cover.",
         figure=stacks([f"rank {rank}" for rank in ranks], parts, label="milliseconds"),
     )  # fmt: skip
 
 
 def own_times(events: Sequence[Event]) -> dict[str, float]:
-    """Microseconds by kind of one thread's spans, each without those that lie in it."""
+    """Sum microseconds by kind over one thread's spans, each without the spans within it."""
     totals: dict[str, float] = {}
     open_spans: list[Event] = []
     for event in sorted(events, key=lambda e: (e["ts"], -e["dur"])):
@@ -81,7 +81,7 @@ def _track(event: Event) -> str:
 
 
 def _about(event: Event) -> str:
-    """The text of a span."""
+    """Describe a span."""
     about = ", ".join(f"{key} {value}" for key, value in event["args"].items() if value is not None)
     text = f"{event['name']}: {about}" if about else str(event["name"])
     return escaped(text[:200])

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint on their way to the ranks that resume from it, from whichever disk has them."""
+"""Send the tensors of a checkpoint from the disk that has them to the ranks that resume from it."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from lowbit.wire.json_values import gather_json
 from lowbit.wire.messages import Messages
 
 Item = tuple[int, str]
-"""A tensor in a checkpoint: the rank that wrote the share, and the name there."""
+"""A tensor in a checkpoint: the rank that wrote the share, and the tensor's name in it."""
 
 _PIECE_BYTES = 8 << 20  # of a tensor that is sent
 _OVER = object()
 
 
-class Exchange:
+class ShareExchange:
     """Reads tensors from this rank's disk, or receives them from a rank that has the share on its disk.
 
-    All ranks go through all transfers in the same order, a piece to each receiver in turn: so there is no deadlock, and
-    no wait is longer than one piece for every rank takes. All together may exceed the time limit.
+    All ranks take part in all transfers in the same order, one piece to each receiver in turn. So there is no deadlock,
+    and no wait is longer than sending one piece to every rank takes. The whole exchange may exceed the time limit.
 
     Args:
         folder: of checkpoints on this rank's disk. timeout: seconds to wait for a piece.
@@ -43,7 +43,7 @@ class Exchange:
         self._received: dict[Item, Tensor] = {}
 
     def run(self, wanted: list[Item]) -> dict[Item, Tensor]:
-        """The tensors that this rank wants, on the CPU; to be called on every rank.
+        """Return the tensors that this rank wants, on the CPU; every rank must call it.
 
         Raises:
             DamagedError: a tensor arrived damaged. PeerError: a rank ended or does not answer.
@@ -58,12 +58,12 @@ class Exchange:
             under_way = [pieces for pieces in under_way if next(pieces, _OVER) is not _OVER]
 
     def _pieces(self, receiver: int, items: list[Item]) -> Iterator[None]:
-        """This rank's part in sending `items` to a receiver; yields after each piece."""
+        """Do this rank's part in sending `items` to a receiver; yield after each piece."""
         for share, name in items:
             holder, entry = self._saved.holders[share], self._saved.shares[share].tensors[name]
             if self._rank == holder:
                 tensor = self._readers[share](name)
-            else:  # on ranks that only keep step with the others, without memory
+            else:  # neither sends nor receives: this rank only keeps the order, without memory for the tensor
                 device = "cpu" if self._rank == receiver else "meta"
                 tensor = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]], device=device)
             if holder != receiver:

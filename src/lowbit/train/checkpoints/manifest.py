@@ -1,6 +1,6 @@
-"""The manifest of a share: JSON that reveals a change to any of its bits. Needs no PyTorch.
+"""The manifest of a share: JSON with a digest that reveals any changed bit. Needs no PyTorch.
 
-pydantic checks a manifest, which may be foreign; nothing in it is executed.
+A manifest may come from somebody else: pydantic checks it, and nothing in it is executed.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class _Tensor(TypedDict):
     shape: list[NonNegativeInt]
 
 
-class DamagedError(ValueError):
-    """A share is not as it was written; the text says how, without its path, and is safe to print."""
+class DamagedShareError(ValueError):
+    """A share differs from what was written; the text says how, without the path, and is safe to print."""
 
     def __init__(self, text: str) -> None:
         super().__init__(printable(text))
@@ -70,12 +70,12 @@ class Manifest:
     """Describes one rank's share of a step. The fields with a default differ from step to step.
 
     Attributes:
-        step: steps done. rank: whose share; ranks: of the whole run, each of which wrote one.
-        attempt: the same in all shares that belong together: a name of the processes that wrote them.
+        step: steps done. rank: the one that wrote the share; ranks: of the whole run, each of which wrote one.
+        attempt: names the processes that wrote a checkpoint; equal in all shares that belong together.
         layout: of the model over ranks and stages (`lowbit.train.identity.layout_of`).
         identity: all that losses depend on, by configuration key (`lowbit.train.identity`).
         versions: of lowbit and PyTorch.
-        changes: of the identity, layout and versions when runs resumed, oldest first.
+        changes: made to identity, layout and versions whenever the run resumed, oldest first.
         codecs: state of the codecs at boundaries, without its tensors (`lowbit.train.checkpoints.state`).
         aliases: for parameters that are copies, the name of the original.
         file: length and SHA-256 of `TENSORS`. tensors: dtype and shape by name.
@@ -100,19 +100,19 @@ class Manifest:
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> Manifest:
-        """A manifest from a file or a peer.
+        """Make a manifest from values that a file or a peer holds.
 
         Raises:
-            DamagedError: it has another format, or something in it has the wrong type.
+            DamagedShareError: it has another format, or something in it has the wrong type.
         """
         if (written := values.get("format", FORMAT)) != FORMAT:
-            raise DamagedError(f"has format {written!r}; this version of lowbit reads format {FORMAT}")
+            raise DamagedShareError(f"has format {written!r}; this version of lowbit reads format {FORMAT}")
         try:
             manifest = _manifests().validate_python(values)
         except ValidationError as error:
             first = error.errors()[0]
-            place = ".".join(map(str, first["loc"]))
-            raise DamagedError(f"has a manifest that is not as lowbit writes it: {place}: {first['msg']}") from None
+            problem = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+            raise DamagedShareError(f"has a manifest that is not as lowbit writes it: {problem}") from None
         layout = manifest.layout
         stages = layout["pipeline.ranks"] * layout["pipeline.stages_per_rank"]
         if (
@@ -120,7 +120,7 @@ class Manifest:
             or manifest.rank >= manifest.ranks
             or stages != len(layout["layers"])
         ):
-            raise DamagedError("has a manifest that is not as lowbit writes it: ranks, stages and layers differ")
+            raise DamagedShareError("has a manifest that is not as lowbit writes it: ranks, stages and layers differ")
         return manifest
 
 
@@ -130,17 +130,17 @@ def _manifests() -> TypeAdapter[Manifest]:
 
 
 def seal(values: Mapping[str, Any]) -> bytes:
-    """JSON with a digest of itself in front."""
+    """Return JSON that begins with a digest of the rest."""
     text = json.dumps(values)
     digest = hashlib.sha256(text.encode()).hexdigest()
     return json.dumps({"sha256": digest, **values}).encode()
 
 
 def unseal(data: bytes) -> dict[str, Any]:
-    """The inverse of `seal`.
+    """Invert `seal`.
 
     Raises:
-        DamagedError: `seal` would not write exactly these bytes.
+        DamagedShareError: `seal` would not write exactly these bytes.
     """
     try:
         values = json.loads(data)
@@ -149,28 +149,28 @@ def unseal(data: bytes) -> dict[str, Any]:
             return values
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass
-    raise DamagedError(f"has a {MANIFEST} that was changed or cut short")
+    raise DamagedShareError(f"has a {MANIFEST} that was changed or cut short")
 
 
 def read_manifest(share: Path) -> Manifest:
-    """The manifest of a share, whose tensors are not checked.
+    """Read the manifest of a share, without checking its tensors.
 
     Raises:
-        DamagedError: there is none, it was changed, or it has another format.
+        DamagedShareError: the manifest is missing, was changed, or has another format.
     """
     try:
         data = (share / MANIFEST).read_bytes()
     except OSError as error:
-        raise DamagedError(f"has no {MANIFEST} that can be read: {error.strerror}") from error
+        raise DamagedShareError(f"has no {MANIFEST} that can be read: {error.strerror}") from error
     manifest = Manifest.from_values(unseal(data))
-    place = share.name.removeprefix("."), share.parent.name  # a dot: the share waits for those of other ranks
+    place = share.name.removeprefix("."), share.parent.name  # a dot marks a share that waits for those of other ranks
     if (f"rank-{manifest.rank}", step_name(manifest.step)) != place:
-        raise DamagedError(f"is that of rank {manifest.rank} at step {manifest.step}")
+        raise DamagedShareError(f"is that of rank {manifest.rank} at step {manifest.step}")
     return manifest
 
 
 def step_name(step: int) -> str:
-    """Name of the folder of a step."""
+    """Name the folder of a step."""
     return f"step-{step:08d}"
 
 
@@ -185,14 +185,14 @@ def shares_in(step: Path) -> dict[int, Path]:
 
 
 def staged_in(step: Path) -> dict[int, Path]:
-    """Folders of shares that were not moved to their places, by rank."""
+    """Folders of shares that were not moved into place, by rank."""
     return _numbered(step, _STAGED)
 
 
 def newest_step(folder: Path) -> int | None:
-    """The step that a resume will probably begin with, from manifests alone; None if there is none.
+    """Guess from manifests alone which step a resume will begin with; None without checkpoints.
 
-    The newest step with all shares in this folder; if none has all, as on several machines, the newest with any.
+    This is the newest step with all shares in this folder; if none has all, as on several machines, the newest of all.
     """
     newest = None
     for step, path in reversed(steps_in(folder).items()):
@@ -200,7 +200,7 @@ def newest_step(folder: Path) -> int | None:
         for share in shares_in(path).values():
             try:
                 manifest = read_manifest(share)
-            except DamagedError:
+            except DamagedShareError:
                 continue
             newest = newest or step
             attempts.setdefault(manifest.attempt, set()).add(manifest.rank)

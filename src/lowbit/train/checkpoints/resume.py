@@ -1,4 +1,4 @@
-"""Resuming from a checkpoint in any layout: which rank takes which tensors from where, and which codecs start empty.
+"""Resume from a checkpoint in any layout: choose which rank takes which tensors, and which codecs start empty.
 
 Parameters and AdamW's moments are found by their name in the whole model. A rank takes the random generators of the
 rank that had its number. A codec takes the state of the boundary after the same layer, if the format is the same and
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowbit.codecs import StatefulCodec, parse
-from lowbit.train.checkpoints.exchange import Exchange, Item
+from lowbit.train.checkpoints.exchange import Item, ShareExchange
 from lowbit.train.checkpoints.manifest import Manifest, step_name
 from lowbit.train.checkpoints.save import NO_CHECKPOINT, Checkpoints, raise_everywhere
 from lowbit.train.checkpoints.search import SavedStep, Search
@@ -42,18 +42,18 @@ def resume(
     group: dist.ProcessGroup | None,
     adopt: Callable[[Any], None] | None = None,
 ) -> tuple[int, list[dict[str, Any]]]:
-    """Restore the newest intact step; to be called on every rank.
+    """Restore the newest intact step; every rank must call it.
 
     Args:
         now: the manifest of this run. replica: number of this rank's pipeline.
         run: whether there must be a checkpoint, and which keys may have changed since.
-        adopt: called with the formats that the run had chosen itself, before the codecs' states are restored.
+        adopt: called with the formats that the run itself chose earlier, before the states of codecs are restored.
 
     Returns:
         Steps done, 0 if no rank has any checkpoint; and all changes since the run began, oldest first.
 
     Raises:
-        CheckpointError: none is intact, or this run differs in a key that may not change; the same on every rank.
+        CheckpointError: (on every rank) no step is intact, or this run differs in a key that may not change.
     """
     rank, folder = checkpoints.rank, checkpoints.folder
     saved = Search(folder, group).newest()
@@ -68,7 +68,7 @@ def resume(
         adopt(saved.first.identity[CHOSEN])
     sources = _Sources(saved, pipeline, rank=rank, replica=replica)
     raise_everywhere(f"{where}: {sources.problem}" if sources.problem else "", group)
-    received = Exchange(saved, folder, group, run.timeout_seconds).run(sources.items)
+    received = ShareExchange(saved, folder, group, run.timeout_seconds).run(sources.items)
     tensors = {name: received[item] for name, item in sources.tensors.items()}
     for name in tensors.keys() & sources.copies:  # the optimizer changes tensors in place
         tensors[name] = tensors[name].clone()
@@ -86,7 +86,7 @@ def resume(
 def _compare(
     saved: SavedStep, now: Manifest, where: str, rank: int, allowed: tuple[str, ...], group: dist.ProcessGroup | None
 ) -> list[Change]:
-    """Differences between the run that wrote a step and this one; raises if one is not allowed."""
+    """Compare this run with the one that wrote a step; raise if a difference is not allowed."""
     written = saved.shares.get(rank, saved.first)
     changes = changes_between(written.identity, now.identity, step=saved.step)
     raise_everywhere(refuse(where, changes, allowed), group)
@@ -100,12 +100,12 @@ def _compare(
 
 
 class _Sources:
-    """Where one rank takes its tensors from.
+    """The source of each tensor that one rank takes.
 
     Attributes:
-        tensors: by the names that `restore` expects; copies: names whose tensor another name has, too.
+        tensors: by the names that `restore` expects; copies: names that share their tensor with another name.
         items: all of these and the tensors of codecs, sorted.
-        fresh: boundaries of the whole pipeline whose codecs start empty. problem: the first obstacle; empty: none.
+        fresh: boundaries of the whole pipeline whose codecs start empty. problem: the first obstacle, or "".
     """
 
     def __init__(self, saved: SavedStep, pipeline: Pipeline, *, rank: int, replica: int) -> None:
@@ -124,7 +124,7 @@ class _Sources:
         self.copies = {name for name, item in self.tensors.items() if first[item] != name}
 
     def lanes(self, received: Mapping[Item, Tensor]) -> dict[str, dict[str, Any]]:
-        """State of the codecs at this rank's boundaries, as `restore` expects it."""
+        """Return the codec states at this rank's boundaries, as `restore` expects them."""
         return {
             name: memory.values | {path: received[item] for path, item in memory.items.items()}
             for name, memory in self._lanes.items()
@@ -133,20 +133,20 @@ class _Sources:
     def _take_parameters(self) -> None:
         aliases = aliases_of(self._pipeline)
         for name, parameter in parameters_of(self._pipeline).items():
-            known = name if self._share_with(name) is not None else aliases.get(name, name)
-            share = self._share_with(known)
+            stored = name if self._share_with(name) is not None else aliases.get(name, name)
+            share = self._share_with(stored)
             if share is None:
                 self._note_problem(f"no share has the parameter {name}")
                 continue
             entries = self._saved.shares[share].tensors
-            entry = entries[f"model/{known}"]
+            entry = entries[f"model/{stored}"]
             if (DTYPES[entry["dtype"]], entry["shape"]) != (parameter.dtype, list(parameter.shape)):
                 self._note_problem(
                     f"parameter {name} is {entry['dtype']} {entry['shape']}; "
                     f"the model has {parameter.dtype} {list(parameter.shape)}"
                 )
-            self.tensors[f"model/{name}"] = share, f"model/{known}"
-            prefix = f"optimizer/{known}/"
+            self.tensors[f"model/{name}"] = share, f"model/{stored}"
+            prefix = f"optimizer/{stored}/"
             for moment in (n for n in entries if n.startswith(prefix)):
                 if entries[moment]["shape"] not in ([], entry["shape"]) and not moment.endswith(("/scale", "/qmap")):
                     self._note_problem(f"{moment} does not have the shape of its parameter")
@@ -156,21 +156,21 @@ class _Sources:
         self.problem = self.problem or text
 
     def _share_with(self, name: str) -> int | None:
-        """A share that has a parameter: preferably of this rank's number, then on its own disk."""
+        """Return a share with this parameter, preferably one of this rank's number, then one on its own disk."""
         having = [r for r, m in self._saved.shares.items() if f"model/{name}" in m.tensors]
         order = lambda r: (r != self._rank, self._saved.holders[r] != self._rank, r)  # noqa: E731
         return min(having, key=order, default=None)
 
     def _take_followed(self) -> None:
-        """Copies that ranks of a pipeline have in common, from one pipeline; if none has them, the parameter."""
+        """Take tied copies, which two ranks of a pipeline hold, from one pipeline; if none has them, the parameter."""
         places = self._saved.first.layout["pipeline.ranks"]
         for name, tensor in self._pipeline.followed.items():
             having = [r for r, manifest in self._saved.shares.items() if FOLLOWED + name in manifest.tensors]
             order = lambda r: (r // places != self._replica, r // places, r != self._rank, r)  # noqa: E731
             share = min(having, key=order) if having else self._share_with(name)
-            known = FOLLOWED + name if having else f"model/{name}"
-            if share is not None and self._saved.shares[share].tensors[known]["shape"] == list(tensor.shape):
-                self.tensors[FOLLOWED + name] = share, known
+            stored = FOLLOWED + name if having else f"model/{name}"
+            if share is not None and self._saved.shares[share].tensors[stored]["shape"] == list(tensor.shape):
+                self.tensors[FOLLOWED + name] = share, stored
             else:
                 self._note_problem(f"no share has the parameter {name}")
 
@@ -179,7 +179,7 @@ class _Sources:
             self.tensors |= {name: (self._rank, name) for name in share.tensors if name.startswith("random/")}
 
     def _take_codecs(self) -> Iterator[str]:
-        """Choose memories for this rank's lanes; yields the boundaries of the pipeline whose codecs start empty."""
+        """Choose memories for this rank's lanes; yield the boundaries whose codecs start empty."""
         pipeline = self._pipeline
         if pipeline.config.pipeline.boundary != "lowbit":
             return
@@ -201,18 +201,18 @@ class _Sources:
                     yield lane
 
     def _memory_for(self, end: End, codec: str) -> _Memory | None:
-        """Memory for a lane: that of its place, or the choice of the nearest place that has one."""
+        """Return the memory saved for a lane's place, else the choice saved for the nearest place that has one."""
         replicas = sorted(self._memories, key=lambda r: (r != self._replica % len(self._memories), r))
         for replica in replicas:
-            known = self._memories[replica]
-            if end in known and end.other in known and self._fits(known[end], codec):
-                return known[end]
+            memories = self._memories[replica]
+            if end in memories and end.other in memories and self._fits(memories[end], codec):
+                return memories[end]
         if parse(codec).settled:
             return None
         near = [
             (abs(other.after_layer - end.after_layer), other.after_layer, replica, memory)
-            for replica, known in self._memories.items()
-            for other, memory in known.items()
+            for replica, memories in self._memories.items()
+            for other, memory in memories.items()
             if other.direction == end.direction and memory.has_choice and _same(memory.codec, codec)
         ]
         return min(near, key=lambda each: each[:3])[-1].choice_only() if near else None
@@ -230,7 +230,7 @@ class _Sources:
 
 @dataclass(frozen=True, kw_only=True)
 class _Memory:
-    """The state of a codec at one end of a boundary. items: its tensors; values: everything else; both by path."""
+    """State of a codec at one end of a boundary. items: its tensors; values: everything else; both by path."""
 
     codec: str
     values: dict[str, Any]
@@ -242,13 +242,13 @@ class _Memory:
         return any(path.endswith("/choice") for path in self.values)
 
     def choice_only(self) -> _Memory:
-        """The choice alone, which fits other places, too."""
+        """Return the choice alone, which also fits other places."""
         choices = {path: v for path, v in self.values.items() if path.endswith("/choice")}
         return dataclasses.replace(self, values=choices, items={}, whole=False)
 
 
 def _memories(saved: SavedStep) -> dict[int, dict[End, _Memory]]:
-    """State of the codecs at the ends of boundaries, by pipeline."""
+    """Codec states at the ends of boundaries, by pipeline."""
     places = saved.first.layout["pipeline.ranks"]
     memories: dict[int, dict[End, _Memory]] = {}
     for rank, manifest in saved.shares.items():

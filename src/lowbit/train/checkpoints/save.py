@@ -1,4 +1,4 @@
-"""Saving: every rank writes its share; once all have done so, each moves its own to its place."""
+"""Save checkpoints: every rank writes its share; once all have done so, each moves its own into place."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from lowbit.wire.json_values import gather_json
 
 FOLDER = "checkpoints"
 NO_CHECKPOINT = (
-    "run.resume is true; {} has no checkpoint; allowed: run.resume=auto (--resume=auto) to begin where there is none"
+    "run.resume is true; {} has no checkpoint; allowed: run.resume=auto (--resume=auto) to begin without one"
 )
 _BEAT_SECONDS = 1.0
 
 
 class CheckpointError(ConfigError):
-    """A run cannot begin with the checkpoints in its folder, nor would a retry help. The same text on every rank."""
+    """A run cannot begin with the checkpoints in its folder, and a retry would not help. Same text on every rank."""
 
     on_all_ranks = True
 
@@ -42,7 +42,7 @@ class Checkpoints:
     """The checkpoints of one rank.
 
     Args:
-        output: folder of the run. rank: whose shares. keep: how many steps stay.
+        output: folder of the run. rank: writes the shares. keep: number of steps that stay.
     """
 
     def __init__(self, output: Path, *, rank: int, keep: int) -> None:
@@ -52,11 +52,11 @@ class Checkpoints:
     def save(self, step: int, snapshot: Snapshot, run: Manifest, group: dist.ProcessGroup | None = None) -> None:
         """Write this rank's share of a step, and drop steps older than the last `keep`.
 
-        A share moves to its place only when those of all ranks are on their disks. So if any of them is in its place
-        after a crash, the step is complete, and `Search` moves the others.
+        Shares move into place only once those of all ranks are on disk. So if any of them is in place after a crash,
+        the step is complete, and `Search` moves the others.
 
         Args:
-            step: steps done so far. run: the manifest but for the fields of a step.
+            step: steps done so far. run: the manifest without the fields of a step.
 
         Raises:
             TransientError: a rank could not write its share. Older steps stay; all shares of this one are removed.
@@ -93,14 +93,14 @@ class Checkpoints:
             target.rename(target.with_name(f"{target.name}.kept-{time.time_ns()}"))
 
     def _files(self, share: Path) -> list[str]:
-        """Names of a share's files in the folder of the run."""
+        """Names of a share's files, relative to the folder of the run."""
         return [f"{FOLDER}/{share.parent.name}/{share.name}/{file}" for file in FILES]
 
     def _drop_older_than(self, newest: int) -> None:
-        """Drop steps of this run that are older than the last `keep`, with the shares of ranks that are gone."""
-        made = self._output.made()
+        """Drop this run's steps that are older than the last `keep`, including shares of ranks that no longer exist."""
+        recorded = self._output.made()
         own = {
-            step: [share for share in shares_in(path).values() if self._files(share)[0] in made]
+            step: [share for share in shares_in(path).values() if self._files(share)[0] in recorded]
             for step, path in steps_in(self.folder).items()
             if step <= newest
         }
@@ -113,7 +113,7 @@ class Checkpoints:
 
 
 def together(work: Callable[[], Any], group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Results of `work` on each rank, which JSON must be able to hold; to be called on every rank.
+    """Run `work` on every rank, and return all results, which must be JSON values; every rank must call it.
 
     `work` runs on a thread while ranks exchange signs of life, so it may take longer than the group's time limit.
     """
@@ -129,7 +129,7 @@ def together(work: Callable[[], Any], group: dist.ProcessGroup | None = None) ->
     thread.start()
     while True:
         thread.join(_BEAT_SECONDS)
-        done = not thread.is_alive()  # asked once: an error may come at any moment
+        done = not thread.is_alive()  # read once: an error may come at any moment
         if "error" in outcome:
             raise outcome["error"]
         outcomes = gather_json(outcome if done else {}, group)
@@ -140,10 +140,10 @@ def together(work: Callable[[], Any], group: dist.ProcessGroup | None = None) ->
 def raise_everywhere(
     problem: str, group: dist.ProcessGroup | None = None, kind: type[CheckpointError] = CheckpointError
 ) -> None:
-    """Raise the first rank's problem on every rank, if any rank has one; to be called on every rank.
+    """Raise the first rank's problem on every rank, if any rank has one; every rank must call it.
 
     Raises:
-        CheckpointError: with that text, as far as it is printable; or another `kind`.
+        CheckpointError: with the printable part of that text; or another `kind`.
     """
     if problems := [text for text in gather_json(problem, group) if text]:
         raise kind(lines(problems[0]))

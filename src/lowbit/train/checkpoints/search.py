@@ -1,4 +1,4 @@
-"""Which step to resume from: the newest of which the ranks together have all shares intact, on whatever disks."""
+"""Find the step to resume from: the newest of which the ranks together have all shares intact, on any disks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lowbit.train.checkpoints.manifest import (
-    DamagedError,
+    DamagedShareError,
     Manifest,
     read_manifest,
     shares_in,
@@ -29,7 +29,7 @@ from lowbit.wire.json_values import gather_json
 
 log = logging.getLogger(__name__)
 
-_NAMED = 4  # missing shares that a message names; of more, it gives the number
+_NAMED = 4  # missing shares that a message names; it counts the rest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +37,8 @@ class SavedStep:
     """A step to resume from.
 
     Attributes:
-        step: steps done. shares: manifests by the rank that wrote them; each was verified to the last byte.
-        holders: for each of them, the rank of this run that has it on its disk and has read it.
+        step: steps done. shares: manifests by the rank that wrote them; every byte was verified.
+        holders: for each share, the rank of this run that has it on its disk and has read it.
     """
 
     step: int
@@ -47,7 +47,7 @@ class SavedStep:
 
     @property
     def first(self) -> Manifest:
-        """The manifest of the lowest rank, for the fields that all have in common."""
+        """The manifest of the lowest rank, for the fields that all share."""
         return self.shares[min(self.shares)]
 
     @property
@@ -65,7 +65,7 @@ class SavedStep:
 
 
 class Search:
-    """Searches the disks of all ranks; to be made and used on every rank.
+    """Searches the disks of all ranks; every rank makes and uses one.
 
     Args:
         folder: of checkpoints on this rank's disk; it need not exist.
@@ -74,9 +74,9 @@ class Search:
     def __init__(self, folder: Path, group: dist.ProcessGroup | None) -> None:
         self._folder, self._group = folder, group
         self._rank = dist.get_rank(group)
-        self._reasons: dict[int, dict[str, str]] = {}  # of damage, by step, then by share
-        self._ranks: dict[tuple[int, str], int] = {}  # that wrote a step, by step and attempt
-        self._holders: dict[tuple[int, str], dict[int, list[int]]] = {}  # of each share of a step and attempt
+        self._reasons: dict[int, dict[str, str]] = {}  # kinds of damage, by step, then by share
+        self._ranks: dict[tuple[int, str], int] = {}  # number that wrote a step, by step and attempt
+        self._holders: dict[tuple[int, str], dict[int, list[int]]] = {}  # by step and attempt, then by share
         self._verified: dict[tuple[int, str], SavedStep] = {}
         _commit_remaining(folder, group)
         for holder, inventory in enumerate(gather_json(_inventory(folder), group)):
@@ -89,9 +89,9 @@ class Search:
                 self._holders.setdefault(key, {}).setdefault(rank, []).append(holder)
 
     def newest(self) -> SavedStep | None:
-        """The newest intact step; None if no rank has any step, intact or not.
+        """Return the newest intact step; None if no rank has any step, intact or not.
 
-        Intact is a step with all shares; if there is none, one with the whole model, without some of several pipelines.
+        A step with all shares is intact. If there is none, so is one with the whole model that lacks some pipelines.
         Rank 0 logs a line for each step that is skipped.
 
         Raises:
@@ -120,13 +120,13 @@ class Search:
         return saved
 
     def _verify(self, key: tuple[int, str]) -> SavedStep:
-        """Let ranks read every share of a step; if a copy is damaged, the next rank that has one reads that."""
+        """Let ranks read every share of a step; if a copy is damaged, the next rank with a copy reads its own."""
         if key in self._verified:
             return self._verified[key]
         step, ranks = key[0], dist.get_world_size(self._group)
         shares: dict[int, Manifest] = {}
         holders: dict[int, int] = {}
-        # The rank that wrote a share reads it if it sees it; otherwise ranks take turns.
+        # The rank that wrote a share reads it if its disk has it; otherwise ranks take turns.
         waiting = {
             rank: sorted(having, key=lambda holder, rank=rank: (holder - rank) % ranks)
             for rank, having in self._holders[key].items()
@@ -144,22 +144,22 @@ class Search:
         return self._verified[key]
 
     def _read(self, step: int, ranks: list[int]) -> list[tuple[int, Any]]:
-        """Manifests of these ranks' shares on this disk, or their damage in words."""
+        """Verify these ranks' shares on this disk; return manifests, or what is damaged in words."""
         outcomes: list[tuple[int, Any]] = []
         for rank in ranks:
             try:
                 manifest = verify_share(self._folder / step_name(step) / f"rank-{rank}")
                 outcomes.append((rank, dataclasses.asdict(manifest)))
-            except DamagedError as error:
+            except DamagedShareError as error:
                 outcomes.append((rank, str(error)))
         return outcomes
 
     def _why(self, step: int) -> str:
-        """Why a step is not intact."""
-        known = self._reasons.get(step, {})
-        reasons = [f"{share} {reason}" for share, reason in sorted(known.items())]
+        """Say why a step is not intact."""
+        damaged = self._reasons.get(step, {})
+        reasons = [f"{share} {reason}" for share, reason in sorted(damaged.items())]
         for key, holders in ((key, holders) for key, holders in self._holders.items() if key[0] == step):
-            absent = [r for r in range(self._ranks[key]) if r not in holders and f"rank-{r}" not in known]
+            absent = [r for r in range(self._ranks[key]) if r not in holders and f"rank-{r}" not in damaged]
             saved = self._verified.get(key)
             for rank in absent[:_NAMED]:
                 held = f" ({parameters_at(saved.first.layout, rank)})" if saved is not None and saved.shares else ""
@@ -170,26 +170,26 @@ class Search:
 
 
 def _commit_remaining(folder: Path, group: dist.ProcessGroup | None) -> None:
-    """Move the remaining shares of a step to their places, if a crash came after the first was moved."""
+    """Move the remaining shares of a step into place, if a crash came after the first was moved."""
     own = [(step, share["attempt"]) for step, _, share in _inventory(folder) if "attempt" in share]
     begun = {tuple(key) for keys in gather_json(own, group) for key in keys}
     for step, path in steps_in(folder).items():
         for rank, share in staged_in(path).items():
-            with contextlib.suppress(DamagedError, OSError):  # or another rank was faster
+            with contextlib.suppress(DamagedShareError, OSError):  # or another rank was faster
                 if (step, read_manifest(share).attempt) in begun:
                     commit_share(path / f"rank-{rank}")
-    gather_json(None, group)  # on a common disk, all wait for all
+    gather_json(None, group)  # all wait for all, since they may share a disk
 
 
 def _inventory(folder: Path) -> list[tuple[int, int, dict[str, Any]]]:
-    """Step, rank and a few facts of every share on this disk."""
+    """List step, rank and a few facts of every share on this disk."""
     inventory: list[tuple[int, int, dict[str, Any]]] = []
     for step, path in steps_in(folder).items():
         for rank, share in shares_in(path).items():
             try:
                 manifest = read_manifest(share)
                 facts = {"attempt": manifest.attempt, "ranks": manifest.ranks}
-            except DamagedError as error:
+            except DamagedShareError as error:
                 facts = {"reason": str(error)}
             inventory.append((step, rank, facts))
     return inventory

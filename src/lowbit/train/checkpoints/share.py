@@ -14,18 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.train.checkpoints.manifest import FILES, MANIFEST, TENSORS, DamagedError, Manifest, read_manifest
+from lowbit.train.checkpoints.manifest import FILES, MANIFEST, TENSORS, DamagedShareError, Manifest, read_manifest
 
 DTYPES = {
     "F64": torch.float64, "I64": torch.int64, "F32": torch.float32, "I32": torch.int32, "F16": torch.float16,
     "BF16": torch.bfloat16, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
-"""Dtypes by the names that safetensors has for them."""
+"""Dtypes by their names in safetensors."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def stage_share(target: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
-    """Write a share next to its place and flush it to the disk; `commit_share` moves it there.
+    """Write a share next to its final place and flush it to disk; `commit_share` moves it into place.
 
     One tensor at a time is copied to the CPU; contiguous CPU tensors are not copied.
 
@@ -34,7 +34,7 @@ def stage_share(target: Path, manifest: Manifest, tensors: Mapping[str, Tensor])
         manifest: of these tensors, without `file` and `tensors`.
 
     Raises:
-        OSError: the disk is full, for example. What was written is removed again.
+        OSError: for example, the disk is full. The files written so far are removed.
     """
     part = staged(target)
     remove_share(part)
@@ -52,10 +52,10 @@ def stage_share(target: Path, manifest: Manifest, tensors: Mapping[str, Tensor])
 
 
 def commit_share(target: Path) -> None:
-    """Move a staged share to its place; a share that is there is removed.
+    """Move a staged share into place, removing an older share there.
 
     Raises:
-        OSError: there is none, for example.
+        OSError: for example, nothing is staged.
     """
     if staged(target).exists():
         remove_share(target)
@@ -64,7 +64,7 @@ def commit_share(target: Path) -> None:
 
 
 def staged(target: Path) -> Path:
-    """Folder of a share until all ranks have written theirs."""
+    """Return the folder that holds a share until all ranks have written theirs."""
     return target.with_name(f".{target.name}")
 
 
@@ -75,30 +75,30 @@ def remove_share(share: Path) -> None:
         OSError: the folder holds other files, which stay.
     """
     if share.is_dir():
-        for name in FILES:  # the manifest first: without it, the folder is no share
+        for name in FILES:  # the manifest first: without it, the folder does not count as a share
             (share / name).unlink(missing_ok=True)
         share.rmdir()
 
 
 def verify_share(share: Path) -> Manifest:
-    """Read every byte of a share.
+    """Read every byte of a share, and return its manifest.
 
     Raises:
-        DamagedError: a file was changed or added, or is missing.
+        DamagedShareError: a file was changed or added, or is missing.
     """
     manifest = read_manifest(share)
     try:
         if foreign := sorted({path.name for path in share.iterdir()} - set(FILES)):
-            raise DamagedError(f"holds {foreign[0]}, which its manifest does not list")
+            raise DamagedShareError(f"holds {foreign[0]}, which its manifest does not list")
         path = share / TENSORS
         if (size := path.stat().st_size) != manifest.file["bytes"]:
-            raise DamagedError(f"has {size} bytes of {TENSORS}; {manifest.file['bytes']} were written")
+            raise DamagedShareError(f"has {size} bytes of {TENSORS}; {manifest.file['bytes']} were written")
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        raise DamagedError(f"cannot be read: {error.strerror}") from error
+        raise DamagedShareError(f"cannot be read: {error.strerror}") from error
     if digest != manifest.file["sha256"]:
-        raise DamagedError(f"has a {TENSORS} that was changed")
+        raise DamagedShareError(f"has a {TENSORS} that was changed")
     return manifest
 
 
@@ -111,10 +111,10 @@ class Reader:
         self._file = safe_open(share / TENSORS, framework="pt")
 
     def __call__(self, name: str) -> Tensor:
-        """A tensor on the CPU, in memory of its own.
+        """Read a tensor into CPU memory of its own.
 
         Raises:
-            SafetensorError: there is none of that name.
+            SafetensorError: no tensor has that name.
         """
         return self._file.get_tensor(name).clone()
 
@@ -129,7 +129,7 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
 
 
 def _flush_folder(path: Path) -> None:
-    """Make the names in a folder survive a crash of the machine."""
+    """Flush the entries of a folder, so that they survive a crash of the machine."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Tensors and codec states of a rank in a checkpoint, by names that mean the same in any layout of the pipeline.
+"""Tensors and codec states of a rank in a checkpoint, under names that do not depend on the pipeline's layout.
 
 model/NAME, optimizer/NAME/KEY        a parameter by its name in the whole model, and AdamW's moments of it
 random/cpu, random/cuda               generators of the rank
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.train.boundaries import Codecs
-from lowbit.train.layout import Layout
+from lowbit.train.layout import PipelineLayout
 from lowbit.train.optim import parts_of, state_of
 from lowbit.train.stages import Pipeline
 
@@ -29,7 +29,7 @@ class Snapshot:
 
     Attributes:
         tensors: by name; weights and moments are not copied.
-        codecs: for each end of a boundary whose codec has state: its place, its format, and values that are no tensors.
+        codecs: for each end of a boundary whose codec has state: place, format, and all values that are not tensors.
         aliases: for parameters that are copies, the name of the original.
     """
 
@@ -48,23 +48,23 @@ class End:
 
     @classmethod
     def of(cls, unit: Mapping[str, Any]) -> End:
-        """The end that an entry of a manifest's `codecs` describes."""
+        """Make the end that an entry of a manifest's `codecs` describes."""
         return cls(unit["after_layer"], unit["direction"], unit["outgoing"])
 
     @property
     def prefix(self) -> str:
-        """Prefix of the names of its tensors."""
+        """Prefix of the names of this end's tensors."""
         side = "out" if self.outgoing else "in"
         return f"codecs/after layer {self.after_layer} {self.direction} {side}/"
 
     @property
     def other(self) -> End:
-        """The end on the other side of the boundary."""
+        """The same direction's end on the other side of the boundary."""
         return End(self.after_layer, self.direction, not self.outgoing)
 
 
-def ends_of(layout: Layout, codecs: Codecs, stage: int) -> Iterator[tuple[str, End, str]]:
-    """Name of the lane, end, and format in full of each direction of each boundary of a stage."""
+def ends_of(layout: PipelineLayout, codecs: Codecs, stage: int) -> Iterator[tuple[str, End, str]]:
+    """Yield lane name, end and full format for each direction of each boundary of a stage."""
     for boundary in (stage - 1, stage):
         if not 0 <= boundary < layout.stages - 1:
             continue
@@ -75,7 +75,7 @@ def ends_of(layout: Layout, codecs: Codecs, stage: int) -> Iterator[tuple[str, E
 
 
 def collect(pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> Snapshot:
-    """Weights, optimizer moments, and the states of codecs and random generators."""
+    """Collect weights, optimizer moments, and the states of codecs and random generators."""
     tensors = {"random/cpu": torch.get_rng_state()}
     if pipeline.device.type == "cuda":
         tensors["random/cuda"] = torch.cuda.get_rng_state(pipeline.device)
@@ -104,7 +104,7 @@ def restore(
     *,
     steps: int,
 ) -> None:
-    """Load a snapshot.
+    """Load a snapshot into the pipeline, the optimizer and the random generators.
 
     Args:
         tensors: by the names of a `Snapshot`; generators and `Pipeline.followed` may be missing.
@@ -134,18 +134,18 @@ def restore(
 
 
 def parameters_of(pipeline: Pipeline) -> dict[str, nn.Parameter]:
-    """This rank's parameters that are trained, by their names in the whole model."""
+    """Return this rank's trained parameters by their names in the whole model."""
     pairs = ((name, p) for module in pipeline.modules.values() for p, name in module.names.items())
     return {name: parameter for name, parameter in pairs if parameter.requires_grad}
 
 
 def aliases_of(pipeline: Pipeline) -> dict[str, str]:
-    """For this rank's parameters that are copies, the name of the original."""
+    """Return the original's name for each of this rank's parameters that is a copy."""
     return {name: original for module in pipeline.modules.values() for name, original in module.aliases.items()}
 
 
 def flatten(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Nested mappings as one, by paths such as "a/b"; keys hold no "/"."""
+    """Flatten nested mappings into one with paths such as "a/b"; keys must not contain "/"."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         assert "/" not in key, key
@@ -154,7 +154,7 @@ def flatten(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
 
 
 def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """The nested mappings that `flatten` was given."""
+    """Invert `flatten`."""
     values: dict[str, Any] = {}
     for path, value in flat.items():
         *parents, last = path.split("/")
