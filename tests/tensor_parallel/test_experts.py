@@ -87,7 +87,7 @@ def test_a_plan_that_does_not_fit_is_refused_by_name():
         (
             lambda: model_sums(model, plan),
             ValueError,
-            "gate_up_proj has the style 'packed_colwise', and .*none that says",
+            "gate_up_proj has the style 'packed_colwise', but .*none that defines",
         ),
         (
             lambda: emulate_tensor_parallel_(model, 5, plan=indivisible),

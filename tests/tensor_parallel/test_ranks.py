@@ -224,7 +224,7 @@ def refusals(path: str) -> list[str]:
             r"0.mlp.experts \(MixtralExperts\) sends tokens to the ranks of their experts \(AllToAllEP\)",
         ),
         (unknown_style, ValueError, r"1.mlp.experts \(MixtralExperts\) has the tensor-parallel style Scattered"),
-        (no_style, ValueError, r"0.mlp.experts \(MixtralExperts\) has the parameter gate_up_proj cut over ranks, and"),
+        (no_style, ValueError, r"0.mlp.experts \(MixtralExperts\) has the parameter gate_up_proj cut over ranks, but"),
         (of_bitsandbytes, ValueError, "model.layers.0.mlp.down_proj is Linear8bitLt of bitsandbytes"),
         (lambda: tensor_parallel_(encoder("mpnet")), ValueError, "MPNetModel adds a bias for all heads to attention"),
     )  # fmt: skip

@@ -217,7 +217,7 @@ def test_all_ranks_take_the_same_formats(ranks: Ranks, tmp_path: Path, count: in
 def test_a_resumed_run_keeps_its_formats_and_its_losses(ranks: Ranks, tmp_path: Path):
     config = tiny(tmp_path, **WIDE, pipeline={"forward": "auto"}, run={"steps": 12, "checkpoint_every": 3})
     whole = again(config, run={"output": str(tmp_path / "whole")})
-    expected = ranks.run(_train, whole, 0.5, timeout=LIMIT)[0]
+    expected = ranks.run(_train, whole, 0.05, timeout=LIMIT)[0]
     [choice] = expected[0]
     assert list(choice["formats"]) == [list(usable(AUTO_FORMATS, (2, 32, 64)))[-1]]
     manifest = read_manifest(tmp_path / "whole" / "checkpoints" / "step-00000012" / "rank-0")
@@ -244,7 +244,7 @@ def _interrupted(config: TrainConfig) -> None:
         if metrics.step == 10:
             raise InterruptedError
 
-    with contextlib.suppress(InterruptedError, PeerError), _links(0.5):
+    with contextlib.suppress(InterruptedError, PeerError), _links(0.05):
         train(config, on_step=stop)
 
 

@@ -130,8 +130,8 @@ def _check_parameters(name: str, module: nn.Module, rules: Plan) -> None:
         style = style_of(key, rules)
         if style not in (None, *_EXACT):
             raise ValueError(
-                f"{key} has the style {style!r}, but {name} ({type(module).__name__}) none that defines its output; "
-                f"allowed: {', '.join((*EXPERTS, 'local_params'))}"
+                f"{key} has the style {style!r}, but {name} ({type(module).__name__}) has none that defines its "
+                f"output; allowed: {', '.join((*EXPERTS, 'local_params'))}"
             )
 
 
