@@ -149,7 +149,7 @@ def _fixed(windows: Windows | Answers, count: int) -> tuple[Batch, Batch]:
     return windows.batch(ids[::2]), windows.batch(ids[1::2])
 
 
-def _errors(way: str, meters: Sequence[Meter]) -> dict[str, Any]:
+def _errors(way: str, meters: Sequence[ErrorMeter]) -> dict[str, Any]:
     """Errors and bias in one direction, over all boundaries."""
     errors = [error for meter in meters for error in meter.errors]
     repeated = [share for meter in meters for share in meter.repeated]
@@ -163,7 +163,7 @@ def _errors(way: str, meters: Sequence[Meter]) -> dict[str, Any]:
 
 
 @dataclass
-class Meter:
+class ErrorMeter:
     """The error of what crosses one boundary in one direction.
 
     Args:
@@ -256,7 +256,7 @@ class Observed(PlainGradients):
         self._sent: dict[int, Tensor] = {}  # what has left in this direction, by boundary
         self._before = Traffic()
         self.meters = {
-            way: [Meter(codec, repeats) for _ in at] for way, codec in zip(WAYS, codecs, strict=True)
+            way: [ErrorMeter(codec, repeats) for _ in at] for way, codec in zip(WAYS, codecs, strict=True)
         }  # fmt: skip
         self.alignment: list[dict[str, float]] = []
         self.norms: list[tuple[int, float]] = []

@@ -188,7 +188,7 @@ class Meter:
         return _resident("VmHWM") - self._first
 
 
-class Training:
+class MemoryTraining:
     """A model trained with a method."""
 
     def __init__(self, settings: MemoryBenchmark, method: str, sequence: int) -> None:
@@ -301,7 +301,7 @@ class Depths:
         return loss_of(self.settings, model, self.inputs, self.targets)
 
 
-class Measurement:
+class MemoryWorker:
     """The process that measures."""
 
     def measure(self, settings: dict[str, Any], method: str, sequence: int) -> dict[str, Any]:
@@ -325,7 +325,7 @@ def measure(settings: MemoryBenchmark, method: str, sequence: int) -> dict[str, 
     """Train for `settings.steps` steps and measure; see `lowbit_lab.bench.memory.measure` for the fields."""
     _rehearse(settings, method)
     meter = Meter(torch.device(settings.device))
-    training = Training(settings, method, sequence)
+    training = MemoryTraining(settings, method, sequence)
     peaks, seconds, losses, gradient_bytes = [], [], [], 0
     with saving(method, training.model, settings.bits) as around:
         for number in range(settings.steps):
@@ -350,14 +350,14 @@ def measure(settings: MemoryBenchmark, method: str, sequence: int) -> dict[str, 
 def _rehearse(settings: MemoryBenchmark, method: str) -> None:
     """Train a tiny model for two steps, so that kernels are compiled and late imports are done."""
     model = replace(settings.model, dim=64, layers=1, heads=1, kv_heads=0, ffn=0, pretrained="")
-    training = Training(replace(settings, model=model, steps=2, max_bytes=20_000), method, 64)
+    training = MemoryTraining(replace(settings, model=model, steps=2, max_bytes=20_000), method, 64)
     with saving(method, training.model, settings.bits) as around:
         for number in range(2):
             training.step(number, around)
     _saved_and_errors(training)
 
 
-def _saved_and_errors(training: Training) -> dict[str, Any]:
+def _saved_and_errors(training: MemoryTraining) -> dict[str, Any]:
     """Bytes that autograd saves for a micro-batch, and errors of its gradients, by layer type."""
     inputs, targets = training.microbatches(training.settings.steps)[0]
     model, updates = training.model, training.updates
@@ -393,4 +393,4 @@ def _resident(name: str) -> int:
 
 
 if __name__ == "__main__":
-    serve(Measurement)
+    serve(MemoryWorker)

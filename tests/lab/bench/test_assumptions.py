@@ -18,7 +18,7 @@ from lowbit.train.single_process import PlainGradients, model_loss
 from lowbit_lab.bench.assumptions import (
     COMMAND,
     AssumptionsBenchmark,
-    Meter,
+    ErrorMeter,
     Observed,
     aligned,
     bias_of,
@@ -81,7 +81,7 @@ def test_bias_is_what_all_repeats_of_a_tensor_share():
 
 def test_a_constant_error_is_told_from_noise():
     g = torch.Generator().manual_seed(0)
-    shifted, noisy = Meter(INT2, 3), Meter(INT2, 3)
+    shifted, noisy = ErrorMeter(INT2, 3), ErrorMeter(INT2, 3)
     assert shifted.constant() is None
     for _ in range(50):
         x = torch.randn(2, 32, 8, generator=g)
@@ -94,7 +94,7 @@ def test_a_constant_error_is_told_from_noise():
 
 
 def test_an_empty_message_says_nothing():
-    meter = Meter(INT2, 3)
+    meter = ErrorMeter(INT2, 3)
     meter.add(torch.zeros(1, 2, 4), torch.zeros(1, 2, 4), again=True)
     assert (meter.errors, meter.repeated, meter.constant()) == ([], [], None)
 
