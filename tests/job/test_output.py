@@ -5,10 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
+from collections import deque
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from lowbit.job import output
 
 PROGRAM = """
 import os, subprocess, sys
@@ -158,3 +163,39 @@ def test_a_run_whose_output_nobody_reads_ends_well(tmp_path: Path):
         text = read.read()[filled:].decode()
     assert process.wait(60) == 0, text
     assert "step 4/4" in text
+
+
+def test_what_is_written_just_before_the_end_arrives(monkeypatch: pytest.MonkeyPatch):
+    """The reading thread may sleep from the end of a wait in vain until the end of the block."""
+    waited, closing = threading.Event(), threading.Event()
+
+    def wait(reading: list[int], *others: Any) -> tuple[list[int], list[int], list[int]]:
+        if not waited.is_set():
+            waited.set()
+            closing.wait(20)
+            return [], [], []
+        return select(reading, *others)
+
+    select = output.select.select
+    monkeypatch.setattr(output.select, "select", wait)
+    source, target = os.pipe()
+    passing = output._Passing(target)
+    assert waited.wait(20)
+    os.write(passing.entry, b"summary")
+    process_keeps_it_open = os.dup(passing.entry)
+    passing._closing.set = lambda: (threading.Event.set(passing._closing), closing.set())
+    passing.close(None)
+    os.close(process_keeps_it_open)
+    os.close(target)
+    assert os.read(source, 100) == b"summary"
+    os.close(source)
+
+
+def test_what_follows_dropped_output_begins_with_a_line(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(output, "_MOST", 12)
+    passing = output._Passing.__new__(output._Passing)
+    passing._pieces, passing._size, passing._left_out = deque(), 0, 0
+    passing._changed, passing._complete = threading.Condition(), True
+    for piece in (b"a line", b" in four", b" pie", b"ces\nend\n"):
+        passing._keep(piece)
+    assert passing._next() == b"\n[22 bytes of output that nobody read are left out]\nend\n"

@@ -111,13 +111,14 @@ class _Passing:
 
     def _read(self) -> None:
         while True:
+            closing = self._closing.is_set()  # asked before the wait: what is written until `close` is read
             ready, _, _ = select.select([self._exit], [], [], _LAST_SECONDS)
             if ready:
                 piece = os.read(self._exit, _PIECE)
                 if not piece:
                     break
                 self._keep(piece)
-            elif self._closing.is_set():  # a process that outlives its rank still has the pipe open
+            elif closing:  # a process that outlives its rank still has the pipe open
                 break
         with self._changed:
             self._complete = True
@@ -141,6 +142,10 @@ class _Passing:
                 return b""
             piece = self._pieces.popleft()
             self._size -= len(piece)
+            while self._left_out and b"\n" not in piece and self._pieces:  # the rest of a line that lost its beginning
+                self._left_out += len(piece)
+                piece = self._pieces.popleft()
+                self._size -= len(piece)
             left_out, self._left_out = self._left_out, 0
         if not left_out:
             return piece
