@@ -1,4 +1,4 @@
-"""What a user can mend is one line; a fault in lowbit keeps its traceback."""
+"""What a user can fix is one line; a fault in lowbit keeps its traceback."""
 
 import subprocess
 import sys

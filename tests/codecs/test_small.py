@@ -133,7 +133,7 @@ def test_small_messages_between_large_ones_leave_the_directions_alone() -> None:
     large, small = (2, 16, 64), (1, 1, 64)
     assert codec.sized(small, torch.bfloat16)[1]
     ends = [codec.open(shape=small, dtype=torch.bfloat16) for _ in range(2)]
-    wide = [end.beside(shape=large, dtype=torch.bfloat16) for end in ends]
+    wide = [end.sharing_state(shape=large, dtype=torch.bfloat16) for end in ends]
     alone = [codec.open(shape=large, dtype=torch.bfloat16) for _ in range(2)]
     for i in range(6):
         x = torch.randn(large, generator=g).bfloat16()

@@ -31,7 +31,7 @@ backward = "bf16"
 threads = 1
 precision = "fp32"
 """
-TEXT = "What is wrong, and how to mend it. " * 200
+TEXT = "What is wrong, and how to fix it. " * 200
 PORT = 29400
 
 

@@ -29,7 +29,7 @@ def survey(**found: Any) -> MachineSurvey:
 
 
 def said(found: MachineSurvey) -> str:
-    return "\n".join(f"{each.level} {each.machine}: {each.what} -> {each.mend}" for each in findings(found))
+    return "\n".join(f"{each.level} {each.machine}: {each.what} -> {each.fix}" for each in findings(found))
 
 
 CLOSED = {(0, 1): dict.fromkeys([(ADDRESSES[1], 40000), (ADDRESSES[1], 50000)], DROPPED)}

@@ -52,7 +52,7 @@ def first_order(backward: Any) -> Any:
 
 
 def owned(out: Tensor) -> Tensor:
-    """The same elements, not as a view, because PyTorch forbids in-place changes of views that a function returns."""
+    """Hide that `out` is a view: PyTorch forbids in-place changes of views that an autograd function returns."""
     return torch.ops.aten._unsafe_view(out, out.shape)
 
 

@@ -72,8 +72,8 @@ def _show(rows: Sequence[dict[str, Any]], tables: Sequence[Any], ending: str) ->
     for row in findings:
         where = f"{row['machine']}: " if row["machine"] else ""
         print("\n".join(wrapped(f"{_HEADINGS[row['level']]:<8}{where}{row['what']}", columns(), 8)))
-        if row["mend"]:
-            print("\n".join(wrapped(f"        → {row['mend']}", columns(), 10)))
+        if row["fix"]:
+            print("\n".join(wrapped(f"        → {row['fix']}", columns(), 10)))
     print()
     for table in tables:
         console().print(table.render(rows))

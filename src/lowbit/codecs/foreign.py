@@ -126,8 +126,8 @@ class _Guarded(Session):
             raise self.error(f"nbytes returned {size}; allowed: {self._nbytes}, as `max_nbytes` says")
         return size
 
-    def beside(self, *, shape: Sequence[int], dtype: torch.dtype) -> Session:
-        inner = self._call("beside", shape=shape, dtype=dtype)
+    def sharing_state(self, *, shape: Sequence[int], dtype: torch.dtype) -> Session:
+        inner = self._call("sharing_state", shape=shape, dtype=dtype)
         return _Guarded(inner, self.codec, torch.Size(shape), dtype, self.device, self._about)
 
     def encode(

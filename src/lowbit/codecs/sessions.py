@@ -46,7 +46,7 @@ class Session:
         """Upper bound of the bytes of any message of this session."""
         return self._nbytes
 
-    def beside(self, *, shape: Sequence[int], dtype: torch.dtype) -> Session:
+    def sharing_state(self, *, shape: Sequence[int], dtype: torch.dtype) -> Session:
         """Return a session for another shape that shares the state of this one; see `StatefulCodec.shared_by`."""
         return self.codec.open(shape=shape, dtype=dtype, device=self.device)
 

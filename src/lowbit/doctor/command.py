@@ -107,7 +107,7 @@ COMMAND = Command(
             rows=_of("finding"),
             columns=(
                 Column("", "level"), Column("machine", "machine"), Column("what is wrong", "what"),
-                Column("how to fix it", "mend"),
+                Column("how to fix it", "fix"),
             ),
         ),
         Table(

@@ -136,7 +136,7 @@ def _network(survey: MachineSurvey) -> Iterator[Finding]:
             level="note", machine=" and ".join(own.name for own in misled),
             what=f"Gloo left alone would listen at {addresses}, where the host name leads; "
             "lowbit train leads it to the right address",
-            mend=f"for scripts of your own: export GLOO_SOCKET_IFNAME={names}",
+            fix=f"for scripts of your own: export GLOO_SOCKET_IFNAME={names}",
         )  # fmt: skip
 
 
@@ -206,8 +206,8 @@ def _interface(own: Facts) -> str:
 
 
 def _stop(machine: str, what: str, fix: str = "") -> Finding:
-    return Finding(level="stop", machine=machine, what=what, mend=fix)
+    return Finding(level="stop", machine=machine, what=what, fix=fix)
 
 
 def _warn(machine: str, what: str, fix: str) -> Finding:
-    return Finding(level="warning", machine=machine, what=what, mend=fix)
+    return Finding(level="warning", machine=machine, what=what, fix=fix)

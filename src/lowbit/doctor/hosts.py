@@ -59,13 +59,13 @@ def from_hosts(settings: DoctorSettings) -> tuple[list[Any], list[Finding]]:
     failed = {host: page for host, page in pages.items() if isinstance(page, str)}
     problems = [
         Finding(level="stop", machine=host, what=f"it gave no report: {problem}",
-                mend=f"try: ssh {host} 'cd {folder} && {settings.program} --version'")
+                fix=f"try: ssh {host} 'cd {folder} && {settings.program} --version'")
         for host, problem in failed.items()
     ]  # fmt: skip
     if not os.environ.get(SECRET):
         problems.append(Finding(
             level="warning", what=f"{SECRET} is not set here; the hosts used a secret that was made for this check",
-            mend="export a secret before the training, the same on all machines (docs/security.md)",
+            fix="export a secret before the training, the same on all machines (docs/security.md)",
         ))  # fmt: skip
     if len(failed) == len(pages):
         raise ConnectionError("no host gave a report: " + "; ".join(f"{host}: {why}" for host, why in failed.items()))

@@ -153,14 +153,14 @@ class Finding:
 
     Attributes:
         level: "stop" if the training would not start, or would hang.
-        machine: where it is. what: the problem. mend: how to fix it.
+        machine: where it is. what: the problem. fix: how to fix it.
     """
 
     kind: Literal["finding"] = "finding"
     level: Literal["stop", "warning", "note"]
     machine: Text = ""
     what: Text
-    mend: Text = ""
+    fix: Text = ""
 
 
 @message

@@ -53,7 +53,7 @@ class States:
         if (index, slot) not in self._sessions:
             (shape, dtype), name = slot, self._name(index, slot)
             if name in self._shared:
-                session = self._shared[name].beside(shape=shape, dtype=dtype)
+                session = self._shared[name].sharing_state(shape=shape, dtype=dtype)
             else:
                 codec = self._settled(name)
                 session = open_session(codec, shape=shape, dtype=dtype, device=self._device, about=self._lane)

@@ -28,7 +28,7 @@ def test_evaluation_of_another_shape_uses_the_basis_and_leaves_no_trace(codec: C
         crossed(sender, receiver, tokens(SHAPE, seed=seed))
     before = sender.state_dict()
     small = {"shape": (1, 30, 48), "dtype": torch.bfloat16}
-    there, here = sender.beside(**small), receiver.beside(**small)
+    there, here = sender.sharing_state(**small), receiver.sharing_state(**small)
     x = tokens((1, 30, 48), seed=8).bfloat16()
     y = crossed(there, here, x, training=False)
     assert y.dtype == torch.bfloat16

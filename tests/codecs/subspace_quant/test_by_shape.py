@@ -78,7 +78,7 @@ def test_both_ends_agree_on_every_shape(
     shapes = [(*each, width) for each in leading]
     with kernels.backend("reference"):
         first, second = (codec.open(shape=shapes[0], dtype=dtype) for _ in range(2))
-        ends = [(first.beside(shape=s, dtype=dtype), second.beside(shape=s, dtype=dtype)) for s in shapes]
+        ends = [(first.sharing_state(shape=s, dtype=dtype), second.sharing_state(shape=s, dtype=dtype)) for s in shapes]
         for seed, (shape, (sender, receiver)) in enumerate([*zip(shapes, ends, strict=True)] * 3):
             x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
             payload = sender.encode(x)

@@ -46,7 +46,7 @@ class BasisSession(Session):
         disable = torch.compiler.disable
         vars(self).update(encode=disable(self.encode), decode=disable(self.decode), observe=disable(self.observe))
 
-    def beside(self, *, shape: Sequence[int], dtype: torch.dtype) -> Session:
+    def sharing_state(self, *, shape: Sequence[int], dtype: torch.dtype) -> Session:
         return type(self)(self.codec, torch.Size(shape), dtype, self.device, self._memory)
 
     @abstractmethod

@@ -78,7 +78,7 @@ def _row_shape(geo: SubspaceGeometry) -> tuple[int, int, dict[str, int]]:
 
 
 def _group_shape(geo: SubspaceGeometry) -> tuple[int, int, dict[str, int]] | None:
-    """As `_row_shape`, for the remainder; None if a token does not fit."""
+    """Programs, warps and shape of a program for the remainder; None if a token does not fit into one."""
     width = power_of_two_from(geo.group // 8)
     # Independent of the number of tokens, so that a shorter message needs no other kernels.
     rows = max(1, min(GROUPS, ELEMENTS // (8 * width)) // geo.groups)
