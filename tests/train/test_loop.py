@@ -247,7 +247,7 @@ def test_a_folder_that_is_removed_ends_the_run(tmp_path: Path, again: bool):
 
 def test_a_report_that_fails_leaves_nothing_locked(tmp_path: Path):
     config = tiny(tmp_path, run={"report": True}, pipeline={"ranks": 1})
-    with mock.patch.object(loop, "write_report", side_effect=OSError), pytest.raises(OSError):
+    with mock.patch.object(loop, "write_report", side_effect=OSError("full")), pytest.raises(OSError, match="full"):
         train(config)
     train(config)
 
