@@ -276,7 +276,7 @@ def measure_auto(settings: AutoBenchmark, earlier: Sequence[Row] = ()) -> Iterat
         Rows, one for each link and format: `boundary` ("auto" or the format), the fields of `set_link`,
         `seconds` (of a step, with the fields of `summary`), `formats` (what each run with `auto` chose, by boundary; of
         a fixed format, none), `predicted` (seconds of the last choice; None) and `choice` (all numbers of the last
-        choice, `lowbit.train.auto.Choice`; None).
+        choice, `lowbit.train.auto.FormatChoice`; None).
     """
     ranks_of = settings.pipeline.ranks
     rows: list[dict[str, Any]] = []

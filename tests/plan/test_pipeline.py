@@ -2,8 +2,11 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -115,6 +118,21 @@ def test_each_boundary_has_the_format_of_its_link():
     cluster = Cluster((machine("a"), machine("b"), machine("c")), links)
     of = Predictor(cluster, SIZES, sequence=64, batch=8, all_reduce=parse("fp8"))
     assert plan(of)[0].choice.formats == ("int4", "fp32")
+
+
+def test_more_bits_cost_a_hundredth_of_the_speed_at_most(monkeypatch: pytest.MonkeyPatch):
+    """Not one for the format of all boundaries, and another for those of single ones."""
+    of = predictor(machine("a"), machine("b"), machine("c"))
+    predict, cost = of.predict, {"fp32": 1.018, "bf16": 1.009, "int4": 1.0}
+
+    def predicted(choice: PipelineChoice) -> Any:
+        names = choice.formats * (2 if len(choice.formats) == 1 else 1)
+        return replace(predict(choice), steps=(SimpleNamespace(seconds=max(map(cost.__getitem__, names))),))
+
+    monkeypatch.setattr(of, "predict", predicted)
+    best, *others = plan(of)
+    assert set(best.choice.formats) == {"bf16"}
+    assert best.seconds <= 1.01 * min(each.seconds for each in others)
 
 
 def test_memory_bounds_the_layers_of_a_machine():

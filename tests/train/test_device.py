@@ -45,6 +45,14 @@ def test_each_rank_has_its_device(machine, name, devices, here, rank, expected):
     assert str(choose_device(name, ranks=4)) == expected
 
 
+@pytest.mark.parametrize(("name", "text"), [("LOCAL_RANK", "x"), ("LOCAL_RANK", "-1"), ("LOCAL_WORLD_SIZE", "0")])
+def test_numbers_of_a_launcher_are_checked(machine, monkeypatch, name: str, text: str):
+    machine(devices=2, here=2)
+    monkeypatch.setenv(name, text)
+    with pytest.raises(ConfigError, match=f"{name} is '{text}' in the environment; allowed: an int"):
+        choose_device("cuda", ranks=2)
+
+
 def test_devices_that_are_not_used_or_not_there(machine, caplog: pytest.LogCaptureFixture):
     machine(devices=1, here=2)
     choose_device("auto", ranks=2)

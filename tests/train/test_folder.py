@@ -48,10 +48,11 @@ def test_a_foreign_mark_leads_nowhere_else(tmp_path: Path):
     (outside / "precious").write_text("x")
     (inside / "link").symlink_to(outside)
     (inside / "file").symlink_to(outside / "precious")
-    made = ["../outside/precious", str(outside / "precious"), "link/precious", "link/", "file", "", ".", "/", "../"]
+    made = ["../outside/precious", str(outside / "precious"), "link/precious", "link/", "file", "", ".", "/", 3, "../"]
     made += ["b\0", "\ud800", "x" * 300, "loop/x"]
     (inside / "loop").symlink_to("loop")
-    (inside / MARK).write_text(json.dumps({"made": made}) + "\nnonsense\n\xff")
+    others = ["nonsense", "[]", '{"made": 3}', "[" * 100_000, '{"process": 7}', "\xff"]
+    (inside / MARK).write_text("\n".join([json.dumps({"made": made}), *others]))
     RunFolder(inside).clear()
     assert (outside / "precious").exists()
     assert everything(inside) == {MARK, "link", "loop"}, "of a link in the folder, the link"
@@ -170,6 +171,14 @@ def test_a_disk_without_locks_is_told_of_and_used(
         assert RunFolder(tmp_path).lock() == ""
     assert "cannot be locked (No locks available)" in caplog.text
     RunFolder(tmp_path).unlock()
+
+
+def test_a_record_that_is_a_pipe_is_not_waited_for(tmp_path: Path):
+    config = tiny(tmp_path)
+    (tmp_path / "run").mkdir()
+    os.mkfifo(tmp_path / "run" / MARK)
+    with pytest.raises(ConfigError, match="lowbit-run.jsonl that is not a regular file"):
+        prepare(config, ranks=2)
 
 
 def test_what_lies_behind_a_link_is_not_left_for_a_later_resume(tmp_path: Path):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 
@@ -61,6 +62,16 @@ def test_each_step_is_a_line_and_a_resumed_run_rewrites_what_it_repeats(tmp_path
     lines = read_metrics(path)
     assert [line["loss"] for line in lines] == [2.5, 2.5, 2.5, 9.0]
     assert lines[0] == dataclasses.asdict(_metrics(1))
+
+
+def test_values_of_another_type_are_left_out(tmp_path: Path):
+    line = dataclasses.asdict(_metrics(1))
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n" + json.dumps(line | {"tokens": "x"}) + "\n")
+    (tmp_path / "evaluations.jsonl").write_text('{"step": 0, "held_out_loss": 2.5, "bytes_sent": "x"}\n')
+    recorder = _recorder(tmp_path, 3)
+    recorder.close()
+    assert recorder.history == [_metrics(1)]
+    assert recorder.evaluations == {0: {"step": 0, "held_out_loss": 2.5}}
 
 
 def test_bad_lines_are_left_out_with_a_warning(tmp_path, caplog):

@@ -100,7 +100,8 @@ def search(
         raise problem
     order = sorted((_improve(predictor, found) for found in best.values()), key=_seconds)
     first = max((found for found in order if found.seconds <= _AS_FAST * order[0].seconds), key=lambda f: f.total_bits)
-    return [_by_boundary(predictor, first, formats), *(found for found in order if found is not first)]
+    as_fast = _AS_FAST * order[0].seconds / first.seconds  # what the choice of `first` leaves of the tolerance
+    return [_by_boundary(predictor, first, formats, as_fast), *(found for found in order if found is not first)]
 
 
 def _splits(predictor: Predictor, choice: PipelineChoice) -> Iterator[tuple[int, ...]]:
@@ -179,7 +180,7 @@ def _improve(predictor: Predictor, found: Prediction) -> Prediction:
     return found
 
 
-def _by_boundary(predictor: Predictor, found: Prediction, formats: Sequence[str]) -> Prediction:
+def _by_boundary(predictor: Predictor, found: Prediction, formats: Sequence[str], as_fast: float) -> Prediction:
     """Change the format of single boundaries if that is faster, or about as fast with more bits."""
     boundaries = predictor.layout(found.choice).stages - 1
     if boundaries < 2:
@@ -196,7 +197,7 @@ def _by_boundary(predictor: Predictor, found: Prediction, formats: Sequence[str]
     names = [name for name, one in uniform.items() if one is not None]
     names.sort(key=lambda name: -uniform[name].total_bits)  # pyright: ignore[reportOptionalMemberAccess]
     start = found.choice.formats * (boundaries if len(found.choice.formats) == 1 else 1)
-    mix, _ = choose_formats(seconds, names, range(boundaries), start, as_fast=_AS_FAST)
+    mix, _ = choose_formats(seconds, names, range(boundaries), start, as_fast=as_fast)
     return predicted(mix) or found
 
 

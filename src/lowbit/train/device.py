@@ -16,12 +16,19 @@ log = logging.getLogger(__name__)
 
 def local_rank() -> int:
     """Return this process's number on its machine, from the launcher."""
-    return int(os.environ.get("LOCAL_RANK", 0))
+    return _launched("LOCAL_RANK", 0, least=0)
 
 
 def local_ranks(ranks: int) -> int:
     """Return the number of ranks on this machine, from the launcher; without a launcher, all ranks."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    return _launched("LOCAL_WORLD_SIZE", ranks, least=1)
+
+
+def _launched(name: str, default: int, *, least: int) -> int:
+    text = os.environ.get(name, str(default))
+    if not text.isdecimal() or int(text) < least:
+        raise ConfigError(f"{name} is {text!r} in the environment; allowed: an integer of at least {least}")
+    return int(text)
 
 
 def threads_per_rank(ranks: int) -> int:

@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from lowbit.config import ConfigError
 from lowbit.terminal import printable
 
 log = logging.getLogger(__name__)
@@ -52,9 +53,12 @@ class RunFolder:
         for line in self._lines():
             if line.get("cleared"):
                 names = {name for name in names if name.startswith(KEPT)}
+            made = line.get("made")
             # The record may have come with a copied folder: ignore names that lead out of this one.
             names.update(
-                name for name in line.get("made", ()) if not (name.startswith("/") or ".." in PurePosixPath(name).parts)
+                name
+                for name in (made if isinstance(made, list) else ())
+                if isinstance(name, str) and not (name.startswith("/") or ".." in PurePosixPath(name).parts)
             )
         return names
 
@@ -94,6 +98,18 @@ class RunFolder:
             return ""
         with (self.path / MARK).open("r+b") as file:
             return "" if self._try_lock(file.fileno(), patience) else self._holder()
+
+    def check_there(self) -> None:
+        """Check that nobody removed the folder that this object has locked: what the run writes would be lost.
+
+        Raises:
+            ConfigError: it was removed, or another one is in its place.
+        """
+        if self._lock is not None and (os.fstat(self._lock).st_nlink == 0 or not self.marked):
+            raise ConfigError(
+                f"run.output {str(self.path)!r} was removed during the run, with all that was written there; "
+                "allowed: to leave it until the run has ended"
+            )
 
     def unlock(self) -> None:
         """Release the lock, if this object holds it."""
@@ -168,12 +184,13 @@ class RunFolder:
             os.fsync(file.fileno())
 
     def _lines(self) -> list[dict[str, Any]]:
-        """Read the lines of the record, without those that a crash cut short."""
+        """Read the lines of the record that are JSON objects: a crash may have cut one short."""
         lines: list[dict[str, Any]] = []
         if self.marked:
             for text in (self.path / MARK).read_text("utf-8", errors="replace").split("\n"):
-                with contextlib.suppress(ValueError):
-                    lines.append(json.loads(text))
+                with contextlib.suppress(ValueError, RecursionError):
+                    if isinstance(line := json.loads(text), dict):
+                        lines.append(line)
         return lines
 
     def _try_lock(self, descriptor: int, patience: float) -> bool:
@@ -193,7 +210,7 @@ class RunFolder:
             time.sleep(_TURN_SECONDS)
 
     def _holder(self) -> str:
-        locks = [line for line in self._lines() if "process" in line]
+        locks = [line for line in self._lines() if line.keys() >= {"process", "host"}]
         return printable(f"process {locks[-1]['process']} on {locks[-1]['host']}") if locks else "another process"
 
     def _is_inside(self, path: Path) -> bool:

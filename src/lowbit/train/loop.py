@@ -134,17 +134,20 @@ class Run:
                 self._end_step(metrics)
             return self._conclude(steps_here, before)
         finally:
-            if trainer.elastic is not None:
-                trainer.elastic.close()
-            for watcher in self._watchers:
-                watcher.close()
-            if trainer.rank == 0 and run.report and self.folder.marked:
-                write_report(self.output)
-            self.folder.unlock()
+            try:
+                if trainer.elastic is not None:
+                    trainer.elastic.close()
+                for watcher in self._watchers:
+                    watcher.close()
+                if trainer.rank == 0 and run.report and self.folder.marked:
+                    write_report(self.output)
+            finally:  # or this process, such as a notebook, could not use the folder again
+                self.folder.unlock()
 
     def _end_step(self, metrics: StepMetrics) -> None:
         """Do what is due after a step: choose formats, save a checkpoint, evaluate."""
         run, trainer, done = self.config.run, self.trainer, metrics.step
+        self.folder.check_there()  # locked by rank 0, whose error ends all
         if self.auto is not None and self.auto.due(metrics):
             self._choose_formats(self.auto, done)
         if done == self.config.codec_warmup_steps:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from lowbit.config import atomic
 
@@ -167,7 +170,7 @@ class Recorder:
         self._evaluations = folder / EVALUATIONS
         kept = [line for line in read_metrics(self._evaluations) if line["step"] <= start]
         atomic.write(self._evaluations, "".join(json.dumps(line) + "\n" for line in kept))
-        self.evaluations = {line["step"]: line for line in kept}
+        self.evaluations = {line["step"]: {k: v for k, v in line.items() if type(v) in (int, float)} for line in kept}
         self._board = _open_board(folder / "tensorboard", start + 1) if tensorboard else None
 
     def record(self, metrics: StepMetrics) -> None:
@@ -232,11 +235,16 @@ def _scalars(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
             yield name, value
 
 
+@functools.cache
+def _step_lines() -> TypeAdapter[StepMetrics]:
+    return TypeAdapter(StepMetrics)  # making it takes longer than checking a line
+
+
 def _restored(values: dict[str, Any]) -> StepMetrics | None:
-    """Make metrics from a line; None if its fields differ, as in a line of another version."""
+    """Make metrics from a line; None if its fields or their types differ, as in a line of another version."""
     try:
-        return StepMetrics(**values)
-    except TypeError:
+        return _step_lines().validate_python(values)
+    except ValidationError:
         return None
 
 

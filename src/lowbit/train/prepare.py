@@ -151,6 +151,8 @@ def check_output(config: TrainConfig) -> None:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"{name} cannot be written to: {reason}") from error
     folder = RunFolder(output)
+    if os.path.lexists(output / MARK) and not folder.marked:  # writing to a pipe could block
+        raise ConfigError(f"{name} has a {MARK} that is not a regular file; allowed: another folder")
     if not _launched() and (holder := folder.in_use()):
         raise ConfigError(IN_USE.format(str(output), holder))
     if foreign := _in_the_way(config, folder):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -89,6 +90,22 @@ def test_a_manifest_belongs_to_its_place(tmp_path: Path):
     assert read_manifest(share) == manifest()
     with pytest.raises(DamagedShareError, match="is that of rank 0 at step 4"):
         read_manifest(share.rename(share.with_name("rank-1")))
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "long"])
+def test_a_manifest_that_is_no_file_or_endless_is_not_read(tmp_path: Path, kind: str):
+    share = tmp_path / "step-00000004" / "rank-0"
+    share.mkdir(parents=True)
+    if kind == "pipe":
+        os.mkfifo(share / MANIFEST)
+    elif kind == "device":
+        (share / MANIFEST).symlink_to("/dev/zero")
+    else:
+        with (share / MANIFEST).open("wb") as file:
+            file.truncate(1 << 40)
+    expected = "more than 67108864 bytes" if kind == "long" else "is not a regular file"
+    with pytest.raises(DamagedShareError, match=expected):
+        read_manifest(share)
 
 
 def test_the_newest_step_is_the_newest_that_is_whole(tmp_path: Path):

@@ -82,6 +82,21 @@ def test_damage_is_told(share: Path, damage: Any, text: str):
         verify_share(share)
 
 
+def test_tensors_that_are_a_pipe_are_not_waited_for(share: Path):
+    (share / TENSORS).unlink()
+    os.mkfifo(share / TENSORS)
+    with pytest.raises(DamagedShareError, match="has a tensors.safetensors that is not a regular file"):
+        verify_share(share)
+
+
+def test_a_manifest_that_lies_about_tensors_is_noticed(share: Path):
+    read = verify_share(share)
+    read.tensors["model/a"]["shape"] = [2, 3]
+    (share / MANIFEST).write_bytes(read.to_bytes())
+    with pytest.raises(DamagedShareError, match="other tensors"):
+        verify_share(share)
+
+
 def write_share(target: Path, *contents: Any) -> None:
     stage_share(target, *contents)
     commit_share(target)

@@ -24,6 +24,7 @@ FORMAT = 1
 MANIFEST, TENSORS = "manifest.json", "tensors.safetensors"
 FILES = (MANIFEST, TENSORS)
 
+_MOST_BYTES = 64 << 20  # of a manifest
 _STEP, _RANK, _STAGED = (re.compile(text) for text in (r"step-(\d{8,})", r"rank-(\d+)", r"\.rank-(\d+)"))
 
 _Count = Annotated[int, Field(ge=1, le=1 << 16)]  # ranks, stages or layers of a stage
@@ -159,14 +160,24 @@ def read_manifest(share: Path) -> Manifest:
         DamagedShareError: the manifest is missing, was changed, or has another format.
     """
     try:
-        data = (share / MANIFEST).read_bytes()
+        check_regular(share / MANIFEST)
+        with (share / MANIFEST).open("rb") as file:
+            data = file.read(_MOST_BYTES + 1)
     except OSError as error:
         raise DamagedShareError(f"has no {MANIFEST} that can be read: {error.strerror}") from error
+    if len(data) > _MOST_BYTES:
+        raise DamagedShareError(f"has a {MANIFEST} of more than {_MOST_BYTES} bytes")
     manifest = Manifest.from_values(unseal(data))
     place = share.name.removeprefix("."), share.parent.name  # a dot marks a share that waits for those of other ranks
     if (f"rank-{manifest.rank}", step_name(manifest.step)) != place:
         raise DamagedShareError(f"is that of rank {manifest.rank} at step {manifest.step}")
     return manifest
+
+
+def check_regular(path: Path) -> None:
+    """Raise DamagedShareError for a pipe or device, which may block when it is read, or never end."""
+    if path.exists() and not path.is_file():
+        raise DamagedShareError(f"has a {path.name} that is not a regular file")
 
 
 def step_name(step: int) -> str:

@@ -14,7 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.train.checkpoints.manifest import FILES, MANIFEST, TENSORS, DamagedShareError, Manifest, read_manifest
+from lowbit.train.checkpoints.manifest import (
+    FILES,
+    MANIFEST,
+    TENSORS,
+    DamagedShareError,
+    Manifest,
+    check_regular,
+    read_manifest,
+)  # fmt: skip
 
 DTYPES = {
     "F64": torch.float64, "I64": torch.int64, "F32": torch.float32, "I32": torch.int32, "F16": torch.float16,
@@ -91,6 +99,7 @@ def verify_share(share: Path) -> Manifest:
         if foreign := sorted({path.name for path in share.iterdir()} - set(FILES)):
             raise DamagedShareError(f"holds {foreign[0]}, which its manifest does not list")
         path = share / TENSORS
+        check_regular(path)
         if (size := path.stat().st_size) != manifest.file["bytes"]:
             raise DamagedShareError(f"has {size} bytes of {TENSORS}; {manifest.file['bytes']} were written")
         with path.open("rb") as file:
@@ -99,7 +108,24 @@ def verify_share(share: Path) -> Manifest:
         raise DamagedShareError(f"cannot be read: {error.strerror}") from error
     if digest != manifest.file["sha256"]:
         raise DamagedShareError(f"has a {TENSORS} that was changed")
+    _check_entries(path, manifest)
     return manifest
+
+
+def _check_entries(path: Path, manifest: Manifest) -> None:
+    """Raise unless the file holds the tensors that the manifest lists: ranks make room for them by that list."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            entries = {name: {"dtype": s.get_dtype(), "shape": list(s.get_shape())} for name, s in slices.items()}
+    except SafetensorError as error:
+        raise DamagedShareError(f"has a {TENSORS} that is not in safetensors' format: {error}") from error
+    if entries != manifest.tensors:
+        raise DamagedShareError(f"has other tensors in {TENSORS} than its manifest lists")
+    if unknown := {entry["dtype"] for entry in entries.values()} - DTYPES.keys():
+        raise DamagedShareError(f"has tensors of unknown dtypes: {', '.join(sorted(unknown))}")
 
 
 class Reader:
