@@ -113,6 +113,11 @@ def raises(self: Any, *args: Any, **kwargs: Any) -> Any:
     return {}["mean"]
 
 
+def in_place(self: Any, x: Tensor, **kwargs: Any) -> Tensor:
+    x.mul_(2)
+    return Session.encode(self, x, **kwargs)
+
+
 BYTES = 2 * SHAPE.numel()
 WRONG: list[tuple[dict[str, Callable[..., Any]], str]] = [
     ({"encode": raises}, r"encode raised KeyError: 'mean' \(test_foreign.py, line \d+, in raises\)"),
@@ -125,6 +130,7 @@ WRONG: list[tuple[dict[str, Callable[..., Any]], str]] = [
     ({"max_nbytes": lambda s: 1.5}, r"max_nbytes returned 1.5; allowed: a number of bytes, an integer"),
     ({"nbytes": lambda s: -1}, r"nbytes returned -1; allowed"),
     ({"nbytes": lambda s: 7}, rf"nbytes returned 7; allowed: {BYTES}, as `max_nbytes` says"),
+    ({"encode": in_place}, r"encode changed the tensor that it was given"),
     ({"encode": lambda s, x, **k: None}, rf"encode returned NoneType; allowed: uint8 \({BYTES},\) on cpu"),
     ({"encode": lambda s, x, **k: x}, r"encode returned float32 \(2, 3, 8\) on cpu; allowed: uint8"),
     ({"encode": lambda s, x, **k: x.view(-1).view(torch.uint8)}, r"encode returned uint8 \(192,\) on cpu; allowed"),

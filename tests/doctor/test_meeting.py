@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,10 +16,11 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from lowbit.config import ConfigError
-from lowbit.doctor import ports
+from lowbit.doctor import meeting, ports
 from lowbit.doctor.cluster import check_file, write_cluster
 from lowbit.doctor.facts import gloo
-from lowbit.doctor.meeting import Meeting
+from lowbit.doctor.hosts import _page
+from lowbit.doctor.meeting import FirstMachineError, Meeting
 from lowbit.doctor.messages import AnyRow, Facts, Finding, MachineRow, StatementError, read
 from lowbit.doctor.ports import DROPPED, OPEN, OTHER, REFUSED, Ports, probe
 from lowbit.doctor.settings import DoctorSettings
@@ -128,10 +130,10 @@ FACTS: dict[str, Any] = {
 
 def alone(stated: str) -> Meeting:
     """The first machine of three, the second of which has stated something as its facts."""
-    meeting = Meeting.__new__(Meeting)
-    meeting.rank, meeting.ranks, meeting.store = 0, 3, HashStore()
-    meeting.store.set("Facts/1", stated)
-    return meeting
+    first = Meeting.__new__(Meeting)
+    first.rank, first.ranks, first.store = 0, 3, HashStore()
+    first.store.set("Facts/1", stated)
+    return first
 
 
 @pytest.mark.parametrize(
@@ -141,13 +143,29 @@ def alone(stated: str) -> Meeting:
         json.dumps(FACTS | {"name": "x" * 2_000_000}),
         *(json.dumps(FACTS | change) for change in (
             {"cores": -1}, {"cores": "two"}, {"ports": ["a"]}, {"memory_bytes": float("inf")},
-            {"settings": {"a": 1}}, {"torch": None}, {"gpus": 1.5},
+            {"ports": [1 << 16]}, {"ports": [1] * 65}, {"settings": {"a": 1}}, {"torch": None}, {"gpus": 1.5},
         )),
     ],
 )  # fmt: skip
 def test_an_invalid_statement_is_one_clear_error(stated: str):
     with pytest.raises(StatementError, match=r"^machine 1 \(0: the first\): \w+: .*$"):
         alone(stated).exchange(read(Facts, FACTS), 0.1)
+
+
+def test_a_first_machine_that_ends_while_machines_prove_themselves(monkeypatch: pytest.MonkeyPatch):
+    def prove(*args: Any, **kwargs: Any) -> str:
+        raise RuntimeError("Connection reset")
+
+    monkeypatch.setattr(meeting, "_join", lambda settings: (0, HashStore()))
+    monkeypatch.setattr(meeting, "prove", prove)
+    with pytest.raises(FirstMachineError, match="the first machine is gone: RuntimeError: Connection reset"):
+        Meeting(DoctorSettings(meet="127.0.0.1:1", machines=1), "a")
+
+
+def test_output_of_a_host_is_bounded():
+    pipe = subprocess.PIPE
+    page = _page(subprocess.Popen(["yes"], stdin=pipe, stdout=pipe, stderr=pipe), "secret")
+    assert page == "it ended with -9"
 
 
 def test_a_machine_that_states_nothing_is_left_out():

@@ -99,7 +99,8 @@ def blames_after(written: str) -> tuple[str, int]:
         "{", "7", signed(rank=1, suspect=9, silent=0), signed(rank=1, suspect=[]), signed(rank=[], reason="x"),
         '{"rank": 1, "reason": "pay me"}', '{"rank": 1, "reason": "pay me", "signature": "\u00e4"}',
         signed(secret=b"another", rank=1, reason="pay me"), signed(attempt="1", rank=1, reason="pay me"),
-        signed(key="lowbit/failure/other", rank=1, reason="pay me"),
+        signed(key="lowbit/failure/other", rank=1, reason="pay me"), signed(rank=1, suspect=0, silent=True, reason=7),
+        signed(rank=1, suspect=0, silent=True, lengths=7), signed(rank=1, suspect=0, silent=True, lengths=None),
     ],
 )  # fmt: skip
 def test_what_is_no_note_is_ignored(ranks: Ranks, written: str):

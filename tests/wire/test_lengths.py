@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -12,8 +13,10 @@ import torch.distributed as dist
 from lowbit.collectives.calls import CollectiveCall, queue_of
 from lowbit.collectives.exchange import PayloadExchange
 from lowbit.pipeline.boundary import Lane
+from lowbit.wire.checksum import Checksums
 from lowbit.wire.errors import PeerError
 from lowbit.wire.groups import default_group
+from lowbit.wire.mailbox import Mailbox, Route
 from lowbit.wire.messages import Messages
 from tests.pipeline import toy
 from tests.processes import Ranks
@@ -101,3 +104,12 @@ def test_of_an_activation(ranks: Ranks, more: int):
     for text in ranks.run(piped, more):
         assert "boundary 0 forward, micro-batch 0, tensor 0, step 2: the message from rank 0 (stage 0) has " in text
         assert " bytes with its checksum; rank 1 (stage 1) expects " in text
+
+
+@pytest.mark.parametrize(("checksums", "room"), [(True, 256), (False, 100)])
+def test_without_checksums_nothing_longer_fits(checksums: bool, room: int):
+    """It would be taken cut off: Gloo has to notice."""
+    group: Any = SimpleNamespace(recv=lambda tensors, peer, tag: None)
+    board: Any = SimpleNamespace(letters={})
+    expected = Mailbox(group, Checksums("test", enabled=checksums), board).expect(Route(1, 0), 100)
+    assert expected.memory.numel() == room

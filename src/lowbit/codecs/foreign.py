@@ -123,7 +123,8 @@ class _Guarded(Session):
         size = self._size("nbytes")
         # Receives are posted ahead, before the messages in between have changed the state.
         if size > self._nbytes or (size != self._nbytes and not self.codec.needs_key):
-            raise self.error(f"nbytes returned {size}; allowed: {self._nbytes}, as `max_nbytes` says")
+            at_most = "at most " * self.codec.needs_key
+            raise self.error(f"nbytes returned {size}; allowed: {at_most}{self._nbytes}, as `max_nbytes` says")
         return size
 
     def sharing_state(self, *, shape: Sequence[int], dtype: torch.dtype) -> Session:
@@ -139,7 +140,11 @@ class _Guarded(Session):
         note: Tensor | None = None,  # always None: other packages do not see tensors of the other direction
     ) -> Tensor:
         payload = torch.empty(self.nbytes(), dtype=torch.uint8, device=x.device) if out is None else out
-        return self._filled("encode", payload, self._call("encode", x, training=training, out=payload))
+        before = None if x.is_inference() else x._version  # autograd does not notice if nothing saved `x`
+        returned = self._call("encode", x, training=training, out=payload)
+        if before is not None and x._version != before:
+            raise self.error("encode changed the tensor that it was given; allowed: to read it")
+        return self._filled("encode", payload, returned)
 
     def decode(self, payload: Tensor, *, out: Tensor | None = None, training: bool = True) -> Tensor:
         target = torch.empty(self.shape, dtype=self.dtype, device=payload.device) if out is None else out

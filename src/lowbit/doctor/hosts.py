@@ -8,6 +8,7 @@ import os
 import secrets
 import shlex
 import subprocess
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from lowbit.wire.checksum import SECRET
 _SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
 _WAIT_SECONDS = 60.0  # at most, for machines that are all started now
 _LIMIT_SECONDS = 3600.0
+_MOST_BYTES = 1 << 20  # of a host's output, and of its errors
 
 
 def from_hosts(settings: DoctorSettings) -> tuple[list[Any], list[Finding]]:
@@ -77,10 +79,24 @@ def from_hosts(settings: DoctorSettings) -> tuple[list[Any], list[Finding]]:
 
 def _page(process: subprocess.Popen[bytes], secret: str) -> list[Any] | str:
     """The rows that a host reports, or the reason why there are none."""
-    try:
-        output, errors = process.communicate(f"{secret}\n".encode(), _LIMIT_SECONDS)
-    except subprocess.TimeoutExpired:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stderr is not None
+    limit = threading.Timer(_LIMIT_SECONDS, process.kill)
+    limit.start()
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(process.stderr.read, _MOST_BYTES)
+        with contextlib.suppress(OSError):  # it has ended already
+            process.stdin.write(f"{secret}\n".encode())
+            process.stdin.close()
+        output = process.stdout.read(_MOST_BYTES)
+        if len(output) == _MOST_BYTES:
+            process.kill()
+        errors = reading.result()
+    process.wait()
+    if not limit.is_alive():
         return f"it took longer than {_LIMIT_SECONDS:.0f} s"
+    limit.cancel()
     with contextlib.suppress(ValueError, RecursionError, KeyError, TypeError):
         if isinstance(rows := json.loads(output)["rows"], list):
             return rows

@@ -76,6 +76,8 @@ class Meeting:
                 raise
             names = [self._call(peek, self.store, f"name/{rank}") for rank in error.strangers]
             self.strangers = [name.decode(errors="replace")[:60] for name in names]
+        except (TimeoutError, RuntimeError) as error:
+            raise FirstMachineError(f"the first machine is gone: {first_line(error)}") from None
 
     def exchange(self, value: Any, seconds: float) -> dict[int, Any]:
         """Publish a message, and return the messages of the same class from all machines that publish in time, by rank.

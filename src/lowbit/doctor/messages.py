@@ -14,6 +14,7 @@ from lowbit.config import NonNegative
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Number = Annotated[float, Field(ge=0)]
+Port = Annotated[int, Field(gt=0, lt=1 << 16)]
 Text = Annotated[str, AfterValidator(lambda text: text[:600])]
 _Class = TypeVar("_Class")
 # Versions may differ between machines: unknown keys are ignored.
@@ -87,7 +88,7 @@ class Facts(Described):
     settings: dict[str, str] = field(default_factory=dict)
     port_low: NonNegative = 32768
     port_high: NonNegative = 60999
-    ports: tuple[NonNegative, ...] = ()
+    ports: Annotated[tuple[Port, ...], Field(max_length=64)] = ()
 
     @property
     def addresses(self) -> tuple[str, ...]:

@@ -142,7 +142,9 @@ class FailureBoard:
     def _follow(self, trace: _Trace, silent: bool) -> None:
         """Extend the chain while new notes may arrive, and keep the reason that its last rank wrote."""
         chain = trace.chain
-        letters = [letter for letter in list(self.letters) if letter.route.peer == chain[0]][:_MOST_LETTERS]
+        # Not by iterating over the dictionary, which other threads change meanwhile.
+        under_way = [letter for ref in self.letters.keyrefs() if (letter := ref()) is not None]
+        letters = [letter for letter in under_way if letter.route.peer == chain[0]][:_MOST_LETTERS]
         lengths = [[letter.route.channel, letter.incoming, letter.nbytes] for letter in letters]
         self._write(rank=self._rank, suspect=chain[0], silent=silent, lengths=lengths)
         start = time.monotonic()
@@ -202,7 +204,9 @@ class FailureBoard:
                 continue
             if "seen" in line:
                 done.add(rank)
-            elif isinstance(line.get("reason"), str) or ("silent" in line and self._is_rank(line.get("suspect"))):
+            elif not isinstance(line.get("reason", ""), str) or not isinstance(line.get("lengths", []), list):
+                continue
+            elif "reason" in line or ("silent" in line and self._is_rank(line.get("suspect"))):
                 notes[rank] = line
         return notes, done
 

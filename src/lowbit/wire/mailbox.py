@@ -7,6 +7,9 @@ A message is a payload followed by its checksum (`lowbit.wire.checksum`). Both e
   ends time out, and each end states on the failure board which lengths it waits for (`lowbit.wire.failure`).
 - Lengths of one class fit into the receiver's buffer. The checksum is not where the receiver expects it; the position
   where it matches gives the length that was sent. The receiver writes both lengths on the failure board and gives up.
+
+Without checksums nothing would show that a longer message was cut off, so the buffer then has exactly the expected
+length, and Gloo ends the process.
 """
 
 from __future__ import annotations
@@ -83,7 +86,8 @@ class Mailbox:
             buffer: called with a number of bytes, returns at least as much memory to receive in: 1-D uint8 on the CPU.
         """
         nbytes += self.checksums.room
-        memory = (buffer or partial(torch.empty, dtype=torch.uint8))(tags.capacity(nbytes))
+        room = tags.capacity(nbytes) if self.checksums.enabled else nbytes
+        memory = (buffer or partial(torch.empty, dtype=torch.uint8))(room)
         work = _started(self.group.recv, [memory], route.peer, tags.tag(route.channel, nbytes))
         return Expected(self.board, route, nbytes, True, work, self, memory, place)
 

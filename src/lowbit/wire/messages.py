@@ -54,9 +54,6 @@ class Messages:
         Args:
             payload: any tensor. to: a rank of the group.
             expected: payload bytes that the receiver expects; None: the size of this one.
-
-        Raises:
-            PeerError: the peer ended.
         """
         flat, room = payload.detach().reshape(-1).view(torch.uint8), self._mailbox.checksums.room
         message = torch.empty(flat.numel() + room, dtype=torch.uint8)
@@ -75,9 +72,6 @@ class Messages:
 
         Args:
             nbytes: length of the payload. source: a rank of the group. about: the message's name in errors.
-
-        Raises:
-            PeerError: the peer ended.
         """
         number = self._expected[source]
         self._expected[source] += 1
