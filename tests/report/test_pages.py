@@ -6,6 +6,7 @@ import gzip
 import html
 import json
 import re
+import sys
 import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
@@ -112,6 +113,13 @@ def test_results_have_tables_speeds_and_pictures(tmp_path: Path):
     other = make_results(tmp_path / "slow.json")
     other.write_text(other.read_text().replace('"seed": 0', '"seed": 1'))
     assert ["seed", "0", "1"] in _rows(_page(tmp_path / "speed.json", other, output=tmp_path / "both.html"))
+
+
+def test_results_keep_their_tables_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    text = html.unescape(_page(make_results(tmp_path / "speed.json")))
+    assert ["25 Mbit/s", "transform", "2,000", "0%", "8.00x"] in _rows(text)
+    assert 'charts need matplotlib: pip install "lowbit[lab]"' in text
 
 
 def test_results_of_another_version_are_shown_as_they_are(tmp_path: Path):
