@@ -1,4 +1,4 @@
-"""`python -m benchmarks figures`: Draw the figures of the documentation anew, from the recorded rows."""
+"""`python -m benchmarks figures`: Draw the figures of the documentation again, from the recorded rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lowbit_lab.charts.style import THEMES, family, title_of
 if TYPE_CHECKING:
     from lowbit.cli.parser import Parser
 
-SUMMARY = "Draw the figures of the documentation anew, from the recorded rows."
+SUMMARY = "Draw the figures of the documentation again, from the recorded rows."
 
 
 @section()

@@ -66,6 +66,14 @@ def test_help_needs_no_installation(monkeypatch: pytest.MonkeyPatch):
     assert "where to begin:" in invoke("--help").stdout
 
 
+def test_commands_that_are_not_installed_say_so(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(lowbit.cli.app, "extension", lambda name: None)  # a plain checkout on PYTHONPATH
+    assert "bench      Not installed" in invoke("--help").stdout
+    outcome = invoke("bench", "codecs")
+    assert outcome.exit_code == 2
+    assert outcome.stderr == 'error: lowbit bench is not installed; install it with: pip install "lowbit[lab]"\n'
+
+
 def test_help_of_a_group_fits_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("COLUMNS", "80")
     for name in GROUPS:

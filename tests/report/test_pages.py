@@ -6,6 +6,8 @@ import gzip
 import html
 import json
 import re
+import sys
+import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -113,6 +115,13 @@ def test_results_have_tables_speeds_and_pictures(tmp_path: Path):
     assert ["seed", "0", "1"] in _rows(_page(tmp_path / "speed.json", other, output=tmp_path / "both.html"))
 
 
+def test_results_keep_their_tables_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    text = html.unescape(_page(make_results(tmp_path / "speed.json")))
+    assert ["25 Mbit/s", "transform", "2,000", "0%", "8.00x"] in _rows(text)
+    assert 'charts need matplotlib: pip install "lowbit[lab]"' in text
+
+
 def test_results_of_another_version_are_shown_as_they_are(tmp_path: Path):
     file = tmp_path / "old.json"
     values = {"command": "bench pipeline", "settings": {}, "machine": {}, "rows": [{"boundary": "fp32", "speed": 7.5}]}
@@ -132,13 +141,20 @@ def test_results_of_another_version_are_shown_as_they_are(tmp_path: Path):
         ({"config.json": b"[1"}, "config.json cannot be read"),
         ({"summary.json": b"[]"}, "summary.json cannot be read and is left out: it holds no object"),
         ({"metrics.jsonl": b'{"step": 1, "loss": 2.5}\n{"loss": 3}\nxx\n{"step": 2, "lo'}, "2 lines cannot be read"),
+        ({"metrics.jsonl": b'{"step": 1e999}\n{"step": ' + b"[" * 10**5 + b"}\n"}, "2 lines cannot be read"),
+        ({"metrics.jsonl": b'{"step": 1, "loss": 1' + b"0" * 400 + b', "links": 3}\n'}, "The links of this run"),
+        ({"config.json": b'{"run": 3, "model": []}', "summary.json": None}, "did not end: 40 steps"),
+        ({"summary.json": b"[" * 10**5}, "summary.json cannot be read and is left out"),
+        ({"ranks.json": b'{"machines": [3, {"ranks": {}}], "memory": [{"stages": 1}, 7]}'}, "The machines of this run"),
         ({"evaluations.jsonl": b"\xff\n"}, "evaluations.jsonl: 1 line cannot be read"),
         ({"trace/all-ranks.json.gz": b"\x1f\x8b broken"}, "all-ranks.json.gz cannot be read"),
         ({"trace/all-ranks.json.gz": gzip.compress(b'{"traceEvents": [{"ph": "X"}]}')}, "all-ranks.json.gz cannot be"),
+        ({"trace/all-ranks.json.gz": gzip.compress(b'{"traceEvents": [{"ph": "X", "name": "a", "cat": "a", "args": 3, '
+                                                   b'"ts": 1, "dur": 1, "pid": 0, "tid": 0}]}')}, "gz cannot be read"),
         ({"metrics.jsonl": b'{"step": 1, "loss": NaN, "tokens_per_second": 1e999}\n'}, "training loss"),
         ({"metrics.jsonl": b"", "summary.json": None}, "0 of 40 steps"),
     ],
-)
+)  # fmt: skip
 def test_what_is_left_of_a_broken_run_is_shown(tmp_path: Path, damage: dict[str, bytes | None], said: str):
     folder = make_run(tmp_path / "run")
     for name, data in damage.items():
@@ -146,6 +162,25 @@ def test_what_is_left_of_a_broken_run_is_shown(tmp_path: Path, damage: dict[str,
     text = html.unescape(_page(folder))
     assert said in text
     assert "NaN" not in json.dumps(_figures(text))
+
+
+@pytest.mark.parametrize(
+    ("unit", "count", "said"),
+    [(b" " * (1 << 20), 400, "it has more than 64 MiB"), (b"[]," * (1 << 20), 16, "values; allowed: at most 4000000")],
+)
+def test_a_trace_that_unpacks_to_more_than_it_can_be_is_left_out(tmp_path: Path, unit: bytes, count: int, said: str):
+    folder = make_run(tmp_path / "run")
+    with gzip.open(folder / "trace" / "all-ranks.json.gz", "wb", compresslevel=1) as file:
+        file.write(b'{"traceEvents": [')
+        for _ in range(count):
+            file.write(unit)
+        file.write(b"0]}")
+    tracemalloc.start()
+    text = html.unescape(_page(folder))
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert said in text
+    assert most < 200 << 20
 
 
 def test_an_interrupted_run_has_its_curves(tmp_path: Path):

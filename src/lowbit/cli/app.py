@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, metadata
 from importlib.util import find_spec
 from typing import Any
 
 from lowbit.cli.doctor import Doctor
-from lowbit.cli.errors import TRAIN
 from lowbit.cli.extensions import extension
 from lowbit.cli.group import Group
 from lowbit.cli.report import MakeReport
@@ -33,8 +33,19 @@ def _where_to_begin() -> list[str]:
     if address := documentation():
         steps.append((address, "add lowbit to a training script of your own"))
     if find_spec("pydantic") is None:
-        steps.insert(0, (f'pip install "lowbit[{TRAIN}]"', "install what the commands need"))
+        steps.insert(0, ('pip install "lowbit[lab]"', "install what the commands need"))
     return ["where to begin:", *listed(steps), "", "lowbit --version prints the version."]
+
+
+class _Missing:
+    """A command of the laboratory, which this installation lacks."""
+
+    summary = 'Not installed: pip install "lowbit[lab]".'
+    examples: tuple[str, ...] = ()
+
+    def __call__(self, program: str, words: Sequence[str]) -> None:
+        """Raise ValueError."""
+        raise ValueError(f'{program} is not installed; install it with: pip install "lowbit[lab]"')
 
 
 _ORDER = ("demo", "train", "config", "doctor", "plan", "calibrate", "evaluate", "report", "bench")
@@ -43,7 +54,8 @@ _ORDER = ("demo", "train", "config", "doctor", "plan", "calibrate", "evaluate", 
 def _commands() -> dict[str, Any]:
     """Return the library's commands and those of the laboratory, by name."""
     added = extension("commands")
-    commands = {
+    commands: dict[str, Any] = dict.fromkeys(_ORDER, _Missing())
+    commands |= {
         "train": Train(),
         "config": Config(),
         "doctor": Doctor(),
@@ -60,7 +72,7 @@ def _commands() -> dict[str, Any]:
         ),
         "report": MakeReport(),
     } | (added() if added else {})
-    return {name: commands[name] for name in sorted(commands, key=_ORDER.index)}
+    return commands
 
 
 COMMANDS = Group(

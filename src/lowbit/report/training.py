@@ -70,11 +70,12 @@ def _run_parts(run: RunFiles) -> Iterator[Part]:
     if run.spans:
         yield timeline_part(run.spans)
         yield shares_part(run.spans)
-    yield _traffic(run)
-    yield _links(run)
-    yield _formats(run)
-    yield from _memory(run)
-    yield _machines(run)
+    for make in (_traffic, _links, _formats, _memory, _machines):
+        try:
+            yield from make(run)
+        except (LookupError, ArithmeticError, AttributeError, TypeError, ValueError) as error:  # damaged files
+            what = make.__name__.strip("_")
+            run.problems.append(f"The {what} of this run cannot be shown and are left out: {error!r:.200}")
     yield Part(
         title="Settings", head=("setting", "value"), folded=True,
         rows=[(key, shown(value)) for key, value in run.settings.items()],
@@ -172,7 +173,7 @@ def _shares_over_steps(run: RunFiles) -> Part:
     )  # fmt: skip
 
 
-def _traffic(run: RunFiles) -> Part:
+def _traffic(run: RunFiles) -> Iterator[Part]:
     """What all ranks sent, by part."""
     each = Counter[str]()
     for line in run.steps:
@@ -183,10 +184,10 @@ def _traffic(run: RunFiles) -> Part:
         for name, nbytes in sorted(parts.items(), key=lambda part: -part[1]) if nbytes
     ]  # fmt: skip
     text = "Sent by all ranks, with checksums, without headers of Gloo, TCP and Ethernet." if rows else ""
-    return Part(title="Traffic by part", rows=rows, text=text, head=("part", "MB a step", "MB in all"))
+    yield Part(title="Traffic by part", rows=rows, text=text, head=("part", "MB a step", "MB in all"))
 
 
-def _links(run: RunFiles) -> Part:
+def _links(run: RunFiles) -> Iterator[Part]:
     """What crossed between machines, and what the links can carry."""
     rates = {row["link"]: row.get("mbit") for row in run.ranks.get("links") or ()}
     recent = [line for line in run.steps[-max(1, len(run.steps) // 2) :] if line.get("links")]
@@ -200,13 +201,13 @@ def _links(run: RunFiles) -> Part:
     trip = run.ranks.get("round_trip_seconds")
     text = "Medians of the later half of the steps. Machines are named by their first ranks."
     text += f" Round trip: {1e3 * trip:.2f} ms." if trip else ""
-    return Part(
+    yield Part(
         title="Links between machines", rows=rows, text=text if rows else "",
         head=("link", "MB a step", "used Mbit/s", "measured Mbit/s", "used"),
     )  # fmt: skip
 
 
-def _formats(run: RunFiles) -> Part:
+def _formats(run: RunFiles) -> Iterator[Part]:
     """Show the choices of a run with `pipeline.forward = "auto"`, and the reasons."""
     rows = []
     for choice in run.ranks.get("formats") or ():
@@ -217,7 +218,7 @@ def _formats(run: RunFiles) -> Part:
             f"{choice['step'] + 1:,}", shown(choice["formats"]), seconds, links or "–",
             "–" if trip is None else f"{1e3 * trip:.2f}",
         ))  # fmt: skip
-    return Part(
+    yield Part(
         title="Formats that the run chose", rows=rows,
         text='Predicted seconds of a step with each format at all boundaries, and with "these".' if rows else "",
         head=("from step", "formats by boundary", "predicted seconds", "measured Mbit/s", "round trip, ms"),
@@ -257,12 +258,12 @@ def _memory(run: RunFiles) -> Iterator[Part]:
     yield Part(title="Saved activations by layer, bytes at the peak", head=("rank", "layer", "bytes"), rows=layers)
 
 
-def _machines(run: RunFiles) -> Part:
+def _machines(run: RunFiles) -> Iterator[Part]:
     machines = run.ranks.get("machines") or ()
     fields = [field for field in _MACHINE if any(field in machine for machine in machines)]
     rows = [(shown(machine["ranks"]), *(shown(machine.get(field)) for field in fields)) for machine in machines]
     about = ", ".join(f"{key} {run.ranks[key]}" for key in ("device", "backend", "precision") if key in run.ranks)
-    return Part(title="Machines and versions", text=about if rows else "", head=("ranks", *fields), rows=rows)
+    yield Part(title="Machines and versions", text=about if rows else "", head=("ranks", *fields), rows=rows)
 
 
 def differences(settings: Mapping[str, Mapping[str, str]]) -> Part:

@@ -49,7 +49,7 @@ class AssumptionsBenchmark:
     TAH-Quant, tah-quant-published that of the paper's v2 (bits by tile), tah-quant-published-token that of its v1 (bits
     by token)."""
     backward: str = ""
-    """Format of gradients beside low-bit activations, unless `boundaries` names it. If omitted, the default of each
+    """Format of gradients next to low-bit activations, unless `boundaries` names it. If omitted, the default of each
     format. fp32, bf16 and fp16 are used both ways."""
     seeds: tuple[NonNegative, ...] = (0,)
     """Seeds of weights and data order."""

@@ -67,5 +67,5 @@ def rate(spectra: Sequence[Tensor], error: float) -> float | None:
 
 
 def rate_at(spectra: Sequence[Tensor], decibels: float) -> float | None:
-    """The same for an error so many decibels below the messages."""
+    """The same for an error this many decibels below the messages."""
     return rate(spectra, float(torch.cat(list(spectra)).mean()) * 10 ** (-decibels / 10))

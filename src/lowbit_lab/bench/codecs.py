@@ -1,4 +1,4 @@
-"""`lowbit bench codecs`: speed, bits and accuracy of codecs, beside a copy and eager PyTorch.
+"""`lowbit bench codecs`: speed, bits and accuracy of codecs, compared with a copy and eager PyTorch.
 
 Speeds are gigabytes of input a second, from cold caches; a copy of the same tensor takes its turn in every round. A
 copy moves every byte twice, coding fewer bytes: the share of the copy's rate counts bytes read and written.
@@ -212,7 +212,7 @@ def _ways(rows: Sequence[Row]) -> list[Row]:
 
 COMMAND = Command(
     name="bench codecs",
-    summary="Speed, bits and accuracy of codecs, beside a copy and eager PyTorch.",
+    summary="Speed, bits and accuracy of codecs, compared with a copy and eager PyTorch.",
     examples=(
         "lowbit bench codecs --codec tah-quant-published,int4 --thread 1",
         "lowbit bench codecs --dtype bfloat16 --data gaussian --json codecs.json",

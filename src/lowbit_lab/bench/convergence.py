@@ -1,7 +1,7 @@
 """`lowbit bench convergence`: held-out loss of one training run by boundary format, over seeds.
 
 There are three regimes, because low-bit boundaries cost most early in training from scratch, where signals are small
-beside the noise: from scratch after a warm-up, from scratch without one, and fine-tuning from a full-precision
+compared with the noise: from scratch after a warm-up, from scratch without one, and fine-tuning from a full-precision
 checkpoint on another text at a small learning rate.
 
 A seed sets weights and data order for every format, so each run is compared with the fp32 run of its seed. Rows are
@@ -70,7 +70,7 @@ class ConvergenceBenchmark:
     gradients are stored and all-reduced over two ranks in FP8 as well, and the optimizer is torchao's 8-bit AdamW.
     "agoq" is AGoQ as published: "activations:agoq+8bit"."""
     backward: str = ""
-    """Format of gradients beside low-bit activations, unless `boundaries` names it. If omitted, the default of each
+    """Format of gradients next to low-bit activations, unless `boundaries` names it. If omitted, the default of each
     format. fp32, bf16 and fp16 are used both ways. SubspaceQuant(directions='auto') needs a regime with a warm-up."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Seeds of weights and data order."""
@@ -284,7 +284,7 @@ def summarized(rows: Sequence[Row]) -> list[Row]:
 
 
 def _finding(rows: Sequence[Row]) -> str:
-    """What the recommended format costs, beside the published one, in the first regime."""
+    """What the recommended format costs, compared with the published one, in the first regime."""
     rows = [row for row in rows if row["regime"] == rows[0]["regime"]]
     rivals = [row for row in rows if family(row["boundary"]) == "tah-quant-published"]
     shown = [row for row in (recommended(rows, "boundary"), *rivals[:1]) if row]

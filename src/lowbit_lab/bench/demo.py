@@ -7,6 +7,7 @@ gains; and with `LowBitStage` and `TransformQuant`, which shows what few bits ga
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -138,7 +139,8 @@ def choose_link(console: Console) -> Link:
 
 
 def check_output(output: Path) -> None:
-    """Check before anything starts that no file of somebody else would be replaced."""
+    """Check before anything starts that the chart can be drawn, and that no file of somebody else would be replaced."""
+    importlib.import_module("matplotlib")
     if foreign := RunFolder(output).foreign(FILES):
         raise ConfigError(
             f"{output} holds {', '.join(foreign)}, which lowbit has no record of making; nothing was touched; "

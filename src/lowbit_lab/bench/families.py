@@ -71,7 +71,7 @@ class FamiliesBenchmark:
             raise ConfigError(f"dim is {self.dim}; allowed: multiples of 32, the width of a head")
 
     def data(self) -> DataConfig:
-        """The text, in samples of so many tokens."""
+        """The text, in samples of this many tokens."""
         return DataConfig(text=self.text, batch=self.batch, max_bytes=self.max_bytes, sequence=self.sequence)
 
 

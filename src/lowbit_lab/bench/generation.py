@@ -57,7 +57,7 @@ class GenerationBenchmark:
     feature-int4-static: the published format, the same without a gain. Smaller sums than are worth it stay
     Transformers' own; the ranks measure that on each link."""
     states: str = "int8"
-    """Format of hidden states in the layout "both", beside a format of sums."""
+    """Format of hidden states in the layout "both", next to a format of sums."""
     chunks: Annotated[tuple[NonNegative, ...], EachOnce] = (0, 256)
     """Tokens of a chunk of the prompt (`prefill_chunk_size` of `generate`). 0: the prompt is not cut. Transformers' own
     pipeline is measured without chunks."""

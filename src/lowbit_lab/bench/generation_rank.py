@@ -147,7 +147,7 @@ class GenerationRank:
         return logits.argmax(-1), float(functional.cross_entropy(logits.flatten(0, 1), targets.flatten()))
 
     def _continued(self, key: Key, ids: Tensor, tokens: int, chunk: int = 0, **options: Any) -> Tensor:
-        """The prompts and exactly so many tokens more, chosen greedily."""
+        """The prompts and exactly this many tokens more, chosen greedily."""
         return self._models[key].generate(
             ids, max_new_tokens=tokens, do_sample=False, eos_token_id=None, prefill_chunk_size=chunk or None,
             attention_mask=torch.ones_like(ids), pad_token_id=0, **options,

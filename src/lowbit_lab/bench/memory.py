@@ -49,8 +49,8 @@ class MemoryBenchmark:
     sequences: Annotated[tuple[Positive, ...], EachOnce] = (1024,)
     """Tokens of a sample."""
     depths: tuple[Positive, ...] = ()
-    """Measure a forward and a backward pass of models with so many layers instead: plain, checkpointing, low-bit, both,
-    and a plan for each layer, in turn in one process."""
+    """Measure a forward and a backward pass of models with this many layers instead: plain, checkpointing, low-bit,
+    both, and a plan for each layer, in turn in one process."""
     share: Annotated[float, Field(gt=0)] = 0.6
     """With depths: the plan's limit, as a share of checkpointing's peak. If nothing fits, the plan with the lowest peak
     is taken."""
@@ -86,7 +86,7 @@ class MemoryBenchmark:
         vocabulary(self.model, 256)
 
     def data(self, sequence: int) -> DataConfig:
-        """The text, in samples of so many tokens, for steps of all micro-batches."""
+        """The text, in samples of this many tokens, for steps of all micro-batches."""
         batch = self.batch * self.microbatches
         return DataConfig(text=self.text, batch=batch, max_bytes=self.max_bytes, sequence=sequence)
 
@@ -103,7 +103,7 @@ def measure(settings: MemoryBenchmark, earlier: Sequence[Row]) -> Iterator[list[
 
     Yields:
         Rows, one for each: `method`, `sequence`, `saved_bytes` (by autograd for one micro-batch, each storage
-        once), `saved` (the same by layer type), `weight_copies_bytes` (autocast's copies of weights, saved beside
+        once), `saved` (the same by layer type), `weight_copies_bytes` (autocast's copies of weights, saved next to
         them), `peak_bytes`, of which `weights_bytes`, `gradients_bytes` (before the optimizer's step),
         `optimizer_bytes` and `rest_bytes` (temporary tensors and waste), `step_seconds` (median), `loss` (of the last
         step's samples), `gradient_error` (by layer type and over "all": |g' - g| / |g| against plain gradients of the

@@ -145,7 +145,7 @@ class Updates:
 
 
 def make_model(settings: MemoryBenchmark, sequence: int, layers: int = 0) -> nn.Module:
-    """The model on its device, in training mode; with so many layers, if they are given."""
+    """The model on its device, in training mode; with this many layers, if given."""
     config = replace(settings.model, layers=layers or settings.model.layers)
     model = build_model(config, vocab=vocabulary(config, 256), sequence=sequence, seed=settings.seed)
     model = model.bfloat16() if settings.weights == "bf16" else model

@@ -1,7 +1,7 @@
 """`lowbit bench pipeline`: training speed over emulated slow links, by boundary format.
 
 All formats train the same model on the same samples in the same processes and take turns of a few steps, round after
-round, so that other work on the machine slows all of them alike. PyTorch's own stage is measured beside `LowBitStage`
+round, so that other work on the machine slows all of them alike. PyTorch's own stage is measured next to `LowBitStage`
 with the same bits, because part of the gain is scheduling: receives posted early, sends not waited for.
 """
 
@@ -56,7 +56,7 @@ class PipelineBenchmark:
     PyTorch's own stage; tah-quant is our setting of TAH-Quant, tah-quant-published that of the paper's v2 (bits by
     tile), tah-quant-published-token that of its v1 (bits by token)."""
     backward: str = ""
-    """Format of gradients beside low-bit activations, unless `boundaries` names it. If omitted, the default of each
+    """Format of gradients next to low-bit activations, unless `boundaries` names it. If omitted, the default of each
     format. fp32, bf16 and fp16 are used both ways."""
     model: ModelConfig = THIN_MODEL
     """Model to train."""

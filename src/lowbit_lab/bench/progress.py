@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from lowbit.terminal import filtered_again
 from lowbit.train.progress import Rhythm
 
-_WIDE = 100  # characters of a terminal that has room for bars beside the text
+_WIDE = 100  # characters of a terminal that has room for bars next to the text
 _SPEED_SECONDS = 120.0
 
 

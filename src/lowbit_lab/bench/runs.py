@@ -47,7 +47,7 @@ class Runs:
         return [dataclasses.asdict(metrics) for metrics in done]
 
     def turn(self, name: str, count: int, *, evaluate: bool) -> dict[str, Any]:
-        """Take so many steps, and evaluate; a step before them does not count: caches are cold and TCP starts anew."""
+        """Take `count` steps, and evaluate; a step before them does not count: caches are cold, TCP starts again."""
         return {
             "steps": self.steps(name, 1 + count)[1:],
             "evaluation": self.evaluate(name) if evaluate else None,

@@ -27,7 +27,7 @@ class Phase:
     """Contenders that take turns.
 
     Args:
-        name: tells the phases of a benchmark apart.
+        name: of the phase, different from those of the others.
         order: the method of the ranks' program that each turn calls; `timed` answers {"seconds", "sent"}.
         contenders: arguments of each; they also tell results apart.
         arguments: common to all.

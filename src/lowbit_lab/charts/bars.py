@@ -152,7 +152,7 @@ class Stacks(Chart):
 
 
 def _label_ends(axes: Axes, ends: Sequence[tuple[float, float, str, bool]]) -> None:
-    """Write texts beside the ends of horizontal bars, and make the axis long enough for them."""
+    """Write texts next to the ends of horizontal bars, and make the axis long enough for them."""
     texts = [
         axes.annotate(
             text, (end, at), (5 if end >= 0 else -5, 0), textcoords="offset points", va="center", size=SMALL,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Lines(Chart):
-    """Curves with their names beside their ends.
+    """Curves with their names next to their ends.
 
     Args:
         series: the name of a curve.
@@ -81,7 +81,7 @@ class Lines(Chart):
 
 @dataclass(frozen=True, kw_only=True)
 class Points(Chart):
-    """A point for each row, with a bar over its range and its name beside it.
+    """A point for each row, with a bar over its range and its name next to it.
 
     Args:
         series: the name of the point.

@@ -1,4 +1,4 @@
-"""Labels beside points and curves, where they touch nothing."""
+"""Labels next to points and curves, where they touch nothing."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def beside(axes: Axes, labels: Sequence[Label], *, size: float) -> list[Text]:
 
 
 def along(axes: Axes, points: Sequence[tuple[float, float]], *, every: float = 4.0) -> list[tuple[float, float]]:
-    """Points of a curve at most so many pixels apart, in data."""
+    """Points of a curve at most `every` pixels apart, in data."""
     pixels = axes.transData.transform(list(points))
     result = []
     for (x0, y0), (x1, y1) in itertools.pairwise(pixels):

@@ -110,8 +110,12 @@ def results_page(results: Mapping[str, tuple[Report, Command | None]], problems:
     several = len(results) > 1
     for name, (report, command) in results.items():
         prefix = f"{name}: " if several else ""
+        own = list[Part]()
         try:
-            own = list(_parts(report, command))
+            own += _parts(report, command)
+            own += _charts(report, command)
+        except ModuleNotFoundError as error:
+            problems.append(f'{prefix}charts need {error.name}: pip install "lowbit[lab]", then lowbit report')
         except Exception as error:  # rows of another version may lack what a table shows
             problems.append(
                 f"{prefix}tables and charts cannot be made from these rows ({error}): they follow as they are"
@@ -152,7 +156,10 @@ def _parts(report: Report, command: Command | None) -> Iterator[Part]:
             head = [column.title.replace("-\n", "").replace("\n", " ") for column in columns]
             cells = [[column.cell(row) for column in columns] for row in rows]
             yield Part(title=title.replace("\n", " ") or "Results", head=head, rows=cells)
-    for chart in charts_of(command):
+
+
+def _charts(report: Report, command: Command | None) -> Iterator[Part]:
+    for chart in charts_of(command) if command else ():
         if chart.panels(report.rows):
             title = chart.title(chart.selected(report.rows)) if callable(chart.title) else chart.title
             yield Part(title=title or chart.label, picture=_pictures(chart, report.rows))

@@ -30,7 +30,7 @@ def measure(settings: CalibrationConfig) -> list[dict[str, Any]]:
     """Draw sequences, observe the sums, choose features, write the file.
 
     Under torchrun the model is cut over the ranks and each observes its own partial sums; the file is that of the
-    emulation. An interrupted run goes on from the state beside its output, with the same outcome.
+    emulation. An interrupted run resumes from the state next to its output, with the same outcome.
 
     Returns:
         A row for each layer, with `layer`, `features` (chosen), `k` (their number), `width`, `bits_per_value`,
@@ -72,7 +72,7 @@ def make(
 ) -> Calibration:
     """Calibrate a loaded model, whole or on real ranks, with a progress bar on the first rank.
 
-    `keep_state`: save the state beside the output now and then, and go on from it.
+    `keep_state`: save the state next to the output now and then, and resume from it.
     """
     drawn = sequences.draw(settings.sequences, settings.seed)
     if world()[0] == 0:
@@ -150,10 +150,10 @@ def _state_file(settings: CalibrationConfig, description: str, start: Calibratio
     name = hashlib.sha256(key.encode()).hexdigest()[:8]
     state = settings.path.with_name(f".{settings.path.name}.{name}.state")
     if world()[0] == 0 and _states(settings.path) and not state.exists():
-        log.warning("a calibration with other options or text was interrupted before: this one begins anew")
+        log.warning("a calibration with other options or text was interrupted before: this one starts afresh")
     return state
 
 
 def _states(output: Path) -> list[Path]:
-    """Return the files that interrupted runs left beside the output."""
+    """Return the files that interrupted runs left next to the output."""
     return list(output.parent.glob(f".{glob.escape(output.name)}.*.state"))

@@ -120,7 +120,7 @@ def possible_ranks(folder: str, most: int = 128) -> list[int]:
 
 
 def check_ranks(key: str, ranks: int, folder: str) -> None:
-    """Raise ConfigError, which names the setting `key`, unless so many ranks can share the model's heads evenly."""
+    """Raise ConfigError, which names the setting `key`, unless this many ranks can share the model's heads evenly."""
     if ranks not in (possible := possible_ranks(folder)):
         raise ConfigError(f"{key} is {ranks}; allowed: what divides the model's heads, {', '.join(map(str, possible))}")
 

@@ -39,7 +39,7 @@ class Pooling:
 
     @classmethod
     def read(cls, folder: str | Path) -> Pooling:
-        """Read the files that sentence-transformers writes beside a model; without them: the mean of the tokens."""
+        """Read the files that sentence-transformers writes next to a model; without them: the mean of the tokens."""
         modules = _json(Path(folder) / "modules.json") or []
         kinds = {str(module["type"]).rpartition(".")[2]: Path(folder, module["path"]) for module in modules}
         settings = _json(kinds["Pooling"] / "config.json") if "Pooling" in kinds else None

@@ -1,4 +1,4 @@
-"""`lowbit evaluate`: what a model says with low-bit tensor-parallel sums, beside what it says without."""
+"""`lowbit evaluate`: what a model says with low-bit tensor-parallel sums, compared with exact ones."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ FILE_TASKS = ("arc_challenge", "arc_easy", "boolq", "hellaswag", "winogrande")
 
 
 def default_calibration(model: str, ranks: int) -> Path:
-    """Return where a calibration lies unless a file is named: beside the model's weights."""
+    """Return where a calibration lies unless a file is named: next to the model's weights."""
     return Path(model) / f"calibration-tp{ranks}.safetensors"
 
 

@@ -35,10 +35,6 @@ class Question:
     @classmethod
     def of(cls, context: str, choices: Sequence[str], answer: int) -> Question:
         """A question whose choices follow the same text, after a space."""
-        if not all(isinstance(choice, str) and choice.strip() for choice in choices):
-            raise ValueError(f"choices are {choices}: not all are texts")
-        if not 0 <= answer < len(choices):
-            raise ValueError(f"the answer is number {answer + 1} of {len(choices)} choices")
         endings = tuple(f" {choice}" for choice in choices)
         return cls(contexts=(context,) * len(choices), endings=endings, answer=answer)
 
@@ -86,9 +82,11 @@ def _lines(task: str, path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
             if line.strip():
                 where = f"{task} line {number}"
                 try:
-                    yield where, json.loads(line.decode("utf-8"))
+                    fields = json.loads(line.decode("utf-8"))
+                    json.dumps(fields, ensure_ascii=False).encode()  # tokenizers refuse half a surrogate pair
                 except (ValueError, RecursionError) as error:
                     raise ConfigError(f"{where} is not JSON ({error}); allowed: an object on each line") from error
+                yield where, fields
 
 
 def _rows(task: str, path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -103,20 +101,37 @@ def _rows(task: str, path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         yield f"{task} row {number}", fields
 
 
+def _texts(values: Any, least: int, most: int) -> list[str]:
+    """Return a list of texts, none of them empty."""
+    if not isinstance(values, list) or not least <= len(values) <= most:
+        raise ValueError(f"{values!r:.60} in place of {least if least == most else f'{least} to {most}'} texts")
+    if wrong := [each for each in values if not isinstance(each, str) or not each.strip()]:
+        raise ValueError(f"{wrong[0]!r:.60} in place of a text that is not empty")
+    return values
+
+
+def _text(fields: Mapping[str, Any], key: str) -> str:
+    return _texts([fields[key]], 1, 1)[0]
+
+
 def _arc(fields: Mapping[str, Any]) -> Question:
     """Both forms: the hub's, with lists of texts and labels, and the publisher's, with the choices in the question."""
     if isinstance(question := fields["question"], dict):
-        stem, texts = question["stem"], [choice["text"] for choice in question["choices"]]
+        stem, texts = _text(question, "stem"), [choice["text"] for choice in question["choices"]]
         labels = [choice["label"] for choice in question["choices"]]
     else:
-        stem, texts, labels = question, fields["choices"]["text"], fields["choices"]["label"]
+        stem, texts, labels = _text(fields, "question"), fields["choices"]["text"], fields["choices"]["label"]
+    texts = _texts(texts, 3, 5)
+    labels = _texts(labels, len(texts), len(texts))
     return Question.of(f"Question: {stem}\nAnswer:", texts, labels.index(fields["answerKey"]))
 
 
 def _hellaswag(fields: Mapping[str, Any]) -> Question:
-    context = f"{fields['activity_label']}: {fields['ctx_a']} {fields['ctx_b'].capitalize()}"
+    context = _text(fields, "activity_label") + ": " + fields["ctx_a"] + " " + fields["ctx_b"].capitalize()
     answer = ["0", "1", "2", "3"].index(str(fields["label"]))
-    return Question.of(_without_brackets(context), list(map(_without_brackets, fields["endings"])), answer)
+    return Question.of(
+        _without_brackets(context), list(map(_without_brackets, _texts(fields["endings"], 4, 4))), answer
+    )
 
 
 def _without_brackets(text: str) -> str:
@@ -126,18 +141,18 @@ def _without_brackets(text: str) -> str:
 
 
 def _winogrande(fields: Mapping[str, Any]) -> Question:
-    before, gap, after = fields["sentence"].partition("_")
+    before, gap, after = _text(fields, "sentence").partition("_")
     if not gap or not after.strip():
         raise ValueError("the sentence has no _ with words behind it")
     answer = ["1", "2"].index(fields["answer"])
-    contexts = tuple(before + fields[key] for key in ("option1", "option2"))
+    contexts = tuple(before + _text(fields, key) for key in ("option1", "option2"))
     return Question(contexts=contexts, endings=(f" {after.strip()}",) * 2, answer=answer)
 
 
 def _boolq(fields: Mapping[str, Any]) -> Question:
     """The publisher's files have an answer, those of SuperGLUE a label."""
     answer = [False, True].index(fields["answer"] if "answer" in fields else fields["label"])
-    prompt = f"{fields['passage']}\nQuestion: {fields['question']}?\nAnswer:"
+    prompt = f"{_text(fields, 'passage')}\nQuestion: {_text(fields, 'question')}?\nAnswer:"
     return Question.of(prompt, ["no", "yes"], answer)
 
 

@@ -21,7 +21,7 @@ from lowbit_lab.evaluate.settings import InferenceConfig
 log = logging.getLogger(__name__)
 LIBRARY = "Python's standard library"
 MASKED = 7
-"""One token in so many is masked, about 15 % as in BERT's training."""
+"""One token in this many is masked, about 15 % as in BERT's training."""
 IGNORED = -100
 """The target of a token that is not predicted."""
 

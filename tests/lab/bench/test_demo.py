@@ -1,5 +1,7 @@
+import io
 import json
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -56,6 +58,12 @@ def test_a_folder_with_files_of_others_is_left_alone(tmp_path: Path, name: str):
     with pytest.raises(ConfigError, match="which lowbit has no record of making"):
         demo.run(tmp_path)
     assert (tmp_path / name).read_text() == "mine"
+
+
+def test_without_matplotlib_nothing_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ModuleNotFoundError, match="matplotlib"):
+        demo.run(tmp_path, console=Console(file=io.StringIO()))
 
 
 def test_without_a_link_it_says_so_and_goes_on(monkeypatch: pytest.MonkeyPatch):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import math
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,6 +12,8 @@ from typing import Any
 
 CONFIG, METRICS, EVALUATIONS = "config.json", "metrics.jsonl", "evaluations.jsonl"
 SUMMARY, RANKS, TRACE = "summary.json", "ranks.json", "trace/all-ranks.json.gz"
+_MOST_BYTES = 256 << 20  # of a file of lines
+_MOST_UNPACKED, _MOST_VALUES = 64 << 20, 4_000_000  # of a trace: an event takes 200 bytes and has a dozen values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +39,8 @@ class RunFiles:
     @property
     def settings(self) -> dict[str, Any]:
         """Values of the configuration by "section.key"."""
-        return {f"{section}.{key}": v for section, values in self.config.items() for key, v in values.items()}
+        sections = {name: values for name, values in self.config.items() if isinstance(values, dict)}
+        return {f"{name}.{key}": value for name, values in sections.items() for key, value in values.items()}
 
 
 def read_run(folder: Path) -> RunFiles:
@@ -60,7 +62,8 @@ def read_run(folder: Path) -> RunFiles:
     if not config:
         problems.append(f"{CONFIG} is missing or cannot be read: no settings")
     if not summary:
-        of = f" of {config['run']['steps']}" if config else ""
+        settings = config.get("run")
+        of = f" of {settings['steps']}" if isinstance(settings, dict) and "steps" in settings else ""
         last = steps[-1]["step"] if steps else 0
         problems.append(f"The run did not end: {last}{of} steps are recorded, and there is no {SUMMARY}.")
     return RunFiles(
@@ -72,29 +75,43 @@ def read_run(folder: Path) -> RunFiles:
 def number(value: Any) -> float | None:
     """Return the value if it is a finite number."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and math.isfinite(value) else None
+    return float(value) if is_number and abs(value) < 1e300 else None
 
 
-def _part(path: Path, parse: Callable[[bytes], Any], problems: list[str], absent: Any) -> Any:
+def _part(path: Path, parse: Callable[[bytearray], Any], problems: list[str], absent: Any) -> Any:
     """Parse a file; return `absent` if it is missing, or if it cannot be read, which is a problem."""
     if not path.is_file():
         return absent
     try:
-        data = path.read_bytes()
-        return parse(gzip.decompress(data) if path.suffix == ".gz" else data)
-    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
+        return parse(_read(path))
+    except (OSError, EOFError, zlib.error, ValueError, RecursionError, KeyError, TypeError) as error:
         problems.append(f"{path.name} cannot be read and is left out: {' '.join(str(error).split())[:200]}")
         return absent
 
 
-def _object(data: bytes) -> dict[str, Any]:
+def _read(path: Path) -> bytearray:
+    """Read a file, unpacked; refuse one that is too large, or would be too large as values."""
+    packed = path.suffix == ".gz"
+    most = _MOST_UNPACKED if packed else _MOST_BYTES
+    data = bytearray()
+    with gzip.open(path) if packed else path.open("rb") as file:
+        while piece := file.read(min(1 << 20, most + 1 - len(data))):  # gzip holds several times what it reads at once
+            data += piece
+    if len(data) > most:
+        raise ValueError(f"it has more than {most >> 20} MiB")
+    if packed and (values := sum(map(data.count, (b",", b"[", b"{")))) > _MOST_VALUES:
+        raise ValueError(f"it has {values} values; allowed: at most {_MOST_VALUES}")
+    return data
+
+
+def _object(data: bytearray) -> dict[str, Any]:
     values = json.loads(data)
     if not isinstance(values, dict):
         raise ValueError("it holds no object")
     return values
 
 
-def _lines(data: bytes, name: str, problems: list[str]) -> list[dict[str, Any]]:
+def _lines(data: bytearray, name: str, problems: list[str]) -> list[dict[str, Any]]:
     """Read lines with a step, sorted by step; the last line of a step counts. An unfinished last line is left out."""
     by_step: dict[int, dict[str, Any]] = {}
     bad = 0
@@ -102,16 +119,17 @@ def _lines(data: bytes, name: str, problems: list[str]) -> list[dict[str, Any]]:
         try:
             values = json.loads(line)
             by_step[int(values["step"])] = values
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, RecursionError, KeyError, TypeError, OverflowError):
             bad += 1
     if bad:
         problems.append(f"{name}: {bad} {'line' if bad == 1 else 'lines'} cannot be read and are left out")
     return [by_step[step] for step in sorted(by_step)]
 
 
-def _spans(data: bytes) -> list[dict[str, Any]]:
+def _spans(data: bytearray) -> list[dict[str, Any]]:
     spans = [event for event in _object(data)["traceEvents"] if event["ph"] == "X"]
-    needed = {"name", "cat", "args", "ts", "dur", "pid", "tid"}
-    if not all(span.keys() >= needed for span in spans):
-        raise ValueError("an event has no name, kind, time or arguments")
+    for span in spans:
+        texts = isinstance(span["name"], str) and isinstance(span["cat"], str) and isinstance(span["args"], dict)
+        if not texts or any(number(span[key]) is None for key in ("ts", "dur", "pid", "tid")):
+            raise ValueError("an event has no name, kind, time or arguments")
     return spans
