@@ -15,8 +15,9 @@ If this process had to wait for a processor, it sees packets late. It does not d
 was busy meanwhile would have carried them. It takes about a tenth of a processor at 100 Mbit/s, a sixth at 1 Gbit/s.
 
 It reads orders from standard input, one line of JSON each: ``cut`` (hosts that nothing reaches), or otherwise, and in
-the first order, ``rates`` (seconds per byte up and down for each host), ``delay``, ``jitter``, ``queue`` (seconds) and
-``loss`` (a share). It answers each with ``ok``, and ends when its input ends.
+the first order, ``rates`` (seconds per byte up and down for each host), ``delay``, ``jitter``, ``queue`` (seconds),
+``loss`` and ``reorder`` (shares) and ``burst`` (packets lost in a row on average). It answers each with ``ok``, and
+ends when its input ends.
 """
 
 import contextlib
@@ -62,7 +63,10 @@ class Line:
             return
         self._rates = order["rates"]
         self._delay, self._jitter = order["delay"], order["jitter"]
-        self._queue, self._loss = order["queue"], order["loss"]
+        self._queue, self._reorder, self._burst = order["queue"], order["reorder"], order["burst"]
+        # Of all packets, `loss` are lost: a burst begins at each other packet with this probability.
+        self._loss = order["loss"] / (1 - order["loss"]) / self._burst
+        self._in_burst: set[tuple[int, int]] = set()  # paths whose last packet was lost
         hosts = range(len(self.tuns))
         self._chance = {path: random.Random(repr(path)) for path in itertools.product(hosts, hosts)}
 
@@ -104,12 +108,22 @@ class Line:
         """Schedule a packet's arrival after the delay, unless it is lost."""
         path = source, destination
         chance, arrival = self._chance[path], now + self._delay
-        if self._loss and chance.random() < self._loss:
+        if self._loss and self._is_lost(path):
             return
         if self._jitter:
             arrival += chance.uniform(-self._jitter, self._jitter)
-        self._arrival[path] = arrival = max(arrival, self._arrival.get(path, 0.0))
+        arrival = max(arrival, self._arrival.get(path, 0.0))
+        if self._reorder and chance.random() < self._reorder:
+            arrival += self._delay / 4  # packets that follow may overtake this one
+        else:
+            self._arrival[path] = arrival
         self._expect(arrival, True, source, destination, packet)
+
+    def _is_lost(self, path: tuple[int, int]) -> bool:
+        draw = self._chance[path].random()
+        lost = draw < 1 - 1 / self._burst if path in self._in_burst else draw < self._loss
+        (self._in_burst.add if lost and self._burst > 1 else self._in_burst.discard)(path)
+        return lost
 
     def _expect(self, at: float, arrived: bool, source: int, destination: int, packet: bytes) -> None:
         heapq.heappush(self._events, (at, next(self._order), arrived, source, destination, packet))

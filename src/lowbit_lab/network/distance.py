@@ -49,12 +49,15 @@ class Distance(Helper):
             jitter=link.jitter_ms / 1e3,
             queue=link.most_waiting_ms / 1e3,
             loss=link.loss,
+            burst=link.burst,
+            reorder=link.reorder,
         )
+        segments = 1 if link.loss or link.reorder else 65535
         for number, host in enumerate(self._hosts, 1):
             host.ip(
-                f"link set {DEVICE} gso_max_size {_train_bytes(link)} gso_max_segs {1 if link.loss else 65535}",
+                f"link set {DEVICE} gso_max_size {_train_bytes(link)} gso_max_segs {segments}",
                 # A longer prefix than the first interface's route, so it takes precedence.
-                f"route replace {NETWORK}.0/25 dev {DEVICE} src {NETWORK}.{number}",
+                f"route replace {NETWORK}.0/25 dev {DEVICE} src {NETWORK}.{number} congctl {link.congestion}",
             )
 
     def leave(self) -> None:

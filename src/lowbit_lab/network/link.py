@@ -8,10 +8,21 @@ from dataclasses import KW_ONLY, dataclass
 # A geostationary satellite takes 600; connecting has to fit into a probe's time limit.
 _MOST_RTT_MS = 2000.0
 _MOST_QUEUE_MS = 10_000.0
-_EXAMPLES = "25mbit, 1gbit, unlimited, 100mbit/40ms, 20mbit-5mbit/30ms, 100mbit/40ms/5ms/0.1%"
+_MOST_BURST = 1000.0
+_EXAMPLES = "25mbit, 1gbit, unlimited, 100mbit/40ms, 20mbit-5mbit/30ms, 100mbit/40ms/5ms/0.1%, 100mbit/40ms/0.1%/bbr"
+CONGESTION = (
+    "bbr", "bbr1", "bbr2", "bbr3", "bic", "cdg", "cubic", "dctcp", "highspeed", "htcp", "hybla", "illinois", "lp", "nv",
+    "reno", "scalable", "vegas", "veno", "westwood", "yeah",
+)  # fmt: skip
+"""TCP congestion control in Linux; which of them a machine has depends on its kernel modules."""
 _NUMBER = r"([0-9]+\.?[0-9]*|\.[0-9]+)"
 _RATE = rf"{_NUMBER}([mg])bit"
-_TEXT = re.compile(rf"(?:unlimited|{_RATE}(?:-{_RATE})?)" + rf"(?:/{_NUMBER}ms)?" * 3 + rf"(?:/{_NUMBER}%)?")
+_TEXT = re.compile(
+    rf"(?:unlimited|{_RATE}(?:-{_RATE})?)"
+    + rf"(?:/{_NUMBER}ms)?" * 3
+    + rf"(?:/{_NUMBER}%(?:x{_NUMBER})?)?(?:/~{_NUMBER}%)?(?:/({'|'.join(CONGESTION)}))?"
+)
+_USUAL = "cubic"
 _UNITS = {"m": 1.0, "g": 1000.0}
 
 
@@ -26,10 +37,13 @@ class Link:
         rtt_ms: milliseconds from any host to any other and back, half of it each way, 0 to 2000.
         jitter_ms: largest deviation of each way's delay, uniformly distributed; at most half of `rtt_ms`. Packets do
             not overtake each other, so dense traffic sees the upper end.
-        loss: share of packets that are lost, each independently, at least 0 and below 1.
+        loss: share of packets that are lost, at least 0 and below 1.
         queue_ms: longest wait of a packet at each host, in milliseconds; those that would wait longer are dropped.
             None: 50 plus one and a half round trips, with which TCP reaches the rate: at 100 Mbit/s and 100 ms it
             carried 36 to 64 Mbit/s with a queue of 50 ms, 86 to 94 with 100, and 94 to 96 with 200.
+        burst: mean number of packets lost in a row; 1: each packet is lost independently.
+        reorder: share of packets that arrive late, overtaken by those that follow within an eighth of `rtt_ms`.
+        congestion: TCP congestion control of all connections; CUBIC is what people's machines have.
 
     Raises:
         TypeError, ValueError: a wrong value.
@@ -42,6 +56,9 @@ class Link:
     jitter_ms: float = 0.0
     loss: float = 0.0
     queue_ms: float | None = None
+    burst: float = 1.0
+    reorder: float = 0.0
+    congestion: str = _USUAL
 
     def __post_init__(self) -> None:
         for name, rate in (("rate_mbit", self.rate_mbit), ("back_mbit", self.back_mbit)):
@@ -60,6 +77,13 @@ class Link:
         if self.queue_ms is not None:
             allowed = f"above 0 and at most {_MOST_QUEUE_MS:g}"
             _check("queue_ms", self.queue_ms, allowed, lambda x: 0 < x <= _MOST_QUEUE_MS)
+        most = _MOST_BURST if self.loss else 1.0
+        _check("burst", self.burst, f"at least 1 and at most {most:g}", lambda x: 1 <= x <= most)
+        _check("reorder", self.reorder, "at least 0 and at most 0.5", lambda x: 0 <= x <= 0.5)
+        if self.reorder and not self.rtt_ms:
+            raise ValueError(f"reorder must be 0 where rtt_ms is 0, got {self.reorder!r}")
+        if self.congestion not in CONGESTION:
+            raise ValueError(f"congestion must be one of {', '.join(CONGESTION)}, got {self.congestion!r}")
 
     @property
     def far(self) -> bool:
@@ -83,7 +107,11 @@ class Link:
         parts = ["-".join(f"{rate:.10g}mbit" for rate in self._rates) or "unlimited"]
         parts += [f"{value:.10g}ms" for value in milliseconds]
         if self.loss:
-            parts.append(f"{100 * self.loss:.10g}%")
+            parts.append(f"{100 * self.loss:.10g}%" + (f"x{self.burst:.10g}" if self.burst > 1 else ""))
+        if self.reorder:
+            parts.append(f"~{100 * self.reorder:.10g}%")
+        if self.congestion != _USUAL:
+            parts.append(self.congestion)
         return "/".join(parts)
 
     @property
@@ -95,17 +123,23 @@ class Link:
             jitter = f" ± {self.jitter_ms:g}" if self.jitter_ms else ""
             parts.append(f"{self.rtt_ms:g}{jitter} ms")
         if self.loss:
-            parts.append(f"{100 * self.loss:g} % lost")
+            in_a_row = f", {self.burst:g} in a row" if self.burst > 1 else ""
+            parts.append(f"{100 * self.loss:g} % lost{in_a_row}")
+        if self.reorder:
+            parts.append(f"{100 * self.reorder:g} % late")
         if self.queue_ms is not None:
             parts.append(f"queue {self.queue_ms:g} ms")
+        if self.congestion != _USUAL:
+            parts.append(self.congestion.upper())
         return ", ".join(parts)
 
     @classmethod
     def parse(cls, text: str) -> "Link":
-        """Parse a link: rates, then optionally round trip, jitter and queue, then loss, separated by slashes.
+        """Parse a link: rates, then optionally round trip, jitter, queue, loss, late packets and congestion control.
 
         "25mbit", "1gbit", "unlimited", "100mbit/40ms", "20mbit-5mbit/30ms" (20 from the first host to the others, 5
-        back), "100mbit/40ms/5ms/0.1%" (jitter, loss), "100mbit/40ms/0ms/100ms" (queue).
+        back), "100mbit/40ms/5ms/0.1%" (jitter, loss), "100mbit/40ms/1%x5" (loss of five packets in a row on average),
+        "100mbit/40ms/~1%" (1 % late), "100mbit/40ms/0ms/100ms" (queue), "100mbit/40ms/0.1%/bbr".
 
         Raises:
             ValueError: anything else, or a wrong value.
@@ -113,7 +147,7 @@ class Link:
         match = _TEXT.fullmatch(re.sub(r"\s*([/-])\s*", r"\1", text.strip().lower()))
         if not match:
             raise ValueError(f"link is {text!r}; allowed: such as {_EXAMPLES}")
-        rate, unit, back, back_unit, rtt, jitter, queue, loss = match.groups()
+        rate, unit, back, back_unit, rtt, jitter, queue, loss, burst, late, congestion = match.groups()
         try:
             return cls(
                 float(rate) * _UNITS[unit] if rate else None,
@@ -121,6 +155,9 @@ class Link:
                 rtt_ms=float(rtt or 0),
                 jitter_ms=float(jitter or 0),
                 loss=float(loss or 0) / 100,
+                burst=float(burst or 1),
+                reorder=float(late or 0) / 100,
+                congestion=congestion or _USUAL,
                 queue_ms=float(queue) if queue else None,
             )
         except ValueError as error:

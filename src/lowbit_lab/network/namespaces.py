@@ -14,8 +14,8 @@ log = logging.getLogger(__name__)
 
 INTERFACE = "eth0"
 NETWORK = "198.18.0"  # 198.18.0.0/15 is set aside for network benchmarks (RFC 2544)
+AVAILABLE = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
 _KEEPER = str(Path(__file__).with_name("keeper.py"))
-_CONGESTION_CONTROL = ("cubic", "reno")  # the first that the kernel permits
 _SECONDS_TO_ANSWER = 30.0
 
 
@@ -89,15 +89,14 @@ class Namespace(Helper):
         """Run ``ip`` commands inside the namespace."""
         self.run(["ip", "-batch", "-"], "\n".join(commands) + "\n")
 
-    def settle_congestion_control(self) -> None:
-        """Choose CUBIC or Reno: others change how the link looks (BBR estimates the rate again after a pause)."""
-        for name in _CONGESTION_CONTROL:
-            with contextlib.suppress(LinkUnavailable):
-                self.run(["tee", "/proc/sys/net/ipv4/tcp_congestion_control"], name)
-                if name != _CONGESTION_CONTROL[0]:
-                    log.info("links use %s: %s is not permitted here", name, _CONGESTION_CONTROL[0])
-                return
-        log.warning("links use this machine's TCP congestion control: none of %s is permitted", _CONGESTION_CONTROL)
+    def check_congestion_control(self, name: str) -> None:
+        """Raise LinkUnavailable unless the kernel has this congestion control."""
+        available = AVAILABLE.read_text().split()
+        if name not in available:
+            raise LinkUnavailable(
+                f"congestion control {name!r} is not available here; allowed: {', '.join(sorted(available))}, and "
+                f"others once their kernel modules are loaded (sudo modprobe tcp_{name})"
+            )
 
     def run(self, argv: Sequence[str], text: str = "") -> None:
         """Run a short program inside the namespace, with a text as its standard input.

@@ -2,8 +2,8 @@
 
 Two hosts are the two ends of one veth pair; more hosts have veth pairs to a bridge in a namespace of its own. A token
 bucket filter (``tc ... tbf``) on both ends of every pair limits each direction independently, as on a full-duplex
-cable. The packets travel through the kernel's real TCP, at the real rate, in real time. Congestion control is CUBIC,
-Linux's default, or else Reno.
+cable. The packets travel through the kernel's real TCP, at the real rate, in real time. The routes
+of all hosts set the congestion control of the link, CUBIC by default.
 
 The namespaces have no names and leave no files: each lives as long as its keeper process and the programs in it. A
 keeper notices when its owner is gone, for whatever reason, kills the rest and ends. So nothing has to be cleaned up
@@ -48,7 +48,8 @@ class SlowLink:
 
     Args:
         hosts: Number of hosts, 2 to 64.
-        rate_mbit, back_mbit, rtt_ms, jitter_ms, loss, queue_ms: Fields of the `Link` between them.
+        rate_mbit, back_mbit, rtt_ms, jitter_ms, loss, queue_ms, burst, reorder, congestion: Fields of the `Link`
+            between them.
 
     Attributes:
         link: The current link.
@@ -75,13 +76,17 @@ class SlowLink:
         jitter_ms: float = 0.0,
         loss: float = 0.0,
         queue_ms: float | None = None,
+        burst: float = 1.0,
+        reorder: float = 0.0,
+        congestion: str = "cubic",
     ) -> None:
         if isinstance(hosts, bool) or not isinstance(hosts, int) or not 2 <= hosts <= _MAX_HOSTS:
             raise ValueError(f"hosts must be an integer from 2 to {_MAX_HOSTS}, got {hosts!r}")
         self.hosts = hosts
         self.link = Link(
-            rate_mbit, back_mbit=back_mbit, rtt_ms=rtt_ms, jitter_ms=jitter_ms, loss=loss, queue_ms=queue_ms
-        )
+            rate_mbit, back_mbit=back_mbit, rtt_ms=rtt_ms, jitter_ms=jitter_ms, loss=loss, queue_ms=queue_ms,
+            burst=burst, reorder=reorder, congestion=congestion,
+        )  # fmt: skip
         self._cut: set[int] = set()
         self._distance: Distance | None = None
         self._namespaces: list[Namespace] = []
@@ -159,8 +164,13 @@ class SlowLink:
         """Change the link from now on. Addresses and connections stay.
 
         Raises:
-            LinkUnavailable: The link has a distance, and this machine does not permit it.
+            LinkUnavailable: This machine does not permit the link's distance, or lacks its congestion control. Existing
+            connections keep theirs.
         """
+        self._namespaces[0].check_congestion_control(link.congestion)
+        for host, namespace in enumerate(self._namespaces[: self.hosts]):
+            source = f"dev {INTERFACE} src {self.address(host)}"
+            namespace.ip(f"route replace {NETWORK}.0/24 {source} congctl {link.congestion}")
         if link.far and not self._distance:
             self._distance = Distance(self._namespaces[: self.hosts])
             self._distance.cut(self._cut)
@@ -233,7 +243,6 @@ class SlowLink:
                 switch.ip(f"link set port{i} master switch up")
         for i, host in enumerate(hosts):
             host.ip(f"address add {NETWORK}.{i + 1}/24 dev {INTERFACE}", f"link set {INTERFACE} up")
-            host.settle_congestion_control()
 
 
 def _shape(namespace: Namespace, interface: str, link: Link) -> None:

@@ -1,5 +1,6 @@
 """Links with a distance: what they carry, how long it takes, and what is lost."""
 
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -129,6 +130,19 @@ def test_the_share_that_is_lost_is_lost_and_the_same_in_every_run() -> None:
         assert arrived(link) == some
     assert some == sorted(some)
     assert 850 < len(some) < 950  # five times the standard deviation
+
+
+@needs_distance
+def test_losses_come_in_a_row_and_packets_late() -> None:
+    with SlowLink(rate_mbit=100, rtt_ms=40, loss=0.1, burst=8) as link:
+        some = arrived(link)
+        gaps = [b - a - 1 for a, b in itertools.pairwise(some) if b > a + 1]
+        assert 700 < len(some) < 980
+        assert sum(gaps) / len(gaps) > 3  # each is 1.1 where packets are lost one by one
+        link.set_link(Link(100.0, rtt_ms=40, reorder=0.1))
+        late = arrived(link)
+    assert sorted(late) == list(range(1000))
+    assert late != sorted(late)
 
 
 @needs_distance

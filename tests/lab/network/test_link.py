@@ -4,6 +4,7 @@ import pytest
 
 from lowbit_lab.network import Link, SlowLink
 
+NUMBERS = ["rate_mbit", "back_mbit", "rtt_ms", "jitter_ms", "loss", "queue_ms", "burst", "reorder"]
 TEXTS = {
     "25mbit": Link(25.0),
     "1000mbit": Link(1000.0),
@@ -17,6 +18,10 @@ TEXTS = {
     "100mbit/40ms/0ms/200ms/0.1%": Link(100.0, rtt_ms=40, queue_ms=200, loss=0.001),
     "100mbit/0ms/0ms/200ms": Link(100.0, queue_ms=200),
     "100mbit/0.1%": Link(100.0, loss=0.001),
+    "100mbit/40ms/1%x5": Link(100.0, rtt_ms=40, loss=0.01, burst=5),
+    "100mbit/40ms/~0.5%": Link(100.0, rtt_ms=40, reorder=0.005),
+    "100mbit/40ms/1%x2.5/~2%/bbr": Link(100.0, rtt_ms=40, loss=0.01, burst=2.5, reorder=0.02, congestion="bbr"),
+    "1000mbit/reno": Link(1000.0, congestion="reno"),
 }
 
 
@@ -29,6 +34,7 @@ def test_a_text_describes_a_link_and_the_link_writes_it(text: str) -> None:
 def test_other_ways_to_write_the_same() -> None:
     assert Link.parse(" 1gbit ") == Link(1000.0)
     assert Link.parse("2.5Gbit/40MS") == Link(2500.0, rtt_ms=40)
+    assert Link.parse("20mbit/CUBIC") == Link(20.0)
     assert Link.parse("20mbit-20mbit") == Link(20.0) == Link(20.0, back_mbit=20.0)
 
 
@@ -52,6 +58,10 @@ def test_bad_texts_are_refused(text: str) -> None:
         ("100mbit/40ms/30ms", "jitter_ms must be at least 0 and at most 20 .half of rtt_ms., got"),
         ("100mbit/100%", "loss must be at least 0 and below 1, got 1.0"),
         ("100mbit/9000ms", "rtt_ms must be at least 0 and at most 2000, got 9000.0"),
+        ("100mbit/1%x0.5", "burst must be at least 1 and at most 1000, got 0.5"),
+        ("100mbit/0%x2", "burst must be at least 1 and at most 1, got 2.0"),
+        ("100mbit/40ms/~90%", "reorder must be at least 0 and at most 0.5, got 0.9"),
+        ("100mbit/~1%", "reorder must be 0 where rtt_ms is 0, got 0.01"),
         ("100mbit/0ms/0ms/0ms", "queue_ms must be above 0 and at most 10000, got 0.0"),
     ],
 )
@@ -61,13 +71,13 @@ def test_senseless_texts_say_what_makes_no_sense(text: str, message: str) -> Non
 
 
 @pytest.mark.parametrize("bad", [-1.0, math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("name", ["rate_mbit", "back_mbit", "rtt_ms", "jitter_ms", "loss", "queue_ms"])
+@pytest.mark.parametrize("name", NUMBERS)
 def test_no_field_takes_what_is_no_amount(name: str, bad: float) -> None:
     with pytest.raises(ValueError, match=f"{name} must be .* got {bad!r}"):
         SlowLink(**{name: bad})
 
 
-@pytest.mark.parametrize("name", ["rate_mbit", "back_mbit", "rtt_ms", "jitter_ms", "loss", "queue_ms"])
+@pytest.mark.parametrize("name", NUMBERS)
 @pytest.mark.parametrize("bad", ["1", True])
 def test_no_field_takes_another_type(name: str, bad: object) -> None:
     with pytest.raises(TypeError, match=f"{name} must be a number.*, got {bad!r}"):
@@ -100,3 +110,9 @@ def test_only_what_a_token_bucket_cannot_do_is_far() -> None:
     assert {text for text, link in TEXTS.items() if not link.far} == {
         *("25mbit", "1000mbit", "2.5mbit", "unlimited", "100mbit/0ms/0ms/200ms")
     }
+
+
+@pytest.mark.parametrize("bad", [None, "", "BBR", "cubic ", 3])
+def test_congestion_control_is_a_name(bad: object) -> None:
+    with pytest.raises(ValueError, match="congestion must be one of bbr, .*, yeah, got"):
+        Link(congestion=bad)  # type: ignore[arg-type]

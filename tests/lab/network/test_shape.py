@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lowbit_lab.network import LinkUnavailable, SlowLink, goodput
+from lowbit_lab.network import Link, LinkUnavailable, SlowLink, goodput, namespaces
 
 needs_distance = pytest.mark.skipif(
     SlowLink.available(distance=True) is not None,
@@ -200,12 +200,44 @@ def test_a_fork_enters_a_host() -> None:
         os.close(read)
 
 
+SOCKETS = """
+import socket, sys
+TCP_CONGESTION = 13
+listener = socket.socket()
+listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+listener.bind((sys.argv[1], 5300))
+listener.listen()
+print("ready", flush=True)
+taken = listener.accept()[0]
+print(taken.getsockopt(socket.IPPROTO_TCP, TCP_CONGESTION, 16).rstrip(b"\\0").decode())
+"""
+DIAL = """
+import socket, sys
+with socket.create_connection((sys.argv[1], 5300)) as dialled:
+    print(dialled.getsockopt(socket.IPPROTO_TCP, 13, 16).rstrip(b"\\0").decode())
+"""
+
+
 @needs_link
-def test_congestion_control_is_the_usual_one() -> None:
-    with SlowLink() as link:
-        for host in range(2):
-            found = output_of(link, host, "cat", "/proc/sys/net/ipv4/tcp_congestion_control")
-            assert found.strip() in ("cubic", "reno")
+@pytest.mark.parametrize("rtt_ms", [0.0, pytest.param(4.0, marks=needs_distance)])
+def test_both_ends_of_a_connection_have_the_congestion_control_of_the_link(rtt_ms: float) -> None:
+    with SlowLink(rtt_ms=rtt_ms) as link:
+        for name in ("cubic", "reno"):
+            link.set_link(Link(rtt_ms=rtt_ms, congestion=name))
+            argv = [sys.executable, "-c", SOCKETS, link.address(1)]
+            with link.popen(1, argv, stdout=subprocess.PIPE, text=True) as listener:
+                assert listener.stdout.readline() == "ready\n"
+                assert output_of(link, 0, sys.executable, "-c", DIAL, link.address(1)).strip() == name
+                assert listener.communicate(timeout=20)[0].strip() == name
+
+
+@needs_link
+@pytest.mark.skipif("vegas" in namespaces.AVAILABLE.read_text(), reason="this kernel has it")
+def test_a_congestion_control_that_the_kernel_lacks_is_refused() -> None:
+    link = SlowLink(congestion="vegas")
+    with pytest.raises(LinkUnavailable, match=r"'vegas' is not available here; allowed: .*cubic.*modprobe tcp_vegas"):
+        link.__enter__()
+    assert not link._namespaces
 
 
 @needs_link
