@@ -14,10 +14,11 @@ length, and Gloo ends the process.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from lowbit.wire import tags
 from lowbit.wire.checksum import Checksums, damaged
+from lowbit.wire.connections import connections_of, pieces
 from lowbit.wire.errors import PeerError
 from lowbit.wire.failure import FailureBoard, Letter, Route, wrong_length
 from lowbit.wire.traffic import Traffic
@@ -69,8 +71,11 @@ class Mailbox:
             self.checksums.seal(message, *place)
         sent, nbytes = [], message.numel() if expected is None else expected
         for route in routes:
-            work = _started(self.group.send, [message], route.peer, tags.tag(route.channel, nbytes))
-            sent.append(Sent(self.board, route, nbytes, False, work, message))
+            works = [
+                _started(carrier.send, [message[piece]], route.peer, tags.tag(route.channel, nbytes))
+                for carrier, piece in pieces(self.group, route.channel, nbytes)
+            ]
+            sent.append(Sent(self.board, route, nbytes, False, self.group, works, message))
         return sent
 
     def expect(
@@ -88,8 +93,11 @@ class Mailbox:
         nbytes += self.checksums.room
         room = tags.capacity(nbytes) if self.checksums.enabled else nbytes
         memory = (buffer or partial(torch.empty, dtype=torch.uint8))(room)
-        work = _started(self.group.recv, [memory], route.peer, tags.tag(route.channel, nbytes))
-        return Expected(self.board, route, nbytes, True, work, self, memory, place)
+        works = [
+            _started(carrier.recv, [memory[:room][piece]], route.peer, tags.tag(route.channel, nbytes))
+            for carrier, piece in pieces(self.group, route.channel, nbytes)
+        ]
+        return Expected(self.board, route, nbytes, True, self.group, works, self, memory, place)
 
 
 class _Failed:
@@ -109,11 +117,24 @@ def _started(start: Callable[..., dist.Work], *args: Any) -> dist.Work | _Failed
         return _Failed(error)
 
 
+def _wait(works: Sequence[dist.Work | _Failed], patience: timedelta, group: dist.ProcessGroup) -> None:
+    """Wait for all pieces of a message."""
+    try:
+        for work in works:
+            work.wait(patience)
+    except RuntimeError as error:
+        # Gloo has closed all connections that are like the one of the piece that did not pass, but no others.
+        if len(works) > 1 and "timed out" in str(error).lower():
+            sever(group)
+        raise
+
+
 @dataclass(eq=False)
 class Sent(Letter):
     """A message that is being sent. Gloo reads from `message` until `wait` has returned."""
 
-    work: dist.Work | _Failed
+    group: dist.ProcessGroup
+    works: list[dist.Work | _Failed]
     message: Tensor
 
     def wait(self) -> None:
@@ -127,7 +148,7 @@ class Sent(Letter):
 
     def leave(self, patience: timedelta) -> None:
         """Wait with another time limit, and raise Gloo's own error."""
-        self.work.wait(patience)
+        _wait(self.works, patience, self.group)
         self.done()
 
 
@@ -135,7 +156,8 @@ class Sent(Letter):
 class Expected(Letter):
     """A message whose receive is posted. `place`: as for `Mailbox.send`."""
 
-    work: dist.Work | _Failed
+    group: dist.ProcessGroup
+    works: list[dist.Work | _Failed]
     mailbox: Mailbox
     memory: Tensor
     place: tuple[int, ...]
@@ -152,7 +174,7 @@ class Expected(Letter):
         """
         checksums, timing = self.mailbox.checksums, self.mailbox.traffic.timing
         with self.board.blaming(self.route.peer), timing("wait_seconds", message=self.route.about):
-            self.work.wait(self.board.patience)
+            _wait(self.works, self.board.patience, self.group)
         self.done()
         end = self.nbytes if nbytes is None else nbytes + checksums.room
         with timing("checksum_seconds"):
@@ -175,11 +197,11 @@ def sever(group: dist.ProcessGroup) -> None:
     # A wait on a connection that is closed already fails without that effect, so the next peer is tried.
     others = [rank for rank in range(group.size()) if rank != group.rank()]
     first = tags.tag(tags.NEVER.first, 0)
-    for device in range(_MOST_DEVICES):  # Gloo chooses among its devices by the tag
+    for carrier, device in product(connections_of(group), range(_MOST_DEVICES)):  # Gloo chooses a device by the tag
         for peer in others:
             try:
                 nothing = torch.empty(1, dtype=torch.uint8)
-                group.recv([nothing], peer, first + device).wait(timedelta(milliseconds=1))
+                carrier.recv([nothing], peer, first + device).wait(timedelta(milliseconds=1))
             except RuntimeError as error:
                 if "timed out" in str(error).lower():
                     break

@@ -1,0 +1,106 @@
+"""Several connections between the ranks of a group, so that a lost packet slows only a part of what is sent.
+
+TCP halves its rate after a loss. With one connection over a link that loses a packet in a thousand, most of the link
+stays unused; several connections each carry a piece of every large message, and each slows down on its own. The
+connections are Gloo groups of the same ranks, which use the group's own network devices. Both ends cut a message in
+the same places, which follow from its size class (`lowbit.wire.tags`): a wrong length never changes a piece's place.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+
+from lowbit.wire import tags
+from lowbit.wire.agreement import agree
+from lowbit.wire.groups import plain
+from lowbit.wire.store import bounded
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroupGloo
+
+MOST_CONNECTIONS = 32
+LEAST_PIECE = 1 << 14  # a smaller piece arrives no sooner: TCP sends as much at once
+
+_more: weakref.WeakKeyDictionary[dist.ProcessGroup, list[ProcessGroupGloo]] = weakref.WeakKeyDictionary()
+_used: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+
+
+def connections_of(group: dist.ProcessGroup) -> list[dist.ProcessGroup | ProcessGroupGloo]:
+    """Return everything that has connections for a group: itself, and what `connect_more` has added."""
+    return [group, *_more.get(group, ())]
+
+
+def connect_more(group: dist.ProcessGroup | None, count: int, *, timeout: float = 120.0) -> None:
+    """Send a group's messages over several connections for each pair of ranks from now on; every rank calls this.
+
+    Call it when no message is under way. Fewer connections than before stay open, but are not used. It takes about
+    seven round trips for each new connection.
+
+    Args:
+        group: ranks over Gloo; None: the default group.
+        count: connections for each pair of ranks, 1 to 32; the same on all ranks.
+        timeout: seconds to wait for the other ranks.
+
+    Raises:
+        ValueError: `count` is not allowed, or the group has no Gloo.
+        AgreementError: the ranks pass different counts.
+        RuntimeError, TimeoutError: a rank did not connect in time.
+    """
+    if type(count) is not int or not 1 <= count <= MOST_CONNECTIONS:
+        raise ValueError(f"count is {count!r}; allowed: an integer from 1 to {MOST_CONNECTIONS}")
+    group = plain(group)
+    gloo = _gloo(group)
+    agree(group, {"connections": str(count)}, timeout, topic="connections")
+    more = _more.setdefault(group, [])
+    while len(more) < count - 1:
+        more.append(bounded(partial(_connect, group, gloo, len(more), timeout), timeout))
+    _used[group] = count
+
+
+def _gloo(group: dist.ProcessGroup) -> ProcessGroupGloo:
+    try:
+        gloo = group._get_backend(torch.device("cpu"))
+    except RuntimeError:
+        gloo = None
+    if not isinstance(gloo, dist.ProcessGroupGloo):
+        raise ValueError("group does not use Gloo on the CPU; allowed: a group that does")
+    return gloo
+
+
+def _connect(group: dist.ProcessGroup, gloo: ProcessGroupGloo, number: int, timeout: float) -> ProcessGroupGloo:
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = gloo.options._devices[:1]  # pyright: ignore[reportAttributeAccessIssue]
+    options._threads = 1  # for collectives, which it does not run
+    options._timeout = timedelta(seconds=timeout)
+    store = PrefixStore(f"lowbit/connections/{number}", group.get_group_store())
+    return dist.ProcessGroupGloo(store, group.rank(), group.size(), options)
+
+
+def pieces(
+    group: dist.ProcessGroup, channel: int, nbytes: int
+) -> Iterator[tuple[dist.ProcessGroup | ProcessGroupGloo, slice]]:
+    """Yield where each piece of a message travels, and its place in the message's buffer; the same on both ends.
+
+    The pieces cover the whole size class, so those at the end may be shorter or empty.
+
+    Args:
+        channel: of the message; messages on other channels begin with another connection.
+        nbytes: length of the message, as its receive is posted.
+    """
+    used = _used.get(group, 1)
+    if used == 1:
+        yield group, slice(0, None)
+        return
+    capacity = tags.capacity(nbytes)
+    size = max(LEAST_PIECE, -(-capacity // used))
+    carriers = connections_of(group)
+    for i, start in enumerate(range(0, capacity, size)):
+        yield carriers[(channel + i) % used], slice(start, start + size)

@@ -1,0 +1,240 @@
+"""Messages over several connections for each pair of ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lowbit.codecs import Cast, GroupInt, TransformQuant
+from lowbit.collectives import DamagedError, PeerError, all_reduce
+from lowbit.wire import mailbox, tags
+from lowbit.wire.connections import LEAST_PIECE, MOST_CONNECTIONS, connect_more, connections_of, pieces
+from lowbit.wire.errors import AgreementError
+from lowbit.wire.groups import default_group
+from lowbit.wire.messages import Messages
+from tests.damage import Flip, on_the_way
+from tests.pipeline import toy
+from tests.processes import Ranks
+from tests.wire.test_lengths import collected, conversed, piped, said
+
+SIZES = (0, 1, 255, 256, LEAST_PIECE - 8, LEAST_PIECE, 100_000, 131_064, 131_065, 1 << 20, 3_000_001)
+
+
+def widened(count: int, function: Callable[..., Any], *args: Any) -> Any:
+    """The result of a function on a rank whose default group has several connections."""
+    connect_more(None, count, timeout=20)
+    return function(*args)
+
+
+def sent_round(order: int) -> bool:
+    """Messages of all sizes, each with other bytes, taken in another order than they were sent in."""
+    messages = Messages(None, "test", timeout=20)
+    there, back = (messages.rank + 1) % messages.ranks, (messages.rank - 1) % messages.ranks
+    content = [torch.arange(size).add(7 * size).to(torch.uint8) for size in SIZES]
+    sent = [messages.send(each + messages.rank, there) for each in content]
+    expected = [(messages.expect(each.numel(), back), each + back) for each in content]
+    intact = [torch.equal(message.wait(), each) for message, each in expected[::order]]
+    for each in sent:
+        each.wait()
+    return all(intact)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, MOST_CONNECTIONS])
+def test_messages_of_all_sizes_arrive(ranks: Ranks, count: int):
+    assert ranks.run(widened, count, sent_round, -1, ranks=3) == [True] * 3
+
+
+def changed_counts() -> bool:
+    group, intact = default_group(), []
+    for count in (3, 1, 4, 2):
+        connect_more(None, count, timeout=20)
+        intact.append(sent_round(1))
+    assert len(connections_of(group)) == 4
+    side = dist.new_group()
+    connect_more(side, 2, timeout=20)
+    assert [len(connections_of(each)) for each in (side, group)] == [2, 4]
+    return all(intact)
+
+
+def test_the_number_changes_while_nothing_is_under_way(ranks: Ranks):
+    assert ranks.run(changed_counts) == [True, True]
+
+
+def test_pieces_cover_the_class_once_each_over_another_connection():
+    class Group:
+        pass
+
+    from lowbit.wire import connections
+
+    group: Any = Group()
+    connections._more[group], connections._used[group] = [Group() for _ in range(6)], 5  # type: ignore[list-item]
+    for nbytes in (1, 300, 70_000, 98_304, 98_305, 1 << 20, (1 << 24) + 1):
+        for channel in (0, 1, 7):
+            found = list(pieces(group, channel, nbytes))
+            covered = [i for _, place in found for i in range(tags.capacity(nbytes))[place]]
+            assert len(covered) == tags.capacity(nbytes) == covered[-1] + 1
+            assert len({id(carrier) for carrier, _ in found}) == len(found) <= 5
+            assert found[0][0] is connections_of(group)[channel % 5]
+            assert all(place.stop - place.start >= LEAST_PIECE for _, place in found)
+
+
+def trained(count: int) -> list[float]:
+    run = toy.Run("1f1b", toy.lowbit(forward=TransformQuant(), timeout=20.0))
+    if count:
+        connect_more(None, count, timeout=20)
+    return [float(gradient.double().square().sum()) for step in range(3) for gradient in run.train(step)]
+
+
+def summed(count: int) -> list[float]:
+    if count:
+        connect_more(None, count, timeout=20)
+    x = torch.randn(100_003, generator=torch.Generator().manual_seed(dist.get_rank()))
+    outcome = []
+    for codec in (Cast(dtype=torch.float32), GroupInt(bits=8)):
+        y = x.clone()
+        all_reduce(y, codec, timeout=20)
+        outcome += [float(y.double().sum()), float(y[::97].double().square().sum())]
+    return outcome
+
+
+@pytest.mark.parametrize("work", [trained, summed])
+def test_pipelines_and_collectives_compute_the_same_over_them(ranks: Ranks, work: Callable[[int], list[float]]):
+    count = 2 if work is trained else 3
+    assert ranks.run(work, 4, ranks=count) == ranks.run(work, 0, ranks=count)
+
+
+@pytest.mark.parametrize(
+    ("sent", "expected"), [(4096, 64), (100, 64), (200_000, 64), (70_000, 90_000), (90_000, 70_000)]
+)
+@pytest.mark.parametrize("kind", [conversed, collected])
+def test_lengths_that_disagree_are_the_same_error(ranks: Ranks, kind: Callable[..., str], sent: int, expected: int):
+    said(ranks.run(widened, 3, kind, sent, expected), sent, expected)
+
+
+@pytest.mark.parametrize("more", [1 << 16, 5, -5])
+def test_a_wrong_length_of_an_activation_is_the_same_error(ranks: Ranks, more: int):
+    for text in ranks.run(widened, 3, piped, more):
+        assert "step 2: the message from rank 0 (stage 0) has " in text
+        assert " bytes with its checksum; rank 1 (stage 1) expects " in text
+
+
+def damaged(at: int) -> str:
+    messages = Messages(None, "saving", timeout=10)
+    if messages.rank == 0:
+        with on_the_way(0, Flip(0, at)):
+            messages.send(torch.zeros(100_000, dtype=torch.uint8), 1).wait()
+        return ""
+    try:
+        messages.receive(100_000, 0, "weight")
+    except DamagedError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("at", [3, 50_000, 99_999])
+def test_damage_to_any_piece_is_noticed(ranks: Ranks, at: int):
+    assert "weight, number 0: the message from rank 0" in ranks.run(widened, 4, damaged, at)[1]
+
+
+def cut(which: int, how: str) -> str:
+    """One connection of several is shut down, reset, or hangs on the other side, in the middle of the traffic."""
+    before = set(_sockets())
+    connect_more(None, 4, timeout=20)
+    mine = sorted(set(_sockets()) - before)
+    messages = Messages(None, "test", timeout=4)
+    begun = messages.send(torch.ones(8, dtype=torch.uint8), 1 - messages.rank)
+    messages.receive(8, 1 - messages.rank)
+    begun.wait()
+    try:
+        for step in range(40):
+            if messages.rank == 0 and step == 3:
+                _break(mine[which], how)
+            sent = messages.send(torch.full((200_000,), step, dtype=torch.uint8), 1 - messages.rank)
+            assert messages.receive(200_000, 1 - messages.rank).eq(step).all()
+            sent.wait()
+    except PeerError as error:
+        return str(error)
+    return ""
+
+
+def _sockets() -> list[int]:
+    """File descriptors of this process's established TCP connections."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(name))) as each:
+                    if each.family in (socket.AF_INET, socket.AF_INET6) and each.getpeername():
+                        found.append(int(name))
+    return found
+
+
+def _break(number: int, how: str) -> None:
+    with socket.socket(fileno=os.dup(number)) as each:
+        if how == "reset":
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        each.shutdown({"both": socket.SHUT_RDWR, "reset": socket.SHUT_RDWR, "one direction": socket.SHUT_WR}[how])
+
+
+@pytest.mark.parametrize("which", [0, 2])
+@pytest.mark.parametrize("how", ["both", "reset", "one direction"])
+def test_a_lost_connection_is_a_lost_peer(ranks: Ranks, which: int, how: str):
+    for rank, text in enumerate(ranks.run(cut, which, how)):
+        assert f"rank {1 - rank} closed its connection" in text or f"rank {1 - rank} gave up" in text, text
+
+
+def silent(which: int) -> str:
+    """Rank 1 never sends one piece: the wait for it ends, and so do those of the other rank, on other connections."""
+    messages = Messages(None, "test", timeout=3)
+    sent = messages.send(torch.zeros(200_000, dtype=torch.uint8), 1 - messages.rank) if messages.rank == 0 else None
+    if messages.rank == 1:
+        started = mailbox._started
+        with mock.patch.object(
+            mailbox,
+            "_started",
+            lambda send, *args: (
+                started(send, *args)
+                if send.__self__ is not connections_of(default_group())[which]
+                else mailbox._Failed(RuntimeError("dropped"))
+            ),
+        ):
+            messages.send(torch.zeros(200_000, dtype=torch.uint8), 0)
+    try:
+        messages.receive(200_000, 1 - messages.rank)
+        messages.receive(8, 1 - messages.rank)
+    except PeerError as error:
+        return str(error)
+    return str(sent)
+
+
+@pytest.mark.parametrize("which", [0, 3])
+def test_a_piece_that_never_comes_is_a_peer_that_does_not_answer(ranks: Ranks, which: int):
+    for rank, text in enumerate(ranks.run(widened, 4, silent, which)):
+        assert f"rank {1 - rank}" in text
+
+
+@pytest.mark.parametrize("count", [0, -1, 33, 1000, 2.0, True, "4", None])
+def test_other_numbers_are_refused(count: Any):
+    with pytest.raises(ValueError, match=f"count is {count!r}; allowed: an integer from 1 to 32"):
+        connect_more(None, count)
+
+
+def own_number() -> str:
+    try:
+        connect_more(None, 2 + dist.get_rank(), timeout=5)
+    except AgreementError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_agree_on_the_number(ranks: Ranks):
+    for text in ranks.run(own_number):
+        assert "connections" in text
