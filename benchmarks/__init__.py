@@ -7,7 +7,6 @@ COMMANDS = {
     "simulate": "benchmarks.simulate",
     "grid": "benchmarks.predicted:GRID",
     "arena": "benchmarks.predicted:ARENA",
-    "codecs": "benchmarks.codecs",
     "activations": "benchmarks.activations",
     "real": "benchmarks.real",
     "parallel": "benchmarks.parallel",
