@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from lowbit.activations import LayerAware, compress_saved_, follow
 from tests.activations.models import Calls
-from tests.processes import Ranks
+from tests.processes import Ranks, on_ranks
 
 WIDTH, INNER, HEADS, LENGTH = 36, 75, 3, 7
 """None of which two ranks share evenly, but for the width."""
@@ -97,7 +97,8 @@ def test_a_feed_forward_saves_what_its_shards_save(ranks: Ranks, norm: Any, dim:
         assert coded == {"norm_encode": 1, "gated_encode": 1, "group_int_encode": 1}
 
 
-def attention() -> None:
+@on_ranks
+def test_attention_of_local_heads() -> None:
     mesh = init_device_mesh("cpu", (2,))
     given = [torch.randn(2, HEADS, LENGTH, 16, generator=torch.Generator().manual_seed(i)) for i in range(3)]
 
@@ -118,10 +119,6 @@ def attention() -> None:
     for x, y in zip(cut, plain, strict=True):
         assert y.grad is not None
         assert (x.grad.full_tensor() - y.grad).norm() < 0.02 * y.grad.norm()
-
-
-def test_attention_of_local_heads(ranks: Ranks):
-    ranks.run(attention)
 
 
 def left_as_they_are() -> list[str]:
@@ -154,7 +151,8 @@ def test_what_shards_do_not_suffice_for_is_left_and_told_once(ranks: Ranks):
         assert lines == ["activations are saved in full where they are ['DTensor of torch.float32']"]
 
 
-def partly() -> None:
+@on_ranks
+def test_passes_for_some_gradients() -> None:
     """Gradients of some tensors only, twice through one graph."""
     mesh = init_device_mesh("cpu", (2,))
     model = block(mesh)
@@ -168,7 +166,3 @@ def partly() -> None:
     up = every[1 + names.index("up.weight")]
     assert torch.allclose(some[0].full_tensor(), up.full_tensor(), rtol=1e-5)
     dist.barrier()
-
-
-def test_passes_for_some_gradients(ranks: Ranks):
-    ranks.run(partly)

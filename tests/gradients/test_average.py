@@ -23,7 +23,7 @@ from lowbit.gradients import GradientStorage, all_reduce_hook, average
 from lowbit.gradients.average import average_bytes
 from lowbit.wire import pytorch
 from tests.collectives.traffic import sent_bytes
-from tests.processes import Ranks
+from tests.processes import Ranks, on_ranks
 
 FP8 = BlockFloat8()
 SHAPES = [(), (3,), (5,), (127,), (128,), (129, 7), (300, 40), (64, 64), (2, 0), (6000,)]
@@ -113,7 +113,8 @@ def test_means_are_those_of_the_obvious_computation(ranks: Ranks, count: int):
     ranks.run(means, [1 / 3] * count, 4096, 512, ranks=count)
 
 
-def unlike_means() -> None:
+@on_ranks(3)
+def test_factors_that_differ_other_transports_and_rounding() -> None:
     ranks = dist.get_world_size()
     means([1.0, *[0.3] * (ranks - 1)], 4096, 512, checksums=False)
     with mock.patch.object(pytorch, "carries", return_value=False):  # as on a GPU: PyTorch's collectives
@@ -121,10 +122,6 @@ def unlike_means() -> None:
     storage, _ = stored(dist.get_rank(), [BlockFloat8(rounding="stochastic"), FP8][dist.get_rank() % 2])
     storage.average()
     assert equal_everywhere(storage)
-
-
-def test_factors_that_differ_other_transports_and_rounding(ranks: Ranks):
-    ranks.run(unlike_means, ranks=3)
 
 
 def error_of(storage: GradientStorage, parameters: list[nn.Parameter], exact: list[Tensor]) -> float:
@@ -307,14 +304,11 @@ def test_under_ddp_gradients_are_right_but_its_buckets_stay(ranks: Ranks, view: 
         assert held == 4  # the same in the second step and the third
 
 
-def after_inference() -> None:
+@on_ranks
+def test_the_next_backward_works_after_an_average_in_inference_mode() -> None:
     storage, parameters = stored(dist.get_rank())
     with torch.inference_mode():
         storage.average()
     assert equal_everywhere(storage)
     for parameter in parameters:  # as in the next step
         parameter.sum().backward()
-
-
-def test_the_next_backward_works_after_an_average_in_inference_mode(ranks: Ranks):
-    ranks.run(after_inference)

@@ -22,7 +22,7 @@ from lowbit.wire.statements import Facts
 from lowbit.wire.tags import PIPELINES
 from tests.pipeline import toy
 from tests.pipeline.toy import INT4, INT6
-from tests.processes import Failure, Ranks
+from tests.processes import Failure, Ranks, on_ranks
 
 FIT = {"forward": INT4, "backward": INT6}
 
@@ -228,17 +228,14 @@ def test_a_group_has_tags_for_so_many_pipelines():
         pipeline_number(group, 4, 2)  # type: ignore[arg-type]
 
 
-def several_pipelines() -> None:
+@on_ranks
+def test_pipelines_of_one_group_do_not_get_mixed_up() -> None:
     """Pipelines of different and of equal lengths in one group, built at once and used in turn."""
     names = ("1f1b", "interleaved-2", "zbv", "gpipe")
     runs = [toy.Run(name, toy.lowbit(timeout=20.0, **FIT)) for name in names]
     for step in range(2):
         for run in runs:
             run.train(step)
-
-
-def test_pipelines_of_one_group_do_not_get_mixed_up(ranks: Ranks):
-    ranks.run(several_pipelines)
 
 
 class Stop(toy.Block):

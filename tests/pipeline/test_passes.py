@@ -22,7 +22,7 @@ from lowbit.wire.errors import PeerError, described
 from tests.pipeline import toy
 from tests.pipeline.test_stage import OLD, same
 from tests.pipeline.toy import FP32, INT6
-from tests.processes import Ranks
+from tests.processes import Ranks, on_ranks
 
 N, ROWS = toy.MICRO_BATCHES, toy.ROWS * toy.MICRO_BATCHES
 
@@ -454,7 +454,8 @@ class Replacing(toy.Block):
         return super().forward(x) + self.mean
 
 
-def replacing() -> None:
+@on_ranks
+def test_a_trial_run_leaves_buffers_that_the_model_replaces() -> None:
     run = toy.Run("1f1b", toy.lowbit(forward=FP32, backward=FP32, timeout=30), kind=Replacing)
     x, target = data(0, ROWS, 3)
     found = taken(run, run.runner, True, x, target)
@@ -465,10 +466,6 @@ def replacing() -> None:
     assert same(found[1], expected if run.last else [])
     mean = model[dist.get_rank()].mean
     assert torch.equal(run.stages[0].submod.mean, mean)  # type: ignore[arg-type]
-
-
-def test_a_trial_run_leaves_buffers_that_the_model_replaces(ranks: Ranks):
-    ranks.run(replacing)
 
 
 def mixed(codec: Codec) -> None:

@@ -17,7 +17,7 @@ from lowbit.pipeline import LowBitStage
 from lowbit.wire.checksum import CHECKSUM_BYTES
 from tests.pipeline import toy
 from tests.pipeline.toy import FP32, INT4, INT6
-from tests.processes import Ranks
+from tests.processes import Ranks, on_ranks
 
 # PyTorch before 2.12 sends to itself in V schedules, which Gloo cannot, and takes no integers between stages.
 OLD = not hasattr(PipelineStage, "_is_same_rank")
@@ -73,7 +73,9 @@ def test_pipelines_side_by_side_in_groups_of_their_own(ranks: Ranks):
     assert same(first, second)
 
 
-def evaluates_as_one_process(schedule: str) -> None:
+@pytest.mark.parametrize("schedule", toy.V_SHAPED)
+@on_ranks
+def test_a_v_schedule_evaluates_too(schedule: str) -> None:
     run = toy.Run(schedule, toy.lowbit(forward=FP32, backward=FP32, timeout=30))
     run.train(0)
     run.train(1)  # every stage holds its trained weights only: compare with what it gave before
@@ -83,11 +85,6 @@ def evaluates_as_one_process(schedule: str) -> None:
     assert (first is not None) == run.last
     assert first is None or torch.equal(first, again)
     run.train(2)
-
-
-@pytest.mark.parametrize("schedule", toy.V_SHAPED)
-def test_a_v_schedule_evaluates_too(ranks: Ranks, schedule: str):
-    ranks.run(evaluates_as_one_process, schedule)
 
 
 # ------------------------------------------------------------------------------------------------ codecs
