@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from lowbit.codecs import Cast
 from lowbit.wire.pytorch import version
 from tests.activations.models import Calls, GatedBlock
 from tests.pipeline import toy
-from tests.processes import Ranks, on_ranks
+from tests.processes import on_ranks
 
 FP32 = Cast(dtype=torch.float32)
 
@@ -59,19 +60,13 @@ def test_ddp_and_fsdp2() -> None:
         torch.testing.assert_close(p.grad.full_tensor(), grad)  # pyright: ignore
 
 
-def norms_by_themselves() -> str:
+@on_ranks
+def test_norms_that_are_sharded_by_themselves_are_named() -> None:
     model = toy.blocks(1, Compressed)[0]
     fully_shard(model.norm)
     fully_shard(model)
-    try:
+    with pytest.raises(RuntimeError, match="one fully_shard for both"):
         model(batch(0)).sum().backward()
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
-def test_norms_that_are_sharded_by_themselves_are_named(ranks: Ranks):
-    assert all("one fully_shard for both" in text for text in ranks.run(norms_by_themselves))
 
 
 @on_ranks

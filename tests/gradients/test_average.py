@@ -130,7 +130,8 @@ def error_of(storage: GradientStorage, parameters: list[nn.Parameter], exact: li
     return float(wrong.norm() / torch.cat([e.flatten() for e in exact]).norm())
 
 
-def both_errors() -> tuple[float, float]:
+@on_ranks
+def test_a_coding_less_is_an_error_less() -> None:
     """Of the mean as stored, and of the mean that is decoded and coded again, against that of what is stored."""
     errors: list[float] = []
     for way in (
@@ -150,13 +151,9 @@ def both_errors() -> tuple[float, float]:
             dist.all_reduce(each)
         way(storage)
         errors.append(error_of(storage, parameters, [each / dist.get_world_size() for each in exact]))
-    return errors[0], errors[1]
-
-
-def test_a_coding_less_is_an_error_less(ranks: Ranks):
-    for as_stored, recoded in ranks.run(both_errors):
-        assert as_stored < 0.85 * recoded  # errors of the parts add half of a rounding's square: 1 / sqrt(1.5) = 0.82
-        assert as_stored < 0.03  # a single rounding to 4 significant bits
+    as_stored, recoded = errors
+    assert as_stored < 0.85 * recoded  # errors of the parts add half of a rounding's square: 1 / sqrt(1.5) = 0.82
+    assert as_stored < 0.03  # a single rounding to 4 significant bits
 
 
 class Floats(TorchDispatchMode):
@@ -171,7 +168,8 @@ class Floats(TorchDispatchMode):
         return out
 
 
-def watched() -> int:
+@on_ranks
+def test_no_more_than_a_chunk_is_ever_decoded() -> None:
     work = algorithms.two_shot_coded
 
     def two_shot_coded(*args: Any, **options: Any) -> None:
@@ -186,19 +184,15 @@ def watched() -> int:
     chunks = mock.patch.object(reduce, "CHUNK", 2048)
     with mock.patch.object(algorithms, "two_shot_coded", two_shot_coded), chunks, Floats():
         storage.average()
-    most = Floats.most
+    assert 0 < Floats.most <= 2048
     with Floats():
         storage.gradient(parameter)
     assert Floats.most == 1 << 16, "a whole one is seen"
-    return most
 
 
-def test_no_more_than_a_chunk_is_ever_decoded(ranks: Ranks):
-    for most in ranks.run(watched):
-        assert 0 < most <= 2048
-
-
-def differ(what: str) -> int:
+@pytest.mark.parametrize("what", ["codec", "parameters", "nothing"])
+@on_ranks
+def test_ranks_that_store_otherwise_get_one_error_before_a_byte(what: str) -> None:
     rank = dist.get_rank()
     codec = BlockFloat8(block=64) if what == "codec" and rank else FP8
     shape = (9,) if what == "parameters" and rank else (8,)
@@ -211,12 +205,7 @@ def differ(what: str) -> int:
     with sent_bytes() as sent, pytest.raises(AgreementError, match=rf"{fact}: .*\n?.*rank 0"):
         storage.average(timeout=20)
     assert all(torch.equal(payload, before[name]) for name, payload in payloads(storage).items())
-    return sum(sent)
-
-
-@pytest.mark.parametrize("what", ["codec", "parameters", "nothing"])
-def test_ranks_that_store_otherwise_get_one_error_before_a_byte(ranks: Ranks, what: str):
-    assert ranks.run(differ, what) == [0, 0]
+    assert sum(sent) == 0
 
 
 def hangs() -> float:
@@ -261,8 +250,10 @@ def test_formats_that_are_not_cut_are_refused_and_one_rank_keeps_its_gradients(r
     assert ranks.run(refuses, ranks=1) == [str(torch.arange(4.0))]
 
 
-def under_ddp(view: bool) -> tuple[list[float], float]:
-    """Errors of gradients of three micro-batches a step, and bytes a parameter of the buckets that stay."""
+@pytest.mark.parametrize("view", [False, True])
+@on_ranks
+def test_under_ddp_gradients_are_right_but_its_buckets_stay(view: bool) -> None:
+    """Of three micro-batches a step."""
     models = [DistributedDataParallel(layers(), gradient_as_bucket_view=view) for _ in range(2)]
     exact, low = models
     buckets: dict[int, int] = {}
@@ -289,19 +280,14 @@ def under_ddp(view: bool) -> tuple[list[float], float]:
         assert equal_everywhere(storage)
         storage.zero_()
         exact.zero_grad()
-    return errors, sum(buckets.values()) / sum(p.numel() for p in low.parameters())
+    assert max(errors) < 0.07
+    held = sum(buckets.values()) / sum(p.numel() for p in low.parameters())
+    assert held == 4  # bytes a parameter of the buckets that stay, the same in the second step and the third
 
 
 def layers() -> nn.Sequential:
     torch.manual_seed(7)
     return nn.Sequential(nn.Linear(96, 96), nn.Tanh(), nn.Linear(96, 33))
-
-
-@pytest.mark.parametrize("view", [False, True])
-def test_under_ddp_gradients_are_right_but_its_buckets_stay(ranks: Ranks, view: bool):
-    for errors, held in ranks.run(under_ddp, view):
-        assert max(errors) < 0.07
-        assert held == 4  # the same in the second step and the third
 
 
 @on_ranks

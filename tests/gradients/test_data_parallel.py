@@ -93,7 +93,8 @@ def test_ddp_learns_as_with_full_precision(codec: Codec, options: dict[str, Any]
         assert share > 0 or isinstance(codec, Cast)
 
 
-def feedback_helps() -> tuple[float, float]:
+@on_ranks
+def test_error_feedback_makes_up_for_two_bits() -> None:
     exact, results = ddp(None), []
     trained(exact, steps=30)
     for feedback in (False, True):
@@ -101,12 +102,8 @@ def feedback_helps() -> tuple[float, float]:
         trained(model, steps=30)
         assert equal_everywhere(model)
         results.append(float((weights(model) - weights(exact)).norm()))
-    return results[0], results[1]
-
-
-def test_error_feedback_makes_up_for_two_bits(ranks: Ranks):
-    for without, feedback in ranks.run(feedback_helps):
-        assert feedback < 0.8 * without
+    without, with_feedback = results
+    assert with_feedback < 0.8 * without
 
 
 @on_ranks(4)
