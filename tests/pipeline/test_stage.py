@@ -351,17 +351,11 @@ def test_nan_reaches_the_loss(ranks: Ranks):
 
 def keyed(codec: Codec, stop_after: int | None = None, backward: Codec = INT6) -> Any:
     """Train on the same two batches in turn, restarting from a checkpoint after some steps."""
-    make = toy.lowbit(forward=codec, backward=backward, warmup_steps=1, timeout=30)
-    run = toy.Run("1f1b", make)
+    run = toy.Run("1f1b", toy.lowbit(forward=codec, backward=backward, warmup_steps=1, timeout=30))
     losses = []
     for step in range(5):
         if step == stop_after:
-            states = [stage.codec_state_dict() for stage in run.stages]
-            weights = [stage.submod.state_dict() for stage in run.stages]
-            run = toy.Run("1f1b", make)
-            for stage, state, weight in zip(run.stages, states, weights, strict=True):
-                stage.submod.load_state_dict(weight)
-                stage.load_codec_state_dict(state)
+            run = run.restarted()
         batch = step % 2
         ids = torch.arange(8) + 100 * batch
         for stage in run.stages:
