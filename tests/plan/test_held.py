@@ -87,12 +87,7 @@ def test_predicted_bytes_are_those_that_are_saved(name: str) -> None:
     costs = [meter.stage(layout, stage).cost for stage in range(layout.stages)]
     held = settings.held
     most = plan_bits(held, costs, ERRORS, device_bytes=1 << 50)
-    plan = plan_bits(
-        held,
-        costs,
-        ERRORS,
-        device_bytes=most.least + (max(most.device_bytes.values()) - most.least) // 2,
-    )
+    plan = plan_bits(held, costs, ERRORS, device_bytes=most.least + (max(most.device_bytes.values()) - most.least) // 2)
 
     model = build_model(settings.model, vocab=256, sequence=32, seed=0).train()
     modules = {

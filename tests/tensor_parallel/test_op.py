@@ -15,14 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 from lowbit.codecs import GroupInt
 from lowbit.collectives.exchange import CollectiveExchange
-from lowbit.tensor_parallel import (
-    Drift,
-    SumSettings,
-    calibrate,
-    low_bit_,
-    low_bit_styles,
-    tensor_parallel_,
-)
+from lowbit.tensor_parallel import Drift, SumSettings, calibrate, low_bit_, low_bit_styles, tensor_parallel_
 from lowbit.tensor_parallel.reduce import sum_in_process, sum_on_stream
 from lowbit.tensor_parallel.rowwise import LayerSum
 from lowbit_lab.bench.sums import sent_bytes
