@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 COMMANDS = {
-    "race": "benchmarks.race:RACE",
+    "race": "benchmarks.race",
     "simulate": "benchmarks.simulate",
-    "auto": "benchmarks.choices:AUTO_COMMAND",
     "grid": "benchmarks.predicted:GRID",
-    "plans": "benchmarks.choices:PLANS",
     "arena": "benchmarks.predicted:ARENA",
-    "codecs": "benchmarks.codecs",
     "activations": "benchmarks.activations",
-    "tune": "benchmarks.race:TUNE",
-    "replicas": "benchmarks.elastic:REPLICAS",
-    "diloco": "benchmarks.elastic:DILOCO",
-    "ranks": "benchmarks.ranks",
     "real": "benchmarks.real",
     "parallel": "benchmarks.parallel",
 }

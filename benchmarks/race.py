@@ -1,12 +1,8 @@
-"""`python -m benchmarks race` and `tune`: fine-tuning over a slow link with each boundary format.
+"""`python -m benchmarks race`: seconds of fine-tuning until each boundary format has reached the same held-out loss.
 
-`race`: seconds of training until each format has reached the same held-out loss. A format can be fast and learn less
-from each step, or the reverse; AQ-SGD sends every sample at full precision at its first visit and in few bits later. So
-formats are compared by the time to the same loss in fine-tuning, the regime of both papers, where samples come again in
-every epoch.
-
-`tune`: LoRA on questions and answers. The questions are lines of Python's standard library; the answer is the kind of
-the statement, such as "assign". The model answers held-out questions before and after.
+A format can be fast and learn less from each step, or the reverse; AQ-SGD sends every sample at full precision at its
+first visit and in few bits later. So formats are compared by the time to the same loss in fine-tuning, the regime of
+both papers, where samples come again in every epoch.
 
 All formats share starting weights, samples and their order, learning rate, stages and schedule, format of the
 gradients, link, and processes, in which they take turns. The clock of each runs in its own training steps only.
@@ -24,10 +20,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.tune_task import write_questions
 from lowbit.config import ConfigError, NonNegative, Positive, section
 from lowbit.report import Baseline, Column, Command, Row, Table
-from lowbit.train.config import DataConfig, LoraConfig, ModelConfig, OptimizerConfig, PipelineConfig, TrainConfig
+from lowbit.train.config import DataConfig, ModelConfig, OptimizerConfig, PipelineConfig
 from lowbit_lab.bench.curves import reached
 from lowbit_lab.bench.recipes import (
     MANY_STAGES,
@@ -45,12 +40,10 @@ from lowbit_lab.charts import Lines
 from lowbit_lab.charts.style import recommended, row_name
 from lowbit_lab.network import Link, SlowLink
 
-_TURN = 10  # steps of a format in `tune` before it is the next one's turn
-
 
 @section()
-class FineTuning:
-    """What both benchmarks fine-tune, and how."""
+class RaceBenchmark:
+    """A race between formats."""
 
     links: Links = (Link(100.0),)
     """Links to emulate: a rate, with a round trip if there is a distance, such as 25mbit, 100mbit/40ms or unlimited."""
@@ -65,15 +58,6 @@ class FineTuning:
     """Data type of matrix products; weights stay in float32. auto: bf16 where the device supports it."""
     seed: NonNegative = 0
     """Seed of weights and data order."""
-
-    def __post_init__(self) -> None:
-        check_recipes(self, self.pipeline)
-
-
-@section()
-class RaceBenchmark(FineTuning):
-    """A race between formats."""
-
     boundaries: Names = ("fp32", "tah-quant", "tah-quant-published", "aq-sgd", "subspace", "transform")
     """Formats of activations, by name or in full, or of both ways, such as "int4 / int6"."""
     model: ModelConfig = THIN_MODEL
@@ -96,7 +80,7 @@ class RaceBenchmark(FineTuning):
     """Batches of held-out text in each evaluation."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        check_recipes(self, self.pipeline)
         check_samples(self)
         if self.evaluations > self.samples // self.data.batch:
             raise ConfigError(
@@ -155,43 +139,22 @@ def _not_timed(network: SlowLink | None) -> Iterator[None]:
     network.set_link(link)
 
 
-class Run:
-    """One boundary's run.
+class Racer:
+    """One boundary's run, with a curve of its held-out loss.
 
     Args:
-        boundary: the format. backward: of the settings.
-        ranks: where it runs. config: of its training. samples: distinct ones, or 0: all.
+        boundary: the format.
+        ranks: where it runs. folder: what it writes to; next to it are the starting weights.
     """
 
-    def __init__(self, boundary: str, backward: str, ranks: Workers, config: TrainConfig, samples: int = 0) -> None:
-        self.about = {"boundary": boundary, **formats_of(boundary, backward)}
-        self.steps: list[dict[str, Any]] = []
-        self._name, self._ranks = config.run.output, ranks
-        ranks.ask("open", name=self._name, config=as_mapping(config), samples=samples)
-
-    def train(self, count: int) -> None:
-        """Take the next steps."""
-        self.steps += step(self._ranks, self._name, count)
-
-    def ask(self, method: str) -> list[Any]:
-        """Answers of all ranks about this run."""
-        return self._ranks.ask(method, name=self._name)
-
-    def sent(self) -> dict[str, float]:
-        """Fields of a row: what has been sent."""
-        names = ("bits_forward", "bits_backward")
-        bits = {name: statistics.fmean(each[name] for each in self.steps) for name in names}
-        return {**bits, "megabytes": sum(each["bytes_sent"] for each in self.steps) / 1e6}
-
-
-class Racer(Run):
-    """A run with a curve of its held-out loss. `folder`: what it writes to; next to it are the starting weights."""
-
     def __init__(self, settings: RaceBenchmark, boundary: str, ranks: Workers, folder: str) -> None:
+        self.about = {"boundary": boundary, **formats_of(boundary, settings.backward)}
         steps, parts = settings.samples // settings.data.batch, settings.evaluations
         self._turns = [steps * (i + 1) // parts - steps * i // parts for i in range(parts)]
         self.state_bytes = 0
+        self.steps: list[dict[str, Any]] = []
         self.curve: list[tuple[float, float]] = []
+        self._name, self._ranks = folder, ranks
         data, steps = settings.data, settings.epochs * steps
         if not (data.text or data.dataset):
             data = replace(data, text=(str(Path(sysconfig.get_paths()["stdlib"], "pydoc_data", "topics.py")),))
@@ -200,17 +163,18 @@ class Racer(Run):
             optimizer=OptimizerConfig(lr=settings.lr, lr_warmup_steps=min(10, steps)),
             output=folder, steps=steps, eval_batches=settings.eval_batches,
         )  # fmt: skip
-        super().__init__(boundary, settings.backward, ranks, config, settings.samples)
+        ranks.ask("open", name=folder, config=as_mapping(config), samples=settings.samples)
         self.evaluate()
 
     def advance(self) -> None:
         """Train until the next evaluation is due."""
-        self.train(self._turns[(len(self.curve) - 1) % len(self._turns)])
-        self.state_bytes = sum(self.ask("state_bytes"))
+        self.steps += step(self._ranks, self._name, self._turns[(len(self.curve) - 1) % len(self._turns)])
+        self.state_bytes = sum(self._ranks.ask("state_bytes", name=self._name))
 
     def evaluate(self) -> None:
         """Add a point to the curve."""
-        self.curve.append((sum(step["seconds"] for step in self.steps), self.ask("held_out_loss")[0]))
+        loss = self._ranks.ask("held_out_loss", name=self._name)[0]
+        self.curve.append((sum(step["seconds"] for step in self.steps), loss))
 
 
 def rows_of(racers: Sequence[Racer], link: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -226,7 +190,8 @@ def rows_of(racers: Sequence[Racer], link: Mapping[str, Any]) -> list[dict[str, 
                     "best_loss": min(loss for _, loss in racer.curve),
                     "seconds": seconds,
                     "tokens_per_second": sum(s["tokens_per_second"] * s["seconds"] for s in steps) / seconds,
-                    **racer.sent(),
+                    **{name: statistics.fmean(s[name] for s in steps) for name in ("bits_forward", "bits_backward")},
+                    "megabytes": sum(s["bytes_sent"] for s in steps) / 1e6,
                     "state_bytes": racer.state_bytes,
                     "curve": list(racer.curve),
                 }
@@ -253,7 +218,7 @@ def _finding(rows: Sequence[Row]) -> str:
     return f"Over {link_name(best)}: loss {best['target_loss']:.2f} after {ours:.1f} minutes, FP32 after {base:.1f}"
 
 
-RACE = Command(
+COMMAND = Command(
     name="benchmarks race",
     summary="Seconds of training until each boundary format has reached the same held-out loss.",
     examples=(
@@ -292,111 +257,6 @@ RACE = Command(
             title=_finding, panel=link_name, series="boundary", curve=in_minutes, x_label="minutes of training",
             label="held-out loss, nats per token", note=_end, height=3.6,
             subtitle="Same model, data and steps on two ranks; only the format between the pipeline stages differs.",
-        )
-    ],
-)  # fmt: skip
-
-
-@section()
-class TuneBenchmark(FineTuning):
-    """Fine-tuning with each format."""
-
-    boundaries: Names = ("fp32", "transform", "int4 / int4")
-    """Formats of activations, by name or in full, or of both ways, such as "int4 / int6"."""
-    model: ModelConfig = THIN_MODEL
-    """Model to train on Python's standard library and then fine-tune; with `pretrained`, the model to fine-tune."""
-    data: DataConfig = DataConfig(batch=16, sequence=128)
-    """Windows of both."""
-    start_steps: Positive = 300
-    """Steps at full precision that make the starting weights."""
-    questions: Positive = 3000
-    """Questions, a tenth of which are held out."""
-    steps: Positive = 100
-    """Steps of the fine-tuning."""
-    lora: LoraConfig = LoraConfig(rank=16, alpha=32.0)
-    """Adapters."""
-    lr: float = 1e-2
-    """Highest learning rate of the fine-tuning."""
-
-
-def measure_tune(settings: TuneBenchmark, earlier: Sequence[Row]) -> Iterator[list[Row]]:
-    """Fine-tune on the first link.
-
-    Yields:
-        Rows, one for each boundary: `boundary`, `forward`, `backward`, the fields of `set_link`, `steps`,
-        `seconds_per_step` (median), `hours` (of all steps, as one step takes), `speedup_fp32`, `bits_forward`,
-        `bits_backward`, `megabytes` (sent by all ranks), `answers` (kinds of answers), and `held_out_loss` and
-        `exact_match` with and without "_before".
-
-    Raises:
-        LinkUnavailable: a limited link is asked for and this machine does not permit one.
-        ChildProcessError: a rank failed.
-    """
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        started(PROGRAM, settings.pipeline.ranks, settings.links) as (network, ranks),
-    ):
-        questions = Path(folder) / "questions.jsonl"
-        kinds = write_questions(questions, settings.questions)
-        if not (start := settings.model.pretrained):
-            exact = recipe(settings, "fp32", output=f"{folder}/start", steps=settings.start_steps)
-            ranks.ask("train", config=as_mapping(exact))
-            start = f"{folder}/start/model"
-        runs: list[Run] = []
-        for number, boundary in enumerate(settings.boundaries):
-            config = recipe(
-                settings, boundary, model=ModelConfig(pretrained=start),
-                data=replace(settings.data, format="jsonl", text=(str(questions),), held_out_share=0.1),
-                optimizer=OptimizerConfig(lr=settings.lr, lr_warmup_steps=min(10, settings.steps), weight_decay=0.0),
-                output=f"{folder}/{number}", steps=settings.steps, eval_batches=0,
-            )  # fmt: skip
-            runs.append(Run(boundary, settings.backward, ranks, replace(config, lora=settings.lora)))
-        before = [run.ask("scores")[0] for run in runs]
-        about = set_link(network, settings.links[0])
-        for done in range(0, settings.steps, _TURN):
-            for run in runs:
-                run.train(min(_TURN, settings.steps - done))
-        if network is not None:
-            network.set_link(UNLIMITED)
-        yield [
-            {
-                **run.about, **about, "answers": kinds, **_times(run), **run.sent(),
-                **{f"{name}_before": value for name, value in scores.items()}, **run.ask("scores")[0],
-            }
-            for run, scores in zip(runs, before, strict=True)
-        ]  # fmt: skip
-
-
-def _times(run: Run) -> dict[str, Any]:
-    seconds = statistics.median(each["seconds"] for each in run.steps)
-    return {"steps": len(run.steps), "seconds_per_step": seconds, "hours": len(run.steps) * seconds / 3600}
-
-
-TUNE = Command(
-    name="benchmarks tune",
-    summary="Fine-tuning with LoRA over a slow link: exact match, loss and hours of each boundary format.",
-    examples=("python -m benchmarks tune --boundary fp32,transform --steps 100",),
-    settings=TuneBenchmark,
-    measure=measure_tune,
-    baselines=[
-        Baseline(field="speedup_fp32", value="seconds_per_step", to={"boundary": "fp32"}, alike=("link",), way="under")
-    ],
-    tables=[
-        Table(
-            title="Fine-tuning with LoRA on questions and answers",
-            columns=[
-                LINK,
-                Column("boundary", "boundary", row_name),
-                Column("bits\nfwd", "bits_forward", "{:.2f}"),
-                Column("bits\nbwd", "bits_backward", "{:.2f}"),
-                Column("exact match\nbefore", "exact_match_before", "{:.1%}"),
-                Column("exact match", "exact_match", "{:.1%}"),
-                Column("held-out\nloss", "held_out_loss", "{:.4f}"),
-                Column("s a step", "seconds_per_step", "{:.2f}"),
-                Column("hours", "hours", "{:.3f}"),
-                Column("over\nfp32", "speedup_fp32", "{:.2f}x"),
-                Column("MB\nsent", "megabytes", "{:.1f}"),
-            ],
         )
     ],
 )  # fmt: skip

@@ -74,8 +74,8 @@ CASES = tuple(
 
 
 @section()
-class Trained:
-    """What is trained, in every benchmark that compares measured steps with predicted ones."""
+class SimulateBenchmark:
+    """Settings to measure and to predict."""
 
     model: ModelConfig = THIN_MODEL
     """Model to train."""
@@ -89,12 +89,6 @@ class Trained:
     """Format of gradients, as for `lowbit bench pipeline`."""
     seed: NonNegative = 0
     """Seed of weights and data order."""
-
-
-@section()
-class SimulateBenchmark(Trained):
-    """Settings to measure and to predict."""
-
     cases: tuple[Case, ...] = CASES
     """Settings, as ranks:split:format:link, such as 2:1F1B/1/8:fp32:100mbit/40ms."""
     steps: Positive = 6

@@ -19,12 +19,7 @@ from typing import Any
 
 from torch.distributed import TCPStore  # pyright: ignore
 
-_IMPORTED = [
-    "torch.distributed.pipelining",
-    "transformers.models.llama.modeling_llama",
-    "lowbit.pipeline",
-    "numba",
-]
+_IMPORTED = ["torch.distributed.pipelining", "transformers.models.llama.modeling_llama", "lowbit.pipeline", "numba"]
 
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -101,10 +96,7 @@ class Module:
         (read, write), (answers, answer) = CONTEXT.Pipe(False), CONTEXT.Pipe(False)
         self._process = CONTEXT.Process(target=_module, args=(argv[-1], dict(env), read, answer), daemon=True)
         self._process.start()
-        self.stdin, self.stdout = (
-            os.fdopen(os.dup(write.fileno()), "w"),
-            os.fdopen(os.dup(answers.fileno())),
-        )
+        self.stdin, self.stdout = (os.fdopen(os.dup(write.fileno()), "w"), os.fdopen(os.dup(answers.fileno())))
         for end in (read, write, answers, answer):
             end.close()
 

@@ -8,6 +8,9 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial, wraps
+from importlib import import_module
+from inspect import Signature, signature
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from time import monotonic
@@ -104,6 +107,33 @@ class Ranks:
         process.start()
         theirs.close()
         return process, ours
+
+
+class _Test:
+    """The body of a test that `on_ranks` has wrapped: what a rank finds under its name is the wrapper."""
+
+    def __init__(self, test: Callable[..., Any], given: dict[str, Any]) -> None:
+        self.module, self.__name__, self.given = test.__module__, test.__name__, given
+
+    def __call__(self) -> None:
+        getattr(import_module(self.module), self.__name__).__wrapped__(**self.given)
+
+
+def on_ranks(test: Callable[..., Any] | int) -> Any:
+    """Run a test as a rank of each of two processes, or `@on_ranks(3)`: it passes if it passes on all of them."""
+    if isinstance(test, int):
+        return partial(_on_ranks, count=test)
+    return _on_ranks(test, count=2)
+
+
+def _on_ranks(test: Callable[..., Any], count: int) -> Any:
+    @wraps(test)
+    def run(ranks: Ranks, **given: Any) -> None:
+        ranks.run(_Test(test, given), ranks=count)
+
+    own = signature(run, follow_wrapped=False).parameters["ranks"]
+    vars(run)["__signature__"] = Signature([own, *signature(test).parameters.values()])
+    return run
 
 
 def _end(process: BaseProcess, pipe: Connection) -> None:

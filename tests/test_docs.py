@@ -330,10 +330,7 @@ def test_blocks_are_found_with_their_lines():
 
 
 def test_commands_are_found_without_comments_and_output():
-    assert list(commands(SAMPLE)) == [
-        ["lowbit", "train", "config.toml", "--nonsense", "3"],
-        ["make", "demo"],
-    ]
+    assert list(commands(SAMPLE)) == [["lowbit", "train", "config.toml", "--nonsense", "3"], ["make", "demo"]]
 
 
 @pytest.mark.parametrize(

@@ -30,13 +30,7 @@ def test_data_parallel_ranks_learn_the_same():
     """Under torchrun itself, and to the very end of the interpreter, which a DDP hook might hold up."""
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     script = [str(EXAMPLES / "data_parallel.py"), "--steps", "40"]
-    done = subprocess.run(
-        [sys.executable, *command, *script],
-        text=True,
-        capture_output=True,
-        timeout=200,
-        check=False,
-    )
+    done = subprocess.run([sys.executable, *command, *script], text=True, capture_output=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
     assert len(losses) == 4

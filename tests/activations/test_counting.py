@@ -82,12 +82,7 @@ def test_bytes_by_hand():
     with counted(model) as saved:
         y = model(x).square()
     # tanh's output (saved twice, counted once), the norm's mean, deviation and output, and y of the square
-    assert saved.peak == {
-        "other": 5 * 6 * 4,
-        "norm": 2 * 5 * 4,
-        "linear": 5 * 6 * 4,
-        "loss": 5 * 4 * 4,
-    }
+    assert saved.peak == {"other": 5 * 6 * 4, "norm": 2 * 5 * 4, "linear": 5 * 6 * 4, "loss": 5 * 4 * 4}
     del y
     assert saved.now == 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from lowbit.codecs import Cast
 from lowbit.wire.pytorch import version
 from tests.activations.models import Calls, GatedBlock
 from tests.pipeline import toy
-from tests.processes import Ranks
+from tests.processes import on_ranks
 
 FP32 = Cast(dtype=torch.float32)
 
@@ -38,7 +39,8 @@ def mean_of_both() -> list[Tensor]:
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
-def data_parallel() -> None:
+@on_ranks
+def test_ddp_and_fsdp2() -> None:
     expected = mean_of_both()
     model = nn.Sequential(*toy.blocks(2, Compressed))
     wrapped = DistributedDataParallel(model)
@@ -58,26 +60,17 @@ def data_parallel() -> None:
         torch.testing.assert_close(p.grad.full_tensor(), grad)  # pyright: ignore
 
 
-def test_ddp_and_fsdp2(ranks: Ranks):
-    ranks.run(data_parallel)
-
-
-def norms_by_themselves() -> str:
+@on_ranks
+def test_norms_that_are_sharded_by_themselves_are_named() -> None:
     model = toy.blocks(1, Compressed)[0]
     fully_shard(model.norm)
     fully_shard(model)
-    try:
+    with pytest.raises(RuntimeError, match="one fully_shard for both"):
         model(batch(0)).sum().backward()
-    except RuntimeError as error:
-        return str(error)
-    return ""
 
 
-def test_norms_that_are_sharded_by_themselves_are_named(ranks: Ranks):
-    assert all("one fully_shard for both" in text for text in ranks.run(norms_by_themselves))
-
-
-def pipelines() -> None:
+@on_ranks
+def test_pipelines_of_every_kind() -> None:
     schedules = ["1f1b", "interleaved-2"]
     if version() >= (2, 13):  # older ones lose what is saved between the passes of a backward
         schedules += ["zero-bubble", "zbv"]
@@ -96,7 +89,3 @@ def pipelines() -> None:
         assert len(gradients) == len(expected)
         for grad, other in zip(gradients, expected, strict=True):
             torch.testing.assert_close(grad, other)
-
-
-def test_pipelines_of_every_kind(ranks: Ranks):
-    ranks.run(pipelines)

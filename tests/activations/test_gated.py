@@ -45,8 +45,7 @@ def test_reference_is_autograd_at_the_decoded_inputs(activation: str, gated: boo
     with kernels.backend("reference"):
         torch.ops.lowbit.gated_recompute(payloads[0], second, out, activation, 5, 32)
         torch.ops.lowbit.gated_backward(
-            *(payloads[0], second, grad, grad_gate, grad_up if gated else None, again),
-            *(activation, 5, 32),
+            *(payloads[0], second, grad, grad_gate, grad_up if gated else None, again), *(activation, 5, 32)
         )
     assert torch.equal(out, again)
     torch.testing.assert_close(out.double(), expected, rtol=1e-6, atol=1e-5)
@@ -119,8 +118,7 @@ def calls(
     torch.ops.lowbit.gated_encode(gate, up, first, second, results["out"], *settings, seed)
     torch.ops.lowbit.gated_recompute(first, second, results["recomputed"], *settings)
     torch.ops.lowbit.gated_backward(
-        *(first, second, grad, results["grad_gate"], results.get("grad_up"), results["again"]),
-        *settings,
+        *(first, second, grad, results["grad_gate"], results.get("grad_up"), results["again"]), *settings
     )
     room.check()
     return payloads, results

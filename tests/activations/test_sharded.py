@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from typing import Any
 from unittest import mock
 
@@ -18,7 +17,7 @@ from torch.nn import functional
 
 from lowbit.activations import LayerAware, compress_saved_, follow
 from tests.activations.models import Calls
-from tests.processes import Ranks
+from tests.processes import on_ranks
 
 WIDTH, INNER, HEADS, LENGTH = 36, 75, 3, 7
 """None of which two ranks share evenly, but for the width."""
@@ -64,7 +63,11 @@ def inputs(length: int = LENGTH) -> Tensor:
     return torch.randn(3, length, WIDTH, generator=torch.Generator().manual_seed(5)).requires_grad_()
 
 
-def feed_forward(norm: Any, dim: int) -> list[Counter[str]]:
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
+@pytest.mark.parametrize("dim", [0, 1])
+@on_ranks
+def test_a_feed_forward_saves_what_its_shards_save(norm: Any, dim: int) -> None:
+    """The norm's input, gate and up. Nothing of the gathered norm's output and of the product: they are rebuilt."""
     mesh = init_device_mesh("cpu", (2,))
     expected = gradients_of(block(norm=norm), inputs())
     seen = []
@@ -85,19 +88,13 @@ def feed_forward(norm: Any, dim: int) -> list[Counter[str]]:
             whole: Any = p.grad
             error = (whole.full_tensor() - expected[name]).norm() / expected[name].norm()
             assert error < tolerance, (name, error)
-    return seen
+    exact, coded = seen
+    assert not exact
+    assert coded == {"norm_encode": 1, "gated_encode": 1, "group_int_encode": 1}
 
 
-@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
-@pytest.mark.parametrize("dim", [0, 1])
-def test_a_feed_forward_saves_what_its_shards_save(ranks: Ranks, norm: Any, dim: int):
-    """The norm's input, gate and up. Nothing of the gathered norm's output and of the product: they are rebuilt."""
-    for exact, coded in ranks.run(feed_forward, norm, dim):
-        assert not exact
-        assert coded == {"norm_encode": 1, "gated_encode": 1, "group_int_encode": 1}
-
-
-def attention() -> None:
+@on_ranks
+def test_attention_of_local_heads() -> None:
     mesh = init_device_mesh("cpu", (2,))
     given = [torch.randn(2, HEADS, LENGTH, 16, generator=torch.Generator().manual_seed(i)) for i in range(3)]
 
@@ -120,11 +117,8 @@ def attention() -> None:
         assert (x.grad.full_tensor() - y.grad).norm() < 0.02 * y.grad.norm()
 
 
-def test_attention_of_local_heads(ranks: Ranks):
-    ranks.run(attention)
-
-
-def left_as_they_are() -> list[str]:
+@on_ranks
+def test_what_shards_do_not_suffice_for_is_left_and_told_once() -> None:
     """A row-wise layer of a replicated input, and shards so small that one is empty, in one and the same order."""
     mesh = init_device_mesh("cpu", (2,))
     lines = []
@@ -146,15 +140,11 @@ def left_as_they_are() -> list[str]:
         x = distribute_tensor(inputs(1), mesh, [Shard(1)]).detach().requires_grad_()
         for name, gradient in gradients_of(short, x).items():
             assert (gradient - expected[name]).norm() < 0.05 * expected[name].norm(), name
-    return lines
+    assert lines == ["activations are saved in full where they are ['DTensor of torch.float32']"]
 
 
-def test_what_shards_do_not_suffice_for_is_left_and_told_once(ranks: Ranks):
-    for lines in ranks.run(left_as_they_are):
-        assert lines == ["activations are saved in full where they are ['DTensor of torch.float32']"]
-
-
-def partly() -> None:
+@on_ranks
+def test_passes_for_some_gradients() -> None:
     """Gradients of some tensors only, twice through one graph."""
     mesh = init_device_mesh("cpu", (2,))
     model = block(mesh)
@@ -168,7 +158,3 @@ def partly() -> None:
     up = every[1 + names.index("up.weight")]
     assert torch.allclose(some[0].full_tensor(), up.full_tensor(), rtol=1e-5)
     dist.barrier()
-
-
-def test_passes_for_some_gradients(ranks: Ranks):
-    ranks.run(partly)

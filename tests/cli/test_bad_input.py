@@ -8,22 +8,14 @@ import pytest
 from tests.command_line import invoke
 
 LINES = [
-    ("train run3.toml --run.steps 3", "run is 3; allowed: a section, [run]"),
     ("train --run 3", "unknown option --run; did you mean"),
     ("train --a.b.c=1", "unknown option --a.b.c; "),
     ("train --run.output.x 1", "unknown option --run.output.x; did you mean --run.output?; see lowbit train --help"),
-    ("train --run.timeout_seconds=inf", "run.timeout_seconds is inf; allowed: a finite number"),
-    ("train --run.steps", "argument --run.steps: expected one argument; see lowbit train --help"),
     ("train missing.toml", "error: configuration file missing.toml: No such file or directory"),
     ("train --steps 3", "error: unknown option --steps; did you mean --run.steps?; see lowbit train --help"),
-    ("train --model.layer 3", "unknown option --model.layer; did you mean --model.layers?; see lowbit train --help"),
-    ("train --ranks 0", "error: pipeline.ranks is 0; allowed: at least 1"),
-    ("train --resume=perhaps", "run.resume is 'perhaps'; allowed: true, false or auto"),
     ("train --allow-change run.steps", "run.allow_change is ['run.steps'] and run.resume is false"),
     ("bench pipeline --link fast", "link is 'fast'; allowed:"),
-    ("bench pipeline --boundary int9", "codec is 'int9'; allowed:"),
     ("bench convergence --seed a", "seeds is ['a']; allowed: an integer or a list of integers"),
-    ("bench convergence --model.heads 7", "model.dim is"),
     ("train a.toml b.toml", "unexpected argument 'b.toml'; see lowbit train --help"),
     ("trian", "lowbit has no 'trian'; did you mean train?"),
     ("bench nonsense", "lowbit bench has no 'nonsense'; known: pipeline, codecs,"),
@@ -31,15 +23,7 @@ LINES = [
     ("train folder", "configuration file folder: Is a directory"),
     ("train --model.pretrained list", "list/config.json does not hold a JSON object"),
     ("train --model.pretrained text.txt", "text.txt/config.json: Not a directory"),
-    ("bench pipeline --data.batch 0", "data.batch is 0; allowed: at least 1"),
-    ("bench pipeline --rounds 0", "rounds is 0; allowed: at least 1"),
-    ("bench gradients --model.heads 0", "model.heads is 0; allowed: at least 1"),
-    ("bench gradients --model.heads 7", "model.dim is 512; allowed: a multiple of model.heads (7)"),
-    ("bench gradients --model.ffn -1", "model.ffn is -1; allowed: at least 0"),
-    (
-        "bench codecs --data real --activations text.txt",
-        "activations are 'text.txt'; allowed: a .pt",
-    ),
+    ("bench codecs --data real --activations text.txt", "activations are 'text.txt'; allowed: a .pt"),
     ("bench codecs --data real --activations text.pt", "activations are 'text.pt', which cannot"),
     ("bench codecs --data real --activations missing.pt", "missing.pt: No such file"),
     ("bench spectrum list text.txt", "list/config.json does not hold a JSON object"),
@@ -60,7 +44,6 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("folder").mkdir()
     Path("text.txt").write_text("no tensor")
     Path("text.pt").write_text("no tensor")
-    Path("run3.toml").write_text("run = 3")
 
 
 @pytest.mark.parametrize(("command", "line"), LINES)

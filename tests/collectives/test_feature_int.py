@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -16,7 +17,8 @@ from lowbit.collectives import all_gather, all_reduce, all_reduce_bytes, calls, 
 from lowbit.collectives.algorithms import ONE_SHOT_BYTES, choose
 from lowbit.collectives.shards import Shards
 from tests.collectives.traffic import sent_bytes
-from tests.processes import Ranks
+from tests.processes import Ranks, on_ranks
+from tests.refused import refused
 
 SIZE = 72
 
@@ -160,42 +162,35 @@ def test_swapped_layers_are_the_same_error_on_all(ranks: Ranks):
         assert "layer: " in outcomes[0].text
 
 
-def refusals() -> list[str]:
-    said = []
+@on_ranks(1)
+def test_what_does_not_fit_is_refused_at_once() -> None:
     with torch.inference_mode():
         made = part(0, 4)
-    share = torch.empty(4, SIZE)
-    for codec, x, options in (
-        (codec_of(2), part(0, 4), {}),
-        (codec_of(1), torch.ones(4, SIZE + 1), {}),
-        (codec_of(1), torch.ones(SIZE, 4), {}),
-        (codec_of(1), torch.ones(SIZE + 1), {}),
-    ):
-        with pytest.raises(ValueError, match="allowed") as error:
-            all_reduce(x, codec, small=0, **options)
-        said.append(str(error.value))
-    for call, text in (
-        (lambda: all_reduce(made, codec_of(1)), "tensor was made in inference mode, which is off"),
-        (lambda: all_gather(made, share, codec_of(1)), "output was made in inference mode"),
-        (lambda: all_gather(share.view(8, -1), share, codec_of(1)), r"output is float32 \(8, 36\)"),
-        (lambda: reduce_scatter(share, share.view(8, -1), codec_of(1)), r"input is float32 \(8, 36\)"),
-    ):
-        with pytest.raises(ValueError, match=text):
-            call()
-    return said
+    share, codec, whole = torch.empty(4, SIZE), codec_of(1), r"\(\.\.\., 72\), or flat in multiples of it"
+
+    def summing(x: Tensor, codec: FeatureInt = codec) -> Callable[[], Any]:
+        return lambda: all_reduce(x, codec, small=0)
+
+    refused(
+        (summing(part(0, 4), codec_of(2)), ValueError, "allowed in a group of 1: one for 1 ranks"),
+        (
+            summing(torch.ones(4, SIZE + 1)),
+            ValueError,
+            rf"tensor is float32 \(4, 73\); allowed with FeatureInt.*{whole}",
+        ),
+        (summing(torch.ones(SIZE, 4)), ValueError, whole),
+        (summing(torch.ones(SIZE + 1)), ValueError, whole),
+        (lambda: all_reduce(made, codec), ValueError, "tensor was made in inference mode, which is off"),
+        (lambda: all_gather(made, share, codec), ValueError, "output was made in inference mode"),
+        (lambda: all_gather(share.view(8, -1), share, codec), ValueError, r"output is float32 \(8, 36\)"),
+        (lambda: reduce_scatter(share, share.view(8, -1), codec), ValueError, r"input is float32 \(8, 36\)"),
+    )
 
 
-def nodes() -> None:
+@on_ranks
+def test_nodes_are_not_summed_apart() -> None:
     with pytest.raises(ValueError, match="node_size is 2; allowed with FeatureInt"):
         all_reduce(part(0, 4), codec_of(2), node_size=2)
-
-
-def test_what_does_not_fit_is_refused_at_once(ranks: Ranks):
-    (said,) = ranks.run(refusals, ranks=1)
-    assert "allowed in a group of 1: one for 1 ranks" in said[0]
-    assert "tensor is float32 (4, 73); allowed with FeatureInt" in said[1]
-    assert all("(..., 72), or flat in multiples of it" in text for text in said[1:])
-    ranks.run(nodes)
 
 
 @pytest.mark.parametrize("numel", [0, 72, 720, 72 * 1001])

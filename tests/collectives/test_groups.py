@@ -18,7 +18,7 @@ from lowbit.codecs import GroupInt
 from lowbit.collectives import AgreementError, PeerError, agree, algorithms, all_gather, all_reduce, reduce_scatter
 from lowbit.gradients import all_reduce_hook
 from lowbit.wire.json_values import gather_json
-from tests.processes import Ranks
+from tests.processes import Ranks, on_ranks
 
 INT8 = GroupInt(bits=8, group=128, symmetric=True)
 TIMEOUT = 8.0
@@ -55,11 +55,8 @@ def data(rank: int) -> Tensor:
 
 
 @pytest.mark.parametrize("transport", ["messages", "collectives"])
-def test_sums_in_a_group_in_another_order(ranks: Ranks, transport: str):
-    ranks.run(sums, transport, ranks=3)
-
-
-def sums(transport: Any) -> None:
+@on_ranks(3)
+def test_sums_in_a_group_in_another_order(transport: Any) -> None:
     group, job = bare(f"other-{transport}", [2, 1, 0]), dist.get_rank()
     known = dist.new_group([0, 1, 2])
     expected = torch.stack([data(rank) for rank in range(3)]).sum(0)
@@ -82,11 +79,8 @@ def sums(transport: Any) -> None:
     all_reduce(data(job), INT8, known)  # PyTorch's groups go on beside it
 
 
-def test_what_differs_is_said_on_all_ranks(ranks: Ranks):
-    ranks.run(differ, ranks=2)
-
-
-def differ() -> None:
+@on_ranks
+def test_what_differs_is_said_on_all_ranks() -> None:
     group, job = bare("differ", [1, 0]), dist.get_rank()
     with pytest.raises(AgreementError, match=r"codec: .* on rank 0; .* on rank 1"):
         all_reduce(data(job), INT8 if job else GroupInt(bits=4, group=64, symmetric=True), group, timeout=TIMEOUT)
@@ -98,11 +92,8 @@ def differ() -> None:
         all_reduce(data(job), INT8, Wrapper())
 
 
-def test_a_hook_follows_a_wrapper_to_its_next_group(ranks: Ranks):
-    ranks.run(follow, ranks=2)
-
-
-def follow() -> None:
+@on_ranks
+def test_a_hook_follows_a_wrapper_to_its_next_group() -> None:
     wrapper, job = Wrapper(), dist.get_rank()
     wrapper.inside = bare("first", [1, 0])
     torch.manual_seed(0)

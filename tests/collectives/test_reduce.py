@@ -14,7 +14,7 @@ from torch import Tensor
 from lowbit.codecs import AQSGD, Cast, Codec, GroupInt, TAHQuant
 from lowbit.collectives import PeerError, all_gather, all_reduce, all_reduce_bytes, reduce_scatter
 from tests.collectives.traffic import sent_bytes
-from tests.processes import Ranks
+from tests.processes import Ranks, on_ranks
 
 INT8 = GroupInt(bits=8, group=128, symmetric=True)
 INT4 = GroupInt(bits=4, group=64, symmetric=True)
@@ -90,11 +90,8 @@ def bytes_are_known() -> None:
             assert sum(sent) == expected, (numel, algorithm)
 
 
-def test_small_tensors_are_summed_exactly_by_pytorch(ranks: Ranks):
-    ranks.run(small_is_exact, ranks=3)
-
-
-def small_is_exact() -> None:
+@on_ranks(3)
+def test_small_tensors_are_summed_exactly_by_pytorch() -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     x = data(rank, 500)
     all_reduce(x, INT4, op="avg", small=501)
@@ -104,7 +101,8 @@ def small_is_exact() -> None:
     assert not torch.allclose(x.double(), exact(ranks, 500, torch.float32, "avg"), atol=1e-3)
 
 
-def strided() -> None:
+@on_ranks
+def test_strides_do_not_matter() -> None:
     x = data(dist.get_rank(), 120 * 70).view(120, 70)
     alone, part = x.clone().t().contiguous(), x.t()
     all_reduce(part, INT8, **PIECES)
@@ -117,11 +115,8 @@ def strided() -> None:
     assert torch.equal(every_other, rest)
 
 
-def test_strides_do_not_matter(ranks: Ranks):
-    ranks.run(strided)
-
-
-def several_at_once() -> None:
+@on_ranks(3)
+def test_asynchronous_calls_give_the_same() -> None:
     xs = [data(dist.get_rank(), n) for n in (30_000, 5000, 70_001)]
     alone = [x.clone() for x in xs]
     pending = [all_reduce(x, INT8, async_op=True, **PIECES) for x in xs]
@@ -133,11 +128,8 @@ def several_at_once() -> None:
         assert torch.equal(x, y)
 
 
-def test_asynchronous_calls_give_the_same(ranks: Ranks):
-    ranks.run(several_at_once, ranks=3)
-
-
-def by_nodes() -> None:
+@on_ranks(4)
+def test_nodes_are_summed_in_full_precision() -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     for op in ("sum", "avg"):
         for numel in (9000, 10_001):
@@ -149,10 +141,6 @@ def by_nodes() -> None:
             y = data(rank, numel)
             all_reduce(y, INT8, op=op, node_size=4, **PIECES)  # one node: nothing is coded
             assert torch.allclose(y.double(), exact(ranks, numel, torch.float32, op), atol=1e-5)
-
-
-def test_nodes_are_summed_in_full_precision(ranks: Ranks):
-    ranks.run(by_nodes, ranks=4)
 
 
 def parts() -> None:
@@ -180,7 +168,8 @@ def test_reduce_scatter_and_all_gather(ranks: Ranks, count: int):
     ranks.run(parts, ranks=count)
 
 
-def not_numbers() -> None:
+@on_ranks
+def test_nan_and_infinity_of_one_rank_are_seen_by_all() -> None:
     rank = dist.get_rank()
     for bad in (float("nan"), float("inf")):
         for options in ({}, {"algorithm": "one_shot"}):
@@ -199,11 +188,8 @@ def not_numbers() -> None:
     assert torch.isfinite(tiny).all()
 
 
-def test_nan_and_infinity_of_one_rank_are_seen_by_all(ranks: Ranks):
-    ranks.run(not_numbers)
-
-
-def errors_make_up() -> None:
+@on_ranks(3)
+def test_error_feedback_loses_nothing() -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     x, errors = data(rank, 9000), torch.zeros(9000)
     sent, received = torch.zeros(9000), torch.zeros(9000)
@@ -218,10 +204,6 @@ def errors_make_up() -> None:
     # What went in is what came out, but for what is still to be made up for.
     assert torch.allclose(received + remaining, sent, atol=1e-3)
     assert float((received - sent).norm() / sent.norm()) < 0.02 < 0.05 < 1 / ranks
-
-
-def test_error_feedback_loses_nothing(ranks: Ranks):
-    ranks.run(errors_make_up, ranks=3)
 
 
 def differs(calls: list[list[tuple[int, Codec]]]) -> None:

@@ -236,10 +236,7 @@ def test_nothing_is_written_without_a_speed(tmp_path: Path):
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (
-            (),
-            "meet is ''; allowed: the address of the first machine and a port, such as 192.168.1.10:29400; this ",
-        ),
+        ((), "meet is ''; allowed: the address of the first machine and a port, such as 192.168.1.10:29400; this "),
         (("--meet", "a:b"), "meet is 'a:b'"),
         (("--meet", "::1"), "meet is '::1'"),
         (("--meet", "a:70000"), "meet is 'a:70000'"),

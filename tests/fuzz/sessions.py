@@ -18,19 +18,7 @@ from lowbit.codecs.transform_quant.codec import TransformSession
 from lowbit.codecs.transform_quant.reference import LARGEST, decode
 
 from .damage import damage
-from .targets import (
-    BEFORE,
-    DTYPES,
-    Bench,
-    Case,
-    Shape,
-    as_bytes,
-    as_tensor,
-    hard,
-    hostile_numbers,
-    layout_of,
-    spans_of,
-)
+from .targets import BEFORE, DTYPES, Bench, Case, Shape, as_bytes, as_tensor, hard, hostile_numbers, layout_of, spans_of
 
 Following = SubspaceSession | TransformSession
 """Sessions whose ends learn directions from the messages between them."""

@@ -23,7 +23,7 @@ from lowbit.gradients import GradientStorage, all_reduce_hook, average
 from lowbit.gradients.average import average_bytes
 from lowbit.wire import pytorch
 from tests.collectives.traffic import sent_bytes
-from tests.processes import Ranks
+from tests.processes import Ranks, on_ranks
 
 FP8 = BlockFloat8()
 SHAPES = [(), (3,), (5,), (127,), (128,), (129, 7), (300, 40), (64, 64), (2, 0), (6000,)]
@@ -113,7 +113,8 @@ def test_means_are_those_of_the_obvious_computation(ranks: Ranks, count: int):
     ranks.run(means, [1 / 3] * count, 4096, 512, ranks=count)
 
 
-def unlike_means() -> None:
+@on_ranks(3)
+def test_factors_that_differ_other_transports_and_rounding() -> None:
     ranks = dist.get_world_size()
     means([1.0, *[0.3] * (ranks - 1)], 4096, 512, checksums=False)
     with mock.patch.object(pytorch, "carries", return_value=False):  # as on a GPU: PyTorch's collectives
@@ -123,17 +124,14 @@ def unlike_means() -> None:
     assert equal_everywhere(storage)
 
 
-def test_factors_that_differ_other_transports_and_rounding(ranks: Ranks):
-    ranks.run(unlike_means, ranks=3)
-
-
 def error_of(storage: GradientStorage, parameters: list[nn.Parameter], exact: list[Tensor]) -> float:
     found: Any = [storage.gradient(p) for p in parameters]
     wrong = torch.cat([(f.double() - e).flatten() for f, e in zip(found, exact, strict=True)])
     return float(wrong.norm() / torch.cat([e.flatten() for e in exact]).norm())
 
 
-def both_errors() -> tuple[float, float]:
+@on_ranks
+def test_a_coding_less_is_an_error_less() -> None:
     """Of the mean as stored, and of the mean that is decoded and coded again, against that of what is stored."""
     errors: list[float] = []
     for way in (
@@ -153,13 +151,9 @@ def both_errors() -> tuple[float, float]:
             dist.all_reduce(each)
         way(storage)
         errors.append(error_of(storage, parameters, [each / dist.get_world_size() for each in exact]))
-    return errors[0], errors[1]
-
-
-def test_a_coding_less_is_an_error_less(ranks: Ranks):
-    for as_stored, recoded in ranks.run(both_errors):
-        assert as_stored < 0.85 * recoded  # errors of the parts add half of a rounding's square: 1 / sqrt(1.5) = 0.82
-        assert as_stored < 0.03  # a single rounding to 4 significant bits
+    as_stored, recoded = errors
+    assert as_stored < 0.85 * recoded  # errors of the parts add half of a rounding's square: 1 / sqrt(1.5) = 0.82
+    assert as_stored < 0.03  # a single rounding to 4 significant bits
 
 
 class Floats(TorchDispatchMode):
@@ -174,7 +168,8 @@ class Floats(TorchDispatchMode):
         return out
 
 
-def watched() -> int:
+@on_ranks
+def test_no_more_than_a_chunk_is_ever_decoded() -> None:
     work = algorithms.two_shot_coded
 
     def two_shot_coded(*args: Any, **options: Any) -> None:
@@ -189,19 +184,15 @@ def watched() -> int:
     chunks = mock.patch.object(reduce, "CHUNK", 2048)
     with mock.patch.object(algorithms, "two_shot_coded", two_shot_coded), chunks, Floats():
         storage.average()
-    most = Floats.most
+    assert 0 < Floats.most <= 2048
     with Floats():
         storage.gradient(parameter)
     assert Floats.most == 1 << 16, "a whole one is seen"
-    return most
 
 
-def test_no_more_than_a_chunk_is_ever_decoded(ranks: Ranks):
-    for most in ranks.run(watched):
-        assert 0 < most <= 2048
-
-
-def differ(what: str) -> int:
+@pytest.mark.parametrize("what", ["codec", "parameters", "nothing"])
+@on_ranks
+def test_ranks_that_store_otherwise_get_one_error_before_a_byte(what: str) -> None:
     rank = dist.get_rank()
     codec = BlockFloat8(block=64) if what == "codec" and rank else FP8
     shape = (9,) if what == "parameters" and rank else (8,)
@@ -214,12 +205,7 @@ def differ(what: str) -> int:
     with sent_bytes() as sent, pytest.raises(AgreementError, match=rf"{fact}: .*\n?.*rank 0"):
         storage.average(timeout=20)
     assert all(torch.equal(payload, before[name]) for name, payload in payloads(storage).items())
-    return sum(sent)
-
-
-@pytest.mark.parametrize("what", ["codec", "parameters", "nothing"])
-def test_ranks_that_store_otherwise_get_one_error_before_a_byte(ranks: Ranks, what: str):
-    assert ranks.run(differ, what) == [0, 0]
+    assert sum(sent) == 0
 
 
 def hangs() -> float:
@@ -264,8 +250,10 @@ def test_formats_that_are_not_cut_are_refused_and_one_rank_keeps_its_gradients(r
     assert ranks.run(refuses, ranks=1) == [str(torch.arange(4.0))]
 
 
-def under_ddp(view: bool) -> tuple[list[float], float]:
-    """Errors of gradients of three micro-batches a step, and bytes a parameter of the buckets that stay."""
+@pytest.mark.parametrize("view", [False, True])
+@on_ranks
+def test_under_ddp_gradients_are_right_but_its_buckets_stay(view: bool) -> None:
+    """Of three micro-batches a step."""
     models = [DistributedDataParallel(layers(), gradient_as_bucket_view=view) for _ in range(2)]
     exact, low = models
     buckets: dict[int, int] = {}
@@ -292,7 +280,9 @@ def under_ddp(view: bool) -> tuple[list[float], float]:
         assert equal_everywhere(storage)
         storage.zero_()
         exact.zero_grad()
-    return errors, sum(buckets.values()) / sum(p.numel() for p in low.parameters())
+    assert max(errors) < 0.07
+    held = sum(buckets.values()) / sum(p.numel() for p in low.parameters())
+    assert held == 4  # bytes a parameter of the buckets that stay, the same in the second step and the third
 
 
 def layers() -> nn.Sequential:
@@ -300,21 +290,11 @@ def layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(96, 96), nn.Tanh(), nn.Linear(96, 33))
 
 
-@pytest.mark.parametrize("view", [False, True])
-def test_under_ddp_gradients_are_right_but_its_buckets_stay(ranks: Ranks, view: bool):
-    for errors, held in ranks.run(under_ddp, view):
-        assert max(errors) < 0.07
-        assert held == 4  # the same in the second step and the third
-
-
-def after_inference() -> None:
+@on_ranks
+def test_the_next_backward_works_after_an_average_in_inference_mode() -> None:
     storage, parameters = stored(dist.get_rank())
     with torch.inference_mode():
         storage.average()
     assert equal_everywhere(storage)
     for parameter in parameters:  # as in the next step
         parameter.sum().backward()
-
-
-def test_the_next_backward_works_after_an_average_in_inference_mode(ranks: Ranks):
-    ranks.run(after_inference)

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lowbit.codecs import AQSGD, BlockFloat8, Cast, Codec, FeatureInt, GroupInt
 from lowbit.gradients import LowBitReduceScatter, all_reduce_hook
-from tests.processes import Ranks
+from tests.processes import Ranks, on_ranks
 from tests.refused import refused
 
 INT8 = GroupInt(bits=8, group=128, symmetric=True)
@@ -69,7 +69,19 @@ def weights(model: nn.Module) -> Tensor:
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
-def like_full_precision(codec: Codec, options: dict[str, Any], near: float) -> None:
+@pytest.mark.parametrize(
+    ("codec", "options", "near"),
+    [
+        (Cast(), {}, 1e-5),
+        (INT8, {}, 0.01),
+        (BlockFloat8(), {}, 0.03),
+        (INT4, {"error_feedback": True}, 0.1),
+        (INT8, {"algorithm": "one_shot"}, 0.01),
+    ],
+)
+@on_ranks(3)
+def test_ddp_learns_as_with_full_precision(codec: Codec, options: dict[str, Any], near: float) -> None:
+    """Seven buckets, rebuilt after the first step; with and without accumulation."""
     for micro_batches in (1, 3):
         plain, low, start = ddp(None), ddp(codec, **options), weights(toy())
         trained(plain, steps=12, micro_batches=micro_batches)
@@ -81,22 +93,8 @@ def like_full_precision(codec: Codec, options: dict[str, Any], near: float) -> N
         assert share > 0 or isinstance(codec, Cast)
 
 
-@pytest.mark.parametrize(
-    ("codec", "options", "near"),
-    [
-        (Cast(), {}, 1e-5),
-        (INT8, {}, 0.01),
-        (BlockFloat8(), {}, 0.03),
-        (INT4, {"error_feedback": True}, 0.1),
-        (INT8, {"algorithm": "one_shot"}, 0.01),
-    ],
-)
-def test_ddp_learns_as_with_full_precision(ranks: Ranks, codec: Codec, options: dict[str, Any], near: float):
-    """Seven buckets, rebuilt after the first step; with and without accumulation."""
-    ranks.run(like_full_precision, codec, options, near, ranks=3)
-
-
-def feedback_helps() -> tuple[float, float]:
+@on_ranks
+def test_error_feedback_makes_up_for_two_bits() -> None:
     exact, results = ddp(None), []
     trained(exact, steps=30)
     for feedback in (False, True):
@@ -104,24 +102,17 @@ def feedback_helps() -> tuple[float, float]:
         trained(model, steps=30)
         assert equal_everywhere(model)
         results.append(float((weights(model) - weights(exact)).norm()))
-    return results[0], results[1]
+    without, with_feedback = results
+    assert with_feedback < 0.8 * without
 
 
-def test_error_feedback_makes_up_for_two_bits(ranks: Ranks):
-    for without, feedback in ranks.run(feedback_helps):
-        assert feedback < 0.8 * without
-
-
-def by_nodes() -> None:
+@on_ranks(4)
+def test_parameters_of_nodes_are_bit_identical_after_100_steps() -> None:
     """Four ranks on two nodes."""
     model = ddp(INT8, node_size=2)
     losses = trained(model, steps=100)
     assert equal_everywhere(model)
     assert losses[-1] < losses[0]
-
-
-def test_parameters_of_nodes_are_bit_identical_after_100_steps(ranks: Ranks):
-    ranks.run(by_nodes, ranks=4)
 
 
 def two_groups() -> list[float]:
@@ -174,7 +165,9 @@ def sharded(codec: Codec | None) -> nn.Module:
     return model
 
 
-def fsdp_like_full_precision(codec: Codec, near: float) -> None:
+@pytest.mark.parametrize(("codec", "near"), [(Cast(), 1e-5), (INT8, 0.02)])
+@on_ranks
+def test_fsdp_learns_as_with_full_precision(codec: Codec, near: float) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
     init_device_mesh("cpu", (dist.get_world_size(),))
@@ -186,12 +179,8 @@ def fsdp_like_full_precision(codec: Codec, near: float) -> None:
     assert float((full[1] - full[0]).norm() / (full[0] - start).norm()) < near
 
 
-@pytest.mark.parametrize(("codec", "near"), [(Cast(), 1e-5), (INT8, 0.02)])
-def test_fsdp_learns_as_with_full_precision(ranks: Ranks, codec: Codec, near: float):
-    ranks.run(fsdp_like_full_precision, codec, near)
-
-
-def refusals() -> None:
+@on_ranks(4)
+def test_what_a_hook_cannot_do_is_refused() -> None:
     def hook(codec: Codec = INT8, **options: Any) -> Any:
         return lambda: all_reduce_hook(codec, **options)
 
@@ -210,7 +199,3 @@ def refusals() -> None:
     sparse.register_comm_hook(None, all_reduce_hook(BlockFloat8()))
     text = r"the gradient of a parameter of shape \[50, 96\] is sparse; allowed: dense gradients"
     refused((lambda: sparse(torch.arange(6)).square().sum().backward(), Exception, text))
-
-
-def test_what_a_hook_cannot_do_is_refused(ranks: Ranks):
-    ranks.run(refusals, ranks=4)

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from lowbit.codecs import BlockFloat8, GroupInt
 from lowbit.gradients import GradientStorage, LowBitReduceScatter
 from lowbit.gradients.view import StoredGradient
-from tests.processes import Ranks
+from tests.processes import Ranks, on_ranks
 
 CODEC = BlockFloat8()
 
@@ -99,7 +99,8 @@ def test_fsdp_stores_and_reduces_in_8_bits(ranks: Ranks, count: int):
     assert len({norm for _, norm in found}) == 1
 
 
-def portions_are_the_whole() -> None:
+@on_ranks
+def test_a_step_in_portions_is_the_whole_step() -> None:
     """The update of sharded parameters in portions equals a whole step with the decoded gradients."""
     models = [sharded(low_bit=False) for _ in range(2)]
     storage = GradientStorage(models[0])
@@ -115,11 +116,8 @@ def portions_are_the_whole() -> None:
         assert torch.equal(whole(models[0]), whole(models[1]))
 
 
-def test_a_step_in_portions_is_the_whole_step(ranks: Ranks):
-    ranks.run(portions_are_the_whole)
-
-
-def scaler_skips() -> list[bool]:
+@on_ranks
+def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
     model = sharded(low_bit=True)
     GradientStorage(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -136,11 +134,7 @@ def scaler_skips() -> list[bool]:
         optimizer.zero_grad()
         moved.append(not torch.equal(whole(model), before))
     assert scaler.get_scale() == 512.0
-    return moved
-
-
-def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: Ranks):
-    assert ranks.run(scaler_skips) == [[True, False, True]] * 2
+    assert moved == [True, False, True]
 
 
 class Block(nn.Module):
@@ -157,7 +151,9 @@ def block() -> Block:
     return Block()
 
 
-def tensor_parallel() -> None:
+@on_ranks
+def test_tensor_parallel_layers() -> None:
+    """Column-wise and row-wise layers, and a replicated norm, whose gradient is a partial sum on each rank."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     plain, model = block(), block()
     parallelize_module(
@@ -190,8 +186,3 @@ def tensor_parallel() -> None:
 
 def weights(model: nn.Module) -> Tensor:
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-
-
-def test_tensor_parallel_layers(ranks: Ranks):
-    """Column-wise and row-wise layers, and a replicated norm, whose gradient is a partial sum on each rank."""
-    ranks.run(tensor_parallel)

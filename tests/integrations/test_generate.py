@@ -10,11 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 pytest.importorskip("transformers.distributed")
-from transformers import (
-    AutoModelForCausalLM,
-    ContinuousBatchingConfig,
-    GenerationConfig,
-)
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from lowbit.codecs import GroupInt

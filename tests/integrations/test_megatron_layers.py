@@ -20,7 +20,7 @@ pytest.importorskip("megatron.core")
 from benchmarks.megatron_layers import VOCABULARY, core, gpt, measured, passes, step, without_cuda
 from lowbit.activations import LayerAware, compress_saved_, counted, follow
 from lowbit.gradients import GradientStorage
-from tests.processes import Ranks
+from tests.processes import Ranks, on_ranks
 
 GELU = {"add_bias_linear": True, "gated_linear_unit": False, "activation_func": functional.gelu}
 GELU |= {"normalization": "LayerNorm", "bias_activation_fusion": True}
@@ -95,7 +95,8 @@ def test_gradients_are_exact_without_rounding(ranks: Ranks, changes: dict[str, A
         assert difference < 1e-5
 
 
-def accumulated() -> None:
+@on_ranks
+def test_fused_sums_of_gradients_get_the_rebuilt_input() -> None:
     """Megatron's fused sum of gradients into `main_grad`, whose kernel is for GPUs."""
 
     def kernel(x: Tensor, grad: Tensor, main_grad: Tensor) -> None:
@@ -119,10 +120,6 @@ def accumulated() -> None:
             assert 0 < (ours - expected).norm() < 0.03 * expected.norm()
             with pytest.raises(TypeError, match=r"has a main_grad, .*; allowed: a model without that wrapper"):
                 GradientStorage(model)
-
-
-def test_fused_sums_of_gradients_get_the_rebuilt_input(ranks: Ranks):
-    ranks.run(accumulated)
 
 
 def left_to_megatron() -> tuple[list[str], float]:

@@ -174,9 +174,7 @@ def test_what_saved_activations_do_not_go_with(ranks: Ranks):
 def build(*, fail: bool = False) -> tuple[Any, ...]:
     """A pipelining function outside of TorchTitan, with the name of the stages in its own module."""
     module, elsewhere = torch.nn.Linear(2, 2), []
-    thread = threading.Thread(
-        target=lambda: elsewhere.append(PipelineStage(module, 0, 1, torch.device("cpu"))),
-    )
+    thread = threading.Thread(target=lambda: elsewhere.append(PipelineStage(module, 0, 1, torch.device("cpu"))))
     thread.start()
     thread.join()
     stage = PipelineStage(module, 0, 1, torch.device("cpu"))

@@ -14,7 +14,7 @@ from lowbit.job.process import ALONE
 from lowbit.train.worker import exit_code
 from lowbit.wire.errors import first_line
 from lowbit.wire.groups import default_group
-from tests.processes import Failure, Ranks
+from tests.processes import Failure, Ranks, on_ranks
 
 SECRET = b"known to the ranks"
 
@@ -72,8 +72,8 @@ def test_the_watchdog_ends_what_nothing_else_does(ranks: Ranks):
     assert time.monotonic() - started < 40
 
 
-def _strangers_alarm() -> bool:
-    """Whether an alarm that nobody of the run has sounded is ignored, and one behind it is not."""
+@on_ranks
+def test_an_alarm_of_a_stranger_ends_and_hides_nothing() -> None:
     if dist.get_rank() == 0:
         store = PrefixStore("peers", default_group().get_group_store())
         store.append("alarm", '{"cause": "[]"}\n[7]\n{')
@@ -89,11 +89,8 @@ def _strangers_alarm() -> bool:
     heard = peers._known.wait(2)
     peers.close()
     dist.barrier()
-    return not known and heard
-
-
-def test_an_alarm_of_a_stranger_ends_and_hides_nothing(ranks: Ranks):
-    assert ranks.run(_strangers_alarm) == [True, True]
+    assert not known
+    assert heard
 
 
 def _explained(kind: type[Exception], *arguments: object) -> str:
@@ -159,10 +156,7 @@ def test_what_a_stranger_writes_is_no_cause(written: str):
     assert _read(written.encode()) is None
 
 
-def test_a_watch_that_is_closed_leaves_no_thread(ranks: Ranks):
-    assert ranks.run(_threads_after_closing) == [[], []]
-
-
-def _threads_after_closing() -> list[str]:
+@on_ranks
+def test_a_watch_that_is_closed_leaves_no_thread() -> None:
     _peers(10).close()
-    return [thread.name for thread in threading.enumerate() if thread.name in ("lowbit-beat", "lowbit-guard")]
+    assert not {thread.name for thread in threading.enumerate()} & {"lowbit-beat", "lowbit-guard"}

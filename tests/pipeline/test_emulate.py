@@ -46,17 +46,11 @@ def one_process(forward: Codec, backward: Codec) -> tuple[list[Tensor], list[Ten
     losses = []
     for step in range(STEPS):
         optimizer.zero_grad()
-        parts = zip(*(t.split(toy.ROWS) for t in (*toy.batch(step % 2), ids(step))), strict=True)
-        for x, target, samples in parts:
-            emulation.set_samples(samples)
-            losses.append(toy.loss_of(model(x), target))
-            losses[-1].backward()
-        for p in model.parameters():
-            assert p.grad is not None
-            p.grad /= toy.MICRO_BATCHES  # as the schedule does
+        samples = ids(step).split(toy.ROWS)
+        losses += toy.alone(model, *toy.batch(step % 2), lambda i, samples=samples: emulation.set_samples(samples[i]))
         optimizer.step()
         emulation.step()
-    return [x.detach() for x in losses], [p.grad for p in model.parameters() if p.grad is not None]
+    return losses, [p.grad for p in model.parameters() if p.grad is not None]
 
 
 @pytest.mark.parametrize(
@@ -103,13 +97,7 @@ def accumulating(in_pipeline: bool, codec: Codec) -> tuple[list[Tensor], list[in
             run.runner.step(*([x] if run.first else []), target=target, losses=found)
             losses += [loss.detach() for loss in found]
         else:
-            for part, wanted in zip(x.split(toy.ROWS), target.split(toy.ROWS), strict=True):
-                loss = toy.loss_of(model(part), wanted)
-                loss.backward()
-                losses.append(loss.detach())
-            for p in model.parameters():
-                assert p.grad is not None
-                p.grad /= toy.MICRO_BATCHES  # as the schedule does, with what is there already, too
+            losses += toy.alone(model, x, target)
             emulation.step()
         sent.append(sum(t.forward_bytes for t in traffic) - before)
         if number % 2:

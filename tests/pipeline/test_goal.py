@@ -29,17 +29,12 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 @mock.patch.object(toy, "batch", batch)
 def in_pipeline(schedule: str, stops: tuple[int, ...] = (), codec: TransformQuant = GOAL) -> Any:
     """Losses, choices before and after rates are raised, and bytes of each step; restarts from checkpoints."""
-    make = toy.lowbit(forward=codec, warmup_steps=WARM, timeout=30)
-    run, losses, chosen, sent = toy.Run(schedule, make), [], [], []
+    run = toy.Run(schedule, toy.lowbit(forward=codec, warmup_steps=WARM, timeout=30))
+    losses, chosen, sent = [], [], []
     for step in range(8):
-        stages = cast("list[LowBitStage]", run.stages)
         if step in stops:
-            kept = [(stage.codec_state_dict(), stage.submod.state_dict()) for stage in stages]
-            run = toy.Run(schedule, make)
-            stages = cast("list[LowBitStage]", run.stages)
-            for stage, (state, weights) in zip(stages, kept, strict=True):
-                stage.submod.load_state_dict(weights)
-                stage.load_codec_state_dict(state)
+            run = run.restarted()
+        stages = cast("list[LowBitStage]", run.stages)
         if step == RAISED:
             chosen.append({name: codec for stage in stages for name, codec in stage.chosen().items()})
             for stage in stages:
@@ -64,13 +59,7 @@ def in_one_process(codec: TransformQuant = GOAL) -> Any:
             emulation.raise_rates(1.5)
         x, target = batch(step)
         optimizer.zero_grad()
-        for part, wanted in zip(x.split(toy.ROWS), target.split(toy.ROWS), strict=True):
-            loss = toy.loss_of(model(part), wanted)
-            loss.backward()
-            losses.append(loss.detach())
-        for p in model.parameters():
-            assert p.grad is not None
-            p.grad /= toy.MICRO_BATCHES
+        losses += toy.alone(model, x, target)
         optimizer.step()
         emulation.step()
     return losses, emulation.chosen()

@@ -22,7 +22,7 @@ from lowbit.wire.statements import Facts
 from lowbit.wire.tags import PIPELINES
 from tests.pipeline import toy
 from tests.pipeline.toy import INT4, INT6
-from tests.processes import Failure, Ranks
+from tests.processes import Failure, Ranks, on_ranks
 
 FIT = {"forward": INT4, "backward": INT6}
 
@@ -182,7 +182,8 @@ def test_pipelines_of_different_lengths_are_an_error_within_seconds(ranks: Ranks
     assert f"number of stages: {lengths[0]} on rank 0 (stage 0)" in text
 
 
-def compiled_first() -> int:
+@on_ranks
+def test_kernels_are_compiled_before_a_peer_waits_for_a_message() -> None:
     """Codecs have been used by the time that a rank says what its boundaries carry."""
     used, states, exchanged = [], [], Agreement.exchange
     encode = GroupInt._encode
@@ -199,11 +200,7 @@ def compiled_first() -> int:
         run.train(0)
     finally:
         GroupInt._encode, Agreement.exchange = encode, exchanged
-    return next(count for count, about_shapes in states if about_shapes)
-
-
-def test_kernels_are_compiled_before_a_peer_waits_for_a_message(ranks: Ranks):
-    assert min(ranks.run(compiled_first)) >= 1
+    assert next(count for count, about_shapes in states if about_shapes) >= 1
 
 
 def test_stages_find_their_pipeline_whatever_the_order_they_are_made_in():
@@ -228,17 +225,14 @@ def test_a_group_has_tags_for_so_many_pipelines():
         pipeline_number(group, 4, 2)  # type: ignore[arg-type]
 
 
-def several_pipelines() -> None:
+@on_ranks
+def test_pipelines_of_one_group_do_not_get_mixed_up() -> None:
     """Pipelines of different and of equal lengths in one group, built at once and used in turn."""
     names = ("1f1b", "interleaved-2", "zbv", "gpipe")
     runs = [toy.Run(name, toy.lowbit(timeout=20.0, **FIT)) for name in names]
     for step in range(2):
         for run in runs:
             run.train(step)
-
-
-def test_pipelines_of_one_group_do_not_get_mixed_up(ranks: Ranks):
-    ranks.run(several_pipelines)
 
 
 class Stop(toy.Block):

@@ -22,7 +22,7 @@ from lowbit.wire.errors import PeerError, described
 from tests.pipeline import toy
 from tests.pipeline.test_stage import OLD, same
 from tests.pipeline.toy import FP32, INT6
-from tests.processes import Ranks
+from tests.processes import Ranks, on_ranks
 
 N, ROWS = toy.MICRO_BATCHES, toy.ROWS * toy.MICRO_BATCHES
 
@@ -180,7 +180,8 @@ def test_codecs_go_on_from_shape_to_shape(ranks: Ranks, codec: Codec):
 # ------------------------------------------------------------------------------------------------ costs
 
 
-def counted() -> Any:
+@on_ranks
+def test_a_pass_that_has_been_there_before_costs_no_exchange() -> None:
     """Exchanges and operations of the store, in passes of new configurations and of known ones."""
     run = toy.Run("1f1b", toy.lowbit(forward=FP32, backward=FP32, timeout=30))
     counts: Counter[str] = Counter()
@@ -209,31 +210,25 @@ def counted() -> Any:
     finally:
         for (kind, name), function in before.items():
             setattr(kind, name, function)
-    return found[: len(plan)], found[len(plan) :]
+    new, known = found[: len(plan)], found[len(plan) :]
+    assert all(each["exchange"] == 2 and each["append"] for each in new), new
+    assert known == [{}] * 8
 
 
-def test_a_pass_that_has_been_there_before_costs_no_exchange(ranks: Ranks):
-    for new, known in ranks.run(counted):
-        assert all(each["exchange"] == 2 and each["append"] for each in new), new
-        assert known == [{}] * 8
-
-
-def awaited() -> int:
-    """Receives that are posted after a training step that evaluations came before."""
+@on_ranks
+def test_receives_are_posted_for_the_next_pass_of_the_same_kind() -> None:
+    """After a training step that evaluations came before."""
     run = toy.Run("1f1b", toy.lowbit(forward=FP32, backward=FP32, timeout=30))
     for run_pass in (run.train, run.train, run.evaluate, run.evaluate, run.train):
         run_pass(0)
     stage: Any = run.stages[0]
-    return len(stage.lanes.transport._inbox._posted)
-
-
-def test_receives_are_posted_for_the_next_pass_of_the_same_kind(ranks: Ranks):
     # Gradients of the next step; and activations of it, and of the next evaluation.
-    assert ranks.run(awaited) == [toy.MICRO_BATCHES, 2 * toy.MICRO_BATCHES]
+    assert len(stage.lanes.transport._inbox._posted) == toy.MICRO_BATCHES * (1 + run.last)
 
 
-def dropped() -> list[str]:
-    """What is left of a pipeline that nobody refers to, without the garbage collector."""
+@on_ranks
+def test_a_pipeline_that_is_dropped_lets_go_of_its_connections() -> None:
+    """Without the garbage collector."""
     gc.disable()
     try:
         run = toy.Run("1f1b", toy.lowbit(forward=FP32, backward=FP32, timeout=30))
@@ -241,13 +236,9 @@ def dropped() -> list[str]:
         stage: Any = run.stages[0]
         left = [weakref.ref(x) for x in (stage, run.runner, stage.lanes.transport, stage._passes)]
         del run, stage
-        return [type(x).__name__ for ref in left if (x := ref()) is not None]
+        assert [type(x).__name__ for ref in left if (x := ref()) is not None] == []
     finally:
         gc.enable()
-
-
-def test_a_pipeline_that_is_dropped_lets_go_of_its_connections(ranks: Ranks):
-    assert ranks.run(dropped) == [[], []]
 
 
 class Masked(toy.Block):
@@ -258,8 +249,9 @@ class Masked(toy.Block):
         return y if given is None else y.to(given["mask"].dtype)
 
 
-def other_dtypes(by: str) -> int:
-    """Two dtypes in turn; returns how many configurations were agreed on."""
+@pytest.mark.parametrize("by", ["autocast", "a nested keyword argument"])
+@on_ranks
+def test_dtypes_that_change_from_pass_to_pass_are_agreed_on(by: str) -> None:
     run = toy.Run("1f1b", toy.lowbit(forward=FP32, backward=FP32, timeout=30), kind=Masked)
     x, target = data(0, ROWS, 3)
     for dtype in (torch.float32, torch.bfloat16, torch.float32, torch.bfloat16):
@@ -271,39 +263,29 @@ def other_dtypes(by: str) -> int:
                 run.runner.step(x)
             else:
                 run.runner.step(x, given={"mask": torch.ones(ROWS, 1, 1, dtype=dtype)})
-    return len(run.stages[0]._passes._agreed)  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("by", ["autocast", "a nested keyword argument"])
-def test_dtypes_that_change_from_pass_to_pass_are_agreed_on(ranks: Ranks, by: str):
-    assert ranks.run(other_dtypes, by) == [2, 2]
+    assert len(run.stages[0]._passes._agreed) == 2  # type: ignore[attr-defined]
 
 
 # ------------------------------------------------------------------------------------------------ errors
 
 
-def too_few_rows(passes_before: int) -> Any:
+@pytest.mark.parametrize("passes_before", [0, 1])
+@on_ranks
+def test_fewer_rows_than_micro_batches_are_refused_everywhere(passes_before: int) -> None:
     run = toy.Run("1f1b", toy.lowbit(forward=FP32, backward=FP32, timeout=30))
     for number in range(passes_before):
         taken(run, run.runner, True, *data(number, ROWS, 3))
     start = time.monotonic()
     with pytest.raises(ValueError, match="micro-batches") as caught:
         taken(run, run.runner, True, *(t[: N - 1] for t in data(0, N, 3)))
-    taking = time.monotonic() - start
+    assert time.monotonic() - start < 10
+    assert str(caught.value) == (
+        "the batch gives 3 micro-batches, and the schedule has 4; allowed: at least one sample for each"
+    )
     x, target = data(9, ROWS, 3)
     found, expected = (taken(run, run.runner, True, x, target), in_one_process(run, True, N, x, target))
     assert same(found[1], expected[1])
     torch.testing.assert_close(found[2], expected[2])
-    return taking, str(caught.value)
-
-
-@pytest.mark.parametrize("passes_before", [0, 1])
-def test_fewer_rows_than_micro_batches_are_refused_everywhere(ranks: Ranks, passes_before: int):
-    outcomes = ranks.run(too_few_rows, passes_before)
-    assert {text for _, text in outcomes} == {
-        "the batch gives 3 micro-batches, and the schedule has 4; allowed: at least one sample for each"
-    }
-    assert max(taking for taking, _ in outcomes) < 10
 
 
 def too_few_targets() -> None:
@@ -408,7 +390,8 @@ class Scaled(toy.Block):
         return super().forward(x if scale is None else x * scale.sum())
 
 
-def uneven_keywords() -> int:
+@on_ranks
+def test_declared_layouts_stand_whatever_keywords_look_like() -> None:
     """Keyword inputs whose parts differ in length, where layouts of what crosses are declared."""
     x, target = data(0, ROWS, 3)
 
@@ -420,11 +403,7 @@ def uneven_keywords() -> int:
     run, losses = toy.Run("1f1b", make, kind=Scaled), []
     args, kwargs = ([x], {"scale": torch.ones(N + 1)}) if run.first else ([], {})
     run.runner.step(*args, **kwargs, target=target if run.last else None, losses=losses)
-    return len(losses)
-
-
-def test_declared_layouts_stand_whatever_keywords_look_like(ranks: Ranks):
-    assert ranks.run(uneven_keywords) == [0, N]
+    assert len(losses) == N * run.last
 
 
 def unfrozen() -> None:
@@ -454,7 +433,8 @@ class Replacing(toy.Block):
         return super().forward(x) + self.mean
 
 
-def replacing() -> None:
+@on_ranks
+def test_a_trial_run_leaves_buffers_that_the_model_replaces() -> None:
     run = toy.Run("1f1b", toy.lowbit(forward=FP32, backward=FP32, timeout=30), kind=Replacing)
     x, target = data(0, ROWS, 3)
     found = taken(run, run.runner, True, x, target)
@@ -465,10 +445,6 @@ def replacing() -> None:
     assert same(found[1], expected if run.last else [])
     mean = model[dist.get_rank()].mean
     assert torch.equal(run.stages[0].submod.mean, mean)  # type: ignore[arg-type]
-
-
-def test_a_trial_run_leaves_buffers_that_the_model_replaces(ranks: Ranks):
-    ranks.run(replacing)
 
 
 def mixed(codec: Codec) -> None:
@@ -493,7 +469,8 @@ def mixed(codec: Codec) -> None:
         assert stage.traffic.forward_bytes + stage.traffic.backward_bytes == 0
 
 
-def interrupted() -> float:
+@on_ranks(3)
+def test_an_interrupt_is_told_to_all() -> None:
     """Rank 1 is interrupted in a step; the others hear of it at once."""
     run = toy.Run("1f1b", toy.lowbit(forward=FP32, backward=FP32, timeout=60))
     run.train(0)
@@ -510,11 +487,7 @@ def interrupted() -> float:
         with pytest.raises(PeerError, match="gave up: KeyboardInterrupt") as caught:
             run.train(1)
         assert caught.value.rank == 1
-    return time.monotonic() - start
-
-
-def test_an_interrupt_is_told_to_all(ranks: Ranks):
-    assert max(ranks.run(interrupted, ranks=3)) < 20
+    assert time.monotonic() - start < 20
 
 
 def loads_alone() -> None:
@@ -577,14 +550,10 @@ def test_formats_change_between_steps(ranks: Ranks, schedule: str):
     assert [sum(each) for each in bits] == [plain, *[coded] * 3, *[other] * 4]
 
 
-def wrong_formats() -> str:
+@on_ranks
+def test_formats_that_cannot_be_used_are_refused() -> None:
     run = toy.Run("1f1b", toy.lowbit())
     with pytest.raises(TypeError, match="forward is 'int4'; allowed: a codec"):
         run.stages[0].set_codecs("int4", FP32)
     with pytest.raises(ValueError, match="warmup_steps is 0, and backward has"):
         run.stages[0].set_codecs(FP32, SubspaceQuant(directions="auto"))
-    return "refused"
-
-
-def test_formats_that_cannot_be_used_are_refused(ranks: Ranks):
-    assert ranks.run(wrong_formats) == ["refused"] * 2

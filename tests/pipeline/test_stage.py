@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,8 @@ from lowbit.pipeline import LowBitStage
 from lowbit.wire.checksum import CHECKSUM_BYTES
 from tests.pipeline import toy
 from tests.pipeline.toy import FP32, INT4, INT6
-from tests.processes import Ranks
+from tests.processes import Ranks, on_ranks
+from tests.refused import refused
 
 # PyTorch before 2.12 sends to itself in V schedules, which Gloo cannot, and takes no integers between stages.
 OLD = not hasattr(PipelineStage, "_is_same_rank")
@@ -73,7 +75,9 @@ def test_pipelines_side_by_side_in_groups_of_their_own(ranks: Ranks):
     assert same(first, second)
 
 
-def evaluates_as_one_process(schedule: str) -> None:
+@pytest.mark.parametrize("schedule", toy.V_SHAPED)
+@on_ranks
+def test_a_v_schedule_evaluates_too(schedule: str) -> None:
     run = toy.Run(schedule, toy.lowbit(forward=FP32, backward=FP32, timeout=30))
     run.train(0)
     run.train(1)  # every stage holds its trained weights only: compare with what it gave before
@@ -83,11 +87,6 @@ def evaluates_as_one_process(schedule: str) -> None:
     assert (first is not None) == run.last
     assert first is None or torch.equal(first, again)
     run.train(2)
-
-
-@pytest.mark.parametrize("schedule", toy.V_SHAPED)
-def test_a_v_schedule_evaluates_too(ranks: Ranks, schedule: str):
-    ranks.run(evaluates_as_one_process, schedule)
 
 
 # ------------------------------------------------------------------------------------------------ codecs
@@ -352,17 +351,11 @@ def test_nan_reaches_the_loss(ranks: Ranks):
 
 def keyed(codec: Codec, stop_after: int | None = None, backward: Codec = INT6) -> Any:
     """Train on the same two batches in turn, restarting from a checkpoint after some steps."""
-    make = toy.lowbit(forward=codec, backward=backward, warmup_steps=1, timeout=30)
-    run = toy.Run("1f1b", make)
+    run = toy.Run("1f1b", toy.lowbit(forward=codec, backward=backward, warmup_steps=1, timeout=30))
     losses = []
     for step in range(5):
         if step == stop_after:
-            states = [stage.codec_state_dict() for stage in run.stages]
-            weights = [stage.submod.state_dict() for stage in run.stages]
-            run = toy.Run("1f1b", make)
-            for stage, state, weight in zip(run.stages, states, weights, strict=True):
-                stage.submod.load_state_dict(weight)
-                stage.load_codec_state_dict(state)
+            run = run.restarted()
         batch = step % 2
         ids = torch.arange(8) + 100 * batch
         for stage in run.stages:
@@ -415,14 +408,10 @@ def test_directions_are_learned_alike_at_both_ends_and_resume_exactly(ranks: Ran
     assert through[1][1].backward_bytes == 4 * (first + 4 * back)
 
 
-def forgets_samples() -> None:
-    toy.Run("1f1b", toy.lowbit(forward=AQSGD(), backward=INT6)).train(0)
-
-
-def test_samples_must_be_told(ranks: Ranks):
-    for outcome in ranks.outcomes(forgets_samples):
-        assert outcome.kind == "ValueError"
-        assert "set_samples" in outcome.text
+@on_ranks
+def test_samples_must_be_told() -> None:
+    with pytest.raises(ValueError, match="set_samples"):
+        toy.Run("1f1b", toy.lowbit(forward=AQSGD(), backward=INT6)).train(0)
 
 
 def chooses(schedule: str) -> Any:
@@ -446,71 +435,30 @@ def test_every_boundary_chooses_under_any_schedule(ranks: Ranks, schedule: str):
     assert all(1 <= rank <= toy.WIDTH for rank in first.values())
 
 
-def foreign_state() -> None:
-    run = toy.Run("1f1b", toy.lowbit(forward=INT4, backward=INT6))
-    run.stages[0].load_codec_state_dict({"steps": 3, "lanes": {"boundary 7 forward": {}}})
-
-
-def test_the_state_of_another_stage_is_refused(ranks: Ranks):
-    for outcome in ranks.outcomes(foreign_state):
-        assert outcome.kind == "ValueError"
-        assert "boundary 7 forward" in outcome.text
-
-
 # ------------------------------------------------------------------------------------------------ arguments
 
 
-def bad_arguments() -> list[tuple[str, str]]:
-    found = []
-    for change in (
-        {"forward": "int4"},
-        {"backward": {1: INT6}},
-        {"warmup_steps": -1},
-        {"warmup_steps": 2.5},
-        {"timeout": 0},
-        {"timeout": "soon"},
-        {"forward": {0: SubspaceQuant(directions="auto")}},
-    ):
-        options = {"forward": INT4, "backward": INT6} | change
-        try:
-            LowBitStage(nn.Identity(), dist.get_rank(), 2, toy.CPU, **options)
-        except (TypeError, ValueError) as error:
-            found.append((type(error).__name__, str(error)))
-    return found
+@on_ranks
+def test_bad_arguments_are_named() -> None:
+    def stage(**changes: Any) -> Callable[[], LowBitStage]:
+        options: Any = {"forward": INT4, "backward": INT6} | changes
+        return lambda: LowBitStage(nn.Identity(), dist.get_rank(), 2, toy.CPU, **options)
 
-
-def test_bad_arguments_are_named(ranks: Ranks):
-    for found in ranks.run(bad_arguments):
-        assert [kind for kind, _ in found] == [
-            "TypeError", "ValueError", "ValueError", "TypeError", "ValueError", "TypeError", "ValueError"
-        ]  # fmt: skip
-        for (_, text), words in zip(
-            found,
-            (
-                "forward 'int4'",
-                "backward boundary 0",
-                "warmup_steps -1",
-                "warmup_steps 2.5",
-                "timeout 0",
-                "timeout 'soon'",
-                "warmup_steps forward 'auto'",
-            ),
-            strict=True,
-        ):
-            assert all(word in text for word in words.split()), text
-
-
-def wrong_samples() -> list[str]:
-    stage = LowBitStage(nn.Identity(), dist.get_rank(), 2, toy.CPU, forward=INT4, backward=INT6)
-    texts = []
-    for ids in (torch.zeros(2), torch.zeros(2, 2, dtype=torch.int64), [[3], [3]]):
-        with pytest.raises((TypeError, ValueError)) as caught:
-            stage.set_samples(ids)
-        texts.append(str(caught.value))
-    return texts
-
-
-def test_bad_sample_ids_are_named(ranks: Ranks):
-    for texts in ranks.run(wrong_samples):
-        for text, word in zip(texts, ("float32", "(2, 2)", "(2, 1)"), strict=True):
-            assert word in text
+    good = stage()()
+    refused(
+        (stage(forward="int4"), TypeError, "forward.*'int4'"),
+        (stage(backward={1: INT6}), ValueError, "backward.*boundary 0"),
+        (stage(warmup_steps=-1), ValueError, "warmup_steps.*-1"),
+        (stage(warmup_steps=2.5), TypeError, "warmup_steps.*2.5"),
+        (stage(timeout=0), ValueError, "timeout.*0"),
+        (stage(timeout="soon"), TypeError, "timeout.*'soon'"),
+        (stage(forward={0: SubspaceQuant(directions="auto")}), ValueError, "warmup_steps.*forward.*'auto'"),
+        (lambda: good.set_samples(torch.zeros(2)), TypeError, "float32"),
+        (lambda: good.set_samples(torch.zeros(2, 2, dtype=torch.int64)), ValueError, r"\(2, 2\)"),
+        (lambda: good.set_samples([[3], [3]]), ValueError, r"\(2, 1\)"),
+        (
+            lambda: good.load_codec_state_dict({"steps": 3, "lanes": {"boundary 7 forward": {}}}),
+            ValueError,
+            "boundary 7 forward",
+        ),
+    )

@@ -26,7 +26,7 @@ from lowbit.wire.failure import FailureBoard
 from lowbit.wire.groups import default_group
 from lowbit.wire.mailbox import Route
 from tests.pipeline import toy
-from tests.processes import Ranks
+from tests.processes import Ranks, on_ranks
 
 FIT = {"forward": GroupInt(bits=4, group=64), "backward": GroupInt(bits=6, group=32, symmetric=True)}
 
@@ -154,7 +154,8 @@ def opened(late: Late, topic: str = "test", timeout: float = 10.0) -> Staged:
     return transport
 
 
-def without_waiting() -> None:
+@on_ranks
+def test_the_schedule_does_not_wait_for_copies() -> None:
     """Only `drain` waits for the device and for the peer; the tensor is known to be read meanwhile."""
     late = Late(held=True)
     transport, other = opened(late), 1 - dist.get_rank()
@@ -177,11 +178,8 @@ def without_waiting() -> None:
     assert late.log == ["fence", "fence", "arrival", "arrival"]  # the pass, and what it brings
 
 
-def test_the_schedule_does_not_wait_for_copies(ranks: Ranks):
-    ranks.run(without_waiting)
-
-
-def failing_device() -> None:
+@on_ranks
+def test_a_device_that_fails_is_not_the_peers_fault() -> None:
     """The peer is not blamed for what the device of this rank did."""
     transport = opened(Late(error="device lost"))
     with transport.leaving(torch.ones(8)):
@@ -192,11 +190,8 @@ def failing_device() -> None:
     dist.barrier()
 
 
-def test_a_device_that_fails_is_not_the_peers_fault(ranks: Ranks):
-    ranks.run(failing_device)
-
-
-def failing_peer() -> None:
+@on_ranks
+def test_a_send_that_can_not_start_names_the_peer() -> None:
     if dist.get_rank() == 0:
         transport = opened(Late())
         with mock.patch.object(mailbox, "_started", return_value=mailbox._Failed(RuntimeError("reset"))):
@@ -208,22 +203,15 @@ def failing_peer() -> None:
     dist.barrier()
 
 
-def test_a_send_that_can_not_start_names_the_peer(ranks: Ranks):
-    ranks.run(failing_peer)
-
-
-def layouts_of_a_stage_out_of_reach() -> Any:
+@on_ranks
+def test_layouts_travel_where_the_process_group_can_reach_them() -> None:
     """On a device from which the process group cannot send."""
     stage = LowBitStage(toy.Block().to("meta"), dist.get_rank(), 2, toy.CPU, timeout=20, **FIT)
     stage.device = torch.device("meta")
     layout = torch.empty(2, 3, device="meta", dtype=torch.bfloat16).t().requires_grad_()
     if stage.is_first:
         send_layouts([layout], None, 1, stage.lanes.transport.device, 20)
-        return True
+        return
     [found] = receive_layouts(None, 0, stage.lanes.transport.device, 20)
     facts = [(x.shape, x.stride(), x.dtype, x.requires_grad) for x in (found, layout)]
-    return facts[0] == facts[1]
-
-
-def test_layouts_travel_where_the_process_group_can_reach_them(ranks: Ranks):
-    assert ranks.run(layouts_of_a_stage_out_of_reach) == [True, True]
+    assert facts[0] == facts[1]

@@ -31,7 +31,7 @@ from lowbit.wire.inbox import WINDOW_BYTES, WINDOW_MESSAGES
 from lowbit.wire.mailbox import Route
 from tests.pipeline import toy
 from tests.pipeline.toy import INT4, INT6
-from tests.processes import Ranks
+from tests.processes import Ranks, on_ranks
 
 SIZE, MIB = 1 << 18, 1 << 20
 
@@ -45,7 +45,8 @@ def early(timeout: float = 20.0) -> tuple[Early, Traffic]:
     return transport, traffic
 
 
-def any_order() -> float:
+@on_ranks
+def test_messages_are_told_apart_by_their_tags() -> None:
     """Both ranks send first and take last, in another order than they sent."""
     transport, traffic = early()
     other = 1 - dist.get_rank()
@@ -60,14 +61,11 @@ def any_order() -> float:
         assert found.unique().tolist() == [10 * dist.get_rank() + tag]
     transport.drain()
     assert len(transport._outbox) == 0
-    return traffic.wait_seconds
+    assert traffic.wait_seconds > 0
 
 
-def test_messages_are_told_apart_by_their_tags(ranks: Ranks):
-    assert all(seconds > 0 for seconds in ranks.run(any_order))
-
-
-def without_waiting() -> None:
+@on_ranks
+def test_sending_does_not_wait() -> None:
     """Sending does not wait for the peer, which takes nothing before it knows that the sender has gone on."""
     transport, _ = early()
     store = default_group().get_group_store()
@@ -81,11 +79,8 @@ def without_waiting() -> None:
         transport.drain()
 
 
-def test_sending_does_not_wait(ranks: Ranks):
-    ranks.run(without_waiting)
-
-
-def steps_leave_nothing_behind() -> None:
+@on_ranks
+def test_a_step_waits_for_its_sends_at_its_end() -> None:
     """Sends of a step, training or not, have left before the step returns."""
     for schedule in ("gpipe", "interleaved-2", "zbv"):
         run = toy.Run(schedule, toy.lowbit(forward=INT4, backward=INT6))
@@ -96,10 +91,6 @@ def steps_leave_nothing_behind() -> None:
                 assert isinstance(stage.lanes.transport, Early)
                 assert len(stage.lanes.transport._outbox) == 0
                 assert stage.traffic.peak_bytes > 0
-
-
-def test_a_step_waits_for_its_sends_at_its_end(ranks: Ranks):
-    ranks.run(steps_leave_nothing_behind)
 
 
 def owned(nbytes: int, room: int) -> tuple[torch.Tensor, threading.Event]:
@@ -138,7 +129,8 @@ def test_memory_of_a_long_step_is_a_window_and_what_is_in_flight(ranks: Ranks):
     assert WINDOW_BYTES - MIB < received <= WINDOW_BYTES
 
 
-def lanes() -> None:
+@on_ranks
+def test_lanes_have_windows_and_any_order_is_allowed() -> None:
     """Each has a window of its own, at least some messages whatever their size, and any order is allowed."""
     transport, traffic = early()
     other, size = 1 - dist.get_rank(), MIB + transport.room
@@ -163,11 +155,8 @@ def lanes() -> None:
     assert traffic.held_bytes == 0
 
 
-def test_lanes_have_windows_and_any_order_is_allowed(ranks: Ranks):
-    ranks.run(lanes)
-
-
-def patient() -> None:
+@on_ranks
+def test_a_step_may_last_longer_than_a_wait() -> None:
     """A peer may take a message later than a wait may last: nobody waits before `drain`."""
     transport, _ = early(timeout=1.5)
     store = default_group().get_group_store()
@@ -180,10 +169,6 @@ def patient() -> None:
     else:
         store.wait(["take it"], timedelta(seconds=20))
         transport.take(Route(0, 0), MIB)
-
-
-def test_a_step_may_last_longer_than_a_wait(ranks: Ranks):
-    ranks.run(patient)
 
 
 def never_taken() -> tuple[str, int]:

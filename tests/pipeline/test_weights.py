@@ -39,15 +39,10 @@ class Uneven(toy.Block):
 @mock.patch.object(toy, "batch", batch)
 def in_pipeline(schedule: str, stop: int = -1) -> Any:
     """Losses, and what was felt by boundary and end; restarts from a checkpoint at `stop`."""
-    make = toy.lowbit(forward=TransformQuant(), timeout=30)
-    run, losses = toy.Run(schedule, make, kind=Uneven), []
+    run, losses = toy.Run(schedule, toy.lowbit(forward=TransformQuant(), timeout=30), kind=Uneven), []
     for step in range(STEPS):
         if step == stop:
-            kept = [(stage.codec_state_dict(), stage.submod.state_dict()) for stage in stages_of(run)]
-            run = toy.Run(schedule, make, kind=Uneven)
-            for stage, (state, weights) in zip(stages_of(run), kept, strict=True):
-                stage.submod.load_state_dict(weights)
-                stage.load_codec_state_dict(state)
+            run = run.restarted()
         run.train(step)
         run.evaluate(step)
         losses += run.losses[-toy.MICRO_BATCHES :]
@@ -76,13 +71,7 @@ def in_one_process() -> Any:
     for step in range(STEPS):
         x, target = batch(step)
         optimizer.zero_grad()
-        for part, wanted in zip(x.split(toy.ROWS), target.split(toy.ROWS), strict=True):
-            loss = toy.loss_of(whole(part), wanted)
-            loss.backward()
-            losses.append(loss.detach())
-        for p in whole.parameters():
-            assert p.grad is not None
-            p.grad /= toy.MICRO_BATCHES
+        losses += toy.alone(whole, x, target)
         optimizer.step()
         emulation.step()
     return losses, felt(emulation.state_dict())

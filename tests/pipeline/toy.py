@@ -116,6 +116,16 @@ class Run:
     def last(self) -> bool:
         return any(stage.is_last for stage in self.stages)
 
+    def restarted(self) -> Run:
+        """A new pipeline that continues from this one's weights and codec states."""
+        run = Run(self.schedule, self.make, self.kind, self.group, self.device, self.losses)
+        for new, old in zip(run.stages, self.stages, strict=True):
+            assert isinstance(new, LowBitStage)
+            assert isinstance(old, LowBitStage)
+            new.submod.load_state_dict(old.submod.state_dict())
+            new.load_codec_state_dict(old.codec_state_dict())
+        return run
+
     def train(self, step: int) -> list[Tensor]:
         """One step; returns the gradients of this rank's parameters."""
         x, target = (t.to(self.device) for t in batch(step))
@@ -133,6 +143,24 @@ class Run:
         x, target = (t.to(self.device) for t in batch(step))
         with torch.no_grad():
             return self.runner.eval(*([x] if self.first else []), target=target if self.last else None, losses=[])
+
+
+def alone(model: nn.Module, x: Tensor, target: Tensor, before: Callable[[int], None] = lambda _: None) -> list[Tensor]:
+    """Losses of a step's micro-batches in one process, one after the other, with the gradients that a schedule gives.
+
+    Args:
+        before: called with the number of each micro-batch.
+    """
+    losses = []
+    for number, (part, wanted) in enumerate(zip(x.split(ROWS), target.split(ROWS), strict=True)):
+        before(number)
+        loss = loss_of(model(part), wanted)
+        loss.backward()
+        losses.append(loss.detach())
+    for p in model.parameters():
+        assert p.grad is not None
+        p.grad /= MICRO_BATCHES  # with what is there already, too
+    return losses
 
 
 def lowbit(**options: Any) -> Callable[..., PipelineStage]:

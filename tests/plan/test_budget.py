@@ -92,10 +92,7 @@ def test_the_worst_moment_counts_and_not_the_sum_of_peaks():
 
 def test_what_the_pipeline_holds_counts():
     flight = in_flight({0: ["1F0", "1F1", "1I0", "1W0", "1B1"], 1: ["0F0", "0F1", "0B0", "0B1"]})
-    costs = [
-        cost(output=10, gradients=10**6, received=100),
-        cost(output=10, gradients=300_000, received=100),
-    ]
+    costs = [cost(output=10, gradients=10**6, received=100), cost(output=10, gradients=300_000, received=100)]
     plan = plan_bits(flight, costs, ERRORS, device_bytes=1 << 40)
     first, last = (5000 + 2 * (100 + 10) + stage.saved_bytes for stage in plan.stages)
     assert plan.device_bytes == {1: first, 0: last + 300_000}
@@ -163,10 +160,7 @@ def test_many_stages_on_a_rank_are_thinned():
 
 def test_bits_that_change_nothing_are_not_taken_away():
     plan = plan_bits(
-        held("1F1B", 1),
-        [cost(linear=0)],
-        ERRORS | {"linear": dict.fromkeys(WIDTHS, 0.0)},
-        device_bytes=8000,
+        held("1F1B", 1), [cost(linear=0)], ERRORS | {"linear": dict.fromkeys(WIDTHS, 0.0)}, device_bytes=8000
     )
     assert plan.stages[0].bits["linear"] == 16
     assert plan.stages[0].bits["mlp"] < 16

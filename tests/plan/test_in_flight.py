@@ -36,10 +36,7 @@ def test_schedules_of_several_stages(schedule: str, ranks: int, each: int, micro
 def test_a_list_by_hand():
     held = in_flight({3: ["0F0", None, "1F0", "0F1", "0B0", "1SEND_B0", "1I0", "1F1", "1W0", "1B1", "0B1"]})
     none = {0: 0, 1: 0}
-    first, last = (
-        Moment(held={0: 2, 1: 1}, halfway=none),
-        Moment(held={0: 1, 1: 2}, halfway={0: 0, 1: 1}),
-    )
+    first, last = (Moment(held={0: 2, 1: 1}, halfway=none), Moment(held={0: 1, 1: 2}, halfway={0: 0, 1: 1}))
     assert held.moments == {3: (first, last)}
     assert (held.stages, held.peak(0), held.peak(1), held.rank_of(1)) == ([0, 1], 2, 2, 3)
 
@@ -67,10 +64,7 @@ def test_inputs_and_weights_apart_end_with_the_weights():
     [
         ({0: ["0F0"]}, "leaves 1 micro-batches of stage 0 without backward"),
         ({0: ["0F0", "0B0", "0B1"]}, "order of rank 0 ends more micro-batches of stage 0"),
-        (
-            {0: ["0F0", "0B0"], 1: ["0F0", "0B0"]},
-            r"order has stages \[0, 0\]; allowed: each on one",
-        ),
+        ({0: ["0F0", "0B0"], 1: ["0F0", "0B0"]}, r"order has stages \[0, 0\]; allowed: each on one"),
         ({0: [None]}, r"order has stages \[\]"),
     ],
 )

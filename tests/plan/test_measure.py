@@ -6,13 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowbit.plan.measure import (
-    bytes_between_passes,
-    bytes_by_width,
-    gradients,
-    relative_error,
-    sensitivities,
-)
+from lowbit.plan.measure import bytes_between_passes, bytes_by_width, gradients, relative_error, sensitivities
 from lowbit.train.config import ModelConfig
 from lowbit.train.model import build_model
 
@@ -63,11 +57,7 @@ def test_bytes_fall_with_bits(model: Any):
     by_width = bytes_by_width(model, lambda: loss_of(model), widths=(2, 4, 16))
     mlp = {bits: saved.peak["mlp"] for bits, saved in by_width.items()}
     elements = 2 * IDS.numel() * 192  # gate and up
-    assert mlp == {
-        2: elements * 5 // 16,
-        4: elements * 9 // 16,
-        16: elements * 4,
-    }
+    assert mlp == {2: elements * 5 // 16, 4: elements * 9 // 16, 16: elements * 4}
     assert len({saved.peak["attention"] for saved in by_width.values()}) == 1
 
 

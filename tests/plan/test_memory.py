@@ -127,8 +127,7 @@ def test_dropout_saves_masks_but_does_not_blur_errors():
 
 
 @pytest.mark.parametrize(
-    ("text", "size"),
-    [("24gb", 24 * 10**9), ("1.5 GiB", 3 << 29), ("800mb", 8 * 10**8), ("123", 123)],
+    ("text", "size"), [("24gb", 24 * 10**9), ("1.5 GiB", 3 << 29), ("800mb", 8 * 10**8), ("123", 123)]
 )
 def test_budgets_are_written_with_their_unit(text: str, size: int):
     assert parse_bytes(text) == size

@@ -9,13 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit.tensor_parallel import (
-    calibrate,
-    emulate_tensor_parallel_,
-    low_bit_,
-    model_sums,
-    tensor_parallel_,
-)
+from lowbit.tensor_parallel import calibrate, emulate_tensor_parallel_, low_bit_, model_sums, tensor_parallel_
 from tests.processes import Ranks
 from tests.refused import refused
 from tests.tensor_parallel.models import INT8, ONE, WIDTH, ids, logits, on_a_rank, sequences

@@ -9,12 +9,7 @@ import pytest
 import torch
 
 from lowbit.codecs import Cast, TAHQuant
-from lowbit.tensor_parallel import (
-    Calibration,
-    calibrate,
-    emulate_tensor_parallel_,
-    model_sums,
-)
+from lowbit.tensor_parallel import Calibration, calibrate, emulate_tensor_parallel_, model_sums
 from lowbit.tensor_parallel.inputs import Slices, layers_with_inputs
 from tests.tensor_parallel.models import INT8, Toy, calibrated, ids, logits, sequences
 from tests.tensor_parallel.models import ONE as CODED

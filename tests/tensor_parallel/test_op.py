@@ -15,18 +15,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 from lowbit.codecs import GroupInt
 from lowbit.collectives.exchange import CollectiveExchange
-from lowbit.tensor_parallel import (
-    Drift,
-    SumSettings,
-    calibrate,
-    low_bit_,
-    low_bit_styles,
-    tensor_parallel_,
-)
+from lowbit.tensor_parallel import Drift, SumSettings, calibrate, low_bit_, low_bit_styles, tensor_parallel_
 from lowbit.tensor_parallel.reduce import sum_in_process, sum_on_stream
 from lowbit.tensor_parallel.rowwise import LayerSum
 from lowbit_lab.bench.sums import sent_bytes
-from tests.processes import Ranks
+from tests.processes import Ranks, on_ranks
 from tests.tensor_parallel.models import INT8, LAYERS, ONE, WIDTH, Toy, calibrated, ids, llama, logits, sequences
 from tests.tensor_parallel.test_ranks import Pair, hf_parallel
 
@@ -146,7 +139,8 @@ def test_the_operator_as_such(ranks: Ranks):
         assert torch.equal(r["on stream"], sum_in_process(parts, INT8, "two_shot"))
 
 
-def damaged_on_stream() -> Tensor:
+@on_ranks
+def test_damage_without_a_host_that_waits_is_nan() -> None:
     """A byte of what rank 1 sends changes after its checksum."""
     group = dist.group.WORLD
     assert group is not None
@@ -168,14 +162,11 @@ def damaged_on_stream() -> Tensor:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CollectiveExchange, "send", damaging)
         sum_on_stream(x, INT8, group, "one_shot", CODED)
-    return x
+    assert x.isnan().all()
 
 
-def test_damage_without_a_host_that_waits_is_nan(ranks: Ranks):
-    assert all(x.isnan().all() for x in ranks.run(damaged_on_stream))
-
-
-def below_and_above() -> dict[str, Any]:
+@on_ranks(4)
+def test_bytes_below_the_threshold_are_those_of_the_engine() -> None:
     """Bytes that an all-reduce of 64 KiB puts on the loopback interface, of all ranks together."""
     group = dist.group.WORLD
     assert group is not None
@@ -203,15 +194,9 @@ def below_and_above() -> dict[str, Any]:
             act()
         dist.barrier()
         results[name] = (sent_bytes() - before) / 10
-    results["sum"] = sums["below"]([x.clone()])
-    return results
-
-
-def test_bytes_below_the_threshold_are_those_of_the_engine(ranks: Ranks):
-    for results in ranks.run(below_and_above, ranks=4):
-        assert results["below"] == pytest.approx(results["engine"], rel=0.1)
-        assert results["above"] < 0.6 * results["engine"]
-        assert torch.equal(results["sum"], torch.full((256, WIDTH), 4.0))
+    assert results["below"] == pytest.approx(results["engine"], rel=0.1)
+    assert results["above"] < 0.6 * results["engine"]
+    assert torch.equal(sums["below"]([x.clone()]), torch.full((256, WIDTH), 4.0))
 
 
 def nan_on_one_rank(path: str) -> Tensor:

@@ -262,10 +262,7 @@ def pytorch_styles() -> dict[str, Any]:
         results["full"] = reference(ids())
         with emulate_tensor_parallel_(reference, 2, calibration, plan=plan, settings=ONE):
             results["emulated"] = reference(ids())
-        by_name = {
-            "up": ColwiseParallel(),
-            **low_bit_styles(calibration, mesh, settings=ONE, drift=drift),
-        }
+        by_name = {"up": ColwiseParallel(), **low_bit_styles(calibration, mesh, settings=ONE, drift=drift)}
         results["styles"] = parallelize_module(Pair(), mesh, by_name)(ids())
         assert [row.layer for row in drift.report().rows] == ["down"]
         assert drift.report().rows[0].samples == 1
@@ -280,11 +277,7 @@ def pytorch_styles() -> dict[str, Any]:
     for style, module, error in (
         (LowBitRowwiseParallel(codec), nn.LayerNorm(4), "is LayerNorm"),
         (LowBitRowwiseParallel(codec), nn.Linear(8, 4), "has 2 ranks and 4 features"),
-        (
-            LowBitRowwiseParallel(GroupInt(bits=4 + 4 * dist.get_rank())),
-            nn.Linear(8, 4),
-            "do not agree",
-        ),
+        (LowBitRowwiseParallel(GroupInt(bits=4 + 4 * dist.get_rank())), nn.Linear(8, 4), "do not agree"),
     ):
         with pytest.raises((ValueError, RuntimeError), match=error):
             parallelize_module(module, mesh, style)

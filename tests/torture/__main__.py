@@ -4,7 +4,6 @@
     python -m tests.torture --trials 100 --supervise --json FILE    # runs that look after themselves
     python -m tests.torture --faults kill,cut --ranks 2 --trials 4
     python -m tests.torture --trials 100 --only 17                  # the same trial again
-    python -m tests.torture.report FILE ...                         # what `--json` wrote, as a table in Markdown
 
 Each trial has two hosts with a real network of their own between them, and a real `lowbit train` for each rank.
 Trials of one `--seed` are the same each time, except for the speed of the machine. The files of failed trials stay in

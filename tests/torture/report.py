@@ -1,16 +1,10 @@
-"""The table of the outcomes, in Markdown.
-
-python -m tests.torture.report FILE ...    # what `python -m tests.torture --json FILE` has written, together
-"""
+"""The table of the outcomes, in Markdown."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import statistics
-import sys
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 from tests.torture.trial import Outcome
@@ -22,18 +16,6 @@ _COLUMNS = (
     "fault", "ranks", "mode", "trials", "passed", "outcome", "to the error, s: median", "largest",
     "to recovery, s: median", "largest",
 )  # fmt: skip
-
-
-def main() -> None:
-    """Print the table of the files that the command line names, and how long their trials took."""
-    files = [json.loads(Path(path).read_text()) for path in sys.argv[1:]]
-    if not files:
-        sys.exit("error: no file; allowed: one or more that `python -m tests.torture --json` wrote")
-    rows = [row for file in files for row in file["rows"]]
-    print(markdown(rows))
-    seconds = sum(file["seconds"] for file in files)
-    passed = sum(row["passed"] for row in rows)
-    print(f"\n{passed} of {len(rows)} trials passed, in {seconds / 60:.1f} minutes.")
 
 
 def rows(outcomes: Iterable[Outcome]) -> list[Row]:
@@ -100,7 +82,3 @@ def _words(group: Sequence[Row]) -> str:
         for kind in {wrong.partition(":")[0] for wrong in row["wrong"]}:
             kinds[f"FAILED {kind}"] = kinds.get(f"FAILED {kind}", 0) + 1
     return ", ".join(kind if "FAILED" not in kind else f"{kind} {count}" for kind, count in kinds.items() if count)
-
-
-if __name__ == "__main__":
-    main()

@@ -29,8 +29,6 @@ def test_values_are_taken_as_annotated():
 @pytest.mark.parametrize(
     ("section", "values", "message"),
     [
-        (ModelConfig, {"dim": "64"}, "model.dim is '64'; allowed: an integer"),
-        (ModelConfig, {"layers": True}, "model.layers is True; allowed: an integer"),
         (ModelConfig, {"layers": 0}, "model.layers is 0; allowed: at least 1"),
         (ModelConfig, {"family": "bert"}, "model.family is 'bert'; allowed: llama,"),
         (ModelConfig, {"dim": 30, "heads": 4}, "model.dim is 30; allowed: a multiple"),
@@ -44,10 +42,7 @@ def test_values_are_taken_as_annotated():
         (PipelineConfig, {"boundary": "fp8"}, "allowed: lowbit, stock-fp32, stock-bf16"),
         (PipelineConfig, {"warmup_steps": -1}, "pipeline.warmup_steps is -1; allowed: at least 0"),
         (OptimizerConfig, {"lr": float("nan")}, "optimizer.lr is nan; allowed: a finite number"),
-        (RunConfig, {"timeout_seconds": float("inf")}, "timeout_seconds is inf; allowed: a finite"),
         (RunConfig, {"timeout_seconds": 1e9}, r"is 10{9}\.0; allowed: at least 1 and at most 1000000"),
-        (RunConfig, {"output": "a\0b"}, r"run.output is 'a\\x00b'; allowed: text without null bytes"),
-        (DataConfig, {"text": ["a", "\0"]}, r"data.text is .*; allowed: text without null bytes"),
         (RunConfig, {"steps": 2**63}, "run.steps takes 65 bits; allowed: integers of 64 bits"),
         (OptimizerConfig, {"lr": 10**400}, "optimizer.lr takes 1330 bits; allowed: integers of 64"),
         (RunConfig, {"threads": 5000}, "run.threads is 5000; allowed: at least 0 and at most 4096"),

@@ -106,8 +106,7 @@ def test_a_log_is_neither_silent_nor_flooded(steps: int, seconds: float, lines: 
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.4, "0s"), (59.4, "59s"), (200, "3m 20s"), (7500, "2h 05m"), (273_600, "3d 4h")],
+    ("seconds", "text"), [(0.4, "0s"), (59.4, "59s"), (200, "3m 20s"), (7500, "2h 05m"), (273_600, "3d 4h")]
 )
 def test_durations(seconds: float, text: str):
     assert duration(seconds) == text

@@ -20,7 +20,7 @@ from lowbit.collectives import AgreementError, PeerError, agree
 from lowbit.wire.agreement import Agreement
 from lowbit.wire.groups import default_group
 from lowbit.wire.statements import contradictions
-from tests.processes import Failure, Ranks
+from tests.processes import Failure, Ranks, on_ranks
 
 SAME = {"version": "1", "codec": "int4"}
 
@@ -246,35 +246,29 @@ def test_what_is_no_statement_is_the_same_error_everywhere(ranks: Ranks, line: b
     assert len(outcomes[0].text) < 500
 
 
-def counts_keys(times: int) -> list[int]:
+@on_ranks(3)
+def test_agreements_leave_nothing_behind() -> None:
     """Keys in the store after each agreement; rank 0 deletes, so that it counts."""
     keys = []
-    for _ in range(times):
+    for _ in range(12):
         agree(None, "same", 20.0)
         keys.append(default_group().get_group_store().num_keys())
         dist.barrier()
-    return keys
+    if dist.get_rank() == 0:
+        assert keys[-1] == keys[2]
 
 
-def test_agreements_leave_nothing_behind(ranks: Ranks):
-    keys = ranks.run(counts_keys, 12, ranks=3)[0]
-    assert keys[-1] == keys[2]
-
-
-def agree_in_any_order(topics: list[str]) -> None:
+@on_ranks(3)
+def test_threads_may_agree_at_once() -> None:
     """Threads of a rank agree on several things at once, again and again, in different order on each rank."""
-    ordered = topics if dist.get_rank() == 0 else topics[::-1]
+    ordered = "abc" if dist.get_rank() == 0 else "cba"
 
     def repeat(topic: str) -> None:
         for _ in range(5):
             agree(None, "same", 20.0, topic=topic)
 
-    with ThreadPoolExecutor(len(topics)) as pool:
+    with ThreadPoolExecutor(3) as pool:
         list(pool.map(repeat, ordered))
-
-
-def test_threads_may_agree_at_once(ranks: Ranks):
-    ranks.run(agree_in_any_order, ["a", "b", "c"], ranks=3)
 
 
 def agrees_through_a_file(path: str, facts: list[dict[str, str]]) -> None:
@@ -310,18 +304,15 @@ class Silent:
         return b""
 
 
-def agrees_in_silence() -> float:
+@on_ranks
+def test_a_store_that_does_not_answer_is_an_error() -> None:
     start = time.monotonic()
     with (
         mock.patch.object(dist.ProcessGroup, "get_group_store", return_value=Silent()),
         pytest.raises(PeerError, match="store of the process group did not answer within 1 s"),
     ):
         agree(None, "same", 1.0)
-    return time.monotonic() - start
-
-
-def test_a_store_that_does_not_answer_is_an_error(ranks: Ranks):
-    assert max(ranks.run(agrees_in_silence)) < 5
+    assert time.monotonic() - start < 5
 
 
 def test_without_a_process_group_the_error_says_so():

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from lowbit.wire import json_values
 from lowbit.wire.json_values import MOST_BYTES, gather_json, gather_tensor
-from tests.processes import Ranks
+from tests.processes import Ranks, on_ranks
 
 VALUES = [
     None,
@@ -34,19 +34,16 @@ def test_values_of_any_size_and_kind_arrive_as_they_are(ranks: Ranks, size: int)
     assert ranks.run(states, 7, ranks=size) == [expected] * size
 
 
-def states_nan() -> Any:
+@on_ranks(3)
+def test_nan_arrives_tuples_become_lists_and_a_group_may_be_a_part() -> None:
     with pytest.raises(TypeError, match="not JSON serializable"):
         gather_json(object())
-    tuples = gather_json((dist.get_rank(), math.nan))
+    stated = gather_json((dist.get_rank(), math.nan))
+    assert [first for first, _ in stated] == [0, 1, 2]
+    assert all(math.isnan(second) for _, second in stated)
     pair = dist.new_group([0, 1])
-    return tuples, gather_json("only two", pair) if dist.get_rank() < 2 else None
-
-
-def test_nan_arrives_tuples_become_lists_and_a_group_may_be_a_part(ranks: Ranks):
-    for rank, (stated, pair) in enumerate(ranks.run(states_nan, ranks=3)):
-        assert [first for first, _ in stated] == [0, 1, 2]
-        assert all(math.isnan(second) for _, second in stated)
-        assert pair == (["only two"] * 2 if rank < 2 else None)
+    if dist.get_rank() < 2:
+        assert gather_json("only two", pair) == ["only two"] * 2
 
 
 def hostile(length: int, text: bytes) -> str:
@@ -83,14 +80,11 @@ def test_a_peer_that_sends_something_else_is_an_error(ranks: Ranks, length: int,
     assert ranks.run(hostile, length, text)[0].startswith(message)
 
 
-def tensors() -> Any:
+@on_ranks
+def test_tensors_arrive_bit_for_bit() -> None:
     x = torch.full((2, 3), math.nan if dist.get_rank() else 0.1).T
-    return gather_tensor(x), gather_tensor(torch.empty(0)).shape
-
-
-def test_tensors_arrive_bit_for_bit(ranks: Ranks):
-    for stacked, empty in ranks.run(tensors):
-        assert stacked.shape == (2, 3, 2)
-        assert torch.equal(stacked[0], torch.full((3, 2), 0.1))
-        assert stacked[1].isnan().all()
-        assert empty == (2, 0)
+    stacked = gather_tensor(x)
+    assert stacked.shape == (2, 3, 2)
+    assert torch.equal(stacked[0], torch.full((3, 2), 0.1))
+    assert stacked[1].isnan().all()
+    assert gather_tensor(torch.empty(0)).shape == (2, 0)

@@ -34,9 +34,6 @@ FITTED: dict[str, dict[str, Any]] = {
     "feature-int4": {}, "feature-int4-static": {"gain": "static", "means": False}, "feature-int8": {"bits": 8},
 }  # fmt: skip
 """Arguments of `FeatureInt.fit` by the names of formats that are fitted to the tensors that they code."""
-EXTRA_NAMES: dict[str, Any] = {}
-"""Names besides those of `lowbit.codecs.parse` and `FITTED`; those of objects with only `round_trip` and
-`bits_per_element` are not timed."""
 
 
 @section()
@@ -81,8 +78,7 @@ class CodecsBenchmark:
         if not all(0 <= count <= cores for count in self.threads):
             raise ConfigError(f"threads is {self.threads}; allowed: 0 (all cores) to {cores}")
         for name in set(self.codecs) - set(FITTED):
-            if isinstance(codec := codec_of(name), Codec):
-                codec.nbytes(self.shape)  # or an error that says what does not fit
+            codec_of(name).nbytes(self.shape)  # or an error that says what does not fit
         if self.layer:
             layer_config(self.shape[-1])
 
@@ -129,24 +125,22 @@ def _rows(settings: CodecsBenchmark, data: str) -> Iterator[Row]:
                 "shape": list(timed.shape), **_accuracy(codec, [t.to(settings.device, dtype) for t in tensors]),
             }  # fmt: skip
             for count in _counts(settings):
-                speed = {}
-                if isinstance(codec, Codec):
-                    with timing.threads(count):
-                        reference = settings.reference and first
-                        speed = speeds(codec, inputs, settings.rounds, reference=reference, layer=layer)
+                with timing.threads(count):
+                    reference = settings.reference and first
+                    speed = speeds(codec, inputs, settings.rounds, reference=reference, layer=layer)
                 yield about | {"threads": count} | speed
 
 
-def _accuracy(codec: Any, tensors: Sequence[Tensor]) -> dict[str, float]:
+def _accuracy(codec: Codec, tensors: Sequence[Tensor]) -> dict[str, float]:
     """Bits per element and relative error, means over tensors of equal weight."""
     errors = [relative_error(t, _crossed(codec, t)) for t in tensors]
     bits = [codec.bits_per_element(t.shape) for t in tensors]
     return {"bits_per_element": statistics.fmean(bits), "relative_error": statistics.fmean(errors)}
 
 
-def _crossed(codec: Any, x: Tensor) -> Tensor:
+def _crossed(codec: Codec, x: Tensor) -> Tensor:
     """`x` as it arrives at the other end; as the first message of a codec with memory."""
-    if not isinstance(codec, Codec) or not codec.stateful:
+    if not codec.stateful:
         return codec.round_trip(x)
     sender, receiver = ends_of(codec, x)
     return receiver.decode(sender.encode(x))
@@ -159,11 +153,10 @@ def relative_error(x: Tensor, y: Tensor) -> float:
     return (x - y).norm().item() / size if size else y.norm().item()
 
 
-def codec_of(name: str) -> Any:
+def codec_of(name: str) -> Codec:
     """A codec by name."""
-    codec = EXTRA_NAMES.get(name) or parse(name)
-    if isinstance(codec, Codec):
-        check_plain("codecs", name, codec)
+    codec = parse(name)
+    check_plain("codecs", name, codec)
     return codec
 
 
@@ -185,7 +178,7 @@ def _label(row: Row) -> str:
 
 def _speeds(rows: Sequence[Row]) -> list[Row]:
     """Rows with speeds, of the first kind of data."""
-    return [row for row in rows if row["data"] == rows[0]["data"] and "copy_gb_s" in row]
+    return [row for row in rows if row["data"] == rows[0]["data"]]
 
 
 def _errors(rows: Sequence[Row]) -> list[Row]:

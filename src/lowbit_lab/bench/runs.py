@@ -58,10 +58,6 @@ class Runs:
         """Loss on held-out text, with full precision at the boundaries."""
         return self._evaluate(name, None)
 
-    def scores(self, name: str) -> dict[str, float]:
-        """Held-out scores (`lowbit.train.trainer.Trainer.evaluate`), with full precision at the boundaries."""
-        return self._trainers[name].evaluate(with_codecs=False)
-
     def evaluate(self, name: str) -> float:
         """Seconds of an evaluation on held-out text, with this run's formats at the boundaries."""
         prepared = self._trainers[name].prepared

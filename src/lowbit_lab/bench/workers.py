@@ -66,11 +66,6 @@ class Workers:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @property
-    def pids(self) -> list[int]:
-        """Of the processes."""
-        return [process.pid for process in self._processes]
-
     def ask(self, method: str, /, *, on_progress: OnProgress | None = None, **arguments: Any) -> list[Any]:
         """Give all processes an order and collect their answers, by process.
 

@@ -10,15 +10,7 @@ import torch
 from torch import Tensor
 
 from lowbit import kernels
-from lowbit.codecs.basis.reference import (
-    Basis,
-    coefficients,
-    follow,
-    gram_inverse,
-    invert,
-    renew,
-    units,
-)
+from lowbit.codecs.basis.reference import Basis, coefficients, follow, gram_inverse, invert, renew, units
 from lowbit.codecs.subspace_quant.layout import subspace_geometry
 from lowbit.kernels.layout import Layout
 

@@ -13,13 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from lowbit.codecs import GroupInt, SubspaceQuant, parse
 from lowbit.codecs.basis.memory import Headers
-from lowbit.codecs.basis.reference import (
-    ITERATIONS,
-    Renewal,
-    find_renewal,
-    gram_inverse,
-    renewed_products,
-)
+from lowbit.codecs.basis.reference import ITERATIONS, Renewal, find_renewal, gram_inverse, renewed_products
 from lowbit.codecs.sessions import Session
 from lowbit.codecs.subspace_quant.fit import best_directions
 from lowbit.codecs.subspace_quant.layout import subspace_geometry

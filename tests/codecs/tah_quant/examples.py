@@ -14,11 +14,7 @@ from tests.codecs.noise import of_steps
 from tests.fuzz.targets import EMPTY, SHAPES, SMALL, AddingTo, Decoding, Encoding, Summing, Target
 
 PLAIN = TAHQuant(high_bits=5, low_bits=4, high_fraction=0.12, pivot_ratio=None)  # by range without rotation
-CODECS = [
-    TAHQuant(),
-    TAHQuant.published(),
-    TAHQuant(allocation="token", high_fraction=0.5, low_bits=2, tile=32),
-]
+CODECS = [TAHQuant(), TAHQuant.published(), TAHQuant(allocation="token", high_fraction=0.5, low_bits=2, tile=32)]
 GOLDEN = frozen(TAHQuant(), TAHQuant.published(), PLAIN, dataclasses.replace(PLAIN, allocation="token", tile=32))
 BY_TOKEN = TAHQuant(pivot_ratio=None, allocation="token")
 KERNELS = [

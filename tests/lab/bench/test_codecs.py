@@ -7,23 +7,13 @@ import torch
 from lowbit import kernels
 from lowbit.codecs import GroupInt, parse
 from lowbit.report import run
-from lowbit_lab.bench import codec_speed, codecs, timing
+from lowbit_lab.bench import codec_speed, timing
 from lowbit_lab.bench.codecs import COMMAND, CodecsBenchmark, relative_error
 from lowbit_lab.bench.samples import drawn
 from tests.lab.bench.shown import shown
 
 MEMORY = "SubspaceQuant(directions=4)"
-NAMES = ("int4", "feature-int4", "feature-int4-static", "tah-quant", MEMORY, "untimed")
-
-
-class Untimed:
-    """No codec, but with what its bits and errors are measured by."""
-
-    def round_trip(self, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-    def bits_per_element(self, shape: torch.Size) -> float:
-        return 32.0
+NAMES = ("int4", "feature-int4", "feature-int4-static", "tah-quant", MEMORY)
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +22,6 @@ def report(tmp_path_factory: pytest.TempPathFactory):
     torch.save([drawn("gaussian", (2, 8, 128), seed=5)], path)
     with pytest.MonkeyPatch.context() as patch, kernels.backend("reference"):
         patch.setattr(timing, "last_level_cache", lambda device: 2**20)
-        patch.setitem(codecs.EXTRA_NAMES, "untimed", Untimed())
         settings = CodecsBenchmark(
             codecs=NAMES, threads=(1,), data=("student-t", "real"), shape=(1, 32, 128), rounds=2, layer=True,
             activations=str(path),
@@ -61,10 +50,9 @@ def test_bits_and_errors_are_those_of_the_codec(report):
 
 def test_speeds_stand_beside_a_copy_and_eager_pytorch(report):
     for row in report.rows:
-        timed = row["codec"] != "untimed"
         fields = ("encode_gb_s", "decode_gb_s", "copy_gb_s", "encode_share_of_copy", "checksum_gb_s", "checksum_share")
-        assert all((field in row) == timed for field in fields)
-        eager = timed and row["data"] == "student-t"
+        assert all(field in row for field in fields)
+        eager = row["data"] == "student-t"
         assert ("reference_encode_gb_s" in row) == eager
         assert ("share_of_layer" in row) == eager
         assert all(value > 0 for name, value in row.items() if name.endswith("gb_s"))

@@ -1,16 +1,13 @@
-"""`python -m benchmarks race` and `tune`: their arithmetic and questions, and a small real run of each."""
+"""`python -m benchmarks race`: its arithmetic, and a small real run."""
 
-import json
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.race import RACE, TUNE, RaceBenchmark, Racer, TuneBenchmark, rows_of
-from benchmarks.tune_task import write_questions
+from benchmarks.race import COMMAND, RaceBenchmark, Racer, rows_of
 from lowbit.report import compare, run
-from lowbit.train.config import DataConfig, LoraConfig, ModelConfig, PipelineConfig
+from lowbit.train.config import DataConfig, ModelConfig, PipelineConfig
 from lowbit_lab.bench.curves import seconds_until
 from lowbit_lab.network import Link
 from tests.lab.bench.shown import shown
@@ -44,7 +41,7 @@ def test_the_target_is_what_all_have_reached():
         racer_of("tah-quant", [(0, 2.0), (10, 1.2), (20, 1.0)]),
         racer_of("aq-sgd", [(0, 2.0), (30, 1.2), (40, 0.8)]),
     ]
-    rows = compare(rows_of(racers, {"link": "100mbit"}), RACE.baselines)
+    rows = compare(rows_of(racers, {"link": "100mbit"}), COMMAND.baselines)
     rows = {row["boundary"]: row for row in rows}
     assert {row["target_loss"] for row in rows.values()} == {1.0}
     assert [rows[name]["seconds_to_loss"] for name in rows] == [40, 20, 35]
@@ -55,7 +52,7 @@ def test_the_target_is_what_all_have_reached():
 
 @pytest.mark.slow
 def test_a_real_race(tmp_path: Path):
-    report = run(RACE, TINY)
+    report = run(COMMAND, TINY)
     rows: dict[str, Any] = {row["boundary"]: row for row in report.rows}
     assert list(rows) == list(TINY.boundaries)
     starts = {row["curve"][0] for row in rows.values()}
@@ -66,32 +63,4 @@ def test_a_real_race(tmp_path: Path):
     assert rows["aq-sgd"]["bits_forward"] == pytest.approx((32 + 4.5) / 2, abs=0.6)
     assert rows["aq-sgd"]["state_bytes"] == 2 * 8 * 32 * 32 * 4
     assert rows["tah-quant"]["state_bytes"] == 0
-    assert "aq-sgd" in shown(RACE, report.rows, tmp_path, width=100)
-
-
-def test_questions_have_one_answer_each_and_no_answer_is_the_usual_one(tmp_path: Path):
-    kinds = write_questions(tmp_path / "questions.jsonl", 300)
-    samples = [json.loads(line) for line in (tmp_path / "questions.jsonl").read_text().splitlines()]
-    assert len({sample["prompt"] for sample in samples}) == len(samples) == 300
-    answers = Counter(sample["answer"] for sample in samples)
-    assert len(answers) == kinds > 5
-    assert max(answers.values()) <= 50
-    assert all(sample["answer"] in ("if", "while") for sample in samples if sample["prompt"].startswith("if "))
-
-
-@pytest.mark.slow
-def test_a_real_fine_tuning():
-    pytest.importorskip("peft")
-    settings = TuneBenchmark(
-        links=(Link(None),), boundaries=("fp32", "int4 / int4"), model=ModelConfig(dim=32, layers=2, heads=2),
-        data=DataConfig(batch=4, sequence=64), pipeline=PipelineConfig(microbatches=2), start_steps=2, questions=100,
-        steps=2, lora=LoraConfig(rank=2), precision="fp32",
-    )  # fmt: skip
-    report = run(TUNE, settings)
-    rows = list(report.rows)
-    assert [row["boundary"] for row in rows] == ["fp32", "int4 / int4"]
-    assert rows[0]["held_out_loss_before"] == rows[1]["held_out_loss_before"], "the same weights"
-    assert all(row["held_out_loss"] != row["held_out_loss_before"] for row in rows)
-    assert all(0 <= row["exact_match"] <= 1 for row in rows)
-    assert all(row["hours"] == pytest.approx(2 * row["seconds_per_step"] / 3600) for row in rows)
-    assert rows[1]["bits_forward"] < 6 < rows[0]["bits_forward"]
+    assert "aq-sgd" in shown(COMMAND, report.rows, tmp_path, width=100)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import activations, choices, elastic, parallel, predicted, race, ranks, simulate
+from benchmarks import activations, parallel, predicted, race, simulate
 from lowbit.config import build
 
 CASE = simulate.CASES[0]
@@ -18,20 +18,12 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
         (activations.ActivationsBenchmark, {"methods": ("int3",)}, "methods has int3; allowed: plain, default, norm-8"),
         (activations.ActivationsBenchmark, {"sequences": (1,)}, r"sequences is \(1,\); allowed: at least 2"),
         (activations.ActivationsBenchmark, {"model": {"dim": 33}}, "model.dim is 33"),
-        (choices.AutoBenchmark, {"pipeline": {"forward": ("auto",)}}, "pipeline.forward is"),
-        (elastic.DiLoCoBenchmark, {"steps": 100}, "steps is 100 and sync_every is 16; allowed"),
-        (elastic.DiLoCoBenchmark, {"steps": 9, "sync_every": 9}, "steps is 9 and sync_every is 9; allowed"),
-        (elastic.DiLoCoBenchmark, {"formats": ("int99",)}, "int99"),
-        (elastic.DiLoCoBenchmark, {"streaming": ("int99",)}, "int99"),
-        (elastic.ReplicasBenchmark, {"format": "int99"}, "int99"),
         (parallel.ParallelBenchmark, {"layers": 3}, "layers is 3; allowed: multiples of 2"),
         (predicted.GridSettings, {"batch": 9, "microbatches": 2}, "batch is 9; allowed: a multiple of microbatches"),
         (race.RaceBenchmark, {"samples": 6}, "samples is 6; allowed: a multiple of data.batch"),
         (race.RaceBenchmark, {"samples": 64, "evaluations": 3}, r"allowed: at most the steps of an epoch \(2\)"),
         (race.RaceBenchmark, {"boundaries": ("int9",)}, "codec is 'int9'"),
-        (race.TuneBenchmark, {"boundaries": ("int9",)}, "codec is 'int9'"),
-        pytest.param(race.TuneBenchmark, {"device": "cuda"}, "this machine has 0 devices", marks=NO_GPU),
-        (ranks.RanksBenchmark, {"model": "m", "candidates": ("int3",)}, "'int3'; allowed: static, feature-int4"),
+        pytest.param(race.RaceBenchmark, {"device": "cuda"}, "this machine has 0 devices", marks=NO_GPU),
         (simulate.SimulateBenchmark, {"cases": (CASE, CASE)}, "cases is empty or has one twice"),
     ],
 )

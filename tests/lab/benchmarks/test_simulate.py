@@ -1,4 +1,4 @@
-"""`python -m benchmarks simulate`, `grid`, `arena`, `plans` and `auto`: small settings, and the arithmetic."""
+"""`python -m benchmarks simulate`, `grid` and `arena`: small settings, and the arithmetic."""
 
 from __future__ import annotations
 
@@ -6,16 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.choices import AUTO_COMMAND, PLANS, AutoBenchmark, PlansBenchmark, shares
-from benchmarks.choices import config_of as config_of_auto
 from benchmarks.predicted import ARENA, GRID, ArenaSettings, GridSettings
 from benchmarks.simulate import CASES, COMMAND, Case, SimulateBenchmark, config_of, predict, ranked_right
 from lowbit.report import run
 from lowbit.simulate import Channel
-from lowbit.train.config import DataConfig, ModelConfig, PipelineConfig
-from lowbit_lab.bench.workers import UNLIMITED
-from lowbit_lab.network import Link, SlowLink
-from tests.lab.bench.shown import shown
+from lowbit.train.config import DataConfig, ModelConfig
+from lowbit_lab.network import Link
 
 TINY = {"model": ModelConfig(dim=32, layers=4, heads=2), "data": DataConfig(batch=4, sequence=32), "steps": 2}
 
@@ -82,45 +78,3 @@ def test_published_entries_of_the_speedrun_are_predicted_from_their_bytes():
     assert bf16["seconds"] == pytest.approx(dense["seconds"], rel=1e-9)
     assert int4["seconds"] < bf16["seconds"] / 2
     assert int4["score"] == 2925 * int4["seconds"]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(SlowLink.available() is not None, reason="no namespaces here")
-def test_a_plan_is_measured_beside_other_choices():
-    settings = PlansBenchmark(
-        links=(Link(100.0),), share=1.0, boundaries=("bf16",), schedules=("1F1B",), microbatch_counts=(2,),
-        first_layers=(1, 3), rounds=1, steps=1, model=TINY["model"], data=TINY["data"],
-    )  # fmt: skip
-    rows = run(PLANS, settings).rows
-    assert [row["planned"] for row in rows] == [True] + [False] * (len(rows) - 1)
-    assert {(1, 3), (3, 1)} <= {tuple(row["layers"]) for row in rows}
-    assert all(row["best"] <= row["seconds"] and row["predicted"] > 0 for row in rows)
-
-
-AUTO = {
-    "model": ModelConfig(dim=32, layers=2, heads=2), "pipeline": PipelineConfig(ranks=2, microbatches=2),
-    "data": DataConfig(batch=4, sequence=16, held_out_share=0.0), "links": (UNLIMITED,), "boundaries": ("bf16",),
-}  # fmt: skip
-
-
-def test_auto_and_a_fixed_format_are_the_same_run_but_for_the_format(tmp_path: Path):
-    auto, fixed = (config_of_auto(AutoBenchmark(**AUTO), name, str(tmp_path)) for name in ("auto", "bf16"))
-    assert auto.pipeline.is_auto
-    assert fixed.pipeline.forward == ("Cast(dtype=torch.bfloat16)",)
-    assert (auto.data, auto.model, auto.run) == (fixed.data, fixed.model, fixed.run)
-    assert len(AutoBenchmark().links) == 8
-
-
-def test_the_best_fixed_format_of_each_link_is_the_measure():
-    seconds = {("x", "auto"): 2.0, ("x", "a"): 1.0, ("x", "b"): 3.0, ("y", "a"): 4.0, ("y", "auto"): 2.0}
-    rows = [{"link": link, "boundary": name, "seconds": value} for (link, name), value in seconds.items()]
-    assert shares(rows) == {"x": 0.5, "y": 2.0}
-
-
-@pytest.mark.slow
-def test_real_runs_are_compared(tmp_path: Path):
-    auto, fixed = run(AUTO_COMMAND, AutoBenchmark(rounds=1, steps=1, **AUTO)).rows
-    assert (auto["boundary"], auto["formats"], auto["rounds"]) == ("auto", [["bf16"]], 1)
-    assert auto["predicted"]["these"] > 0
-    assert (fixed["formats"], fixed["predicted"], fixed["choice"]) == ([], None, None)
-    assert "of the" in shown(AUTO_COMMAND, [auto, fixed], tmp_path, width=100)
