@@ -259,7 +259,7 @@ class AutoBenchmark(Trained):
     data: DataConfig = DataConfig(batch=32, sequence=128, held_out_share=0.0)
     """Text to train on, and the size of a batch."""
     pipeline: PipelineConfig = PipelineConfig(ranks=2, microbatches=8)
-    """Ranks, each on a host of its own, stages and schedule. The formats are those of `boundaries`."""
+    """Ranks, each on its own host, stages and schedule. The formats are those of `boundaries`."""
     rounds: Positive = 2
     """Runs of each format on each link."""
     steps: Positive = 8

@@ -58,7 +58,7 @@ class FineTuning:
     """Format of gradients next to low-bit activations, unless `boundaries` names it. If omitted, the default of each
     format. fp32, bf16 and fp16 are used both ways."""
     pipeline: PipelineConfig = MANY_STAGES
-    """Ranks, each on a host of its own, stages and schedule."""
+    """Ranks, each on its own host, stages and schedule."""
     device: Device = "cpu"
     """cuda: ranks share the GPUs of the machine."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"

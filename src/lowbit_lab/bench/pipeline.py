@@ -63,7 +63,7 @@ class PipelineBenchmark:
     data: DataConfig = DataConfig(batch=32, sequence=128)
     """Text to train on, and the size of a batch."""
     pipeline: PipelineConfig = MANY_STAGES
-    """Ranks, each on a host of its own, stages and schedule. The formats are those of `boundaries`."""
+    """Ranks, each on its own host, stages and schedule. The formats are those of `boundaries`."""
     splits: tuple[Split, ...] = ()
     """Schedules to compare, as schedule/stages per rank/micro-batches, such as 1F1B/1/8. They replace those of
     `pipeline`."""

@@ -15,7 +15,7 @@ from lowbit.train.loop import Run
 from lowbit.train.metrics import StepMetrics
 from lowbit.train.prepare import prepare
 from lowbit.train.trainer import Trainer
-from lowbit_lab.bench.worker import serve, tell_progress
+from lowbit_lab.bench.worker import report_progress, serve
 
 
 class Runs:
@@ -81,7 +81,7 @@ class Runs:
 
         def report(metrics: StepMetrics) -> None:
             if dist.get_rank() == 0:
-                tell_progress(dataclasses.asdict(metrics))
+                report_progress(dataclasses.asdict(metrics))
 
         Run(_trainer(config)).finish(report)
 

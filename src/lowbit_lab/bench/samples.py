@@ -12,7 +12,7 @@ from torch import Tensor
 from lowbit.train.config import DataConfig, ModelConfig
 from lowbit.train.data import load_data
 from lowbit.train.model import build_model, count_layers, next_token_loss, vocabulary
-from lowbit_lab.bench.training import Recipe, boundary_modules, train
+from lowbit_lab.bench.training import TrainingRecipe, boundary_modules, train
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -64,7 +64,7 @@ def real(source: str, *, steps: int) -> list[Tensor]:
         tokenizer = load_data(data).tokenizer
         model = build_model(config, vocab=vocabulary(config, tokenizer.size), sequence=SEQUENCE, seed=0)
     else:
-        model, _ = train(Recipe(model=config, data=data, steps=steps, eval_windows=1), seed=0)
+        model, _ = train(TrainingRecipe(model=config, data=data, steps=steps, eval_windows=1), seed=0)
     inputs, _ = load_data(data).held_out.batch(torch.arange(BATCH))
     return capture(model, inputs, stages=count_layers(config))[0]
 

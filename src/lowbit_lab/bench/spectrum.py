@@ -169,9 +169,9 @@ class _Boundary:
                 "outside": float(self.outside[min(directions, len(self.outside) - 1)]) if directions else None,
                 "bits_per_element": (bits := trial.codec.bits_per_element(shape)),
                 "decibels": trial.total.decibels(),
-                **_beside("", bits, trial.total.bound(self.spectra)),
+                **_compared_with_bound("", bits, trial.total.bound(self.spectra)),
                 "token_decibels": trial.by_token.decibels(),
-                **_beside("token_", bits, trial.by_token.bound(self.token_spectra)),
+                **_compared_with_bound("token_", bits, trial.by_token.bound(self.token_spectra)),
             }
         about = {"boundary": self.index, "direction": self.direction, "shape": list(shape), "format": BOUND}
         for decibels in BOUND_DECIBELS:
@@ -179,7 +179,7 @@ class _Boundary:
             yield {**about, "directions": None, "fitted": False, "bits_per_element": bits, "decibels": float(decibels)}
 
 
-def _beside(prefix: str, bits: float, least: float | None) -> Row:
+def _compared_with_bound(prefix: str, bits: float, least: float | None) -> Row:
     """The bound, and the bits of a format above it."""
     return {f"{prefix}bound": least, f"{prefix}above": None if least is None else bits - least}
 

@@ -34,7 +34,7 @@ class TensorParallelBenchmark:
     links: Links = (Link(1000.0), Link(2500.0), Link(10000.0), UNLIMITED)
     """Links to emulate: a rate, with a round trip if there is a distance, such as 25mbit, 100mbit/40ms or unlimited."""
     ranks: Annotated[tuple[Annotated[int, Field(ge=2)], ...], EachOnce] = (2, 4)
-    """Numbers of ranks, each on a host of its own."""
+    """Numbers of ranks, each on its own host."""
     formats: Annotated[tuple[Format, ...], EachOnce] = ("bf16", "int4", "int8", "feature-int4")
     """bf16: PyTorch's all-reduce of bfloat16. int4: a gain for each token times a calibrated range for each feature.
     int8: symmetric, a scale for each 128 elements. feature-int4: int4 with width / 64 outlier features in bfloat16.

@@ -38,7 +38,7 @@ from lowbit.train.lora import add_adapters
 from lowbit.train.model import build_model, vocabulary
 from lowbit.train.optim import eight_bit_adamw, make_optimizer
 from lowbit.train.single_process import model_loss, train_single_process
-from lowbit_lab.bench.worker import serve, tell_progress
+from lowbit_lab.bench.worker import report_progress, serve
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -64,7 +64,7 @@ POLICIES = {
 
 
 @section("recipe")
-class Recipe:
+class TrainingRecipe:
     """A training run without its boundary and seed."""
 
     model: ModelConfig = ModelConfig()
@@ -138,7 +138,7 @@ def formats_in(boundary: str, backward: str = "") -> Formats:
 
 
 def train(
-    recipe: Recipe,
+    recipe: TrainingRecipe,
     boundary: str = "fp32",
     backward: str = "",
     *,
@@ -189,7 +189,7 @@ def train(
         before_step=before_step, after_step=after_step,
     )  # fmt: skip
     run = replace(emulation.traffic)  # which evaluation adds to
-    after = since(in_warmup, run)
+    after = traffic_between(in_warmup, run)
     state_bytes = emulation.state_bytes()
     if compressed is not None:
         compressed.remove()
@@ -258,7 +258,7 @@ class Replicas:
         self.storage.zero_()
 
 
-def prepare(recipe: Recipe, seed: int) -> tuple[Data, PreTrainedModel]:
+def prepare(recipe: TrainingRecipe, seed: int) -> tuple[Data, PreTrainedModel]:
     """The text, and the model on its device, in training mode."""
     data = load_data(recipe.data)
     vocab = vocabulary(recipe.model, data.tokenizer.size)
@@ -281,7 +281,7 @@ def boundary_modules(model: PreTrainedModel, stages: int) -> list[str]:
 
 
 @torch.no_grad()
-def evaluate(model: PreTrainedModel, held_out: Windows | Answers, recipe: Recipe) -> float:
+def evaluate(model: PreTrainedModel, held_out: Windows | Answers, recipe: TrainingRecipe) -> float:
     """Mean loss, in nats a token, over windows spread evenly over the held-out text."""
     ids = spread_evenly(recipe.eval_windows, len(held_out))
     model.eval()
@@ -305,7 +305,7 @@ def curve_of(losses: list[float]) -> list[tuple[int, float]]:
     return [(i * width + len(part), sum(part) / len(part)) for i, part in enumerate(parts)]
 
 
-def since(earlier: Traffic, later: Traffic) -> Traffic:
+def traffic_between(earlier: Traffic, later: Traffic) -> Traffic:
     """What was counted between two moments."""
     return Traffic(**{f.name: getattr(later, f.name) - getattr(earlier, f.name) for f in fields(Traffic)})
 
@@ -320,9 +320,9 @@ class Training:
         torch.set_num_threads(threads)
 
         def on_step(step: int, loss: float) -> None:
-            tell_progress(f"{regime} {boundary} seed {seed}: step {step}, loss {loss:.3f}")
+            report_progress(f"{regime} {boundary} seed {seed}: step {step}, loss {loss:.3f}")
 
-        model, result = train(build(Recipe, recipe), boundary, backward, seed=seed, on_step=on_step)
+        model, result = train(build(TrainingRecipe, recipe), boundary, backward, seed=seed, on_step=on_step)
         if keep:
             part = Path(keep).with_suffix(".part")  # so that an interrupted call leaves no half file
             part.parent.mkdir(parents=True, exist_ok=True)

@@ -59,7 +59,7 @@ def follow(worker: Any, method: str, arguments: dict[str, Any]) -> dict[str, Any
         return {"error": first_line(error)}
 
 
-def tell_progress(value: Any) -> None:
+def report_progress(value: Any) -> None:
     """Report progress to the benchmark."""
     if _answers is not None:
         _write({"progress": value})

@@ -152,12 +152,12 @@ class Workers:
                 case {"result": result}:
                     return result
         process.wait()
-        raise self._failure(index, self._last_words(index))
+        raise self._failure(index, self._exit_message(index))
 
     def _failure(self, index: int, reason: str) -> ChildProcessError:
         return ChildProcessError(f"{'rank' if self._grouped else 'process'} {index} failed: {reason}")
 
-    def _last_words(self, index: int) -> str:
+    def _exit_message(self, index: int) -> str:
         """The exit status of a process that has ended, and the last line of its standard error."""
         self._errors[index].seek(0)
         lines = self._errors[index].read().strip().splitlines()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lowbit.report.rows import Row, Value, distinct, value_of
 from lowbit_lab.charts.charts import Chart, Finish, columns, ink, wrapped
-from lowbit_lab.charts.labels import Label, along, beside, place
+from lowbit_lab.charts.labels import Label, along, place, write_column
 from lowbit_lab.charts.style import SMALL, TEXT, Palette, title_of
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class Lines(Chart):
 
         def finish() -> None:
             if together:
-                beside(axes, labels, size=TEXT)
+                write_column(axes, labels, size=TEXT)
                 return
             avoid = [point for curve in curves for point in along(axes, curve)]
             place(axes, labels, avoid=avoid, size=TEXT)

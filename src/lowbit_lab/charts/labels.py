@@ -79,7 +79,7 @@ def place(axes: Axes, labels: Sequence[Label], *, avoid: Sequence[tuple[float, f
     return texts
 
 
-def beside(axes: Axes, labels: Sequence[Label], *, size: float) -> list[Text]:
+def write_column(axes: Axes, labels: Sequence[Label], *, size: float) -> list[Text]:
     """Write labels in a column on the right of their points, for which the axes become narrower."""
     scale = axes.figure.get_figure(root=True).dpi / 72
     texts = [axes.text(0, 0, label.text, fontsize=size, weight=label.weight) for label in labels]

@@ -207,9 +207,9 @@ class Evaluation:
         settings = self.settings
         if tp in calibrations:
             return calibrations[tp]
-        beside = default_calibration(settings.model, tp)
-        if not settings.calibration_text and self._all_have(beside):
-            return loading.load_calibration(beside)
+        in_folder = default_calibration(settings.model, tp)
+        if not settings.calibration_text and self._all_have(in_folder):
+            return loading.load_calibration(in_folder)
         wanted = CalibrationConfig(
             ranks=tp, text=settings.calibration_text, sequences=settings.calibration_sequences,
             **{name: getattr(settings, name) for name in ("model", "length", "tokenizer", "seed", "max_bytes")},

@@ -102,9 +102,9 @@ class TransformQuant(BasisCodec):
             less well than the one it is chosen for: expect about 2 dB less, and much less while a model changes fast.
         nats: instead of `decibels`, the cost that "auto" aims at: how much higher the loss may be with the coded
             activations of all boundaries, more than 0. In the last step but one of the warm-up, each sender looks at
-            the first activations and their gradient. It takes the rate whose expected cost is an equal part of `nats` for
-            each boundary. Gradients get 1.15 bits less than the activations of their boundary, as without `bits`. The
-            loss is assumed to be the mean over the tokens of a message. The cost is a forecast: see
+            the first activations and their gradient. It takes the rate whose expected cost is an equal part of `nats`
+            for each boundary. Gradients get 1.15 bits less than the activations of their boundary, as without `bits`.
+            The loss is assumed to be the mean over the tokens of a message. The cost is a forecast: see
             `LowBitStage.raise_rates`, and `lowbit train`, which measures it and raises rates.
     """
 
