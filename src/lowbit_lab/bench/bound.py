@@ -21,7 +21,7 @@ from torch import Tensor
 
 
 def spectrum(x: Tensor) -> Tensor:
-    """Return mean squares of tokens (..., C) along their principal directions: (C,) float64; NaN if any is not finite."""
+    """Mean squares of tokens (..., C) along their principal directions: (C,) float64; NaN if any is not finite."""
     tokens = x.reshape(-1, x.shape[-1]).double()
     count, channels = tokens.shape
     if not bool(tokens.isfinite().all()):

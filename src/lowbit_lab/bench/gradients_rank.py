@@ -53,7 +53,7 @@ class GradientsRank:
         return timed(lambda: self._average(name, x))
 
     def outcome(self, name: str) -> dict[str, float]:
-        """Return the relative error of the mean, in the third call, when PowerSGD starts compressing, and peak memory."""
+        """Return peak memory, and the error of the mean in the third call, when PowerSGD starts to compress."""
         for _ in range(3):
             x = self._gradients(name)
             meter = Meter(torch.device("cpu"))

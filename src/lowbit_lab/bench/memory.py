@@ -152,7 +152,7 @@ def _by_depth(settings: MemoryBenchmark, rows: list[Row]) -> Iterator[list[Row]]
 
 
 def _measured(settings: MemoryBenchmark, method: str, sequence: int) -> dict[str, Any]:
-    """The row of one method, from a process of its own."""
+    """Measure the row of one method in a new process."""
     order = {"settings": dataclasses.asdict(settings), "method": method, "sequence": sequence}
     try:
         with Workers("lowbit_lab.bench.memory_run", environment=_EXACT) as process:

@@ -258,7 +258,7 @@ def test_formats_by_name():
     assert formats_in("activations:norm-8", "int8") == Formats(activations=training.POLICIES["norm-8"])
     with pytest.raises(ValueError, match="boundary is 'activations:4'; allowed: activations:default, act"):
         formats_in("activations:4")
-    with pytest.raises(ValueError, match="has state between messages"):
+    with pytest.raises(ValueError, match="keeps state between messages"):
         formats_in("gradients:aq-sgd")
     with pytest.raises(ValueError, match="codec is 'fp9'"):
         ConvergenceBenchmark(boundaries=("gradients:fp9",))
