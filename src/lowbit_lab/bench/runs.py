@@ -47,7 +47,7 @@ class Runs:
         return [dataclasses.asdict(metrics) for metrics in done]
 
     def turn(self, name: str, count: int, *, evaluate: bool) -> dict[str, Any]:
-        """Take `count` steps, and evaluate. A step before them, with cold caches and a new TCP start, is not counted."""
+        """Take `count` steps, and evaluate. A step before them is not counted: caches are cold and TCP starts again."""
         return {
             "steps": self.steps(name, 1 + count)[1:],
             "evaluation": self.evaluate(name) if evaluate else None,
