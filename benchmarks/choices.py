@@ -1,9 +1,9 @@
 """`python -m benchmarks plans` and `auto`: what a plan or a run chooses, compared with every fixed choice, measured.
 
-`plans`: there are two hosts with a core each, and the second one gets only a share of its core's time. `lowbit doctor`
-measures them, the plan chooses, and then every choice trains in turn, round after round.
+`plans`: two hosts have a core each, and the second gets only a share of its core's time. `lowbit doctor` measures them,
+the plan chooses, and then every choice trains in turn, round after round.
 
-`auto`: every run trains from its first step, with all that `lowbit train` does. The first steps, in which `auto`
+`auto`: every run trains from its first step, with everything that `lowbit train` does. The first steps, in which `auto`
 chooses, are not timed. Runs of all formats take turns, round after round.
 """
 
@@ -42,15 +42,15 @@ from lowbit_lab.bench.settings import LINK, Links, Names
 from lowbit_lab.bench.workers import UNLIMITED, Workers, check_available, set_link, started
 from lowbit_lab.network import Link, LinkUnavailable, SlowLink
 
-_CPU = Path("/sys/fs/cgroup/cpu")  # of the first version of control groups, and of the second one:
+_CPU = Path("/sys/fs/cgroup/cpu")  # for version 1 of control groups; for version 2:
 _CPU_2 = Path("/sys/fs/cgroup")
-_LEAST_US = 1_000  # of computing in a period; short periods, so that no pass fits into one
-_UNTIMED = 7  # first steps of a run with `auto`: five before the choice, and two with the formats that it sets up
+_LEAST_US = 1_000  # least computing time in a period; periods are so short that no pass fits into one
+_UNTIMED = 7  # first steps of a run with `auto`: five before the choice, and two that set up the chosen formats
 
 
 @section()
 class PlansBenchmark(Trained):
-    """Two unequal hosts, a model, and what the plan chooses among."""
+    """Two unequal hosts, a model, and the plan's choices."""
 
     links: Links = (Link(25.0), Link(100.0, rtt_ms=20.0), Link(500.0))
     """Links to emulate."""
@@ -63,7 +63,7 @@ class PlansBenchmark(Trained):
     microbatch_counts: tuple[Positive, ...] = (8, 16)
     """Numbers of micro-batches."""
     first_layers: tuple[Positive, ...] = (4, 5, 6)
-    """Decoder layers of the first stage, next to those of the plan. The second one gets the others."""
+    """Decoder layers of the first stage, in addition to the plan's number. The second stage gets the others."""
     rounds: Positive = 2
     """Turns of each choice on each link."""
     steps: Positive = 2
@@ -118,7 +118,7 @@ def measure_plans(settings: PlansBenchmark, earlier: Sequence[Row] = ()) -> Iter
 
 
 def _examine(settings: PlansBenchmark, network: SlowLink, folder: Path, place: Path | None) -> Cluster:
-    """`lowbit doctor` on both hosts, at the same time."""
+    """Run `lowbit doctor` on both hosts at the same time."""
     pipeline = PipelineConfig(ranks=2, microbatches=settings.microbatch_counts[0])
     config = recipe(settings, settings.boundaries[0], pipeline=pipeline, threads=1)
     (folder / "run.toml").write_text(to_toml(config, meanings=False), encoding="utf-8")
@@ -157,7 +157,7 @@ def _predictor(settings: PlansBenchmark, cluster: Cluster) -> Predictor:
 
 
 def _choices(settings: PlansBenchmark, predictor: Predictor) -> list[PipelineChoice]:
-    """The plan's first choice, and the grid."""
+    """Return the plan's first choice, and the grid."""
     first = search(
         predictor, formats=settings.boundaries, schedules=settings.schedules, stages_per_rank=(1,),
         microbatches=settings.microbatch_counts, replicas=(1,),
@@ -179,7 +179,7 @@ def _choices(settings: PlansBenchmark, predictor: Predictor) -> list[PipelineCho
 
 @contextlib.contextmanager
 def _slow(share: float) -> Iterator[Path | None]:
-    """A control group whose processes get a share of a core's time; None for all of it."""
+    """Make a control group whose processes get a share of a core's time; None for all of it."""
     if share == 1:
         yield None
         return
@@ -192,7 +192,7 @@ def _slow(share: float) -> Iterator[Path | None]:
         for name, value in limits.items() if first else [("cpu.max", f"{_LEAST_US} {period}")]:
             (place / name).write_text(str(value))
     except OSError as error:
-        raise LinkUnavailable(f"this machine permits no limit of a core's time ({error}); allowed: --share 1") from None
+        raise LinkUnavailable(f"this machine cannot limit a core's time ({error}); allowed: --share 1") from None
     try:
         yield place
     finally:
@@ -201,7 +201,7 @@ def _slow(share: float) -> Iterator[Path | None]:
 
 
 def _confine(process: int, host: int, place: Path | None) -> None:
-    """Give a process the core of its host, the second host's in the control group."""
+    """Bind a process to the core of its host, for the second host within the control group."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(process, {cores[host % len(cores)]})
     if host and place is not None:
@@ -274,14 +274,14 @@ def measure_auto(settings: AutoBenchmark, earlier: Sequence[Row] = ()) -> Iterat
 
     Yields:
         Rows, one for each link and format: `boundary` ("auto" or the format), the fields of `set_link`,
-        `seconds` (of a step, with the fields of `summary`), `formats` (what each run with `auto` chose, by boundary; of
-        a fixed format, none), `predicted` (seconds of the last choice; None) and `choice` (all numbers of the last
-        choice, `lowbit.train.auto.FormatChoice`; None).
+        `seconds` (of a step, with the fields of `summary`), `formats` (the choices of each run with `auto`, by
+        boundary; empty for a fixed format), `predicted` (seconds of the last choice, or None) and `choice` (all numbers
+        of the last choice, `lowbit.train.auto.FormatChoice`, or None).
     """
     ranks_of = settings.pipeline.ranks
     rows: list[dict[str, Any]] = []
     for link in settings.links:
-        # A process group can serve a few dozen runs only: each link gets ranks of its own.
+        # Each link gets new ranks, because a process group can only serve a few dozen runs.
         with tempfile.TemporaryDirectory() as folder, started(PROGRAM, ranks_of, [link]) as (network, ranks):
             about = set_link(network, link)
             taken: dict[str, list[dict[str, Any]]] = {name: [] for name in (AUTO, *settings.boundaries)}
@@ -293,7 +293,7 @@ def measure_auto(settings: AutoBenchmark, earlier: Sequence[Row] = ()) -> Iterat
 
 
 def config_of(settings: AutoBenchmark, boundary: str, output: str) -> TrainConfig:
-    """The run of a format, or of `auto`."""
+    """Return the training run of a format, or of `auto`."""
     steps = {"steps": _UNTIMED + settings.steps, "save_model": False, "report": False, "overwrite": True}
     if boundary != AUTO:
         return recipe(settings, boundary, output=output, **steps)
@@ -302,7 +302,7 @@ def config_of(settings: AutoBenchmark, boundary: str, output: str) -> TrainConfi
 
 
 def shares(rows: Sequence[Row]) -> dict[str, float]:
-    """Speed of `auto` over that of the best fixed format, by link."""
+    """Return the speed of `auto` over that of the best fixed format, by link."""
     found = {}
     for link in dict.fromkeys(row["link"] for row in rows):
         seconds = {row["boundary"]: row["seconds"] for row in rows if row["link"] == link}
@@ -311,7 +311,7 @@ def shares(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def _turn(ranks: Workers, config: TrainConfig) -> dict[str, Any]:
-    """Train; seconds of the timed steps, and the last choice."""
+    """Train; return seconds of the timed steps, and the last choice."""
     steps: list[float] = []
     ranks.ask("train", config=as_mapping(config), on_progress=lambda metrics: steps.append(metrics["seconds"]))
     chosen = read_summary(Path(config.run.output) / "summary.json").formats

@@ -1,16 +1,16 @@
 """`python -m benchmarks codecs`: `lowbit bench codecs` with the procedure of the TAH-Quant paper's research code.
 
-That procedure is the baseline that `TAHQuant` must not fall behind.
-Only what the receiver would see is computed, in plain PyTorch, and the bits are counted; nothing is packed.
+`TAHQuant` must not be worse than that procedure. Its round trip is computed in plain PyTorch, and its bits are counted;
+nothing is packed.
 
 Differences from `lowbit.codecs.TAHQuant.published()`, which has the same tile, widths, share and pivots:
 
-- scale = (max - min) / (2^bits - 1) and zero = min travel as float16, but codes are computed from the unrounded
-  ones, so that the receiver reconstructs with other numbers than the sender used;
+- scale = (max - min) / (2^bits - 1) and zero = min are sent as float16, but codes are computed from the unrounded
+  ones, so that the receiver uses other numbers than the sender;
 - levels lie on both ends of [min, max];
 - entropy comes from float32 logarithms.
 
-Its loss of a token when the numbers of wide and narrow tokens are rounded apart is left out: it would only hurt it.
+It can lose a token when it rounds the numbers of wide and narrow tokens separately. This fault is not reproduced.
 
 Shapes: B sequences, S tokens, C channels, T tiles of a token, E elements of a tile.
 """
@@ -53,7 +53,7 @@ class PublishedProcedure:
             raise ValueError(f"allocation is {self.allocation!r}; allowed: 'tile', 'token'")
 
     def bits_per_element(self, shape: Sequence[int]) -> float:
-        """Codes, scales and zeros, width flags, and pivot flags with their positions, for each element.
+        """Return the bits per element of codes, scales, zeros, width flags, and pivot flags with their positions.
 
         Raises:
             ValueError: channels that `tile` does not divide, which the research code cannot code.
@@ -69,7 +69,7 @@ class PublishedProcedure:
         return codes + METADATA_BITS / self.tile + flags + pivots
 
     def round_trip(self, x_BSC: Tensor) -> Tensor:
-        """What the other side reconstructs, in the dtype of the input."""
+        """Return what the receiver reconstructs, in the dtype of the input."""
         self._check(x_BSC.shape[-1])
         x_BSTE = x_BSC.float().unflatten(-1, (-1, self.tile))
         levels = self._levels(x_BSTE)
@@ -82,7 +82,7 @@ class PublishedProcedure:
         return y.flatten(-2).to(x_BSC.dtype)
 
     def _levels(self, x_BSTE: Tensor) -> Tensor:
-        """2^bits - 1 of each tile, (B, S, T or 1, 1)."""
+        """Return 2^bits - 1 of each tile, (B, S, T or 1, 1)."""
         if self.allocation == "tile":
             entropy = _entropy(x_BSTE)
         else:
@@ -104,7 +104,7 @@ def _entropy(x: Tensor) -> Tensor:
 
 
 def _pivots(x_BSTE: Tensor, ratio: float) -> tuple[Tensor, Tensor]:
-    """Position of each tile's largest magnitude, and whether the tile is rotated; both (B, S, T, 1)."""
+    """Return the position of each tile's largest magnitude, and whether the tile is rotated; both (B, S, T, 1)."""
     top = x_BSTE.abs().topk(2, dim=-1)
     rotated = top.values[..., :1] >= ratio * top.values[..., 1:]
     return top.indices[..., :1], rotated & (top.values[..., :1] > 0)
@@ -126,7 +126,7 @@ def _hadamard(size: int) -> Tensor:
 
 
 def _quantize(x: Tensor, levels: Tensor) -> Tensor:
-    """Round trip through uniform codes: made from float32 scale and zero, read with float16 ones."""
+    """Round trip through uniform codes, which are made with float32 scale and zero, and read with float16 ones."""
     zero = x.amin(-1, keepdim=True)
     scale = (x.amax(-1, keepdim=True) - zero) / levels
     codes = ((x - zero) / scale.clamp(min=SMALLEST)).round().clamp(min=0)
@@ -143,14 +143,14 @@ codecs.EXTRA_NAMES.update(
 
 @section()
 class PublishedBenchmark(CodecsBenchmark):
-    """As `lowbit bench codecs`."""
+    """Settings of `lowbit bench codecs`, with more formats."""
 
     codecs: tuple[str, ...] = (
         "bf16", "fp8", "int8", "GroupInt(bits=6, group=32, symmetric=True)", "int4", "subspace", "transform",
         "tah-quant", "tah-quant-published", "tah-quant-published-token", "published-procedure",
         "published-procedure-token", *FITTED,
     )  # fmt: skip
-    """As in `lowbit bench codecs`. published-procedure and published-procedure-token (bits by token): errors and bits
+    """See `lowbit bench codecs`. published-procedure and published-procedure-token (bits by token): errors and bits
     of the paper's research code, not its speed."""
 
 

@@ -1,8 +1,8 @@
-"""`python -m benchmarks replicas` and `diloco`: replicas of a small model, a process each, that torchft joins.
+"""`python -m benchmarks replicas` and `diloco`: replicas of a small model, one process each, that torchft joins.
 
 `replicas`: training continues while replicas are killed and restarted at random. Gradients are summed in few bits with
-error feedback. A replica is killed at a random moment and started again at once; the next follows when all have trained
-together for some steps. Undisturbed runs of several seeds show by how much the final loss varies anyway.
+error feedback. A replica is killed at a random moment and restarted at once; the next is killed after all have trained
+together for some steps. Undisturbed runs of several seeds show how much the final loss varies in any case.
 
 `diloco`: held-out loss and bytes of DiLoCo, by format of the pseudo-gradients: torchft's own DiLoCo over real sockets,
 with inner AdamW, and outer SGD with Nesterov momentum 0.9 and a learning rate of 0.7. All formats see the same starting
@@ -56,14 +56,14 @@ SHORT = {"int4": "GroupInt(bits=4, group=64, symmetric=True)", "int2": "GroupInt
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What every replica does.
+    """The task of every replica.
 
     Args:
         codec: of gradients or pseudo-gradients; FULL: torchft's own manager.
         sync_every: inner steps of DiLoCo between two averages of a parameter; 0: no DiLoCo, gradients in each step.
         fragments: parts of the model that DiLoCo averages in turn.
-        steps: optimizer steps; of DiLoCo, inner ones.
-        timeout: seconds of a sum. dead_after: without a heartbeat.
+        steps: optimizer steps; with DiLoCo, inner ones.
+        timeout: seconds for a sum. dead_after: seconds without a heartbeat.
     """
 
     codec: str
@@ -80,7 +80,7 @@ class Job:
     dead_after: float = 5.0
 
 
-class Run:
+class ReplicaRun:
     """A lighthouse in this process, and replicas in processes; a context manager that ends them."""
 
     def __init__(self, job: Job, folder: Path, at_least: int = 1) -> None:
@@ -92,7 +92,7 @@ class Run:
         )  # fmt: skip
         self.processes: list[Any] = [None] * job.replicas
 
-    def __enter__(self) -> Run:
+    def __enter__(self) -> ReplicaRun:
         for replica in range(self.job.replicas):
             self.start(replica)
         return self
@@ -110,7 +110,7 @@ class Run:
         self.processes[replica].start()
 
     def kill(self, replica: int) -> None:
-        """End a replica at once, as a machine that fails."""
+        """End a replica at once, like a machine failure."""
         self.processes[replica].kill()
         self.processes[replica].join()
 
@@ -118,7 +118,7 @@ class Run:
         return self.folder / f"{replica}.jsonl"
 
     def lines(self, replica: int) -> list[dict[str, Any]]:
-        """What a replica has written, in all its lives."""
+        """Return the lines that a replica has written, including those before it was killed."""
         text = self.file(replica).read_text() if self.file(replica).exists() else ""
         return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
 
@@ -126,20 +126,20 @@ class Run:
         """Check that no replica has failed.
 
         Raises:
-            ChildProcessError: one has.
+            ChildProcessError: a replica has failed.
         """
         for replica, process in enumerate(self.processes):
             if process.exitcode:
                 raise ChildProcessError(f"replica {replica} ended with code {process.exitcode}")
 
     def ended(self) -> list[int]:
-        """Replicas that have reached the last step."""
+        """Return the replicas that have reached the last step."""
         return [replica for replica, process in enumerate(self.processes) if process.exitcode == 0]
 
     def results(self) -> list[dict[str, Any]]:
-        """Wait for the replicas; the last lines of those that have reached the last step.
+        """Wait for the replicas, and return the last lines of those that have reached the last step.
 
-        One that was started again too late to do so is not waited for: there is nobody left to take weights from.
+        A replica that was restarted too late to do so is not waited for: no replica is left to take weights from.
         """
         late = None
         while any(process.is_alive() for process in self.processes) and (late is None or time.monotonic() < late):
@@ -165,7 +165,7 @@ class _Trainer:
         self.manager.allreduce = self._allreduce
 
     def each_step(self, log: TextIO) -> None:
-        """Average gradients in each step, with whoever is there; a line for each try."""
+        """Average gradients in each step, with the replicas that are present; write a line for each try."""
         torchft: Any = engine("torchft", **TORCHFT)
         replica = torchft.DistributedDataParallel(self.manager, self.net)
         optimizer = torchft.Optimizer(self.manager, self.optimizer)
@@ -179,7 +179,7 @@ class _Trainer:
             log.flush()
 
     def diloco(self) -> None:
-        """Average pseudo-gradients now and then, by torchft's DiLoCo, with the outer optimizer of its paper."""
+        """Average pseudo-gradients periodically by torchft's DiLoCo, with the outer optimizer of its paper."""
         local_sgd: Any = engine("torchft.local_sgd", **TORCHFT)
         parts = _fragments(self.net, self.job.fragments)
         outer = [torch.optim.SGD(part.parameters(), lr=0.7, momentum=0.9, nesterov=True) for part in parts]
@@ -192,7 +192,7 @@ class _Trainer:
                 self.optimizer.step()
 
     def result(self) -> dict[str, Any]:
-        """The held-out loss, and the bytes that this replica has sent for each of its tokens."""
+        """Return the held-out loss, and the bytes that this replica has sent for each of its tokens."""
         windows = self.text.held_out
         ids = torch.arange(min(len(windows), self.job.held_out_windows))
         with torch.no_grad():
@@ -204,7 +204,7 @@ class _Trainer:
         }  # fmt: skip
 
     def _loss(self, net: nn.Module, step: int) -> Tensor:
-        """Of this replica's share of a step's samples; also sets the step's learning rate."""
+        """Compute the loss of this replica's share of a step's samples; also set the step's learning rate."""
         warm_up = min(1.0, (step + 1) / max(1, self.job.steps // 20))
         for group in self.optimizer.param_groups:
             group["lr"] = self.job.lr * warm_up * (0.55 + 0.45 * math.cos(math.pi * step / self.job.steps))
@@ -215,14 +215,14 @@ class _Trainer:
         return next_token_loss(net(batch[0]).logits, batch[1])
 
     def _weights(self) -> str:
-        """Digest of all weights."""
+        """Return a digest of all weights."""
         digest = hashlib.sha256()
         for p in self.net.parameters():
             digest.update(p.detach().numpy().data)
         return digest.hexdigest()[:16]
 
     def _allreduce(self, tensor: Tensor, *arguments: Any, **more: Any) -> Any:
-        """The manager's, with the bytes counted that this replica sends."""
+        """Call the manager's all-reduce, and count the bytes that this replica sends."""
         ranks, numel = self.job.replicas, tensor.numel()
         if self.job.codec == FULL:
             self.sent += 2 * (ranks - 1) * 4 * numel // ranks
@@ -260,10 +260,10 @@ class _Trainer:
 
 
 def _work(job: Job, replica: int, lighthouse: str, file: str) -> None:
-    """The process of a replica: train, write a line for each step, and the result."""
+    """Run the process of a replica: train, and write a line for each step and the result."""
     torch.set_num_threads(1)
     for name in ("torchft.manager", "torchft.local_sgd", "torchft.process_group"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # they write a traceback for each peer that is lost
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # they log a traceback for each lost peer
     trainer = _Trainer(job, replica, lighthouse)
     with open(file, "a", encoding="utf-8") as log:
         if job.sync_every:
@@ -275,7 +275,7 @@ def _work(job: Job, replica: int, lighthouse: str, file: str) -> None:
 
 
 def _fragments(net: Any, count: int) -> list[nn.Module]:
-    """The model in `count` parts of successive layers, with the embedding in the first and the head in the last."""
+    """Split the model into `count` parts of successive layers; the first has the embedding, the last the head."""
     if count == 1:
         return [net]
     layers = list(net.model.layers)
@@ -289,7 +289,7 @@ def _fragments(net: Any, count: int) -> list[nn.Module]:
 def _rows(
     earlier: Sequence[Row], cases: Iterable[dict[str, Any]], train: Callable[..., dict[str, Any]]
 ) -> Iterator[Sequence[Row]]:
-    """Train every case that no earlier row is of; rows are cases with what `train` returns for them."""
+    """Train every case without an earlier row; rows are cases with the fields that `train` returns."""
     engine("torchft.manager", **TORCHFT)
     os.environ.setdefault("RUST_LOG", "error")  # torchft's servers write a line for each heartbeat
     rows = [dict(row) for row in earlier]
@@ -301,7 +301,7 @@ def _rows(
 
 @section()
 class ReplicasBenchmark:
-    """Replicas, how often they are killed, and what they train."""
+    """Replicas, the number of kills, and the training."""
 
     kills: NonNegative = 50
     """Kills in the disturbed run."""
@@ -328,7 +328,7 @@ class ReplicasBenchmark:
     timeout: float = 5.0
     """Seconds of a sum after which a replica that does not answer fails the step."""
     kill_seed: NonNegative = 0
-    """Seed of who is killed and when."""
+    """Seed of which replica is killed and when."""
 
     def __post_init__(self) -> None:
         parse(self.format)
@@ -339,14 +339,14 @@ def measure_replicas(settings: ReplicasBenchmark, earlier: Sequence[Row]) -> Ite
 
     Yields:
         Rows, one for each run: `run` ("undisturbed" or "killed"), `seed`, `held_out_loss`, `identical` (steps after
-        which all replicas that committed had the same weights), `differing` (others), `kills`; of the disturbed run
-        `gap` (median over the kills of the longest pause of a survivor between two commits, from the kill until the
-        killed replica commits again, in seconds), `gap_longest`, `back` (median seconds until the killed replica
-        commits again), `back_longest`, `lost` (steps that survivors discarded, for each kill).
+        which all replicas that committed had the same weights), `differing` (others), `kills`. The disturbed run adds
+        `gap` (the longest pause of a survivor between two commits, from the kill until the killed replica commits
+        again, in seconds, median over the kills), `gap_longest`, `back` (seconds until the killed replica commits
+        again, median), `back_longest`, `lost` (steps that survivors discarded, for each kill).
 
     Raises:
         EngineError: torchft is not installed.
-        ChildProcessError: a replica failed by itself.
+        ChildProcessError: a replica failed without being killed.
         TimeoutError: a run made no progress.
     """
     cases = [("undisturbed", seed) for seed in range(settings.seeds)]
@@ -361,26 +361,27 @@ def _replicas(settings: ReplicasBenchmark, run: str, seed: int) -> dict[str, Any
         steps=settings.steps, seed=seed, lr=settings.lr, held_out_windows=settings.held_out_windows,
         timeout=settings.timeout, dead_after=settings.dead_after,
     )  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder, Run(job, Path(folder), at_least=settings.replicas - 1) as lives:
-        blows = _disturb(lives, settings, settings.kills if run == "killed" else 0)
-        losses = [result["held_out_loss"] for result in lives.results()]
-        steps = [[line for line in lives.lines(replica) if line.get("committed")] for replica in range(job.replicas)]
+    at_least = settings.replicas - 1
+    with tempfile.TemporaryDirectory() as folder, ReplicaRun(job, Path(folder), at_least=at_least) as running:
+        costs = _disturb(running, settings, settings.kills if run == "killed" else 0)
+        losses = [result["held_out_loss"] for result in running.results()]
+        steps = [[line for line in running.lines(replica) if line.get("committed")] for replica in range(job.replicas)]
     weights: dict[int, set[str]] = {}
     for line in itertools.chain(*steps):
         weights.setdefault(line["step"], set()).add(line["weights"])
     same = sum(len(each) == 1 for each in weights.values())
-    row = {"held_out_loss": losses[0], "identical": same, "differing": len(weights) - same, "kills": len(blows)}
+    row = {"held_out_loss": losses[0], "identical": same, "differing": len(weights) - same, "kills": len(costs)}
     for field in ("gap", "back", "lost"):
-        values = [blow[field] for blow in blows]
+        values = [cost[field] for cost in costs]
         row[field] = statistics.median(values) if values else None
         row[f"{field}_longest"] = max(values, default=None)
     return row
 
 
-def _disturb(run: Run, settings: ReplicasBenchmark, kills: int) -> list[dict[str, float]]:
-    """Kill and restart replicas, one after the other, for as long as there are steps; what each kill cost."""
-    chance, blows = random.Random(settings.kill_seed), []
-    while len(blows) < kills:
+def _disturb(run: ReplicaRun, settings: ReplicasBenchmark, kills: int) -> list[dict[str, float]]:
+    """Kill and restart replicas, one after the other, while steps are left; return the cost of each kill."""
+    chance, costs = random.Random(settings.kill_seed), []
+    while len(costs) < kills:
         if not _await(run, partial(_have_committed, run, time.time(), settings.together)):
             break
         time.sleep(0.5 * chance.random())
@@ -389,12 +390,12 @@ def _disturb(run: Run, settings: ReplicasBenchmark, kills: int) -> list[dict[str
         run.start(victim)
         if not _await(run, partial(_commits_after, run, victim, killed)):
             break
-        blows.append(_cost(run, victim, killed))
-    return blows
+        costs.append(_cost(run, victim, killed))
+    return costs
 
 
-def _cost(run: Run, victim: int, killed: float) -> dict[str, float]:
-    """Of a kill: the longest pause of a survivor, seconds until the victim was back, and steps that were discarded."""
+def _cost(run: ReplicaRun, victim: int, killed: float) -> dict[str, float]:
+    """Return for a kill: a survivor's longest pause, seconds until the victim was back, and discarded steps."""
     back = min(_commits_after(run, victim, killed))
     pauses, lost = [0.0], 0
     for survivor in set(range(run.job.replicas)) - {victim}:
@@ -405,7 +406,7 @@ def _cost(run: Run, victim: int, killed: float) -> dict[str, float]:
     return {"gap": max(pauses), "back": back - killed, "lost": lost}
 
 
-def _have_committed(run: Run, since: float, steps: int) -> bool:
+def _have_committed(run: ReplicaRun, since: float, steps: int) -> bool:
     """Whether all replicas have committed `steps` steps together."""
     for replica in range(run.job.replicas):
         lines = (line for line in _tries(run, replica) if line["committed"] and line["time"] > since)
@@ -414,16 +415,16 @@ def _have_committed(run: Run, since: float, steps: int) -> bool:
     return True
 
 
-def _commits_after(run: Run, replica: int, moment: float) -> list[float]:
+def _commits_after(run: ReplicaRun, replica: int, moment: float) -> list[float]:
     return [line["time"] for line in _tries(run, replica) if line["time"] > moment and line["committed"]]
 
 
-def _tries(run: Run, replica: int) -> list[dict[str, Any]]:
+def _tries(run: ReplicaRun, replica: int) -> list[dict[str, Any]]:
     return [line for line in run.lines(replica) if "committed" in line]
 
 
-def _await(run: Run, ready: Callable[[], object]) -> bool:
-    """Wait until `ready` holds; False if it has reached its last step before.
+def _await(run: ReplicaRun, ready: Callable[[], object]) -> bool:
+    """Wait until `ready` holds; return False if a replica reaches the last step first.
 
     Raises:
         TimeoutError: it takes too long.
@@ -472,11 +473,11 @@ REPLICAS = Command(
 
 @section()
 class DiLoCoBenchmark:
-    """Formats, seeds, and the run that they share."""
+    """Formats, seeds, and the settings that all runs share."""
 
     formats: Names = (DDP, FULL, "int4", "int2")
-    """ddp: no DiLoCo, gradients are averaged in FP32 in each step. Others: of pseudo-gradients. fp32: torchft's own
-    all-reduce. int4 and int2: in groups of 64, 4 bits symmetric. Others: codecs, by name or in full."""
+    """ddp: no DiLoCo, gradients are averaged in FP32 in each step. All others are formats of pseudo-gradients. fp32:
+    torchft's own all-reduce. int4 and int2: in groups of 64, 4 bits symmetric. Or codecs, by name or in full."""
     streaming: tuple[str, ...] = (FULL, "int4")
     """Formats to measure in Streaming DiLoCo as well, with two fragments and the first seed."""
     seeds: Positive = 3
@@ -533,7 +534,7 @@ def _diloco(settings: DiLoCoBenchmark, seed: int, format: str, fragments: int) -
         sync_every=0 if format == DDP else settings.sync_every, fragments=fragments,
         held_out_windows=settings.held_out_windows, timeout=120.0, dead_after=60.0,
     )  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder, Run(job, Path(folder), at_least=settings.replicas) as run:
+    with tempfile.TemporaryDirectory() as folder, ReplicaRun(job, Path(folder), at_least=settings.replicas) as run:
         results = run.results()
     return {
         "held_out_loss": statistics.fmean(result["held_out_loss"] for result in results),
@@ -543,7 +544,7 @@ def _diloco(settings: DiLoCoBenchmark, seed: int, format: str, fragments: int) -
 
 
 def means(rows: Sequence[Row]) -> list[Row]:
-    """A row for each format: means over the seeds, and the standard deviation of the differences."""
+    """Return a row for each format: means over the seeds, and the standard deviation of the differences."""
     summarized: list[Row] = []
     for key in dict.fromkeys((row["format"], row["fragments"]) for row in rows):
         alike = [row for row in rows if (row["format"], row["fragments"]) == key]

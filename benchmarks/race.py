@@ -2,14 +2,14 @@
 
 `race`: seconds of training until each format has reached the same held-out loss. A format can be fast and learn less
 from each step, or the reverse; AQ-SGD sends every sample at full precision at its first visit and in few bits later. So
-formats are compared by the time to the same loss in fine-tuning, the regime of both papers, where samples come again in
+formats are compared by the time to the same loss in fine-tuning, the regime of both papers, where samples repeat in
 every epoch.
 
 `tune`: LoRA on questions and answers. The questions are lines of Python's standard library; the answer is the kind of
 the statement, such as "assign". The model answers held-out questions before and after.
 
-All formats share starting weights, samples and their order, learning rate, stages and schedule, format of the
-gradients, link, and processes, in which they take turns. The clock of each runs in its own training steps only.
+All formats share starting weights, samples and their order, learning rate, stages and schedule, format of gradients,
+link, and processes, in which they take turns. Only a format's own training steps count towards its time.
 Held-out text is evaluated with full precision at the boundaries.
 """
 
@@ -45,12 +45,12 @@ from lowbit_lab.charts import Lines
 from lowbit_lab.charts.style import recommended, row_name
 from lowbit_lab.network import Link, SlowLink
 
-_TURN = 10  # steps of a format in `tune` before it is the next one's turn
+_TURN = 10  # steps of a format in a turn of `tune`
 
 
 @section()
 class FineTuning:
-    """What both benchmarks fine-tune, and how."""
+    """Settings of fine-tuning that both benchmarks share."""
 
     links: Links = (Link(100.0),)
     """Links to emulate: a rate, with a round trip if there is a distance, such as 25mbit, 100mbit/40ms or unlimited."""
@@ -111,8 +111,8 @@ def measure_race(settings: RaceBenchmark, earlier: Sequence[Row]) -> Iterator[li
     Yields:
         Rows, one for each link and boundary: `boundary`, `forward`, `backward`, the fields of `set_link`,
         `target_loss` (the lowest held-out loss that all boundaries of the link have reached), `seconds_to_loss` (of
-        training, until then), `speedup_aq_sgd` and `speedup_fp32` (their seconds over these), `best_loss`, `seconds`
-        and `tokens_per_second` (of all training), `bits_forward` and `bits_backward` (mean over the run), `megabytes`
+        training), `speedup_aq_sgd` and `speedup_fp32` (their seconds over these), `best_loss`, `seconds` and
+        `tokens_per_second` (of all training), `bits_forward` and `bits_backward` (mean over the run), `megabytes`
         (sent by all ranks), `state_bytes` (kept between steps at the end, all ranks) and `curve` (pairs of seconds and
         held-out loss).
 
@@ -155,12 +155,12 @@ def _not_timed(network: SlowLink | None) -> Iterator[None]:
     network.set_link(link)
 
 
-class Run:
-    """One boundary's run.
+class FineTuningRun:
+    """The fine-tuning run of one boundary format.
 
     Args:
         boundary: the format. backward: of the settings.
-        ranks: where it runs. config: of its training. samples: distinct ones, or 0: all.
+        ranks: processes that run it. config: of its training. samples: number of distinct ones; 0: all.
     """
 
     def __init__(self, boundary: str, backward: str, ranks: Workers, config: TrainConfig, samples: int = 0) -> None:
@@ -174,18 +174,18 @@ class Run:
         self.steps += step(self._ranks, self._name, count)
 
     def ask(self, method: str) -> list[Any]:
-        """Answers of all ranks about this run."""
+        """Give all ranks an order about this run, and return their answers."""
         return self._ranks.ask(method, name=self._name)
 
     def sent(self) -> dict[str, float]:
-        """Fields of a row: what has been sent."""
+        """Return fields of a row that describe what has been sent."""
         names = ("bits_forward", "bits_backward")
         bits = {name: statistics.fmean(each[name] for each in self.steps) for name in names}
         return {**bits, "megabytes": sum(each["bytes_sent"] for each in self.steps) / 1e6}
 
 
-class Racer(Run):
-    """A run with a curve of its held-out loss. `folder`: what it writes to; next to it are the starting weights."""
+class Racer(FineTuningRun):
+    """A run with a curve of its held-out loss. `folder`: its output; the starting weights are next to it."""
 
     def __init__(self, settings: RaceBenchmark, boundary: str, ranks: Workers, folder: str) -> None:
         steps, parts = settings.samples // settings.data.batch, settings.evaluations
@@ -214,7 +214,7 @@ class Racer(Run):
 
 
 def rows_of(racers: Sequence[Racer], link: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Rows of one link, with the time at which each reached the lowest loss that all have reached."""
+    """Return rows of one link, with the time at which each reached the lowest loss that all have reached."""
     rows = []
     for racer in racers:
         if steps := racer.steps:
@@ -235,7 +235,7 @@ def rows_of(racers: Sequence[Racer], link: Mapping[str, Any]) -> list[dict[str, 
 
 
 def in_minutes(row: Row) -> list[tuple[float, float]]:
-    """The curve, with its times in minutes."""
+    """Return the curve with its times in minutes."""
     return [(seconds / 60, loss) for seconds, loss in row["curve"]]
 
 
@@ -245,7 +245,7 @@ def _end(row: Row) -> str:
 
 
 def _finding(rows: Sequence[Row]) -> str:
-    """How much sooner the recommended format reaches the common loss than FP32, on the first link that has both."""
+    """State how much sooner than FP32 the recommended format reaches the common loss, on the first link with both."""
     best = recommended([row for row in rows if row.get("speedup_fp32")], "boundary")
     if best is None:
         return "Held-out loss by seconds of training"
@@ -324,7 +324,7 @@ def measure_tune(settings: TuneBenchmark, earlier: Sequence[Row]) -> Iterator[li
 
     Yields:
         Rows, one for each boundary: `boundary`, `forward`, `backward`, the fields of `set_link`, `steps`,
-        `seconds_per_step` (median), `hours` (of all steps, as one step takes), `speedup_fp32`, `bits_forward`,
+        `seconds_per_step` (median), `hours` (of all steps at that speed), `speedup_fp32`, `bits_forward`,
         `bits_backward`, `megabytes` (sent by all ranks), `answers` (kinds of answers), and `held_out_loss` and
         `exact_match` with and without "_before".
 
@@ -342,7 +342,7 @@ def measure_tune(settings: TuneBenchmark, earlier: Sequence[Row]) -> Iterator[li
             exact = recipe(settings, "fp32", output=f"{folder}/start", steps=settings.start_steps)
             ranks.ask("train", config=as_mapping(exact))
             start = f"{folder}/start/model"
-        runs: list[Run] = []
+        runs: list[FineTuningRun] = []
         for number, boundary in enumerate(settings.boundaries):
             config = recipe(
                 settings, boundary, model=ModelConfig(pretrained=start),
@@ -350,7 +350,7 @@ def measure_tune(settings: TuneBenchmark, earlier: Sequence[Row]) -> Iterator[li
                 optimizer=OptimizerConfig(lr=settings.lr, lr_warmup_steps=min(10, settings.steps), weight_decay=0.0),
                 output=f"{folder}/{number}", steps=settings.steps, eval_batches=0,
             )  # fmt: skip
-            runs.append(Run(boundary, settings.backward, ranks, replace(config, lora=settings.lora)))
+            runs.append(FineTuningRun(boundary, settings.backward, ranks, replace(config, lora=settings.lora)))
         before = [run.ask("scores")[0] for run in runs]
         about = set_link(network, settings.links[0])
         for done in range(0, settings.steps, _TURN):
@@ -367,7 +367,7 @@ def measure_tune(settings: TuneBenchmark, earlier: Sequence[Row]) -> Iterator[li
         ]  # fmt: skip
 
 
-def _times(run: Run) -> dict[str, Any]:
+def _times(run: FineTuningRun) -> dict[str, Any]:
     seconds = statistics.median(each["seconds"] for each in run.steps)
     return {"steps": len(run.steps), "seconds_per_step": seconds, "hours": len(run.steps) * seconds / 3600}
 

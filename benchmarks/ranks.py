@@ -1,11 +1,11 @@
 """`python -m benchmarks ranks`: how the quantization errors of ranks cancel in a sum, on a model's real partial sums.
 
-The paper's argument (arXiv 2411.07942): the errors of ranks are independent and uniform, so that their sum follows the
-Irwin-Hall distribution and concentrates around zero. Of n uniforms of one width the kurtosis is 3 - 1.2 / n. That is an
-argument about rounding. Values outside their calibrated ranges are cut, and err by more than half a step.
+The paper (arXiv 2411.07942) argues that the errors of ranks are independent and uniform, so that their sum follows the
+Irwin-Hall distribution and concentrates around zero. The sum of n uniforms of one width has the kurtosis 3 - 1.2 / n.
+This only concerns rounding. Values outside their calibrated ranges are clipped, with errors above half a step.
 
-Inputs of row-wise layers are captured once on calibration text and once on held-out text. Their features are cut into n
-parts, whatever the number of heads, and each part's product with its columns of the weight is a rank's partial sum.
+Inputs of row-wise layers are captured once on calibration text and once on held-out text. Their features are split into
+n parts, whatever the number of heads, and each part's product with its columns of the weight is a rank's partial sum.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lowbit_lab.evaluate import EvaluationConfig, loading, text
 from lowbit_lab.evaluate.errors import root_mean_square
 
 _ERRORS = ("error", "error_of_rank", "rounding")  # combined by their squares, all others by their mean
-_ENDLESS = 2**24  # codes as far as float32 has whole numbers
+_ENDLESS = 2**24  # largest code without clipping: up to it, float32 has all integers
 Captures = dict[str, Tensor]
 """By layer: its inputs, float32 (sequences, tokens, features)."""
 
@@ -59,7 +59,7 @@ class Static:
 
 
 class Ours:
-    """`FeatureInt` in 4 bits, whose codes end where the squared error is least, as `calibrate` chooses it."""
+    """`FeatureInt` in 4 bits, which clips where the squared error is least, as `calibrate` does."""
 
     def __init__(self, parts: Sequence[Tensor]) -> None:
         flat = [part.flatten(0, 1) for part in parts]
@@ -103,7 +103,7 @@ class RanksBenchmark:
     length: Annotated[int, Field(ge=8)] = 128
     """Tokens of a sequence."""
     sequences: Positive = 16
-    """Sequences that are captured of either text."""
+    """Number of sequences to capture of each text."""
 
     def __post_init__(self) -> None:
         if unknown := [name for name in self.candidates if name not in _CODED]:
@@ -117,7 +117,7 @@ class RanksBenchmark:
 
 
 class Layers:
-    """The row-wise layers of a model, and what they read."""
+    """The row-wise layers of a model, and their inputs."""
 
     def __init__(self, settings: RanksBenchmark) -> None:
         self._settings = settings
@@ -132,9 +132,7 @@ class Layers:
         for ranks in settings.ranks:
             for name, weight in self.weights.items():
                 if weight.shape[1] % ranks:
-                    raise ConfigError(
-                        f"ranks is {ranks}; allowed: what divides {weight.shape[1]}, the inputs of {name}"
-                    )
+                    raise ConfigError(f"ranks is {ranks}; allowed: divisors of {weight.shape[1]}, the inputs of {name}")
         self.calibration = self._capture(held_out=False)
         self.held_out = self._capture(held_out=True)
 
@@ -171,14 +169,14 @@ def kurtosis(errors: Tensor) -> float:
 def expected(ranges: Tensor) -> float:
     """Return the kurtosis of a sum of independent uniforms as wide as these ranges (ranks, E), averaged over features.
 
-    3 - 1.2 (sum of the fourth powers) / (sum of squares)^2, which is 3 - 1.2 / n of equal ones.
+    It is 3 - 1.2 (sum of the fourth powers) / (sum of squares)^2, which is 3 - 1.2 / n for equal ones.
     """
     squares = ranges.double().square()
     return float((3 - 1.2 * squares.square().sum(0) / squares.sum(0).square()).mean())
 
 
 def measured(form: Static | Ours, partials: Sequence[Tensor]) -> dict[str, float]:
-    """Code the partial sums (N, E) of all ranks, and return what became of their errors (see `measure`)."""
+    """Code the partial sums (N, E) of all ranks, and return statistics of their errors (see `measure`)."""
     errors = [form(x, rank) - x for rank, x in enumerate(partials)]
     total, exact = (sum(parts[1:], parts[0]) for parts in (errors, partials))
     alone, powers = ([_square(x) for x in parts] for parts in (errors, partials))
@@ -192,7 +190,7 @@ def measured(form: Static | Ours, partials: Sequence[Tensor]) -> dict[str, float
 
 
 def _rounding(form: Static, partials: Sequence[Tensor]) -> dict[str, float]:
-    """Round the partial sums to the steps of the published format as if its codes had no end."""
+    """Round the partial sums to the steps of the published format without clipping."""
     rest = form.rest
     values = [x[:, rest] for x in partials]
     ranges = [each[rest] for each in form.ranges]
@@ -211,17 +209,17 @@ def _square(x: Tensor) -> float:
 
 
 def measure(settings: RanksBenchmark, earlier: Sequence[Row]) -> Iterator[Sequence[Row]]:
-    """Code the same products, cut into more and more parts.
+    """Code the same products, split into more and more parts.
 
     Yields:
         A row for each format and number of ranks, over the boundaries: `model`, `candidate`, `ranks`, `kurtosis` (of
         the error of the summed output, without outlier features), `error` (of the sum, relative), `error_of_rank` (of a
         rank's partial sums, over these), `cancelled` (error of the sum over the square root of the ranks' summed
         squared errors: 1 if they are independent, the square root of their number if they are equal), and `layers`
-        (`kurtosis` by boundary). Of the published format also `kurtosis_of_rounding` and `rounding` (kurtosis and error
-        as if codes had no end), `layers_of_rounding` (that kurtosis by boundary), `expected` (3 - 1.2 / ranks),
-        `expected_here` (the same for the ranges that the ranks have), and `clipped` (share of the coded values outside
-        their ranges).
+        (`kurtosis` by boundary). The published format adds `kurtosis_of_rounding` and `rounding` (kurtosis and error
+        without clipping), `layers_of_rounding` (that kurtosis by boundary), `expected` (3 - 1.2 / ranks),
+        `expected_here` (the same for the ranks' actual ranges), and `clipped` (share of the coded values outside their
+        ranges).
     """
     layers = Layers(settings)
     rows: list[Row] = []

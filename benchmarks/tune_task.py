@@ -16,9 +16,9 @@ _STATEMENTS = (ast.Assign, ast.Return, ast.Expr, ast.If, ast.For, ast.Raise, ast
 
 
 def write_questions(path: Path, count: int) -> int:
-    """Write samples: a line of code, and the kind of statement that it is, such as "assign".
+    """Write samples: a line of code, and its kind of statement, such as "assign".
 
-    No line of code comes twice, and no kind makes up more than a sixth of the samples.
+    No line of code occurs twice, and no kind makes up more than a sixth of the samples.
 
     Returns:
         Number of different answers.
@@ -32,7 +32,7 @@ def write_questions(path: Path, count: int) -> int:
                 answers[answer] += 1
         if len(samples) >= count:
             break
-    # In an order without meaning: samples of a file are alike.
+    # Shuffled, because samples of one file are alike.
     chosen = sorted(samples, key=lambda prompt: hashlib.sha256(prompt.encode()).digest())[:count]
     lines = (json.dumps({"prompt": f"{prompt}\n# ", "answer": samples[prompt]}) for prompt in chosen)
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -57,5 +57,5 @@ def test_a_table_of_a_tiny_model(tmp_path: Path):
     assert rows["feature-int4", 2]["expected"] is None
     assert len(rows["static", 16]["layers"]) == 4
     assert "Irwin-Hall" in shown(COMMAND, report.rows, tmp_path)
-    with pytest.raises(ConfigError, match="ranks is 3; allowed: what divides 32, the inputs of model.layers.0"):
+    with pytest.raises(ConfigError, match="ranks is 3; allowed: divisors of 32, the inputs of model.layers.0"):
         run(COMMAND, RanksBenchmark(**given, ranks=(3,), sequences=1))

@@ -32,7 +32,7 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
         (race.TuneBenchmark, {"boundaries": ("int9",)}, "codec is 'int9'"),
         pytest.param(race.TuneBenchmark, {"device": "cuda"}, "this machine has 0 devices", marks=NO_GPU),
         (ranks.RanksBenchmark, {"model": "m", "candidates": ("int3",)}, "'int3'; allowed: static, feature-int4"),
-        (simulate.SimulateBenchmark, {"cases": (CASE, CASE)}, "cases is empty or has one twice"),
+        (simulate.SimulateBenchmark, {"cases": (CASE, CASE)}, "cases is empty or contains a case twice"),
     ],
 )
 def test_wrong_settings_are_refused(settings: type, wrong: dict[str, Any], message: str):

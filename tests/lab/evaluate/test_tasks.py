@@ -196,7 +196,7 @@ WRONG: list[tuple[str, Records, str]] = [
     (
         "arc_easy",
         changed(ARC[0], answerKey=None),
-        "line 1 is not a valid question of arc_easy (no 'answerKey'); allowed:",
+        "line 1 is not a valid question of arc_easy (no 'answerKey');",
     ),
     ("arc_easy", changed(ARC[0], answerKey="E"), "line 1 is not a valid question of arc_easy ('E' is not in list)"),
     ("arc_easy", changed(ARC[0], answerKey=1), "(1 is not in list)"),
