@@ -96,8 +96,8 @@ def measure(settings: ActivationsBenchmark, earlier: Sequence[Row]) -> Iterator[
     Yields:
         Rows, one for each sequence and method: `method`, `sequence`, `train_loss` (of the last tenth of the training
         steps; None without any), `saved_bytes` (by autograd for a sample, each storage once), `saved_vs_plain`,
-        and `errors`: |g' - g| / |g| of every sample, for "all" parameters, by layer type, for each of attention's linear
-        layers by name, and the "worst norm" alone. g are PyTorch's own gradients in float32.
+        and `errors`, |g' - g| / |g| of every sample, for "all" parameters, by layer type, for each of attention's
+        linear layers by name, and the "worst norm" alone. g are PyTorch's own gradients in float32.
 
     Raises:
         ConfigError: text, model or device that cannot be used.

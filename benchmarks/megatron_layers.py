@@ -48,7 +48,7 @@ def without_cuda() -> Iterator[None]:
 
 
 def gpt(*, linear: bool = False, **changes: Any) -> Any:
-    """Make a Llama of Megatron's local layers, split over the tensor-parallel group; `linear`: with PyTorch's linears."""
+    """Make a Llama of Megatron's local layers, split over the tensor-parallel group; `linear`: PyTorch's linear."""
     tensor = core("parallel_state").get_tensor_model_parallel_world_size()
     settings: dict[str, Any] = {
         "num_layers": 2, "hidden_size": 128, "ffn_hidden_size": 352, "num_attention_heads": 4,

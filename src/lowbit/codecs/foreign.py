@@ -103,8 +103,8 @@ def check_ends(sender: Session, receiver: Session) -> None:
     for session, state in zip((sender, receiver), states, strict=True):
         if state:
             codec = session.codec
-            anew = open_session(codec, shape=session.shape, dtype=session.dtype, device=session.device)
-            anew.load_state_dict(state)
+            restored = open_session(codec, shape=session.shape, dtype=session.dtype, device=session.device)
+            restored.load_state_dict(state)
 
 
 class _Guarded(Session):

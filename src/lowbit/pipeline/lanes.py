@@ -215,7 +215,7 @@ class Lanes:
         """Return the lane of activations to the next stage, or from the one before.
 
         Raises:
-            ValueError: there is no stage on that side.
+            ValueError: the pipeline has no stage on that side.
         """
         if ("forward", outgoing) not in self._lanes:
             raise ValueError(f"outgoing is {outgoing}; stage {self._stage} has no neighbour on that side")

@@ -199,7 +199,7 @@ class LowBitStage(HookedStage):
             dtype: of the activations.
 
         Raises:
-            ValueError: there is no stage on that side, or the codec has an open parameter and the warm-up is not over.
+            ValueError: the pipeline has no stage on that side, or the codec has an open parameter and the warm-up is not over.
         """
         return self.lanes.forward(outgoing).states.session(0, (torch.Size(shape), dtype))
 
@@ -207,7 +207,7 @@ class LowBitStage(HookedStage):
         """Return the format of activations to the next stage, or from the one before, as it was given.
 
         Raises:
-            ValueError: there is no stage on that side.
+            ValueError: the pipeline has no stage on that side.
         """
         return self.lanes.forward(outgoing).codec
 
