@@ -199,7 +199,7 @@ class LowBitStage(HookedStage):
             dtype: of the activations.
 
         Raises:
-            ValueError: the pipeline has no stage on that side, or the codec has an open parameter and the warm-up is not over.
+            ValueError: no stage is on that side, or the codec has an open parameter and the warm-up is not over.
         """
         return self.lanes.forward(outgoing).states.session(0, (torch.Size(shape), dtype))
 
