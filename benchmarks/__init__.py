@@ -11,4 +11,4 @@ COMMANDS = {
     "real": "benchmarks.real",
     "parallel": "benchmarks.parallel",
 }
-"""The module of each benchmark, with the name of its `lowbit.report.Command` behind a colon if it is not COMMAND."""
+"""The module of each benchmark, with the name of its `lowbit.report.Command` after a colon if it is not COMMAND."""

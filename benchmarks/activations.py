@@ -1,6 +1,6 @@
 """`python -m benchmarks activations`: error of a trained model's gradients by bits of saved activations.
 
-The model is trained at full precision first: gradients of random weights say little, because attention is still flat.
+The model is first trained at full precision: gradients of random weights mean little, because attention is still flat.
 Then every method's gradients of the same samples are compared with PyTorch's, by layer type.
 """
 
@@ -47,13 +47,13 @@ METHODS: dict[str, LayerAware | None] = {
 
 @section()
 class ActivationsBenchmark:
-    """The model, how it is trained first, and the methods."""
+    """The model, its training, and the methods."""
 
     methods: Annotated[tuple[str, ...], EachOnce] = tuple(METHODS)[1:]
     """default: that of `compress_saved_`. norm-8: 4 bits, norms in 8. agoq: norms in 4 as well. int4-uniform: attention
     in 4 as well. int8-uniform: everything in 8. attention-4, attention-8: attention only. norm-8+attention-4,
     norm-8+attention-8: norm-8 and attention.
-    What PyTorch saves is always measured."""
+    PyTorch's own saved tensors are always measured."""
     sequences: Annotated[tuple[Annotated[int, Field(ge=2)], ...], EachOnce] = (256, 1024)
     """Tokens of a sample."""
     samples: Positive = 8
@@ -61,7 +61,7 @@ class ActivationsBenchmark:
     batch: Positive = 2
     """Samples of a training step."""
     train_steps: NonNegative = 400
-    """Training steps before that, on samples of the longest sequence."""
+    """Training steps before the comparison, on samples of the longest sequence."""
     lr: float = 1e-3
     """Highest learning rate of this training."""
     device: Device = "cpu"
@@ -83,7 +83,7 @@ class ActivationsBenchmark:
         vocabulary(self.model, 256)
 
     def data(self, sequence: int) -> DataConfig:
-        """The text, in samples of `sequence` tokens."""
+        """Return the settings of the text, in samples of `sequence` tokens."""
         return DataConfig(
             text=self.text, tokenizer=self.model.pretrained or "bytes", batch=self.batch, max_bytes=self.max_bytes,
             sequence=sequence,
@@ -96,8 +96,8 @@ def measure(settings: ActivationsBenchmark, earlier: Sequence[Row]) -> Iterator[
     Yields:
         Rows, one for each sequence and method: `method`, `sequence`, `train_loss` (of the last tenth of the training
         steps; None without any), `saved_bytes` (by autograd for a sample, each storage once), `saved_vs_plain`,
-        and `errors`: for "all" parameters, for those of each layer type, for each of attention's linear layers by its
-        name, and for the "worst norm" alone, |g' - g| / |g| of every sample. g are PyTorch's own gradients in float32.
+        and `errors`, |g' - g| / |g| of every sample, for "all" parameters, by layer type, for each of attention's
+        linear layers by name, and the "worst norm" alone. g are PyTorch's own gradients in float32.
 
     Raises:
         ConfigError: text, model or device that cannot be used.
@@ -117,7 +117,7 @@ def measure(settings: ActivationsBenchmark, earlier: Sequence[Row]) -> Iterator[
 
 
 def _trained(settings: ActivationsBenchmark, data: Data) -> tuple[nn.Module, float | None]:
-    """The model after training, in training mode, and its last training losses."""
+    """Train the model; return it in training mode, with the mean of its last losses."""
     vocab = vocabulary(settings.model, data.tokenizer.size)
     model = build_model(settings.model, vocab=vocab, sequence=max(settings.sequences), seed=settings.seed)
     nn.Module.to(model, torch.device(settings.device)).train()
@@ -132,7 +132,7 @@ def _trained(settings: ActivationsBenchmark, data: Data) -> tuple[nn.Module, flo
 def _measure(
     model: nn.Module, method: str, batches: Sequence[tuple[Tensor, Tensor]], exact: Sequence[dict[str, Tensor]]
 ) -> dict[str, Any]:
-    """Bytes of the first sample and errors of all."""
+    """Measure bytes of the first sample and errors of all."""
     policy, groups = METHODS[method], _groups(model)
     compressed = compress_saved_(model, policy, report=False) if policy else None
     errors: dict[str, list[float]] = defaultdict(list)
@@ -154,9 +154,9 @@ def _measure(
 
 
 def _groups(model: nn.Module) -> dict[str, list[str]]:
-    """Names of parameters by where they are: all, a layer type, or one of attention's linear layers.
+    """Return names of parameters by place: all, a layer type, or one of attention's linear layers.
 
-    Ask before the model is compressed: afterwards layers are not what they look like.
+    Call it before the model is compressed, which replaces layers by other types.
     """
     names = [name for name, _ in model.named_parameters()]
     groups: dict[str, list[str]] = {"all": names}
@@ -170,7 +170,7 @@ def _groups(model: nn.Module) -> dict[str, list[str]]:
 
 
 def summarized(rows: Sequence[Row]) -> list[Row]:
-    """Rows with medians of the errors, by where, and `lowest` and `highest` of "all"."""
+    """Return rows with medians of the errors by place, and `lowest` and `highest` of "all"."""
     return [
         {
             **row,
@@ -183,7 +183,7 @@ def summarized(rows: Sequence[Row]) -> list[Row]:
 
 
 def _places(rows: Sequence[Row]) -> list[Column]:
-    """A column for each layer type and linear layer of attention."""
+    """Return a column for each layer type and linear layer of attention."""
     names = dict.fromkeys(name for row in rows for name in row["errors"] if name != "all")
     return [*PLACE, *(Column(name, name, "{:.4f}") for name in names)]
 

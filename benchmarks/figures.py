@@ -1,4 +1,4 @@
-"""`python -m benchmarks figures`: Draw the figures of the documentation again, from the recorded rows."""
+"""`python -m benchmarks figures`: draw the figures of the documentation again, from the recorded rows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class FiguresSettings:
     """Where."""
 
     folder: str = "docs/results"
-    """Holds data/NAME.json, and gets figures/NAME-light.svg and figures/NAME-dark.svg."""
+    """Folder that has data/NAME.json, and gets figures/NAME-light.svg and figures/NAME-dark.svg."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Picture:
     rows: Sequence[Row]
 
     def write(self, folder: Path) -> list[Path]:
-        """Draw it in every theme; that of the README also as PNG, for pages that show no SVG."""
+        """Draw it in every theme; the README's figure also as PNG, for pages that cannot show SVG."""
         files = {folder / f"{self.name}-{name}.svg": theme for name, theme in THEMES.items()}
         if self.name == README:
             files[folder / f"{self.name}.png"] = THEMES["light"]
@@ -52,7 +52,7 @@ class Figures:
     examples = ("python -m benchmarks figures",)
 
     def parser(self, program: str) -> Parser:
-        """Parser of its command line."""
+        """Return the parser of its command line."""
         from lowbit.cli.parser import Parser
 
         return Parser(program, SUMMARY, FiguresSettings)
@@ -67,10 +67,10 @@ class Figures:
 
 
 def picture(file: Path) -> Picture:
-    """The figure of a recorded file.
+    """Return the figure of a recorded file.
 
     Raises:
-        OSError, ValueError, KeyError: the file cannot be read, or holds no rows of a known command.
+        OSError, ValueError, KeyError: the file cannot be read, or has no rows of a known command.
     """
     report = Report.read_json(file)
     charts = command_of(report.command).charts
@@ -82,13 +82,13 @@ def picture(file: Path) -> Picture:
 
 
 def command_of(name: str) -> Command:
-    """The declaration of "bench NAME" or "benchmarks NAME"."""
+    """Return the declaration of "bench NAME" or "benchmarks NAME"."""
     program, _, word = name.partition(" ")
     return measurements("benchmarks" if program == "benchmarks" else "lowbit_lab.bench")[word].command
 
 
 def _first_name(row: Row) -> str:
-    """The format without its arguments, which the page says."""
+    """Return the format without its arguments, which the page states."""
     name = row["boundary"]
     return title_of(family(name)) if family(name) == "subspace" else name
 
@@ -115,4 +115,4 @@ MEANS: Mapping[str, Any] = {
 }
 """Changes of the chart of `bench convergence` for the recorded file, which holds means over the seeds."""
 SHOWN = {"gradients": _gradients, "convergence": _convergence}
-"""The rows of a file that its figure shows, where it would be too large with all of them."""
+"""Functions that select the rows of a file for its figure, if all of them would be too many."""

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 -m benchmarks.megatron_layers
 
-Needs Megatron-Core, and no GPU: where Megatron asks for one, the CPU answers. The second model differs in its linear
-layers, which are PyTorch's, of this rank's sizes and with the same weights, and in having no fused gate.
+It needs Megatron-Core but no GPU: the CPU takes the place of Megatron's GPU. The second model has PyTorch's linear
+layers, of this rank's sizes and with the same weights, and no fused gate.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ POLICIES = {"ours": LayerAware(), "published": LayerAware.published()}
 
 
 def core(name: str) -> Any:
-    """A module of Megatron-Core."""
+    """Import a module of Megatron-Core."""
     return importlib.import_module(f"megatron.core.{name}")
 
 
 @contextlib.contextmanager
 def without_cuda() -> Iterator[None]:
-    """Replace the GPU that Megatron's layers ask for by the CPU, and states of its random numbers by nothing."""
+    """Replace the GPU that Megatron's layers need by the CPU, and ignore the states of its random numbers."""
     layers, seeds = core("tensor_parallel"), core("tensor_parallel.random")
     tracker = mock.Mock(fork=contextlib.nullcontext)
     with (
@@ -48,7 +48,7 @@ def without_cuda() -> Iterator[None]:
 
 
 def gpt(*, linear: bool = False, **changes: Any) -> Any:
-    """A Llama of Megatron's local layers, cut over the tensor-parallel group; `linear`: PyTorch's linear layers."""
+    """Make a Llama of Megatron's local layers, split over the tensor-parallel group; `linear`: PyTorch's linear."""
     tensor = core("parallel_state").get_tensor_model_parallel_world_size()
     settings: dict[str, Any] = {
         "num_layers": 2, "hidden_size": 128, "ffn_hidden_size": 352, "num_attention_heads": 4,
@@ -76,43 +76,43 @@ def gpt(*, linear: bool = False, **changes: Any) -> Any:
 
 
 def _norm(kind: Any) -> Any:
-    class Norm(kind):
+    class MegatronNorm(kind):
         def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5) -> None:
             super().__init__(hidden_size, eps=eps)
             for parameter in self.parameters():
                 parameter.sequence_parallel = config.sequence_parallel
 
-    return Norm
+    return MegatronNorm
 
 
 def _column(tensor: int) -> Any:
     enter = core("tensor_parallel").copy_to_tensor_model_parallel_region
 
-    class Column(nn.Linear):
+    class ColumnLinear(nn.Linear):
         def __init__(self, inner: int, outer: int, **_: Any) -> None:
             super().__init__(inner, outer // tensor, bias=False)
 
         def forward(self, input: Tensor, **_: Any) -> Any:
             return super().forward(enter(input)), None
 
-    return Column
+    return ColumnLinear
 
 
 def _row(tensor: int) -> Any:
     leave = core("tensor_parallel").reduce_from_tensor_model_parallel_region
 
-    class Row(nn.Linear):
+    class RowLinear(nn.Linear):
         def __init__(self, inner: int, outer: int, **_: Any) -> None:
             super().__init__(inner // tensor, outer, bias=False)
 
         def forward(self, input: Tensor) -> Any:
             return leave(super().forward(input)), None
 
-    return Row
+    return RowLinear
 
 
 def passes(model: Any) -> tuple[int, float]:
-    """Bytes kept, without the loss, and the loss. Of the second pass, which comes after the one that is reported."""
+    """Run two passes; return the second one's bytes kept, without those of the loss, and its loss."""
     tokens = torch.randint(VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
     mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)[None, None]
     given = (tokens, torch.arange(LENGTH).expand(ROWS, -1), mask)
@@ -128,12 +128,12 @@ def passes(model: Any) -> tuple[int, float]:
 
 
 def step(model: Any) -> tuple[int, float, Tensor]:
-    """Bytes kept, the loss, and this rank's gradients."""
+    """Train a step; return bytes kept, the loss, and this rank's gradients."""
     return *passes(model), torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
 def measured(**changes: Any) -> dict[str, dict[str, tuple[int, int, float]]]:
-    """By policy and linear layers, "megatron" or "torch": bytes kept, plain bytes, and the gradients' error."""
+    """Return bytes kept, plain bytes, and the gradients' error, by policy and linear layers ("megatron", "torch")."""
     with without_cuda():
         first, losses = gpt(**changes), []
         weights = {name: x for name, x in first.state_dict().items() if x is not None}
@@ -164,7 +164,7 @@ def _text(item: tuple[str, tuple[int, int, float]]) -> str:
 
 
 def main() -> None:
-    """Print a line for each layout and policy, of the rank whose error is furthest from that of PyTorch's layers."""
+    """Print a line for each layout and policy, for the rank whose error is furthest from that of PyTorch's layers."""
     dist.init_process_group("gloo")
     world = dist.get_world_size()
     core("parallel_state").initialize_model_parallel(tensor_model_parallel_size=world)

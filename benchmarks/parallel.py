@@ -1,7 +1,7 @@
-"""`python -m benchmarks parallel`: bytes kept for backward and errors of gradients when a model is cut over ranks.
+"""`python -m benchmarks parallel`: bytes kept for backward and errors of gradients when a model is split over ranks.
 
-Each layout trains one step of a Llama in float32 on loopback, cut over pipeline, tensor and data. Its bytes and errors
-are shown with those of one process with the same data and settings.
+Each layout trains one step of a Llama in float32 on loopback, split over pipeline, tensor and data. Its bytes and
+errors are shown with those of one process with the same data and settings.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Sizes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
-    """How a model is cut. `sequence`: sequence parallel; `zero`: ZeRO-1, the optimizer's states over the replicas.
+class ParallelLayout:
+    """How a model is split. `sequence`: sequence parallel; `zero`: ZeRO-1, the optimizer's states over the replicas.
 
     Replicas store gradients in FP8 and average them by an 8-bit all-reduce.
     """
@@ -74,7 +74,7 @@ class Layout:
         return self.pipeline * self.tensor * self.data
 
 
-class Stage(nn.Module):
+class LlamaStage(nn.Module):
     """Some of a Llama's layers; the first stage embeds tokens, the last one has the head."""
 
     def __init__(self, sizes: Sizes, index: int = 0, count: int = 1) -> None:
@@ -97,7 +97,7 @@ class Stage(nn.Module):
         self.norm, self.head = (whole.model.norm, whole.lm_head) if last else (None, None)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Tokens or hidden states; of sequence parallel ones, this rank's part."""
+        """Compute the stage's output from tokens or hidden states (with sequence parallelism, this rank's part)."""
         x = x if self.embed is None else self.embed(x)
         rotary = self.rotary(x, self.positions)
         for layer in self.layers.values():
@@ -105,8 +105,8 @@ class Stage(nn.Module):
         return x if self.norm is None or self.head is None else self.head(self.norm(x))
 
 
-def shard_(stage: Stage, mesh: DeviceMesh, *, sequence: bool) -> None:
-    """Cut a stage over the ranks of `mesh`."""
+def shard_(stage: LlamaStage, mesh: DeviceMesh, *, sequence: bool) -> None:
+    """Split a stage over the ranks of `mesh`."""
     between = Shard(1) if sequence else Replicate()
     columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
     plan: dict[str, Any] = {name: ColwiseParallel() for name in columns}
@@ -129,7 +129,7 @@ def shard_(stage: Stage, mesh: DeviceMesh, *, sequence: bool) -> None:
 
 
 def tokens(sizes: Sizes, replica: int) -> Tensor:
-    """All micro-batches of a replica."""
+    """Return all micro-batches of a replica."""
     shape = (sizes.rows * sizes.micro_batches, sizes.length + 1)
     return torch.randint(VOCABULARY, shape, generator=torch.Generator().manual_seed(replica))
 
@@ -139,8 +139,8 @@ def loss_of(logits: Tensor, target: Tensor) -> Tensor:
     return functional.cross_entropy(logits.float().flatten(0, 1), target.flatten())
 
 
-def backward(stage: Stage, sizes: Sizes, replica: int) -> int:
-    """All micro-batches of a replica, one after the other; returns the most bytes that layers kept."""
+def backward(stage: LlamaStage, sizes: Sizes, replica: int) -> int:
+    """Run all micro-batches of a replica, one after the other; return the most bytes that layers kept."""
     with counted(stage) as kept:
         for part in tokens(sizes, replica).chunk(sizes.micro_batches):
             (loss_of(stage(part[:, :-1]), part[:, 1:]) / sizes.micro_batches).backward()
@@ -148,7 +148,7 @@ def backward(stage: Stage, sizes: Sizes, replica: int) -> int:
 
 
 def alone(sizes: Sizes, policy: str, replicas: int = 1, *, eight_bits: bool = False) -> tuple[Gradients, int]:
-    """Mean gradients of all replicas in one process, and bytes kept; in `eight_bits`: stored and averaged as theirs."""
+    """Return mean gradients of all replicas in one process, and bytes kept; `eight_bits`: stored and averaged so."""
     stage = made(sizes, policy)
     storage = GradientStorage(stage, codec=FORMAT) if eight_bits else None
     parts, kept = [], 0
@@ -162,22 +162,22 @@ def alone(sizes: Sizes, policy: str, replicas: int = 1, *, eight_bits: bool = Fa
     return {name: code(code(x)) for name, x in mean.items()}, kept  # pyright: ignore
 
 
-def made(sizes: Sizes, policy: str, index: int = 0, count: int = 1) -> Stage:
-    """A stage that keeps activations as the policy says."""
-    stage, chosen = Stage(sizes, index, count), POLICIES[policy]
+def made(sizes: Sizes, policy: str, index: int = 0, count: int = 1) -> LlamaStage:
+    """Make a stage that keeps activations by this policy."""
+    stage, chosen = LlamaStage(sizes, index, count), POLICIES[policy]
     if chosen is not None:
         compress_saved_(stage, chosen, report=False)
     return stage
 
 
 def error_of(gradients: Gradients, exact: Gradients) -> float:
-    """Relative error of all these gradients together."""
+    """Return the relative error of all these gradients together."""
     wrong = sum((x.double() - exact[name]).square().sum() for name, x in gradients.items())
     return float((wrong / sum(exact[name].double().square().sum() for name in gradients)) ** 0.5)
 
 
-def measured(sizes: Sizes, layout: Layout, policy: str) -> dict[str, Any]:
-    """This rank's bytes and errors, and those of one process with the same data."""
+def measured(sizes: Sizes, layout: ParallelLayout, policy: str) -> dict[str, Any]:
+    """Measure this rank's bytes and errors, and those of one process with the same data."""
     eight_bits = layout.data > 1
     exact, _ = alone(sizes, "none", layout.data)
     expected, kept_alone = alone(sizes, policy, layout.data, eight_bits=eight_bits)
@@ -204,7 +204,7 @@ def measured(sizes: Sizes, layout: Layout, policy: str) -> dict[str, Any]:
     }
 
 
-def _pipelined(stage: Stage, sizes: Sizes, mesh: DeviceMesh, place: int, replica: int) -> int:
+def _pipelined(stage: LlamaStage, sizes: Sizes, mesh: DeviceMesh, place: int, replica: int) -> int:
     exact: Any = Cast(dtype=torch.float32)
     group = mesh.get_group("pipeline")
     count = dist.get_world_size(group)
@@ -218,8 +218,8 @@ def _pipelined(stage: Stage, sizes: Sizes, mesh: DeviceMesh, place: int, replica
     return kept.total - kept.peak.get("loss", 0)
 
 
-def _step(stage: Stage, *, zero: bool) -> int:
-    """A step of AdamW; returns the bytes of its states on this rank. With ZeRO-1, weights must be the plain step's."""
+def _step(stage: LlamaStage, *, zero: bool) -> int:
+    """Take a step of AdamW; return the bytes of its states here. With ZeRO-1, check that weights are the same."""
     if not zero:
         optimizer: Any = torch.optim.AdamW(stage.parameters(), lr=0.01)
         optimizer.step()
@@ -249,15 +249,15 @@ class ParallelRank:
 
     def measure(self, sizes: dict[str, int], layout: dict[str, Any], policy: str) -> dict[str, Any]:
         """`measured`, as JSON."""
-        return measured(Sizes(**sizes), Layout(**layout), policy)
+        return measured(Sizes(**sizes), ParallelLayout(**layout), policy)
 
 
 LAYOUTS = {
-    "one": Layout(),
-    "tensor": Layout(tensor=2),
-    "sequence": Layout(tensor=2, sequence=True),
-    "zero": Layout(data=2, zero=True),
-    "three": Layout(pipeline=2, tensor=2, data=2, sequence=True),
+    "one": ParallelLayout(),
+    "tensor": ParallelLayout(tensor=2),
+    "sequence": ParallelLayout(tensor=2, sequence=True),
+    "zero": ParallelLayout(data=2, zero=True),
+    "three": ParallelLayout(pipeline=2, tensor=2, data=2, sequence=True),
 }
 NAMES = dict(zip(LAYOUTS, ("one process", "TP", "TP, SP", "DP, ZeRO-1", "PP, TP, SP, DP"), strict=True))
 
@@ -267,7 +267,7 @@ class ParallelBenchmark:
     """Layouts and a model."""
 
     layouts: Annotated[tuple[Literal["one", "tensor", "sequence", "zero", "three"], ...], EachOnce] = tuple(LAYOUTS)  # pyright: ignore
-    """How the model is cut: in two along one dimension, or along three. With several replicas (zero, three) gradients
+    """How the model is split: in two along one dimension, or along three. With several replicas (zero, three) gradients
     are stored in FP8 and averaged by an 8-bit all-reduce; zero: each has half of the optimizer's states."""
     policies: Annotated[tuple[Literal["ours", "published"], ...], EachOnce] = ("ours", "published")
     """ours: LayerAware(). published: LayerAware.published(), AGoQ's."""
@@ -290,8 +290,8 @@ def measure(settings: ParallelBenchmark, earlier: Sequence[Row]) -> Iterator[lis
     """Yield a row for each layout and policy.
 
     `plain_bytes` and `kept_bytes`: activations that PyTorch and we keep on the rank that keeps most, without the loss;
-    `kept` and, of one process, `kept_alone`: their ratio. `error`: relative, of all gradients of the rank where it is
-    furthest from `error_alone`, that of one process. `gradient_bytes`, `state_bytes` (AdamW's): the most of any rank.
+    `kept`, or `kept_alone` for one process: their ratio. `error`: relative error of all gradients, on the rank where it
+    is furthest from `error_alone`, that of one process. `gradient_bytes`, `state_bytes` (AdamW's): most of any rank.
 
     Raises:
         ChildProcessError: a rank failed.
@@ -329,7 +329,7 @@ def _megabytes(size: int) -> str:
 
 COMMAND = Command(
     name="parallel",
-    summary="Bytes kept for backward and errors of gradients of a model that is cut over ranks.",
+    summary="Bytes kept for backward and errors of gradients of a model that is split over ranks.",
     examples=("python -m benchmarks parallel --layout tensor,sequence --policy published",),
     settings=ParallelBenchmark,
     measure=measure,

@@ -1,4 +1,4 @@
-"""`python -m benchmarks grid` and `arena`: predicted training speed by boundary format; nothing is measured but sizes.
+"""`python -m benchmarks grid` and `arena`: predicted training speed by boundary format; only sizes are measured.
 
 `grid`: a model on equal machines, by link and format. With the defaults it has the size of GPT-2 XL, in 8 stages, on
 links from 100 Mbit/s to 10 Gbit/s.
@@ -55,11 +55,11 @@ class GridSettings:
     schedule: Schedule = "1F1B"
     """Schedule, with one stage on each machine."""
     tflops: Annotated[float, Field(gt=0)] = 60.0
-    """Floating-point operations that a machine reaches, in 10^12 a second."""
+    """Floating-point operations per second that a machine reaches, in 10^12."""
     coding_gb_s: Annotated[float, Field(gt=0)] = 100.0
     """Speed of encoding and of decoding with every format, in 10^9 bytes of float32 a second, during computing."""
     optimizer_ns: Annotated[float, Field(gt=0)] = 0.05
-    """Nanoseconds of the optimizer for one parameter."""
+    """Nanoseconds that the optimizer takes for each parameter."""
 
     def __post_init__(self) -> None:
         if self.batch % self.microbatches:
@@ -150,8 +150,8 @@ class Entry:
     """A published entry.
 
     Args:
-        token_bytes: of a token, each way. rows: windows of a micro-batch.
-        fast: seconds of a step without the slow links. slow: with them. steps: to the loss.
+        token_bytes: bytes of a token, each way. rows: windows of a micro-batch.
+        fast: seconds of a step without the slow links. slow: with them. steps: number of steps to the loss.
     """
 
     token_bytes: int
@@ -162,7 +162,7 @@ class Entry:
 
     @property
     def window_seconds(self) -> float:
-        """Seconds of a window's forward and backward on a stage."""
+        """Return the seconds of a window's forward and backward on a stage."""
         return self.fast / (_WINDOWS // self.rows + _STAGES - 1) / self.rows
 
 
@@ -183,7 +183,7 @@ class ArenaSettings:
     )  # fmt: skip
     """Formats of activations, or of both ways."""
     rows: tuple[Positive, ...] = (4, 8, 16, 32, 64)
-    """Windows of a micro-batch to choose among; the fastest is shown."""
+    """Numbers of windows in a micro-batch to choose among; the fastest is shown."""
     coding_gb_s: Annotated[float, Field(gt=0)] = 100.0
     """Speed of encoding and of decoding, in 10^9 bytes of float32 a second. Not measured: it is a setting."""
 
@@ -193,7 +193,7 @@ def measure_arena(settings: ArenaSettings, earlier: Sequence[Row] = ()) -> Itera
 
     Yields:
         Rows: `boundary`, `rows` (windows of a micro-batch), `forward`, `backward` (bits per element), `seconds`,
-        `published` (seconds; None), `steps` (the published entry's; of a format, those of the dense one), `score`.
+        `published` (seconds, or None), `steps` (of the published entry; for a format, of the dense one), `score`.
     """
     rows: list[dict[str, Any]] = []
     for name, entry in ENTRIES.items():

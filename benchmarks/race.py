@@ -4,8 +4,8 @@ A format can be fast and learn less from each step, or the reverse; AQ-SGD sends
 first visit and in few bits later. So formats are compared by the time to the same loss in fine-tuning, the regime of
 both papers, where samples come again in every epoch.
 
-All formats share starting weights, samples and their order, learning rate, stages and schedule, format of the
-gradients, link, and processes, in which they take turns. The clock of each runs in its own training steps only.
+All formats share starting weights, samples and their order, learning rate, stages and schedule, format of gradients,
+link, and processes, in which they take turns. Only a format's own training steps count towards its time.
 Held-out text is evaluated with full precision at the boundaries.
 """
 
@@ -51,7 +51,7 @@ class RaceBenchmark:
     """Format of gradients next to low-bit activations, unless `boundaries` names it. If omitted, the default of each
     format. fp32, bf16 and fp16 are used both ways."""
     pipeline: PipelineConfig = MANY_STAGES
-    """Ranks, each on a host of its own, stages and schedule."""
+    """Ranks, each on its own host, stages and schedule."""
     device: Device = "cpu"
     """cuda: ranks share the GPUs of the machine."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
@@ -95,8 +95,8 @@ def measure_race(settings: RaceBenchmark, earlier: Sequence[Row]) -> Iterator[li
     Yields:
         Rows, one for each link and boundary: `boundary`, `forward`, `backward`, the fields of `set_link`,
         `target_loss` (the lowest held-out loss that all boundaries of the link have reached), `seconds_to_loss` (of
-        training, until then), `speedup_aq_sgd` and `speedup_fp32` (their seconds over these), `best_loss`, `seconds`
-        and `tokens_per_second` (of all training), `bits_forward` and `bits_backward` (mean over the run), `megabytes`
+        training), `speedup_aq_sgd` and `speedup_fp32` (their seconds over these), `best_loss`, `seconds` and
+        `tokens_per_second` (of all training), `bits_forward` and `bits_backward` (mean over the run), `megabytes`
         (sent by all ranks), `state_bytes` (kept between steps at the end, all ranks) and `curve` (pairs of seconds and
         held-out loss).
 
@@ -178,7 +178,7 @@ class Racer:
 
 
 def rows_of(racers: Sequence[Racer], link: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Rows of one link, with the time at which each reached the lowest loss that all have reached."""
+    """Return rows of one link, with the time at which each reached the lowest loss that all have reached."""
     rows = []
     for racer in racers:
         if steps := racer.steps:
@@ -200,7 +200,7 @@ def rows_of(racers: Sequence[Racer], link: Mapping[str, Any]) -> list[dict[str, 
 
 
 def in_minutes(row: Row) -> list[tuple[float, float]]:
-    """The curve, with its times in minutes."""
+    """Return the curve with its times in minutes."""
     return [(seconds / 60, loss) for seconds, loss in row["curve"]]
 
 
@@ -210,7 +210,7 @@ def _end(row: Row) -> str:
 
 
 def _finding(rows: Sequence[Row]) -> str:
-    """How much sooner the recommended format reaches the common loss than FP32, on the first link that has both."""
+    """State how much sooner than FP32 the recommended format reaches the common loss, on the first link with both."""
     best = recommended([row for row in rows if row.get("speedup_fp32")], "boundary")
     if best is None:
         return "Held-out loss by seconds of training"

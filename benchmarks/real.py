@@ -1,8 +1,8 @@
-"""`python -m benchmarks real`: what boundary formats cost pretrained models, in perplexity, divergence and error.
+"""`python -m benchmarks real`: cost of boundary formats for pretrained models, in perplexity, divergence and error.
 
 A copy of the model has a pipeline's codecs between its layers (`emulate_`). It reads the same windows as the exact
 model. "cold": each window is the first message of its boundaries. "warm": `warm` windows of other text were sent
-before, with their gradients, as in fine-tuning, but the weights stay as they are.
+before, with their gradients, as in fine-tuning, but the weights are unchanged.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
 Kind = Literal["text", "code", "chat", "padded"]
 Window = tuple[Tensor, Tensor]
-"""Token ids (sequences, tokens), and which of them are no padding."""
+"""Token ids (sequences, tokens), and which of them are not padding."""
 PADDED = (1.0, 0.75, 0.5, 0.25)
 """Lengths of the sequences of a padded window, as shares of the longest."""
 QUESTION = "Continue this text:\n"
 FEW = 8
-"""Channels that are looked at by themselves: those of the most energy."""
+"""Number of channels of most energy whose error is reported separately."""
 
 
 @section()
@@ -53,14 +53,14 @@ class RealBenchmark:
     stages: Annotated[int, Field(ge=2)] = 4
     """Stages of the pipeline, with as many layers each as possible."""
     cuts: tuple[NonNegative, ...] = ()
-    """Layers after which boundaries lie, counted from 0, in place of equal stages."""
+    """Layers after which boundaries lie, counted from 0, instead of equal stages."""
     kinds: tuple[Kind, ...] = ("text",)
     """text: windows of `text`; code: of Python's standard library; chat: pieces of `text` as the answers of a chat, by
     the tokenizer's template; padded: 4 sequences of `text` to a window, the shorter ones padded on the right."""
     text: tuple[str, ...] = ()
     """Files to evaluate on. If omitted, Python's language reference."""
     warm_text: tuple[str, ...] = ()
-    """Files to warm up on. If omitted, the windows of `text` that follow those to evaluate on; always so for code."""
+    """Files to warm up on. If omitted, and always for code, the windows of `text` that follow those to evaluate on."""
     tokens: Annotated[int, Field(ge=16)] = 512
     """Tokens of a window."""
     windows: Annotated[int, Field(ge=2)] = 8
@@ -87,10 +87,10 @@ def measure(settings: RealBenchmark, earlier: Sequence[Row]) -> Iterator[list[Ro
     Yields:
         Rows: `model`, `kind`, `boundary`, `forward`, `backward`, `phase` (cold or warm), `bits_forward` (an element,
         every byte counted), `perplexity` (the exact model's), and for the coded model `ratio` (of perplexities),
-        `first_ratio` (of tokens 1 to 15 of a window), `divergence` (Kullback-Leibler from the exact model, nats a
-        token), each with its standard error as `..._error`; and of the boundaries' tensors, relative squared errors
+        `first_ratio` (of tokens 1 to 15 of a window), `divergence` (Kullback-Leibler from the exact model, nats per
+        token), each with its standard error as `..._error`; and relative squared errors of the boundaries' tensors:
         `error`, `error_first` (of the first token), `error_early` (tokens 1 to 15), `error_few` (of the 8 channels of
-        most energy) and `energy_few` (their share of it).
+        most energy) and `energy_few` (their share of the energy).
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
@@ -131,7 +131,7 @@ class Reading:
         self.warm = windows[settings.windows :] if warm is None else self._windows(warm, settings.warm, settings.tokens)
 
     def _windows(self, text: str, count: int, tokens: int) -> list[Window]:
-        """So many windows, one after the other, each with the tokenizer's beginning of a text, if it has one."""
+        """Return `count` consecutive windows, each with the tokenizer's beginning of a text, if it has one."""
         plain = self._tokenizer(text[: 12 * tokens * (count + 1)], add_special_tokens=False)["input_ids"]
         begin = self._tokenizer("a")["input_ids"][: -len(self._tokenizer("a", add_special_tokens=False)["input_ids"])]
         lengths = [int(share * tokens) for share in (PADDED if self._kind == "padded" else (1.0,))]
@@ -184,7 +184,7 @@ def _measure(
 
 
 def model_loss(model: PreTrainedModel, window: Window) -> Tensor:
-    """Mean loss of all tokens that are no padding."""
+    """Return the mean loss of all tokens that are not padding."""
     ids, kept = window
     logits = model(input_ids=ids, attention_mask=kept.long()).logits
     return cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].masked_fill(~kept[:, 1:], -100).flatten())
@@ -192,7 +192,7 @@ def model_loss(model: PreTrainedModel, window: Window) -> Tensor:
 
 @torch.no_grad()
 def _compare(exact: PreTrainedModel, coded: PreTrainedModel, window: Window) -> dict[str, Tensor]:
-    """Of tokens that are no padding: exact and coded loss, divergence, and place in the sequence."""
+    """Return exact and coded loss, divergence, and place in the sequence, of all tokens that are not padding."""
     ids, kept = window
     given: dict[str, Any] = {"input_ids": ids, "attention_mask": kept.long()}
     there = kept[:, 1:]
@@ -205,7 +205,7 @@ def _compare(exact: PreTrainedModel, coded: PreTrainedModel, window: Window) -> 
 
 
 def _summary(losses: list[dict[str, Tensor]]) -> Row:
-    """Means over windows, with standard errors from their spread; a ratio of perplexities has that of its logarithm."""
+    """Return means over windows, with standard errors from their spread; for a ratio, that of its logarithm."""
     change = _mean_of([each["change"] for each in losses])
     first = _mean_of([each["change"][each["place"] < 16] for each in losses])
     divergence = _mean_of([each["divergence"] for each in losses])
@@ -232,15 +232,15 @@ class Errors:
         self._counts = False
 
     def begin(self) -> None:
-        """Count from here on, and forget what was counted before."""
+        """Start counting, and forget earlier counts."""
         self._energy, self._error, self._counts = {}, {}, True
 
     def sent(self, module: nn.Module, inputs: object, output: Any) -> None:
-        """A hook that sees a tensor before it is coded."""
+        """Forward hook that gets a tensor before it is coded."""
         self._x = _tensor_of(output).detach()
 
     def received(self, module: nn.Module, inputs: object, output: Any) -> None:
-        """A hook that sees it afterwards."""
+        """Forward hook that gets the tensor afterwards."""
         if not self._counts:
             return
         error, energy = (_tensor_of(output) - self._x).double().square(), self._x.double().square()
@@ -252,7 +252,7 @@ class Errors:
             self._energy[name] = self._energy.get(name, 0.0) + float(energy[part].sum())
 
     def end(self) -> Row:
-        """The fields of the row."""
+        """Return the fields of the row."""
         self._counts = False
         found: Row = {f"error{name}": error / self._energy[name] for name, error in self._error.items()}
         return {**found, "energy_few": self._energy["_few"] / self._energy[""]}
@@ -263,7 +263,7 @@ def _tensor_of(output: Any) -> Tensor:
 
 
 def _places(model: PreTrainedModel, settings: RealBenchmark) -> list[str]:
-    """Names of the modules that boundaries come after."""
+    """Return the names of the modules that boundaries follow."""
     layers = model.config.num_hidden_layers
     if not settings.cuts:
         if settings.stages > layers:
@@ -297,7 +297,7 @@ ABOUT = (
 )
 COMMAND = Command(
     name="benchmarks real",
-    summary="What boundary formats cost pretrained models: perplexity, divergence, errors.",
+    summary="Cost of boundary formats for pretrained models: perplexity, divergence, errors.",
     examples=(
         "python -m benchmarks real runs/real-models/smollm2 --json real.json",
         "python -m benchmarks real a,b --stages 8 --kind text,code,padded",

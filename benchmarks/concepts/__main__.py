@@ -1,7 +1,7 @@
 """`python -m benchmarks.concepts`: draw the pictures of docs/concepts, light and dark.
 
-What they show is recorded in docs/concepts/data/. To record it again, with a model of `examples/tensor-parallel.toml`
-and a text that it was not trained on:
+Their data is recorded in docs/concepts/data/. To record it again, with a model of `examples/tensor-parallel.toml` and a
+text that it was not trained on:
 
     python -m benchmarks.concepts record CHECKPOINT TEXT
     lowbit bench spectrum CHECKPOINT TEXT --direction 16,32 --bit 2,3,4,6 --codec int2,int3,int4,int6,int8,fp8,\
@@ -32,13 +32,13 @@ PAGES = Path(__file__).parents[2] / "docs" / "concepts"
 DATA, FIGURES = PAGES / "data", PAGES / "figures"
 STAGES, SEQUENCE, BATCH = 4, 256, 4
 TOKEN = 100
-"""Of the first window, the one whose channels are shown."""
+"""The token of the first window whose channels are shown."""
 KEPT = 128
-"""Numbers of directions of which the energy outside is recorded."""
+"""Most directions for which the energy outside is recorded."""
 
 
 def recorded() -> Mapping[str, Sequence[Row]]:
-    """The rows that the pictures show, by the name of their file."""
+    """Return the rows that the pictures show, by the name of their file."""
     return {path.stem: Report.read_json(path).rows for path in sorted(DATA.glob("*.json"))}
 
 
@@ -54,13 +54,13 @@ def draw(folder: Path = FIGURES) -> None:
 
 
 def record(checkpoint: str, text: Sequence[str], path: Path) -> None:
-    """Run a model on one message of a text, and write what its boundaries carry.
+    """Run a model on one message of a text, and record the tensors at its boundaries.
 
     Args:
         checkpoint: local folder with a Hugging Face checkpoint.
         text: files that it was not trained on.
         path: of the JSON file. Rows have `boundary`, `direction` and `outside`: the share of energy that the best k
-            directions leave out, for k from 0 to `KEPT`. That of the middle boundary, forward, also has `token`: the
+            directions leave out, for k from 0 to `KEPT`. The forward row of the middle boundary also has `token`: the
             channels of one token.
     """
     config = ModelConfig(pretrained=checkpoint)

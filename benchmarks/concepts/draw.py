@@ -1,4 +1,4 @@
-"""The pictures themselves, each drawn on a figure in the colours of a theme."""
+"""Draw each picture on a figure in the colours of a theme."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from benchmarks.concepts.timeline import LANES, Span, Step, message_seconds
+from benchmarks.concepts.timeline import LANES, Interval, TwoStageStep, message_seconds
 from lowbit.codecs import GroupInt, SubspaceQuant
 from lowbit.report.rows import Row
 from lowbit_lab.charts.style import SMALL, TEXT, TITLE, WIDTH, Theme, family, mixed, title_of
@@ -22,15 +22,15 @@ Rows = Sequence[Row]
 MESSAGE = (8, 128, 128)
 MBIT = 25.0
 COMPUTE = 0.45
-"""Seconds for which each stage computes in a step: forward a third, backward two thirds."""
+"""Seconds of computing of each stage in a step: a third forward, two thirds backward."""
 MICRO_BATCHES = 4
 GROUP, BITS = 64, 4
 OUTLIER, TIMES = 100, 8
-"""A channel of the token, and how many times as large it is made."""
+"""A channel of the token, and the factor by which it is enlarged."""
 
 
-def steps() -> dict[str, tuple[str, Step]]:
-    """The steps of the timeline by name, with the format whose colour their messages have."""
+def steps() -> dict[str, tuple[str, TwoStageStep]]:
+    """Return the steps of the timeline by name, with the format whose colour their messages have."""
     few = SubspaceQuant(directions=16)
     bits = (few.bits_per_element(MESSAGE), few.for_gradients().bits_per_element(MESSAGE))
     return {
@@ -40,19 +40,19 @@ def steps() -> dict[str, tuple[str, Step]]:
     }
 
 
-def step(forward: float, back: float, *, ahead: bool = True, mbit: float = MBIT, rtt: float = 0.0) -> Step:
-    """A step with messages of `forward` and `back` bits per element over a link."""
+def step(forward: float, back: float, *, ahead: bool = True, mbit: float = MBIT, rtt: float = 0.0) -> TwoStageStep:
+    """Make a step with messages of `forward` and `back` bits per element over a link."""
     tokens, channels = MESSAGE[0] * MESSAGE[1], MESSAGE[2]
     there, home = (message_seconds(tokens, channels, bits, mbit) for bits in (forward, back))
     each = COMPUTE / MICRO_BATCHES
-    return Step(
+    return TwoStageStep(
         forward=each / 3, backward=each * 2 / 3, activations=there, gradients=home, micro_batches=MICRO_BATCHES,
         ahead=ahead, one_way=rtt / 2,
     )  # fmt: skip
 
 
 def timeline(figure: Figure, theme: Theme, data: Mapping[str, Rows]) -> None:
-    """Two stages and the link between them, during one step each."""
+    """Draw two stages and the link between them, during one step each."""
     shown = steps()
     panels = figure.subplots(len(shown), 1, sharex=True)
     longest = max(each.seconds() for _, each in shown.values())
@@ -74,7 +74,7 @@ def timeline(figure: Figure, theme: Theme, data: Mapping[str, Rows]) -> None:
     _key(figure, theme)
 
 
-def _bar(axes: Axes, theme: Theme, span: Span, message: str) -> None:
+def _bar(axes: Axes, theme: Theme, span: Interval, message: str) -> None:
     computes = span.lane.startswith("stage")
     forward, backward = theme.others[2], mixed(theme.others[2], theme.surface, 0.5)
     colour = (forward if span.pass_ == "forward" else backward) if computes else message
@@ -105,7 +105,7 @@ def _key(figure: Figure, theme: Theme) -> None:
 
 
 def groups(figure: Figure, theme: Theme, data: Mapping[str, Rows]) -> None:
-    """Two groups of a token's channels and their levels; below, with one channel made larger."""
+    """Draw two groups of a token's channels and their levels; below, the same with one channel enlarged."""
     token = torch.tensor(next(row["token"] for row in data["boundaries"] if "token" in row))[: 2 * GROUP]
     changed = token.clone()
     changed[OUTLIER] *= TIMES
@@ -141,7 +141,7 @@ def _levels(axes: Axes, theme: Theme, token: torch.Tensor) -> None:
 
 
 def spectrum(figure: Figure, theme: Theme, data: Mapping[str, Rows]) -> None:
-    """Energy that the best directions leave out, by their number."""
+    """Draw the energy that the best directions leave out, by their number."""
     panels = figure.subplots(1, 2, sharey=True)
     _title(figure, "A few directions hold nearly all of a boundary's activations")
     for axes, direction in zip(panels, ("forward", "backward"), strict=True):
@@ -174,7 +174,7 @@ def _range(shares: Sequence[float]) -> str:
 
 
 def noise(figure: Figure, theme: Theme, data: Mapping[str, Rows]) -> None:
-    """Signal over noise of formats by their bits, means over the boundaries."""
+    """Draw signal over noise of formats by their bits, averaged over the boundaries."""
     panels = figure.subplots(1, 2, sharey=True)
     _title(figure, "The subspace helps activations far more than gradients")
     series: dict[str, tuple[str, str, Callable[[Row], bool]]] = {
@@ -200,7 +200,7 @@ def noise(figure: Figure, theme: Theme, data: Mapping[str, Rows]) -> None:
 
 
 def warm_up(figure: Figure, theme: Theme, data: Mapping[str, Rows]) -> None:
-    """Held-out loss over FP32's without and with a warm-up."""
+    """Draw held-out loss minus FP32's, without and with a warm-up."""
     rows = data["warm-up"]
     texts = list(dict.fromkeys(row["text"] for row in rows))
     panels = figure.subplots(len(texts), 1, sharex=True)
@@ -234,7 +234,7 @@ def warm_up(figure: Figure, theme: Theme, data: Mapping[str, Rows]) -> None:
 
 
 def _behind(theme: Theme) -> dict[str, Any]:
-    """A box that keeps lines from crossing a label."""
+    """Return properties of a box that hides lines behind a label."""
     return {"facecolor": theme.surface, "edgecolor": "none", "pad": 0.5}
 
 
@@ -257,7 +257,7 @@ PICTURES: dict[str, tuple[Callable[[Figure, Theme, Mapping[str, Rows]], None], f
 
 
 def figure_of(name: str, theme: Theme, data: Mapping[str, Rows]) -> Figure:
-    """One of `PICTURES` in a theme, from recorded rows by the name of their file."""
+    """Draw one of `PICTURES` in a theme, from recorded rows by the name of their file."""
     from matplotlib.figure import Figure
 
     draw, height = PICTURES[name]
@@ -268,7 +268,7 @@ def figure_of(name: str, theme: Theme, data: Mapping[str, Rows]) -> Figure:
 
 
 def themed(theme: Theme) -> AbstractContextManager[None]:
-    """Matplotlib's settings of a theme, for as long as this is entered."""
+    """Return a context with Matplotlib's settings of a theme."""
     from matplotlib import rc_context
 
     return rc_context(cast(Any, theme.settings()))

@@ -14,12 +14,12 @@ from typing import Literal
 Lane = Literal["stage 0", "activations", "gradients", "stage 1"]
 LANES: tuple[Lane, ...] = ("stage 0", "activations", "gradients", "stage 1")
 TCP_SHARE = 0.956
-"""Of a link's bits, what TCP carries: the rest are headers (docs/how-to/links.md)."""
+"""Share of a link's bits that TCP carries as payload; the rest are headers (docs/how-to/links.md)."""
 
 
 @dataclass(frozen=True)
-class Span:
-    """Something that takes time.
+class Interval:
+    """A time in which a stage computes or a link carries a message.
 
     Args:
         lane: a stage, which computes, or a direction of the link, which carries a message.
@@ -36,7 +36,7 @@ class Span:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class TwoStageStep:
     """A step of two stages, with its times in seconds.
 
     Args:
@@ -55,10 +55,10 @@ class Step:
     ahead: bool = True
     one_way: float = 0.0
 
-    def spans(self) -> list[Span]:
-        """Everything that happens, in the order of the rules."""
-        n, spans = self.micro_batches, list[Span]()
-        spans += [Span("stage 0", "forward", i, i * self.forward, (i + 1) * self.forward) for i in range(n)]
+    def spans(self) -> list[Interval]:
+        """Return all intervals, in the order of the rules."""
+        n, spans = self.micro_batches, list[Interval]()
+        spans += [Interval("stage 0", "forward", i, i * self.forward, (i + 1) * self.forward) for i in range(n)]
         ready = [span.end for span in spans]
         there = self._cross(spans, "activations", "forward", ready, after=0.0)
         last = there[-1].end
@@ -66,35 +66,35 @@ class Step:
         for i in range(n):
             start = max(last, ready[-1]) if ready else last
             ready.append(start + self.backward)
-            spans.append(Span("stage 1", "backward", i, start, ready[-1]))
+            spans.append(Interval("stage 1", "backward", i, start, ready[-1]))
         # PyTorch's first stage waits for its sends before it asks for gradients.
         sent = max(span.end for span in spans if span.lane == "activations")
         self._cross(spans, "gradients", "backward", ready, after=sent)
         return spans
 
     def seconds(self) -> float:
-        """From the first forward pass to the end of the last backward pass."""
+        """Return the seconds from the first forward pass to the end of the last backward pass."""
         return max(span.end for span in self.spans())
 
     def _cross(
-        self, spans: list[Span], lane: Lane, pass_: Literal["forward", "backward"], ready: list[float], after: float
-    ) -> list[Span]:
-        """Send a message for each micro-batch that becomes ready, and compute with it; returns the computing."""
+        self, spans: list[Interval], lane: Lane, pass_: Literal["forward", "backward"], ready: list[float], after: float
+    ) -> list[Interval]:
+        """Send a message for each micro-batch that becomes ready, and compute with it; return the computing."""
         message, compute = (self.activations, self.forward) if pass_ == "forward" else (self.gradients, self.backward)
         receiver: Lane = "stage 1" if pass_ == "forward" else "stage 0"
-        free, idle, computed = 0.0, after, list[Span]()
+        free, idle, computed = 0.0, after, list[Interval]()
         for i, moment in enumerate(ready):
             posted = 0.0 if self.ahead else idle + self.one_way
             start = max(moment, free, posted)
             free = start + message
-            spans.append(Span(lane, pass_, i, start, free))
+            spans.append(Interval(lane, pass_, i, start, free))
             begin = max(free + self.one_way, idle)
             idle = begin + compute
-            computed.append(Span(receiver, pass_, i, begin, idle))
+            computed.append(Interval(receiver, pass_, i, begin, idle))
         spans += computed
         return computed
 
 
 def message_seconds(tokens: int, channels: int, bits: float, mbit: float) -> float:
-    """Seconds that a link of `mbit` Mbit/s needs for one message of `tokens` tokens in `bits` bits an element."""
+    """Return the seconds of one message of `tokens` tokens in `bits` bits per element, on a link of `mbit` Mbit/s."""
     return tokens * channels * bits / (mbit * 1e6 * TCP_SHARE)

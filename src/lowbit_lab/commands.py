@@ -1,4 +1,4 @@
-"""The laboratory's commands. Imports of a command wait until it is chosen."""
+"""The laboratory's commands. A command's imports are delayed until it is chosen."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class Demo:
     examples: tuple[str, ...] = ("lowbit demo", "lowbit demo --output runs/my-demo")
 
     def parser(self, program: str) -> Parser:
-        """Parser of its command line."""
+        """Return the parser of its command line."""
         from lowbit.cli.parser import Parser
         from lowbit.config import section
 
         @section()
         class DemoConfig:
-            """Where the demo writes."""
+            """Output of the demo."""
 
             output: str = "runs/demo"
             """Folder for the report, the chart and the trained models."""

@@ -159,7 +159,7 @@ def test_stateless_sessions() -> None:
     session.load_state_dict({})
     with pytest.raises(ValueError, match=r"x has shape \(3,\)"):
         session.encode(torch.randn(3))
-    with pytest.raises(ValueError, match="keeps none"):
+    with pytest.raises(ValueError, match="keeps no state"):
         session.load_state_dict({"a": 1})
 
 

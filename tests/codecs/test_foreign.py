@@ -129,7 +129,7 @@ WRONG: list[tuple[dict[str, Callable[..., Any]], str]] = [
     ({"load_state_dict": raises}, r"load_state_dict raised KeyError: 'mean'"),
     ({"max_nbytes": lambda s: 1.5}, r"max_nbytes returned 1.5; allowed: a number of bytes, an integer"),
     ({"nbytes": lambda s: -1}, r"nbytes returned -1; allowed"),
-    ({"nbytes": lambda s: 7}, rf"nbytes returned 7; allowed: {BYTES}, as `max_nbytes` says"),
+    ({"nbytes": lambda s: 7}, rf"nbytes returned 7; allowed: {BYTES}, the result of `max_nbytes`"),
     ({"encode": in_place}, r"encode changed the tensor that it was given"),
     ({"encode": lambda s, x, **k: None}, rf"encode returned NoneType; allowed: uint8 \({BYTES},\) on cpu"),
     ({"encode": lambda s, x, **k: x}, r"encode returned float32 \(2, 3, 8\) on cpu; allowed: uint8"),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lowbit.codecs import AQSGD, Cast, Codec, GroupInt, SubspaceQuant
-from lowbit.pipeline.arguments import Step, checked_samples, codec_at
+from lowbit.pipeline.arguments import StepKind, checked_samples, codec_at
 from lowbit.pipeline.boundary import Lane
 from lowbit.pipeline.states import Slot
 from lowbit.wire.traffic import Traffic
@@ -19,7 +19,7 @@ SHAPE = torch.Size((2, 3, 64))
 SLOT = (SHAPE, torch.float32)
 
 
-def ready(lane: Lane, *slots: Slot, step: Step = Step(), micro_batches: int = 3) -> Lane:
+def ready(lane: Lane, *slots: Slot, step: StepKind = StepKind(), micro_batches: int = 3) -> Lane:
     """The lane, and these tensors cross with each micro-batch."""
     lane.prepare(slots, step)
     lane.use([slots] * micro_batches)
@@ -30,7 +30,7 @@ def lane(codec: Codec, *slots: Slot) -> Lane:
     return ready(Lane(1, "forward", codec, "cpu", Traffic()), *(slots or (SLOT,)))
 
 
-def crosses(codec: Codec, x: Tensor, step: Step = Step()) -> tuple[Tensor, int]:
+def crosses(codec: Codec, x: Tensor, step: StepKind = StepKind()) -> tuple[Tensor, int]:
     """`x` at the other end, and the bytes that travelled."""
     sender, receiver = (lane(codec, (x.shape, x.dtype)) for _ in range(2))
     assert sender.messages(0) == receiver.messages(0) == 1
@@ -44,7 +44,7 @@ def crosses(codec: Codec, x: Tensor, step: Step = Step()) -> tuple[Tensor, int]:
     return out, size
 
 
-FULL = Step(full_precision=True)
+FULL = StepKind(full_precision=True)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_floating_tensors_are_coded(dtype: torch.dtype):
 
 def test_the_payload_has_memory_of_its_own():
     x = torch.randn(SHAPE)
-    for step in (Step(), FULL):
+    for step in (StepKind(), FULL):
         there, before = lane(Cast()), x.clone()
         payload = there.encode(0, step, 0, x)
         x.zero_()
@@ -100,7 +100,7 @@ def test_the_payload_has_memory_of_its_own():
 def test_buffers_that_require_grad_are_filled_in_place():
     x, out = torch.randn(SHAPE), torch.zeros(SHAPE, requires_grad=True)
     there = lane(Cast())
-    there.decode(0, Step(), 0, there.encode(0, Step(), 0, x), out)
+    there.decode(0, StepKind(), 0, there.encode(0, StepKind(), 0, x), out)
     assert torch.equal(out, x)
     assert out.is_leaf
 
@@ -109,15 +109,15 @@ def test_another_shape_or_dtype_is_an_error_not_garbage():
     there = lane(INT4)
     for wrong in (torch.randn(2, 3, 65), torch.randn(SHAPE).bfloat16()):
         with pytest.raises(ValueError, match=r"boundary 1 forward: tensor 0 is .* expect float32 \(2, 3, 64\)"):
-            there.encode(0, Step(), 0, wrong)
+            there.encode(0, StepKind(), 0, wrong)
 
 
 def test_codecs_of_samples_get_the_ids_of_the_micro_batch_and_leave_evaluation_alone():
     codec = AQSGD(inner=INT4)
     sender, receiver = lane(codec), lane(codec)
-    steps = [Step(samples=((1, 2), (3, 4))), Step(samples=((3, 4), (1, 5)))]
+    steps = [StepKind(samples=((1, 2), (3, 4))), StepKind(samples=((3, 4), (1, 5)))]
     sizes = []
-    for step in [*steps, Step(training=False)]:
+    for step in [*steps, StepKind(training=False)]:
         for micro_batch in range(2):
             x, out = torch.randn(SHAPE), torch.empty(SHAPE)
             payload = sender.encode(0, step, micro_batch, x)
@@ -132,7 +132,7 @@ def test_codecs_of_samples_get_the_ids_of_the_micro_batch_and_leave_evaluation_a
 
 
 def test_state_moves_to_a_lane_before_and_after_its_shapes_are_known():
-    codec, step = AQSGD(inner=INT4), Step(samples=((1, 2),))
+    codec, step = AQSGD(inner=INT4), StepKind(samples=((1, 2),))
     old = lane(codec)
     old.encode(0, step, 0, torch.randn(SHAPE))
     state = old.states.state_dict()
@@ -153,15 +153,15 @@ def test_shapes_that_share_what_a_codec_keeps():
     sender, receiver = lane(codec), lane(codec)
     small = torch.Size((1, 3, 64))
 
-    def cross(shape: torch.Size, step: Step) -> None:
+    def cross(shape: torch.Size, step: StepKind) -> None:
         x, out = torch.randn(shape), torch.empty(shape)
         for end in (sender, receiver):
             ready(end, (shape, torch.float32))
         receiver.decode(0, step, 0, sender.encode(0, step, 0, x), out)
         assert (out - x).norm() < 0.6 * x.norm()
 
-    for shape, step in ((SHAPE, Step()), (small, Step(training=False)), (small, Step()), (SHAPE, Step())):
-        cross(shape, step)
+    for shape, training in ((SHAPE, True), (small, False), (small, True), (SHAPE, True)):
+        cross(shape, StepKind(training))
     assert sender.states.nbytes() == receiver.states.nbytes() == 4 * 8 * 64 + 16
     [(name, state)] = sender.states.state_dict().items()
     assert (name, state["messages"]) == ("tensor 0, width 64", 3)
@@ -170,14 +170,14 @@ def test_shapes_that_share_what_a_codec_keeps():
     for end in (again, sender):
         ready(end, (small, torch.float32))
     x = torch.randn(small)
-    assert torch.equal(again.encode(0, Step(), 0, x), sender.encode(0, Step(), 0, x))
+    assert torch.equal(again.encode(0, StepKind(), 0, x), sender.encode(0, StepKind(), 0, x))
     again.states.load_state_dict({})  # a checkpoint of before the first message
     fresh = lane(codec, (small, torch.float32))
-    assert torch.equal(again.encode(0, Step(), 0, x), fresh.encode(0, Step(), 0, x))
+    assert torch.equal(again.encode(0, StepKind(), 0, x), fresh.encode(0, StepKind(), 0, x))
 
 
 AUTO = SubspaceQuant(directions="auto", group=8, refresh=2)
-SETTLING = Step.numbered(4, 5)
+SETTLING = StepKind.numbered(4, 5)
 
 
 def near(seed: int, shape: torch.Size = SHAPE) -> Tensor:
@@ -194,7 +194,7 @@ def unsettled(*slots: Slot) -> tuple[Lane, Lane]:
     return sender, receiver
 
 
-def pass_on(sender: Lane, receiver: Lane, step: Step, micro_batch: int, x: Tensor) -> Tensor:
+def pass_on(sender: Lane, receiver: Lane, step: StepKind, micro_batch: int, x: Tensor) -> Tensor:
     payload, out = sender.encode(0, step, micro_batch, x), torch.empty_like(x)
     assert payload.numel() == receiver.nbytes(0, step, micro_batch)
     receiver.decode(0, step, micro_batch, payload, out)
@@ -202,7 +202,7 @@ def pass_on(sender: Lane, receiver: Lane, step: Step, micro_batch: int, x: Tenso
 
 
 def test_the_steps_of_a_warm_up():
-    kinds = [Step.numbered(i, 2, training=t) for i in range(3) for t in (True, False)]
+    kinds = [StepKind.numbered(i, 2, training=t) for i in range(3) for t in (True, False)]
     assert [(s.full_precision, s.settling) for s in kinds] == [
         (True, False), (True, False), (True, True), (True, False), (False, False), (False, False)
     ]  # fmt: skip
@@ -231,9 +231,9 @@ def test_a_sender_chooses_at_the_end_of_the_warm_up_and_its_choice_travels(dtype
     assert sender.facts(slots) == receiver.facts(slots)
     for end in (sender, receiver):
         ready(end, (odd, dtype))
-    y = pass_on(sender, receiver, Step(), 0, near(9, odd).to(dtype))
+    y = pass_on(sender, receiver, StepKind(), 0, near(9, odd).to(dtype))
     assert (y - near(9, odd)).norm() < 0.1 * near(9, odd).norm()
-    assert sender.nbytes(0, Step(), 0) == expected.nbytes(odd)
+    assert sender.nbytes(0, StepKind(), 0) == expected.nbytes(odd)
     sent = 4 * x.numel() * x.element_size() + 3 * 16 + expected.nbytes(odd)
     assert sender._traffic.forward_bytes == sent
 
@@ -243,7 +243,7 @@ def test_what_was_chosen_survives_a_restart(steps_after: int):
     sender, receiver = unsettled()
     pass_on(sender, receiver, SETTLING, 0, near(0))
     for i in range(steps_after):
-        pass_on(sender, receiver, Step(), i, near(i))
+        pass_on(sender, receiver, StepKind(), i, near(i))
     again = unsettled()
     for end, old in zip(again, (sender, receiver), strict=True):
         end.states.load_state_dict(old.states.state_dict())
@@ -251,10 +251,10 @@ def test_what_was_chosen_survives_a_restart(steps_after: int):
         ready(end, SLOT)
         assert end.states.chosen() == old.states.chosen()
     for i in range(3):
-        assert torch.equal(pass_on(*again, Step(), i, near(i)), pass_on(sender, receiver, Step(), i, near(i)))
+        assert torch.equal(pass_on(*again, StepKind(), i, near(i)), pass_on(sender, receiver, StepKind(), i, near(i)))
     other = Lane(1, "forward", SubspaceQuant(directions=9, group=8, refresh=2), "cpu", Traffic())
     other.states.load_state_dict(sender.states.state_dict())
-    with pytest.raises(ValueError, match="it is not one of SubspaceQuant"):
+    with pytest.raises(ValueError, match="it is not a state of SubspaceQuant"):
         other.prepare([SLOT])
 
 
@@ -266,7 +266,7 @@ def test_an_open_lane_takes_over_another_choice():
     assert sender.states.chosen() != other[0].states.chosen(), "8 at this width where there is nothing to choose by"
     other[0].states.load_state_dict(sender.states.state_dict())
     assert other[0].facts([SLOT]) == sender.facts([SLOT])
-    with pytest.raises(ValueError, match="tensor 0, width 64 was set to 8 before, and the sender now says 3"):
+    with pytest.raises(ValueError, match="tensor 0, width 64 was set to 8 before, and the sender now states 3"):
         other[1].decode(0, SETTLING, 0, sender.encode(0, SETTLING, 0, near(0)), torch.empty(SHAPE))
 
 
@@ -274,7 +274,7 @@ def test_without_a_choice_nothing_is_coded():
     sender, _ = unsettled()
     for use in (
         lambda: sender.prepare([SLOT]),
-        lambda: sender.nbytes(0, Step(), 0),
+        lambda: sender.nbytes(0, StepKind(), 0),
         lambda: sender.states.session(0, (SHAPE, torch.float32)),
     ):
         with pytest.raises(ValueError, match="width 64: .*auto.* allowed: warmup_steps of at lea"):
@@ -286,7 +286,7 @@ def test_without_a_choice_nothing_is_coded():
 def test_traffic_counts_what_is_encoded():
     traffic = Traffic()
     there = ready(Lane(0, "backward", INT4, "cpu", traffic), SLOT)
-    there.encode(0, Step(), 0, torch.randn(SHAPE))
+    there.encode(0, StepKind(), 0, torch.randn(SHAPE))
     assert traffic.backward_bytes == INT4.nbytes(SHAPE)
     assert traffic.backward_elements == SHAPE.numel()
     assert traffic.backward_bits == INT4.bits_per_element(SHAPE)
@@ -307,10 +307,10 @@ def test_micro_batches_may_differ_in_what_crosses():
     assert [sender.messages(i) for i in range(4)] == [1, 1, 1, 0]
     for i, [(shape, _)] in enumerate(slots):
         x = torch.randn(shape)
-        assert sender.nbytes(0, Step(), i) == INT4.nbytes(shape)
-        assert torch.equal(pass_on(sender, receiver, Step(), i, x), INT4.round_trip(x))
+        assert sender.nbytes(0, StepKind(), i) == INT4.nbytes(shape)
+        assert torch.equal(pass_on(sender, receiver, StepKind(), i, x), INT4.round_trip(x))
     with pytest.raises(ValueError, match=r"\(1, 3, 64\); both ends expect float32 \(2, 3, 64\)"):
-        sender.encode(0, Step(), 1, x)
+        sender.encode(0, StepKind(), 1, x)
 
 
 def test_facts_tell_shapes_and_sizes():

@@ -196,10 +196,10 @@ def test_states_that_do_not_fit_are_refused():
         (changed("warmup_steps", 5), "state has warmup_steps 5; this emulation has 1"),
         (changed("boundaries", {}), "state has nothing; allowed: boundary 0 backward, boundary 0"),
         (changed("codec", "x", ends), "boundary 0 forward: state is of 'x'; this emulation has Sub"),
-        (changed("sender", [1], ends), "the state of the sender is not one"),
-        (changed("choice", 99, kept), "both ends have the same choices"),
-        (changed("choice", True, kept), "the state of the sender is not one"),
-        (changed("choice", torch.ones(1), kept), "the state of the sender is not one"),
+        (changed("sender", [1], ends), "the state of the sender is invalid"),
+        (changed("choice", 99, kept), "allowed: the same choices at both ends"),
+        (changed("choice", True, kept), "the state of the sender is invalid"),
+        (changed("choice", torch.ones(1), kept), "the state of the sender is invalid"),
         (changed("choice", -1, kept), "directions is -1"),
     ]
     for wrong, said in wrongs:

@@ -142,7 +142,7 @@ def test_no_gradient_is_a_warning_and_the_rate_of_none(caplog: pytest.LogCapture
         with torch.no_grad():
             model(batch(0)[0])
         emulation.step()
-    assert "has had no gradient before the last step of the warm-up; taken: 3 bits" in caplog.text
+    assert "had no gradient before the last step of the warm-up; using 3 bits" in caplog.text
     [codec] = emulation.chosen().values()
     assert bits(codec) == pytest.approx(TransformQuant().bits_per_element(batch(0)[0].shape), abs=0.1)
 
@@ -160,5 +160,5 @@ def test_rates_are_raised_by_a_number_and_after_the_warm_up() -> None:
     for wrong in (0, -1.0, math.nan, math.inf, "1", True):
         with pytest.raises(ValueError, match="bits is .*; allowed: a number above 0"):
             emulation.raise_rates(cast("float", wrong))
-    with pytest.raises(ValueError, match="rates are raised before they were chosen"):
+    with pytest.raises(ValueError, match="rates cannot be raised before they are chosen"):
         emulation.raise_rates(1.0)

@@ -75,7 +75,7 @@ def check_out(out: Tensor, shape: torch.Size, device: torch.device) -> None:
 
 
 def draw_seed(rounding: str, device: torch.device) -> int | None:
-    """A seed for stochastic rounding, from PyTorch's default generator; None for any other.
+    """Draw a seed for stochastic rounding from PyTorch's default generator; None for any other rounding.
 
     Raises:
         RuntimeError: a CUDA graph is being captured: all its replays would round with the same random numbers.

@@ -103,8 +103,8 @@ def check_ends(sender: Session, receiver: Session) -> None:
     for session, state in zip((sender, receiver), states, strict=True):
         if state:
             codec = session.codec
-            anew = open_session(codec, shape=session.shape, dtype=session.dtype, device=session.device)
-            anew.load_state_dict(state)
+            restored = open_session(codec, shape=session.shape, dtype=session.dtype, device=session.device)
+            restored.load_state_dict(state)
 
 
 class _Guarded(Session):
@@ -124,7 +124,7 @@ class _Guarded(Session):
         # Receives are posted ahead, before the messages in between have changed the state.
         if size > self._nbytes or (size != self._nbytes and not self.codec.needs_key):
             at_most = "at most " * self.codec.needs_key
-            raise self.error(f"nbytes returned {size}; allowed: {at_most}{self._nbytes}, as `max_nbytes` says")
+            raise self.error(f"nbytes returned {size}; allowed: {at_most}{self._nbytes}, the result of `max_nbytes`")
         return size
 
     def sharing_state(self, *, shape: Sequence[int], dtype: torch.dtype) -> Session:
@@ -143,7 +143,7 @@ class _Guarded(Session):
         before = None if x.is_inference() else x._version  # autograd does not notice if nothing saved `x`
         returned = self._call("encode", x, training=training, out=payload)
         if before is not None and x._version != before:
-            raise self.error("encode changed the tensor that it was given; allowed: to read it")
+            raise self.error("encode changed the tensor that it was given; allowed: only to read it")
         return self._filled("encode", payload, returned)
 
     def decode(self, payload: Tensor, *, out: Tensor | None = None, training: bool = True) -> Tensor:

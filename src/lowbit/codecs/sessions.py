@@ -140,4 +140,4 @@ class Session:
             ValueError: the state belongs to another format.
         """
         if state:
-            raise ValueError(f"state has {sorted(state)}; a session of {self.codec} keeps none")
+            raise ValueError(f"state has {sorted(state)}; a session of {self.codec} keeps no state")

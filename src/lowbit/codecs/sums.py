@@ -121,7 +121,7 @@ class Summable(Codec):
             payloads: of rank 0, 1, ..., each made by its `part(rank).encode`; taken one after the other.
             out: tensor to overwrite: float32, bfloat16 or float16, contiguous; its shape is that of what was coded.
             divisor: what the sum is divided by.
-            scratch: float32, contiguous, as many elements as `out`: partial sums may go there; allocated if absent.
+            scratch: float32, contiguous, as many elements as `out`: partial sums may go there; allocated if omitted.
 
         Returns:
             `out`.

@@ -22,7 +22,7 @@ from lowbit.codecs.foreign import open_session
 from lowbit.codecs.sessions import Session
 from lowbit.integrations.engine import engine, part
 from lowbit.pipeline import Traffic
-from lowbit.pipeline.arguments import backward_beside, check_numbers
+from lowbit.pipeline.arguments import check_numbers, default_backward
 from lowbit.wire import pytorch
 from lowbit.wire.agreement import agree
 from lowbit.wire.checksum import Checksums, agreed_facts, check_checksums, damaged
@@ -85,7 +85,7 @@ class LowBitP2PCommunicator(_Base):
         check_numbers(0, timeout)
         check_checksums(checksums)
         super().__init__(pp_group, config)
-        codecs = {"forward": forward, "backward": backward_beside(forward) if backward is None else backward}
+        codecs = {"forward": forward, "backward": default_backward(forward) if backward is None else backward}
         for name, codec in codecs.items():
             self._check(name, codec)
         if config.use_ring_exchange_p2p:

@@ -29,7 +29,7 @@ from lowbit.collectives.reduce import all_reduce
 from lowbit.gradients import LowBitReduceScatter
 from lowbit.integrations.engine import EngineError, engine, part
 from lowbit.pipeline import LowBitStage
-from lowbit.pipeline.arguments import Codecs, backward_beside, check_numbers, check_warm_up
+from lowbit.pipeline.arguments import Codecs, check_numbers, check_warm_up, default_backward
 from lowbit.wire.checksum import check_checksums
 
 __all__ = ["LowBitConfig", "low_bit", "parallelize_fn", "pipelining_fn"]
@@ -81,7 +81,7 @@ class LowBitConfig:
         if self.forward is None and self.backward is not None:
             raise ValueError(f"backward is {self.backward}; allowed where forward is None: None")
         if self.forward is not None:
-            backward = backward_beside(self.forward) if self.backward is None else self.backward
+            backward = default_backward(self.forward) if self.backward is None else self.backward
             for name, codecs in (("forward", self.forward), ("backward", backward)):
                 _check_codecs(name, codecs)
                 check_warm_up(name, codecs, self.warmup_steps)

@@ -1,4 +1,4 @@
-"""Pipeline parallelism whose stages talk in few bits: under PyTorch's own schedules, or emulated in one process."""
+"""Pipeline parallelism whose stages communicate in few bits, under PyTorch's schedules or emulated in one process."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Announcement of a pass: one small message from the rank with the first stage to all others.
 
-`send` sends a value that JSON can hold, waits for nobody, and returns the bytes sent; `receive` waits for it; `finish`
-waits until all has left, so that this rank may end. `number` counts passes, the same on all ranks.
+`send` sends a JSON value without waiting and returns the bytes sent; `receive` waits for a value; `finish` waits until
+everything has been sent, so that this rank may end. `number` counts passes and is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from lowbit.wire.store import BoundedStore
 MESSAGE_BYTES = 512
 """Bytes of the message, without its checksum: JSON, padded with blanks."""
 
-_AHEAD = 4  # receives that are posted ahead; the first stage may be so many passes ahead of the last
-# Seconds between two looks into the store: a share of those waited.
+_AHEAD = 4  # receives posted ahead: the first stage may be this many passes ahead of the last
+# Seconds between two reads of the store: a share of the time waited so far, within these limits.
 _SHORTEST, _LONGEST, _SHARE = 0.0005, 0.01, 0.05
-_KEPT_PASSES = 1024  # whose messages stay in the store; the first stage may be so far ahead there
+_KEPT_PASSES = 1024  # messages kept in the store: the first stage may be this many passes ahead there
 
 
 def choose(
     group: dist.ProcessGroup, source: int, board: FailureBoard, checksums: Checksums, channel: int
 ) -> Announcements:
-    """Announcements of rank `source`: by Gloo's messages, or through the group's store where the group has no Gloo."""
+    """Return the announcements of rank `source`: Gloo messages, or through the store if the group has no Gloo."""
     if "gloo" in dist.get_backend_config(group):
         return _Direct(Mailbox(group, checksums, board), source, channel)
     return _ThroughStore(group, source, board)
 
 
 class _Direct:
-    """By Gloo's messages; they take half a round trip, because receives are posted ahead of their passes."""
+    """Announces by Gloo messages; each takes half a round trip, because receives are posted ahead of their passes."""
 
     def __init__(self, mailbox: Mailbox, source: int, channel: int) -> None:
         self._mailbox, self._source, self._channel = mailbox, source, channel
@@ -72,7 +72,7 @@ class _Direct:
 
 
 class _ThroughStore:
-    """By keys of the group's store; for NCCL, whose messages would make the host wait for the device."""
+    """Announces by keys of the group's store; for NCCL, whose messages would make the host wait for the device."""
 
     def __init__(self, group: dist.ProcessGroup, source: int, board: FailureBoard) -> None:
         self._limit = board.patience.total_seconds()

@@ -1,4 +1,4 @@
-"""Arguments that a pipeline and its emulation share: formats, warm-up, sample ids; and the step that they describe."""
+"""Arguments that a pipeline and its emulation share: formats, warm-up, sample ids; and the kinds of steps."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ Codecs = Codec | Mapping[int, Codec]
 
 
 @dataclass(frozen=True)
-class Step:
-    """Properties of a step that decide the format of its messages; known before it, and the same on every rank.
+class StepKind:
+    """Properties of a step that decide the format of its messages. They are known in advance, the same on all ranks.
 
     Attributes:
         training: False in an evaluation pass.
-        full_precision: the warm-up is not over: everything travels in its own dtype.
+        full_precision: True during the warm-up, when everything travels in its own dtype.
         samples: sample ids of each micro-batch, for codecs that need them.
         settling: this is the last step of the warm-up, in which senders choose open parameters of their codecs.
-        looking: this is the one before that, in which they look at gradients where codecs have a goal in loss.
+        looking: this is the step before it, in which senders whose codec has a goal in loss look at gradients.
     """
 
     training: bool = True
@@ -38,19 +38,19 @@ class Step:
     looking: bool = False
 
     @classmethod
-    def numbered(cls, step: int, warmup_steps: int, *, training: bool = True) -> Step:
-        """A step, or an evaluation pass, after `step` training steps."""
+    def numbered(cls, step: int, warmup_steps: int, *, training: bool = True) -> StepKind:
+        """Return the kind of a training step, or of an evaluation pass, that follows `step` training steps."""
         left = warmup_steps - step if training else 0
         return cls(training, step < warmup_steps, settling=left == 1, looking=left == 2)
 
     @property
     def phase(self) -> int:
-        """Kind of the messages: 0 at full precision, 1 where choices travel as well, 2 coded."""
+        """Kind of the messages: 0 at full precision, 1 at full precision with the senders' choices, 2 coded."""
         return 1 if self.settling else 0 if self.full_precision else 2
 
 
 def check_warm_up(argument: str, codecs: Codecs, warmup_steps: int, prefix: str = "") -> None:
-    """Raise a ValueError, which names `prefix`warmup_steps, if a codec needs a longer warm-up than there is."""
+    """Raise a ValueError, which names `prefix`warmup_steps, if a codec needs a longer warm-up."""
     for codec in codecs.values() if isinstance(codecs, Mapping) else (codecs,):
         by_loss = isinstance(codec, StatefulCodec) and codec.wanted_nats is not None
         if isinstance(codec, Codec) and not codec.settled and warmup_steps < 1 + by_loss:
@@ -66,22 +66,22 @@ def check_raise(bits: object, in_warmup: bool) -> None:
     if not isinstance(bits, int | float) or isinstance(bits, bool) or not 0 < bits < math.inf:
         raise ValueError(f"bits is {bits!r}; allowed: a number above 0")
     if in_warmup:
-        raise ValueError("rates are raised before they were chosen; allowed: once the warm-up is over")
+        raise ValueError("rates cannot be raised before they are chosen; allowed: once the warm-up is over")
 
 
-def backward_beside(forward: Codecs) -> Codecs:
-    """The formats of gradients where only those of activations are given; what is no codec stays, to be refused."""
+def default_backward(forward: Codecs) -> Codecs:
+    """Return the default formats of gradients for formats of activations; invalid ones pass and are refused later."""
     if isinstance(forward, Mapping):
         return {i: backward_codec(codec) if isinstance(codec, Codec) else codec for i, codec in forward.items()}
     return backward_codec(forward) if isinstance(forward, Codec) else forward
 
 
 def codec_at(argument: str, codecs: Codecs, boundary: int, boundaries: int) -> Codec:
-    """The codec of one of `boundaries`, from one for all or a mapping.
+    """Return the codec of a boundary; `boundaries` is their number.
 
     Raises:
         TypeError: not a codec.
-        ValueError: the mapping has none for this boundary, or one for a boundary that does not exist.
+        ValueError: the mapping lacks this boundary, or has a boundary that does not exist.
     """
     if isinstance(codecs, Mapping):
         given = ", ".join(map(str, codecs)) or "none"
@@ -99,13 +99,13 @@ def codec_at(argument: str, codecs: Codecs, boundary: int, boundaries: int) -> C
 
 
 def check_numbers(warmup_steps: object, timeout: object) -> None:
-    """Raise a TypeError or ValueError unless these can be a number of steps and a number of seconds."""
+    """Raise a TypeError or ValueError unless these are a valid number of steps and of seconds."""
     check_int("warmup_steps", warmup_steps, 0, sys.maxsize)
     check_timeout(timeout)
 
 
 def checked_samples(ids: Tensor | Sequence[int]) -> Tensor:
-    """Sample ids as an int64 tensor (batch,).
+    """Return sample ids as an int64 tensor (batch,).
 
     Raises:
         TypeError: not integers.
@@ -118,5 +118,5 @@ def checked_samples(ids: Tensor | Sequence[int]) -> Tensor:
     if samples.dim() != 1:
         raise ValueError(f"ids have shape {tuple(samples.shape)}; allowed: one dimension, (batch,)")
     if samples.unique().numel() != samples.numel():
-        raise ValueError("ids has a sample twice; the ids of a batch must differ")
+        raise ValueError("ids contains a sample twice; the ids of a batch must differ")
     return samples.long()

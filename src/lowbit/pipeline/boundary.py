@@ -1,6 +1,6 @@
 """A lane: one direction of one boundary, at one of its ends. Tensors go in and bytes come out, or the other way round.
 
-Nothing here knows processes, so a pipeline and its emulation in one process share it, and with it their numbers.
+Nothing here depends on processes, so a pipeline and its emulation in one process run this same code.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lowbit.codecs.base import Codec
 from lowbit.codecs.checks import FLOATS
 from lowbit.codecs.foreign import check_ends, is_own, open_session
 from lowbit.codecs.sessions import Session
-from lowbit.pipeline.arguments import Step
+from lowbit.pipeline.arguments import StepKind
 from lowbit.pipeline.looking import Look
 from lowbit.pipeline.states import Slot, States, described
 from lowbit.wire.traffic import Traffic
@@ -25,20 +25,20 @@ from lowbit.wire.traffic import Traffic
 Direction = Literal["forward", "backward"]
 
 _CHOICE_BYTES = 16
-_CODED = Step()
+_CODED = StepKind()
 
 
 class Lane:
-    """One direction of one boundary, at one end: how each tensor is coded there.
+    """One direction of one boundary, at one end: encodes or decodes each tensor that crosses there.
 
     Floating tensors go through a session of the codec, one for each tensor and shape. Everything else travels as it is:
     integers and booleans, all tensors during the warm-up, and evaluation passes of a codec that knows only the samples
     it is trained on (`needs_key`).
 
-    Where a codec leaves a parameter open (`Codec.settled`), the sender chooses it for each tensor, from its first
-    message in the last step of the warm-up. All messages of that step have 16 bytes behind the tensor's, since they may
-    arrive in any order: the choice, int64, and zeros. From the next step on, both ends code with it. A codec that has a
-    goal in loss has made its choice in the step before, from activations and their gradient (`Look`).
+    If a codec leaves a parameter open (`Codec.settled`), the sender chooses it for each tensor, from its first message
+    in the last step of the warm-up. All messages of that step carry the choice, since they may arrive in any order: 16
+    bytes behind the tensor's, an int64 and zeros. From the next step on, both ends code with it. A codec with a goal in
+    loss makes its choice one step earlier, from activations and their gradient (`Look`).
 
     Args:
         boundary: i, between stages i and i + 1.
@@ -46,11 +46,11 @@ class Lane:
         codec: format of floating tensors.
         device: where the tensors live.
         traffic: where to count.
-        overhead: bytes that travel beside every payload, to be counted.
-        look: of this end of the boundary, which both directions share; None: no codec has a goal in loss.
+        overhead: bytes that travel with every payload, to be counted.
+        look: shared by both directions at this end of the boundary; None: no codec has a goal in loss.
 
     Attributes:
-        states: its sessions, and what a checkpoint holds of them.
+        states: its sessions and their part of a checkpoint.
     """
 
     def __init__(
@@ -73,8 +73,8 @@ class Lane:
         if look is not None:
             look.add(codec, self.states, backward=direction == "backward")
 
-    def prepare(self, slots: Sequence[Slot], step: Step = _CODED) -> None:
-        """Get ready for tensors that will cross together; sessions survive for shapes that come back.
+    def prepare(self, slots: Sequence[Slot], step: StepKind = _CODED) -> None:
+        """Get ready for tensors that will cross together; sessions are kept for shapes that return.
 
         Raises:
             TypeError: a floating dtype that the codec does not take.
@@ -98,21 +98,21 @@ class Lane:
                 warm_up(self.states.session(index, slot).codec, *slot, self._device)
 
     def messages(self, micro_batch: int) -> int:
-        """How many tensors cross with a micro-batch."""
+        """Number of tensors that cross with a micro-batch."""
         return len(self._slots[micro_batch]) if self._slots else 0
 
-    def nbytes(self, index: int, step: Step, micro_batch: int) -> int:
-        """Bytes of the next message of a tensor."""
+    def nbytes(self, index: int, step: StepKind, micro_batch: int) -> int:
+        """Return the bytes of the next message of a tensor."""
         return self._coding(index, step, micro_batch)[1]
 
     def encode(
-        self, index: int, step: Step, micro_batch: int, x: Tensor, *, room: int = 0, note: Tensor | None = None
+        self, index: int, step: StepKind, micro_batch: int, x: Tensor, *, room: int = 0, note: Tensor | None = None
     ) -> Tensor:
-        """The bytes of a tensor: uint8, one dimension, memory of its own; empty if there is nothing to send.
+        """Return the bytes of a tensor: uint8, one dimension, in new memory; empty if there is nothing to send.
 
         Args:
             index: of the tensor at this boundary; step, micro_batch: what it belongs to; x: the tensor.
-            room: so many bytes are left free behind its own.
+            room: bytes to leave free behind its own.
             note: what `observe` returned for the activations whose gradient this is.
 
         Raises:
@@ -123,44 +123,44 @@ class Lane:
             raise ValueError(
                 f"{self.name}: tensor {index} is {described((x.shape, x.dtype))}; both ends expect {described(slot)}"
             )
-        with self._aside("encode", micro_batch):
+        with self._isolated("encode", micro_batch):
             session, size = self._coding(index, step, micro_batch)
             message = torch.empty(size + room * bool(size), dtype=torch.uint8, device=x.device)
             payload = message[:size]
             if session is not None:
                 session.encode(x, training=step.training, out=payload, note=note)
             else:
-                # A copy, because the model may reuse the memory of its output while the bytes are under way.
+                # Copied, because the model may reuse the memory of its output while the bytes are in flight.
                 plain, rest = payload.tensor_split([_plain_bytes(slot)])
                 plain.view(x.dtype).view(x.shape).copy_(x.detach())
-                self._note(index, step, micro_batch, x)
-                if self._tells_choice(slot, step):
+                self._look_at(index, step, micro_batch, x)
+                if self._carries_choice(slot, step):
                     choice = self.states.choose(index, slot, x)
                     warm_up(self.states.session(index, slot).codec, *slot, self._device)
                     rest.copy_(torch.tensor([choice, 0], dtype=torch.int64).view(torch.uint8))
         self._traffic.count(self.direction, size + self._overhead * bool(size), x.numel())
         return message
 
-    def decode(self, index: int, step: Step, micro_batch: int, payload: Tensor, out: Tensor) -> None:
+    def decode(self, index: int, step: StepKind, micro_batch: int, payload: Tensor, out: Tensor) -> None:
         """Write the tensor in `payload` to `out`, which has the shape and dtype of this slot."""
-        with self._aside("decode", micro_batch):
+        with self._isolated("decode", micro_batch):
             out, slot = out.detach(), self._slots[micro_batch][index]
             session, _ = self._coding(index, step, micro_batch)
             if session is not None:
                 session.decode(payload, out=out, training=step.training)
             else:
                 plain, rest = payload.tensor_split([_plain_bytes(slot)])
-                if self._tells_choice(slot, step):
+                if self._carries_choice(slot, step):
                     self.states.adopt(index, slot, int(rest.clone().view(torch.int64)[0]))
                     warm_up(self.states.session(index, slot).codec, *slot, self._device)
                 out.copy_(plain.view(out.dtype).view(out.shape))
-                self._note(index, step, micro_batch, out)
+                self._look_at(index, step, micro_batch, out)
 
     def observe(self, index: int, micro_batch: int, x: Tensor) -> Tensor | None:
-        """Show this sender what crossed the other way: a gradient of its activations, or activations.
+        """Show this sender the tensor that crossed the other way: a gradient of its activations, or activations.
 
         Returns:
-            For activations, a note for `encode` of their gradient, if the codec wants one.
+            For activations, a note to pass to `encode` with their gradient, if the codec wants one.
         """
         with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
             return self.states.observe(index, self._slots[micro_batch][index], x.detach())
@@ -179,30 +179,30 @@ class Lane:
             f"{self.name} state": self.states.digest(),
         }
 
-    def _coding(self, index: int, step: Step, micro_batch: int) -> tuple[Session | None, int]:
+    def _coding(self, index: int, step: StepKind, micro_batch: int) -> tuple[Session | None, int]:
         """The session that codes the next message of a tensor (None: the tensor travels as it is), and its bytes."""
         slot = self._slots[micro_batch][index]
-        unknown = self.codec.needs_key and not step.training  # to the codec: it knows the samples it is trained on
+        unknown = self.codec.needs_key and not step.training  # the codec only knows the samples it is trained on
         if step.full_precision or unknown or not slot[1].is_floating_point:
-            return None, _plain_bytes(slot) + _CHOICE_BYTES * self._tells_choice(slot, step)
+            return None, _plain_bytes(slot) + _CHOICE_BYTES * self._carries_choice(slot, step)
         session = self.states.session(index, slot)
         if step.samples:
             session.samples = step.samples[micro_batch]
         return session, session.nbytes()
 
-    def _note(self, index: int, step: Step, micro_batch: int, x: Tensor) -> None:
-        """Look at a tensor that crosses at full precision."""
+    def _look_at(self, index: int, step: StepKind, micro_batch: int, x: Tensor) -> None:
+        """Keep or use a tensor that crosses at full precision, if a codec has a goal in loss (`Look`)."""
         if step.looking and self._look is not None and x.is_floating_point():
             note = self._look.activations if self.direction == "forward" else self._look.gradient
             note(index, micro_batch, x)
 
-    def _tells_choice(self, slot: Slot, step: Step) -> bool:
-        """Whether a message at full precision has the sender's choice behind it."""
+    def _carries_choice(self, slot: Slot, step: StepKind) -> bool:
+        """Whether the sender's choice follows the tensor in a message at full precision."""
         return step.settling and not self.codec.settled and slot[1].is_floating_point
 
     @contextlib.contextmanager
-    def _aside(self, span: str, micro_batch: int) -> Iterator[None]:
-        """Apart from the model's computation: no graph, no autocast (which would round inside the codec), timed."""
+    def _isolated(self, span: str, micro_batch: int) -> Iterator[None]:
+        """Run a timed block apart from the model: without a graph, and without autocast, which would round in it."""
         timed = self._traffic.timing("codec_seconds", span, at=self.name, micro_batch=micro_batch)
         with timed, torch.no_grad(), torch.autocast(self._device.type, enabled=False):
             yield
@@ -210,7 +210,7 @@ class Lane:
 
 @functools.cache
 def warm_up(codec: Codec, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
-    """Code zeros both ways, once in a process, so that the codec's kernels are compiled before anybody waits.
+    """Code zeros both ways, once in a process, so that the codec's kernels are compiled before a rank waits.
 
     Raises:
         CodecError: a codec of another package fails here, and would fail later.
@@ -222,7 +222,7 @@ def warm_up(codec: Codec, shape: torch.Size, dtype: torch.dtype, device: torch.d
         x = torch.zeros(shape, dtype=dtype, device=device)
         if not is_own(codec):  # zeros would leave many states as they were
             x.copy_(torch.linspace(-1, 1, x.numel(), device=device).view(shape))
-        for _ in range(2 if codec.needs_key else 1):  # a sample that comes back is coded otherwise
+        for _ in range(2 if codec.needs_key else 1):  # a sample that returns is coded differently
             receiver.decode(sender.encode(x))
     check_ends(sender, receiver)
 

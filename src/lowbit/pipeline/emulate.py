@@ -1,4 +1,4 @@
-"""A pipeline's codecs in a model of one process, to measure their accuracy without a cluster."""
+"""A pipeline's codecs within one process, to measure their accuracy without a cluster."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from lowbit.codecs.checks import check_int
 from lowbit.codecs.defaults import RECOMMENDED
 from lowbit.pipeline.arguments import (
     Codecs,
-    Step,
-    backward_beside,
+    StepKind,
     check_raise,
     check_warm_up,
     checked_samples,
     codec_at,
+    default_backward,
 )
 from lowbit.pipeline.boundary import Direction, Lane
 from lowbit.pipeline.looking import Look
@@ -43,12 +43,12 @@ def emulate_(
     """Put a pipeline's codecs after some modules of a model, in place.
 
     The outputs of these modules, and their gradients, then pass through the same sessions as between the ranks of a
-    pipeline that is cut there: the numbers are the same, bit for bit, if the micro-batches are, and come in the same
-    order, which matters to codecs that keep something between messages.
+    pipeline that is cut there. The numbers are the same, bit for bit, if the micro-batches are the same and, for codecs
+    that keep something between messages, come in the same order.
 
-    Activation checkpointing runs modules again during backward. That is no second message: it is coded as the first one
-    was and not counted. Codecs that keep something between messages have moved on by then, and refuse it; leave these
-    modules out of checkpointing, as a pipeline does.
+    Activation checkpointing runs modules again during backward. The output is then coded as the first time, and not
+    counted as a second message. Codecs that keep something between messages cannot repeat one and raise an error; leave
+    these modules out of checkpointing, as a pipeline does.
 
     Args:
         model: any module.
@@ -56,15 +56,15 @@ def emulate_(
             a floating tensor, or a tuple, list or mapping (such as a Hugging Face `ModelOutput`) whose first entry is
             one; only that entry is coded.
         forward: format of activations: one codec, or a mapping from the position in `at`.
-        backward: format of gradients, likewise; absent: the default beside the format of activations.
-        warmup_steps: so many training steps are not coded; `Emulation.step` counts them, as `LowBitStage` counts calls
-            of `schedule.step`. At least 1 for a codec that leaves something to choose, such as
-            `SubspaceQuant(directions="auto")`: it is settled in the last.
+        backward: format of gradients, likewise; None: the default for the format of activations.
+        warmup_steps: number of training steps that are not coded; `Emulation.step` counts them, as `LowBitStage` counts
+            calls of `schedule.step`. At least 1 for a codec with an open parameter, such as
+            `SubspaceQuant(directions="auto")`, which is chosen in the last of them.
         in_evaluation: code modules in evaluation mode (`model.eval()`) too, as `LowBitStage` does; codecs that know
             only the samples they are trained on never are.
 
     Raises:
-        ValueError, TypeError: a name that the model does not have, or a wrong codec or number.
+        ValueError, TypeError: a name that the model does not have, or an invalid codec or number.
     """
     check_int("warmup_steps", warmup_steps, 0, 2**63 - 1)
     modules = dict(model.named_modules())
@@ -74,7 +74,7 @@ def emulate_(
         raise ValueError(f"at has {unknown}, which the model does not have; it has names such as {_some(modules)}")
     if len(set(at)) != len(at):
         raise ValueError(f"at is {list(at)}; a name must not occur twice")
-    backward = backward_beside(forward) if backward is None else backward
+    backward = default_backward(forward) if backward is None else backward
     codecs = [
         (codec_at("forward", forward, i, len(at)), codec_at("backward", backward, i, len(at))) for i in range(len(at))
     ]
@@ -90,7 +90,7 @@ class Emulation:
     """The codecs that `emulate_` put into a model.
 
     Attributes:
-        traffic: what the stages of the pipeline would send together, with checksums, as they do by default.
+        traffic: what all stages of the pipeline together would send, including the checksums that are sent by default.
     """
 
     def __init__(self, warmup_steps: int, in_evaluation: bool) -> None:
@@ -111,7 +111,7 @@ class Emulation:
             pair.end_step()
 
     def set_samples(self, ids: Tensor | Sequence[int]) -> None:
-        """Set the sample ids of the next forward passes, int64 (micro-batch,), for codecs that need them.
+        """Set the sample ids of all forward passes from now on, int64 (micro-batch,), for codecs that need them.
 
         Raises:
             TypeError, ValueError: not integers, not one dimension, or not all different.
@@ -123,7 +123,7 @@ class Emulation:
         return sum(pair.state_bytes() for pair in self._pairs)
 
     def chosen(self) -> dict[str, Codec]:
-        """Return the codecs that the warm-up settled, by boundary, direction and tensor, as `LowBitStage.chosen`."""
+        """Return the codecs that the warm-up settled, by boundary, direction and tensor; see `LowBitStage.chosen`."""
         return {name: codec for pair in self._pairs for name, codec in pair.chosen().items()}
 
     def raise_rates(self, bits: float) -> None:
@@ -139,8 +139,8 @@ class Emulation:
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint: training steps so far, and what codecs keep at both ends.
 
-        Integers, strings and tensors in dictionaries, which `torch.load(..., weights_only=True)` reads. `traffic` and
-        the ids of `set_samples` are not among them.
+        It consists of dictionaries, integers, strings and tensors, which `torch.load(..., weights_only=True)` reads.
+        `traffic` and the ids of `set_samples` are not part of it.
 
         Raises:
             RuntimeError: a module in `at` has run on several devices.
@@ -149,10 +149,10 @@ class Emulation:
         return {"steps": self._steps, "warmup_steps": self._warmup_steps, "boundaries": boundaries}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` gave, of an emulation with the same boundaries, codecs and warm-up.
+        """Restore a `state_dict` of an emulation with the same boundaries, codecs and warm-up.
 
         Raises:
-            ValueError: a state of another emulation, or none at all; nothing has changed then. What does not fit the
+            ValueError: the state is invalid or of another emulation; nothing is changed. A state that does not fit the
                 model's shapes is refused at once by modules that have run, and by others when they run.
             RuntimeError: a module in `at` has run on several devices.
         """
@@ -185,15 +185,15 @@ class Emulation:
         def hook(module: nn.Module, args: Any, output: Any) -> Any:
             if not module.training and not self._in_evaluation:
                 return output
-            step = Step.numbered(self._steps, self._warmup_steps, training=module.training)
+            step = StepKind.numbered(self._steps, self._warmup_steps, training=module.training)
             if self._samples is not None:
                 step = replace(step, samples=[self._samples])
             recomputing = torch._C._current_graph_task_id() != -1  # autograd runs in this thread
             if recomputing and forward.stateful and not step.full_precision:
                 raise RuntimeError(
                     f"boundary {boundary} is computed again during backward (activation checkpointing), and {forward} "
-                    "has coded that message already; allowed: checkpointing that leaves the modules in `at` out, or a "
-                    "codec without state"
+                    "has already coded that message; allowed: checkpointing without the modules in `at`, or a codec "
+                    "without state"
                 )
             pair = recomputed if recomputing else activations
             return _map_first(output, lambda x: _Crossing.apply(x, pair, gradients, step, look))
@@ -202,7 +202,7 @@ class Emulation:
 
 
 class _LanePair:
-    """Both ends of one direction of a boundary, on each device where it is used."""
+    """Both ends of one direction of a boundary, on each device that uses it."""
 
     def __init__(self, boundary: int, direction: Direction, codec: Codec, traffic: Traffic, look: Look) -> None:
         self.name, self._look = f"boundary {boundary} {direction}", look
@@ -212,19 +212,19 @@ class _LanePair:
         self._lanes: dict[torch.device, dict[str, Lane]] = {}  # by device and end
         self._restored: dict[str, Any] = {}  # states of both ends, until there are lanes
 
-    def carry(self, x: Tensor, step: Step, note: Tensor | None = None) -> Tensor:
-        """`x` as it arrives at the other end. note: as for `Lane.encode`."""
+    def carry(self, x: Tensor, step: StepKind, note: Tensor | None = None) -> Tensor:
+        """Return `x` as it arrives at the other end. note: see `Lane.encode`."""
         sender, receiver = self._ends(x, step)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         receiver.decode(0, step, 0, sender.encode(0, step, 0, x, note=note), out)
         return out
 
-    def observe(self, x: Tensor, step: Step) -> Tensor | None:
-        """A tensor has arrived from the other direction: see `Lane.observe`."""
+    def observe(self, x: Tensor, step: StepKind) -> Tensor | None:
+        """Show the sender a tensor that arrived from the other direction; see `Lane.observe`."""
         return self._ends(x, step)[0].observe(0, 0, x)
 
-    def _ends(self, x: Tensor, step: Step) -> list[Lane]:
-        """Sender and receiver, ready for tensors like `x`."""
+    def _ends(self, x: Tensor, step: StepKind) -> list[Lane]:
+        """Return sender and receiver, ready for tensors like `x`."""
         if x.device not in self._lanes:
             lanes = {end: Lane(*self._args, x.device, self._traffic, CHECKSUM_BYTES) for end in _ENDS}
             for lane in lanes.values():
@@ -272,18 +272,18 @@ class _LanePair:
         self._restored = {} if lanes else {end: dict(state[end]) for end in _ENDS}
 
     def _only_lanes(self) -> dict[str, Lane]:
-        """The lanes by end; none before the first message."""
+        """Return the lanes by end; empty before the first message."""
         if len(self._lanes) > 1:
             devices = ", ".join(map(str, self._lanes))
-            raise RuntimeError(f"{self.name} has been on {devices}; allowed for states: one device")
+            raise RuntimeError(f"{self.name} has run on {devices}; allowed for states: one device")
         return next(iter(self._lanes.values()), {})
 
 
 class _Crossing(torch.autograd.Function):
-    """A tensor crosses to the next stage; its gradient crosses back."""
+    """Passes a tensor to the next stage, and its gradient back."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, activations: _LanePair, gradients: _LanePair, step: Step, look: Look) -> Tensor:
+    def forward(ctx: Any, x: Tensor, activations: _LanePair, gradients: _LanePair, step: StepKind, look: Look) -> Any:
         ctx.activations, ctx.gradients, ctx.step, ctx.look = activations, gradients, step, look
         if step.looking:
             ctx.save_for_backward(x)
@@ -310,7 +310,7 @@ def _check_keys(name: str, state: Any, keys: set[str]) -> None:
 
 
 def _map_first(output: Any, change: Any) -> Any:
-    """`output` with its first entry changed; a tensor is its own first entry.
+    """Return `output` with its first entry changed; a tensor is its own first entry.
 
     Raises:
         TypeError: the entry is not a floating tensor.

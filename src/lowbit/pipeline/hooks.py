@@ -1,13 +1,13 @@
-"""All use of what is not public in `torch.distributed.pipelining`, translated to an interface without it.
+"""The only place that uses private parts of `torch.distributed.pipelining`; it hides them behind its own interface.
 
-A schedule splits the batch, has its stages prepared, and then calls methods of theirs to learn what to send and where
-to receive. PyTorch's preparation differs from version to version (a vote, trial runs whose outcome it pickles, an
-all-reduce) and is done once for each schedule, whatever other schedules do with the same stages. `HookedStage` lets
-none of that happen: it calls `_run_pass` of its subclass in its place, each time, and overrides all methods that would
-need what is prepared there. It relies on this alone, which holds for PyTorch 2.11 to 2.15:
+A schedule splits the batch, prepares its stages, and then calls their methods to learn what to send and where to
+receive. PyTorch's preparation differs from version to version (a vote, trial runs whose outcome it pickles, an
+all-reduce) and is done once for each schedule, whatever other schedules do with the same stages. `HookedStage` skips
+all of it: it calls `_run_pass` of its subclass instead, in every pass, and overrides all methods that would need what
+is prepared there. It relies only on the following, which holds for PyTorch 2.11 to 2.15:
 
-- `clear_runtime_states` is the first method of a stage that `schedule.step` calls, and `_step_microbatches` of the
-  schedule does everything after the batch is split;
+- `clear_runtime_states` is the first method of a stage that `schedule.step` calls, and the schedule's
+  `_step_microbatches` does everything after the batch is split;
 - a schedule prepares its stages unless `_stage(s)_forward_initialized` and `_stage(s)_backward_initialized` are set.
 """
 
@@ -33,10 +33,10 @@ from lowbit.pipeline.layouts import Batch, Layouts, layout_of
 
 
 class HookedStage(PipelineStage):
-    """A `PipelineStage` whose communication is up to the subclass. Takes the arguments of `PipelineStage`.
+    """A `PipelineStage` whose subclass does the communication. Takes the arguments of `PipelineStage`.
 
     Attributes:
-        lanes: this stage's side of a pass, which sends and receives; made by the subclass.
+        lanes: this stage's side of a pass, which sends and receives; created by the subclass.
         declared: layouts of `input_args` and `output_args`; None where one of them was not given.
     """
 
@@ -45,7 +45,7 @@ class HookedStage(PipelineStage):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.declared = self._declared(*args, **kwargs)
-        self._runtime_validate = False  # by what PyTorch has prepared
+        self._runtime_validate = False  # PyTorch would compare with its own preparation, which never runs
         self._layouts: Sequence[Layouts] = ()  # by micro-batch
         self._handed_over: dict[tuple[Direction, int], tuple[Tensor | None, ...]] = {}
 
@@ -53,7 +53,7 @@ class HookedStage(PipelineStage):
     def _run_pass(self, stages: Sequence[HookedStage], batch: Batch, body: Callable[[], None]) -> None:
         """Run a pass, training or not: `use` layouts in all stages, then call `body`, the schedule's part.
 
-        `stages`: all of this rank, ascending; the method is called on the first.
+        stages: all of this rank, ascending; the method is called on the first.
         """
 
     # Overrides of PyTorch's methods, in the order of a step.
@@ -96,7 +96,7 @@ class HookedStage(PipelineStage):
                 if isinstance(x, Tensor) and x.requires_grad and not layout.requires_grad:
                     raise ValueError(
                         f"an output of stage {self.stage_index} requires a gradient, which it did not when the ranks "
-                        "agreed on this kind of batch; after unfreezing parameters, make the stages anew"
+                        "agreed on this kind of batch; after unfreezing parameters, create new stages"
                     )
         return output
 
@@ -130,14 +130,14 @@ class HookedStage(PipelineStage):
         self._handed_over["forward", mb_index] = outputs
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
-        # They pass gradients on in evaluation too, where PyTorch's own stages raise.
+        # V schedules ask for gradients in evaluation too, where PyTorch's own method raises.
         return super().get_local_bwd_output(mb_index) if self.has_backward else ()
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
         if self.has_backward:
             self._handed_over["backward", mb_index] = next_stage_bwd_outputs
 
-    # PyTorch 2.11 compares inputs and outputs with those that it has prepared.
+    # PyTorch 2.11 would compare inputs and outputs with its own preparation.
 
     def _validate_fwd_input(self, args: Any, kwargs: Any) -> None:
         pass
@@ -151,27 +151,27 @@ class HookedStage(PipelineStage):
         if inputs is None or outputs is None:
             return None
         layouts = [tuple(map(layout_of, _as_tuple(part))) for part in (inputs, outputs)]
-        if not hasattr(self, "_stage_meta"):  # PyTorch 2.11 takes all of them to need gradients
+        if not hasattr(self, "_stage_meta"):  # PyTorch 2.11 assumes that all of them need gradients
             for layout in (*(() if self.is_first else layouts[0]), *layouts[1]):
                 layout.requires_grad_(layout.is_floating_point())
         return Layouts(*layouts)
 
     def _real(self, x: Any) -> Any:
-        """An input of a trial run: apart from the graph; zeros in the place of a layout."""
+        """Return an input of a trial run, detached from the graph; zeros in the place of a layout."""
         if not isinstance(x, Tensor):
             return x
         real = torch.zeros_like(x, device=self.device) if x.is_meta else x.detach()
         return real.requires_grad_(x.requires_grad)
 
     def _or_zeros(self, grad: Tensor | None, layout: Tensor) -> Tensor | None:
-        """A gradient; zeros where autograd gave none for a tensor that requires one."""
+        """Return the gradient, or zeros if autograd gave none for a tensor that requires one."""
         if grad is not None or not layout.requires_grad:
             return grad
         return torch.zeros(layout.shape, dtype=layout.dtype, device=self.device)
 
     @contextlib.contextmanager
     def _restored(self) -> Iterator[None]:
-        """Restore the state of random numbers, buffers, and parameters that FSDP has gathered."""
+        """Restore, after the block, random number generators, buffers, and parameters that FSDP has gathered."""
         buffers = [
             (module, name, buffer, buffer.clone())
             for module in self.submod.modules()
@@ -191,7 +191,7 @@ class HookedStage(PipelineStage):
 
 
 def trial(stage: HookedStage, inputs: Sequence[Any], kwargs: dict[str, Any], *, training: bool) -> tuple[Tensor, ...]:
-    """Layouts of the outputs for inputs like these (tensors or layouts), found by running the module once.
+    """Run the module once with inputs like these (tensors or layouts) and return the layouts of its outputs.
 
     The module is left as it was.
     """
@@ -202,27 +202,27 @@ def trial(stage: HookedStage, inputs: Sequence[Any], kwargs: dict[str, Any], *, 
 
 
 def use(stage: HookedStage, layouts: Sequence[Layouts]) -> None:
-    """From now on, tensors of these layouts cross with each micro-batch."""
+    """Expect tensors of these layouts with each micro-batch from now on."""
     stage._layouts = layouts
     stage.chunks = len(layouts)
     stage.act_send_info = {i: [stage.stage_index + 1] for i in range(len(layouts[0].outputs))}
-    # Since 2.12, `backward_one_chunk` asks how many inputs there are.
+    # Since 2.12, `backward_one_chunk` reads the number of inputs.
     if hasattr(stage, "_stage_meta"):
         stage._stage_meta.inputs = _utils.extract_tensor_metas(layouts[0].inputs)
 
 
 def _calling_step() -> Mapping[str, Any]:
-    """The arguments of the schedule's `step` in which this is called, `self` among them."""
+    """Return the arguments of the schedule's `step` that is calling, including `self`."""
     frame = sys._getframe(1)
     while frame is not None:
         if isinstance(frame.f_locals.get("self"), _PipelineSchedule):
             return frame.f_locals
         frame = frame.f_back
-    raise RuntimeError("a stage of lowbit is run by `step` or `eval` of a schedule of torch.distributed.pipelining")
+    raise RuntimeError("a LowBitStage can only be run by `step` or `eval` of a torch.distributed.pipelining schedule")
 
 
 def _take_over(schedule: _PipelineSchedule) -> None:
-    """Have the schedule run its micro-batches within `HookedStage._run_pass`, and prepare nothing."""
+    """Make the schedule run its micro-batches within `HookedStage._run_pass`, without preparing stages."""
     if getattr(schedule, "_runs_hooked", False):
         return
     run, this = type(schedule)._step_microbatches, weakref.ref(schedule)
@@ -234,7 +234,7 @@ def _take_over(schedule: _PipelineSchedule) -> None:
         stages = sorted((stage for stage in held if isinstance(stage, HookedStage)), key=lambda s: s.stage_index)
         if len(stages) < len(held):
             kinds = ", ".join(sorted({type(stage).__name__ for stage in held}))
-            raise TypeError(f"stages of this rank are {kinds}; allowed: all of lowbit, or all of PyTorch")
+            raise TypeError(f"stages of this rank are {kinds}; allowed: only lowbit's, or only PyTorch's")
         count, training = schedule._n_microbatches, schedule._has_backward
         for prefix in ("_stage", "_stages"):
             setattr(schedule, f"{prefix}_forward_initialized", True)
@@ -247,7 +247,7 @@ def _take_over(schedule: _PipelineSchedule) -> None:
 
 
 def _refuse_few_targets(step: Mapping[str, Any]) -> None:
-    """Fail within a pass, so that all ranks hear of it, where PyTorch would fail to split the targets before one."""
+    """Raise the error of too few targets within a pass, so that all ranks learn of it; PyTorch raises it before one."""
     schedule, target = step["self"], step.get("target")
     if isinstance(target, Tensor) and target.dim() and len(target) < schedule._n_microbatches:
         inputs = schedule._split_inputs(step["args"], step["kwargs"])

@@ -1,7 +1,7 @@
 """The lanes of one stage, and the messages that cross on them in a pass.
 
-A stage has up to four lanes (`Lane`, in `boundary`): two directions of two boundaries. Each message has a route of its
-own: the neighbour's rank, and a channel that follows from the configuration of the pass.
+A stage has up to four lanes (`Lane`, in `boundary`): two directions of two boundaries. Each message has its own route:
+the neighbour's rank, and a channel that follows from the configuration of the pass.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit.pipeline.arguments import Codecs, Step, codec_at
+from lowbit.pipeline.arguments import Codecs, StepKind, codec_at
 from lowbit.pipeline.boundary import Direction, Lane
 from lowbit.pipeline.layouts import Batch, Layouts
 from lowbit.pipeline.looking import Look
@@ -32,17 +32,17 @@ class Lanes:
         stage, stages: index of the stage, and number of stages.
         forward, backward: formats.
         device: where the tensors live.
-        warmup_steps: so many training steps send everything at full precision.
+        warmup_steps: number of training steps that send everything at full precision.
 
     Attributes:
         transport, warmup_steps: as given.
         steps: training steps so far.
         samples: ids of the next training step's batch, for codecs that need them.
-        changed: what the ranks have agreed on no longer holds, because codecs or their states have been replaced.
+        changed: the ranks must agree again, because codecs or their states have been replaced.
         peers: ranks of the neighbours on other ranks, by stage; nothing crosses to other neighbours.
 
     Raises:
-        TypeError, ValueError: as `codec_at`.
+        TypeError, ValueError: see `codec_at`.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Lanes:
         self.set_codecs(forward, backward)
 
     def set_codecs(self, forward: Codecs, backward: Codecs) -> None:
-        """Make all lanes anew."""
+        """Replace all lanes by new ones."""
         lanes: dict[tuple[Direction, bool], Lane] = {}  # by direction, and whether they lead out of the stage
         looks: dict[int, Look] = {}  # by boundary
         directions: list[tuple[Direction, Codecs]] = [("forward", forward), ("backward", backward)]
@@ -71,12 +71,12 @@ class Lanes:
         self._learned: dict[int, list[list[int]]] = {}  # by boundary and micro-batch: tensors that get gradients
         self._routes: dict[Lane, list[list[Route]]] = {}  # of this pass, by micro-batch and tensor
         self._notes: dict[tuple[int, int], Tensor] = {}  # for gradients to send, by tensor and micro-batch
-        self._expected: set[tuple[Direction, int, int]] = set()  # receives of these are posted: configuration and phase
+        self._expected: set[tuple[Direction, int, int]] = set()  # posted receives: direction, configuration, phase
 
     def begin(
         self, board: FailureBoard, number: int, batch: Batch, peers: Mapping[int, int], ranks: Sequence[str]
     ) -> None:
-        """A pass begins; its configuration is not known yet.
+        """Begin a pass, whose configuration is not known yet.
 
         Args:
             number: of the pass; peers: the attribute; ranks: their names in errors.
@@ -89,7 +89,7 @@ class Lanes:
             lane.states.end_step()  # before other streams of a GPU wait for this one
         self.transport.begin(board, number)
         self.peers, self._ranks = peers, ranks
-        self._step = Step.numbered(self.steps, self.warmup_steps, training=batch.training)
+        self._step = StepKind.numbered(self.steps, self.warmup_steps, training=batch.training)
         self._title = f"step {self.steps + 1}" if batch.training else f"evaluation after step {self.steps}"
         if not batch.training:
             return
@@ -103,7 +103,7 @@ class Lanes:
             self._step = replace(self._step, samples=[part.tolist() for part in parts])
 
     def prepare(self, variants: Mapping[int, Layouts], training: bool) -> tuple[dict[str, str], str]:
-        """Get ready for tensors that will cross; returns facts that both ends of a boundary must share, and faults.
+        """Get ready for tensors that will cross; return facts that both ends of a boundary must share, and faults.
 
         Args:
             variants: different layouts, by the first micro-batch that has each.
@@ -115,7 +115,7 @@ class Lanes:
                 slots = self._slots(lane, layouts, training)
                 try:
                     lane.prepare(slots, self._step)
-                    lane.warm_up(slots)  # before anybody waits for a message
+                    lane.warm_up(slots)  # before any rank waits for a message
                     which = f" of micro-batch {first}" if len(variants) > 1 else ""
                     facts |= {f"{name}{which}": fact for name, fact in lane.facts(slots).items()}
                 except (TypeError, ValueError) as error:
@@ -128,11 +128,11 @@ class Lanes:
     def use(self, configuration: Configuration, *, ahead: bool = False) -> None:
         """Use a configuration in this pass; or, if `ahead`, expect it in the next pass, a whole round trip ahead.
 
-        The transport posts receives, unless it has. If the next pass turns out to be another one, they wait for the
-        next pass of this configuration: each has tags of its own.
+        The transport posts receives that are not posted yet. If the next pass has another configuration, they wait for
+        the next pass of this one: each configuration has its own tags.
         """
         if ahead:
-            self._step = Step.numbered(self.steps, self.warmup_steps, training=configuration.training)
+            self._step = StepKind.numbered(self.steps, self.warmup_steps, training=configuration.training)
         layouts = configuration.layouts[self._stage]
         for boundary, look in self._looks.items():
             crossing = [each.outputs if boundary == self._stage else each.inputs for each in layouts]
@@ -143,7 +143,7 @@ class Lanes:
             lane.use([self._slots(lane, each, configuration.training) for each in layouts])
             self._routes[lane] = self._routes_of(lane, outgoing, configuration)
             if outgoing or (direction, *now) in self._expected or (lane.codec.needs_key and ahead):
-                continue  # samples that are not known yet decide sizes
+                continue  # sizes depend on samples that are not known yet
             self._expected.add((direction, *now))
             micro_batches = range(len(self._routes[lane]))
             self.transport.expect(message for i in micro_batches for message in self._messages(lane, i))
@@ -152,12 +152,12 @@ class Lanes:
             self.steps += configuration.training
 
     def send(self, direction: Direction, micro_batch: int, tensors: Sequence[Tensor]) -> list[dist.P2POp]:
-        """Send tensors to the neighbour; returns operations that the schedule shall run."""
+        """Send tensors to the neighbour; return operations for the schedule to run."""
         lane, ops = self._lanes[direction, True], []
         for index, tensor in enumerate(tensors):
             with self.transport.leaving(tensor):
                 note = self._notes.pop((index, micro_batch), None) if direction == "backward" else None
-                if note is not None and note.is_cuda:  # made on the stream of what arrives
+                if note is not None and note.is_cuda:  # computed on the stream of arriving tensors
                     note.record_stream(torch.cuda.current_stream(note.device))
                 message = lane.encode(index, self._step, micro_batch, tensor, room=self.transport.room, note=note)
                 if message.numel():
@@ -165,12 +165,12 @@ class Lanes:
         return ops
 
     def receive(self, direction: Direction, micro_batch: int) -> list[dist.P2POp]:
-        """Prepare to receive; returns operations that the schedule shall run and wait for."""
+        """Prepare to receive; return operations for the schedule to run and wait for."""
         messages = self._messages(self._lanes[direction, False], micro_batch)
         return [op for route, nbytes in messages for op in self.transport.receive(route, nbytes)]
 
     def take(self, direction: Direction, micro_batch: int, layouts: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors that the neighbour sent, with these layouts."""
+        """Wait for the tensors that the neighbour sent, with these layouts, and decode them."""
         lane, tensors = self._lanes[direction, False], []
         for index, layout in enumerate(layouts):
             with self.transport.arriving():
@@ -199,7 +199,7 @@ class Lanes:
         self.changed = True
 
     def load_state(self, steps: int, states: Mapping[str, Any]) -> None:
-        """Set the number of training steps so far, and what codecs keep, by lane.
+        """Set the number of training steps so far, and the codecs' states by lane.
 
         Raises:
             ValueError: a state of another stage or codec.
@@ -212,21 +212,21 @@ class Lanes:
             lane.states.load_state_dict(states.get(name, {}))
 
     def forward(self, outgoing: bool) -> Lane:
-        """The lane of activations to the next stage, or from the one before.
+        """Return the lane of activations to the next stage, or from the one before.
 
         Raises:
-            ValueError: there is no stage on that side.
+            ValueError: the pipeline has no stage on that side.
         """
         if ("forward", outgoing) not in self._lanes:
-            raise ValueError(f"outgoing is {outgoing}; stage {self._stage} ends the pipeline there")
+            raise ValueError(f"outgoing is {outgoing}; stage {self._stage} has no neighbour on that side")
         return self._lanes["forward", outgoing]
 
     def by_name(self, *, outgoing_only: bool = False) -> dict[str, Lane]:
-        """All lanes, or those that lead out of this stage, by name."""
+        """Return all lanes, or only those that lead out of this stage, by name."""
         return {lane.name: lane for (_, out), lane in self._lanes.items() if out or not outgoing_only}
 
     def _slots(self, lane: Lane, layouts: Layouts, training: bool) -> list[Slot]:
-        """Shapes and dtypes of the tensors that cross on a lane; none to a neighbour on this rank."""
+        """Return shapes and dtypes of the tensors that cross on a lane; none cross to a neighbour on this rank."""
         if self._peer(lane) is None:
             return []
         crossing = layouts.outputs if lane.boundary == self._stage else layouts.inputs
@@ -238,13 +238,13 @@ class Lanes:
         return self.peers.get(self._stage + 1 if lane.boundary == self._stage else self._stage - 1)
 
     def _messages(self, lane: Lane, micro_batch: int) -> list[tuple[Route, int]]:
-        """Where the messages of a micro-batch come from, and their sizes."""
+        """Return the routes and sizes of a micro-batch's messages, except empty ones."""
         routes = enumerate(self._routes[lane][micro_batch])
         sized = [(route, lane.nbytes(index, self._step, micro_batch)) for index, route in routes]
         return [(route, nbytes) for route, nbytes in sized if nbytes]
 
     def _routes_of(self, lane: Lane, outgoing: bool, configuration: Configuration) -> list[list[Route]]:
-        """Routes of a lane's messages, by micro-batch and tensor."""
+        """Return the routes of a lane's messages, by micro-batch and tensor."""
         peer, phase, backward = self._peer(lane), self._step.phase, lane.direction == "backward"
         if peer is None:
             return []

@@ -1,7 +1,7 @@
-"""Layouts of the tensors that cross a boundary: their shapes, strides, dtypes, and whether they want gradients.
+"""Layouts of the tensors that cross a boundary: their shapes, strides, dtypes, and whether they require gradients.
 
-Neighbours exchange them as JSON (PyTorch would pickle them), in one message of a fixed size, so that a peer decides
-neither what is run nor how much memory is taken. Here a layout is a tensor without memory, on the meta device.
+Neighbours exchange them as JSON, in one message of a fixed size: PyTorch would pickle them, and a peer must not decide
+which code runs or how much memory is taken. Here a layout is a tensor without memory, on the meta device.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lowbit.wire.errors import PeerError
 from lowbit.wire.tags import LAYOUTS, tag
 
 MESSAGE_BYTES = 1 << 14
-"""Bytes of the message; shorter texts are padded with blanks. Room for some 150 tensors."""
+"""Bytes of the message; shorter texts are padded with blanks. It has room for about 150 tensors."""
 
 MOST_ELEMENTS = 1 << 40
 """Largest tensor, and largest distance between its first and last element."""
@@ -39,9 +39,9 @@ class Layouts:
 
 
 def layout_of(x: Any) -> Tensor:
-    """The layout in which a tensor arrives: its own, or that of a copy where elements share memory or have gaps.
+    """Return the layout in which a tensor arrives: its own, or that of a dense copy if elements overlap or have gaps.
 
-    So an expanded tensor arrives in memory of its full size, and a part of a large one in memory of its own size.
+    So an expanded tensor arrives in memory of its full size, and a slice of a large one in memory of its own size.
 
     Raises:
         TypeError: not a tensor, or one that is not dense, or a DTensor, whose mesh does not travel.
@@ -71,7 +71,7 @@ class Batch:
     kwargs: Sequence[dict[str, Any]]
 
     def problem(self) -> str:
-        """The fault of the first stage's inputs, or an empty text."""
+        """Describe what is wrong with the first stage's inputs; empty if nothing is."""
         count, allowed = self.micro_batches, "allowed: at least one sample for each"
         if len(self.args) != count:
             return f"the batch gives {len(self.args)} micro-batches, and the schedule has {count}; {allowed}"
@@ -81,13 +81,13 @@ class Batch:
         return ""
 
     def mode(self) -> tuple[Any, ...]:
-        """Settings that layouts depend on beside the inputs: whether gradients are computed, and autocast's dtypes."""
+        """Return the settings, other than inputs, that layouts depend on: training or not, and autocast's dtypes."""
         kinds = {x.device.type for x in tree_leaves(self.args) if isinstance(x, Tensor)}
         cast = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]
         return self.training, *sorted(cast)
 
     def keys(self) -> list[tuple[Any, Any]]:
-        """Properties of each micro-batch that layouts depend on: of its positional inputs, and of those by keyword."""
+        """Return what layouts depend on, by micro-batch: properties of its positional and of its keyword inputs."""
         given = [[layout_of(x) for x in args if isinstance(x, Tensor)] for args in self.args]
         named = [tree_leaves(sorted(kwargs.items())) for kwargs in self.kwargs]
         return [(_key(layouts), _key(leaves)) for layouts, leaves in zip(given, named, strict=True)]
@@ -96,15 +96,15 @@ class Batch:
 def send_layouts(
     layouts: Sequence[Tensor], group: dist.ProcessGroup | None, peer: int, device: torch.device, timeout: float
 ) -> None:
-    """Send layouts of tensors to a peer, which must call `receive_layouts`; returns once they have left.
+    """Send layouts of tensors to a peer, which must call `receive_layouts`; return once they are sent.
 
     Args:
         layouts: the tensors, or others like them.
         group: the process group; peer: rank in it; device: where tensors must be for the group to carry them.
-        timeout: seconds to wait for the peer, where the backend knows of a limit (Gloo).
+        timeout: seconds to wait for the peer, if the backend supports a limit (Gloo).
 
     Raises:
-        RuntimeError: the peer ended, or did not take it in time.
+        RuntimeError: the peer ended, or did not receive it in time.
         ValueError: more tensors than the message has room for.
     """
     text = json.dumps([_stated(layout) for layout in layouts]).encode()
@@ -118,7 +118,7 @@ def send_layouts(
 
 
 def receive_layouts(group: dist.ProcessGroup | None, peer: int, device: torch.device, timeout: float) -> list[Tensor]:
-    """The layouts that a peer sent by `send_layouts`.
+    """Receive the layouts that a peer sent by `send_layouts`.
 
     Raises:
         PeerError: the peer sent something else. RuntimeError: it ended, or sent nothing in time.
@@ -132,10 +132,10 @@ def receive_layouts(group: dist.ProcessGroup | None, peer: int, device: torch.de
 
 
 def parse(text: bytes) -> list[Tensor]:
-    """The layouts in a message.
+    """Parse the layouts in a message.
 
     Raises:
-        ValueError: it describes none, or some that cannot be.
+        ValueError: the message does not describe valid layouts.
     """
     stated = json.loads(text)
     if not isinstance(stated, list):
@@ -170,7 +170,7 @@ def _tensor(stated: Any) -> Tensor:
 
 
 def _dense(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A layout in which every element has memory of its own, without gaps; strides that are so already stay."""
+    """Return a layout whose elements neither overlap nor have gaps; strides that already fit are kept."""
     return torch.empty_like(torch.empty_strided(shape, stride, dtype=dtype, device="meta"))
 
 
@@ -181,7 +181,7 @@ def _can_be(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def _run(send_or_receive: Callable[..., Any], message: Tensor, group: Any, peer: int, timeout: float) -> None:
-    """In a batch, as PyTorch does it: with NCCL, messages outside of batches open a connection of their own."""
+    """Run one message as a batch, as PyTorch does: with NCCL, a message outside a batch would open a new connection."""
     limit = (timedelta(seconds=timeout),) if message.device.type == "cpu" else ()
     one_tag = tag(LAYOUTS.first, MESSAGE_BYTES)
     operation = dist.P2POp(send_or_receive, message, group=group, group_peer=peer, tag=one_tag)

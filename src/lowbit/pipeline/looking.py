@@ -1,7 +1,7 @@
-"""What one end of a boundary looks at in the last step of the warm-up but one: activations and their gradients.
+"""How each end of a boundary looks at activations and their gradients, in the last step but one of the warm-up.
 
 A codec that has a goal in loss (`StatefulCodec.wanted_nats`) needs both. They cross at full precision then, so both
-ends see them. What the sender proposes from them is its choice in the last step.
+ends see them. The sender proposes a parameter from them, which becomes its choice in the last step.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from lowbit.pipeline.states import States
 
 
 class Look:
-    """The two directions of a boundary, at one end.
+    """Collects activations and gradients for the two directions of a boundary, at one end.
 
-    Of each tensor that is learned from, the activations of the first micro-batch are kept until their gradient has
+    For each tensor that gets a gradient, it keeps the activations of the first micro-batch until their gradient has
     crossed.
 
     Args:
@@ -28,34 +28,35 @@ class Look:
         self._boundaries = boundaries
         self._states: list[tuple[States, bool]] = []
         self._learned: Sequence[Sequence[int]] = ()  # by micro-batch
-        self._seen: dict[tuple[int, int], tuple[int, Tensor | None]] = {}  # by tensor and width; and its micro-batch
+        # By tensor and width: a micro-batch, and its activations until their gradient has crossed.
+        self._kept: dict[tuple[int, int], tuple[int, Tensor | None]] = {}
 
     def add(self, codec: object, states: States, *, backward: bool) -> None:
-        """Add a direction, where its codec has a goal."""
+        """Add a direction if its codec has a goal in loss."""
         if isinstance(codec, StatefulCodec) and not codec.settled and codec.wanted_nats is not None:
             self._states.append((states, backward))
 
     def use(self, learned: Sequence[Sequence[int]]) -> None:
-        """From now on, these of the tensors that cross with each micro-batch get gradients, in this order."""
+        """Set which of the tensors that cross with each micro-batch get gradients, in this order."""
         self._learned = learned
 
     def activations(self, index: int, micro_batch: int, x: Tensor) -> None:
-        """Activations cross: tensor `index` of their micro-batch."""
+        """Look at activations that cross: tensor `index` of their micro-batch."""
         if self._states and index in self._learned[micro_batch]:
             key = index, x.shape[-1] if x.dim() else 1
-            if key not in self._seen:
-                self._seen[key] = micro_batch, x.detach().clone()
+            if key not in self._kept:
+                self._kept[key] = micro_batch, x.detach().clone()
 
     def gradient(self, index: int, micro_batch: int, gradient: Tensor) -> None:
-        """A gradient crosses: number `index` of those of its micro-batch."""
+        """Look at a gradient that crosses: number `index` of those of its micro-batch."""
         if not self._states:
             return
         tensor = self._learned[micro_batch][index]
         key = tensor, gradient.shape[-1] if gradient.dim() else 1
-        seen_with, x = self._seen.get(key, (None, None))
-        if x is None or seen_with != micro_batch:
+        kept_from, x = self._kept.get(key, (None, None))
+        if x is None or kept_from != micro_batch:
             return
-        self._seen[key] = micro_batch, None
+        self._kept[key] = micro_batch, None
         slot = x.shape, x.dtype
         part = 1 / (self._boundaries * len(self._learned[micro_batch]))
         for states, backward in self._states:

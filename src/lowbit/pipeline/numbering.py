@@ -11,9 +11,9 @@ import torch.distributed as dist
 from lowbit.pipeline.layouts import Layouts
 from lowbit.wire.tags import PIPELINES
 
-PHASES = 3  # of a pipeline that begins with a warm-up (`Step.phase`): sizes of messages change with them
+PHASES = 3  # of a pipeline that begins with a warm-up (`StepKind.phase`): message sizes depend on the phase
 
-# Of each pipeline that this process has begun in a group: its length, and how many of its stages are not made yet.
+# For each pipeline that this process has begun in a group: its length, and how many of its stages are still to come.
 _pipelines: weakref.WeakKeyDictionary[dist.ProcessGroup, list[tuple[int, int]]] = weakref.WeakKeyDictionary()
 
 
@@ -22,10 +22,10 @@ class Configuration:
     """Layouts and channels of the messages of a pass.
 
     Attributes:
-        number: position among the pipeline's, in the order in which they were agreed on.
+        number: position among the pipeline's configurations, in the order in which they were agreed on.
         training: whether gradients are computed; micro_batches: how many.
         layouts: by stage of this rank, then by micro-batch.
-        first_channel: of its messages; most_tensors: that cross a boundary together; phases: of steps that are to come.
+        first_channel: of its messages; most_tensors: most that cross a boundary together; phases: of future steps.
     """
 
     number: int
@@ -37,23 +37,23 @@ class Configuration:
     phases: int
 
     def channel(self, boundary: int, backward: bool, phase: int, micro_batch: int, index: int) -> int:
-        """Channel of the message with tensor `index` of a micro-batch."""
+        """Return the channel of the message with tensor `index` of a micro-batch."""
         lane = (boundary * 2 + backward) * self.phases + phase % self.phases
         return self.first_channel + (lane * self.micro_batches + micro_batch) * self.most_tensors + index
 
     def channels(self, boundaries: int) -> int:
-        """Number of channels that it takes."""
+        """Return the number of channels that the configuration takes."""
         return boundaries * 2 * self.phases * self.micro_batches * self.most_tensors
 
 
 def pipeline_number(group: dist.ProcessGroup, num_stages: int, ranks: int) -> int:
-    """Number of the pipeline that a stage belongs to: the first of this length that lacks one here, or a new one.
+    """Number the pipeline of a new stage: the first one of this length that still lacks stages here, or a new one.
 
-    Ranks that begin their pipelines in the same order count alike, even where they disagree about a length, so that
-    they meet and can say so.
+    Ranks that begin their pipelines in the same order get the same numbers, even if they disagree about a length, so
+    that their agreement can report it.
 
     Raises:
-        RuntimeError: the group has had as many as it has channels for.
+        RuntimeError: the group has no channels left for another pipeline.
     """
     begun = _pipelines.setdefault(group, [])
     for number, (length, missing) in enumerate(begun):

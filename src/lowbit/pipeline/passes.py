@@ -3,12 +3,12 @@
 A pass is one call of `schedule.step` or `schedule.eval`. Its configuration decides all messages: whether it trains, how
 many micro-batches it has, and the layouts of the first stage's inputs. Only the rank with that stage sees those, so at
 the start of each pass it announces the configuration to all others, half a round trip ahead of the first activations.
-A known configuration costs nothing more, whatever came in between: other schedules, evaluations, other batches.
+A known configuration costs nothing more, even after other schedules, evaluations or batches.
 
-On a new one, all ranks agree: each states its facts of the pass, in one exchange. Where a stage was not given the
+On a new one, all ranks must agree: each states its facts about the pass, in one exchange. If a stage was not given the
 layouts of its inputs and outputs, or gets others, each stage then runs its module once (a trial) and passes the layouts
-of the outputs on to the next, and a second exchange compares them. A contradiction is the same error on every rank, and
-nothing has been sent yet.
+of the outputs on to the next, and a second exchange compares them. A contradiction raises the same error on every rank,
+before anything has been sent.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class Passes:
     ) -> None:
         self._group, self._topic, self._limit = group, f"pipeline {number}", limit
         self._channels, (self._announced_on,) = PIPELINES.channels(number), ANNOUNCEMENTS.channels(number)
-        # Only within a pass: the stages refer to this, and what refers back keeps a group's connections open.
+        # Set only within a pass: the stages refer to this, and a reference back would keep a group's connections open.
         self._stages: Sequence[HookedStage] = ()
-        # A V schedule has placed the stages by now, after they were made.
+        # Read here, not earlier: a V schedule places the stages only after they are created.
         self._placement, self._rank = dict(stages[0].stage_index_to_group_rank), group.rank()
         self._source, self._is_source = self._placement[0], stages[0].is_first
         self._held = [sorted(s for s, r in self._placement.items() if r == rank) for rank in range(group.size())]
@@ -68,7 +68,7 @@ class Passes:
         self._agreement: Agreement  # the last one
         self._known: dict[Any, int] = {}  # on the rank with the first stage: configurations by kind of batch
         self._agreed: list[Configuration] = []
-        self._last: dict[tuple[bool, int], tuple[Configuration, bool]] = {}  # and whether it came twice in a row
+        self._last: dict[tuple[bool, int], tuple[Configuration, bool]] = {}  # and whether it was used twice in a row
         self._passes = self._rounds = 0
         self._loaded = False  # codec states have been loaded, and the ranks have not compared them
         self._broken = ""
@@ -81,10 +81,10 @@ class Passes:
             ahead: whether to post receives of the next pass at the end.
 
         Raises:
-            ValueError: a batch that cannot be cut into the schedule's micro-batches, or tensors that a codec cannot
-                take. The same on all ranks.
-            AgreementError: the ranks do not agree on the pass or its layouts. The same on all ranks.
-            RuntimeError: a pass before this one ended in an error.
+            ValueError: a batch that cannot be split into the schedule's micro-batches, or tensors that a codec cannot
+                take. It is raised on all ranks.
+            AgreementError: the ranks do not agree on the pass or its layouts. It is raised on all ranks.
+            RuntimeError: an earlier pass ended in an error.
         """
         if self._broken:
             raise RuntimeError(
@@ -96,7 +96,7 @@ class Passes:
                 self._begin(batch)
             except _Refused as error:
                 refusal = str(error)
-            except Exception as error:  # the others wait for this rank's statement
+            except Exception as error:  # the other ranks wait for this rank's statement
                 if isinstance(error, _Conflict):
                     self._next_agreement().give_up(str(error))
                 elif not getattr(error, "on_all_ranks", False):
@@ -120,13 +120,13 @@ class Passes:
             raise ValueError(refusal)
 
     def _begin(self, batch: Batch) -> None:
-        """Everything before the first message."""
+        """Do everything that comes before the first message."""
         self._passes += 1
         for stage in self._stages:
             neighbours = (stage.stage_index - 1, stage.stage_index + 1)
             peers = {i: rank for i in neighbours if (rank := self._placement.get(i, self._rank)) != self._rank}
             stage.lanes.begin(self._board, self._passes, batch, peers, self._names)
-        if any(stage.lanes.changed for stage in self._stages):  # agree anew on each configuration
+        if any(stage.lanes.changed for stage in self._stages):  # each configuration must be agreed on again
             self._known.clear()
             self._last.clear()
             self._loaded = bool(self._agreed)
@@ -149,7 +149,7 @@ class Passes:
         for stage in self._stages:
             stage.lanes.transport.drain()
         likely, again = self._last[batch.training, batch.micro_batches]
-        # A receive that is posted in vain takes memory until its message comes.
+        # Only a configuration that repeats: a receive that is posted in vain takes memory until its message comes.
         if again and ahead:
             for stage in self._stages:
                 stage.lanes.use(likely, ahead=True)
@@ -162,11 +162,11 @@ class Passes:
         }
 
     def _identity(self, lanes: Lanes) -> dict[str, str]:
-        """Facts that all stages must share, whatever crosses."""
+        """Return the facts that all stages must share, whatever tensors cross."""
         codecs = {name: lane.codec for name, lane in lanes.by_name().items()}
         return {
             "lowbit version": __version__,
-            # Its schedules may order messages otherwise, which matters where they have no tags.
+            # Another version's schedules may order messages differently, which matters to backends without tags.
             "torch version": ".".join(torch.__version__.split(".")[:2]),
             "number of stages": str(len(self._placement)),
             "stages by rank": str(self._held),
@@ -177,7 +177,7 @@ class Passes:
         }
 
     def _announced(self, batch: Batch, seen: Any, problem: str) -> int | None:
-        """Announce or receive the number of this pass's configuration; None: a new one."""
+        """Announce or receive the number of this pass's configuration; None if it is new."""
         if self._announcements is None:
             group, source, board, channel = self._group, self._source, self._board, self._announced_on
             self._announcements = announce.choose(group, source, board, self._checksums, channel)
@@ -193,7 +193,7 @@ class Passes:
             if conflict := contradictions({source: theirs, own: facts}):
                 raise _Conflict(conflict)
             if number is not None and self._loaded:
-                raise _Conflict(f"the ranks do not agree:\n  codec state: loaded anew on {own}; not on {source}")
+                raise _Conflict(f"the ranks do not agree:\n  codec state: loaded on {own}; not on {source}")
             if number is not None and number >= len(self._agreed):
                 raise _Conflict(
                     f"the ranks do not agree:\n  configurations so far: more than {number} on {source}; "
@@ -222,7 +222,7 @@ class Passes:
         else:
             variants = self._try_out(batch, sorted(set(alike)))
             stated, fault = self._exchange({index: {} for index in variants}, variants, batch.training)
-        if fault:  # word for word the same on all ranks
+        if fault:  # it has the same words on all ranks
             self._refuse(fault)
         most = max(int(each[f"tensors from stage {index}"]) for index, each in stated.items())
         layouts = {index: [by_first[i] for i in alike] for index, by_first in variants.items()}
@@ -233,14 +233,14 @@ class Passes:
             first_channel=self._channels.start, most_tensors=max(1, most), phases=phases,
         )  # fmt: skip
         if (taken := configuration.channels(len(self._placement) - 1)) > len(self._channels):
-            self._refuse(f"no tags are left after the pipeline's {number} configurations")
+            self._refuse(f"the pipeline has no tags left for another configuration after {number} of them")
         self._channels = self._channels[taken:]
         return configuration
 
     def _exchange(
         self, facts: dict[int, dict[str, str]], variants: Mapping[int, Mapping[int, Layouts]], training: bool
     ) -> tuple[dict[int, Mapping[str, str]], str]:
-        """Exchange facts of stages and their layouts; returns those of all stages, and this rank's faults."""
+        """Exchange facts of stages and their layouts; return those of all stages, and this rank's faults."""
         faults = []
         for stage in self._stages:
             if layouts := variants[stage.stage_index]:
@@ -255,12 +255,12 @@ class Passes:
         return Agreement(self._group, f"{self._topic}/{self._rounds}", self._limit)
 
     def _refuse(self, problem: str) -> Never:
-        """End an agreement whose outcome is that the batch is refused."""
+        """End the agreement by refusing the batch."""
         self._agreement.linger()
         raise _Refused(problem)
 
     def _try_out(self, batch: Batch, variants: Sequence[int]) -> dict[int, dict[int, Layouts]]:
-        """Layouts by stage and micro-batch, for the micro-batches in `variants`, found from stage to stage."""
+        """Find layouts by stage and micro-batch, for the micro-batches in `variants`, by trials from stage to stage."""
         layouts: dict[int, dict[int, Layouts]] = {stage.stage_index: {} for stage in self._stages}
         for micro_batch in variants:
             outputs: Sequence[Any] = ()
@@ -273,7 +273,7 @@ class Passes:
                     with self._board.blaming(peers[index - 1]):
                         inputs = receive_layouts(self._group, peers[index - 1], device, self._limit)
                 outputs = ()
-                if not stage.is_last:  # whose outputs may be anything, and go nowhere
+                if not stage.is_last:  # outputs of the last stage may be anything, as they are not sent
                     outputs = hooks.trial(stage, inputs, batch.kwargs[micro_batch], training=batch.training)
                 if index + 1 in peers:
                     with self._board.blaming(peers[index + 1]):
@@ -292,7 +292,7 @@ class _Refused(Exception):
 
 
 def _checked(announcement: Any, source: int) -> tuple[int | None, str, dict[str, str]]:
-    """Number, problem and facts of an announcement."""
+    """Return number, problem and facts of an announcement, after checking their types."""
     match announcement:
         case [None | int() as number, str(problem), dict(facts)] if (
             type(number) is not bool
@@ -304,7 +304,7 @@ def _checked(announcement: Any, source: int) -> tuple[int | None, str, dict[str,
 
 
 def _source_facts(seen: tuple[Any, ...], problem: str, declared: Layouts | None) -> dict[str, str]:
-    """Facts that only the rank with the first stage knows. alike: for each micro-batch, the first one like it."""
+    """Return the facts that only the first stage's rank knows. alike: for each micro-batch, the first one like it."""
     keys = seen[1:]
     as_declared = declared is not None and all(
         [x[:2] for x in given] == [(x.shape, x.dtype) for x in declared.inputs] for given, _ in keys
@@ -314,7 +314,7 @@ def _source_facts(seen: tuple[Any, ...], problem: str, declared: Layouts | None)
 
 
 def _alike(stated: Mapping[str, str], micro_batches: int) -> list[int]:
-    """The fact "alike" of `_source_facts`, checked."""
+    """Return the fact "alike" of `_source_facts`, checked."""
     alike = json.loads(stated["alike"])
     fits = isinstance(alike, list) and len(alike) == micro_batches
     if not fits or any(type(i) is not int or not 0 <= i < micro_batches for i in alike):

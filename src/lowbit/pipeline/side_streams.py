@@ -1,11 +1,11 @@
-"""Streams of a GPU beside its computation, where payloads are coded and copied to and from the host.
+"""Side streams of a GPU, on which payloads are coded and copied to and from the host while it computes.
 
     computation   ... f(x1) ........ f(x2) ........ f(x3) ...      what the schedule launches
     leaving          encode x1, copy   encode x2, copy             each waits for its tensor only
     arriving      copy, decode y1   copy, decode y2                the computation waits where it uses y
 
 The host waits for none of them, except in the thread that sends: bytes cannot leave before they are on the host.
-`Staged` (in `transport`) knows the rules and no CUDA; `CudaStreams` is CUDA alone, so that tests can replace it.
+`Staged` (in `transport`) has the rules without CUDA; `CudaStreams` only the CUDA part, so that tests can replace it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PRIORITY = -1  # first: these kernels are short, and a peer or the next computa
 
 
 class CudaStreams:
-    """The two streams beside the computation of a CUDA device.
+    """The two side streams of a CUDA device.
 
     Args:
         device: with an index, or the current one.
@@ -34,7 +34,7 @@ class CudaStreams:
 
     @contextlib.contextmanager
     def leaving(self, source: Tensor) -> Iterator[None]:
-        """A block whose work reads `source`, once the computation launched so far is done, and delays none."""
+        """Run a block that reads `source` after the computation launched so far, and does not delay what follows."""
         self._out.wait_stream(torch.cuda.current_stream(self._device))
         # The computation may release the tensor while this stream still reads it.
         source.record_stream(self._out)
@@ -43,7 +43,7 @@ class CudaStreams:
 
     @contextlib.contextmanager
     def arriving(self) -> Iterator[None]:
-        """A block whose work runs beside the computation launched so far; what is launched later waits for it."""
+        """Run a block in parallel with the computation launched so far; computation launched later waits for it."""
         computation = self._computation = torch.cuda.current_stream(self._device)
         try:
             with torch.cuda.stream(self._in):
@@ -53,11 +53,11 @@ class CudaStreams:
             computation.wait_stream(self._in)
 
     def fence(self) -> None:
-        """Let arriving work from now on wait for the computation launched so far."""
+        """Make arriving work wait, from now on, for the computation launched so far."""
         self._in.wait_stream(torch.cuda.current_stream(self._device))
 
     def landing(self, layout: Tensor) -> Tensor:
-        """Within `arriving`: new memory of the device to decode to; the computation uses it after the block."""
+        """Within `arriving`: allocate device memory to decode to; the computation uses it after the block."""
         assert self._computation is not None
         # The memory belongs to the arriving stream, which is current. Without the record, PyTorch would reuse it there
         # as soon as the tensor is gone, and the next arrival would overwrite it while the computation, which runs
@@ -67,7 +67,7 @@ class CudaStreams:
         return tensor
 
     def host_buffer(self, nbytes: int) -> Tensor:
-        """Memory of the host that the device copies from and to by itself: uint8 (nbytes,)."""
+        """Allocate pinned host memory, which the device copies from and to by itself: uint8 (nbytes,)."""
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def to_host(self, payload: Tensor, room: int) -> tuple[Tensor, torch.cuda.Event]:

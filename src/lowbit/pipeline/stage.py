@@ -19,11 +19,11 @@ from lowbit.codecs.defaults import RECOMMENDED
 from lowbit.codecs.sessions import Session
 from lowbit.pipeline.arguments import (
     Codecs,
-    backward_beside,
     check_numbers,
     check_raise,
     check_warm_up,
     checked_samples,
+    default_backward,
 )
 from lowbit.pipeline.hooks import HookedStage
 from lowbit.pipeline.lanes import Lanes
@@ -49,9 +49,9 @@ class LowBitStage(HookedStage):
 
     With Gloo, receives are posted ahead and sends are not waited for before the step ends, so that the link carries
     both directions while the ranks compute; other backends keep the schedule's order (see `transport`).
-    From and to a GPU, Gloo's payloads pass through pinned memory of the host, coded and copied beside the computation.
-    A stage's output is read there after `forward` has returned: nothing may write to its memory before the step ends,
-    as replaying a CUDA graph would.
+    From and to a GPU, Gloo's payloads pass through pinned host memory, coded and copied in parallel with the
+    computation. A stage's output is still read after `forward` has returned: nothing may write to its memory before the
+    step ends, as replaying a CUDA graph would.
 
     Before the first byte of each new kind of batch, all ranks compare codecs, versions, shapes and payload sizes.
 
@@ -62,21 +62,21 @@ class LowBitStage(HookedStage):
         device: as for `PipelineStage`.
         *args: further arguments of `PipelineStage`, positional.
         forward: format of activations: one codec, or a mapping from boundary index (i: between stages i and i + 1).
-        backward: format of gradients, likewise; absent: the default beside the format of activations, of
-            `TransformQuant` the same with one step for all tokens.
-        warmup_steps: so many calls of `schedule.step`, from the first, send everything in its own dtype. At least 1 for
-            a codec that leaves something to choose, such as `SubspaceQuant(directions="auto")`, which is settled in the
-            last.
-        timeout: seconds after which a rank that does not come or answer is an error.
-        checksums: whether 8 bytes behind each payload tell if it arrived as it was sent; the same on all ranks.
+        backward: format of gradients, likewise; None: the default for the format of activations (for `TransformQuant`
+            the same with one step for all tokens).
+        warmup_steps: number of calls of `schedule.step`, from the first, that send everything in its own dtype. At
+            least 1 for a codec with an open parameter, such as `SubspaceQuant(directions="auto")`, which is chosen in
+            the last of them.
+        timeout: seconds after which a rank that does not join or answer is an error.
+        checksums: whether a checksum of 8 bytes behind each payload detects damage; the same on all ranks.
         **kwargs: further arguments of `PipelineStage` by keyword (`input_args`, `output_args`, `group`, `dw_builder`).
 
     Raises:
-        TypeError, ValueError: a wrong argument; the text names it.
-        ValueError: (in any step) a batch that the schedule cannot cut or a codec cannot take, the same on every rank.
+        TypeError, ValueError: an invalid argument; the message names it.
+        ValueError: (in any step) a batch that the schedule cannot split or a codec cannot take; raised on every rank.
         AgreementError: (in any step) ranks that contradict each other or are missing.
-        DamagedError: (in any step) what a neighbour sent did not arrive as it was; with NCCL, at the end of the step.
-        PeerError: (in any step, over Gloo) a peer that ended or does not answer. NCCL has a watchdog of its own.
+        DamagedError: (in any step) a neighbour's message was damaged on the way; with NCCL, at the end of the step.
+        PeerError: (in any step, over Gloo) a peer that ended or does not answer. NCCL has its own watchdog.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class LowBitStage(HookedStage):
     ) -> None:
         check_numbers(warmup_steps, timeout)
         check_checksums(checksums)
-        backward = backward_beside(forward) if backward is None else backward
+        backward = default_backward(forward) if backward is None else backward
         check_warm_up("forward", forward, warmup_steps)
         check_warm_up("backward", backward, warmup_steps)
         self._check_torch(num_stages, timeout, *args, **kwargs)
@@ -121,7 +121,7 @@ class LowBitStage(HookedStage):
         *_: Any,
         **__: Any,
     ) -> None:
-        """Raise a TorchVersionError if this PyTorch is not known to work, and tell the ranks that wait for this one."""
+        """Raise a TorchVersionError, also on the ranks that wait for this one, if this PyTorch is not known to work."""
         try:
             check_torch()
         except TorchVersionError as error:
@@ -148,14 +148,14 @@ class LowBitStage(HookedStage):
     def set_codecs(self, forward: Codecs, backward: Codecs) -> None:
         """Change the formats from the next step on; call it with the same on every stage of the pipeline.
 
-        What codecs keep between steps starts empty. Set `looks_ahead` to False on every stage before the last step with
-        the old formats: otherwise, the receives that are posted at its end take memory for good.
+        The new codecs start without state. Set `looks_ahead` to False on every stage before the last step with the old
+        formats: otherwise, the receives that are posted at its end take memory for good.
 
         Args:
-            forward, backward: as of the constructor.
+            forward, backward: see the constructor.
 
         Raises:
-            TypeError, ValueError: a wrong argument.
+            TypeError, ValueError: an invalid argument.
         """
         for name, codecs in (("forward", forward), ("backward", backward)):
             check_warm_up(name, codecs, max(0, self.warmup_steps - self.lanes.steps))
@@ -164,8 +164,8 @@ class LowBitStage(HookedStage):
     def raise_rates(self, bits: float) -> None:
         """Raise the rates that the warm-up chose by `bits` per element, up to 16, from the next step on.
 
-        Call it with the same number on every stage of the pipeline, which agrees anew in the next step. Formats with a
-        set rate stay as they are. What codecs keep stays, too. A cost in loss falls to a quarter with each bit. Set
+        Call it with the same number on every stage of the pipeline; ranks agree again in the next step. Formats with
+        a fixed rate stay as they are, and codecs keep their state. Each bit reduces the cost in loss to a quarter. Set
         `looks_ahead` to False before the last step with the old rates, as for `set_codecs`.
 
         Raises:
@@ -189,9 +189,9 @@ class LowBitStage(HookedStage):
         return sum(lane.states.nbytes() for lane in self.lanes.by_name().values())
 
     def forward_session(self, *, outgoing: bool, shape: Sequence[int], dtype: torch.dtype) -> Session:
-        """Open a session for activations of any shape that shares the training's state, if the codec allows that.
+        """Open a session for activations of any shape that shares the state of training, if the codec allows that.
 
-        For evaluation passes outside the schedule: encode and decode with `training=False`, once the warm-up is over.
+        Use it for evaluation passes outside the schedule, with `training=False`, once the warm-up is over.
 
         Args:
             outgoing: to the next stage, which opens the same with False; both must be on different ranks.
@@ -199,7 +199,7 @@ class LowBitStage(HookedStage):
             dtype: of the activations.
 
         Raises:
-            ValueError: there is no stage on that side, or the codec has an open parameter and the warm-up is not over.
+            ValueError: no stage is on that side, or the codec has an open parameter and the warm-up is not over.
         """
         return self.lanes.forward(outgoing).states.session(0, (torch.Size(shape), dtype))
 
@@ -207,17 +207,17 @@ class LowBitStage(HookedStage):
         """Return the format of activations to the next stage, or from the one before, as it was given.
 
         Raises:
-            ValueError: there is no stage on that side.
+            ValueError: the pipeline has no stage on that side.
         """
         return self.lanes.forward(outgoing).codec
 
     def codec_state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint: training steps so far, and what the codecs keep."""
+        """Return the state for a checkpoint: training steps so far, and the codecs' states."""
         lanes = {name: lane.states.state_dict() for name, lane in self.lanes.by_name().items()}
         return {"steps": self.lanes.steps, "lanes": {name: s for name, s in lanes.items() if s}}
 
     def load_codec_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `codec_state_dict` gave, before the next step.
+        """Restore a state from `codec_state_dict`, before the next step.
 
         Raises:
             ValueError: a state of another stage or codec.

@@ -1,4 +1,4 @@
-"""What one end of a boundary keeps between messages: sessions, and the parameters that the sender chose."""
+"""State of one end of a boundary between messages: sessions, and the parameters that the sender chose."""
 
 from __future__ import annotations
 
@@ -24,13 +24,12 @@ Slot = tuple[torch.Size, torch.dtype]
 class States:
     """Sessions of a codec at one end of one direction of a boundary.
 
-    Each tensor has a state for each of its shapes and dtypes, or one for all those that share what a session keeps
-    (`StatefulCodec.shared_by`). Where the codec leaves a parameter open (`Codec.settled`), each state has its
-    own choice.
+    Each tensor has a state for each of its shapes and dtypes, or one for all shapes that share it
+    (`StatefulCodec.shared_by`). If the codec leaves a parameter open (`Codec.settled`), each state has its own choice.
 
     Args:
         lane: its name, for errors and the log.
-        codec: as it was given, perhaps with an open parameter.
+        codec: as given, possibly with an open parameter.
         device: where the tensors live.
     """
 
@@ -38,12 +37,12 @@ class States:
         self._lane, self._codec, self._device = lane, codec, device
         self._sessions: dict[tuple[int, Slot], Session] = {}
         self._shared: dict[str, Session] = {}  # by state, one of the sessions that share it
-        self._restored: dict[str, dict[str, Any]] = {}  # of sessions that are not open yet
+        self._restored: dict[str, dict[str, Any]] = {}  # for sessions that are not open yet
         self._choices: dict[str, int] = {}  # by state
-        self._proposals: dict[str, int] = {}  # by state: choices that have not been told yet
+        self._proposals: dict[str, int] = {}  # by state: choices that have not been sent yet
 
     def session(self, index: int, slot: Slot) -> Session:
-        """The session of a tensor; both ends open the same.
+        """Return the session of a tensor; both ends open the same.
 
         Raises:
             ValueError: a shape that the codec does not take, a restored state of another format, or an open parameter
@@ -69,7 +68,7 @@ class States:
         return self._codec.settled or self._name(index, slot) in self._choices
 
     def choose(self, index: int, slot: Slot, x: Tensor) -> int:
-        """The sender's choice for tensors like `x`, made from the first of them, or proposed before."""
+        """Return the sender's choice for tensors like `x`: proposed earlier, or made from the first of them."""
         name = self._name(index, slot)
         if name not in self._choices:
             choice = self._proposals.pop(name, None)
@@ -78,13 +77,13 @@ class States:
         return self._choices[name]
 
     def propose(self, index: int, slot: Slot, x: Tensor, gradient: Tensor, part: float, *, backward: bool) -> None:
-        """Keep the choice for a tensor from activations and their gradient, unless there is one."""
+        """Propose a choice for a tensor from activations and their gradient, unless it already has one."""
         name = self._name(index, slot)
         if name not in self._choices and name not in self._proposals:
             self._proposals[name] = self._chosen(x, gradient, part, backward=backward)
 
     def raise_rates(self, bits: float) -> None:
-        """Raise the rates that were chosen by `bits` per element; what sessions keep stays."""
+        """Raise the chosen rates by `bits` per element; sessions keep their state."""
         if self._codec.settled or not isinstance(self._codec, StatefulCodec):
             return
         states = self.state_dict()
@@ -93,13 +92,13 @@ class States:
         self.load_state_dict(states)
 
     def observe(self, index: int, slot: Slot, x: Tensor) -> Tensor | None:
-        """Show a session of a sender what crossed the other way; see `Session.observe`."""
+        """Show a sender's session the tensor that crossed the other way; see `Session.observe`."""
         if x.is_floating_point() and self.is_settled(index, slot):
             return self.session(index, slot).observe(x)
         return None
 
     def end_step(self) -> None:
-        """A training step is over, for all sessions."""
+        """End a training step of all sessions."""
         for session in self._shared.values():
             session.end_step()
 
@@ -111,20 +110,20 @@ class States:
         """
         name = self._name(index, slot)
         self._proposals.pop(name, None)
-        known = self._choices.setdefault(name, choice)
-        if known != choice:
-            raise ValueError(f"{self._lane}: {name} was set to {known} before, and the sender now says {choice}")
+        earlier = self._choices.setdefault(name, choice)
+        if earlier != choice:
+            raise ValueError(f"{self._lane}: {name} was set to {earlier} before, and the sender now states {choice}")
 
     def chosen(self) -> dict[str, Codec]:
-        """The settled codecs by state ("tensor 0, width 256"), if the codec leaves a parameter open."""
+        """Return the settled codecs by state ("tensor 0, width 256"), if the codec leaves a parameter open."""
         return {name: self._settled(name) for name in self._choices}
 
     def nbytes(self) -> int:
-        """Bytes kept between messages."""
+        """Return the bytes kept between messages."""
         return sum(session.state_bytes() for session in self._shared.values())
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """All states that are not empty, by name."""
+        """Return all states that are not empty, by name."""
         states = {name: session.state_dict() for name, session in self._shared.items()}
         states = self._restored | {name: state for name, state in states.items() if state}
         for name, choice in self._choices.items():
@@ -134,7 +133,7 @@ class States:
         return states
 
     def load_state_dict(self, states: Mapping[str, dict[str, Any]]) -> None:
-        """Take over what `state_dict` gave, for sessions that are open and those that will be."""
+        """Restore a `state_dict`, for sessions that are open and those that will be opened later."""
         self._restored = {name: state for name, state in states.items() if state}
         if not self._codec.settled:
             self._choices = {name: int(state[CHOICE]) for name, state in states.items() if CHOICE in state}
@@ -143,19 +142,19 @@ class States:
             self._restored = {name: state for name, state in without.items() if state}
             self._sessions.clear()  # of other choices
             self._shared.clear()
-        # A session without a state begins anew: it can only be given what `state_dict` gave, which was not empty.
+        # A session without a saved state is dropped and starts empty: `state_dict` leaves empty states out.
         self._sessions = {key: session for key, session in self._sessions.items() if self._name(*key) in self._restored}
         self._shared = {name: session for name, session in self._shared.items() if name in self._restored}
         for name, session in self._shared.items():
             session.load_state_dict(self._restored.pop(name))
 
     def digest(self) -> str:
-        """Digest of all states: the same at both ends, or they do not belong together."""
+        """Return a digest of all states, which is the same at both ends if they belong together."""
         digest = xxhash.xxh3_64()
         for name, state in sorted(self.state_dict().items()):
-            # A state that counts its messages is known by them; computed numbers may differ in the last bits.
+            # A state with a digest of its messages is compared by that: computed numbers may differ in the last bits.
             keys = {*COMPARED, CHOICE} if DIGEST in state else state
-            for key in sorted((state.keys() & keys) - {PROPOSAL}):  # each end has its own, and tells it later
+            for key in sorted((state.keys() & keys) - {PROPOSAL}):  # proposals differ between the ends until sent
                 value = state[key]
                 digest.update(f"{name}/{key}".encode())
                 if isinstance(value, Tensor):
@@ -169,7 +168,7 @@ class States:
         return call(self._codec, "choose", self._codec.choose, *args, about=self._lane, **kwargs)
 
     def _name(self, index: int, slot: Slot) -> str:
-        """Name of the state of a tensor, which several shapes may share."""
+        """Return the name of a tensor's state, which several shapes may share."""
         shared = None
         if isinstance(self._codec, StatefulCodec):
             shared = call(self._codec, "shared_by", self._codec.shared_by, slot[0], about=self._lane)
@@ -187,26 +186,26 @@ class States:
 
 
 def check_states(name: str, codec: Codec, ends: Mapping[str, Any]) -> None:
-    """Raise a ValueError unless `States.state_dict` may have given these at the two ends of a lane."""
+    """Raise a ValueError unless these can be results of `States.state_dict` at the two ends of a lane."""
     choices = []
     for end, states in ends.items():
         if not _is_state_dict(states):
-            raise ValueError(f"{name}: the state of the {end} is not one; allowed: what state_dict returned")
+            raise ValueError(f"{name}: the state of the {end} is invalid; allowed: what state_dict returned")
         choices.append({state: values[CHOICE] for state, values in states.items() if CHOICE in values})
         if isinstance(codec, StatefulCodec):
             for choice in choices[-1].values():
                 call(codec, "settle", codec.settle, choice, about=name)
     if choices[0] != choices[1]:
-        raise ValueError(f"{name}: state has {choices}; both ends have the same choices")
+        raise ValueError(f"{name}: state has {choices}; allowed: the same choices at both ends")
 
 
 def described(slot: Slot) -> str:
-    """Dtype and shape in words."""
+    """Return dtype and shape as text."""
     return f"{str(slot[1]).removeprefix('torch.')} {tuple(slot[0])}"
 
 
 def _is_state_dict(states: Any) -> bool:
-    """Whether these are states of sessions by name, perhaps with choices."""
+    """Whether these are states of sessions by name, with or without choices."""
     if not isinstance(states, Mapping) or not all(isinstance(values, Mapping) for values in states.values()):
         return False
     own = [_own(values) for values in states.values()]
@@ -216,5 +215,5 @@ def _is_state_dict(states: Any) -> bool:
 
 
 def _own(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What a session itself has saved, of a state."""
+    """Return the part of a state that the session itself saved."""
     return {key: value for key, value in state.items() if key not in (CHOICE, PROPOSAL)}

@@ -1,21 +1,21 @@
 """How payloads travel between two ranks: with tags and early, or in the order of the schedule.
 
 PyTorch's schedules hardly overlap, and Gloo turns half-duplex when a rank posts a send before a receive. Messages of
-Gloo have tags, so `Early` sends and receives apart from the schedule: receives are posted well before the schedule
-takes them, sends leave at once, and nobody waits before the data is needed. Both directions of the link are then busy
-at once. No order of sends can deadlock, because no send waits for anything before the step ends, and a message that is
-taken out of order is posted at once. Memory is bounded by a window of posted receives (`lowbit.wire.inbox`), and by
-the messages that peers have not yet taken (`lowbit.wire.outbox`).
+Gloo have tags, so `Early` sends and receives independently of the schedule: receives are posted well before the
+schedule takes them, sends leave at once, and no rank waits before it needs the data. Both directions of the link are
+then busy at the same time. No order of sends can deadlock, because no send waits before the step ends, and a message
+that is taken out of order is posted at once. Memory is bounded by a window of posted receives (`lowbit.wire.inbox`),
+and by the messages that peers have not yet taken (`lowbit.wire.outbox`).
 
 NCCL matches messages by their order alone, so `InOrder` returns the schedule's own operations to it, with payloads in
-the place of tensors. NCCL runs on streams of its own. It starts after the computation launched so far, and its results
-are needed at once, so coding stays on the computation's stream: any other would make the computation wait, too.
+place of tensors. NCCL runs on its own streams. It starts after the computation launched so far, and its results are
+needed at once, so coding stays on the computation's stream: on any other, the computation would wait just as long.
 
-Gloo reads and writes the host's memory only. `Staged` is `Early` for tensors on a GPU: payloads pass through
-pinned memory on side streams, and a thread waits for the copy, not the schedule. The messages are those of `Early`.
+Gloo reads and writes host memory only. `Staged` is `Early` for tensors on a GPU: payloads pass through pinned memory on
+side streams, and a thread waits for the copy instead of the schedule. Its messages are the same as those of `Early`.
 
-Behind each payload travels its checksum (`lowbit.wire.checksum`). `Early` and `Staged` check it on the host before
-anything is decoded. `InOrder` compares on the device, where the host does not wait for it, and reads all outcomes at
+Each payload is followed by its checksum (`lowbit.wire.checksum`). `Early` and `Staged` check it on the host before
+anything is decoded. `InOrder` checks it on the device, where the host does not wait for it, and reads all outcomes at
 the end of the step, before an optimizer uses the gradients.
 """
 
@@ -46,10 +46,10 @@ _verdicts: weakref.WeakKeyDictionary[dist.ProcessGroup, Verdicts] = weakref.Weak
 
 
 class Transport(ABC):
-    """Moves a stage's payloads between ranks of a group. A step is `begin`, any of the others, `drain`.
+    """Moves a stage's payloads between ranks of a group. A step calls `begin`, any of the others, then `drain`.
 
     Attributes:
-        name: the same on ranks that understand each other.
+        name: must be the same on all ranks.
         device: where tensors must be for the process group to carry them.
         rank: this one, in the group.
         traffic: where to count.
@@ -68,24 +68,24 @@ class Transport(ABC):
 
     @abstractmethod
     def begin(self, board: FailureBoard, number: int) -> None:
-        """Start a step; `number` is that of the pass, training or not, as both ends count."""
+        """Start a step; `number` counts passes, training or not, and is the same at both ends."""
 
     def expect(self, messages: Iterable[tuple[Route, int]]) -> None:  # noqa: B027
         """Post receives for all messages, with their sizes, that will be taken on one lane.
 
-        That a peer has ended is an error when its message is taken. Where messages are matched by their order alone,
-        nothing can be posted ahead of the schedule.
+        If a peer has ended, taking its message raises the error. A backend that matches messages by their order alone
+        cannot post anything ahead of the schedule.
 
         Args:
-            messages: in about the order in which the schedule takes them; others are slower.
+            messages: in about the order in which the schedule takes them; other orders are slower.
         """
 
     @abstractmethod
     def send(self, route: Route, message: Tensor) -> list[dist.P2POp]:
-        """Send a payload with `room` behind it; returns operations that the schedule shall run."""
+        """Send a payload with `room` behind it; return operations for the schedule to run."""
 
     def receive(self, route: Route, nbytes: int) -> list[dist.P2POp]:
-        """Operations that the schedule shall run to receive."""
+        """Return operations for the schedule to run in order to receive."""
         return []
 
     @abstractmethod
@@ -93,19 +93,19 @@ class Transport(ABC):
         """Wait for a message and return its payload, uint8 (nbytes,).
 
         Raises:
-            DamagedError: it is not what was sent; `drain` may raise that instead.
+            DamagedError: it is not what was sent; `drain` may raise this instead.
         """
 
     def leaving(self, source: Tensor) -> AbstractContextManager[None]:
-        """Block in which a tensor is encoded and its payload sent."""
+        """Return a context in which to encode a tensor and send its payload."""
         return contextlib.nullcontext()
 
     def arriving(self) -> AbstractContextManager[None]:
-        """Block in which a payload is taken and decoded."""
+        """Return a context in which to take and decode a payload."""
         return contextlib.nullcontext()
 
     def landing(self, layout: Tensor) -> Tensor:
-        """Within `arriving`: a new tensor to decode to, for the computation to use afterwards."""
+        """Within `arriving`: return a new tensor to decode to, for the computation to use afterwards."""
         return torch.empty_strided(layout.shape, layout.stride(), dtype=layout.dtype, device=self.device)
 
     @abstractmethod
@@ -113,20 +113,20 @@ class Transport(ABC):
         """Wait until everything that this rank sent has left, and release it.
 
         Raises:
-            DamagedError: something that was taken is not what was sent.
+            DamagedError: a message that was taken is not what was sent.
         """
 
     def sever(self) -> None:  # noqa: B027
-        """Give up for good: peers that wait for this rank fail at once (over NCCL: when its watchdog acts)."""
+        """Close the connections for good: peers that wait for this rank fail at once (NCCL: when its watchdog acts)."""
 
 
 def choose(
     group: dist.ProcessGroup, device: torch.device | str, traffic: Traffic, checksums: Checksums
 ) -> Early | InOrder:
-    """The transport of a process group: `InOrder` with NCCL, `Early` with Gloo (`Staged` for tensors on a GPU).
+    """Create the transport of a process group: `InOrder` with NCCL, `Early` with Gloo (`Staged` for a GPU).
 
     Raises:
-        ValueError: Gloo, and a device that is neither a CPU nor CUDA.
+        ValueError: the backend is Gloo, and the device is neither a CPU nor CUDA.
     """
     device = torch.device(device)
     backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
@@ -140,7 +140,7 @@ def choose(
 
 
 class Early(Transport):
-    """Receives posted ahead of the schedule, sends waited for by another thread."""
+    """Posts receives ahead of the schedule, and leaves waiting for sends to another thread."""
 
     name = "early, with tags"
 
@@ -183,12 +183,12 @@ class Early(Transport):
 
 
 class Staged(Early):
-    """`Early` for payloads on a device, which travel from and to buffers on the host."""
+    """`Early` for payloads on a device, which pass through buffers on the host."""
 
     def __init__(self, group: dist.ProcessGroup, traffic: Traffic, checksums: Checksums, streams: CudaStreams) -> None:
         super().__init__(group, traffic, checksums, streams.host_buffer)
         self._streams = streams
-        self.room = 0  # on the device; there is some on the host
+        self.room = 0  # none on the device: the checksum is added on the host
         self.leaving, self.arriving, self.landing = streams.leaving, streams.arriving, streams.landing
         self._untimed = Mailbox(group, checksums)  # for the thread that sends
 
@@ -199,7 +199,7 @@ class Staged(Early):
         self._streams.fence()
 
     def expect(self, messages: Iterable[tuple[Route, int]]) -> None:
-        self._streams.fence()  # the same, within this pass: a new shape
+        self._streams.fence()  # for the same reason: a new shape within this pass
         super().expect(messages)
 
     def take(self, route: Route, nbytes: int) -> Tensor:
@@ -212,13 +212,13 @@ class Staged(Early):
         return []
 
     def _send_after(self, copied: torch.cuda.Event, route: Route, host: Tensor, place: tuple[int, ...]) -> Sent:
-        copied.synchronize()  # an error of this device, which is nobody else's fault
+        copied.synchronize()  # apart from sending: an error of this device must not be blamed on the peer
         (sent,) = self._untimed.send(host, place, route)
         return sent
 
 
 class InOrder(Transport):
-    """The schedule's own operations, which it runs in its own order and waits for, with payloads."""
+    """Leaves messages to the schedule, which runs and waits for operations in its own order, here with payloads."""
 
     name = "in the schedule's order"
 
@@ -233,7 +233,7 @@ class InOrder(Transport):
 
     def begin(self, board: FailureBoard, number: int) -> None:
         self._pass = number
-        # The schedule has waited for all of the previous step, so none of its payloads is in use any more.
+        # The schedule has waited for the whole previous step, so none of its payloads is still in use.
         for message in (*self._arriving.values(), *self._leaving):
             self.traffic.hold(-message.numel())
         self._arriving, self._leaving = {}, []

@@ -14,6 +14,6 @@ COMMANDS = {
     "families": "lowbit_lab.bench.families",
     "generation": "lowbit_lab.bench.generation",
 }
-"""The module of each benchmark, which has its `COMMAND`. They import PyTorch: import one when it is asked for."""
+"""The module of each benchmark, which has its `COMMAND`. They import PyTorch: import one only when it is needed."""
 
 __all__ = ["COMMANDS"]

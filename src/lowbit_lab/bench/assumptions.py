@@ -1,8 +1,8 @@
 """`lowbit bench assumptions`: what proofs of convergence assume of a boundary format, measured while a model trains.
 
-Such proofs, like that of the TAH-Quant paper (arXiv 2506.01352), bound the error of the format, or that of the gradient
-behind it, and conclude that the squared norm of the gradient, on average over T steps, falls as O(1/sqrt(T)). Here a
-model trains with the format at every boundary of an emulated pipeline, and assumptions and conclusion are measured.
+Such proofs, like that of the TAH-Quant paper (arXiv 2506.01352), bound the error of the format, or of the gradient
+computed through it, and conclude that the squared norm of the gradient, averaged over T steps, falls as O(1/sqrt(T)).
+Here a model trains with the format at every boundary of an emulated pipeline, and both are measured.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lowbit.train.model import count_layers, hidden_size
 from lowbit.train.single_process import Loss, PlainGradients, train_single_process
 from lowbit_lab.bench.codec_speed import ends_of
 from lowbit_lab.bench.settings import Device, Names, check_device, check_plain, check_shape
-from lowbit_lab.bench.training import Recipe, boundary_modules, prepare, since, spread_evenly
+from lowbit_lab.bench.training import TrainingRecipe, boundary_modules, prepare, spread_evenly, traffic_between
 from lowbit_lab.charts import Lines
 from lowbit_lab.charts.style import row_name
 
@@ -64,13 +64,13 @@ class AssumptionsBenchmark:
     steps: Positive = 150
     """Optimizer steps."""
     warmup_steps: NonNegative = 30
-    """First steps at full precision. Nothing is measured in them."""
+    """Number of first steps at full precision. Nothing is measured in them."""
     every: Positive = 10
-    """Steps from one comparison of the gradient with the exact one to the next."""
+    """Number of steps between two comparisons of the gradient with the exact one."""
     repeats: AtLeastTwo = 8
-    """How often each message of these steps is sent again, to find the part of its error that is always the same."""
+    """How often each message of these steps is sent again, to find the part of its error that never changes."""
     norm_windows: AtLeastTwo = 16
-    """Windows of the text that the squared norm of the gradient is computed on, the same ones every time."""
+    """Windows of the text for computing the squared norm of the gradient, the same ones every time."""
     device: Device = "cpu"
     """Where to train."""
     precision: Literal["fp32", "bf16"] = "fp32"
@@ -95,7 +95,7 @@ def measure(settings: AssumptionsBenchmark, earlier: Sequence[Row]) -> Iterator[
     Yields:
         Rows with `boundary`, `forward` and `backward` (its formats in full) and `seed`; in each direction `bits_*`,
         `error_*` (|y - x|^2 / |x|^2 of a message x that arrives as y, mean over all), `error_*_highest`, `bias_*`
-        (share of the error's energy that is the same whenever a tensor is sent) and `constant_*` (share that is the
+        (share of the error's energy that repeats whenever a tensor is sent) and `constant_*` (share that is the
         same for all tokens of all messages; both are None without an error); `cosine`, `projection` and
         `gradient_error` (see `aligned`; means over all comparisons), `cosine_lowest`,
         `projection_lowest`, `gradient_error_highest`; `curve` (pairs of T and the mean squared norm of the gradient
@@ -116,7 +116,7 @@ def measure(settings: AssumptionsBenchmark, earlier: Sequence[Row]) -> Iterator[
 
 def observe(settings: AssumptionsBenchmark, boundary: str, seed: int) -> dict[str, Any]:
     """Train once, and return the row."""
-    recipe = Recipe(
+    recipe = TrainingRecipe(
         model=settings.model, data=settings.data, steps=settings.steps, device=settings.device,
         precision=settings.precision,
     )  # fmt: skip
@@ -142,7 +142,7 @@ def observe(settings: AssumptionsBenchmark, boundary: str, seed: int) -> dict[st
 
 
 def _fixed(windows: Windows | Answers, count: int) -> tuple[Batch, Batch]:
-    """Two batches that share no window, spread over the text."""
+    """Return two batches that share no window, spread over the text."""
     ids = spread_evenly(count, len(windows))
     if len(ids) < 2:
         raise ConfigError(f"the text has {len(windows)} windows to train on; allowed: at least 2")
@@ -150,7 +150,7 @@ def _fixed(windows: Windows | Answers, count: int) -> tuple[Batch, Batch]:
 
 
 def _errors(way: str, meters: Sequence[ErrorMeter]) -> dict[str, Any]:
-    """Errors and bias in one direction, over all boundaries."""
+    """Return errors and bias in one direction, over all boundaries."""
     errors = [error for meter in meters for error in meter.errors]
     repeated = [share for meter in meters for share in meter.repeated]
     constant = [share for meter in meters if (share := meter.constant()) is not None]
@@ -164,7 +164,7 @@ def _errors(way: str, meters: Sequence[ErrorMeter]) -> dict[str, Any]:
 
 @dataclass
 class ErrorMeter:
-    """The error of what crosses one boundary in one direction.
+    """Measures the error of messages that cross one boundary in one direction.
 
     Args:
         codec: the format.
@@ -179,12 +179,13 @@ class ErrorMeter:
     repeats: int
     errors: list[float] = field(default_factory=list)
     repeated: list[float] = field(default_factory=list)
-    _sums: list[Tensor] = field(default_factory=lambda: [torch.zeros(()), torch.zeros(())])  # of every other message
+    # Sums of errors, of messages with even and with odd numbers.
+    _sums: list[Tensor] = field(default_factory=lambda: [torch.zeros(()), torch.zeros(())])
     _tokens: list[int] = field(default_factory=lambda: [0, 0])
     _energy: float = 0.0
 
     def add(self, sent: Tensor, arrived: Tensor, *, again: bool = False) -> None:
-        """Count a message (..., C); `again`: send it `repeats` times more, through sessions of its own."""
+        """Count a message (..., C); `again`: send it `repeats` times more, through separate sessions."""
         x = sent.detach().double()
         error = (arrived.detach().double() - x).reshape(-1, x.shape[-1])
         signal, noise = float(x.square().sum()), float(error.square().sum())
@@ -201,7 +202,7 @@ class ErrorMeter:
     def constant(self) -> float | None:
         """Share of the error's energy in its mean over all tokens of all messages; None without an error.
 
-        The means of every other message are multiplied with those of the rest, so unbiased noise gives 0 on average.
+        Means over every second message are multiplied with those of the rest, so unbiased noise gives 0 on average.
         """
         if not (all(self._tokens) and self._energy):
             return None
@@ -210,10 +211,9 @@ class ErrorMeter:
 
 
 def bias_of(codec: Codec, x: Tensor, repeats: int) -> float:
-    """Share of the error's energy that is the same whenever a tensor is sent: 1 if all of it is, 0 if E[y] = x.
+    """Return the share of the error's energy that repeats whenever a tensor is sent: 1 if all does, 0 if E[y] = x.
 
-    The tensor goes through new sessions again and again. Their first message, which may choose directions, does not
-    count.
+    The tensor goes through new sessions repeatedly. Their first message, which may choose directions, does not count.
     """
     sender, receiver = ends_of(codec, x)
     receiver.decode(sender.encode(x))
@@ -226,22 +226,22 @@ def bias_of(codec: Codec, x: Tensor, repeats: int) -> float:
 
 
 class Observed(PlainGradients):
-    """Gradients of a model with low-bit boundaries, compared with exact ones now and then.
+    """Computes gradients of a model with low-bit boundaries and compares them with exact ones from time to time.
 
     Args:
-        model: in training mode. Until `close`, the codecs are in it.
+        model: in training mode. It contains the codecs until `close`.
         at: names of the modules that end a stage.
         codecs: of activations and gradients.
-        warmup_steps: first steps at full precision. Nothing is measured in them.
-        every: steps from one comparison to the next; the first is that of the first coded step.
+        warmup_steps: number of first steps at full precision. Nothing is measured in them.
+        every: steps from one comparison to the next; the first comparison is in the first coded step.
         repeats: how often messages of these steps are sent again.
         fixed: two batches for the squared norm of the exact gradient.
 
     Attributes:
         meters: by direction, one for each boundary.
-        alignment: of each comparison, see `aligned`.
-        norms: pairs of the coded steps before a comparison and the squared norm there, the product of the exact
-            gradients of both fixed batches: their noise is independent, so that it is unbiased.
+        alignment: results of `aligned`, one for each comparison.
+        norms: pairs of the coded steps before a comparison and the squared norm there, computed as the product of the
+            exact gradients of both fixed batches: their noise is independent, so the product is unbiased.
     """
 
     def __init__(
@@ -253,7 +253,7 @@ class Observed(PlainGradients):
         self._warmup_steps, self._every, self._fixed = warmup_steps, every, fixed
         self._steps = 0
         self._repeating = False
-        self._sent: dict[int, Tensor] = {}  # what has left in this direction, by boundary
+        self._sent: dict[int, Tensor] = {}  # tensors sent in this direction, by boundary
         self._before = Traffic()
         self.meters = {
             way: [ErrorMeter(codec, repeats) for _ in at] for way, codec in zip(WAYS, codecs, strict=True)
@@ -268,7 +268,7 @@ class Observed(PlainGradients):
         self._handles = [*leaving, *arriving]
 
     def backward(self, loss: Loss, inputs: Tensor, targets: Tensor) -> Tensor:
-        """As `Gradients`; measures every message after the warm-up, and compares gradients when it is time."""
+        """See `Gradients`. Measures every message after the warm-up, and compares gradients every `every` steps."""
         coded = self._steps - self._warmup_steps
         if coded == 0:
             self._before = replace(self._emulation.traffic)
@@ -286,20 +286,20 @@ class Observed(PlainGradients):
         return mean
 
     def bits(self) -> dict[str, float]:
-        """Bits per element each way, once the warm-up is over, every byte counted."""
-        sent = since(self._before, self._emulation.traffic)
+        """Return the bits per element in each direction after the warm-up, every byte counted."""
+        sent = traffic_between(self._before, self._emulation.traffic)
         return {"bits_forward": sent.forward_bits, "bits_backward": sent.backward_bits}
 
     def close(self) -> None:
-        """Take codecs and hooks out of the model."""
+        """Remove codecs and hooks from the model."""
         self._emulation.remove()
         while self._handles:
             self._handles.pop().remove()
 
     def _exact(self, loss: Loss, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The gradient without codecs, of the same dropout as what is computed next."""
+        """Compute the gradient without codecs, with the same dropout as in the computation that follows."""
         for module in self._modules:
-            module.training = False  # of itself, not of its parts: the emulation then leaves it out
+            module.training = False  # only its own flag, not its submodules': the emulation then skips it
         try:
             with torch.random.fork_rng():
                 loss(inputs, targets).backward()
@@ -311,7 +311,7 @@ class Observed(PlainGradients):
         return gradient
 
     def _gradient(self) -> Tensor:
-        """All gradients in one vector of its own."""
+        """Copy all gradients into one vector."""
         parts = (p.grad for p in self.model.parameters() if p.grad is not None)
         return torch.cat([part.detach().double().flatten() for part in parts])
 
@@ -323,12 +323,12 @@ class Observed(PlainGradients):
         return hook
 
     def _leaves(self, boundary: int, x: Tensor) -> None:
-        """An activation leaves here, and its gradient arrives."""
+        """Note an activation that leaves here, and count its gradient when that arrives."""
         self._sent[boundary] = x.detach()
         x.register_hook(lambda gradient: self._count("backward", boundary, gradient))
 
     def _arrives(self, boundary: int, y: Tensor) -> None:
-        """An activation arrives here, and its gradient leaves."""
+        """Count an activation that arrives here, and note its gradient when that leaves."""
         self._count("forward", boundary, y)
         y.register_hook(lambda gradient: self._sent.update({boundary: gradient}))
 
@@ -352,13 +352,13 @@ def aligned(exact: Tensor, coded: Tensor) -> dict[str, float]:
 
 
 def running(norms: Sequence[tuple[int, float]], every: int) -> list[tuple[int, float]]:
-    """Means of the squared norm from the first coded step on, each under the steps that it stands for."""
+    """Return running means of the squared norm from the first coded step on, each with the number of steps so far."""
     totals = itertools.accumulate(norm for _, norm in norms)
     return [(step + every, total / (i + 1)) for i, ((step, _), total) in enumerate(zip(norms, totals, strict=True))]
 
 
 def slope_of(curve: Sequence[tuple[int, float]]) -> float | None:
-    """Slope of a straight line through logarithms; None with fewer than three points, or one that is not positive."""
+    """Fit a straight line to logarithms and return its slope; None for fewer than three points, or one that is <= 0."""
     if len(curve) < 3 or min(value for _, value in curve) <= 0:
         return None
     xs, ys = (torch.tensor(column, dtype=torch.float64).log().tolist() for column in zip(*curve, strict=True))
@@ -366,7 +366,7 @@ def slope_of(curve: Sequence[tuple[int, float]]) -> float | None:
 
 
 def summarized(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """One row for each boundary: means over the seeds, of lowest and highest values the extremes."""
+    """Return a row for each boundary: means over the seeds, and extremes of lowest and highest values."""
     result = []
     for boundary in dict.fromkeys(row["boundary"] for row in rows):
         group = [row for row in rows if row["boundary"] == boundary]
@@ -436,7 +436,7 @@ COMMAND = Command(
             ],
         ),
         Table(
-            title="Gradient h through the codecs beside the exact one g, and slope of the mean of |g|² (proofs: -0.5)",
+            title="Gradient h through the codecs vs. the exact one g, and slope of the mean of |g|² (proofs: -0.5)",
             rows=summarized,
             columns=[
                 Column("boundary", "name", row_name),

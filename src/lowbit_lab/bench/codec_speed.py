@@ -1,4 +1,4 @@
-"""Speed of a codec: its operations take turns with a copy, eager PyTorch, a checksum and a decoder layer."""
+"""Speed of a codec, measured in turns with a copy, eager PyTorch, a checksum and a decoder layer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lowbit.wire.checksum import CHECKSUM_BYTES, Checksums
 from lowbit_lab.bench import timing
 
 REFERENCE_ROUNDS = LAYER_ROUNDS = 3
-HEAD = 128  # width of a layer's attention heads, if the channels can be divided by it
+HEAD = 128  # width of a layer's attention heads, if it divides the channels
 
 
 class Inputs:
@@ -33,7 +33,7 @@ class Inputs:
 
 
 def speeds(codec: Codec, inputs: Inputs, rounds: int, *, reference: bool, layer: nn.Module | None) -> dict[str, float]:
-    """Speeds and their spreads."""
+    """Measure speeds and their spreads."""
     xs, outs = inputs.tensors, inputs.outs
     encode, decode, size = coding_operations(codec, xs, outs)
 
@@ -66,7 +66,7 @@ def speeds(codec: Codec, inputs: Inputs, rounds: int, *, reference: bool, layer:
 
 
 def _checksum(size: int, count: int, device: torch.device) -> timing.Operation:
-    """The checksum of a payload of `size` bytes, which a transport computes at either end, on the host or GPU."""
+    """Return an operation: the checksum of `size` bytes, as a transport computes it at either end, on host or GPU."""
     checksums, room = Checksums("bench"), size + CHECKSUM_BYTES
     messages = [torch.zeros(room, dtype=torch.uint8, device=device) for _ in range(count)]
     seal = checksums.seal_there if device.type == "cuda" else checksums.seal
@@ -74,13 +74,13 @@ def _checksum(size: int, count: int, device: torch.device) -> timing.Operation:
 
 
 def ends_of(codec: Codec, x: Tensor) -> tuple[Session, Session]:
-    """Sessions of a sender and a receiver of tensors such as `x`."""
+    """Open sessions of a sender and a receiver of tensors such as `x`."""
     sender, receiver = (codec.open(shape=x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     return sender, receiver
 
 
 def layer_config(channels: int) -> ModelConfig:
-    """A Llama of one layer.
+    """Return the config of a Llama with one layer.
 
     Raises:
         ConfigError: an odd number of channels.
@@ -89,14 +89,14 @@ def layer_config(channels: int) -> ModelConfig:
 
 
 def decoder_layer(x: Tensor) -> nn.Module:
-    """A decoder layer for tensors such as x (sequences, tokens, channels)."""
+    """Return a decoder layer for tensors such as x (sequences, tokens, channels)."""
     _, tokens, channels = x.shape
     model = build_model(layer_config(channels), vocab=2, sequence=tokens, seed=0)
     return StageModule(model, layers=range(1), first=False, last=False).decoder
 
 
 def _forward_and_backward(layer: nn.Module, xs: Sequence[Tensor]) -> timing.Operation:
-    """Forward and backward, with gradients for the input and all weights."""
+    """Return an operation: forward and backward, with gradients for the input and all weights."""
 
     def run(i: int) -> None:
         x = xs[i].detach().requires_grad_()

@@ -1,9 +1,9 @@
 """`lowbit bench codecs`: speed, bits and accuracy of codecs, compared with a copy and eager PyTorch.
 
-Speeds are gigabytes of input a second, from cold caches; a copy of the same tensor takes its turn in every round. A
-copy moves every byte twice, coding fewer bytes: the share of the copy's rate counts bytes read and written.
+Speeds are gigabytes of input a second, with cold caches; a copy of the same tensor takes its turn in every round. A
+copy reads and writes every byte, while coding writes fewer: shares of the copy's rate count bytes read and written.
 
-Formats with memory have a session at either end. Their error is that of the first message (`lowbit bench spectrum`
+Stateful formats have a session at either end. Their error is that of the first message (`lowbit bench spectrum`
 measures later ones).
 """
 
@@ -63,14 +63,14 @@ class CodecsBenchmark:
     rounds: Positive = 15
     """Turns of each operation."""
     reference: bool = True
-    """Measure the eager PyTorch code too, on the first kind of data."""
+    """Also measure the eager PyTorch code, on the first kind of data."""
     layer: bool = False
     """Compare with forward and backward of a Llama layer of the same width, on the first kind of data."""
     activations: str = ""
     """Source of the real activations: a .pt or .safetensors file, or a local Hugging Face folder. If omitted, a small
     Llama is trained on Python's standard library."""
     train_steps: Positive = 60
-    """Training steps of that Llama."""
+    """Number of training steps of that Llama."""
 
     def __post_init__(self) -> None:
         check_device(self.device)
@@ -91,8 +91,8 @@ def measure(settings: CodecsBenchmark, earlier: Sequence[Row]) -> Iterator[list[
         `copy_gb_s` (medians), `encode_best_gb_s` (the fastest round), `encode_spread` (interquartile range over median)
         and the same of the others; `encode_share_of_copy`, `decode_share_of_copy` (medians over the rounds);
         `encode_share_of_rate`, `decode_share_of_rate` (the same, of bytes read and written); `reference_encode_gb_s`,
-        `reference_decode_gb_s` (eager PyTorch); `checksum_gb_s` (of the payload, not of the input: what a transport's
-        checksum of it takes) and `checksum_share` (of both ends' checksums over encoding and decoding; medians);
+        `reference_decode_gb_s` (eager PyTorch); `checksum_gb_s` (bytes of the payload, not of the input, over the time
+        of a transport's checksum) and `checksum_share` (time of both ends' checksums over coding; medians);
         `layer_seconds` (median) and `share_of_layer` (medians of encoding and of decoding over it); `bits_per_element`
         (every byte counted) and `relative_error` (root mean square of the error over that of the tensor).
     """
@@ -161,7 +161,7 @@ def codec_of(name: str) -> Codec:
 
 
 def _counts(settings: CodecsBenchmark) -> list[int]:
-    """Numbers of threads to measure with, each once; a GPU's rows say 1, the one that feeds it."""
+    """Return the numbers of threads to measure with, each once; for a GPU it is 1, the thread that feeds it."""
     if settings.device == "cuda":
         return [1]
     return list(dict.fromkeys(count or _cores() for count in settings.threads))
@@ -172,7 +172,7 @@ def _cores() -> int:
 
 
 def _label(row: Row) -> str:
-    """A codec's name without those of its arguments: "GroupInt(6, 32, True)"."""
+    """Return a codec's name without argument names: "GroupInt(6, 32, True)"."""
     return re.sub(r"\w+=", "", row["codec"])
 
 
@@ -182,7 +182,7 @@ def _speeds(rows: Sequence[Row]) -> list[Row]:
 
 
 def _errors(rows: Sequence[Row]) -> list[Row]:
-    """A row for each codec: bits on the first kind of data, and the error on each kind, in the first dtype."""
+    """Return a row for each codec: bits on the first kind of data, and the error on each kind, in the first dtype."""
     errors: dict[str, dict[str, Any]] = {}
     for row in rows:
         if row["dtype"] == rows[0]["dtype"]:
@@ -192,13 +192,13 @@ def _errors(rows: Sequence[Row]) -> list[Row]:
 
 
 def _few_bits(rows: Sequence[Row]) -> list[Row]:
-    """Rows of the first dtype and number of threads; only those below 6 bits, if there are any."""
+    """Return rows of the first dtype and number of threads; only those below 6 bits, if any."""
     rows = [row for row in rows if all(row[name] == rows[0][name] for name in ("dtype", "threads"))]
     return [row for row in rows if row["bits_per_element"] < 6] or rows
 
 
 def _ways(rows: Sequence[Row]) -> list[Row]:
-    """A row for each of encoding, decoding and copying, in the first dtype and number of threads."""
+    """Return a row for each of encoding, decoding and copying, in the first dtype and number of threads."""
     rows = [row for row in _speeds(rows) if all(row[name] == rows[0][name] for name in ("dtype", "threads"))]
     return [{**row, "way": way, "gb_s": row[f"{way}_gb_s"]} for row in rows for way in ("encode", "decode", "copy")]
 

@@ -1,6 +1,6 @@
 """`lowbit bench convergence`: held-out loss of one training run by boundary format, over seeds.
 
-There are three regimes, because low-bit boundaries cost most early in training from scratch, where signals are small
+There are three regimes, because low-bit boundaries cost most early in training from scratch, when signals are small
 compared with the noise: from scratch after a warm-up, from scratch without one, and fine-tuning from a full-precision
 checkpoint on another text at a small learning rate.
 
@@ -34,7 +34,7 @@ from lowbit.train.lora import check_lora
 from lowbit.train.model import hidden_size, vocabulary
 from lowbit_lab.bench.progress import step_bars
 from lowbit_lab.bench.settings import Device, EachOnce, check_device, check_shape
-from lowbit_lab.bench.training import RANKS, Recipe, formats_in
+from lowbit_lab.bench.training import RANKS, TrainingRecipe, formats_in
 from lowbit_lab.bench.workers import Workers
 from lowbit_lab.charts import Points
 from lowbit_lab.charts.style import family, recommended, row_name, title_of
@@ -47,12 +47,12 @@ TITLES = {
     "finetune": "fine-tuning",
 }
 REFERENCE = "fp32"
-PRETRAIN_SEED = 1234  # apart from the seeds that are compared
+PRETRAIN_SEED = 1234  # unlike the seeds that are compared
 
 
 @section()
 class ConvergenceBenchmark:
-    """Training runs that are compared."""
+    """Training runs to compare."""
 
     regimes: Annotated[tuple[Regime, ...], EachOnce] = get_args(Regime)
     """scratch-warmup: from scratch, the first steps at full precision. scratch: from scratch, without a warm-up.
@@ -62,10 +62,10 @@ class ConvergenceBenchmark:
     )  # fmt: skip
     """Formats of activations, by name or in full. tah-quant is our setting of TAH-Quant, tah-quant-published that of
     the paper's v2 (bits by tile), tah-quant-published-token that of its v1 (bits by token). aq-sgd
-    runs in fine-tuning only: it needs samples that come again.
+    runs in fine-tuning only: it needs samples that repeat.
     "gradients:fp8": float32 activations, but gradients stored and all-reduced over two ranks in this format.
     "activations:norm-8": float32 boundaries, but saved activations in 4 bits, norms in 8, attention as it is;
-    "activations:agoq": norms in 4, too, as AGoQ has it; "activations:attention-8": attention in 8;
+    "activations:agoq": norms in 4, too, as in AGoQ; "activations:attention-8": attention in 8;
     "activations:uniform": everything in 4; "activations:default": the bits of `LayerAware()`. With "+8bit" after these,
     gradients are stored and all-reduced over two ranks in FP8 as well, and the optimizer is torchao's 8-bit AdamW.
     "agoq" is AGoQ as published: "activations:agoq+8bit"."""
@@ -75,9 +75,9 @@ class ConvergenceBenchmark:
     seeds: tuple[int, ...] = (0, 1, 2)
     """Seeds of weights and data order."""
     model: ModelConfig = ModelConfig()
-    """Model to train. Fine-tuning starts from `pretrained`, or else from a checkpoint that is trained first."""
+    """Model to train. Fine-tuning starts from `pretrained` or, without it, from a checkpoint that is trained first."""
     lora: LoraConfig = LoraConfig()
-    """Adapters that fine-tuning from `model.pretrained` trains in place of all weights."""
+    """Adapters that fine-tuning from `model.pretrained` trains instead of all weights."""
     data: DataConfig = DataConfig(sequence=128, batch=4)
     """Text for training from scratch and for the checkpoint. By default, it leaves out the text for fine-tuning."""
     finetune_text: tuple[str, ...] = ()
@@ -107,7 +107,7 @@ class ConvergenceBenchmark:
     eval_windows: Positive = 256
     """Held-out samples of the final evaluation."""
     jobs: Positive = 1
-    """Runs at the same time, each in a process of its own."""
+    """Runs at the same time, each in its own process."""
     threads: Positive = 1
     """PyTorch threads of each run."""
     folder: str = "runs/convergence"
@@ -126,7 +126,7 @@ class ConvergenceBenchmark:
 
 
 def _check_codecs(settings: ConvergenceBenchmark, boundary: str) -> None:
-    """Check a boundary's formats against every regime."""
+    """Check that a boundary's formats suit every regime."""
     codecs = formats_in(boundary, settings.backward)[:2]
     for codec in codecs:
         if not codec.settled and settings.regimes != (WARM,):
@@ -143,12 +143,12 @@ def _check_codecs(settings: ConvergenceBenchmark, boundary: str) -> None:
 
 
 def _model(settings: ConvergenceBenchmark, regime: str) -> ModelConfig:
-    """The model of a regime: without pretrained weights unless it is fine-tuned."""
+    """Return the model of a regime: without pretrained weights unless it is fine-tuned."""
     return settings.model if regime == "finetune" else replace(settings.model, pretrained="")
 
 
-def recipe(settings: ConvergenceBenchmark, regime: str) -> Recipe:
-    """The training run of a regime ("pretrain": of the checkpoint that fine-tuning starts from)."""
+def recipe(settings: ConvergenceBenchmark, regime: str) -> TrainingRecipe:
+    """Return the training run of a regime ("pretrain": of the checkpoint that fine-tuning starts from)."""
     finetune = regime == "finetune"
     pretrained = settings.model.pretrained if finetune else ""
     data, optimizer = settings.data, settings.optimizer
@@ -157,10 +157,10 @@ def recipe(settings: ConvergenceBenchmark, regime: str) -> Recipe:
         text = settings.finetune_text or (str(reference),)
         data = replace(data, text=text, held_out=settings.finetune_held_out, tokenizer=pretrained or data.tokenizer)
         optimizer = replace(optimizer, lr=settings.finetune_lr, lr_warmup_steps=10)
-    elif not (data.text or data.dataset):  # without the language reference, which is for fine-tuning
+    elif not (data.text or data.dataset):  # leave out the language reference, which is for fine-tuning
         data = replace(data, text=tuple(str(p) for p in library_files() if p.parent.name != "pydoc_data"))
     steps = {"finetune": settings.finetune_steps, "pretrain": settings.pretrain_steps}
-    return Recipe(
+    return TrainingRecipe(
         model=_model(settings, regime),
         lora=settings.lora if finetune else LoraConfig(),
         data=data,
@@ -177,7 +177,7 @@ def recipe(settings: ConvergenceBenchmark, regime: str) -> Recipe:
 
 
 def _checkpoint(settings: ConvergenceBenchmark) -> Path:
-    """File of the weights that fine-tuning starts from; its name is a hash of their training settings."""
+    """Return the file of the weights that fine-tuning starts from, named by a hash of their training settings."""
     names = ("model", "data", "optimizer", "pretrain_steps", "precision")
     text = repr([getattr(settings, name) for name in names])
     return Path(settings.folder) / f"pretrained-{hashlib.sha256(text.encode()).hexdigest()[:12]}.pt"
@@ -197,7 +197,7 @@ def measure(settings: ConvergenceBenchmark, earlier: Sequence[Row]) -> Iterator[
     known = [{name: row[name] for name in COMMAND.key} for row in rows]
     runs = [one for one in planned(settings) if {name: one[name] for name in COMMAND.key} not in known]
     recipes = {regime: recipe(settings, regime) for regime in {one["regime"] for one in runs}}
-    for needed in recipes.values():  # an unusable text or vocabulary is an error here, not in a worker
+    for needed in recipes.values():  # so that an unusable text or vocabulary is an error here, not in a worker
         vocabulary(needed.model, load_data(needed.data).tokenizer.size)
     yield rows
     tuned = recipes.get("finetune")
@@ -210,7 +210,7 @@ def measure(settings: ConvergenceBenchmark, earlier: Sequence[Row]) -> Iterator[
 
 
 def planned(settings: ConvergenceBenchmark) -> list[dict[str, Any]]:
-    """All runs, in the order in which they start."""
+    """Return all runs in the order in which they start."""
     return [
         {"regime": regime, "boundary": boundary, "seed": seed, "backward": settings.backward}
         for regime in settings.regimes
@@ -233,7 +233,7 @@ def _check_formats(settings: ConvergenceBenchmark, rows: Sequence[Row]) -> None:
 
 
 def train_all(
-    settings: ConvergenceBenchmark, runs: Sequence[dict[str, Any]], recipes: dict[str, Recipe], keep: str = ""
+    settings: ConvergenceBenchmark, runs: Sequence[dict[str, Any]], recipes: dict[str, TrainingRecipe], keep: str = ""
 ) -> Iterator[Row]:
     """Train, `jobs` at a time, and yield a row as each run ends; `keep`: file for the weights."""
     orders = [
@@ -249,10 +249,10 @@ def train_all(
 
 
 def summarized(rows: Sequence[Row]) -> list[Row]:
-    """One row for each regime and boundary: means over the seeds.
+    """Return a row for each regime and boundary: means over the seeds.
 
     `over_fp32_spread` is the sample standard deviation of the differences from fp32. It is smaller than that of the
-    losses: a seed that is easy for one format is easy for all.
+    losses, because a seed that is easy for one format is easy for all.
     """
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in sorted(rows, key=lambda row: list(TITLES).index(row["regime"])):
@@ -284,7 +284,7 @@ def summarized(rows: Sequence[Row]) -> list[Row]:
 
 
 def _finding(rows: Sequence[Row]) -> str:
-    """What the recommended format costs, compared with the published one, in the first regime."""
+    """State what the recommended format costs, compared with the published one, in the first regime."""
     rows = [row for row in rows if row["regime"] == rows[0]["regime"]]
     rivals = [row for row in rows if family(row["boundary"]) == "tah-quant-published"]
     shown = [row for row in (recommended(rows, "boundary"), *rivals[:1]) if row]
@@ -329,7 +329,7 @@ COMMAND = Command(
         )
     ],
     charts=[
-        # From scratch, small differences and large ones are of interest: the scale is linear to 0.01 nats.
+        # From scratch, both small and large differences matter: the scale is linear up to 0.01 nats.
         Points(
             rows=lambda rows: [
                 row for row in summarized(rows) if row["over_fp32"] is not None and row["boundary"] != REFERENCE

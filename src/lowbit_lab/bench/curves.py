@@ -1,4 +1,4 @@
-"""Curves of a loss over seconds of training, and how long runs take to the same loss."""
+"""Curves of a loss over seconds of training, and how long runs take to reach the same loss."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SMOOTHED_STEPS = 8
 
 
 def curve(metrics: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
-    """Points of (seconds of training, mean training loss of the last steps)."""
+    """Return points of (seconds of training, mean training loss of the last steps)."""
     points, seconds = [], 0.0
     for i, step in enumerate(metrics):
         seconds += step["seconds"]
@@ -27,7 +27,7 @@ def reached(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def seconds_until(curve: Sequence[tuple[float, float]], target: float) -> float | None:
-    """When a curve of (seconds, loss) first reaches the target, by straight lines between its points."""
+    """Return when a curve of (seconds, loss) first reaches the target, interpolating linearly between its points."""
     before = curve[0]
     for seconds, loss in curve:
         if loss <= target:

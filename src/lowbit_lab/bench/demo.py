@@ -1,6 +1,6 @@
 """`lowbit demo`: a small Llama learns Python over a 100 Mbit/s link, with PyTorch's pipeline stage and with lowbit's.
 
-Two ranks, each on a host of its own (network namespaces, see `lowbit_lab.network`), run `lowbit train`'s recipe three
+Two ranks, each on its own host (network namespaces, see `lowbit_lab.network`), run `lowbit train`'s recipe three
 times for about the same time: with PyTorch's stage in FP32; with `LowBitStage` in FP32, which shows what its overlap
 gains; and with `LowBitStage` and `TransformQuant`, which shows what few bits gain.
 """
@@ -41,14 +41,14 @@ FILES = ("report.json", "demo.png")
 
 @dataclass(frozen=True)
 class Contestant:
-    """One of the runs: its boundary, its name on the screen and its number of steps."""
+    """A run of the demo: its boundary, its name on the screen and its number of steps."""
 
     boundary: str
     title: str
     steps: int
 
 
-# At 100 Mbit/s all take about as long.
+# The numbers of steps make all runs take about the same time at 100 Mbit/s.
 CONTESTANTS = (
     Contestant("stock-fp32", "PyTorch's stage, FP32", 28),
     Contestant("fp32", "lowbit's stage, FP32", 40),
@@ -70,7 +70,7 @@ TABLE = Table(
 
 
 def sooner(rows: Sequence[Row]) -> str:
-    """How much sooner the last run reaches the loss that all reach than the first, for a title."""
+    """Make a title: how much sooner than the first run the last one reaches the loss that all reach."""
     first, last = rows[0], rows[-1]
     return (
         f"Loss {last['target_loss']:.2f} after {last['seconds_to_loss']:.0f} s instead of "
@@ -93,7 +93,7 @@ def run(output: Path = Path("runs/demo"), *, console: Console | None = None) -> 
     Returns:
         A report with a row for each run: `boundary`, the fields of `set_link`, `steps`, `seconds` (of training),
         `tokens_per_second`, `speedup_stock_fp32`, `bits_forward`, `bits_backward`, `bytes_per_step`, `loss` (training,
-        last steps), `held_out_loss`, `seconds_to_loss` (until the training loss that all reached) and `curve`.
+        last steps), `held_out_loss`, `seconds_to_loss` (to the training loss that all reach) and `curve`.
     """
     console = console or terminal.console()
     check_output(output)
@@ -126,10 +126,10 @@ def run(output: Path = Path("runs/demo"), *, console: Console | None = None) -> 
 
 
 def choose_link(console: Console) -> Link:
-    """Return the slow link, or an unlimited one, and say why, where this machine does not permit a slow one."""
+    """Return the slow link; if this machine does not permit one, print the reason and return an unlimited one."""
     if reason := SlowLink.available():
         console.print(
-            f"{LinkUnavailable.__name__}: {reason}\nGoing on without a limit: all runs use this machine's loopback, "
+            f"{LinkUnavailable.__name__}: {reason}\nContinuing without a limit: all runs use this machine's loopback, "
             "where few bits gain nothing.",
             highlight=False,
         )
@@ -139,21 +139,21 @@ def choose_link(console: Console) -> Link:
 
 
 def check_output(output: Path) -> None:
-    """Check before anything starts that the chart can be drawn, and that no file of somebody else would be replaced."""
+    """Check before anything starts that the chart can be drawn, and that no foreign file would be replaced."""
     importlib.import_module("matplotlib")
     if foreign := RunFolder(output).foreign(FILES):
         raise ConfigError(
-            f"{output} holds {', '.join(foreign)}, which lowbit has no record of making; nothing was touched; "
-            "allowed: another folder, or to move these away"
+            f"{output} contains {', '.join(foreign)}, which lowbit has no record of making; nothing was changed; "
+            "allowed: another folder, or moving these away"
         )
     for contestant in CONTESTANTS:
         prepare.check_output(recipe(contestant, output))
 
 
 def recipe(contestant: Contestant, output: Path) -> TrainConfig:
-    """The training run of a contestant: the model and the pipeline of `lowbit bench pipeline`, without a warm-up.
+    """Return the training run of a contestant: model and pipeline of `lowbit bench pipeline`, without a warm-up.
 
-    The learning rate stays constant after its rise, so that runs of different length can be compared all the way. The
+    The learning rate stays constant after its rise, so that runs of different lengths can be compared throughout. The
     text is no longer than the steps need.
     """
     return recipe_of(
@@ -164,7 +164,7 @@ def recipe(contestant: Contestant, output: Path) -> TrainConfig:
 
 
 def outcome(contestant: Contestant, output: Path) -> dict[str, Any]:
-    """The row of a run, from the files that it wrote."""
+    """Return the row of a run, from the files that it wrote."""
     folder = output / contestant.boundary
     summary, metrics = read_summary(folder / "summary.json"), read_metrics(folder / "metrics.jsonl")
     names = "steps tokens_per_second bits_forward bits_backward bytes_per_step loss held_out_loss"
@@ -174,7 +174,7 @@ def outcome(contestant: Contestant, output: Path) -> dict[str, Any]:
 
 
 def findings(rows: Sequence[Row]) -> list[str]:
-    """Say what lowbit's stage gains, what few bits gain, and what they cost, in words."""
+    """Describe what lowbit's stage gains, what few bits gain, and what they cost."""
     stock, full, few = rows
     stage, both = full["speedup_stock_fp32"], few["speedup_stock_fp32"]
     steps = min(row["steps"] for row in rows)
@@ -182,8 +182,8 @@ def findings(rows: Sequence[Row]) -> list[str]:
     early = [row["curve"][steps - 1][1] for row in rows]
     return [
         f"The stage: lowbit's sends the same tensors while it computes. It is {stage:.2f} times as fast as PyTorch's.",
-        f"The bits: {few['bits_forward']:.1f} forward and {few['bits_backward']:.1f} backward in place of 32 make it "
-        f"{both / stage:.2f} times as fast again, {both:.2f} times in all.",
+        f"The bits: {few['bits_forward']:.1f} forward and {few['bits_backward']:.1f} backward instead of 32 make it "
+        f"another {both / stage:.2f} times as fast, {both:.2f} times in all.",
         f"Training loss reaches {stock['target_loss']:.2f} after {seconds[0]} with PyTorch's stage, {seconds[1]} with "
         f"lowbit's in FP32 and {seconds[2]} with TransformQuant.",
         f"Step for step: after {steps} steps, training loss is {early[0]:.3f}, {early[1]:.3f} and {early[2]:.3f}.",

@@ -1,4 +1,4 @@
-"""`lowbit bench families`: what `compress_saved_` keeps of models that people train, and what it does to gradients."""
+"""`lowbit bench families`: what `compress_saved_` saves for common models, and what it does to gradients."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Family = Literal[
 FAMILIES: tuple[Family, ...] = get_args(Family)
 NAMES = {"gemma3": "gemma3_text", "gpt-neox": "gpt_neox", "gemma2-eager": "gemma2"}
 WIDE = {"opt": "ffn_dim", "gpt-neox": "intermediate_size", "falcon": "ffn_hidden_size", "gpt2": "n_inner"}
-"""Families whose feed-forward block has two matrices, four times as wide as the model, by the name of that width."""
+"""Families whose feed-forward block has two matrices, four times as wide as the model, and their setting for it."""
 SCANS = ("mamba", "rwkv")
 """Families without attention: a scan passes over the tokens one after the other."""
 _NO_DROPOUT = ("attention_dropout", "attn_pdrop")
@@ -40,7 +40,7 @@ class FamiliesBenchmark:
 
     families: Annotated[tuple[Family, ...], EachOnce] = FAMILIES
     """Hugging Face models with random weights, a model in Megatron's layout, and LoRA on Llama by PEFT. Mamba and RWKV
-    are scans, most of whose tensors are saved as they are."""
+    are scans, which save most of their tensors uncompressed."""
     weights: Annotated[tuple[Literal["autocast", "bf16"], ...], EachOnce] = ("autocast", "bf16")
     """autocast: float32 weights with bfloat16 autocast. bf16: bfloat16 weights. LoRA has bf16 only."""
     bits: Annotated[int, Field(ge=0, le=16)] = 0
@@ -54,7 +54,7 @@ class FamiliesBenchmark:
     batch: Positive = 2
     """Samples."""
     steps: NonNegative = 60
-    """Training steps before gradients are compared."""
+    """Number of training steps before gradients are compared."""
     lr: Annotated[float, Field(ge=0)] = 1e-3
     """Learning rate of AdamW."""
     seed: NonNegative = 0
@@ -71,7 +71,7 @@ class FamiliesBenchmark:
             raise ConfigError(f"dim is {self.dim}; allowed: multiples of 32, the width of a head")
 
     def data(self) -> DataConfig:
-        """The text, in samples of this many tokens."""
+        """Return the settings of the text, in samples of this many tokens."""
         return DataConfig(text=self.text, batch=self.batch, max_bytes=self.max_bytes, sequence=self.sequence)
 
 
@@ -81,11 +81,11 @@ def measure(settings: FamiliesBenchmark, earlier: Sequence[Row]) -> Iterator[lis
     Yields:
         Rows, one for each: `family`, `weights`, `plain_bytes` and `saved_bytes` (kept by autograd for a batch, each
         storage once), `saved_vs_plain`, `gradient_error` (|g' - g| / |g| against plain gradients of the same weights,
-        after the training steps), `loss`, and `modules`: for each module with a name of its own but for numbers, what
-        it would keep without compression and what it keeps, by PyTorch's functions where that is not compressed.
+        after the training steps), `loss`, and `modules`: for modules with the same name except for numbers, what they
+        would keep without compression and what they keep, listed by PyTorch function if it is not compressed.
     """
     torch.set_num_threads(settings.threads)
-    load_data(settings.data())  # an unreadable text is an error here
+    load_data(settings.data())  # so that an unreadable text is an error here
     rows = list(earlier)
     known = {(row["family"], row["weights"]) for row in rows}
     yield rows
@@ -108,7 +108,7 @@ def _measured(settings: FamiliesBenchmark, family: Family, weights: str) -> dict
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=settings.lr)
 
     def loss(step: int) -> Tensor:
-        torch.manual_seed(settings.seed)  # of dropout
+        torch.manual_seed(settings.seed)  # for dropout
         ids, targets = windows.batch(order.ids(step))
         with torch.autocast("cpu", torch.bfloat16) if weights == "autocast" else nullcontext():
             logits = model(input_ids=ids, use_cache=False).logits
@@ -141,9 +141,9 @@ def _measured(settings: FamiliesBenchmark, family: Family, weights: str) -> dict
 
 
 def family_model(family: Family, *, dim: int, layers: int, vocab: int, sequence: int, seed: int = 0) -> Any:
-    """A causal language model in training mode, float32; with LoRA, bfloat16 and float32 adapters.
+    """Make a causal language model in training mode, float32; with LoRA, bfloat16 and float32 adapters.
 
-    It has a head for every 32 channels, and the dropout that its configuration comes with, but none in attention.
+    It has a head for every 32 channels, and its configuration's default dropout, except in attention, which has none.
     """
     torch.manual_seed(seed)
     if family == "megatron":
@@ -175,7 +175,7 @@ def family_model(family: Family, *, dim: int, layers: int, vocab: int, sequence:
 
 
 def _with_adapters(model: Any, dropout: float, *, dora: bool) -> Any:
-    """LoRA of rank 8 at all linear layers. The second matrices are random: where they are 0, so are most gradients."""
+    """Add LoRA of rank 8 to all linear layers. The second matrices are random: zeros would make most gradients 0."""
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(r=8, lora_alpha=16, lora_dropout=dropout, use_dora=dora, target_modules="all-linear")
@@ -187,7 +187,7 @@ def _with_adapters(model: Any, dropout: float, *, dora: bool) -> Any:
 
 
 class _Block(nn.Module):
-    """A decoder layer as Megatron writes it: one matrix for q, k and v, and one for gate and up."""
+    """A decoder layer in Megatron's layout: one matrix for q, k and v, and one for gate and up."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -221,7 +221,7 @@ class _Megatron(nn.Module):
 
 COMMAND = Command(
     name="bench families",
-    summary="What few bits keep of models that people train, and their gradients.",
+    summary="Saved activations of common models in few bits, and their gradients.",
     examples=("lowbit bench families --family llama,phi3,lora-dropout", "lowbit bench families --json families.json"),
     settings=FamiliesBenchmark,
     measure=measure,

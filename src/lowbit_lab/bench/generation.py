@@ -27,7 +27,7 @@ from lowbit_lab.network import Link
 OWN = "transformers"
 """Transformers' own stages and sums, in the model's dtype."""
 CALIBRATED = "feature-int4"
-"""Sums in 4 bits: a gain for each token times ranges that were measured on the prompt."""
+"""Sums in 4 bits: a gain for each token times ranges measured on the prompt."""
 GAINS = {CALIBRATED: "token", f"{CALIBRATED}-static": "static"}
 """Gains of calibrated formats, by their names."""
 Layout = Literal["pipeline", "tensor", "both"]
@@ -46,27 +46,27 @@ class GenerationBenchmark:
     """Links to emulate: a rate, with a round trip if there is a distance, such as 25mbit, 100mbit/40ms or unlimited."""
     layouts: Annotated[tuple[Layout, ...], EachOnce] = ("pipeline",)
     """How the ranks share the model. pipeline: each has some of the layers. tensor: each has a part of every layer, and
-    they sum. both: those of a host have a part of every layer of its stage; this needs per_host of at least 2."""
+    they sum. both: the ranks of a host each have a part of every layer of its stage; per_host must be at least 2."""
     per_host: Positive = 1
     """Ranks on each of the two hosts."""
     formats: Names = (OWN, "bf16", "int8", "int4")
     """Formats of a pipeline's hidden states, by name or in full. transformers is Transformers' own pipeline."""
     sums: Names = (OWN, "int8", CALIBRATED)
     """Formats of the sums of tensor-parallel ranks. transformers is Transformers' own all-reduce. feature-int4: a
-    gain for each token times ranges that are measured on the prompt, and width / 64 outlier features in bfloat16.
-    feature-int4-static: the published format, the same without a gain. Smaller sums than are worth it stay
-    Transformers' own; the ranks measure that on each link."""
+    gain for each token times ranges measured on the prompt, and width / 64 outlier features in bfloat16.
+    feature-int4-static: the published format, the same without a gain. Sums that are too small to gain anything, as the
+    ranks measure on each link, are left to Transformers."""
     states: str = "int8"
     """Format of hidden states in the layout "both", next to a format of sums."""
     chunks: Annotated[tuple[NonNegative, ...], EachOnce] = (0, 256)
-    """Tokens of a chunk of the prompt (`prefill_chunk_size` of `generate`). 0: the prompt is not cut. Transformers' own
-    pipeline is measured without chunks."""
+    """Tokens of a chunk of the prompt (`prefill_chunk_size` of `generate`). 0: the prompt is not split. Transformers'
+    own pipeline is measured without chunks."""
     prompt: Positive = 1024
     """Tokens of the prompt."""
     tokens: Positive = 64
     """Tokens to generate."""
     batch: Annotated[tuple[Positive, ...], EachOnce] = (1,)
-    """Prompts that are generated for at once."""
+    """Number of prompts in a batch."""
     rounds: Positive = 3
     """Turns of each format on each link. One more comes first and is not timed."""
     width: Positive = 4096
@@ -80,7 +80,7 @@ class GenerationBenchmark:
     vocab: Positive = 16000
     """Size of the vocabulary."""
     pretrained: str = ""
-    """Local folder with a model of Transformers, instead of random weights. Only with one is agreement measured."""
+    """Local folder with a Transformers model, instead of random weights. Agreement is measured only with one."""
     data: DataConfig = DataConfig()
     """Text for prompts and agreement with `pretrained`; its held-out part is used."""
     samples: Positive = 64
@@ -110,19 +110,19 @@ class GenerationBenchmark:
 
     @property
     def tensor(self) -> int:
-        """The most ranks that share a layer."""
+        """Largest number of ranks that share a layer."""
         ranks = {"pipeline": 1, "tensor": 2 * self.per_host, "both": self.per_host}
         return max(ranks[layout] for layout in self.layouts)
 
     @property
     def models(self) -> list[dict[str, Any]]:
-        """Layout and format of everything that is measured."""
+        """Layouts and formats to measure."""
         names = {"pipeline": self.formats, "tensor": self.sums, "both": self.sums}
         return [{"layout": layout, "name": name} for layout in self.layouts for name in names[layout]]
 
     @property
     def contenders(self) -> list[dict[str, Any]]:
-        """Layout, format, chunk and number of prompts of everything that takes a turn."""
+        """Layouts, formats, chunks and numbers of prompts that take turns."""
         return [
             {**model, "chunk": chunk, "batch": batch}
             for batch in self.batch
@@ -132,7 +132,7 @@ class GenerationBenchmark:
 
 
 def codec_of(name: str) -> Codec | None:
-    """The codec of a format; None: Transformers' own stage."""
+    """Return the codec of a format; None: Transformers' own stage."""
     if name == OWN:
         return None
     codec = parse(name)
@@ -150,7 +150,7 @@ def measure(settings: GenerationBenchmark, earlier: Sequence[Row]) -> Iterator[S
         `prefill_ms` (from the call of `generate` to the first token on the first stage; median, with `prefill_ms_low`
         and `_high`), `decode_ms` (of a further token, likewise), `prefill_tokens_per_second`,
         `decode_tokens_per_second` (of all prompts), `prefill_speedup` and `decode_speedup` over Transformers' own,
-        `bits_prefill` and `bits_decode` (of hidden states, checksums included; of sums in the other layouts, without),
+        `bits_prefill` and `bits_decode` (of hidden states, with checksums; in the other layouts of sums, without),
         `bytes_sent` (by both hosts in a turn,
         headers included; None on loopback), `rounds`. With a pretrained model also `same_tokens` (share of
         positions of held-out text whose most probable next token is that of Transformers' own pipeline), `same_texts`
@@ -182,7 +182,7 @@ def measure(settings: GenerationBenchmark, earlier: Sequence[Row]) -> Iterator[S
 def row_of(
     settings: GenerationBenchmark, one: Taken, agreement: Mapping[tuple[str, str], Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """The row of one format on one link, without comparisons of speed."""
+    """Return the row of one format on one link, without comparisons of speed."""
     layout, name, batch = (one.contender[key] for key in ("layout", "name", "batch"))
     prefill = [1e3 * turn[0]["prefill"] for turn in one.turns]
     decode = [1e3 * turn[0]["decode"] for turn in one.turns]
@@ -207,7 +207,7 @@ def _summary(name: str, values: Sequence[float]) -> dict[str, float]:
 
 
 def _half_range(name: str, row: Row) -> float:
-    """Half the way from the fastest to the slowest turn, as a share of the median."""
+    """Return half the range from the fastest to the slowest turn, as a share of the median."""
     return (row[f"{name}_high"] - row[f"{name}_low"]) / 2 / row[name]
 
 
@@ -218,7 +218,7 @@ def _bar(row: Row) -> str:
 
 
 def _finding(rows: Sequence[Row]) -> str:
-    """How much faster the fastest format reads the prompt on the slowest link."""
+    """State how much faster the fastest format reads the prompt on the slowest link."""
     slowest = on_slowest_link(rows, "prefill_speedup")
     if not slowest:
         return "Prefill by link and format"

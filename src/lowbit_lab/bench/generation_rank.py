@@ -33,7 +33,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class Clock:
-    """A streamer of `generate` that notes when tokens come; the first call shows the prompt."""
+    """A streamer for `generate` that records when tokens come; the first call has the prompt."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -43,7 +43,7 @@ class Clock:
         self.times.append(time.perf_counter())
 
     def end(self) -> None:
-        """Nothing: the last token has been noted."""
+        """Do nothing: the last token is already recorded."""
 
 
 class GenerationRank:
@@ -92,11 +92,11 @@ class GenerationRank:
                 self._sums[key] = both.sums
 
     def measure(self) -> dict[str, str]:
-        """Measure on this link from which size on sums are coded; what that is, by layout and format."""
+        """Measure on this link from which size on sums are coded; return it by layout and format."""
         return {"/".join(key): str(installed.measure()) for key, installed in self._sums.items()}
 
     def generate(self, layout: str, name: str, chunk: int, batch: int, tokens: int) -> dict[str, Any]:
-        """Generate once: seconds to the first token and of each further one, bits of what is coded, bytes sent."""
+        """Generate once; return seconds to the first and of each further token, bits of coded values, bytes sent."""
         key, clock = (layout, name), Clock()
         counts: list[tuple[int, int]] = []
 
@@ -120,8 +120,8 @@ class GenerationRank:
         }  # fmt: skip
 
     def agreement(self, layout: str, name: str, samples: int, tokens: int) -> dict[str, float]:
-        """Next tokens and texts that are those of Transformers' own format, and the held-out loss."""
-        assert self._held_out is not None  # asked for only with a pretrained model
+        """Return the shares of next tokens and texts equal to those of Transformers, and the held-out loss."""
+        assert self._held_out is not None  # only called with a pretrained model
         inputs, targets = self._held_out.batch(torch.arange(min(samples, len(self._held_out))))
         if layout not in self._own:
             own = layout, OWN
@@ -133,7 +133,7 @@ class GenerationRank:
         return {"same_tokens": same_tokens, "same_texts": float(same), "loss": loss}
 
     def _counted(self, key: Key) -> tuple[int, int]:
-        """Bytes and elements so far: of sums, or of hidden states where there are none."""
+        """Return bytes and elements so far: of sums, or of hidden states in a layout without sums."""
         if key in self._sums:
             sums = self._sums[key].traffic
             return sums.coded_bytes + sums.plain_bytes, sums.coded + sums.plain
@@ -142,12 +142,12 @@ class GenerationRank:
 
     @torch.no_grad()
     def _likely(self, key: Key, inputs: Tensor, targets: Tensor) -> tuple[Tensor, float]:
-        """The most probable next token at each position, and the loss."""
+        """Return the most probable next token at each position, and the loss."""
         logits = self._models[key](inputs).logits.float()
         return logits.argmax(-1), float(functional.cross_entropy(logits.flatten(0, 1), targets.flatten()))
 
     def _continued(self, key: Key, ids: Tensor, tokens: int, chunk: int = 0, **options: Any) -> Tensor:
-        """The prompts and exactly this many tokens more, chosen greedily."""
+        """Return the prompts with exactly this many more tokens, chosen greedily."""
         return self._models[key].generate(
             ids, max_new_tokens=tokens, do_sample=False, eos_token_id=None, prefill_chunk_size=chunk or None,
             attention_mask=torch.ones_like(ids), pad_token_id=0, **options,
@@ -155,7 +155,7 @@ class GenerationRank:
 
 
 def _cut(model: Any, tensor: int) -> Any:
-    """This rank's part of a whole model, as `load_parallel` would load it; `tensor` ranks share a layer."""
+    """Return this rank's part of a whole model, as `load_parallel` would load it; `tensor` ranks share a layer."""
     stages = dist.get_world_size() // tensor
     plan = model._expand_parallel_plan(model.tp_plan)
     mesh = init_device_mesh("cpu", (stages, 1, tensor), mesh_dim_names=("pp", "fsdp", "tp"))
@@ -168,7 +168,7 @@ def _cut(model: Any, tensor: int) -> Any:
 
 
 def _model_of(settings: dict[str, Any]) -> Any:
-    """The whole model, in evaluation mode."""
+    """Return the whole model, in evaluation mode."""
     dtype = _DTYPES[settings["precision"]]
     if settings["pretrained"]:
         return load(AutoModelForCausalLM, settings["pretrained"], "pretrained", dtype=dtype)[0].eval()
@@ -183,7 +183,7 @@ def _model_of(settings: dict[str, Any]) -> Any:
 
 
 def _bits(before: tuple[int, int], after: tuple[int, int]) -> float:
-    """Bits per element of what was sent between two counts; 0 if nothing was."""
+    """Return the bits per element sent between two counts; 0 if nothing was sent."""
     elements = after[1] - before[1]
     return 8 * (after[0] - before[0]) / elements if elements else 0.0
 

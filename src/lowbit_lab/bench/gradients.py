@@ -39,12 +39,12 @@ class GradientsBenchmark:
     links: Links = (Link(100.0), Link(1000.0), Link(10000.0), UNLIMITED)
     """Links to emulate: a rate, with a round trip if there is a distance, such as 25mbit, 100mbit/40ms or unlimited."""
     ranks: Annotated[tuple[Annotated[int, Field(ge=2)], ...], EachOnce] = (2, 4)
-    """Numbers of ranks, each on a host of its own."""
+    """Numbers of ranks, each on its own host."""
     formats: Names = (*ENGINE, "fp8", "int8", "int4")
     """engine-fp32 and engine-bf16: PyTorch's all-reduce. hook-fp16, hook-bf16 and powersgd (rank 4): its DDP hooks.
     int8 and int4: symmetric, in groups of 128 and 64. fp8-stored: means over 3 micro-batches in `GradientStorage`,
-    which travel as they are stored; fp8-recoded: the same, decoded, coded again and stored again. Others: codecs, by
-    name or in full."""
+    which are sent as stored; fp8-recoded: the same, but decoded, coded and stored again. Others: codecs, by name or in
+    full."""
     numel: Positive = 16 << 20
     """Float32 elements of the tensor that is averaged, a multiple of 1048576."""
     rounds: Positive = 5
@@ -67,9 +67,9 @@ class GradientsBenchmark:
             codec_of(name)
 
 
-@functools.cache  # so that no turn is timed with it
+@functools.cache  # so that timed turns do not include it
 def codec_of(name: str) -> Codec:
-    """The codec of a format that is not PyTorch's."""
+    """Return the codec of a format that is not PyTorch's."""
     return check_summable(parse(SHORT.get(name, name)))
 
 
@@ -80,15 +80,15 @@ def measure(settings: GradientsBenchmark, earlier: Sequence[Row]) -> Iterator[li
         Rows, one for each number of ranks, link and format: `format`, the fields of `set_link`, `ranks`,
         `numel`, `ms` (median over the rounds of the slowest rank's time), `ms_low`, `ms_high`, `spread` (interquartile
         range over median), `speedup_fp32`, `speedup_bf16` (of the medians, over PyTorch's), `bits_per_element` (of
-        the format), `wire_bits` (bytes that really left a rank, headers included, over those elements that an
-        all-reduce has to send), `link_share` (of the link's goodput that was used: 1 is the physical limit; None:
+        the format), `wire_bits` (measured bits that left a rank, headers included, per element that an all-reduce
+        has to send), `link_share` (share of the link's goodput that was used: 1 is the physical limit; None:
         unlimited), `relative_error` (of the mean, against float64, storing included), `peak_bytes` (of gradients,
         payloads and the working memory of an average), `rounds`; and from training `tokens_per_second` (all ranks,
-        median step), `training_speedup_fp32`, `gradient_bytes` (held by a rank when backward has ended: gradients,
-        buckets, and the format's own buffers), None where it was not trained.
+        median step), `training_speedup_fp32`, `gradient_bytes` (held by a rank after backward: gradients, buckets, and
+        the format's own buffers), all None without training.
     """
     outcomes: Outcomes = {}
-    # PyTorch's all-reduce of bfloat16 is no hook, and DDP refuses its own bfloat16 hook without NCCL.
+    # PyTorch's all-reduce of bfloat16 is not a hook, and DDP refuses its own bfloat16 hook without NCCL.
     trained = [{"name": name} for name in settings.formats if not name.endswith("-bf16")]
 
     def prepare(ranks: Workers, count: int) -> list[Phase]:
@@ -111,7 +111,7 @@ def measure(settings: GradientsBenchmark, earlier: Sequence[Row]) -> Iterator[li
 
 
 def rows_of(settings: GradientsBenchmark, taken: Sequence[Taken], outcomes: Outcomes) -> list[Row]:
-    """A row for each number of ranks, link and format, in the order of measuring."""
+    """Return a row for each number of ranks, link and format, in the order of measuring."""
     rows: dict[tuple[int, str, str], dict[str, Any]] = {}
     for one in taken:
         name = one.contender["name"]
@@ -133,7 +133,7 @@ def rows_of(settings: GradientsBenchmark, taken: Sequence[Taken], outcomes: Outc
 
 
 def bits_of(name: str, numel: int) -> float:
-    """Bits per element on the network, without headers."""
+    """Return the bits per element on the network, without headers."""
     if name == "powersgd":
         return 32 * POWER_RANK * 2 * MATRIX / MATRIX**2
     if name in ENGINE:
@@ -145,7 +145,7 @@ WHERE = (Column("ranks", "ranks"), LINK, Column("format", lambda row: row["forma
 
 
 def _finding(rows: Sequence[Row]) -> str:
-    """How much faster FP8 is on the slowest link, or else the fastest format."""
+    """State how much faster FP8, or else the fastest format, is on the slowest link."""
     slowest = on_slowest_link(rows, "speedup_fp32")
     if not slowest:
         return "All-reduce of gradients by link and format"

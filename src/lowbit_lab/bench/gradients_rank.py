@@ -24,10 +24,10 @@ from lowbit_lab.bench.sums import error_of_sum, timed
 from lowbit_lab.bench.worker import serve
 
 MICROBATCHES = 3
-"""Micro-batches that stored gradients are averaged over: dividing by 3 makes coding round, as by 4 it would not."""
+"""Micro-batches that stored gradients are averaged over. Dividing by 3 makes coding round; dividing by 4 would not."""
 _BUCKET_MB = 25  # PyTorch's default
-# PowerSGD starts its second all-reduce when the first has ended. With several buckets the order differs between ranks,
-# and Gloo ends the process; so it gets a single bucket.
+# PowerSGD starts its second all-reduce when the first has ended. With several buckets the order would differ between
+# ranks, and Gloo would end the process; so it gets a single bucket.
 _ONE_BUCKET_MB = 1 << 20
 _HOOKS = {"hook-fp16": default_hooks.fp16_compress_hook, "hook-bf16": default_hooks.bf16_compress_hook}
 
@@ -41,10 +41,10 @@ class GradientsRank:
         self._power: powerSGD_hook.PowerSGDState | None = None
         self._models: dict[str, tuple[nn.Module, GradientStorage | None, Tensor, int]] = {}
         self._stored: dict[str, tuple[GradientStorage, list[nn.Parameter]]] = {}
-        self._groups: dict[str, dist.ProcessGroup] = {}  # whose payload buffers are a format's own
+        self._groups: dict[str, dist.ProcessGroup] = {}  # one per format, so that each has its own payload buffers
 
     def open(self, numel: int, algorithm: str) -> None:
-        """Make the tensor that is averaged."""
+        """Make the tensor to average."""
         self._x, self._algorithm = sample(numel, dist.get_rank()), algorithm
 
     def average(self, name: str) -> dict[str, float]:
@@ -53,7 +53,7 @@ class GradientsRank:
         return timed(lambda: self._average(name, x))
 
     def outcome(self, name: str) -> dict[str, float]:
-        """Relative error of the mean, on the third call, as PowerSGD is itself only then, and the peak of memory."""
+        """Return peak memory, and the error of the mean in the third call, when PowerSGD starts to compress."""
         for _ in range(3):
             x = self._gradients(name)
             meter = Meter(torch.device("cpu"))
@@ -72,7 +72,7 @@ class GradientsRank:
         return {"error": error, "peak_bytes": held + kept + peak}
 
     def _gradients(self, name: str) -> Tensor:
-        """This rank's gradients, in a copy, or stored."""
+        """Return this rank's gradients, as a copy or stored."""
         if name not in self._groups:
             self._groups[name] = _new_group()
         if name not in STORED:
@@ -88,7 +88,7 @@ class GradientsRank:
         return torch.empty(0)
 
     def prepare(self, name: str, model: dict[str, Any], batch: int, sequence: int) -> None:
-        """Set up data-parallel training with a format, and do the first steps, after which buckets stay."""
+        """Set up data-parallel training with a format, and do the first steps, after which buckets no longer change."""
         sizes = ModelConfig(**model)
         vocab = vocabulary(sizes, 256)
         replica: Any = build_model(sizes, vocab=vocab, sequence=sequence, seed=0)
@@ -106,7 +106,7 @@ class GradientsRank:
         self._models[name] = replica, storage, tokens, payload_bytes() - before
 
     def step(self, name: str) -> dict[str, float]:
-        """A step of training: seconds, and bytes held for gradients at its end."""
+        """Train a step; return its seconds, and the bytes held for gradients at its end."""
         model, storage, tokens, payloads = self._models[name]
         dist.barrier()
         start = time.perf_counter()
@@ -173,13 +173,13 @@ def _new_group() -> dist.ProcessGroup:
 
 
 def bucket_of(flat: Tensor) -> Any:
-    """The parts of a `GradBucket` that PyTorch's hooks use, with square matrices one behind the other."""
+    """Imitate the parts of a `GradBucket` that PyTorch's hooks use, with consecutive square matrices."""
     matrices = list(flat.view(-1, MATRIX, MATRIX))
     return SimpleNamespace(buffer=lambda: flat, gradients=lambda: matrices, index=lambda: 0, is_last=lambda: True)
 
 
 def sample(numel: int, rank: int) -> Tensor:
-    """A rank's gradients: a part that all ranks have in common and one of its own, rows of very different sizes."""
+    """Draw a rank's gradients: a part common to all ranks plus its own part, with rows of very different sizes."""
     common = torch.randn(numel, generator=torch.Generator().manual_seed(1))
     own = torch.randn(numel, generator=torch.Generator().manual_seed(2 + rank))
     rows = torch.randn(numel // MATRIX, 1, generator=torch.Generator().manual_seed(0)).exp()

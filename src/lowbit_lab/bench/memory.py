@@ -1,7 +1,7 @@
 """`lowbit bench memory`: memory of training, and how much low-bit activations save.
 
-Every method trains the same model from the same weights on the same tokens, in a process of its own. On a CPU the peak
-is that of the process's resident pages in a step, minus those before the model was made; on a GPU the allocator's.
+Every method trains the same model from the same weights on the same tokens, in its own process. On a CPU the peak is
+that of the process's resident pages in a step, minus those before the model was created; on a GPU, the allocator's.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Method = Literal[
 ]  # fmt: skip
 METHODS = get_args(Method)
 DEPTH_METHODS = ("bf16", "checkpoint", "low-bit", "checkpoint+low-bit", "plan")
-# Without these, glibc holds on to freed memory, and the process looks as large as it ever was.
+# Without these, glibc keeps freed memory, and the process appears as large as its peak.
 _EXACT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
 
@@ -42,10 +42,10 @@ class MemoryBenchmark:
     """The model, how it is trained, and the methods."""
 
     methods: Annotated[tuple[Method, ...], EachOnce] = METHODS
-    """bf16: as PyTorch does. checkpoint: gradient checkpointing of decoder layers. fp8: everything saved in 8 bits.
-    int4-uniform: everything in 4 bits. int4: everything but attention. low-bit: `compress_saved_` as it is by default.
+    """bf16: PyTorch's default. checkpoint: gradient checkpointing of decoder layers. fp8: everything saved in 8 bits.
+    int4-uniform: everything in 4 bits. int4: everything but attention. low-bit: `compress_saved_` with its defaults.
     low-bit+8bit: also gradients and AdamW in 8 bits. agoq: AGoQ as published, that is int4 with both in 8 bits,
-    whatever `bits` says. Its parts: int4, bf16+8bit-gradients, bf16+8bit-optimizer, int4+8bit-gradients."""
+    whatever `bits` is. Its parts: int4, bf16+8bit-gradients, bf16+8bit-optimizer, int4+8bit-gradients."""
     sequences: Annotated[tuple[Positive, ...], EachOnce] = (1024,)
     """Tokens of a sample."""
     depths: tuple[Positive, ...] = ()
@@ -53,9 +53,9 @@ class MemoryBenchmark:
     both, and a plan for each layer, in turn in one process."""
     share: Annotated[float, Field(gt=0)] = 0.6
     """With depths: the plan's limit, as a share of checkpointing's peak. If nothing fits, the plan with the lowest peak
-    is taken."""
+    is used."""
     max_error: Annotated[float, Field(gt=0)] = 0.03
-    """With depths: the plan's most relative error of the gradient."""
+    """With depths: the largest relative error of the gradient that the plan may have."""
     batch: Positive = 1
     """Samples of a micro-batch."""
     microbatches: Positive = 2
@@ -86,13 +86,13 @@ class MemoryBenchmark:
         vocabulary(self.model, 256)
 
     def data(self, sequence: int) -> DataConfig:
-        """The text, in samples of this many tokens, for steps of all micro-batches."""
+        """Return the settings of the text, in samples of this many tokens, for steps of all micro-batches."""
         batch = self.batch * self.microbatches
         return DataConfig(text=self.text, batch=batch, max_bytes=self.max_bytes, sequence=sequence)
 
 
 def in_8_bits(method: str) -> tuple[str, ...]:
-    """What a method keeps in 8 bits: "gradients", "optimizer", both or neither."""
+    """Return what a method keeps in 8 bits: "gradients", "optimizer", both or neither."""
     if method == "agoq" or method.endswith("+8bit"):
         return "gradients", "optimizer"
     return tuple(part for part in ("gradients", "optimizer") if method.endswith(f"+8bit-{part}"))
@@ -106,25 +106,25 @@ def measure(settings: MemoryBenchmark, earlier: Sequence[Row]) -> Iterator[list[
         once), `saved` (the same by layer type), `weight_copies_bytes` (autocast's copies of weights, saved next to
         them), `peak_bytes`, of which `weights_bytes`, `gradients_bytes` (before the optimizer's step),
         `optimizer_bytes` and `rest_bytes` (temporary tensors and waste), `step_seconds` (median), `loss` (of the last
-        step's samples), `gradient_error` (by layer type and over "all": |g' - g| / |g| against plain gradients of the
+        step's samples), `gradient_error` (by layer type and for "all": |g' - g| / |g| against plain gradients of the
         weights that the method has trained), and `saved_vs_bf16`, `peak_vs_bf16`, `time_vs_bf16` (ratio to bf16 at the
         same sequence, None without it).
         With depths: `method`, `sequence`, `layers`, `activations_peak_bytes` (activations and temporaries: what a
         forward and a backward pass allocate beyond weights and gradients), `activations_vs_checkpoint`,
-        `activations_vs_bf16`, `pass_seconds` (median; on a CPU those of the process), `seconds_vs_checkpoint` (median
-        of the ratios of passes that follow each other, between `lowest` and `highest`), `gradient_error_all`, and of
-        the plan `predicted_bytes`, `limit_bytes` and `choices`.
+        `activations_vs_bf16`, `pass_seconds` (median; on a CPU, of the process), `seconds_vs_checkpoint` (median
+        of the ratios of consecutive passes, between `lowest` and `highest`), `gradient_error_all`, and for the plan
+        `predicted_bytes`, `limit_bytes` and `choices`.
     """
     check_device(settings.device)
     methods = settings.methods
     needing = [method for method in methods if "optimizer" in in_8_bits(method)]
     if not settings.depths and needing and importlib.util.find_spec("torchao") is None:
-        if methods != METHODS:  # it was asked for by name
+        if methods != METHODS:  # it was requested by name
             check_torchao()
         methods = tuple(method for method in methods if method not in needing)
         for method in needing:
             log.warning('%s is left out: torchao is missing; install it with: pip install "lowbit[8bit]"', method)
-    load_data(settings.data(max(settings.sequences)))  # an unreadable text is an error here
+    load_data(settings.data(max(settings.sequences)))  # so that an unreadable text is an error here
     rows = list(earlier)
     if settings.depths:
         yield from _by_depth(settings, rows)
@@ -139,7 +139,7 @@ def measure(settings: MemoryBenchmark, earlier: Sequence[Row]) -> Iterator[list[
 
 
 def _by_depth(settings: MemoryBenchmark, rows: list[Row]) -> Iterator[list[Row]]:
-    """Rows of all methods at each depth that the earlier rows lack."""
+    """Yield rows of all methods at each depth that earlier rows lack."""
     known = {row.get("layers") for row in rows}
     yield rows
     if not (missing := [layers for layers in settings.depths if layers not in known]):
@@ -152,14 +152,14 @@ def _by_depth(settings: MemoryBenchmark, rows: list[Row]) -> Iterator[list[Row]]
 
 
 def _measured(settings: MemoryBenchmark, method: str, sequence: int) -> dict[str, Any]:
-    """The row of one method, from a process of its own."""
+    """Measure the row of one method in a new process."""
     order = {"settings": dataclasses.asdict(settings), "method": method, "sequence": sequence}
     try:
         with Workers("lowbit_lab.bench.memory_run", environment=_EXACT) as process:
             row = process.ask("measure", **order)[0]
     except ChildProcessError as error:
         raise ChildProcessError(f"{method} at sequence {sequence}: {error}") from None
-    # Gradients of a single micro-batch come only while its activations go.
+    # With a single micro-batch, gradients are allocated only while its activations are freed.
     together = ["weights_bytes", "optimizer_bytes", "saved_bytes", "weight_copies_bytes"]
     together += ["gradients_bytes"] if settings.microbatches > 1 else []
     return row | {"rest_bytes": row["peak_bytes"] - sum(row[name] for name in together)}
@@ -176,7 +176,7 @@ PARTS = {
 
 
 def _finding(rows: Sequence[Row]) -> str:
-    """How much less the best method takes than BF16."""
+    """State how much less memory the best method takes than BF16."""
     best = min(rows, key=lambda row: row.get("peak_vs_bf16") or 1.0)
     if not best.get("peak_vs_bf16"):
         return "Memory at the peak of a training step"
@@ -192,12 +192,12 @@ TYPES = ("all", "norm", "mlp", "linear", "attention", "embedding", "other", "los
 
 
 def _place(row: Row) -> dict[str, Any]:
-    """The fields that name a row, without others, such as `loss`, that are also names of layer types."""
+    """Return the fields that identify a row; others, such as `loss`, are also names of layer types."""
     return {name: row[name] for name in ("sequence", "method")}
 
 
 def _whole_steps(rows: Sequence[Row]) -> Sequence[Row]:
-    """The rows that are not by depth."""
+    """Return the rows that are not by depth."""
     return [row for row in rows if "layers" not in row]
 
 

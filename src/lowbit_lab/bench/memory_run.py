@@ -1,7 +1,7 @@
-"""The measurements of `lowbit bench memory`, in a process of its own: methods, training steps, and depths.
+"""The measurements of `lowbit bench memory`, in its own process: methods, training steps, and depths.
 
-Bytes of models by depth are PyTorch's own allocations, so they are exact (`lowbit.plan.trace`). There, all methods run
-on the same model and tokens in turn, so that their times can be compared.
+Bytes of models by depth are PyTorch's own allocations, so they are exact (`lowbit.plan.trace`). For these, all methods
+run on the same model and tokens in turn, so that their times can be compared.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from lowbit_lab.bench.memory import DEPTH_METHODS, MemoryBenchmark, in_8_bits
 from lowbit_lab.bench.worker import serve
 
 Around = Callable[[], contextlib.AbstractContextManager[None]]
-_SKIPPED = 1  # steps that are not measured: the first makes the optimizer's state
+_SKIPPED = 1  # steps that are not measured: the first creates the optimizer's state
 _MEASURED = 3  # layers of the model that a plan is made from
 
 
@@ -58,13 +58,13 @@ _MEASURED = 3  # layers of the model that a plan is made from
 def saving(method: str, model: nn.Module, bits: int) -> Iterator[Around]:
     """Let autograd save a model's activations by a method while the block runs.
 
-    bf16: as PyTorch does. checkpoint: the inputs of decoder layers, which run again in backward (non-reentrant). fp8:
+    bf16: PyTorch's default. checkpoint: the inputs of decoder layers, which run again in backward (non-reentrant). fp8:
     all saved tensors, attention's too, as `BlockFloat8`, none recomputed (COAT does the same in fused layers).
     low-bit: `compress_saved_`, with `bits` unless that is 0. int4: 4 bits (or `bits`) for all but attention, norms too.
-    int4-uniform: for attention, too. agoq: `LayerAware.published()`. What follows "+" concerns `Updates`.
+    int4-uniform: for attention, too. agoq: `LayerAware.published()`. Parts after "+" concern `Updates`.
 
     Yields:
-        Makes the context that each forward pass has to run in.
+        A function that makes the context for each forward pass.
     """
     around: Around = contextlib.nullcontext
     method = method.partition("+")[0]
@@ -89,8 +89,8 @@ def policy_of(bits: int, method: str = "low-bit") -> LayerAware:
 
 
 def enable_checkpointing(model: nn.Module) -> Callable[[], None]:
-    """Checkpoint a model's decoder layers as Hugging Face does; returns what undoes it."""
-    # Versions of transformers before 5.2x know it under the second name.
+    """Checkpoint a model's decoder layers as Hugging Face does; return a function that undoes it."""
+    # Versions of transformers before 5.2x use the second name.
     on, off = (
         getattr(model, f"activation_{word}", None) or getattr(model, f"gradient_{word}")
         for word in ("checkpointing_enable", "checkpointing_disable")
@@ -100,7 +100,7 @@ def enable_checkpointing(model: nn.Module) -> Callable[[], None]:
 
 
 class Updates:
-    """Gradients and optimizer of a method: in 8 bits if `in_8_bits` names them, else `.grad` and PyTorch's AdamW."""
+    """Gradients and optimizer of a method: in 8 bits if in `in_8_bits(method)`, else `.grad` and PyTorch's AdamW."""
 
     def __init__(self, method: str, model: nn.Module, config: OptimizerConfig) -> None:
         self.model = model
@@ -110,7 +110,7 @@ class Updates:
         self.optimizer = make(model.parameters(), config)
 
     def step(self, microbatches: int) -> None:
-        """Take a step with the mean of the gradients, and drop them."""
+        """Take a step with the mean of the gradients, and delete them."""
         if self.storage is not None:
             self.storage.scale_(1 / microbatches)
             self.storage.step(self.optimizer)
@@ -123,7 +123,7 @@ class Updates:
         self.optimizer.zero_grad()
 
     def gradients(self, loss: Callable[[], Tensor]) -> dict[str, Tensor]:
-        """Gradients of a loss as they are stored, by name of the parameter, in float32; they are dropped at once."""
+        """Return gradients of a loss as they are stored, by parameter, in float32; the stored ones are deleted."""
         if self.storage is None:
             return gradients(self.model, loss)
         loss().backward()
@@ -133,19 +133,19 @@ class Updates:
         return {name: gradient for name, gradient in stored.items() if gradient is not None}
 
     def gradient_bytes(self) -> int:
-        """Bytes of the gradients that are stored now."""
+        """Return the bytes of the gradients that are stored now."""
         if self.storage is not None:
             return self.storage.nbytes
         return sum(p.grad.nbytes for p in self.model.parameters() if p.grad is not None)
 
     def state_bytes(self) -> int:
-        """Bytes of the optimizer's state."""
+        """Return the bytes of the optimizer's state."""
         values = [v for state in self.optimizer.state.values() for v in state.values()]
         return sum(x.nbytes for value in values if isinstance(value, Tensor) for x in parts_of(value).values())
 
 
 def make_model(settings: MemoryBenchmark, sequence: int, layers: int = 0) -> nn.Module:
-    """The model on its device, in training mode; with this many layers, if given."""
+    """Make the model on its device, in training mode; with this many layers, if given."""
     config = replace(settings.model, layers=layers or settings.model.layers)
     model = build_model(config, vocab=vocabulary(config, 256), sequence=sequence, seed=settings.seed)
     model = model.bfloat16() if settings.weights == "bf16" else model
@@ -153,15 +153,15 @@ def make_model(settings: MemoryBenchmark, sequence: int, layers: int = 0) -> nn.
 
 
 def loss_of(settings: MemoryBenchmark, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Mean loss of samples, nats a token."""
+    """Return the mean loss of samples, in nats per token."""
     autocast = torch.bfloat16 if settings.weights == "fp32" else None
     return model_loss(model, inputs, targets, autocast=autocast)
 
 
 class Meter:
-    """The memory that this process uses beyond that of its start.
+    """Measures how much memory this process uses beyond what it used at its start.
 
-    On a CPU the peak of resident pages (VmHWM, reset through clear_refs), on a GPU that of PyTorch's allocator.
+    On a CPU it is the peak of resident pages (VmHWM, reset through clear_refs), on a GPU that of PyTorch's allocator.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -182,7 +182,7 @@ class Meter:
             Path("/proc/self/clear_refs").write_text("5")
 
     def peak(self) -> int:
-        """Peak bytes since `reset`."""
+        """Return the peak bytes since `reset`."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) - self._first
         return _resident("VmHWM") - self._first
@@ -201,17 +201,17 @@ class MemoryTraining:
         self.updates = Updates(method, self.model, OptimizerConfig(lr=settings.lr))
 
     def loss(self, inputs: Tensor, targets: Tensor, around: Around) -> Tensor:
-        """Mean loss of a micro-batch, nats a token."""
+        """Return the mean loss of a micro-batch, in nats per token."""
         with around():
             return loss_of(self.settings, self.model, inputs, targets)
 
     def microbatches(self, step: int) -> list[tuple[Tensor, Tensor]]:
-        """Tokens and targets of a step, a micro-batch each."""
+        """Return tokens and targets of each micro-batch of a step."""
         batches = map(self.windows.batch, self.order.ids(step).split(self.settings.batch))
         return [(x.to(self.device), y.to(self.device)) for x, y in batches]
 
     def step(self, number: int, around: Around) -> tuple[float, float, int]:
-        """One step: its loss, its seconds, and bytes of the gradients before the optimizer's turn."""
+        """Train one step; return its loss, its seconds, and the bytes of gradients before the optimizer's step."""
         batches = self.microbatches(number)
         self._wait()
         start = time.perf_counter()
@@ -233,7 +233,7 @@ class MemoryTraining:
 
 
 class Depths:
-    """Models of several depths, and what their layers cost."""
+    """Models of several depths, and the costs of their layers."""
 
     def __init__(self, settings: MemoryBenchmark) -> None:
         self.settings, self.sequence = settings, settings.sequences[0]
@@ -245,7 +245,7 @@ class Depths:
         self.costs: StepCosts = with_errors(costs, choice_errors(small, lambda: self._loss(small), [*costs.layers]))
 
     def rows(self, layers: int) -> list[dict[str, Any]]:
-        """A row for each method at a depth."""
+        """Return a row for each method at a depth."""
         plain = make_model(self.settings, self.sequence, layers)
         exact = gradients(plain, lambda: self._loss(plain))
         rows: list[dict[str, Any]] = []
@@ -262,7 +262,7 @@ class Depths:
                 enable_checkpointing(model)
             error = relative_error(gradients(model, lambda m=model: self._loss(m)), exact)
             step = self._step(model)
-            step()  # gradients exist from now on
+            step()  # allocates the gradients
             peaks[method], models[method] = traced_peak(step, self.device), model
             rows.append({
                 "method": method, "sequence": self.sequence, "layers": layers,
@@ -280,7 +280,7 @@ class Depths:
         return rows
 
     def _plan(self, layers: int, checkpointing: int) -> tuple[LayerPlan, dict[str, Any]]:
-        """The fastest plan below a share of checkpointing's peak, or the one with the lowest peak."""
+        """Return the fastest plan below a share of checkpointing's peak, or else the one with the lowest peak."""
         every = predictions(self.costs, layers, max_error=self.settings.max_error)
         limit = max(int(checkpointing * self.settings.share), min(one.peak for one in every))
         best = fastest(every, limit)
@@ -302,10 +302,10 @@ class Depths:
 
 
 class MemoryWorker:
-    """The process that measures."""
+    """Methods that the measuring process runs on order."""
 
     def measure(self, settings: dict[str, Any], method: str, sequence: int) -> dict[str, Any]:
-        """A row of `lowbit bench memory` without its comparisons."""
+        """Return a row of `lowbit bench memory` without its comparisons."""
         chosen = build(MemoryBenchmark, settings)
         torch.set_num_threads(chosen.threads)
         return measure(chosen, method, sequence)
@@ -317,7 +317,7 @@ class MemoryWorker:
         self._depths = Depths(chosen)
 
     def depth(self, layers: int) -> list[dict[str, Any]]:
-        """Rows of all methods at a depth; after `depths`."""
+        """Return rows of all methods at a depth; call `depths` first."""
         return self._depths.rows(layers)
 
 
@@ -358,13 +358,13 @@ def _rehearse(settings: MemoryBenchmark, method: str) -> None:
 
 
 def _saved_and_errors(training: MemoryTraining) -> dict[str, Any]:
-    """Bytes that autograd saves for a micro-batch, and errors of its gradients, by layer type."""
+    """Measure the bytes that autograd saves for a micro-batch, and errors of its gradients, by layer type."""
     inputs, targets = training.microbatches(training.settings.steps)[0]
     model, updates = training.model, training.updates
     with saving(training.method, model, training.settings.bits) as around, counted(model) as saved:
         coded = updates.gradients(lambda: training.loss(inputs, targets, around))
     if updates.storage is not None:
-        updates.storage.close()  # which would round these gradients, too
+        updates.storage.close()  # it would round these gradients, too
     exact = gradients(model, lambda: training.loss(inputs, targets, contextlib.nullcontext))
     groups: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for name, gradient in exact.items():
@@ -379,13 +379,13 @@ def _saved_and_errors(training: MemoryTraining) -> dict[str, Any]:
 
 
 def modules_around(model: nn.Module, parameter: str) -> list[nn.Module]:
-    """The modules that hold a parameter, outermost first."""
+    """Return the modules that contain a parameter, outermost first."""
     parts = parameter.split(".")[:-1]
     return [model.get_submodule(".".join(parts[: i + 1])) for i in range(len(parts))]
 
 
 def _resident(name: str) -> int:
-    """An entry of this process in /proc, in bytes."""
+    """Return an entry of this process's status in /proc, in bytes."""
     status = Path("/proc/self/status").read_text()
     match = re.search(rf"^{name}:\s+(\d+) kB", status, re.MULTILINE)
     assert match is not None

@@ -63,7 +63,7 @@ class PipelineBenchmark:
     data: DataConfig = DataConfig(batch=32, sequence=128)
     """Text to train on, and the size of a batch."""
     pipeline: PipelineConfig = MANY_STAGES
-    """Ranks, each on a host of its own, stages and schedule. The formats are those of `boundaries`."""
+    """Ranks, each on its own host, stages and schedule. The formats are those of `boundaries`."""
     splits: tuple[Split, ...] = ()
     """Schedules to compare, as schedule/stages per rank/micro-batches, such as 1F1B/1/8. They replace those of
     `pipeline`."""
@@ -72,12 +72,12 @@ class PipelineBenchmark:
     steps: Positive = 2
     """Timed steps of a turn. One more comes first and is not timed."""
     evaluations: NonNegative = 0
-    """Held-out batches to evaluate after each turn, in the formats of training. 0: none."""
+    """Held-out batches to evaluate after each turn, with the formats of training. 0: none."""
     samples: Positive = 64
-    """Distinct samples, a multiple of the batch. All are visited once before anything is timed, because formats such as
-    aq-sgd send known samples in fewer bits."""
+    """Number of distinct samples, a multiple of the batch. All are visited once before anything is timed, because
+    formats such as aq-sgd send known samples in fewer bits."""
     device: Device = "cpu"
-    """cuda: ranks share the GPUs of the machine, which PyTorch's own stage cannot."""
+    """cuda: ranks share the GPUs of the machine; PyTorch's own stage does not support this."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Data type of matrix products; weights stay in float32. auto: bf16 where the device supports it."""
     seed: NonNegative = 0
@@ -92,7 +92,7 @@ class PipelineBenchmark:
 
     @property
     def pipelines(self) -> list[PipelineConfig]:
-        """A pipeline for each of `splits`, or else `pipeline`."""
+        """Return a pipeline for each of `splits`, or else `pipeline`."""
         return [replace(self.pipeline, **vars(split)) for split in self.splits] or [self.pipeline]
 
 
@@ -106,7 +106,7 @@ def measure(settings: PipelineBenchmark, earlier: Sequence[Row]) -> Iterator[Seq
         `speedup_fp32` (the same stage with full precision; both with the same split), `speedup_best_stock_fp32`
         (PyTorch's own stage with the split that suits it best), `share_of_unlimited` (of the fastest on the unlimited
         link), `bits_forward`, `bits_backward`, `bytes_per_step` (all ranks, both ways), `seconds_per_step`,
-        `compute_seconds`, `codec_seconds` (`checksum_seconds` of it), `wait_seconds` (of a step, mean over the ranks),
+        `compute_seconds`, `codec_seconds` (including `checksum_seconds`), `wait_seconds` (of a step, mean over ranks),
         `loss` (of the last step; all boundaries of a link have done the same steps), `state_bytes` (kept between steps,
         all ranks), `steps`, `evaluation_seconds` (None without evaluations).
     """
@@ -127,7 +127,7 @@ def measure(settings: PipelineBenchmark, earlier: Sequence[Row]) -> Iterator[Seq
 
 
 def row_of(one: Taken, backward: str) -> dict[str, Any]:
-    """The row of one boundary on one link, without comparisons."""
+    """Return the row of one boundary on one link, without comparisons."""
     split, _, boundary = one.contender["name"].partition(" ")
     steps = [step for turn in one.turns for step in merged(answer["steps"] for answer in turn)]
     speeds = [step["tokens_per_second"] for step in steps]
@@ -155,7 +155,7 @@ def row_of(one: Taken, backward: str) -> dict[str, Any]:
 
 
 def rows_of(settings: PipelineBenchmark, taken: Sequence[Taken]) -> list[dict[str, Any]]:
-    """A row for each link, split and boundary, with the comparisons that are not with one other row."""
+    """Return a row for each link, split and boundary, with comparisons that need more than one other row."""
     rows = [row_of(one, settings.backward) for one in taken]
     unlimited = max((row["tokens_per_second"] for row in rows if row["link_mbit"] is None), default=None)
     stock: dict[str, float] = {}
@@ -172,7 +172,7 @@ def rows_of(settings: PipelineBenchmark, taken: Sequence[Taken]) -> list[dict[st
 def _open(
     settings: PipelineBenchmark, ranks: Workers, pipeline: PipelineConfig, boundary: str, name: str, folder: str
 ) -> None:
-    """Set up a boundary's run, and let it visit every sample."""
+    """Set up a boundary's run, and train on every sample once."""
     held_out = settings.evaluations * settings.data.batch
     windows = settings.samples + held_out
     data = replace(settings.data, held_out_share=held_out / windows) if held_out else settings.data
@@ -184,7 +184,7 @@ def _open(
 
 
 def _shown(rows: Sequence[Row]) -> list[Row]:
-    """Rows with names for tables and bars; values about splits are dropped if there is only one split."""
+    """Return rows with names for tables and bars, without values about splits if there is only one split."""
     named = [{**row, "name": pair_name(row["boundary"])} for row in rows]
     if len({row["split"] for row in rows}) > 1:
         return [{**row, "bar": f"{row['split']} {row['name']}"} for row in named]
@@ -192,12 +192,12 @@ def _shown(rows: Sequence[Row]) -> list[Row]:
 
 
 def _spread(row: Row) -> float:
-    """Half the way from the slowest to the fastest step, as a share of the median."""
+    """Return half the range from the slowest to the fastest step, as a share of the median."""
     return (row["tokens_per_second_high"] - row["tokens_per_second_low"]) / 2 / row["tokens_per_second"]
 
 
 def _finding(rows: Sequence[Row]) -> str:
-    """How much faster than FP32 the recommended format, or else the fastest, is on the slowest link."""
+    """State how much faster than FP32 the recommended format, or else the fastest, is on the slowest link."""
     slowest = on_slowest_link(rows, "speedup_fp32")
     best = recommended(slowest, "bar") or max(slowest, key=lambda row: row["speedup_fp32"], default=None)
     if best is None:

@@ -17,7 +17,7 @@ _SPEED_SECONDS = 120.0
 
 @contextmanager
 def step_bars(steps: Mapping[str, int], console: Console) -> Iterator[Callable[[str, str], None]]:
-    """Show progress for each name, with its number of steps; yields a function that advances one and shows a line."""
+    """Show progress for each name, with its number of steps; yield a function that advances one and shows a line."""
     yield from _bars(steps, console) if console.is_terminal else _lines(steps, console)
 
 

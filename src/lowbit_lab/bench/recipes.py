@@ -20,14 +20,14 @@ from lowbit_lab.bench.workers import Workers
 PROGRAM = "lowbit_lab.bench.runs"
 """The module of the ranks."""
 THIN_MODEL = ModelConfig(dim=128, layers=8, heads=4, kv_heads=1, ffn=128)
-"""A model for which a slow link is the bottleneck even on two CPU cores, as it is for a large one on GPUs."""
+"""A model for which a slow link is the bottleneck even on two CPU cores, as for a large model on GPUs."""
 MANY_STAGES = PipelineConfig(ranks=2, stages_per_rank=4, schedule="Interleaved1F1B", microbatches=4)
-"""8 stages on 2 ranks: activations cross the link 7 times and gradients as often."""
+"""8 stages on 2 ranks: activations cross the link 7 times, and gradients 7 times."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """How a model is cut and run: `1F1B/1/8` is 1F1B with one stage on each rank and 8 micro-batches."""
+    """How a model is split and run: `1F1B/1/8` is 1F1B with one stage on each rank and 8 micro-batches."""
 
     schedule: str
     stages_per_rank: int
@@ -35,12 +35,12 @@ class Split:
 
     @classmethod
     def of(cls, pipeline: PipelineConfig) -> Split:
-        """How a pipeline cuts a model."""
+        """Return the split of a pipeline."""
         return cls(pipeline.schedule, pipeline.stages_per_rank, pipeline.microbatches)
 
     @classmethod
     def parse(cls, text: str) -> Split:
-        """A split from its text."""
+        """Parse the text of a split."""
         match text.split("/"):
             case [schedule, stages, microbatches] if stages.isdecimal() and microbatches.isdecimal():
                 return cls(schedule, int(stages), int(microbatches))
@@ -60,12 +60,12 @@ def recipe(
     optimizer: OptimizerConfig | None = None,
     **run: Any,
 ) -> TrainConfig:
-    """The training run of one boundary.
+    """Return the training run of one boundary.
 
     Args:
         settings: with `model`, `data`, `pipeline`, `backward`, `device`, `precision` and `seed`.
         boundary: a name in `STOCK`, or a codec for each direction.
-        model, data, pipeline, optimizer: instead of those of the settings; run: fields of `RunConfig`.
+        model, data, pipeline, optimizer: replace those of the settings; run: fields of `RunConfig`.
     """
     formats = formats_of(boundary, settings.backward)
     carried = {name: (codec,) for name, codec in formats.items() if codec is not None} or {"boundary": boundary}
@@ -82,17 +82,17 @@ def recipe(
 
 
 def as_mapping(config: TrainConfig) -> dict[str, Any]:
-    """A run as an argument of an order."""
+    """Convert the settings of a run to an argument of an order."""
     return json.loads(config.to_json())
 
 
 def step(ranks: Workers, name: str, count: int) -> list[dict[str, Any]]:
-    """Advance a run; metrics of each step over all ranks, with the time of the slowest."""
+    """Advance a run; return metrics of each step over all ranks, with the time of the slowest."""
     return merged(ranks.ask("steps", name=name, count=count))
 
 
 def merged(answers: Iterable[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Metrics of each step over all ranks, with the time of the slowest, from those of each rank."""
+    """Merge each rank's metrics into metrics of each step over all ranks, with the time of the slowest."""
     steps = []
     for metrics in zip(*answers, strict=True):
         seconds = max(of_rank["seconds"] for of_rank in metrics)
@@ -102,7 +102,7 @@ def merged(answers: Iterable[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 
 def check_samples(settings: Any) -> None:
-    """Check that samples make whole batches."""
+    """Check that samples fill whole batches."""
     if settings.samples % settings.data.batch:
         raise ConfigError(f"samples is {settings.samples}; allowed: a multiple of data.batch ({settings.data.batch})")
 

@@ -15,11 +15,11 @@ from lowbit.train.loop import Run
 from lowbit.train.metrics import StepMetrics
 from lowbit.train.prepare import prepare
 from lowbit.train.trainer import Trainer
-from lowbit_lab.bench.worker import serve, tell_progress
+from lowbit_lab.bench.worker import report_progress, serve
 
 
 class Runs:
-    """This rank's part of every run, by name. All ranks get the same orders."""
+    """Has this rank's part of every run, by name. All ranks get the same orders."""
 
     def __init__(self) -> None:
         self._trainers: dict[str, Trainer] = {}
@@ -31,7 +31,7 @@ class Runs:
         Args:
             name: of the run in later orders.
             config: of the run, as nested mappings.
-            samples: windows of the text to train on, again in every epoch; 0: all.
+            samples: windows of the text to train on, in every epoch; 0: all.
         """
         trainer = _trainer(config)
         if samples:
@@ -39,7 +39,7 @@ class Runs:
         self._trainers[name], self._steps[name] = trainer, 0
 
     def steps(self, name: str, count: int) -> list[dict[str, Any]]:
-        """Advance a run; metrics of each step (`lowbit.train.metrics.StepMetrics`)."""
+        """Advance a run; return metrics of each step (`lowbit.train.metrics.StepMetrics`)."""
         dist.barrier()
         start = self._steps[name]
         self._steps[name] += count
@@ -47,7 +47,7 @@ class Runs:
         return [dataclasses.asdict(metrics) for metrics in done]
 
     def turn(self, name: str, count: int, *, evaluate: bool) -> dict[str, Any]:
-        """Take `count` steps, and evaluate; a step before them does not count: caches are cold, TCP starts again."""
+        """Take `count` steps, and evaluate. A step before them is not counted: caches are cold and TCP starts again."""
         return {
             "steps": self.steps(name, 1 + count)[1:],
             "evaluation": self.evaluate(name) if evaluate else None,
@@ -55,11 +55,11 @@ class Runs:
         }
 
     def held_out_loss(self, name: str) -> float:
-        """Loss on held-out text, with full precision at the boundaries."""
+        """Return the loss on held-out text, with full precision at the boundaries."""
         return self._evaluate(name, None)
 
     def evaluate(self, name: str) -> float:
-        """Seconds of an evaluation on held-out text, with this run's formats at the boundaries."""
+        """Return the seconds of an evaluation on held-out text, with this run's formats at the boundaries."""
         prepared = self._trainers[name].prepared
         codecs = prepared.codecs.forward if prepared.config.pipeline.boundary == "lowbit" else None
         dist.barrier()
@@ -68,7 +68,7 @@ class Runs:
         return time.perf_counter() - start
 
     def state_bytes(self, name: str) -> int:
-        """Bytes that this rank's codecs keep between steps."""
+        """Return the bytes that this rank's codecs keep between steps."""
         stages = self._trainers[name].pipeline.stages
         return sum(stage.state_bytes() for stage in stages if isinstance(stage, LowBitStage))
 
@@ -77,7 +77,7 @@ class Runs:
 
         def report(metrics: StepMetrics) -> None:
             if dist.get_rank() == 0:
-                tell_progress(dataclasses.asdict(metrics))
+                report_progress(dataclasses.asdict(metrics))
 
         Run(_trainer(config)).finish(report)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from lowbit.train.config import DataConfig, ModelConfig
 from lowbit.train.data import load_data
 from lowbit.train.model import build_model, count_layers, next_token_loss, vocabulary
-from lowbit_lab.bench.training import Recipe, boundary_modules, train
+from lowbit_lab.bench.training import TrainingRecipe, boundary_modules, train
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -23,12 +23,12 @@ SEQUENCE, BATCH = 256, 4
 
 
 def drawn(kind: str, shape: Sequence[int], *, seed: int = 0) -> Tensor:
-    """A float32 tensor of random numbers.
+    """Draw a float32 tensor of random numbers.
 
     Args:
         kind: "gaussian" (standard normal), "student-t" (3 degrees of freedom: heavy tails anywhere) or "outliers"
-            (normal, but one channel in 200, the same ones for every token, is 30 times as large, as large language
-            models have them).
+            (normal, but one channel in 200, the same ones for every token, is 30 times as large, as in large language
+            models).
         shape: of the tensor; channels last.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -47,11 +47,11 @@ def drawn(kind: str, shape: Sequence[int], *, seed: int = 0) -> Tensor:
 
 
 def real(source: str, *, steps: int) -> list[Tensor]:
-    """Activations between the layers of a language model, float32 (batch, tokens, channels) each.
+    """Return activations between the layers of a language model, float32 (batch, tokens, channels) each.
 
     Args:
         source: a `.pt` or `.safetensors` file of activations; a local Hugging Face folder, whose model is run on
-            Python's standard library; or nothing: a small Llama that is first trained on it.
+            Python's standard library; or empty, for a small Llama that is first trained on it.
         steps: of that training.
     """
     if source.endswith((".pt", ".safetensors")):
@@ -64,7 +64,7 @@ def real(source: str, *, steps: int) -> list[Tensor]:
         tokenizer = load_data(data).tokenizer
         model = build_model(config, vocab=vocabulary(config, tokenizer.size), sequence=SEQUENCE, seed=0)
     else:
-        model, _ = train(Recipe(model=config, data=data, steps=steps, eval_windows=1), seed=0)
+        model, _ = train(TrainingRecipe(model=config, data=data, steps=steps, eval_windows=1), seed=0)
     inputs, _ = load_data(data).held_out.batch(torch.arange(BATCH))
     return capture(model, inputs, stages=count_layers(config))[0]
 
@@ -72,7 +72,7 @@ def real(source: str, *, steps: int) -> list[Tensor]:
 def capture(
     model: PreTrainedModel, inputs: Tensor, targets: Tensor | None = None, *, stages: int
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """The tensors that would cross a pipeline's boundaries.
+    """Run a model and return the tensors that would cross a pipeline's boundaries.
 
     Args:
         inputs, targets: token ids (batch, tokens); without targets, nothing runs backward.
@@ -91,7 +91,7 @@ def capture(
 
     model.eval().requires_grad_(False)
     embedding = model.get_input_embeddings()
-    embedding.requires_grad_(targets is not None)  # for a graph without gradients of all the weights
+    embedding.requires_grad_(targets is not None)  # makes a graph without gradients of all weights
     handles = [model.get_submodule(name).register_forward_hook(keep) for name in boundary_modules(model, stages)]
     try:
         logits = model(input_ids=inputs, use_cache=False).logits
@@ -105,7 +105,7 @@ def capture(
 
 
 def filled(tensors: Sequence[Tensor], numel: int) -> Tensor:
-    """One tensor (1, tokens, channels) of about `numel` elements with the tokens of all, again and again."""
+    """Repeat the tokens of all tensors to fill one tensor (1, tokens, channels) of about `numel` elements."""
     channels = tensors[0].shape[-1]
     tokens = torch.cat([t.reshape(-1, channels) for t in tensors if t.shape[-1] == channels])
     wanted = max(1, numel // channels)
@@ -117,7 +117,7 @@ def _from_file(path: Path) -> list[Tensor]:
         content = _read(path)
     except OSError:
         raise
-    except Exception as error:  # several libraries raise errors of their own kinds
+    except Exception as error:  # each library raises its own kinds of errors
         reason = str(error).partition("\n")[0]
         raise ValueError(f"activations are {str(path)!r}, which cannot be read: {reason}") from error
     tensors = [t.float() for t in _tensors(content) if t.is_floating_point() and t.dim() >= 2]
@@ -135,7 +135,7 @@ def _read(path: Path) -> Any:
 
 
 def _tensors(content: Any) -> list[Tensor]:
-    """All tensors in nested mappings and lists."""
+    """Return all tensors in nested mappings and lists."""
     if isinstance(content, Tensor):
         return [content]
     parts = content.values() if isinstance(content, Mapping) else content

@@ -25,14 +25,14 @@ def _each_once(values: tuple[Any, ...], info: ValidationInfo) -> tuple[Any, ...]
 
 
 EachOnce = AfterValidator(_each_once)
-"""Checks that a list is not empty and holds nothing twice."""
+"""Checks that a list is not empty and contains nothing twice."""
 Links = Annotated[tuple[Link, ...], EachOnce]
 Names = Annotated[tuple[str, ...], EachOnce]
 Device = Literal["cpu", "cuda"]
 
 
 def formats_of(boundary: str, backward: str) -> dict[str, str | None]:
-    """Formats of a boundary in full, as `forward` and `backward`; None for PyTorch's own stage."""
+    """Return a boundary's formats in full, as `forward` and `backward`; None for PyTorch's own stage."""
     try:
         pair = (None, None) if boundary in STOCK else map(repr, parse_pair(boundary, backward))
     except ValueError as error:
@@ -50,11 +50,11 @@ def check_shape(boundary: str, codecs: Iterable[Codec], shape: tuple[int, ...]) 
 
 
 def check_plain(key: str, name: str, codec: Codec) -> None:
-    """Check that a format needs neither samples that come again nor a warm-up."""
+    """Check that a format needs neither repeated samples nor a warm-up."""
     if codec.needs_key:
         raise ConfigError(
-            f"{key} has {name!r}, which learns from epoch to epoch; allowed: others, or `lowbit bench pipeline` and "
-            "`convergence`, where samples come again"
+            f"{key} has {name!r}, which learns from epoch to epoch; allowed: other formats, or `lowbit bench pipeline` "
+            "and `convergence`, which repeat samples"
         )
     if not codec.settled:
         raise ConfigError(
@@ -69,7 +69,7 @@ def check_device(device: str) -> None:
 
 
 def link_name(row: Row) -> str:
-    """Title of a row's link: "100 Mbit/s, 40 ms", "1 Gbit/s" or "unlimited"."""
+    """Return the title of a row's link: "100 Mbit/s, 40 ms", "1 Gbit/s" or "unlimited"."""
     return Link.parse(row["link"]).title
 
 
@@ -77,12 +77,12 @@ LINK = Column("link", link_name)
 
 
 def on_slowest_link(rows: Sequence[Row], field: str) -> list[Row]:
-    """The rows of the slowest link among those that have a value of this field."""
+    """Return the rows of the slowest link among those that have a value of this field."""
     rows = [row for row in rows if row.get(field)]
     slowest = min(rows, key=lambda row: row["link_mbit"] or math.inf, default={"link": None})["link"]
     return [row for row in rows if row["link"] == slowest]
 
 
 def megabytes(size: float) -> str:
-    """Bytes in MB, with a decimal below 100 MB."""
+    """Format bytes in MB, with a decimal below 100 MB."""
     return f"{size / 1e6:,.0f}" if size >= 1e8 else f"{size / 1e6:.1f}"

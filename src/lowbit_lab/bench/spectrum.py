@@ -1,8 +1,8 @@
 """`lowbit bench spectrum`: how many directions suit a model's tensors, and the accuracy of formats.
 
 The model of a checkpoint runs on a text, forward and backward, without training. The tensors that would cross each
-boundary go through the sessions of every format, message after message, as in a pipeline. Beside each format's bits
-stand those of the rate-distortion bound of the same messages at the same error.
+boundary go through the sessions of every format, message after message, as in a pipeline. Each format's bits are
+compared with the rate-distortion bound of the same messages at the same error.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from lowbit_lab.charts import Lines
 
 DIRECTIONS = ("forward", "backward")
 BOUND = "bound"
-BOUND_DECIBELS = range(0, 65, 5)  # where rows show the bound
+BOUND_DECIBELS = range(0, 65, 5)  # points at which rows show the bound
 AtLeastTwo = Annotated[int, Field(ge=2)]
 
 
@@ -48,13 +48,13 @@ class SpectrumBenchmark:
     stages: AtLeastTwo = 4
     """Pipeline stages that the model is split into, at most one for each layer."""
     directions: tuple[Positive, ...] = (8, 16, 32, 64)
-    """Numbers of directions to try, besides the one that suits the first message."""
+    """Numbers of directions to try, in addition to the one that suits the first message."""
     bits: tuple[int, ...] = (3, 4)
-    """Bits of the remainder, to try with each number of directions."""
+    """Bits of the remainder to try with each number of directions."""
     group: Positive = 64
     """Elements that share a scale in SubspaceQuant."""
     refresh: Positive | None = None
-    """Messages within which SubspaceQuant renews all its directions. If omitted, its default."""
+    """Number of messages in which SubspaceQuant renews all its directions. If omitted, its default."""
     codecs: tuple[str, ...] = (
         "int8", "int4", "tah-quant", "tah-quant-published", "transform", "transform-backward",
     )  # fmt: skip
@@ -74,7 +74,7 @@ class SpectrumBenchmark:
         for name in self.codecs:
             check_plain("codecs", name, parse(name))
         if not self.bits:
-            raise ConfigError("bits is empty; allowed: 2 to 8, between commas")
+            raise ConfigError("bits is empty; allowed: 2 to 8, separated by commas")
         for directions in (*self.directions, 1):
             for bits in self.bits:
                 SubspaceQuant(directions=directions, bits=bits, group=self.group, refresh=self.refresh)
@@ -82,7 +82,7 @@ class SpectrumBenchmark:
 
 @dataclass
 class _Errors:
-    """Squared errors and what they are measured against, of all messages that count."""
+    """Sums of squared errors, and of the squares that they are relative to, over all counted messages."""
 
     signal: float = 0.0
     noise: float = 0.0
@@ -97,7 +97,7 @@ class _Errors:
         return 10 * math.log10(self.signal / self.noise) if self.noise and self.signal else math.inf
 
     def bound(self, spectra: Sequence[Tensor]) -> float | None:
-        """Bits per element of the rate-distortion bound at this error."""
+        """Return the bits per element of the rate-distortion bound at this error."""
         return bound.rate(spectra, self.noise / self.elements)
 
 
@@ -124,7 +124,7 @@ class _Trial:
 
 @dataclass
 class _Boundary:
-    """What crosses a boundary in one direction, and its trials."""
+    """The messages that cross a boundary in one direction, and the trials with them."""
 
     index: int
     direction: str
@@ -169,9 +169,9 @@ class _Boundary:
                 "outside": float(self.outside[min(directions, len(self.outside) - 1)]) if directions else None,
                 "bits_per_element": (bits := trial.codec.bits_per_element(shape)),
                 "decibels": trial.total.decibels(),
-                **_beside("", bits, trial.total.bound(self.spectra)),
+                **_compared_with_bound("", bits, trial.total.bound(self.spectra)),
                 "token_decibels": trial.by_token.decibels(),
-                **_beside("token_", bits, trial.by_token.bound(self.token_spectra)),
+                **_compared_with_bound("token_", bits, trial.by_token.bound(self.token_spectra)),
             }
         about = {"boundary": self.index, "direction": self.direction, "shape": list(shape), "format": BOUND}
         for decibels in BOUND_DECIBELS:
@@ -179,22 +179,22 @@ class _Boundary:
             yield {**about, "directions": None, "fitted": False, "bits_per_element": bits, "decibels": float(decibels)}
 
 
-def _beside(prefix: str, bits: float, least: float | None) -> Row:
-    """The bound, and the bits of a format above it."""
+def _compared_with_bound(prefix: str, bits: float, least: float | None) -> Row:
+    """Return fields of a row: the bound, and the bits of a format above it."""
     return {f"{prefix}bound": least, f"{prefix}above": None if least is None else bits - least}
 
 
 def measure(settings: SpectrumBenchmark, earlier: Sequence[Row]) -> Iterator[list[Row]]:
-    """Measure every format on what crosses every boundary.
+    """Measure every format on the tensors that cross every boundary.
 
     Yields:
         Rows with `boundary`, `direction`, `shape` (of a message), `format` (a name), `codec`, `bits_per_element` (every
         byte counted), `decibels` (signal over noise, second half of the messages), `bound` (bits per element of the
-        rate-distortion bound of these messages at this error, see `lowbit_lab.bench.bound`; None where there is none),
+        rate-distortion bound of these messages at this error, see `lowbit_lab.bench.bound`; None if not defined),
         `above` (bits of the format above it); `token_decibels`, `token_bound`, `token_above`: the same for each
-        token's error relative to its own norm; those of SubspaceQuant also `directions`, `bits` and `outside`: the
-        share of the first message's energy that its best directions leave out; `fitted`: whether this number is
-        `SubspaceQuant.fitted`'s. Rows whose format is "bound" are points of the bound.
+        token's error relative to its own norm; rows of SubspaceQuant also have `directions`, `bits` and `outside` (the
+        share of the first message's energy that its best directions leave out) and `fitted` (whether
+        `SubspaceQuant.fitted` chose this number). Rows whose format is "bound" are points of the bound.
     """
     config = ModelConfig(pretrained=settings.checkpoint)
     if settings.stages > (layers := count_layers(config)):
@@ -221,7 +221,7 @@ def measure(settings: SpectrumBenchmark, earlier: Sequence[Row]) -> Iterator[lis
 
 
 def outside(x: Tensor) -> Tensor:
-    """Share of the energy of tokens (..., C) that the k best directions leave out, for k from 0 on."""
+    """Return the share of the energy of tokens (..., C) that the k best directions leave out, for k from 0 on."""
     energy = torch.linalg.svdvals(x.reshape(-1, x.shape[-1]).double()).square()
     total = energy.sum().clamp(min=torch.finfo(torch.float64).tiny)
     return (1 - torch.cat([torch.zeros(1), energy.cumsum(0) / total])).clamp(min=0)
@@ -240,9 +240,9 @@ def _formats(rows: Sequence[Row]) -> list[Row]:
 
 
 def _points(rows: Sequence[Row]) -> list[Row]:
-    """Means over the boundaries, by bits; one that only some boundaries have, because it suits them, by itself.
+    """Return means over the boundaries, by bits. A number of directions that only some boundaries have stays apart.
 
-    The bound's are by decibels, in the range of the formats.
+    Points of the bound are means by decibels, in the range of the formats.
     """
     boundaries = len({row["boundary"] for row in rows})
     groups: dict[tuple[str, str, float], list[Row]] = {}

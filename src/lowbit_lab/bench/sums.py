@@ -27,12 +27,12 @@ class Phase:
     """Contenders that take turns.
 
     Args:
-        name: of the phase, different from those of the others.
+        name: of the phase, unique.
         order: the method of the ranks' program that each turn calls; `timed` answers {"seconds", "sent"}.
-        contenders: arguments of each; they also tell results apart.
+        contenders: arguments of each; they also identify results.
         arguments: common to all.
         rounds: timed turns of each; untimed: turns before these, in which ranks agree and allocate buffers.
-        before: what the ranks are asked once on each link, before the first turn, with its arguments; None: nothing.
+        before: an order, with arguments, to run once on each link before the first turn; None: nothing.
     """
 
     name: str
@@ -56,27 +56,27 @@ class Taken:
 
     @property
     def seconds(self) -> list[float]:
-        """The time of the slowest rank in each turn."""
+        """Return the time of the slowest rank in each turn."""
         return [max(answer["seconds"] for answer in answers) for answers in self.turns]
 
     @property
     def own_hosts(self) -> bool:
-        """Whether each rank, or a few, had a host of their own."""
+        """Whether ranks were on several hosts, not all on this machine's loopback."""
         return self.link["goodput_mbit"] is not None
 
     def about(self) -> dict[str, Any]:
-        """Fields of a row: ranks, link, and milliseconds with their spread."""
+        """Return fields of a row: ranks, link, and milliseconds with their spread."""
         return {"ranks": self.ranks, **self.link, **summary([1e3 * seconds for seconds in self.seconds], "ms")}
 
     def bits_sent(self, numel: int) -> float:
-        """Bits that really left a rank for each element that an all-reduce of `numel` elements has to send."""
+        """Return the measured bits that left a rank per element that an all-reduce of `numel` elements has to send."""
         sent = statistics.median(statistics.fmean(answer["sent"] for answer in answers) for answers in self.turns)
-        own = sent if self.own_hosts else sent / self.ranks  # ranks on one host see the bytes of all of them
+        own = sent if self.own_hosts else sent / self.ranks  # on a shared host, each rank counts the bytes of all
         return 8 * own / all_reduce_elements(self.ranks, numel)
 
 
 def all_reduce_elements(ranks: int, numel: int) -> float:
-    """Elements that a rank must send in an all-reduce of `numel` elements."""
+    """Return the number of elements that a rank must send in an all-reduce of `numel` elements."""
     return 2 * (ranks - 1) / ranks * numel
 
 
@@ -92,7 +92,7 @@ def take_turns(
 
     Args:
         program: module of the ranks; counts: numbers of ranks; links: to measure on.
-        prepare: sets up the ranks, given their number, and returns the phases.
+        prepare: function that sets up the ranks, given their number, and returns the phases.
         per_host: ranks on each host.
     """
     every: list[Taken] = []
@@ -120,7 +120,7 @@ def take_turns(
 
 
 def timed(action: Callable[[], object]) -> dict[str, float]:
-    """On a rank: seconds of an action that all ranks take together, and the bytes that left this host for it."""
+    """On a rank, time an action that all ranks take together, and count the bytes that leave this host for it."""
     dist.barrier()
     before, start = sent_bytes(), time.perf_counter()
     action()
@@ -130,13 +130,13 @@ def timed(action: Callable[[], object]) -> dict[str, float]:
 
 
 def sent_bytes() -> int:
-    """Bytes that all interfaces of this host have sent."""
+    """Return the bytes that all interfaces of this host have sent."""
     lines = Path("/proc/net/dev").read_text("utf-8").splitlines()[2:]
     return sum(int(line.split(":")[1].split()[8]) for line in lines)
 
 
 def error_of_sum(x: Tensor, parts: Iterable[Tensor]) -> float:
-    """Relative error of `x` as the sum of `parts`, against float64."""
+    """Return the relative error of `x` as the sum of `parts`, against float64."""
     exact = torch.zeros(x.shape, dtype=torch.float64)
     for part in parts:
         exact += part

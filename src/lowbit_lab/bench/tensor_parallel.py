@@ -23,7 +23,7 @@ from lowbit_lab.network import Link
 
 Format = Literal["bf16", "int4", "int8", "feature-int4", "feature-int4-static"]
 Algorithm = Literal["one_shot", "two_shot", "auto"]
-_CALLS = 1 << 20  # elements that a turn sums at least, by calling several times
+_CALLS = 1 << 20  # elements that a turn sums at least, by several calls
 _MOST_CALLS = 8
 
 
@@ -34,11 +34,11 @@ class TensorParallelBenchmark:
     links: Links = (Link(1000.0), Link(2500.0), Link(10000.0), UNLIMITED)
     """Links to emulate: a rate, with a round trip if there is a distance, such as 25mbit, 100mbit/40ms or unlimited."""
     ranks: Annotated[tuple[Annotated[int, Field(ge=2)], ...], EachOnce] = (2, 4)
-    """Numbers of ranks, each on a host of its own."""
+    """Numbers of ranks, each on its own host."""
     formats: Annotated[tuple[Format, ...], EachOnce] = ("bf16", "int4", "int8", "feature-int4")
     """bf16: PyTorch's all-reduce of bfloat16. int4: a gain for each token times a calibrated range for each feature.
     int8: symmetric, a scale for each 128 elements. feature-int4: int4 with width / 64 outlier features in bfloat16.
-    feature-int4-static: the published format, ranges without a gain, and as many outlier features."""
+    feature-int4-static: the published format, ranges without a gain, and the same number of outlier features."""
     algorithms: Annotated[tuple[Algorithm, ...], EachOnce] = get_args(Algorithm)
     """All-reduce algorithms of codecs. auto: for each size the faster of these and PyTorch's own all-reduce, by
     thresholds that the ranks measure on each link before the first turn, as `low_bit_` does."""
@@ -49,8 +49,8 @@ class TensorParallelBenchmark:
     rounds: Positive = 7
     """Turns of each format and algorithm."""
     prefill: NonNegative = 512
-    """Tokens of a prompt that a model with random bfloat16 weights, split over the ranks, reads at once, for each
-    format and link, with thresholds that the ranks measure. 0: none."""
+    """Tokens of a prompt for a model with random bfloat16 weights, split over the ranks, to read at once, with each
+    format on each link, with thresholds that the ranks measure. 0: none."""
     model: ModelConfig = ModelConfig(dim=512, layers=4, heads=8, ffn=1536)
     """Model that reads the prompt. Each layer has two sums of prefill x dim elements."""
 
@@ -64,7 +64,7 @@ class TensorParallelBenchmark:
 
     @property
     def contenders(self) -> list[dict[str, Any]]:
-        """Format and algorithm of every sum that takes a turn; PyTorch's algorithm is a ring."""
+        """Return format and algorithm of every sum that takes a turn; PyTorch's algorithm is a ring."""
         return [
             {"name": name, "algorithm": algorithm}
             for name in self.formats
@@ -73,7 +73,7 @@ class TensorParallelBenchmark:
 
 
 def codec_of(name: str, parts: Sequence[Tensor]) -> Codec:
-    """The codec of a format, fitted to the partial sums of all ranks, (tokens, width) each."""
+    """Return the codec of a format, fitted to the partial sums of all ranks, (tokens, width) each."""
     if name == "bf16":
         raise ValueError("format is 'bf16', PyTorch's own; allowed: int4, int8, feature-int4, feature-int4-static")
     if name == "int8":
@@ -84,9 +84,9 @@ def codec_of(name: str, parts: Sequence[Tensor]) -> Codec:
 
 
 def sample(tokens: int, width: int, rank: int, draw: int = 0) -> Tensor:
-    """A rank's partial sums, bfloat16: Gaussian features of different sizes, one in 64 of them 30 times as large.
+    """Draw a rank's partial sums, bfloat16: Gaussian features of different sizes, one in 64 of them 30 times as large.
 
-    `draw`: other tokens, features of the same sizes. Codecs are fitted to another draw than what is summed.
+    Another `draw` has other tokens with features of the same sizes: codecs are fitted to one, and sum another.
     """
     sizes = torch.randn(width, generator=torch.Generator().manual_seed(0)).mul(0.5).exp()
     sizes[::64] *= 30
@@ -99,14 +99,14 @@ def measure(settings: TensorParallelBenchmark, earlier: Sequence[Row]) -> Iterat
 
     Yields:
         Rows, one for each number of ranks, link, size, format and algorithm: `format`, `algorithm`, `choice` (what
-        "auto" takes, "plain" for PyTorch's; else the algorithm), `ranks`, the fields of `set_link`, `numel`, `tokens`,
-        `ms` (median over the rounds of the slowest rank's time, with the tensor already there), `ms_low`, `ms_high`,
-        `spread` (interquartile range over median), `speedup_bf16` (of the medians, over PyTorch's), `bits_per_value`
-        (of the format), `wire_bits` (bytes that really left a rank, headers included, over what an all-reduce has to
-        send), `crossover` (fewest elements measured from which on this is faster than PyTorch's; None: never),
-        `relative_error` (of the largest message, which is not what the codec was fitted to, against float64; not of
-        "auto"), `rounds`. Then a row for each prefill: its `tokens_per_second` (absent before) by the same `format`,
-        with algorithm "auto", `ms` and `speedup_bf16` of all of it, and `numel` of one of its sums.
+        "auto" chooses, "plain" for PyTorch's; else the algorithm), `ranks`, the fields of `set_link`, `numel`,
+        `tokens`, `ms` (median over the rounds of the slowest rank's time, without copying the tensor), `ms_low`,
+        `ms_high`, `spread` (interquartile range over median), `speedup_bf16` (of the medians, over PyTorch's),
+        `bits_per_value` (of the format), `wire_bits` (measured bits that left a rank, headers included, per element
+        that an all-reduce has to send), `crossover` (fewest measured elements from which on this is faster than
+        PyTorch's; None: never), `relative_error` (of the largest message, to which the codec was not fitted, against
+        float64; not for "auto"), `rounds`. Then a row for each prefill, which alone has `tokens_per_second`, with the
+        same `format`, algorithm "auto", `ms` and `speedup_bf16` of the whole prefill, and `numel` of one of its sums.
     """
     bits: dict[str, float] = {}
     errors: dict[tuple[int, str, str], float] = {}
@@ -115,7 +115,7 @@ def measure(settings: TensorParallelBenchmark, earlier: Sequence[Row]) -> Iterat
         bits.update(ranks.ask("open", tokens=max(settings.tokens), width=settings.width)[0])
         for contender in settings.contenders:
             key = count, contender["name"], contender["algorithm"]
-            if key[2] == "auto":  # of one of the others
+            if key[2] == "auto":  # it is one of the others
                 continue
             errors[key] = ranks.ask("error", **contender)[0]
         phases = []
@@ -151,7 +151,7 @@ def rows_of(
     bits: Mapping[str, float],
     errors: Mapping[tuple[int, str, str], float],
 ) -> list[Row]:
-    """A row for each number of ranks, link, size, format and algorithm, in the order of measuring; then prefill."""
+    """Make a row for each number of ranks, link, size, format and algorithm as measured; then prefill."""
     sums, prefills = [], []
     for one in taken:
         name = one.contender["name"]
@@ -175,7 +175,7 @@ def rows_of(
 
 
 def crossover(row: Row, rows: Sequence[Row]) -> int | None:
-    """Fewest elements from which on a format is faster than PyTorch's at every size measured."""
+    """Return the fewest elements from which on a format is faster than PyTorch's at every measured size."""
     here = [r for r in rows if (r["ranks"], r["link"]) == (row["ranks"], row["link"])]
     base = {r["numel"]: r["ms"] for r in here if r["format"] == "bf16"}
     own = {r["numel"]: r["ms"] for r in here if (r["format"], r["algorithm"]) == (row["format"], row["algorithm"])}
@@ -192,7 +192,7 @@ def _is_sum(row: Row) -> bool:
 
 
 def _finding(rows: Sequence[Row]) -> str:
-    """Where the recommended format gains most."""
+    """State where the recommended format gains most."""
     best = max(rows, key=lambda row: (family(row["format"]) in RECOMMENDED, row["speedup_bf16"]))
     return (
         f"{title_of(best['format'])}: up to {best['speedup_bf16']:.1f}x as fast as PyTorch's BF16 "

@@ -26,7 +26,7 @@ from lowbit_lab.bench.tensor_parallel import Format, codec_of, sample
 from lowbit_lab.bench.worker import serve
 
 _VOCAB = 512
-_FITTED = 64  # tokens at least: of fewer, some features add up to 0 in all
+_FITTED = 64  # least number of tokens: with fewer, some features are 0 in all sums
 
 
 class TensorParallelRank:
@@ -41,20 +41,20 @@ class TensorParallelRank:
         self._auto: dict[str, SumSettings] = {}
 
     def open(self, tokens: int, width: int) -> dict[str, float]:
-        """Make the largest message, of which smaller ones are the first tokens, and the codecs; bits by format."""
+        """Make the codecs and the largest message, whose first tokens are the smaller ones; return bits by format."""
         parts = [sample(max(_FITTED, tokens), width, rank, draw=1) for rank in range(dist.get_world_size())]
         self._x = sample(tokens, width, dist.get_rank())
         self._codecs = {name: codec_of(name, parts) for name in get_args(Format) if name != "bf16"}
         return {name: c.bits_per_element((tokens, width)) for name, c in self._codecs.items()} | {"bf16": 16.0}
 
     def measure(self, names: list[str]) -> None:
-        """Measure on the link from how many tokens on formats are faster than PyTorch's all-reduce."""
+        """Measure on the link the number of tokens from which on formats are faster than PyTorch's all-reduce."""
         for name in names:
             sample = SumSample(self._x.shape[1], self._x.dtype, self._x.device, self._codecs[name])
             self._auto[name] = measured([sample], default_group(), SumSettings(), anew=True)
 
     def reduce(self, name: str, algorithm: str, tokens: int, calls: int) -> dict[str, Any]:
-        """Sum a message several times; seconds and bytes of a call, and what "auto" takes."""
+        """Sum a message several times; return seconds and bytes of a call, and what "auto" chooses."""
         messages = [self._x[:tokens].clone() for _ in range(calls)]
 
         def every() -> None:
@@ -65,13 +65,13 @@ class TensorParallelRank:
         return result | ({"choice": self._choice(name, messages[0])} if algorithm == "auto" else {})
 
     def error(self, name: str, algorithm: str) -> float:
-        """Relative error of the sum of the largest message."""
+        """Return the relative error of the sum of the largest message."""
         x = self._x.clone()
         self._sum(x, name, algorithm)
         return error_of_sum(x, (sample(x.shape[0], x.shape[1], rank) for rank in range(dist.get_world_size())))
 
     def prepare(self, tokens: int, model: dict[str, Any]) -> None:
-        """Cut a model with random weights over the ranks, and calibrate its sums on what it is going to read."""
+        """Split a model with random weights over the ranks, and calibrate its sums on the prompt that it will read."""
         sizes = ModelConfig(**model)
         vocab = vocabulary(sizes, _VOCAB)
         self._model = tensor_parallel_(build_model(sizes, vocab=vocab, sequence=tokens, seed=0).bfloat16().eval())
@@ -89,7 +89,7 @@ class TensorParallelRank:
                 installed.measure()
 
     def prefill(self, name: str) -> dict[str, float]:
-        """Let the model read its tokens."""
+        """Run the model on its prompt."""
         with torch.inference_mode():
             if name == "bf16":
                 installed = _pytorch_sums(self._model)
@@ -111,7 +111,7 @@ class TensorParallelRank:
 
 
 def _pytorch_sums(model: nn.Module) -> Installed:
-    """Let the model add up its partial sums by PyTorch's own all-reduce, in its dtype."""
+    """Make the model add up its partial sums by PyTorch's own all-reduce, in its dtype."""
 
     def forward_of(weight: Tensor) -> Callable[[Tensor], Tensor]:
         def forward(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Times of operations that are compared: taken in turn, so that a busy moment slows all, and from cold caches."""
+"""Compare times of operations: they take turns, so that a busy moment slows all of them, and caches are cold."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
-HEAD_START = 20_000_000  # GPU cycles, some 10 ms: the host queues a round of operations in less
+HEAD_START = 20_000_000  # GPU cycles, about 10 ms: the host queues a round of operations in less
 
 Operation = Callable[[int], object]
-"""Does its work on one of several equal sets of buffers."""
+"""Works on one of several equal sets of buffers, given by its number."""
 
 
 def in_turn(
@@ -23,15 +23,15 @@ def in_turn(
     fewer: Mapping[str, int] | None = None,
     device: torch.device | str = "cpu",
 ) -> dict[str, list[float]]:
-    """Seconds of each operation in each round; in a round every operation has its turn.
+    """Measure the seconds of each operation in each round; in a round, every operation has its turn.
 
-    On a GPU, times are those between its events. It is busy until a round is queued, so that no launch delays it.
+    On a GPU, times are measured between its events. It is busy until a round is queued, so no launch delays it.
 
     Args:
-        operations: by name; each is called once beforehand, which is not timed.
+        operations: by name; each is called once beforehand, untimed.
         rounds: number of rounds.
-        buffers: sets of buffers, which are used one after the other.
-        fewer: rounds of operations that are too slow for all of them.
+        buffers: number of sets of buffers, which are used one after the other.
+        fewer: numbers of rounds for operations that are too slow for all rounds.
         device: where the operations run.
     """
     measured = _on_gpu if torch.device(device).type == "cuda" else _here
@@ -71,12 +71,12 @@ def _on_gpu(operation: Operation, buffer: int) -> Callable[[], float]:
 
 
 def buffers_for(nbytes: int, device: torch.device | str = "cpu") -> int:
-    """Sets of buffers of this size that are together twice what the last-level cache holds, at least three."""
+    """Return how many sets of buffers of this size fill twice the last-level cache, at least three."""
     return max(3, -(-2 * last_level_cache(device) // max(1, nbytes)) + 1)
 
 
 def last_level_cache(device: torch.device | str = "cpu") -> int:
-    """Bytes of a GPU's cache, or of the largest one of the first core; 64 MiB where the system does not say."""
+    """Return the bytes of a GPU's cache, or of the first core's largest; 64 MiB if the system does not report it."""
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_properties(device).L2_cache_size
     units = {"K": 2**10, "M": 2**20, "G": 2**30}
@@ -89,7 +89,7 @@ def last_level_cache(device: torch.device | str = "cpu") -> int:
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Let PyTorch and the codecs use `count` threads inside a `with` block."""
+    """Make PyTorch and the codecs use `count` threads inside a `with` block."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

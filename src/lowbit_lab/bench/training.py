@@ -38,7 +38,7 @@ from lowbit.train.lora import add_adapters
 from lowbit.train.model import build_model, vocabulary
 from lowbit.train.optim import eight_bit_adamw, make_optimizer
 from lowbit.train.single_process import model_loss, train_single_process
-from lowbit_lab.bench.worker import serve, tell_progress
+from lowbit_lab.bench.worker import report_progress, serve
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -47,13 +47,13 @@ CURVE_POINTS = 40
 RANKS = 2
 """Data-parallel ranks that `Replicas` emulates."""
 GRADIENTS = "gradients:"
-"""Before a format that gradients are stored and all-reduced in, in place of a boundary's."""
+"""Prefix of a format in which gradients are stored and all-reduced, in place of a boundary's format."""
 ACTIVATIONS = "activations:"
-"""Before the name of a policy for saved activations, in place of a boundary's format."""
+"""Prefix of a policy for saved activations, in place of a boundary's format."""
 EIGHT_BITS = "+8bit"
-"""After the name of a policy: gradients in 8 bits, stored and all-reduced, and an 8-bit optimizer as well."""
+"""Suffix of a policy: gradients are also stored and all-reduced in 8 bits, with an 8-bit optimizer."""
 AGOQ = "agoq"
-"""The whole of AGoQ as published: short for "activations:agoq+8bit"."""
+"""All of AGoQ as published: short for "activations:agoq+8bit"."""
 POLICIES = {
     "default": LayerAware(),
     "norm-8": LayerAware(bits=4, attention=16),
@@ -64,13 +64,13 @@ POLICIES = {
 
 
 @section("recipe")
-class Recipe:
+class TrainingRecipe:
     """A training run without its boundary and seed."""
 
     model: ModelConfig = ModelConfig()
     """As in `lowbit train`."""
     lora: LoraConfig = LoraConfig()
-    """Adapters to train in place of all weights; with rank 0, all weights."""
+    """Adapters to train instead of all weights; with rank 0, all weights."""
     data: DataConfig = DataConfig()
     """As in `lowbit train`."""
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -78,7 +78,7 @@ class Recipe:
     steps: Positive
     """Optimizer steps."""
     warmup_steps: NonNegative = 0
-    """First steps at full precision."""
+    """Number of first steps at full precision."""
     stages: Positive = 2
     """Stages of the emulated pipeline. It has one boundary fewer."""
     samples: NonNegative = 0
@@ -86,7 +86,7 @@ class Recipe:
     eval_windows: Positive = 256
     """Held-out windows of the final evaluation, spread evenly over the text."""
     start: str = ""
-    """File with weights to start from. If empty, random ones."""
+    """File with weights to start from. If empty, random weights."""
     device: Literal["cpu", "cuda"] = "cpu"
     """cuda: the current GPU."""
     precision: Literal["fp32", "bf16"] = "fp32"
@@ -99,12 +99,12 @@ class Recipe:
 
 
 class Formats(NamedTuple):
-    """What travels and is kept in few bits.
+    """Formats of everything that is sent or kept in few bits.
 
     Attributes:
         forward, backward: codecs at the boundaries.
-        gradients: the codec that gradients are stored and all-reduced in; None: float32.
-        activations: the policy for saved activations; None: all is kept.
+        gradients: the codec in which gradients are stored and all-reduced; None: float32.
+        activations: the policy for saved activations; None: they are kept as they are.
         eight_bit: the optimizer is torchao's 8-bit AdamW.
     """
 
@@ -116,11 +116,11 @@ class Formats(NamedTuple):
 
 
 def formats_in(boundary: str, backward: str = "") -> Formats:
-    """Formats of "gradients:CODEC", "activations:POLICY", that with "+8bit", "agoq", or a pair for `parse_pair`."""
+    """Parse "gradients:CODEC", "activations:POLICY", the same with "+8bit", "agoq", or a pair for `parse_pair`."""
     if boundary.startswith(GRADIENTS):
         codec = parse(boundary.removeprefix(GRADIENTS))
         if codec.stateful:
-            raise ConfigError(f"{boundary!r} has state between messages; allowed: codecs without state")
+            raise ConfigError(f"{boundary!r} keeps state between messages; allowed: codecs without state")
         return Formats(gradients=codec)
     if boundary == AGOQ or boundary.startswith(ACTIVATIONS):
         name = AGOQ if boundary == AGOQ else boundary.removeprefix(ACTIVATIONS).removesuffix(EIGHT_BITS)
@@ -138,7 +138,7 @@ def formats_in(boundary: str, backward: str = "") -> Formats:
 
 
 def train(
-    recipe: Recipe,
+    recipe: TrainingRecipe,
     boundary: str = "fp32",
     backward: str = "",
     *,
@@ -155,10 +155,10 @@ def train(
         on_step: called after every step with the number of steps done and the loss.
 
     Returns:
-        The trained model without emulation, and a mapping: `loss` (held-out, nats a token, the trained model by
-        itself), `loss_through_codecs` (None for formats that need known samples), `bits_forward`, `bits_backward` (an
-        element, once warm-up is over), `bits_forward_run`, `bits_backward_run` (over the whole run), `state_bytes` (at
-        one end of all boundaries), `curve` (pairs of step and mean training loss), `seconds`.
+        The trained model without emulation, and a mapping: `loss` (held-out, nats per token, without codecs),
+        `loss_through_codecs` (None for formats that need known samples), `bits_forward`, `bits_backward` (per element,
+        after the warm-up), `bits_forward_run`, `bits_backward_run` (over the whole run), `state_bytes` (at one end of
+        all boundaries), `curve` (pairs of step and mean training loss), `seconds`.
     """
     started = time.perf_counter()
     formats = formats_in(boundary, backward)
@@ -188,8 +188,8 @@ def train(
         make=partial(eight_bit_adamw, compiled=True) if formats.eight_bit else make_optimizer,
         before_step=before_step, after_step=after_step,
     )  # fmt: skip
-    run = replace(emulation.traffic)  # which evaluation adds to
-    after = since(in_warmup, run)
+    run = replace(emulation.traffic)  # a copy, because evaluation adds to it
+    after = traffic_between(in_warmup, run)
     state_bytes = emulation.state_bytes()
     if compressed is not None:
         compressed.remove()
@@ -209,21 +209,21 @@ def train(
 
 
 class Replicas:
-    """Gradients of `RANKS` ranks in one process, which share a batch, one sample a micro-batch.
+    """Emulates gradients of `RANKS` ranks in one process, which share a batch, with one sample per micro-batch.
 
-    As in AGoQ's all-reduce: each rank's sum over its micro-batches is coded for the network, the sum over the ranks is
-    float32, coded once more, and stored.
+    As in AGoQ's all-reduce, each rank's sum over its micro-batches is coded for the network, and the sum over the ranks
+    is computed in float32, coded once more, and stored.
 
     Args:
-        model: whose gradients are taken out of `.grad`.
-        codec: of storage and all-reduce.
+        model: its gradients are moved out of `.grad`.
+        codec: format of storage and all-reduce.
     """
 
     def __init__(self, model: nn.Module, codec: Codec) -> None:
         self.codec, self.storage = codec, GradientStorage(model, codec=codec)
 
     def backward(self, loss: Callable[[Tensor, Tensor], Tensor], inputs: Tensor, targets: Tensor) -> Tensor:
-        """Leave the mean gradient of a batch in the storage.
+        """Compute the mean gradient of a batch into the storage.
 
         Args:
             loss: mean loss of samples.
@@ -251,15 +251,15 @@ class Replicas:
         return torch.stack(losses).mean()
 
     def step(self, optimizer: torch.optim.Optimizer, clip: float) -> None:
-        """Clip to this norm (0: never), take the optimizer's step, and drop the gradients."""
+        """Clip to this norm (0: never), take the optimizer's step, and delete the gradients."""
         if clip:
             self.storage.clip_(clip)
         self.storage.step(optimizer)
         self.storage.zero_()
 
 
-def prepare(recipe: Recipe, seed: int) -> tuple[Data, PreTrainedModel]:
-    """The text, and the model on its device, in training mode."""
+def prepare(recipe: TrainingRecipe, seed: int) -> tuple[Data, PreTrainedModel]:
+    """Load the text, and make the model on its device, in training mode."""
     data = load_data(recipe.data)
     vocab = vocabulary(recipe.model, data.tokenizer.size)
     model = build_model(recipe.model, vocab=vocab, sequence=recipe.data.sequence, seed=seed)
@@ -272,7 +272,7 @@ def prepare(recipe: Recipe, seed: int) -> tuple[Data, PreTrainedModel]:
 
 
 def boundary_modules(model: PreTrainedModel, stages: int) -> list[str]:
-    """Names of the last decoder layer of each stage but the last."""
+    """Return the names of the last decoder layer of each stage except the last."""
     count = model.config.num_hidden_layers
     lists = (name for name, m in model.named_modules() if isinstance(m, nn.ModuleList))
     layers = next(name for name in lists if len(model.get_submodule(name)) == count)  # pyright: ignore[reportArgumentType]
@@ -281,8 +281,8 @@ def boundary_modules(model: PreTrainedModel, stages: int) -> list[str]:
 
 
 @torch.no_grad()
-def evaluate(model: PreTrainedModel, held_out: Windows | Answers, recipe: Recipe) -> float:
-    """Mean loss, in nats a token, over windows spread evenly over the held-out text."""
+def evaluate(model: PreTrainedModel, held_out: Windows | Answers, recipe: TrainingRecipe) -> float:
+    """Return the mean loss, in nats per token, over windows spread evenly over the held-out text."""
     ids = spread_evenly(recipe.eval_windows, len(held_out))
     model.eval()
     total = 0.0
@@ -293,25 +293,25 @@ def evaluate(model: PreTrainedModel, held_out: Windows | Answers, recipe: Recipe
 
 
 def spread_evenly(count: int, windows: int) -> Tensor:
-    """Ids of at most `count` windows, spread evenly over the text."""
+    """Return the ids of at most `count` windows, spread evenly over the text."""
     count = min(count, windows)
     return torch.arange(count) * windows // count
 
 
 def curve_of(losses: list[float]) -> list[tuple[int, float]]:
-    """Mean loss of equal stretches of the run, each under its last step."""
+    """Return the mean loss of equal stretches of the run, each with its last step."""
     width = max(1, math.ceil(len(losses) / CURVE_POINTS))
     parts = [losses[i : i + width] for i in range(0, len(losses), width)]
     return [(i * width + len(part), sum(part) / len(part)) for i, part in enumerate(parts)]
 
 
-def since(earlier: Traffic, later: Traffic) -> Traffic:
-    """What was counted between two moments."""
+def traffic_between(earlier: Traffic, later: Traffic) -> Traffic:
+    """Return the traffic between two moments."""
     return Traffic(**{f.name: getattr(later, f.name) - getattr(earlier, f.name) for f in fields(Traffic)})
 
 
 class Training:
-    """The process that trains."""
+    """Methods that the training process runs on order."""
 
     def train(
         self, regime: str, boundary: str, backward: str, seed: int, recipe: dict[str, Any], threads: int, keep: str
@@ -320,11 +320,11 @@ class Training:
         torch.set_num_threads(threads)
 
         def on_step(step: int, loss: float) -> None:
-            tell_progress(f"{regime} {boundary} seed {seed}: step {step}, loss {loss:.3f}")
+            report_progress(f"{regime} {boundary} seed {seed}: step {step}, loss {loss:.3f}")
 
-        model, result = train(build(Recipe, recipe), boundary, backward, seed=seed, on_step=on_step)
+        model, result = train(build(TrainingRecipe, recipe), boundary, backward, seed=seed, on_step=on_step)
         if keep:
-            part = Path(keep).with_suffix(".part")  # so that an interrupted call leaves no half file
+            part = Path(keep).with_suffix(".part")  # so that an interrupted call leaves no incomplete file
             part.parent.mkdir(parents=True, exist_ok=True)
             torch.save(model.state_dict(), part)
             part.replace(keep)

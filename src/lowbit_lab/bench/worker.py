@@ -26,7 +26,7 @@ _answers: IO[str] | None = None
 
 
 def serve(make: Callable[[], Any]) -> None:
-    """Let the object of `make` follow orders until standard input ends; as one of several ranks, join the others first.
+    """Run orders on the object of `make` until standard input ends; as one of several ranks, join the others first.
 
     If standard input ends during an order, the benchmark is gone, and this process exits.
     """
@@ -51,7 +51,7 @@ def serve(make: Callable[[], Any]) -> None:
 
 
 def follow(worker: Any, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Follow one order: {"result": ...}, or {"error": one line}, after which the benchmark ends this process."""
+    """Run an order and return {"result": ...} or {"error": one line}; an error makes the benchmark end this process."""
     try:
         return {"result": getattr(worker, method)(**arguments)}
     except Exception as error:
@@ -59,7 +59,7 @@ def follow(worker: Any, method: str, arguments: dict[str, Any]) -> dict[str, Any
         return {"error": first_line(error)}
 
 
-def tell_progress(value: Any) -> None:
+def report_progress(value: Any) -> None:
     """Report progress to the benchmark."""
     if _answers is not None:
         _write({"progress": value})

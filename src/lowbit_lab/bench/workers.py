@@ -29,10 +29,10 @@ class Workers:
     Args:
         program: the module that each of them runs.
         count: number of processes.
-        grouped: they join one process group.
+        grouped: whether they join one process group.
         network: an open link, whose host i gets process i; None: all on this machine's loopback.
-        environment: more variables for them.
-        per_host: processes on each host, neighbours together.
+        environment: further environment variables for them.
+        per_host: processes on each host; neighbours share one.
     """
 
     def __init__(
@@ -70,14 +70,14 @@ class Workers:
         """Give all processes an order and collect their answers, by process.
 
         Args:
-            method: of the program's object; arguments: its keyword arguments, which JSON can hold.
+            method: of the program's object; arguments: its keyword arguments, JSON values.
             on_progress: called with progress reports of the processes, in threads.
         """
         answers = [
             self._threads.submit(self._exchange, index, method, arguments, on_progress) for index in range(self._count)
         ]
         for answer in as_completed(answers):
-            answer.result()  # or the first failure: the other processes may wait for the one that failed
+            answer.result()  # raises the first failure: the other processes may wait for the one that failed
         return [answer.result() for answer in answers]
 
     def share(self, method: str, orders: Sequence[Mapping[str, Any]], on_progress: OnProgress) -> Iterator[Any]:
@@ -134,7 +134,7 @@ class Workers:
         process = self._processes[index]
         assert process.stdin is not None
         assert process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):  # waiting for the answer tells why the process ended
+        with contextlib.suppress(BrokenPipeError):  # reading the answer finds out why the process ended
             process.stdin.write(json.dumps([method, arguments]) + "\n")
             process.stdin.flush()
         for line in process.stdout:
@@ -147,13 +147,13 @@ class Workers:
                 case {"result": result}:
                     return result
         process.wait()
-        raise self._failure(index, self._last_words(index))
+        raise self._failure(index, self._exit_message(index))
 
     def _failure(self, index: int, reason: str) -> ChildProcessError:
         return ChildProcessError(f"{'rank' if self._grouped else 'process'} {index} failed: {reason}")
 
-    def _last_words(self, index: int) -> str:
-        """The exit status of a process that has ended, and the last line of its standard error."""
+    def _exit_message(self, index: int) -> str:
+        """Return the exit status of a process that has ended, and the last line of its standard error."""
         self._errors[index].seek(0)
         lines = self._errors[index].read().strip().splitlines()
         return f"exit status {self._processes[index].returncode}" + (f", {lines[-1]}" if lines else "")
@@ -171,7 +171,7 @@ def started(
 ) -> Iterator[tuple[SlowLink | None, Workers]]:
     """Start ranks on the hosts of a link that `set_link` changes; on loopback if this machine permits no limits.
 
-    Neighbours share a host, `per_host` of them.
+    `per_host` neighbours share a host.
 
     If one of `links` is limited, the ranks connect on a limited link, which fixes the size of TCP's trains of packets.
     Those of an unlimited link are larger than the token bucket of a limited one, which then drops packets: FP32 at
@@ -194,7 +194,7 @@ def started(
 
 
 def check_available(links: Sequence[Link]) -> None:
-    """Check that this machine permits links."""
+    """Check that this machine permits these links."""
     limited = [link for link in links if link != UNLIMITED]
     if limited and (reason := SlowLink.available()):
         raise LinkUnavailable(f"{reason} `--link unlimited` measures without a limit.")

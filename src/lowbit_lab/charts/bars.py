@@ -23,8 +23,8 @@ class Bars(Chart):
         group: the title of a panel.
         series: the name of a bar.
         y: its length; None: no bar.
-        low, high: the ends of its range, where it was repeated.
-        show: the text at its end, made from the row; absent: the value.
+        low, high: the ends of its range, if it was repeated.
+        show: makes the text at its end from the row; None: the value.
     """
 
     group: Value
@@ -35,7 +35,7 @@ class Bars(Chart):
     show: Callable[[Row], str] | None = None
 
     def _grid(self, rows: Sequence[Row]) -> tuple[list[list[tuple[str, Sequence[Row]]]], Value]:
-        """Panels in lines, with their titles and rows, and what names a bar."""
+        """Return panels in lines, with their titles and rows, and the value that names a bar."""
         shown = self.selected(rows)
         group, series = self.group, self.series
         groups, bars = distinct(shown, group), {(value_of(r, self.group), value_of(r, self.series)) for r in shown}
@@ -114,12 +114,12 @@ class Bars(Chart):
 
 @dataclass(frozen=True, kw_only=True)
 class Stacks(Chart):
-    """A horizontal bar for each row, made of parts, the first on the left, with the sum at its end.
+    """A horizontal bar for each row, composed of parts, the first on the left, with the sum at its end.
 
     Args:
         group: the name of a bar.
         parts: lengths by name of the part.
-        show: the text at the end, made from the row; absent: the sum.
+        show: makes the text at the end from the row; None: the sum.
     """
 
     group: Value
@@ -165,11 +165,11 @@ def _label_ends(axes: Axes, ends: Sequence[tuple[float, float, str, bool]]) -> N
     room = axes.get_window_extent().width
     widths = [text.get_window_extent().width + 10 for text in texts]
     low, high = min(0.0, *(end for _, end, _, _ in ends)), max(0.0, *(end for _, end, _, _ in ends))
-    for _ in range(8):  # a longer axis shortens the bars, so that texts need less of it
+    for _ in range(8):  # repeated, because a longer axis shortens the bars, which moves the texts
         unit = (high - low) / room or 1.0
         high = max([0.0, *(end + width * unit for (_, end, _, _), width in zip(ends, widths, strict=True) if end >= 0)])
         low = min([0.0, *(end - width * unit for (_, end, _, _), width in zip(ends, widths, strict=True) if end < 0)])
     axes.set_xlim(low, high)
-    edge = axes.get_window_extent().x1 - 20  # the last tick's number would leave the canvas
+    edge = axes.get_window_extent().x1 - 20  # beyond it, the last tick's number would leave the canvas
     ticks = [tick for tick in axes.get_xticks() if axes.transData.transform((tick, 0))[0] <= edge]
     axes.set_xticks([tick for tick in ticks if low <= tick <= high])

@@ -1,4 +1,4 @@
-"""Charts, declared by the values of rows that they show. Figures are made without pyplot and its global state."""
+"""Charts, declared by the values of rows that they show. Figures are drawn without pyplot and its global state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Text = str | Callable[[Sequence[Row]], str]
 """A text, or a function that makes it from the chart's rows."""
 Finish = Callable[[], None]
-"""What is drawn once the layout is final."""
+"""Draws what depends on the final layout."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +28,8 @@ class Chart(ABC):
 
     Args:
         label: the axis of the values, with its unit.
-        title: the finding, above the chart; subtitle: what is shown, below the title.
-        panel: makes a panel for each value of this.
+        title: the finding, above the chart; subtitle: a description, below the title.
+        panel: value by which rows are split into panels.
         rows: selects or summarizes rows before anything else.
         height: of a panel, inches.
     """
@@ -42,16 +42,16 @@ class Chart(ABC):
     height: float = 3.4
 
     def selected(self, rows: Sequence[Row]) -> Sequence[Row]:
-        """The rows that the chart shows."""
+        """Return the rows that the chart shows."""
         return self.rows(rows) if self.rows else rows
 
     def panels(self, rows: Sequence[Row]) -> list[tuple[str, Sequence[Row]]]:
-        """Title and rows of each panel; none if there are no rows."""
+        """Return title and rows of each panel; empty without rows."""
         rows, panel = self.selected(rows), self.panel or (lambda row: "")
         return [(str(v), [r for r in rows if value_of(r, panel) == v]) for v in distinct(rows, panel)]
 
     def heading(self, rows: Sequence[Row]) -> list[tuple[str, dict[str, Any]]]:
-        """The lines above the chart, with their properties."""
+        """Return the lines above the chart, with their text properties."""
         shown = self.selected(rows)
         texts = [text(shown) if callable(text) else text for text in (self.title, self.subtitle)]
         return [
@@ -60,7 +60,7 @@ class Chart(ABC):
         ]
 
     def inches(self, rows: Sequence[Row]) -> float:
-        """Height of the chart without its heading."""
+        """Return the height of the chart without its heading."""
         return self.height * len(self.panels(rows))
 
     def fill(self, figure: SubFigure, rows: Sequence[Row], palette: Palette) -> list[Finish]:
@@ -78,7 +78,7 @@ class Chart(ABC):
 
 
 def figure(charts: Sequence[Chart], rows: Sequence[Row], theme: Theme = LIGHT) -> Figure:
-    """Charts, one below the other, each with its heading, laid out for good."""
+    """Draw charts one below the other, each with its heading, in their final layout."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -98,7 +98,7 @@ def figure(charts: Sequence[Chart], rows: Sequence[Row], theme: Theme = LIGHT) -
                 finishes += chart.fill(parts[2 * i + 1], rows, Palette(theme))
         drawn.draw_without_rendering()
         drawn.set_layout_engine("none")
-        for axes in drawn.axes:  # the solver's last bits differ from call to call
+        for axes in drawn.axes:  # rounded, because the solver's last bits differ from call to call
             x, y, width, height = (round(value, 4) for value in axes.get_position().bounds)
             axes.set_position((x, y, width, height))
         for finish in finishes:
@@ -118,7 +118,7 @@ def draw(charts: Sequence[Chart], rows: Sequence[Row], path: Path | str, *, them
 
 
 def short(value: float) -> str:
-    """A number with three digits, or all digits of its whole part."""
+    """Format a number with three digits, or with all digits of its integer part."""
     return f"{value:.3g}" if abs(value) < 100 else f"{value:,.0f}"
 
 
@@ -132,7 +132,7 @@ def _write_heading(part: SubFigure, lines: Sequence[tuple[str, dict[str, Any]]],
 
 
 def _balanced(text: str, width: int) -> list[str]:
-    """Lines of about the same length, as few as there can be."""
+    """Break a text into as few lines as possible, of about the same length."""
     lines = best = textwrap.wrap(text, width, break_on_hyphens=False)
     while len(lines) == len(best) and width > 20:
         best, width = lines, width - 1
@@ -145,15 +145,15 @@ def _line_inches(line: tuple[str, dict[str, Any]]) -> float:
 
 
 def ink(name: Any, palette: Palette) -> dict[str, str]:
-    """Colour and weight of a series' label."""
+    """Return colour and weight of a series' label."""
     return {"colour": palette.ink(name), "weight": "bold" if palette.stands_out(name) else "normal"}
 
 
 def wrapped(text: str) -> str:
-    """A long name in several lines."""
+    """Break a long name into several lines."""
     return textwrap.fill(text, 26, break_on_hyphens=False) if len(text) > 34 else text
 
 
 def columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    """The xs and the ys of points."""
+    """Return the xs and the ys of points."""
     return [x for x, _ in points], [y for _, y in points]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lowbit.report.rows import Row, Value, distinct, value_of
 from lowbit_lab.charts.charts import Chart, Finish, columns, ink, wrapped
-from lowbit_lab.charts.labels import Label, along, beside, place
+from lowbit_lab.charts.labels import Label, along, place, write_column
 from lowbit_lab.charts.style import SMALL, TEXT, Palette, title_of
 
 if TYPE_CHECKING:
@@ -21,11 +21,11 @@ class Lines(Chart):
 
     Args:
         series: the name of a curve.
-        x, y: a point of it for each row.
-        curve: in place of `x` and `y`, all points of it in one row, as pairs.
+        x, y: a point of the curve for each row.
+        curve: instead of `x` and `y`, all points of a curve in one row, as pairs.
         x_label: the x axis, with its unit.
-        alone: says which points stand for themselves and are not joined.
-        note: further lines of the name, made from the curve's last row.
+        alone: true for points that are not joined to others.
+        note: makes further lines of the name from the curve's last row.
         log_x: whether the x axis is logarithmic, with a tick at every x.
     """
 
@@ -65,13 +65,13 @@ class Lines(Chart):
             axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
             axes.minorticks_off()
         together = _end_together(labels, curves)
-        if self.note and labels and not together:  # room below the ends
+        if self.note and labels and not together:  # the lines of notes need room below the ends
             low, high = axes.get_ylim()
             axes.set_ylim(low - 0.28 * (high - low), high)
 
         def finish() -> None:
             if together:
-                beside(axes, labels, size=TEXT)
+                write_column(axes, labels, size=TEXT)
                 return
             avoid = [point for curve in curves for point in along(axes, curve)]
             place(axes, labels, avoid=avoid, size=TEXT)
@@ -88,8 +88,8 @@ class Points(Chart):
         x: its place, on a logarithmic axis.
         y: a mean; low, high: the ends of its range.
         x_label: the x axis, with its unit.
-        linear: where values go beyond 30 times this, the y axis is linear up to this and logarithmic beyond.
-        x_ticks: where the x axis may have ticks; y_ticks: the same of the logarithmic y axis, on either side of zero.
+        linear: if values go beyond 30 times this, the y axis is linear up to this and logarithmic beyond.
+        x_ticks: allowed ticks of the x axis; y_ticks: those of the logarithmic y axis, on either side of zero.
         zero: the name of the line at zero.
     """
 
@@ -127,7 +127,7 @@ class Points(Chart):
             bars = [p for _, x, low, _, high in points for p in along(axes, [(x, low), (x, high)])]
             zero = along(axes, [(left, 0), (right, 0)])
             own = Label(text=self.zero, x=left, y=0, colour=palette.theme.muted)
-            first = sorted(names, key=lambda label: label.weight)  # bold comes first
+            first = sorted(names, key=lambda label: label.weight)  # bold labels are placed first
             place(axes, [own, *first] if self.zero else first, avoid=[*bars, *zero], size=SMALL)
 
         return [finish]
@@ -149,12 +149,12 @@ class Points(Chart):
 
 @dataclass(frozen=True, kw_only=True)
 class Heights(Chart):
-    """Positive numbers in lines, a line for each row, as colours on a logarithmic scale.
+    """Positive numbers as colours on a logarithmic scale, a line for each row.
 
     Args:
-        values: the numbers of a row, equally many in all.
+        values: the numbers of a row, the same count in all rows.
         marks: places in the row that get an arrow.
-        x_label: the x axis; y_label: what the rows are. `label` is that of the colours.
+        x_label: the x axis; y_label: what the rows are. `label` belongs to the colours.
     """
 
     values: Value
@@ -179,7 +179,7 @@ class Heights(Chart):
 
 
 def _end_together(labels: Sequence[Label], curves: Sequence[Sequence[tuple[float, float]]]) -> bool:
-    """Whether all curves end near the right edge, so that their names have a column there."""
+    """Whether all curves end near the right edge, so that their names fit into a column there."""
     if not labels:
         return False
     first, last = min(x for curve in curves for x, _ in curve), max(label.x for label in labels)

@@ -1,4 +1,4 @@
-"""Labels next to points and curves, where they touch nothing."""
+"""Labels next to points and curves, placed where they touch nothing."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class Label:
 
 
 def place(axes: Axes, labels: Sequence[Label], *, avoid: Sequence[tuple[float, float]] = (), size: float) -> list[Text]:
-    """Write every label as near to its point as it can be without touching a point, a curve or another label.
+    """Write every label as near to its point as possible without touching a point, a curve or another label.
 
     The figure must have its final layout.
 
     Args:
-        axes: where; labels: in order of importance.
+        axes: to write on; labels: in order of importance.
         avoid: further points, in data; they are not joined (see `along`).
         size: of the text, points.
     """
@@ -79,8 +79,8 @@ def place(axes: Axes, labels: Sequence[Label], *, avoid: Sequence[tuple[float, f
     return texts
 
 
-def beside(axes: Axes, labels: Sequence[Label], *, size: float) -> list[Text]:
-    """Write labels in a column on the right of their points, for which the axes become narrower."""
+def write_column(axes: Axes, labels: Sequence[Label], *, size: float) -> list[Text]:
+    """Write labels in a column to the right of their points; the axes become narrower to make room."""
     scale = axes.figure.get_figure(root=True).dpi / 72
     texts = [axes.text(0, 0, label.text, fontsize=size, weight=label.weight) for label in labels]
     boxes = [text.get_window_extent() for text in texts]
@@ -104,7 +104,7 @@ def beside(axes: Axes, labels: Sequence[Label], *, size: float) -> list[Text]:
 
 
 def along(axes: Axes, points: Sequence[tuple[float, float]], *, every: float = 4.0) -> list[tuple[float, float]]:
-    """Points of a curve at most `every` pixels apart, in data."""
+    """Return points of a curve at most `every` pixels apart, in data."""
     pixels = axes.transData.transform(list(points))
     result = []
     for (x0, y0), (x1, y1) in itertools.pairwise(pixels):
@@ -114,7 +114,7 @@ def along(axes: Axes, points: Sequence[tuple[float, float]], *, every: float = 4
 
 
 def _apart(places: Sequence[float], sizes: Sequence[float], lowest: float) -> list[float]:
-    """Centres as near to these places as they can be without overlaps, none reaching below the lowest place."""
+    """Return centres as near to these places as possible without overlaps, none extending below `lowest`."""
     order = sorted(range(len(places)), key=lambda i: places[i])
     found = list(places)
     for _ in range(200):
@@ -128,7 +128,7 @@ def _apart(places: Sequence[float], sizes: Sequence[float], lowest: float) -> li
 
 
 def _cost(box: Bbox, inside: Bbox, boxes: Sequence[Bbox], points: Sequence[tuple[float, ...]]) -> float:
-    """0 where a label touches nothing; overlaps with labels are worst, then leaving the axes, then points."""
+    """Return 0 if a label touches nothing; overlaps with labels cost most, then leaving the axes, then points."""
     outside = max(0, inside.x0 - box.x0, box.x1 - inside.x1) + max(0, inside.y0 - box.y0, box.y1 - inside.y1)
     covered = sum(box.contains(*point) for point in points)
     return 1000.0 * sum(box.overlaps(other) for other in boxes) + 10 * outside + covered

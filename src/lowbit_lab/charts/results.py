@@ -27,11 +27,11 @@ _OTHERS = {
     "evaluate": "lowbit_lab.evaluate.commands:EVALUATE", "calibrate": "lowbit_lab.evaluate.commands:CALIBRATE",
     "plan memory": "lowbit.plan.memory", "plan pipeline": "lowbit.plan.pipeline", "doctor": "lowbit.doctor.command",
 }  # fmt: skip
-"""Places of the commands that are no benchmarks, by name."""
+"""Modules of the commands that are not benchmarks, by name."""
 
 
 def _series(fields: Mapping[str, str]) -> Callable[[Sequence[Row]], Sequence[Row]]:
-    """Return what makes a row for each stage and field; fields that are 16 everywhere are left out."""
+    """Return a function that makes a row for each stage and field; fields that are 16 everywhere are left out."""
 
     def long(rows: Sequence[Row]) -> Sequence[Row]:
         rows = [row for row in rows if "choices" not in row]
@@ -71,7 +71,7 @@ CHARTS: dict[str, Sequence[Chart]] = {
         ),
     ),
 }
-"""Charts of the library's own commands, by name: the library declares no pictures."""
+"""Charts of the library's own commands, by name, because the library itself has no charts."""
 
 
 def charts_of(command: Command) -> Sequence[Chart]:
@@ -105,7 +105,7 @@ def write_results(command: Command, file: Path) -> None:
 
 
 def results_page(results: Mapping[str, tuple[Report, Command | None]], problems: Sequence[str] = ()) -> Page:
-    """A page about results by name."""
+    """Make a page about results by name."""
     parts, problems = list[Part](), list(problems)
     several = len(results) > 1
     for name, (report, command) in results.items():
@@ -118,7 +118,7 @@ def results_page(results: Mapping[str, tuple[Report, Command | None]], problems:
             problems.append(f'{prefix}charts need {error.name}: pip install "lowbit[lab]", then lowbit report')
         except Exception as error:  # rows of another version may lack what a table shows
             problems.append(
-                f"{prefix}tables and charts cannot be made from these rows ({error}): they follow as they are"
+                f"{prefix}tables and charts cannot be made from these rows ({error}): all fields are listed instead"
             )
             own = []
         parts += [replace(part, title=prefix + part.title) for part in own or [_plain_table(report)]]
@@ -141,7 +141,7 @@ def results_page(results: Mapping[str, tuple[Report, Command | None]], problems:
 def paired(
     files: Sequence[Path], read: Sequence[tuple[Report, Command | None]]
 ) -> dict[str, tuple[Report, Command | None]]:
-    """Results by short names."""
+    """Return results by short names."""
     return dict(zip(distinct_names([file.with_suffix("") for file in files]), read, strict=True))
 
 
@@ -166,7 +166,7 @@ def _charts(report: Report, command: Command | None) -> Iterator[Part]:
 
 
 def _speed_by_link(rows: Sequence[Row]) -> Part | None:
-    """Tokens per second over the rate of the link, where rows have several rates."""
+    """Draw tokens per second over the rate of the link, if rows have several rates."""
     rated = [row for row in rows if row.get("tokens_per_second") and row.get("link_mbit")]
     if len({row["link_mbit"] for row in rated}) < 2:
         return None
@@ -184,7 +184,7 @@ def _speed_by_link(rows: Sequence[Row]) -> Part | None:
 
 
 def _plain_table(report: Report) -> Part:
-    """All fields of all rows."""
+    """Make a table of all fields of all rows."""
     head = list(dict.fromkeys(key for row in report.rows for key in row))
     cells = [[row.get(key) for key in head] for row in report.rows[:_MOST_ROWS]]
     rows = [[f"{v:.6g}" if isinstance(v, float) else shown(v)[:500] for v in line] for line in cells]
@@ -192,7 +192,7 @@ def _plain_table(report: Report) -> Part:
 
 
 def _pictures(chart: Chart, rows: Sequence[Row]) -> dict[str, str]:
-    """The chart as the documentation has it, in both themes."""
+    """Draw the chart as in the documentation, in both themes."""
     from matplotlib import rc_context
 
     addresses = {}

@@ -21,8 +21,8 @@ class Theme:
 
     Args:
         surface: background; ink: titles and labels; muted: axes and remarks; grid: grid lines.
-        formats: by family of formats or part of memory, see `family`. They also differ in brightness, for every kind of
-            colour vision; the recommended formats are blue and violet, baselines are grey.
+        formats: by family of formats or part of memory, see `family`. They also differ in brightness, to suit every
+            kind of colour vision; the recommended formats are blue and violet, baselines are grey.
         others: for series that are not formats, in this order.
     """
 
@@ -86,7 +86,7 @@ NAMES = {
     "transform": "TransformQuant", "bound": "rate-distortion bound", "agoq": "AGoQ as published",
 }  # fmt: skip
 """Short names of formats in figures."""
-_FAMILIES = (  # the first that matches
+_FAMILIES = (  # the first match counts
     (r"^saved", "saved"),
     (r"^weights$", "weights"),
     (r"^gradients$", "gradients"),
@@ -145,7 +145,7 @@ def title_of(name: Any) -> str:
 
 
 def row_name(name: Any) -> str:
-    """Name a format in a table as it was typed, marking our TAH-Quant, which is not the paper's."""
+    """Name a format in a table as it was typed, but mark our TAH-Quant, which differs from the paper's."""
     return re.sub(r"(?<![\w-])(tah-quant|TAHQuant\(\))(?![\w-])", r"\1 (ours, by range)", str(name))
 
 

@@ -20,6 +20,6 @@ _LATER = {"Score": "score", "perplexity": "score", "Sequences": "text"}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LATER:  # these import PyTorch, which help on a command line need not wait for
+    if name in _LATER:  # these import PyTorch, which a command's help need not wait for
         return getattr(importlib.import_module(f"lowbit_lab.evaluate.{_LATER[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 def measure(settings: CalibrationConfig) -> list[dict[str, Any]]:
     """Draw sequences, observe the sums, choose features, write the file.
 
-    Under torchrun the model is cut over the ranks and each observes its own partial sums; the file is that of the
-    emulation. An interrupted run resumes from the state next to its output, with the same outcome.
+    Under torchrun the model is split over the ranks and each observes its own partial sums; the file is the same as
+    with emulated ranks. An interrupted run resumes from the state next to its output, with the same outcome.
 
     Returns:
         A row for each layer, with `layer`, `features` (chosen), `k` (their number), `width`, `bits_per_value`,
@@ -72,7 +72,7 @@ def make(
 ) -> Calibration:
     """Calibrate a loaded model, whole or on real ranks, with a progress bar on the first rank.
 
-    `keep_state`: save the state next to the output now and then, and resume from it.
+    `keep_state`: save the state next to the output from time to time, and resume from it.
     """
     drawn = sequences.draw(settings.sequences, settings.seed)
     if world()[0] == 0:
@@ -105,7 +105,7 @@ def make(
 
 
 def _inputs(settings: CalibrationConfig, start: Calibration | None) -> Summable | None:
-    """Return the format of inputs that is asked for, or that of the calibration that goes on."""
+    """Return the requested format of inputs, or that of the calibration to continue."""
     if settings.inputs:
         return check_summable(parse(settings.inputs))
     earlier = start.inputs_codecs() if start is not None else {}
@@ -129,7 +129,7 @@ def _row(calibration: Calibration, layer: str) -> dict[str, Any]:
 
 
 def _check_output(path: Path) -> None:
-    """Raise ConfigError unless the first rank can write there; on the ranks of a job AgreementError, alike on all."""
+    """Raise ConfigError unless the first rank can write there; in a job, all ranks raise the same AgreementError."""
     rank, ranks = world()
     problem = ""
     if rank == 0:
@@ -144,13 +144,13 @@ def _check_output(path: Path) -> None:
 
 
 def _state_file(settings: CalibrationConfig, description: str, start: Calibration | None) -> Path:
-    """Return the file for the state of a run; other options or text give another name."""
+    """Return the file for the state of a run, whose name depends on its options and text."""
     before = start.fingerprint() if start else ""
     key = f"{settings.model}/{settings.ranks}/{settings.dtype}/{settings.momentum}/{description}/{before}"
     name = hashlib.sha256(key.encode()).hexdigest()[:8]
     state = settings.path.with_name(f".{settings.path.name}.{name}.state")
     if world()[0] == 0 and _states(settings.path) and not state.exists():
-        log.warning("a calibration with other options or text was interrupted before: this one starts afresh")
+        log.warning("an earlier calibration with other options or text was interrupted: this one starts from scratch")
     return state
 
 

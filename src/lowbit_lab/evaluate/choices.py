@@ -15,7 +15,7 @@ from lowbit.config import ConfigError
 from lowbit_lab.evaluate.task_files import Question
 
 NORMALIZED = ("arc_challenge", "arc_easy", "hellaswag")
-"""Tasks that lm-eval scores by acc_norm, too: log-likelihoods over the number of characters of the choice."""
+"""Tasks that lm-eval also scores by acc_norm: log-likelihoods over the number of characters of the choice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +23,8 @@ class Metric:
     """A score of a task.
 
     Attributes:
-        value: the score. items: that of each question, if it is their mean.
-        error: the standard error of the mean, by the standard deviation of the items with n - 1; None of one item.
+        value: the score. items: the score of each question, if `value` is their mean.
+        error: the standard error of the mean, from the standard deviation of the items with n - 1; None for one item.
     """
 
     value: float
@@ -40,7 +40,7 @@ class Metric:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """Tokens of a choice: the model reads `inputs`, whose last predict `targets`, the tokens of the ending."""
+    """Tokens of a choice: the model reads `inputs`, and predicts at their end `targets`, the tokens of the ending."""
 
     inputs: tuple[int, ...]
     targets: tuple[int, ...]
@@ -56,7 +56,7 @@ class LocalTask:
 
     @classmethod
     def encode(cls, name: str, questions: Sequence[Question], tokenizer: Any, length: int) -> LocalTask:
-        """Encode the choices as lm-eval does; what is longer than `length` tokens loses its beginning."""
+        """Encode the choices as lm-eval does; texts longer than `length` tokens lose their beginning."""
         choices = []
         for number, question in enumerate(questions, 1):
             where, pairs = f"task {name} question {number}", zip(question.contexts, question.endings, strict=True)
@@ -64,7 +64,7 @@ class LocalTask:
         return cls(name=name, questions=questions, choices=choices)
 
     def metrics(self, log_likelihoods: Mapping[Choice, float]) -> dict[str, Metric]:
-        """Return acc, and acc_norm where lm-eval reports that, by "task metric"."""
+        """Return acc, and acc_norm if lm-eval reports it for this task, by "task metric"."""
         right: list[float] = []
         right_normalized: list[float] = []
         for question, choices in zip(self.questions, self.choices, strict=True):
@@ -79,7 +79,7 @@ class LocalTask:
 
 
 def _choice(tokenizer: Any, context: str, ending: str, length: int, where: str) -> Choice:
-    """Spaces at the end of the context belong to the ending, so that both together are split into the usual tokens."""
+    """Encode a choice; spaces at the end of the context count to the ending, so that tokens are split as usual."""
     spaces = len(context) - len(context.rstrip())
     start = len(tokenizer.encode(context[: len(context) - spaces]))
     tokens = tokenizer.encode(context + ending)
@@ -132,7 +132,7 @@ def count_inputs(tasks: Sequence[LocalTask]) -> int:
 
 
 def _log_likelihood(logits: Tensor, choice: Choice) -> float:
-    """Add up the log-probabilities of the targets, after which nothing is padded."""
+    """Add up the log-probabilities of the targets, which come last: `logits` have no padding at the end."""
     targets = torch.tensor(choice.targets, device=logits.device)
     log_probabilities = logits[-len(targets) :].float().log_softmax(-1)
     return float(log_probabilities.gather(1, targets[:, None]).sum())
@@ -154,10 +154,11 @@ def _by_task(values: Mapping[str, Any]) -> dict[str, list[Any]]:
 def kept(metrics: Mapping[str, Metric], baseline: Mapping[str, Metric]) -> tuple[float, float | None] | None:
     """Return the mean score over that of the baseline on the same questions, and its standard error.
 
-    The standard error is that of questions in pairs: both models err on mostly the same ones, so it is smaller than the
-    errors of the two scores suggest. It is that of the mean of a - r b over the questions, over the baseline's score,
-    for r the share and a and b the scores of a question: the delta method. Tasks are independent, the metrics of a task
-    are not. Without scores of questions it is None; without a score of the baseline there is nothing to compare.
+    The standard error is computed from pairs of scores: both models err on mostly the same questions, so it is smaller
+    than the errors of the two scores suggest. By the delta method, it is the standard error of the mean of a - r b over
+    the questions, divided by the baseline's score, where r is the share and a and b the scores of a question. Tasks are
+    independent, the metrics of a task are not. It is None without scores of questions. Returns None if the baseline
+    has no score.
     """
     exact = mean_score({name: metric.value for name, metric in baseline.items()})
     if not exact:

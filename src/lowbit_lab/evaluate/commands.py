@@ -1,4 +1,4 @@
-"""`lowbit calibrate` and `lowbit evaluate`: their tables and charts. Imports no PyTorch before they run."""
+"""`lowbit calibrate` and `lowbit evaluate`: their tables and charts. PyTorch is imported only when they run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _calibrate(settings: Any, earlier: Sequence[Row]) -> Iterator[Sequence[Row]]
 
 
 def _evaluate(settings: Any, earlier: Sequence[Row]) -> Iterator[Sequence[Row]]:
-    """Also print each row on a terminal while others are still measured."""
+    """Evaluate; on a terminal, also print each row while others are still being measured."""
     screen = console(stderr=True)
     shown = screen.is_terminal and os.environ.get("RANK", "0") == "0"
     for rows in importlib.import_module("lowbit_lab.evaluate.run").measure(settings):
@@ -32,7 +32,7 @@ def _evaluate(settings: Any, earlier: Sequence[Row]) -> Iterator[Sequence[Row]]:
 
 
 def _line(row: Row) -> str:
-    """Return what one case measured, in one line."""
+    """Describe the results of one case in one line."""
     shown = {
         "perplexity": "perplexity {:.4f}", "kept": "kept {:.2%}", "nearest": "nearest neighbour kept {:.1%}",
         "nearest_10": "10 nearest {:.1%}", "same_tokens": "tokens equal {:.1%}",
@@ -97,7 +97,7 @@ def _ranks(row: Row) -> str:
 
 
 def _with(field: str) -> Callable[[Sequence[Row]], Sequence[Row]]:
-    """Select the rows that measured this; the shares of coded values stay only where some were not coded."""
+    """Select the rows that measured this; drop the shares of coded values if all were coded."""
 
     def rows_with(rows: Sequence[Row]) -> Sequence[Row]:
         rows = [row for row in rows if row.get(field) is not None]
@@ -108,7 +108,7 @@ def _with(field: str) -> Callable[[Sequence[Row]], Sequence[Row]]:
 
 
 def _title(measured: str) -> Callable[[Sequence[Row]], str]:
-    """Make titles of the measure, with values of the rows, the model, and whether its ranks are real."""
+    """Make titles that state the measure with values of the rows, the model, and whether its ranks are real."""
 
     def title(rows: Sequence[Row]) -> str:
         first, formats = rows[0], [row for row in _parallel(rows) if row["format"] != BASELINE]
@@ -134,7 +134,7 @@ def _layer_columns(rows: Sequence[Row]) -> list[Column]:
 
 
 def _with_errors(rows: Sequence[Row]) -> Sequence[Row]:
-    """Rows with the error of sums, and names of their bars: the format, and the algorithm where there are several."""
+    """Return rows with the error of sums, and names of bars: the format, and the algorithm if there are several."""
     rows = [row for row in _parallel(rows) if row["sum_error"] is not None]
     several = len({(row["tp"], row["format"]) for row in rows}) < len(rows)
     names = [" ".join(filter(None, (row["format"], row["algorithm"] if several else None))) for row in rows]
@@ -142,7 +142,7 @@ def _with_errors(rows: Sequence[Row]) -> Sequence[Row]:
 
 
 def _finding(field: str, what: str, otherwise: str) -> Callable[[Sequence[Row]], str]:
-    """Make titles of what the recommended format keeps with the fewest ranks."""
+    """Make titles that state what the recommended format keeps with the fewest ranks."""
 
     def finding(rows: Sequence[Row]) -> str:
         best = recommended(rows, "format")
@@ -158,7 +158,7 @@ def _finding(field: str, what: str, otherwise: str) -> Callable[[Sequence[Row]],
 
 
 def _by_score(rows: Sequence[Row]) -> Sequence[Row]:
-    """Make a row of each score, and one of their mean if there are several."""
+    """Make a row for each score, and one for their mean if there are several."""
     listed: list[Row] = []
     for row in rows:
         scores = row.get("scores") or {}
@@ -182,11 +182,11 @@ _SENT = (
     Column("all-\nreduce", "algorithm"),
 )
 
-_SMALL = {"coded": 0}  # a format that coded nothing has kept nothing either
+_SMALL = {"coded": 0}  # a format that coded nothing is not compared
 
 EVALUATE = Command(
     name="evaluate",
-    summary="What a model or encoder says with low-bit tensor-parallel sums: perplexity, neighbours, tasks.",
+    summary="Accuracy of a model or encoder with low-bit tensor-parallel sums: perplexity, neighbours, tasks.",
     examples=(
         "lowbit evaluate my_model --low-bit --tp 2,4",
         "lowbit evaluate my_model --format int4,feature-int4 --json scores.json",
@@ -260,7 +260,7 @@ EVALUATE = Command(
             title=_finding(
                 "nearest_10", "{:.1%} of the 10 nearest neighbours of {}", "Nearest neighbours with low-bit sums"
             ),
-            subtitle="10 nearest neighbours that are the same as of the first row.",
+            subtitle="10 nearest neighbours that are the same as in the first row.",
             rows=lambda rows: [row for row in _parallel(rows) if row.get("nearest_10") is not None],
             group=_ranks, series="format", y=lambda row: 100 * row["nearest_10"],
             label="10 nearest neighbours kept, %",

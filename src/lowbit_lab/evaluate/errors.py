@@ -13,12 +13,12 @@ from lowbit.codecs.base import Codec
 from lowbit.tensor_parallel import Calibration
 from lowbit.tensor_parallel.reduce import plain_sum
 
-_SAMPLED = 4  # calls of a layer whose partial sums are coded once more, to see each rank's error
+_SAMPLED = 4  # calls of a layer whose partial sums are coded once more, to measure each rank's error
 
 
 @dataclass
 class _Squares:
-    """Of one layer: squared errors and squared sums, and mean shares by token and by rank."""
+    """Squared errors and squared sums of one layer, and their mean shares by token and by rank."""
 
     error: float = 0.0
     power: float = 0.0
@@ -31,8 +31,8 @@ class _Squares:
 class SumErrors:
     """Errors of sums over emulated ranks, for `emulate_tensor_parallel_(watch=...)`.
 
-    Of each layer: root mean square of the sum's difference to the float32 sum of the partial sums, over that of the
-    float32 sum. `low_bit`: the format, to see the error of each rank's partial sums, too.
+    A layer's error is the root mean square of the sum's difference to the float32 sum of the partial sums, over that of
+    the float32 sum. `low_bit`: the format, if the error of each rank's partial sums is wanted, too.
     """
 
     def __init__(self, low_bit: Calibration | Codec | None = None) -> None:
@@ -68,11 +68,11 @@ class SumErrors:
         return {name: math.sqrt(s.error / s.power) if s.power else 0.0 for name, s in self._layers.items()}
 
     def by_token(self) -> dict[str, float]:
-        """Return the error of each layer with each token's error over its own sum, so that all tokens count alike."""
+        """Return the error of each layer, with each token's error relative to its own sum, so all count equally."""
         return {name: math.sqrt(s.by_token / s.tokens) if s.tokens else 0.0 for name, s in self._layers.items()}
 
     def by_rank(self) -> dict[str, list[float]]:
-        """Return the error of each rank's partial sums, over the sum, by layer: of the first calls."""
+        """Return by layer the error of each rank's partial sums in the first calls, relative to the sum."""
         return {
             name: [math.sqrt(e / min(s.calls, _SAMPLED)) for e in s.by_rank]
             for name, s in self._layers.items()
@@ -80,18 +80,18 @@ class SumErrors:
         }
 
     def mean(self) -> float | None:
-        """Return the root mean square over the layers; None if nothing was seen."""
+        """Return the root mean square over the layers; None without calls."""
         return root_mean_square(self.relative().values())
 
 
 def root_mean_square(errors: Iterable[float]) -> float | None:
-    """Return the root mean square; None of nothing."""
+    """Return the root mean square; None without errors."""
     squares = [error * error for error in errors]
     return math.sqrt(sum(squares) / len(squares)) if squares else None
 
 
 def by_kind(errors: Mapping[str, float]) -> dict[str, float]:
-    """Return the root mean square over layers that differ in their numbers only, by name without the numbers."""
+    """Return the root mean square over layers whose names differ only in numbers, by name without the numbers."""
     kinds: dict[str, list[float]] = {}
     for name, error in errors.items():
         kinds.setdefault(kind_of(name), []).append(error)

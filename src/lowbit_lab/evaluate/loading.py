@@ -1,4 +1,4 @@
-"""Load local Hugging Face checkpoints, whole or cut over the ranks of a job, and calibrations, for both commands."""
+"""Load local Hugging Face checkpoints, whole or split over the ranks of a job, and calibrations, for both commands."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ def job(device: torch.device) -> Iterator[None]:
 
 
 def load_model(folder: str, dtype: str, device: torch.device) -> PreTrainedModel:
-    """Load a language model or encoder: cut over the ranks of the job, or whole without one; nothing is downloaded.
+    """Load a language model or encoder: split over the ranks of the job, or whole without one; nothing is downloaded.
 
-    It is cut on the CPU: the host holds the whole of it for each rank for a moment, a device only its rank's part.
+    It is split on the CPU: the host briefly holds a whole model for each rank, a device only its rank's part.
 
     Args:
-        folder: with `config.json` and weights; dtype: as in the settings.
+        folder: with `config.json` and weights; dtype: see the settings.
     """
     from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
 
@@ -70,15 +70,15 @@ def load_model(folder: str, dtype: str, device: torch.device) -> PreTrainedModel
     options: Any = {"dtype": choose_dtype(dtype, device)}
     model, missing = load(kinds[kind], folder, "model", complete=False, **options)
     if kind == MASKED and missing:
-        log.warning("%s has no %s: it is taken for an encoder that predicts no tokens", folder, missing[0])
+        log.warning("%s has no %s: treating it as an encoder that predicts no tokens", folder, missing[0])
         model, missing = load(AutoModel, folder, "model", complete=False, **options)
-    if any(name.startswith("pooler.") for name in missing):  # nothing needs it
+    if any(name.startswith("pooler.") for name in missing):  # the pooler is not needed
         model.pooler, missing = None, [name for name in missing if not name.startswith("pooler.")]
     if missing:
         raise ConfigError(f"model {folder!r} has no weights {', '.join(missing[:3])}; allowed: a complete checkpoint")
     attention = model.config._attn_implementation
     if attention != "sdpa":
-        log.warning("%s computes attention by %s: it has no other", type(model).__name__, attention)
+        log.warning("%s computes attention by %s: it supports nothing else", type(model).__name__, attention)
     model.eval()
     if world()[1] > 1:
         tensor_parallel_(model)
@@ -126,7 +126,7 @@ def check_ranks(key: str, ranks: int, folder: str) -> None:
 
 
 def load_calibrations(files: tuple[str, ...]) -> dict[int, Calibration]:
-    """Load calibrations, at most one for each number of ranks, and return them by that (`load_calibration`)."""
+    """Load calibrations, at most one for each number of ranks, and return them by number (`load_calibration`)."""
     loaded = [load_calibration(file) for file in files]
     worlds = [calibration.world for calibration in loaded]
     if twice := next((world for world in worlds if worlds.count(world) > 1), None):
@@ -135,7 +135,7 @@ def load_calibrations(files: tuple[str, ...]) -> dict[int, Calibration]:
 
 
 def load_calibration(path: str | Path) -> Calibration:
-    """Load a calibration; on the ranks of a job the same on all of them, or the same error."""
+    """Load a calibration; in a job, all ranks return the same one or raise the same error."""
     if world()[1] == 1:
         return Calibration.load(path)
     loaded = load_agreed(path, default_group(), SumSettings())
@@ -145,7 +145,7 @@ def load_calibration(path: str | Path) -> Calibration:
 
 @contextlib.contextmanager
 def progress_bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar on the terminal of the first rank; yield a function that takes the number that is done."""
+    """Show a bar on the terminal of the first rank; yield a function that takes the number of finished items."""
     from rich.markup import escape
     from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 

@@ -25,7 +25,7 @@ _MODES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Pooling:
-    """How the vectors of a sentence's tokens become one.
+    """How the vectors of a sentence's tokens are combined into one.
 
     Args:
         mode: "mean" or "max" over the tokens, or the "first" token's.
@@ -128,7 +128,7 @@ def agreement(exact: Tensor, other: Tensor) -> dict[str, float]:
 
 
 def _json(path: Path) -> Any:
-    """Return the contents of a file, or None if there is none."""
+    """Return the contents of a file, or None if it does not exist."""
     try:
         return json.loads(path.read_text("utf-8"))
     except FileNotFoundError:

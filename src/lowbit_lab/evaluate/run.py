@@ -1,4 +1,4 @@
-"""`lowbit evaluate`: what a model says with low-bit tensor-parallel sums, compared with exact ones."""
+"""`lowbit evaluate`: results of a model with low-bit tensor-parallel sums, compared with exact ones."""
 
 from __future__ import annotations
 
@@ -50,23 +50,23 @@ log = logging.getLogger(__name__)
 def measure(settings: EvaluationConfig) -> Iterator[list[dict[str, Any]]]:
     """Measure every format on every number of ranks.
 
-    In one process ranks are emulated (`emulate_tensor_parallel_`); under torchrun the job's ranks are real, and the
-    figures the same to the last bit, with as many threads.
+    In one process ranks are emulated (`emulate_tensor_parallel_`); under torchrun the job's ranks are real, and with
+    the same number of threads the figures are the same to the last bit.
 
     Yields:
         All rows so far, with `model` (its folder's name), `kind` (of model), `format`, `tp`, `real` (ranks),
         `algorithm` (of the all-reduce of coded values), `bits_per_value` (of everything sent), `coded` (share of the
-        values; the others are of small sums, which stay in the model's dtype), `sum_error` (relative root mean square
-        over the layers; for emulated ranks), `token_error` (the same with every token alike), `layers`,
-        `layers_by_token`, `layers_by_rank` (the same by layer), `calibration` (its text).
+        values; the others belong to small sums, which stay in the model's dtype), `sum_error` (relative root mean
+        square over the layers; for emulated ranks), `token_error` (the same with equal weight for every token),
+        `layers`, `layers_by_token`, `layers_by_rank` (the same by layer), `calibration` (its text).
 
-        Of models that predict tokens also `perplexity` (of the next token, or of masked ones; NaN if a sum was),
-        `accuracy`, `loss`, `tokens`, `logits_error` (relative, to the first row's: one rank, or on real ranks bf16) and
-        `logits` (digits of the first batch's bits). Of encoders `sentences`, `nearest`, `nearest_10` and
-        `rank_correlation`, against the first row's (`neighbours.agreement`). With `generate`, `same_tokens`,
-        `tokens_before`, `same_texts`, against the first row's (`score.same_tokens`). With tasks `scores` (by task
-        and metric), `scores_error` (their standard errors), `score` (their mean) and, unless nothing was coded,
-        `score_kept` (each over bf16's on as many ranks), `score_kept_error` and `scores_kept_error` (standard errors).
+        Models that predict tokens add `perplexity` (of next or masked tokens; NaN if a sum was), `accuracy`, `loss`,
+        `tokens`, `logits_error` (relative to the first row: one rank, or on real ranks bf16) and `logits` (digits of
+        the first batch's bits). Encoders add `sentences`, `nearest`, `nearest_10` and `rank_correlation`, compared with
+        the first row (`neighbours.agreement`). `generate` adds `same_tokens`, `tokens_before`, `same_texts`, compared
+        with the first row (`score.same_tokens`). Tasks add `scores` (by task and metric), `scores_error` (their
+        standard errors), `score` (their mean) and, unless nothing was coded, `score_kept` (each over bf16's on the same
+        number of ranks), `score_kept_error` and `scores_kept_error` (standard errors).
         The command adds `kept` (bf16's perplexity over this one) and `scores_kept` (`score` over bf16's), unless
         nothing was coded.
     """
@@ -122,7 +122,7 @@ class Evaluation:
             self._check_calibrations(calibrations)
             model = loading.load_model(self.settings.model, self.settings.dtype, self.device)
             if self.kind == loading.MASKED and model.get_output_embeddings() is None:
-                self.kind = loading.ENCODER  # its checkpoint has no head
+                self.kind = loading.ENCODER  # the checkpoint has no head
             for case in self._cases(model, calibrations):
                 rows = [*rows, self._measure(model, case)]
                 yield rows
@@ -139,7 +139,7 @@ class Evaluation:
             raise ConfigError("tokenizer is bytes; allowed for a masked language model: one with a mask token")
 
     def _check_calibrations(self, calibrations: Mapping[int, Calibration]) -> None:
-        """Raise, before anything is measured, unless the files that were named are for all ranks and formats."""
+        """Raise, before anything is measured, unless the given files suit all ranks and formats."""
         names = [name for name in self.settings.compared if name in CALIBRATED]
         for tp in self.tps if calibrations and names else ():
             if tp > 1 and tp not in calibrations:
@@ -159,7 +159,7 @@ class Evaluation:
                 f"allowed: at least {neighbours.NEAREST + 2}"
             )
         if len(chosen) < wanted and self.rank == 0:
-            log.warning("sentences is %d, and %s has %d: all are used", wanted, self.sequences.source, len(chosen))
+            log.warning("sentences is %d, and %s has %d: using all of them", wanted, self.sequences.source, len(chosen))
         return chosen
 
     def _tps(self) -> tuple[int, ...]:
@@ -203,13 +203,13 @@ class Evaluation:
                 yield _Case(format=name, tp=tp, low_bit=_with_features(calibration, name), source=calibration.text)
 
     def _calibration(self, model: PreTrainedModel, tp: int, calibrations: Mapping[int, Calibration]) -> Calibration:
-        """Return a calibration for `tp` ranks: one that was named, the one in the model's folder, or a new one."""
+        """Return a calibration for `tp` ranks: a given one, the one in the model's folder, or a new one."""
         settings = self.settings
         if tp in calibrations:
             return calibrations[tp]
-        beside = default_calibration(settings.model, tp)
-        if not settings.calibration_text and self._all_have(beside):
-            return loading.load_calibration(beside)
+        in_folder = default_calibration(settings.model, tp)
+        if not settings.calibration_text and self._all_have(in_folder):
+            return loading.load_calibration(in_folder)
         wanted = CalibrationConfig(
             ranks=tp, text=settings.calibration_text, sequences=settings.calibration_sequences,
             **{name: getattr(settings, name) for name in ("model", "length", "tokenizer", "seed", "max_bytes")},
@@ -222,7 +222,7 @@ class Evaluation:
         return calibrate.make(model, calibrate.read(wanted), wanted, keep_state=False)
 
     def _all_have(self, path: Path) -> bool:
-        """Whether the file exists, decided alike on all ranks."""
+        """Whether the file exists; the same on all ranks."""
         exists = gather_json(path.exists()) if self.ranks > 1 else [path.exists()]
         if len(set(exists)) > 1:
             missing = ", ".join(str(rank) for rank, here in enumerate(exists) if not here)
@@ -298,7 +298,7 @@ class Evaluation:
         return {"sentences": len(self.sentences), **neighbours.agreement(self.vectors, vectors)}
 
     def _install(self, model: PreTrainedModel, case: _Case, errors: SumErrors) -> Installed:
-        """Let the model add up its partial sums in the format of the case."""
+        """Make the model add up its partial sums in the format of the case."""
         if case.low_bit is None:
             return Installed()  # one rank: nothing to change
         if self.ranks > 1:
@@ -312,7 +312,7 @@ def _check_format(name: str) -> None:
         try:
             parse(name)
         except ValueError as error:
-            which = "" if name.startswith("feature-int") else f": {error}"  # that one speaks of calibrations
+            which = "" if name.startswith("feature-int") else f": {error}"  # theirs would ask for a calibration
             raise ConfigError(f"format is {name!r}; allowed: {', '.join(CALIBRATED)}, or a codec{which}") from error
 
 

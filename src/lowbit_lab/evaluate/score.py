@@ -1,4 +1,4 @@
-"""Perplexity of a model on windows of text, how far its logits are from a reference's, and greedy generation."""
+"""Perplexity of a model on windows of text, the distance of its logits to a reference's, and greedy generation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Score:
     """How well a model predicts a text.
 
     Attributes:
-        loss: mean negative log-likelihood of a (next, or masked) token, in nats, added up in float64; NaN if a sum over
+        loss: mean negative log-likelihood of a (next or masked) token, in nats, added up in float64; NaN if a sum over
             ranks was NaN or infinite. tokens: number of predicted ones. accuracy: share of them with the largest logit.
         logits: 16 hexadecimal digits of all bits of the first batch's logits: equal if these are bit-identical.
         logits_error: root mean square of the difference to a reference's logits, over that of the reference's from
@@ -48,8 +48,8 @@ class Reference:
     """Logits of the first batches, to compare those of other formats with.
 
     Attributes:
-        batches: float32 on the CPU, up to `REMEMBERED` bytes, but one at least.
-        full: a batch did not fit; later ones are left out, too, so that these are the first.
+        batches: float32 on the CPU, up to `REMEMBERED` bytes, but at least one.
+        full: a batch did not fit; later ones are also left out, so that the kept ones are the first.
     """
 
     batches: list[Tensor] = field(default_factory=list)
@@ -79,9 +79,9 @@ def perplexity(
     Args:
         model: takes token ids, int64 (batch, length), and returns an object with `logits` (batch, length, vocabulary).
         sequences: the text.
-        count: windows of it, evenly spread (0: all).
+        count: number of windows, evenly spread (0: all).
         batch: windows at a time.
-        reference: if empty, it remembers this model's logits; else they are compared with it.
+        reference: if empty, it stores this model's logits; otherwise they are compared with it.
         device: of the model.
         progress: called with the number of windows done.
 

@@ -1,4 +1,4 @@
-"""Settings of `lowbit calibrate` and `lowbit evaluate`. Imports no PyTorch: the command line reads it."""
+"""Settings of `lowbit calibrate` and `lowbit evaluate`. No import of PyTorch here: the command line uses it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FILE_TASKS = ("arc_challenge", "arc_easy", "boolq", "hellaswag", "winogrande")
 
 
 def default_calibration(model: str, ranks: int) -> Path:
-    """Return where a calibration lies unless a file is named: next to the model's weights."""
+    """Return the default path of a calibration: next to the model's weights."""
     return Path(model) / f"calibration-tp{ranks}.safetensors"
 
 
@@ -84,7 +84,7 @@ class CalibrationConfig(InferenceConfig):
 
     @property
     def path(self) -> Path:
-        """The file to write."""
+        """Return the file to write."""
         return Path(self.output) if self.output else default_calibration(self.model, self.ranks)
 
     def selection(self, width: int) -> int:
@@ -119,9 +119,9 @@ class EvaluationConfig(InferenceConfig):
     be split for. Under torchrun, its number of processes is used instead."""
     calibrations: tuple[str, ...] = ()
     """Files written by `lowbit calibrate`, at most one for each number of ranks. If omitted, the file in the model's
-    folder; if there is none, a calibration is computed first."""
+    folder; without such a file, a calibration is computed first."""
     calibration_text: tuple[str, ...] = ()
-    """Text for such a calibration, given like `text`. If omitted, Python's standard library without its last 5 %."""
+    """Text for such a calibration, given as `text` is. If omitted, Python's standard library without its last 5 %."""
     calibration_sequences: Positive = 256
     """Number of sequences for such a calibration."""
     sequences: NonNegative = 64
@@ -131,21 +131,21 @@ class EvaluationConfig(InferenceConfig):
     generate: NonNegative = 0
     """Tokens that are generated greedily after 16 windows and compared; causal language models only."""
     batch: Positive = 4
-    """Windows that are evaluated at a time; of sentences, 8 times as many."""
+    """Windows to evaluate at a time; 8 times as many sentences."""
     tasks: tuple[str, ...] = ()
-    """Zero-shot tasks, by their names in lm-eval (the extra lowbit[tasks]), or with the local file of their questions:
-    arc_easy=test.parquet. Those of files are arc_challenge, arc_easy, boolq, hellaswag and winogrande, as JSON lines or
-    parquet, and need no lm-eval."""
+    """Zero-shot tasks, by their names in lm-eval (the extra lowbit[tasks]), or with a local file of questions:
+    arc_easy=test.parquet. Files are supported for arc_challenge, arc_easy, boolq, hellaswag and winogrande, as JSON
+    lines or parquet, and do not need lm-eval."""
     task_folder: str = ""
     """Folder with more tasks, as YAML files that lm-eval reads."""
     limit: NonNegative = 0
-    """Examples of each task, the first ones. 0: all."""
+    """Number of examples of each task, from the first on. 0: all."""
     shots: NonNegative = 0
     """Solved examples that are shown before each question; not for tasks from files."""
     algorithm: Literal["auto", "one_shot", "two_shot"] = "auto"
     """All-reduce algorithm. auto: one_shot for two ranks and for small messages, otherwise two_shot."""
     small: NonNegative | None = None
-    """Sums with fewer elements are sent in the model's data type. If omitted, as in inference."""
+    """Sums with fewer elements are sent in the model's data type. If omitted, the default of inference."""
 
     def __post_init__(self) -> None:
         if self.low_bit and self.formats:
@@ -156,7 +156,7 @@ class EvaluationConfig(InferenceConfig):
                 f"{', '.join(self.calibrations)}; allowed: one of them"
             )
         if self.task_folder and not self.harness_tasks:
-            raise ConfigError(f"task-folder is {self.task_folder!r}; allowed: with --task, by a name in lm-eval")
+            raise ConfigError(f"task-folder is {self.task_folder!r}; allowed: with --task and a name in lm-eval")
         self._check_tasks()
         for key, value in {"limit": self.limit, "shots": self.shots}.items():
             if value and not self.tasks:
@@ -174,15 +174,15 @@ class EvaluationConfig(InferenceConfig):
 
     @property
     def task_files(self) -> dict[str, str]:
-        """The files of tasks that have one, by task."""
+        """Return the files of tasks that have one, by task."""
         return {name: file for name, is_file, file in (task.partition("=") for task in self.tasks) if is_file}
 
     @property
     def harness_tasks(self) -> tuple[str, ...]:
-        """The tasks that lm-eval loads."""
+        """Return the tasks that lm-eval loads."""
         return tuple(task for task in self.tasks if "=" not in task)
 
     @property
     def compared(self) -> tuple[str, ...]:
-        """All formats, the baseline first, none twice."""
+        """Return all formats, each once, the baseline first."""
         return tuple(dict.fromkeys((BASELINE, *((LOW_BIT,) if self.low_bit else self.formats or FORMATS))))

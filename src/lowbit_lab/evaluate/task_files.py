@@ -23,8 +23,8 @@ class Question:
     """A question with its choices.
 
     Attributes:
-        contexts: the text before each choice. endings: what follows it, with the space in front; its log-likelihood is
-            the choice's. WinoGrande's choices differ in their contexts, those of the other tasks in their endings.
+        contexts: the text before each choice. endings: the text after it, with the space in front, whose log-likelihood
+            counts. WinoGrande's choices differ in their contexts, those of the other tasks in their endings.
         answer: index of the right choice.
     """
 
@@ -34,13 +34,13 @@ class Question:
 
     @classmethod
     def of(cls, context: str, choices: Sequence[str], answer: int) -> Question:
-        """A question whose choices follow the same text, after a space."""
+        """Make a question whose choices follow the same text, after a space."""
         endings = tuple(f" {choice}" for choice in choices)
         return cls(contexts=(context,) * len(choices), endings=endings, answer=answer)
 
 
 def read_questions(name: str, file: str, limit: int = 0) -> list[Question]:
-    """Read the first `limit` questions (0: all) from a file as its publisher or the Hugging Face hub ships it.
+    """Read the first `limit` questions (0: all) from a file in the form of its publisher or the Hugging Face hub.
 
     arc_easy, arc_challenge: question (text, or an object with stem and choices), choices, answerKey. hellaswag:
     activity_label, ctx_a, ctx_b, endings, label. winogrande: sentence, option1, option2, answer. boolq: passage,
@@ -51,7 +51,7 @@ def read_questions(name: str, file: str, limit: int = 0) -> list[Question]:
     """
     task, path = f"task {name}={file}", Path(file)
     if path.suffix not in (*_LINES, _PARQUET):
-        raise ConfigError(f"{task}: {path.suffix or path.name!r} is not read; allowed: .jsonl, .json or .parquet")
+        raise ConfigError(f"{task}: {path.suffix or path.name!r} cannot be read; allowed: .jsonl, .json or .parquet")
     read = _rows if path.suffix == _PARQUET else _lines
     questions = []
     try:
@@ -61,8 +61,8 @@ def read_questions(name: str, file: str, limit: int = 0) -> list[Question]:
             except (AttributeError, KeyError, TypeError, ValueError) as error:
                 reason = f"no {error}" if isinstance(error, KeyError) else str(error)
                 raise ConfigError(
-                    f"{where} is no question of {name} ({reason}); allowed: as its publisher or the Hugging Face hub "
-                    "ships it, with the answer, which test splits lack"
+                    f"{where} is not a valid question of {name} ({reason}); allowed: the form of its publisher or the "
+                    "Hugging Face hub, with the answer, which test splits lack"
                 ) from error
     except OSError as error:
         raise ConfigError(f"{task} cannot be read: {error.strerror or error}; allowed: a local file") from error
@@ -83,7 +83,7 @@ def _lines(task: str, path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
                 where = f"{task} line {number}"
                 try:
                     fields = json.loads(line.decode("utf-8"))
-                    json.dumps(fields, ensure_ascii=False).encode()  # tokenizers refuse half a surrogate pair
+                    json.dumps(fields, ensure_ascii=False).encode()  # fails for half a surrogate pair, as tokenizers do
                 except (ValueError, RecursionError) as error:
                     raise ConfigError(f"{where} is not JSON ({error}); allowed: an object on each line") from error
                 yield where, fields
@@ -94,7 +94,7 @@ def _rows(task: str, path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         parquet = importlib.import_module("pyarrow.parquet")
         try:
             rows = parquet.read_table(file).to_pylist()
-        except (ValueError, OSError) as error:  # pyarrow's errors are both
+        except (ValueError, OSError) as error:  # pyarrow raises both
             reason = str(error).splitlines()[0]
             raise ConfigError(f"{task} is not parquet ({reason}); allowed: a parquet file") from error
     for number, fields in enumerate(rows, 1):
@@ -104,9 +104,9 @@ def _rows(task: str, path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 def _texts(values: Any, least: int, most: int) -> list[str]:
     """Return a list of texts, none of them empty."""
     if not isinstance(values, list) or not least <= len(values) <= most:
-        raise ValueError(f"{values!r:.60} in place of {least if least == most else f'{least} to {most}'} texts")
+        raise ValueError(f"{values!r:.60} instead of {least if least == most else f'{least} to {most}'} texts")
     if wrong := [each for each in values if not isinstance(each, str) or not each.strip()]:
-        raise ValueError(f"{wrong[0]!r:.60} in place of a text that is not empty")
+        raise ValueError(f"{wrong[0]!r:.60} instead of a text that is not empty")
     return values
 
 
@@ -115,7 +115,7 @@ def _text(fields: Mapping[str, Any], key: str) -> str:
 
 
 def _arc(fields: Mapping[str, Any]) -> Question:
-    """Both forms: the hub's, with lists of texts and labels, and the publisher's, with the choices in the question."""
+    """Read both forms: the hub's, with lists of texts and labels, and the publisher's, with choices in the question."""
     if isinstance(question := fields["question"], dict):
         stem, texts = _text(question, "stem"), [choice["text"] for choice in question["choices"]]
         labels = [choice["label"] for choice in question["choices"]]
@@ -135,8 +135,8 @@ def _hellaswag(fields: Mapping[str, Any]) -> Question:
 
 
 def _without_brackets(text: str) -> str:
-    """Remove what WikiHow leaves in brackets."""
-    # A bracket that nothing closes takes the rest of its line: search it once, not from each such bracket.
+    """Remove WikiHow's remarks in brackets."""
+    # Search for the closing bracket once: a search from every unclosed bracket would take quadratic time.
     return re.sub(r"\[.*?\]|(\[.*)", r"\1", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
 
@@ -150,7 +150,7 @@ def _winogrande(fields: Mapping[str, Any]) -> Question:
 
 
 def _boolq(fields: Mapping[str, Any]) -> Question:
-    """The publisher's files have an answer, those of SuperGLUE a label."""
+    """Read both forms: the publisher's, with an answer, and SuperGLUE's, with a label."""
     answer = [False, True].index(fields["answer"] if "answer" in fields else fields["label"])
     prompt = f"{_text(fields, 'passage')}\nQuestion: {_text(fields, 'question')}?\nAnswer:"
     return Question.of(prompt, ["no", "yes"], answer)

@@ -1,4 +1,4 @@
-"""Zero-shot tasks of an evaluation, from local files and by lm-eval (the extra `lowbit[tasks]`)."""
+"""Zero-shot tasks of an evaluation, from local files or from lm-eval (the extra `lowbit[tasks]`)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _SEED = 1234  # of the solved examples: lm-eval's own default
-_DRAWS = 100  # of the bootstrap, for errors of metrics that are no means
+_DRAWS = 100  # of the bootstrap, for errors of metrics that are not means
 
 
 class Tasks:
@@ -40,7 +40,7 @@ class Tasks:
         ]
 
     def facts(self) -> str:
-        """Name all tasks, and the contents of files in place of their paths."""
+        """Name all tasks, with the contents of files instead of their paths."""
         files = (f"{name}={task_files.fingerprint(questions)}" for name, questions in self._questions.items())
         return ", ".join((*files, *self._settings.harness_tasks))
 
@@ -59,10 +59,10 @@ class Tasks:
         return scored
 
     def row(self, scored: dict[str, Metric], tp: int, *, baseline: bool, coded: bool) -> dict[str, Any]:
-        """Return fields of a row: scores with standard errors, and shares of the baseline's on as many ranks.
+        """Return fields of a row: scores with standard errors, and shares of the baseline's on equally many ranks.
 
         Args:
-            baseline: these are its scores; it comes first. coded: whether anything was; else nothing was kept either.
+            baseline: whether these are its scores; it comes first. coded: whether anything was; else no shares.
         """
         if baseline:
             self._baselines[tp] = scored
@@ -81,7 +81,7 @@ class Tasks:
 
 
 def load_tasks(settings: EvaluationConfig) -> dict[str, Any]:
-    """Load tasks and their data; without any, nothing is imported.
+    """Load tasks and their data; lm-eval is imported only if there are any.
 
     Args:
         settings: tasks, and the folder of YAML files with more of them (whose data may be local: `dataset_path: json`).
@@ -93,7 +93,7 @@ def load_tasks(settings: EvaluationConfig) -> dict[str, Any]:
         importlib.import_module(needed)
     from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
 
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # its warnings are about options of its own command line
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # its warnings concern options of lm-eval's command line
     manager = TaskManager(include_path=folder or None)
     known = set(manager.all_tasks)
     if unknown := [task for task in tasks if task not in known]:
@@ -115,12 +115,12 @@ def zero_shot(
 ) -> dict[str, Metric]:
     """Return scores of a loaded model by "task metric": "arc_easy acc", "arc_easy acc_norm".
 
-    lm-eval makes the prompts, asks the model through its own Hugging Face wrapper and scores. On real tensor-parallel
-    ranks all of them ask the same and get the same.
+    lm-eval makes the prompts, asks the model through its own Hugging Face wrapper, and computes scores. All real
+    tensor-parallel ranks ask the same questions and get the same scores.
 
     Args:
-        model: whole, with emulated ranks, or on real ones. tokenizer: its own.
-        settings: examples, batch size, and the most tokens of a question and answer. loaded: by `load_tasks`.
+        model: whole, with emulated ranks, or on real ones. tokenizer: the model's.
+        settings: examples, batch size, and the most tokens of a question with answer. loaded: result of `load_tasks`.
     """
     from lm_eval import evaluate  # pyright: ignore[reportMissingImports]
     from lm_eval.models.huggingface import HFLM  # pyright: ignore[reportMissingImports]
@@ -139,7 +139,7 @@ def zero_shot(
 
 
 def _metrics(outcome: dict[str, Any]) -> dict[str, Metric]:
-    """Return lm-eval's metrics of which higher is better, by "task metric", with standard errors and examples."""
+    """Return lm-eval's metrics for which higher is better, by "task metric", with standard errors and examples."""
     metrics: dict[str, Metric] = {}
     for task, values in outcome["results"].items():
         for key, value in values.items():

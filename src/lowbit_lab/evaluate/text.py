@@ -1,4 +1,4 @@
-"""Text as windows of token ids: drawn at random for a calibration, one after the other for perplexity."""
+"""Text as windows of token ids: drawn at random for a calibration, in order for perplexity."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Sequences:
         length: tokens of a model's input; that of the last window may be shorter.
         begin: id that every window begins with, if the model expects one (its tokenizer's BOS); None: a window begins
             with the token before the first that it predicts.
-        end: id that every window of an encoder ends with, in the place of its last token.
-        mask: id that takes the place of masked tokens (`batches`); None: the model predicts the next token.
+        end: id that every window of an encoder ends with, in place of its last token.
+        mask: id that replaces masked tokens (`batches`); None: the model predicts the next token.
         source: name of the text, for messages and files.
     """
 
@@ -52,12 +52,12 @@ class Sequences:
 
     @property
     def predicted(self) -> int:
-        """Tokens that have a probability: all, or all but the first."""
+        """Number of tokens that are predicted: all, or all but the first."""
         return max(0, len(self.tokens) - (self.begin is None))
 
     @property
     def whole(self) -> int:
-        """Windows of full length."""
+        """Number of windows of full length."""
         return self.predicted // self.length
 
     def window(self, index: int) -> tuple[Tensor, Tensor]:
@@ -72,21 +72,21 @@ class Sequences:
         """Log a warning if there are fewer windows than `count`."""
         if count > len(self):
             log.warning(
-                "sequences is %d, and %s has %d of %d tokens: all of them are used",
+                "sequences is %d, and %s has %d of %d tokens: using all of them",
                 count, self.source, len(self), self.length,
             )  # fmt: skip
 
     def spread(self, count: int) -> list[int]:
-        """Return the indices of `count` windows, evenly spread over the text; of all if `count` is 0 or too large."""
+        """Return the indices of `count` windows, evenly spread over the text; all if `count` is 0 or too large."""
         if not count or count >= len(self):
             return list(range(len(self)))
         return [i * len(self) // count for i in range(count)]
 
     def batches(self, indices: list[int], size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield inputs and targets of these windows, (up to `size`, length) each; a shorter window comes alone.
+        """Yield inputs and targets of these windows, (up to `size`, length) each; a shorter window is a separate batch.
 
-        With a `mask`, one token in `MASKED` is masked, at random but always the same ones; all others have the target
-        `IGNORED`.
+        With a `mask`, one token in `MASKED` is masked, at random but the same ones every time; the target of all others
+        is `IGNORED`.
         """
         full = [i for i in indices if i < self.whole]
         groups = [full[i : i + size] for i in range(0, len(full), size)]
@@ -135,7 +135,7 @@ def read(settings: InferenceConfig, *, held_out: bool = False, encoder: bool = F
     """Read the text of the settings; also return its tokenizer.
 
     Args:
-        held_out: of the standard library, take the share at the end that `lowbit train` holds out, not the rest.
+        held_out: take the end of the standard library that `lowbit train` holds out, not the rest.
         encoder: the model reads a text between two special tokens and predicts masked tokens.
     """
     tokenizer = load_tokenizer(settings.tokenizer or settings.model, key="tokenizer")
@@ -155,7 +155,7 @@ def documents(settings: InferenceConfig, *, held_out: bool = False) -> Iterator[
 
 
 def _special(tokenizer: Tokenizer, *, encoder: bool) -> dict[str, Any]:
-    """Return the ids that the tokenizer puts around every text, of an encoder with that of a masked token."""
+    """Return the ids that the tokenizer puts around every text; for an encoder also that of a masked token."""
     if not isinstance(tokenizer, FolderTokenizer):
         return {}
     hugging_face = tokenizer.hugging_face()

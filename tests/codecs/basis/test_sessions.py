@@ -59,7 +59,7 @@ def test_a_restart_continues_bit_for_bit(codec: Codec) -> None:
     sender.load_state_dict({})  # of before the first message
     same_state(sender, fresh)
     assert torch.equal(sender.encode(tokens(SHAPE, seed=0)), fresh.encode(tokens(SHAPE, seed=0)))
-    with pytest.raises(ValueError, match=f"it is not one of {type(codec).__name__}"):
+    with pytest.raises(ValueError, match=f"it is not a state of {type(codec).__name__}"):
         sender.load_state_dict({"5": torch.zeros(2)})
     for shape in ((4, 64), (4, 16)):
         other = (codec if shape[1] == 64 else SubspaceQuant(directions=5)).open(shape=shape, dtype=torch.float32)

@@ -107,11 +107,11 @@ def test_what_is_wrong_with_damaged_streams_is_said() -> None:
     payload = sender.encode(tokens((40, 64), seed=0))
     start = sender._geometry.layout.offsets["streams"]
     payload[start + 4 * ENTRY] ^= 1
-    with pytest.raises(ValueError, match="this end expects training message 0 .* with streams that end as they must"):
+    with pytest.raises(ValueError, match="this end expects training message 0 .* with streams that end as expected"):
         receiver.decode(payload)
     payload[start : start + 4].view(torch.int32).fill_(-1)
     for backend in ("reference", "cpu"):
-        with kernels.backend(backend), pytest.raises(ValueError, match="streams that end as they must"):
+        with kernels.backend(backend), pytest.raises(ValueError, match="streams that end as expected"):
             receiver.decode(payload)
 
 
@@ -127,7 +127,7 @@ def test_where_the_host_knows_late_a_wrong_message_is_nan(monkeypatch: pytest.Mo
     damaged[sender._geometry.layout.offsets["streams"] + 4 * ENTRY] ^= 1  # a state
     assert receiver.decode(damaged).isnan().all()
     assert torch.equal(receiver._memory.directions, before)
-    with pytest.raises(ValueError, match="streams that end as they must"):
+    with pytest.raises(ValueError, match="streams that end as expected"):
         receiver.state_dict()
 
 

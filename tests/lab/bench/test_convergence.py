@@ -12,7 +12,7 @@ from lowbit.train.config import DataConfig, LoraConfig, ModelConfig
 from lowbit.train.data import load_data
 from lowbit_lab.bench import convergence
 from lowbit_lab.bench.convergence import COMMAND, ConvergenceBenchmark, planned, recipe, summarized
-from lowbit_lab.bench.training import Recipe, train
+from lowbit_lab.bench.training import TrainingRecipe, train
 from tests.lab.bench.shown import shown
 from tests.lab.evaluate.models import write_checkpoint
 
@@ -37,7 +37,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Replace the training by a table of losses; what would have been trained, in order."""
     log: list[str] = []
 
-    def train_all(settings: ConvergenceBenchmark, runs: list[Any], recipes: dict[str, Recipe], keep: str = ""):
+    def train_all(settings: ConvergenceBenchmark, runs: list[Any], recipes: dict[str, TrainingRecipe], keep: str = ""):
         for one in runs:
             log.append("{regime} {boundary} seed {seed}".format(**one))
             if keep:

@@ -72,7 +72,7 @@ def test_without_a_link_it_says_so_and_goes_on(monkeypatch: pytest.MonkeyPatch):
     with console.capture() as shown:
         assert demo.choose_link(console).rate_mbit is None
     assert "No namespaces here." in shown.get()
-    assert "Going on without a limit" in shown.get()
+    assert "Continuing without a limit" in shown.get()
 
 
 def test_a_rank_that_fails_is_named(tmp_path: Path):
@@ -99,7 +99,7 @@ def test_the_findings_tell_the_stage_from_the_bits():
     ]  # fmt: skip
     stage, bits, loss, same, warm_up = demo.findings(rows)
     assert "1.50 times as fast as PyTorch's" in stage
-    assert "4.4 forward and 5.4 backward in place of 32 make it 2.00 times as fast again, 3.00 times in all" in bits
+    assert "4.4 forward and 5.4 backward instead of 32 make it another 2.00 times as fast, 3.00 times in all" in bits
     assert "3.00 after 60 s with PyTorch's stage, 42 s with lowbit's in FP32 and 20 s with TransformQuant" in loss
     assert "after 3 steps, training loss is 3.060, 3.042 and 3.020" in same
     assert "No run has a warm-up" in warm_up

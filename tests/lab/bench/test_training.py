@@ -16,7 +16,7 @@ from lowbit.train.optim import make_optimizer
 from lowbit.wire.checksum import CHECKSUM_BYTES
 from lowbit_lab.bench import training
 from lowbit_lab.bench.convergence import ConvergenceBenchmark
-from lowbit_lab.bench.training import Formats, Recipe, Replicas, boundary_modules, evaluate, formats_in, train
+from lowbit_lab.bench.training import Formats, Replicas, TrainingRecipe, boundary_modules, evaluate, formats_in, train
 
 FP32 = Cast()
 CHECKSUM_BITS = 8 * CHECKSUM_BYTES / (2 * 16 * 32)  # an element, in messages of (2, 16, 32)
@@ -31,10 +31,10 @@ def _without_compilation() -> Iterator[None]:
 
 
 @pytest.fixture
-def recipe(tmp_path: Path) -> Recipe:
+def recipe(tmp_path: Path) -> TrainingRecipe:
     text = tmp_path / "text.txt"
     text.write_text(" ".join(str(i * i) for i in range(800)))
-    return Recipe(
+    return TrainingRecipe(
         model=ModelConfig(dim=32, layers=4, heads=2),
         data=DataConfig(text=(str(text),), sequence=16, batch=2, held_out_share=0.2),
         optimizer=OptimizerConfig(lr_warmup_steps=2),
@@ -46,7 +46,7 @@ def recipe(tmp_path: Path) -> Recipe:
 
 
 @pytest.mark.parametrize("name", ["gradients:fp8", "activations:norm-8", "activations:uniform"])
-def test_gradients_and_activations_in_few_bits_train_too(recipe: Recipe, name: str):
+def test_gradients_and_activations_in_few_bits_train_too(recipe: TrainingRecipe, name: str):
     _, plain = train(recipe, seed=0)
     model, found = train(recipe, name, seed=0)
     assert found["curve"][0] == pytest.approx(plain["curve"][0], rel=1e-6), "forward is exact"
@@ -55,7 +55,7 @@ def test_gradients_and_activations_in_few_bits_train_too(recipe: Recipe, name: s
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_agoq_is_its_activations_with_all_in_8_bits(recipe: Recipe, monkeypatch: pytest.MonkeyPatch):
+def test_agoq_is_its_activations_with_all_in_8_bits(recipe: TrainingRecipe, monkeypatch: pytest.MonkeyPatch):
     made = []
     monkeypatch.setattr(training, "eight_bit_adamw", lambda *a, compiled: made.append(compiled) or make_optimizer(*a))
     published = LayerAware.published()
@@ -76,20 +76,20 @@ def test_an_unknown_boundary_is_told_all_that_there_are(name: str):
         ConvergenceBenchmark(boundaries=(name,))
 
 
-def test_real_8_bit_states_train(recipe: Recipe, monkeypatch: pytest.MonkeyPatch):
+def test_real_8_bit_states_train(recipe: TrainingRecipe, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("torchao.optim")
     monkeypatch.setenv("CXX", "no compiler")  # which takes a minute
     losses = [first_losses(recipe, name) for name in ("fp32", "agoq")]
     assert losses[1] == pytest.approx(losses[0], abs=0.1)
 
 
-def first_losses(recipe: Recipe, boundary: str, *, seed: int = 0) -> list[float]:
+def first_losses(recipe: TrainingRecipe, boundary: str, *, seed: int = 0) -> list[float]:
     losses: list[float] = []
     train(recipe, boundary, seed=seed, on_step=lambda step, loss: losses.append(loss))
     return losses
 
 
-def test_runs_differ_by_the_codec_alone_and_only_after_warm_up(recipe: Recipe):
+def test_runs_differ_by_the_codec_alone_and_only_after_warm_up(recipe: TrainingRecipe):
     plain, coded = first_losses(recipe, "fp32"), first_losses(recipe, CODED)
     assert coded[:2] == plain[:2]
     assert coded[2:] != plain[2:]
@@ -97,7 +97,7 @@ def test_runs_differ_by_the_codec_alone_and_only_after_warm_up(recipe: Recipe):
     assert first_losses(recipe, "fp32", seed=1)[0] != plain[0]
 
 
-def test_training_lowers_the_loss_and_the_gradient_codec_matters(recipe: Recipe):
+def test_training_lowers_the_loss_and_the_gradient_codec_matters(recipe: TrainingRecipe):
     recipe = dataclasses.replace(recipe, steps=20, warmup_steps=0)
     losses = first_losses(recipe, "fp32")
     assert losses[-1] < losses[0] - 0.5
@@ -106,7 +106,7 @@ def test_training_lowers_the_loss_and_the_gradient_codec_matters(recipe: Recipe)
     assert coded[1:] != losses[1:]
 
 
-def test_the_optimizer_is_the_recipes(recipe: Recipe):
+def test_the_optimizer_is_the_recipes(recipe: TrainingRecipe):
     still = dataclasses.replace(recipe, optimizer=OptimizerConfig(lr=0.0))
     _, result = train(still, seed=0)
     fresh = build_model(recipe.model, vocab=256, sequence=16, seed=0)
@@ -115,7 +115,7 @@ def test_the_optimizer_is_the_recipes(recipe: Recipe):
     assert first_losses(clipped, "fp32")[2] != first_losses(recipe, "fp32")[2]
 
 
-def test_bits_are_counted_with_and_without_warm_up(recipe: Recipe):
+def test_bits_are_counted_with_and_without_warm_up(recipe: TrainingRecipe):
     _, result = train(recipe, CODED, seed=0)
     there, back = (parse(codec).bits_per_element((2, 16, 32)) + CHECKSUM_BITS for codec in (INT2, INT6))
     assert result["bits_forward"] == there
@@ -126,7 +126,7 @@ def test_bits_are_counted_with_and_without_warm_up(recipe: Recipe):
     assert [step for step, _ in result["curve"]] == [1, 2, 3, 4]
 
 
-def test_a_format_with_memory_sees_its_samples_again(recipe: Recipe):
+def test_a_format_with_memory_sees_its_samples_again(recipe: TrainingRecipe):
     recipe = dataclasses.replace(recipe, warmup_steps=0, samples=4)
     _, result = train(recipe, f"aq-sgd / {INT6}", seed=0)
     # Two steps bring four new samples, the other two differences.
@@ -137,7 +137,7 @@ def test_a_format_with_memory_sees_its_samples_again(recipe: Recipe):
     assert result["loss_through_codecs"] is None
 
 
-def test_a_rank_is_chosen_in_the_warm_up(recipe: Recipe):
+def test_a_rank_is_chosen_in_the_warm_up(recipe: TrainingRecipe):
     auto = "SubspaceQuant(directions='auto', group=8)"
     _, result = train(recipe, f"{auto} / {auto}", seed=0)
     bits = [SubspaceQuant(directions=r, group=8).bits_per_element((2, 16, 32)) for r in range(1, 33)]
@@ -149,14 +149,14 @@ def test_a_rank_is_chosen_in_the_warm_up(recipe: Recipe):
         first_losses(dataclasses.replace(recipe, warmup_steps=0), f"{auto} / {auto}")
 
 
-def test_the_model_comes_back_trained_and_without_codecs(recipe: Recipe):
+def test_the_model_comes_back_trained_and_without_codecs(recipe: TrainingRecipe):
     model, result = train(recipe, CODED, seed=0)
     held_out = load_data(recipe.data).held_out
     assert evaluate(model, held_out, recipe) == result["loss"]
     assert not any(m._forward_hooks for m in model.modules())
 
 
-def test_evaluation_is_the_mean_over_windows_spread_over_the_text(recipe: Recipe):
+def test_evaluation_is_the_mean_over_windows_spread_over_the_text(recipe: TrainingRecipe):
     model = build_model(recipe.model, vocab=256, sequence=16, seed=0)
     held_out = load_data(recipe.data).held_out
     assert len(held_out) >= 12
@@ -170,13 +170,13 @@ def test_evaluation_is_the_mean_over_windows_spread_over_the_text(recipe: Recipe
     assert evaluate(model, held_out, recipe) == pytest.approx(sum(expected) / 6, rel=1e-5)
 
 
-def test_precision_is_that_of_the_computation(recipe: Recipe):
+def test_precision_is_that_of_the_computation(recipe: TrainingRecipe):
     rounded = dataclasses.replace(recipe, precision="bf16")
     assert first_losses(rounded, "fp32") != first_losses(recipe, "fp32")
     assert first_losses(rounded, "fp32") == pytest.approx(first_losses(recipe, "fp32"), rel=0.01)
 
 
-def test_a_start_replaces_the_random_weights(recipe: Recipe, tmp_path: Path):
+def test_a_start_replaces_the_random_weights(recipe: TrainingRecipe, tmp_path: Path):
     torch.save(build_model(recipe.model, vocab=256, sequence=16, seed=7).state_dict(), tmp_path / "w.pt")
     started = dataclasses.replace(recipe, start=str(tmp_path / "w.pt"))
     # The data order is the seed's, the weights are not.
@@ -258,7 +258,7 @@ def test_formats_by_name():
     assert formats_in("activations:norm-8", "int8") == Formats(activations=training.POLICIES["norm-8"])
     with pytest.raises(ValueError, match="boundary is 'activations:4'; allowed: activations:default, act"):
         formats_in("activations:4")
-    with pytest.raises(ValueError, match="has state between messages"):
+    with pytest.raises(ValueError, match="keeps state between messages"):
         formats_in("gradients:aq-sgd")
     with pytest.raises(ValueError, match="codec is 'fp9'"):
         ConvergenceBenchmark(boundaries=("gradients:fp9",))

@@ -10,12 +10,12 @@ import pytest
 from lowbit_lab.bench.workers import Workers
 
 ECHO = """
-from lowbit_lab.bench.worker import serve, tell_progress
+from lowbit_lab.bench.worker import serve, report_progress
 
 
 class Echo:
     def say(self, what):
-        tell_progress(what + "?")
+        report_progress(what + "?")
         return what
 
     def fail(self, what):

@@ -6,12 +6,12 @@ import pytest
 
 from benchmarks.concepts.__main__ import FIGURES, PAGES, recorded
 from benchmarks.concepts.draw import PICTURES, figure_of, step
-from benchmarks.concepts.timeline import Step, message_seconds
+from benchmarks.concepts.timeline import TwoStageStep, message_seconds
 from lowbit_lab.charts.style import THEMES
 
 
 def test_messages_follow_one_another_on_the_link():
-    each = Step(forward=1, backward=2, activations=5, gradients=3, micro_batches=3)
+    each = TwoStageStep(forward=1, backward=2, activations=5, gradients=3, micro_batches=3)
     spans = {(span.lane, span.pass_, span.micro_batch): (span.start, span.end) for span in each.spans()}
     assert [spans["activations", "forward", i] for i in range(3)] == [(1, 6), (6, 11), (11, 16)]
     assert [spans["stage 1", "forward", i] for i in range(3)] == [(6, 7), (11, 12), (16, 17)]
@@ -22,7 +22,7 @@ def test_messages_follow_one_another_on_the_link():
 
 
 def test_late_receives_let_the_link_rest():
-    each = Step(forward=1, backward=2, activations=5, gradients=3, micro_batches=2, ahead=False)
+    each = TwoStageStep(forward=1, backward=2, activations=5, gradients=3, micro_batches=2, ahead=False)
     spans = {(span.lane, span.pass_, span.micro_batch): (span.start, span.end) for span in each.spans()}
     assert [spans["activations", "forward", i] for i in range(2)] == [(1, 6), (7, 12)]
     assert [spans["gradients", "backward", i] for i in range(2)] == [(15, 18), (20, 23)]
@@ -32,7 +32,7 @@ def test_late_receives_let_the_link_rest():
 @pytest.mark.parametrize(("ahead", "crossings"), [(True, 2), (False, 14)])
 def test_distance_costs_two_crossings_or_a_round_trip_for_each_message(ahead: bool, crossings: int):
     near, far = (
-        Step(forward=1, backward=2, activations=5, gradients=5, micro_batches=4, ahead=ahead, one_way=one_way)
+        TwoStageStep(forward=1, backward=2, activations=5, gradients=5, micro_batches=4, ahead=ahead, one_way=one_way)
         for one_way in (0, 0.1)
     )
     # Of 8 messages posted late, the first each way is posted long before it is ready.

@@ -127,7 +127,7 @@ def test_a_checkpoint_without_its_head_is_an_encoder(tmp_path: Path, caplog: pyt
     save_file({k: v for k, v in load_file(weights).items() if not k.startswith("pooler.")}, weights, {"format": "pt"})
     row, *_ = run(EVALUATE, config(folder, formats=("int8",), sentences=30)).rows
     assert (row["kind"], row["nearest"], row.get("perplexity")) == (loading.ENCODER, 1, None)
-    assert any("is taken for an encoder that predicts no tokens" in message for message in caplog.messages)
+    assert any("treating it as an encoder that predicts no tokens" in message for message in caplog.messages)
     first, second = (loading.load_model(str(folder), "float32", torch.device("cpu")) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
     save_file({k: v for k, v in load_file(weights).items() if "layer.1" not in k}, weights, {"format": "pt"})

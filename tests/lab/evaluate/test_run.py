@@ -245,7 +245,7 @@ def test_a_calibration_goes_on_where_it_was_interrupted(
     run(CALIBRATE, other)
     assert seen[0] == 1
     assert list(other.path.parent.iterdir()) == [other.path]
-    assert "this one starts afresh" in caplog.text
+    assert "this one starts from scratch" in caplog.text
 
 
 def test_commands_write_rows_and_pictures(folder: Path, tmp_path: Path):

@@ -193,26 +193,30 @@ def changed(record: dict[str, Any], **fields: Any) -> Records:
 
 WRONG: list[tuple[str, Records, str]] = [
     ("arc_easy", [], "has no questions; allowed: at least one"),
-    ("arc_easy", changed(ARC[0], answerKey=None), "line 1 is no question of arc_easy (no 'answerKey'); allowed:"),
-    ("arc_easy", changed(ARC[0], answerKey="E"), "line 1 is no question of arc_easy ('E' is not in list)"),
+    (
+        "arc_easy",
+        changed(ARC[0], answerKey=None),
+        "line 1 is not a valid question of arc_easy (no 'answerKey');",
+    ),
+    ("arc_easy", changed(ARC[0], answerKey="E"), "line 1 is not a valid question of arc_easy ('E' is not in list)"),
     ("arc_easy", changed(ARC[0], answerKey=1), "(1 is not in list)"),
-    ("arc_easy", changed(ARC[0], choices=["a"]), "line 1 is no question"),
-    ("arc_challenge", changed(ARC[0], choices={"text": ["a", "b"], "label": ["A", "B"]}), "in place of 3 to 5 texts"),
-    ("arc_challenge", changed(ARC[0], choices={"text": ["a"] * 3, "label": ["A"]}), "['A'] in place of 3 texts"),
-    ("arc_easy", changed(ARC[0], question={"stem": "s", "choices": [1]}), "line 1 is no question"),
-    ("arc_easy", changed(ARC[0], question=3), "(3 in place of a text that is not empty)"),
-    ("hellaswag", changed(HELLASWAG[0], endings=["a"] * 3), "in place of 4 texts"),
-    ("hellaswag", changed(HELLASWAG[0], endings=["a", "b", "", "d"]), "('' in place of a text that is not empty)"),
-    ("hellaswag", [{**HELLASWAG[0], "ctx_a": None}], "line 1 is no question"),
+    ("arc_easy", changed(ARC[0], choices=["a"]), "line 1 is not a valid question"),
+    ("arc_challenge", changed(ARC[0], choices={"text": ["a", "b"], "label": ["A", "B"]}), "instead of 3 to 5 texts"),
+    ("arc_challenge", changed(ARC[0], choices={"text": ["a"] * 3, "label": ["A"]}), "['A'] instead of 3 texts"),
+    ("arc_easy", changed(ARC[0], question={"stem": "s", "choices": [1]}), "line 1 is not a valid question"),
+    ("arc_easy", changed(ARC[0], question=3), "(3 instead of a text that is not empty)"),
+    ("hellaswag", changed(HELLASWAG[0], endings=["a"] * 3), "instead of 4 texts"),
+    ("hellaswag", changed(HELLASWAG[0], endings=["a", "b", "", "d"]), "('' instead of a text that is not empty)"),
+    ("hellaswag", [{**HELLASWAG[0], "ctx_a": None}], "line 1 is not a valid question"),
     ("hellaswag", changed(HELLASWAG[0], label=True), "('True' is not in list)"),
     ("hellaswag", changed(HELLASWAG[0], label=""), "with the answer, which test splits lack"),
     ("winogrande", changed(WINOGRANDE[0], sentence="No gap."), "the sentence has no _"),
     ("winogrande", changed(WINOGRANDE[0], answer=2), "(2 is not in list)"),
-    ("winogrande", changed(WINOGRANDE[0], option2=" "), "(' ' in place of a text that is not empty)"),
+    ("winogrande", changed(WINOGRANDE[0], option2=" "), "(' ' instead of a text that is not empty)"),
     ("boolq", changed(BOOLQ[0], label=-1), "(-1 is not in list)"),
-    ("boolq", [{**BOOLQ[0], "passage": None}], "(None in place of a text that is not empty)"),
+    ("boolq", [{**BOOLQ[0], "passage": None}], "(None instead of a text that is not empty)"),
     ("boolq", changed(BOOLQ[0], passage="\ud800"), "line 1 is not JSON ('utf-8' codec can't encode"),
-    ("boolq", [*BOOLQ, {"passage": "p"}], "line 3 is no question of boolq (no 'label')"),
+    ("boolq", [*BOOLQ, {"passage": "p"}], "line 3 is not a valid question of boolq (no 'label')"),
 ]
 
 
@@ -232,7 +236,7 @@ def test_brackets_that_nothing_closes_stay_and_take_no_time(tmp_path: Path):
 
 def test_a_wrong_row_of_parquet_is_named(tmp_path: Path):
     path = write(tmp_path, "wrong", changed(BOOLQ[0], label=7), ".parquet")
-    with pytest.raises(ConfigError, match=r"row 1 is no question of boolq \(7 is not in list\)"):
+    with pytest.raises(ConfigError, match=r"row 1 is not a valid question of boolq \(7 is not in list\)"):
         task_files.read_questions("boolq", str(path))
     path.write_bytes(b"PAR1")
     with pytest.raises(ConfigError, match=r"wrong.parquet is not parquet \(.*\); allowed: a parquet file"):
@@ -241,11 +245,11 @@ def test_a_wrong_row_of_parquet_is_named(tmp_path: Path):
 
 REFUSED = [
     ("arc_easy=nowhere.jsonl", "task arc_easy=nowhere.jsonl cannot be read: No such file or directory; allowed: a loc"),
-    ("arc_easy={folder}/text.txt", "text.txt: '.txt' is not read; allowed: .jsonl, .json or .parquet"),
-    ("arc_easy={folder}", "is not read; allowed: .jsonl, .json or .parquet"),
+    ("arc_easy={folder}/text.txt", "text.txt: '.txt' cannot be read; allowed: .jsonl, .json or .parquet"),
+    ("arc_easy={folder}", "cannot be read; allowed: .jsonl, .json or .parquet"),
     ("arc_easy={folder}/odd.json", "odd.json cannot be read: Is a directory; allowed: a local file"),
     ("arc_easy={folder}/config.json", "config.json line 1 is not JSON"),
-    ("arc_easy={folder}/list.json", "list.json line 1 is no question of arc_easy"),
+    ("arc_easy={folder}/list.json", "list.json line 1 is not a valid question of arc_easy"),
     ("arc={folder}/list.json",
      "allowed with a file: NAME=FILE of arc_challenge, arc_easy, boolq, hellaswag, winogrand"),
     ("boolq=", "task is 'boolq='; allowed with a file: NAME=FILE of"),

@@ -43,7 +43,7 @@ def test_fewer_windows_than_asked_for_are_logged(caplog: pytest.LogCaptureFixtur
     for count in (0, 20, 21):
         sequences(161, 8).warn_if_fewer(count)
     assert [r.getMessage() for r in caplog.records] == [
-        "sequences is 21, and text has 20 of 8 tokens: all of them are used"
+        "sequences is 21, and text has 20 of 8 tokens: using all of them"
     ]
 
 

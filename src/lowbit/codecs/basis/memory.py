@@ -90,7 +90,7 @@ class Memory:
             self.reset()
             return
         if unlike := {"directions", "messages", "digest"} ^ set(state):
-            raise ValueError(f"state lacks or has {sorted(unlike)}; it is not one of {codec}")
+            raise ValueError(f"state lacks or has {sorted(unlike)}; it is not a state of {codec}")
         directions, counts = state["directions"], (state["messages"], state["digest"])
         if not isinstance(directions, Tensor) or any(type(count) is not int for count in counts):
             raise ValueError(
@@ -131,5 +131,5 @@ def _described(header: list[int]) -> str:
     number, before, training, own = header
     kind = {0: "evaluation", 1: "training"}.get(training, f"unknown ({training})")
     new = f"new ones {own:08x}" if own >= 0 else "new ones beyond the basis or twice in one place"
-    new = "streams that end as they must" if own == BAD_STREAMS else new
+    new = "streams that end as expected" if own == BAD_STREAMS else new
     return f"{kind} message {number} after directions {before:08x} with {new}"

@@ -20,7 +20,7 @@ from lowbit.kernels.layout import Layout
 FARTHEST = 2.0**96  # larger coefficients are not coded: decoded values could overflow
 PLACES, WEIGHT = 65521, 0x9E3779B1  # of a digest's weights
 ITERATIONS = 3  # of the block power method, from a random start
-RIDGE = 1e-4  # directions are of length 1 and near to orthogonal; absent ones are zeros
+RIDGE = 1e-4  # directions have length 1 and are nearly orthogonal; those that do not exist yet are zeros
 LONGEST = 1.0  # largest allowed length in a payload; a direction of length 1 has at most 1/127
 
 
@@ -78,7 +78,7 @@ class Renewal(NamedTuple):
     def fits(self, count: int) -> Tensor:
         """Whether slots are valid for `count` directions and distinct, and lengths are valid; a boolean ().
 
-        A direction longer than one of length 1 can be is refused; so is NaN, which would stay in the basis for good.
+        A length that no direction of length 1 can have is refused; so is NaN, which would stay in the basis for good.
         """
         index_M = torch.where(self.slots_M < 0, count, self.slots_M.long()).clamp(max=count)
         times_K = index_M.new_zeros(count + 1).index_add_(0, index_M, torch.ones_like(index_M))

@@ -46,13 +46,13 @@ class TransformQuant(BasisCodec):
     With step="message", the error y - x has variance step^2 / 12 in every direction, and is unbiased and independent of
     x, even where x is smaller than a step: on average, training still learns from small signals. With step="token", the
     receiver shrinks z' towards 0, by the factor of the best linear estimate for the scales of coordinate and token
-    (`tables.shares`), but not out of its cell. So little error remains where there is no signal. Activations tolerate
-    this bias, but gradients do not: with it, training was far worse. A coordinate's bits follow its energy
+    (`tables.shares`), but not out of its cell. This leaves little error in places without signal. Activations tolerate
+    this bias, but gradients do not: with it, training was far worse. Coordinates get bits according to their energy
     automatically. A useless basis costs accuracy at the same rate, never correctness. A message uses the smallest step
     that fits its bytes, so that payloads of a shape have one size and a receiver can always post its buffer.
 
     Pretrained models have sinks: tokens, mostly the first, to which every later token attends and whose norm may be 100
-    times the others'. With step="token", a token of more than 4 times the median norm gets the step of the median, so
+    times that of others. With step="token", one of more than 4 times the median norm gets the step of the median, so
     that its error is as small as that of others (tokens of zeros do not count). This takes a bit per element for each
     factor of 2, up to 256. If it would take more than 1/4 bit per element of the message, such steps stay larger.
 
@@ -67,9 +67,9 @@ class TransformQuant(BasisCodec):
     Gemma 3, are then weighted by their own mean squares.
 
     Each message brings new directions that replace the least useful ones, as in `SubspaceQuant`: an eighth of K = C / 4
-    (at most 128), or fewer if they would take more than 1/8 bit. Evaluation works alike, but new directions are then
-    discarded. Messages carry numbers and digests as there, with the same errors; streams that do not end exactly as
-    expected are an error, too.
+    (at most 128), or fewer if they would take more than 1/8 bit. In evaluation, new directions are used for their own
+    message and then discarded. Messages carry numbers and digests as there, with the same errors; streams that do not
+    end exactly as expected are an error, too.
 
     Payload, sections at multiples of 16 bytes, for R tokens and M new directions:
 
@@ -87,27 +87,25 @@ class TransformQuant(BasisCodec):
       2 steps or more.
 
     Each end of each direction of a boundary keeps `state_bytes()` = 4 C K + 16, about 22 C bytes for weights, and a
-    sender 4 K^2 more. While it
-    works, `encode` takes about 14 R C bytes besides its payload, and `decode` 4 R C. A message needs what earlier ones
-    left, so this codec works through sessions only (`open`), not through `encode`.
+    sender 4 K^2 more. While it runs, `encode` takes about 14 R C bytes in addition to its payload, and `decode` 4 R C.
+    Messages depend on earlier ones, so this codec works through sessions only (`open`), not through `encode`.
 
     Args:
-        bits: of an element, every byte counted, above 0 and at most 16. None: 3 for the symbols with step="token",
-            1.85 with step="message", and what scales and directions take on top; where these take more than 16,
-            as with one token or one channel, a tensor is sent as it is. "auto": a sender chooses the rate that gives
-            `decibels`, in the last step of the warm-up, by the first message that it sends there, and its choice
-            travels with the messages of that step. Each tensor of each boundary gets a rate of its own. Until the
-            warm-up is over there is no session.
+        bits: bits per element, every byte counted, above 0 and at most 16. None: 3 for the symbols with step="token",
+            or 1.85 with step="message", plus scales and directions; if these take more than 16, as with one token or
+            one channel, a tensor is sent as it is. "auto": in the last step of the warm-up, a sender chooses the rate
+            that gives `decibels` for its first message, and sends its choice with the messages of that step. Each
+            tensor of each boundary gets its own rate. No session can be opened before the warm-up is over.
         step: "token": the error of each token is relative to its norm, or for sinks to the median norm, which suits
             activations; "message": it is the same for all, which suits gradients.
-        decibels: signal over noise that "auto" wants, more than 0 and at most 80. The basis is less good in a run than
-            for the message that was looked at: it will be about 2 dB less, and much less while a model changes fast.
-        nats: in place of `decibels`, what "auto" shall cost: how much higher the loss may be with the coded activations
-            of all boundaries, more than 0. In the last step of the warm-up but one, each sender looks at the first
-            activations and at their gradient, and takes the rate at which the expected cost of all boundaries together
-            is this, each an equal part. Gradients get 1.15 bits less than the activations of their boundary, as without
-            `bits`. The loss is taken to be the mean over the tokens of a message. It is a forecast: see
-            `LowBitStage.raise_rates`, and `lowbit train`, which measures and raises.
+        decibels: signal-to-noise ratio that "auto" aims at, more than 0 and at most 80. The basis fits later messages
+            less well than the one it is chosen for: expect about 2 dB less, and much less while a model changes fast.
+        nats: instead of `decibels`, the cost that "auto" aims at: how much higher the loss may be with the coded
+            activations of all boundaries, more than 0. In the last step but one of the warm-up, each sender looks at
+            the first activations and their gradient. It takes the rate whose expected cost is an equal part of `nats`
+            for each boundary. Gradients get 1.15 bits less than the activations of their boundary, as without `bits`.
+            The loss is assumed to be the mean over the tokens of a message. The cost is a forecast: see
+            `LowBitStage.raise_rates`, and `lowbit train`, which measures it and raises rates.
     """
 
     payload_version: ClassVar[int] = 3
@@ -161,7 +159,7 @@ class TransformQuant(BasisCodec):
             if self.nats is None:
                 return self._rate(x.shape, coded_bits(x_RC, self.decibels, geo), "it is zeros, or has NaN or Inf")
             if gradient is None:
-                return self._rate(x.shape, None, "it has had no gradient before the last step of the warm-up")
+                return self._rate(x.shape, None, "it had no gradient before the last step of the warm-up")
             coded = bits_for_loss(x_RC, gradient.detach().reshape(rows, channels), part * self.nats, geo)
         if coded is not None and backward:
             coded = max(0.0, coded - (CODED["token"] - CODED["message"]))
@@ -185,7 +183,7 @@ class TransformQuant(BasisCodec):
         the symbols alone exceed the highest rate.
         """
         if coded is None:
-            log.warning("a message of %s chooses no rate: %s; taken: %g bits", tuple(shape), why, CODED[self.step])
+            log.warning("no rate can be chosen for %s: %s; using %g bits", tuple(shape), why, CODED[self.step])
             coded = CODED[self.step]
         geo, numel = self._unset.geometry(shape), math.prod(shape)
         size = geo.overhead() + numel * coded / 8
@@ -196,7 +194,7 @@ class TransformQuant(BasisCodec):
     def format_nbytes(self, shape: Sequence[int]) -> int:
         geo, numel = self.geometry(shape), math.prod(shape)
         if self.bits is None and geo.overhead() > 2 * numel:
-            return 4 * numel + 1  # more than plain numbers, so that those are sent
+            return 4 * numel + 1  # more than plain numbers, so that plain numbers are sent
         return geo.layout.nbytes if numel else 0
 
     def geometry(self, shape: Sequence[int]) -> TransformGeometry:
@@ -208,7 +206,7 @@ class TransformQuant(BasisCodec):
         if isinstance(self.bits, str):
             raise ValueError(
                 "bits is 'auto': the rate is chosen in the last step of a pipeline's warm-up, and nothing can be coded "
-                "before; allowed here: a number, or None"
+                "earlier; allowed here: a number, or None"
             )
         rows, channels = folded(shape)
         geo = transform_geometry(rows, channels, self.step == "token", self.bits, CODED[self.step])

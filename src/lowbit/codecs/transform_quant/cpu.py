@@ -135,7 +135,7 @@ def seed_of(header: Tensor) -> int:
 
 @dataclass(frozen=True)
 class _Stream:
-    """A stream's numbers of words, of codes beyond the symbols, and of bytes of lowest bits; and its words."""
+    """A coded stream: its numbers of words, of codes beyond the symbols and of bytes of lowest bits, and its words."""
 
     entry: tuple[int, int, int]
     states: np.ndarray

@@ -36,12 +36,12 @@ class Tables(NamedTuple):
 
     Attributes:
         mantissas, inverses: int32, bits of 2^(i / 64), and of one divided by it.
-        shares: int64, of each symbol of each context: a factor of 32 bits and a shift, which divide by its share of the
-            probability; from bit 32 on where it begins (12 bits), the share (13), the shift. The last one: `NOTHING`.
-        quarters: int64, of each context: where its symbols 4, 8 and 12 begin, 16 bits each.
-        within: int64, of each four symbols: where they begin, and the last place, 12 bits each.
+        shares: int64, one per symbol of each context, packed from low to high: a factor (32 bits), which with the shift
+            divides by the symbol's share of the probability, its start (12), share (13), and shift. Last: `NOTHING`.
+        quarters: int64, one per context: where its symbols 4, 8 and 12 begin, 16 bits each.
+        within: int64, one per four symbols: where they begin, and the last place, 12 bits each.
         kept: float32, `tables.shares`.
-        costs: int32, `UNITS` of each symbol of each context, and of what is sent with it.
+        costs: int32, bits of each symbol of each context, and of what is sent with it, in `UNITS`.
     """
 
     mantissas: Tensor
@@ -169,7 +169,7 @@ def symbol_of(code, context, raw):
 
 @triton.jit
 def loaded(z, header, levels, tokens, norms, index, row, column, exists, BY_TOKEN: tl.constexpr):
-    """Coefficients, 0 for those of no use, the bytes of their scales and norms, and their dither."""
+    """Load coefficients (0 for unusable ones), the bytes of their scales and norms, and their dither."""
     level = tl.load(levels + column, mask=exists, other=0).to(tl.int32)
     token = tl.load(tokens + row, mask=exists, other=ZERO).to(tl.int32)
     norm = token * 0
@@ -181,7 +181,7 @@ def loaded(z, header, levels, tokens, norms, index, row, column, exists, BY_TOKE
 
 @triton.jit
 def coded(value, below, token, norm, dither, inverses, level, largest_norm, step, dead):
-    """Codes of coefficients, their contexts, and numbers of lowest bits; of `dead` ones, the code is 0."""
+    """Compute codes of coefficients, their contexts, and numbers of lowest bits; the code of `dead` ones is 0."""
     context, raw = context_of(level - below, token, step, dither)
     inverse = step_of(inverses, token, largest_norm - norm, step, True)
     return code_of(value, tl.where(dead, 0.0, inverse), dither), context, raw

@@ -28,10 +28,10 @@ FINEST = 4 * 24  # the smallest step that is tried, in quarters of an octave bel
 
 
 def coded_bits(x_RC: Tensor, decibels: float, geo: TransformGeometry) -> float | None:
-    """Bits of an element for the symbols of these tokens alone, by the tables.
+    """Bits per element, for the symbols of these tokens alone, as the tables predict.
 
-    The principal directions of every other token stand for the basis, which follows the tokens of a run with some
-    delay, and the others are coded with it. None: unusable, because they are zeros or have NaN or Inf.
+    The principal directions of every second token stand for the basis, which follows the tokens of a run with some
+    delay, and the other tokens are coded with it. None: unusable, because they are zeros or have NaN or Inf.
     """
     x_RC = x_RC.float()
     most = float(x_RC.abs().amax())
@@ -52,7 +52,7 @@ def coded_bits(x_RC: Tensor, decibels: float, geo: TransformGeometry) -> float |
 
 
 def bits_for_loss(x_RC: Tensor, gradient_RC: Tensor, nats: float, geo: TransformGeometry) -> float | None:
-    """Bits of an element for the symbols of these tokens alone with which their error is expected to cost `nats`.
+    """Bits per element, for the symbols of these tokens alone, at which their error is expected to cost `nats`.
 
     Each half of the tokens is coded with the principal directions of the other. None: activations or gradients are
     unusable, because they are zeros or have NaN or Inf.

@@ -162,7 +162,7 @@ def lowered(norm_R: Tensor, usable_R: Tensor) -> Tensor:
     quarter of an octave costs a quarter of a bit for each element of the token. Where that is more than a quarter of a
     bit in the mean of usable tokens, all such norms are lowered by at most the largest number that is not.
     """
-    count = usable_R.sum()  # on its device: a GPU is not waited for
+    count = usable_R.sum()  # stays on its device: the host does not wait for a GPU
     ordered_R = torch.where(usable_R, norm_R, 1 << 20).sort().values
     median = ordered_R.gather(0, ((count - 1) // 2).clamp(min=0)[None])
     above_R = torch.where(usable_R & (norm_R - median > OUTLYING), norm_R - median, 0)
@@ -172,7 +172,7 @@ def lowered(norm_R: Tensor, usable_R: Tensor) -> Tensor:
 
 
 def scales(level_C: Tensor, token_R: Tensor, level: int) -> Tensor:
-    """What standard deviation each coefficient is coded for, in quarters of an octave, (R, C)."""
+    """Return the standard deviation that each coefficient is coded for, in quarters of an octave, (R, C)."""
     return level - level_C.int() - token_R[:, None].int()
 
 
@@ -225,7 +225,7 @@ def contexts(scale_RC: Tensor, token_R: Tensor, dither_RC: Tensor, step: int) ->
 
 
 def first_step(scale_RC: Tensor, token_R: Tensor, geo: TransformGeometry) -> int:
-    """The smallest step with which symbols as likely as the tables say would fit into the payload."""
+    """Return the smallest step with which symbols distributed as in the tables would fit into the payload."""
     coded_RC = scale_RC[token_R < NAN]
     if not coded_RC.numel():
         return 0
@@ -314,7 +314,7 @@ def _limits() -> Tensor:
 
 
 def _lanes(values: Tensor) -> Tensor:
-    """In steps of lanes, (N, L); the last one filled with zeros."""
+    """Arrange values in steps of lanes, (N, L); the last step is padded with zeros."""
     values = values.long()
     return torch.cat([values, values.new_zeros(-len(values) % LANES)]).view(-1, LANES)
 

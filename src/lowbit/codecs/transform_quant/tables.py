@@ -1,11 +1,11 @@
-"""How likely each symbol is: the tables of the entropy coder, the same on every machine, to the last bit.
+"""Probabilities of symbols: the tables of the entropy coder, identical on every machine to the last bit.
 
 A coefficient of z steps gets the code floor(z + (dither + 1/2) / 256). Its upper part, code >> n, is a symbol, and its
 lowest n bits travel as they are: n is such that its standard deviation is below 2 units of the symbol. So one table for
-each such scale, by quarters of an octave, and each class of dither suits all.
+each such scale, by quarters of an octave, and each class of dither is enough.
 
-They are computed in float64 with nothing but sums, products and quotients, in a fixed order: such steps have one right
-result, which a library's exponential function has not.
+They are computed in float64 with only sums, products and quotients, in a fixed order, because IEEE arithmetic defines
+their results exactly; it does not define those of a library's exponential function.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LOWEST = -24  # scale in quarters of an octave: 2^-6 of a step
 RAW = 20  # bits of a code that travel as they are, at most
 HIGHEST = 4 * RAW + 3  # scale
 SCALES = 4 - LOWEST  # up to 3, just below 2 steps
-DEAD = SCALES  # the class after them: of tokens that are zeros, or NaN, whose code is 0
+DEAD = SCALES  # the next class: tokens of zeros or NaN, whose code is 0
 DITHERS = 16  # classes of the 256 values, finer where a small coefficient may turn the code
 BORDERS = (2, 4, 8, 16, 32, 48, 80)  # between classes: distance to the nearer end of the 256
 CONTEXTS = (SCALES + 1) * DITHERS
@@ -74,9 +74,9 @@ def costs() -> NDArray[np.float64]:
 
 @functools.cache
 def shares() -> NDArray[np.float32]:
-    """What remains of a cell's middle in the best linear estimate, by scale from `LOWEST` to `HIGHEST`.
+    """Return the share of a cell's middle in the best linear estimate, by scale from `LOWEST` to `HIGHEST`.
 
-    The error of a middle has the variance `NOISE`. Every step of this is float32, and has one right result.
+    The error of a middle has the variance `NOISE`. Every operation is float32, with an exactly defined result.
     """
     scale = np.arange(LOWEST, HIGHEST + 1)
     square = np.ldexp(np.where(scale & 1, ROOT, np.float32(1)), scale >> 1)
@@ -90,7 +90,7 @@ def _quarter_octaves(k: NDArray[np.int64]) -> NDArray[np.float64]:
 
 
 def _mean(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Along the second dimension, summed one after the other."""
+    """Average along the second dimension, summing one after the other."""
     total = values[:, 0]
     for i in range(1, values.shape[1]):
         total = total + values[:, i]
@@ -98,10 +98,10 @@ def _mean(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _logistic(t: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The logistic distribution of variance 1 up to t: tails between those of a normal one and of Laplace's."""
+    """Logistic distribution function of variance 1 at t: its tails lie between the normal's and Laplace's."""
     small = np.minimum(np.maximum(t * -1.8137993642342178, -64.0), 64.0) * 2.0**-9
     power = np.ones_like(t)
-    for n in range(12, 0, -1):  # the exponential's series at a small argument, which squares nine times
+    for n in range(12, 0, -1):  # series of the exponential at a small argument; the result is squared nine times
         power = 1 + power * small / n
     for _ in range(9):
         power = power * power

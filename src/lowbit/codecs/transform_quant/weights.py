@@ -1,8 +1,8 @@
-"""Weights of channels and tokens: put the error where, by the tensor of the other direction, it costs little.
+"""Weights of channels and tokens: they put the error where, judged by the other direction's tensor, it costs little.
 
 An error of activations costs loss in proportion to their gradients, and an error of gradients makes the gradients of
-parameters wrong in proportion to the activations. Each sender holds both tensors. It multiplies what it sends by
-weights before it codes it, and the receiver divides:
+parameters wrong in proportion to the activations. Each sender holds both tensors. It multiplies a tensor by weights
+before coding it, and the receiver divides:
 
 - activations: each channel by the root of its mean-square gradient;
 - gradients: each channel by the fourth root of the mean square of activations, each token relative to its norm; and
@@ -10,10 +10,10 @@ weights before it codes it, and the receiver divides:
 
 The fourth root was measured: the error of all parameters' gradients is less than with the root or without weights on
 three pretrained models together (docs/results/codecs.md). Weights travel with each message, in steps of half an octave,
-4 bits each, so that a receiver needs to know nothing. Until there is something to follow, all are 1, with an exception:
-where the channels of activations differ very much, the layers that read them undo it, and feel errors least in the
-largest. Without gradients, as in inference, weights are then channels' own root mean squares to the power -3/4 (in
-Gemma 3 the logarithms spread by 1.2 to 1.6 octaves, and gradients fall by 0.6 to 1 octave for each; in SmolLM2 and
+4 bits each, so that a receiver needs no statistics. Until something has been observed, all are 1, with one exception:
+if the channels of activations differ very much, the layers that read them compensate, and are least sensitive to errors
+in the largest. Without gradients, as in inference, weights are then channels' own root mean squares to the power -3/4
+(in Gemma 3 the logarithms spread by 1.2 to 1.6 octaves, and gradients fall by 0.6 to 1 octave for each; in SmolLM2 and
 Qwen2.5 they spread by 0.4 to 0.9, and gradients do not fall). Shape suffixes: R rows (tokens), C channels.
 """
 
@@ -31,8 +31,8 @@ from lowbit.codecs.transform_quant.reference import lowered
 GRAIN = 2  # weights to an octave
 ONE = 8  # level of the weight 1 of a channel; levels are 0 to 15
 KEPT = 0.9  # share of the running mean squares that is kept when those of another step are added
-ZEROS = 2.0**-60  # mean squares relative to their mean, at least
-SEEN = 256  # tokens of a message, at most, that mean squares are taken of
+ZEROS = 2.0**-60  # least mean square of a channel, relative to their mean
+SEEN = 256  # tokens of a message, at most, that mean squares are computed from
 OWN_ROOT = -8 / 3  # of a message's own mean squares: their weights are these to the power -3/8
 OWN_SPREAD = 1.0  # octaves: own weights are taken where the spread of channels' root mean squares is larger
 OWN_TOKENS = 8  # with fewer, mean squares of channels are too uncertain
@@ -47,10 +47,10 @@ class WeightedMemory(Memory):
         root: which root of mean squares weights are: 2 for activations, 4 for gradients.
 
     Attributes:
-        felt: float64 (C,), running mean squares; zeros: there were none.
+        felt: float64 (C,), running mean squares; zeros if nothing was observed.
         levels: uint8 (C,), of the weights of the next messages.
-        packed: how they travel; factors: what they stand for, or None if the host knows that all are 1.
-        warm: whether the host knows that there were some.
+        packed: the levels as sent; factors: the weights, or None if the host knows that all are 1.
+        warm: whether the host knows that something was observed.
     """
 
     def __init__(self, directions: int, channels: int, device: torch.device, root: int) -> None:
@@ -97,7 +97,7 @@ class WeightedMemory(Memory):
         self.warm = not felt.is_cuda and bool(felt.any())
 
     def weights(self, x_RC: Tensor, *, own: bool) -> tuple[Tensor, Tensor | None]:
-        """`packed` and `factors` for a message; with `own`, and as long as there were no gradients, from itself."""
+        """Return `packed` and `factors` for a message; with `own`, from the message itself until gradients come."""
         if self.warm or not own or len(x_RC) < OWN_TOKENS:
             return self.packed, self.factors
         square_C, differ = own_squares(x_RC)
@@ -109,9 +109,9 @@ class WeightedMemory(Memory):
 
 
 def own_squares(x_RC: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean squares of channels of activations, relative to tokens' norms, float64 (C,); and whether they differ enough.
+    """Return channels' mean squares relative to tokens' norms, float64 (C,), and whether they differ enough to be used.
 
-    They never do in messages with NaN or Inf, or of fewer than `OWN_TOKENS` tokens other than zeros.
+    They never do in messages with NaN or Inf, or with fewer than `OWN_TOKENS` tokens other than zeros.
     """
     some_RC = x_RC[sampled(len(x_RC), OWN_SEEN, x_RC.device)]
     norm_R = torch.linalg.vector_norm(some_RC, dim=1)
@@ -147,9 +147,9 @@ def sinks(x_RC: Tensor) -> tuple[Tensor, Tensor]:
 
 @functools.lru_cache(maxsize=64)
 def sampled(rows: int, most: int, device: torch.device) -> Tensor:
-    """Places of the tokens that mean squares are taken of, int64: all, or one of each run, at a hashed place in it.
+    """Choose tokens to compute mean squares from, int64: all, or one of each run, at a hashed place in it.
 
-    A regular stride would see the same places of every sequence, such as the first tokens alone.
+    A regular stride would hit the same places of every sequence, such as only the first tokens.
     """
     run = -(-rows // most)
     begin = torch.arange(0, rows, max(1, run))
@@ -164,9 +164,9 @@ def packed(levels: Tensor, filler: int) -> Tensor:
 
 
 def factors(packed: Tensor, count: int, one: int, *, inverse: bool) -> Tensor | None:
-    """What to multiply by before coding, or after with `inverse`, float32 (count,); `one`: the level of the weight 1.
+    """Return the factors before coding, or after with `inverse`, float32 (count,); `one`: the level of the weight 1.
 
-    None if all weights are 1; never None on a GPU, which would have to be waited for.
+    None if all weights are 1; never None on a GPU, because the host would have to wait for it.
     """
     if not packed.is_cuda and bool((packed == one * 17).all()):
         return None
