@@ -188,6 +188,8 @@ def _in_one_line(
     if errors[0]["type"] == "missing":
         return ConfigError(f"{prefix}{key} is missing; allowed: {kind_of(hint)}")
     of_key = [other for other in errors if str(other["loc"][0]) == key]
-    out_of_range = all(other["type"] in _RANGE_ERRORS for other in of_key)
-    allowed = range_of(hint) if out_of_range else kind_of(hint)
+    out_of_range = [other["type"] in _RANGE_ERRORS for other in of_key]
+    allowed = range_of(hint) if all(out_of_range) else kind_of(hint)
+    if any(out_of_range) and not all(out_of_range):  # a number, of a union with other types
+        allowed += f", {range_of(hint)}"
     return ConfigError(f"{prefix}{key} is {values[key]!r}; allowed: {allowed}")

@@ -78,7 +78,7 @@ def read(text: str, hint: Any) -> Any:
     if (element := element_of(hint)) is not None:
         return value if isinstance(value, list) else [read(part, element) for part in _split(text)]
     kinds = union_of(hint)
-    if isinstance(value, str) or (isinstance(value, bool) and bool in kinds):
+    if isinstance(value, str) or (type(value) in kinds and type(value) is not float):
         return value
     return str(text) if any(map(_takes_text, kinds)) else value
 

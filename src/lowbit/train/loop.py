@@ -28,6 +28,7 @@ from lowbit.train.checkpoints.manifest import Manifest
 from lowbit.train.checkpoints.resume import resume
 from lowbit.train.checkpoints.save import Checkpoints, raise_everywhere, together
 from lowbit.train.config import TrainConfig
+from lowbit.train.connections import Connections
 from lowbit.train.device import local_rank, threads_per_rank
 from lowbit.train.distance import Pair, needless
 from lowbit.train.folder import RunFolder
@@ -49,6 +50,8 @@ from lowbit.wire.pytorch import check_torch
 from lowbit.wire.sent_bytes import sent_so_far
 
 log = logging.getLogger(__name__)
+
+_TRIAL_SECONDS = 1.0  # of the probe of a link with another number of connections
 
 
 def train(config: TrainConfig, *, on_step: Callable[[StepMetrics], None] | None = None) -> Summary:
@@ -97,11 +100,14 @@ class Run:
         self.checkpoints = Checkpoints(self.output, rank=trainer.rank, keep=run.keep)
         self._warn_of_cost()
         self.trips = self._measure_distance()
+        self.connections = Connections(trainer, self._slowest_rate, self._say)
         self.rates = self._measure_links()
+        self.connections.look()
         self.mbit = trainer.links.by_link(self.rates)
         gathered = gather_json([secrets.token_hex(8), machine()], trainer.side)
         attempt = gathered[0][0]  # every checkpoint of this process group carries rank 0's token
         self.about = describe_machines(trainer, [each for _, each in gathered], self.mbit, self.round_trip)
+        self.about |= self.connections.facts
         self.manifest = trainer.prepared.manifest(attempt, rank=trainer.rank, ranks=trainer.ranks)
         self.auto = Auto(trainer) if self.config.pipeline.is_auto else None
         nats = wanted_nats(trainer.pipeline.codecs.forward)
@@ -148,6 +154,9 @@ class Run:
         """Do what is due after a step: choose formats, save a checkpoint, evaluate."""
         run, trainer, done = self.config.run, self.trainer, metrics.step
         self.folder.check_there()  # locked by rank 0, whose error ends all
+        if self.connections.due(done) and self.connections.look():
+            self.mbit.update(trainer.links.by_link(self.rates))
+            self._note_connections()
         if self.auto is not None and self.auto.due(metrics):
             self._choose_formats(self.auto, done)
         if done == self.config.codec_warmup_steps:
@@ -323,8 +332,8 @@ class Run:
             log.warning("%s", warning)
         return trips
 
-    def _measure_links(self) -> dict[Pair, float]:
-        """Measure Mbit/s between neighbours on different machines, by (sender, receiver)."""
+    def _measure_links(self, seconds: float = 0.0) -> dict[Pair, float]:
+        """Measure Mbit/s between neighbours on different machines for at least `seconds`, by (sender, receiver)."""
         links, ranks = self.trainer.links, self.trainer.layout.ranks
         if not links.pairs:
             return {}
@@ -338,9 +347,20 @@ class Run:
                     if messages.rank == receiver:
                         take_rate(messages, sender)
                     else:
-                        rate = send_rate(messages, receiver, trip=trips[min(pair), max(pair)])
+                        rate = send_rate(messages, receiver, trip=trips[min(pair), max(pair)], seconds=seconds)
                         own.append((first + sender, first + receiver, rate))
         return {(source, target): rate for each in gather_json(own, self.trainer.side) for source, target, rate in each}
+
+    def _slowest_rate(self) -> float:
+        """Measure the links again, and return the lowest rate in Mbit/s."""
+        self.rates = self._measure_links(seconds=_TRIAL_SECONDS)
+        return min(self.rates.values())
+
+    def _say(self, text: str) -> None:
+        if self.progress is not None:
+            self.progress.say(text)
+        elif self.trainer.rank == 0:
+            log.warning("%s", text)
 
     def _choose_formats(self, auto: Auto, done: int) -> None:
         """Choose the formats; unless it is the first choice, measure the links again before."""
@@ -368,6 +388,11 @@ class Run:
         for place, codec in self.trainer.chosen().items():
             if self.progress is not None:
                 self.progress.say(f"{place}: {codec}")
+
+    def _note_connections(self) -> None:
+        self.about |= self.connections.facts
+        if self.trainer.rank == 0:
+            self._write_about()
 
     def _note_formats(self, choice: FormatChoice) -> None:
         """Show a choice of formats, and record it for the report."""

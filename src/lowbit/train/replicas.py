@@ -56,6 +56,7 @@ class ReplicaGroups:
     Attributes:
         index: number of this rank's pipeline; place: of this rank in it.
         pipeline: group of the pipeline for training traffic; side: for everything else.
+        across: group of the ranks with this place in all pipelines; None: there is one pipeline.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class ReplicaGroups:
         self.index, self.place = divmod(dist.get_rank(), ranks)
         self.pipeline: dist.ProcessGroup | None = None  # None: the default group
         self._codec, self.timeout, self._checksums = codec, timeout, checksums
-        self._across: dist.ProcessGroup | None = None
+        self.across: dist.ProcessGroup | None = None
         self._sent_bytes = self._sent_elements = 0.0
         if count == 1:
             self.side = side
@@ -80,7 +81,7 @@ class ReplicaGroups:
         pipelines = [self.members(i) for i in range(count)]
         self.pipeline = _own_group(pipelines, timeout)
         self.side = _own_group(pipelines, timeout)
-        self._across = _own_group([list(range(place, ranks * count, ranks)) for place in range(ranks)], timeout)
+        self.across = _own_group([list(range(place, ranks * count, ranks)) for place in range(ranks)], timeout)
         x = torch.zeros(_WARM)
         payload = codec.encode(x)
         for accumulate in (False, True):
@@ -106,7 +107,7 @@ class ReplicaGroups:
         )
         self._sent_elements += 2 * (self.count - 1) / self.count * flat.numel()
         return all_reduce(
-            flat, self._codec, self._across, "avg",
+            flat, self._codec, self.across, "avg",
             async_op=True, timeout=self.timeout, checksums=self._checksums,
         )  # fmt: skip
 
@@ -116,7 +117,7 @@ class ReplicaGroups:
         if storage is None or not travels_as_stored(storage.codec, self._codec):
             gradients.average(self._average)
             return
-        storage.average(self._across, timeout=self.timeout, checksums=self._checksums)
+        storage.average(self.across, timeout=self.timeout, checksums=self._checksums)
         shapes = [p.shape for p in gradients.parameters if p.grad is not None]
         self._sent_bytes += average_bytes(
             shapes, storage.codec, count=storage.count, rank=self.index, ranks=self.count, checksums=self._checksums

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,17 +23,15 @@ from lowbit.wire.agreement import agree
 from lowbit.wire.groups import plain
 from lowbit.wire.store import bounded
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroupGloo
-
+Carrier = Any  # a group, or a Gloo backend, whose types lack `send` and `recv`
 MOST_CONNECTIONS = 32
 LEAST_PIECE = 1 << 14  # a smaller piece arrives no sooner: TCP sends as much at once
 
-_more: weakref.WeakKeyDictionary[dist.ProcessGroup, list[ProcessGroupGloo]] = weakref.WeakKeyDictionary()
+_more: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Any]] = weakref.WeakKeyDictionary()
 _used: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
-def connections_of(group: dist.ProcessGroup) -> list[dist.ProcessGroup | ProcessGroupGloo]:
+def connections_of(group: dist.ProcessGroup) -> list[Carrier]:
     """Return everything that has connections for a group: itself, and what `connect_more` has added."""
     return [group, *_more.get(group, ())]
 
@@ -41,8 +39,8 @@ def connections_of(group: dist.ProcessGroup) -> list[dist.ProcessGroup | Process
 def connect_more(group: dist.ProcessGroup | None, count: int, *, timeout: float = 120.0) -> None:
     """Send a group's messages over several connections for each pair of ranks from now on; every rank calls this.
 
-    Call it when no message is under way. Fewer connections than before stay open, but are not used. It takes about
-    seven round trips for each new connection.
+    Call it when no message of more than 4 KiB is under way or expected. A new connection takes about seven round
+    trips. Connections that are not needed any more stay open.
 
     Args:
         group: ranks over Gloo; None: the default group.
@@ -65,7 +63,7 @@ def connect_more(group: dist.ProcessGroup | None, count: int, *, timeout: float 
     _used[group] = count
 
 
-def _gloo(group: dist.ProcessGroup) -> ProcessGroupGloo:
+def _gloo(group: dist.ProcessGroup) -> Any:
     try:
         gloo = group._get_backend(torch.device("cpu"))
     except RuntimeError:
@@ -75,18 +73,16 @@ def _gloo(group: dist.ProcessGroup) -> ProcessGroupGloo:
     return gloo
 
 
-def _connect(group: dist.ProcessGroup, gloo: ProcessGroupGloo, number: int, timeout: float) -> ProcessGroupGloo:
-    options = dist.ProcessGroupGloo._Options()
-    options._devices = gloo.options._devices[:1]  # pyright: ignore[reportAttributeAccessIssue]
+def _connect(group: dist.ProcessGroup, gloo: Any, number: int, timeout: float) -> Carrier:
+    options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
+    options._devices = gloo.options._devices[:1]
     options._threads = 1  # for collectives, which it does not run
     options._timeout = timedelta(seconds=timeout)
     store = PrefixStore(f"lowbit/connections/{number}", group.get_group_store())
     return dist.ProcessGroupGloo(store, group.rank(), group.size(), options)
 
 
-def pieces(
-    group: dist.ProcessGroup, channel: int, nbytes: int
-) -> Iterator[tuple[dist.ProcessGroup | ProcessGroupGloo, slice]]:
+def pieces(group: dist.ProcessGroup, channel: int, nbytes: int) -> Iterator[tuple[Carrier, slice]]:
     """Yield where each piece of a message travels, and its place in the message's buffer; the same on both ends.
 
     The pieces cover the whole size class, so those at the end may be shorter or empty.
@@ -95,11 +91,10 @@ def pieces(
         channel: of the message; messages on other channels begin with another connection.
         nbytes: length of the message, as its receive is posted.
     """
-    used = _used.get(group, 1)
-    if used == 1:
+    used, capacity = _used.get(group, 1), tags.capacity(nbytes)
+    if used == 1 or capacity <= LEAST_PIECE:  # small messages may be expected across a change of the number
         yield group, slice(0, None)
         return
-    capacity = tags.capacity(nbytes)
     size = max(LEAST_PIECE, -(-capacity // used))
     carriers = connections_of(group)
     for i, start in enumerate(range(0, capacity, size)):

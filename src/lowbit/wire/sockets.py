@@ -1,0 +1,96 @@
+"""This process's TCP connections to other machines: what they lose, and how they control congestion (Linux only).
+
+Gloo opens the connections and does not show them, so they are found among the open files of the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+_CONGESTION = getattr(socket, "TCP_CONGESTION", 13)
+_NAME_BYTES = 16
+# `struct tcp_info` of <linux/tcp.h>: total_retrans, and data_segs_out of Linux 4.6 or later
+_INFO_BYTES, _RETRANSMITTED, _SEGMENTS = 192, 100, 156
+_ALLOWED = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control")
+FASTER = "bbr"
+"""Congestion control that does not take a lost packet for a sign of congestion."""
+
+
+class Segments(NamedTuple):
+    """TCP segments with data that connections have sent, and how many of them were sent again because one was lost."""
+
+    sent: int
+    again: int
+
+    def since(self, before: Segments) -> float:
+        """Return the share of segments that were sent again; 0 if none was sent."""
+        return max(0.0, (self.again - before.again) / max(1, self.sent - before.sent))
+
+
+def segments() -> Segments:
+    """Count the segments of all connections to other machines."""
+    sent = again = 0
+    for connection in _connections():
+        with contextlib.suppress(OSError, struct.error):
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
+            again += struct.unpack_from("I", info, _RETRANSMITTED)[0]
+            sent += struct.unpack_from("I", info, _SEGMENTS)[0]
+    return Segments(sent, again)
+
+
+def congestion_control() -> str:
+    """Return the congestion control of most connections to other machines, such as "cubic"; "" if there are none."""
+    names: Counter[str] = Counter()
+    for connection in _connections():
+        with contextlib.suppress(OSError):
+            name = connection.getsockopt(socket.IPPROTO_TCP, _CONGESTION, _NAME_BYTES)
+            names[name.split(b"\0")[0].decode(errors="replace")] += 1
+    return names.most_common(1)[0][0] if names else ""
+
+
+def set_congestion_control(name: str) -> bool:
+    """Change the congestion control of all connections to other machines, where the kernel permits it.
+
+    It concerns what this process sends, on the connections that it has now.
+
+    Returns:
+        Whether all of them have it.
+    """
+    done = True
+    for connection in _connections():
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, _CONGESTION, name.encode())
+        except OSError:
+            done = False
+    return done
+
+
+def permits(name: str) -> bool:
+    """Whether any process of this machine may use a congestion control."""
+    with contextlib.suppress(OSError):
+        return name in _ALLOWED.read_text().split()
+    return False
+
+
+def _connections() -> Iterator[socket.socket]:
+    """Yield the TCP connections between this machine and others, each open during its turn."""
+    with contextlib.suppress(OSError):
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                    with socket.socket(fileno=os.dup(int(name))) as connection:
+                        if _leads_elsewhere(connection):
+                            yield connection
+
+
+def _leads_elsewhere(connection: socket.socket) -> bool:
+    if connection.type != socket.SOCK_STREAM or connection.family not in (socket.AF_INET, socket.AF_INET6):
+        return False
+    return connection.getpeername()[0] != connection.getsockname()[0]
