@@ -8,6 +8,7 @@ from lowbit.doctor import ports as doors
 from lowbit.doctor.messages import Facts, Finding, Measured
 from lowbit.doctor.survey import MachineSurvey, SurveyedMachine
 from lowbit.wire.checksum import SECRET
+from lowbit.wire.sockets import ADVICE, FASTER, is_lossy
 
 _CLOCK_MS = 1000.0
 _SLOW_DIRECTION = 3.0  # times the other one
@@ -163,6 +164,14 @@ def _links(survey: MachineSurvey) -> Iterator[Finding]:
         if measured.loss and measured.loss > _LOSS:
             what = f"TCP sent {measured.loss:.0%} of its segments to {other} again: the link loses packets"
             yield _warn(one, what, "a cable instead of Wi-Fi, or another cable or switch")
+        elif is_lossy(measured.loss or 0.0, measured.again) and measured.control != FASTER:
+            control, faster = measured.control.upper() or "TCP", FASTER.upper()
+            what = (
+                f"the link to {other} loses packets (TCP sent {measured.loss:.2%} of its segments again), and {control} "
+                f"slows down for each: it carries {measured.mbit:.3g} Mbit/s"
+            )
+            fix = f"lowbit train uses {faster} by itself; for other programs: " if measured.permitted else ""
+            yield _warn(one, what, f"{fix}{ADVICE}")
 
 
 def _closed(survey: MachineSurvey, caller: int, called: int) -> dict[int, str]:

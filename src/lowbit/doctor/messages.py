@@ -139,13 +139,18 @@ class Measured:
     """Measurements of the link from this machine to another one.
 
     Attributes:
-        ahead_ms: how far this machine's clock is ahead of the other one's. loss: share of segments retransmitted.
+        ahead_ms: how far this machine's clock is ahead of the other one's.
+        loss: share of TCP segments that were sent again; again: their number.
+        control: congestion control of its connections, such as "cubic". permitted: whether it may use BBR.
     """
 
     mbit: Number = 0.0
     rtt_ms: Number = 0.0
     ahead_ms: float = 0.0
     loss: Share | None = None
+    again: NonNegative = 0
+    control: Text = ""
+    permitted: bool = False
 
 
 @message

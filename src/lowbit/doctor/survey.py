@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import combinations
-from pathlib import Path
 
 from torch._C._distributed_c10d import PrefixStore, ProcessGroup
 
@@ -26,6 +24,7 @@ from lowbit.wire.groups import new_group
 from lowbit.wire.json_values import gather_json
 from lowbit.wire.messages import Messages
 from lowbit.wire.probe import round_trip, send_rate, take_rate
+from lowbit.wire.sockets import FASTER, Segments, congestion_control, permits, segments
 
 _EXCHANGE_SECONDS = 60.0
 _CONNECT_SECONDS = 20.0
@@ -184,27 +183,20 @@ def _measure(survey: MachineSurvey, messages: Messages, pair: tuple[int, int]) -
     direction = pair
     try:
         trip = round_trip(messages, pair[0] + pair[1] - messages.rank, now_ns)
-        mbit, loss = 0.0, None
+        mbit, before, after = 0.0, Segments(0, 0), Segments(0, 0)
         for direction in (pair, (pair[1], pair[0])):
             if messages.rank == direction[1]:
                 take_rate(messages, direction[0])
             else:
-                again, sent = _segments()
+                before = segments()
                 mbit = send_rate(messages, direction[1], trip=trip.seconds, seconds=survey.settings.seconds)
-                again, sent = (now - before for now, before in zip(_segments(), (again, sent), strict=True))
-                loss = min(1.0, again / sent) if sent > 0 else None
+                after = segments()
     except PeerError as error:
         if "did not answer" in str(error):
             survey.stalled = direction
         raise
     ahead = -trip.offset if messages.rank == pair[1] else trip.offset
-    return Measured(mbit=mbit, rtt_ms=1e3 * trip.seconds, ahead_ms=ahead / 1e6, loss=loss)
-
-
-def _segments() -> tuple[int, int]:
-    """Numbers of TCP segments that this machine has retransmitted, and that it has sent."""
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        names, values = (line.split() for line in Path("/proc/net/snmp").read_text().splitlines() if line[:4] == "Tcp:")
-        counts = dict(zip(names, values, strict=True))
-        return int(counts["RetransSegs"]), int(counts["OutSegs"])
-    return 0, 0
+    return Measured(
+        mbit=mbit, rtt_ms=1e3 * trip.seconds, ahead_ms=ahead / 1e6, control=congestion_control(),
+        loss=min(1.0, after.since(before)), again=after.again - before.again, permitted=permits(FASTER),
+    )  # fmt: skip

@@ -14,19 +14,24 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from lowbit.wire.connections import connect_more
 from lowbit.wire.groups import default_group
 from lowbit.wire.json_values import gather_json
-from lowbit.wire.sockets import FASTER, Segments, congestion_control, permits, segments, set_congestion_control
+from lowbit.wire.sockets import (
+    ADVICE,
+    FASTER,
+    Segments,
+    congestion_control,
+    is_lossy,
+    permits,
+    segments,
+    set_congestion_control,
+)
 
 if TYPE_CHECKING:
     from lowbit.train.trainer import Trainer
 
-_LOSSY = 2e-4  # share of segments sent again from which on TCP is much slower than a distant link
-_FEWEST = 3  # segments sent again before the share means something
 _COUNTS = (4, 16)  # tried in this order
 _FASTER = 1.25  # by which the slowest link must gain for more connections
 _EARLY = (3, 10, 30)  # steps after which links are looked at, in addition to every `_EVERY`
 _EVERY = 100
-
-ADVICE = f"sudo modprobe tcp_{FASTER} && sudo sysctl -w net.ipv4.tcp_congestion_control={FASTER} on every machine"
 
 
 class Loss(NamedTuple):
@@ -80,8 +85,8 @@ class Connections:
         self._before = now
         ranks = [Loss(*each) for each in gather_json(loss, self._trainer.side)]
         self.control = ", ".join(sorted({each.control for each in ranks if each.control}))
-        worst = max(ranks, key=lambda each: each.share * (each.again >= _FEWEST))
-        if self._decided or worst.again < _FEWEST or worst.share < _LOSSY:
+        worst = max(ranks, key=lambda each: (is_lossy(each.share, each.again), each.share))
+        if self._decided or not is_lossy(worst.share, worst.again):
             return False
         self._decided = True
         found = f"links lose up to {100 * worst.share:.2g} % of packets"

@@ -21,6 +21,9 @@ _INFO_BYTES, _RETRANSMITTED, _SEGMENTS = 192, 100, 156
 _ALLOWED = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control")
 FASTER = "bbr"
 """Congestion control that does not take a lost packet for a sign of congestion."""
+ADVICE = f"sudo modprobe tcp_{FASTER} && sudo sysctl -w net.ipv4.tcp_congestion_control={FASTER} on every machine"
+_LOSSY = 2e-4  # share of segments sent again from which on TCP is much slower than a distant link
+_FEWEST = 3  # segments sent again before the share means something
 
 
 class Segments(NamedTuple):
@@ -32,6 +35,11 @@ class Segments(NamedTuple):
     def since(self, before: Segments) -> float:
         """Return the share of segments that were sent again; 0 if none was sent."""
         return max(0.0, (self.again - before.again) / max(1, self.sent - before.sent))
+
+
+def is_lossy(share: float, again: int) -> bool:
+    """Whether a link loses so much that it matters: a share of segments sent again, and their number."""
+    return share >= _LOSSY and again >= _FEWEST
 
 
 def segments() -> Segments:
