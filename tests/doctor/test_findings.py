@@ -43,6 +43,19 @@ PROBLEMS = {0: "rank 0 did not connect"}
         ({"links": {(0, 1): Measured(mbit=10, loss=0.02), (1, 0): Measured(mbit=29)}}, ""),
         ({"links": {(0, 1): Measured(mbit=10, loss=0.021), (1, 0): Measured(mbit=29)}}, "warning m0: TCP sent 2% of"),
         (
+            {"links": {(0, 1): Measured(mbit=13, loss=0.001, again=4, control="cubic"), (1, 0): Measured(mbit=29)}},
+            "warning m0: the link to m1 loses packets (TCP sent 0.10% of its segments again), and CUBIC slows down for "
+            "each: it carries 13 Mbit/s -> sudo modprobe tcp_bbr",
+        ),
+        (
+            {"links": {(0, 1): Measured(mbit=13, loss=0.001, again=4, control="cubic", permitted=True)}},
+            "warning m0: the link to m1 loses packets (TCP sent 0.10% of its segments again), and CUBIC slows down for "
+            "each: it carries 13 Mbit/s -> lowbit train uses BBR by itself; for other programs: sudo modprobe tcp_bbr",
+        ),
+        ({"links": {(0, 1): Measured(mbit=90, loss=0.001, again=4, control="bbr")}}, ""),
+        ({"links": {(0, 1): Measured(mbit=90, loss=0.001, again=2, control="cubic")}}, ""),
+        ({"links": {(0, 1): Measured(mbit=90, loss=0.0001, again=9, control="cubic")}}, ""),
+        (
             {"links": {(0, 1): Measured(mbit=10), (1, 0): Measured(mbit=31)}},
             "warning m0: m0 to m1 carries 10 Mbit/s, the other direction 31",
         ),

@@ -13,7 +13,7 @@ from lowbit.train.loop import Run
 from lowbit.train.metrics import StepMetrics
 from lowbit.train.prepare import prepare
 from lowbit.train.trainer import Trainer
-from lowbit_lab.bench.worker import serve, tell_progress
+from lowbit_lab.bench.worker import report_progress, serve
 
 
 class AutoRuns:
@@ -22,7 +22,7 @@ class AutoRuns:
 
         def report(metrics: StepMetrics) -> None:
             if dist.get_rank() == 0:
-                tell_progress(dataclasses.asdict(metrics))
+                report_progress(dataclasses.asdict(metrics))
 
         with mock.patch.multiple(auto, **constants):
             trainer = Trainer(prepare(from_mapping(config), ranks=dist.get_world_size()))

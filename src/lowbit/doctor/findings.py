@@ -167,8 +167,8 @@ def _links(survey: MachineSurvey) -> Iterator[Finding]:
         elif is_lossy(measured.loss or 0.0, measured.again) and measured.control != FASTER:
             control, faster = measured.control.upper() or "TCP", FASTER.upper()
             what = (
-                f"the link to {other} loses packets (TCP sent {measured.loss:.2%} of its segments again), and {control} "
-                f"slows down for each: it carries {measured.mbit:.3g} Mbit/s"
+                f"the link to {other} loses packets (TCP sent {measured.loss:.2%} of its segments again), and "
+                f"{control} slows down for each: it carries {measured.mbit:.3g} Mbit/s"
             )
             fix = f"lowbit train uses {faster} by itself; for other programs: " if measured.permitted else ""
             yield _warn(one, what, f"{fix}{ADVICE}")

@@ -1,0 +1,142 @@
+"""`run.connections`: what a run does about links that lose packets."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from lowbit.train import connections as module
+from lowbit.train.connections import Connections
+from lowbit.train.metrics import read_metrics
+from lowbit.wire.connections import connections_of
+from lowbit.wire.sockets import Segments
+from lowbit_lab.bench.workers import Workers
+from lowbit_lab.network import Link, SlowLink
+from tests.processes import Ranks
+from tests.train.runs import tiny
+
+
+class Fake:
+    """A run of two ranks. `rates`: Mbit/s by the number of connections, or with BBR."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, rates: dict[Any, float], **own: Any) -> None:
+        self.lines: list[str] = []
+        self.counts: list[int] = []
+        self.control, self.seen = own.get("control", "cubic"), Segments(0, 0)
+        side = object()
+        replicas = SimpleNamespace(pipeline=side, side=side, across=None)
+        run = SimpleNamespace(timeout_seconds=9.0, connections=own.get("connections", "auto"))
+        trainer: Any = SimpleNamespace(
+            config=SimpleNamespace(run=run), side=side, replicas=replicas, links=SimpleNamespace(pairs=[(0, 1)])
+        )
+        monkeypatch.setattr(module, "connect_more", lambda group, count, timeout: self.counts.append(count))
+        monkeypatch.setattr(module, "segments", lambda: self.seen)
+        monkeypatch.setattr(module, "congestion_control", lambda: self.control)
+        monkeypatch.setattr(module, "permits", lambda name: own.get("permitted", False))
+        monkeypatch.setattr(module, "set_congestion_control", lambda name: setattr(self, "control", name))
+        other = [0.0, 0, own.get("other", self.control), own.get("other_permitted", own.get("permitted", False))]
+        monkeypatch.setattr(module, "gather_json", lambda value, group: [list(value), other])
+        rate = lambda: rates[self.control if self.control in rates else (self.counts or [1])[-1]]  # noqa: E731
+        self.connections = Connections(trainer, rate, self.lines.append)
+
+    def look(self, sent: int, again: int) -> bool:
+        self.seen = Segments(self.seen.sent + sent, self.seen.again + again)
+        return self.connections.look()
+
+
+def test_links_that_lose_nothing_keep_one_connection(monkeypatch: pytest.MonkeyPatch):
+    run = Fake(monkeypatch, {})
+    assert [step for step in range(1, 202) if run.connections.due(step)] == [3, 10, 30, 100, 200]
+    assert not run.look(10_000, 0)
+    assert not run.look(10_000, 1)
+    assert not run.look(1_000_000, 100)
+    assert (run.counts, run.lines, run.connections.facts) == ([], [], {"connections": 1, "congestion_control": "cubic"})
+    assert run.connections.due(300)
+
+
+def test_bbr_comes_first_where_all_machines_permit_it(monkeypatch: pytest.MonkeyPatch):
+    run = Fake(monkeypatch, {1: 13.0, "bbr": 91.0}, permitted=True)
+    assert run.look(10_000, 10)
+    assert run.lines == ["links lose up to 0.1 % of packets: BBR in place of CUBIC, 13 -> 91 Mbit/s"]
+    assert run.connections.facts == {"connections": 1, "congestion_control": "bbr"}
+    assert not run.connections.due(100)
+
+
+@pytest.mark.parametrize(
+    ("rates", "count", "tried"),
+    [
+        ({1: 13.0, 4: 44.0, 16: 91.0}, 16, [4, 16]),
+        ({1: 40.0, 4: 90.0, 16: 91.0}, 4, [4, 16, 4]),
+        ({1: 90.0, 4: 91.0}, 1, [4, 1]),
+    ],
+)
+def test_otherwise_as_many_connections_as_pay(
+    monkeypatch: pytest.MonkeyPatch, rates: dict[int, float], count: int, tried: list[int]
+):
+    run = Fake(monkeypatch, rates, permitted=True, other_permitted=False)
+    assert run.look(1000, 10) == (count > 1)
+    assert run.connections.count == count
+    assert run.counts == tried
+    (line,) = run.lines
+    assert line.startswith("links lose up to 1 % of packets, and CUBIC slows down for each: ")
+    assert "sudo sysctl -w net.ipv4.tcp_congestion_control=bbr on every machine" in line
+
+
+def test_bbr_that_is_there_already_is_enough(monkeypatch: pytest.MonkeyPatch):
+    run = Fake(monkeypatch, {"bbr": 91.0}, control="bbr")
+    assert not run.look(1000, 10)
+    assert run.lines == [
+        "links lose up to 1 % of packets; their congestion control is BBR, which single losses hardly slow down"
+    ]
+
+
+def test_a_number_is_used_as_it_is(monkeypatch: pytest.MonkeyPatch):
+    run = Fake(monkeypatch, {}, connections=6)
+    assert run.counts == [6]
+    assert not run.look(1000, 100)
+    assert not run.connections.due(100)
+    assert run.connections.count == 6
+
+
+def counted(config: Any) -> tuple[list[float], int]:
+    from lowbit.train import train
+
+    losses: list[float] = []
+    train(config, on_step=lambda metrics: losses.append(metrics.loss))
+    return losses, len(connections_of(dist.group.WORLD))  # type: ignore[arg-type]
+
+
+def test_losses_do_not_depend_on_the_number_of_connections(ranks: Ranks, tmp_path: Path):
+    one, several = (
+        tiny(tmp_path / str(count), model={"dim": 128}, data={"sequence": 128}, run={"steps": 3, "connections": count})
+        for count in (1, 3)
+    )
+    first, second = ranks.run(counted, one), ranks.run(counted, several)
+    assert [losses for losses, _ in first] == [losses for losses, _ in second]
+    assert [count for _, count in (*first, *second)] == [1, 1, 3, 3]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(SlowLink.available(distance=True) is not None, reason="no shaped link here")
+def test_a_lossy_link_is_noticed_on_real_sockets(tmp_path: Path):
+    config = tiny(
+        tmp_path, model={"dim": 256}, data={"sequence": 128, "held_out_share": 0.0}, pipeline={"forward": "fp32"},
+        run={"steps": 12},
+    )  # fmt: skip
+    lossy = Link(50.0, rtt_ms=20, loss=0.005)
+    with (
+        SlowLink(2, rtt_ms=20) as network,
+        Workers("tests.train.auto_rank", 2, grouped=True, network=network) as workers,
+    ):
+        network.set_link(lossy)
+        constants = {"_FIRST": 5}
+        workers.ask("train", config=json.loads(config.to_json()), constants=constants, on_progress=lambda _: None)
+    assert len(read_metrics(Path(config.run.output) / "metrics.jsonl")) == 12
+    about = json.loads((Path(config.run.output) / "ranks.json").read_text())
+    assert about["congestion_control"] == "bbr" or about["connections"] > 1

@@ -1,0 +1,72 @@
+"""What this process's TCP connections lose, and how they control congestion."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from lowbit.wire import sockets
+from lowbit.wire.sockets import Segments, congestion_control, is_lossy, permits, segments, set_congestion_control
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """A connection between two addresses, as between two machines, and one within an address."""
+    with socket.socket() as listener, socket.socket() as caller:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        caller.bind(("127.0.0.2", 0))
+        with socket.create_connection(listener.getsockname()):
+            listener.accept()[0].close()
+            caller.connect(listener.getsockname())
+            with listener.accept()[0] as called:
+                yield caller, called
+
+
+def test_segments_of_connections_to_other_addresses_are_counted(pair: tuple[socket.socket, socket.socket]):
+    before = segments()
+    for _ in range(20):
+        pair[0].sendall(bytes(1000))
+        pair[1].recv(1000)
+    sent, again = segments()
+    assert 1 <= sent - before.sent <= 20
+    assert again - before.again <= 1
+
+
+def test_congestion_control_is_that_of_the_connection_and_can_be_changed(pair: tuple[socket.socket, socket.socket]):
+    allowed = sockets._ALLOWED.read_text().split()
+    for name in allowed:
+        assert permits(name)
+        assert set_congestion_control(name)
+        assert congestion_control() == name
+        assert pair[0].getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode() == name
+    assert not permits("nosuch")
+    assert not set_congestion_control("nosuch")
+    assert congestion_control() == allowed[-1]
+
+
+def test_looking_leaves_the_connections_and_no_file_open(pair: tuple[socket.socket, socket.socket]):
+    before = os.listdir("/proc/self/fd")
+    segments(), congestion_control(), set_congestion_control("nosuch")
+    assert os.listdir("/proc/self/fd") == before
+    pair[0].sendall(b"there")
+    assert pair[1].recv(9) == b"there"
+
+
+def test_without_connections_there_is_nothing_to_say(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sockets, "_connections", lambda: iter(()))
+    assert segments() == (0, 0)
+    assert congestion_control() == ""
+    assert set_congestion_control("cubic")
+
+
+@pytest.mark.parametrize(
+    ("sent", "again", "lossy"),
+    [(0, 0, False), (1000, 2, False), (1000, 3, True), (20_000, 3, False), (20_000, 4, True)],
+)
+def test_a_few_segments_sent_again_mean_nothing(sent: int, again: int, lossy: bool):
+    now = Segments(500 + sent, 7 + again)
+    assert is_lossy(now.since(Segments(500, 7)), again) == lossy
