@@ -36,7 +36,7 @@ PUBLIC = {
     "lowbit.plan": (
         "InFlight MemoryPlan StageCost actions_of choose_layers in_flight measure_layers order_of plan_bits plan_layers"
     ),
-    "lowbit.pipeline": "AgreementError DamagedError Emulation LowBitStage PeerError Traffic emulate_",
+    "lowbit.pipeline": "AgreementError DamagedError Emulation LowBitStage PeerError Traffic connect_more emulate_",
     "lowbit.report": (
         "Baseline Column Command Report Row Table Value check_output compare execute machine run spread summary"
     ),

@@ -5,7 +5,10 @@ from __future__ import annotations
 from lowbit.pipeline.emulate import Emulation, emulate_
 from lowbit.pipeline.stage import LowBitStage
 from lowbit.wire.checksum import DamagedError
+from lowbit.wire.connections import connect_more
 from lowbit.wire.errors import AgreementError, PeerError
 from lowbit.wire.traffic import Traffic
 
-__all__ = ["AgreementError", "DamagedError", "Emulation", "LowBitStage", "PeerError", "Traffic", "emulate_"]
+__all__ = [
+    "AgreementError", "DamagedError", "Emulation", "LowBitStage", "PeerError", "Traffic", "connect_more", "emulate_",
+]  # fmt: skip
