@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
 
-from lowbit.train import auto, from_mapping
+from lowbit.train import auto, connections, from_mapping
 from lowbit.train.loop import Run
 from lowbit.train.metrics import StepMetrics
 from lowbit.train.prepare import prepare
@@ -17,14 +18,19 @@ from lowbit_lab.bench.worker import report_progress, serve
 
 
 class AutoRuns:
-    def train(self, config: dict[str, Any], constants: dict[str, float]) -> list[dict[str, Any]]:
-        """What the run chose; rank 0 reports each step."""
+    def train(
+        self, config: dict[str, Any], constants: dict[str, float], permitted: bool = True
+    ) -> list[dict[str, Any]]:
+        """What the run chose; rank 0 reports each step. permitted: whether machines permit BBR."""
 
         def report(metrics: StepMetrics) -> None:
             if dist.get_rank() == 0:
                 report_progress(dataclasses.asdict(metrics))
 
-        with mock.patch.multiple(auto, **constants):
+        patches = mock.patch.object(connections, "permits", return_value=permitted)
+        with patches, contextlib.ExitStack() as stack:
+            for name, value in constants.items():
+                stack.enter_context(mock.patch.object(auto, name, value))
             trainer = Trainer(prepare(from_mapping(config), ranks=dist.get_world_size()))
             return Run(trainer).finish(report).formats
 

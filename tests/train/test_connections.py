@@ -124,19 +124,26 @@ def test_losses_do_not_depend_on_the_number_of_connections(ranks: Ranks, tmp_pat
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(SlowLink.available(distance=True) is not None, reason="no shaped link here")
-def test_a_lossy_link_is_noticed_on_real_sockets(tmp_path: Path):
+@pytest.mark.parametrize("permitted", [True, False])
+def test_a_link_that_begins_to_lose_packets_is_noticed_while_receives_are_posted_ahead(tmp_path: Path, permitted: bool):
     config = tiny(
         tmp_path, model={"dim": 256}, data={"sequence": 128, "held_out_share": 0.0}, pipeline={"forward": "fp32"},
-        run={"steps": 12},
+        run={"steps": 34},
     )  # fmt: skip
-    lossy = Link(50.0, rtt_ms=20, loss=0.005)
+    clean, lossy = Link(50.0, rtt_ms=20), Link(50.0, rtt_ms=20, loss=0.01)
     with (
         SlowLink(2, rtt_ms=20) as network,
         Workers("tests.train.auto_rank", 2, grouped=True, network=network) as workers,
     ):
-        network.set_link(lossy)
-        constants = {"_FIRST": 5}
-        workers.ask("train", config=json.loads(config.to_json()), constants=constants, on_progress=lambda _: None)
-    assert len(read_metrics(Path(config.run.output) / "metrics.jsonl")) == 12
+        network.set_link(clean)
+
+        def report(metrics: dict[str, Any]) -> None:
+            if metrics["step"] == 5:
+                network.set_link(lossy)
+
+        settings = json.loads(config.to_json())
+        workers.ask("train", config=settings, constants={}, permitted=permitted, on_progress=report)
+    assert len(read_metrics(Path(config.run.output) / "metrics.jsonl")) == 34
     about = json.loads((Path(config.run.output) / "ranks.json").read_text())
-    assert about["congestion_control"] == "bbr" or about["connections"] > 1
+    assert about["congestion_control"] == ("bbr" if permitted else "cubic")
+    assert (about["connections"] > 1) == (not permitted)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 _FIRST = 5  # steps before the first choice, at least; the very first compiles kernels and does not count
 _WINDOW = 20  # steps whose median counts as the duration of a step
 _FACTOR = 1.25  # change of this duration after which the links are measured again
+_SOON = 1.6  # a larger change is not noise: the links are measured again without waiting for `_EVERY`
 _AS_FAST = 1.03  # relative to the fastest: the most exact formats up to this duration are taken
 _KEEP = 1.10  # relative to the fastest: present formats with more bits than the best stay up to this duration
 _EVERY = 100  # steps between two choices, at least; doubled after each choice that changed nothing
@@ -311,7 +312,9 @@ class Auto:
         if self.choice.seconds is None:
             self.choice = replace(self.choice, seconds=seconds)
         change = seconds / (self.choice.seconds or seconds)
-        return change if self._count >= self._every and not 1 / _FACTOR <= change <= _FACTOR else None
+        soon = self._count >= _WINDOW and not 1 / _SOON <= change <= _SOON
+        late = self._count >= self._every and not 1 / _FACTOR <= change <= _FACTOR
+        return change if soon or late else None
 
     def _use(self, choice: FormatChoice, *, same: bool = False) -> None:
         self.choice, self._change, self._count = choice, None, 0

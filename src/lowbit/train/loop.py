@@ -154,11 +154,15 @@ class Run:
         """Do what is due after a step: choose formats, save a checkpoint, evaluate."""
         run, trainer, done = self.config.run, self.trainer, metrics.step
         self.folder.check_there()  # locked by rank 0, whose error ends all
-        if self.connections.due(done) and self.connections.look():
-            self.mbit.update(trainer.links.by_link(self.rates))
-            self._note_connections()
+        if self.connections.due(done):
+            if self.connections.look():
+                self.mbit.update(trainer.links.by_link(self.rates))
+                self._note_connections()
+            trainer.pipeline.look_ahead(True)
         if self.auto is not None and self.auto.due(metrics):
             self._choose_formats(self.auto, done)
+        if self.connections.due(done + 1):  # no receive may be posted when the number of connections changes
+            trainer.pipeline.look_ahead(False)
         if done == self.config.codec_warmup_steps:
             self._show_chosen()
         if self.goal is not None and self.goal.due(done):
