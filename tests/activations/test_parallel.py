@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from benchmarks.parallel import Layout, Sizes, measured
+from benchmarks.parallel import ParallelLayout, Sizes, measured
 from tests.processes import Ranks
 
 LAYOUTS = {
-    "tensor": Layout(tensor=2),
-    "sequence": Layout(tensor=2, sequence=True),
-    "zero": Layout(data=2, zero=True),  # a step's weights are compared in there
+    "tensor": ParallelLayout(tensor=2),
+    "sequence": ParallelLayout(tensor=2, sequence=True),
+    "zero": ParallelLayout(data=2, zero=True),  # a step's weights are compared in there
 }
 
 
-def check(ranks: Ranks, layout: Layout, policy: str) -> list[dict[str, Any]]:
+def check(ranks: Ranks, layout: ParallelLayout, policy: str) -> list[dict[str, Any]]:
     """Gradients and bytes of each rank against those of one process."""
     plain, coded = (ranks.run(measured, Sizes(), layout, kind, ranks=layout.ranks) for kind in ("none", policy))
     for before, after in zip(plain, coded, strict=True):
@@ -47,4 +47,4 @@ def eight_ranks() -> Iterator[Ranks]:
 @pytest.mark.parametrize("sequence", [False, True])
 def test_eight_ranks_in_three_dimensions(eight_ranks: Ranks, sequence: bool):
     """Two stages, cut over two ranks each, in two replicas with data of their own; gradients stored and sent in FP8."""
-    check(eight_ranks, Layout(pipeline=2, tensor=2, data=2, sequence=sequence), "published")
+    check(eight_ranks, ParallelLayout(pipeline=2, tensor=2, data=2, sequence=sequence), "published")
