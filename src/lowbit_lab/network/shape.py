@@ -161,11 +161,10 @@ class SlowLink:
         self.set_link(dataclasses.replace(self.link, rate_mbit=rate_mbit, back_mbit=None))
 
     def set_link(self, link: Link) -> None:
-        """Change the link from now on. Addresses and connections stay.
+        """Change the link from now on. Addresses and connections stay, these with their congestion control.
 
         Raises:
-            LinkUnavailable: This machine does not permit the link's distance, or lacks its congestion control. Existing
-            connections keep theirs.
+            LinkUnavailable: The machine does not permit the link's distance, or lacks its congestion control.
         """
         self._namespaces[0].check_congestion_control(link.congestion)
         for host, namespace in enumerate(self._namespaces[: self.hosts]):
