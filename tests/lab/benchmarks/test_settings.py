@@ -24,7 +24,7 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
         (race.RaceBenchmark, {"samples": 64, "evaluations": 3}, r"allowed: at most the steps of an epoch \(2\)"),
         (race.RaceBenchmark, {"boundaries": ("int9",)}, "codec is 'int9'"),
         pytest.param(race.RaceBenchmark, {"device": "cuda"}, "this machine has 0 devices", marks=NO_GPU),
-        (simulate.SimulateBenchmark, {"cases": (CASE, CASE)}, "cases is empty or has one twice"),
+        (simulate.SimulateBenchmark, {"cases": (CASE, CASE)}, "cases is empty or contains a case twice"),
     ],
 )
 def test_wrong_settings_are_refused(settings: type, wrong: dict[str, Any], message: str):
