@@ -27,8 +27,8 @@ class AutoRuns:
             if dist.get_rank() == 0:
                 report_progress(dataclasses.asdict(metrics))
 
-        patches = mock.patch.object(connections, "permits", return_value=permitted)
-        with patches, contextlib.ExitStack() as stack:
+        change = connections.set_congestion_control if permitted else lambda name: False
+        with mock.patch.object(connections, "set_congestion_control", change), contextlib.ExitStack() as stack:
             for name, value in constants.items():
                 stack.enter_context(mock.patch.object(auto, name, value))
             trainer = Trainer(prepare(from_mapping(config), ranks=dist.get_world_size()))

@@ -37,12 +37,18 @@ class Fake:
         monkeypatch.setattr(module, "connect_more", lambda group, count, timeout: self.counts.append(count))
         monkeypatch.setattr(module, "segments", lambda: self.seen)
         monkeypatch.setattr(module, "congestion_control", lambda: self.control)
-        monkeypatch.setattr(module, "permits", lambda name: own.get("permitted", False))
-        monkeypatch.setattr(module, "set_congestion_control", lambda name: setattr(self, "control", name))
-        other = [0.0, 0, own.get("other", self.control), own.get("other_permitted", own.get("permitted", False))]
-        monkeypatch.setattr(module, "gather_json", lambda value, group: [list(value), other])
+        self.permitted, other = own.get("permitted", False), own.get("other_permitted", own.get("permitted", False))
+        monkeypatch.setattr(module, "set_congestion_control", self.change)
+        theirs = [0.0, 0, own.get("other", self.control)]
+        monkeypatch.setattr(
+            module, "gather_json", lambda value, group: [value, other] if isinstance(value, bool) else [value, theirs]
+        )
         rate = lambda: rates[self.control if self.control in rates else (self.counts or [1])[-1]]  # noqa: E731
         self.connections = Connections(trainer, rate, self.lines.append)
+
+    def change(self, name: str) -> bool:
+        self.control = name if self.permitted else self.control
+        return self.permitted
 
     def look(self, sent: int, again: int) -> bool:
         self.seen = Segments(self.seen.sent + sent, self.seen.again + again)
@@ -78,7 +84,7 @@ def test_bbr_comes_first_where_all_machines_permit_it(monkeypatch: pytest.Monkey
 def test_otherwise_as_many_connections_as_pay(
     monkeypatch: pytest.MonkeyPatch, rates: dict[int, float], count: int, tried: list[int]
 ):
-    run = Fake(monkeypatch, rates, permitted=True, other_permitted=False)
+    run = Fake(monkeypatch, rates, permitted=False, other_permitted=True)
     assert run.look(1000, 10) == (count > 1)
     assert run.connections.count == count
     assert run.counts == tried

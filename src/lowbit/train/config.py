@@ -293,7 +293,8 @@ class RunConfig:
     """PyTorch threads of each rank. 0: the cores of the machine divided by its ranks."""
     connections: Annotated[int, Field(ge=1, le=32)] | Literal["auto"] = "auto"
     """TCP connections for each pair of ranks over Gloo, 1 to 32. auto: one; if a link between machines loses packets,
-    BBR as its congestion control where all machines permit it, otherwise as many connections as make it faster."""
+    BBR as its congestion control where all machines permit it, otherwise as many connections as make it faster.
+    Replicas that come and go keep one between them."""
     timeout_seconds: Seconds = 120.0
     """Longest wait for another rank before it counts as failed."""
     supervise: bool = False

@@ -2,8 +2,8 @@
 
 TCP takes a lost packet for a sign of congestion and slows down: with CUBIC, the default of most systems, a packet lost
 in a thousand costs seven eighths of 100 Mbit/s at a round trip of 40 ms. So all ranks watch how much they send again.
-If a link loses packets, they use BBR, which does not slow down for single losses, or if a machine does not permit
-that, as many connections for each pair of ranks as make the slowest link faster.
+If a link loses packets, they use BBR, which does not slow down for single losses. If a machine does not permit that,
+they use as many connections for each pair of ranks as make the slowest link faster.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from lowbit.wire.sockets import (
     Segments,
     congestion_control,
     is_lossy,
-    permits,
     segments,
     set_congestion_control,
 )
@@ -35,12 +34,11 @@ _EVERY = 100
 
 
 class Loss(NamedTuple):
-    """What one rank sends again, and may do about it: share of segments, their number, congestion control."""
+    """What one rank sends again: share of segments, and their number; and its congestion control."""
 
     share: float
     again: int
     control: str
-    permitted: bool
 
 
 class Connections:
@@ -78,10 +76,7 @@ class Connections:
     def look(self) -> bool:
         """Look at what was lost since the last time, and act on it; every rank calls this. Returns whether it acted."""
         now = segments()
-        loss = Loss(
-            now.since(self._before), now.again - self._before.again, congestion_control(),
-            congestion_control() == FASTER or permits(FASTER),
-        )  # fmt: skip
+        loss = Loss(now.since(self._before), now.again - self._before.again, congestion_control())
         self._before = now
         ranks = [Loss(*each) for each in gather_json(loss, self._trainer.side)]
         self.control = ", ".join(sorted({each.control for each in ranks if each.control}))
@@ -93,9 +88,9 @@ class Connections:
         if {each.control for each in ranks} == {FASTER}:
             self._say(f"{found}; their congestion control is {FASTER.upper()}, which single losses hardly slow down")
             return False
-        usual, before = worst.control.upper(), self._rate()
-        if all(each.permitted for each in ranks):
-            set_congestion_control(FASTER)
+        usual = " and ".join(sorted({each.control for each in ranks} - {FASTER, ""})).upper() or "TCP"
+        before = self._rate()
+        if all(gather_json(set_congestion_control(FASTER), self._trainer.side)):
             self.control, after = FASTER, self._rate()
             self._say(f"{found}: {FASTER.upper()} in place of {usual}, {before:.0f} -> {after:.0f} Mbit/s")
             return True

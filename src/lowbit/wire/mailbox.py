@@ -14,6 +14,7 @@ length, and Gloo ends the process.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -32,6 +33,7 @@ from lowbit.wire.errors import PeerError
 from lowbit.wire.failure import FailureBoard, Letter, Route, wrong_length
 from lowbit.wire.traffic import Traffic
 
+_SHORTEST = timedelta(milliseconds=1)  # Gloo takes 0 for no limit
 _MOST_DEVICES = 8  # network devices of a Gloo group, each with its own connections
 
 
@@ -119,9 +121,11 @@ def _started(start: Callable[..., dist.Work], *args: Any) -> dist.Work | _Failed
 
 def _wait(works: Sequence[dist.Work | _Failed], patience: timedelta, group: dist.ProcessGroup) -> None:
     """Wait for all pieces of a message."""
+    begin, left = time.monotonic(), patience
     try:
         for work in works:
-            work.wait(patience)
+            work.wait(left)
+            left = max(_SHORTEST, patience - timedelta(seconds=time.monotonic() - begin))  # together, not each
     except RuntimeError as error:
         # Gloo has closed all connections that are like the one of the piece that did not pass, but no others.
         if len(works) > 1 and "timed out" in str(error).lower():
