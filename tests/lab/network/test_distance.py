@@ -68,7 +68,8 @@ def test_jitter_spreads_the_round_trips() -> None:
 
 def test_packets_follow_each_other_at_the_rate_and_the_queue_drops_its_tail() -> None:
     line, arrivals = delay.Line([0, 1]), []
-    line.obey({"rates": [[1e-6, 0], [0, 0]], "delay": 0.02, "jitter": 0, "queue": 0.01, "loss": 0})
+    order = {"rates": [[1e-6, 0], [0, 0]], "delay": 0.02, "jitter": 0, "queue": 0.01}
+    line.obey({**order, "loss": 0, "burst": 1, "reorder": 0})
     line._expect = lambda at, *_: arrivals.append(at)  # type: ignore[method-assign]
     packet = bytes(10) + bytes(986)  # 1000 bytes of Ethernet: a millisecond
     for _ in range(20):

@@ -103,12 +103,16 @@ def test_titles() -> None:
         "100 Mbit/s, 40 ms, 0.1 % lost, queue 200 ms",
         "100 Mbit/s, queue 200 ms",
         "100 Mbit/s, 0.1 % lost",
+        "100 Mbit/s, 40 ms, 1 % lost, 5 in a row",
+        "100 Mbit/s, 40 ms, 0.5 % late",
+        "100 Mbit/s, 40 ms, 1 % lost, 2.5 in a row, 2 % late, BBR",
+        "1 Gbit/s, RENO",
     ]
 
 
 def test_only_what_a_token_bucket_cannot_do_is_far() -> None:
     assert {text for text, link in TEXTS.items() if not link.far} == {
-        *("25mbit", "1000mbit", "2.5mbit", "unlimited", "100mbit/0ms/0ms/200ms")
+        *("25mbit", "1000mbit", "2.5mbit", "unlimited", "100mbit/0ms/0ms/200ms", "1000mbit/reno")
     }
 
 
