@@ -7,7 +7,8 @@ from pathlib import Path
 import yaml
 
 ROOT = Path(__file__).parents[1]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = SETTINGS["project"]
 CITATION = yaml.safe_load((ROOT / "CITATION.cff").read_text())
 
 
@@ -15,7 +16,7 @@ def test_the_citation_names_this_version_licence_and_repository():
     assert CITATION["title"].startswith(PROJECT["name"])
     assert str(CITATION["version"]) == PROJECT["version"]
     assert CITATION["license"] == PROJECT["license"]
-    assert CITATION["repository-code"] == PROJECT["urls"]["Source"]
+    assert CITATION.get("repository-code", "") == SETTINGS["tool"]["lowbit"]["repository"]
 
 
 def test_the_page_cites_what_the_file_cites():

@@ -37,7 +37,8 @@ PAGES = [
     for path in (*(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")), *ROOT.glob("docs/**/*.md"))
     if path.exists()
 ]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT, ADDRESSES = SETTINGS["project"], SETTINGS["tool"]["lowbit"]
 KINDS = {
     "python": "run, with torchrun=N as N ranks",
     "py": "run where the packages that it names are installed: by tests/integrations/test_pages.py",

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from html.parser import HTMLParser
+from typing import Any
 
 import pytest
 
-from tests.test_docs import PROJECT, ROOT
+from tests.test_docs import ADDRESSES, ROOT
 
 renderer = pytest.importorskip("readme_renderer.markdown", reason="no readme_renderer: the extra lowbit[docs]")
+pytest.importorskip("hatchling", reason="no hatchling: the extra lowbit[docs]")
 pytestmark = pytest.mark.docs
+
+from docs.hooks.package import CustomMetadataHook, description  # noqa: E402
 
 
 class Found(HTMLParser):
@@ -30,33 +32,38 @@ class Found(HTMLParser):
             self.links.append(given["href"] or "")
 
 
-@pytest.fixture(scope="module")
-def description() -> str:
-    command = [sys.executable, "-m", "hatch_fancy_pypi_readme"]
-    return subprocess.run(command, cwd=ROOT, check=True, text=True, capture_output=True).stdout
+README = (ROOT / "README.md").read_text()
+REPOSITORY = "https://example.org/owner/lowbit"
 
 
-def test_nothing_is_dropped(description: str):
-    readme = (ROOT / "README.md").read_text()
-    html = renderer.render(description)
+def test_nothing_is_dropped():
+    text = description(README, REPOSITORY)
+    html = renderer.render(text)
     assert html is not None
-    images = len(re.findall(r"!\[|<img\b", readme))
-    assert len(Found(html).images) == images
-    assert html.count("<table") == len(re.findall(r"^\|[-| :]+\|$", readme, re.M))
-    assert html.count("<pre") == len(re.findall(r"^```", readme, re.M)) // 2
-    assert "<picture" not in description
+    assert len(Found(html).images) == len(re.findall(r"!\[|<img\b", README))
+    assert html.count("<table") == len(re.findall(r"^\|[-| :]+\|$", README, re.M))
+    assert html.count("<pre") == len(re.findall(r"^```", README, re.M)) // 2
+    assert "<picture" not in text
 
 
-def test_addresses_hold_outside_the_repository(description: str):
-    page = Found(renderer.render(description))
-    relative = [link for link in (*page.links, *page.images) if not re.match(r"https://|#", link)]
-    assert not relative
+def test_files_are_named_by_their_address_in_the_repository():
+    page = Found(renderer.render(description(README, REPOSITORY)))
+    addresses = [*page.links, *page.images]
+    assert not [address for address in addresses if not re.match(r"https://|#", address)]
+    named = re.findall(rf"{REPOSITORY}/(?:blob|raw)/main/([^#\s]+)", "\n".join(addresses))
+    assert named
+    assert not [path for path in named if not (ROOT / path).exists()]
 
 
-def test_what_the_addresses_name_is_in_the_repository(description: str):
-    ours = re.escape(PROJECT["urls"]["Source"].removeprefix("https://github.com/"))
-    paths = re.findall(
-        rf"https://(?:github\.com/{ours}/blob|raw\.githubusercontent\.com/{ours})/main/([^)\s\"#]+)", description
-    )
-    assert paths
-    assert [path for path in paths if not (ROOT / path).exists()] == []
+def test_without_a_repository_no_file_is_linked():
+    page = Found(renderer.render(description(README, "")))
+    addresses = [*page.links, *page.images]
+    assert any(address.startswith("https://arxiv.org/") for address in addresses)
+    assert not [address for address in addresses if not re.match(r"https://|#", address)]
+
+
+def test_the_package_states_the_addresses_of_the_project():
+    metadata: dict[str, Any] = {}
+    CustomMetadataHook(str(ROOT), {}).update(metadata)
+    assert metadata["urls"] == {name.capitalize(): address for name, address in ADDRESSES.items() if address}
+    assert metadata["readme"]["text"] == description(README, ADDRESSES["repository"])

@@ -14,7 +14,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-from tests.test_docs import PROJECT, ROOT
+from tests.test_docs import ADDRESSES, ROOT
 from tests.test_import import PUBLIC
 
 SITE = ROOT / "site"
@@ -137,13 +137,12 @@ def leads_somewhere(link: str, name: str) -> bool:
     return not parts.fragment or page is None or unquote(parts.fragment) in page.anchors
 
 
-def test_what_leaves_the_site_is_one_repository():
-    """The addresses of the project are those of pyproject.toml."""
+def test_the_site_names_no_address_of_the_project_but_those_of_pyproject():
     ours = [
         link
         for page in PAGES.values()
         for link in page.links
         if "lowbit" in urlsplit(link).path + urlsplit(link).netloc
     ]
-    allowed = tuple(PROJECT["urls"].values())
+    allowed = tuple(filter(None, ADDRESSES.values()))
     assert [link for link in ours if urlsplit(link).netloc and not link.startswith(allowed)] == []

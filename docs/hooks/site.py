@@ -18,8 +18,8 @@ sys.path.append(str(Path(__file__).parent))
 from griffe_names import public_names
 
 ROOT = Path(__file__).parents[2]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-SOURCE = PROJECT["urls"]["Source"]
+SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+ADDRESSES = SETTINGS["tool"]["lowbit"]
 PUBLIC = public_names(ROOT / "src/lowbit")
 PAGES_AT_ROOT = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 
@@ -38,10 +38,11 @@ _DARK = re.compile(r"<source(?=[^>]*prefers-color-scheme: dark)[^>]*srcset=\"([^
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Take names and addresses from pyproject.toml."""
-    config.site_url = os.environ.get("READTHEDOCS_CANONICAL_URL", PROJECT["urls"]["Documentation"])
-    config.site_description = PROJECT["description"]
-    # Not `repo_url`: the theme would ask GitHub's servers for the number of stars while a page is read.
-    config.extra["social"] = [{"icon": "fontawesome/brands/github", "link": SOURCE, "name": "Source"}]
+    config.site_url = os.environ.get("READTHEDOCS_CANONICAL_URL", ADDRESSES["documentation"])
+    config.site_description = SETTINGS["project"]["description"]
+    if source := ADDRESSES["repository"]:
+        # Not `repo_url`: the theme would ask GitHub's servers for the number of stars while a page is read.
+        config.extra["social"] = [{"icon": "fontawesome/brands/github", "link": source, "name": "Source"}]
     return config
 
 
@@ -54,7 +55,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Let links lead to pages of the site, and to the repository where they leave it."""
+    """Let links lead to pages of the site."""
     markdown = "\n".join(_lists(markdown.splitlines())) + "\n"
     markdown = "".join(_pictures(markdown))
     at_root = {uri: name for name, uri in PAGES_AT_ROOT.items()}
@@ -111,8 +112,7 @@ def _target(target: str, source: str, uri: str) -> str:
     on_site = PAGES_AT_ROOT.get(file, file.removeprefix("docs/") if file.startswith("docs/") else "")
     if on_site and not (ROOT / file).is_dir():
         return posixpath.relpath(on_site, posixpath.dirname(uri) or ".") + hash_ + anchor
-    kind = "tree" if (ROOT / file).is_dir() else "blob"
-    return f"{SOURCE}/{kind}/main/{file}{hash_}{anchor}" if (ROOT / file).exists() else target
+    return target
 
 
 def _pictures(markdown: str) -> Iterator[str]:
