@@ -70,3 +70,15 @@ def test_a_sequence_longer_than_the_text_is_refused(
     with pytest.raises(SystemExit):
         runpy.run_path(script, run_name="__main__")
     assert "--sequence is 100000; allowed: 2 to" in capsys.readouterr().err
+
+
+def test_an_own_codec_is_compared_with_others(capsys: pytest.CaptureFixture[str]):
+    example = runpy.run_path(str(EXAMPLES / "own_codec.py"))
+    compare = example["main"]
+    compare.__globals__.update(STEPS=4, WARMUP=1, BATCH=2)
+    compare()
+    rows = {line[:20].strip(): line[20:].split() for line in capsys.readouterr().out.splitlines()[1:]}
+    assert list(rows) == ["fp32", "tah-quant-published", "aq-sgd", "transform", "your own"]
+    assert rows["fp32"][:2] == ["32.00", "32.00"]
+    assert rows["your own"][:2] == ["3.50", "6.50"]
+    assert all(float(loss) < 5.6 for _, _, loss in rows.values())  # guessing costs log(256) = 5.5

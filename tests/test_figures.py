@@ -68,7 +68,6 @@ GRID = stated("predictions", r"Off by ([\d.]+) % \(median\)")
 README, INDEX, COMPARISON, LIMITS = "README.md", "docs/results/index.md", "docs/comparison.md", "docs/limits.md"
 PAPERS, TENSOR, SAVED = "docs/papers.md", "docs/how-to/tensor-parallel.md", "docs/how-to/saved-activations.md"
 QUOTED: list[tuple[str, str, list[float]]] = [
-    (README, "{:.1f} times FP32's speed through the same stage, {:.1f} times that of PyTorch's stage", SPEED),
     (INDEX, "{:.1f}x as fast as FP32 through the same stage, {:.1f}x as fast as FP32 through PyTorch's", SPEED),
     (README, "held-out loss {:.1f} times as soon as FP32, and {:.1f} times as soon as BF16", [SOONER, SOONER_BF16]),
     (INDEX, "the same held-out loss {:.1f}x as soon", [SOONER]),
@@ -89,7 +88,6 @@ QUOTED: list[tuple[str, str, list[float]]] = [
      [saved(field, "checkpoint") for field in ("saved", "peak", "time")]),
     (COMPARISON, "keeps {:.0f} %, peaks at {:.0f} % and takes {:.0f} %", [saved(f) for f in ("saved", "peak", "time")]),
     (COMPARISON, "fell from {:.0f} % to {:.0f} % of BF16 autocast", [saved("peak"), saved("peak", "low-bit+8bit")]),
-    (README, "16 layers: {:.2f} of the peak of checkpointing in {:.2f} of its time", CHECKPOINTS),
     (INDEX, "16 layers: {:.2f} of the peak of checkpointing", CHECKPOINTS),
     (PAPERS, "({:+.4f}, {:+.4f}, {:+.4f}), ours", NORMS),
     (SAVED, "lost {:.3f}, {:.3f} and {:.3f} nats", NORMS),
@@ -99,9 +97,6 @@ QUOTED: list[tuple[str, str, list[float]]] = [
     (LIMITS, "{:.1f}x over BF16 at 2048 tokens", [ALL_REDUCE]),
     (PAPERS, "2 ranks: {:.1f}x BF16", [ALL_REDUCE]),
     (TENSOR, "summed 2048 tokens {:.1f} times as fast", [ALL_REDUCE]),
-    (README, "keeps {:.1f} % of its 10 nearest neighbours, a real language model {:.1f} % of its perplexity", OURS),
-    (README, "whose speed was not measured, {:.1f} % and {:.1f} %;", BUDGET),
-    (README, "as published {:.1f} % and {:.1f} %", STATIC),
     (INDEX, "{:.1f} % of its perplexity by default, {:.1f} % with a budget", [OURS[1], BUDGET[1]]),
     (INDEX, "and {:.1f} % with the published format", [STATIC[1]]),
     (LIMITS, "4 bits everywhere keep {:.1f} % of an encoder's 10 nearest neighbours", OURS),
@@ -110,7 +105,6 @@ QUOTED: list[tuple[str, str, list[float]]] = [
     (PAPERS, "3 ranks: as published {:.1f} %, ours", [STATIC[1]]),
     (PAPERS, "ours in 4 bits {:.1f} %, ours with a budget of 4.25 bits {:.2f} %", [OURS[1], BUDGET[1]]),
     (INDEX, "perplexity times {:.3f}", [SMOLLM]),
-    (README, "off by {:.0f} % in the median of 16 settings", [GRID]),
     (INDEX, "off by {:.1f} % (median)", [GRID]),
 ]  # fmt: skip
 

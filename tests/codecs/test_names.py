@@ -90,7 +90,8 @@ def test_half_a_pair_is_an_error(text: str) -> None:
     ("text", "message"),
     [
         ("int9", "codec is 'int9'; allowed: aq-sgd, aq-sgd-8bit, fp8"),
-        ("tah-quant-published-v1", "tah-quant, tah-quant-published, tah-quant-published-token, transform"),
+        ("trasnform", "codec is 'trasnform'; did you mean transform?"),
+        ("tah-quant-published-v1", "did you mean tah-quant-published or tah-quant-published-token?"),
         ("TAHQuant(allocation='entropy')", "allocation is 'entropy'; allowed: 'range', 'tile', 'token'"),
         ("feature-int4-static", "codec is 'feature-int4-static', which needs calibrated ranges; allowed: a codec that"),
         ("FeatureInt(gain='static')", "codec is "),

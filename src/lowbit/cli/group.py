@@ -27,6 +27,10 @@ class CliCommand(Protocol):
         ...
 
 
+_MEANT = dict.fromkeys(("finetune", "run", "launch", "pretrain", "worker"), "train") | {"check": "doctor"}
+"""Commands of other programs, and ours that do it."""
+
+
 class Group:
     """Commands under one word, such as `lowbit bench`.
 
@@ -58,7 +62,8 @@ class Group:
         elif words[0] in commands:
             commands[words[0]](f"{program} {words[0]}", words[1:])
         else:
-            close = difflib.get_close_matches(words[0], commands, n=1)
+            wanted = _MEANT.get(words[0].replace("-", ""), words[0])
+            close = difflib.get_close_matches(wanted, commands, n=1)
             advice = f"did you mean {close[0]}?" if close else f"known: {', '.join(commands)}"
             raise ValueError(f"{program} has no {words[0]!r}; {advice}")
 

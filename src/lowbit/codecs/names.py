@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import difflib
 
 import torch
 
@@ -76,6 +77,8 @@ def parse(text: str) -> Codec:
             "tensor-parallel ranks a calibration (lowbit calibrate)"
         )
     if factory is None:
+        if close := difflib.get_close_matches(text.lower(), [*_short_names(), *_class_names()], n=2, cutoff=0.8):
+            raise ValueError(f"codec is {text!r}; did you mean {' or '.join(close)}?")
         raise ValueError(
             f"codec is {text!r}; allowed: {', '.join(_short_names())}, "
             f"or one of {', '.join(_class_names())} with its arguments, such as GroupInt(bits=6, group=32)"
