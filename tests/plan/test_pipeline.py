@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 
 from lowbit.codecs import parse
-from lowbit.config import ConfigError
+from lowbit.config import ConfigError, to_toml
 from lowbit.plan.cluster import Cluster, ClusterLink, Machine
 from lowbit.plan.predict import MemoryShort, PipelineChoice, Predictor
 from lowbit.plan.search import best_split, search
 from lowbit.plan.sizes import ModelSizes
+from lowbit.train import load
 from tests.command_line import invoke
+from tests.train.runs import tiny
 
 CODING = ("fp32=10/10", "bf16=8/8", "int4=5/8", "GroupInt(bits=6, group=32)=5/8")
 SIZES = ModelSizes(
@@ -257,6 +259,36 @@ def test_the_command_writes_what_train_takes(tmp_path: Path, monkeypatch: pytest
     assert dry.exit_code == 0, dry.output
     assert f"rank 0, layers 0 to {first['layers'][0] - 1}" in dry.stdout
     assert "GroupInt(bits=4" in dry.stdout
+
+
+def test_a_recipe_says_what_is_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    Path("cluster.toml").write_text(CLUSTER)
+    changes = {"pipeline": {"warmup_steps": 3}, "optimizer": {"lr": 0.5}, "run": {"steps": 77}}
+    recipe = tiny(tmp_path, model={"layers": 6}, **changes)
+    Path("recipe.toml").write_text(to_toml(recipe))
+    words = [
+        "plan",
+        "pipeline",
+        "cluster.toml",
+        "--recipe",
+        "recipe.toml",
+        "--output",
+        "run.toml",
+        "--schedule",
+        "1F1B",
+    ]
+    result = invoke(*words, "--format", "int4,fp32", "--json", "plan.json")
+    assert result.exit_code == 0, result.output
+    first = json.loads(Path("plan.json").read_text())["rows"][0]
+    planned = load("run.toml")
+    assert (first["steps"], sum(first["layers"]), first["warmup_steps"]) == (77, 6, 3)
+    assert (planned.model, planned.data, planned.optimizer) == (recipe.model, recipe.data, recipe.optimizer)
+    assert planned.pipeline.warmup_steps == 3
+    assert planned.pipeline.forward == ("int4",)
+    both = invoke(*words, "--model.layers", "4").stderr
+    assert both == "error: model is given, and recipe is 'recipe.toml'; allowed: one of them\n"
+    assert "nothing.toml: No such file" in invoke("plan", "pipeline", "cluster.toml", "--recipe", "nothing.toml").stderr
 
 
 def test_a_hugging_face_folder_and_one_machine_are_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

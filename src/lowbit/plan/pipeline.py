@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,6 +19,7 @@ from lowbit.plan.predict import PipelineChoice, Prediction, Predictor
 from lowbit.plan.search import search
 from lowbit.plan.sizes import measure_sizes
 from lowbit.report import Column, Command, Row, Table, check_output
+from lowbit.train import load
 from lowbit.train.config import DataConfig, GradientsConfig, ModelConfig, RunConfig, Schedule, TrainConfig
 from lowbit.train.layout import even
 from lowbit.train.model import vocabulary
@@ -27,6 +29,7 @@ from lowbit.train.tokenizer import load_tokenizer
 _PLAIN = ("fp32", "bf16")
 _MOST_MICRO_BATCHES = 64
 _PROGRAM = "lowbit plan pipeline"
+_OF_RECIPE = ("model", "data", "gradients", "run")
 
 
 def _some(values: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -41,6 +44,9 @@ class PipelinePlanSettings:
 
     cluster: str
     """File with the machines and links (`cluster.toml`)."""
+    recipe: str = ""
+    """Configuration of `lowbit train` to plan for, in place of the model, data, gradients and run below. `output` has
+    its other settings, too."""
     output: str = ""
     """File for the settings of the best choice. `lowbit train` takes it."""
     overwrite: bool = False
@@ -74,6 +80,17 @@ class PipelinePlanSettings:
     def __post_init__(self) -> None:
         for text in self.formats:
             parse_pair(text)
+        if not self.recipe:
+            return
+        for name in _OF_RECIPE:
+            if getattr(self, name) != PipelinePlanSettings.__dataclass_fields__[name].default:
+                raise ConfigError(f"{name} is given, and recipe is {self.recipe!r}; allowed: one of them")
+            object.__setattr__(self, name, getattr(self.base, name))
+
+    @cached_property
+    def base(self) -> TrainConfig:
+        """Settings that the plan does not choose."""
+        return load(self.recipe) if self.recipe else TrainConfig()
 
     @property
     def steps(self) -> int:
@@ -128,9 +145,9 @@ def train_settings(settings: PipelinePlanSettings, predictor: Predictor, choice:
     layout = predictor.layout(choice)
     if layout.layer_counts == even(predictor.sizes.layers, layout.stages):
         choice = replace(choice, layers=())
-    return TrainConfig(
-        model=settings.model, data=settings.data, gradients=settings.gradients,
-        pipeline=choice.pipeline(layout.ranks), run=replace(settings.run, steps=settings.steps),
+    return replace(
+        settings.base, model=settings.model, data=settings.data, gradients=settings.gradients,
+        pipeline=choice.pipeline(layout.ranks, settings.base.pipeline), run=replace(settings.run, steps=settings.steps),
     )  # fmt: skip
 
 
@@ -213,7 +230,7 @@ COMMAND = Command(
     name="plan pipeline",
     summary="Stages, schedule and formats for a cluster, with the speed to expect.",
     examples=(
-        "lowbit plan pipeline cluster.toml --output run.toml",
+        "lowbit plan pipeline cluster.toml --recipe recipe.toml --output run.toml",
         "lowbit plan pipeline cluster.toml --model.pretrained my_model --format bf16",
     ),
     settings=PipelinePlanSettings,

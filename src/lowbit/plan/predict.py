@@ -39,13 +39,13 @@ class PipelineChoice:
     layers: tuple[int, ...] = ()
     formats: tuple[str, ...] = ("fp32",)
 
-    def pipeline(self, ranks: int) -> PipelineConfig:
-        """The settings of `lowbit train`; `ranks` are those of one pipeline."""
+    def pipeline(self, ranks: int, base: PipelineConfig = PipelineConfig()) -> PipelineConfig:
+        """The settings of `lowbit train`; `ranks` are those of one pipeline, `base` has what is not chosen."""
         pairs = [text.partition(" / ") for text in self.formats]
         backward = tuple(second for _, _, second in pairs)
         given = tuple(second or repr(parse_pair(text)[1]) for text, second in zip(self.formats, backward, strict=True))
-        return PipelineConfig(
-            ranks=ranks, data_parallel=self.replicas, stages_per_rank=self.stages_per_rank, layers=self.layers,
+        return replace(
+            base, ranks=ranks, data_parallel=self.replicas, stages_per_rank=self.stages_per_rank, layers=self.layers,
             schedule=self.schedule, microbatches=self.microbatches, forward=tuple(first for first, _, _ in pairs),
             backward=given if any(backward) else (),
         )  # fmt: skip
