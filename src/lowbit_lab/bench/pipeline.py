@@ -12,12 +12,15 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field
 
 from lowbit.codecs.names import pair_name
 from lowbit.config import ConfigError, NonNegative, Positive, section
 from lowbit.report import Baseline, Column, Command, Row, Table
 from lowbit.train.config import DataConfig, ModelConfig, PipelineConfig
+from lowbit.wire.connections import MOST_CONNECTIONS
 from lowbit_lab.bench.recipes import (
     MANY_STAGES,
     PROGRAM,
@@ -37,6 +40,15 @@ from lowbit_lab.charts.style import recommended, row_name, title_of
 from lowbit_lab.network import Link
 
 MEDIANS = ("bits_forward", "bits_backward", "compute_seconds", "codec_seconds", "checksum_seconds", "wait_seconds")
+
+
+Count = Annotated[int, Field(ge=1, le=MOST_CONNECTIONS)]
+
+
+def _each_once(values: tuple[int, ...]) -> tuple[int, ...]:
+    if not values or len(set(values)) < len(values):
+        raise ConfigError(f"connections is {list(values)}; allowed: one or more numbers, each once")
+    return values
 
 
 @section()
@@ -67,6 +79,8 @@ class PipelineBenchmark:
     splits: tuple[Split, ...] = ()
     """Schedules to compare, as schedule/stages per rank/micro-batches, such as 1F1B/1/8. They replace those of
     `pipeline`."""
+    connections: Annotated[tuple[Count, ...], AfterValidator(_each_once)] = (1,)
+    """Numbers of connections for each pair of ranks to compare; PyTorch's own stage has one."""
     rounds: Positive = 3
     """Turns of each format on each link."""
     steps: Positive = 2
@@ -100,26 +114,27 @@ def measure(settings: PipelineBenchmark, earlier: Sequence[Row]) -> Iterator[Seq
     """Measure every boundary on every link.
 
     Yields:
-        Rows, one for each link, split and boundary: `boundary`, `split` (its text), `forward` and `backward` (the
-        formats in full; None for PyTorch's own stage), the fields of `set_link`, `tokens_per_second` (of the
-        median step) with `tokens_per_second_low` and `_high` (slowest and fastest step), `speedup_stock_fp32`,
-        `speedup_fp32` (the same stage with full precision; both with the same split), `speedup_best_stock_fp32`
-        (PyTorch's own stage with the split that suits it best), `share_of_unlimited` (of the fastest on the unlimited
-        link), `bits_forward`, `bits_backward`, `bytes_per_step` (all ranks, both ways), `seconds_per_step`,
-        `compute_seconds`, `codec_seconds` (including `checksum_seconds`), `wait_seconds` (of a step, mean over ranks),
-        `loss` (of the last step; all boundaries of a link have done the same steps), `state_bytes` (kept between steps,
-        all ranks), `steps`, `evaluation_seconds` (None without evaluations).
+        Rows, one for each link, split, boundary and number of `connections`: `boundary`, `split` (its text), `forward`
+        and `backward` (the formats in full; None for PyTorch's own stage), the fields of `set_link`,
+        `tokens_per_second` (of the median step) with `tokens_per_second_low` and `_high` (slowest and fastest step),
+        `speedup_stock_fp32`, `speedup_fp32` (the same stage with full precision; both with the same split),
+        `speedup_best_stock_fp32` (PyTorch's own stage with the split that suits it best), `share_of_unlimited` (of the
+        fastest on the unlimited link), `bits_forward`, `bits_backward`, `bytes_per_step` (all ranks, both ways),
+        `seconds_per_step`, `compute_seconds`, `codec_seconds` (including `checksum_seconds`), `wait_seconds` (of a
+        step, mean over ranks), `loss` (of the last step; all boundaries of a link have done the same steps),
+        `state_bytes` (kept between steps, all ranks), `steps`, `evaluation_seconds` (None without evaluations).
     """
     with tempfile.TemporaryDirectory() as folder:
 
-        def prepare(ranks: Workers, count: int) -> list[Phase]:
-            names = []
-            for pipeline, boundary in product(settings.pipelines, settings.boundaries):
-                name = f"{Split.of(pipeline)} {boundary}"
-                _open(settings, ranks, pipeline, boundary, name, f"{folder}/{len(names)}")
-                names.append(name)
+        def prepare(ranks: Workers, _: int) -> list[Phase]:
+            every = []
+            for pipeline, boundary, count in product(settings.pipelines, settings.boundaries, settings.connections):
+                if boundary in STOCK and count != settings.connections[0]:
+                    continue
+                name = f"{Split.of(pipeline)} {count} {boundary}"
+                _open(settings, ranks, pipeline, boundary, name, f"{folder}/{len(every)}")
+                every.append({"name": name, "connections": 1 if boundary in STOCK else count})
             turn = {"count": settings.steps, "evaluate": settings.evaluations > 0}
-            every = [{"name": name} for name in names]
             return [Phase(name="train", order="turn", contenders=every, arguments=turn, rounds=settings.rounds)]
 
         for taken in take_turns(PROGRAM, [settings.pipeline.ranks], settings.links, prepare):
@@ -128,7 +143,7 @@ def measure(settings: PipelineBenchmark, earlier: Sequence[Row]) -> Iterator[Seq
 
 def row_of(one: Taken, backward: str) -> dict[str, Any]:
     """Return the row of one boundary on one link, without comparisons."""
-    split, _, boundary = one.contender["name"].partition(" ")
+    split, _, boundary = one.contender["name"].split(" ", 2)
     steps = [step for turn in one.turns for step in merged(answer["steps"] for answer in turn)]
     speeds = [step["tokens_per_second"] for step in steps]
     evaluations = [max(answer["evaluation"] for answer in turn) for turn in one.turns if turn[0]["evaluation"]]
@@ -139,6 +154,7 @@ def row_of(one: Taken, backward: str) -> dict[str, Any]:
     return {
         "boundary": boundary,
         "split": split,
+        "connections": one.contender["connections"],
         **one.link,
         **formats_of(boundary, backward),
         "tokens_per_second": statistics.median(speeds),
@@ -186,6 +202,8 @@ def _open(
 def _shown(rows: Sequence[Row]) -> list[Row]:
     """Return rows with names for tables and bars, without values about splits if there is only one split."""
     named = [{**row, "name": pair_name(row["boundary"])} for row in rows]
+    if len({row.get("connections", 1) for row in rows}) > 1:
+        named = [{**row, "name": f"{row['name']} x{row['connections']}"} for row in named]
     if len({row["split"] for row in rows}) > 1:
         return [{**row, "bar": f"{row['split']} {row['name']}"} for row in named]
     return [{**row, "bar": row["name"], "split": None, "speedup_best_stock_fp32": None} for row in named]
@@ -229,7 +247,7 @@ COMMAND = Command(
     baselines=[
         Baseline(
             field=f"speedup_{name.replace('-', '_')}", value="tokens_per_second", to={"boundary": name},
-            alike=("link", "split"),
+            alike=("link", "split", *(("connections",) if name == "fp32" else ())),
         )
         for name in ("stock-fp32", "fp32")
     ],

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lowbit.pipeline import LowBitStage
+from lowbit.pipeline import LowBitStage, connect_more
 from lowbit.train.config import from_mapping
 from lowbit.train.data import Order
 from lowbit.train.loop import Run
 from lowbit.train.metrics import StepMetrics
 from lowbit.train.prepare import prepare
 from lowbit.train.trainer import Trainer
-from lowbit_lab.bench.worker import report_progress, serve
+from lowbit_lab.bench.worker import TIMEOUT_SECONDS, report_progress, serve
 
 
 class Runs:
@@ -46,8 +46,12 @@ class Runs:
         done = [self._trainers[name].step(step) for step in range(start, start + count)]
         return [dataclasses.asdict(metrics) for metrics in done]
 
-    def turn(self, name: str, count: int, *, evaluate: bool) -> dict[str, Any]:
-        """Take `count` steps, and evaluate. A step before them is not counted: caches are cold and TCP starts again."""
+    def turn(self, name: str, count: int, *, evaluate: bool, connections: int = 1) -> dict[str, Any]:
+        """Take `count` steps over so many connections for each pair of ranks, always the same for a run; evaluate.
+
+        A step before them is not counted: caches are cold and TCP starts again.
+        """
+        connect_more(self._trainers[name].replicas.pipeline, connections, timeout=TIMEOUT_SECONDS)
         return {
             "steps": self.steps(name, 1 + count)[1:],
             "evaluation": self.evaluate(name) if evaluate else None,

@@ -68,6 +68,17 @@ def test_every_boundary_travels_in_its_bits(report: Report):
     assert rows["aq-sgd"]["bits_forward"] < 4.6, "all samples were visited before"
 
 
+def test_the_number_of_connections_changes_nothing_but_the_speed():
+    rows = run(COMMAND, dataclasses.replace(TINY, boundaries=("stock-fp32", "fp32", SUBSPACE), connections=(1, 3))).rows
+    assert [(row["boundary"], row["connections"]) for row in rows] == [
+        ("stock-fp32", 1), ("fp32", 1), ("fp32", 3), (SUBSPACE, 1), (SUBSPACE, 3),
+    ]  # fmt: skip
+    for one, more in ((rows[1], rows[2]), (rows[3], rows[4])):
+        assert (one["loss"], one["bits_forward"], one["bits_backward"]) == (
+            more["loss"], more["bits_forward"], more["bits_backward"],
+        )  # fmt: skip
+
+
 def test_what_is_kept_between_steps(report: Report):
     rows = by_boundary(report)
     memory = 4 * TINY.samples * SEQUENCE * DIM * 3 * 2  # both ends of 3 boundaries
