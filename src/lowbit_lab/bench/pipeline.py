@@ -131,9 +131,10 @@ def measure(settings: PipelineBenchmark, earlier: Sequence[Row]) -> Iterator[Seq
             for pipeline, boundary, count in product(settings.pipelines, settings.boundaries, settings.connections):
                 if boundary in STOCK and count != settings.connections[0]:
                     continue
+                count = 1 if boundary in STOCK else count
                 name = f"{Split.of(pipeline)} {count} {boundary}"
-                _open(settings, ranks, pipeline, boundary, name, f"{folder}/{len(every)}")
-                every.append({"name": name, "connections": 1 if boundary in STOCK else count})
+                _open(settings, ranks, pipeline, boundary, count, name, f"{folder}/{len(every)}")
+                every.append({"name": name})
             turn = {"count": settings.steps, "evaluate": settings.evaluations > 0}
             return [Phase(name="train", order="turn", contenders=every, arguments=turn, rounds=settings.rounds)]
 
@@ -143,7 +144,7 @@ def measure(settings: PipelineBenchmark, earlier: Sequence[Row]) -> Iterator[Seq
 
 def row_of(one: Taken, backward: str) -> dict[str, Any]:
     """Return the row of one boundary on one link, without comparisons."""
-    split, _, boundary = one.contender["name"].split(" ", 2)
+    split, connections, boundary = one.contender["name"].split(" ", 2)
     steps = [step for turn in one.turns for step in merged(answer["steps"] for answer in turn)]
     speeds = [step["tokens_per_second"] for step in steps]
     evaluations = [max(answer["evaluation"] for answer in turn) for turn in one.turns if turn[0]["evaluation"]]
@@ -154,7 +155,7 @@ def row_of(one: Taken, backward: str) -> dict[str, Any]:
     return {
         "boundary": boundary,
         "split": split,
-        "connections": one.contender["connections"],
+        "connections": int(connections),
         **one.link,
         **formats_of(boundary, backward),
         "tokens_per_second": statistics.median(speeds),
@@ -186,7 +187,13 @@ def rows_of(settings: PipelineBenchmark, taken: Sequence[Taken]) -> list[dict[st
 
 
 def _open(
-    settings: PipelineBenchmark, ranks: Workers, pipeline: PipelineConfig, boundary: str, name: str, folder: str
+    settings: PipelineBenchmark,
+    ranks: Workers,
+    pipeline: PipelineConfig,
+    boundary: str,
+    connections: int,
+    name: str,
+    folder: str,
 ) -> None:
     """Set up a boundary's run, and train on every sample once."""
     held_out = settings.evaluations * settings.data.batch
@@ -195,7 +202,7 @@ def _open(
     if data.tokenizer == "bytes":
         data = replace(data, max_bytes=min(data.max_bytes, 2 * windows * data.sequence))
     config = recipe(settings, boundary, pipeline=pipeline, data=data, output=folder, eval_batches=settings.evaluations)
-    ranks.ask("open", name=name, config=as_mapping(config), samples=settings.samples)
+    ranks.ask("open", name=name, config=as_mapping(config), samples=settings.samples, connections=connections)
     ranks.ask("steps", name=name, count=settings.samples // settings.data.batch)
 
 

@@ -24,34 +24,33 @@ class Runs:
     def __init__(self) -> None:
         self._trainers: dict[str, Trainer] = {}
         self._steps: dict[str, int] = {}
+        self._connections: dict[str, int] = {}
 
-    def open(self, name: str, config: dict[str, Any], samples: int) -> None:
+    def open(self, name: str, config: dict[str, Any], samples: int, connections: int = 1) -> None:
         """Set up a run.
 
         Args:
             name: of the run in later orders.
             config: of the run, as nested mappings.
             samples: windows of the text to train on, in every epoch; 0: all.
+            connections: for each pair of ranks, at all steps of this run, which posts receives for the next ones.
         """
         trainer = _trainer(config)
         if samples:
             trainer.order = Order(samples=samples, batch=trainer.config.data.batch, seed=trainer.config.run.seed)
-        self._trainers[name], self._steps[name] = trainer, 0
+        self._trainers[name], self._steps[name], self._connections[name] = trainer, 0, connections
 
     def steps(self, name: str, count: int) -> list[dict[str, Any]]:
         """Advance a run; return metrics of each step (`lowbit.train.metrics.StepMetrics`)."""
+        connect_more(self._trainers[name].replicas.pipeline, self._connections[name], timeout=TIMEOUT_SECONDS)
         dist.barrier()
         start = self._steps[name]
         self._steps[name] += count
         done = [self._trainers[name].step(step) for step in range(start, start + count)]
         return [dataclasses.asdict(metrics) for metrics in done]
 
-    def turn(self, name: str, count: int, *, evaluate: bool, connections: int = 1) -> dict[str, Any]:
-        """Take `count` steps over so many connections for each pair of ranks, always the same for a run; evaluate.
-
-        A step before them is not counted: caches are cold and TCP starts again.
-        """
-        connect_more(self._trainers[name].replicas.pipeline, connections, timeout=TIMEOUT_SECONDS)
+    def turn(self, name: str, count: int, *, evaluate: bool) -> dict[str, Any]:
+        """Take `count` steps, and evaluate. A step before them is not counted: caches are cold and TCP starts again."""
         return {
             "steps": self.steps(name, 1 + count)[1:],
             "evaluation": self.evaluate(name) if evaluate else None,

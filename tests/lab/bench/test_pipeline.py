@@ -129,13 +129,13 @@ def test_rows_of_what_is_there_so_far():
     step |= {"bits_forward": 4.0, "bits_backward": 6.0, "seconds": 2.0, "bytes_sent": 7, "loss": 1.0}
     steps = [step | {"tokens_per_second": speed} for speed in (10.0, 30.0, 20.0)]
     answer = {"steps": steps, "evaluation": None, "state_bytes": 4}
-    link, contender = set_link(None, Link(None)), {"name": f"{Split.of(TINY.pipeline)} int4 / int8"}
+    link, contender = set_link(None, Link(None)), {"name": f"{Split.of(TINY.pipeline)} 3 int4 / int8"}
     one = Taken(phase="train", contender=contender, ranks=2, link=link, turns=[[answer, answer]])
     (row,) = compare(rows_of(TINY, [one]), COMMAND.baselines)
     assert row["tokens_per_second"] == 20.0
     assert (row["tokens_per_second_low"], row["tokens_per_second_high"]) == (10.0, 30.0)
     assert row["speedup_fp32"] is row["speedup_stock_fp32"] is None
-    assert (row["split"], row["boundary"]) == ("Interleaved1F1B/2/2", "int4 / int8")
+    assert (row["split"], row["connections"], row["boundary"]) == ("Interleaved1F1B/2/2", 3, "int4 / int8")
     assert (row["evaluation_seconds"], row["state_bytes"], row["share_of_unlimited"]) == (None, 8, 1.0)
 
 
