@@ -35,7 +35,9 @@ import torch
 
 from lowbit.pipeline.boundary import warm_up
 from lowbit.train.prepare import prepare
+from lowbit.wire import connections as pieces
 from lowbit_lab.network import SlowLink
+from tests.torture import plan as plans
 from tests.torture import report
 from tests.torture.checks import Reference
 from tests.torture.plan import FAULTS, SHAPES, SHAPES_OF, plan
@@ -48,6 +50,8 @@ _PR_SET_PDEATHSIG = 1
 def main() -> int:
     """Run the trials that the command line asks for; returns the exit code."""
     asked = _parse()
+    plans.connections = asked.connections
+    pieces.LEAST_PIECE = 256  # messages of these small models are cut, too
     if reason := SlowLink.available():
         sys.exit(f"error: {reason}")
     trials = plan(
@@ -88,6 +92,7 @@ def _parse() -> argparse.Namespace:
     add("--ranks", type=_counts, default=(2, 4), help="such as 2,4")
     add("--faults", type=_faults, default=tuple(FAULTS), help=f"of {','.join(FAULTS)}")
     add("--supervise", action="store_true", help="with `lowbit train --supervise`")
+    add("--connections", type=int, default=1, help="for each pair of ranks, over which messages are cut in pieces")
     add("--jobs", type=int, default=2, help="trials at a time")
     add("--only", type=_numbers, default=(), help="numbers of trials, such as 3,17")
     add("--json", type=Path, help="file for all that was seen")

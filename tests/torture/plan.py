@@ -28,6 +28,8 @@ GRACE = 5.0  # what an end may take beyond that
 REJOIN, REJOIN_GONE = 60.0, 15.0  # run.rejoin_seconds
 STEPS, EVERY, MICROBATCHES = 24, 4, 4
 HOSTS = 2
+connections = 1
+"""For each pair of ranks of all runs; the command line sets it."""
 _AT_START = 0.15  # of all faults: those that come before the first step
 
 
@@ -66,7 +68,7 @@ class Shape:
             data={"batch": 2 * MICROBATCHES * self.pipelines},
             run={
                 "steps": STEPS, "checkpoint_every": EVERY, "eval_every": 2 * EVERY, "timeout_seconds": TIMEOUT,
-                "rejoin_seconds": rejoin, "overwrite": False, "save_model": True,
+                "rejoin_seconds": rejoin, "overwrite": False, "save_model": True, "connections": connections,
             },
         )  # fmt: skip
 
