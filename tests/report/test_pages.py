@@ -10,6 +10,7 @@ import sys
 import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ pytest.importorskip("plotly")
 from lowbit.cli.report import write
 from lowbit.report.page.figures import thinned
 from lowbit.report.page.steps import own_times
+from lowbit.report.verdict import verdict
 from tests.command_line import invoke
 from tests.reports import HOSTILE, make_results, make_run, make_trace
 
@@ -57,6 +59,33 @@ def test_a_run_has_its_losses_settings_and_versions(tmp_path: Path):
     assert ["0 to 1", "0.025", "1.0", "100.0", "1%"] in rows
     assert ["1", "1", "2.00", "4.00", "–", "0.10", "0.00", "–", "900.00"] in rows
     assert ["0", "layer 0", "1,000"] in rows
+
+
+@pytest.mark.parametrize(
+    ("seconds", "nbytes", "said"),
+    [
+        (
+            (0.2, 0.1, 1.7),
+            22e6,
+            ("ranks waited 1.7 for messages: the busiest link carried 88% of its rate", "Fewer bits"),
+        ),
+        ((0.2, 0.1, 1.7), 1e6, ("though the busiest link carried only 4% of its rate", "Round trips or uneven stages")),
+        ((0.2, 0.1, 1.7), None, ("or for each other", "lowbit plan pipeline")),
+        ((1.0, 0.9, 0.1), 1e6, ("Coding took 0.9 of 2 seconds", "A cheaper format")),
+        ((1.9, 0.05, 0.05), 1e6, ("Computing took 1.9 of 2 seconds", "The network is not what limits")),
+    ],
+)
+def test_a_run_is_told_in_short(
+    seconds: tuple[float, ...], nbytes: float | None, said: tuple[str, ...], tmp_path: Path
+):
+    line = {"seconds": 2.0, "links": {"0 to 1": nbytes} if nbytes else {}}
+    links = [{"link": "0 to 1", "mbit": 100.0}]
+    run: Any = SimpleNamespace(steps=[line] * 4, ranks={"links": links})
+    named = zip(("compute_seconds", "codec_seconds", "wait_seconds"), seconds, strict=True)
+    text = verdict(run, {"steps_here": 40, "held_out_loss": 2.1213, "tokens_per_second": 1402.0, **dict(named)}).text
+    for each in ("40 steps ended with a held-out loss of 2.1213 nats, at 1,402 tokens a second.", *said):
+        assert each in text
+    assert verdict(run, {}).text == ""
 
 
 def test_nothing_is_fetched(tmp_path: Path):

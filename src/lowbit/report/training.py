@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from lowbit.report.page import Page, Part, try_to_write
 from lowbit.report.page.figures import lines, stacks
 from lowbit.report.page.run import RunFiles, number, read_run
 from lowbit.report.page.steps import shares_part, timeline_part
+from lowbit.report.verdict import verdict
 
 PAGE = "report.html"
 _HELD_OUT = ("held_out_loss_codecs", "held_out_loss")
@@ -64,6 +65,7 @@ def comparison_page(runs: Sequence[RunFiles], problems: Sequence[str] = ()) -> P
 
 
 def _run_parts(run: RunFiles) -> Iterator[Part]:
+    yield from _undamaged(run, _in_short)
     yield from _curve_parts({run.folder.name: run})
     yield _outcomes({run.folder.name: run})
     yield _shares_over_steps(run)
@@ -71,15 +73,23 @@ def _run_parts(run: RunFiles) -> Iterator[Part]:
         yield timeline_part(run.spans)
         yield shares_part(run.spans)
     for make in (_traffic, _links, _formats, _memory, _machines):
-        try:
-            yield from make(run)
-        except (LookupError, ArithmeticError, AttributeError, TypeError, ValueError) as error:  # damaged files
-            what = make.__name__.strip("_")
-            run.problems.append(f"The {what} of this run cannot be shown and are left out: {error!r:.200}")
+        yield from _undamaged(run, make)
     yield Part(
         title="Settings", head=("setting", "value"), folded=True,
         rows=[(key, shown(value)) for key, value in run.settings.items()],
     )  # fmt: skip
+
+
+def _undamaged(run: RunFiles, make: Callable[[RunFiles], Iterator[Part]]) -> Iterator[Part]:
+    try:
+        yield from make(run)
+    except (LookupError, ArithmeticError, AttributeError, TypeError, ValueError) as error:  # damaged files
+        what = make.__name__.strip("_")
+        run.problems.append(f"The {what} of this run cannot be shown and are left out: {error!r:.200}")
+
+
+def _in_short(run: RunFiles) -> Iterator[Part]:
+    yield verdict(run, _outcome(run))
 
 
 def _subtitle(run: RunFiles) -> str:
