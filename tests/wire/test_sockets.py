@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from lowbit.wire import sockets
-from lowbit.wire.sockets import Segments, congestion_control, is_lossy, permits, segments, set_congestion_control
+from lowbit.wire.sockets import Segments, congestion_control, is_lossy, segments, set_congestion_control
 
 
 @pytest.fixture
@@ -37,13 +38,11 @@ def test_segments_of_connections_to_other_addresses_are_counted(pair: tuple[sock
 
 
 def test_congestion_control_is_that_of_the_connection_and_can_be_changed(pair: tuple[socket.socket, socket.socket]):
-    allowed = sockets._ALLOWED.read_text().split()
+    allowed = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control").read_text().split()
     for name in allowed:
-        assert permits(name)
         assert set_congestion_control(name)
         assert congestion_control() == name
         assert pair[0].getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode() == name
-    assert not permits("nosuch")
     assert not set_congestion_control("nosuch")
     assert congestion_control() == allowed[-1]
 
@@ -67,7 +66,7 @@ def test_without_connections_there_is_nothing_to_say(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(
     ("sent", "again", "lossy"),
-    [(0, 0, False), (1000, 2, False), (1000, 3, True), (20_000, 3, False), (20_000, 4, True)],
+    [(0, 0, False), (1000, 2, False), (1000, 3, True), (100_000, 4, False), (100_000, 5, True)],
 )
 def test_a_few_segments_sent_again_mean_nothing(sent: int, again: int, lossy: bool):
     now = Segments(500 + sent, 7 + again)

@@ -42,6 +42,12 @@ def examine(settings: DoctorSettings) -> tuple[list[Any], bool]:
 def rows_from(survey: MachineSurvey) -> list[Any]:
     """The rows of the page."""
     machines, links = [], []
+    auto = {machine.facts.connections for machine in survey.machines.values()} == {"auto"}
+
+    def rate(link: Measured) -> float | None:
+        """What training will get."""
+        return max(link.mbit, link.better_mbit if auto else 0.0) or None
+
     for machine in survey.machines.values():
         own = machine.facts
         described = {each.name: getattr(own, each.name) for each in fields(Described)}
@@ -50,7 +56,7 @@ def rows_from(survey: MachineSurvey) -> list[Any]:
     for (a, first), (b, second) in combinations(survey.machines.items(), 2):
         there, back = (survey.links.get(pair, Measured()) for pair in ((a, b), (b, a)))
         links.append(LinkRow(
-            first=first.facts.name, second=second.facts.name, mbit=there.mbit or None, back_mbit=back.mbit or None,
+            first=first.facts.name, second=second.facts.name, mbit=rate(there), back_mbit=rate(back),
             rtt_ms=there.rtt_ms or None, loss=there.loss, back_loss=back.loss,
         ))  # fmt: skip
     return [*findings(survey), *machines, *links]

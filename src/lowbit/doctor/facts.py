@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
+import ipaddress
 import os
 import platform
+import re
 import shutil
 import socket
+import struct
 import time
 from pathlib import Path
 from typing import Any
@@ -26,6 +30,9 @@ from lowbit.wire.checksum import run_secret
 from lowbit.wire.pytorch import TorchVersionError, check_torch
 
 _FIREWALLS = ("ufw", "firewall-cmd")
+_SIOCGIFMTU, _SIOCGIFHWADDR, _SIOCGIFNETMASK = 0x8921, 0x8927, 0x891B  # Linux ioctls of an interface
+_NO_LINK_LAYER = 65534  # ARPHRD_NONE: WireGuard, and TUN devices such as those of Tailscale and OpenVPN
+_BRIDGING_VPN = re.compile("tap|zt")  # VPNs with an Ethernet of their own, such as ZeroTier's
 
 
 def now_ns() -> int:
@@ -69,9 +76,11 @@ def facts(settings: DoctorSettings) -> Facts:
         cores=len(os.sched_getaffinity(0)), gpus=torch.cuda.device_count() if gpu else 0,
         memory_bytes=float(torch.cuda.mem_get_info()[0] if gpu else _free_memory()), address=address,
         interface=interface, **gloo(interface), host_address=_resolved(socket.gethostname()),
-        meet_address=_resolved(host), firewall=next((name for name in _FIREWALLS if shutil.which(name)), ""),
+        meet_address=_resolved(host), near=_near(_resolved(host)), vpn=_is_vpn(interface),
+        mtu=int.from_bytes(_asked(interface, _SIOCGIFMTU)[:4], "little"), machine=_kernel(), network=_network(),
+        firewall=next((name for name in _FIREWALLS if shutil.which(name)), ""),
         secret=bool(run_secret()), recipe=settings.recipe, recipe_problem=problem, text=text,
-        settings=compared_settings, port_low=low, port_high=high,
+        connections=str(config.run.connections), settings=compared_settings, port_low=low, port_high=high,
     )  # fmt: skip
 
 
@@ -91,6 +100,43 @@ def gloo(interface: str) -> dict[str, Any]:
 def _resolved(name: str) -> str:
     with contextlib.suppress(OSError):
         return socket.gethostbyname(name)
+    return ""
+
+
+def _asked(interface: str, request: int) -> bytes:
+    """What the kernel states about an interface: 16 bytes, zeros if there is none of that name."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        return fcntl.ioctl(probe.fileno(), request, struct.pack("40s", interface.encode()[:15]))[16:32]
+    return bytes(16)
+
+
+def _is_vpn(interface: str) -> bool:
+    kind = struct.unpack_from("H", _asked(interface, _SIOCGIFHWADDR))[0]
+    return kind == _NO_LINK_LAYER or bool(_BRIDGING_VPN.match(interface))
+
+
+def _near(address: str) -> bool:
+    """Whether an address is in a network to which this machine is attached."""
+    for name, own in interfaces().items():
+        mask = socket.inet_ntoa(_asked(name, _SIOCGIFNETMASK)[4:8])
+        with contextlib.suppress(ValueError):
+            if ipaddress.ip_address(address) in ipaddress.ip_network(f"{own}/{mask}", strict=False):
+                return True
+    return False
+
+
+def _kernel() -> str:
+    """A digest of the kernel that runs, the same in all containers of a machine."""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
+        return hashlib.sha256(boot).hexdigest()[:16]
+    return ""
+
+
+def _network() -> str:
+    """A name of the network namespace, the same in all processes that share the network of a machine or container."""
+    with contextlib.suppress(OSError):
+        return str(os.stat("/proc/self/ns/net").st_ino)
     return ""
 
 

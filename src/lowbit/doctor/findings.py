@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Iterator, Mapping
+from itertools import combinations, groupby
 
 from lowbit.doctor import ports as doors
 from lowbit.doctor.messages import Facts, Finding, Measured
 from lowbit.doctor.survey import MachineSurvey, SurveyedMachine
 from lowbit.wire.checksum import SECRET
-from lowbit.wire.sockets import ADVICE, FASTER, is_lossy
+from lowbit.wire.sockets import ADVICE, FASTER
 
 _CLOCK_MS = 1000.0
 _SLOW_DIRECTION = 3.0  # times the other one
-_LOSS = 0.02
+_FASTER = 1.25  # by which another way of sending must gain
+_LOSS = 0.02  # share of segments sent again that is worth a line although no other way is faster
+_BUSY = 0.15  # share of the cores that other programs use
+_ALL_BUSY = 0.9  # share of the cores from which on the processor limits a link
 _MOST_KEYS = 5  # of settings that differ
+_VPN = (
+    "connect the machines by a VPN (docs/security.md): WireGuard, with its UDP port forwarded by the router of one of "
+    "them, or one that needs no forwarded port, such as Tailscale; then meet at an address of the VPN"
+)
 _WORDS = {
     doors.DROPPED: "nothing answers: packets are dropped",
     doors.REFUSED: "connections are refused",
@@ -24,14 +33,14 @@ _WORDS = {
 
 def findings(survey: MachineSurvey) -> list[Finding]:
     """All findings; those that would stop the training come first."""
-    sources = (_absent, _versions, _recipes, _network, _links)
+    sources = (_absent, _machines, _versions, _recipes, _network, _links)
     found = [finding for source in sources for finding in source(survey)]
     return sorted(dict.fromkeys(found), key=lambda each: ("stop", "warning", "note").index(each.level))
 
 
 def _absent(survey: MachineSurvey) -> Iterator[Finding]:
     """Findings about the meeting, and about machines that did not come or that left."""
-    settings, every = survey.settings, [machine.facts for machine in survey.machines.values()]
+    settings, every = survey.settings, _every(survey)
     first = every[0]
     host, port = settings.place
     missing = settings.count - len(every)
@@ -44,13 +53,15 @@ def _absent(survey: MachineSurvey) -> Iterator[Finding]:
         return
     if survey.alone.startswith("the first machine is gone"):
         yield _stop(first.name, survey.alone, f"start it again on all machines: {again}")
+    elif survey.alone and (router := _router(first)):
+        yield _stop(first.name, survey.alone, f"{router}: {_VPN}")
     elif survey.alone:
         fix = f"check that the first machine has this address and runs `{again}`; open the port there: "
         yield _stop(first.name, survey.alone, fix + _open(first.firewall, first.address, f"{port}"))
     elif missing > 0:
         what = f"{missing} of {settings.count} machines did not come to {settings.where} within {settings.wait:g} s"
-        fix = f"start it there: {again}; if it cannot reach port {port}, open it here: "
-        yield _stop(first.name, what, fix + _open(first.firewall, "", f"{port}"))
+        fix = f"start it there: {again}; if it runs and cannot reach this machine, its own page has the reason"
+        yield _stop(first.name, what, fix)
     if first.meet_address.startswith("127.") and not host.startswith(("127.", "localhost")) and not survey.alone:
         what = f"{host} is {first.meet_address} here: no other machine can reach it"
         fix = f"meet at an address of this machine, such as {first.address}:{port}, or correct /etc/hosts"
@@ -81,6 +92,10 @@ def _versions(survey: MachineSurvey) -> Iterator[Finding]:
         if own.python.rsplit(".", 1)[0] != first.python.rsplit(".", 1)[0]:
             what = f"Python is {own.python}, and {first.python} on {first.name}"
             yield _warn(own.name, what, "the same version is safer")
+        cores = machine.speed.busy - _own_cores(survey, own)
+        if cores > _BUSY * own.cores and not own.gpus:
+            what = f"other programs use {cores:.1f} of its {own.cores} cores: its speed is measured too low"
+            yield _warn(own.name, what, f"end them (on {own.name}: top), and check again")
         if machine.speed.problem and not own.recipe_problem:
             yield _warn(own.name, f"its speed was not measured: {machine.speed.problem}", "without it, no plan")
 
@@ -90,7 +105,7 @@ def _recipes(survey: MachineSurvey) -> Iterator[Finding]:
     first = survey.machines[0].facts
     for own in (machine.facts for machine in survey.machines.values()):
         if own.recipe_problem:
-            fix = "copy the recipe and its text from the machine that has them"
+            fix = f"correct {own.recipe}, or copy it and its text from a machine where this is right"
             yield _stop(own.name, own.recipe_problem, fix)
         elif bool(own.recipe) != bool(first.recipe):
             given, without = (own, first) if own.recipe else (first, own)
@@ -115,12 +130,16 @@ def _network(survey: MachineSurvey) -> Iterator[Finding]:
         own = machine.facts
         closed = {caller: _closed(survey, caller, rank) for caller in machines if (caller, rank) in survey.states}
         explained = explained or bool(own.gloo_problem) or any(closed.values())
+        behind = _behind(machine)
+        callers = " and ".join(machines[caller].facts.name for caller, states in closed.items() if states)
         if own.gloo_problem:
             yield _stop(own.name, own.gloo_problem, f"on {own.name}: {_interface(own)}")
+        elif behind and callers:
+            what = f"it is behind a router (NAT): the others see it as {behind}, and {callers} cannot reach it at"
+            yield _stop(own.name, f"{what} {own.address}", _VPN)
         elif closed and own.gloo_address != own.address and all(len(c) == len(own.ports) for c in closed.values()):
             name = f" ({'GLOO_SOCKET_IFNAME=' if own.chosen else ''}{own.gloo_interface})" if own.gloo_interface else ""
             ways = f"{own.interface} ({own.address})" if own.interface else own.address
-            callers = " and ".join(machines[caller].facts.name for caller in closed)
             what = f"Gloo would listen at {own.gloo_address or 'no address'}{name}, where {callers} cannot reach it"
             yield _stop(own.name, f"{what}; {ways} leads to the others", f"on {own.name}: {_interface(own)}")
         else:
@@ -154,24 +173,86 @@ def _links(survey: MachineSurvey) -> Iterator[Finding]:
         what = f"it connects to {other.name}, but larger messages to it do not arrive ({reason})"
         fix = f"large packets may be lost, as in a VPN: sudo ip link set {one.interface} mtu 1280"
         yield _stop(one.name, what, fix)
-    for (a, b), measured in survey.links.items():
-        one, other = survey.machines[a].facts.name, survey.machines[b].facts.name
-        back = survey.links.get((b, a), Measured()).mbit
-        if measured.mbit and back >= _SLOW_DIRECTION * measured.mbit:
-            what = f"{one} to {other} carries {measured.mbit:.3g} Mbit/s, the other direction {back:.3g}"
-            fix = "activations and gradients need both: look for an upload limit, a bad cable or weak Wi-Fi"
-            yield _warn(one, what, fix)
-        if measured.loss and measured.loss > _LOSS:
-            what = f"TCP sent {measured.loss:.0%} of its segments to {other} again: the link loses packets"
-            yield _warn(one, what, "a cable instead of Wi-Fi, or another cable or switch")
-        elif is_lossy(measured.loss or 0.0, measured.again) and measured.control != FASTER:
-            control, faster = measured.control.upper() or "TCP", FASTER.upper()
-            what = (
-                f"the link to {other} loses packets (TCP sent {measured.loss:.2%} of its segments again), and "
-                f"{control} slows down for each: it carries {measured.mbit:.3g} Mbit/s"
-            )
-            fix = f"lowbit train uses {faster} by itself; for other programs: " if measured.permitted else ""
-            yield _warn(one, what, f"{fix}{ADVICE}")
+    for a, b in combinations(survey.machines, 2):
+        yield from _vpn(survey, a, b)
+        yield from _lossy(survey, a, b)
+        for one, other in ((a, b), (b, a)):
+            there, back = (survey.links.get(pair, Measured()).mbit for pair in ((one, other), (other, one)))
+            if there and back >= _SLOW_DIRECTION * there:
+                first, second = (survey.machines[rank].facts.name for rank in (one, other))
+                what = f"{first} to {second} carries {there:.3g} Mbit/s, the other direction {back:.3g}"
+                what += f": {_takes(survey, one, other, there)}"
+                key = "forward" if one < other else "backward"
+                fix = f"look for a bad cable or weak Wi-Fi; if it is an upload limit: fewer bits in pipeline.{key}"
+                yield _warn(first, what, fix)
+
+
+def _machines(survey: MachineSurvey) -> Iterator[Finding]:
+    """Findings about machines that are one."""
+    networks = sorted(((own.machine, own.network), own.name, own.cores) for own in _every(survey) if own.machine)
+    for _, same in groupby(networks, key=lambda each: each[0]):
+        if len(alike := [*same]) > 1:
+            names = " and ".join(name for _, name, _ in alike)
+            what = f"these are one machine, with {alike[0][2]} cores for all: its own links and its speed mean little"
+            yield _warn(names, what, "start lowbit doctor once on each machine")
+
+
+def _vpn(survey: MachineSurvey, a: int, b: int) -> Iterator[Finding]:
+    """A note on a link through a VPN."""
+    links = [survey.links.get(pair, Measured()) for pair in ((a, b), (b, a))]
+    both = [(survey.machines[rank].facts, link) for rank, link in zip((a, b), links, strict=True)]
+    if not all(link.mbit and own.vpn for own, link in both):
+        return
+    rates = " and ".join(f"{link.mbit:.3g}" for _, link in both)
+    names = " and ".join(dict.fromkeys(f"{own.interface}, packets of {own.mtu} bytes" for own, _ in both))
+    what = f"they meet over a VPN ({names}): {rates} Mbit/s"
+    if busy := [own.name for own, link in both if link.busy > _ALL_BUSY]:
+        what += f"; the processor of {' and '.join(busy)} was busy all the time, which limits the rate"
+    if all(own.gloo_interface == own.interface for own, _ in both):
+        what += "; Gloo uses it"
+    yield Finding(level="note", machine=" and ".join(own.name for own, _ in both), what=what)
+
+
+def _lossy(survey: MachineSurvey, a: int, b: int) -> Iterator[Finding]:
+    """Whether a link would carry more if TCP took losses otherwise; measured, not derived from the losses."""
+    slow, losses = {}, {}
+    for one, other in ((a, b), (b, a)):
+        link, name = survey.links.get((one, other), Measured()), survey.machines[other].facts.name
+        if link.control != FASTER and link.better_mbit >= _FASTER * link.mbit > 0:
+            usual = link.control.upper() or "TCP"
+            better = f"{link.better_mbit:.3g} {'with' if link.way == FASTER.upper() else 'over'} {link.way}"
+            seconds = _takes(survey, one, other, link.mbit, link.better_mbit)
+            slow[one] = f"to {name} {link.mbit:.3g} Mbit/s with {usual}, {better} ({seconds})"
+        elif link.better_loss > _LOSS:
+            losses[one] = f"{link.better_loss:.0%} of the segments to {name} even with {link.way}"
+    if slow:
+        names = " and ".join(survey.machines[rank].facts.name for rank in slow)
+        what = f"the link loses packets, and TCP slows down for each: {'; '.join(slow.values())}"
+        refusing = {rank: None for (rank, _), link in survey.links.items() if not link.permitted}
+        chosen = {own.connections for own in _every(survey)} - {"auto"}
+        if chosen:
+            fix = 'set run.connections = "auto", with which lowbit train chooses the faster way by itself'
+            yield _warn(names, what, fix)
+        elif refusing:
+            whose = " and ".join(survey.machines[rank].facts.name for rank in refusing)
+            fix = f"lowbit train uses several connections by itself; faster still is BBR, which {whose} does not permit"
+            yield _warn(names, what, f"{fix}: {ADVICE}")
+        else:
+            fix = f"nothing to do for lowbit train, which changes to BBR by itself; for other programs: {ADVICE}"
+            yield Finding(level="note", machine=names, what=what, fix=fix)
+    elif losses:
+        names = " and ".join(survey.machines[rank].facts.name for rank in losses)
+        what = f"TCP sent again {' and '.join(losses.values())}: the link loses many packets"
+        yield _warn(names, what, "a cable instead of Wi-Fi, or another cable or switch")
+
+
+def _takes(survey: MachineSurvey, one: int, other: int, mbit: float, better: float = 0.0) -> str:
+    """How long the messages of a step take from one machine to another; those of 10 MB if there is no recipe."""
+    sends = survey.machines[one].speed.sends
+    nbytes = sends[other] if len(sends) > other and sends[other] else 1e7
+    whose = "a step's " if nbytes != 1e7 else ""
+    instead = f" instead of {8e-6 * nbytes / better:.2g}" if better else ""
+    return f"{whose}{nbytes / 1e6:.3g} MB take {8e-6 * nbytes / mbit:.2g} s{instead}"
 
 
 def _closed(survey: MachineSurvey, caller: int, called: int) -> dict[int, str]:
@@ -190,10 +271,49 @@ def _closed_ports(caller: SurveyedMachine, called: SurveyedMachine, states: Mapp
         tried = f"all {len(numbers)}" if whole else f"{len(numbers)} of {len(own.ports)}"
         what = f"ports {which} are closed for {caller.facts.name} ({tried} that were tried)"
         fix = f"on {own.name}: {_open(own.firewall, source, f'{own.port_low}:{own.port_high}')}"
-        for each in (called, caller):
-            if each.seen and each.seen.isdisjoint(each.facts.addresses):
-                fix = f"{each.facts.name} is behind a router (NAT), as {min(each.seen)}: connect the machines by a VPN"
+        if behind := _behind(caller):
+            fix = f"{caller.facts.name} is behind a router (NAT), as {behind}: {_VPN}"
         yield _stop(own.name, f"{what}: {_WORDS.get(state, 'an unknown state')}", fix)
+
+
+def _behind(machine: SurveyedMachine) -> str:
+    """The address of the router (NAT) behind which a machine is; empty if it is seen at its own address."""
+    return min(machine.seen) if machine.seen and machine.seen.isdisjoint(machine.facts.addresses) else ""
+
+
+def _router(own: Facts) -> str:
+    """Why a router seems to keep this machine from the first one; empty if both are in one network."""
+    if own.near or not own.meet_address:
+        return ""
+    if not _is_private(own.meet_address):
+        return (
+            f"{own.meet_address} may be the address of a router (NAT), which lets nothing through to the first machine"
+            + (
+                f"; if this is the first machine, it has {own.address} and is behind one"
+                if _is_private(own.address)
+                else ""
+            )
+        )
+    return f"{own.meet_address} is a private address of another network than this machine's ({own.address})"
+
+
+def _is_private(address: str) -> bool:
+    try:
+        return not ipaddress.ip_address(address).is_global
+    except ValueError:
+        return False
+
+
+def _own_cores(survey: MachineSurvey, own: Facts) -> float:
+    """Cores that this check itself uses on a machine; several of its containers may take part."""
+    alike = (
+        each for each in survey.machines.values() if each.facts is own or (own.machine == each.facts.machine != "")
+    )
+    return sum(each.speed.own for each in alike)
+
+
+def _every(survey: MachineSurvey) -> list[Facts]:
+    return [machine.facts for machine in survey.machines.values()]
 
 
 def _open(firewall: str, source: str, ports: str) -> str:

@@ -69,7 +69,11 @@ class Facts(Described):
         torch_problem: why this version does not work.
         gloo_*: where Gloo would listen under `lowbit train`, or why it would not; chosen: value of GLOO_SOCKET_IFNAME.
         host_address: to what the host's name resolves on this machine. meet_address: the same for the meeting's name.
+        near: whether the meeting's address is in a network to which this machine is attached. vpn: whether its
+            interface is a VPN's; mtu: bytes of that interface's packets.
+        machine: digest of the kernel that runs, the same in all containers of a machine; network: of its network.
         text: digest of the recipe's tokens. settings: digests of all settings that must be equal, by key.
+        connections: `run.connections` of the recipe.
         ports: where it listens during the check, of the range that the system assigns (port_low to port_high).
     """
 
@@ -80,10 +84,16 @@ class Facts(Described):
     chosen: Text = ""
     host_address: Text = ""
     meet_address: Text = ""
+    near: bool = True
+    vpn: bool = False
+    mtu: NonNegative = 0
+    machine: Text = ""
+    network: Text = ""
     firewall: Text = ""
     secret: bool = False
     recipe: Text = ""
     recipe_problem: Text = ""
+    connections: Text = "auto"
     text: Text = ""
     settings: dict[str, str] = field(default_factory=dict)
     port_low: NonNegative = 32768
@@ -104,6 +114,8 @@ class Speed:
         layer_seconds: forward and backward of a decoder layer, for `layer_tokens` tokens; 0: not measured.
         layer_overhead: the part of `layer_seconds` that does not depend on the size of the micro-batch.
         tflops: used without a recipe. coding: as in `cluster.toml`. problem: why something is missing.
+        busy: cores that computed meanwhile, for whatever program; own: those of them that computed for this check.
+        sends: bytes that it sends to each machine in a step of the recipe; empty: unknown.
     """
 
     layer_seconds: Number = 0.0
@@ -112,6 +124,9 @@ class Speed:
     tflops: Number = 0.0
     optimizer_ns: Number = 0.0
     coding: tuple[str, ...] = ()
+    busy: Number = 0.0
+    own: Number = 0.0
+    sends: tuple[Number, ...] = ()
     problem: Text = ""
 
 
@@ -141,7 +156,10 @@ class Measured:
     Attributes:
         ahead_ms: how far this machine's clock is ahead of the other one's.
         loss: share of TCP segments that were sent again; again: their number.
-        control: congestion control of its connections, such as "cubic". permitted: whether it may use BBR.
+        control: congestion control of its connections, such as "cubic". busy: share of this machine's cores that
+            computed meanwhile, for whatever program.
+        better_mbit, better_loss: measured once more because segments were sent again, in another `way`: with BBR
+            where all machines permit it, otherwise over several connections. permitted: whether this machine does.
     """
 
     mbit: Number = 0.0
@@ -150,7 +168,11 @@ class Measured:
     loss: Share | None = None
     again: NonNegative = 0
     control: Text = ""
-    permitted: bool = False
+    busy: Share = 0.0
+    better_mbit: Number = 0.0
+    better_loss: Share = 0.0
+    way: Text = ""
+    permitted: bool = True
 
 
 @message

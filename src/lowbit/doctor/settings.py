@@ -12,6 +12,7 @@ from lowbit.config import ConfigError, section
 
 PORT = 29400
 _MOST_MACHINES = 32
+ONLY_IPV4 = "allowed: an IPv4 address, since Gloo listens at those; a VPN over IPv6 has one for each machine"
 Seconds = Annotated[float, Field(gt=0, le=3600)]
 
 
@@ -59,10 +60,13 @@ class DoctorSettings:
         """
         if self.meet:
             host, _, port = self.meet.rpartition(":")
-            host, port = (host, port) if host else (self.meet, str(PORT))
+            if not host or self.meet.endswith("]") or ("]" not in self.meet and ":" in host):
+                host, port = self.meet, str(PORT)
         else:
             host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", str(PORT))
-        if not host or ":" in host or not (port.isascii() and port.isdecimal() and 0 < int(port) < 65536):
+        if ":" in host:
+            raise ConfigError(f"meet is {self.meet or host!r}, an IPv6 address; {ONLY_IPV4}")
+        if not host or not (port.isascii() and port.isdecimal() and 0 < int(port) < 65536):
             raise ConfigError(
                 f"meet is {self.meet or host!r}; allowed: the address of the first machine and a port, such as "
                 "192.168.1.10:29400"

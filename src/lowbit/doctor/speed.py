@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +15,7 @@ from lowbit.codecs import parse_pair
 from lowbit.codecs.speed import coding_speed
 from lowbit.doctor.messages import Speed
 from lowbit.doctor.settings import DoctorSettings
+from lowbit.doctor.step import step_bytes
 from lowbit.plan.sizes import layer_seconds, measure_sizes, optimizer_ns
 from lowbit.train import TrainConfig, load
 from lowbit.train.boundaries import AUTO_FORMATS, usable
@@ -19,9 +25,14 @@ from lowbit.train.model import hidden_size, vocabulary
 from lowbit.train.tokenizer import load_tokenizer
 
 
-def speed(settings: DoctorSettings) -> Speed:
-    """Measure a decoder layer, the optimizer and the formats. What cannot be measured is left out, with the reason."""
+def speed(settings: DoctorSettings, ranks: Sequence[int] = (1,), machine: int = 0) -> Speed:
+    """Measure a decoder layer, the optimizer and the formats. What cannot be measured is left out, with the reason.
+
+    Args:
+        ranks: number of each machine's ranks. machine: which of them this is.
+    """
     problem, values = "", dict[str, Any]()
+    begin, busy, own = time.perf_counter(), busy_seconds(), time.process_time()
     try:
         config = load(settings.recipe) if settings.recipe else TrainConfig()
         device = choose_device(config.run.device, 1)
@@ -34,6 +45,10 @@ def speed(settings: DoctorSettings) -> Speed:
         values["optimizer_ns"] = optimizer_ns(device)
         if settings.recipe:
             values |= {"layer_seconds": seconds, "layer_tokens": tokens, "layer_overhead": overhead}
+            if len(ranks) > 1:
+                sizes = measure_sizes(config.model, vocab=vocab, sequence=sequence, precision="fp32")
+                sent = step_bytes(config, sizes, vocab, ranks)
+                values["sends"] = tuple(sent[machine]) if sent else ()
         else:  # without a recipe the plan's model is unknown, so a layer's seconds would be of the wrong one
             sizes = measure_sizes(config.model, vocab=vocab, sequence=sequence, precision="fp32")
             values["tflops"] = 3 * sizes.layer_flops * tokens / seconds / 1e12
@@ -41,7 +56,19 @@ def speed(settings: DoctorSettings) -> Speed:
             values["coding"] = _coding(settings, config, (1, sequence, width), device)
     except (ValueError, OSError, RuntimeError, ModuleNotFoundError) as error:
         problem = " ".join(str(error).split())[:500]
+    took = time.perf_counter() - begin
+    values["busy"], values["own"] = (busy_seconds() - busy) / took, (time.process_time() - own) / took
     return Speed(**values, problem=problem)
+
+
+def busy_seconds() -> float:
+    """Seconds that the cores that this process may use have computed since the machine started, for all programs."""
+    cores, ticks = {f"cpu{core}" for core in os.sched_getaffinity(0)}, 0
+    with contextlib.suppress(OSError, ValueError):
+        for name, *values in map(str.split, Path("/proc/stat").read_text().splitlines()):
+            if name in cores:  # user, nice, system, idle, waiting for disks, two kinds of interrupts, stolen
+                ticks += sum(map(int, values[:8])) - sum(map(int, values[3:5]))
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _coding(

@@ -3,33 +3,40 @@
 from __future__ import annotations
 
 import os
+import socket
+import time
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import combinations
 
 from torch._C._distributed_c10d import PrefixStore, ProcessGroup
 
+from lowbit.config import ConfigError
 from lowbit.doctor.facts import facts, now_ns
 from lowbit.doctor.meeting import FirstMachineError, Meeting, say
 from lowbit.doctor.messages import Facts, Joined, Measured, ProbeResults, Speed, read
 from lowbit.doctor.ports import OPEN, Ports, probe
-from lowbit.doctor.settings import DoctorSettings
-from lowbit.doctor.speed import speed
+from lowbit.doctor.settings import ONLY_IPV4, DoctorSettings
+from lowbit.doctor.speed import busy_seconds, speed
 from lowbit.job.meeting import MeetingError
 from lowbit.job.process_group import connect, joined
 from lowbit.terminal import one_line
 from lowbit.wire.checksum import run_secret, signature
+from lowbit.wire.connections import connect_more
 from lowbit.wire.errors import PeerError
 from lowbit.wire.groups import new_group
 from lowbit.wire.json_values import gather_json
 from lowbit.wire.messages import Messages
 from lowbit.wire.probe import round_trip, send_rate, take_rate
-from lowbit.wire.sockets import FASTER, Segments, congestion_control, permits, segments
+from lowbit.wire.sockets import FASTER, Segments, congestion_control, segments, set_congestion_control
 
 _EXCHANGE_SECONDS = 60.0
 _CONNECT_SECONDS = 20.0
 _WATCH_SECONDS = 60.0  # in which a machine that is gone is noticed
 _MESSAGE_SECONDS = 30.0  # for a message of a probe to arrive
+# Round trips that a link is measured for, in which CUBIC comes to its rate after a loss; but at most these seconds.
+_FAR_TRIPS, _FAR_SECONDS = 100, 6.0
+_CONNECTIONS = 16  # that `lowbit train` tries where BBR is not permitted
 _SPEED_SECONDS = 1200.0  # the first call of a format compiles it
 
 
@@ -79,6 +86,7 @@ def take(settings: DoctorSettings) -> MachineSurvey:
     Raises:
         ConfigError: no place to meet. ConnectionError: the machines cannot meet there.
     """
+    _check_place(settings)
     own = facts(settings)
     ports = Ports(own.port_low, own.port_high)
     own = replace(own, ports=ports.numbers)
@@ -95,6 +103,23 @@ def take(settings: DoctorSettings) -> MachineSurvey:
     finally:
         ports.close()
     return survey
+
+
+def _check_place(settings: DoctorSettings) -> None:
+    """Check that the meeting's name leads somewhere.
+
+    Raises:
+        ConfigError: it is unknown, or has IPv6 addresses only.
+    """
+    host, port = settings.place
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(
+            f"meet is {settings.where!r}: {error.strerror or error}; allowed: an address or a name that is known here"
+        ) from None
+    if socket.AF_INET not in [family for family, *_ in found]:
+        raise ConfigError(f"meet is {settings.where!r}, which has only the IPv6 address {found[0][4][0]}; {ONLY_IPV4}")
 
 
 def _ask(survey: MachineSurvey, meeting: Meeting, own: Facts) -> None:
@@ -124,8 +149,10 @@ def _ask(survey: MachineSurvey, meeting: Meeting, own: Facts) -> None:
             side = new_group(timeout=_SPEED_SECONDS)
             _measure_links(survey, side)
             say("measures compute and coding, which takes minutes the first time on a machine")
+            ranks = [max(1, machine.facts.gpus) for machine in survey.machines.values()]
             for _ in range(2):  # the first time compiles kernels; then all compute at once, as in training
-                for rank, values in enumerate(gather_json(vars(speed(survey.settings)), side)):
+                measured = speed(survey.settings, ranks, meeting.rank)
+                for rank, values in enumerate(gather_json(vars(measured), side)):
                     survey.machines[rank].speed = read(Speed, values)
     except RuntimeError as error:
         survey.left = getattr(error, "rank", -1), one_line(str(error))
@@ -167,36 +194,54 @@ def _word(meeting: Meeting, rank: int) -> str:
 
 
 def _measure_links(survey: MachineSurvey, side: ProcessGroup | None) -> None:
-    """Measure each pair's link in turn."""
+    """Measure each pair's link in turn; those that lose packets once more, as `lowbit train` would then use them."""
     say("measures clocks and links")
     messages = Messages(None, "doctor", timeout=_MESSAGE_SECONDS)
-    for pair in combinations(range(messages.ranks), 2):
-        own = _measure(survey, messages, pair) if messages.rank in pair else Measured()
+    pairs = [*combinations(range(messages.ranks), 2)]
+    for pair in pairs:
+        own = _measure(survey, messages, pair, _FAR_TRIPS) if messages.rank in pair else Measured()
         found = [read(Measured, each) for each in gather_json(vars(own), side)]
         survey.links.update({(a, b): found[a] for a, b in (pair, pair[::-1])})
         if pair[0] == 0:
             survey.machines[pair[1]].clock_ms = found[pair[1]].ahead_ms
+    pairs = [pair for pair in pairs if survey.links[pair].again or survey.links[pair[1], pair[0]].again]
+    if not pairs:
+        return
+    say("measures links that lost packets once more, with BBR or several connections")
+    permitted = gather_json(set_congestion_control(FASTER), side)
+    way = FASTER.upper()
+    if not all(permitted):
+        way = f"{_CONNECTIONS} connections"
+        connect_more(None, _CONNECTIONS)
+    for pair in pairs:
+        own = _measure(survey, messages, pair) if messages.rank in pair else Measured()
+        again = [read(Measured, each) for each in gather_json(vars(own), side)]
+        for a, b in (pair, pair[::-1]):
+            better = {"better_mbit": again[a].mbit, "better_loss": again[a].loss or 0.0, "way": way}
+            survey.links[a, b] = replace(survey.links[a, b], **better, permitted=permitted[a])
 
 
-def _measure(survey: MachineSurvey, messages: Messages, pair: tuple[int, int]) -> Measured:
-    """Measure this machine's link to the other one of a pair."""
-    direction = pair
+def _measure(survey: MachineSurvey, messages: Messages, pair: tuple[int, int], trips: int = 0) -> Measured:
+    """Measure this machine's link to the other one of a pair, for at least this many round trips."""
+    direction, begin, busy = pair, time.perf_counter(), busy_seconds()
     try:
         trip = round_trip(messages, pair[0] + pair[1] - messages.rank, now_ns)
+        seconds = max(survey.settings.seconds, min(_FAR_SECONDS, trips * trip.seconds))
         mbit, before, after = 0.0, Segments(0, 0), Segments(0, 0)
         for direction in (pair, (pair[1], pair[0])):
             if messages.rank == direction[1]:
                 take_rate(messages, direction[0])
             else:
                 before = segments()
-                mbit = send_rate(messages, direction[1], trip=trip.seconds, seconds=survey.settings.seconds)
+                mbit = send_rate(messages, direction[1], trip=trip.seconds, seconds=seconds)
                 after = segments()
     except PeerError as error:
         if "did not answer" in str(error):
             survey.stalled = direction
         raise
     ahead = -trip.offset if messages.rank == pair[1] else trip.offset
+    busy = (busy_seconds() - busy) / (time.perf_counter() - begin) / len(os.sched_getaffinity(0))
     return Measured(
         mbit=mbit, rtt_ms=1e3 * trip.seconds, ahead_ms=ahead / 1e6, control=congestion_control(),
-        loss=min(1.0, after.since(before)), again=after.again - before.again, permitted=permits(FASTER),
+        loss=min(1.0, after.since(before)), again=max(0, after.again - before.again), busy=min(1.0, busy),
     )  # fmt: skip

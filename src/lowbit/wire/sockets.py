@@ -11,18 +11,16 @@ import socket
 import struct
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 _CONGESTION = getattr(socket, "TCP_CONGESTION", 13)
 _NAME_BYTES = 16
 # `struct tcp_info` of <linux/tcp.h>: total_retrans, and data_segs_out of Linux 4.6 or later
 _INFO_BYTES, _RETRANSMITTED, _SEGMENTS = 192, 100, 156
-_ALLOWED = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control")
 FASTER = "bbr"
 """Congestion control that does not take a lost packet for a sign of congestion."""
 ADVICE = f"sudo modprobe tcp_{FASTER} && sudo sysctl -w net.ipv4.tcp_congestion_control={FASTER} on every machine"
-_LOSSY = 2e-4  # share of segments sent again from which on TCP is much slower than a distant link
+_LOSSY = 5e-5  # share of segments sent again from which on TCP is much slower than a distant link
 _FEWEST = 3  # segments sent again before the share means something
 
 
@@ -78,13 +76,6 @@ def set_congestion_control(name: str) -> bool:
         except OSError:
             done = False
     return done
-
-
-def permits(name: str) -> bool:
-    """Whether any process of this machine may use a congestion control."""
-    with contextlib.suppress(OSError):
-        return name in _ALLOWED.read_text().split()
-    return False
 
 
 def _connections() -> Iterator[socket.socket]:
