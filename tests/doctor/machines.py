@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from unittest import mock
 
 from lowbit_lab.network import SlowLink, delay
 from tests.forked import CONTEXT
@@ -73,13 +74,14 @@ class Running:
 def start(
     folder: Path, *words: str, link: SlowLink | None = None, host: int = 0,
     environment: Mapping[str, str] | None = None, before: Callable[..., None] | None = None,
-    arguments: Sequence[object] = (),
+    arguments: Sequence[object] = (), quiet: bool = True,
 ) -> Running:  # fmt: skip
     """Start `lowbit doctor` in a folder with the recipe and its text, unless they are there already.
 
     Args:
         link, host: where it runs; without a link on this machine.
         environment: variables beside the secret. before: called with `arguments` in the process, first.
+        quiet: take this machine for one on which nothing else runs.
     """
     folder.mkdir(exist_ok=True)
     for name, text in (("run.toml", RECIPE), ("text.txt", TEXT)):
@@ -87,12 +89,14 @@ def start(
             (folder / name).write_text(text)
     space = (link._namespaces[host].pid, link._namespaces[host].kinds) if link else None
     variables = {"LOWBIT_SECRET": "a secret", **(environment or {})}
-    process = CONTEXT.Process(target=_run, args=(str(folder), words, space, variables, before, arguments), daemon=True)
+    process = CONTEXT.Process(
+        target=_run, args=(str(folder), words, space, variables, before, arguments, quiet), daemon=True
+    )
     process.start()
     return Running(process, folder)
 
 
-def _run(folder, words, space, variables, before, arguments) -> None:
+def _run(folder, words, space, variables, before, arguments, quiet) -> None:
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for stream, name in ((1, "page"), (2, "errors")):
@@ -109,6 +113,8 @@ def _run(folder, words, space, variables, before, arguments) -> None:
     import lowbit.doctor.command  # noqa: F401
     from lowbit.cli import main
 
+    if quiet:
+        mock.patch("lowbit.doctor.speed.busy_seconds", return_value=0.0).start()
     if before:
         before(*arguments)
     main(["doctor", *words])

@@ -148,7 +148,8 @@ def _network(survey: MachineSurvey) -> Iterator[Finding]:
     for rank, problem in survey.problems.items():
         if not explained:
             yield _stop(machines[rank].facts.name, problem, "look for a firewall between the machines")
-    misled = [m.facts for m in machines.values() if m.facts.gloo_interface and not m.facts.chosen]
+    # With a recipe, `lowbit train` is what runs.
+    misled = [own for own in _every(survey) if own.gloo_interface and not (own.chosen or own.recipe)]
     if misled := [own for own in misled if own.host_address != own.gloo_address]:
         addresses = ", ".join(dict.fromkeys(own.host_address or "none" for own in misled))
         names = " or ".join(dict.fromkeys(own.gloo_interface for own in misled))
@@ -177,7 +178,8 @@ def _links(survey: MachineSurvey) -> Iterator[Finding]:
         yield from _vpn(survey, a, b)
         yield from _lossy(survey, a, b)
         for one, other in ((a, b), (b, a)):
-            there, back = (survey.links.get(pair, Measured()).mbit for pair in ((one, other), (other, one)))
+            ways = (survey.links.get(pair, Measured()) for pair in ((one, other), (other, one)))
+            there, back = (max(way.mbit, way.better_mbit) for way in ways)
             if there and back >= _SLOW_DIRECTION * there:
                 first, second = (survey.machines[rank].facts.name for rank in (one, other))
                 what = f"{first} to {second} carries {there:.3g} Mbit/s, the other direction {back:.3g}"
@@ -207,7 +209,7 @@ def _vpn(survey: MachineSurvey, a: int, b: int) -> Iterator[Finding]:
     names = " and ".join(dict.fromkeys(f"{own.interface}, packets of {own.mtu} bytes" for own, _ in both))
     what = f"they meet over a VPN ({names}): {rates} Mbit/s"
     if busy := [own.name for own, link in both if link.busy > _ALL_BUSY]:
-        what += f"; the processor of {' and '.join(busy)} was busy all the time, which limits the rate"
+        what += f"; all cores of {' and '.join(busy)} were busy meanwhile, which can limit it"
     if all(own.gloo_interface == own.interface for own, _ in both):
         what += "; Gloo uses it"
     yield Finding(level="note", machine=" and ".join(own.name for own, _ in both), what=what)
@@ -235,7 +237,7 @@ def _lossy(survey: MachineSurvey, a: int, b: int) -> Iterator[Finding]:
             yield _warn(names, what, fix)
         elif refusing:
             whose = " and ".join(survey.machines[rank].facts.name for rank in refusing)
-            fix = f"lowbit train uses several connections by itself; faster still is BBR, which {whose} does not permit"
+            fix = f"lowbit train uses several connections by itself; BBR, not permitted on {whose}, is faster still"
             yield _warn(names, what, f"{fix}: {ADVICE}")
         else:
             fix = f"nothing to do for lowbit train, which changes to BBR by itself; for other programs: {ADVICE}"
@@ -252,7 +254,8 @@ def _takes(survey: MachineSurvey, one: int, other: int, mbit: float, better: flo
     nbytes = sends[other] if len(sends) > other and sends[other] else 1e7
     whose = "a step's " if nbytes != 1e7 else ""
     instead = f" instead of {8e-6 * nbytes / better:.2g}" if better else ""
-    return f"{whose}{nbytes / 1e6:.3g} MB take {8e-6 * nbytes / mbit:.2g} s{instead}"
+    amount = f"{nbytes / 1e6:.3g} MB" if nbytes >= 1e5 else f"{nbytes / 1e3:.3g} kB"
+    return f"{whose}{amount} take {8e-6 * nbytes / mbit:.2g} s{instead}"
 
 
 def _closed(survey: MachineSurvey, caller: int, called: int) -> dict[int, str]:
