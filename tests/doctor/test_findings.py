@@ -104,7 +104,7 @@ WG = {"vpn": True, "mtu": 1420, "interface": "wg0", "gloo_interface": "wg0"}
             {"links": links({"mbit": 13.0, **TO_16}, {"mbit": 12.0, **TO_16, "permitted": False})},
             ["warning m0 and m1: the link loses packets, and TCP slows down for each: to m1 13 Mbit/s with CUBIC, 44 "
              "over 16 connections (10 MB take 6.2 s instead of 1.8); to m0 12",
-             "-> lowbit train uses several connections by itself; BBR, not permitted on m1, is faster still: sudo modp"],
+             "-> lowbit train uses several connections by itself; BBR, not permitted on m1, is faster still: sudo"],
             id="loss 0.1 %, no BBR",
         ),
         pytest.param(
@@ -133,14 +133,14 @@ WG = {"vpn": True, "mtu": 1420, "interface": "wg0", "gloo_interface": "wg0"}
             id="loss 6 %",
         ),
         pytest.param(
-            {"alone": "port 29400 of 10.0.0.1 cannot be reached from here", "facts": ({**FAR, "meet_address": "10.0.0.1"},)},
+            {"alone": "port 29400 of 10.0.0.1 cannot be reached", "facts": ({**FAR, "meet_address": "10.0.0.1"},)},
             [f"-> 10.0.0.1 is a private address of another network than this machine's (172.16.4.4): {VPN}"],
             id="NAT, first machine, private address",
         ),
         pytest.param(
-            {"alone": "port 29400 of 8.8.4.4 cannot be reached from here", "facts": ({**FAR, "meet_address": "8.8.4.4"},)},
-            ["-> 8.8.4.4 may be the address of a router (NAT), which lets nothing through to the first machine; if this "
-             f"is the first machine, it has 172.16.4.4 and is behind one: {VPN}"],
+            {"alone": "port 29400 of 8.8.4.4 cannot be reached", "facts": ({**FAR, "meet_address": "8.8.4.4"},)},
+            ["-> 8.8.4.4 may be the address of a router (NAT), which lets nothing through to the first machine; if "
+             f"this is the first machine, it has 172.16.4.4 and is behind one: {VPN}"],
             id="NAT, first machine, address of the router",
         ),
         pytest.param(
@@ -151,18 +151,18 @@ WG = {"vpn": True, "mtu": 1420, "interface": "wg0", "gloo_interface": "wg0"}
         ),
         pytest.param(
             {"states": CLOSED, "seen": ({"203.0.113.7"}, {ADDRESSES[1]})},
-            ["stop m1: ports 32768 to 60999 are closed for m0", f"-> m0 is behind a router (NAT), as 203.0.113.7: {VPN}"],
+            ["stop m1: ports 32768 to 60999 are closed", f"-> m0 is behind a router (NAT), as 203.0.113.7: {VPN}"],
             id="NAT of a machine that finds closed ports",
         ),
         pytest.param(
             {"links": links({"mbit": 19.0}, {"mbit": 4.8}), "speed": ({"sends": (0.0, 3e6)}, {"sends": (6e6, 0.0)})},
-            ["warning m1: m1 to m0 carries 4.8 Mbit/s, the other direction 19: a step's 6 MB take 10 s -> look for a bad "
-             "cable or weak Wi-Fi; if it is an upload limit: fewer bits in pipeline.backward"],
+            ["warning m1: m1 to m0 carries 4.8 Mbit/s, the other direction 19: a step's 6 MB take 10 s -> look for a "
+             "bad cable or weak Wi-Fi; if it is an upload limit: fewer bits in pipeline.backward"],
             id="asymmetric",
         ),
         pytest.param(
             {"speed": ({"busy": 1.0, "own": 0.9}, {"busy": 1.8, "own": 0.9})},
-            ["warning m1: other programs use 0.9 of its 2 cores: its speed is measured too low -> end them (on m1: top)"],
+            ["warning m1: other programs use 0.9 of its 2 cores: its speed is measured too low -> end them (on m1: top"],
             id="busy",
         ),
         pytest.param(  # containers of one machine, which computes for both
@@ -176,8 +176,8 @@ WG = {"vpn": True, "mtu": 1420, "interface": "wg0", "gloo_interface": "wg0"}
         ),
         pytest.param(
             {"facts": (WG, WG), "links": links({"mbit": 75.0, "busy": 0.95}, {"mbit": 70.0})},
-            ["note m0 and m1: they meet over a VPN (wg0, packets of 1420 bytes): 75 and 70 Mbit/s; all cores of m0 were "
-             "busy meanwhile, which can limit it; Gloo uses it -> "],
+            ["note m0 and m1: they meet over a VPN (wg0, packets of 1420 bytes): 75 and 70 Mbit/s; all cores of m0 "
+             "were busy meanwhile, which can limit it; Gloo uses it -> "],
             id="VPN",
         ),
         pytest.param(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,13 +20,13 @@ from torch._C._distributed_c10d import HashStore
 from lowbit.config import ConfigError
 from lowbit.doctor import meeting, ports
 from lowbit.doctor.cluster import check_file, write_cluster
-from lowbit.doctor.facts import gloo
+from lowbit.doctor.facts import facts, gloo
 from lowbit.doctor.hosts import _page
 from lowbit.doctor.meeting import FirstMachineError, Meeting
 from lowbit.doctor.messages import AnyRow, Facts, Finding, MachineRow, StatementError, read
 from lowbit.doctor.ports import DROPPED, OPEN, OTHER, REFUSED, Ports, probe
 from lowbit.doctor.settings import DoctorSettings
-from lowbit.doctor.speed import speed
+from lowbit.doctor.speed import busy_seconds, speed
 from tests.command_line import invoke
 from tests.doctor.machines import RECIPE, TEXT, start
 
@@ -238,7 +240,10 @@ def test_nothing_is_written_without_a_speed(tmp_path: Path):
     [
         ((), "meet is ''; allowed: the address of the first machine and a port, such as 192.168.1.10:29400; this "),
         (("--meet", "a:b"), "meet is 'a:b'"),
-        (("--meet", "::1"), "meet is '::1'"),
+        (("--meet", "::1"), "meet is '::1', an IPv6 address; allowed: an IPv4 address, since Gloo listens at those"),
+        (("--meet", "[fd00::1]"), "meet is '[fd00::1]', an IPv6 address"),
+        (("--meet", "[fd00::1]:29400"), "meet is '[fd00::1]:29400', an IPv6 address"),
+        (("--meet", "no.such.invalid"), "meet is 'no.such.invalid:29400': "),
         (("--meet", "a:70000"), "meet is 'a:70000'"),
         (("--machines", "99"), "machines is 99; allowed: at least 0 and at most 32"),
         (("--host", "a"), "hosts is ['a']; allowed: two or more, each once"),
@@ -265,6 +270,41 @@ def test_the_environment_of_a_training_is_enough(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("WORLD_SIZE", "many")
     with pytest.raises(ConfigError, match="WORLD_SIZE is 'many'"):
         _ = DoctorSettings().count
+
+
+def test_a_name_that_has_only_an_ipv6_address(monkeypatch: pytest.MonkeyPatch):
+    found = [(socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("fd00::1", 29400, 0, 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: found)
+    result = invoke("doctor", "--meet", "desk:29400")
+    assert result.exit_code == 2
+    assert "error: meet is 'desk:29400', which has only the IPv6 address fd00::1; allowed: an IPv4" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_other_programs_keep_the_cores_busy():
+    def others() -> float:
+        busy, own = busy_seconds(), time.process_time()
+        time.sleep(0.5)
+        return busy_seconds() - busy - (time.process_time() - own)
+
+    cores = len(os.sched_getaffinity(0))
+    spinning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(cores)]
+    try:
+        time.sleep(0.2)
+        assert 0.35 * cores < others() < 0.7 * cores
+    finally:
+        for process in spinning:
+            process.kill()
+            process.wait()
+
+
+def test_what_the_kernel_states_about_interfaces():
+    found = facts(DoctorSettings(meet="127.0.0.1:29400"))
+    assert found.mtu == int(Path("/sys/class/net/lo/mtu").read_text())
+    assert found.near
+    assert not found.vpn
+    assert not facts(DoctorSettings(meet="203.0.113.9:29400")).near
+    assert found.network == str(os.stat("/proc/self/ns/net").st_ino)
 
 
 def test_an_interface_that_is_not_there(monkeypatch: pytest.MonkeyPatch):

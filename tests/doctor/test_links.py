@@ -1,0 +1,114 @@
+"""The verdict on real links: two network namespaces, real TCP, and losses and rates of an emulated distance."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from lowbit.doctor.messages import Speed
+from lowbit.plan.cluster import Cluster
+from lowbit_lab.network import SlowLink
+from lowbit_lab.network.link import Link
+from tests.doctor.machines import PORT, Running, start
+
+NO_LINK = SlowLink.available(distance=True)
+WELL = "Nothing would stop the training."
+
+pytestmark = [
+    pytest.mark.lab,
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(NO_LINK is not None, reason=f"no shaped link here: {NO_LINK}"),
+]
+
+
+@pytest.fixture(scope="module")
+def link() -> Iterator[SlowLink]:
+    with SlowLink(hosts=2, rtt_ms=1) as opened:
+        yield opened
+
+
+def page_of(link: SlowLink, text: str, tmp_path: Path, *, bbr: bool = True, hosts: tuple[int, int] = (0, 1)) -> str:
+    """The page of both machines in one line, from which what both print is taken, without the tables."""
+    link.set_link(Link.parse(text))
+    common = ("run.toml", "--meet", f"{link.address(0)}:{PORT}", "--seconds", "0.5")
+    machines = [
+        start(tmp_path / name, *common, "--name", name, link=link, host=host, before=_prepare, arguments=(bbr,))
+        for name, host in zip(("desk", "laptop"), hosts, strict=True)
+    ]
+    pages = [" ".join(machine.page().split()) for machine in machines]
+    assert [machine.code for machine in machines] == [0, 0], machines[0].said()
+    findings = {page.partition(" machine address ")[0] for page in pages}
+    assert len(findings) == 1
+    return findings.pop()
+
+
+def _prepare(bbr: bool) -> None:
+    """Leave out what takes long: the speed of compute. Without `bbr`, the kernel refuses it."""
+    speed = Speed(layer_seconds=0.1, layer_tokens=64, sends=(3e6, 3e6))
+    mock.patch("lowbit.doctor.survey.speed", return_value=speed).start()
+    if not bbr:
+        mock.patch("lowbit.doctor.survey.set_congestion_control", return_value=False).start()
+
+
+def rates(tmp_path: Path) -> tuple[float, float]:
+    (found,) = Cluster.read(next(tmp_path.glob("*/cluster.toml"))).links
+    return found.mbit, found.back_mbit or 0.0
+
+
+def test_a_clean_link_has_no_findings(link: SlowLink, tmp_path: Path):
+    assert page_of(link, "100mbit/20ms", tmp_path) == WELL
+
+
+def test_a_loss_of_a_thousandth(link: SlowLink, tmp_path: Path):
+    page = page_of(link, "100mbit/40ms/0.1%", tmp_path)
+    assert page.startswith(f"{WELL} note ")
+    assert "the link loses packets, and TCP slows down for each" in page
+    found = re.search(r"([0-9.]+) Mbit/s with CUBIC, ([0-9.]+) with BBR .a step's 3 MB take ([0-9.]+) s inst", page)
+    assert found, page
+    usual, better, seconds = map(float, found.groups())
+    assert usual < 60 < better
+    assert seconds == pytest.approx(24 / usual, rel=0.06)
+    assert "nothing to do for lowbit train, which changes to BBR by itself" in page
+    assert min(rates(tmp_path)) > 60
+
+
+def test_losses_where_bbr_is_not_permitted(link: SlowLink, tmp_path: Path):
+    page = page_of(link, "100mbit/10ms/1%", tmp_path, bbr=False)
+    assert page.startswith(f"{WELL} warning desk and laptop: the link loses packets")
+    assert "over 16 connections (a step's 3 MB take" in page
+    assert "BBR, not permitted on desk and laptop, is faster still: sudo modprobe tcp_bbr" in page
+
+
+def test_losses_under_bbr_are_no_problem(link: SlowLink, tmp_path: Path):
+    assert page_of(link, "100mbit/20ms/1%/bbr", tmp_path) == WELL
+
+
+def test_an_upload_limit(link: SlowLink, tmp_path: Path):
+    page = page_of(link, "20mbit-5mbit/20ms", tmp_path)
+    assert page.startswith(f"{WELL} warning laptop: laptop to desk carries 4.")
+    assert re.search(r"the other direction 1[89][0-9.]*: a step's 3 MB take [45][0-9.]* s", page), page
+    assert "if it is an upload limit: fewer bits in pipeline.backward" in page
+    assert page.count("warning") == 1
+
+
+def test_one_machine_twice(link: SlowLink, tmp_path: Path):
+    page = page_of(link, "100mbit", tmp_path, hosts=(0, 0))
+    assert page.startswith(f"{WELL} warning desk and laptop: these are one machine, with")
+    assert "start lowbit doctor once on each machine" in page
+
+
+def test_an_ipv6_address_is_one_clear_line(link: SlowLink, tmp_path: Path):
+    for host in range(2):
+        link._namespaces[host].ip(f"address add fd00::{host + 1}/64 dev {link.interface(host)} nodad")
+    machines: list[Running] = [
+        start(tmp_path / str(host), "--meet", "[fd00::1]:29400", link=link, host=host) for host in range(2)
+    ]
+    for machine in machines:
+        machine.page()
+        assert machine.code == 2
+        assert "error: meet is '[fd00::1]:29400', an IPv6 address; allowed: an IPv4 address" in machine.said()
+        assert machine.said().count("\n") == 1
