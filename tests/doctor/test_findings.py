@@ -162,7 +162,7 @@ WG = {"vpn": True, "mtu": 1420, "interface": "wg0", "gloo_interface": "wg0"}
         ),
         pytest.param(
             {"speed": ({"busy": 1.0, "own": 0.9}, {"busy": 1.8, "own": 0.9})},
-            ["warning m1: other programs use 0.9 of its 2 cores: its speed is measured too low -> end them (on m1: top"],
+            ["warning m1: other programs use 0.9 of its 2 cores: its speed is measured too low -> end them (on m1: t"],
             id="busy",
         ),
         pytest.param(  # containers of one machine, which computes for both

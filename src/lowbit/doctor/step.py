@@ -18,6 +18,8 @@ from lowbit.train.tied import expected_rows, row_bytes, tied_codec
 def step_bytes(config: TrainConfig, sizes: ModelSizes, vocab: int, ranks: Sequence[int]) -> list[list[float]]:
     """Return the bytes of a step after the warm-up from each machine to each, in the formats of the recipe.
 
+    Checksums and the sums at the end of a step, a few hundred bytes, are left out.
+
     With `pipeline.forward = "auto"`, they are those of the most exact format.
 
     Args:
@@ -45,7 +47,8 @@ def step_bytes(config: TrainConfig, sizes: ModelSizes, vocab: int, ranks: Sequen
     last = layout.stages - 1
     ends = layout.rank_of(0), layout.rank_of(last)
     rows = expected_rows(config.data.batch // pipelines * config.data.sequence, vocab)
-    tied = row_bytes(rows, sizes.width, tied_codec(config.pipeline)) if sizes.tied and not config.lora.rank else 0
+    followed = bool(sizes.tied) and not config.lora.rank and ends[0] != ends[1]  # the first rank's copy is no parameter
+    tied = row_bytes(rows, sizes.width, tied_codec(config.pipeline), checksums=False) if followed else 0
     for first in range(0, len(machine_of), of_pipeline):
         for boundary, (forward, backward) in enumerate(zip(codecs.forward, codecs.backward, strict=True)):
             one, other = first + layout.rank_of(boundary), first + layout.rank_of(boundary + 1)
@@ -57,7 +60,7 @@ def step_bytes(config: TrainConfig, sizes: ModelSizes, vocab: int, ranks: Sequen
             parameters = sum(
                 sizes.parameters(layout.layer_counts[stage], first=stage == 0, last=stage == last)
                 for stage in layout.stages_of(place)
-            )
+            ) - sizes.tied * (followed and place == ends[0])
             for other in range(place, len(machine_of), of_pipeline):
                 if other != first + place:
                     send(first + place, other, 2 / pipelines * all_reduce.nbytes((parameters,)))

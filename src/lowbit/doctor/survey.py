@@ -34,7 +34,7 @@ _EXCHANGE_SECONDS = 60.0
 _CONNECT_SECONDS = 20.0
 _WATCH_SECONDS = 60.0  # in which a machine that is gone is noticed
 _MESSAGE_SECONDS = 30.0  # for a message of a probe to arrive
-# Round trips that a link is measured for, in which CUBIC comes to its rate after a loss; but at most these seconds.
+# Round trips that a link is measured for, in which TCP comes to the rate that losses leave; but at most these seconds.
 _FAR_TRIPS, _FAR_SECONDS = 100, 6.0
 _CONNECTIONS = 16  # that `lowbit train` tries where BBR is not permitted
 _SPEED_SECONDS = 1200.0  # the first call of a format compiles it
@@ -199,7 +199,7 @@ def _measure_links(survey: MachineSurvey, side: ProcessGroup | None) -> None:
     messages = Messages(None, "doctor", timeout=_MESSAGE_SECONDS)
     pairs = [*combinations(range(messages.ranks), 2)]
     for pair in pairs:
-        own = _measure(survey, messages, pair, _FAR_TRIPS) if messages.rank in pair else Measured()
+        own = _measure(survey, messages, pair) if messages.rank in pair else Measured()
         found = [read(Measured, each) for each in gather_json(vars(own), side)]
         survey.links.update({(a, b): found[a] for a, b in (pair, pair[::-1])})
         if pair[0] == 0:
@@ -221,12 +221,12 @@ def _measure_links(survey: MachineSurvey, side: ProcessGroup | None) -> None:
             survey.links[a, b] = replace(survey.links[a, b], **better, permitted=permitted[a])
 
 
-def _measure(survey: MachineSurvey, messages: Messages, pair: tuple[int, int], trips: int = 0) -> Measured:
-    """Measure this machine's link to the other one of a pair, for at least this many round trips."""
+def _measure(survey: MachineSurvey, messages: Messages, pair: tuple[int, int]) -> Measured:
+    """Measure this machine's link to the other one of a pair."""
     direction, begin, busy = pair, time.perf_counter(), busy_seconds()
     try:
         trip = round_trip(messages, pair[0] + pair[1] - messages.rank, now_ns)
-        seconds = max(survey.settings.seconds, min(_FAR_SECONDS, trips * trip.seconds))
+        seconds = max(survey.settings.seconds, min(_FAR_SECONDS, _FAR_TRIPS * trip.seconds))
         mbit, before, after = 0.0, Segments(0, 0), Segments(0, 0)
         for direction in (pair, (pair[1], pair[0])):
             if messages.rank == direction[1]:
