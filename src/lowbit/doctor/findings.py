@@ -254,7 +254,7 @@ def _takes(survey: MachineSurvey, one: int, other: int, mbit: float, better: flo
     nbytes = sends[other] if len(sends) > other and sends[other] else 1e7
     whose = "a step's " if nbytes != 1e7 else ""
     instead = f" instead of {8e-6 * nbytes / better:.2g}" if better else ""
-    amount = f"{nbytes / 1e6:.3g} MB" if nbytes >= 1e5 else f"{nbytes / 1e3:.3g} kB"
+    amount = f"{nbytes / 1e6:.3g} MB" if nbytes >= 1e6 else f"{nbytes / 1e3:.3g} kB"
     return f"{whose}{amount} take {8e-6 * nbytes / mbit:.2g} s{instead}"
 
 

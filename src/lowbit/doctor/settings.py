@@ -43,7 +43,7 @@ class DoctorSettings:
     wait: Seconds = 120.0
     """Seconds to wait for the other machines."""
     seconds: Annotated[float, Field(ge=0.2, le=60)] = 1.0
-    """Seconds for each direction of each link. More measure distant links better."""
+    """Least seconds for each direction of each link. Distant links take 100 round trips, but at most 6 s."""
 
     def __post_init__(self) -> None:
         for text in self.formats:
