@@ -225,7 +225,7 @@ def _lossy(survey: MachineSurvey, a: int, b: int) -> Iterator[Finding]:
             better = f"{link.better_mbit:.3g} {'with' if link.way == FASTER.upper() else 'over'} {link.way}"
             seconds = _takes(survey, one, other, link.mbit, link.better_mbit)
             slow[one] = f"to {name} {link.mbit:.3g} Mbit/s with {usual}, {better} ({seconds})"
-        elif link.better_loss > _LOSS:
+        elif link.better_loss > _LOSS and link.way == FASTER.upper():  # several connections overflow a queue
             losses[one] = f"{link.better_loss:.0%} of the segments to {name} even with {link.way}"
     if slow:
         names = " and ".join(survey.machines[rank].facts.name for rank in slow)
