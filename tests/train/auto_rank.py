@@ -27,7 +27,7 @@ class AutoRuns:
             if dist.get_rank() == 0:
                 report_progress(dataclasses.asdict(metrics))
 
-        change = connections.set_congestion_control if permitted else lambda name: False
+        change = connections.set_congestion_control if permitted else lambda name, others: False
         with mock.patch.object(connections, "set_congestion_control", change), contextlib.ExitStack() as stack:
             for name, value in constants.items():
                 stack.enter_context(mock.patch.object(auto, name, value))

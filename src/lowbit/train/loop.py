@@ -155,7 +155,7 @@ class Run:
         run, trainer, done = self.config.run, self.trainer, metrics.step
         self.folder.check_there()  # locked by rank 0, whose error ends all
         if self.connections.due(done):
-            if self.connections.look():
+            if self.connections.look(done):
                 self.mbit.update(trainer.links.by_link(self.rates))
                 self._note_connections()
             trainer.pipeline.look_ahead(True)
