@@ -120,7 +120,8 @@ def test_losses_that_cannot_be_read_are_mentioned_once(monkeypatch: pytest.Monke
     assert not run.look(0, 0)
     assert not run.look(0, 0, 10)
     assert run.lines == [
-        "what rank 0 loses cannot be read (Linux only): if a link loses packets, set run.connections to a number"
+        "cannot read how many packets rank 0 loses (Linux only): if a link loses packets, set run.connections to a "
+        "number"
     ]
     fixed = Fake(monkeypatch, {}, connections=2)
     assert not fixed.look(0, 0)

@@ -96,8 +96,8 @@ class Connections:
             return False
         if blind := [str(rank) for rank, each in enumerate(ranks) if not each.known]:
             self._say_once(
-                "blind", f"what rank{'s' * (len(blind) > 1)} {', '.join(blind)} lose{'s' * (len(blind) == 1)} cannot be "
-                "read (Linux only): if a link loses packets, set run.connections to a number",
+                "blind", f"cannot read how many packets rank {', '.join(blind)} loses (Linux only): if a link loses "
+                "packets, set run.connections to a number",
             )  # fmt: skip
         worst = max(ranks, key=lambda each: (is_lossy(each.share, each.again), each.share))
         if done < self._next or not is_lossy(worst.share, worst.again):
