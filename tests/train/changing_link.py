@@ -107,8 +107,9 @@ def main() -> None:
             mbit = ", ".join(f"{value:.1f}" for value in seen.choice["mbit"].values())
             predicted = ", ".join(f"{value:.2f}" for value in seen.choice["predicted"].values())
             print(
-                f"{seen.rate} Mbit/s: {seen.steps} steps, {seen.seconds:.0f} s after the change: {seen.choice['formats']}, "
-                f"{seen.nbits:.1f} bits; measured {mbit}; share {seen.choice['share']:.2f}; predicted {predicted}",
+                f"{seen.rate} Mbit/s: {seen.steps} steps, {seen.seconds:.0f} s after the change: "
+                f"{seen.choice['formats']}, {seen.nbits:.1f} bits; measured {mbit}; "
+                f"share {seen.choice['share']:.2f}; predicted {predicted}",
                 flush=True,
             )  # fmt: skip
         lines = read_metrics(folder / "run" / "metrics.jsonl")

@@ -136,7 +136,7 @@ def test_a_faster_link_that_nobody_waits_for_is_looked_at_after_a_minute():
     run = Steps()
     run.usual(1.0, 0.0)
     assert run.until(1.0, lambda i: 0.0)[1:] == (pytest.approx(25, abs=2), 0)
-    count, seconds, span = run.until(1.0, lambda i: 0.0)
+    _, seconds, span = run.until(1.0, lambda i: 0.0)
     assert (span, seconds) == (0, pytest.approx(50, abs=2))
     run = Steps()
     run.watch.restart()

@@ -194,7 +194,7 @@ def test_a_link_that_begins_to_lose_packets_is_noticed_while_receives_are_posted
     clean, lossy = Link(50.0, rtt_ms=20), Link(50.0, rtt_ms=20, loss=0.01)
     with (
         SlowLink(2, rtt_ms=20) as network,
-        Workers("tests.train.auto_rank", 2, grouped=True, network=network) as workers,
+        Workers("tests.train.connections_rank", 2, grouped=True, network=network) as workers,
     ):
         network.set_link(clean)
 
@@ -203,7 +203,7 @@ def test_a_link_that_begins_to_lose_packets_is_noticed_while_receives_are_posted
                 network.set_link(lossy)
 
         settings = json.loads(config.to_json())
-        workers.ask("train", config=settings, constants={}, permitted=permitted, on_progress=report)
+        workers.ask("train", config=settings, permitted=permitted, on_progress=report)
     assert len(read_metrics(Path(config.run.output) / "metrics.jsonl")) == 34
     about = json.loads((Path(config.run.output) / "ranks.json").read_text())
     assert about["congestion_control"] == ("bbr" if permitted else "cubic")
