@@ -138,6 +138,11 @@ def test_a_faster_link_that_nobody_waits_for_is_looked_at_after_a_minute():
     assert run.until(1.0, lambda i: 0.0)[1:] == (pytest.approx(25, abs=2), 0)
     _, seconds, span = run.until(1.0, lambda i: 0.0)
     assert (span, seconds) == (0, pytest.approx(50, abs=2))
+    exact = Steps()
+    exact.watch.restart()
+    for pause in (50, 500):
+        assert [exact.watch.note(1.0, 0.0, exact=True) for _ in range(pause)] == [None] * (pause - 1) + [0]
+        exact.watch.looked(1.0)
     run = Steps()
     run.watch.restart()
     assert run.until(30.0, lambda i: 0.0)[0] == 2, "long steps do not make it later"

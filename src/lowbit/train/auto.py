@@ -36,6 +36,7 @@ _FIRST = 5  # steps before the first choice, at least; the very first compiles k
 _USUAL = 10  # steps after a choice whose medians later steps are compared with
 _CHANGES = ((3, 3.0), (5, 1.6), (20, 1.25))  # steps, and the factor by which their waiting must change a step
 _LOOK_SECONDS = 50.0  # of steps after which the links are measured again, whatever the steps do
+_RARELY = 10  # times as long, where formats with more bits do not exist: steps show links that become slower
 _LOOK_SHARE, _SOONER_SHARE = 1 / 20, 1 / 8  # most of the time that looks may take: these, and those after a change
 _OTHER_RATE = 1.5  # factor by which a link must differ from the last choice's for another choice without a change
 _FRESH = 3  # steps after such a look whose durations count: those before may be of the old rate
@@ -209,13 +210,13 @@ class Watch:
     def restart(self) -> None:
         """Begin anew after a choice: the steps that follow are the usual ones."""
         self._steps: deque[tuple[float, float]] = deque(maxlen=max(span for span, _ in _CHANGES))
-        self._count, self._usual = 0, (0.0, 0.0)
+        self._count, self._looks, self._usual = 0, 0, (0.0, 0.0)
 
     def looked(self, seconds: float) -> None:
         """Note a look that took some seconds."""
-        self._elapsed, self._cost = 0.0, seconds
+        self._elapsed, self._cost, self._looks = 0.0, seconds, self._looks + 1
 
-    def note(self, seconds: float, waited: float) -> int | None:
+    def note(self, seconds: float, waited: float, *, exact: bool = False) -> int | None:
         """Note a step, and return whether to look at the links: how many of the last steps have changed; 0: none has.
 
         None: not now.
@@ -223,6 +224,7 @@ class Watch:
         Args:
             seconds: of the step, mean over ranks. waited: for messages, on the machine that waited least: if a machine
                 becomes slower, the others wait for it, but if a link does, all wait.
+            exact: the formats are the most exact ones.
         """
         self._elapsed += seconds
         self._count += 1
@@ -237,7 +239,8 @@ class Watch:
                 change = 1 + (self._medians(span)[1] - usually_waited) / usual
                 if after >= span and not 1 / factor < change < factor:
                     return span
-        return 0 if self._elapsed >= max(_LOOK_SECONDS, self._cost / _LOOK_SHARE) else None
+        pause = max(_LOOK_SECONDS, self._cost / _LOOK_SHARE)
+        return 0 if self._elapsed >= (_RARELY * pause if exact and self._looks else pause) else None
 
     def change(self, span: int) -> float | None:
         """Return how many times as long as usual the last steps took; None if it is not known what is usual."""
@@ -275,6 +278,7 @@ class Auto:
         self._count = 0  # steps since the last choice
         self._left: int | None = None  # steps before the next look; None: none is announced
         self._span = 0  # steps whose durations the next choice uses; 0: only the rates are looked at
+        self._doubted = False  # whether a share of these rates was inferred again, from later steps
 
     def restore(self, stored: Any) -> None:
         """Take over the choice of a checkpoint, unless it has another number of boundaries or unknown formats."""
@@ -306,7 +310,8 @@ class Auto:
             return False
         else:
             seconds = metrics.compute_seconds + metrics.codec_seconds + metrics.wait_seconds
-            span = self._watch.note(seconds, min(metrics.waiting.values()))
+            exact = set(self.choice.formats) == {next(iter(self._formats))}
+            span = self._watch.note(seconds, min(metrics.waiting.values()), exact=exact)
             if self._left is None:
                 if span is None:
                     return False
@@ -323,14 +328,15 @@ class Auto:
         """
         assert self.choice is not None
         before = self.choice.mbit
+        factors = [max(rate / before[name], before[name] / rate) for name, rate in mbit.items() if name in before]
         self._watch.looked(max(gather_json(seconds, self._trainer.side)))
         self._left = None
-        if not self._span and any(
-            max(rate / before.get(name, rate), before.get(name, rate) / rate) >= _OTHER_RATE
-            for name, rate in mbit.items()
-        ):
+        if not self._span and max(factors, default=1.0) >= _OTHER_RATE:
             self._own.clear()
-            self._left = self._span = _FRESH
+            self._left, self._span, self._doubted = _FRESH, _FRESH, False
+        elif not self._span and self.choice.share < 1 and not self._doubted:
+            # The steps may have been long for another reason. Only once, or formats would go back and forth.
+            self._span, self._doubted = len(self._own), True
         self._trainer.pipeline.look_ahead(True)
         return bool(self._span) and self._left is None
 
