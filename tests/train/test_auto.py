@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import random
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,8 @@ from lowbit.config import ConfigError
 from lowbit.report.page.run import read_run
 from lowbit.report.training import run_page
 from lowbit.simulate.predict import share_of_rates
-from lowbit.train import TrainConfig, loop, train, trainer
-from lowbit.train.auto import Forecast, FormatChoice, Watch, choose, described
+from lowbit.train import TrainConfig, auto, loop, train, trainer
+from lowbit.train.auto import Auto, Forecast, FormatChoice, Watch, choose, described
 from lowbit.train.boundaries import AUTO_FORMATS, usable
 from lowbit.train.checkpoints.manifest import read_manifest
 from lowbit.train.config import PipelineConfig
@@ -313,6 +314,50 @@ def test_all_ranks_take_the_same_formats(ranks: Ranks, tmp_path: Path, count: in
     assert list(formats) == [fewest if does else "bf16" for does in crosses]
     assert min(choice["predicted"].values()) == choice["predicted"]["these"] < choice["predicted"]["bf16"]
     assert len(choice["compute"]) == count
+
+
+def _train_until_faster(config: TrainConfig) -> list[dict[str, Any]]:
+    """What a run chose whose links seem to become faster after the start, while no step becomes shorter."""
+    rates = [{(0, 1): mbit, (1, 0): mbit} for mbit in (0.05, *[1e3] * 40)]
+    with (
+        _links(0.05),
+        mock.patch.object(loop.Run, "_measure_links", side_effect=rates),
+        mock.patch.object(auto, "_LOOK_SECONDS", 0.05),
+    ):
+        return train(config).formats
+
+
+def test_all_ranks_notice_together_that_a_link_that_nobody_waits_for_is_faster(ranks: Ranks, tmp_path: Path):
+    config = tiny(tmp_path, **WIDE, pipeline={"forward": "auto"}, run={"steps": 35})
+    here, there = ranks.run(_train_until_faster, config, timeout=LIMIT)
+    assert here == there
+    slow, fast = here
+    assert slow["formats"] != ["bf16"]
+    assert (fast["formats"], fast["mbit"]) == (["bf16"], {"0 to 1": 1e3, "1 to 0": 1e3})
+    rates = [line["rates"]["0 to 1"] for line in read_metrics(Path(config.run.output) / "metrics.jsonl")]
+    assert rates == sorted(rates)
+    assert set(rates) == {0.05, 1e3}
+    assert rates.index(1e3) <= fast["step"] - auto._FRESH
+
+
+def test_looks_that_find_the_same_rates_change_nothing_but_a_guessed_share(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(auto, "gather_json", lambda value, group: [value])
+    run = object.__new__(Auto)
+    run._trainer, run._watch = mock.Mock(), Watch()  # pyright: ignore[reportPrivateUsage]
+    run._doubted = False
+
+    def looked(now: float, share: float = 1.0) -> tuple[bool, int]:
+        run.choice, run._left = FormatChoice(
+            step=5, formats=("bf16",), predicted={}, mbit={"0 to 1": 100.0}, round_trip=0.04, compute=[1.0], share=share
+        ), 0  # fmt: skip
+        run._own, run._span = deque([(1.0, 0.0, 1.0)] * 20), 0
+        return run.looked({"0 to 1": now}, 1.0), run._span
+
+    assert looked(85.0) == looked(140.0) == (False, 0)
+    assert looked(100.0, share=0.5) == (True, 20)
+    assert looked(100.0, share=0.5) == (False, 0), "once"
+    assert looked(160.0) == looked(60.0) == (False, auto._FRESH), "after steps that are all of the new rate"
+    assert looked(100.0, share=0.5) == (True, 20), "the rate was another"
 
 
 def test_a_resumed_run_keeps_its_formats_and_its_losses(ranks: Ranks, tmp_path: Path):
