@@ -42,7 +42,7 @@ def make_run(folder: Path, *, steps: int = 40, ended: bool = True, text: str = "
             "step": i, "loss": 5 - i / 20, "tokens": 512, "tokens_per_second": 3000.0 + i, "bits_forward": 3.52,
             "bits_backward": 2.4, "bytes_sent": 50_000, "seconds": 0.2, "compute_seconds": 0.1, "codec_seconds": 0.05,
             "wait_seconds": 0.05, "links": {"0 to 1": 25_000, "1 to 0": 25_000}, "waiting": {"0": 0.04, "1": 0.06},
-            "parts": {"boundaries": 49_000, "coordination": 1000},
+            "parts": {"boundaries": 49_000, "coordination": 1000}, "rates": {"0 to 1": 100.0 if i <= 20 else 10.0},
         }
         for i in range(1, steps + 1)
     ]  # fmt: skip

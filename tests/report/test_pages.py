@@ -56,7 +56,10 @@ def test_a_run_has_its_losses_settings_and_versions(tmp_path: Path):
     assert ["training loss", "3.1250"] in rows
     assert ["pipeline.forward", "transform"] in rows
     assert ["0", "A processor", "2", "3.11.7", "2.13.0", "0.1.0"] in rows
-    assert ["0 to 1", "0.025", "1.0", "100.0", "1%"] in rows
+    assert ["0 to 1", "0.025", "1.0", "10.0", "10%"] in rows, "as last measured"
+    assert _trace_of(text, "0 to 1, measured")["y"] == [100.0] * 20 + [10.0] * 20
+    assert _trace_of(text, "0 to 1, used")["y"] == [1.0] * 40
+    assert "1 to 0, measured" not in text
     assert ["1", "1", "2.00", "4.00", "–", "0.10", "0.00", "–", "900.00"] in rows
     assert ["0", "layer 0", "1,000"] in rows
 

@@ -46,13 +46,13 @@ class Fake:
         rate = lambda: rates[self.control if self.control in rates else (self.counts or [1])[-1]]  # noqa: E731
         self.connections = Connections(trainer, rate, self.lines.append)
 
-    def change(self, name: str) -> bool:
+    def change(self, name: str, others: Any) -> bool:
         self.control = name if self.permitted else self.control
         return self.permitted
 
-    def look(self, sent: int, again: int) -> bool:
+    def look(self, sent: int, again: int, done: int = 0) -> bool:
         self.seen = Segments(self.seen.sent + sent, self.seen.again + again)
-        return self.connections.look()
+        return self.connections.look(done)
 
 
 def test_links_that_lose_nothing_keep_one_connection(monkeypatch: pytest.MonkeyPatch):
@@ -70,7 +70,62 @@ def test_bbr_comes_first_where_all_machines_permit_it(monkeypatch: pytest.Monkey
     assert run.look(10_000, 10)
     assert run.lines == ["links lose up to 0.1 % of packets: BBR in place of CUBIC, 13 -> 91 Mbit/s"]
     assert run.connections.facts == {"connections": 1, "congestion_control": "bbr"}
-    assert not run.connections.due(100)
+    assert run.connections.due(100)
+
+
+def test_bbr_that_is_slower_is_not_kept(monkeypatch: pytest.MonkeyPatch):
+    run = Fake(monkeypatch, {"cubic": 86.0, "bbr": 1.0}, permitted=True)
+    assert not run.look(10_000, 100)
+    assert (run.control, run.connections.facts) == ("cubic", {"connections": 1, "congestion_control": "cubic"})
+    assert run.lines[0].startswith("links lose up to 1 % of packets, and CUBIC slows down for each: more connections")
+
+
+def test_losses_that_come_back_are_acted_on_again_but_not_over_and_over(monkeypatch: pytest.MonkeyPatch):
+    rates = {1: 90.0, 4: 91.0, 16: 92.0}
+    run = Fake(monkeypatch, rates)
+    tries = []
+    for done in range(100, 3001, 100):
+        assert not run.look(1000, 10, done)
+        tries.append(len(run.counts))
+    assert [100 * (i + 1) for i, (a, b) in enumerate(zip([0, *tries], tries, strict=False)) if b > a] == [
+        100, 300, 700, 1500
+    ]  # fmt: skip
+    assert len(run.lines) == 1
+    rates |= {1: 10.0, 4: 40.0, 16: 40.0}
+    assert not run.look(1000, 10, 3090), "it waits for twice as long as the last time"
+    assert run.look(1000, 10, 3100)
+    assert run.connections.count == 4
+    assert not run.look(1000, 0, 3200)
+    rates[16] = 80.0
+    assert run.look(1000, 10, 3300), "what helped is not the end"
+    assert run.connections.count == 16
+    assert not run.look(1000, 10, 3400)
+    assert run.counts[-1] == 16, "never fewer"
+
+
+def test_bbr_that_is_not_enough_gets_more_connections(monkeypatch: pytest.MonkeyPatch):
+    rates = {1: 13.0, "bbr": 91.0}
+    run = Fake(monkeypatch, rates, permitted=True, other="bbr")
+    assert run.look(10_000, 10)
+    del rates["bbr"]
+    rates |= {4: 60.0, 16: 61.0}
+    assert run.look(1000, 50, 100)
+    assert (run.control, run.connections.count) == ("bbr", 4)
+    assert run.lines[1] == "links lose up to 5 % of packets: 4 connections for each pair of ranks, 13 -> 60 Mbit/s"
+
+
+def test_losses_that_cannot_be_read_are_mentioned_once(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "can_count", lambda: False)
+    run = Fake(monkeypatch, {})
+    assert not run.look(0, 0)
+    assert not run.look(0, 0, 10)
+    assert run.lines == [
+        "cannot read how many packets rank 0 loses (Linux only): if a link loses packets, set run.connections to a "
+        "number"
+    ]
+    fixed = Fake(monkeypatch, {}, connections=2)
+    assert not fixed.look(0, 0)
+    assert fixed.lines == []
 
 
 @pytest.mark.parametrize(
@@ -139,7 +194,7 @@ def test_a_link_that_begins_to_lose_packets_is_noticed_while_receives_are_posted
     clean, lossy = Link(50.0, rtt_ms=20), Link(50.0, rtt_ms=20, loss=0.01)
     with (
         SlowLink(2, rtt_ms=20) as network,
-        Workers("tests.train.auto_rank", 2, grouped=True, network=network) as workers,
+        Workers("tests.train.connections_rank", 2, grouped=True, network=network) as workers,
     ):
         network.set_link(clean)
 
@@ -148,7 +203,7 @@ def test_a_link_that_begins_to_lose_packets_is_noticed_while_receives_are_posted
                 network.set_link(lossy)
 
         settings = json.loads(config.to_json())
-        workers.ask("train", config=settings, constants={}, permitted=permitted, on_progress=report)
+        workers.ask("train", config=settings, permitted=permitted, on_progress=report)
     assert len(read_metrics(Path(config.run.output) / "metrics.jsonl")) == 34
     about = json.loads((Path(config.run.output) / "ranks.json").read_text())
     assert about["congestion_control"] == ("bbr" if permitted else "cubic")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lowbit.wire import sockets
-from lowbit.wire.sockets import Segments, congestion_control, is_lossy, segments, set_congestion_control
+from lowbit.wire.sockets import Segments, congestion_control, ends, is_lossy, segments, set_congestion_control
 
 
 @pytest.fixture
@@ -47,6 +47,16 @@ def test_congestion_control_is_that_of_the_connection_and_can_be_changed(pair: t
     assert congestion_control() == allowed[-1]
 
 
+def test_connections_that_no_other_process_names_are_left_alone(pair: tuple[socket.socket, socket.socket]):
+    (here, there), *_ = ends()
+    first, *_, last = sockets._ALLOWED.read_text().split()
+    assert set_congestion_control(first)
+    assert not set_congestion_control(last, [["127.0.0.2 1", "127.0.0.1 1"]])
+    assert congestion_control() == first
+    assert set_congestion_control(last, [[there, here]])
+    assert congestion_control() == last
+
+
 def test_looking_leaves_the_connections_and_no_file_open(pair: tuple[socket.socket, socket.socket]):
     before = os.listdir("/proc/self/fd")
     assert segments().sent >= 0
@@ -61,7 +71,7 @@ def test_without_connections_there_is_nothing_to_say(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sockets, "_connections", lambda: iter(()))
     assert segments() == (0, 0)
     assert congestion_control() == ""
-    assert set_congestion_control("cubic")
+    assert not set_congestion_control("cubic")
 
 
 @pytest.mark.parametrize(

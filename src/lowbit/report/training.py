@@ -199,7 +199,8 @@ def _traffic(run: RunFiles) -> Iterator[Part]:
 
 def _links(run: RunFiles) -> Iterator[Part]:
     """What crossed between machines, and what the links can carry."""
-    rates = {row["link"]: row.get("mbit") for row in run.ranks.get("links") or ()}
+    rates = {row["link"]: row.get("mbit") for row in run.ranks.get("links") or ()}  # of the start
+    rates |= (run.steps[-1].get("rates") or {}) if run.steps else {}
     recent = [line for line in run.steps[-max(1, len(run.steps) // 2) :] if line.get("links")]
     rows = []
     for name in dict.fromkeys(key for line in recent for key in line["links"]):
@@ -209,17 +210,29 @@ def _links(run: RunFiles) -> Iterator[Part]:
         share = f"{mbit / rate:.0%}" if rate else "–"
         rows.append((name, f"{nbytes / 1e6:,.3f}", f"{mbit:,.1f}", f"{rate:,.1f}" if rate else "–", share))
     trip = run.ranks.get("round_trip_seconds")
-    text = "Medians of the later half of the steps. Machines are named by their first ranks."
+    text = "Medians of the later half of the steps; measured: the last time. Machines are named by their first ranks."
     text += f" Round trip: {1e3 * trip:.2f} ms." if trip else ""
     yield Part(
         title="Links between machines", rows=rows, text=text if rows else "",
         head=("link", "MB a step", "used Mbit/s", "measured Mbit/s", "used"),
     )  # fmt: skip
+    names = dict.fromkeys(name for line in run.steps for name in line.get("links") or ())
+    curves: dict[str, _Curve] = {}
+    for name in names:
+        sent = [(line["step"], line["links"][name], line["seconds"]) for line in run.steps if name in line["links"]]
+        curves[f"{name}, used"] = [(step, 8 * nbytes / seconds / 1e6) for step, nbytes, seconds in sent]
+        measured = [(line["step"], number((line.get("rates") or {}).get(name))) for line in run.steps]
+        curves[f"{name}, measured"] = [(step, rate) for step, rate in measured if rate is not None]
+    yield Part(
+        title="Rates of links by step",
+        text="Used: averaged over the step. Measured: the last time before the step." if names else "",
+        figure=lines({name: curve for name, curve in curves.items() if curve}, x="step", y="Mbit/s") if names else None,
+    )  # fmt: skip
 
 
 def _formats(run: RunFiles) -> Iterator[Part]:
-    """Show the choices of a run with `pipeline.forward = "auto"`, and the reasons."""
-    rows = []
+    """Show the choices of a run with `pipeline.forward = "auto"`, the reasons, and the bits of each step."""
+    rows, bits = [], {"forward": _curve(run, "bits_forward"), "backward": _curve(run, "bits_backward")}
     for choice in run.ranks.get("formats") or ():
         seconds = ", ".join(f"{name}: {value:.3f}" for name, value in choice["predicted"].items() if number(value))
         links = ", ".join(f"{name}: {rate:,.1f}" for name, rate in choice["mbit"].items() if rate)
@@ -230,6 +243,7 @@ def _formats(run: RunFiles) -> Iterator[Part]:
         ))  # fmt: skip
     yield Part(
         title="Formats that the run chose", rows=rows,
+        figure=lines(bits, x="step", y="bits per element") if rows else None,
         text='Predicted seconds of a step with each format at all boundaries, and with "these".' if rows else "",
         head=("from step", "formats by boundary", "predicted seconds", "measured Mbit/s", "round trip, ms"),
     )  # fmt: skip

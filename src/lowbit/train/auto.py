@@ -2,8 +2,9 @@
 
 Rank 0 simulates a step (`lowbit.simulate`) with the compute and coding seconds of all ranks and the measured links, for
 each format of `AUTO_FORMATS`. Every boundary takes the most exact format with which a step is about as fast as
-with the fastest. All ranks watch the duration of steps, summed over all ranks and so the same on each: if it changes
-for good, the links are measured and the formats chosen again.
+with the fastest. Then all ranks watch the seconds for which machines wait, summed over ranks and so the same on each:
+if they change for good, the links are measured and the formats chosen again. Where coding or computing takes as long as
+a step, nobody waits less when a link becomes faster, so the links are also measured about once a minute.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -32,12 +33,16 @@ if TYPE_CHECKING:
     from lowbit.train.trainer import Trainer
 
 _FIRST = 5  # steps before the first choice, at least; the very first compiles kernels and does not count
-_WINDOW = 20  # steps whose median counts as the duration of a step
-_FACTOR = 1.25  # change of this duration after which the links are measured again
-_SOON = 1.6  # a larger change is not noise: the links are measured again without waiting for `_EVERY`
+_USUAL = 10  # steps after a choice whose medians later steps are compared with
+_CHANGES = ((3, 3.0), (5, 1.6), (20, 1.25))  # steps, and the factor by which their waiting must change a step
+_LOOK_SECONDS = 50.0  # of steps after which the links are measured again, whatever the steps do
+_RARELY = 10  # times as long, where formats with more bits do not exist: steps show links that become slower
+_LOOK_SHARE, _SOONER_SHARE = 1 / 20, 1 / 8  # most of the time that looks may take: these, and those after a change
+_OTHER_RATE = 1.5  # factor by which a link must differ from the last choice's for another choice without a change
+_FRESH = 3  # steps after such a look whose durations count: those before may be of the old rate
 _AS_FAST = 1.03  # relative to the fastest: the most exact formats up to this duration are taken
 _KEEP = 1.10  # relative to the fastest: present formats with more bits than the best stay up to this duration
-_EVERY = 100  # steps between two choices, at least; doubled after each choice that changed nothing
+_SLOWER = 1.35  # more bits must also do on links that are slower by this, so that formats do not follow a wobble
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +56,6 @@ class FormatChoice:
         share: fraction of these rates that training gets, inferred from the duration of earlier steps.
         compute: seconds of each rank in a step.
         change: duration of a step relative to that after the previous choice; None for the first.
-        seconds: duration of a step with these formats, in the pipeline and averaged over ranks; None until measured.
     """
 
     step: int
@@ -62,7 +66,6 @@ class FormatChoice:
     compute: list[float]
     share: float = 1.0
     change: float | None = None
-    seconds: float | None = None
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> FormatChoice:
@@ -148,17 +151,19 @@ class Forecast:
 
 
 def choose(
-    seconds: Callable[[tuple[str, ...]], float],
+    predict: Callable[[tuple[str, ...], float], float],
     formats: Mapping[str, tuple[int, int]],
     crosses: Sequence[bool],
     current: tuple[str, ...] | None = None,
 ) -> tuple[tuple[str, ...], dict[str, float]]:
     """Choose the most exact formats that are about as fast as the fastest.
 
-    The current formats stay if they have more bits than these and are not much slower.
+    The current formats stay if they have more bits than these and are not much slower, or fewer than these and the
+    links are not fast enough by a margin.
 
     Args:
-        seconds: predicts a step from the format of each boundary. formats: sizes by name, the most exact first.
+        predict: seconds of a step, from the format of each boundary and a factor for the rates of all links.
+        formats: sizes by name, the most exact first.
         crosses: for each boundary, whether it lies between two ranks; others take the most exact format.
         current: present formats of the boundaries.
 
@@ -167,15 +172,20 @@ def choose(
     """
     from lowbit.simulate.predict import choose_formats
 
-    names, timed = list(formats), functools.cache(seconds)
+    names, timed = list(formats), functools.cache(lambda mix: predict(mix, 1.0))
     uniform = {name: tuple(name if does else names[0] for does in crosses) for name in names}
     places = [i for i, does in enumerate(crosses) if does]
-    mix, best = choose_formats(timed, names, places, min(uniform.values(), key=timed), as_fast=_AS_FAST)
+
+    def fastest(seconds: Callable[[tuple[str, ...]], float]) -> tuple[tuple[str, ...], float]:
+        return choose_formats(seconds, names, places, min(uniform.values(), key=seconds), as_fast=_AS_FAST)
 
     def nbytes(formats_of: tuple[str, ...]) -> int:
         return sum(sum(formats[name]) for name in formats_of)
 
-    if current is not None and timed(current) <= best * _KEEP and nbytes(current) > nbytes(mix):
+    mix, best = fastest(timed)
+    if current is not None and nbytes(mix) > nbytes(current):
+        mix = max(current, fastest(functools.cache(lambda mix: predict(mix, 1 / _SLOWER)))[0], key=nbytes)
+    elif current is not None and timed(current) <= best * _KEEP:
         mix = current
     return mix, {**{name: timed(each) for name, each in uniform.items()}, "these": timed(mix)}
 
@@ -188,6 +198,57 @@ def described(formats: Sequence[str]) -> str:
         texts.append(f"boundary {first}{f' to {last}' if last > first else ''} {name}")
         first = last + 1
     return ", ".join(texts)
+
+
+class Watch:
+    """Decides when to look at the links again, from numbers that are the same on all ranks."""
+
+    def __init__(self) -> None:
+        self._elapsed, self._cost = 0.0, 0.0  # seconds of steps since the last look, and seconds that it took
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin anew after a choice: the steps that follow are the usual ones."""
+        self._steps: deque[tuple[float, float]] = deque(maxlen=max(span for span, _ in _CHANGES))
+        self._count, self._looks, self._usual = 0, 0, (0.0, 0.0)
+
+    def looked(self, seconds: float) -> None:
+        """Note a look that took some seconds."""
+        self._elapsed, self._cost, self._looks = 0.0, seconds, self._looks + 1
+
+    def note(self, seconds: float, waited: float, *, exact: bool = False) -> int | None:
+        """Note a step, and return whether to look at the links: how many of the last steps have changed; 0: none has.
+
+        None: not now.
+
+        Args:
+            seconds: of the step, mean over ranks. waited: for messages, on the machine that waited least: if a machine
+                becomes slower, the others wait for it, but if a link does, all wait.
+            exact: the formats are the most exact ones.
+        """
+        self._elapsed += seconds
+        self._count += 1
+        if self._count > 1:  # the first step compiles kernels
+            self._steps.append((seconds, waited))
+        after = self._count - 1 - _USUAL
+        if after == 0:
+            self._usual = self._medians(_USUAL)
+        elif after > 0 and self._cost <= _SOONER_SHARE * self._elapsed:
+            usual, usually_waited = self._usual
+            for span, factor in _CHANGES:
+                change = 1 + (self._medians(span)[1] - usually_waited) / usual
+                if after >= span and not 1 / factor < change < factor:
+                    return span
+        pause = max(_LOOK_SECONDS, self._cost / _LOOK_SHARE)
+        return 0 if self._elapsed >= (_RARELY * pause if exact and self._looks else pause) else None
+
+    def change(self, span: int) -> float | None:
+        """Return how many times as long as usual the last steps took; None if it is not known what is usual."""
+        return self._medians(span)[0] / self._usual[0] if self._usual[0] else None
+
+    def _medians(self, span: int) -> tuple[float, float]:
+        seconds, waited = zip(*list(self._steps)[-span:], strict=True)
+        return statistics.median(seconds), statistics.median(waited)
 
 
 class Auto:
@@ -212,26 +273,27 @@ class Auto:
 
         self._coding = together(lambda: {text: coding(text) for text in self._sizes}, trainer.side)[trainer.rank]
         # Seconds of steps with the same formats on this rank: compute, what follows the pipeline, and all.
-        self._own: deque[tuple[float, float, float]] = deque(maxlen=_WINDOW)
-        self._recent: deque[float] = deque(maxlen=_WINDOW)  # seconds in the pipeline, mean over ranks
-        self._count, self._every = 0, _EVERY  # steps since the last choice, and before the next
-        self._change: float | None = None
+        self._own: deque[tuple[float, float, float]] = deque(maxlen=max(span for span, _ in _CHANGES))
+        self._watch = Watch()
+        self._count = 0  # steps since the last choice
+        self._left: int | None = None  # steps before the next look; None: none is announced
+        self._span = 0  # steps whose durations the next choice uses; 0: only the rates are looked at
+        self._doubted = False  # whether a share of these rates was inferred again, from later steps
 
     def restore(self, stored: Any) -> None:
         """Take over the choice of a checkpoint, unless it has another number of boundaries or unknown formats."""
         try:
             choice = FormatChoice.of(stored)
             fits = len(choice.formats) == self._layout.stages - 1 and set(choice.formats) <= set(self._formats)
-            usual = choice.step >= 0 and (choice.seconds is None or choice.seconds > 0)
         except (KeyError, TypeError):
             return
-        if fits and usual:
+        if fits and choice.step >= 0:
             self._use(choice)
 
     def due(self, metrics: StepMetrics) -> bool:
-        """Note a step, and return whether to choose formats after it; the same on all ranks.
+        """Note a step, and return whether to look at the links after it; the same on all ranks.
 
-        A choice is announced one step ahead: the step before it must not post receives, whose sizes may change.
+        A look is announced one step ahead: the step before it must not post receives, whose sizes may change.
         """
         self._count += 1
         work = self._trainer.work
@@ -240,18 +302,43 @@ class Auto:
             if metrics.step == self._config.codec_warmup_steps + 1:
                 self._own.clear()
             self._own.append((work.compute_seconds, metrics.seconds - passed, metrics.seconds))
-            self._recent.append(metrics.compute_seconds + metrics.codec_seconds + metrics.wait_seconds)
-        if not any(map(self._layout.crosses, range(self._layout.stages - 1))):
-            return False
         if self.choice is None:
+            if not any(map(self._layout.crosses, range(self._layout.stages - 1))):
+                return False
             left = max(_FIRST - self._count, self._config.codec_warmup_steps - metrics.step)
-        elif self._change is not None:
-            left = 0
+        elif not self._trainer.links.pairs:  # one machine
+            return False
         else:
-            self._change = self._noticed()
-            left = 2 if self._change is None else 1
+            seconds = metrics.compute_seconds + metrics.codec_seconds + metrics.wait_seconds
+            exact = set(self.choice.formats) == {next(iter(self._formats))}
+            span = self._watch.note(seconds, min(metrics.waiting.values()), exact=exact)
+            if self._left is None:
+                if span is None:
+                    return False
+                self._left, self._span = 2, span
+            self._left = left = self._left - 1
         self._trainer.pipeline.look_ahead(left != 1)
         return left <= 0
+
+    def looked(self, mbit: Mapping[str, float], seconds: float) -> bool:
+        """Note the measured Mbit/s of links, and return whether to choose formats now; every rank calls this.
+
+        Args:
+            seconds: that the measurement took.
+        """
+        assert self.choice is not None
+        before = self.choice.mbit
+        factors = [max(rate / before[name], before[name] / rate) for name, rate in mbit.items() if name in before]
+        self._watch.looked(max(gather_json(seconds, self._trainer.side)))
+        self._left = None
+        if not self._span and max(factors, default=1.0) >= _OTHER_RATE:
+            self._own.clear()
+            self._left, self._span, self._doubted = _FRESH, _FRESH, False
+        elif not self._span and self.choice.share < 1 and not self._doubted:
+            # The steps may have been long for another reason. Only once, or formats would go back and forth.
+            self._span, self._doubted = len(self._own), True
+        self._trainer.pipeline.look_ahead(True)
+        return bool(self._span) and self._left is None
 
     def choose(
         self, step: int, trips: Sequence[Mapping[Pair, float]], rates: Mapping[Pair, float], mbit: dict[str, float]
@@ -266,7 +353,8 @@ class Auto:
         from lowbit.simulate.predict import share_of_rates
 
         side, ranks, boundaries = self._trainer.side, self._layout.ranks, self._layout.stages - 1
-        compute, rest, measured = (statistics.median(values) for values in zip(*self._own, strict=True))
+        own = list(self._own)[-self._span :]  # all for the first choice
+        compute, rest, measured = (statistics.median(values) for values in zip(*own, strict=True))
         timings = gather_json([compute, rest, self._coding], side)
         decided: Any = None
         if self._trainer.rank == 0:
@@ -287,39 +375,26 @@ class Auto:
             before = (start,) * boundaries if self.choice is None else self.choice.formats
             share = share_of_rates(lambda share: seconds(before, share), measured)
             formats, predicted = choose(
-                lambda mix: seconds(mix, share), self._formats, [*map(self._layout.crosses, range(boundaries))],
-                None if self.choice is None else before,
+                lambda mix, factor: seconds(mix, share * factor), self._formats,
+                [*map(self._layout.crosses, range(boundaries))], None if self.choice is None else before,
             )  # fmt: skip
             decided = asdict(
                 FormatChoice(
-                    step=step, formats=formats, predicted=predicted, mbit=mbit, share=share, change=self._change,
+                    step=step, formats=formats, predicted=predicted, mbit=mbit, share=share,
+                    change=None if self.choice is None else self._watch.change(self._span),
                     round_trip=max(max(each.values()) for each in trips), compute=[each[0] for each in timings],
                 )
             )  # fmt: skip
         decided = gather_json(decided, side)[0]
         choice = FormatChoice.of(decided)
         same = self.choice is not None and self.choice.formats == choice.formats
-        self._every = 2 * self._every if same else _EVERY
         self._use(choice, same=same)
         return choice
 
-    def _noticed(self) -> float | None:
-        """Return the factor by which the duration of steps has changed for good; None if it has not."""
-        assert self.choice is not None
-        if len(self._recent) < _WINDOW:
-            return None
-        seconds = statistics.median(self._recent)
-        if self.choice.seconds is None:
-            self.choice = replace(self.choice, seconds=seconds)
-        change = seconds / (self.choice.seconds or seconds)
-        soon = self._count >= _WINDOW and not 1 / _SOON <= change <= _SOON
-        late = self._count >= self._every and not 1 / _FACTOR <= change <= _FACTOR
-        return change if soon or late else None
-
     def _use(self, choice: FormatChoice, *, same: bool = False) -> None:
-        self.choice, self._change, self._count = choice, None, 0
+        self.choice, self._left, self._span, self._count = choice, None, 0, 0
         self._own.clear()
-        self._recent.clear()
+        self._watch.restart()
         if not same:
             self._trainer.pipeline.use_codecs(codecs_of(choice.formats))
         self._trainer.pipeline.look_ahead(True)

@@ -3,7 +3,8 @@
 TCP takes a lost packet for a sign of congestion and slows down: with CUBIC, the default of most systems, a packet lost
 in a thousand costs seven eighths of 100 Mbit/s at a round trip of 40 ms. So all ranks watch how much they send again.
 If a link loses packets, they use BBR, which does not slow down for single losses. If a machine does not permit that,
-they use as many connections for each pair of ranks as make the slowest link faster.
+they use as many connections for each pair of ranks as make the slowest link faster. Later losses can add connections
+or BBR, but never take connections away, so that nothing goes back and forth.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from lowbit.wire.sockets import (
     ADVICE,
     FASTER,
     Segments,
+    can_count,
     congestion_control,
+    ends,
     is_lossy,
     segments,
     set_congestion_control,
@@ -39,6 +42,7 @@ class Loss(NamedTuple):
     share: float
     again: int
     control: str
+    known: bool = True
 
 
 class Connections:
@@ -59,7 +63,9 @@ class Connections:
         self._timeout = trainer.config.run.timeout_seconds
         self._wanted = trainer.config.run.connections
         self._before = Segments(0, 0)
-        self._decided = self._wanted != "auto" or not trainer.links.pairs
+        self._fixed = self._wanted != "auto" or not trainer.links.pairs
+        self._next, self._pause = 0, _EVERY  # step from which it acts again, and the pause before that
+        self._said: set[str] = set()
         self.count, self.control = 1, ""
         if isinstance(self._wanted, int):
             self._connect(self._wanted)
@@ -71,43 +77,77 @@ class Connections:
 
     def due(self, done: int) -> bool:
         """Whether to look at the links after this step; the same on all ranks."""
-        return not self._decided and (done in _EARLY or done % _EVERY == 0)
+        return not self._fixed and (done in _EARLY or done % _EVERY == 0)
 
-    def look(self) -> bool:
-        """Look at what was lost since the last time, and act on it; every rank calls this. Returns whether it acted."""
+    def look(self, done: int = 0) -> bool:
+        """Look at what was lost since the last time, and act on it; every rank calls this. Returns whether it acted.
+
+        It acts again while packets are lost, but pauses for twice as many steps each time that nothing helped.
+
+        Args:
+            done: steps done.
+        """
         now = segments()
-        loss = Loss(now.since(self._before), now.again - self._before.again, congestion_control())
+        loss = Loss(now.since(self._before), now.again - self._before.again, congestion_control(), can_count())
         self._before = now
         ranks = [Loss(*each) for each in gather_json(loss, self._trainer.side)]
         self.control = ", ".join(sorted({each.control for each in ranks if each.control}))
-        worst = max(ranks, key=lambda each: (is_lossy(each.share, each.again), each.share))
-        if self._decided or not is_lossy(worst.share, worst.again):
+        if self._fixed:
             return False
-        self._decided = True
-        found = f"links lose up to {100 * worst.share:.2g} % of packets"
-        if {each.control for each in ranks} == {FASTER}:
+        if blind := [str(rank) for rank, each in enumerate(ranks) if not each.known]:
+            self._say_once(
+                "blind", f"cannot read how many packets rank {', '.join(blind)} loses (Linux only): if a link loses "
+                "packets, set run.connections to a number",
+            )  # fmt: skip
+        worst = max(ranks, key=lambda each: (is_lossy(each.share, each.again), each.share))
+        if done < self._next or not is_lossy(worst.share, worst.again):
+            return False
+        acted = self._act(f"links lose up to {100 * worst.share:.2g} % of packets", ranks)
+        self._pause = _EVERY if acted else 2 * self._pause
+        self._next = done + self._pause
+        return acted
+
+    def _act(self, found: str, ranks: list[Loss]) -> bool:
+        """Try BBR, then more connections; returns whether one of them is used from now on."""
+        faster = {each.control for each in ranks} == {FASTER}
+        if faster and not self._next:
             self._say(f"{found}; their congestion control is {FASTER.upper()}, which single losses hardly slow down")
             return False
-        usual = " and ".join(sorted({each.control for each in ranks} - {FASTER, ""})).upper() or "TCP"
-        before = self._rate()
-        if all(gather_json(set_congestion_control(FASTER), self._trainer.side)):
-            self.control, after = FASTER, self._rate()
-            self._say(f"{found}: {FASTER.upper()} in place of {usual}, {before:.0f} -> {after:.0f} Mbit/s")
+        before, usual = self._rate(), " and ".join(sorted({each.control for each in ranks} - {FASTER, ""})).upper()
+        if not faster and (after := self._try_faster(before)):
+            self._say(f"{found}: {FASTER.upper()} in place of {usual or 'TCP'}, {before:.0f} -> {after:.0f} Mbit/s")
             return True
-        after = self._widen(before)
-        helped = self.count > 1
-        self._say(
-            f"{found}, and {usual} slows down for each: "
-            + (f"{self.count} connections for each pair of ranks, {before:.0f} -> {after:.0f} Mbit/s" if helped else
-               f"more connections are no faster than one, {before:.0f} Mbit/s")
-            + f"; faster still: {ADVICE}"
-        )  # fmt: skip
-        return helped
+        kept, after = self.count, self._widen(before)
+        blamed = found if faster else f"{found}, and {usual or 'TCP'} slows down for each"
+        advice = "" if faster else f"; faster still: {ADVICE}"
+        if self.count > kept:
+            self._say(
+                f"{blamed}: {self.count} connections for each pair of ranks, {before:.0f} -> {after:.0f} Mbit/s{advice}"
+            )
+            return True
+        self._say_once("nothing", f"{blamed}: more connections are no faster than {kept}, {before:.0f} Mbit/s{advice}")
+        return False
+
+    def _try_faster(self, rate: float) -> float:
+        """Use BBR where all machines permit it and it is not slower; returns its rate, or 0 if it is not used."""
+        side, own = self._trainer.side, congestion_control()
+        of_run = [pair for each in gather_json(ends(), side) for pair in each]
+        if all(gather_json(set_congestion_control(FASTER, of_run), side)) and (after := self._rate()) * _FASTER >= rate:
+            self.control = FASTER
+            return after
+        set_congestion_control(own, of_run)  # some machines may have it
+        return 0.0
+
+    def _say_once(self, topic: str, text: str) -> None:
+        if topic not in self._said:
+            self._said.add(topic)
+            self._say(text)
 
     def _widen(self, rate: float) -> float:
         """Use more connections as long as the slowest link gains; returns its rate."""
         for count in _COUNTS:
-            kept = self.count
+            if count <= (kept := self.count):
+                continue
             self._connect(count)
             if (faster := self._rate()) < _FASTER * rate:
                 self._connect(kept)

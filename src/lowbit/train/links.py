@@ -22,10 +22,14 @@ class Links:
     Args:
         layout: of a pipeline. count: number of pipelines.
         machines: name of the machine of each rank. elastic: other replicas are runs of their own.
+
+    Attributes:
+        rates: Mbit/s of links by name, as last measured.
     """
 
     def __init__(self, layout: PipelineLayout, count: int, machines: Sequence[str], *, elastic: bool = False) -> None:
         self._layout, self._pipelines = layout, count
+        self.rates: dict[str, float] = {}
         self.machine_of = [machines.index(name) for name in machines]
         self.machines = sorted(set(self.machine_of))
         self.pairs = sorted({(a, b) for a, b in map(self._ends, self._routes()) if a != b})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import secrets
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, replace
@@ -103,7 +104,8 @@ class Run:
         self.connections = Connections(trainer, self._slowest_rate, self._say)
         self.rates = self._measure_links()
         self.connections.look()
-        self.mbit = trainer.links.by_link(self.rates)
+        self.mbit = trainer.links.rates
+        self.mbit.update(trainer.links.by_link(self.rates))
         gathered = gather_json([secrets.token_hex(8), machine()], trainer.side)
         attempt = gathered[0][0]  # every checkpoint of this process group carries rank 0's token
         self.about = describe_machines(trainer, [each for _, each in gathered], self.mbit, self.round_trip)
@@ -155,7 +157,7 @@ class Run:
         run, trainer, done = self.config.run, self.trainer, metrics.step
         self.folder.check_there()  # locked by rank 0, whose error ends all
         if self.connections.due(done):
-            if self.connections.look():
+            if self.connections.look(done):
                 self.mbit.update(trainer.links.by_link(self.rates))
                 self._note_connections()
             trainer.pipeline.look_ahead(True)
@@ -367,14 +369,20 @@ class Run:
             log.warning("%s", text)
 
     def _choose_formats(self, auto: Auto, done: int) -> None:
-        """Choose the formats; unless it is the first choice, measure the links again before."""
-        if auto.choice is not None:
-            self.trips, self.rates = self._measure_distance(), self._measure_links()
-            self.mbit.update(self.trainer.links.by_link(self.rates))  # updated in place for the progress display
+        """Choose the formats; unless it is the first choice, measure the links before, and choose if that is due."""
+        before = auto.choice
+        if before is not None:
+            begin = time.perf_counter()
+            self.rates = self._measure_links()
+            self.mbit.update(self.trainer.links.by_link(self.rates))  # in place, for metrics and the progress display
+            if not auto.looked(self.mbit, time.perf_counter() - begin):
+                return
+            self.trips = self._measure_distance()
         choice = auto.choose(done, self.trips, self.rates, dict(self.mbit))
         if self.trainer.rank == 0:
             log.info("%s", choice)
-        self._note_formats(choice)
+        if before is None or before.formats != choice.formats:
+            self._note_formats(choice)
 
     def _check(self, goal: Goal, done: int) -> None:
         """Compare the cost of the formats with the goal, and show the result."""

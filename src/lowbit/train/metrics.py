@@ -87,6 +87,8 @@ class StepMetrics:
         checksum_seconds: part of codec_seconds.
         links: bytes sent from one machine to another, by name ("0 to 2"). Machines are named by their first ranks.
         waiting: seconds of waiting by machine, mean over its ranks.
+        rates: Mbit/s of links by name, as last measured before the step: at the start, and whenever `pipeline.forward =
+            "auto"` or `run.connections` looks at them.
     """
 
     step: int
@@ -109,6 +111,7 @@ class StepMetrics:
     links: dict[str, int] = field(default_factory=dict)
     waiting: dict[str, float] = field(default_factory=dict)
     parts: dict[str, int] = field(default_factory=dict)
+    rates: dict[str, float] = field(default_factory=dict)
 
 
 def bits(nbytes: float, elements: float) -> float | None:
@@ -129,6 +132,7 @@ def step_metrics(
     bytes_activations: int | None = None,
     links: dict[str, int] | None = None,
     waiting: dict[str, float] | None = None,
+    rates: dict[str, float] | None = None,
 ) -> StepMetrics:
     """Make metrics from the sums over all ranks."""
     coded = work.forward_bytes + work.backward_bytes + work.gradient_bytes + work.tied_bytes
@@ -141,7 +145,8 @@ def step_metrics(
         bits_backward=bits(work.backward_bytes, work.backward_elements),
         bits_gradients=bits(work.gradient_bytes, work.gradient_elements),
         bytes_sent=sum(work.parts.values()), bytes_saved=round(4 * elements - coded), parts=work.parts,
-        bytes_activations=bytes_activations, seconds=seconds, links=links or {}, waiting=waiting or {}, **shares,
+        bytes_activations=bytes_activations, seconds=seconds, links=links or {}, waiting=waiting or {},
+        rates=rates or {}, **shares,
     )  # fmt: skip
 
 

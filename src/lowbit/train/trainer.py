@@ -169,7 +169,7 @@ class Trainer:
         return step_metrics(
             step=done + 1, loss=loss, lr=rate, grad_norm=norm, tokens=inputs.numel() * replicas,
             seconds=time.perf_counter() - begin, ranks=self.ranks, work=work, bytes_activations=self._saved_bytes,
-            links=links, waiting=waiting,
+            links=links, waiting=waiting, rates=dict(self.links.rates),
         )  # fmt: skip
 
     def evaluate(self, *, with_codecs: bool = True) -> dict[str, float]:

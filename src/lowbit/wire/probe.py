@@ -18,7 +18,7 @@ _PINGS = 9
 _NUMBER_BYTES = 8
 _SIZES = (1 << 18, 1 << 20, 1 << 22, 1 << 24)
 _ENOUGH_SECONDS = 0.15  # a message must take as long as this for its rate to count
-_ENOUGH_TRIPS = 10  # and this many round trips: TCP needs several before it uses the whole link
+_ENOUGH_TRIPS = 8  # and this many round trips: TCP needs several before it uses the whole link
 _MOST_MESSAGES = 1 << 16  # in one probe, so that it ends whatever the sender does
 
 
@@ -73,7 +73,7 @@ def round_trip(messages: Messages, peer: int, clock: Callable[[], int] = time.pe
 def send_rate(messages: Messages, peer: int, *, trip: float = 0.0, seconds: float = 0.0) -> float:
     """Measure Mbit/s to another rank, which calls `take_rate`.
 
-    Messages grow until one takes 0.15 s and ten round trips, or has 16 MiB. That size is repeated for `seconds`. A
+    Messages grow until one takes 0.15 s and eight round trips, or has 16 MiB. That size is repeated for `seconds`. A
     message's time is measured from its start until the peer's answer arrives, minus one round trip.
 
     Args:

@@ -10,7 +10,7 @@ import os
 import socket
 import struct
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 _CONGESTION = getattr(socket, "TCP_CONGESTION", 13)
@@ -40,6 +40,11 @@ def is_lossy(share: float, again: int) -> bool:
     return share >= _LOSSY and again >= _FEWEST
 
 
+def can_count() -> bool:
+    """Whether this machine tells what its connections lose."""
+    return hasattr(socket, "TCP_INFO") and os.path.isdir("/proc/self/fd")
+
+
 def segments() -> Segments:
     """Count the segments of all connections to other machines."""
     sent = again = 0
@@ -61,21 +66,32 @@ def congestion_control() -> str:
     return names.most_common(1)[0][0] if names else ""
 
 
-def set_congestion_control(name: str) -> bool:
-    """Change the congestion control of all connections to other machines, where the kernel permits it.
+def ends() -> list[list[str]]:
+    """Return both ends of all connections to other machines: address and port here, and those of the peer."""
+    return [list(_ends(connection)) for connection in _connections()]
+
+
+def set_congestion_control(name: str, others: Collection[Sequence[str]] | None = None) -> bool:
+    """Change the congestion control of connections to other machines, where the kernel permits it.
 
     It concerns what this process sends, on the connections that it has now.
 
+    Args:
+        others: what `ends` returns in other processes; only connections to these are changed. None: all.
+
     Returns:
-        Whether all of them have it.
+        Whether there are any, and all of them have it.
     """
-    done = True
+    known = None if others is None else {tuple(pair) for pair in others}
+    outcomes: list[bool] = []
     for connection in _connections():
         try:
-            connection.setsockopt(socket.IPPROTO_TCP, _CONGESTION, name.encode())
+            if known is None or _ends(connection)[::-1] in known:
+                connection.setsockopt(socket.IPPROTO_TCP, _CONGESTION, name.encode())
+                outcomes.append(True)
         except OSError:
-            done = False
-    return done
+            outcomes.append(False)
+    return bool(outcomes) and all(outcomes)
 
 
 def _connections() -> Iterator[socket.socket]:
@@ -87,6 +103,15 @@ def _connections() -> Iterator[socket.socket]:
                     with socket.socket(fileno=os.dup(int(name))) as connection:
                         if _leads_elsewhere(connection):
                             yield connection
+
+
+def _ends(connection: socket.socket) -> tuple[str, str]:
+    """Return address and port here and of the peer; an IPv4 address may be written as an IPv6 one on one side only."""
+    here, there = (
+        f"{address.removeprefix('::ffff:')} {port}"
+        for address, port, *_ in (connection.getsockname(), connection.getpeername())
+    )
+    return here, there
 
 
 def _leads_elsewhere(connection: socket.socket) -> bool:

@@ -1,0 +1,34 @@
+"""One rank of the runs of `test_connections`: `lowbit train` on machines that may forbid BBR."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+
+from lowbit.train import connections, from_mapping
+from lowbit.train.loop import Run
+from lowbit.train.metrics import StepMetrics
+from lowbit.train.prepare import prepare
+from lowbit.train.trainer import Trainer
+from lowbit_lab.bench.worker import report_progress, serve
+
+
+class Runs:
+    def train(self, config: dict[str, Any], permitted: bool = True) -> None:
+        """Train; rank 0 reports each step. permitted: whether machines permit BBR."""
+
+        def report(metrics: StepMetrics) -> None:
+            if dist.get_rank() == 0:
+                report_progress(dataclasses.asdict(metrics))
+
+        change = connections.set_congestion_control if permitted else lambda name, others: False
+        with mock.patch.object(connections, "set_congestion_control", change):
+            trainer = Trainer(prepare(from_mapping(config), ranks=dist.get_world_size()))
+            Run(trainer).finish(report)
+
+
+if __name__ == "__main__":
+    serve(Runs)
