@@ -12,6 +12,8 @@ import pytest
 from lowbit.wire import sockets
 from lowbit.wire.sockets import Segments, congestion_control, ends, is_lossy, segments, set_congestion_control
 
+ALLOWED = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control")
+
 
 @pytest.fixture
 def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
@@ -38,7 +40,7 @@ def test_segments_of_connections_to_other_addresses_are_counted(pair: tuple[sock
 
 
 def test_congestion_control_is_that_of_the_connection_and_can_be_changed(pair: tuple[socket.socket, socket.socket]):
-    allowed = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control").read_text().split()
+    allowed = ALLOWED.read_text().split()
     for name in allowed:
         assert set_congestion_control(name)
         assert congestion_control() == name
@@ -49,7 +51,7 @@ def test_congestion_control_is_that_of_the_connection_and_can_be_changed(pair: t
 
 def test_connections_that_no_other_process_names_are_left_alone(pair: tuple[socket.socket, socket.socket]):
     (here, there), *_ = ends()
-    first, *_, last = sockets._ALLOWED.read_text().split()
+    first, *_, last = ALLOWED.read_text().split()
     assert set_congestion_control(first)
     assert not set_congestion_control(last, [["127.0.0.2 1", "127.0.0.1 1"]])
     assert congestion_control() == first
