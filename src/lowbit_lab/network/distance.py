@@ -91,6 +91,9 @@ class Distance(Helper):
         """Raise the process's priority, so that packets are not late or dropped because the hosts compute."""
         try:
             os.setpriority(os.PRIO_PROCESS, self.pid, _PRIORITY)
+            # Where sessions share the processors (autogroup), a process's own priority counts within its session only.
+            if (group := Path(f"/proc/{self.pid}/autogroup")).exists():
+                group.write_text(str(_PRIORITY))
         except PermissionError:
             log.warning("without root, the process that delays packets has no priority: delays may be longer")
 
