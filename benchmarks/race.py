@@ -34,7 +34,7 @@ from lowbit_lab.bench.recipes import (
     recipe,
     step,
 )
-from lowbit_lab.bench.settings import LINK, Device, Links, Names, formats_of, link_name
+from lowbit_lab.bench.settings import LINK, Device, Links, Names, check_constant, formats_of, link_name
 from lowbit_lab.bench.workers import UNLIMITED, Workers, set_link, started
 from lowbit_lab.charts import Lines
 from lowbit_lab.charts.style import recommended, row_name
@@ -82,6 +82,7 @@ class RaceBenchmark:
     def __post_init__(self) -> None:
         check_recipes(self, self.pipeline)
         check_samples(self)
+        check_constant("links", self.links)
         if self.evaluations > self.samples // self.data.batch:
             raise ConfigError(
                 f"evaluations is {self.evaluations}; "

@@ -30,7 +30,7 @@ from lowbit.train.layout import make_layout
 from lowbit.wire.checksum import CHECKSUM_BYTES
 from lowbit_lab.bench.recipes import THIN_MODEL, Split, as_mapping, recipe
 from lowbit_lab.bench.runs import Runs
-from lowbit_lab.bench.settings import LINK, Device
+from lowbit_lab.bench.settings import LINK, Device, check_constant
 from lowbit_lab.bench.worker import serve
 from lowbit_lab.bench.workers import UNLIMITED, set_link, started
 from lowbit_lab.network import Link
@@ -53,7 +53,7 @@ class Case:
         Raises:
             ValueError: the text is invalid.
         """
-        match text.split(":"):
+        match text.split(":", 3):
             case [ranks, split, boundary, link] if ranks.isdecimal() and int(ranks) > 1:
                 return cls(int(ranks), Split.parse(split), boundary, Link.parse(link))
         raise ValueError(f"case is {text!r}; allowed: ranks:split:format:link, such as 2:1F1B/1/8:fp32:100mbit/40ms")
@@ -97,6 +97,7 @@ class SimulateBenchmark:
     def __post_init__(self) -> None:
         if not self.cases or len(set(self.cases)) < len(self.cases):
             raise ConfigError("cases is empty or contains a case twice; allowed: one or more, each once")
+        check_constant("cases", [case.link for case in self.cases])
 
 
 def measure(settings: SimulateBenchmark, earlier: Sequence[Row] = ()) -> Iterator[Sequence[Row]]:

@@ -52,9 +52,9 @@ KINDS = {
 # Programs of other people that the pages may name.
 OTHERS = {
     "cat", "cd", "chmod", "cp", "curl", "diff", "export", "git", "grep", "head", "hf", "ip", "iperf3", "ls", "mkdir",
-    "mv", "nvidia-smi", "openssl", "ping", "pip", "pre-commit", "python", "python3", "rm", "scp", "sed", "source",
-    "ssh", "ssh-keygen", "sudo", "tail", "tar", "tc", "tensorboard", "torchft_lighthouse", "torchrun", "unset", "wg",
-    "wg-quick",
+    "mv", "nebula-cert", "nvidia-smi", "openssl", "ping", "pip", "pre-commit", "python", "python3", "rm", "scp", "sed",
+    "source", "ssh", "ssh-keygen", "sudo", "tail", "tar", "tc", "tensorboard", "torchft_lighthouse", "torchrun",
+    "unset", "wg", "wg-quick",
 }  # fmt: skip
 SEPARATORS = {"|", "||", "&&", "&", ";"}
 FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=indent)```$", re.M | re.S)

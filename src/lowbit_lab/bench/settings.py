@@ -62,6 +62,12 @@ def check_plain(key: str, name: str, codec: Codec) -> None:
         )
 
 
+def check_constant(key: str, links: Iterable[Link]) -> None:
+    """Check that links do not change, for benchmarks that are about one rate."""
+    if changing := next((link for link in links if link.changes), None):
+        raise ConfigError(f"{key} has {changing}, which changes; allowed: links that stay as they are")
+
+
 def check_device(device: str) -> None:
     """Check that PyTorch has the device."""
     if device == "cuda" and not torch.cuda.is_available():

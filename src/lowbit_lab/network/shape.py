@@ -11,7 +11,10 @@ after a crash, and two runs on one machine cannot interfere.
 
 A token bucket can neither delay nor lose packets, nor give each direction its own rate. For a link that does, packets
 go through a process that delays them (`lowbit_lab.network.distance`), over a second interface of each host, to the same
-addresses.
+addresses. The process also translates the addresses of hosts behind NAT.
+
+A thread follows the changes of a link, and programs on the hosts are its other traffic (`traffic.py`). An error there
+is logged, and raised by what is next done with the link, at the latest when its context ends.
 
 Root may do all this; other users may inside a user namespace, if the kernel permits it.
 """
@@ -19,8 +22,11 @@ Root may do all this; other users may inside a user namespace, if the kernel per
 import contextlib
 import dataclasses
 import functools
+import logging
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,6 +34,9 @@ from lowbit_lab.network import delay
 from lowbit_lab.network.distance import Distance
 from lowbit_lab.network.link import Link
 from lowbit_lab.network.namespaces import INTERFACE, NETWORK, LinkUnavailable, Namespace, cable, open_namespaces
+from lowbit_lab.network.traffic import Traffic
+
+log = logging.getLogger(__name__)
 
 _MAX_HOSTS = 64
 _LARGEST_SEGMENT = 65536  # the kernel's default
@@ -48,11 +57,10 @@ class SlowLink:
 
     Args:
         hosts: Number of hosts, 2 to 64.
-        rate_mbit, back_mbit, rtt_ms, jitter_ms, loss, queue_ms, burst, reorder, congestion: Fields of the `Link`
-            between them.
+        rate_mbit, fields: Fields of the `Link` between them.
 
     Attributes:
-        link: The current link.
+        link: The link that was set last, with its later changes.
 
     Raises:
         LinkUnavailable: On entering the context, or later for a link with a distance: the machine does not permit it.
@@ -66,31 +74,20 @@ class SlowLink:
             client.wait()
     """
 
-    def __init__(
-        self,
-        hosts: int = 2,
-        rate_mbit: float | None = 100,
-        *,
-        back_mbit: float | None = None,
-        rtt_ms: float = 0.0,
-        jitter_ms: float = 0.0,
-        loss: float = 0.0,
-        queue_ms: float | None = None,
-        burst: float = 1.0,
-        reorder: float = 0.0,
-        congestion: str = "cubic",
-    ) -> None:
+    def __init__(self, hosts: int = 2, rate_mbit: float | None = 100, **fields: Any) -> None:
         if isinstance(hosts, bool) or not isinstance(hosts, int) or not 2 <= hosts <= _MAX_HOSTS:
             raise ValueError(f"hosts must be an integer from 2 to {_MAX_HOSTS}, got {hosts!r}")
         self.hosts = hosts
-        self.link = Link(
-            rate_mbit, back_mbit=back_mbit, rtt_ms=rtt_ms, jitter_ms=jitter_ms, loss=loss, queue_ms=queue_ms,
-            burst=burst, reorder=reorder, congestion=congestion,
-        )  # fmt: skip
+        self.link = Link(rate_mbit, **fields)
         self._cut: set[int] = set()
         self._distance: Distance | None = None
         self._namespaces: list[Namespace] = []
         self._processes: list[subprocess.Popen] = []
+        self._traffic: list[Traffic] = []
+        self._changing = threading.RLock()  # the changes of the link and the caller use the same processes
+        self._later: threading.Thread | None = None
+        self._stop = threading.Event()
+        self._problem: Exception | None = None
 
     @staticmethod
     @functools.cache
@@ -114,17 +111,24 @@ class SlowLink:
             raise
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self._check()
+        finally:
+            self.close()
 
     def close(self) -> None:
         """End the processes (SIGTERM, then SIGKILL) and the namespaces. A second call does nothing."""
+        self._stop_changes()
         for process in self._processes:
             if process.poll() is None:
                 process.terminate()
         for process in self._processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_SECONDS_TO_END)
+        while self._traffic:
+            self._traffic.pop().close()
         if self._distance:
             self._distance.close()
             self._distance = None
@@ -132,9 +136,10 @@ class SlowLink:
             self._namespaces.pop().close()
         while self._processes:  # the keepers have killed the remaining ones
             self._processes.pop().wait()
+        self._problem = None
 
     def address(self, host: int) -> str:
-        """Return the IPv4 address of a host, which exists inside the link only."""
+        """Return the IPv4 address at which others see a host, its router's behind NAT; it exists in the link only."""
         self._namespace(host)
         return f"{NETWORK}.{host + 1}"
 
@@ -151,36 +156,92 @@ class SlowLink:
         It sees this machine's files, but only its own network. It ends with the link at the latest.
         """
         command = [*self._namespace(host).enter, *argv]
+        self._check()
         process = subprocess.Popen(command, env=None if env is None else dict(env), **kwargs)
         self._processes = [p for p in self._processes if p.returncode is None]
         self._processes.append(process)
         return process
 
     def set_rate(self, rate_mbit: float | None) -> None:
-        """Change the rate of every end in both directions, from now on. None removes the limit."""
-        self.set_link(dataclasses.replace(self.link, rate_mbit=rate_mbit, back_mbit=None))
+        """Change the rate of every end in both directions, from now on, without later changes. None: no limit."""
+        self.set_link(dataclasses.replace(self.link, rate_mbit=rate_mbit, back_mbit=None, changes=()))
 
     def set_link(self, link: Link) -> None:
-        """Change the link from now on. Addresses and connections stay, these with their congestion control.
+        """Change the link from now on, and begin to follow its later changes.
+
+        Addresses stay, and connections with their congestion control, unless a host gets or loses a router.
 
         Raises:
             LinkUnavailable: The machine does not permit the link's distance, or lacks its congestion control.
         """
-        self._namespaces[0].check_congestion_control(link.congestion)
-        for host, namespace in enumerate(self._namespaces[: self.hosts]):
-            source = f"dev {INTERFACE} src {self.address(host)}"
-            namespace.ip(f"route replace {NETWORK}.0/24 {source} congctl {link.congestion}")
-        if link.far and not self._distance:
-            self._distance = Distance(self._namespaces[: self.hosts])
-            self._distance.cut(self._cut)
-        if link.far and self._distance:
-            self._distance.lead(link)
-        else:
-            for namespace, interface in self._ends():
-                _shape(namespace, interface, link)
-            if self._distance:
-                self._distance.leave()
+        self._check()
+        self._stop_changes()
+        for _, stage in link.stages:
+            self._namespaces[0].check_congestion_control(stage.congestion)
+        began = time.monotonic()
+        self._apply(link.stages[0][1], link)
         self.link = link
+        if link.changes:
+            self._later = threading.Thread(target=self._follow, args=(link, began), name="changes", daemon=True)
+            self._later.start()
+
+    def _follow(self, link: Link, began: float) -> None:
+        """Make each change of the link at its time, until told to stop."""
+        try:
+            for seconds, stage in link.changes:
+                if self._stop.wait(began + seconds - time.monotonic()):
+                    return
+                self._apply(stage, link)
+        except Exception as error:
+            log.error("the link did not change as it should: %s", error)
+            self._problem = error
+
+    def _stop_changes(self) -> None:
+        if self._later:
+            self._stop.set()
+            self._later.join()
+            self._later = None
+            self._stop.clear()
+
+    def _check(self) -> None:
+        """Raise what went wrong since the link was set."""
+        if self._problem:
+            raise LinkUnavailable(f"the link did not change as it should: {self._problem}") from self._problem
+        for traffic in self._traffic:
+            traffic.check()
+
+    def _apply(self, stage: Link, whole: Link) -> None:
+        """Change the link to one stage of a whole with its changes."""
+        hosts = range(self.hosts)
+        hidden = {"none": hosts[:0], "others": hosts[1:], "all": hosts}[stage.nat]
+        with self._changing:
+            if whole.far and not self._distance:
+                self._distance = Distance(self._namespaces[: self.hosts])
+                self._distance.cut(self._cut)
+            if self._distance:
+                self._distance.hide(hidden)
+            for host in set(hosts) - set(hidden):
+                source = f"dev {INTERFACE} src {self.address(host)}"
+                self._namespaces[host].ip(f"route replace {NETWORK}.0/24 {source} congctl {stage.congestion}")
+            if whole.far and self._distance:
+                self._distance.lead(stage)
+            else:
+                for namespace, interface in self._ends():
+                    _shape(namespace, interface, stage, whole)
+                if self._distance:
+                    self._distance.leave()
+            self._share(stage.others)
+
+    def _share(self, others: int) -> None:
+        """Start or end the other connections of each host."""
+        if others != (self._traffic[0].count if self._traffic else 0):
+            while self._traffic:
+                self._traffic.pop().close()
+            hosts = self._namespaces[: self.hosts] if others else []
+            for i, host in enumerate(hosts):
+                self._traffic.append(Traffic(host, self.address(i), self.address((i + 1) % self.hosts), others))
+            for traffic in self._traffic:
+                traffic.await_connections()
 
     def cut(self, host: int) -> None:
         """Drop every packet to and from a host, until `restore`. A second call does nothing.
@@ -209,14 +270,15 @@ class SlowLink:
 
     def _connect(self, host: int) -> None:
         """Plug in the cable of a host, or pull it out if the host is cut off."""
-        if self.hosts > 2:
-            self._namespaces[-1].ip(f"link set port{host} {'nomaster' if host in self._cut else 'master switch'}")
-        else:  # one cable
-            for namespace in self._namespaces:
-                # Without ARP an interface sends to its own hardware address, and the other end drops the packets.
-                namespace.ip(f"link set {INTERFACE} arp {'off' if self._cut else 'on'}")
-        if self._distance:
-            self._distance.cut(self._cut)
+        with self._changing:
+            if self.hosts > 2:
+                self._namespaces[-1].ip(f"link set port{host} {'nomaster' if host in self._cut else 'master switch'}")
+            else:  # one cable
+                for namespace in self._namespaces:
+                    # Without ARP an interface sends to its own hardware address, and the other end drops the packets.
+                    namespace.ip(f"link set {INTERFACE} arp {'off' if self._cut else 'on'}")
+            if self._distance:
+                self._distance.cut(self._cut)
 
     def _namespace(self, host: int) -> Namespace:
         if not self._namespaces:
@@ -244,14 +306,14 @@ class SlowLink:
             host.ip(f"address add {NETWORK}.{i + 1}/24 dev {INTERFACE}", f"link set {INTERFACE} up")
 
 
-def _shape(namespace: Namespace, interface: str, link: Link) -> None:
-    """Limit the rate at which one interface sends."""
-    kind, largest = "noqueue", _LARGEST_SEGMENT
+def _shape(namespace: Namespace, interface: str, link: Link, whole: Link) -> None:
+    """Limit the rate at which one interface sends, as one stage of a whole link does."""
+    kind = "noqueue"
     if link.rate_mbit is not None:
         bits, burst = round(link.rate_mbit * 1e6), burst_bytes(link.rate_mbit)
         kind = f"tbf rate {bits}bit burst {burst} latency {link.most_waiting_ms:g}ms"
-        # TCP hands over trains of packets, which a network card would split. The filter must split those larger than
-        # its bucket, which costs more than half of the kernel's work for the link.
-        largest = min(largest, burst * 3 // 4)
-    namespace.ip(f"link set {interface} gso_max_size {largest}")
+    # TCP hands over trains of packets, which a network card would split. The filter must split those larger than its
+    # bucket, which costs more than half of the kernel's work for the link. A connection keeps the size it began with.
+    bursts = [burst_bytes(stage.rate_mbit) * 3 // 4 for _, stage in whole.stages if stage.rate_mbit is not None]
+    namespace.ip(f"link set {interface} gso_max_size {min([_LARGEST_SEGMENT, *bursts])}")
     namespace.run(["tc", "qdisc", "replace", "dev", interface, "root", *kind.split()])

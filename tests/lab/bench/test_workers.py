@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lowbit_lab.bench.workers import Workers
+from lowbit_lab.bench.workers import Workers, started
+from lowbit_lab.network import Link, LinkUnavailable
 
 ECHO = """
 from lowbit_lab.bench.worker import serve, report_progress
@@ -93,3 +94,8 @@ def test_workers_end_with_a_parent_that_is_killed(tmp_path: Path):
     while running(pid):
         assert time.monotonic() < deadline
         time.sleep(0.1)
+
+
+def test_ranks_behind_nat_are_refused_before_they_start() -> None:
+    with pytest.raises(LinkUnavailable, match="behind NAT, as over 100mbit/nat; allowed: links without NAT"):
+        started("echo", 2, [Link(), Link(nat="all")]).__enter__()

@@ -1,11 +1,13 @@
 """`python -m benchmarks race`: its arithmetic, and a small real run."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.race import COMMAND, RaceBenchmark, Racer, rows_of
+from lowbit.config import ConfigError
 from lowbit.report import compare, run
 from lowbit.train.config import DataConfig, ModelConfig, PipelineConfig
 from lowbit_lab.bench.curves import seconds_until
@@ -17,6 +19,11 @@ TINY = RaceBenchmark(
     data=DataConfig(batch=4, sequence=32), pipeline=PipelineConfig(microbatches=2), start_steps=2, samples=8, epochs=2,
     evaluations=1, eval_batches=1, lr=1e-3, precision="fp32",
 )  # fmt: skip
+
+
+def test_a_race_is_on_links_that_stay():
+    with pytest.raises(ConfigError, match="links has 9mbit@1s:1mbit, which changes; allowed: links that stay"):
+        replace(TINY, links=(Link.parse("9mbit@1s:1mbit"),))
 
 
 def racer_of(boundary: str, curve: list[tuple[float, float]]) -> Racer:

@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.predicted import ARENA, GRID, ArenaSettings, GridSettings
 from benchmarks.simulate import CASES, COMMAND, Case, SimulateBenchmark, config_of, predict, ranked_right
+from lowbit.config import ConfigError
 from lowbit.report import run
 from lowbit.simulate import Channel
 from lowbit.train.config import DataConfig, ModelConfig
@@ -21,6 +22,10 @@ def test_a_case_is_its_text():
     assert (case.ranks, case.split.microbatches, case.boundary, case.link) == (2, 8, "fp32", Link(100.0, rtt_ms=40.0))
     assert Case.parse(str(case)) == case
     assert len(set(CASES)) == 16
+    changing = Case.parse("2:1F1B/1/8:fp32:100mbit@1s:9mbit")
+    assert changing.link == Link(100.0, changes=((1, Link(9.0)),))
+    with pytest.raises(ConfigError, match="cases has 100mbit@1s:9mbit, which changes"):
+        SimulateBenchmark(cases=(changing,), **TINY)
     for text in ("1F1B/1/8:fp32:100mbit", "1:1F1B/1/8:fp32:100mbit", "2:1F1B:fp32:100mbit"):
         with pytest.raises(ValueError, match="is '|allowed: ranks:split:format:link"):
             Case.parse(text)
