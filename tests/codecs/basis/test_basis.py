@@ -41,6 +41,7 @@ def renewed(backend: str, x: Tensor, basis: Tensor, refresh: int, *, number: int
     with kernels.backend(backend):
         kernels.implementation(invert, CPU)(basis, before.inverse_KK)
         products = kernels.implementation(renew, CPU)(x, before, payload, after, number, True, brings, geo)
+        kernels.implementation(invert, CPU)(after.directions_KC, after.inverse_KK)
         kernels.implementation(coefficients, CPU)(products, after.inverse_KK, payload, c, unit, geo)
     return Found(geo.layout, payload, c, unit, *after)
 

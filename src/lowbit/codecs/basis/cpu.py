@@ -64,28 +64,24 @@ def renew(
     """See `reference`; a message that yields no directions brings zeros."""
     at, rows, channels, rank, count = geo.layout.offsets, geo.rows, geo.channels, geo.directions, geo.renewed
     slots, lengths, codes = (payload.data_ptr() + at[n] for n in ("slots", "lengths", "directions"))
-    x = x.float()
-    products = torch.mm(basis.directions_KC, x.t())
+    x, kept = x.float(), basis.directions_KC
+    products = torch.mm(kept, x.t())
     scale = _scale(x) if brings else 0.0
     fresh = torch.empty(count, channels, dtype=torch.float32, device="cpu")
-    along = torch.empty(count, rows, dtype=torch.float32, device="cpu")
     if scale:
-        kept, coefficients = torch.empty_like(basis.inverse_KK), torch.mm(basis.inverse_KK, products)
-        _replaced(
-            coefficients.data_ptr(), basis.inverse_KK.data_ptr(), kept.data_ptr(), slots, rank, rows, count, scale
-        )
-        taken = torch.mm(kept, basis.directions_KC)
+        share, coefficients = torch.empty_like(basis.inverse_KK), torch.mm(basis.inverse_KK, products)
+        _replaced(coefficients.data_ptr(), basis.inverse_KK.data_ptr(), share.data_ptr(), slots, rank, rows, count, scale)
         fresh.copy_(start(count, channels, x.device))
-        staying = rank if count < rank else 0
-        share = torch.empty(count, rank, dtype=torch.float32, device="cpu")
+        along = torch.empty(count, rows, dtype=torch.float32, device="cpu")
         for _ in range(ITERATIONS):
             torch.mm(fresh, x.t(), out=along)
-            _take_along(
-                along.data_ptr(), fresh.data_ptr(), taken.data_ptr(), products.data_ptr(),
-                share.data_ptr(), count, staying, rows, channels, scale,
-            )  # fmt: skip
+            if count < rank:
+                along.addmm_(torch.mm(torch.mm(fresh, kept.t()), share), products, alpha=-1)
+            along *= scale
             torch.mm(along, x, out=fresh)
-            _orthonormal(fresh.data_ptr(), share.data_ptr(), taken.data_ptr(), count, staying, channels, scale)
+            if count < rank:
+                fresh.addmm_(torch.mm(torch.mm(along, products.t()), share), kept, alpha=-1)
+            _orthonormal(fresh.data_ptr(), count, channels, scale)
         _put_directions(fresh.data_ptr(), lengths, codes, count, channels)
     else:
         _put_nothing(slots, lengths, codes, count, channels)
@@ -97,9 +93,6 @@ def renew(
     if scale:
         torch.mm(fresh, x.t(), out=along)
         _put_rows(along.data_ptr(), slots, products.data_ptr(), count, rows)
-        invert(new.directions_KC, new.inverse_KK)
-    else:
-        new.inverse_KK.copy_(basis.inverse_KK)
     return products.t()
 
 
@@ -230,26 +223,10 @@ def _dot_rows(lower, i, j) -> Any:
 
 
 @kernel
-def _take_along(along, new, taken, products, share, count, rank, rows, channels, scale) -> None:
-    """Turn products of new directions with tokens into products with their remainders, scaled."""
-    for m in range(count):
-        line = along + 4 * m * rows
-        for k in range(rank):
-            part = dot(new + 4 * m * channels, taken + 4 * k * channels, channels)
-            add(line, products + 4 * k * rows, -part, rows)
-        for r in range(rows):
-            put_float(line, r, get_float(line, r) * np.float32(scale))
-        for k in range(rank):
-            put_float(share, m * rank + k, dot(line, products + 4 * k * rows, rows))
-
-
-@kernel
-def _orthonormal(new, share, taken, count, rank, channels, scale) -> None:
-    """Turn sums of tokens into sums of their remainders, and orthonormalise these; replace zeros by any directions."""
+def _orthonormal(new, count, channels, scale) -> None:
+    """Scale and orthonormalise sums of remainders; replace zeros by any directions."""
     for m in range(count):
         line = new + 4 * m * channels
-        for k in range(rank):
-            add(line, taken + 4 * k * channels, -get_float(share, m * rank + k), channels)
         for j in range(channels):
             value = get_float(line, j) * np.float32(scale)
             put_float(line, j, value if magnitude(value) < INFINITE else ZERO)

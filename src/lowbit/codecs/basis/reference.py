@@ -103,7 +103,7 @@ def renew(
     """Write header and directions to the payload of x (R, C), and compute the next basis.
 
     Args:
-        basis: the sender's basis. new: filled with the next one.
+        basis: the sender's basis. new: filled with the next one, but for the inverse.
         number: number of the message. brings: whether it brings new directions.
 
     Returns:
@@ -121,9 +121,6 @@ def renew(
     _follow(renewal, basis.directions_KC, basis.digest, header, new.directions_KC, new.digest, number, training)
     if brings:
         products_RK = renewed_products(full_RC, products_RK, renewal, new.directions_KC)
-        new.inverse_KK.copy_(gram_inverse(new.directions_KC))
-    else:
-        new.inverse_KK.copy_(basis.inverse_KK)
     return products_RK
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lowbit.codecs.basis.memory import Memory
-from lowbit.codecs.basis.reference import coefficients, units
+from lowbit.codecs.basis.reference import coefficients, invert, units
 from lowbit.codecs.basis.session import BasisCodec, BasisSession, folded
 from lowbit.codecs.checks import FLOATS, check_int
 from lowbit.codecs.sessions import Session
@@ -208,6 +208,10 @@ class SubspaceSession(BasisSession):
         filled = memory.messages * geo.renewed >= geo.directions
         brings = not (filled and memory.messages % geo.pause)
         new, products_RK = self._renewed(x_RC, payload, training, brings=brings)
+        if brings:
+            self._run(invert, new.directions_KC, new.inverse_KK)
+        else:
+            new.inverse_KK.copy_(memory.inverse())
         c_RK, unit_K = new.inverse_KK.new_empty(geo.rows, geo.directions), new.inverse_KK.new_empty(geo.directions)
         self._run(coefficients, products_RK, new.inverse_KK, payload, c_RK, unit_K, geo)
         self._run(coefficients_encode, c_RK, unit_K, payload, c_RK, geo)

@@ -16,7 +16,7 @@ from torch import Tensor
 from lowbit.codecs.basis.memory import BAD_STREAMS
 from lowbit.codecs.basis.session import BasisCodec, BasisSession, folded
 from lowbit.codecs.sessions import Session
-from lowbit.codecs.transform_quant.basis import coefficients, tokens
+from lowbit.codecs.transform_quant.basis import Transform, transform_of
 from lowbit.codecs.transform_quant.layout import TransformGeometry, transform_geometry
 from lowbit.codecs.transform_quant.rate import bits_for_loss, coded_bits
 from lowbit.codecs.transform_quant.reference import decode, encode
@@ -257,11 +257,12 @@ class TransformSession(BasisSession):
             gains = geo.layout.section(payload, "gains").copy_(packed(self._note, 0))
             if (factor_R := factors(gains, geo.rows, 0, inverse=False)) is not None:
                 x_RC = x_RC * factor_R[:, None]
-        new, _ = self._renewed(x_RC, payload, training, brings=True)
+        new, products_RK = self._renewed(x_RC, payload, training, brings=True)
+        transform = self._transform(payload, new.directions_KC)
         header = geo.layout.section(payload, "header", torch.int32)
-        implementation(encode, self.device)(coefficients(x_RC, new.directions_KC), header, payload, geo)
+        implementation(encode, self.device)(transform.coefficients(x_RC, products_RK), header, payload, geo)
         if training:
-            memory.keep(new.directions_KC, new.digest, new.inverse_KK)
+            memory.keep(new.directions_KC, new.digest, transform=transform)
 
     def _follow(self, payload: Tensor, out: Tensor, training: bool) -> None:
         geo = self._geometry
@@ -275,9 +276,15 @@ class TransformSession(BasisSession):
         if (factor_R := factors(gains, geo.rows, 0, inverse=True)) is not None:
             z_RC *= factor_R[:, None]
         factor_C = factors(levels, geo.channels, ONE, inverse=True)
-        tokens(z_RC, directions_KC, out.view(geo.rows, geo.channels), factor_C)
+        transform = self._transform(payload, directions_KC)
+        transform.tokens(z_RC, out.view(geo.rows, geo.channels), factor_C)
         if training:
-            self._memory.keep(directions_KC, digest)
+            self._memory.keep(directions_KC, digest, transform=transform)
+
+    def _transform(self, payload: Tensor, directions_KC: Tensor) -> Transform:
+        """Return the transform of the directions that a payload's new ones lead to."""
+        slots = self._geometry.layout.section(payload, "slots", torch.int16)
+        return implementation(transform_of, self.device)(directions_KC, self._memory.transform(), slots)
 
 
 def _number(name: str, value: object, most: float, besides: str = "") -> float:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lowbit.codecs.transform_quant import tables
-from lowbit.codecs.transform_quant.cpu_basis import reflections
+from lowbit.codecs.transform_quant.cpu_basis import transform_of
 from lowbit.codecs.transform_quant.cpu_fit import first_step, fitted, next_step, token_steps
 from lowbit.codecs.transform_quant.cpu_symbols import (
     DEAD_TOKEN,
@@ -49,7 +49,7 @@ from lowbit.kernels.cpu.jit import helper, kernel
 from lowbit.kernels.cpu.memory import get_float, get_half, get_int, get_word, put_float, put_half, put_int
 from lowbit.kernels.cpu.threads import over_rows
 
-__all__ = ["decode", "encode", "reflections"]
+__all__ = ["decode", "encode", "transform_of"]
 
 STATES = 4 * LANES
 BEYOND = -MIDDLE  # marks a code beyond the symbols

@@ -1,67 +1,198 @@
-"""Reflections on the CPU, row after row, for directions that are nearly orthogonal to each other."""
+"""The transform on the CPU: matrix products with the directions themselves, instead of reflections.
+
+For an orthonormal basis Q (C, K) of the directions D = L Q', with D D' = L L', and for signs S, the reflections of `basis`
+multiply to
+
+    H = I - G W G',  G = Q S - E,  W = (I - S Q[:K]')^-1,
+
+where E holds the first K columns of I. So a token x has the first coefficients x Q S = x D' A with A = L'^-1 S, and all
+of them are x - B D with B = (x Q S - x[:K]) M'^-1, for the matrix M = S L' - D[:, :K]'. Elimination with M's rows, from
+the first to the last, gives the signs: each pivot gets the one that makes it larger, as a Householder reflection does.
+The sums that decide are float64, so that all machines find the same signs.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lowbit.kernels.cpu.jit import kernel
-from lowbit.kernels.cpu.memory import get_float, put_float
-from lowbit.kernels.cpu.runs import ONE
-from lowbit.kernels.cpu.vectors import add, dot
+from lowbit.codecs.transform_quant.basis import Transform
+from lowbit.kernels.cpu.jit import helper, kernel, summing
+from lowbit.kernels.cpu.memory import get_double, get_float, get_half, put_double, put_float
+from lowbit.kernels.exact import store
 
-ZERO = np.float32(0)
+DEPENDENT = 0.05  # share of a direction's energy outside the earlier ones; with less, products lose too many digits
 
 
-def reflections(directions: Tensor, y: Tensor, ty: Tensor, back: bool) -> None:
+def transform_of(directions: Tensor, before: Transform | None = None, slots: Tensor | None = None) -> Transform:
     """See `basis`."""
     rank, channels = directions.shape
-    scale = torch.empty(rank, dtype=torch.float32, device="cpu")
-    y.copy_(directions)
-    _reflect(y.data_ptr(), scale.data_ptr(), rank, channels)
-    _times(y.data_ptr(), scale.data_ptr(), ty.data_ptr(), rank, channels, back)
+    if isinstance(before, Products) and slots is not None:
+        gram = before.gram_KK.clone()
+        _update(directions.data_ptr(), rank, channels, slots.data_ptr(), len(slots), gram.data_ptr())
+    else:
+        gram = torch.empty(rank, rank, dtype=torch.float64, device="cpu")
+        every = torch.arange(rank, dtype=torch.int16, device="cpu")
+        _update(directions.data_ptr(), rank, channels, every.data_ptr(), rank, gram.data_ptr())
+    return Products(directions, gram)
+
+
+class Products(Transform):
+    """The transform of directions that are nearly orthogonal to each other, from their products, float64 (K, K).
+
+    Directions of zeros must be the last ones. Others take the path of the reference.
+    """
+
+    def __init__(self, directions_KC: Tensor, gram_KK: Tensor) -> None:
+        super().__init__(directions_KC)
+        self.gram_KK = gram_KK
+        rank, channels = directions_KC.shape
+        first, second, triangle = (torch.empty(rank * rank, dtype=torch.float32, device="cpu") for _ in range(3))
+        count = _factored(
+            gram_KK.data_ptr(), directions_KC.data_ptr(), rank, channels, first.data_ptr(), second.data_ptr(),
+            triangle.data_ptr(),
+        )  # fmt: skip
+        self._simple = count >= 0
+        # A, M^-1 and S L' for the directions that exist.
+        self._first_NN, self._second_NN, self._triangle_NN = (
+            part[: count**2].view(count, count) if count >= 0 else part for part in (first, second, triangle)
+        )
+
+    def coefficients(self, x_RC: Tensor, products_RK: Tensor | None = None) -> Tensor:
+        if not self._simple:
+            return super().coefficients(x_RC)
+        count = len(self._first_NN)
+        if products_RK is None:
+            products_RK = x_RC @ self.directions_KC.t()
+        begin_RN = products_RK[:, :count] @ self._first_NN
+        along_RN = (begin_RN - x_RC[:, :count]) @ self._second_NN.t()
+        z_RC = torch.addmm(x_RC, along_RN, self.directions_KC[:count], alpha=-1)
+        z_RC[:, :count] = begin_RN
+        return z_RC
+
+    def tokens(self, z_RC: Tensor, out: Tensor, factors_C: Tensor | None = None) -> None:
+        if not self._simple:
+            super().tokens(z_RC, out, factors_C)
+            return
+        count = len(self._first_NN)
+        directions_NC, begin_RN = self.directions_KC[:count], z_RC[:, :count]
+        change_RN = (z_RC @ directions_NC.t()).addmm_(begin_RN, self._triangle_NN, alpha=-1) @ self._second_NN
+        x_RC = out if out.dtype == torch.float32 else torch.empty_like(z_RC)
+        torch.addmm(z_RC, change_RN @ self._first_NN.t(), directions_NC, alpha=-1, out=x_RC)
+        x_RC[:, :count] += change_RN
+        if factors_C is not None:
+            x_RC.mul_(factors_C)
+        if x_RC is not out:
+            store(x_RC, out, False)
+
+    def inverse(self) -> Tensor:
+        if not self._simple:
+            return super().inverse()
+        count = len(self._first_NN)
+        inverse_KK = torch.eye(len(self.directions_KC), dtype=torch.float32, device="cpu")
+        inverse_KK[:count, :count] = self._first_NN @ self._first_NN.t()
+        return inverse_KK
 
 
 @kernel
-def _reflect(y, scale, rank, channels) -> None:
-    """Replace directions by the reflections that map each, after the earlier reflections, to its own axis."""
-    for i in range(rank):
-        line, left = y + 4 * (i * channels + i), channels - i
-        first, rest = get_float(line, 0), dot(line + 4, line + 4, left - 1)
-        factor = ZERO
-        if rest > 0:
-            length = np.float32(np.sqrt(first * first + rest))
-            length = -length if first > 0 else length
-            factor = (length - first) / length
-            inverse = ONE / (first - length)
-            for j in range(1, left):
-                put_float(line, j, get_float(line, j) * inverse)
-        put_float(line, 0, ONE)
-        put_float(scale, i, factor)
-        for k in range(i + 1, rank):
-            other = y + 4 * (k * channels + i)
-            add(other, line, -factor * dot(line, other, left), left)
-        for j in range(i):
-            put_float(y, i * channels + j, ZERO)
-        if factor == 0:
-            put_float(line, 0, ZERO)
-            for j in range(1, left):
-                put_float(line, j, ZERO)
+def _update(directions, rank, channels, slots, count, gram) -> None:
+    """Compute the products of the directions at `slots` with all; negative slots are none."""
+    for m in range(count):
+        i = np.int64(np.int16(get_half(slots, m)))
+        if i >= 0:
+            for k in range(rank):
+                total = _dot(directions + 4 * i * channels, directions + 4 * k * channels, channels)
+                put_double(gram, i * rank + k, total)
+                put_double(gram, k * rank + i, total)
+
+
+@summing
+def _dot(x, y, count) -> Any:
+    total = 0.0
+    for j in range(count):
+        total += np.float64(get_float(x, j)) * np.float64(get_float(y, j))
+    return total
 
 
 @kernel
-def _times(y, scale, out, rank, channels, back) -> None:
-    """Compute rows of T Y, from the last to the first, or of T' Y, from the first to the last."""
-    for turn in range(rank):
-        i = turn if back else rank - 1 - turn
-        line, source, factor = out + 4 * i * channels, y + 4 * i * channels, get_float(scale, i)
-        for j in range(channels):
-            put_float(line, j, get_float(source, j))
-        for other in range(turn):
-            k = other if back else rank - 1 - other
-            start = max(i, k)  # zeros before
-            along = dot(source + 4 * start, y + 4 * (k * channels + start), channels - start)
-            add(line, out + 4 * k * channels, -along, channels)
-        for j in range(channels):
-            put_float(line, j, get_float(line, j) * factor)
+def _factored(gram, directions, rank, channels, first, second, triangle) -> Any:
+    """Compute A, M^-1 and S L'; return the number of directions, or -1 if they are not as `Products` needs them."""
+    count = 0
+    while count < rank and get_double(gram, count * (rank + 1)) > 0:
+        count += 1
+    for i in range(count, rank):
+        if get_double(gram, i * (rank + 1)) != 0:  # also NaN
+            return -1
+    upper, mixed, signs = np.zeros((count, count)), np.zeros((count, count)), np.empty(count)
+    u, m = upper.ctypes.data, mixed.ctypes.data
+    for i in range(count):
+        for k in range(i, count):
+            put_double(u, i * count + k, get_double(gram, i * rank + k))
+    for i in range(count):
+        pivot = get_double(u, i * (count + 1))
+        if not pivot > DEPENDENT * get_double(gram, i * (rank + 1)):
+            return -1
+        _scale(u + 8 * i * count, 1 / np.sqrt(pivot), i, count)
+        for k in range(i + 1, count):
+            _add(u + 8 * k * count, u + 8 * i * count, -get_double(u, i * count + k), k, count)
+    for i in range(count):
+        for k in range(count):
+            put_double(m, i * count + k, -np.float64(get_float(directions, k * channels + i)))
+    for i in range(count):
+        line = m + 8 * i * count
+        signs[i] = -1.0 if get_double(line, i) <= 0 else 1.0
+        _add(line, u + 8 * i * count, signs[i], i, count)
+        inverse = 1 / get_double(line, i)
+        for k in range(i + 1, count):
+            other = m + 8 * k * count
+            factor = get_double(other, i) * inverse
+            put_double(other, i, factor)
+            _add(other, line, -factor, i + 1, count)
+    for i in range(count):
+        for k in range(count):
+            put_float(triangle, i * count + k, np.float32(signs[i] * get_double(u, i * count + k)))
+    inverse = np.zeros((count, count))
+    x = inverse.ctypes.data
+    _solve(u, x, count, True)
+    for i in range(count):
+        for k in range(count):
+            put_float(first, i * count + k, np.float32(signs[k] * get_double(x, i * count + k)))
+    for i in range(count):
+        for k in range(count):
+            put_double(x, i * count + k, 0.0)
+    for i in range(count):
+        put_double(x, i * (count + 1), 1.0)
+        for k in range(i):
+            _add(x + 8 * i * count, x + 8 * k * count, -get_double(m, i * count + k), 0, k + 1)
+    _solve(m, x, count, False)
+    for j in range(count * count):
+        put_float(second, j, np.float32(get_double(x, j)))
+    return count
+
+
+@helper
+def _solve(upper, x, count, identity) -> None:
+    """Multiply the rows of x by the inverse of an upper triangle; or set x to it."""
+    for turn in range(count):
+        i = count - 1 - turn
+        line, begin = x + 8 * i * count, i if identity else 0
+        if identity:
+            put_double(line, i, 1.0)
+        for k in range(i + 1, count):
+            _add(line, x + 8 * k * count, -get_double(upper, i * count + k), k if identity else 0, count)
+        _scale(line, 1 / get_double(upper, i * (count + 1)), begin, count)
+
+
+@summing
+def _add(x, y, factor, begin, end) -> None:
+    for j in range(begin, end):
+        put_double(x, j, get_double(x, j) + factor * get_double(y, j))
+
+
+@helper
+def _scale(x, factor, begin, end) -> None:
+    for j in range(begin, end):
+        put_double(x, j, get_double(x, j) * factor)

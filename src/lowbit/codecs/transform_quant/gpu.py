@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 # PyTorch's decomposition and matrix products, with one row per direction.
-from lowbit.codecs.transform_quant.basis import reflections
+from lowbit.codecs.transform_quant.basis import transform_of
 from lowbit.codecs.transform_quant.gpu_fit import (
     ATTEMPTS,
     LAST,
@@ -61,7 +61,7 @@ from lowbit.codecs.transform_quant.layout import TransformGeometry
 from lowbit.kernels.gpu.launch import launch, power_of_two_from
 from lowbit.kernels.layout import ceil_div
 
-__all__ = ["decode", "encode", "reflections"]
+__all__ = ["decode", "encode", "transform_of"]
 
 BLOCK = 1024  # coefficients of a chunk
 WARPS = 4

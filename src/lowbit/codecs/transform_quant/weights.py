@@ -26,7 +26,9 @@ import torch
 from torch import Tensor
 
 from lowbit.codecs.basis.memory import Memory
+from lowbit.codecs.transform_quant.basis import Transform, transform_of
 from lowbit.codecs.transform_quant.reference import lowered
+from lowbit.kernels import implementation
 
 GRAIN = 2  # weights to an octave
 ONE = 8  # level of the weight 1 of a channel; levels are 0 to 15
@@ -60,6 +62,23 @@ class WeightedMemory(Memory):
     def reset(self) -> None:
         super().reset()
         self._feel(torch.zeros(self._shape[1], dtype=torch.float64, device=self._device))
+
+    def restore(self, directions: Tensor, messages: int, digest: Tensor) -> None:
+        super().restore(directions, messages, digest)
+        self._transform: Transform | None = None
+
+    def keep(self, directions: Tensor, digest: Tensor, *, transform: Transform) -> None:
+        super().keep(directions, digest)
+        self._transform = transform
+
+    def transform(self) -> Transform:
+        """The transform of the directions; call it inside `apart`."""
+        if self._transform is None:
+            self._transform = implementation(transform_of, self.directions.device)(self.directions)
+        return self._transform
+
+    def inverse(self) -> Tensor:
+        return self.transform().inverse()
 
     def observe(self, x_RC: Tensor) -> None:
         """Add a tensor of the other direction to the mean squares; one with NaN or Inf is ignored."""

@@ -8,11 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba.types import float32, int32, intp, none, uint8, uint16, uint64
+from numba.types import float32, float64, int32, intp, none, uint8, uint16, uint64
 
 from lowbit.kernels.cpu.jit import operation
 
-I8, I16, I32, I64, F32 = (*(ir.IntType(n) for n in (8, 16, 32, 64)), ir.FloatType())
+I8, I16, I32, I64, F32, F64 = (*(ir.IntType(n) for n in (8, 16, 32, 64)), ir.FloatType(), ir.DoubleType())
 
 
 def pointer(b: Any, address: Any, index: Any, kind: ir.Type) -> Any:
@@ -41,3 +41,4 @@ get_half, put_half = _reader(uint16, I16), _writer(uint16, I16)
 get_int, put_int = _reader(int32, I32), _writer(int32, I32)
 get_float, put_float = _reader(float32, F32), _writer(float32, F32)
 get_word, put_word = _reader(uint64, I64), _writer(uint64, I64)
+get_double, put_double = _reader(float64, F64), _writer(float64, F64)
