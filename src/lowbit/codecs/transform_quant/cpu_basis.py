@@ -50,10 +50,11 @@ class Products(Transform):
         super().__init__(directions_KC)
         self.gram_KK = gram_KK
         rank, channels = directions_KC.shape
-        first, second, triangle = (torch.empty(rank * rank, dtype=torch.float32, device="cpu") for _ in range(3))
+        first, second, triangle = torch.empty(3, rank * rank, dtype=torch.float32, device="cpu")
+        scratch = torch.empty(3 * rank * rank + rank, dtype=torch.float64, device="cpu")
         count = _factored(
             gram_KK.data_ptr(), directions_KC.data_ptr(), rank, channels, first.data_ptr(), second.data_ptr(),
-            triangle.data_ptr(),
+            triangle.data_ptr(), scratch.data_ptr(),
         )  # fmt: skip
         self._simple = count >= 0
         # A, M^-1 and S L' for the directions that exist.
@@ -118,7 +119,7 @@ def _dot(x, y, count) -> Any:
 
 
 @kernel
-def _factored(gram, directions, rank, channels, first, second, triangle) -> Any:
+def _factored(gram, directions, rank, channels, first, second, triangle, scratch) -> Any:
     """Compute A, M^-1 and S L'; return the number of directions, or -1 if they are not as `Products` needs them."""
     count = 0
     while count < rank and get_double(gram, count * (rank + 1)) > 0:
@@ -126,11 +127,11 @@ def _factored(gram, directions, rank, channels, first, second, triangle) -> Any:
     for i in range(count, rank):
         if get_double(gram, i * (rank + 1)) != 0:  # also NaN
             return -1
-    upper, mixed, signs = np.zeros((count, count)), np.zeros((count, count)), np.empty(count)
-    u, m = upper.ctypes.data, mixed.ctypes.data
+    u, m, x, signs = scratch, scratch + 8 * count**2, scratch + 16 * count**2, scratch + 24 * count**2
     for i in range(count):
-        for k in range(i, count):
-            put_double(u, i * count + k, get_double(gram, i * rank + k))
+        for k in range(count):
+            put_double(u, i * count + k, get_double(gram, i * rank + k) if k >= i else 0.0)
+            put_double(x, i * count + k, 0.0)
     for i in range(count):
         pivot = get_double(u, i * (count + 1))
         if not pivot > DEPENDENT * get_double(gram, i * (rank + 1)):
@@ -143,8 +144,9 @@ def _factored(gram, directions, rank, channels, first, second, triangle) -> Any:
             put_double(m, i * count + k, -np.float64(get_float(directions, k * channels + i)))
     for i in range(count):
         line = m + 8 * i * count
-        signs[i] = -1.0 if get_double(line, i) <= 0 else 1.0
-        _add(line, u + 8 * i * count, signs[i], i, count)
+        sign = -1.0 if get_double(line, i) <= 0 else 1.0
+        put_double(signs, i, sign)
+        _add(line, u + 8 * i * count, sign, i, count)
         inverse = 1 / get_double(line, i)
         for k in range(i + 1, count):
             other = m + 8 * k * count
@@ -153,13 +155,11 @@ def _factored(gram, directions, rank, channels, first, second, triangle) -> Any:
             _add(other, line, -factor, i + 1, count)
     for i in range(count):
         for k in range(count):
-            put_float(triangle, i * count + k, np.float32(signs[i] * get_double(u, i * count + k)))
-    inverse = np.zeros((count, count))
-    x = inverse.ctypes.data
+            put_float(triangle, i * count + k, np.float32(get_double(signs, i) * get_double(u, i * count + k)))
     _solve(u, x, count, True)
     for i in range(count):
         for k in range(count):
-            put_float(first, i * count + k, np.float32(signs[k] * get_double(x, i * count + k)))
+            put_float(first, i * count + k, np.float32(get_double(signs, k) * get_double(x, i * count + k)))
     for i in range(count):
         for k in range(count):
             put_double(x, i * count + k, 0.0)
