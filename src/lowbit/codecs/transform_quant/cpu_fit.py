@@ -41,9 +41,10 @@ from lowbit.kernels.cpu.runs import ONE, SMALLEST
 from lowbit.kernels.cpu.threads import over_rows
 from lowbit.kernels.cpu.vectors import squares
 
-SAMPLE = 1 << 14  # approximate number of coefficients that measure how well the tables fit a message
+SAMPLE = 1 << 13  # approximate number of coefficients that measure how well the tables fit a message
+LEAST_ROWS = 64  # tokens among them, at least
 CORRECTIONS = 2  # of the first step, by that sample
-RESERVE = 0.012  # share of the payload that the first attempt leaves free
+RESERVE = 0.002  # share of the payload that the first attempt leaves free
 BEYOND, NORMAL = (127 + 112) << 23, 0x00800000  # bits of float32 magnitudes: `LARGEST`, and the least normal one
 NONE = -(1 << 20)  # marks a missing scale
 NORMS = 1 << 10  # quarters of an octave, beyond the largest and the smallest norm
@@ -94,20 +95,13 @@ def first_step(fit: Fit, z: Tensor, seed: int, room: int, geo: TransformGeometry
 
     The tables give the bits of symbols for their scales; a sample of tokens shows how well the tables fit.
     """
-    wanted = 8 * (room - geo.streams * STREAM_BYTES) * (1 - RESERVE)
     rows, channels = z.shape
-    every = max(1, rows * channels // SAMPLE) | 1  # no divisor of the tokens of a sequence, most likely
-    of_level = (fit.level.ctypes.data, channels, fit.token.ctypes.data, rows)
-    cost = costs().ctypes.data
-    step = _step_for(*of_level, fit.highest, cost, wanted)
-    for _ in range(CORRECTIONS):
-        row, _, inverse = token_steps(fit.token, fit.norm, fit.largest, step, geo)
-        taken, expected = _costs_of(
-            z.data_ptr(), rows, channels, every, fit.channel.ctypes.data, row.ctypes.data, inverse.ctypes.data,
-            seed, symbol_costs().ctypes.data, cost,
-        )  # fmt: skip
-        step = _step_for(*of_level, fit.highest, cost, wanted * expected / max(taken, 1.0))
-    return step
+    every = max(1, min(rows * channels // SAMPLE, rows // LEAST_ROWS)) | 1  # most likely no divisor of a sequence
+    return _first_step(
+        z.data_ptr(), rows, channels, every, fit.level.ctypes.data, fit.channel.ctypes.data, fit.token.ctypes.data,
+        fit.norm.ctypes.data, geo.by_token, fit.highest, fit.largest, _powers().ctypes.data, seed,
+        costs().ctypes.data, symbol_costs().ctypes.data, 8 * (room - geo.streams * STREAM_BYTES) * (1 - RESERVE),
+    )  # fmt: skip
 
 
 def next_step(step: int, excess: int, size: int) -> int:
@@ -287,23 +281,63 @@ def _lower(quarters, norms, factor, rows) -> None:
 
 @kernel
 def _token_steps(token, norm, rows, by_token, largest, step, powers, row, steps, inverse) -> None:
-    quarters = (step + FINE // 8) >> 4
     for r in range(rows):
         below = np.int64(get_byte(token, r))
-        fine = step
-        if by_token:
-            fine += FINE // 4 * (largest - np.int64(get_byte(norm, r)))
-        fine = min(max(fine, LEAST_STEP), MOST_STEP)
-        size = get_float(powers, fine & (FINE - 1)) * power_of_two(fine >> 6)
-        add = min(max(-quarters - below, DEAD_TOKEN + 1), -DEAD_TOKEN)
-        put_int(row, r, DEAD_TOKEN if below >= NAN else add)
+        size = _size_of(norm, r, by_token, largest, step, powers)
+        put_int(row, r, _addend(below, step))
         put_float(steps, r, size if below < NAN else ZERO_ if below == ZERO else NOT_A_NUMBER)
         put_float(inverse, r, ONE / size if below < NAN else ZERO_)
 
 
+@helper
+def _size_of(norm, r, by_token, largest, step, powers) -> Any:
+    """The step of a token."""
+    fine = step
+    if by_token:
+        fine += FINE // 4 * (largest - np.int64(get_byte(norm, r)))
+    fine = min(max(fine, LEAST_STEP), MOST_STEP)
+    return get_float(powers, fine & (FINE - 1)) * power_of_two(fine >> 6)
+
+
+@helper
+def _addend(below, step) -> Any:
+    """What the scales of channels need for those of a token's coefficients, in quarters of an octave of a step."""
+    add = min(max(-_quarter(step) - below, DEAD_TOKEN + 1), -DEAD_TOKEN)
+    return np.int64(DEAD_TOKEN) if below >= NAN else add
+
+
+@helper
+def _quarter(step) -> Any:
+    return (step + FINE // 8) >> 4
+
+
 @kernel
-def _step_for(level, channels, token, rows, highest, cost, wanted) -> Any:
-    """Return the step whose symbols take about `wanted` bits, if they are distributed as in the tables."""
+def _first_step(
+    z, rows, channels, every, level, channel, token, norm, by_token, highest, largest, powers, seed, mean, costs, wanted
+) -> Any:  # fmt: skip
+    """Find the step with which the tables predict `wanted` bits, and correct it by the bits of some tokens."""
+    count = _count_scales(level, channels, token, rows)
+    step = _step_for(count, highest, mean, wanted)
+    for _ in range(CORRECTIONS):
+        taken, expected = 0.0, 0.0
+        for r in range(every >> 1, rows, every):
+            below = np.int64(get_byte(token, r))
+            if below < NAN:
+                add, size = _addend(below, step), _size_of(norm, r, by_token, largest, step, powers)
+                taken += _cost_of(z + 4 * r * channels, r * channels, channels, channel, add, ONE / size, seed, costs)
+                expected += _expected(channels, channel, add, mean)
+        at = _quarter(step)
+        bits = _bits_at(count, highest - at, mean)
+        slope = (bits - _bits_at(count, highest - at - 1, mean)) / 16
+        if expected > 0 and slope > 0:
+            step += np.int64(np.ceil((bits - wanted * expected / max(taken, 1.0)) / slope))
+            step = min(max(step, LEAST_STEP, 16 * (highest - HIGHEST)), MOST_STEP)
+    return step
+
+
+@helper
+def _count_scales(level, channels, token, rows) -> Any:
+    """How many coefficients have which scale, in quarters of an octave below the largest; without dead tokens."""
     levels, tokens = np.zeros(256, np.int64), np.zeros(256, np.int64)
     for j in range(channels):
         levels[get_byte(level, j)] += 1
@@ -315,6 +349,12 @@ def _step_for(level, channels, token, rows, highest, cost, wanted) -> Any:
         if levels[i] > 0:
             for k in range(NAN):
                 count[i + k] += levels[i] * tokens[k]
+    return count
+
+
+@helper
+def _step_for(count, highest, cost, wanted) -> Any:
+    """Return the step whose symbols take about `wanted` bits, if they are distributed as in the tables."""
     low, high = highest - HIGHEST, highest - LOWEST  # a step that is too small, and one that is large enough, if any is
     more, fewer = _bits_at(count, highest - low, cost), _bits_at(count, highest - high, cost)
     if more <= wanted:
@@ -338,18 +378,6 @@ def _bits_at(count, largest, cost) -> Any:
         if count[below] > 0:
             total += count[below] * np.float64(get_float(cost, max(largest - below, LOWEST) - LOWEST))
     return total
-
-
-@kernel
-def _costs_of(z, rows, channels, every, channel, row, inverse, seed, costs, mean) -> Any:
-    """Bits of a sample of rows, and the bits that the tables predict."""
-    taken, expected = 0.0, 0.0
-    for r in range(0, rows, every):
-        if get_int(row, r) > DEAD_TOKEN:
-            line, first = z + 4 * r * channels, r * channels
-            taken += _cost_of(line, first, channels, channel, get_int(row, r), get_float(inverse, r), seed, costs)
-            expected += _expected(channels, channel, get_int(row, r), mean)
-    return taken, expected
 
 
 @summing
