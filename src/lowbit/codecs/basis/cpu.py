@@ -70,11 +70,12 @@ def renew(
     fresh = torch.empty(count, channels, dtype=torch.float32, device="cpu")
     if scale:
         share, coefficients = torch.empty_like(basis.inverse_KK), torch.mm(basis.inverse_KK, products)
-        _replaced(coefficients.data_ptr(), basis.inverse_KK.data_ptr(), share.data_ptr(), slots, rank, rows, count, scale)
+        _replaced(
+            coefficients.data_ptr(), basis.inverse_KK.data_ptr(), share.data_ptr(), slots, rank, rows, count, scale
+        )
         fresh.copy_(start(count, channels, x.device))
-        along = torch.empty(count, rows, dtype=torch.float32, device="cpu")
         for _ in range(ITERATIONS):
-            torch.mm(fresh, x.t(), out=along)
+            along = torch.mm(fresh, x.t())
             if count < rank:
                 along.addmm_(torch.mm(torch.mm(fresh, kept.t()), share), products, alpha=-1)
             along *= scale
@@ -91,7 +92,7 @@ def renew(
         new.directions_KC.data_ptr(), new.digest.data_ptr(), number % (1 << 31), training,
     )  # fmt: skip
     if scale:
-        torch.mm(fresh, x.t(), out=along)
+        along = torch.mm(fresh, x.t())
         _put_rows(along.data_ptr(), slots, products.data_ptr(), count, rows)
     return products.t()
 
