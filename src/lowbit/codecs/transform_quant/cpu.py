@@ -6,6 +6,8 @@ that does nothing else; it takes the states of `LANES` coders in turn, so that a
 
 from __future__ import annotations
 
+import ctypes
+import struct
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +48,8 @@ from lowbit.codecs.transform_quant.reference import (
 )
 from lowbit.codecs.transform_quant.tables import MIDDLE, STRIDE, TOTAL
 from lowbit.kernels.cpu.jit import helper, kernel
-from lowbit.kernels.cpu.memory import get_float, get_half, get_int, get_word, put_float, put_half, put_int
+from lowbit.kernels.cpu.memory import get_byte, get_float, get_half, get_int, get_word, put_float, put_half, put_int
+from lowbit.kernels.cpu.room import Room, address
 from lowbit.kernels.cpu.threads import over_rows
 
 __all__ = ["decode", "encode", "transform_of"]
@@ -57,11 +60,12 @@ BEYOND = -MIDDLE  # marks a code beyond the symbols
 
 def encode(z: Tensor, header: Tensor, payload: Tensor, geo: TransformGeometry) -> None:
     """Encode in the reference's format; the chosen steps may differ."""
-    fit, seed = fitted(z, geo), seed_of(header)
+    fit, seed = fitted(z, payload, geo), seed_of(header)
     room = geo.layout.sizes["streams"] - SLACK - 4 * ENTRY * geo.streams
     step = first_step(fit, z, seed, room, geo)
     while True:
-        rows, _, inverse = token_steps(fit.token, fit.norm, fit.largest, step, geo)
+        steps = token_steps(fit.token, fit.norm, fit.largest, step, geo)
+        rows, _, inverse = steps.at
         streams = _coded(z, seed, fit.channel, rows, inverse, geo)
         size = sum(body_nbytes(*stream.entry) for stream in streams)
         if size <= room or step >= MOST_STEP:
@@ -69,55 +73,53 @@ def encode(z: Tensor, header: Tensor, payload: Tensor, geo: TransformGeometry) -
         step = next_step(step, size - room, z.numel())
     if size > room:
         raise AssertionError("the largest step leaves nothing but dead symbols, and the layout has room for them")
-    bytes_, at = payload.numpy(), geo.layout.offsets
-    scalars = np.array([fit.highest, fit.largest, step, 0], np.int32).view(np.uint8)
-    table = np.array([stream.entry for stream in streams], np.int32).reshape(-1).view(np.uint8)
-    for name, part in (("scalars", scalars), ("levels", fit.level), ("tokens", fit.token), ("streams", table)):
-        bytes_[at[name] : at[name] + len(part)] = part
-    if geo.by_token:
-        bytes_[at["norms"] : at["norms"] + geo.rows] = fit.norm
-    start = at["streams"] + len(table)
+    start = payload.data_ptr() + geo.layout.offsets["streams"]
+    scalars = (fit.highest, fit.largest, step, 0)
+    for to, numbers in ((payload.data_ptr() + geo.layout.offsets["scalars"], scalars), (start, _table(streams))):
+        ctypes.memmove(to, struct.pack(f"<{len(numbers)}i", *numbers), 4 * len(numbers))
+    start += 4 * ENTRY * geo.streams
     for i, stream in enumerate(streams):
-        words = len(stream.words) - stream.entry[0]
-        for part in (stream.states.view(np.uint8), stream.words[words:].view(np.uint8)):
-            bytes_[start : start + len(part)] = part
-            start += len(part)
-        _put_rest(
-            stream.codes.ctypes.data, stream.symbols.ctypes.data, *_rows_of(i, geo), geo.channels,
-            fit.channel.ctypes.data, rows.ctypes.data, payload.data_ptr() + start, stream.entry[1],
-        )  # fmt: skip
-        start += 2 * stream.entry[1] + stream.entry[2]
+        (words, beyond, raw), (codes, symbols, taken, states) = stream.entry, stream.room.at
+        ctypes.memmove(start, states, STATES)
+        ctypes.memmove(start + STATES, taken + 2 * (stream.count - words), 2 * words)
+        start += STATES + 2 * words
+        _put_rest(codes, symbols, *_rows_of(i, geo), geo.channels, fit.channel, rows, start, beyond)
+        start += 2 * beyond + raw
 
 
 def decode(payload: Tensor, header: Tensor, z: Tensor, geo: TransformGeometry) -> Tensor:
     """The reference's numbers."""
-    bytes_, at, sizes = payload.numpy(), geo.layout.offsets, geo.layout.sizes
-    level, token, norm = (bytes_[at[name] : at[name] + sizes[name]] for name in ("levels", "tokens", "norms"))
-    highest, largest, step, _ = bytes_[at["scalars"] :][:16].view(np.int32).tolist()
+    start, at, size = payload.data_ptr(), geo.layout.offsets, geo.layout.sizes["streams"]
+    scalars = ctypes.string_at(start + at["scalars"], 16)
+    highest, largest, step, _ = struct.unpack("<4i", scalars)
     step, highest = min(max(step, LEAST_STEP), MOST_STEP), min(max(highest, -MOST_LEVEL), MOST_LEVEL)
-    channel = (highest - level.astype(np.int64)).astype(np.int32)
-    rows, steps, _ = token_steps(token, norm, largest, step, geo)
-    table = bytes_[at["streams"] :][: 4 * ENTRY * geo.streams].view(np.int32).reshape(-1, ENTRY).tolist()
+    room = Room(4 * geo.channels)
+    (channel,) = room.at
+    _channels_of(start + at["levels"], geo.channels, highest, channel)
+    by_token = token_steps(start + at["tokens"], start + at["norms"], largest, step, geo)
+    rows, steps, _ = by_token.at
+    address_ = start + at["streams"]
+    numbers = struct.unpack(f"<{ENTRY * geo.streams}i", ctypes.string_at(address_, 4 * ENTRY * geo.streams))
+    table = [numbers[i : i + ENTRY] for i in range(0, len(numbers), ENTRY)]
     starts = [4 * ENTRY * geo.streams]
     for entry in table:
-        starts.append(starts[-1] + (body_nbytes(*entry) if min(entry) >= 0 else sizes["streams"]))
-    if starts[-1] > sizes["streams"] - SLACK:
+        starts.append(starts[-1] + (body_nbytes(*entry) if min(entry) >= 0 else size))
+    if starts[-1] > size - SLACK:
         return torch.zeros((), dtype=torch.bool, device="cpu")
     whole = [False] * geo.streams
-    address = payload.data_ptr() + at["streams"]
-    fixed, seed, limits = (channel.ctypes.data, rows.ctypes.data), seed_of(header), tables.limits()
+    seed, limits = seed_of(header), address(tables.limits)
 
     def work(begin: int, end: int) -> None:
         for i in range(begin, end):
             first, last = _rows_of(i, geo)
             words, beyond, raw = table[i]
-            word, count = address + starts[i] + STATES, (last - first) * geo.channels
-            line = z.data_ptr() + 4 * first * geo.channels
-            states = bytes_[at["streams"] + starts[i] :][:STATES].copy()
-            _contexts_of(first, last, geo.channels, *fixed, seed, z.data_ptr())
-            given = _given_out(states.ctypes.data, word, words, limits.ctypes.data, count, line)
+            word, count = address_ + starts[i] + STATES, (last - first) * geo.channels
+            line, states = z.data_ptr() + 4 * first * geo.channels, Room(STATES)
+            ctypes.memmove(states.at[0], word - STATES, STATES)
+            _contexts_of(first, last, geo.channels, channel, rows, seed, z.data_ptr())
+            given = _given_out(states.at[0], word, words, limits, count, line)
             low = _numbers_of(
-                first, last, geo.channels, *fixed, steps.ctypes.data, seed, geo.by_token, word + 2 * words, beyond, raw,
+                first, last, geo.channels, channel, rows, steps, seed, geo.by_token, word + 2 * words, beyond, raw,
                 z.data_ptr(),
             )  # fmt: skip
             whole[i] = given == (words, beyond, True) and low == raw
@@ -135,39 +137,50 @@ def seed_of(header: Tensor) -> int:
 
 @dataclass(frozen=True)
 class _Stream:
-    """A coded stream: its numbers of words, of codes beyond the symbols and of bytes of lowest bits, and its words."""
+    """A coded stream of `count` symbols.
+
+    Attributes:
+        entry: its numbers of words, of codes beyond the symbols and of bytes of lowest bits.
+        room: its codes, its symbols, its words at the end of their place, and the states.
+    """
 
     entry: tuple[int, int, int]
-    states: np.ndarray
-    words: np.ndarray
-    codes: np.ndarray
-    symbols: np.ndarray
+    count: int
+    room: Room
+
+
+def _table(streams: list[_Stream]) -> list[int]:
+    return [number for stream in streams for number in stream.entry]
 
 
 def _rows_of(stream: int, geo: TransformGeometry) -> tuple[int, int]:
     return stream * geo.stream_rows, min(geo.rows, (stream + 1) * geo.stream_rows)
 
 
-def _coded(
-    z: Tensor, seed: int, channel: np.ndarray, rows: np.ndarray, inverse: np.ndarray, geo: TransformGeometry
-) -> list[_Stream]:
+def _coded(z: Tensor, seed: int, channel: int, rows: int, inverse: int, geo: TransformGeometry) -> list[_Stream]:
     streams: list[Any] = [None] * geo.streams
-    at = (channel.ctypes.data, rows.ctypes.data, inverse.ctypes.data)
 
     def work(begin: int, end: int) -> None:
         for i in range(begin, end):
             first, last = _rows_of(i, geo)
             count = (last - first) * geo.channels
-            codes, symbols = np.empty(count, np.int32), np.empty(count, np.uint16)
-            words, states = np.empty(count, np.uint16), np.full(LANES, BEGIN, np.uint32)
+            room = Room(4 * count, 2 * count, 2 * count, STATES)
+            codes, symbols, words, states = room.at
             bits, beyond = _symbols_of(
-                z.data_ptr(), first, last, geo.channels, *at, seed, codes.ctypes.data, symbols.ctypes.data
+                z.data_ptr(), first, last, geo.channels, channel, rows, inverse, seed, codes, symbols
             )
-            used = _taken_in(symbols.ctypes.data, count, shares().ctypes.data, words.ctypes.data, states.ctypes.data)
-            streams[i] = _Stream((used, beyond, -(-bits // 16) * 2), states, words, codes, symbols)
+            used = _taken_in(symbols, count, address(shares), words, states)
+            streams[i] = _Stream((used, beyond, -(-bits // 16) * 2), count, room)
 
     over_rows(work, geo.streams, z.nbytes)
     return streams
+
+
+@kernel
+def _channels_of(level, channels, highest, out) -> None:
+    """Scales of channels, int32."""
+    for j in range(channels):
+        put_int(out, j, highest - np.int64(get_byte(level, j)))
 
 
 @kernel
@@ -193,6 +206,8 @@ def _symbols_of(z, first, last, channels, channel, rows, inverse, seed, codes, s
 def _taken_in(symbols, count, shares, words, states) -> Any:
     """Encode symbols into states from the last to the first; fill `words` from its end, and return their number."""
     word = words + 2 * count
+    for lane in range(LANES):
+        put_int(states, lane, BEGIN)
     for place in range(count - 1, -1, -1):
         entry, lane = get_word(shares, get_half(symbols, place)), place & (LANES - 1)
         state = np.int64(get_int(states, lane))

@@ -1,7 +1,7 @@
 """The transform on the CPU: matrix products with the directions themselves, instead of reflections.
 
-For an orthonormal basis Q (C, K) of the directions D = L Q', with D D' = L L', and for signs S, the reflections of `basis`
-multiply to
+For an orthonormal basis Q (C, K) of the directions D = L Q', with D D' = L L', and for signs S, the reflections of
+`basis` multiply to
 
     H = I - G W G',  G = Q S - E,  W = (I - S Q[:K]')^-1,
 

@@ -37,6 +37,7 @@ from lowbit.codecs.transform_quant.tables import HIGHEST, LOWEST
 from lowbit.kernels.cpu.jit import helper, kernel, summing
 from lowbit.kernels.cpu.memory import get_byte, get_float, get_int, put_byte, put_float, put_int
 from lowbit.kernels.cpu.operations import float_bits, greater, greater32, magnitude, power_of_two
+from lowbit.kernels.cpu.room import Room, address
 from lowbit.kernels.cpu.runs import ONE, SMALLEST
 from lowbit.kernels.cpu.threads import over_rows
 from lowbit.kernels.cpu.vectors import squares
@@ -53,41 +54,39 @@ ZERO_, NOT_A_NUMBER = np.float32(0), np.float32(np.nan)
 
 @dataclass(frozen=True)
 class Fit:
-    """A sender's choices for a message, except the step.
+    """A sender's choices for a message, except the step; parts of its payload, and scratch.
 
     Attributes:
-        level, token, norm: scales of channels, and tokens' scales and norms, as they are sent, uint8.
+        level, token, norm: addresses of scales of channels, and of tokens' scales and norms, as they are sent, uint8.
+        channel: address of the scale of each channel, int32.
         highest, largest: the largest scale, and the largest norm.
-        channel: scale of each channel, int32.
+        room: what holds them.
     """
 
-    level: np.ndarray
-    token: np.ndarray
-    norm: np.ndarray
+    level: int
+    token: int
+    norm: int
+    channel: int
     highest: int
     largest: int
-    channel: np.ndarray
+    room: Room
 
 
-def fitted(z: Tensor, geo: TransformGeometry) -> Fit:
-    """See the reference; sums are float32, in another order."""
-    rows, channels = z.shape
-    quarters, norms = np.empty(rows, np.int32), np.empty(rows, np.int32)
-    factor, square = np.empty(rows, np.float32), np.empty(rows, np.float32)
-    at = [a.ctypes.data for a in (quarters, norms, factor, square)]
-    over_rows(lambda i, j: _measure(z.data_ptr(), i, j, channels, *at, geo.by_token), rows, z.nbytes)
-    inverse = np.ones(channels, np.float32)
-    for turn in range(ROUNDS + 1):
-        total = _turn(z, factor, inverse, square, turn > 0, rows, channels)
-        _invert(total.ctypes.data, inverse.ctypes.data, channels)
-    _turn(z, factor, inverse, square, True, rows, channels)
-    level, token, norm = np.empty(channels, np.uint8), np.empty(rows, np.uint8), np.empty(rows, np.uint8)
-    channel = np.empty(channels, np.int32)
-    highest, largest = _travelling(
-        total.ctypes.data, channels, *at, rows, geo.by_token, level.ctypes.data, token.ctypes.data, norm.ctypes.data,
-        channel.ctypes.data,
-    )  # fmt: skip
-    return Fit(level, token, norm, highest, largest, channel)
+def fitted(z: Tensor, payload: Tensor, geo: TransformGeometry) -> Fit:
+    """Write scales to the payload; see the reference; sums are float32, in another order."""
+    (rows, channels), at, start = z.shape, geo.layout.offsets, payload.data_ptr()
+    room = Room(*[4 * rows] * 4, *[4 * channels] * 4, rows)
+    quarters, norms, factor, square, inverse, total, unused, channel, norm = room.at
+    norm = start + at["norms"] if geo.by_token else norm
+    of_rows = quarters, norms, factor, square
+    over_rows(lambda i, j: _measure(z.data_ptr(), i, j, channels, *of_rows, geo.by_token), rows, z.nbytes)
+    for turn in range(ROUNDS + 2):
+        if turn:
+            _invert(total, inverse, channels)
+        _turn(z, factor, inverse, square, turn > 0, total if turn <= ROUNDS else unused)
+    level, token = start + at["levels"], start + at["tokens"]
+    highest, largest = _travelling(total, channels, *of_rows, rows, geo.by_token, level, token, norm, channel)
+    return Fit(level, token, norm, channel, highest, largest, room)
 
 
 def first_step(fit: Fit, z: Tensor, seed: int, room: int, geo: TransformGeometry) -> int:
@@ -98,9 +97,9 @@ def first_step(fit: Fit, z: Tensor, seed: int, room: int, geo: TransformGeometry
     rows, channels = z.shape
     every = max(1, min(rows * channels // SAMPLE, rows // LEAST_ROWS)) | 1  # most likely no divisor of a sequence
     return _first_step(
-        z.data_ptr(), rows, channels, every, fit.level.ctypes.data, fit.channel.ctypes.data, fit.token.ctypes.data,
-        fit.norm.ctypes.data, geo.by_token, fit.highest, fit.largest, _powers().ctypes.data, seed,
-        costs().ctypes.data, symbol_costs().ctypes.data, 8 * (room - geo.streams * STREAM_BYTES) * (1 - RESERVE),
+        z.data_ptr(), rows, channels, every, fit.level, fit.channel, fit.token, fit.norm, geo.by_token, fit.highest,
+        fit.largest, address(_powers), seed, address(costs), address(symbol_costs),
+        8 * (room - geo.streams * STREAM_BYTES) * (1 - RESERVE),
     )  # fmt: skip
 
 
@@ -109,17 +108,11 @@ def next_step(step: int, excess: int, size: int) -> int:
     return min(MOST_STEP, step + 1 + min(FINE, 8 * FINE * excess // size))
 
 
-def token_steps(
-    token: np.ndarray, norm: np.ndarray, largest: int, step: int, geo: TransformGeometry
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def token_steps(token: int, norm: int, largest: int, step: int, geo: TransformGeometry) -> Room:
     """For each token: its addend to channels' scales, int32, its step, and the step's inverse, float32."""
-    row = np.empty(len(token), np.int32)
-    steps, inverse = np.empty(len(token), np.float32), np.empty(len(token), np.float32)
-    _token_steps(
-        token.ctypes.data, norm.ctypes.data, len(token), geo.by_token, largest, step, _powers().ctypes.data,
-        row.ctypes.data, steps.ctypes.data, inverse.ctypes.data,
-    )  # fmt: skip
-    return row, steps, inverse
+    room = Room(*[4 * geo.rows] * 3)
+    _token_steps(token, norm, geo.rows, geo.by_token, largest, step, address(_powers), *room.at)
+    return room
 
 
 @functools.cache
@@ -143,20 +136,26 @@ def _powers() -> np.ndarray:
     return _mantissas(torch.device("cpu")).numpy()
 
 
-def _turn(
-    z: Tensor, factor: np.ndarray, inverse: np.ndarray, square: np.ndarray, fit: bool, rows: int, channels: int
-) -> np.ndarray:
-    """Fit tokens' scales to those of the channels, if requested, and return the sums for the channels' scales."""
-    sums: list[np.ndarray] = []
-    at = [a.ctypes.data for a in (factor, inverse, square)]
+def _turn(z: Tensor, factor: int, inverse: int, square: int, fit: bool, total: int) -> None:
+    """Fit tokens' scales to those of the channels, if requested, and write the sums for the channels' scales."""
+    (rows, channels), parts = z.shape, []
 
     def work(first: int, last: int) -> None:
-        part = np.zeros(channels, np.float32)
-        sums.append(part)
-        _fit_rows(z.data_ptr(), first, last, channels, *at, fit, part.ctypes.data)
+        part = Room(4 * channels) if first else None
+        sums = part.at[0] if part else total
+        _fit_rows(z.data_ptr(), first, last, channels, factor, inverse, square, fit, sums)
+        parts.append(part)
 
     over_rows(work, rows, z.nbytes)
-    return sums[0] if len(sums) == 1 else np.sum(sums, 0)
+    for part in parts:
+        if part:
+            _add_to(total, part.at[0], channels)
+
+
+@kernel
+def _add_to(total, part, channels) -> None:
+    for j in range(channels):
+        put_float(total, j, get_float(total, j) + get_float(part, j))
 
 
 @kernel
@@ -188,6 +187,8 @@ def _quarters(square) -> Any:
 
 @kernel
 def _fit_rows(z, first, last, channels, factor, inverse, square, fit, sums) -> None:
+    for j in range(channels):
+        put_float(sums, j, ZERO_)
     for r in range(first, last):
         line, scale = z + 4 * r * channels, get_float(factor, r)
         if scale > 0:
