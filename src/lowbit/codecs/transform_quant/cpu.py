@@ -36,6 +36,7 @@ from lowbit.codecs.transform_quant.cpu_symbols import (
     with_symbol,
     without_symbol,
 )
+from lowbit.codecs.transform_quant.cpu_weights import own_squares
 from lowbit.codecs.transform_quant.layout import LANES, SLACK, TransformGeometry
 from lowbit.codecs.transform_quant.reference import (
     BEGIN,
@@ -52,7 +53,7 @@ from lowbit.kernels.cpu.memory import get_byte, get_float, get_half, get_int, ge
 from lowbit.kernels.cpu.room import Room, address
 from lowbit.kernels.cpu.threads import over_rows
 
-__all__ = ["decode", "encode", "transform_of"]
+__all__ = ["decode", "encode", "own_squares", "transform_of"]
 
 STATES = 4 * LANES
 BEYOND = -MIDDLE  # marks a code beyond the symbols

@@ -43,7 +43,7 @@ from lowbit.kernels.cpu.threads import over_rows
 from lowbit.kernels.cpu.vectors import squares
 
 SAMPLE = 1 << 13  # approximate number of coefficients that measure how well the tables fit a message
-LEAST_ROWS = 64  # tokens among them, at least
+LEAST_ROWS = 32  # tokens among them, at least
 CORRECTIONS = 2  # of the first step, by that sample
 RESERVE = 0.0  # share of the payload that the first attempt leaves free: one in five is repeated
 BEYOND, NORMAL = (127 + 112) << 23, 0x00800000  # bits of float32 magnitudes: `LARGEST`, and the least normal one

@@ -58,10 +58,11 @@ from lowbit.codecs.transform_quant.gpu_symbols import (
     tables_on,
 )
 from lowbit.codecs.transform_quant.layout import TransformGeometry
+from lowbit.codecs.transform_quant.weights import own_squares
 from lowbit.kernels.gpu.launch import launch, power_of_two_from
 from lowbit.kernels.layout import ceil_div
 
-__all__ = ["decode", "encode", "transform_of"]
+__all__ = ["decode", "encode", "own_squares", "transform_of"]
 
 BLOCK = 1024  # coefficients of a chunk
 WARPS = 4

@@ -119,7 +119,7 @@ class WeightedMemory(Memory):
         """Return `packed` and `factors` for a message; with `own`, from the message itself until gradients come."""
         if self.warm or not own or len(x_RC) < OWN_TOKENS:
             return self.packed, self.factors
-        square_C, differ = own_squares(x_RC)
+        square_C, differ = implementation(own_squares, x_RC.device)(x_RC)
         if not x_RC.is_cuda and not differ:
             return self.packed, self.factors
         levels = torch.where(differ & ~self.felt.any(), levels_of(square_C, OWN_ROOT), self.levels)
