@@ -16,7 +16,7 @@ from lowbit import kernels
 from lowbit.codecs import TransformQuant, parse
 from lowbit.codecs.sessions import Session
 from lowbit.codecs.transform_quant import layout
-from lowbit.codecs.transform_quant.basis import coefficients
+from lowbit.codecs.transform_quant.basis import coefficients, transform_of
 from lowbit.codecs.transform_quant.basis import tokens as tokens_of
 from lowbit.codecs.transform_quant.layout import suited
 from lowbit.codecs.transform_quant.reference import LARGEST, decode, dither, steps
@@ -285,6 +285,38 @@ def test_dither_depends_on_the_message_and_is_uniform() -> None:
         other[i] ^= 1
         same = (dither(other, torch.Size((256, 256))) == first).float().mean()
         assert abs(float(same) - 1 / 256) < 6 * math.sqrt(1 / 256 / 65536)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda d: None,
+        lambda d: d[0, 0].zero_(),  # a tie between the signs of the first reflection
+        lambda d: d[9:].zero_(),
+        lambda d: d[4].zero_(),  # this and what follows takes the reference's path
+        lambda d: d[7].copy_(d[2] + 0.01 * d[3]),
+        lambda d: d[5].mul_(1e-20),
+    ],
+)
+def test_both_backends_have_the_same_transform(change: Callable[[Tensor], object]) -> None:
+    """Also after a change of some directions, in float64: a sign that differed would change whole coordinates."""
+    g = torch.Generator().manual_seed(0)
+    directions = torch.linalg.qr(torch.randn(80, 20, generator=g))[0].t().contiguous()
+    change(directions)
+    x = torch.randn(30, 80, generator=g)
+    with kernels.backend("reference"):
+        expected = coefficients(x, directions)
+    slots = torch.tensor([2, -1, 11], dtype=torch.int16)
+    before = directions.clone()
+    before[slots[slots >= 0].long()] = torch.randn(2, 80, generator=g)
+    with kernels.backend("cpu"):
+        make = kernels.implementation(transform_of, x.device)
+        for transform in (make(directions), make(directions, make(before), slots)):
+            assert torch.allclose(transform.coefficients(x), expected, rtol=0, atol=2e-5)
+            assert torch.allclose(transform.coefficients(x, x @ directions.t()), expected, rtol=0, atol=2e-5)
+            y = torch.empty_like(x)
+            transform.tokens(expected, y)
+            assert torch.allclose(y, x, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -25,6 +25,7 @@ from lowbit.kernels.cpu.memory import get_double, get_float, get_half, put_doubl
 from lowbit.kernels.exact import store
 
 DEPENDENT = 0.05  # share of a direction's energy outside the earlier ones; with less, products lose too many digits
+SHORTEST = 2.0**-40  # square of a length
 
 
 def transform_of(directions: Tensor, before: Transform | None = None, slots: Tensor | None = None) -> Transform:
@@ -133,8 +134,8 @@ def _factored(gram, directions, rank, channels, first, second, triangle, scratch
             put_double(u, i * count + k, get_double(gram, i * rank + k) if k >= i else 0.0)
             put_double(x, i * count + k, 0.0)
     for i in range(count):
-        pivot = get_double(u, i * (count + 1))
-        if not pivot > DEPENDENT * get_double(gram, i * (rank + 1)):
+        pivot, square = get_double(u, i * (count + 1)), get_double(gram, i * (rank + 1))
+        if not (pivot > DEPENDENT * square and SHORTEST < square < 1 / SHORTEST):
             return -1
         _scale(u + 8 * i * count, 1 / np.sqrt(pivot), i, count)
         for k in range(i + 1, count):
