@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lowbit.codecs.basis.reference import RIDGE
 from lowbit.codecs.transform_quant.basis import Transform
 from lowbit.kernels.cpu.jit import helper, kernel, summing
 from lowbit.kernels.cpu.memory import get_double, get_float, get_half, put_double, put_float
@@ -91,12 +92,9 @@ class Products(Transform):
             store(x_RC, out, False)
 
     def inverse(self) -> Tensor:
-        if not self._simple:
-            return super().inverse()
-        count = len(self._first_NN)
-        inverse_KK = torch.eye(len(self.directions_KC), dtype=torch.float32, device="cpu")
-        inverse_KK[:count, :count] = self._first_NN @ self._first_NN.t()
-        return inverse_KK
+        gram_KK = self.gram_KK.clone()
+        gram_KK.diagonal().add_(RIDGE)
+        return torch.cholesky_inverse(torch.linalg.cholesky_ex(gram_KK)[0]).float()
 
 
 @kernel
