@@ -73,9 +73,9 @@ class WeightedMemory(Memory):
 
     def transform(self) -> Transform:
         """The transform of the directions; call it inside `apart`."""
-        if self._transform is None:
-            self._transform = implementation(transform_of, self.directions.device)(self.directions)
-        return self._transform
+        transform = self._transform or implementation(transform_of, self.directions.device)(self.directions)
+        self._transform = transform
+        return transform
 
     def inverse(self) -> Tensor:
         return self.transform().inverse()
