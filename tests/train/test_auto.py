@@ -107,8 +107,9 @@ class Steps:
         """Take the steps after a choice, whose durations are the usual ones."""
         self.watch.restart()
         for _ in range(11):
+            self.watch._elapsed = 0.0  # regular looks are not what is tested
             assert self.watch.note(computes + waits, waits + 0.2 * computes) is None
-        self.watch._elapsed = 25.0
+        self.watch._elapsed = 5.0
 
 
 @pytest.mark.parametrize(
@@ -117,7 +118,7 @@ class Steps:
         (0.1, 1.5, 4, 8),  # steps of half a second, and messages that take 15 times as long
         (0.1, 0.5, 6, 6),
         (0.05, 0.3, 25, 20),
-        (1.0, 10.0, 4, 32),
+        (1.0, 6.0, 4, 22),
         (2.0, 0.2, 6, 5),
         (0.8, 0.2, 25, 20),
         (3.0, 0.3, 5, 8),
@@ -133,20 +134,20 @@ def test_messages_that_take_longer_or_shorter_are_noticed_soon(before: float, af
         assert passed <= seconds
 
 
-def test_a_faster_link_that_nobody_waits_for_is_looked_at_after_a_minute():
+def test_a_faster_link_that_nobody_waits_for_is_looked_at_within_a_minute():
     run = Steps()
     run.usual(1.0, 0.0)
     assert run.until(1.0, lambda i: 0.0)[1:] == (pytest.approx(25, abs=2), 0)
     _, seconds, span = run.until(1.0, lambda i: 0.0)
-    assert (span, seconds) == (0, pytest.approx(50, abs=2))
+    assert (span, seconds) == (0, pytest.approx(30, abs=2))
     exact = Steps()
     exact.watch.restart()
-    for pause in (50, 500):
+    for pause in (30, 300):
         assert [exact.watch.note(1.0, 0.0, exact=True) for _ in range(pause)] == [None] * (pause - 1) + [0]
         exact.watch.looked(1.0)
     run = Steps()
     run.watch.restart()
-    assert run.until(30.0, lambda i: 0.0)[0] == 2, "long steps do not make it later"
+    assert run.until(20.0, lambda i: 0.0)[0] == 2, "long steps do not make it later"
 
 
 def test_noise_and_a_wobbling_link_cause_no_looks_but_the_regular_ones():
@@ -155,7 +156,7 @@ def test_noise_and_a_wobbling_link_cause_no_looks_but_the_regular_ones():
         run.usual(0.5, 0.5)
         looks = [run.until(0.5, lambda i: 0.5 / (1 + 0.15 * math.sin(0.7 * i))) for _ in range(20)]
         assert {span for *_, span in looks} == {0}
-        assert all(seconds >= 50 for _, seconds, _ in looks[1:])
+        assert all(seconds >= 30 for _, seconds, _ in looks[1:])
         run.usual(0.5, 0.1)
         assert run.until(0.5, lambda i: 3.0 if i % 10 == 0 else 0.1)[2] == 0, "single steps that take long"
         run.usual(0.5, 0.1)

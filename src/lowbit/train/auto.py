@@ -4,7 +4,7 @@ Rank 0 simulates a step (`lowbit.simulate`) with the compute and coding seconds 
 each format of `AUTO_FORMATS`. Every boundary takes the most exact format with which a step is about as fast as
 with the fastest. Then all ranks watch the seconds for which machines wait, summed over ranks and so the same on each:
 if they change for good, the links are measured and the formats chosen again. Where coding or computing takes as long as
-a step, nobody waits less when a link becomes faster, so the links are also measured about once a minute.
+a step, nobody waits less when a link becomes faster, so the links are also measured about twice a minute.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _FIRST = 5  # steps before the first choice, at least; the very first compiles kernels and does not count
 _USUAL = 10  # steps after a choice whose medians later steps are compared with
 _CHANGES = ((3, 3.0), (5, 1.6), (20, 1.25))  # steps, and the factor by which their waiting must change a step
-_LOOK_SECONDS = 50.0  # of steps after which the links are measured again, whatever the steps do
+_LOOK_SECONDS = 30.0  # of steps after which the links are measured again, whatever the steps do
 _RARELY = 10  # times as long, where formats with more bits do not exist: steps show links that become slower
 _LOOK_SHARE, _SOONER_SHARE = 1 / 20, 1 / 8  # most of the time that looks may take: these, and those after a change
 _OTHER_RATE = 1.5  # factor by which a link must differ from the last choice's for another choice without a change

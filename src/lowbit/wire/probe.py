@@ -5,6 +5,7 @@ Training and `lowbit doctor` use it. For `round_trip`, both ranks of a pair call
 
 from __future__ import annotations
 
+import bisect
 import statistics
 import time
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from lowbit.wire.messages import Messages
 
 _PINGS = 9
 _NUMBER_BYTES = 8
-_SIZES = (1 << 18, 1 << 20, 1 << 22, 1 << 24)
+_SIZES = tuple(1 << n for n in range(18, 25))
 _ENOUGH_SECONDS = 0.15  # a message must take as long as this for its rate to count
 _ENOUGH_TRIPS = 8  # and this many round trips: TCP needs several before it uses the whole link
 _MOST_MESSAGES = 1 << 16  # in one probe, so that it ends whatever the sender does
@@ -95,8 +96,10 @@ def send_rate(messages: Messages, peer: int, *, trip: float = 0.0, seconds: floa
         answer.wait()
         took = time.perf_counter() - begin
         sent.wait()
-        if took < max(_ENOUGH_SECONDS, _ENOUGH_TRIPS * trip) and step < len(_SIZES) - 1:
-            step += 1
+        enough = max(_ENOUGH_SECONDS, _ENOUGH_TRIPS * trip)
+        if took < enough and step < len(_SIZES) - 1:
+            wanted = bisect.bisect_left(_SIZES, _SIZES[step] * enough / max(took, 1e-9))
+            step = min(max(step + 1, wanted), len(_SIZES) - 1)
         else:
             nbytes, elapsed = nbytes + _SIZES[step], elapsed + max(took - trip, took / 2)
     messages.send(torch.tensor([0]), peer).wait()
