@@ -108,7 +108,7 @@ class TransformQuant(BasisCodec):
             `LowBitStage.raise_rates`, and `lowbit train`, which measures it and raises rates.
     """
 
-    payload_version: ClassVar[int] = 3
+    payload_version: ClassVar[int] = 4
 
     bits: float | Literal["auto"] | None = None
     step: Literal["token", "message"] = "token"
