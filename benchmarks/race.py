@@ -114,7 +114,7 @@ def measure_race(settings: RaceBenchmark, earlier: Sequence[Row]) -> Iterator[li
         start = recipe(settings, "fp32", data=text, output=f"{folder}/start", steps=settings.start_steps)
         ranks.ask("train", config=as_mapping(start))
         for place, link in enumerate(settings.links):
-            about = set_link(network, link)
+            about = set_link(network, link, ranks)
             with _not_timed(network):
                 racers = [
                     Racer(settings, boundary, ranks, f"{folder}/{place}-{number}")

@@ -116,7 +116,7 @@ def measure(settings: SimulateBenchmark, earlier: Sequence[Row] = ()) -> Iterato
             for number, case in enumerate(cases):
                 config = config_of(settings, case, f"{folder}/{number}")
                 ranks.ask("open", name=str(case), config=as_mapping(config), samples=0)
-                about = set_link(network, case.link)
+                about = set_link(network, case.link, ranks)
                 rows.append(_row(case, config, about, ranks.ask("profile", name=str(case), count=settings.steps)))
                 yield rows
 

@@ -101,7 +101,7 @@ def run(output: Path = Path("runs/demo"), *, console: Console | None = None) -> 
     rows = []
     steps = {contestant.title: contestant.steps for contestant in CONTESTANTS}
     with started(PROGRAM, SETTINGS.pipeline.ranks, [link]) as (network, ranks), step_bars(steps, console) as advance:
-        about = set_link(network, link)
+        about = set_link(network, link, ranks)
         for contestant in CONTESTANTS:
 
             def show_step(metrics: Mapping[str, Any], title: str = contestant.title) -> None:

@@ -100,7 +100,7 @@ def take_turns(
         with started(program, count, links, per_host=per_host) as (network, ranks):
             phases = prepare(ranks, count)
             for link in links:
-                about = set_link(network, link)
+                about = set_link(network, link, ranks)
                 for phase in phases:
                     if phase.before is not None:
                         order, arguments = phase.before

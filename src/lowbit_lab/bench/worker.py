@@ -20,8 +20,11 @@ import torch
 from lowbit.job.process_group import joined
 from lowbit.train.device import threads_per_rank
 from lowbit.wire.errors import first_line
+from lowbit.wire.sockets import congestion_control, set_congestion_control
 
 TIMEOUT_SECONDS = 600.0
+CONGESTION = "use_congestion_control"
+"""The order that every process knows."""
 _answers: IO[str] | None = None
 
 
@@ -53,10 +56,22 @@ def serve(make: Callable[[], Any]) -> None:
 def follow(worker: Any, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
     """Run an order and return {"result": ...} or {"error": one line}; an error makes the benchmark end this process."""
     try:
-        return {"result": getattr(worker, method)(**arguments)}
+        order = use_congestion_control if method == CONGESTION else getattr(worker, method)
+        return {"result": order(**arguments)}
     except Exception as error:
         traceback.print_exc()
         return {"error": first_line(error)}
+
+
+def use_congestion_control(name: str) -> None:
+    """Change that of all connections to other hosts.
+
+    Raises:
+        RuntimeError: the kernel does not permit it.
+    """
+    set_congestion_control(name)
+    if (used := congestion_control()) not in ("", name):
+        raise RuntimeError(f"congestion control is {used!r}, and the kernel does not permit {name!r}")
 
 
 def report_progress(value: Any) -> None:

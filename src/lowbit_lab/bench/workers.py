@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import IO, Any
 
+from lowbit_lab.bench.worker import CONGESTION
 from lowbit_lab.network import Link, LinkUnavailable, SlowLink, goodput, round_trip
 
 UNLIMITED = Link(None)
@@ -205,8 +206,10 @@ def check_available(links: Sequence[Link]) -> None:
         raise LinkUnavailable(f"{reason} `--link {Link(far.rate_mbit)}` measures without a distance.")
 
 
-def set_link(network: SlowLink | None, link: Link) -> dict[str, Any]:
+def set_link(network: SlowLink | None, link: Link, ranks: Workers | None = None) -> dict[str, Any]:
     """Change the link between the ranks, and return its fields of a row.
+
+    The connections that `ranks` have get the link's congestion control; routes give it to new ones only.
 
     They are `link` (its text), `link_mbit` (None: unlimited), `link_rtt_ms`, and as measured with plain sockets
     `goodput_mbit` (payload from rank 0 to rank 1) and `rtt_ms`, both None on loopback.
@@ -214,6 +217,8 @@ def set_link(network: SlowLink | None, link: Link) -> dict[str, Any]:
     about: dict[str, Any] = dict.fromkeys(("goodput_mbit", "rtt_ms"))
     if network is not None:
         network.set_link(link)
+        if ranks is not None:
+            ranks.ask(CONGESTION, name=link.congestion)
         about["goodput_mbit"] = goodput(network, [(0, 1)], _PROBE_SECONDS)[0]
         about["rtt_ms"] = round_trip(network)
     return {"link": str(link), "link_mbit": link.rate_mbit, "link_rtt_ms": link.rtt_ms, **about}

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from lowbit_lab.bench.workers import Workers, started
-from lowbit_lab.network import Link, LinkUnavailable
+from lowbit_lab.bench.worker import CONGESTION
+from lowbit_lab.bench.workers import Workers, set_link, started
+from lowbit_lab.network import Link, LinkUnavailable, SlowLink
 
 ECHO = """
+from lowbit.wire.sockets import congestion_control
 from lowbit_lab.bench.worker import serve, report_progress
 
 
@@ -21,6 +23,9 @@ class Echo:
 
     def fail(self, what):
         raise ValueError(what)
+
+    def control(self):
+        return congestion_control()
 
     def loop(self):
         while True:
@@ -94,6 +99,17 @@ def test_workers_end_with_a_parent_that_is_killed(tmp_path: Path):
     while running(pid):
         assert time.monotonic() < deadline
         time.sleep(0.1)
+
+
+@pytest.mark.usefixtures("_echo")
+@pytest.mark.skipif(SlowLink.available() is not None, reason=f"no shaped link here: {SlowLink.available()}")
+def test_connections_that_are_there_get_the_congestion_control_of_the_next_link():
+    with started("echo", 2, [Link(50.0)]) as (network, ranks):
+        for name in ("cubic", "reno"):
+            set_link(network, Link(50.0, congestion=name), ranks)
+            assert ranks.ask("control") == [name, name]
+        with pytest.raises(ChildProcessError, match="congestion control is 'reno', and the kernel does not permit 'n"):
+            ranks.ask(CONGESTION, name="nosuch")
 
 
 def test_ranks_behind_nat_are_refused_before_they_start() -> None:
