@@ -73,7 +73,8 @@ def write_output(settings: DoctorSettings, rows: Sequence[Any]) -> str:
         return ""
     if not write_cluster(settings.output, rows, overwrite=settings.overwrite):
         return f"{settings.output} was not written: the speed of no machine is known."
-    return f"{settings.output} has the machines and links: lowbit plan pipeline {settings.output}"
+    recipe = f" --recipe {settings.recipe}" if settings.recipe else ""
+    return f"{settings.output} has the machines and links: lowbit plan pipeline {settings.output}{recipe}"
 
 
 def measure(settings: DoctorSettings, earlier: Sequence[Row] = ()) -> Iterator[Sequence[Row]]:
