@@ -50,9 +50,9 @@ class Contestant:
 
 # The numbers of steps make all runs take about the same time at 100 Mbit/s.
 CONTESTANTS = (
-    Contestant("stock-fp32", "PyTorch's stage, FP32", 28),
-    Contestant("fp32", "lowbit's stage, FP32", 40),
-    Contestant("transform", "lowbit's stage, TransformQuant", 105),
+    Contestant("stock-fp32", "PyTorch's stage, FP32", 22),
+    Contestant("fp32", "lowbit's stage, FP32", 32),
+    Contestant("transform", "lowbit's stage, TransformQuant", 80),
 )
 BASELINE = Baseline(field="speedup_stock_fp32", value="tokens_per_second", to={"boundary": "stock-fp32"})
 TABLE = Table(
