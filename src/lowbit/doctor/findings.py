@@ -286,7 +286,7 @@ def _behind(machine: SurveyedMachine) -> str:
 
 def _router(own: Facts) -> str:
     """Why a router seems to keep this machine from the first one; empty if both are in one network."""
-    if own.near or not own.meet_address:
+    if own.near or own.vpn or not own.meet_address:
         return ""
     if not _is_private(own.meet_address):
         return (

@@ -15,6 +15,7 @@ from lowbit.config import NonNegative
 Share = Annotated[float, Field(ge=0, le=1)]
 Number = Annotated[float, Field(ge=0)]
 Port = Annotated[int, Field(gt=0, lt=1 << 16)]
+Few = Annotated[int, Field(ge=0, le=4096)]  # others make lists of this length
 Text = Annotated[str, AfterValidator(lambda text: text[:600])]
 _Class = TypeVar("_Class")
 # Versions may differ between machines: unknown keys are ignored.
@@ -54,8 +55,8 @@ class Described:
     torch: Text
     python: Text
     device: Text
-    cores: NonNegative
-    gpus: NonNegative = 0
+    cores: Few
+    gpus: Few = 0
     memory_bytes: Number = 0.0
     address: Text
     interface: Text = ""

@@ -154,7 +154,7 @@ def _ask(survey: MachineSurvey, meeting: Meeting, own: Facts) -> None:
                 measured = speed(survey.settings, ranks, meeting.rank)
                 for rank, values in enumerate(gather_json(vars(measured), side)):
                     survey.machines[rank].speed = read(Speed, values)
-    except RuntimeError as error:
+    except (RuntimeError, TimeoutError) as error:
         survey.left = getattr(error, "rank", -1), one_line(str(error))
 
 
@@ -208,7 +208,7 @@ def _measure_links(survey: MachineSurvey, side: ProcessGroup | None) -> None:
     if not pairs:
         return
     say("measures links that lost packets once more, with BBR or several connections")
-    permitted = gather_json(set_congestion_control(FASTER), side)
+    permitted = [each is True for each in gather_json(set_congestion_control(FASTER), side)]
     way = FASTER.upper()
     if not all(permitted):
         way = f"{_CONNECTIONS} connections"

@@ -86,6 +86,10 @@ class PipelinePlanSettings:
             if getattr(self, name) != PipelinePlanSettings.__dataclass_fields__[name].default:
                 raise ConfigError(f"{name} is given, and recipe is {self.recipe!r}; allowed: one of them")
             object.__setattr__(self, name, getattr(self.base, name))
+        if self.base.lora.rank:
+            raise ConfigError(f"recipe {self.recipe!r} has lora.rank {self.base.lora.rank}; allowed: 0 in a plan")
+        if self.run.precision != "auto":
+            object.__setattr__(self, "precision", self.run.precision)
 
     @cached_property
     def base(self) -> TrainConfig:

@@ -59,10 +59,13 @@ def _reason(run: RunFiles, outcome: Mapping[str, Any]) -> Iterator[str]:
 
 def _used(run: RunFiles) -> Iterator[float]:
     """Yield the share of its measured rate that each link carried, in the median of the later half of the steps."""
-    rates = {row.get("link"): row.get("mbit") for row in run.ranks.get("links") or ()}
-    rates |= (run.steps[-1].get("rates") or {}) if run.steps else {}
+    rates = {row.get("link"): row.get("mbit") for row in run.ranks.get("links") or ()}  # of the start
     recent = [line for line in run.steps[-max(1, len(run.steps) // 2) :] if line.get("links")]
     for name in dict.fromkeys(key for line in recent for key in line["links"]):
-        used = [8 * line["links"][name] / line["seconds"] / 1e6 for line in recent if name in line["links"]]
-        if rate := number(rates.get(name)):
-            yield statistics.median(used) / rate
+        used = [
+            8 * line["links"][name] / line["seconds"] / 1e6 / rate
+            for line in recent
+            if name in line["links"] and (rate := number((line.get("rates") or rates).get(name)))
+        ]
+        if used:
+            yield statistics.median(used)

@@ -14,7 +14,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -74,7 +74,8 @@ class FormatChoice:
         Raises:
             KeyError, TypeError: `values` do not describe a choice.
         """
-        return cls(**{**values, "formats": tuple(values["formats"])})
+        known = {field.name: values[field.name] for field in fields(cls) if field.name in values}
+        return cls(**{**known, "formats": tuple(values["formats"])})
 
     def __str__(self) -> str:
         links = ", ".join(f"{name}: {rate:,.1f} Mbit/s" for name, rate in self.mbit.items()) or "one machine"
@@ -285,9 +286,10 @@ class Auto:
         try:
             choice = FormatChoice.of(stored)
             fits = len(choice.formats) == self._layout.stages - 1 and set(choice.formats) <= set(self._formats)
-        except (KeyError, TypeError):
+            fits = fits and choice.step >= 0 and all(rate > 0 for rate in choice.mbit.values())
+        except (AttributeError, KeyError, TypeError):
             return
-        if fits and choice.step >= 0:
+        if fits:
             self._use(choice)
 
     def due(self, metrics: StepMetrics) -> bool:

@@ -66,6 +66,7 @@ class Connections:
         self._fixed = self._wanted != "auto" or not trainer.links.pairs
         self._next, self._pause = 0, _EVERY  # step from which it acts again, and the pause before that
         self._said: set[str] = set()
+        self._permitted = False  # BBR, by all machines
         self.count, self.control = 1, ""
         if isinstance(self._wanted, int):
             self._connect(self._wanted)
@@ -114,29 +115,33 @@ class Connections:
             self._say(f"{found}; their congestion control is {FASTER.upper()}, which single losses hardly slow down")
             return False
         before, usual = self._rate(), " and ".join(sorted({each.control for each in ranks} - {FASTER, ""})).upper()
-        if not faster and (after := self._try_faster(before)):
-            self._say(f"{found}: {FASTER.upper()} in place of {usual or 'TCP'}, {before:.0f} -> {after:.0f} Mbit/s")
+        if not faster and (after := self._try_faster(before)) is not None:
+            self._say(f"{found}: {FASTER.upper()} in place of {usual or 'TCP'}{_gain(before, after)}")
             return True
         kept, after = self.count, self._widen(before)
         blamed = found if faster else f"{found}, and {usual or 'TCP'} slows down for each"
-        advice = "" if faster else f"; faster still: {ADVICE}"
+        advice = "" if faster or self._permitted else f"; faster still: {ADVICE}"
         if self.count > kept:
-            self._say(
-                f"{blamed}: {self.count} connections for each pair of ranks, {before:.0f} -> {after:.0f} Mbit/s{advice}"
-            )
+            self._say(f"{blamed}: {self.count} connections for each pair of ranks{_gain(before, after)}{advice}")
             return True
         self._say_once("nothing", f"{blamed}: more connections are no faster than {kept}, {before:.0f} Mbit/s{advice}")
         return False
 
-    def _try_faster(self, rate: float) -> float:
-        """Use BBR where all machines permit it and it is not slower; returns its rate, or 0 if it is not used."""
-        side, own = self._trainer.side, congestion_control()
-        of_run = [pair for each in gather_json(ends(), side) for pair in each]
-        if all(gather_json(set_congestion_control(FASTER, of_run), side)) and (after := self._rate()) * _FASTER >= rate:
+    def _try_faster(self, rate: float) -> float | None:
+        """Use BBR where all machines permit it and it is not much slower; returns its rate, None if it is not used."""
+        own = congestion_control()
+        self._permitted = self._use(FASTER)
+        if self._permitted and (after := self._rate()) * _FASTER >= rate:
             self.control = FASTER
             return after
-        set_congestion_control(own, of_run)  # some machines may have it
-        return 0.0
+        self._use(own)  # some machines may have it
+        return None
+
+    def _use(self, control: str) -> bool:
+        """Change the congestion control of all connections of the run; returns whether all ranks could."""
+        side = self._trainer.side
+        of_run = [pair for each in gather_json(ends(), side) for pair in each]
+        return all(gather_json(set_congestion_control(control, of_run), side))
 
     def _say_once(self, topic: str, text: str) -> None:
         if topic not in self._said:
@@ -161,3 +166,9 @@ class Connections:
         for group in dict.fromkeys(group for group in groups if group is not None):
             connect_more(group, count, timeout=self._timeout)
         self.count = count
+        if self.control == FASTER:  # not that of new connections
+            self._use(FASTER)
+
+
+def _gain(before: float, after: float) -> str:
+    return f", {before:.0f} -> {after:.0f} Mbit/s" if before else ""

@@ -100,10 +100,13 @@ class Run:
         self.progress: Progress | None = None  # on the first rank of each machine only
         self.checkpoints = Checkpoints(self.output, rank=trainer.rank, keep=run.keep)
         self._warn_of_cost()
+        self._conversations: dict[str, Messages] = {}
         self.trips = self._measure_distance()
         self.connections = Connections(trainer, self._slowest_rate, self._say)
         self.rates = self._measure_links()
-        self.connections.look()
+        rates = self.rates
+        if not self.connections.look():
+            self.rates = rates  # not those of what was tried and left
         self.mbit = trainer.links.rates
         self.mbit.update(trainer.links.by_link(self.rates))
         gathered = gather_json([secrets.token_hex(8), machine()], trainer.side)
@@ -157,18 +160,21 @@ class Run:
         run, trainer, done = self.config.run, self.trainer, metrics.step
         self.folder.check_there()  # locked by rank 0, whose error ends all
         if self.connections.due(done):
-            if self.connections.look(done):
+            rates = self.rates
+            if not self.connections.look(done):
+                self.rates = rates
+            else:
                 self.mbit.update(trainer.links.by_link(self.rates))
                 self._note_connections()
             trainer.pipeline.look_ahead(True)
         if self.auto is not None and self.auto.due(metrics):
             self._choose_formats(self.auto, done)
-        if self.connections.due(done + 1):  # no receive may be posted when the number of connections changes
-            trainer.pipeline.look_ahead(False)
         if done == self.config.codec_warmup_steps:
             self._show_chosen()
         if self.goal is not None and self.goal.due(done):
             self._check(self.goal, done)
+        if self.connections.due(done + 1):  # no receive may be posted when the number of connections changes
+            trainer.pipeline.look_ahead(False)
         if run.checkpoint_every and (done % run.checkpoint_every == 0 or done == run.steps):
             snapshot = state.collect(trainer.pipeline, trainer.optimizer)
             self.checkpoints.save(done, snapshot, self._manifest(), trainer.side)
@@ -298,9 +304,13 @@ class Run:
         return Tracing(self.trainer, messages, self.folder, steps)
 
     def _messages(self, topic: str) -> Messages:
-        """Messages between the ranks of this pipeline."""
+        """Messages between the ranks of this pipeline; one conversation a topic, since a group has only so many."""
         run = self.config.run
-        return Messages(self.trainer.replicas.side, topic, timeout=run.timeout_seconds, checksums=run.checksums)
+        if topic not in self._conversations:
+            self._conversations[topic] = Messages(
+                self.trainer.replicas.side, topic, timeout=run.timeout_seconds, checksums=run.checksums
+            )
+        return self._conversations[topic]
 
     def _warn_of_cost(self) -> None:
         if self.trainer.rank == 0:  # not in `prepare`, which a launcher runs as well as its ranks
@@ -358,9 +368,9 @@ class Run:
         return {(source, target): rate for each in gather_json(own, self.trainer.side) for source, target, rate in each}
 
     def _slowest_rate(self) -> float:
-        """Measure the links again, and return the lowest rate in Mbit/s."""
+        """Measure the links again, and return the lowest rate in Mbit/s; 0 if no pipeline crosses one."""
         self.rates = self._measure_links(seconds=_TRIAL_SECONDS)
-        return min(self.rates.values())
+        return min(self.rates.values(), default=0.0)
 
     def _say(self, text: str) -> None:
         if self.progress is not None:

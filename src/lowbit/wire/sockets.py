@@ -68,7 +68,11 @@ def congestion_control() -> str:
 
 def ends() -> list[list[str]]:
     """Return both ends of all connections to other machines: address and port here, and those of the peer."""
-    return [list(_ends(connection)) for connection in _connections()]
+    found: list[list[str]] = []
+    for connection in _connections():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            found.append(list(_ends(connection)))
+    return found
 
 
 def set_congestion_control(name: str, others: Collection[Sequence[str]] | None = None) -> bool:

@@ -292,6 +292,7 @@ def test_dither_depends_on_the_message_and_is_uniform() -> None:
     [
         lambda d: None,
         lambda d: d[0, 0].zero_(),  # a tie between the signs of the first reflection
+        lambda d: d[0].copy_(torch.eye(d.shape[1])[0]),  # nothing is left to reflect
         lambda d: d[9:].zero_(),
         lambda d: d[4].zero_(),  # this and what follows takes the reference's path
         lambda d: d[7].copy_(d[2] + 0.01 * d[3]),

@@ -27,6 +27,7 @@ from lowbit.kernels.exact import store
 
 DEPENDENT = 0.05  # share of a direction's energy outside the earlier ones; with less, products lose too many digits
 SHORTEST = 2.0**-40  # square of a length
+ON_ITS_AXIS = 1e-12  # share of a direction's length that is not on its own axis; with less, nothing is to reflect
 
 
 def transform_of(directions: Tensor, before: Transform | None = None, slots: Tensor | None = None) -> Transform:
@@ -143,6 +144,8 @@ def _factored(gram, directions, rank, channels, first, second, triangle, scratch
             put_double(m, i * count + k, -np.float64(get_float(directions, k * channels + i)))
     for i in range(count):
         line = m + 8 * i * count
+        if np.abs(get_double(line, i)) >= get_double(u, i * (count + 1)) * (1 - ON_ITS_AXIS):
+            return -1  # nothing is left beside the pivot, which the reference does not reflect
         sign = -1.0 if get_double(line, i) <= 0 else 1.0
         put_double(signs, i, sign)
         _add(line, u + 8 * i * count, sign, i, count)
