@@ -14,7 +14,7 @@ LINES = [
     ("train missing.toml", "error: configuration file missing.toml: No such file or directory"),
     ("train --steps 3", "error: unknown option --steps; did you mean --run.steps?; see lowbit train --help"),
     ("train --allow-change run.steps", "run.allow_change is ['run.steps'] and run.resume is false"),
-    ("bench pipeline --link fast", "link is 'fast'; allowed:"),
+    ("bench pipeline --link fast", "link is 'fast': cannot read 'fast'; allowed:"),
     ("bench convergence --seed a", "seeds is ['a']; allowed: an integer or a list of integers"),
     ("train a.toml b.toml", "unexpected argument 'b.toml'; see lowbit train --help"),
     ("trian", "lowbit has no 'trian'; did you mean train?"),

@@ -309,7 +309,7 @@ def test_wrong_settings_are_refused_before_a_model_is_loaded():
         (register('{"format": "bf16", "check": 0}'), ValueError, "check is 0; allowed: a number above 0"),
         (register('{"format": "bf16", "over": "stop"}'), ValueError, "over is 'stop'"),
         (register(json.dumps({"format": INT8})), VllmError, f"{no_vllm} 0.33.0"),
-        (settings(format="int5x"), ValueError, f"{wrong}codec is 'int5x'; allowed"),
+        (settings(format="int5x"), ValueError, f"{wrong}codec is 'int5x'; did you mean int5"),
         (settings(small="never"), ValueError, f"{wrong}small is 'never'; allowed"),
         (settings(algorithm="ring"), ValueError, f"{wrong}algorithm is 'ring'; allowed"),
         (settings(timeout=0), ValueError, f"{wrong}timeout is 0; allowed"),

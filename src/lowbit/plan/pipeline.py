@@ -80,16 +80,6 @@ class PipelinePlanSettings:
     def __post_init__(self) -> None:
         for text in self.formats:
             parse_pair(text)
-        if not self.recipe:
-            return
-        for name in _OF_RECIPE:
-            if getattr(self, name) != PipelinePlanSettings.__dataclass_fields__[name].default:
-                raise ConfigError(f"{name} is given, and recipe is {self.recipe!r}; allowed: one of them")
-            object.__setattr__(self, name, getattr(self.base, name))
-        if self.base.lora.rank:
-            raise ConfigError(f"recipe {self.recipe!r} has lora.rank {self.base.lora.rank}; allowed: 0 in a plan")
-        if self.run.precision != "auto":
-            object.__setattr__(self, "precision", self.run.precision)
 
     @cached_property
     def base(self) -> TrainConfig:
@@ -101,6 +91,20 @@ class PipelinePlanSettings:
         """Steps of the whole run."""
         each = self.data.batch * self.data.sequence
         return -(-self.tokens // each) if self.tokens else self.run.steps
+
+
+def _with_recipe(settings: PipelinePlanSettings) -> PipelinePlanSettings:
+    """Return the settings with what the recipe says."""
+    if not settings.recipe:
+        return settings
+    base = settings.base
+    for name in _OF_RECIPE:
+        if getattr(settings, name) != PipelinePlanSettings.__dataclass_fields__[name].default:
+            raise ConfigError(f"{name} is given, and recipe is {settings.recipe!r}; allowed: one of them")
+    if base.lora.rank:
+        raise ConfigError(f"recipe {settings.recipe!r} has lora.rank {base.lora.rank}; allowed: 0 in a plan")
+    precision = settings.precision if base.run.precision == "auto" else base.run.precision
+    return replace(settings, precision=precision, **{name: getattr(base, name) for name in _OF_RECIPE})
 
 
 def measure(settings: PipelinePlanSettings, earlier: Sequence[Row] = ()) -> Iterator[Sequence[Row]]:
@@ -117,6 +121,7 @@ def measure(settings: PipelinePlanSettings, earlier: Sequence[Row] = ()) -> Iter
     Raises:
         ConfigError: a cluster that contradicts itself, or on which the model cannot be trained.
     """
+    settings = _with_recipe(settings)
     if settings.output:
         check_output(Path(settings.output))
         check_written(settings.output, _PROGRAM, overwrite=settings.overwrite)
