@@ -71,10 +71,10 @@ def test_a_loss_of_a_thousandth(link: SlowLink, tmp_path: Path):
     found = re.search(r"([0-9.]+) Mbit/s with CUBIC, ([0-9.]+) with BBR .a step's 3 MB take ([0-9.]+) s inst", page)
     assert found, page
     usual, better, seconds = map(float, found.groups())
-    assert usual < 60 < better
+    assert better >= 1.25 * usual
     assert seconds == pytest.approx(24 / usual, rel=0.06)
     assert "nothing to do for lowbit train, which changes to BBR by itself" in page
-    assert min(rates(tmp_path)) > 60
+    assert any(rate == pytest.approx(better, rel=0.05) for rate in rates(tmp_path)), "what training will get"
 
 
 def test_losses_where_bbr_is_not_permitted(link: SlowLink, tmp_path: Path):

@@ -403,7 +403,7 @@ def _interrupted(config: TrainConfig) -> None:
 def test_formats_follow_a_link_whose_rate_changes(tmp_path: Path, schedule: str):
     thin = "--model.layers 2 --model.dim 256 --model.ffn 64"  # or other work on the machine hides the link
     options = ["--pipeline.schedule", schedule, "--run.connections", "1", *thin.split()]
-    seen = list(follow(["100", "10", "100"], options, tmp_path, least=20, most=100))
+    seen = list(follow(["100", "10", "100"], options, tmp_path, least=20, most=150))
     first, slow, fast = (next((each for each in seen if each.phase == phase), None) for phase in range(3))
     assert first
     assert slow, "formats never changed"
@@ -411,7 +411,7 @@ def test_formats_follow_a_link_whose_rate_changes(tmp_path: Path, schedule: str)
     assert slow.nbits < first.nbits
     assert slow.nbits < fast.nbits
     for each in (slow, fast):
-        assert each.steps <= 30 or each.seconds <= 60, each
+        assert each.steps <= 30 or each.seconds <= 90, each  # 60 where nothing else runs
     rates = [next(iter(line["rates"].values())) for line in read_metrics(tmp_path / "run" / "metrics.jsonl")]
     assert rates[0] > 50
     assert min(rates) < 15

@@ -69,7 +69,7 @@ def test_agoq_is_its_activations_with_all_in_8_bits(recipe: TrainingRecipe, monk
     assert made == [True, True]
 
 
-@pytest.mark.parametrize("name", ["agoc", "agoq+8bit", "int55"])
+@pytest.mark.parametrize("name", ["agoc", "agoq+8bit", "nothing"])
 def test_an_unknown_boundary_is_told_all_that_there_are(name: str):
     named = r"boundary: codec is '.*'; allowed: .*tah-quant-published.*; or agoq, activations:POLICY, gradients:CODEC"
     with pytest.raises(ValueError, match=named):
