@@ -26,7 +26,7 @@ def step_bytes(config: TrainConfig, sizes: ModelSizes, vocab: int, ranks: Sequen
         ranks: number of each machine's ranks, which are numbered in the order of the machines.
 
     Returns:
-        Bytes by sender, then by receiver; an empty list if the recipe does not fit so many ranks.
+        Bytes by sender, then receiver; empty if the recipe cannot run on this number of ranks.
     """
     pipelines, shape = config.pipeline.data_parallel, (config.rows, config.data.sequence, sizes.width)
     machine_of = [machine for machine, count in enumerate(ranks) for _ in range(count)]

@@ -304,7 +304,7 @@ class Run:
         return Tracing(self.trainer, messages, self.folder, steps)
 
     def _messages(self, topic: str) -> Messages:
-        """Messages between the ranks of this pipeline; one conversation a topic, since a group has only so many."""
+        """Return the messages of a topic in this pipeline, opened once: a group has a limited number of conversations."""
         run = self.config.run
         if topic not in self._conversations:
             self._conversations[topic] = Messages(

@@ -145,7 +145,7 @@ def _factored(gram, directions, rank, channels, first, second, triangle, scratch
     for i in range(count):
         line = m + 8 * i * count
         if np.abs(get_double(line, i)) >= get_double(u, i * (count + 1)) * (1 - ON_ITS_AXIS):
-            return -1  # nothing is left beside the pivot, which the reference does not reflect
+            return -1  # the reference does not reflect a direction that lies on its axis
         sign = -1.0 if get_double(line, i) <= 0 else 1.0
         put_double(signs, i, sign)
         _add(line, u + 8 * i * count, sign, i, count)
