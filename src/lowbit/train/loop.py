@@ -304,7 +304,7 @@ class Run:
         return Tracing(self.trainer, messages, self.folder, steps)
 
     def _messages(self, topic: str) -> Messages:
-        """Return the messages of a topic in this pipeline, opened once: a group has a limited number of conversations."""
+        """Return a topic's messages in this pipeline, opened once: a group has a limited number of conversations."""
         run = self.config.run
         if topic not in self._conversations:
             self._conversations[topic] = Messages(
