@@ -13,7 +13,7 @@ from lowbit.report.page import Page, Part, try_to_write
 from lowbit.report.page.figures import lines, stacks
 from lowbit.report.page.run import RunFiles, number, read_run
 from lowbit.report.page.steps import shares_part, timeline_part
-from lowbit.report.verdict import verdict
+from lowbit.report.verdict import used_shares, verdict
 
 PAGE = "report.html"
 _HELD_OUT = ("held_out_loss_codecs", "held_out_loss")
@@ -202,12 +202,13 @@ def _links(run: RunFiles) -> Iterator[Part]:
     rates = {row["link"]: row.get("mbit") for row in run.ranks.get("links") or ()}  # of the start
     rates |= (run.steps[-1].get("rates") or {}) if run.steps else {}
     recent = [line for line in run.steps[-max(1, len(run.steps) // 2) :] if line.get("links")]
+    shares = used_shares(run)
     rows = []
     for name in dict.fromkeys(key for line in recent for key in line["links"]):
         used = [(line["links"][name], line["seconds"]) for line in recent if name in line["links"]]
         nbytes = statistics.median(n for n, _ in used)
         mbit, rate = statistics.median(8 * n / s / 1e6 for n, s in used), rates.get(name)
-        share = f"{mbit / rate:.0%}" if rate else "–"
+        share = f"{shares[name]:.0%}" if name in shares else "–"
         rows.append((name, f"{nbytes / 1e6:,.3f}", f"{mbit:,.1f}", f"{rate:,.1f}" if rate else "–", share))
     trip = run.ranks.get("round_trip_seconds")
     text = "Medians of the later half of the steps; measured: the last time. Machines are named by their first ranks."

@@ -35,7 +35,7 @@ def _reason(run: RunFiles, outcome: Mapping[str, Any]) -> Iterator[str]:
     if any(value is None for value in values) or not (whole := sum(filter(None, values))):
         return
     compute, codec, wait = (value or 0.0 for value in values)
-    share = max(_used(run), default=None)
+    share = max(used_shares(run).values(), default=None)
     if wait >= _WAITS * whole:
         waited = f"Of {whole:.2g} seconds of a step, ranks waited {wait:.2g} for messages"
         if share is None:
@@ -57,10 +57,11 @@ def _reason(run: RunFiles, outcome: Mapping[str, Any]) -> Iterator[str]:
         yield "The network is not what limits this run: more bits would cost little time, fewer would gain little."
 
 
-def _used(run: RunFiles) -> Iterator[float]:
-    """Yield the share of its measured rate that each link carried, in the median of the later half of the steps."""
+def used_shares(run: RunFiles) -> dict[str, float]:
+    """Return the share of its measured rate that each link carried, in the median of the later half of the steps."""
     rates = {row.get("link"): row.get("mbit") for row in run.ranks.get("links") or ()}  # of the start
     recent = [line for line in run.steps[-max(1, len(run.steps) // 2) :] if line.get("links")]
+    shares: dict[str, float] = {}
     for name in dict.fromkeys(key for line in recent for key in line["links"]):
         used = [
             8 * line["links"][name] / line["seconds"] / 1e6 / rate
@@ -68,4 +69,5 @@ def _used(run: RunFiles) -> Iterator[float]:
             if name in line["links"] and (rate := number((line.get("rates") or rates).get(name)))
         ]
         if used:
-            yield statistics.median(used)
+            shares[name] = statistics.median(used)
+    return shares
