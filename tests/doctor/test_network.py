@@ -59,7 +59,7 @@ def closed(link: SlowLink, host: int, *ports: int) -> Iterator[None]:
 def agreed(machines: tuple[Running, Running]) -> str:
     """The page, which both machines print, in one line."""
     first, second = (each.page() for each in machines)
-    first, _, ending = first.rpartition("cluster.toml ")
+    first, _, ending = first.partition("cluster.toml ")
     assert ending, machines[0].said()
     assert first.strip() == second.strip(), machines[1].said()
     return " ".join(second.split())
