@@ -134,7 +134,9 @@ WG = {"vpn": True, "mtu": 1420, "interface": "wg0", "gloo_interface": "wg0"}
         ),
         pytest.param(
             {"alone": "port 29400 of 10.0.0.1 cannot be reached", "facts": ({**FAR, "meet_address": "10.0.0.1"},)},
-            [f"-> 10.0.0.1 is a private address of another network than this machine's (172.16.4.4): {VPN}"],
+            [f"-> 10.0.0.1 is a private address of another network than this machine's (172.16.4.4); if a router "
+             f"joins both, check that the first machine runs and that its firewall lets the port pass, "
+             f"otherwise: {VPN}"],
             id="NAT, first machine, private address",
         ),
         pytest.param(

@@ -285,7 +285,7 @@ def _behind(machine: SurveyedMachine) -> str:
 
 
 def _router(own: Facts) -> str:
-    """Why a router seems to keep this machine from the first one; empty if both are in one network."""
+    """Why a router may keep this machine from the first one, to be followed by a remedy; empty within one network."""
     if own.near or own.vpn or not own.meet_address:
         return ""
     if not _is_private(own.meet_address):
@@ -297,7 +297,10 @@ def _router(own: Facts) -> str:
                 else ""
             )
         )
-    return f"{own.meet_address} is a private address of another network than this machine's ({own.address})"
+    return (
+        f"{own.meet_address} is a private address of another network than this machine's ({own.address}); if a router "
+        "joins both, check that the first machine runs and that its firewall lets the port pass, otherwise"
+    )
 
 
 def _is_private(address: str) -> bool:
