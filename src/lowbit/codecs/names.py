@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
+import inspect
 
 import torch
 
@@ -102,8 +103,15 @@ def _build(node: ast.Call, text: str) -> Codec:
     factory = registry.named(name) if name.isidentifier() else None
     if not isinstance(factory, type) or not issubclass(factory, Codec) or node.args:
         raise ValueError(f"codec is {text!r}; allowed: {', '.join(_class_names())} with keyword arguments")
+    parameters = inspect.signature(factory).parameters
+    known, any_name = list(parameters), any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    for argument in (keyword.arg or "**" for keyword in node.keywords):
+        if argument not in known and not any_name:
+            close = difflib.get_close_matches(argument, known, n=1)
+            advice = f"did you mean {close[0]}?" if close else f"allowed: {', '.join(known)}"
+            raise ValueError(f"codec is {text!r}: {name} has no argument {argument!r}; {advice}")
     try:
-        return factory(**{k.arg or "**": _value(k.value, text) for k in node.keywords})
+        return factory(**{str(keyword.arg): _value(keyword.value, text) for keyword in node.keywords})
     except TypeError as error:
         raise ValueError(f"codec is {text!r}: {error}") from error
 
