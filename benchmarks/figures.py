@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lowbit.cli.reports import measurements
 from lowbit.config import section
 from lowbit.report import Command, Report, Row
+from lowbit_lab.bench.settings import link_name
 from lowbit_lab.charts.charts import Chart, draw
 from lowbit_lab.charts.style import THEMES, family, title_of
 
@@ -78,6 +79,8 @@ def picture(file: Path) -> Picture:
         return Picture(README, [replace(chart, series=_first_name, panel=None) for chart in charts], report.rows)
     if file.stem == "convergence":
         charts = [replace(chart, **MEANS) for chart in charts]
+    if file.stem == "tensor-parallel":
+        charts = [replace(chart, **BY_LINK) for chart in charts]
     return Picture(file.stem, charts, [row for row in report.rows if SHOWN.get(file.stem, bool)(row)])
 
 
@@ -102,6 +105,10 @@ def _convergence(row: Row) -> bool:
     return not any(part in row["boundary"] for part in ("directions=8", "directions='auto'", "bits=2)"))
 
 
+def _tensor_parallel(row: Row) -> bool:
+    return row["algorithm"] == "auto" or (row["algorithm"] == "ring" and row["link"] == "1gbit")
+
+
 README = "readme"
 MEANS: Mapping[str, Any] = {
     "rows": None,
@@ -114,5 +121,11 @@ MEANS: Mapping[str, Any] = {
     "subtitle": "Held-out loss minus that of FP32, 3 seeds: mean and standard deviation. Lower left is better.",
 }
 """Changes of the chart of `bench convergence` for the recorded file, which holds means over the seeds."""
-SHOWN = {"gradients": _gradients, "convergence": _convergence}
+BY_LINK: Mapping[str, Any] = {
+    "panel": "{ranks} ranks".format_map,
+    "series": lambda row: "PyTorch's BF16" if row["format"] == "bf16" else link_name(row),
+    "subtitle": "All-reduce of partial sums of 4096 features by message size; small sums are PyTorch's own.",
+}
+"""Changes of the chart of `bench tensor-parallel`: what `auto` gains, by link."""
+SHOWN = {"gradients": _gradients, "convergence": _convergence, "tensor-parallel": _tensor_parallel}
 """Functions that select the rows of a file for its figure, if all of them would be too many."""
