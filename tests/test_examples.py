@@ -1,15 +1,19 @@
 """The examples run as they are."""
 
+import json
 import re
 import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from lowbit.codecs import parse
+from lowbit.wire.checksum import CHECKSUM_BYTES
 from tests.forked import run_script
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -82,3 +86,28 @@ def test_an_own_codec_is_compared_with_others(capsys: pytest.CaptureFixture[str]
     assert rows["fp32"][:2] == ["32.00", "32.00"]
     assert rows["your own"][:2] == ["3.50", "6.50"]
     assert all(float(loss) < 5.6 for _, _, loss in rows.values())  # guessing costs log(256) = 5.5
+
+
+def test_the_notebook_measures_formats(capsys: pytest.CaptureFixture[str]):
+    notebook = json.loads((EXAMPLES / "measure_format.ipynb").read_text(encoding="utf-8"))
+    settings, *cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert not any(cell["outputs"] or cell["execution_count"] for cell in (settings, *cells))
+    names: dict[str, Any] = {}
+    exec("".join(settings["source"]), names)
+    assert not names["MODEL"]
+    assert not names["TEXT"]
+    small = {"FORMATS": ["int8", "int2", "transform"], "STAGES": [2, 4], "WINDOWS": 2, "LENGTH": 128}
+    names |= small
+    for cell in cells:
+        exec("".join(cell["source"]), names)
+    rows = {(name, stages): (bits, ratio) for name, stages, bits, _, ratio in names["rows"]}
+    assert list(rows) == [(name, stages) for name in small["FORMATS"] for stages in small["STAGES"]]
+    for (name, stages), (bits, _) in rows.items():
+        shape = torch.Size((1, 128, names["model"].config.hidden_size))
+        sent = parse(name).nbytes(shape) + CHECKSUM_BYTES
+        assert bits == pytest.approx(8 * sent / shape.numel()), (name, stages)
+    for stages in small["STAGES"]:
+        assert rows["int8", stages][1] == pytest.approx(1, abs=0.01)
+        assert abs(rows["int2", stages][1] - 1) > 5 * abs(rows["int8", stages][1] - 1), "the codecs are in the model"
+    assert names["held_out_loss"]() == names["exact"], "the codecs are out of the model again"
+    assert f"int8{2:27}" in capsys.readouterr().out
