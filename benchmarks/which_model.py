@@ -24,7 +24,7 @@ from lowbit.train.config import ModelConfig
 
 START = Path(__file__).parents[1] / "docs/start"
 PAGE, RECORDED = START / "which-model.md", START / "data/which-model.json"
-BEGIN, END = "<!-- {} -->\n\n", "\n<!-- end -->"
+BEGIN, END = "<!-- {} -->", "<!-- end -->"
 SEQUENCE, BATCH, STEPS, LORA_RANK = 1024, 16, 600, 16  # 10 million tokens
 TFLOPS, CODING_GB_S, OPTIMIZER_NS = 15.0, 10.0, 0.1
 RESERVED_GB = 1.5  # of a GPU: CUDA's context, buffers of messages and short-lived tensors, which no plan counts
@@ -162,7 +162,10 @@ def with_tables(page: str, rows: Sequence[Row]) -> str:
     """Return the page with the tables of these rows between its marks."""
     for name, table in tables(rows).items():
         before, mark, rest = page.partition(BEGIN.format(name))
-        page = before + mark + table + "\n" + END + rest.partition(END)[2]
+        _, end, after = rest.partition(END)
+        if not end:
+            raise ValueError(f"the page has no {BEGIN.format(name)} with its {END}; allowed: one for each table")
+        page = f"{before}{mark}\n\n{table}\n\n{end}{after}"
     return page
 
 
