@@ -21,6 +21,7 @@ from lowbit.config import ConfigError, NonNegative, Positive, section
 from lowbit.report import Baseline, Column, Command, Row, Table
 from lowbit.train.config import DataConfig, ModelConfig, PipelineConfig
 from lowbit.wire.connections import MOST_CONNECTIONS
+from lowbit_lab.bench.device import Duration
 from lowbit_lab.bench.recipes import (
     MANY_STAGES,
     PROGRAM,
@@ -39,6 +40,8 @@ from lowbit_lab.charts import Bars
 from lowbit_lab.charts.style import recommended, row_name, title_of
 from lowbit_lab.network import Link
 
+UNSPLIT = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS")
+"""Schedules whose backward passes are whole."""
 MEDIANS = ("bits_forward", "bits_backward", "compute_seconds", "codec_seconds", "checksum_seconds", "wait_seconds")
 
 
@@ -90,6 +93,10 @@ class PipelineBenchmark:
     samples: Positive = 64
     """Number of distinct samples, a multiple of the batch. All are visited once before anything is timed, because
     formats such as aq-sgd send known samples in fewer bits."""
+    compute: Duration = Duration()
+    """Time of a stage's forward pass of one micro-batch, such as 50ms; the backward pass takes twice as long. Stages
+    then only wait, as for a device, and hand recorded activations and gradients of `model` to the codecs, so that
+    models can be measured that need a GPU. Nothing is learned. 0ms: the stages compute."""
     device: Device = "cpu"
     """cuda: ranks share the GPUs of the machine; PyTorch's own stage does not support this."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
@@ -100,9 +107,24 @@ class PipelineBenchmark:
     def __post_init__(self) -> None:
         if len(set(self.splits)) < len(self.splits):
             raise ConfigError(f"splits is {', '.join(map(str, self.splits))}; allowed: each once")
+        if self.compute.seconds and (unfit := self._unfit_for_waiting()):
+            raise ConfigError(f"compute is {self.compute} and {unfit}, or compute 0ms")
         check_samples(self)
         for pipeline in self.pipelines:
             check_recipes(self, pipeline)
+
+    def _unfit_for_waiting(self) -> str:
+        """Name a setting that does not permit stages that wait, with what is allowed; empty if there is none."""
+        if self.device != "cpu":
+            return f"device is {self.device}; allowed: cpu"
+        if self.evaluations:
+            return f"evaluations is {self.evaluations}; allowed: 0"
+        if self.model.dropout:
+            return f"model.dropout is {self.model.dropout:g}; allowed: 0"
+        for pipeline in self.pipelines:
+            if pipeline.schedule not in UNSPLIT:
+                return f"schedule is {pipeline.schedule}; allowed: {', '.join(UNSPLIT)}"
+        return ""
 
     @property
     def pipelines(self) -> list[PipelineConfig]:
@@ -122,7 +144,9 @@ def measure(settings: PipelineBenchmark, earlier: Sequence[Row]) -> Iterator[Seq
         fastest on the unlimited link), `bits_forward`, `bits_backward`, `bytes_per_step` (all ranks, both ways),
         `seconds_per_step`, `compute_seconds`, `codec_seconds` (including `checksum_seconds`), `wait_seconds` (of a
         step, mean over ranks), `loss` (of the last step; all boundaries of a link have done the same steps),
-        `state_bytes` (kept between steps, all ranks), `steps`, `evaluation_seconds` (None without evaluations).
+        `state_bytes` (kept between steps, all ranks), `steps`, `evaluation_seconds` (None without evaluations),
+        `codec_mbit` (a link that one rank's codec can just keep busy; None for PyTorch's own stage). With `compute`,
+        `loss` is None.
     """
     with tempfile.TemporaryDirectory() as folder:
 
@@ -142,7 +166,7 @@ def measure(settings: PipelineBenchmark, earlier: Sequence[Row]) -> Iterator[Seq
             yield rows_of(settings, taken)
 
 
-def row_of(one: Taken, backward: str) -> dict[str, Any]:
+def row_of(one: Taken, backward: str, *, trained: bool) -> dict[str, Any]:
     """Return the row of one boundary on one link, without comparisons."""
     split, connections, boundary = one.contender["name"].split(" ", 2)
     steps = [step for turn in one.turns for step in merged(answer["steps"] for answer in turn)]
@@ -164,16 +188,22 @@ def row_of(one: Taken, backward: str) -> dict[str, Any]:
         "seconds_per_step": median("seconds"),
         "bytes_per_step": round(median("bytes_sent")),
         **{name: median(name) for name in MEDIANS},
-        "loss": steps[-1]["loss"],
+        "codec_mbit": _codec_mbit(median("bytes_sent") / one.ranks, median("codec_seconds")),
+        "loss": steps[-1]["loss"] if trained else None,
         "steps": len(steps),
         "evaluation_seconds": statistics.median(evaluations) if evaluations else None,
         "state_bytes": sum(answer["state_bytes"] for answer in one.turns[-1]),
     }
 
 
+def _codec_mbit(sent: float, seconds: float) -> float | None:
+    """Return the rate of a link that carries `sent` bytes as fast as a rank's codec makes them and reads others."""
+    return 8e-6 * sent / seconds if seconds else None
+
+
 def rows_of(settings: PipelineBenchmark, taken: Sequence[Taken]) -> list[dict[str, Any]]:
     """Return a row for each link, split and boundary, with comparisons that need more than one other row."""
-    rows = [row_of(one, settings.backward) for one in taken]
+    rows = [row_of(one, settings.backward, trained=not settings.compute.seconds) for one in taken]
     unlimited = max((row["tokens_per_second"] for row in rows if row["link_mbit"] is None), default=None)
     stock: dict[str, float] = {}
     for row in rows:
@@ -202,7 +232,10 @@ def _open(
     if data.tokenizer == "bytes":
         data = replace(data, max_bytes=min(data.max_bytes, 2 * windows * data.sequence))
     config = recipe(settings, boundary, pipeline=pipeline, data=data, output=folder, eval_batches=settings.evaluations)
-    ranks.ask("open", name=name, config=as_mapping(config), samples=settings.samples, connections=connections)
+    ranks.ask(
+        "open", name=name, config=as_mapping(config), samples=settings.samples, connections=connections,
+        compute=settings.compute.seconds,
+    )  # fmt: skip
     ranks.ask("steps", name=name, count=settings.samples // settings.data.batch)
 
 
@@ -248,6 +281,7 @@ COMMAND = Command(
     examples=(
         "lowbit bench pipeline --link 100mbit --boundary stock-fp32,transform",
         "lowbit bench pipeline --link 25mbit,100mbit/40ms --png speed.png",
+        "lowbit bench pipeline --compute 50ms --model.dim 4096 --boundary fp32,transform",
     ),
     settings=PipelineBenchmark,
     measure=measure,
@@ -285,6 +319,7 @@ COMMAND = Command(
                 Column("com-\npute", "compute_seconds", "{:.2f}"),
                 Column("codec", "codec_seconds", "{:.2f}"),
                 Column("wait", "wait_seconds", "{:.2f}"),
+                Column("codec\nMbit/s", "codec_mbit", "{:,.0f}"),
                 Column("eval", "evaluation_seconds", "{:.2f}"),
                 Column("loss", "loss", "{:.3f}"),
                 Column("state\nMB", lambda row: row["state_bytes"] / 1e6, "{:.1f}"),

@@ -13,8 +13,9 @@ from lowbit.train.config import from_mapping
 from lowbit.train.data import Order
 from lowbit.train.loop import Run
 from lowbit.train.metrics import StepMetrics
-from lowbit.train.prepare import prepare
+from lowbit.train.prepare import Prepared, prepare
 from lowbit.train.trainer import Trainer
+from lowbit_lab.bench.device import Device, Recording
 from lowbit_lab.bench.worker import TIMEOUT_SECONDS, report_progress, serve
 
 
@@ -25,8 +26,10 @@ class Runs:
         self._trainers: dict[str, Trainer] = {}
         self._steps: dict[str, int] = {}
         self._connections: dict[str, int] = {}
+        self._devices: dict[str, Device] = {}
+        self._recordings: dict[str, Recording] = {}
 
-    def open(self, name: str, config: dict[str, Any], samples: int, connections: int = 1) -> None:
+    def open(self, name: str, config: dict[str, Any], samples: int, connections: int = 1, compute: float = 0.0) -> None:
         """Set up a run.
 
         Args:
@@ -34,11 +37,14 @@ class Runs:
             config: of the run, as nested mappings.
             samples: windows of the text to train on, in every epoch; 0: all.
             connections: for each pair of ranks, at all steps of this run, which posts receives for the next ones.
+            compute: seconds that a stage waits in a forward pass, with recorded activations; 0: it computes.
         """
         trainer = _trainer(config)
         if samples:
             trainer.order = Order(samples=samples, batch=trainer.config.data.batch, seed=trainer.config.run.seed)
         self._trainers[name], self._steps[name], self._connections[name] = trainer, 0, connections
+        if compute:
+            self._devices[name] = Device(trainer, self._recording(trainer.prepared, samples), compute)
 
     def steps(self, name: str, count: int) -> list[dict[str, Any]]:
         """Advance a run; return metrics of each step (`lowbit.train.metrics.StepMetrics`)."""
@@ -46,8 +52,21 @@ class Runs:
         dist.barrier()
         start = self._steps[name]
         self._steps[name] += count
-        done = [self._trainers[name].step(step) for step in range(start, start + count)]
-        return [dataclasses.asdict(metrics) for metrics in done]
+        return [self._step(name, step) for step in range(start, start + count)]
+
+    def _step(self, name: str, step: int) -> dict[str, Any]:
+        trainer = self._trainers[name]
+        if name in self._devices:
+            self._devices[name].ids = trainer.order.ids(step)
+        return dataclasses.asdict(trainer.step(step))
+
+    def _recording(self, prepared: Prepared, samples: int) -> Recording:
+        """Return the recording of a model cut into these stages; contenders that differ in formats share it."""
+        config, samples = prepared.config, samples or len(prepared.data.train)
+        key = f"{config.model} {config.data} {prepared.layout} {config.run.seed} {config.pipeline.boundary}"
+        if key not in self._recordings:
+            self._recordings[key] = Recording(prepared, samples)
+        return self._recordings[key]
 
     def turn(self, name: str, count: int, *, evaluate: bool) -> dict[str, Any]:
         """Take `count` steps, and evaluate. A step before them is not counted: caches are cold and TCP starts again."""

@@ -4,12 +4,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
-from lowbit.codecs import SubspaceQuant, parse, parse_pair
+from lowbit.codecs import SubspaceQuant, TransformQuant, parse, parse_pair
 from lowbit.report import Report, compare, run
 from lowbit.train.boundaries import make_codecs
 from lowbit.train.config import DataConfig, ModelConfig, PipelineConfig
+from lowbit.train.model import build_model, next_token_loss
+from lowbit.train.prepare import prepare
 from lowbit.wire.checksum import CHECKSUM_BYTES
+from lowbit_lab.bench.device import Duration, Recording
 from lowbit_lab.bench.pipeline import COMMAND, PipelineBenchmark, rows_of
 from lowbit_lab.bench.recipes import Split, recipe
 from lowbit_lab.bench.sums import Taken
@@ -160,3 +165,53 @@ def test_no_link_or_distance_says_why_and_what_to_do(monkeypatch: pytest.MonkeyP
         run(COMMAND, dataclasses.replace(TINY, links=(Link(100.0), Link(None))))
     about = {"link": "unlimited", "link_mbit": None, "link_rtt_ms": 0.0, "goodput_mbit": None, "rtt_ms": None}
     assert set_link(None, Link(None)) == about
+
+
+def test_stages_that_wait_send_what_the_model_would():
+    compute = Duration.parse("20ms")
+    few = dataclasses.replace(TINY, boundaries=("stock-fp32", "fp32", "transform"), rounds=1, compute=compute)
+    rows = {row["boundary"]: row for row in run(COMMAND, few).rows}
+    passes = few.pipeline.stages_per_rank * few.pipeline.microbatches
+    for row in rows.values():
+        assert row["compute_seconds"] >= passes * 3 * compute.seconds
+        assert row["loss"] is None
+    message = (BATCH // TINY.pipeline.microbatches, SEQUENCE, DIM)
+    assert rows["transform"]["bits_forward"] == pytest.approx(TransformQuant().bits_per_element(message), abs=0.1)
+    assert rows["stock-fp32"]["bytes_per_step"] >= BYTES_FP32
+    assert rows["transform"]["codec_mbit"] > 0
+    assert rows["stock-fp32"]["codec_mbit"] is None
+
+
+def test_recorded_gradients_are_those_of_a_whole_batch():
+    prepared = prepare(recipe(TINY, "fp32"), ranks=2)
+    recording = Recording(prepared, samples=3)
+    model = build_model(prepared.config.model, vocab=prepared.vocab, sequence=SEQUENCE, seed=TINY.seed)
+    kept: list[Tensor] = []
+
+    def keep(_module: nn.Module, _inputs: object, output: Tensor) -> None:
+        output.retain_grad()
+        kept.append(output)
+
+    for layer in model.base_model.layers[:-1]:
+        layer.register_forward_hook(keep)
+    inputs, targets = prepared.data.train.batch(torch.arange(3))
+    next_token_loss(model(inputs).logits, targets).backward()
+    for boundary, output in enumerate(kept):
+        torch.testing.assert_close(recording.outputs[boundary], output.detach())
+        torch.testing.assert_close(recording.gradients[boundary] / 3, output.grad)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"evaluations": 1}, "compute is 50ms and evaluations is 1; allowed: 0, or compute 0ms"),
+        ({"device": "cuda"}, "compute is 50ms and device is cuda; allowed: cpu"),
+        ({"model": ModelConfig(dropout=0.1)}, "compute is 50ms and model.dropout is 0.1; allowed: 0"),
+        ({"pipeline": PipelineConfig(schedule="ZBVZeroBubble", stages_per_rank=2)}, "schedule is ZBVZeroBubble"),
+        ({"compute": "50"}, "time is '50'; allowed: a number with a unit, such as 50ms"),
+        ({"compute": "-5ms"}, "time is '-5ms'; allowed"),
+    ],
+)
+def test_what_cannot_wait_is_refused(changes: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        PipelineBenchmark(**{"compute": "50ms", **changes})
