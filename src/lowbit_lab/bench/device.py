@@ -34,7 +34,7 @@ class Duration:
         """Parse the text of a duration."""
         if found := re.fullmatch(r"(\d+\.?\d*|\.\d+)(ms|s)", text):
             return cls(float(found[1]) / (1000 if found[2] == "ms" else 1))
-        raise ValueError(f"time is {text!r}; allowed: a number with a unit, such as 50ms or 1.5s")
+        raise ValueError(f"compute is {text!r}; allowed: a number with a unit, such as 50ms or 1.5s")
 
     def __str__(self) -> str:
         return f"{1000 * self.seconds:g}ms"

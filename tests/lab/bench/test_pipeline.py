@@ -208,8 +208,8 @@ def test_recorded_gradients_are_those_of_a_whole_batch():
         ({"device": "cuda"}, "compute is 50ms and device is cuda; allowed: cpu"),
         ({"model": ModelConfig(dropout=0.1)}, "compute is 50ms and model.dropout is 0.1; allowed: 0"),
         ({"pipeline": PipelineConfig(schedule="ZBVZeroBubble", stages_per_rank=2)}, "schedule is ZBVZeroBubble"),
-        ({"compute": "50"}, "time is '50'; allowed: a number with a unit, such as 50ms"),
-        ({"compute": "-5ms"}, "time is '-5ms'; allowed"),
+        ({"compute": "50"}, "compute is '50'; allowed: a number with a unit, such as 50ms"),
+        ({"compute": "-5ms"}, "compute is '-5ms'; allowed"),
     ],
 )
 def test_what_cannot_wait_is_refused(changes: dict[str, Any], message: str):
