@@ -31,7 +31,7 @@ GPU_TESTS := $(addprefix tests/,codecs/test_gpu.py pipeline/test_side_streams.py
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 
-demo: $(VENV)/.installed-lab ## Train a small Llama over a slow link: PyTorch's stage, lowbit's in FP32, lowbit's in few bits
+demo: $(VENV)/.installed-lab ## Train a small Llama over two slow links: PyTorch's stage, lowbit's in FP32, lowbit's in few bits
 	@$(BIN)/lowbit demo
 
 test: $(VENV)/.installed-dev ## Run the test suite (ARGS="-k codecs" is handed to pytest)

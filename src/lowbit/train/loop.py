@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 _TRIAL_SECONDS = 1.0  # of the probe of a link with another number of connections
 
 
-def train(config: TrainConfig, *, on_step: Callable[[StepMetrics], None] | None = None) -> Summary:
+def train(config: TrainConfig, *, on_step: Callable[[StepMetrics], bool | None] | None = None) -> Summary:
     """Train, evaluate and save; call it on every rank of the environment (RANK, WORLD_SIZE, MASTER_*).
 
     Without such an environment this process trains alone. An existing process group is used; otherwise one is made for
@@ -63,7 +63,8 @@ def train(config: TrainConfig, *, on_step: Callable[[StepMetrics], None] | None 
 
     Args:
         config: the same on every rank.
-        on_step: called after every step, on every rank, with metrics over all ranks.
+        on_step: called after every step, on every rank, with metrics over all ranks. If it returns true, which it must
+            do on all ranks or none, training ends after this step as after the last one.
 
     Raises:
         ConfigError: (before anything starts) the configuration cannot work.
@@ -125,7 +126,7 @@ class Run:
             self.folder.unlock()
             raise
 
-    def finish(self, on_step: Callable[[StepMetrics], None] | None = None) -> Summary:
+    def finish(self, on_step: Callable[[StepMetrics], bool | None] | None = None) -> Summary:
         """Run the remaining steps and the final evaluation, and save the model."""
         run, trainer = self.config.run, self.trainer
         try:
@@ -140,9 +141,10 @@ class Run:
                 done, steps_here = metrics.step, steps_here + 1
                 for watcher in self._watchers:
                     watcher.record(metrics)
-                if on_step is not None:
-                    on_step(metrics)
+                enough = on_step is not None and on_step(metrics)
                 self._end_step(metrics)
+                if enough:
+                    break
             return self._conclude(steps_here, before)
         finally:
             try:

@@ -117,7 +117,7 @@ def summarize(
     for each in (*(m.parts for m in history), *outside):
         parts.update(each)
     return Summary(
-        steps=config.run.steps, steps_here=len(history) if here is None else here,
+        steps=history[-1].step if history else config.run.steps, steps_here=len(history) if here is None else here,
         bytes_sent=sum(parts.values()), parts={name: nbytes for name, nbytes in parts.items() if nbytes},
         loss=statistics.fmean(m.loss for m in history[-_LAST:]) if history else None,
         held_out_loss=losses.get("held_out_loss"), held_out_loss_codecs=losses.get("held_out_loss_codecs"),

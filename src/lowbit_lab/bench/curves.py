@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import statistics
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lowbit.report import Row
 
-_SMOOTHED_STEPS = 8
+_SMOOTHED_SECONDS = 2.0
 
 
 def curve(metrics: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
-    """Return points of (seconds of training, mean training loss of the last steps)."""
-    points, seconds = [], 0.0
-    for i, step in enumerate(metrics):
+    """Return points of (seconds of training, mean training loss of the steps of the last two seconds)."""
+    points, seconds, recent = [], 0.0, deque[tuple[float, float]]()
+    for step in metrics:
         seconds += step["seconds"]
-        recent = [m["loss"] for m in metrics[max(0, i + 1 - _SMOOTHED_STEPS) : i + 1]]
-        points.append((seconds, sum(recent) / len(recent)))
+        recent.append((seconds, step["loss"]))
+        while recent[0][0] < seconds - _SMOOTHED_SECONDS:
+            recent.popleft()
+        points.append((seconds, statistics.fmean(loss for _, loss in recent)))
     return points
 
 

@@ -13,15 +13,19 @@ from lowbit.train.progress import Rhythm
 
 _WIDE = 100  # characters of a terminal that has room for bars next to the text
 _SPEED_SECONDS = 120.0
+Advance = Callable[..., None]
 
 
 @contextmanager
-def step_bars(steps: Mapping[str, int], console: Console) -> Iterator[Callable[[str, str], None]]:
-    """Show progress for each name, with its number of steps; yield a function that advances one and shows a line."""
+def step_bars(steps: Mapping[str, int], console: Console) -> Iterator[Advance]:
+    """Show progress for each name, with its number of steps; yield a function that advances one and shows a line.
+
+    Its arguments: the name, the line, and the number of steps if not 1.
+    """
     yield from _bars(steps, console) if console.is_terminal else _lines(steps, console)
 
 
-def _bars(steps: Mapping[str, int], console: Console) -> Iterator[Callable[[str, str], None]]:
+def _bars(steps: Mapping[str, int], console: Console) -> Iterator[Advance]:
     wide = [BarColumn(10), TimeElapsedColumn()] if console.width >= _WIDE else []
     columns = (
         TextColumn("{task.fields[name]}", markup=False), MofNCompleteColumn(), *wide, TimeRemainingColumn(compact=True),
@@ -30,21 +34,21 @@ def _bars(steps: Mapping[str, int], console: Console) -> Iterator[Callable[[str,
     with Progress(*columns, console=console, speed_estimate_period=_SPEED_SECONDS) as bars, filtered_again():
         tasks = {name: bars.add_task("", total=total, name=name, start=False) for name, total in steps.items()}
 
-        def step(name: str, line: str) -> None:
+        def step(name: str, line: str, steps: int = 1) -> None:
             if not bars.tasks[tasks[name]].started:
                 bars.start_task(tasks[name])
-            bars.update(tasks[name], advance=1, description=line)
+            bars.update(tasks[name], advance=steps, description=line)
 
         yield step
 
 
-def _lines(steps: Mapping[str, int], console: Console) -> Iterator[Callable[[str, str], None]]:
-    done = dict.fromkeys(steps, 0)
+def _lines(steps: Mapping[str, int], console: Console) -> Iterator[Advance]:
+    done, total = dict.fromkeys(steps, 0), steps
     rhythms: dict[str, Rhythm] = {}
 
-    def step(name: str, line: str) -> None:
-        done[name] += 1
-        if rhythms.setdefault(name, Rhythm(steps[name])).due(done[name]):
-            console.print(f"{name}  {done[name]}/{steps[name]}  {line}", markup=False, highlight=False, soft_wrap=True)
+    def step(name: str, line: str, steps: int = 1) -> None:
+        done[name] += steps
+        if rhythms.setdefault(name, Rhythm(total[name])).due(done[name]):
+            console.print(f"{name}  {done[name]}/{total[name]}  {line}", markup=False, highlight=False, soft_wrap=True)
 
     yield step

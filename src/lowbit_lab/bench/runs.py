@@ -15,6 +15,7 @@ from lowbit.train.loop import Run
 from lowbit.train.metrics import StepMetrics
 from lowbit.train.prepare import Prepared, prepare
 from lowbit.train.trainer import Trainer
+from lowbit.wire.json_values import gather_json
 from lowbit_lab.bench.device import Device, Recording
 from lowbit_lab.bench.worker import TIMEOUT_SECONDS, report_progress, serve
 
@@ -94,14 +95,19 @@ class Runs:
         stages = self._trainers[name].pipeline.stages
         return sum(stage.state_bytes() for stage in stages if isinstance(stage, LowBitStage))
 
-    def train(self, config: dict[str, Any]) -> None:
-        """Run a whole training with all its files, as `lowbit train` does; rank 0 reports each step."""
+    def train(self, config: dict[str, Any], seconds: float) -> None:
+        """Run a training with all its files, as `lowbit train` does, for about this time; rank 0 reports each step."""
+        run, passed = Run(_trainer(config)), 0.0
 
-        def report(metrics: StepMetrics) -> None:
+        def report(metrics: StepMetrics) -> bool:
+            nonlocal passed
+            passed += metrics.seconds
             if dist.get_rank() == 0:
                 report_progress(dataclasses.asdict(metrics))
+            enough = passed + metrics.seconds / 2 > seconds  # the next step would end farther from it than this one
+            return gather_json(enough, run.trainer.side)[0]
 
-        Run(_trainer(config)).finish(report)
+        run.finish(report)
 
     def _evaluate(self, name: str, codecs: Any) -> float:
         trainer = self._trainers[name]
