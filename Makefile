@@ -26,7 +26,7 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 GPU_TESTS := $(addprefix tests/,codecs/test_gpu.py pipeline/test_side_streams.py train/test_device.py lab/bench/test_convergence.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-lab test-integrations test-slow test-cpus test-torch test-docs fuzz torture gpu-test docs docs-serve docs-browser reports-browser real-models reference package lint format clean
+.PHONY: help demo test test-lab test-integrations test-slow test-cpus test-torch test-docs fuzz torture gpu-test gpu-report docs docs-serve docs-browser reports-browser real-models reference package lint format clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -59,6 +59,9 @@ torture: $(VENV)/.installed-dev ## Hurt real runs at random moments (ARGS="--tri
 
 gpu-test: ## Run what needs a GPU, with the PyTorch and Triton that PYTHON has; skips without one
 	@PYTHONPATH=src $(PYTHON) -m pytest $(GPU_TESTS) $(ARGS)
+
+gpu-report: ## Test and measure on this machine's GPU and write docs/results/gpu.md, with the PyTorch that PYTHON has
+	@PYTHONPATH=src $(PYTHON) -m benchmarks.gpu_report $(GPU_TESTS)
 
 fuzz: $(VENV)/.installed-dev ## Attack the decoders with hostile bytes for longer than the tests do (MINUTES=10, SEED=...)
 	@$(BIN)/python -m tests.fuzz --minutes $(MINUTES) --seed $(SEED) --jobs 2

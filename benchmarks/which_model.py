@@ -161,12 +161,17 @@ def _time(row: Row) -> str:
 def with_tables(page: str, rows: Sequence[Row]) -> str:
     """Return the page with the tables of these rows between its marks."""
     for name, table in tables(rows).items():
-        before, mark, rest = page.partition(BEGIN.format(name))
-        _, end, after = rest.partition(END)
-        if not end:
-            raise ValueError(f"the page has no {BEGIN.format(name)} with its {END}; allowed: one for each table")
-        page = f"{before}{mark}\n\n{table}\n\n{end}{after}"
+        page = replaced(page, name, table)
     return page
+
+
+def replaced(page: str, name: str, text: str) -> str:
+    """Return a page with this text between the mark of this name and the next end."""
+    before, mark, rest = page.partition(BEGIN.format(name))
+    _, end, after = rest.partition(END)
+    if not end:
+        raise ValueError(f"the page has no {BEGIN.format(name)} with its {END}; allowed: one for each table")
+    return f"{before}{mark}\n\n{text}\n\n{end}{after}"
 
 
 def recorded() -> list[Row]:
