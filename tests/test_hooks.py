@@ -72,3 +72,15 @@ def test_badges_are_left_out_and_words_behind_a_language_too():
 )
 def test_lists_are_those_of_github(written: str, wanted: str):
     assert [line.rstrip() for line in shown(written).splitlines()] == wanted.splitlines()
+
+
+def test_terms_of_the_glossary_have_hover_text():
+    from docs.hooks.site import hover_text
+
+    terms = hover_text()
+    assert terms["RTT"] == "Round-trip time: how long a small message takes to the other end and back."
+    assert terms["boundary"] == terms["Boundaries"] == terms["boundaries"]
+    assert terms["micro-batches"].startswith("A part of a batch; ")
+    assert terms["one-shot"] == terms["two-shot"]
+    assert "link" not in terms, "a word that pages use in other senses, too"
+    assert [text for text in terms.values() if not text.strip() or set("[]`*") & set(text)] == []

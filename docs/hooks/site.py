@@ -33,17 +33,42 @@ _FENCE_WORDS = re.compile(r"^( *```+\w+) [^\n`]*$", re.M)
 _PICTURE = re.compile(r"<picture>(?P<sources>.*?)<img(?P<light>[^>]*?)/?>\s*</picture>", re.S)
 _BADGE = re.compile(r"\[!\[[^\]]*\]\(https?:[^)]*\)\]\([^)]*\)\n?|!\[[^\]]*\]\(https?:[^)]*\)\n?")
 _IMAGE = re.compile(r"\bsrc=\"([^\"]+)\"")
+_ENTRY = re.compile(r"^## (.+)\n\n(.+?\.)(?= |$)", re.M)
+_NOT_TEXT = re.compile(r" \(\[[^\]]*\]\([^)]*\)\)|\]\([^)]*\)|[\[\]`*]")
+_EVERYDAY = {
+    "agreement",
+    "directions",
+    "group",
+    "link",
+    "scale",
+    "session",
+    "spread",
+    "step",
+    "width",
+}  # also mean others
 _DARK = re.compile(r"<source(?=[^>]*prefers-color-scheme: dark)[^>]*srcset=\"([^\"]+)\"")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Take names and addresses from pyproject.toml."""
+    """Take names and addresses from pyproject.toml, and hover text from the glossary."""
+    config.mdx_configs["abbr"] = {"glossary": hover_text()}
     config.site_url = os.environ.get("READTHEDOCS_CANONICAL_URL", ADDRESSES["documentation"])
     config.site_description = SETTINGS["project"]["description"]
     if source := ADDRESSES["repository"]:
         # Not `repo_url`: the theme would ask GitHub's servers for the number of stars while a page is read.
         config.extra["social"] = [{"icon": "fontawesome/brands/github", "link": source, "name": "Source"}]
     return config
+
+
+def hover_text() -> dict[str, str]:
+    """Return the first sentence of each entry of the glossary by its term, as pages write it."""
+    shown: dict[str, str] = {}
+    for heading, sentence in _ENTRY.findall((ROOT / "docs/glossary.md").read_text(encoding="utf-8")):
+        for term in heading.split(", ") if heading not in _EVERYDAY else ():
+            many = re.sub("y$", "ie", re.sub("(ch|s)$", r"\1e", term)) + "s" if term.islower() else term
+            forms = {form for word in (term, many) for form in (word, word[0].upper() + word[1:])}
+            shown |= dict.fromkeys(forms, _NOT_TEXT.sub("", sentence))
+    return shown
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
