@@ -13,6 +13,10 @@ LINES = [
     ("train --run.output.x 1", "unknown option --run.output.x; did you mean --run.output?; see lowbit train --help"),
     ("train missing.toml", "error: configuration file missing.toml: No such file or directory"),
     ("train --steps 3", "error: unknown option --steps; did you mean --run.steps?; see lowbit train --help"),
+    ("train --resume --overwrite", "run.resume and run.overwrite are both true; allowed: one of the two"),
+    ("train --data.text folder", "data.text has 'folder', where there is no file; allowed: a folder with a file"),
+    ("bench pipeline --link -25mbit", "link is '-25mbit': cannot read '-25mbit'; allowed:"),
+    ("plan pipeline cluster.toml", "machine 'desk': machine.tflops is -1; allowed: at least 0"),
     ("train --allow-change run.steps", "run.allow_change is ['run.steps'] and run.resume is false"),
     ("bench pipeline --link fast", "link is 'fast': cannot read 'fast'; allowed:"),
     ("bench convergence --seed a", "seeds is ['a']; allowed: an integer or a list of integers"),
@@ -43,6 +47,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         Path(name).mkdir()
         Path(name, "config.json").write_text(json.dumps(config))
     Path("folder").mkdir()
+    Path("cluster.toml").write_text('[[machine]]\nname = "desk"\ntflops = -1\n')
     Path("text.txt").write_text("no tensor")
     Path("text.pt").write_text("no tensor")
 

@@ -36,7 +36,7 @@ def test_files_folders_and_patterns(folder, names, expected):
 
 @pytest.mark.parametrize("name", ["absent.txt", "*.none"])
 def test_a_path_without_files_is_named(folder, name):
-    with pytest.raises(ConfigError, match=r"data\.text '.*" + name.replace("*", r"\*")):
+    with pytest.raises(ConfigError, match=r"data\.text has '.*" + name.replace("*", r"\*")):
         list(documents(DataConfig(text=(str(folder / name),))))
 
 

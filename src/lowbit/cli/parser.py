@@ -174,6 +174,9 @@ class Parser(argparse.ArgumentParser):
             if word in ("true", "false") and spelled and spelled[-1] in self._flags:
                 spelled[-1] += f"={word}"
                 continue
+            if re.match(r"-\.?\d", word) and spelled and spelled[-1] in self._option_string_actions:
+                spelled[-1] += f"={word}"  # a negative value, such as -25mbit, which argparse would take for an option
+                continue
             option, equals, value = word.partition("=")
             spelled.append(options.get(option.replace("_", "-"), option) + equals + value)
         return [self._flags.get(word, word) for word in spelled]

@@ -14,6 +14,7 @@ _SHORT = {
     "pipeline.ranks": "--ranks",
     "run.resume": "--resume",
     "run.allow_change": "--allow-change",
+    "run.overwrite": "--overwrite",
     "run.supervise": "--supervise",
     "run.trace": "--trace",
 }

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
 
@@ -15,6 +15,7 @@ from lowbit.config import ConfigError, NonNegative, Positive, build, section
 from lowbit.config.files import read_toml
 from lowbit.plan.sizes import parse_bytes
 
+_Part = TypeVar("_Part")
 Rate = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 
@@ -168,8 +169,8 @@ class Cluster:
             raise ConfigError(f"{path} has {', '.join(sorted(unknown))}; known: [[machine]], [[link]]")
         machines, links = (_list(values, name, path) for name in ("machine", "link"))
         return cls(
-            machines=tuple(build(Machine, each, "machine") for each in machines),
-            links=tuple(build(ClusterLink, each, "link") for each in links),
+            machines=tuple(_built(Machine, each, "machine", "name") for each in machines),
+            links=tuple(_built(ClusterLink, each, "link", "between") for each in links),
         )
 
     @cached_property
@@ -189,6 +190,15 @@ class Cluster:
             if {a, b} == set(link.between) or not link.between:
                 return link
         raise ConfigError(f"the cluster has no link between {a} and {b}; allowed: one, or one without between for all")
+
+
+def _built(cls: type[_Part], values: Any, kind: str, name: str) -> _Part:
+    """Build a section; an error begins with what the file calls it."""
+    try:
+        return build(cls, values, kind)
+    except ConfigError as error:
+        named = values.get(name) if isinstance(values, Mapping) else None
+        raise ConfigError(f"{kind} {named!r}: {error}" if named else str(error)) from None
 
 
 def _list(values: Mapping[str, Any], name: str, path: str) -> list[Any]:

@@ -86,7 +86,8 @@ def files_named(patterns: tuple[str, ...], key: str) -> list[Path]:
         else:
             matches = sorted(Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file())
         if not matches:
-            raise ConfigError(f"{key} {pattern!r}: no such file, folder or pattern with a match")
+            allowed = "a folder with a file" if path.is_dir() else "a file, a folder, or a pattern that matches a file"
+            raise ConfigError(f"{key} has {pattern!r}, where there is no file; allowed: {allowed}")
         files.extend(matches)
     return files
 
