@@ -35,17 +35,8 @@ _BADGE = re.compile(r"\[!\[[^\]]*\]\(https?:[^)]*\)\]\([^)]*\)\n?|!\[[^\]]*\]\(h
 _IMAGE = re.compile(r"\bsrc=\"([^\"]+)\"")
 _ENTRY = re.compile(r"^## (.+)\n\n(.+?\.)(?= |$)", re.M)
 _NOT_TEXT = re.compile(r" \(\[[^\]]*\]\([^)]*\)\)|\]\([^)]*\)|[\[\]`*]")
-_EVERYDAY = {
-    "agreement",
-    "directions",
-    "group",
-    "link",
-    "scale",
-    "session",
-    "spread",
-    "step",
-    "width",
-}  # also mean others
+# Also mean other things on these pages.
+_EVERYDAY = {"agreement", "directions", "group", "link", "scale", "session", "spread", "step", "width"}
 _DARK = re.compile(r"<source(?=[^>]*prefers-color-scheme: dark)[^>]*srcset=\"([^\"]+)\"")
 
 

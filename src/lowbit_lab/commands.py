@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class Demo:
     """`lowbit demo`."""
 
-    summary = "Train over links of 25 and 100 Mbit/s in FP32 and in few bits, side by side."
+    summary = "Train over slow links in FP32 and in few bits."
     examples: tuple[str, ...] = ("lowbit demo", "lowbit demo --output runs/my-demo")
 
     def parser(self, program: str) -> Parser:

@@ -281,7 +281,7 @@ COMMAND = Command(
     examples=(
         "lowbit bench pipeline --link 100mbit --boundary stock-fp32,transform",
         "lowbit bench pipeline --link 25mbit,100mbit/40ms --png speed.png",
-        "lowbit bench pipeline --compute 50ms --model.dim 4096 --boundary fp32,transform",
+        "lowbit bench pipeline --compute 50ms --model.dim 4096 --boundary int4",
     ),
     settings=PipelineBenchmark,
     measure=measure,
