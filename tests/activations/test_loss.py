@@ -54,7 +54,7 @@ def both(model: nn.Module, target: Tensor) -> tuple[dict[Any, int], list[Tensor]
 @pytest.mark.parametrize("kwargs", [{}, {"reduction": "sum"}, {"ignore_index": 7}], ids=str)
 @pytest.mark.parametrize("chunk", [1 << 22, 200])
 def test_logits_are_saved_in_16_bits(dtype: torch.dtype, kwargs: Any, chunk: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("lowbit.activations.loss._CHUNK", chunk)
+    monkeypatch.setattr("lowbit.activations.handlers._CHUNK", chunk)
     target = inputs()[1]
     target = target.clamp(min=0) if "ignore_index" in kwargs else target
     saved, losses, grads = both(Loss(dtype, **kwargs), target)

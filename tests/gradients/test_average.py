@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowbit.codecs import BlockFloat8, GroupInt
-from lowbit.collectives import AgreementError, PeerError, algorithms, all_reduce, reduce
+from lowbit.collectives import AgreementError, PeerError, algorithms, reduce
 from lowbit.gradients import GradientStorage, all_reduce_hook, average
 from lowbit.gradients.average import average_bytes
 from lowbit.wire import pytorch
@@ -124,38 +124,6 @@ def test_factors_that_differ_other_transports_and_rounding() -> None:
     assert equal_everywhere(storage)
 
 
-def error_of(storage: GradientStorage, parameters: list[nn.Parameter], exact: list[Tensor]) -> float:
-    found: Any = [storage.gradient(p) for p in parameters]
-    wrong = torch.cat([(f.double() - e).flatten() for f, e in zip(found, exact, strict=True)])
-    return float(wrong.norm() / torch.cat([e.flatten() for e in exact]).norm())
-
-
-@on_ranks
-def test_a_coding_less_is_an_error_less() -> None:
-    """Of the mean as stored, and of the mean that is decoded and coded again, against that of what is stored."""
-    errors: list[float] = []
-    for way in (
-        lambda storage: storage.average(),
-        lambda storage: storage.all_reduce(lambda flat: all_reduce(flat, FP8, op="avg", async_op=True, small=0)),
-    ):
-        torch.manual_seed(dist.get_rank())
-        parameters = [nn.Parameter(torch.zeros(shape)) for shape in ((300, 301), (77,), (128, 128))]
-        storage = GradientStorage(parameters)
-        for _ in range(3):
-            for parameter in parameters:
-                (parameter * torch.randn_like(parameter)).sum().backward()
-        storage.scale_(1 / 3)
-        exact: list[Any] = [storage.gradient(p) for p in parameters]
-        exact = [each.double() for each in exact]
-        for each in exact:
-            dist.all_reduce(each)
-        way(storage)
-        errors.append(error_of(storage, parameters, [each / dist.get_world_size() for each in exact]))
-    as_stored, recoded = errors
-    assert as_stored < 0.85 * recoded  # errors of the parts add half of a rounding's square: 1 / sqrt(1.5) = 0.82
-    assert as_stored < 0.03  # a single rounding to 4 significant bits
-
-
 class Floats(TorchDispatchMode):
     """The most elements of a floating-point tensor that an operator has made."""
 
@@ -250,39 +218,26 @@ def test_formats_that_are_not_cut_are_refused_and_one_rank_keeps_its_gradients(r
     assert ranks.run(refuses, ranks=1) == [str(torch.arange(4.0))]
 
 
-@pytest.mark.parametrize("view", [False, True])
 @on_ranks
-def test_under_ddp_gradients_are_right_but_its_buckets_stay(view: bool) -> None:
-    """Of three micro-batches a step."""
-    models = [DistributedDataParallel(layers(), gradient_as_bucket_view=view) for _ in range(2)]
+def test_under_ddp_gradients_are_right() -> None:
+    """Of three micro-batches a step; buckets are rebuilt after the first step."""
+    models = [DistributedDataParallel(layers(), gradient_as_bucket_view=True) for _ in range(2)]
     exact, low = models
-    buckets: dict[int, int] = {}
-    hook = all_reduce_hook(FP8, small=0)
-
-    def watch(state, bucket):  # DDP refuses annotations that are strings
-        buckets[bucket.buffer().data_ptr()] = bucket.buffer().nbytes
-        return hook(state, bucket)
-
-    low.register_comm_hook(None, watch)
-    storage, errors = GradientStorage(low.module), []
-    for step in range(3):
-        if step == 1:
-            buckets.clear()  # they are rebuilt after the first step
+    low.register_comm_hook(None, all_reduce_hook(FP8, small=0))
+    storage = GradientStorage(low.module)
+    for step in range(2):
         for part in range(3):
             x = torch.randn(4, 96, generator=torch.Generator().manual_seed(100 * step + 10 * part + dist.get_rank()))
             for model in models:
                 with contextlib.nullcontext() if part == 2 else model.no_sync():
                     model(x).square().mean().backward()
         storage.absorb()
-        pairs = zip(low.module.parameters(), exact.module.parameters(), strict=True)
-        wrong = [(storage.gradient(p), q.grad) for p, q in pairs]
-        errors.append(max(float((f - g).norm() / g.norm()) for f, g in wrong))  # pyright: ignore
+        for p, q in zip(low.module.parameters(), exact.module.parameters(), strict=True):
+            found: Any = storage.gradient(p)
+            assert (found - q.grad).norm() < 0.07 * q.grad.norm()  # pyright: ignore
         assert equal_everywhere(storage)
         storage.zero_()
         exact.zero_grad()
-    assert max(errors) < 0.07
-    held = sum(buckets.values()) / sum(p.numel() for p in low.parameters())
-    assert held == 4  # bytes a parameter of the buckets that stay, the same in the second step and the third
 
 
 def layers() -> nn.Sequential:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("transformers.distributed.pipeline_parallel")
 from lowbit.codecs import GroupInt
-from lowbit.integrations import transformers_line as line
+from lowbit.integrations import transformers as line
 from lowbit.integrations.transformers_parallel import load_parallel, low_bit_parallel_
 from lowbit.tensor_parallel import Calibration, CalibrationError, SumSettings, emulate_tensor_parallel_
 from tests.integrations.test_transformers import BYTE, EXACT, generated, logits_of, whole

@@ -23,7 +23,7 @@ from lowbit.collectives import AgreementError
 from lowbit.integrations import vllm as plugin
 from lowbit.integrations.vllm import VllmError, VllmSettings, has_prefill, settings_of
 from lowbit.tensor_parallel import CalibrationError, SumSettings, calibrate, low_bit_, tensor_parallel_
-from lowbit.tensor_parallel.plan import sharded_rowwise_layers
+from lowbit.tensor_parallel.sums import real_sums
 from tests.integrations.stand_in_vllm import CompilationConfig, Metadata, VllmConfig, stand_in
 from tests.processes import Ranks
 from tests.refused import refused
@@ -59,7 +59,8 @@ def served(
 
 def built(model: nn.Module, vllm: Any) -> nn.Module:
     """Let vLLM build the row-wise layers of a model on real ranks."""
-    for name, layer in sharded_rowwise_layers(model).items():
+    for name, summed in real_sums(model).items():
+        layer: Any = summed.module
         new = vllm.linear.RowParallelLinear(
             layer.in_features, layer.out_features, layer.bias is not None, params_dtype=layer.weight.dtype, prefix=name,
             return_bias=False,

@@ -27,7 +27,6 @@ _KINDS: dict[str, dict[str, Any]] = {
     "deepseek_v2": _LATENT,
     "deepseek_v3": _LATENT,
     "gpt_oss": {"num_local_experts": 4, "head_dim": 16},
-    "olmoe": {"num_experts": 4},
     "llama4_text": {
         "num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 96, "head_dim": 16,
         "interleave_moe_layer_step": 1,

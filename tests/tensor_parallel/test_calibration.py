@@ -23,9 +23,8 @@ from lowbit.tensor_parallel import (
     emulate_tensor_parallel_,
     files,
 )
-from lowbit.tensor_parallel.calibration import tables_of
+from lowbit.tensor_parallel.calibration import WIDTHS, spend, tables_of
 from lowbit.tensor_parallel.files import join
-from lowbit.tensor_parallel.formats import WIDTHS, spend
 from lowbit.tensor_parallel.observe import MOST_ROWS, Observer, sampling
 from lowbit.wire.groups import default_group
 from tests.processes import Ranks
@@ -171,10 +170,12 @@ def test_a_break_or_a_batch_changes_nothing_and_a_calibration_goes_on(calibratio
             raise KeyboardInterrupt
 
     model = Toy().train()
+    model.layers[0].eval()  # frozen
+    modes = [module.training for module in model.modules()]
     with pytest.raises(KeyboardInterrupt):
         calibrate(model, sequences(), ranks=2, state=state, save_every=2, progress=stop, text="toy text")
     assert done == [1, 2, 3]
-    assert model.training
+    assert [module.training for module in model.modules()] == modes
     again = calibrate(model, sequences(), ranks=2, state=state, text="toy text", progress=done.append)
     assert done == [1, 2, 3, 3, 4]
     assert again.fingerprint() == calibration.fingerprint()
@@ -401,18 +402,7 @@ def test_ranks_put_together_what_each_has_seen(ranks: Ranks):
     for tensors in ranks.run(gathers, {"a": 2, "b": 3}):
         for name, width in (("a.low", 2), ("a.mean", 2), ("b.low", 3), ("b.high", 3)):
             assert tensors[name][:2].tolist() == [[width] * width, [width + 100] * width]
-
-
-def test_ranks_with_other_layers_are_refused(ranks: Ranks):
     for outcome in ranks.outcomes(gathers, {"a": 2, "wider": 3}):
         assert outcome.kind == "CalibrationError"
         assert "'wider': 4" in outcome.text
         assert "'wider': 3" in outcome.text
-
-
-def test_calibrate_gives_every_module_its_own_mode_back():
-    model = Toy().train()
-    model.layers[0].eval()  # frozen
-    before = [module.training for module in model.modules()]
-    calibrate(model, sequences(), ranks=2)
-    assert [module.training for module in model.modules()] == before

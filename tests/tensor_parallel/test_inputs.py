@@ -68,23 +68,10 @@ def test_which_layers_may_send_inputs(caplog: pytest.LogCaptureFixture):
     assert "no layer sends its inputs in Cast" in caplog.text
 
 
-def test_a_budget_is_spent_where_it_helps_the_outputs():
-    narrow, wide = made(None, bits=4.6), made(None, bits=6.0)
-    for calibration, budget in ((narrow, 4.6), (wide, 6.0)):
-        assert budget - 1 < calibration.bits_per_value() <= budget
-        assert set(calibration.effects) == set(calibration.features)
-
-    def error(calibration: Calibration) -> float:
-        model = Toy()
-        whole = logits(model, ids())
-        with emulate_tensor_parallel_(model, 2, calibration, settings=CODED):
-            return float((logits(model, ids()) - whole).norm())
-
-    assert error(wide) < error(narrow) / 1.5
+def test_a_budget_counts_inputs_and_needs_measured_effects():
     with_inputs = made(INT8, bits=4.6)
     assert with_inputs.bits_per_value() <= 4.6
     assert set(with_inputs.effects) == set(with_inputs.features) - set(ATTENTION)
-    assert error(with_inputs) < error(narrow)
     with pytest.raises(ValueError, match="were not measured; allowed: a calibration made for a budget"):
         made(None).within(5.0)
 

@@ -15,8 +15,7 @@ from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kerne
 from lowbit.activations.follow import TorchCall, encoded, handles, large_enough, say_once
 from lowbit.activations.formats import coarser, finer
 from lowbit.activations.functions import first_order, owned
-from lowbit.activations.layers import attach_until_backward
-from lowbit.activations.recipes import Recipe, SavedTensors, decoded, release
+from lowbit.activations.recipes import Recipe, SavedTensors, attach_until_backward, decoded, release
 from lowbit.codecs import Codec
 
 _NAMES = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
@@ -92,7 +91,6 @@ class _Repeat:
             return leaves, self.func(*leaves, **self.options)
 
     def gradients(self, saved: SavedTensors, grad_out: Tensor, needed: Sequence[bool]) -> list[Tensor | None]:
-        """Gradients of q, k, v and the mask where they are needed."""
         try:
             leaves, out = self.ready.pop()
         except IndexError:  # it was not rebuilt yet, or another pass of the same graph has taken it
@@ -125,7 +123,6 @@ class _Repeated(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, out: Tensor, repeat: _Repeat,
         *payloads: Tensor,
     ) -> Tensor:  # fmt: skip
-        """`out`: the result."""
         ctx.repeat, ctx.present = repeat, (True, True, True, mask is not None)
         ctx.save_for_backward(*payloads, mask)
         return owned(out)

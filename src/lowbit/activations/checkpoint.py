@@ -168,7 +168,6 @@ class _Call:
         return out
 
     def run_again(self) -> None:
-        """Run the layer again to fill the empty slots."""
         if self.codec is None and self.kept._version != self.version:
             raise RuntimeError(
                 f"the input of layer {self.layer.name!r} was changed in place after the layer ran, so it cannot run "
@@ -193,7 +192,7 @@ class _Call:
 
         self.again, self.linears = True, 0
         try:
-            with self._as_before(), self._active(), torch.enable_grad(), saved_tensors_hooks(fill, _itself):
+            with self._as_before(), self._active(), torch.enable_grad(), saved_tensors_hooks(fill, lambda value: value):
                 self.run(x)
         except _Filled:
             return
@@ -223,7 +222,6 @@ class _Call:
 
     @contextlib.contextmanager
     def _as_before(self) -> Iterator[None]:
-        """Restore autocast and random numbers of the first run."""
         with contextlib.ExitStack() as stack:
             for kind, dtype, enabled in self.autocast:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
@@ -235,13 +233,8 @@ class _Call:
             yield
 
 
-def _itself(value: Tensor) -> Tensor:
-    return value
-
-
 @torch.compiler.disable(reason="a layer checkpointed by lowbit runs again from the input that it kept")
 def _checkpointed_forward(module: nn.Module, layer: CheckpointedLayer, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a checkpointed layer."""
     if not (torch.is_grad_enabled() and module.training):
         return layer.own(*args, **kwargs)
     given: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}

@@ -116,8 +116,6 @@ def _normal(x: Tensor, centred: bool, eps: float) -> tuple[Tensor, Tensor]:
 
 
 class _Activation(torch.autograd.Function):
-    """act(x)."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, activation: str, codec: str) -> Tensor:
         ctx.save_for_backward(torch.ops.lowbit.saved_encode(x, codec))

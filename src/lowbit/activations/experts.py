@@ -401,7 +401,10 @@ def weight_gradient(x_SI: Tensor, grad_SO: Tensor, like_EIO: Tensor, routing: Ro
 
 def bias_rows(bias_EO: Tensor, routing: Routing) -> Tensor:
     """Each row's expert's bias."""
-    return bias_EO.index_select(0, _experts(routing, bias_EO.device))
+    ends = torch.tensor(routing.ends)
+    counts = ends.diff(prepend=ends.new_zeros(1))
+    experts = torch.repeat_interleave(counts, output_size=routing.ends[-1])
+    return bias_EO.index_select(0, experts.to(bias_EO.device))
 
 
 def bias_gradient(grad_SO: Tensor, like_EO: Tensor, routing: Routing) -> Tensor:
@@ -410,12 +413,6 @@ def bias_gradient(grad_SO: Tensor, like_EO: Tensor, routing: Routing) -> Tensor:
     for expert, rows in routing.slices():
         out[expert] = grad_SO[rows].sum(0)
     return out
-
-
-def _experts(routing: Routing, device: torch.device) -> Tensor:
-    ends = torch.tensor(routing.ends)
-    counts = ends.diff(prepend=ends.new_zeros(1))
-    return torch.repeat_interleave(counts, output_size=routing.ends[-1]).to(device)
 
 
 def _offsets(routing: Routing, x: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -36,7 +37,7 @@ from lowbit.activations.recipes import (
     room,
     takes,
 )
-from lowbit.activations.sharded import is_sharded, on_shards
+from lowbit.activations.sharded import on_shards
 from lowbit.activations.survey import Survey
 from lowbit.codecs import Codec
 
@@ -118,11 +119,6 @@ class TorchCall:
     module: Any
     layer: Layer
 
-    @property
-    def name(self) -> str:
-        """The name of the innermost module that runs."""
-        return self.layer.name
-
     def codec(self, kind: str, x: Tensor | None = None) -> Codec | None:
         """The format for the input of a layer type here; None: saved unchanged."""
         return self.layer.shared.codec(kind, self.layer.name, x)
@@ -169,17 +165,20 @@ class TorchCall:
         """Return how a layer rebuilds its input in backward, and the tensors that it saves for that."""
         # Attention's kernel saves its output as it is, so saving that again costs nothing.
         smallest = max(FEWEST, self.layer.shared.policy.smallest)
-        codec = None if from_attention(x) or x.numel() < smallest else self.codec("linear", x)
-        own = Itself(x.shape, codec)
-        recipe = recipe_of(x)
-        if recipe is None or (isinstance(recipe.form, Itself) and recipe.form.bits < own.bits):
-            saved: SavedTensors = (x.to(dtype) if codec is None else encoded(codec, x),)
-            recipe = Recipe(own, saved, weak=True)
-            attach(x, recipe)
-        else:
-            saved = recipe.saved() or ()
-        recipe.rebuilt.add_user()
-        return recipe.rebuilt, saved
+        return source_of(x, None if from_attention(x) or x.numel() < smallest else self.codec("linear", x), dtype)
+
+
+def source_of(x: Tensor, codec: Codec | None, dtype: torch.dtype) -> tuple[Rebuilt, SavedTensors]:
+    """Return how backward rebuilds a tensor, by its recipe or from a payload in this format or one with more bits."""
+    own, recipe = Itself(x.shape, codec), recipe_of(x)
+    if recipe is None or (isinstance(recipe.form, Itself) and recipe.form.bits < own.bits):
+        saved: SavedTensors = (x.to(dtype) if codec is None else encoded(codec, x),)
+        recipe = Recipe(own, saved, weak=True)
+        attach(x, recipe)
+    else:
+        saved = recipe.saved() or ()
+    recipe.rebuilt.add_user()
+    return recipe.rebuilt, saved
 
 
 def large_enough(x: Tensor) -> bool:
@@ -299,7 +298,7 @@ class Following(TorchFunctionMode):
 
 def _handled(handler: Callable[..., Any], call: TorchCall, args: Any, kwargs: Any) -> Any:
     handler = functools.partial(handler, call)
-    if any(map(is_sharded, args)):
+    if any(isinstance(arg, DTensor) for arg in args):
         return on_shards(call.func, handler, *args, **kwargs)
     return handler(*args, **kwargs)
 

@@ -137,7 +137,6 @@ class WithRows(Summable):
             rows[index_K] = values_KC.to(out.dtype)
 
     def _write(self, x: Tensor, payload: Tensor) -> Tensor:
-        """Write the section of kept tokens; returns their indices."""
         layout, rows = self._layout(x.shape), x.view(-1, x.shape[-1])
         index_K = norms_of(rows).topk(count_of(x.shape)).indices
         layout.section(payload, "indices", torch.int32).copy_(index_K)

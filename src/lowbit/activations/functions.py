@@ -30,7 +30,6 @@ from lowbit.activations.recipes import (
     decoded,
     is_fused,
     plain_gated,
-    refuse_second_order,
     release,
 )
 from lowbit.codecs.checks import draw_seed
@@ -45,7 +44,11 @@ def first_order(backward: Any) -> Any:
 
     @functools.wraps(backward)
     def checked(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
-        refuse_second_order()
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "create_graph=True in a model whose saved activations are compressed, which have no second "
+                "derivatives; allowed: create_graph=False, or restore_(model) before the forward pass"
+            )
         return backward(ctx, grad_out)
 
     return checked
@@ -339,13 +342,13 @@ class SquareFunction(torch.autograd.Function):
         return 2 * x * grad_out, None, None
 
 
-class ScaledFunction(torch.autograd.Function):
-    """x (..., C) times a factor for each channel; saves the factors and tensors that rebuild x."""
+class TimesFunction(torch.autograd.Function):
+    """x times a factor for each channel or row; saves the factors and tensors that rebuild x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: Tensor, rebuilt: Rebuilt, saved: SavedTensors) -> Tensor:
-        """`factor`: of C elements, and as many dimensions as x at most; `rebuilt`: x in backward, from `saved`."""
-        ctx.rebuilt, ctx.shape, ctx.dtypes = rebuilt, x.shape, (x.dtype, factor.dtype)
+        """`factor`: of a shape that broadcasts to that of x; `rebuilt`: x in backward, from `saved`."""
+        ctx.rebuilt, ctx.shape, ctx.dtype, ctx.present = rebuilt, x.shape, x.dtype, (True, True)
         ctx.save_for_backward(factor, *saved)
         return x * factor
 
@@ -353,11 +356,12 @@ class ScaledFunction(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
         factor, *saved = ctx.saved_tensors
-        grad_x = (grad_out * factor).to(ctx.dtypes[0]) if ctx.needs_input_grad[0] else None
+        needs_x, needs_factor = needed_now(ctx)
+        grad_x = (grad_out * factor).to(ctx.dtype) if needs_x else None
         grad_factor = None
-        if ctx.needs_input_grad[1]:
-            x = ctx.rebuilt.get(tuple(saved), ctx.dtypes[0]).reshape(ctx.shape)
-            grad_factor = (grad_out * x).flatten(0, -2).sum(0).reshape(factor.shape).to(ctx.dtypes[1])
+        if needs_factor:
+            x = ctx.rebuilt.get(tuple(saved), ctx.dtype).reshape(ctx.shape)
+            grad_factor = (grad_out * x).sum_to_size(factor.shape).to(factor.dtype)
         return grad_x, grad_factor, None, None
 
 
@@ -412,29 +416,6 @@ class OutputFunction(torch.autograd.Function):
         release(ctx)
         out = ctx.rebuilt.get(saved, ctx.dtypes[1]).reshape(ctx.shape)
         return ctx.gradient(grad_out, out).to(ctx.dtypes[0]), None, None, None, None
-
-
-class RowsTimesFunction(torch.autograd.Function):
-    """x (S, C) times factors (S, 1); saves tensors that rebuild x."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factors: Tensor, rebuilt: Rebuilt, saved: SavedTensors) -> Tensor:
-        ctx.rebuilt, ctx.shape, ctx.dtype, ctx.present = rebuilt, x.shape, x.dtype, (True, True)
-        ctx.save_for_backward(factors, *saved)
-        return x * factors
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
-        factors, *saved = ctx.saved_tensors
-        needs_x, needs_factors = needed_now(ctx)
-        grad_x = grad_factors = None
-        if needs_x:
-            grad_x = (grad_out * factors).to(ctx.dtype)
-        if needs_factors:
-            x = ctx.rebuilt.get(tuple(saved), ctx.dtype).view(ctx.shape)
-            grad_factors = (grad_out * x).sum(1, keepdim=True, dtype=torch.float32).to(factors.dtype)
-        return grad_x, grad_factors, None, None
 
 
 class IndexAddFunction(torch.autograd.Function):

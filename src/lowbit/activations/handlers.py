@@ -6,6 +6,7 @@ replaces whole layers of the usual form; these handlers serve loops over modules
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,12 +22,12 @@ from lowbit.activations.functions import (
     LinearFunction,
     MaskFunction,
     ProductFunction,
-    RowsTimesFunction,
-    ScaledFunction,
     SquareFunction,
+    TimesFunction,
+    first_order,
     nobodys,
 )
-from lowbit.activations.layers import activated, attach_until_backward, normalized
+from lowbit.activations.layers import activated, normalized
 from lowbit.activations.products import elementwise, product_of_two
 from lowbit.activations.recipes import (
     GatedOutput,
@@ -35,12 +36,14 @@ from lowbit.activations.recipes import (
     Norm,
     Recipe,
     attach,
+    attach_until_backward,
     itself,
     packed_bits,
     recipe_of,
 )
 from lowbit.codecs.checks import FLOATS
 
+_CHUNK = 1 << 22  # elements of float32 logits at a time
 _MUCH_WIDER = 4  # times as many outputs as inputs: computing the product again is cheaper than saving it
 
 
@@ -94,7 +97,6 @@ def _linear(
 
 
 def _times(x: Tensor, weight: Tensor) -> Tensor:
-    """A linear layer's output."""
     with torch.autocast(x.device.type, enabled=False):
         return functional.linear(x, weight.to(x.dtype))
 
@@ -136,18 +138,12 @@ def _norm(
         return normalized(call, x, weight, bias, norm, torch.float32 if on_cuda else x.dtype)
 
 
-@handles(functional.silu, functional.relu)
-def silu(call: TorchCall, input: Tensor, inplace: bool = False) -> Any:
-    """SiLU, and ReLU by the function that takes `inplace`."""
+@handles(functional.silu, functional.relu, torch.relu, Tensor.relu)
+def silu_or_relu(call: TorchCall, input: Tensor, inplace: bool = False) -> Any:
+    """SiLU and ReLU."""
     if inplace:
         return call.left("changed in place")
     return _activation(call, (input,), input, "silu" if call.func is functional.silu else "relu")
-
-
-@handles(torch.relu, Tensor.relu)
-def relu(call: TorchCall, input: Tensor) -> Any:
-    """ReLU."""
-    return _activation(call, (input,), input, "relu")
 
 
 @handles(functional.gelu)
@@ -173,9 +169,7 @@ def product(call: TorchCall, input: Any, other: Any, **kwargs: Any) -> Any:
     if kwargs or not isinstance(input, Tensor) or not isinstance(other, Tensor):
         return NotImplemented if kwargs else elementwise(call, input, other)
     if input.shape != other.shape:
-        x, factor = (input, other) if input.numel() > other.numel() else (other, input)
-        out = _scaled(call, (input, other), x, factor)
-        return _rows_times(call, input, other) if out is NotImplemented else out
+        return _scaled(call, input, other)
     for gate, up in ((input, other), (other, input)):
         recipe = recipe_of(gate)
         if recipe is None or not isinstance(recipe.form, GatedOutput) or gate.shape != recipe.form.shape:
@@ -188,27 +182,19 @@ def product(call: TorchCall, input: Any, other: Any, **kwargs: Any) -> Any:
     return NotImplemented
 
 
-def _rows_times(call: TorchCall, input: Tensor, other: Tensor) -> Any:
-    x, factors = (input, other) if input.dim() == 2 and input.shape[1] > 1 else (other, input)
-    if x.dim() != 2 or x.shape[1] == 1 or factors.shape != (len(x), 1) or not factors.requires_grad:
+def _scaled(call: TorchCall, input: Tensor, other: Tensor) -> Any:
+    x, factor = (input, other) if input.numel() > other.numel() else (other, input)
+    if x.dim() < 2 or factor.dim() > x.dim() or not factor.requires_grad:
         return NotImplemented
-    if not large_enough(x) or not call.saves(x, factors):
+    by_channel = factor.shape[-1:] == x.shape[-1:] and factor.numel() == x.shape[-1]
+    by_row = x.dim() == 2 and factor.shape == (len(x), 1)
+    if not (by_channel or by_row) or not large_enough(x) or not call.saves(x, factor):
         return NotImplemented
     with call.handled(input, other):
-        rebuilt, saved = call.source(x, x.dtype)
-        out = RowsTimesFunction.apply(x, factors, rebuilt, saved)
-        if recipe := recipe_of(x):
-            attach(out, recipe.derived(x.shape, torch.mul, factors))
+        out = TimesFunction.apply(x, factor, *call.source(x, x.dtype))
+        if by_row and (recipe := recipe_of(x)):
+            attach(out, recipe.derived(x.shape, torch.mul, factor))
     return call.returned(out)
-
-
-def _scaled(call: TorchCall, given: tuple[Tensor, Tensor], x: Tensor, factor: Tensor) -> Any:
-    if x.dim() < 2 or factor.dim() > x.dim() or factor.shape[-1:] != x.shape[-1:] or factor.numel() != x.shape[-1]:
-        return NotImplemented
-    if not factor.requires_grad or not large_enough(x) or not call.saves(x, factor):
-        return NotImplemented
-    with call.handled(*given):
-        return ScaledFunction.apply(x, factor, *call.source(x, x.dtype))
 
 
 @handles(torch.square, Tensor.square)
@@ -237,13 +223,7 @@ def _gated(activation: Tensor, up: Tensor, form: GatedOutput, payload: Tensor | 
     return out
 
 
-@handles(torch.dropout)
-def torch_dropout(call: TorchCall, input: Tensor, p: float, train: bool) -> Any:
-    """Handle `torch.dropout` like `functional.dropout`."""
-    return dropout(call, input, p, train)
-
-
-@handles(functional.dropout)
+@handles(functional.dropout, torch.dropout)
 def dropout(call: TorchCall, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
     """Dropout, which saves a bit for each element."""
     if inplace or not training or not 0 < p < 1 or not large_enough(input) or not call.saves(input):
@@ -293,19 +273,13 @@ def moved_elements(call: TorchCall, *args: Any, **kwargs: Any) -> Any:
     x, out = args[0], call.func(*args, **kwargs)
     for index, part in enumerate([out] if isinstance(out, Tensor) else out):
         which = None if isinstance(out, Tensor) else index
-        attach(part, recipe.derived(x.shape, _Again(call.func, args[1:], kwargs, which)))
+        attach(part, recipe.derived(x.shape, functools.partial(_again, call.func, args[1:], kwargs, which)))
     return out
 
 
-class _Again:
-    """A function with all arguments but the first, and the index of the result to return."""
-
-    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], index: int | None) -> None:
-        self.func, self.args, self.kwargs, self.index = func, args, kwargs, index
-
-    def __call__(self, x: Tensor) -> Tensor:
-        out = self.func(x, *self.args, **self.kwargs)
-        return out if self.index is None else out[self.index]
+def _again(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], index: int | None, x: Tensor) -> Tensor:
+    out = func(x, *args, **kwargs)
+    return out if index is None else out[index]
 
 
 def _is_basic(args: Any) -> bool:
@@ -335,12 +309,8 @@ def _gathered(call: TorchCall, x: Tensor, rows: Tensor, args: tuple[Any, ...]) -
     if recipe is None or x.dim() != 2 or not len(rows):
         return NotImplemented
     out = call.func(x, *args)
-    attach(out, recipe.derived(x.shape, _picked, rows))
+    attach(out, recipe.derived(x.shape, lambda x, rows: x.index_select(0, rows), rows))
     return out
-
-
-def _picked(x: Tensor, rows: Tensor) -> Tensor:
-    return x.index_select(0, rows)
 
 
 @handles(Tensor.index_add_)
@@ -386,3 +356,66 @@ def _batched(call: TorchCall, x: Tensor, weight: Tensor, given: tuple[Any, ...],
         rebuilt, saved = call.source(x, dtype)
         out = BatchedFunction.apply(x, weight, call.func, offsets, dtype, rebuilt, saved)
     return call.returned(out)
+
+
+@handles(functional.cross_entropy)
+def cross_entropy(
+    call: TorchCall, input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: Any = None,
+    ignore_index: int = -100, reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0,
+) -> Any:  # fmt: skip
+    """The mean, or sum, over rows of float32 logits that were cast from 16 bits."""
+    if weight is not None or size_average is not None or reduce is not None or label_smoothing:
+        return NotImplemented
+    if reduction not in ("mean", "sum") or input.dim() != 2 or target.dim() != 1 or input.dtype != torch.float32:
+        return NotImplemented
+    if not large_enough(input) or not call.saves(input):
+        return NotImplemented
+    with torch.no_grad():
+        narrow = _narrow(input)
+    if narrow is None:
+        return NotImplemented
+    with call.handled(input, target, ignore_index=ignore_index, reduction=reduction):
+        with torch.no_grad():
+            loss = functional.cross_entropy(input, target, ignore_index=ignore_index, reduction=reduction)
+        return CrossEntropyFunction.apply(input, loss, narrow, target, ignore_index, reduction)
+
+
+def _narrow(x_RV: Tensor) -> Tensor | None:
+    """The same numbers in 16 bits, or None."""
+    for dtype in (torch.bfloat16, torch.float16):
+        if torch.equal(x_RV[:1].to(dtype).float(), x_RV[:1]):
+            narrow = x_RV.to(dtype)
+            return narrow if all(torch.equal(narrow[r].float(), x_RV[r]) for r in _chunks(x_RV)) else None
+    return None
+
+
+def _chunks(x_RV: Tensor) -> list[slice]:
+    rows = max(1, _CHUNK // x_RV.shape[1])
+    return [slice(start, start + rows) for start in range(0, len(x_RV), rows)]
+
+
+class CrossEntropyFunction(torch.autograd.Function):
+    """Cross-entropy of logits (R, V) and targets (R,), whose backward computes softmax again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_RV: Tensor, loss: Tensor, narrow_RV: Tensor, target_R: Tensor, ignored: int, reduction: str
+    ) -> Tensor:
+        """`loss`: the result; `narrow_RV`: the logits in 16 bits."""
+        ctx.ignored, ctx.reduction = ignored, reduction
+        ctx.save_for_backward(narrow_RV, target_R)
+        return loss.detach()
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
+        narrow_RV, target_R = ctx.saved_tensors
+        counts_R = target_R != ctx.ignored
+        scale = grad_out.float() / counts_R.sum() if ctx.reduction == "mean" else grad_out.float()
+        grad_RV = torch.empty(narrow_RV.shape, dtype=torch.float32, device=narrow_RV.device)
+        for rows in _chunks(narrow_RV):
+            counts = counts_R[rows].unsqueeze(1)
+            grad = torch.softmax(narrow_RV[rows].float(), -1)
+            grad.scatter_add_(1, target_R[rows].unsqueeze(1).where(counts, 0), counts.float().neg())
+            grad_RV[rows] = grad.mul_(scale).masked_fill_(~counts, 0)
+        return grad_RV, None, None, None, None, None

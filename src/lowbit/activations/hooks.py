@@ -67,8 +67,6 @@ def coded_by(codec: Codec | None, *, attention: Codec | None) -> contextlib.Abst
 
 
 class _Coded:
-    """A flat tensor in few bits."""
-
     def __init__(self, x: Tensor, codec: Codec) -> None:
         with torch.no_grad():
             self.payload = codec.encode(x)
@@ -152,7 +150,6 @@ class _Packing(TorchFunctionMode):
             note(held, [held.coded.payload])
 
     def _codec_of(self, x: Tensor, outputs: set[int], in_attention: bool) -> Codec | None:
-        """The format for a tensor; None: it is not coded."""
         if x.dtype not in FLOATS or x.numel() < MINIMUM or hasattr(x, "to_local"):
             return None
         if x.layout != torch.strided or _is_weight(x):

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lowbit.activations.follow import Layer, TorchCall, encoded, large_enough
 from lowbit.activations.functions import ActivationFunction, MaskFunction, NormFunction
@@ -23,12 +24,13 @@ from lowbit.activations.recipes import (
     NormOutput,
     Recipe,
     attach,
+    attach_until_backward,
     itself,
     packed_bits,
     recipe_of,
     room,
 )
-from lowbit.activations.sharded import is_sharded, on_shards
+from lowbit.activations.sharded import on_shards
 from lowbit.codecs import Codec, GroupInt
 
 
@@ -55,7 +57,7 @@ def _of_one_tensor(forward: Callable[..., Any]) -> Callable[..., Any]:
             with call.handled(x), torch._C.DisableTorchFunction():
                 return call.returned(forward(call, input, weight, bias))
 
-        out = on_shards(layer.kind, run, x, **own) if is_sharded(x) else run(x, **own)
+        out = on_shards(layer.kind, run, x, **own) if isinstance(x, DTensor) else run(x, **own)
         return layer.own(*args, **kwargs) if out is NotImplemented else out
 
     return called
@@ -76,15 +78,8 @@ def activation_forward(call: TorchCall, x: Tensor, *weights: Tensor | None) -> T
     steep = activated(call, x * STEEPNESS, "silu")
     recipe, out = recipe_of(steep), steep / STEEPNESS
     if recipe is not None:
-        attach(out, recipe.derived(steep.shape, _Flatter()))
+        attach(out, recipe.derived(steep.shape, functools.partial(torch.div, other=STEEPNESS)))
     return out
-
-
-class _Flatter:
-    """Divides SiLU's output by its steepness, for quick GELU."""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return x / STEEPNESS
 
 
 def normalized(
@@ -133,15 +128,7 @@ def _rectified(x: Tensor, codec: Codec) -> Tensor:
     return out
 
 
-def attach_until_backward(out: Tensor, recipe: Recipe) -> None:
-    """Attach a recipe whose tensors are released in the backward of the node that made `out`."""
-    attach(out, recipe)
-    if out.grad_fn is not None:
-        recipe.until_backward(out.grad_fn)
-
-
 def _norm_dtype(module: nn.Module, norm: Norm, x: Tensor) -> torch.dtype:
-    """The dtype of the module's own output."""
     if x.is_cuda and torch.is_autocast_enabled("cuda") and isinstance(module, _FLOAT32_ON_CUDA):
         return torch.float32
     weight = getattr(module, "weight", None)

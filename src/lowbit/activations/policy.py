@@ -187,16 +187,12 @@ def _matches_itself(name: str, pattern: str) -> bool:
 
 def check_format(name: str, value: object) -> None:
     """Raise unless `value` is 2 to 8, or 16, or a codec that can save a tensor of any shape."""
-    if not isinstance(value, Codec):
-        check_bits(name, value)
-    elif not isinstance(value, Summable) or value.shaped or value.grain != 1:
-        raise TypeError(
-            f"{name} is {value!r}; allowed: bits, or a codec without state for any shape, such as BlockFloat8()"
-        )
-
-
-def check_bits(name: str, value: object) -> None:
-    """Raise unless `value` is 2 to 8, or 16."""
+    if isinstance(value, Codec):
+        if not isinstance(value, Summable) or value.shaped or value.grain != 1:
+            raise TypeError(
+                f"{name} is {value!r}; allowed: bits, or a codec without state for any shape, such as BlockFloat8()"
+            )
+        return
     if value == WHOLE and type(value) is int:
         return
     try:

@@ -8,6 +8,7 @@ stays finite.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,13 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lowbit.activations.follow import TorchCall, encoded, handles, large_enough
+from lowbit.activations.follow import TorchCall, handles, large_enough, source_of
 from lowbit.activations.formats import finer
 from lowbit.activations.functions import MatmulFunction, OutputFunction
-from lowbit.activations.layers import attach_until_backward
-from lowbit.activations.recipes import Computed, Derived, Form, Itself, Operand, Recipe, SavedTensors, attach
+from lowbit.activations.recipes import Computed, Derived, Form, Operand, Recipe, attach, attach_until_backward
 from lowbit.activations.recipes import recipe_of as any_recipe_of
-from lowbit.codecs import Codec
 
 
 def product_of_two(
@@ -45,38 +44,22 @@ def product_of_two(
             out = call.func(*(t.detach() for t in given), **kwargs)
         # Softmax amplifies errors of q and k, so they get more bits than v.
         fine = codec if codec is None or any(map(_is_softmax, (x, y))) else finer(codec)
-        parts, saved = zip(*(_factor(t, fine, out.dtype) for t in (x, y)), strict=True)
+        found = [(t, *source_of(t, fine, out.dtype)) for t in (x, y)]
+        parts = tuple(Operand(rebuilt, t.shape, out.dtype, len(saved)) for t, rebuilt, saved in found)
+        saved = (*found[0][2], *found[1][2])
         rest = () if added is None or not beta else (added.detach(),)  # unused if beta is 0, and may be overwritten
-        form = Computed(parts, _Product(beta, alpha), len(rest))
-        out = MatmulFunction.apply(x, y, out, parts, alpha, (*saved[0], *saved[1]))
-        attach_until_backward(out, Recipe(form, (*saved[0], *saved[1], *rest)))
+        form = Computed(parts, functools.partial(_product, beta, alpha), len(rest))
+        out = MatmulFunction.apply(x, y, out, parts, alpha, saved)
+        attach_until_backward(out, Recipe(form, (*saved, *rest)))
         return out
 
 
-def _factor(x: Tensor, codec: Codec | None, dtype: torch.dtype) -> tuple[Operand, SavedTensors]:
-    """Return how a factor is rebuilt, and the tensors for that."""
-    recipe = any_recipe_of(x)
-    if recipe is None or (isinstance(recipe.form, Itself) and recipe.form.bits < Itself(x.shape, codec).bits):
-        saved: SavedTensors = (x.to(dtype) if codec is None else encoded(codec, x),)
-        recipe = Recipe(Itself(x.shape, codec), saved, weak=True)
-        attach(x, recipe)
-    else:
-        saved = recipe.saved() or ()
-    recipe.rebuilt.add_user()
-    return Operand(recipe.rebuilt, x.shape, dtype, len(saved)), saved
-
-
-class _Product:
+def _product(beta: float, alpha: float, x: Tensor, y: Tensor, *added: Tensor) -> Tensor:
     """A product with the factors of `torch.baddbmm`."""
-
-    def __init__(self, beta: float, alpha: float) -> None:
-        self.beta, self.alpha = beta, alpha
-
-    def __call__(self, x: Tensor, y: Tensor, *added: Tensor) -> Tensor:
-        if not added and self.alpha == 1:
-            return x @ y
-        shift = added[0].to(x.dtype) if added else x.new_empty(1)
-        return torch.baddbmm(shift, x, y, beta=self.beta, alpha=self.alpha)
+    if not added and alpha == 1:
+        return x @ y
+    shift = added[0].to(x.dtype) if added else x.new_empty(1)
+    return torch.baddbmm(shift, x, y, beta=beta, alpha=alpha)
 
 
 @handles(torch.baddbmm, Tensor.baddbmm)
@@ -131,7 +114,8 @@ def elementwise(call: TorchCall, input: Any, other: Any, *value: Any) -> Any:
     # tensors cannot be saved at all.
     if recipe is None or any(t.requires_grad or t.is_inference() or 2 * t.numel() > input.numel() for t in tensors):
         return NotImplemented
-    function = _With(_IN_PLACE.get(call.func, call.func), (other, *value))
+    places = tuple(_GIVEN if isinstance(arg, Tensor) else arg for arg in (other, *value))
+    function = functools.partial(_with, _IN_PLACE.get(call.func, call.func), places)
     before = _then(recipe, input, function, *tensors)
     out = call.func(input, other, *value)
     if isinstance(out, Tensor) and out.shape == input.shape:
@@ -139,16 +123,10 @@ def elementwise(call: TorchCall, input: Any, other: Any, *value: Any) -> Any:
     return out
 
 
-class _With:
-    """A function of a tensor and other arguments; those that are tensors are passed again in the call."""
-
-    def __init__(self, function: Any, args: tuple[Any, ...]) -> None:
-        self.function = function
-        self.args = tuple(_GIVEN if isinstance(arg, Tensor) else arg for arg in args)
-
-    def __call__(self, x: Tensor, *tensors: Tensor) -> Tensor:
-        given = iter(tensors)
-        return self.function(x, *(next(given) if arg is _GIVEN else arg for arg in self.args))
+def _with(function: Any, places: tuple[Any, ...], x: Tensor, *tensors: Tensor) -> Tensor:
+    """A function of x and other arguments, with `tensors` in the places of those that are tensors."""
+    given = iter(tensors)
+    return function(x, *(next(given) if arg is _GIVEN else arg for arg in places))
 
 
 _GIVEN = object()
@@ -157,7 +135,7 @@ _GIVEN = object()
 @handles(torch.tanh, Tensor.tanh, functional.tanh)
 def tanh(call: TorchCall, input: Tensor) -> Any:
     """The soft cap of scores, which is computed again in backward."""
-    return _output(call, input, (input,), {}, torch.tanh, _tanh_gradient)
+    return _output(call, input, {}, torch.tanh, torch.ops.aten.tanh_backward)
 
 
 @handles(functional.softmax)
@@ -172,7 +150,7 @@ def functional_softmax(
 def softmax(call: TorchCall, input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
     """Handle `torch.softmax` and the method like `functional.softmax`."""
     function = _Softmax(dim)
-    return _output(call, input, (input,), {"dim": dim, "dtype": dtype}, function, function.gradient)
+    return _output(call, input, {"dim": dim, "dtype": dtype}, function, function.gradient)
 
 
 class _Softmax:
@@ -189,18 +167,12 @@ class _Softmax:
         return torch.ops.aten._softmax_backward_data(grad_out, out, self.dim, out.dtype)
 
 
-def _tanh_gradient(grad_out: Tensor, out: Tensor) -> Tensor:
-    return torch.ops.aten.tanh_backward(grad_out, out)
-
-
-def _output(
-    call: TorchCall, x: Tensor, given: tuple[Any, ...], kwargs: dict[str, Any], function: Any, gradient: Any
-) -> Any:
+def _output(call: TorchCall, x: Tensor, kwargs: dict[str, Any], function: Any, gradient: Any) -> Any:
     """Handle a function of scores whose gradient needs only its output."""
     recipe = _recipe_of(x)
     if recipe is None or not call.saves(x):
         return NotImplemented
-    with call.handled(*given, **kwargs):
+    with call.handled(x, **kwargs):
         with torch.no_grad():
             out = call.func(x.detach(), **kwargs)
         if isinstance(function, _Softmax):

@@ -82,50 +82,34 @@ class _Rebuilding(torch.autograd.Function):
         return *ctx.function.backward(own, grad_out)[:3], None, None, None, None
 
 
-def _gate(call: TorchCall, activation: Callable[..., Tensor], x: Tensor, bias: Tensor | None, *given: Any) -> Any:
-    """Compute act(gate) * up of the two halves of x + bias by torch functions, which are followed."""
-    if any(arg is True for arg in given):
+def _gate(call: TorchCall, x: Tensor, *rest: Any, activation: Callable[..., Tensor], has_up: bool = True) -> Any:
+    """Compute act(gate) * up, or act(gate), by torch functions, which are followed.
+
+    `rest`: a bias of `x`, if there is one, and for SwiGLU whether Megatron saves in FP8 or moves to the CPU.
+    """
+    if any(arg is True for arg in rest):
         say_once("gates that Megatron saves in FP8 or moves to the CPU are left to it")
         return NotImplemented
+    bias = next((arg for arg in rest if isinstance(arg, Tensor)), None)
     if not call.saves(x, bias):
         return NotImplemented
-    with call.handled(*given), Following():
-        gate, up = torch.chunk(x if bias is None else x + bias, 2, -1)
+    with call.handled(x, *rest), Following():
+        x = x if bias is None else x + bias
+        if not has_up:
+            return activation(x)
+        gate, up = torch.chunk(x, 2, -1)
         return activation(gate) * up
 
 
-def _swiglu(call: TorchCall, input: Tensor, fp8: bool, offload: bool) -> Any:
-    return _gate(call, functional.silu, input, None, input, fp8, offload)
-
-
-def _bias_swiglu(call: TorchCall, input: Tensor, bias: Tensor, fp8: bool, offload: bool) -> Any:
-    return _gate(call, functional.silu, input, bias, input, bias, fp8, offload)
-
-
 _gelu = functools.partial(functional.gelu, approximate="tanh")
-
-
-def _geglu(call: TorchCall, input: Tensor) -> Any:
-    return _gate(call, _gelu, input, None, input)
-
-
-def _bias_geglu(call: TorchCall, input: Tensor, bias: Tensor) -> Any:
-    return _gate(call, _gelu, input, bias, input, bias)
-
-
-def _bias_gelu(call: TorchCall, input: Tensor, bias: Tensor) -> Any:
-    if not call.saves(input, bias):
-        return NotImplemented
-    with call.handled(input, bias), Following():
-        return _gelu(input + bias)
-
-
+_swiglu, _geglu = (functools.partial(_gate, activation=each) for each in (functional.silu, _gelu))
 _FUSIONS = "megatron.core.fusions.fused_bias_"
 _KNOWN: dict[tuple[str, str], Callable[..., Any]] = {
     ("megatron.core.tensor_parallel.layers", "LinearWithGradAccumulationAndAsyncCommunication"): _linear,
     (f"{_FUSIONS}swiglu", "SwiGLUFunction"): _swiglu,
-    (f"{_FUSIONS}swiglu", "BiasSwiGLUFunction"): _bias_swiglu,
+    (f"{_FUSIONS}swiglu", "BiasSwiGLUFunction"): _swiglu,
     (f"{_FUSIONS}geglu", "GeGLUFunction"): _geglu,
-    (f"{_FUSIONS}geglu", "BiasGeGLUFunction"): _bias_geglu,
-    ("megatron.core.transformer.mlp", "bias_gelu_impl"): _bias_gelu,  # which is bound when Megatron is imported
+    (f"{_FUSIONS}geglu", "BiasGeGLUFunction"): _geglu,
+    # It is bound when Megatron is imported.
+    ("megatron.core.transformer.mlp", "bias_gelu_impl"): functools.partial(_geglu, has_up=False),
 }

@@ -196,8 +196,10 @@ class Rebuilt:
         """Count one more layer that will read the tensor in backward."""
         self.users += 1
         if self.users == 1:
-            for parent in parents_of(self.form):
-                parent.add_user()
+            if isinstance(self.form, Derived):
+                self.form.parent.add_user()
+            for part in self.form.parts if isinstance(self.form, Computed) else ():
+                part.rebuilt.add_user()
 
     def get(self, saved: SavedTensors, dtype: torch.dtype) -> Tensor:
         """Return the tensor, rebuilt from what a layer saved; for use in backward."""
@@ -281,13 +283,6 @@ class Computed:
             return self.function(*values, *rest).to(dtype)
 
 
-def parents_of(form: Form) -> tuple[Rebuilt, ...]:
-    """The tensors from which a tensor is rebuilt."""
-    if isinstance(form, Computed):
-        return tuple(part.rebuilt for part in form.parts)
-    return (form.parent,) if isinstance(form, Derived) else ()
-
-
 class Recipe:
     """A form with the tensors that it needs. It lives as long as the tensor that it rebuilds.
 
@@ -340,10 +335,6 @@ class Recipe:
         """The recipe of a function of this tensor, in this shape, and of tensors without a gradient."""
         return Recipe(Derived(self.rebuilt, shape, function, len(tensors)), tensors, parent=self)
 
-    def until_backward(self, node: Any) -> None:
-        """Release the tensors in the backward of the node that made the tensor, because the tensor may outlive it."""
-        node.recipe = weakref.ref(self)
-
 
 def _version(x: Tensor | None) -> int:
     return 0 if x is None or x.is_inference() else x._version
@@ -363,6 +354,14 @@ _latest = threading.local()
 def attach(x: Tensor, recipe: Recipe) -> None:
     """Record the recipe of `x`, for layers that would save `x`."""
     _recipes[x] = (x._version, recipe)
+
+
+def attach_until_backward(out: Tensor, recipe: Recipe) -> None:
+    """Attach a recipe whose tensors are released in the backward of the node that made `out`, which it may outlive."""
+    attach(out, recipe)
+    node: Any = out.grad_fn
+    if node is not None:
+        node.recipe = weakref.ref(recipe)
 
 
 def recipe_of(x: Tensor) -> Recipe | None:
@@ -455,12 +454,3 @@ def check_present(*weights: Tensor | None) -> None:
                 "backward of a linear layer needs the weight of the norm before it, which FSDP has sharded again; "
                 "allowed: one fully_shard for both, such as for the whole decoder layer"
             )
-
-
-def refuse_second_order() -> None:
-    """Raise RuntimeError in a backward pass with `create_graph=True`."""
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            "create_graph=True in a model whose saved activations are compressed, which have no second derivatives; "
-            "allowed: create_graph=False, or restore_(model) before the forward pass"
-        )

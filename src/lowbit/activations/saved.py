@@ -17,7 +17,6 @@ from lowbit.activations import (
     attention,  # noqa: F401  # these register handlers
     handlers,  # noqa: F401
     layers,
-    loss,  # noqa: F401
 )
 from lowbit.activations.checkpoint import restore_checkpointed
 from lowbit.activations.compiled import name_of

@@ -21,11 +21,6 @@ from torch.nn import functional
 from lowbit.activations.recipes import FEWEST, Recipe, attach, base_of, checkpoint_hook, recipe_of
 
 
-def is_sharded(x: Any) -> bool:
-    """Whether `x` is a DTensor."""
-    return isinstance(x, DTensor)
-
-
 @dataclass(frozen=True)
 class Sharding:
     """Placements with which a function of DTensors can run on their shards.
@@ -65,8 +60,8 @@ def on_shards(func: Any, handler: Callable[..., Any], *args: Any, **kwargs: Any)
 def _split_of(func: Any, tensors: dict[str, Any]) -> Sharding | None:
     """The sharding for this function of these tensors; None if it cannot run on shards."""
     rule = _RULES.get(func)
-    meshes = {x.device_mesh for x in tensors.values() if is_sharded(x)}
-    if rule is None or len(meshes) != 1 or not all(map(is_sharded, tensors.values())):
+    meshes = {x.device_mesh if isinstance(x, DTensor) else None for x in tensors.values()}
+    if rule is None or len(meshes) != 1 or None in meshes:
         return None
     first, *others = map(_smallest, tensors.values())  # over all ranks, so that they decide the same
     return rule(**tensors) if first >= FEWEST and 0 not in others else None
@@ -91,7 +86,6 @@ def _shards(split: Sharding, tensors: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def _joined(split: Sharding, like: Any, out: Any) -> Any:
-    """Make a DTensor from a result's shard."""
     shape = torch.Size(split.shape)
     strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
     whole = DTensor.from_local(out, like.device_mesh, split.out, run_check=False, shape=shape, stride=strides)
@@ -219,8 +213,6 @@ def _recipe_behind(x: Any) -> Recipe | None:
 
 
 class _Gathered:
-    """Gathers all shards of a tensor from this rank's."""
-
     def __init__(self, spec: Any) -> None:
         self.mesh, self.placements = spec.mesh, spec.placements
         self.shape, self.stride = spec.tensor_meta.shape, spec.tensor_meta.stride

@@ -96,7 +96,6 @@ def all_reduce_hook(
 
 
 def _own_group(group: dist.ProcessGroup, timeout: float) -> dist.ProcessGroup:
-    """Make a new group of the same ranks."""
     # Only the members synchronize: other ranks may be making other groups at the same time.
     own = dist.new_group(
         dist.get_process_group_ranks(group), timeout=timedelta(seconds=timeout), use_local_synchronization=True

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lowbit.gradients.shards import local
-from lowbit.gradients.stored import portions
+from lowbit.gradients.stored import local, portions
 from lowbit.gradients.view import decoded
 
 
@@ -25,30 +24,15 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-class StepWatch(Protocol):
-    """An object that is asked before each optimizer step whether it stores gradients of these parameters."""
-
-    def check_step(self, parameters: Sequence[nn.Parameter]) -> bool: ...
-
-
-_watches: weakref.WeakSet[Any] = weakref.WeakSet()
-_under_way: dict[int, Portions] = {}
-
-
-def watch_optimizers(watch: StepWatch) -> None:
-    """Take the steps of all optimizers in portions from now on; ask `watch` before each. It is weakly referenced."""
-    if not _watches:
-        _install()
-    _watches.add(watch)
-
-
-def forget_optimizers(watch: StepWatch) -> None:
-    """Undo `watch_optimizers`."""
-    _watches.discard(watch)
+storages: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The open `GradientStorage`s, whose `check_step` is called before each step of an optimizer."""
+under_way: dict[int, Portions] = {}
+"""Steps by the id of their optimizer. During a step, `.grad` is not what the backward pass left."""
 
 
 @functools.cache
-def _install() -> None:
+def watch_optimizers() -> None:
+    """Take the steps of all optimizers with stored gradients in portions from now on."""
     register_optimizer_step_pre_hook(_before)
     register_optimizer_step_post_hook(_after)
 
@@ -57,14 +41,13 @@ def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     """Hook before an optimizer's step: step for all portions but the last, and prepare the last one."""
     # ZeRO-1 wraps another optimizer. Only the inner one is handled, with this rank's parameters: the outer step sends
     # parameters to other ranks, which must happen once, and identically on all ranks.
-    if not _watches or any(isinstance(value, torch.optim.Optimizer) for value in vars(optimizer).values()):
+    if not storages or any(isinstance(value, torch.optim.Optimizer) for value in vars(optimizer).values()):
         return None
-    if id(optimizer) in _under_way:
-        _under_way[id(optimizer)].enter()
+    if id(optimizer) in under_way:
+        under_way[id(optimizer)].enter()
         return None
     every: list[nn.Parameter] = [p for group in optimizer.param_groups for p in group["params"]]
-    concerned = [watch.check_step(every) for watch in list(_watches)]
-    if True not in concerned:
+    if True not in [storage.check_step(every) for storage in list(storages)]:
         return None
     check_optimizer(optimizer)
     if torch._C._dynamo.eval_frame.get_eval_frame_callback() not in (None, False):  # pyright: ignore
@@ -74,7 +57,7 @@ def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         )
     closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the optimizer is the first argument
     closure = None if closure is None else Closure(closure)
-    step = _under_way[id(optimizer)] = Portions(optimizer, every, closure)
+    step = under_way[id(optimizer)] = Portions(optimizer, every, closure)
     try:
         return step.all_but_last(args, kwargs)
     except BaseException:
@@ -83,20 +66,15 @@ def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
 
 
 def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    step = _under_way.get(id(optimizer))
+    step = under_way.get(id(optimizer))
     if step is not None and step.leave():
         finish(step)
 
 
-def in_step() -> bool:
-    """Whether an optimizer's step is under way, so that `.grad` is not what the backward pass left."""
-    return bool(_under_way)
-
-
 def finish(*steps: Portions) -> None:
     """Put the stored gradients back into `.grad` after a step, or without arguments after all failed ones."""
-    for step in steps or list(_under_way.values()):
-        if _under_way.pop(id(step.optimizer), None) is not None:
+    for step in steps or list(under_way.values()):
+        if under_way.pop(id(step.optimizer), None) is not None:
             for parameter, shown in step.shown.items():
                 parameter.grad = shown
 
@@ -107,15 +85,11 @@ class Closure:
     def __init__(self, closure: Callable[[], Any]) -> None:
         with torch.enable_grad():
             self._loss = closure()
-        self._versions: dict[nn.Parameter, int] = {}
-
-    def watch(self, parameters: list[nn.Parameter]) -> None:
-        """Remember the versions of these parameters before the step."""
-        self._versions = {p: p._version for p in parameters}
+        self.versions: dict[nn.Parameter, int] = {}  # of the parameters before the step
 
     def __call__(self) -> Any:
         """Return its result; RuntimeError if the optimizer changed parameters before, and so needs new gradients."""
-        if any(p._version != version for p, version in self._versions.items()):
+        if any(p._version != version for p, version in self.versions.items()):
             raise RuntimeError(
                 "this optimizer changes parameters before it calls the closure: its step cannot be taken in portions; "
                 "allowed: optimizers that call it first, once"
@@ -124,11 +98,7 @@ class Closure:
 
 
 class Portions:
-    """One step of an optimizer, in which a portion of the parameters at a time gets its gradients.
-
-    Args:
-        optimizer: the optimizer. parameters: all of its parameters. closure: the step's closure.
-    """
+    """One step of an optimizer, in which a portion of its `parameters` at a time gets its gradients."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], closure: Closure | None
@@ -171,7 +141,7 @@ class Portions:
                 del group[added]
             group.update(settings)
         if self._closure is not None:
-            self._closure.watch(portion)
+            self._closure.versions = {p: p._version for p in portion}
         with torch.no_grad():
             for parameter in portion:
                 parameter.grad = decoded(self.shown[parameter], parameter)

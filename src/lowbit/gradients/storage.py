@@ -17,9 +17,19 @@ from lowbit.codecs.sums import Summable
 from lowbit.collectives.checks import check_call
 from lowbit.collectives.reduce import TIMEOUT
 from lowbit.gradients.average import agree_on, average
-from lowbit.gradients.optimizers import check_optimizer, finish, forget_optimizers, in_step, watch_optimizers
-from lowbit.gradients.shards import as_shard, local, placed, sums_of, total
-from lowbit.gradients.stored import Stored, check_parameter, named, parts, portions
+from lowbit.gradients.optimizers import check_optimizer, finish, storages, under_way, watch_optimizers
+from lowbit.gradients.stored import (
+    Stored,
+    as_shard,
+    check_parameter,
+    local,
+    named,
+    parts,
+    placed,
+    portions,
+    sums_of,
+    total,
+)
 from lowbit.gradients.view import StoredGradient, is_stored
 from lowbit.wire.groups import plain
 
@@ -79,7 +89,8 @@ class GradientStorage:
         self._hooks = [p.register_post_accumulate_grad_hook(self._absorb) for p in self._stored]
         self._closed = False
         self._agreed: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # groups that `average` has checked
-        watch_optimizers(self)
+        watch_optimizers()
+        storages.add(self)
 
     @property
     def nbytes(self) -> int:
@@ -340,7 +351,7 @@ class GradientStorage:
             for parameter in self._stored:
                 self._absorb(parameter)
         self._closed = True
-        forget_optimizers(self)
+        storages.discard(self)
         for hook in self._hooks:
             hook.remove()
         for parameter, stored in self._stored.items():
@@ -368,9 +379,8 @@ class GradientStorage:
         self._show(parameter, stored)
 
     def _current(self, parameter: nn.Parameter) -> Stored | None:
-        """Return a parameter's stored gradient, if there is one."""
         stored = self._stored.get(parameter)
-        if stored is not None and not self._closed and not in_step():
+        if stored is not None and not self._closed and not under_way:
             self._absorb(parameter)
         return stored if stored is not None and stored.held else None
 

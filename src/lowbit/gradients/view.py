@@ -11,8 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lowbit.codecs.checks import FLOATS
 from lowbit.codecs.sums import Summable
-from lowbit.gradients.shards import as_shard, local
-from lowbit.gradients.stored import Stored
+from lowbit.gradients.stored import Stored, as_shard, local
 
 _aten = torch.ops.aten
 _BY_NUMBER = {
@@ -36,7 +35,6 @@ class StoredGradient(Tensor):
 
     @staticmethod
     def __new__(cls, like: Tensor, stored: Stored, codec: Summable, nearest: Summable) -> StoredGradient:
-        """Make the gradient of `like`, a parameter or its local shard."""
         view = Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
         view.stored, view.codec, view.nearest = stored, codec, nearest
         return view
@@ -69,7 +67,6 @@ class StoredGradient(Tensor):
         return self.decode().__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: Any) -> Tensor:
-        """Return the decoded gradient."""
         return self.decode()
 
     def __dlpack__(self, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -80,7 +77,6 @@ class StoredGradient(Tensor):
         raise TypeError(f"the gradient of {self.stored.name!r} is stored in few bits; allowed: a copy (grad.clone())")
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        """Change elements of the stored gradient."""
         changed = self.decode()
         changed[key] = _read(value)
         self.stored.replace(self.nearest, changed, self.device)
@@ -143,19 +139,15 @@ def _is_number(x: Any) -> bool:
     return not isinstance(x, Tensor) or (x.dim() == 0 and not isinstance(x, StoredGradient))
 
 
-class _Last:
-    """Caches the value of the last scalar tensor: `clip_grad_norm_` multiplies all gradients by one on the device."""
-
-    tensor: Tensor | None = None
-    version, value = 0, 0.0
+_last: list[Any] = [None, 0, 0.0]  # a scalar, its version, its value: `clip_grad_norm_` multiplies all gradients by one
 
 
 def _number(x: Any) -> float:
     if not isinstance(x, Tensor) or x.device.type == "cpu":
         return float(x)
-    if _Last.tensor is not x or _Last.version != x._version:
-        _Last.tensor, _Last.version, _Last.value = x, x._version, float(x)
-    return _Last.value
+    if _last[0] is not x or _last[1] != x._version:
+        _last[:] = x, x._version, float(x)
+    return _last[2]
 
 
 def _unscale_(func: Any, gradients: list[Tensor], overflow: Tensor, inverse: Tensor) -> None:

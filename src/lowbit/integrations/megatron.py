@@ -108,7 +108,6 @@ class LowBitP2PCommunicator(_Base):
             self._channels = ENGINES.channels(number)
 
     def _check(self, name: str, codec: object) -> None:
-        """Raise unless the communicator can send tensors in this format."""
         if not isinstance(codec, Codec):
             raise TypeError(f"{name} is {codec!r}; allowed: a codec such as lowbit.codecs.TransformQuant()")
         config, stages = self.config, self.virtual_pipeline_model_parallel_size
@@ -213,7 +212,6 @@ class LowBitP2PCommunicator(_Base):
 
 
 def _device() -> torch.device:
-    """The device of Megatron's tensors: its current GPU, or the CPU without one."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
@@ -228,7 +226,6 @@ class _Sessions:
         return open_session(self._codec, shape=shape, dtype=dtype, device=device)
 
     def next(self) -> int:
-        """Number of the next message."""
         self._messages += 1
         return self._messages
 
@@ -257,7 +254,6 @@ class _IncomingTensor:
         self._finished = False
 
     def finish(self) -> None:
-        """Wait for the message if it has not arrived, and decode it."""
         if not self._finished:
             self._finished = True
             self._session.decode(self._take(), out=self.tensor.detach(), training=torch.is_grad_enabled())
@@ -275,7 +271,6 @@ class _Request:
         self._request, self._sent, self._arriving = request, sent, arriving
 
     def wait(self) -> None:
-        """Wait until the message is sent, or received and decoded."""
         if self._request is not None:
             self._request.wait()
         self._request = self._sent = None

@@ -206,8 +206,6 @@ class _Group(_Wrapper):
 
 
 class _Work(dist._Work):  # pyright: ignore[reportPrivateImportUsage]
-    """A pending sum, in the form on which torchft waits."""
-
     def __init__(self, pending: Pending, tensor: Tensor) -> None:
         super().__init__()
         self._pending = pending
@@ -260,7 +258,6 @@ class _Feedback:
         return new
 
     def settle(self, committed: bool, replicas: int) -> None:
-        """Keep the errors of a step that was committed."""
         if committed:
             self._kept |= self._new
             self._replicas |= dict.fromkeys(self._new, replicas)
@@ -276,7 +273,6 @@ def _digest(text: str) -> str:
 
 
 def _store(address: str, seconds: float) -> TCPStore:
-    """Connect to the store that a replica keeps at "host:port"."""
     host, _, port = address.rpartition(":")
     limit = timedelta(seconds=seconds)
     return TCPStore(host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=limit)

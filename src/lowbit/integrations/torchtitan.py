@@ -237,7 +237,6 @@ def _stages_of(function: Callable[..., Any], config: LowBitConfig) -> Iterator[N
 
 
 def _modules_of(function: Callable[..., Any]) -> list[ModuleType]:
-    """TorchTitan's module of pipelines, and that of the function itself."""
     while isinstance(function, functools.partial):
         function = function.func
     own = sys.modules.get(getattr(function, "__module__", "") or "")
@@ -282,7 +281,6 @@ class _Replicas(dist.ProcessGroup):
         self._group, self._config = group, config
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> None:
-        """Add up the tensors in place."""
         config = self._config
         assert config.gradients is not None
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp

@@ -175,11 +175,7 @@ def row_sums() -> RowSums | None:
 
 
 def _subclass(base: Any) -> type:
-    """Make the layer that replaces `RowParallelLinear`."""
-
     class LowBitRowParallelLinear(base):
-        """vLLM's layer, which sums by `lowbit::vllm_row_sum`."""
-
         sums_in_few_bits = True
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -263,7 +259,6 @@ class RowSums:
         return total.clone() if total.data_ptr() == x.data_ptr() else total
 
     def _has_prefill(self) -> bool:
-        """Whether the batch has a request that is not decoding."""
         known = self._context.is_forward_context_available()
         metadata = self._context.get_forward_context().attn_metadata if known else None
         if metadata is not self._seen:
@@ -310,7 +305,6 @@ class RowSums:
         _log.info("%d row-parallel layers sum prefills in few bits", len(self.layers) - len(left))
 
     def _refuse(self) -> None:
-        """Raise VllmError for layers whose sums vLLM makes elsewhere."""
         experts = getattr(self.config.compilation_config, "static_all_moe_layers", None) or []
         if experts and self.settings.experts == "refuse":
             raise VllmError(
@@ -349,7 +343,6 @@ class RowSums:
                 )
 
     def _checked(self, layer: _Layer, total: Tensor, whole: Tensor) -> Tensor:
-        """Compare a sum with vLLM's, and return vLLM's."""
         layer.unchecked -= 1
         power = whole.float().square().mean()
         error = ((total.float() - whole.float()).square().mean() / power).sqrt()

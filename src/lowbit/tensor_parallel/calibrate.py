@@ -24,7 +24,9 @@ from lowbit.collectives import agree
 from lowbit.tensor_parallel.calibration import (
     SHARE,
     Calibration,
+    Curve,
     check_budget,
+    curve_of,
     dtype_of,
     outlier_count,
     tables_of,
@@ -32,7 +34,6 @@ from lowbit.tensor_parallel.calibration import (
 from lowbit.tensor_parallel.drift import relative_error, sample
 from lowbit.tensor_parallel.emulate import emulate_tensor_parallel_
 from lowbit.tensor_parallel.files import CalibrationError
-from lowbit.tensor_parallel.formats import Curve, curve_of
 from lowbit.tensor_parallel.identity import identity
 from lowbit.tensor_parallel.inputs import input_numbers, layers_with_inputs
 from lowbit.tensor_parallel.observe import Observer
@@ -74,7 +75,7 @@ def calibrate(
     second step of two_shot. During calibration sums stay in the model's dtype.
 
     Up to 128 rows of each layer and rank, spread evenly over the sequences, determine where its codes should end and
-    the error of its sum with codes of 3 to 8 bits (`formats`). With a budget, the model runs once for each layer over
+    the error of its sum with codes of 3 to 8 bits (`curve_of`). With a budget, the model runs once for each layer over
     the first four sequences, with only this layer's sum coded; the bits are chosen so that the errors of the model's
     outputs add up to the least. The last eighth of the sequences, at least one if there are two, is held out: it only
     measures the errors of the formats, with which `Drift` compares.
@@ -314,7 +315,6 @@ def _sent(inputs: Summable | None, layers: Mapping[str, ModelSum], ranks: int) -
 
 
 def _world(ranks: int | None, group: dist.ProcessGroup | None) -> int:
-    """Return the number of ranks to calibrate for."""
     if group is not None:
         size = dist.get_world_size(group)
         if ranks not in (None, size):
@@ -347,7 +347,6 @@ def _prepare_agreed(
 
 
 def _digest(sequences: Iterable[Tensor]) -> str:
-    """Return 16 hexadecimal digits of all token ids and batch shapes."""
     digest = hashlib.sha256()
     for batch in sequences:
         digest.update(f"/{batch.dtype}/{tuple(batch.shape)}/".encode())
@@ -375,7 +374,6 @@ class _Run:
                 after(len(batch))
 
     def output(self, batch: Tensor) -> Any:
-        """Return what the model returns for token ids, (batch, length)."""
         options = {"use_cache": False} if hasattr(self.model, "config") else {}
         return self.model(batch.to(next(self.model.parameters()).device), **options)
 

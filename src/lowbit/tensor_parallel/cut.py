@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -63,7 +63,11 @@ def tensor_parallel_(
     planned, sums = plan_of(model, rules), planned_sums(model, rules)
     check_heads(model, ranks, planned)
     check_real_ranks(model)
-    cuts = {name: cuts_of(name, module, rules, ranks) for name, module in _with_parameters(model, rules, planned)}
+    cuts = {
+        name: cuts_of(name, module, rules, ranks)
+        for name, module in model.named_modules()
+        if style_of(name, rules) == "local_params" or (name in planned and planned[name][1] in EXPERTS)
+    }
     mesh = DeviceMesh.from_group(group, next(model.parameters()).device.type)
     for name, own in cuts.items():
         module = model.get_submodule(name)
@@ -92,15 +96,6 @@ def tensor_parallel_(
     return model
 
 
-def _with_parameters(
-    model: nn.Module, rules: Plan, planned: Mapping[str, tuple[nn.Module, str]]
-) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules whose own parameters the plan cuts, with names: experts, and those with bare parameters."""
-    for name, module in model.named_modules():
-        if style_of(name, rules) == "local_params" or (name in planned and planned[name][1] in EXPERTS):
-            yield name, module
-
-
 def _cut(layer: nn.Module, name: str, mesh: DeviceMesh, cut: Cut) -> None:
     whole = getattr(layer, name)
     part = distribute_tensor(whole.detach(), mesh, [cut.placement()], src_data_rank=None)
@@ -109,7 +104,6 @@ def _cut(layer: nn.Module, name: str, mesh: DeviceMesh, cut: Cut) -> None:
 
 
 def _local_forward(module: nn.Module) -> Callable[..., Any]:
-    """Make a forward that computes with this rank's parts of the module's own parameters."""
     own = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -122,8 +116,6 @@ def _local_forward(module: nn.Module) -> Callable[..., Any]:
 def _column_forward(
     name: str, layer: nn.Linear, group: dist.ProcessGroup, gathered: bool
 ) -> Callable[[Tensor], Tensor]:
-    """Make a forward for a column-wise layer, which returns this rank's outputs, or those of all ranks."""
-
     def forward(x: Tensor) -> Tensor:
         check_inference(name, x, layer.weight)
         bias = None if layer.bias is None else local(layer.bias)

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,13 +43,6 @@ def relative_error(codec: Codec, rows: Tensor) -> Tensor:
     error = codec.decode(codec.encode(rows), shape=rows.shape) - rows
     power = rows.double().square().sum(1)
     return torch.where(power > 0, error.double().square().sum(1) / power, 0.0).sqrt().median()
-
-
-class Writer(Protocol):
-    """Interface of `torch.utils.tensorboard.SummaryWriter` that is used here."""
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any:
-        """Write one value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,8 +150,8 @@ class Drift:
             )
         return DriftReport(threshold=self.threshold, rows=tuple(mine))
 
-    def write(self, writer: Writer, step: int) -> None:
-        """Write curves for TensorBoard: `drift/error/<layer>/<rank>` of this process."""
+    def write(self, writer: Any, step: int) -> None:
+        """Write curves by a TensorBoard `SummaryWriter`: `drift/error/<layer>/<rank>` of this process."""
         for row in self.report().rows:
             if row.samples:
                 writer.add_scalar(f"drift/error/{row.layer}/{row.rank}", row.error, step)

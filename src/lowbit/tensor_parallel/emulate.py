@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ from lowbit.codecs.checks import check_int
 from lowbit.tensor_parallel import op
 from lowbit.tensor_parallel.calibration import Calibration
 from lowbit.tensor_parallel.drift import Drift
-from lowbit.tensor_parallel.experts import RankView, cuts_of, divided_forward
+from lowbit.tensor_parallel.experts import compute, cuts_of, divided_forward, parameters_of_rank
 from lowbit.tensor_parallel.inputs import emulate_inputs
 from lowbit.tensor_parallel.plan import (
     EMBEDDING,
@@ -29,6 +29,8 @@ from lowbit.tensor_parallel.plan import (
 from lowbit.tensor_parallel.reduce import SumSettings, check_inference
 from lowbit.tensor_parallel.rowwise import Installed, LayerSum, Watch
 from lowbit.tensor_parallel.sums import ModelSum, counted, planned_sums, real_sums
+
+_T = TypeVar("_T")
 
 
 def emulate_tensor_parallel_(
@@ -116,37 +118,54 @@ def _codec_of(low_bit: Calibration | Codec | Mapping[str, Codec] | None, name: s
 def _forward(
     name: str, module: nn.Module, style: str, rules: Plan, ranks: int, layer_sum: LayerSum | None
 ) -> Callable[..., Tensor]:
-    """Make the forward of a module of this style; if its output is a partial sum, add up over the ranks."""
     if layer_sum is None:
         return _column_forward(module, ranks) if isinstance(module, nn.Linear) else divided_forward(module, ranks)
     if isinstance(module, nn.Linear):
         return _row_forward(module, layer_sum)
-    view = RankView(module, module.forward, style, cuts_of(name, module, rules, ranks), ranks)
+    own, cuts = module.forward, cuts_of(name, module, rules, ranks)
     parameters = tuple(module.parameters(recurse=False))
+
+    def copy(*cut: Tensor) -> list[dict[str, Tensor]]:
+        by_name = {key: cuts[key].parts(whole, ranks) for key, whole in zip(cuts, cut, strict=True)}
+        return [{key: parts[rank] for key, parts in by_name.items()} for rank in range(ranks)]
+
+    copies = _copies(lambda: [module.get_parameter(key) for key in cuts], copy)
 
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         for parameter in parameters:
             check_inference(layer_sum.name, x, parameter)
+        partials = []
         with torch.no_grad():
-            return layer_sum(view.partials(x, *args, **kwargs))
+            for rank, parts in enumerate(copies()):
+                with parameters_of_rank(module, parts):
+                    partials.append(compute(module, own, style, rank, (x, *args), kwargs).contiguous())
+            return layer_sum(partials)
 
     return forward
 
 
+def _copies(parameters: Callable[[], list[Tensor]], copy: Callable[..., list[_T]]) -> Callable[[], list[_T]]:
+    """Make a function that copies the ranks' parts of parameters to memory of their own, and again after a change."""
+    version: object = None
+    copies: list[_T] = []
+
+    def current() -> list[_T]:
+        nonlocal version, copies
+        now = [(p.data_ptr(), p._version, p.dtype) for p in parameters()]
+        if now != version:
+            copies, version = copy(*(p.detach() for p in parameters())), now
+        return copies
+
+    return current
+
+
 def _row_forward(layer: nn.Linear, layer_sum: LayerSum) -> Callable[[Tensor], Tensor]:
-    """Make a forward with each rank's columns in memory of their own, as on a rank, copied again after a change."""
     ranks = layer_sum.ranks
-    copied: object = None
-    weights: list[Tensor] = []
+    columns = _copies(lambda: [layer.weight], lambda weight: [part.clone() for part in shards(weight, ranks, 1)])
 
     def forward(x: Tensor) -> Tensor:
-        nonlocal copied, weights
-        weight = layer.weight
-        check_inference(layer_sum.name, x, weight)
-        version = (weight.data_ptr(), weight._version, weight.dtype)
-        if version != copied:
-            weights, copied = [part.detach().clone() for part in shards(weight, ranks, 1)], version
-        parts = zip(shards(x, ranks, -1), weights, strict=True)
+        check_inference(layer_sum.name, x, layer.weight)
+        parts = zip(shards(x, ranks, -1), columns(), strict=True)
         total = layer_sum([F.linear(part.contiguous(), own) for part, own in parts])
         return total if layer.bias is None else total + layer.bias
 

@@ -173,33 +173,3 @@ def compute(
     count = len(next(module.parameters(recurse=False)))
     with experts_of_rank(module, count):
         return own(x, *routes_of_rank(index, weights, count, rank))
-
-
-class RankView:
-    """Computes what each rank would with its part of a whole module; copies the parts, again after a change.
-
-    Args:
-        module: whole. own: its forward. style: of the plan. cuts: of its parameters. ranks: how many.
-    """
-
-    def __init__(self, module: nn.Module, own: Any, style: str, cuts: Mapping[str, Cut], ranks: int) -> None:
-        self.module, self.own, self.style, self.cuts, self.ranks = module, own, style, cuts, ranks
-        self._copied: object = None
-        self._parts: list[dict[str, Tensor]] = []
-
-    def partials(self, *args: Any, **kwargs: Any) -> list[Tensor]:
-        """Return the output of the module on each rank."""
-        partials: list[Tensor] = []
-        for rank, parts in enumerate(self._copies()):
-            with parameters_of_rank(self.module, parts):
-                partials.append(compute(self.module, self.own, self.style, rank, args, kwargs).contiguous())
-        return partials
-
-    def _copies(self) -> list[dict[str, Tensor]]:
-        own = {name: self.module._parameters[name] for name in self.cuts}
-        version = [(p.data_ptr(), p._version, p.dtype) for p in own.values() if p is not None]
-        if version != self._copied:
-            by_name = {name: self.cuts[name].parts(p.detach(), self.ranks) for name, p in own.items() if p is not None}
-            self._parts = [{name: parts[rank] for name, parts in by_name.items()} for rank in range(self.ranks)]
-            self._copied = version
-        return self._parts

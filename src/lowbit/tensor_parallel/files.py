@@ -28,7 +28,6 @@ def join(tensors: Tensors) -> dict[str, Tensor]:
 
 
 def _digest(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
-    """SHA-256 of the whole contents of a file."""
     digest = hashlib.sha256(json.dumps(dict(metadata), sort_keys=True).encode())
     for name, t in sorted(tensors.items()):
         digest.update(f"/{name} {t.dtype} {tuple(t.shape)}/".encode())

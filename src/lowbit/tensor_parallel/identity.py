@@ -64,7 +64,6 @@ def identity(model: nn.Module, layers: Mapping[str, ModelSum], stages: dist.Proc
 
 
 def _describe(model: nn.Module) -> str:
-    """Return the sizes in the model's config; without one, the name of its class."""
     config = text_config(model)
     if config is None:
         return type(model).__name__
@@ -93,7 +92,10 @@ def _checksums(model: nn.Module) -> Sums:
     for name, parameter in _parameters(model):
         part, positions = _part(parameter)
         bits = _bits(part.reshape(-1, 1) if part.dim() < 2 else part)
-        sums = [_weighted(_summed(bits, dim), positions.get(dim)) for dim in range(bits.dim())]
+        sums = []
+        for dim in range(bits.dim()):
+            others = [d for d in range(bits.dim()) if d != dim]
+            sums.append(_weighted(bits.sum(others, dtype=torch.int16), positions.get(dim)))
         checksums[name] = (list(parameter.shape), part.shape != parameter.shape, sums)
     return checksums
 
@@ -101,12 +103,6 @@ def _checksums(model: nn.Module) -> Sums:
 def _bits(x: Tensor) -> Tensor:
     """Return the bits of floats rounded to bfloat16, or of integers modulo 2^16."""
     return x.to(torch.bfloat16).contiguous().view(torch.int16) if x.is_floating_point() else x.to(torch.int16)
-
-
-def _summed(bits: Tensor, dim: int) -> Tensor:
-    """Add up over all dimensions except one."""
-    others = [d for d in range(bits.dim()) if d != dim]
-    return bits.sum(others, dtype=torch.int16)
 
 
 def _part(parameter: Tensor) -> tuple[Tensor, dict[int, Tensor]]:

@@ -91,12 +91,10 @@ class Slices(Summable):
             out.div_(out.new_full((), divisor))  # CUDA multiplies by the inverse of a number
 
     def _put(self, payload: Tensor, out: Tensor, rank: int) -> None:
-        """Add a rank's slices to a tensor."""
         part = self._of(out, rank)
         part.add_(self.codec.decode(payload, shape=(part.numel(),)).view(part.shape))
 
     def _of(self, x: Tensor, rank: int) -> Tensor:
-        """Return a rank's slices of a tensor."""
         size = self.width // self.world
         return x.view(-1, self.width).narrow(1, rank * size, size)
 

@@ -40,10 +40,6 @@ class SumSample:
     device: torch.device
     codec: Codec
 
-    @property
-    def key(self) -> str:
-        return kind_of(self.width, self.dtype, self.codec)
-
 
 _measured: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, str, bool], tuple[Times, str]]]
 _measured = weakref.WeakKeyDictionary()
@@ -59,7 +55,7 @@ def measured(
     Raises:
         ValueError: `settings.small` holds thresholds for other ranks or other sums.
     """
-    kinds = {sample.key: sample for sample in samples}
+    kinds = {kind_of(sample.width, sample.dtype, sample.codec): sample for sample in samples}
     if isinstance(given := settings.small, Thresholds):
         missing = [kind for kind in kinds if kind not in given.steps]
         if missing or given.ranks != dist.get_world_size(group):
@@ -84,20 +80,16 @@ def measured(
     return replace(settings, small=thresholds)
 
 
-def choices(ranks: int, settings: SumSettings) -> tuple[Choice, ...]:
-    """Return the candidates, on two ranks without two_shot, which sends the same bytes there and codes twice."""
-    if settings.algorithm != "auto":
-        return "plain", settings.algorithm
-    return ("plain", "one_shot") if ranks == 2 else ("plain", "one_shot", "two_shot")
-
-
 def _times(sample: SumSample, group: dist.ProcessGroup, settings: SumSettings, seconds: float) -> tuple[Times, str]:
     """Time all choices in turn on sums of more and more rows, as far as the time allows.
 
     Returns:
         Times and the date, the same on all ranks.
     """
-    competing, times = choices(dist.get_world_size(group), settings), Times()
+    # On two ranks two_shot sends the same bytes as one_shot and codes twice.
+    several: tuple[Choice, ...] = ("one_shot",) if dist.get_world_size(group) == 2 else ("one_shot", "two_shot")
+    competing: tuple[Choice, ...] = ("plain", *(several if settings.algorithm == "auto" else (settings.algorithm,)))
+    times = Times()
     spent = last = 0.0
     date: str = gather_json(datetime.now(UTC).strftime("%Y-%m-%d %H:%M"), group, timeout=settings.timeout)[0]
     for rows in ROWS:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from lowbit.tensor_parallel.reduce import Traffic
 from lowbit.wire import pytorch
 
 _boundaries: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-"""`LayerSum`s, `InputGather`s and `_Counter`s by number."""
+"""`LayerSum`s, `InputGather`s, and functions of `counting`, by number."""
 _numbers = itertools.count()
 
 
@@ -70,45 +69,32 @@ def _(x: Tensor, group: str, timeout: float) -> Tensor:
     return x.new_empty((_group(group).size(), *x.shape))
 
 
-@dataclass(eq=False)
-class _Counter:
-    traffic: Traffic
-    ranks: int
-    gathers: bool
-
-    def count(self, y: Tensor) -> None:
-        if self.ranks == 1:
-            return
-        nbytes = y.numel() * y.element_size()
-        if self.gathers:
-            self.traffic.other_bytes += nbytes // self.ranks
-        else:
-            self.traffic.plain += y.numel()
-            self.traffic.plain_bytes += nbytes
-
-
 @torch.library.custom_op("lowbit::tp_count", mutates_args=("y",))
 def _tp_count(y: Tensor, counter: int) -> None:
     """Count `y`, which is not changed, but declared as changed so that compiled graphs keep the call."""
-    _boundaries[counter].count(y)
+    _boundaries[counter](y)
 
 
 def counting(own: Callable[..., Tensor], traffic: Traffic, ranks: int, *, gathers: bool) -> Callable[..., Tensor]:
     """Make a forward that counts the output of another one, such as that of an embedding cut by the vocabulary.
 
-    Args:
-        own: the other forward. traffic: counts. ranks: number of ranks.
-        gathers: the ranks' outputs are gathered; otherwise they are added up.
+    `gathers`: the ranks' outputs are gathered; otherwise they are added up.
     """
-    counter = _Counter(traffic, ranks, gathers)
-    number = register(counter)
 
-    def forward(*args: Any, _counter: _Counter = counter, **kwargs: Any) -> Tensor:
-        y = own(*args, **kwargs)
-        if torch.compiler.is_compiling():
-            _tp_count(y, number)
+    def count(y: Tensor) -> None:
+        nbytes = y.numel() * y.element_size()
+        if gathers:
+            traffic.other_bytes += nbytes // ranks
         else:
-            _counter.count(y)
+            traffic.plain += y.numel()
+            traffic.plain_bytes += nbytes
+
+    number = register(count)
+
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        y = own(*args, **kwargs)
+        if ranks > 1:
+            _tp_count(y, number) if torch.compiler.is_compiling() else count(y)
         return y
 
     return forward

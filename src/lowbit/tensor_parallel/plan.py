@@ -172,18 +172,9 @@ def is_sum(style: str) -> bool:
     return is_row(style) or style in EXPERTS
 
 
-def sharded_rowwise_layers(model: nn.Module) -> dict[str, nn.Linear]:
-    """Return the row-wise layers with `DTensor` weights on real tensor-parallel ranks; none if the model is whole."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and is_cut_by_input(module)
-    }
-
-
-def is_cut_by_input(module: nn.Linear) -> bool:
-    """Whether the weight is a `DTensor` of which each rank holds the columns of some inputs."""
-    weight = getattr(module, "weight", None)
+def is_cut_by_input(module: nn.Module) -> bool:
+    """Whether the weight of a `Linear` is a `DTensor` of which each rank holds the columns of some inputs."""
+    weight = getattr(module, "weight", None) if isinstance(module, nn.Linear) else None
     return isinstance(weight, DTensor) and weight.placements in ((Shard(1),), (Shard(-1),))
 
 

@@ -59,7 +59,7 @@ class Installed:
     def __init__(self) -> None:
         self.traffic = Traffic()
         self.sums: list[LayerSum] = []
-        self._settings: Callable[..., SumSettings] | None = None
+        self._measured: Callable[..., SumSettings] | None = None  # returns the common settings of the sums
         self._before: list[tuple[nn.Module, dict[str, Any]]] = []
 
     def replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
@@ -81,19 +81,14 @@ class Installed:
         Returns:
             The new thresholds; None if `SumSettings.small` was a number.
         """
-        self._measure(anew=True)
+        if self._measured is not None:
+            self.use(self._measured(anew=True))
         return self.thresholds
 
-    def use(self, sums: Sequence[LayerSum], settings: Callable[..., SumSettings]) -> None:
-        """Set the sums of the layers, and the function that measures their common settings."""
-        self.sums, self._settings = list(sums), settings
-        self._measure(anew=False)
-
-    def _measure(self, *, anew: bool) -> None:
-        if self._settings is not None:
-            settings = self._settings(anew=anew)
-            for layer_sum in self.sums:
-                layer_sum.settings = settings
+    def use(self, settings: SumSettings) -> None:
+        """Give all sums these settings."""
+        for layer_sum in self.sums:
+            layer_sum.settings = settings
 
     def remove(self) -> None:
         """Restore the own forward of all modules."""
@@ -229,7 +224,8 @@ def install(
         for name, summed in sums.items()
     }  # fmt: skip
     samples = [SumSample(sums[name].width, sums[name].dtype, sums[name].device, codecs[name]) for name in codecs]
-    installed.use(list(layer_sums.values()), partial(measured, samples, group, settings))
+    installed.sums, installed._measured = [*layer_sums.values()], partial(measured, samples, group, settings)
+    installed.use(installed._measured())
     for name, summed in sums.items():
         installed.replace(summed.module, sum_forward(summed, layer_sums[name]))
     for module, gathers in counted:
@@ -257,10 +253,7 @@ def sum_forward(summed: ModelSum, layer_sum: LayerSum) -> Callable[..., Tensor]:
 
 
 def row_forward(layer: nn.Linear, layer_sum: LayerSum, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
-    """Make a forward for a row-wise layer that maps its rank's part of the input, or all of it, to the whole output.
-
-    It is for inference and raises if a gradient is needed. `torch.compile` traces it without a break.
-    """
+    """Make a forward for a row-wise layer that maps its rank's part of the input, or all of it, to the whole output."""
     ranks, rank = layer_sum.ranks, dist.get_rank(group)
 
     def forward(x: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -9,10 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from lowbit.tensor_parallel import engine
-from lowbit.tensor_parallel.experts import check_experts, width_of
+from lowbit.tensor_parallel.experts import bias_of_first_rank, check_experts, routes_of_rank, width_of
 from lowbit.tensor_parallel.plan import (
     COLUMN,
     EMBEDDING,
@@ -99,22 +99,22 @@ def real_sums(model: nn.Module) -> dict[str, ModelSum]:
         if isinstance(found := getattr(module.__dict__.get("forward"), SUM, None), ModelSum):
             sums[name] = found
             continue
-        installed = engine.installed(name, module)
+        installed = style_on(name, module)
         if isinstance(module, nn.Linear) and is_cut_by_input(module) and _is_plain(name, module, installed):
             assert isinstance(module.weight, DTensor)
             group = module.weight.device_mesh.get_group()
             sums[name] = ModelSum(name=name, module=module, style="rowwise", width=module.out_features, group=group)
         elif installed is None:
             _check_known(name, module)
-        elif (parts := engine.partial_sum(installed)) is not None:
+        elif (parts := partial_sum(installed)) is not None:
             sums[name] = ModelSum(
                 name=name, module=module, style=installed.kind, width=width_of(model, module), group=installed.group,
-                partial=parts.partial, finish=parts.finish,
+                partial=parts[0], finish=parts[1],
             )  # fmt: skip
     return sums
 
 
-def _is_plain(name: str, module: nn.Linear, installed: engine.Style | None) -> bool:
+def _is_plain(name: str, module: nn.Linear, installed: Style | None) -> bool:
     """Whether this library can compute the partial sum itself; quantized layers do it as Transformers lets them.
 
     Raises:
@@ -136,7 +136,7 @@ def _check_known(name: str, module: nn.Module) -> None:
         if cut and parameter.dim() > 2 and not isinstance(module, nn.modules.conv._ConvNd):
             raise ValueError(
                 f"{name} ({type(module).__name__}) has the parameter {key} cut over ranks, but no style of "
-                f"Transformers that defines its output; allowed: {', '.join(engine.SUMS)}"
+                f"Transformers that defines its output; allowed: {', '.join(SUMS)}"
             )
 
 
@@ -151,7 +151,7 @@ def counted(model: nn.Module, plan: Plan | None = None) -> list[tuple[nn.Module,
         return [(module, style in COLUMN) for module, style in styles.items() if style in (EMBEDDING, *GATHERED)]
     modules: list[tuple[nn.Module, bool]] = []
     for name, module in model.named_modules():
-        installed = engine.installed(name, module)
+        installed = style_on(name, module)
         if installed is not None and installed.kind in ("embedding", "gather"):
             modules.append((module, installed.kind == "gather"))
         elif installed is None and isinstance(module, nn.Embedding):
@@ -172,3 +172,147 @@ def mark(forward: Callable[..., Any], model_sum: ModelSum) -> Callable[..., Any]
     """Record on a forward which sum it computes."""
     setattr(forward, SUM, model_sum)
     return forward
+
+
+SUMS = ("rowwise", "moe_tp_experts", "ep_dispatch_experts", "all_reduce")
+_KINDS = {
+    "RowwiseParallel": "rowwise",
+    "MoeExpertsParallel": "moe_tp_experts",
+    "EpDispatchExpertsParallel": "ep_dispatch_experts",
+    "AllReduceParallel": "all_reduce",
+    "EmbeddingParallel": "embedding",
+    "ColwiseParallel": "column",
+    "PackedColwiseParallel": "column",
+    "PackedRowwiseParallel": "column",
+    "ReplicatedWithGradAllReduce": "whole",
+    "MlaKvAProjParallel": "whole",
+    "MoeIdentityParallel": "whole",
+    "LocalParamsParallel": "whole",
+    "TensorParallelLayer": "whole",
+}
+"""Kinds by the class of the style. "whole": works on a rank's own tensors and sends nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Style:
+    """A style that Transformers installed on a module.
+
+    Args:
+        name, module: of the module. kind: one of `SUMS`, or "embedding", "column", "gather", "whole".
+        style: the object. mesh: the ranks. own: the module's forward without the style. state: the rest of its closure.
+    """
+
+    name: str
+    module: nn.Module
+    kind: str
+    style: Any
+    mesh: Any
+    own: Callable[..., Any]
+    state: dict[str, Any]
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks."""
+        return self.mesh.get_group() if self.mesh.ndim == 1 else self.mesh.get_group("tp")
+
+
+Parts = tuple[Callable[..., Tensor], Callable[[Tensor], Tensor] | None]
+"""The two parts of a forward: what a rank computes before the sum, and what follows the sum."""
+
+
+def style_on(name: str, module: nn.Module) -> Style | None:
+    """Return the style on a module; None if there is none.
+
+    Raises:
+        ValueError: an unknown style.
+    """
+    forward = module.__dict__.get("forward")
+    if not inspect.isfunction(forward) or not forward.__module__.startswith("transformers.distributed"):
+        return None
+    state = dict(inspect.getclosurevars(forward).nonlocals)
+    style, mesh = state.get("self"), state.get("mesh", state.get("ep_mesh"))
+    kind = type(style).__name__ if style is not None else forward.__qualname__.partition(".")[0]
+    role = _KINDS.get(kind)
+    if role == "whole":
+        return Style(name=name, module=module, kind=role, style=style, mesh=mesh, own=forward, state=state)
+    own = state.get("original_forward", state.get("implementation"))
+    if style is None or role is None or mesh is None or own is None:
+        raise ValueError(
+            f"{name} ({type(module).__name__}) has the tensor-parallel style {kind} of Transformers, and it is unknown "
+            f"whether its output is a sum; allowed: {', '.join(_KINDS)}"
+        )
+    layout = getattr(style, "output_layouts", None)
+    if (role == "column" and isinstance(layout, Replicate)) or (role == "embedding" and style.shard_dim != 0):
+        role = "gather"
+    return Style(name=name, module=module, kind=role, style=style, mesh=mesh, own=own, state=state)
+
+
+def partial_sum(style: Style) -> Parts | None:
+    """Return a module's forward on a rank without the style's all-reduce; None if it sends no sum to be coded.
+
+    Raises:
+        ValueError: it sends something other than sums to all ranks.
+    """
+    if style.kind == "rowwise":
+        return _linear_parts(style)
+    if style.kind in ("moe_tp_experts", "all_reduce"):
+        check_experts(style.name, style.module, style.kind)
+        return (_without_all_reduce(style), None)
+    if style.kind == "ep_dispatch_experts":
+        check_experts(style.name, style.module, style.kind)
+        return _dispatched(style)
+    return None
+
+
+def _without_all_reduce(style: Style) -> Callable[..., Tensor]:
+    module, mesh, rank = style.module, style.mesh, dist.get_rank(style.group)
+
+    def partial(*args: Any, **kwargs: Any) -> Tensor:
+        args, kwargs = style.style.transform_inputs_pre_forward(module, args, kwargs, mesh)
+        with style.style.context_around_forward(module, mesh), bias_of_first_rank(module, rank):
+            y = style.own(*args, **kwargs)
+        return y.to_local() if isinstance(y, DTensor) else y
+
+    return partial
+
+
+def _linear_parts(style: Style) -> Parts:
+    """Return the parts of a row-wise layer without a `DTensor` of floats, which Transformers runs on local tensors."""
+    module = style.module
+    with torch.no_grad():
+        local = style.style.should_use_local_tensors(module)
+    if not local or not isinstance(style.style.output_layouts, Replicate):
+        raise ValueError(
+            f"{style.name} ({type(module).__name__}) is row-wise parallel, and its output is not a partial sum on each "
+            "rank; allowed: layers that Transformers runs on local tensors, with a whole output on each rank"
+        )
+
+    def finish(total: Tensor) -> Tensor:
+        bias = module._parameters.get("bias")
+        if bias is None:
+            return total
+        return total + (bias.to_local() if isinstance(bias, DTensor) else bias)
+
+    return (_without_all_reduce(style), finish)
+
+
+def _dispatched(style: Style) -> Parts:
+    """Return the parts of a layer with whole experts on each rank: a sum if all ranks compute with the same tokens."""
+    implementation = style.own
+    if getattr(implementation, "megamoe", None) is None:
+        implementation = getattr(implementation, "all_reduce", None) or implementation
+    if type(implementation).__name__ != "AllReduceEP":
+        raise ValueError(
+            f"{style.name} ({type(style.module).__name__}) sends tokens to the ranks of their experts "
+            f"({type(style.own).__name__}) and returns no partial sums; allowed: "
+            "DistributedConfig(ep_implementation='all_reduce'), or 'auto' with ep_size equal to tp_size"
+        )
+    count, rank = implementation.num_local_experts, implementation.ep_mesh.get_local_rank()
+
+    def partial(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        x, weights = (t.to_local() if isinstance(t, DTensor) else t for t in (hidden_states, top_k_weights))
+        with style.style.context_around_forward(style.module, style.mesh):
+            y = implementation.experts_forward(x, *routes_of_rank(top_k_index, weights, count, rank))
+        return y.to(x.dtype)
+
+    return (partial, None)

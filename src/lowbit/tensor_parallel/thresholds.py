@@ -89,8 +89,7 @@ class Thresholds:
     def __str__(self) -> str:
         parts = []
         for kind, steps in self.steps.items():
-            taken = [f"{name} from {rows} rows" for rows, name in steps]
-            parts.append(f"{kind}: {', '.join(taken) or 'never coded'}")
+            parts.append(f"{kind}: {', '.join(f'{name} from {rows} rows' for rows, name in steps) or 'never coded'}")
         return f"{'; '.join(parts)} ({self.ranks} ranks, {self.mbit:.0f} Mbit/s, {self.date})"
 
 

@@ -14,7 +14,7 @@ from lowbit.codecs import Codec
 from lowbit.collectives import all_reduce
 from lowbit.tensor_parallel import Installed, SumSettings, calibrate, low_bit_, tensor_parallel_
 from lowbit.tensor_parallel.measure import SumSample, measured
-from lowbit.tensor_parallel.plan import sharded_rowwise_layers
+from lowbit.tensor_parallel.plan import is_cut_by_input
 from lowbit.tensor_parallel.reduce import sum_over_ranks
 from lowbit.tensor_parallel.rowwise import local
 from lowbit.tensor_parallel.thresholds import Choice
@@ -122,8 +122,9 @@ def _pytorch_sums(model: nn.Module) -> Installed:
         return forward
 
     installed = Installed()
-    for module in sharded_rowwise_layers(model).values():
-        installed.replace(module, forward_of(local(module.weight)))
+    for module in model.modules():
+        if is_cut_by_input(module):
+            installed.replace(module, forward_of(local(module.get_parameter("weight"))))
     return installed
 
 
