@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -135,38 +134,6 @@ def test_probabilities_of_routers_stay_as_they_are():
     assert torch.equal(out, expected)
     assert out.grad_fn is not None
     assert out.grad_fn.name() == "SoftmaxBackward0"
-
-
-@functools.cache
-def _llama() -> Any:
-    from peft import LoraConfig, get_peft_model
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 32, "hidden_size": DIM, "intermediate_size": 128, "num_hidden_layers": 2}
-    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, attn_implementation="eager")
-    model = get_peft_model(LlamaForCausalLM(config), LoraConfig(r=8, target_modules=["q_proj", "v_proj"]))
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(parameter, std=0.1)
-    return model.train()
-
-
-def test_adapters_of_q_and_v():
-    plain = _llama()
-    exact, ours = copy.deepcopy(plain), copy.deepcopy(plain)
-    compress_saved_(exact, LayerAware(bits=16), report=False)
-    compress_saved_(ours, report=False)
-    ids = torch.randint(32, (2, LENGTH), generator=torch.Generator().manual_seed(5))
-    mask = torch.ones_like(ids)
-    mask[0, :30] = 0  # padded on the left
-
-    def loss(model: Any) -> Tensor:
-        return model(input_ids=ids, labels=ids, attention_mask=mask, use_cache=False).loss
-
-    expected = gradients(plain, loss(plain))
-    assert distance(gradients(exact, loss(exact)), expected) < 1e-5
-    assert distance(gradients(ours, loss(ours)), expected) < 0.03
 
 
 class Masked(nn.Module):

@@ -18,32 +18,6 @@ from lowbit.activations.follow import HANDLERS
 from tests.activations.models import DIM, distance
 from tests.activations.test_observers import forward, model_of
 
-CALLS: dict[str, Any] = {
-    "mm": lambda x, w: torch.mm(x, w),
-    "mm mat2": lambda x, w: torch.mm(x, mat2=w),
-    "mm by name": lambda x, w: torch.mm(input=x, mat2=w),
-    "Tensor.mm mat2": lambda x, w: x.mm(mat2=w),
-    "matmul other": lambda x, w: torch.matmul(x, other=w),
-    "Tensor.matmul": lambda x, w: x.matmul(other=w),
-    "addmm": lambda x, w: torch.addmm(input=w[0], mat1=x, mat2=w),
-    "addmm beta": lambda x, w: torch.addmm(w[0], x, w, beta=0.5, alpha=2),
-    "linear": lambda x, w: functional.linear(input=x, weight=w, bias=None),
-    "dropout train": lambda x, w: torch.dropout(x @ w, 0.5, train=True),
-    "dropout by name": lambda x, w: torch.dropout(input=x @ w, p=0.5, train=True),
-    "functional.dropout": lambda x, w: functional.dropout(input=x @ w, p=0.5, training=True, inplace=False),
-    "mul": lambda x, w: torch.mul(input=x @ w, other=x),
-    "relu": lambda x, w: torch.relu(input=x @ w),
-    "silu": lambda x, w: functional.silu(input=x @ w, inplace=False),
-    "gelu": lambda x, w: functional.gelu(input=x @ w, approximate="tanh"),
-    "bmm": lambda x, w: torch.bmm(input=x[None], mat2=w[None]),
-    "index_select": lambda x, w: torch.index_select(input=x @ w, dim=0, index=torch.arange(4)),
-    "layer_norm": lambda x, w: functional.layer_norm(input=x @ w, normalized_shape=[DIM], weight=w[0], bias=w[1]),
-    "rms_norm": lambda x, w: functional.rms_norm(input=x @ w, normalized_shape=[DIM], weight=w[0]),
-    "reshape": lambda x, w: torch.reshape(input=functional.silu(x @ w), shape=(-1,)),
-    "chunk": lambda x, w: torch.chunk(input=functional.silu(x @ w), chunks=2, dim=1)[0],
-    "select": lambda x, w: torch.select(input=functional.silu(x @ w), dim=0, index=1),
-}
-
 
 class Calls(nn.Module):
     def __init__(self, call: Any) -> None:
@@ -52,19 +26,6 @@ class Calls(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.call(x, self.weight)
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_legal_calls(name: str):
-    torch.manual_seed(0)
-    model, x = Calls(CALLS[name]), torch.randn(40, DIM)
-    grads = []
-    for compressed in (False, True):
-        if compressed:
-            compress_saved_(model, LayerAware(bits=16, attention=16))
-        torch.manual_seed(1)
-        grads.append(torch.autograd.grad(model(x).square().sum(), [model.weight])[0])
-    torch.testing.assert_close(grads[1], grads[0], rtol=1e-4, atol=1e-2)
 
 
 @dataclass(frozen=True)

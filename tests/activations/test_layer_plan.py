@@ -94,8 +94,8 @@ def test_other_content_is_one_short_line(tmp_path: Path):
         ({"stages": [[{**LAYER, "attention": 1}]]}, "attention is 1"),
         ({"stages": [[{**LAYER, "checkpoint": 1}]]}, "checkpoint is 1; allowed: bool"),
         ({"stages": [[{**LAYER, "input": "int3000"}]]}, "codec is 'int3000'"),
-        ({"stages": [[{**LAYER, "input": "subspace"}]]}, "is not a memory plan"),
-        ({"stages": [[{**LAYER, "checkpoint": False, "input": "int8"}]]}, "is not a memory plan"),
+        ({"stages": [[{**LAYER, "input": "subspace"}]]}, "a format with state; allowed: formats without"),
+        ({"stages": [[{**LAYER, "checkpoint": False, "input": "int8"}]]}, "of a layer that is not checkpointed"),
         ({"rest": [LAYER, LAYER]}, "rest is "),
         ({"rest": [{**LAYER, "checkpoint": False}]}, "rest is "),
         ({"group": 12}, "group is 12"),
@@ -177,14 +177,3 @@ def test_layers_are_the_largest_list_of_one_class():
     assert [*layers_of(model)] == ["model.layers.0", "model.layers.1", "model.layers.2"]
     plain = nn.Sequential(nn.Embedding(7, 32), GatedBlock(), GatedBlock(), nn.Linear(32, 7))
     assert [*layers_of(plain)] == ["1", "2"]
-
-
-def test_wrong_choices_are_refused():
-    for wrong, says in (
-        ({"norm": 1}, "norm is 1"),
-        ({"input": BYTE}, "of a layer that is not checkpointed; allowed: checkpoint=True"),
-        ({"checkpoint": "yes"}, "checkpoint is 'yes'; allowed: bool"),
-        ({"checkpoint": True, "input": "aq-sgd"}, "a format with state; allowed: formats without"),
-    ):
-        with pytest.raises((TypeError, ValueError), match=says):
-            LayerChoice(**wrong)  # pyright: ignore[reportArgumentType]

@@ -51,19 +51,11 @@ class Reversed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
+        return x
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore
         return -0.5 * grad
-
-
-class ReversedItself(Reversed):
-    """The same; returns its input."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x
 
 
 Seen = list[Tensor]
@@ -92,33 +84,8 @@ def on_output(act: Callable[[Tensor, Seen], Any]) -> Callable[[nn.Module, Seen],
     return install
 
 
-def on_input(act: Callable[[Tensor, Seen], Any]) -> Callable[[nn.Module, Seen], None]:
-    """Do something with the input of a module."""
-
-    def install(module: nn.Module, seen: Seen) -> None:
-        def hook(_: Any, args: Any, kwargs: Any) -> Any:
-            if args:
-                new = act(args[0], seen)
-                return None if new is None else ((new, *args[1:]), kwargs)
-            name = next(iter(kwargs))
-            new = act(kwargs[name], seen)
-            return None if new is None else (args, kwargs | {name: new})
-
-        module.register_forward_pre_hook(hook, with_kwargs=True)
-
-    return install
-
-
 def tensor_hook(x: Tensor, seen: Seen) -> None:
     x.register_hook(halve)
-
-
-def watching_hook(x: Tensor, seen: Seen) -> None:
-    x.register_hook(lambda grad: seen.append(grad.clone()))
-
-
-def removed_hook(x: Tensor, seen: Seen) -> None:
-    x.register_hook(halve).remove()
 
 
 def retained(x: Tensor, seen: Seen) -> None:
@@ -142,18 +109,6 @@ def multi_hook(x: Tensor, seen: Seen) -> None:
 
 def reverse(x: Tensor, seen: Seen) -> Tensor:
     return Reversed.apply(x)
-
-
-def reverse_itself(x: Tensor, seen: Seen) -> Tensor:
-    return ReversedItself.apply(x)
-
-
-def viewed(x: Tensor, seen: Seen) -> Tensor:
-    return x.view(-1, x.shape[-1]).view(x.shape)
-
-
-def scaled(x: Tensor, seen: Seen) -> Tensor:
-    return x * 0.5
 
 
 def detached(x: Tensor, seen: Seen) -> Tensor:
@@ -183,12 +138,6 @@ def full_hook_later(module: nn.Module, seen: Seen) -> None:
     LATER.append(lambda loss: [tensor_hook(x, seen) for x in outs] and None)
 
 
-def retained_later(module: nn.Module, seen: Seen) -> None:
-    outs: Seen = []
-    on_output(lambda x, _: outs.append(x))(module, seen)
-    LATER.append(lambda loss: [retained(x, seen) for x in outs] and None)
-
-
 def asked_for(module: nn.Module, seen: Seen) -> None:
     outs: Seen = []
     on_output(lambda x, _: outs.append(x))(module, seen)
@@ -215,29 +164,20 @@ LATER: list[Later] = []
 ON_OUTPUTS: dict[str, Any] = {
     f"output {name}": on_output(act)
     for name, act in {
-        "hook": tensor_hook, "watching hook": watching_hook, "removed hook": removed_hook, "retain_grad": retained,
-        "node hook": node_hook, "node prehook": node_prehook, "multi hook": multi_hook, "reversed": reverse,
-        "reversed itself": reverse_itself, "viewed": viewed, "scaled": scaled,
+        "hook": tensor_hook, "retain_grad": retained, "node hook": node_hook, "node prehook": node_prehook,
+        "multi hook": multi_hook, "reversed": reverse,
     }.items()
 }  # fmt: skip
 ON_MODULES = ON_OUTPUTS | {
     "full hook": full_hook, "full pre-hook": full_pre_hook, "hook after forward": full_hook_later,
-    "retain_grad after forward": retained_later, "autograd.grad": asked_for, "edge": edge_asked_for,
-    "another reader": read_twice,
-}  # fmt: skip
-ON_INPUTS: dict[str, Any] = {
-    f"input {name}": on_input(act)
-    for name, act in {
-        "hook": tensor_hook, "retain_grad": retained, "reversed": reverse_itself, "node hook": node_hook,
-        "node prehook": node_prehook,
-    }.items()
+    "autograd.grad": asked_for, "edge": edge_asked_for, "another reader": read_twice,
 }  # fmt: skip
 PLACEMENTS: dict[str, tuple[str, Any]] = (
     {f"activation: {name}": ("act", install) for name, install in ON_MODULES.items()}
     | {f"activation: {f.__name__}": ("act", on_output(f)) for f in (in_place, detached)}
     | {"two passes": ("act", twice)}
     | {f"norm: {name}": ("norm", install) for name, install in ON_MODULES.items()}
-    | {f"last linear: {name}": ("linear", install) for name, install in (ON_INPUTS | ON_MODULES).items()}
+    | {f"last linear: {name}": ("linear", install) for name, install in ON_OUTPUTS.items()}
     | {f"{part}: full hook": (part, full_hook) for part in ("mlp", "attention")}
 )
 """What is observed, and how."""

@@ -124,33 +124,6 @@ def hf_parallel(model: Any) -> Any:
     return model
 
 
-def hugging_face(path: str) -> dict[str, Any]:
-    model = hf_parallel(llama())
-    calibration, drift = calibrate(model, sequences()), Drift(every=1)
-    low_bit_(model, path, settings=ONE, drift=drift)
-    return {
-        "fingerprint": calibration.fingerprint(),
-        "logits": logits(model, ids()),
-        "tokens": model.generate(ids(1, 4), max_new_tokens=5, do_sample=False),
-        "watched": min(row.samples for row in drift.report().rows),
-    }
-
-
-def test_hugging_face_models_run_by_their_plan_and_generate(ranks: Ranks, tmp_path: Path):
-    model = llama()
-    calibration = calibrate(model, sequences(), ranks=2)
-    calibration.save(tmp_path / "calibration.safetensors")
-    real = ranks.run(hugging_face, str(tmp_path / "calibration.safetensors"))
-    with emulate_tensor_parallel_(model, 2, calibration, settings=ONE):
-        expected = logits(model, ids())
-        tokens = model.generate(ids(1, 4), max_new_tokens=5, do_sample=False)
-    for results in real:
-        assert results["fingerprint"] == calibration.fingerprint()
-        assert torch.equal(results["logits"], expected)
-        assert torch.equal(results["tokens"], tokens)
-        assert results["watched"] >= 1
-
-
 def with_gradients(path: str) -> None:
     model = tensor_parallel_(Toy())
     low_bit_(model, path, settings=ONE)

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from lowbit.activations.gated.reference import ACTIVATIONS
 from lowbit.activations.policy import LayerAware
-from lowbit.activations.recipes import FEWEST, Norm, default_eps
+from lowbit.activations.recipes import FEWEST, Norm, default_eps, plain_gated
 from lowbit.codecs import Codec
 from lowbit.codecs.checks import FLOATS
 
@@ -120,9 +120,7 @@ class _Activation(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, activation: str, codec: str) -> Tensor:
         ctx.save_for_backward(torch.ops.lowbit.saved_encode(x, codec))
         ctx.shape, ctx.dtype, ctx.activation, ctx.codec = x.shape, x.dtype, activation, codec
-        if activation == "gelu_tanh":
-            return functional.gelu(x, approximate="tanh")
-        return {"silu": functional.silu, "gelu": functional.gelu, "relu": functional.relu}[activation](x)
+        return plain_gated(x, None, activation, wide=False)
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]

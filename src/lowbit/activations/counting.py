@@ -119,22 +119,15 @@ class _Packed:
 
 
 class ModuleWatch:
-    """Follows which module of a model is running, and counts the tensors that it saves.
+    """Follows which module of a model is running, and counts the tensors that it saves."""
 
-    Args:
-        model: model to follow. inputs: of its forward, if that runs already; the watch then ends with it.
-    """
-
-    def __init__(self, model: nn.Module, inputs: Any = None) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.saved = SavedBytes()
         self.path: list[tuple[str, nn.Module]] = []
         self._inputs: set[int] = set()
         self._own = {key_of(t) for t in [*model.parameters(), *model.buffers()] for t in parts_of(t)}
         self._handles: list[Any] = []
         for name, module in model.named_modules():
-            if module is model and inputs is not None:
-                self._enter(name)(module, inputs)
-                continue
             self._handles += [
                 module.register_forward_pre_hook(self._enter(name), with_kwargs=True),
                 module.register_forward_hook(self._leave, always_call=True),
@@ -153,7 +146,6 @@ class ModuleWatch:
                 handle.remove()
 
     def count(self, tensor: Tensor) -> list[int]:
-        """Count a tensor's storages and return their keys, to release them by."""
         if torch._C._current_graph_task_id() != -1:  # recomputed in backward, so not kept from forward
             return []
         modules = [module for _, module in self.path]

@@ -46,7 +46,6 @@ class Experts:
     gate: Gate
 
     def weights(self, module: Any) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-        """First weights, their biases, last weights, their biases."""
         up, down = getattr(module, self.up), getattr(module, self.down)
         return up, getattr(module, f"{self.up}_bias", None), down, getattr(module, f"{self.down}_bias", None)
 
@@ -356,7 +355,6 @@ class Routing:
         return cls(order[: ends[-1]].to(torch.int32), tuple(ends), index_NK.shape[1])
 
     def gather(self, x_NC: Tensor) -> Tensor:
-        """Return the token of each row."""
         return x_NC.index_select(0, self.order // self.choices)
 
     def sums(self, x_SC: Tensor, tokens: int) -> Tensor:

@@ -96,7 +96,6 @@ class WithRows(Summable):
         return self._layout(shape).nbytes
 
     def inner_of(self, payload: Tensor, shape: Sequence[int]) -> Tensor:
-        """The part of a payload that `inner` reads."""
         return payload[: self.inner.format_nbytes(shape)]
 
     def kept(self, payload: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -138,7 +137,8 @@ class WithRows(Summable):
 
     def _write(self, x: Tensor, payload: Tensor) -> Tensor:
         layout, rows = self._layout(x.shape), x.view(-1, x.shape[-1])
-        index_K = norms_of(rows).topk(count_of(x.shape)).indices
+        norms = torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float32)
+        index_K = norms.topk(count_of(x.shape)).indices
         layout.section(payload, "indices", torch.int32).copy_(index_K)
         layout.section(payload, "values", torch.float32).view(-1, x.shape[-1]).copy_(rows[index_K])
         return index_K
@@ -161,18 +161,13 @@ def count_of(shape: Sequence[int]) -> int:
     return ceil_div(rows, EVERY) if rows >= LEAST and len(shape) > 1 else 0
 
 
-def norms_of(rows: Tensor) -> Tensor:
-    """The norm of each row."""
-    return torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float32)
-
-
 def outliers_and_rest(x: Tensor) -> tuple[bool, Tensor]:
     """Return whether any token's norm is `FAR` above the median, and the (tokens, channels) that would not be kept.
 
     Without outliers, or with NaN, these are all tokens.
     """
     rows = x.detach().reshape(-1, x.shape[-1])
-    count, norms = count_of(x.shape), norms_of(rows)
+    count, norms = count_of(x.shape), torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float32)
     if not count or not bool(norms.max() > FAR * norms.median()):
         return False, rows
     rest = torch.ones(len(rows), dtype=torch.bool, device=x.device)

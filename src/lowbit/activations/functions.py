@@ -330,7 +330,6 @@ class SquareFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rebuilt: Rebuilt, saved: SavedTensors) -> Tensor:
-        """`rebuilt`: x in backward, from `saved`."""
         ctx.rebuilt, ctx.shape, ctx.dtype = rebuilt, x.shape, x.dtype
         ctx.save_for_backward(*saved)
         return x.square()

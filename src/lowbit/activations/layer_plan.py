@@ -280,10 +280,7 @@ class Applied:
 def layers_of(model: nn.Module) -> dict[str, nn.Module]:
     """The layers of a model, in order: the children of its largest list that have the same class.
 
-    Lists are `nn.ModuleList` and `nn.Sequential`, except those inside layers.
-
-    Raises:
-        ValueError: the model has no such list.
+    Lists are `nn.ModuleList` and `nn.Sequential`, except those inside layers. ValueError without one.
     """
     best: dict[str, nn.Module] = {}
     size, inside = 0, []

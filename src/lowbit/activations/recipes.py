@@ -105,7 +105,6 @@ class Itself:
         return bits_of(self.codec)
 
     def rebuild(self, saved: SavedTensors, dtype: torch.dtype) -> Tensor:
-        """Return the rounded tensor."""
         x = saved[0]
         assert x is not None
         if self.codec is None:
@@ -123,7 +122,6 @@ class NormOutput:
     eps: float
 
     def rebuild(self, saved: SavedTensors, dtype: torch.dtype) -> Tensor:
-        """Compute the norm's output from the rounded input."""
         x, weight, bias = saved
         check_present(weight, bias)
         assert x is not None
@@ -160,7 +158,6 @@ class GatedOutput:
     activation: str
 
     def rebuild(self, saved: SavedTensors, dtype: torch.dtype) -> Tensor:
-        """Compute act(gate) * up from the rounded inputs."""
         gate, up = saved
         assert gate is not None
         if not is_fused(self.codec):
@@ -239,7 +236,6 @@ class Derived:
     count: int = 0
 
     def rebuild(self, saved: SavedTensors, dtype: torch.dtype) -> Tensor:
-        """Apply the function to the rebuilt tensor."""
         split = len(saved) - self.count
         return self.function(self.parent.get(saved[:split], dtype).reshape(self.shape), *saved[split:])
 
@@ -273,7 +269,6 @@ class Computed:
     count: int = 0
 
     def rebuild(self, saved: SavedTensors, dtype: torch.dtype) -> Tensor:
-        """Apply the function to the rebuilt tensors."""
         values = []
         rest = saved
         for part in self.parts:
@@ -312,7 +307,6 @@ class Recipe:
         return (*first, *tensors)
 
     def release(self) -> None:
-        """Drop the tensors."""
         self._references, self._count, self._parent = [], -1, None
 
     def holds(self) -> bool:
@@ -410,7 +404,6 @@ class Masked:
     scale: float = 1.0
 
     def __call__(self, x: Tensor, mask: Tensor) -> Tensor:
-        """Return the masked tensor."""
         bits = (mask.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8, device=x.device)) & 1
         return x * (bits.flatten()[: x.numel()].view(x.shape).to(x.dtype) * self.scale)
 

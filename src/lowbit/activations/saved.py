@@ -42,19 +42,15 @@ def compress_saved_(
 
     Forward uses unrounded activations. Its results are unchanged, except for the last bits where norms and activation
     functions are computed in float32 and rounded once. Backward gets rounded inputs of norms, activation functions,
-    gates, linear layers and attention, and recomputes the rest: a norm's output for the projections that follow (once
-    for all of them), act(gate) * up for the layer after it. So a decoder layer saves one payload each for norms, gate,
-    up, q, k and v. `scaled_dot_product_attention` runs again in backward, from rounded q, k and v, which also restores
-    its output. Dropout and ReLU save one bit per element. Weights are saved by reference, even if autocast casts them.
-    A linear layer with a frozen weight saves no input. In evaluation mode and without gradients nothing is saved or
-    coded.
+    gates, linear layers and attention, and recomputes the rest, so a decoder layer saves one payload each for norms,
+    gate, up, q, k and v. Dropout and ReLU save one bit per element. Weights are saved by reference, even if autocast
+    casts them. A linear layer with a frozen weight saves no input. In evaluation mode and without gradients nothing is
+    saved or coded.
 
-    It follows the functions that run, not the modules: while the outermost module runs, it sees every torch function,
-    and records for each tensor what it was computed from, through views, slices, casts and dropout. So fused gate and
-    up projections, adapters and subclasses of `nn.Linear` need no special support. Norms and activation functions made
-    of several functions are recognized by what they compute. Attention written out as products and softmax is also
-    recomputed from q, k and v. Tensors of any other function, such as the scans of state-space models, and of autograd
-    functions written in Python, except Megatron-Core's, are saved uncompressed.
+    It follows the torch functions that run, through views, slices, casts and dropout. So fused projections, adapters
+    and subclasses of `nn.Linear` need no special support; norms and activation functions made of several functions, and
+    attention written out as products and softmax, are recognized. Tensors of any other function, such as the scans of
+    state-space models, and of autograd functions written in Python, except Megatron-Core's, are saved uncompressed.
 
     The first training pass counts, by module, what it keeps and what it would keep without compression; for that, it
     computes functions twice. `print` of the result shows the table. The log warns of functions whose uncompressed

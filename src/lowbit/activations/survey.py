@@ -26,13 +26,10 @@ _WORTH_LOGGING = 0.1  # share of what is kept
 
 @dataclass
 class Row:
-    """Bytes that autograd keeps for modules whose names differ only in numbers.
+    """Bytes that autograd keeps for modules whose names differ only in numbers, for which `module` has a *.
 
-    Attributes:
-        module: the name, with * for numbers. count: number of modules.
-        plain: bytes without compression. kept: bytes with it.
-        whole: bytes of `kept` that are not compressed, by the function that saves them.
-        reasons: why functions that could save less did not.
+    `whole`: bytes of `kept` that are not compressed, by the function that saves them. `reasons`: why functions that
+    could save less did not.
     """
 
     module: str
@@ -44,7 +41,6 @@ class Row:
 
     @property
     def label(self) -> str:
-        """The name, and the number of modules with it."""
         name = self.module or "(the model itself)"
         return f"{name} ({len(self.names)})" if len(self.names) > 1 else name
 
@@ -59,10 +55,10 @@ class Survey:
     """Counts the bytes that the first training pass keeps, and those that it would keep without compression.
 
     Functions that save payloads run twice in that pass: the second time as PyTorch's own, only for counting.
+    `running` returns the module that runs in this thread, with its name.
     """
 
     def __init__(self, running: Callable[[], tuple[str, nn.Module] | None]) -> None:
-        """`running`: returns the module that runs in this thread, with its name."""
         self.rows: dict[str, Row] = {}
         self._running = running
         self._counting = self._is_handled = False
@@ -72,12 +68,10 @@ class Survey:
 
     @property
     def plain(self) -> int:
-        """Bytes that the pass would keep without compression."""
         return sum(row.plain for row in self.rows.values())
 
     @property
     def kept(self) -> int:
-        """Bytes that the pass keeps."""
         return sum(row.kept for row in self.rows.values())
 
     def can_count(self) -> bool:
@@ -87,7 +81,6 @@ class Survey:
 
     @contextmanager
     def counting(self, module: nn.Module, inputs: Any) -> Iterator[None]:
-        """Count what a module saves in the block."""
         tensors = [t for t in tree_leaves(inputs) if isinstance(t, Tensor)]
         own = [*module.parameters(), *module.buffers(), *tensors]
         self._own = {key_of(part) for t in own for part in parts_of(t)}
@@ -102,7 +95,6 @@ class Survey:
 
     @contextmanager
     def function(self, function: Any) -> Iterator[None]:
-        """Context of a function that runs unchanged."""
         before, self._function = self._function, function
         try:
             yield

@@ -28,11 +28,7 @@ BUCKET = 4 << 20
 
 
 class StoredElements:
-    """A range of elements of stored gradients, one parameter after the other, each padded to whole units.
-
-    Args:
-        codec: format of the payloads. gradients: all on one device, each with its shape. start, stop: the range.
-    """
+    """A range of elements of stored gradients on one device, one after the other, each padded to whole units."""
 
     def __init__(self, codec: Summable, gradients: Sequence[tuple[Stored, torch.Size]], start: int, stop: int) -> None:
         self.numel, self._first, self._codec = stop - start, start, codec
@@ -83,11 +79,7 @@ class StoredElements:
 def agree_on(
     codec: Summable, gradients: Sequence[Gradient], group: dist.ProcessGroup, *, timeout: float, checksums: bool
 ) -> None:
-    """Check that all ranks store the same parameters in the same format.
-
-    Raises:
-        AgreementError: they do not.
-    """
+    """Raise AgreementError unless all ranks store the same parameters in the same format."""
     names = repr([(stored.name, *x.shape) for stored, x in gradients])
     digest = hashlib.sha256(names.encode()).hexdigest()[:16]
     count = f"{len(gradients)} of {sum(x.numel() for _, x in gradients)} elements, names and shapes {digest}"
@@ -98,11 +90,7 @@ def agree_on(
 def average(
     codec: Summable, gradients: Sequence[Gradient], group: dist.ProcessGroup, *, timeout: float, checksums: bool
 ) -> None:
-    """Replace gradients by their means over all ranks; gradients that no rank has stay missing.
-
-    Args:
-        gradients: each with a tensor of its shape and on its device.
-    """
+    """Replace gradients, each with a tensor of its shape and device, by their means; those of no rank stay missing."""
     states = [(stored.held, stored.factor) for stored, _ in gradients]
     mine = torch.tensor(states, dtype=torch.float32, device=gradients[0][1].device)
     by_rank = mine.new_empty(group.size(), *mine.shape)

@@ -285,11 +285,7 @@ class GradientStorage:
         optimizer.step()
 
     def check_step(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Return whether gradients of some of these parameters are stored here; called before each optimizer step.
-
-        Raises:
-            RuntimeError: some belong to the module, but have replaced parameters that are stored here.
-        """
+        """Whether some are stored here; RuntimeError if some of the module's have replaced parameters stored here."""
         module, concerned = self._module(), any(p in self._stored for p in parameters)
         if module is None or all(p in self._stored for p in parameters):
             return concerned

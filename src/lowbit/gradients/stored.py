@@ -29,7 +29,6 @@ class Stored:
     """The `StoredGradient` that shows it."""
 
     def value(self, codec: Summable, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
-        """The gradient in a new tensor, or None."""
         if not self.held or self.payload is None:
             return None
         if self.factor == 1:
@@ -87,11 +86,7 @@ class Stored:
 
 
 def named(parameters: nn.Module | Iterable[nn.Parameter]) -> list[tuple[str, nn.Parameter]]:
-    """Return parameters with their names, or positions; each once.
-
-    Raises:
-        TypeError: a module wrapped in `DistributedDataParallel`.
-    """
+    """Return parameters with their names, or positions; each once. TypeError for a `DistributedDataParallel`."""
     if isinstance(parameters, nn.parallel.DistributedDataParallel):
         raise TypeError(
             "parameters is a DistributedDataParallel, which keeps full-precision gradients of its own; "

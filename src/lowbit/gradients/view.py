@@ -56,22 +56,6 @@ class StoredGradient(Tensor):
     def __repr__(self, **_: Any) -> str:
         return f"StoredGradient({self.decode()!r})"
 
-    def numpy(self, *, force: bool = False) -> Any:
-        """Return the decoded gradient as `Tensor.numpy` does; the same holds for `tolist`."""
-        return self.decode().numpy(force=force)
-
-    def tolist(self) -> Any:
-        return self.decode().tolist()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.decode().__reduce_ex__(protocol)
-
-    def __deepcopy__(self, memo: Any) -> Tensor:
-        return self.decode()
-
-    def __dlpack__(self, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return self.decode().__dlpack__(**kwargs)
-
     def share_memory_(self) -> Tensor:
         """Always raises: a compressed gradient has no memory to share."""
         raise TypeError(f"the gradient of {self.stored.name!r} is stored in few bits; allowed: a copy (grad.clone())")
@@ -118,6 +102,14 @@ class StoredGradient(Tensor):
             other = other.float() * alpha
         self.stored.add(self.codec, other.expand(self.shape), self.device)
         return self
+
+
+def _of_decoded(name: str) -> Any:
+    return lambda view, *args, **kwargs: getattr(view.decode(), name)(*args, **kwargs)
+
+
+for _name in ("numpy", "tolist", "__reduce_ex__", "__deepcopy__", "__dlpack__"):
+    setattr(StoredGradient, _name, _of_decoded(_name))
 
 
 def is_stored(gradient: Tensor | None) -> bool:

@@ -91,7 +91,6 @@ class LowBitConfig:
             raise TypeError(f"activations is {self.activations!r}; allowed: a LayerAware, or None")
 
     def reduce_scatter(self) -> LowBitReduceScatter:
-        """The reduce-scatter of `gradients`."""
         assert self.gradients is not None
         return LowBitReduceScatter(self.gradients, timeout=self.timeout, checksums=self.checksums)
 

@@ -358,11 +358,7 @@ class Outgoing:
         self._sent: deque[Sent] = deque()
 
     def send(self, payload: Tensor) -> int:
-        """Start to send and return the bytes that travel; wait only while many messages are on their way.
-
-        Raises:
-            PeerError: the peer ended, or did not take an earlier message in time.
-        """
+        """Start to send and return the bytes that travel; wait only while many messages are on their way."""
         size = room = payload.numel()
         total = 0
         while self._posted and (room := self._posted.popleft()) < size:
@@ -375,11 +371,7 @@ class Outgoing:
         return total
 
     def drain(self) -> None:
-        """Wait until the peer has everything.
-
-        Raises:
-            PeerError: the peer ended, or did not take it in time.
-        """
+        """Wait until the peer has everything."""
         while self._sent:
             self._sent.popleft().wait()
 
@@ -404,11 +396,7 @@ class Incoming:
         self._posted: deque[tuple[int, Expected]] = deque()
 
     def receive(self, size: int, about: str) -> Tensor:
-        """Wait for the next payload, uint8 (size,) on the CPU. `about`: its name in errors.
-
-        Raises:
-            PeerError: the peer ended, or did not send in time. DamagedError: the payload arrived damaged.
-        """
+        """Wait for the next payload, uint8 (size,) on the CPU. `about`: its name in errors."""
         short: list[Expected] = []
         found: Expected | None = None
         while self._posted and found is None:
@@ -430,13 +418,9 @@ class Incoming:
 
 
 class Shares:
-    """Splits the rows of hidden states among the ranks that share a stage, and puts them together after receiving.
+    """Splits the rows of hidden states among the ranks of a `group` that share a stage, and puts them together again.
 
     These ranks hold the same hidden states, so without this a link would carry them once for each rank.
-
-    Args:
-        codec: format of the hidden states. group: ranks that share a stage; None: only this one.
-        timeout: seconds to wait for them.
     """
 
     def __init__(self, codec: Codec, group: dist.ProcessGroup | None, timeout: float) -> None:

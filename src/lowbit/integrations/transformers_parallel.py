@@ -22,14 +22,13 @@ from torch import nn
 
 from lowbit.codecs import Codec
 from lowbit.integrations.engine import engine, part
-from lowbit.integrations.transformers import LowBitPipelineStage, low_bit_pipeline_
+from lowbit.integrations.transformers import _PACKAGE, LowBitPipelineStage, low_bit_pipeline_
 from lowbit.tensor_parallel import Calibration, Drift, Installed, SumSettings
 from lowbit.tensor_parallel.low_bit import install_formats, load_agreed
 from lowbit.tensor_parallel.sums import group_of, real_sums
 
 __all__ = ["LowBitParallel", "load_parallel", "low_bit_parallel_"]
 
-_PACKAGE: Any = {"package": "transformers", "tested": "5.23.0"}
 _mixin = engine("transformers.distributed.mixin", extra="train", **_PACKAGE)
 _configuration = engine("transformers.distributed.configuration_utils", extra="train", **_PACKAGE)
 _pipeline = engine("transformers.distributed.pipeline_parallel", extra="train", **_PACKAGE)

@@ -96,11 +96,7 @@ class VllmSettings:
 
     @classmethod
     def of(cls, given: object, where: str) -> VllmSettings:
-        """Read settings from a JSON object, which was found at `where`.
-
-        Raises:
-            ValueError: not an object, an unknown name, or a value that is not allowed.
-        """
+        """Read settings from a JSON object, which was found at `where`; ValueError names what is wrong."""
         names = [each.name for each in dataclasses.fields(cls)]
         if not isinstance(given, Mapping) or not set(given) <= set(names):
             raise ValueError(f"{where} is {given!r}; allowed: a JSON object with {', '.join(names)}")
@@ -110,7 +106,6 @@ class VllmSettings:
             raise ValueError(f"{where} cannot be used: {error}") from error
 
     def sums(self) -> Any:
-        """The `SumSettings`."""
         from lowbit.tensor_parallel import SumSettings
 
         return SumSettings(algorithm=self.algorithm, small=self.small, timeout=self.timeout, checksums=self.checksums)

@@ -74,11 +74,10 @@ def calibrate(
     the mean, also a moving average, and each token has a gain; ranges of the sum over the ranks are recorded for the
     second step of two_shot. During calibration sums stay in the model's dtype.
 
-    Up to 128 rows of each layer and rank, spread evenly over the sequences, determine where its codes should end and
-    the error of its sum with codes of 3 to 8 bits (`curve_of`). With a budget, the model runs once for each layer over
-    the first four sequences, with only this layer's sum coded; the bits are chosen so that the errors of the model's
-    outputs add up to the least. The last eighth of the sequences, at least one if there are two, is held out: it only
-    measures the errors of the formats, with which `Drift` compares.
+    Up to 128 rows of each layer and rank, spread evenly over the sequences, determine where its codes should end. With
+    a budget, the model runs once for each layer over the first four sequences, with only this layer's sum coded; the
+    bits are chosen so that the errors of the model's outputs add up to the least. The last eighth of the sequences, at
+    least one if there are two, is held out: it only measures the errors of the formats, with which `Drift` compares.
 
     A whole model is run as on `ranks` tensor-parallel ranks (`emulate_tensor_parallel_`) and is whole again afterwards.
     On real tensor-parallel ranks all of them call this with the same sequences and get the same result: on two ranks

@@ -300,10 +300,7 @@ def tables_of(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], list[str]]:
     """Correct moving averages for their start at zero; return ranges and means by layer, and names of zeros.
 
-    Both are (world + 1, E), and ranges as `Calibration` has them.
-
-    Raises:
-        ValueError: a layer whose values are all zero.
+    Both are (world + 1, E), and ranges as `Calibration` has them. ValueError for a layer whose values are all zero.
     """
     weight = 1 - momentum**count
     ranges: dict[str, Tensor] = {}
@@ -336,9 +333,6 @@ def select(ranges: Mapping[str, Tensor], k: int | None) -> Features:
     The range of a feature is aggregated as the sum of its squares over the ranks, because the expected squared error of
     uniform 4-bit codes is range^2 / (7^2 12) on each rank, and the errors of the ranks are independent. (The paper,
     arXiv 2411.07942, selects by "the largest aggregated range" without a formula.)
-
-    Raises:
-        ValueError: k is not smaller than the features of a layer.
     """
     counts = {name: outlier_count(name, k, by_rank.shape[1]) for name, by_rank in ranges.items()}
     gains = {name: by_rank.double().square().sum(0) for name, by_rank in ranges.items()}
@@ -383,11 +377,7 @@ def outlier_count(name: str, k: int | None, width: int) -> int:
 
 
 def curve_of(codec: FeatureInt, rows: Tensor) -> Curve:
-    """Measure the error of a layer's sum for each width of codes, each with the clip for which it is least.
-
-    Args:
-        codec: with the layer's tables. rows: sampled partial sums, (ranks, rows, E).
-    """
+    """Measure a layer's error on (ranks, rows, E) for each width of codes, with the clip for which it is least."""
     exact = rows.double().sum(0)
     return {bits: _best(codec, bits, rows, exact) for bits in WIDTHS}
 
@@ -424,10 +414,7 @@ def spend(
 
     Args:
         curves: of each layer. costs: bits per row of each layer, by the bits of its codes. budget: bits per row of all
-            layers together. effects: by layer, of 4-bit codes.
-
-    Raises:
-        ValueError: a budget that does not suffice for the narrowest codes.
+            layers together, enough for the narrowest codes. effects: by layer, of 4-bit codes.
     """
     chosen = dict.fromkeys(curves, WIDTHS[0])
     spent = sum(costs[name][bits] for name, bits in chosen.items())

@@ -105,21 +105,13 @@ class Drift:
         self._warned_nan = False
 
     def attach(self, layer: str, codec: Codec | None) -> None:
-        """Watch a layer.
-
-        Raises:
-            TypeError: a codec without calibrated ranges.
-        """
+        """Watch a layer; TypeError for a codec without calibrated ranges."""
         if not isinstance(codec, FeatureInt):
             raise TypeError(f"drift watches calibrated ranges; codec is {codec}; allowed: a FeatureInt")
         self._layers[layer] = _Watched(codec)
 
     def look(self, layer: str, partials: Sequence[Tensor], first: int = 0) -> None:
-        """Sample, in some calls, the error of partial sums that are about to be coded.
-
-        Args:
-            partials: (..., E), of one or several ranks. first: rank of the first of them.
-        """
+        """Sample, in some calls, the error of partial sums that are about to be coded, of ranks from `first` on."""
         watched = self._layers[layer]
         watched.calls += 1
         if (watched.calls - 1) % self.every:

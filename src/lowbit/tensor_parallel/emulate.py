@@ -45,14 +45,13 @@ def emulate_tensor_parallel_(
 ) -> Installed:
     """Make a whole model compute, in place and in this process, as on `ranks` tensor-parallel ranks.
 
-    Every matrix product has the shape that it has on a rank (column-wise weights are cut by outputs, row-wise ones by
-    inputs), activations between them are computed shard by shard, and partial sums are coded and added up in the order
-    of the ranks. So on CPU logits are bit-identical to those of real ranks with the same number of threads and settings
-    (tested with bfloat16 and float32 weights); with more than two ranks only if every sum is coded, because uncoded
-    ones are left to PyTorch's all-reduce, which adds up in another order. On a GPU results may differ: attention is
-    computed for all heads at once here and for a rank's own heads there, and a kernel may add up in another order. It
-    needs memory for a second copy of the row-wise weights and of the experts. Nothing is sent. Traffic counts what
-    Transformers' ranks would send; they also cut the embedding.
+    Every matrix product has the shape that it has on a rank, activations between them are computed shard by shard, and
+    partial sums are coded and added up in the order of the ranks. So on CPU logits are bit-identical to those of real
+    ranks with the same number of threads and settings (tested with bfloat16 and float32 weights); with more than two
+    ranks only if every sum is coded, because uncoded ones are left to PyTorch's all-reduce, which adds up in another
+    order. On a GPU results may differ: attention is computed for all heads at once here and for a rank's own heads
+    there, and a kernel may add up in another order. It needs memory for a second copy of the row-wise weights and of
+    the experts. Nothing is sent. Traffic counts what Transformers' ranks would send; they also cut the embedding.
 
     Args:
         model: a whole Hugging Face model, or any module with a `plan`.

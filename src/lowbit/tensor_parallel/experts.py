@@ -24,7 +24,6 @@ class Cut(NamedTuple):
     blocks: int = 1
 
     def placement(self) -> Placement:
-        """Return the same for a `DTensor`."""
         return Shard(self.dim) if self.blocks == 1 else _StridedShard(self.dim, split_factor=self.blocks)
 
     def parts(self, x: Tensor, ranks: int) -> list[Tensor]:
@@ -34,11 +33,7 @@ class Cut(NamedTuple):
 
 
 def cuts_of(name: str, module: nn.Module, rules: Plan, ranks: int) -> dict[str, Cut]:
-    """Return how the module's own parameters are cut, by parameter name; those that all ranks hold whole are absent.
-
-    Raises:
-        ValueError: an unknown style, or sizes that cannot be divided evenly.
-    """
+    """Return how the module's own parameters are cut, by parameter name; those that all ranks hold whole are absent."""
     cuts: dict[str, Cut] = {}
     for key, parameter in module.named_parameters(recurse=False):
         style = style_of(f"{name}.{key}", rules)
@@ -161,11 +156,7 @@ def local_parameters(module: nn.Module) -> Iterator[None]:
 def compute(
     module: nn.Module, own: Any, style: str, rank: int, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Tensor:
-    """Return the partial sum of experts whose parameters are those of a rank.
-
-    Args:
-        own: the module's forward. style: of the plan.
-    """
+    """Return the partial sum of experts, by their own forward, when their parameters are those of a rank."""
     if style != "ep_dispatch_experts":
         with bias_of_first_rank(module, rank):
             return own(*args, **kwargs)

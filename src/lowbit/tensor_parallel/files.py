@@ -57,11 +57,7 @@ def write(path: str | Path, tensors: Tensors, metadata: Mapping[str, str]) -> No
 
 
 def read(path: str | Path, kinds: Sequence[str], expected: str) -> tuple[dict[str, dict[str, Tensor]], dict[str, str]]:
-    """Return the tensors of these kinds, and the metadata, of a file whose metadata's `format` is `expected`.
-
-    Raises:
-        CalibrationError: no such file, not a safetensors file, cut short, damaged, or of another format.
-    """
+    """Return the tensors of these kinds, and the metadata; CalibrationError unless the file is whole and `expected`."""
     from safetensors import SafetensorError
     from safetensors.torch import load
 

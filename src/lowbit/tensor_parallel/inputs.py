@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -100,11 +100,7 @@ class Slices(Summable):
 
 
 def input_numbers(inputs: object) -> tuple[int, int]:
-    """Return bits and group of a format of inputs, as calibrations store them: group 0 means bfloat16.
-
-    Raises:
-        ValueError: another format.
-    """
+    """Return bits and group of a format of inputs, as calibrations store them: group 0 means bfloat16."""
     if inputs == Cast(dtype=torch.bfloat16):
         return 16, 0
     if isinstance(inputs, GroupInt) and inputs == input_format(inputs.bits, inputs.group):
@@ -147,34 +143,32 @@ class InputGather:
 
     Args:
         sums: of the layer: decides, by its format and settings, which calls are coded, and adds up the others.
-        slices: format of the inputs.
-
-    Attributes:
-        number: number under which the operator finds it.
+        layer: the layer. codec: of the inputs.
     """
 
     sums: LayerSum
-    slices: Slices
-    number: int = field(init=False)
+    layer: nn.Linear
+    codec: Summable
 
     def __post_init__(self) -> None:
+        self.slices = Slices(codec=self.codec, width=self.layer.in_features, world=self.sums.ranks)
         self.number = op.register(self)
 
-    @property
-    def name(self) -> str:
-        return self.sums.name
+    def real_forward(self, whole: Tensor, rank: int) -> Callable[[Tensor], Tensor]:
+        """Make the layer's forward on a real rank that keeps its `whole` weight."""
+        sums, layer = self.sums, self.layer
 
-    def __call__(self, x: Tensor, weight: Tensor, whole: Tensor) -> Tensor:
-        """Return the layer's whole output, without bias, on real ranks.
+        def forward(x: Tensor) -> Tensor:
+            check_inference(sums.name, x, layer.weight)
+            weight = local(layer.weight)
+            x = own_input(x, layer, weight, sums.ranks, rank)
+            total = op.tp_linear(x, weight, whole, self.number, sums.group_name)
+            return total if layer.bias is None else total + local(layer.bias)
 
-        Args:
-            x: (..., E / W), the rank's own inputs. weight: (F, E / W), its part of whole: (F, E).
-        """
-        check_inference(self.name, x)
-        return op.tp_linear(x, weight, whole, self.number, self.sums.group_name)
+        return forward
 
     def linear(self, x: Tensor, weight: Tensor, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Implement the operator."""
+        """Return the layer's output without bias, of x (..., E / W), weight (F, E / W) and whole (F, E)."""
         sums = self.sums
         if self._stays(x):
             partial = F.linear(x, weight)
@@ -185,20 +179,28 @@ class InputGather:
         sum_over_ranks(full, self.slices, group, "one_shot", sums.settings)
         total = F.linear(full, whole)
         if sums.watch is not None:
-            sums.watch(self.name, [F.linear(x, weight)], total)
+            sums.watch(sums.name, [F.linear(x, weight)], total)
         return total
 
-    def emulate(self, parts: list[Tensor], weights: list[Tensor], whole: Tensor) -> Tensor:
-        """Return what `linear` does on ranks with these inputs and weights."""
-        sums, x = self.sums, parts[0]
-        if self._stays(x):
-            return sums([F.linear(part, own) for part, own in zip(parts, weights, strict=True)])
-        full = [self._placed(part, rank) for rank, part in enumerate(parts)]
-        sums.traffic.take(full[0], sums.ranks, self.slices, "one_shot")
-        total = F.linear(sum_in_process(full, self.slices, "one_shot"), whole)
-        if sums.watch is not None:
-            sums.watch(self.name, [F.linear(part, own) for part, own in zip(parts, weights, strict=True)], total)
-        return total
+    def emulated_forward(self) -> Callable[[Tensor], Tensor]:
+        """Make the forward of a whole layer that does what `linear` does on the ranks."""
+        sums, layer = self.sums, self.layer
+
+        def forward(x: Tensor) -> Tensor:
+            check_inference(sums.name, x, layer.weight)
+            parts, weights = shards(x, sums.ranks, -1), shards(layer.weight, sums.ranks, 1)
+            pairs = [(part.contiguous(), own.contiguous()) for part, own in zip(parts, weights, strict=True)]
+            if self._stays(parts[0]):
+                total = sums([F.linear(part, own) for part, own in pairs])
+            else:
+                full = [self._placed(part, rank) for rank, (part, _) in enumerate(pairs)]
+                sums.traffic.take(full[0], sums.ranks, self.slices, "one_shot")
+                total = F.linear(sum_in_process(full, self.slices, "one_shot"), layer.weight)
+                if sums.watch is not None:
+                    sums.watch(sums.name, [F.linear(part, own) for part, own in pairs], total)
+            return total if layer.bias is None else total + layer.bias
+
+        return forward
 
     def _stays(self, x: Tensor) -> bool:
         """Whether the sum for these inputs is left uncoded."""
@@ -218,46 +220,18 @@ def send_inputs(
     """Let layers of a model on real ranks send their inputs in these formats; all ranks must call this."""
     for layer_sum in installed.sums:
         summed = sums[layer_sum.name]
-        if layer_sum.name in inputs and isinstance(weight := summed.module.weight, DTensor):
-            gather = _gather(layer_sum, summed.module, inputs[layer_sum.name])
-            forward = _real_forward(summed.module, gather, weight.full_tensor().detach(), dist.get_rank(group))
+        layer = summed.module
+        if layer_sum.name in inputs and isinstance(layer, nn.Linear) and isinstance(layer.weight, DTensor):
+            gather = InputGather(sums=layer_sum, layer=layer, codec=inputs[layer_sum.name])
+            forward = gather.real_forward(layer.weight.full_tensor().detach(), dist.get_rank(group))
             setattr(forward, LAYER_SUM, layer_sum)
-            installed.replace(summed.module, mark(forward, summed))
+            installed.replace(layer, mark(forward, summed))
 
 
 def emulate_inputs(emulation: Installed, modules: Mapping[str, nn.Module], inputs: Mapping[str, Summable]) -> None:
     """Let layers of emulated ranks send their inputs in these formats."""
     for layer_sum in emulation.sums:
-        if layer_sum.name in inputs:
-            module = modules[layer_sum.name]
-            emulation.replace(module, _emulated_forward(module, _gather(layer_sum, module, inputs[layer_sum.name])))
-
-
-def _gather(sums: LayerSum, layer: nn.Module, inputs: Summable) -> InputGather:
-    assert isinstance(layer, nn.Linear)
-    return InputGather(sums=sums, slices=Slices(codec=inputs, width=layer.in_features, world=sums.ranks))
-
-
-def _real_forward(layer: nn.Module, gather: InputGather, whole: Tensor, rank: int) -> Callable[[Tensor], Tensor]:
-    assert isinstance(layer, nn.Linear)
-
-    def forward(x: Tensor) -> Tensor:
-        check_inference(gather.name, x, layer.weight)
-        weight = local(layer.weight)
-        total = gather(own_input(x, layer, weight, gather.sums.ranks, rank), weight, whole)
-        return total if layer.bias is None else total + local(layer.bias)
-
-    return forward
-
-
-def _emulated_forward(layer: nn.Module, gather: InputGather) -> Callable[[Tensor], Tensor]:
-    assert isinstance(layer, nn.Linear)
-
-    def forward(x: Tensor) -> Tensor:
-        check_inference(gather.name, x, layer.weight)
-        ranks = gather.sums.ranks
-        parts = [part.contiguous() for part in shards(x, ranks, -1)]
-        total = gather.emulate(parts, [part.contiguous() for part in shards(layer.weight, ranks, 1)], layer.weight)
-        return total if layer.bias is None else total + layer.bias
-
-    return forward
+        layer = modules[layer_sum.name]
+        if layer_sum.name in inputs and isinstance(layer, nn.Linear):
+            gather = InputGather(sums=layer_sum, layer=layer, codec=inputs[layer_sum.name])
+            emulation.replace(layer, gather.emulated_forward())

@@ -51,9 +51,6 @@ def measured(
     """Return settings with thresholds instead of `small="auto"`; all ranks must call this.
 
     Earlier measurements on this group are used again, unless `anew`.
-
-    Raises:
-        ValueError: `settings.small` holds thresholds for other ranks or other sums.
     """
     kinds = {kind_of(sample.width, sample.dtype, sample.codec): sample for sample in samples}
     if isinstance(given := settings.small, Thresholds):
@@ -81,11 +78,7 @@ def measured(
 
 
 def _times(sample: SumSample, group: dist.ProcessGroup, settings: SumSettings, seconds: float) -> tuple[Times, str]:
-    """Time all choices in turn on sums of more and more rows, as far as the time allows.
-
-    Returns:
-        Times and the date, the same on all ranks.
-    """
+    """Time all choices in turn on sums of more and more rows; return times and the date, the same on all ranks."""
     # On two ranks two_shot sends the same bytes as one_shot and codes twice.
     several: tuple[Choice, ...] = ("one_shot",) if dist.get_world_size(group) == 2 else ("one_shot", "two_shot")
     competing: tuple[Choice, ...] = ("plain", *(several if settings.algorithm == "auto" else (settings.algorithm,)))

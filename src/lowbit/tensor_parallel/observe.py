@@ -93,11 +93,7 @@ class Observer:
         self.count += batch
 
     def gather(self, group: dist.ProcessGroup) -> None:
-        """Complete this rank's averages and rows with those of the others; all ranks of a real group must call this.
-
-        Raises:
-            CalibrationError: the ranks have different layers, or layers of different widths.
-        """
+        """Complete this rank's averages and rows with those of the others; all ranks of a real group must call this."""
         rank = dist.get_rank(group)
         widths = {name: low.shape[1] for name, low in sorted(self.averages["low"].items())}
         for peer, theirs in enumerate(gather_json(widths, group)):
@@ -120,16 +116,11 @@ class Observer:
         self.count = self.before = count
 
     def save(self, path: str | Path, facts: Mapping[str, str]) -> None:
-        """Write everything atomically, with facts about the calibration."""
         tensors = {**self.averages, "sample": self.samples}
         files.write(path, tensors, {"format": _FORMAT, "count": str(self.count), **facts})
 
     def load(self, path: str | Path, facts: Mapping[str, str]) -> None:
-        """Resume from a file that `save` wrote; if there is none, do nothing.
-
-        Raises:
-            CalibrationError: the file is truncated, or has other facts.
-        """
+        """Resume from a file that `save` wrote; if there is none, do nothing. CalibrationError if its facts differ."""
         if not Path(path).exists():
             return
         tensors, metadata = files.read(path, (*AVERAGES, "sample"), _FORMAT)

@@ -94,10 +94,6 @@ def _kind(model: nn.Module) -> str:
 def plan_of(model: nn.Module, plan: Plan | None = None) -> dict[str, tuple[nn.Module, str]]:
     """Return module and style by module name, in the order of the model's modules, without styles that change nothing.
 
-    Args:
-        model: a Hugging Face model, which brings its own plan, or any module with one.
-        plan: overrides the model's.
-
     Raises:
         ValueError: no plan, an unknown style, a module that does not fit its style, or no sum.
     """

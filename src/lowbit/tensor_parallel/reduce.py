@@ -210,12 +210,7 @@ def plain_sum(partials: Sequence[Tensor]) -> Tensor:
 
 
 def check_codec(name: str, codec: object, width: int | None = None, ranks: int | None = None) -> None:
-    """Raise unless a codec can add up partial sums of `width` features from `ranks` ranks.
-
-    Raises:
-        TypeError: not a codec, or one whose payloads cannot be summed.
-        ValueError: a `FeatureInt` for another number of features or ranks.
-    """
+    """Raise unless a codec can add up partial sums of `width` features from `ranks` ranks."""
     codec = check_summable(codec)
     ranks, width = ranks or codec.ranks, width or codec.grain
     if codec.ranks is not None and (ranks, width) != (codec.ranks, codec.grain):

@@ -117,12 +117,6 @@ class LayerSum:
         codec: format of the partial sums; None: the model's dtype.
         ranks: how many add up. group: the ranks; None: this process emulates all of them.
         traffic: counts. watch: sees partial sums and their sum. drift: watches coded values.
-
-    Attributes:
-        number: number under which the operator finds it.
-
-    Raises:
-        TypeError, ValueError: a codec that does not fit the layer or the number of ranks.
     """
 
     name: str
@@ -151,14 +145,7 @@ class LayerSum:
         self.number = op.register(self)
 
     def __call__(self, partials: Sequence[Tensor]) -> Tensor:
-        """Return the sum over all ranks; on real ranks it overwrites the partial sum.
-
-        Args:
-            partials: of this rank, or of all emulated ranks: (..., E) each, contiguous.
-
-        Raises:
-            RuntimeError: on real ranks, a gradient of the partial sum is asked for.
-        """
+        """Return the sum over all ranks, of this rank's partial sum, which it overwrites, or of all emulated ranks'."""
         if self.group is not None:
             partial = partials[0]
             check_inference(self.name, partial)

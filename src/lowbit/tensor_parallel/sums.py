@@ -49,7 +49,6 @@ class ModelSum:
 
     @property
     def device(self) -> torch.device:
-        """Device of the partial sums."""
         tensors: Iterator[Tensor] = iter((*self.module.parameters(), *self.module.buffers()))
         return next(tensors).device
 
@@ -75,11 +74,7 @@ def model_sums(model: nn.Module, plan: Plan | None = None) -> dict[str, ModelSum
 
 
 def planned_sums(model: nn.Module, plan: Plan | None = None) -> dict[str, ModelSum]:
-    """Return the sums of a whole model by the plan.
-
-    Raises:
-        ValueError: as `model_sums`.
-    """
+    """Return the sums of a whole model by the plan; ValueError as `model_sums`."""
     sums: dict[str, ModelSum] = {}
     for name, (module, style) in plan_of(model, plan).items():
         if is_sum(style):
@@ -89,11 +84,7 @@ def planned_sums(model: nn.Module, plan: Plan | None = None) -> dict[str, ModelS
 
 
 def real_sums(model: nn.Module) -> dict[str, ModelSum]:
-    """Return the sums of a model on real tensor-parallel ranks that can be coded; none if the model is whole.
-
-    Raises:
-        ValueError: a module that is cut over ranks in a way from which its output cannot be determined.
-    """
+    """Return the sums of a model on real tensor-parallel ranks; none if it is whole. ValueError as `model_sums`."""
     sums: dict[str, ModelSum] = {}
     for name, module in model.named_modules():
         if isinstance(found := getattr(module.__dict__.get("forward"), SUM, None), ModelSum):
@@ -115,11 +106,7 @@ def real_sums(model: nn.Module) -> dict[str, ModelSum]:
 
 
 def _is_plain(name: str, module: nn.Linear, installed: Style | None) -> bool:
-    """Whether this library can compute the partial sum itself; quantized layers do it as Transformers lets them.
-
-    Raises:
-        ValueError: a layer of bitsandbytes, which cannot compute with a part of its weight.
-    """
+    """Whether this library can compute the partial sum itself; quantized layers do it as Transformers lets them."""
     if type(module).__module__.startswith("bitsandbytes"):
         raise ValueError(
             f"{name} is {type(module).__name__} of bitsandbytes, which Transformers cuts over ranks but cannot run "
@@ -212,7 +199,6 @@ class Style:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The ranks."""
         return self.mesh.get_group() if self.mesh.ndim == 1 else self.mesh.get_group("tp")
 
 
@@ -221,11 +207,7 @@ Parts = tuple[Callable[..., Tensor], Callable[[Tensor], Tensor] | None]
 
 
 def style_on(name: str, module: nn.Module) -> Style | None:
-    """Return the style on a module; None if there is none.
-
-    Raises:
-        ValueError: an unknown style.
-    """
+    """Return the style on a module, or None; ValueError for an unknown style."""
     forward = module.__dict__.get("forward")
     if not inspect.isfunction(forward) or not forward.__module__.startswith("transformers.distributed"):
         return None
@@ -248,11 +230,7 @@ def style_on(name: str, module: nn.Module) -> Style | None:
 
 
 def partial_sum(style: Style) -> Parts | None:
-    """Return a module's forward on a rank without the style's all-reduce; None if it sends no sum to be coded.
-
-    Raises:
-        ValueError: it sends something other than sums to all ranks.
-    """
+    """Return a module's forward on a rank without the style's all-reduce; None if it sends no sum to be coded."""
     if style.kind == "rowwise":
         return _linear_parts(style)
     if style.kind in ("moe_tp_experts", "all_reduce"):
