@@ -64,11 +64,7 @@ def handles(*functions: Any) -> Callable[[Any], Any]:
 
 @dataclass
 class Shared:
-    """What the modules of one compressed model share.
-
-    Args:
-        policy: the formats. survey: counts bytes in the first pass; None afterwards.
-    """
+    """What the modules of one compressed model share. `survey` counts bytes in the first pass; None afterwards."""
 
     policy: LayerAware
     survey: Survey | None = None

@@ -223,12 +223,7 @@ class Rebuilt:
 
 @dataclass(frozen=True)
 class Derived:
-    """Rebuilds a function of another tensor from that one's saved tensors, followed by its own.
-
-    Args:
-        parent: the other tensor. shape: its shape.
-        function: takes it and the last `count` saved tensors.
-    """
+    """Rebuilds a function of another tensor, in `shape`, and of the last `count` of the saved tensors."""
 
     parent: Rebuilt
     shape: torch.Size
@@ -258,11 +253,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class Computed:
-    """Rebuilds a function of several tensors from what is saved for each, followed by tensors of its own.
-
-    Args:
-        parts: the other tensors. function: takes them and the last `count` saved tensors, in the dtypes of forward.
-    """
+    """Rebuilds a function of several tensors and of the last `count` saved tensors, in the dtypes of forward."""
 
     parts: tuple[Operand, ...]
     function: Callable[..., Tensor]

@@ -65,10 +65,9 @@ class Stored:
         self.factor, self.held = 1.0, True
 
     def prepare(self, codec: Summable, shape: torch.Size, device: torch.device, factors: Sequence[float]) -> float:
-        """Prepare the payload for a mean over ranks whose gradients have these factors.
+        """Prepare the payload for a mean over ranks with these factors; return the mean's factor.
 
-        Returns:
-            The factor of the mean: the common one or, if they differ, 1, after this rank's payload was encoded anew.
+        That is the common one or, if they differ, 1, after this rank's payload was encoded anew.
         """
         if self._room(device) is None:
             self.payload = torch.zeros(codec.nbytes(shape), dtype=torch.uint8, device=device)
