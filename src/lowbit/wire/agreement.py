@@ -21,6 +21,7 @@ import logging
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Never
 
 import torch.distributed as dist
@@ -67,8 +68,7 @@ class Agreement:
     """One comparison among members. A rank may speak for several of them (the stages of a pipeline), or for none.
 
     Args:
-        group: process group whose store carries the facts.
-        topic: unique among the agreements of this group, and the same on every rank.
+        group: its store carries the facts. topic: unique among the group's agreements, the same on every rank.
         timeout: seconds to wait for the other ranks, and limit of each call of the store.
     """
 
@@ -84,11 +84,10 @@ class Agreement:
         self._deadline = time.monotonic() + timeout
 
     def exchange(self, facts: Mapping[int, Facts], names: Sequence[str]) -> dict[int, Facts]:
-        """State facts, wait for those of all ranks, and compare them; to be called by every rank of the group, once.
+        """State facts, wait for those of all ranks, and compare them; every rank of the group calls this once.
 
         Args:
-            facts: facts of all members that this rank speaks for, by member number.
-            names: names of all members, for errors; numbers count from 0.
+            facts: of all members that this rank speaks for, by number. names: of all members, for errors.
 
         Returns:
             The facts of all members, by number.
@@ -110,7 +109,7 @@ class Agreement:
         """
         if not self._stated:
             self._state(facts, names)
-        statements = self._read()
+        statements = _read(self._board, self._ranks)
         if statements.ended or statements.problem():
             self._conclude(names)
 
@@ -129,7 +128,8 @@ class Agreement:
         # A rank that has left reads no more. If the store went before, PyTorch would print lines of C++ in the others.
         if is_kept_here(self._kept):
             board = Board(self._kept, self._key)  # without threads, which cannot start while this process ends
-            wait_until(lambda: not _read(board, self._ranks).unaware(), _LINGER, pause=_SHORTEST)
+            seen = partial(_read, board, self._ranks)
+            wait_until(lambda: (statements := seen()).came <= statements.left, _LINGER, pause=_SHORTEST)
             if _strangers(board, self._ranks):
                 _unread.append((board, self._ranks, self._deadline))
 
@@ -143,15 +143,12 @@ class Agreement:
         self._board.append(rank=self._rank, count=len(names), members=members, over=over)
         self._stated = True
 
-    def _read(self) -> Statements:
-        return _read(self._board, self._ranks)
-
     def _conclude(self, names: Sequence[str]) -> dict[int, Facts]:
         """Read the board until all ranks have stated something, one has given up, or this one gives up."""
         start = time.monotonic()
         deadline, in_conflict, given_up = start + self._timeout, False, ""
         while True:
-            statements = self._read()
+            statements = _read(self._board, self._ranks)
             problem = statements.problem()
             if statements.complete:
                 if missing := statements.missing(names):

@@ -39,11 +39,7 @@ _ODD = (0x1E3779B97F4A7C15, 0x42B2AE3D27D4EB4F, 0x165667B19E3779F9)
 
 
 class DamagedError(PeerError):
-    """Raised when a message did not arrive as it was sent, or is not the expected one.
-
-    Attributes:
-        rank: the sender's rank within the group.
-    """
+    """A message did not arrive as it was sent, or is not the expected one; `rank` is the sender's in the group."""
 
 
 class Checksums:
@@ -115,7 +111,6 @@ class Verdicts:
         self._noted: list[tuple[Tensor, str, int]] = []
 
     def note(self, damage: Tensor, about: str, rank: int) -> None:
-        """Add an outcome of `Checksums.damage_there`. about, rank: as for `damaged`."""
         self._noted.append((damage, about, rank))
 
     def together(self) -> Tensor | None:
@@ -124,11 +119,7 @@ class Verdicts:
         return torch.cat([damage for damage, _, _ in noted]).any() if noted else None
 
     def settle(self) -> None:
-        """Wait for all outcomes, and clear them.
-
-        Raises:
-            DamagedError: a message is damaged; the error names the first one.
-        """
+        """Wait for all outcomes, and clear them; DamagedError for the first damaged message."""
         noted, self._noted = self._noted, []
         if not noted:
             return
@@ -139,7 +130,7 @@ class Verdicts:
 
 
 def damaged(about: str, rank: int) -> DamagedError:
-    """Build the error for a message. about: describes the message and its sender; rank: the sender's, in the group."""
+    """The error for a message. about: describes the message and its sender; rank: the sender's, in the group."""
     return DamagedError(
         f"{about} is damaged: it does not fit the checksum behind it; bytes changed on the way, or it is the message "
         "of another step or place",

@@ -55,22 +55,17 @@ def connect_more(group: dist.ProcessGroup | None, count: int, *, timeout: float 
     if type(count) is not int or not 1 <= count <= MOST_CONNECTIONS:
         raise ValueError(f"count is {count!r}; allowed: an integer from 1 to {MOST_CONNECTIONS}")
     group = plain(group)
-    gloo = _gloo(group)
+    try:
+        gloo: Any = group._get_backend(torch.device("cpu"))
+    except RuntimeError:
+        gloo = None
+    if not isinstance(gloo, dist.ProcessGroupGloo):
+        raise ValueError("group does not use Gloo on the CPU; allowed: a group that does")
     agree(group, {"connections": str(count)}, timeout, topic="connections")
     more = _more.setdefault(group, [])
     while len(more) < count - 1:
         more.append(bounded(partial(_connect, group, gloo, len(more), timeout), timeout))
     _used[group] = count
-
-
-def _gloo(group: dist.ProcessGroup) -> Any:
-    try:
-        gloo = group._get_backend(torch.device("cpu"))
-    except RuntimeError:
-        gloo = None
-    if not isinstance(gloo, dist.ProcessGroupGloo):
-        raise ValueError("group does not use Gloo on the CPU; allowed: a group that does")
-    return gloo
 
 
 def _connect(group: dist.ProcessGroup, gloo: Any, number: int, timeout: float) -> Carrier:
@@ -85,11 +80,7 @@ def _connect(group: dist.ProcessGroup, gloo: Any, number: int, timeout: float) -
 def pieces(group: dist.ProcessGroup, channel: int, nbytes: int) -> Iterator[tuple[Carrier, slice]]:
     """Yield where each piece of a message travels, and its place in the message's buffer; the same on both ends.
 
-    The pieces cover the whole size class, so those at the end may be shorter or empty.
-
-    Args:
-        channel: of the message; messages on other channels begin with another connection.
-        nbytes: length of the message, as its receive is posted.
+    The pieces cover the whole size class of `nbytes`, so those at the end may be shorter or empty.
     """
     used, capacity = _used.get(group, 1), tags.capacity(nbytes)
     if used == 1 or capacity <= LEAST_PIECE:  # small messages may be expected across a change of the number

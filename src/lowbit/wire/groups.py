@@ -16,11 +16,7 @@ _counters: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.
 
 
 def default_group() -> dist.ProcessGroup:
-    """The default process group.
-
-    Raises:
-        RuntimeError: `torch.distributed.init_process_group` has not been called.
-    """
+    """The default process group; RuntimeError before `torch.distributed.init_process_group`."""
     group = dist.group.WORLD
     if group is None:
         raise RuntimeError("no process group: call torch.distributed.init_process_group first")
@@ -78,9 +74,7 @@ def next_round(group: dist.ProcessGroup, name: str) -> int:
 
 
 def new_group(ranks: list[int] | None = None, *, timeout: float) -> dist.ProcessGroup | None:
-    """Make a process group of these ranks (None: all); every rank calls this. None on ranks outside the group.
-
-    `timeout`: the run's time limit in seconds; PyTorch's default is 30 minutes.
-    """
+    """Make a process group of these ranks (None: all); every rank calls this. None on ranks outside the group."""
+    # The run's time limit, because PyTorch's default is 30 minutes.
     group = dist.new_group(ranks=ranks, timeout=timedelta(seconds=0.8 * timeout))
     return group if isinstance(group, dist.ProcessGroup) else None

@@ -29,11 +29,7 @@ class _Window:
 
 
 class Inbox:
-    """Messages that a stage will take in a step.
-
-    Args:
-        mailbox: receives them. buffer: provides memory to receive in, as for `Mailbox.expect`.
-    """
+    """Messages that a stage will take in a step; `buffer`: as for `Mailbox.expect`."""
 
     def __init__(self, mailbox: Mailbox, buffer: Callable[[int], Tensor] | None = None) -> None:
         self._mailbox, self._traffic, self._buffer = mailbox, mailbox.traffic, buffer

@@ -55,15 +55,7 @@ def gather_json(value: Any, group: dist.ProcessGroup | None = None, *, timeout: 
 
 
 def gather_tensor(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Return the tensors of all ranks, in the order of the ranks; every rank calls this.
-
-    Args:
-        x: a tensor on any device, with the same shape and dtype on all ranks.
-        group: the ranks; None: the default group.
-
-    Returns:
-        (ranks, *x.shape), on the CPU.
-    """
+    """Return all ranks' tensors, of one shape and dtype, as (ranks, *x.shape) on the CPU; every rank calls this."""
     group = plain(group)
     ranks, x = group.size(), x.to(_device(group))
     out = x.new_empty(ranks * x.numel())

@@ -41,13 +41,9 @@ class Mailbox:
     """Sends and receives messages of one conversation within a group.
 
     Args:
-        group: the ranks; messages are on the CPU, and Gloo carries them.
-        checksums: checksums of the conversation.
+        group: over Gloo; messages are on the CPU.
         board: finds the rank that failed; may be set later, but before the first message.
         traffic: counts the seconds of checksums and waits.
-
-    Attributes:
-        group, checksums, board: as given.
     """
 
     def __init__(
@@ -142,11 +138,7 @@ class Sent(Letter):
     message: Tensor
 
     def wait(self) -> None:
-        """Wait until the peer has received the message.
-
-        Raises:
-            PeerError: the peer ended, or did not receive it in time.
-        """
+        """Wait until the peer has received it; PeerError: the peer ended, or did not in time."""
         with self.board.blaming(self.route.peer):
             self.leave(self.board.patience)
 
@@ -169,8 +161,7 @@ class Expected(Letter):
     def wait(self, nbytes: int | None = None) -> Tensor:
         """Wait for the message and return its payload: 1-D uint8 on the CPU.
 
-        Args:
-            nbytes: length of the payload, if it is shorter than the receive allows.
+        `nbytes`: length of the payload, if it is shorter than the receive allows.
 
         Raises:
             DamagedError: the message did not arrive as it was sent.

@@ -66,12 +66,9 @@ class Messages:
         return sent
 
     def expect(self, nbytes: int, source: int, about: str = "") -> Expected:
-        """Post the receive of a rank's next message, whose length must be known.
+        """Post the receive of a rank's next message, of `nbytes` of payload; `about` is its name in errors.
 
-        Gloo sends a message once its receive is posted; a message that is not expected yet takes another round trip.
-
-        Args:
-            nbytes: length of the payload. source: a rank of the group. about: the message's name in errors.
+        A message whose receive is not posted when it is sent takes another round trip.
         """
         number = self._expected[source]
         self._expected[source] += 1
@@ -79,7 +76,6 @@ class Messages:
         return self._mailbox.expect(route, nbytes, (source, self.rank, number))
 
     def _route(self, peer: int, number: int, about: str, sender: int) -> Route:
-        """Route of message `number` to or from a peer."""
         name = f"{self._purpose}, {about}, number {number}: the message from {self._names[sender]}"
         return Route(peer, self._channels[number % len(self._channels)], name)
 
@@ -104,12 +100,7 @@ class Messages:
         body.wait()
 
     def receive_json(self, source: int, about: str = "") -> Any:
-        """Receive a value that a rank sent with `send_json`.
-
-        Raises:
-            DamagedError, PeerError: as `receive`.
-            ValueError: the length is not allowed, or the text is not JSON.
-        """
+        """Receive a value that a rank sent with `send_json`; as `receive`, or ValueError: its length, or not JSON."""
         size = int(self.receive(_SIZE_BYTES, source, about).view(torch.int64))
         if not 0 < size <= MOST_BYTES:
             raise ValueError(f"{self._names[source]} announces {size} bytes of JSON; allowed: 1 to {MOST_BYTES}")

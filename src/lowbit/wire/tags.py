@@ -26,13 +26,7 @@ CHANNELS = (1 << 31) // _CLASSES
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of message, and its channels.
-
-    Attributes:
-        name: plural, for errors.
-        first: its first channel.
-        members: most independent users of this kind within a process group. width: channels of each.
-    """
+    """A kind of message (`name`: plural) for up to `members` users in a process group, with `width` channels each."""
 
     name: str
     first: int
@@ -40,11 +34,7 @@ class Kind:
     width: int
 
     def channels(self, member: int) -> range:
-        """Channels of one member; members count from 0.
-
-        Raises:
-            RuntimeError: all members' channels are taken.
-        """
+        """Channels of one member, counted from 0; RuntimeError if all are taken."""
         if not 0 <= member < self.members:
             raise RuntimeError(
                 f"this process group has had {self.members} {self.name}, and no more are allowed: "
@@ -80,7 +70,7 @@ KINDS = (PROGRAM, NEVER, CONVERSATIONS, ANNOUNCEMENTS, PIPELINES, COLLECTIVES, E
 
 
 def capacity(nbytes: int) -> int:
-    """Bytes of the buffer to receive a message of `nbytes` in."""
+    """Bytes of the buffer for a message of `nbytes`; ValueError above 2^36."""
     return CAPACITIES[_size_class(nbytes)]
 
 

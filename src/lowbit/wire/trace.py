@@ -48,7 +48,6 @@ class Trace:
 
     @contextmanager
     def span(self, name: str, **about: Any) -> Iterator[None]:
-        """Record the block as a span."""
         begin = time.perf_counter_ns()
         yield
         self.add(name, begin, time.perf_counter_ns(), **about)
