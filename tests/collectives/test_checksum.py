@@ -113,12 +113,3 @@ def test_without_checksums_nothing_is_added_and_with_them_nothing_changes(ranks:
         assert [size + CHECKSUM_BYTES for size in few] == more
         assert len(few) == sum(MESSAGES.values())
         assert all(torch.equal(a, b) for a, b in zip(plain, checked, strict=True))
-
-
-def test_checksums_is_yes_or_no(ranks: Ranks):
-    for outcome in ranks.outcomes(called_with_one):
-        assert outcome.text == "checksums is 1; allowed: True or False"
-
-
-def called_with_one() -> None:
-    called("one_shot", checksums=1)

@@ -14,8 +14,6 @@ from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImport
 
 from lowbit.config import ConfigError
 from lowbit.job.meeting import AloneError, MeetingError, listen, master_port, meet, new_secret, prove
-from lowbit.job.process import ALONE, FAILED
-from lowbit.train.worker import exit_code
 from lowbit.wire.groups import default_group
 from lowbit.wire.store import of_attempt
 from tests.forked import CONTEXT
@@ -105,11 +103,6 @@ def test_a_keeper_that_was_stopped_is_an_error_in_time(monkeypatch: pytest.Monke
         meet(1, 2, timeout=5, patience=2)
     assert time.monotonic() - begin < 6
     keeper.kill()
-
-
-def test_only_who_waited_for_others_in_vain_was_alone():
-    assert exit_code(AloneError("rank 1 did not come")) == ALONE
-    assert exit_code(MeetingError("rank 1 did not prove")) == FAILED, "an older start of rank 1?"
 
 
 @pytest.mark.parametrize("kept_elsewhere", ["", "True"])  # by torchrun

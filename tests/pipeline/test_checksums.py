@@ -176,8 +176,3 @@ def test_without_checksums_nothing_is_added_and_with_them_nothing_changes(ranks:
         assert more == few + 2 * N * CHECKSUM_BYTES
         assert all(torch.equal(a, b) for a, b in zip(losses, more_losses, strict=True))
     assert len(off[1][0]) == 2 * N
-
-
-def test_checksums_is_yes_or_no(ranks: Ranks):
-    for outcome in ranks.outcomes(disagreeing, {0: "yes", 1: "yes"}, {}):
-        assert outcome.text == "checksums is 'yes'; allowed: True or False"

@@ -49,12 +49,6 @@ def test_other_formats_are_the_same_error_everywhere(ranks: Ranks, schedule: str
     assert said in text
 
 
-def test_only_some_of_four_ranks_differ(ranks: Ranks):
-    text = toy.disagreement(ranks.outcomes(unlike, "1f1b", {2: {"forward": Cast()}}, ranks=4))
-    assert "Cast(dtype=torch.float32)" in text
-    assert "rank 2 (stage 2)" in text
-
-
 def test_step_counters_that_differ_are_an_error(ranks: Ranks):
     outcomes = ranks.outcomes(unlike, "interleaved-2", {}, 3)
     assert {o.kind for o in outcomes} == {"AgreementError"}

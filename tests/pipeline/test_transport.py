@@ -22,12 +22,11 @@ from torch.distributed import TCPStore  # pyright: ignore
 from lowbit.pipeline import LowBitStage, Traffic
 from lowbit.pipeline import stage as stage_module
 from lowbit.pipeline import transport as transport_module
-from lowbit.pipeline.transport import Early, InOrder, choose
+from lowbit.pipeline.transport import WINDOW_BYTES, WINDOW_MESSAGES, Early, InOrder, choose
 from lowbit.wire.checksum import Checksums
 from lowbit.wire.errors import PeerError
 from lowbit.wire.failure import FailureBoard
 from lowbit.wire.groups import default_group
-from lowbit.wire.inbox import WINDOW_BYTES, WINDOW_MESSAGES
 from lowbit.wire.mailbox import Route
 from tests.pipeline import toy
 from tests.pipeline.toy import INT4, INT6
@@ -43,40 +42,6 @@ def early(timeout: float = 20.0) -> tuple[Early, Traffic]:
     names = [f"rank {rank}" for rank in range(dist.get_world_size())]
     transport.begin(FailureBoard(group, "test", names, timeout), 0)
     return transport, traffic
-
-
-@on_ranks
-def test_messages_are_told_apart_by_their_tags() -> None:
-    """Both ranks send first and take last, in another order than they sent."""
-    transport, traffic = early()
-    other = 1 - dist.get_rank()
-    transport.expect([(Route(other, tag), SIZE) for tag in range(5)])
-    for tag in (3, 1, 4, 0, 2):
-        message = torch.full((SIZE + transport.room,), 10 * other + tag, dtype=torch.uint8)
-        assert transport.send(Route(other, tag), message) == []
-        del message  # the transport keeps it until it has left
-    for tag in (2, 0, 1, 3, 4):
-        assert transport.receive(Route(other, tag), SIZE) == []
-        found = transport.take(Route(other, tag), SIZE)
-        assert found.unique().tolist() == [10 * dist.get_rank() + tag]
-    transport.drain()
-    assert len(transport._outbox) == 0
-    assert traffic.wait_seconds > 0
-
-
-@on_ranks
-def test_sending_does_not_wait() -> None:
-    """Sending does not wait for the peer, which takes nothing before it knows that the sender has gone on."""
-    transport, _ = early()
-    store = default_group().get_group_store()
-    if dist.get_rank() == 1:
-        store.wait(["without waiting"], timedelta(seconds=20))
-        transport.expect([(Route(0, 0), 1 << 24)])
-        transport.take(Route(0, 0), 1 << 24)
-    else:
-        transport.send(Route(1, 0), torch.zeros((1 << 24) + transport.room, dtype=torch.uint8))
-        store.set("without waiting", "")
-        transport.drain()
 
 
 @on_ranks

@@ -40,14 +40,12 @@ def nodes_of(group: dist.ProcessGroup, node_size: int, timeout: float) -> Nodes:
 
 
 def sum_by_nodes(x: Tensor, nodes: Nodes, between: Callable[[Tensor], None], timeout: float) -> None:
-    """Replace `x` by its sum over all ranks.
+    """Replace `x` (flat, contiguous, any float dtype) by its sum over all ranks.
 
     Bytes that leave each node, for n elements: those of `between` for n, divided among the ranks of the node. Inside
     a node of s ranks PyTorch's reduce-scatter and all-gather move 8 (s - 1) / s n bytes a rank.
 
     Args:
-        x: flat, contiguous, any float dtype.
-        nodes: the groups.
         between: replaces a float32 tensor by its sum over `nodes.between`, the same on all of its ranks. If it divides
             the sum, the result is divided as well.
         timeout: seconds for each of the sums inside a node.

@@ -299,7 +299,6 @@ def _copying_call(
 
 
 def _started(call: CollectiveCall, async_op: bool) -> Pending | None:
-    """Queue a call, and wait for it unless `async_op`."""
     pending = queue_of(call.group).submit(call)
     return pending if async_op else pending.wait()
 

@@ -102,11 +102,7 @@ def joined(timeout: float, *, backend: str = "gloo", patience: float | None = No
 
 
 def connect(backend: str, store: Store, rank: int, ranks: int, limit: timedelta) -> None:
-    """Make the default process group of all ranks that have met.
-
-    Raises:
-        MeetingError: they do not reach each other in time; the attempt may continue on its own thread.
-    """
+    """Make the default group of all ranks that have met; MeetingError if they do not reach each other in time."""
     join = partial(dist.init_process_group, backend, store=store, rank=rank, world_size=ranks, timeout=limit)
     try:
         bounded(join, limit.total_seconds())  # Gloo itself keeps trying for five times as long

@@ -1,9 +1,7 @@
 """Measures, predicts and makes choices for every layer of a model within a memory limit.
 
-A layer's costs do not depend on what the others do, and layers are alike. So a few layers are measured once with each
-choice, and the peak of any combination is computed: when layer i runs backward, the layers before it still hold what
-they keep, and layer i holds what its backward takes. Only one order of a mixture has to be considered: layers whose
-backward takes the most beyond what they keep come first, where the least is held at the same time.
+Layers are alike, so a few are measured once with each choice, and the peak of any combination is computed. Of a mixture
+only one order counts: layers whose backward takes the most beyond what they keep come first, where the least is held.
 """
 
 from __future__ import annotations
@@ -101,11 +99,6 @@ class StepCosts:
     end_of_forward: int
     seconds: float
     measured: int
-
-    def peak(self, choices: Sequence[LayerChoice], *, held: int = 1) -> int:
-        """Predicted peak of activations and temporaries, with `held` micro-batches in flight."""
-        runs = tuple((choice, len(list(alike))) for choice, alike in itertools.groupby(choices))
-        return self.predict(runs, held=held).peak
 
     def predict(self, runs: Runs, *, held: int = 1) -> LayersPrediction:
         """Predicted costs of a step with these choices, with `held` micro-batches in flight."""
@@ -268,12 +261,7 @@ def layer_settings(layer: nn.Module) -> dict[str, Any]:
 def choice_errors(
     model: nn.Module, loss: Step, choices: Sequence[LayerChoice], *, group: int = 64
 ) -> dict[LayerChoice, float]:
-    """Relative error of the gradient with each choice in all layers.
-
-    Args:
-        model: in training mode, not compressed; unchanged afterwards, and without gradients.
-        loss: computes the same loss at every call, without dropout.
-    """
+    """Relative error of the gradient with each choice in all layers; arguments as for `sensitivities`."""
     layers = len(layers_of(model))
     exact, errors = gradients(model, loss), {}
     for choice in choices:

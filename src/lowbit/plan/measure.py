@@ -131,11 +131,7 @@ def gradients(model: nn.Module, loss: Callable[[], Tensor]) -> dict[str, Tensor]
 
 
 def relative_error(rounded: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
-    """|rounded - exact| / |exact| over all tensors together.
-
-    Raises:
-        ValueError: `exact` is zero or not finite.
-    """
+    """|rounded - exact| / |exact| over all tensors together; ValueError if `exact` is zero or not finite."""
     norms = [torch.stack([torch.linalg.vector_norm(t) for t in exact.values()])]
     norms.append(torch.stack([torch.linalg.vector_norm(rounded[n] - t) for n, t in exact.items()]))
     size, error = (float(torch.linalg.vector_norm(norm.double())) for norm in norms)

@@ -92,8 +92,7 @@ class Prediction:
 class Predictor:
     """Predicts time and memory of choices for a model on a cluster.
 
-    Args:
-        sizes: of the model. sequence, batch: tokens per window, windows per step. all_reduce: format of gradients.
+    `sequence`: tokens per window. `batch`: windows per step. `all_reduce`: format of gradients.
     """
 
     def __init__(self, cluster: Cluster, sizes: ModelSizes, *, sequence: int, batch: int, all_reduce: Codec) -> None:
@@ -106,11 +105,7 @@ class Predictor:
         self._schedule = functools.cache(_schedule)
 
     def rows(self, choice: PipelineChoice) -> int:
-        """Windows of a micro-batch.
-
-        Raises:
-            ConfigError: the batch cannot be divided into these micro-batches.
-        """
+        """Windows of a micro-batch; ConfigError if the batch cannot be divided into these micro-batches."""
         rows, rest = divmod(self.batch, choice.microbatches * choice.replicas)
         if rest:
             pipelines = f" in {choice.replicas} pipelines" if choice.replicas > 1 else ""
@@ -120,11 +115,7 @@ class Predictor:
         return rows
 
     def ranks(self, choice: PipelineChoice) -> int:
-        """Ranks of one pipeline.
-
-        Raises:
-            ConfigError: the machines cannot be divided into pipelines.
-        """
+        """Ranks of one pipeline; ConfigError if the machines cannot be divided into pipelines."""
         ranks, rest = divmod(len(self.machines), choice.replicas)
         if rest:
             raise ConfigError(f"replicas is {choice.replicas}; allowed: a divisor of {len(self.machines)} ranks")
@@ -143,11 +134,7 @@ class Predictor:
         return tokens * 3 * self.sizes.layer_flops / (machine.tflops * 1e12)
 
     def predict(self, choice: PipelineChoice) -> Prediction:
-        """Simulate a choice.
-
-        Raises:
-            ConfigError: a combination that `lowbit train` refuses, too little memory, or machines without a link.
-        """
+        """Simulate a choice; ConfigError: refused by `lowbit train`, too little memory, or machines without a link."""
         layout = self.layout(choice)
         memory = self._memory(choice, layout)
         ranks = layout.ranks
@@ -201,7 +188,6 @@ class Predictor:
         return self.rows(choice), self.sequence, self.sizes.width
 
     def _step(self, choice: PipelineChoice, layout: PipelineLayout, index: int) -> Step:
-        """The step of one pipeline."""
         machines = self.machines[index * layout.ranks : (index + 1) * layout.ranks]
         tokens, shape, sizes = self.rows(choice) * self.sequence, self._shape(choice), self.sizes
         ranks = [layout.rank_of(stage) for stage in range(layout.stages)]
@@ -260,7 +246,6 @@ class Predictor:
         return Network(channels=channels, routes=routes)
 
     def _parameters(self, layout: PipelineLayout, rank: int) -> int:
-        """Number of parameters that a rank's optimizer updates."""
         last, stages = layout.stages - 1, layout.stages_of(rank)
         follows = self._followed(layout) and 0 in stages
         return sum(
@@ -307,8 +292,7 @@ class Predictor:
     def _slowest(self, machines: Sequence[Machine], own: int, shared: int) -> tuple[float, float]:
         """Seconds per byte, and one-way latency, of the slowest links between these machines.
 
-        Args:
-            own: simultaneous messages in each direction of a link. shared: the same for links with a `shared` name.
+        `own`: simultaneous messages in each direction of a link. `shared`: the same for links with a `shared` name.
         """
         names = [machine.name for machine in machines]
         links = [self.cluster.link(a, b) for i, a in enumerate(names) for b in names[i + 1 :]]
@@ -320,11 +304,7 @@ class Predictor:
         return max(seconds, default=0.0), max((link.rtt_ms for link in links if link), default=0.0) / 2000
 
     def _memory(self, choice: PipelineChoice, layout: PipelineLayout) -> tuple[float, ...]:
-        """Memory of each rank, in bytes.
-
-        Raises:
-            MemoryShort: a rank needs more than its machine has.
-        """
+        """Memory of each rank, in bytes; MemoryShort if a rank needs more than its machine has."""
         found = []
         for number, machine in enumerate(self.machines):
             rank = number % layout.ranks
@@ -350,7 +330,6 @@ class MemoryShort(ConfigError):
 
 
 def _every(formats: tuple[str, ...], boundaries: int) -> tuple[str, ...]:
-    """Repeat a single format for each boundary."""
     return formats * boundaries if len(formats) == 1 else formats
 
 

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
+from operator import attrgetter
 
 from lowbit.config import ConfigError
 from lowbit.plan.predict import MemoryShort, PipelineChoice, Prediction, Predictor
@@ -17,6 +18,7 @@ from lowbit.train.config import Schedule
 _LAPS = ("Interleaved1F1B", "LoopedBFS")
 _AS_FAST = 1.01  # times the fastest: up to this, formats with more bits are preferred
 _FEW_STAGES = 4
+_SECONDS = attrgetter("seconds")
 _MOST_MOVES = 8  # moves of a layer from one stage to another
 
 
@@ -98,18 +100,14 @@ def search(
     if not best:
         assert problem is not None
         raise problem
-    order = sorted((_improve(predictor, found) for found in best.values()), key=_seconds)
+    order = sorted((_improve(predictor, found) for found in best.values()), key=_SECONDS)
     first = max((found for found in order if found.seconds <= _AS_FAST * order[0].seconds), key=lambda f: f.total_bits)
     as_fast = _AS_FAST * order[0].seconds / first.seconds  # what the choice of `first` leaves of the tolerance
     return [_by_boundary(predictor, first, formats, as_fast), *(found for found in order if found is not first)]
 
 
 def _splits(predictor: Predictor, choice: PipelineChoice) -> Iterator[tuple[int, ...]]:
-    """Yield the split whose slowest rank is fastest, and the even one if that also fits.
-
-    Raises:
-        ConfigError: neither is possible.
-    """
+    """Yield the split whose slowest rank is fastest, and the even one if that also fits."""
     layout, sizes = predictor.layout(choice), predictor.sizes
     tokens = predictor.rows(choice) * predictor.sequence
 
@@ -135,11 +133,7 @@ def _splits(predictor: Predictor, choice: PipelineChoice) -> Iterator[tuple[int,
 def _within_memory(
     predictor: Predictor, choice: PipelineChoice, costs: Sequence[Callable[[int], float]]
 ) -> Iterator[tuple[int, ...]]:
-    """Yield the fastest split whose ranks have no more layers than fit into their memory.
-
-    Raises:
-        MemoryShort: no split fits.
-    """
+    """Yield the fastest split whose ranks have no more layers than fit into their memory, or raise MemoryShort."""
     layers, ranks, each = predictor.sizes.layers, len(costs), choice.stages_per_rank
     most = []
     for rank in range(ranks):
@@ -173,7 +167,7 @@ def _over_stages(shares: Sequence[int], choice: PipelineChoice, predictor: Predi
 def _improve(predictor: Predictor, found: Prediction) -> Prediction:
     """Move single layers as long as that makes a step faster."""
     for _ in range(_MOST_MOVES):
-        better = min(_predicted(predictor, _moves(predictor, found)), key=_seconds, default=found)
+        better = min(_predicted(predictor, _moves(predictor, found)), key=_SECONDS, default=found)
         if better.seconds >= found.seconds * (1 - 1e-9):
             break
         found = better
@@ -206,10 +200,6 @@ def _predicted(predictor: Predictor, choices: Iterable[PipelineChoice]) -> Itera
     for choice in choices:
         with contextlib.suppress(ConfigError):
             yield predictor.predict(choice)
-
-
-def _seconds(found: Prediction) -> float:
-    return found.seconds
 
 
 def _moves(predictor: Predictor, found: Prediction) -> Iterator[PipelineChoice]:

@@ -63,7 +63,6 @@ class ModelSizes:
     logits: int
 
     def parameters(self, layers: int, *, first: bool, last: bool) -> int:
-        """Parameters of a stage."""
         ends = first * self.first_parameters + last * self.last_parameters - (first and last) * self.tied
         return layers * self.layer_parameters + ends
 
@@ -171,7 +170,6 @@ def _seconds(work: Callable[[], object], device: torch.device | None) -> float:
 
 
 def _saved(module: StageModule, tokens: int) -> float:
-    """Bytes per token that autograd saves."""
     ids = torch.zeros(1, tokens, dtype=torch.int64)
     inputs = torch.randn(1, tokens, module.width, requires_grad=True)
     with counted(module) as kept:

@@ -1,16 +1,7 @@
-"""All ranks compare, before the first byte, what they are about to send.
+"""All ranks compare, before the first byte, what they are about to send: else they would hang, or decode garbage.
 
-Peers that disagree on a format do not fail: they wait for bytes that never come, or decode garbage. So each of them
-states facts ("boundary 0 forward codec" is such and such) and compares them with everybody else's. The facts travel
-through the store of the process group, not through a collective: the store has time limits of its own, shows who is
-missing, and does not need the data path whose use is being agreed on.
-
-An agreement is a board in the store. Each rank appends one line, which waits for no answer, and reads the board until
-all have. A rank that gives up appends a line, too: the agreement has failed if it comes before the last statement. So
-no rank is special, and all conclude the same. Ranks that start together need at most two round trips to the store.
-
-A rank that comes later reads the same outcome. So if an agreement has failed, the process that keeps the store does not
-end before every rank has read why, or the time limit is over (`stay`).
+Each rank appends its facts as a line to a board in the group's store, and reads the board until all have: at most two
+round trips. A rank that gives up appends a line, too. All read the lines in one order, and so conclude the same.
 """
 
 from __future__ import annotations
@@ -73,6 +64,7 @@ class Agreement:
     """
 
     def __init__(self, group: dist.ProcessGroup, topic: str, timeout: float) -> None:
+        # Not a collective: the store has time limits, shows who is missing, and is apart from the path in question.
         self._store = BoundedStore(group, timeout)
         self._kept = group.get_group_store()
         self._key = f"lowbit/agreement/{topic}"
@@ -102,10 +94,7 @@ class Agreement:
     def look(self, facts: Mapping[int, Facts], names: Sequence[str]) -> None:
         """State facts, and compare them with those that others have stated so far, without waiting for any.
 
-        For use during a call that should end by itself: others may never state anything. Call `forget` afterwards.
-
-        Raises:
-            AgreementError, PeerError: as `exchange`, in which others may be waiting.
+        For use during a call that should end by itself. Call `forget` afterwards. Raises as `exchange`.
         """
         if not self._stated:
             self._state(facts, names)

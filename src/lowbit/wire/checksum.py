@@ -1,12 +1,7 @@
 """Checksums: eight bytes after every message show whether it arrived as it was sent, and is the expected one.
 
-A checksum covers the payload, the message's place (sender, receiver and a counter that both ends count alike), and the
-run's secret, if the environment variable LOWBIT_SECRET holds one. So it detects bits that changed on the way, a message
-of another step or place, and one from a sender who does not know the secret. It is not a message authentication code:
-an attacker who can read the traffic can forge it.
-
-On the host the checksum is XXH3 (64 bits). Messages that arrive on a device (NCCL, and PyTorch's collectives) have one
-made of integer operations on the device. The host does not wait for it: `Verdicts` collects the outcomes.
+They cover the payload, the message's place and the run's secret (LOWBIT_SECRET): XXH3 on the host, integer operations
+on a device. This is not a message authentication code: an attacker who can read the traffic can forge it.
 """
 
 from __future__ import annotations
@@ -43,16 +38,9 @@ class DamagedError(PeerError):
 
 
 class Checksums:
-    """Checksums of the messages of one conversation; both ends make an equal object.
+    """Checksums of the messages of one conversation (`topic`); both ends make an equal object.
 
-    A message is a 1-D contiguous uint8 tensor: the payload, then `room` bytes for the checksum.
-
-    Args:
-        topic: name of the conversation; messages of other topics are detected as damaged.
-        enabled: if False, messages are payloads without a checksum.
-
-    Attributes:
-        room: bytes after each payload: 8, or 0 if not enabled.
+    A message is a 1-D contiguous uint8 tensor: the payload, then `room` bytes for the checksum: 8, or 0 if not enabled.
     """
 
     def __init__(self, topic: str, *, enabled: bool = True) -> None:

@@ -1,9 +1,7 @@
 """Several connections between the ranks of a group, so that a lost packet slows only a part of what is sent.
 
-TCP halves its rate after a loss. With one connection over a link that loses a packet in a thousand, most of the link
-stays unused; several connections each carry a piece of every large message, and each slows down on its own. The
-connections are Gloo groups of the same ranks, which use the group's own network devices. Both ends cut a message in
-the same places, which follow from its size class (`lowbit.wire.tags`): a wrong length never changes a piece's place.
+Each carries a piece of every large message: TCP halves its rate after a loss. The connections are Gloo groups. Both
+ends cut a message by its size class (`lowbit.wire.tags`), so a wrong length never changes a piece's place.
 """
 
 from __future__ import annotations

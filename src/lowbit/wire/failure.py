@@ -1,12 +1,7 @@
 """Find the rank that failed first, from the neighbour that a rank sees fail.
 
-When a rank ends, only its neighbours notice; they end in turn, and the next ones see *them* go. Each rank that gives up
-therefore writes "I gave up on rank s" on a board in the store of the process group, and follows the notes of others,
-starting from its own suspect. The rank at the end of that chain either wrote no note, so it is the one that died or
-hangs, or it wrote why it could not continue, and the others report that reason.
-
-A note also states the lengths of the messages that are under way between the two ranks (`Letter`). If both ends of a
-message state different lengths, they have waited for each other in vain, and both report the two lengths.
+Each rank that gives up writes "I gave up on rank s" on a board in the group's store, and follows the others' notes: the
+last of the chain died or hangs, or wrote why it gave up. Notes also state the lengths of messages under way (`Letter`).
 """
 
 from __future__ import annotations
@@ -213,11 +208,9 @@ class Route:
 
 @dataclass(eq=False)
 class Letter:
-    """A message under way. If it never arrives, each of its ends states its length on the failure board.
+    """A message under way, listed by the board: if it never arrives, each of its ends states its length there.
 
-    Attributes:
-        board: the failure board that lists it until it is `done`.
-        nbytes: length with the checksum, as the receiver expects it. incoming: whether this rank receives it.
+    `nbytes`: length with the checksum, as the receiver expects it. `incoming`: whether this rank receives it.
     """
 
     board: FailureBoard

@@ -1,7 +1,7 @@
 """Process groups: the default one, new ones, foreign ones, and counters that agree on all ranks of a group.
 
-A foreign group is one that `torch.distributed` has not made, such as torchft's: PyTorch's functions refuse it, its own
-methods work. It has its own store and rank numbers, and may exist without a default group.
+PyTorch's functions refuse a foreign group, which `torch.distributed` has not made, such as torchft's; its own methods
+work. It has its own store and rank numbers, and may exist without a default group.
 """
 
 from __future__ import annotations

@@ -49,12 +49,7 @@ class Messages:
         self._expected: Counter[int] = Counter()
 
     def send(self, payload: Tensor, to: int, *, expected: int | None = None) -> Sent:
-        """Start to send a copy of a tensor.
-
-        Args:
-            payload: any tensor. to: a rank of the group.
-            expected: payload bytes that the receiver expects; None: the size of this one.
-        """
+        """Start to send a copy of a tensor; `expected`: payload bytes that the receiver expects, by default its own."""
         flat, room = payload.detach().reshape(-1).view(torch.uint8), self._mailbox.checksums.room
         message = torch.empty(flat.numel() + room, dtype=torch.uint8)
         message[: flat.numel()].copy_(flat)
@@ -84,13 +79,7 @@ class Messages:
         return self.expect(nbytes, source, about).wait()
 
     def send_json(self, value: Any, to: int) -> None:
-        """Send a value as JSON in two messages, its length and the text, and wait until the peer has both.
-
-        Raises:
-            TypeError: `value` is not serializable as JSON.
-            ValueError: the text is longer than 64 MiB.
-            PeerError: the peer ended, or did not receive it in time.
-        """
+        """Send JSON of up to 64 MiB in two messages, its length and the text, and wait until the peer has both."""
         text = json.dumps(value).encode()
         if len(text) > MOST_BYTES:
             raise ValueError(f"value has {len(text)} bytes of JSON; allowed: at most {MOST_BYTES}")

@@ -1,10 +1,7 @@
 """Sends over Gloo: a thread waits for them, so that the memory of each message is released once its peer has it.
 
-Gloo reports a finished send only to a thread that waits for it. The outbox's thread waits without a time limit: in a
-long step, a peer may receive a message minutes after it was sent. Only `drain` has a limit.
-
-A thread that returns from Gloo while the interpreter shuts down would crash the process. So messages that are still
-being sent at exit are abandoned first, by closing this rank's connections in the group (`sever`).
+It waits without a time limit, because in a long step a peer may receive a message minutes later; only `drain` has one.
+A thread that returns from Gloo while the interpreter ends would crash the process, so `sever` abandons messages first.
 """
 
 from __future__ import annotations

@@ -24,11 +24,9 @@ _MOST_MESSAGES = 1 << 16  # in one probe, so that it ends whatever the sender do
 
 
 class Trip(NamedTuple):
-    """Outcome of `round_trip`, the same on both ranks.
+    """Outcome of `round_trip`, the same on both ranks: the median round trip, and the clocks' offset.
 
-    Attributes:
-        seconds: median round trip.
-        offset: nanoseconds to add to the higher rank's clock to get the lower rank's. error: bound of its error.
+    `offset`: nanoseconds to add to the higher rank's clock to get the lower rank's, within `error`.
     """
 
     seconds: float

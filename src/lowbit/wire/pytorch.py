@@ -76,11 +76,7 @@ def sum_scatter(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> dist.Work |
 
 
 def finish(work: dist.Work | None, group: dist.ProcessGroup, timeout: float) -> None:
-    """Wait for a collective, on Gloo at most `timeout` seconds, on other backends as long as they wait themselves.
-
-    Raises:
-        PeerError: a rank ended, or did not take part in time; Gloo does not report which one.
-    """
+    """Wait for a collective, with Gloo at most `timeout` seconds: then a PeerError, which cannot name the rank."""
     assert work is not None  # None is for ranks outside the group
     if not carries(group, "gloo", torch.device("cpu")):
         work.wait()

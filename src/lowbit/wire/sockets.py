@@ -76,12 +76,9 @@ def ends() -> list[list[str]]:
 
 
 def set_congestion_control(name: str, others: Collection[Sequence[str]] | None = None) -> bool:
-    """Change, where the kernel permits it, the congestion control of what this process sends on today's connections.
+    """Change the congestion control of what this process sends; returns whether all connections, if any, have it now.
 
     `others`: what `ends` returns in other processes; only connections to these are changed. None: all.
-
-    Returns:
-        Whether there are any, and all of them have it.
     """
     known = None if others is None else {tuple(pair) for pair in others}
     outcomes: list[bool] = []

@@ -1,7 +1,7 @@
 """Sums of a few numbers over all ranks, once a step: one message to the first rank and one back.
 
-The first rank of a pipeline is the last to finish a step and the first to begin the next. By then it has the others'
-numbers, and continues at once; an all-reduce would take several round trips to neighbours that may be far away.
+The first rank of a pipeline is the last to finish a step and the first to begin the next: it continues at once, where
+an all-reduce would take several round trips.
 """
 
 from __future__ import annotations
