@@ -95,7 +95,6 @@ def test_ranks_must_agree_on_checksums_and_secret(ranks: Ranks, transport: str):
 
 
 def bytes_and_sums(checksums: bool) -> tuple[list[int], list[Tensor]]:
-    """The bytes of each message that a rank sends, and the sums that it gets."""
     with sent_bytes() as sent:
         sums = [called(kind, checksums=checksums) for kind in MESSAGES]
     for kind in ("two_shot", "one_shot"):

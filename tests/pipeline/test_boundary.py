@@ -18,7 +18,6 @@ SLOT = (SHAPE, torch.float32)
 
 
 def ready(lane: Lane, *slots: Slot, step: StepKind = StepKind(), micro_batches: int = 3) -> Lane:
-    """The lane, and these tensors cross with each micro-batch."""
     lane.prepare(slots, step)
     lane.use([slots] * micro_batches)
     return lane
@@ -140,7 +139,6 @@ SETTLING = StepKind.numbered(4, 5)
 
 
 def near(seed: int, shape: torch.Size = SHAPE) -> Tensor:
-    """Tokens near to 3 directions."""
     basis = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape[:-1], 3, generator=generator) @ basis

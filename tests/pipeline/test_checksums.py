@@ -25,7 +25,6 @@ N = toy.MICRO_BATCHES
 
 @contextlib.contextmanager
 def over(transport: str) -> Any:
-    """Stages that are made here take this transport."""
     before = stage_module.choose
     with staged_on((0, 1)) if transport == "staged" else contextlib.nullcontext():
         if transport == "in order":
@@ -97,7 +96,6 @@ def test_evaluation_is_checked_too(ranks: Ranks, transport: str):
 
 @on_ranks
 def test_nothing_that_is_damaged_is_decoded() -> None:
-    """The second payload of the step."""
     run = toy.Run("gpipe", toy.lowbit(forward=INT4, backward=INT6, timeout=10))
     run.train(0)
     if dist.get_rank() == 1:

@@ -33,32 +33,6 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
 # ------------------------------------------------------------------------------------------------ FP32 wire
 
 
-def equals_stock(schedule: str, evaluate: bool) -> int:
-    stock = toy.Run(schedule, PipelineStage)
-    ours = toy.Run(schedule, toy.lowbit(forward=FP32, backward=FP32, timeout=30))
-    for step in range(3):
-        assert same(stock.train(step), ours.train(step))
-        if evaluate:
-            expected, found = stock.evaluate(step), ours.evaluate(step)
-            assert (expected is None) == (found is None) == (not ours.last)
-            assert expected is None or torch.equal(expected, found)
-    assert same(stock.losses, ours.losses)
-    return len(ours.losses)
-
-
-@pytest.mark.parametrize("schedule", [name for name in toy.SCHEDULES if not (OLD and name in toy.V_SHAPED)])
-def test_an_fp32_wire_changes_no_loss_and_no_gradient(ranks: Ranks, schedule: str):
-    stock_evaluates = schedule not in toy.V_SHAPED  # stock V schedules cannot
-    losses = ranks.run(equals_stock, schedule, stock_evaluates)
-    assert sorted(losses) == [0, 3 * toy.MICRO_BATCHES]
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-2", pytest.param("zbv", marks=new_only)])
-def test_four_ranks_likewise(ranks: Ranks, schedule: str):
-    losses = ranks.run(equals_stock, schedule, False, ranks=4)
-    assert sorted(losses) == [0, 0, 0, 3 * toy.MICRO_BATCHES]
-
-
 def in_subgroups() -> list[Tensor]:
     """Two pipelines side by side, whose ranks in their groups are not those in the job."""
     groups = [dist.new_group([0, 2]), dist.new_group([3, 1])]
@@ -73,20 +47,6 @@ def test_pipelines_side_by_side_in_groups_of_their_own(ranks: Ranks):
     _, _, first, second = ranks.run(in_subgroups, ranks=4)
     assert len(first) == 2 * toy.MICRO_BATCHES
     assert same(first, second)
-
-
-@pytest.mark.parametrize("schedule", toy.V_SHAPED)
-@on_ranks
-def test_a_v_schedule_evaluates_too(schedule: str) -> None:
-    run = toy.Run(schedule, toy.lowbit(forward=FP32, backward=FP32, timeout=30))
-    run.train(0)
-    run.train(1)  # every stage holds its trained weights only: compare with what it gave before
-    first = run.evaluate(2)
-    run.evaluate(3)
-    again = run.evaluate(2)
-    assert (first is not None) == run.last
-    assert first is None or torch.equal(first, again)
-    run.train(2)
 
 
 # ------------------------------------------------------------------------------------------------ codecs
@@ -378,12 +338,6 @@ def test_directions_are_learned_alike_at_both_ends_and_resume_exactly(ranks: Ran
     there, back = (c.nbytes(shape) + CHECKSUM_BYTES for c in chosen[0])
     assert through[0][1].forward_bytes == 4 * (first + 5 * there)
     assert through[1][1].backward_bytes == 4 * (first + 4 * back)
-
-
-@on_ranks
-def test_samples_must_be_told() -> None:
-    with pytest.raises(ValueError, match="set_samples"):
-        toy.Run("1f1b", toy.lowbit(forward=AQSGD(), backward=INT6)).train(0)
 
 
 def chooses(schedule: str) -> Any:

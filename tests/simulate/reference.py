@@ -36,7 +36,6 @@ class Line:
 def seconds_of(
     actions: Actions, stages: list[StageTimes], network: Network, hosts: Hosts, optimizer: float
 ) -> tuple[float, dict[str, tuple[float, float]]]:
-    """Seconds of a step, and when each action begins and ends."""
     programs = [_program(actions, stages, rank, optimizer) for rank in range(actions.ranks)]
     lines = [
         Line(c.bytes_per_second, c.latency, burst := c.burst / c.bytes_per_second, burst) for c in network.channels

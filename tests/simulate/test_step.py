@@ -15,14 +15,12 @@ TIMES = StageTimes(forward=1.0, backward=2.0)
 
 
 def chain(ranks: int, forward: Channel = FREE, backward: Channel = FREE) -> Network:
-    """A channel each way between neighbours."""
     routes = {(rank, rank + 1): 2 * rank for rank in range(ranks - 1)}
     routes |= {(there, here): channel + 1 for (here, there), channel in routes.items()}
     return Network(channels=[forward, backward] * (ranks - 1), routes=routes)
 
 
 def everybody(ranks: int, channels: list[Channel], pick) -> Network:
-    """A channel for every pair of ranks."""
     pairs = [(a, b) for a in range(ranks) for b in range(ranks) if a != b]
     return Network(channels=channels, routes={pair: pick(len(channels)) for pair in pairs})
 

@@ -290,6 +290,5 @@ def _on_stream(job: _Job) -> Iterator[None]:
 
 
 def _settle(future: concurrent.futures.Future[None], error: BaseException | None) -> None:
-    """Set the outcome, unless it is already set."""
     with contextlib.suppress(concurrent.futures.InvalidStateError):
         future.set_result(None) if error is None else future.set_exception(error)

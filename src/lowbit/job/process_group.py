@@ -62,8 +62,7 @@ def joined(timeout: float, *, backend: str = "gloo", patience: float | None = No
     process once another rank has been silent for `timeout` seconds or has failed (`lowbit.job.peers`).
 
     Args:
-        timeout: seconds within which the failure of a peer ends every rank: most of them for an operation that waits
-            for the peer, the rest for finding the peer that failed.
+        timeout: seconds within which the failure of a peer ends every rank.
         backend: "gloo" or "nccl" for tensors on GPUs; Gloo carries those on the CPU in either case.
         patience: seconds to wait for all ranks to come; None: `timeout`.
 

@@ -225,7 +225,6 @@ class _LanePair:
         return self._ends(x, step)[0].observe(0, 0, x)
 
     def _ends(self, x: Tensor, step: StepKind) -> list[Lane]:
-        """Return sender and receiver, ready for tensors like `x`."""
         if x.device not in self.lanes:
             lanes = {end: Lane(*self._args, x.device, self._traffic, CHECKSUM_BYTES) for end in _ENDS}
             for lane in lanes.values():
@@ -251,7 +250,6 @@ class _LanePair:
         return {"codec": self._identity, **(states or self._restored or {end: {} for end in _ENDS})}
 
     def check_state(self, state: Any) -> None:
-        """Raise a ValueError unless `state` may be one of this codec."""
         _check_keys(self.name, state, {"codec", *_ENDS})
         if state["codec"] != self._identity:
             raise ValueError(f"{self.name}: state is of {state['codec']!r}; this emulation has {self._identity}")
@@ -264,7 +262,6 @@ class _LanePair:
         self._restored = {} if lanes else {end: dict(state[end]) for end in _ENDS}
 
     def _only_lanes(self) -> dict[str, Lane]:
-        """Return the lanes by end; empty before the first message."""
         if len(self.lanes) > 1:
             devices = ", ".join(map(str, self.lanes))
             raise RuntimeError(f"{self.name} has run on {devices}; allowed for states: one device")

@@ -150,7 +150,6 @@ class Passes:
         }
 
     def _identity(self, lanes: Lanes) -> dict[str, str]:
-        """Return the facts that all stages must share, whatever tensors cross."""
         codecs = {name: lane.codec for name, lane in lanes.by_name().items()}
         return {
             "lowbit version": __version__,

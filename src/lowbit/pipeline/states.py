@@ -200,5 +200,4 @@ def _is_state_dict(states: Any) -> bool:
 
 
 def _own(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of a state that the session itself saved."""
     return {key: value for key, value in state.items() if key not in (CHOICE, PROPOSAL)}

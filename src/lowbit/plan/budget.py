@@ -258,7 +258,6 @@ class _Rank:
         self.least = int(self.bytes.min())
 
     def best(self, limit: int) -> tuple[dict[int, Option], int]:
-        """Return the best options within `limit` bytes, by stage, and their bytes."""
         best = self.bytes <= limit
         fastest = float(self.seconds[best].min())
         best &= self.seconds <= fastest + SLOWER * abs(fastest)

@@ -42,12 +42,10 @@ CHOICES = (
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCost:
-    """The cost of a choice in one layer.
+    """The cost of a choice in one layer: bytes kept from its forward to its backward, and the most during each.
 
-    Args:
-        kept: bytes from its forward to its backward. forward, backward: the most bytes during each, beyond those at
-            the forward's start and at the backward's end.
-        seconds: of forward and backward, minus those of `KEEP`. error: squared relative error of the gradient.
+    The latter are beyond those at the forward's start and at the backward's end. `seconds`: of both, minus those of
+    `KEEP`. `error`: squared relative error of the gradient.
     """
 
     kept: int
@@ -59,11 +57,9 @@ class LayerCost:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayersPrediction:
-    """Predicted costs of a step.
+    """Predicted costs of a step with these choices (`runs`), and the relative error of its gradient.
 
-    Args:
-        runs: the choices. peak: bytes of activations and temporaries. held: bytes of a micro-batch between its forward
-            and its backward. seconds: of the layers. error: relative error of the gradient.
+    `peak`: bytes of activations and temporaries. `held`: of a micro-batch between its forward and its backward.
     """
 
     runs: Runs

@@ -32,14 +32,13 @@ def compressed(model: nn.Module, policy: LayerAware | LayerPlan) -> Iterator[Non
 def bytes_by_width(
     model: nn.Module, forward: Callable[[], Any], *, widths: Sequence[int] = WIDTHS, group: int = 64
 ) -> dict[int, SavedBytes]:
-    """Bytes that autograd saves of one micro-batch with the same bits for every layer type, for each width.
+    """Bytes that autograd saves of one micro-batch with the same bits for every layer type, by width (2 to 8, 16).
 
     A layer type's bytes do not depend on the bits of others, so these runs give those of every combination.
 
     Args:
         model: not compressed, in training mode; unchanged afterwards.
         forward: runs the model on one micro-batch and returns the loss or a stage's output, which holds the graph.
-        widths: bits, each 2 to 8 or 16. group: elements that share a scale.
     """
     by_width: dict[int, SavedBytes] = {}
     for bits in widths:
@@ -67,7 +66,6 @@ def sensitivities(
         model: not compressed, in training mode; unchanged afterwards, and without gradients.
         loss: computes the same loss at every call: no dropout, the same tokens.
         kinds: layer types to try, "attention" too. widths: bits to try.
-        group: elements that share a scale.
 
     Raises:
         ValueError: gradients that are zero or not finite, or that differ between two calls of `loss`.

@@ -246,7 +246,6 @@ def _title(rows: Sequence[Row]) -> str:
 
 
 def _kind(by: str) -> Callable[[Sequence[Row]], Sequence[Row]]:
-    """The rows of a plan by stage, or by layer."""
     return lambda rows: [row for row in rows if ("choices" in row) == (by == "layer")]
 
 

@@ -94,7 +94,6 @@ class PipelinePlanSettings:
 
 
 def _with_recipe(settings: PipelinePlanSettings) -> PipelinePlanSettings:
-    """Return the settings with what the recipe says."""
     if not settings.recipe:
         return settings
     base = settings.base
@@ -216,7 +215,6 @@ def _title(rows: Sequence[Row]) -> str:
 
 
 def _by_machine(rows: Sequence[Row]) -> list[Row]:
-    """A row for each rank of the first choice."""
     one = rows[0]
     layers = one["layers"]
     ranks = len(one["machines"]) // one["replicas"]

@@ -25,11 +25,9 @@ from lowbit.wire.checksum import CHECKSUM_BYTES
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineChoice:
-    """A way to cut and run a model.
+    """A way to cut and run a model. `layers`: of each stage; empty: distributed evenly.
 
-    Args:
-        replicas: number of equal pipelines. layers: of each stage; empty: distributed evenly.
-        formats: of activations, or of both ways ("int4 / int6"): one for each boundary, or one for all.
+    `formats`: of activations, or of both ways ("int4 / int6"): one for each boundary, or one for all.
     """
 
     replicas: int
@@ -53,13 +51,10 @@ class PipelineChoice:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Prediction:
-    """The predicted time, memory and traffic of a choice.
+    """The predicted time, memory (bytes of each rank) and traffic of a choice.
 
-    Attributes:
-        steps: the simulated step of each pipeline. seconds: of the slowest.
-        memory: bytes of each rank of all pipelines. bits: per element, forward and backward, of each boundary.
-        gradient_bytes: bytes that all ranks send in a step to average gradients, and to exchange the rows of a tied
-            embedding both ways.
+    `steps`: of each pipeline. `bits`: per element, forward and backward, of each boundary. `gradient_bytes`: that all
+    ranks send in a step to average gradients, and to exchange the rows of a tied embedding both ways.
     """
 
     choice: PipelineChoice
@@ -253,7 +248,6 @@ class Predictor:
         ) - (follows * self.sizes.tied)  # fmt: skip
 
     def _gradient_bytes(self, choice: PipelineChoice, parameters: int) -> float:
-        """Bytes that a rank sends to the other pipelines in a step."""
         count = choice.replicas
         return 2 * (count - 1) / count * self.all_reduce.nbytes((parameters,)) if count > 1 else 0.0
 
@@ -273,7 +267,6 @@ class Predictor:
         return seconds
 
     def _members(self, choice: PipelineChoice, layout: PipelineLayout, rank: int) -> list[Machine]:
-        """The machines that run this rank in each pipeline."""
         return [self.machines[index * layout.ranks + rank] for index in range(choice.replicas)]
 
     def _step_rows(self, choice: PipelineChoice) -> int:
@@ -281,7 +274,6 @@ class Predictor:
         return self._row_bytes(self.batch // choice.replicas * self.sequence, self._tied_rows)
 
     def _row_bytes(self, tokens: int, codec: Codec) -> int:
-        """Bytes of the rows of a text with this many tokens."""
         rows = expected_rows(tokens, self.sizes.tied // self.sizes.width)
         return row_bytes(rows, self.sizes.width, codec)
 
@@ -318,7 +310,6 @@ class Predictor:
         return tuple(found)
 
     def _coding(self, machine: Machine, codec: Codec, shape: tuple[int, int, int]) -> tuple[float, float]:
-        """Encoding and decoding speed of a machine, in bytes of float32 per second."""
         for name, speed in machine.coding_speeds.items():
             if parse(name) == codec:
                 return speed
@@ -334,6 +325,5 @@ def _every(formats: tuple[str, ...], boundaries: int) -> tuple[str, ...]:
 
 
 def _schedule(name: str, ranks: int, stages_per_rank: int, microbatches: int) -> tuple[Actions, InFlight]:
-    """The actions of a schedule, and the micro-batches that its stages hold."""
     order = order_of(name, ranks=ranks, stages_per_rank=stages_per_rank, microbatches=microbatches)
     return actions_from(order), in_flight(order)

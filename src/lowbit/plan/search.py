@@ -28,10 +28,7 @@ def best_split(
     """Share layers among ranks so that the slowest rank is as fast as possible; None if they do not fit.
 
     Among splits with equally slow ranks, the one with the least total time is chosen: it fills the pipeline soonest.
-    Dynamic programming makes both exact: the best split of n layers over the first k ranks follows from k - 1 ranks.
-
-    Args:
-        costs: for each rank, seconds by number of layers. least: fewest layers of any rank. most: most of each rank.
+    Both are exact. `costs`: for each rank, seconds by number of layers. `least`: of any rank. `most`: of each rank.
     """
     most = most or [layers] * len(costs)
     slowest = _share(costs, layers, least, most, max)
@@ -196,7 +193,6 @@ def _by_boundary(predictor: Predictor, found: Prediction, formats: Sequence[str]
 
 
 def _predicted(predictor: Predictor, choices: Iterable[PipelineChoice]) -> Iterator[Prediction]:
-    """Yield predictions of the choices that are possible."""
     for choice in choices:
         with contextlib.suppress(ConfigError):
             yield predictor.predict(choice)

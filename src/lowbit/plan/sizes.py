@@ -103,9 +103,7 @@ def layer_seconds(
 
     The overhead is the part of these seconds that does not grow with the tokens: it makes small micro-batches slow.
 
-    Args:
-        rows: windows of a micro-batch; only one window is measured if all would take too long.
-        autocast: data type of matrix products; None: float32.
+    `rows`: windows of a micro-batch; only one window is measured if all would take too long.
     """
     whole, _ = two_layers(model, vocab, sequence)
     stage = StageModule(whole, layers=range(2), first=False, last=False, autocast=autocast).train().to(device)

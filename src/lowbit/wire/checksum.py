@@ -209,7 +209,6 @@ def _sum_words(payload: Tensor, seed: int) -> Tensor:
 
 @functools.cache
 def _weights(count: int, device: torch.device) -> Tensor:
-    """Odd weights, one for each word position."""
     with torch.inference_mode(False):
         places = torch.arange(1, count + 1, device=device) * _ODD[2]
         places = (places ^ ((places >> 29) & 0x7FFFFFFFF)) * _ODD[0]

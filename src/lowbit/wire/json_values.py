@@ -71,7 +71,6 @@ def _gather(out: Tensor, x: Tensor, group: dist.ProcessGroup, timeout: float | N
 
 
 def _device(group: dist.ProcessGroup) -> torch.device:
-    """Device whose tensors the group's backend accepts."""
     devices = dist.get_backend_config(group) if is_known(group) else str(group._device_types)
     if "gloo" in devices or "cpu" in devices:
         return torch.device("cpu")

@@ -106,7 +106,6 @@ def _started(start: Callable[..., dist.Work], *args: Any) -> dist.Work | _Failed
 
 
 def _wait(works: Sequence[dist.Work | _Failed], patience: timedelta, group: dist.ProcessGroup) -> None:
-    """Wait for all pieces of a message."""
     begin, left = time.monotonic(), patience
     try:
         for work in works:
