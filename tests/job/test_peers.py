@@ -11,6 +11,7 @@ from lowbit.job.meeting import AloneError, MeetingError
 from lowbit.job.peers import AbsentError, Alarm, Cause, Peers
 from lowbit.job.process import ALONE, FAILED
 from lowbit.train.worker import exit_code
+from lowbit.wire.errors import first_line
 from lowbit.wire.groups import default_group
 from tests.processes import Failure, Ranks, on_ranks
 
@@ -144,6 +145,10 @@ def test_a_cause_is_safe_to_print():
     assert read is not None
     assert read.text.startswith("gone \\x1b[2J\\u202exxx")
     assert len(read.text) < 10_000
+
+
+def test_errors_are_told_in_one_line():
+    assert first_line(ValueError("a\nb")) == "ValueError: a"
 
 
 @on_ranks

@@ -71,6 +71,7 @@ class StageCost:
             raise ValueError(f"saved has {', '.join(self.saved)}; allowed: bytes by bits for {', '.join(PLANNED)}")
 
     def per_microbatch(self, bits: Bits) -> int:
+        """Bytes that autograd saves of one micro-batch with these bits."""
         return self.other + sum(self.saved[kind][bits[kind]] for kind in PLANNED)
 
 
