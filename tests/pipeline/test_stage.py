@@ -365,12 +365,17 @@ def test_every_boundary_chooses_under_any_schedule(ranks: Ranks, schedule: str):
 
 
 @on_ranks
-def test_bad_arguments_are_named() -> None:
+def test_defaults_are_recommended_and_bad_arguments_named() -> None:
     def stage(**changes: Any) -> Callable[[], LowBitStage]:
         options: Any = {"forward": INT4, "backward": INT6} | changes
         return lambda: LowBitStage(nn.Identity(), dist.get_rank(), 2, toy.CPU, **options)
 
     good = stage()()
+    by_default = LowBitStage(nn.Identity(), dist.get_rank(), 2, toy.CPU).lanes.by_name()
+    assert {lane.direction: lane.codec for lane in by_default.values()} == {
+        "forward": TransformQuant(),
+        "backward": backward_codec(TransformQuant()),
+    }
     refused(
         (stage(forward="int4"), TypeError, "forward.*'int4'"),
         (stage(backward={1: INT6}), ValueError, "backward.*boundary 0"),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from lowbit.wire import sockets
 from lowbit.wire.sockets import Segments, congestion_control, ends, is_lossy, segments, set_congestion_control
 
 ALLOWED = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control")
@@ -66,6 +67,11 @@ def test_looking_leaves_the_connections_and_no_file_open(pair: tuple[socket.sock
     assert os.listdir("/proc/self/fd") == before
     pair[0].sendall(b"there")
     assert pair[1].recv(9) == b"there"
+
+
+def test_without_connections_there_is_nothing_to_say(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sockets, "_connections", lambda: iter(()))
+    assert (segments(), congestion_control(), set_congestion_control("cubic")) == ((0, 0), "", False)
 
 
 @pytest.mark.parametrize(
