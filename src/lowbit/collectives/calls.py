@@ -47,7 +47,7 @@ class CollectiveCall:
 
     Args:
         facts: everything that must be equal on all ranks; "collective" is the name of the call.
-        device: of the payloads. timeout: seconds within which the failure of a peer is noticed.
+        timeout: seconds within which the failure of a peer is noticed.
         work: the algorithm; the queue waits for its sends afterwards.
         transport: "auto" means messages if the backend has tags, which is Gloo between CPUs.
         layer: layer that makes this call. Calls that differ only in it share an agreement; a rank in another layer is

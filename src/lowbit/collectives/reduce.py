@@ -171,9 +171,8 @@ def average_coded(
 
     This is `all_reduce` by two_shot without its first encoding: stored payloads are sent, the mean's are stored.
 
-    Args:
-        x: the tensor; the same number of elements on all ranks, of which there must be several.
-        codec: format of its payloads, with a `unit`. group, timeout, transport, checksums: as for `all_reduce`.
+    `x` has the same number of elements on all ranks, of which there must be several. `codec`: of its payloads, with a
+    `unit`. Others: as for `all_reduce`.
     """
     group = plain(group)
     sums = partial(algorithms.two_shot_coded, x, codec, chunk=CHUNK, divisor=group.size())

@@ -146,14 +146,9 @@ def prove(
 ) -> str:
     """Prove to all other ranks that this one knows the secret, and check their proofs; every rank calls this.
 
-    Each rank has written a random number (`meet`). It now writes a keyed hash (HMAC-SHA256) of all numbers and its
-    rank. So a value that was written for another run or by another rank proves nothing.
-
-    Args:
-        known: called with the name of this attempt, before the other ranks can see that this one knows it.
-
-    Returns:
-        The name of this attempt: a digest of the numbers.
+    A proof is a keyed hash (HMAC-SHA256) of all ranks' random numbers (`meet`) and the rank: what was written for
+    another run or by another rank proves nothing. Returns the name of this attempt, a digest of the numbers; `known` is called
+    with it before the other ranks can see that this one knows it.
 
     Raises:
         AloneError: a rank did not come in time.

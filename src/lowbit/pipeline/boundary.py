@@ -37,14 +37,10 @@ class Lane:
 
     If a codec leaves a parameter open (`Codec.settled`), the sender chooses it for each tensor, from its first message
     in the last step of the warm-up. All messages of that step carry the choice, since they may arrive in any order: 16
-    bytes behind the tensor's, an int64 and zeros. From the next step on, both ends code with it. A codec with a goal in
-    loss makes its choice one step earlier, from activations and their gradient (`Look`).
+    bytes behind the tensor's, an int64 and zeros. A codec with a goal in loss chooses one step earlier (`Look`).
 
-    Args:
-        boundary: i, between stages i and i + 1.
-        direction: "forward" for activations, "backward" for gradients.
-        overhead: bytes that travel with every payload, to be counted.
-        look: shared by both directions at this end of the boundary; None: no codec has a goal in loss.
+    `overhead`: bytes that travel with every payload, to be counted. `look`: shared by both directions at this end of
+    the boundary; None: no codec has a goal in loss.
     """
 
     def __init__(

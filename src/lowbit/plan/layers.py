@@ -192,10 +192,7 @@ def fastest(every: Sequence[LayersPrediction], limit: int) -> LayersPrediction:
 def predictions(costs: StepCosts, layers: int, *, max_error: float, held: int = 1) -> list[LayersPrediction]:
     """All mixtures of up to three choices over the layers, each in its best order, with an error up to `max_error`.
 
-    With many layers, not every number of them is tried. Choices that another beats in every respect are left out.
-
-    Raises:
-        ValueError: all errors are larger; the text names the smallest.
+    With many layers, not every number of them is tried. ValueError: all errors are larger; it names the smallest.
     """
     tried: dict[Runs, None] = {}
     useful = _useful(costs)

@@ -93,13 +93,8 @@ def bytes_between_passes(
     """Bytes that PyTorch holds of a micro-batch between backward's pass for the inputs and the one for the weights.
 
     These are the gradients of the outputs of layers with weights, each storage once. Zero-bubble schedules hold them in
-    addition to the saved activations; they do not depend on the bits.
-
-    Args:
-        output: of a stage, or a loss; its graph cannot be used again.
-        grad_output: gradient of `output`, not counted; None if `output` is a loss.
-        input: of the stage, with `requires_grad`; its own gradient is not counted.
-        parameters: of the stage.
+    addition to the saved activations; they do not depend on the bits. Gradients of `output` (None: it is a loss) and
+    `input` are not counted. The graph of `output` cannot be used again.
     """
     from torch.distributed.pipelining._backward import stage_backward_input
 

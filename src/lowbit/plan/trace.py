@@ -50,10 +50,7 @@ def trace_step(layers: list[nn.Module], step: Callable[[], Any], device: torch.d
     """Trace a forward and a backward pass of one micro-batch, layer by layer.
 
     PyTorch's profiler reports each of PyTorch's allocations, so the figures are exact; memory of other libraries and of
-    kernels compiled by numba is not seen. Gradients that exist already are not counted.
-
-    Args:
-        layers: in the order in which they run, each once. step: runs both passes.
+    kernels compiled by numba is not seen. Gradients that exist already are not counted. Each layer runs once, in order.
     """
     with _profiled() as profiler, _marking(layers):
         step()

@@ -67,10 +67,8 @@ def choose_formats(
 ) -> tuple[tuple[str, ...], float]:
     """Choose the most exact formats that are about as fast as the fastest; also return the seconds of the fastest.
 
-    Args:
-        seconds: of a step, by the format of each boundary. names: formats, the most exact first.
-        places: boundaries to choose for. start: formats to begin with.
-        as_fast: a step counts as about as fast if it takes at most this many times the fastest.
+    `seconds`: of a step, by the format of each boundary. `names`: the most exact first. `places`: boundaries to choose
+    for. `as_fast`: a step counts as about as fast if it takes at most this many times the fastest.
     """
     timed = functools.cache(seconds)
 

@@ -78,11 +78,7 @@ class Agreement:
     def exchange(self, facts: Mapping[int, Facts], names: Sequence[str]) -> dict[int, Facts]:
         """State facts, wait for those of all ranks, and compare them; every rank of the group calls this once.
 
-        Args:
-            facts: of all members that this rank speaks for, by number. names: of all members, for errors.
-
-        Returns:
-            The facts of all members, by number.
+        `facts`: of all members that this rank speaks for, by number; those of all are returned. `names`: of all.
 
         Raises:
             AgreementError: a contradiction, or members stated nothing in time; the same text on every rank.

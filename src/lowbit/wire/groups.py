@@ -26,12 +26,7 @@ def default_group() -> dist.ProcessGroup:
 def plain(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """Return the group that carries the bytes: the default one for None, the inner one of a wrapper such as torchft's.
 
-    torchft's wrappers keep it as `parent`, and replace it after each change of the members.
-
-    Raises:
-        RuntimeError: `group` is None, and there is no default group.
-        TypeError: `group` is a backend, or not a process group.
-        ValueError: a wrapper that is not connected yet, or a group without a store, such as one in another process.
+    TypeError: a backend, or not a group. ValueError: a wrapper that is not connected, or a group without a store here.
     """
     group = group or default_group()
     if not isinstance(group, dist.ProcessGroup):
@@ -40,6 +35,7 @@ def plain(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
         return group
     given = group
     try:
+        # torchft's wrappers keep it as `parent`, and replace it after each change of the members.
         while isinstance(inside := getattr(group, "parent", None), dist.ProcessGroup):
             group = inside
         group.get_group_store()

@@ -25,13 +25,10 @@ def gather_json(value: Any, group: dist.ProcessGroup | None = None, *, timeout: 
     This takes two of PyTorch's collectives, in which every rank sends as many bytes as the longest text has.
 
     Args:
-        value: None, booleans, numbers (including NaN and infinity), strings, lists, and dictionaries with string keys.
-            Tuples arrive as lists.
-        group: the ranks; None: the default group.
+        value: as for `json.dumps` (NaN and infinity, too). Tuples arrive as lists.
         timeout: seconds for each collective, as for `pytorch.finish`; None: the group's own.
 
     Raises:
-        TypeError: `value` is not serializable as JSON.
         ValueError: a text is longer than 64 MiB (on all ranks), or a peer sent something that is not JSON.
         PeerError: with `timeout`, a rank ended or did not take part in time.
     """
