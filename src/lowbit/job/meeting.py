@@ -147,8 +147,8 @@ def prove(
     """Prove to all other ranks that this one knows the secret, and check their proofs; every rank calls this.
 
     A proof is a keyed hash (HMAC-SHA256) of all ranks' random numbers (`meet`) and the rank: what was written for
-    another run or by another rank proves nothing. Returns the name of this attempt, a digest of the numbers; `known` is called
-    with it before the other ranks can see that this one knows it.
+    another run or by another rank proves nothing. Returns the name of this attempt, a digest of the
+    numbers; `known` is called with it before the other ranks can see that this one knows it.
 
     Raises:
         AloneError: a rank did not come in time.
