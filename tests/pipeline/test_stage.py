@@ -21,9 +21,8 @@ from tests.pipeline.toy import FP32, INT4, INT6
 from tests.processes import Ranks, on_ranks
 from tests.refused import refused
 
-# PyTorch before 2.12 sends to itself in V schedules, which Gloo cannot, and takes no integers between stages.
+# PyTorch before 2.12 sends to itself in V schedules, which Gloo cannot.
 OLD = not hasattr(PipelineStage, "_is_same_rank")
-new_only = pytest.mark.skipif(OLD, reason=f"stock stages of PyTorch {torch.__version__} cannot")
 
 
 def same(a: list[Tensor], b: list[Tensor]) -> bool:
@@ -128,67 +127,8 @@ def test_a_warm_up_travels_at_full_precision_and_evaluation_does_not_shorten_it(
 # ------------------------------------------------------------------------------------------------ tensors
 
 
-class Several(nn.Module):
-    """Passes on a tensor that is not contiguous, one in bfloat16, an integer one and a mask."""
-
-    def __init__(self, last: bool) -> None:
-        super().__init__()
-        self.inner = toy.Block()
-        self.last = last
-
-    def forward(self, x: Tensor, y: Tensor | None = None, *rest: Tensor) -> Any:
-        if y is None:  # the first stage
-            y, rest = x.bfloat16(), (torch.arange(x.shape[0]), x[..., 0] > 0)
-        else:
-            x = x.transpose(0, 1)
-        y, positions, mask = y + self.inner(x).bfloat16(), rest[0] + 1, ~rest[1]
-        if not self.last:
-            return self.inner(x).transpose(0, 1), y, positions, mask
-        return self.inner(x) * mask.unsqueeze(-1) + y.float() + positions.view(-1, 1, 1)
-
-
-def several_tensors(make: Any) -> Any:
-    torch.manual_seed(7)
-    modules = [Several(last=False), Several(last=True)]
-    rank = dist.get_rank()
-    stage = make(modules[rank], rank, 2, toy.CPU)
-    runner = ScheduleGPipe(stage, toy.MICRO_BATCHES, loss_fn=toy.loss_of)
-    x, target = toy.batch(0)
-    losses: list[Tensor] = []
-    runner.step(*([x] if rank == 0 else []), target=target if rank else None, losses=losses)
-    grads = [p.grad for p in modules[rank].parameters()]
-    return [loss.detach() for loss in losses], grads, getattr(stage, "traffic", None)
-
-
-def reference_of_several() -> tuple[list[Tensor], list[Tensor]]:
-    torch.manual_seed(7)
-    first, last = Several(last=False), Several(last=True)
-    losses = []
-    for x, target in zip(*(t.split(toy.ROWS) for t in toy.batch(0)), strict=True):
-        losses.append(toy.loss_of(last(*first(x)), target))
-        losses[-1].backward()
-    grads = [p.grad / toy.MICRO_BATCHES for m in (first, last) for p in m.parameters() if p.grad is not None]
-    return [loss.detach() for loss in losses], grads
-
-
-def several(forward: Codec, backward: Codec) -> Any:
-    return several_tensors(toy.lowbit(forward=forward, backward=backward, timeout=30))
-
-
-@new_only
-def test_several_tensors_cross_in_their_own_dtypes_and_strides(ranks: Ranks):
-    (_, grads, traffic), (losses, more, _) = ranks.run(several, FP32, FP32)
-    expected_losses, expected_grads = reference_of_several()
-    assert same(losses, expected_losses)
-    torch.testing.assert_close(grads + more, expected_grads)  # autograd adds up in another order
-    rows = toy.ROWS
-    # Both floating tensors travel as float32; positions are int64, the mask is bool.
-    each = 2 * 4 * rows * 3 * toy.WIDTH + 8 * rows + rows * 3 + 4 * CHECKSUM_BYTES
-    assert traffic.forward_bytes == toy.MICRO_BATCHES * each
-
-
 class Oddly(nn.Module):
-    """Passes on tensors whose elements share memory, have gaps, or lie in another order; one has none."""
+    """Passes on tensors whose elements share memory, have gaps, or lie in another order; one has no element."""
 
     def __init__(self, last: bool) -> None:
         super().__init__()
@@ -198,8 +138,12 @@ class Oddly(nn.Module):
     def forward(self, x: Tensor, *rest: Tensor) -> Any:
         rows = x.shape[0]
         if self.last:
-            bias, positions, mask, windows, image, gaps, turned, nothing = rest
+            bias, positions, mask, windows, image, gaps, turned, nothing, low = rest
             assert nothing.shape == (0, toy.WIDTH)
+            assert torch.equal(positions, torch.arange(3).expand(rows, -1))
+            assert mask.all()
+            assert low.dtype == torch.bfloat16
+            x = x + low.float()
             y = x * self.scale + bias * positions[:, :1, None] + windows.sum(-1) + image.mean((1, 2, 3))[:, None, None]
             return (y + gaps.sum((1, 2))[:, None, None]) * mask + turned.T[:, None, :] + nothing.sum()
         y = x * self.scale
@@ -215,42 +159,41 @@ class Oddly(nn.Module):
             y[:, ::2, 1::3],
             y[:, 0].T,
             y.new_empty(0, toy.WIDTH),
+            y[:, :1].bfloat16(),
         )
 
 
-def odd_layouts() -> tuple[list[Tensor], list[Tensor]]:
-    make = toy.lowbit(forward=FP32, backward=FP32, timeout=30)
+def odd_layouts(codec: Codec) -> tuple[list[Tensor], list[Tensor], int]:
+    make: Any = toy.lowbit(forward=codec, backward=codec, timeout=30)
     modules, rank = [Oddly(last=False), Oddly(last=True)], dist.get_rank()
-    runner = ScheduleGPipe(make(modules[rank], rank, 2, toy.CPU), toy.MICRO_BATCHES, loss_fn=toy.loss_of)
+    stage = make(modules[rank], rank, 2, toy.CPU)
+    runner = ScheduleGPipe(stage, toy.MICRO_BATCHES, loss_fn=toy.loss_of)
     losses: list[Tensor] = []
     for step in range(2):
         modules[rank].zero_grad()
         x, target = toy.batch(step)
         runner.step(*([x] if rank == 0 else []), target=target if rank else None, losses=losses)
-    return [loss.detach() for loss in losses], [p.grad for p in modules[rank].parameters() if p.grad is not None]
+    grads = [p.grad for p in modules[rank].parameters() if p.grad is not None]
+    return [loss.detach() for loss in losses], grads, stage.traffic.forward_bytes
 
 
-def test_tensors_of_any_layout_cross(ranks: Ranks):
+@pytest.mark.parametrize("codec", [FP32, INT4], ids=["exact", "coded"])
+def test_tensors_of_any_layout_cross_and_integers_and_masks_are_never_coded(ranks: Ranks, codec: Codec):
     """Expanded ones among them, such as position_ids of Transformers."""
+    outcomes, n = ranks.run(odd_layouts, codec), toy.ROWS
+    floating = [(n, 3, 24), (n, 3, 24), (n, 3, 24, 4), (n, 3, 4, 4), (n, 2, 8), (24, n), (n, 1, 24)]
+    each = sum(codec.nbytes(shape) for shape in floating) + 8 * 3 * n + 3 * 24 * n + 9 * CHECKSUM_BYTES
+    assert outcomes[0][2] == 2 * toy.MICRO_BATCHES * each
+    if codec is not FP32:
+        return
     first, last = Oddly(last=False), Oddly(last=True)
     expected = []
     for x, target in zip(*(t.split(toy.ROWS) for t in toy.batch(1)), strict=True):
         expected.append(toy.loss_of(last(*first(x)), target))
         (expected[-1] / toy.MICRO_BATCHES).backward()
-    outcomes = ranks.run(odd_layouts)
     torch.testing.assert_close(outcomes[1][0], [loss.detach() for loss in expected])
-    for (_, grads), module in zip(outcomes, (first, last), strict=True):
+    for (_, grads, _), module in zip(outcomes, (first, last), strict=True):
         torch.testing.assert_close(grads, [p.grad for p in module.parameters()])
-
-
-@new_only
-def test_integers_and_masks_are_never_coded(ranks: Ranks):
-    (_, _, traffic), (losses, _, _) = ranks.run(several, INT4, INT6)
-    shape, rows = (toy.ROWS, 3, toy.WIDTH), toy.ROWS
-    expected_bytes = 2 * INT4.nbytes(shape) + 11 * rows + 4 * CHECKSUM_BYTES
-    assert traffic.forward_bytes == toy.MICRO_BATCHES * expected_bytes
-    for found, expected in zip(losses, reference_of_several()[0], strict=True):
-        assert found.item() == pytest.approx(expected.item(), rel=0.05)  # wrong positions would be far off
 
 
 class Poison(nn.Module):
