@@ -127,7 +127,16 @@ def test_causes_are_signed():
     assert _read(written.replace(b"false", b"true")) is None
     assert _read(written, b"") is None
     assert _read(written.replace(b"3", b"2")) is None
-    for damaged in (b"", b"{}", b"[1, 2]", b"\xff", b'["x", 1, 2]', b'[Infinity, "a", "b"]', b"[" * 100_000, b"7"):
+    for damaged in (
+        b"",
+        b"{}",
+        b"[1, 2]",
+        b"\xff",
+        b'["x", 1, 2]',
+        b'[Infinity, "a", false, "b"]',
+        b"[" * 100_000,
+        b"7",
+    ):
         assert _read(damaged) is None
     assert _read('[0, "a", "\u00e4"]'.encode()) is None
 
