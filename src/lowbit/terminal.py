@@ -38,9 +38,7 @@ _UP = "\x1b[A"  # moves up a line, for progress bars of other packages (tqdm): d
 
 def printable(text: str) -> str:
     r"""Escape all characters that a terminal would act upon (as "\x1b"), including newlines and tabs."""
-    if text.isprintable():
-        return text
-    return "".join(c if _is_harmless(c) else ascii(c)[1:-1] for c in text)
+    return _escaped(text, "")
 
 
 def one_line(text: str, most: int = MOST_CHARACTERS) -> str:
@@ -51,9 +49,7 @@ def one_line(text: str, most: int = MOST_CHARACTERS) -> str:
 
 def lines(text: str) -> str:
     """Escape the text as `printable` does, but keep newlines and tabs."""
-    if text.isprintable():
-        return text
-    return "".join(c if c in "\n\t" or _is_harmless(c) else ascii(c)[1:-1] for c in text)
+    return _escaped(text, "\n\t")
 
 
 @contextlib.contextmanager
@@ -112,7 +108,6 @@ class Filter:
         return len(text)
 
     def writelines(self, texts: Iterable[str]) -> None:
-        """Write all texts."""
         for text in texts:
             self.write(text)
 
@@ -138,18 +133,18 @@ def console(*, stderr: bool = False) -> Console:
     return Filtered(stderr=stderr, markup=False, emoji=False)
 
 
-def _is_harmless(character: str) -> bool:
-    return unicodedata.category(character) not in _ACTED_UPON or character in _JOINERS
+def _escaped(text: str, kept: str) -> str:
+    if text.isprintable():
+        return text
+    harmless = kept + _JOINERS
+    return "".join(c if c in harmless or unicodedata.category(c) not in _ACTED_UPON else ascii(c)[1:-1] for c in text)
 
 
 class _OneLine(logging.Formatter):
-    """Formats a warning as one line, followed by its traceback."""
-
     def format(self, record: logging.LogRecord) -> str:
         text = one_line(record.getMessage())
         return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
 
 
 def _print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print Python's own traceback, filtered."""
     sys.stderr.write(lines("".join(traceback.format_exception(kind, error, trace))))

@@ -95,7 +95,6 @@ def test_ranks_must_agree_on_checksums_and_secret(ranks: Ranks, transport: str):
 
 
 def bytes_and_sums(checksums: bool) -> tuple[list[int], list[Tensor]]:
-    """The bytes of each message that a rank sends, and the sums that it gets."""
     with sent_bytes() as sent:
         sums = [called(kind, checksums=checksums) for kind in MESSAGES]
     for kind in ("two_shot", "one_shot"):
@@ -113,12 +112,3 @@ def test_without_checksums_nothing_is_added_and_with_them_nothing_changes(ranks:
         assert [size + CHECKSUM_BYTES for size in few] == more
         assert len(few) == sum(MESSAGES.values())
         assert all(torch.equal(a, b) for a, b in zip(plain, checked, strict=True))
-
-
-def test_checksums_is_yes_or_no(ranks: Ranks):
-    for outcome in ranks.outcomes(called_with_one):
-        assert outcome.text == "checksums is 1; allowed: True or False"
-
-
-def called_with_one() -> None:
-    called("one_shot", checksums=1)

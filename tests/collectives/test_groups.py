@@ -38,7 +38,6 @@ class Wrapper(dist.ProcessGroup):
 
 
 def bare(name: str, ranks: list[int]) -> dist.ProcessGroup:
-    """A Gloo group of these ranks of the job, in this order."""
     store: Any = PrefixStore(name, dist.distributed_c10d._get_default_store())
     rank, limit = ranks.index(dist.get_rank()), timedelta(seconds=TIMEOUT)
     group: Any = dist.ProcessGroup(store, rank, len(ranks))

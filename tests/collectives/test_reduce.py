@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from lowbit.codecs import AQSGD, Cast, Codec, GroupInt, TAHQuant
 from lowbit.collectives import PeerError, all_gather, all_reduce, all_reduce_bytes, reduce_scatter
 from tests.collectives.traffic import sent_bytes
 from tests.processes import Ranks, on_ranks
+from tests.refused import refused
 
 INT8 = GroupInt(bits=8, group=128, symmetric=True)
 INT4 = GroupInt(bits=4, group=64, symmetric=True)
@@ -63,8 +65,7 @@ def sums(cases: list[tuple[int, Codec, torch.dtype, dict[str, Any]]]) -> None:
         assert equal_everywhere(x), (numel, codec, dtype, options)
 
 
-@pytest.mark.parametrize("count", [2, 3, 4])
-@pytest.mark.parametrize("transport", ["messages", "collectives"])
+@pytest.mark.parametrize(("count", "transport"), [(2, "messages"), (3, "collectives"), (4, "messages")])
 def test_sums_of_any_length_and_world_size(ranks: Ranks, count: int, transport: str):
     how = {"transport": transport}
     cases = [(n, INT8, torch.float32, how) for n in (0, 1, 7, 63, 1000, 40_001)]
@@ -74,12 +75,8 @@ def test_sums_of_any_length_and_world_size(ranks: Ranks, count: int, transport: 
     ranks.run(sums, cases, ranks=count)
 
 
-@pytest.mark.parametrize("count", [2, 3])
-def test_bytes_that_travel_are_known_before(ranks: Ranks, count: int):
-    ranks.run(bytes_are_known, ranks=count)
-
-
-def bytes_are_known() -> None:
+@on_ranks(3)
+def test_bytes_that_travel_are_known_before() -> None:
     with sent_bytes() as sent:
         for numel, algorithm in ((40_001, "two_shot"), (17, "two_shot"), (9001, "one_shot")):
             sent.clear()
@@ -143,7 +140,8 @@ def test_nodes_are_summed_in_full_precision() -> None:
             assert torch.allclose(y.double(), exact(ranks, numel, torch.float32, op), atol=1e-5)
 
 
-def parts() -> None:
+@on_ranks(3)
+def test_reduce_scatter_and_all_gather() -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     for transport in ("messages", "collectives"):
         whole = data(rank, 9001 * ranks)
@@ -161,11 +159,6 @@ def parts() -> None:
         again = torch.empty(ranks * 77)
         all_gather(again, x, INT8, chunk=64, transport=transport, async_op=True).wait()
         assert torch.equal(again, out.view(-1))
-
-
-@pytest.mark.parametrize("count", [2, 3])
-def test_reduce_scatter_and_all_gather(ranks: Ranks, count: int):
-    ranks.run(parts, ranks=count)
 
 
 @on_ranks
@@ -258,7 +251,6 @@ def test_a_rank_that_dies_is_named(ranks: Ranks):
 
 
 def test_a_rank_that_dies_ends_the_others_on_any_transport(ranks: Ranks):
-    ranks.start(3)
     outcomes = ranks.outcomes(dies, "collectives", ranks=3)
     assert [o.kind for o in outcomes] == ["RuntimeError", "RuntimeError", "ended"], outcomes
 
@@ -280,37 +272,25 @@ def test_a_rank_that_hangs_ends_what_pytorch_does(ranks: Ranks, numel: int, opti
     assert 1 < ranks.run(hangs, numel, options)[0] < 5
 
 
-def refuses(codec: Any, options: dict[str, Any]) -> None:
-    all_reduce(options.pop("tensor", torch.ones(4)), codec, **options)
+@on_ranks(1)
+def test_bad_arguments_are_refused_and_one_rank_keeps_its_tensor() -> None:
+    def summing(codec: Any, tensor: Tensor | None = None, **options: Any) -> Callable[[], Any]:
+        return lambda: all_reduce(torch.ones(4) if tensor is None else tensor, codec, **options)
 
-
-@pytest.mark.parametrize(
-    ("codec", "options", "kind", "text"),
-    [
-        (AQSGD(), {}, "TypeError", "keeps state between messages"),
-        (TAHQuant(), {}, "TypeError", "tokens of activations"),
-        ("int8", {}, "TypeError", "codec is 'int8'"),
-        (INT8, {"tensor": torch.ones(4, dtype=torch.int32)}, "TypeError", "tensor is torch.int32"),
-        (INT8, {"op": "max"}, "ValueError", "op is 'max'"),
-        (INT8, {"algorithm": "ring"}, "ValueError", "algorithm is 'ring'"),
-        (INT8, {"chunk": 17}, "ValueError", "chunk is 17"),
-        (INT8, {"timeout": 0}, "ValueError", "timeout is 0"),
-        (INT8, {"node_size": 2}, "ValueError", "node_size is 2"),
-        (INT8, {"errors": torch.ones(3)}, "ValueError", "errors is float32 (3,)"),
-    ],
-)
-def test_bad_arguments_are_refused(ranks: Ranks, codec: Any, options: dict[str, Any], kind: str, text: str):
-    (outcome,) = ranks.outcomes(refuses, codec, options, ranks=1)
-    assert outcome.kind == kind
-    assert text in outcome.text
-
-
-def alone() -> None:
+    refused(
+        (summing(AQSGD()), TypeError, "keeps state between messages"),
+        (summing(TAHQuant()), TypeError, "tokens of activations"),
+        (summing("int8"), TypeError, "codec is 'int8'"),
+        (summing(INT8, torch.ones(4, dtype=torch.int32)), TypeError, "tensor is torch.int32"),
+        (summing(INT8, op="max"), ValueError, "op is 'max'"),
+        (summing(INT8, algorithm="ring"), ValueError, "algorithm is 'ring'"),
+        (summing(INT8, chunk=17), ValueError, "chunk is 17"),
+        (summing(INT8, timeout=0), ValueError, "timeout is 0"),
+        (summing(INT8, node_size=2), ValueError, "node_size is 2"),
+        (summing(INT8, errors=torch.ones(3)), ValueError, r"errors is float32 \(3,\)"),
+        (summing(INT8, checksums=1), TypeError, "checksums is 1; allowed: True or False"),
+    )
     x = data(0, 50_000)
     y = x.clone()
     all_reduce(y, INT4, op="avg")
     assert torch.equal(x, y)
-
-
-def test_one_rank_keeps_its_tensor(ranks: Ranks):
-    ranks.run(alone, ranks=1)

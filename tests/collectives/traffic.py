@@ -14,7 +14,6 @@ from lowbit.wire.mailbox import Mailbox, Route
 
 @contextmanager
 def sent_bytes() -> Iterator[list[int]]:
-    """The bytes of each message that this rank sends in the block."""
     sent: list[int] = []
     send = Mailbox.send
 

@@ -3,14 +3,13 @@ from __future__ import annotations
 import threading
 import time
 
-import pytest
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 from lowbit.collectives import PeerError
-from lowbit.job.meeting import AloneError
+from lowbit.job.meeting import AloneError, MeetingError
 from lowbit.job.peers import AbsentError, Alarm, Cause, Peers
-from lowbit.job.process import ALONE
+from lowbit.job.process import ALONE, FAILED
 from lowbit.train.worker import exit_code
 from lowbit.wire.errors import first_line
 from lowbit.wire.groups import default_group
@@ -111,7 +110,8 @@ def test_a_rank_within_a_group_is_nobody_else(ranks: Ranks):
 
 def test_who_gives_up_on_a_rank_says_so_to_all(ranks: Ranks):
     assert ranks.run(_explained, AloneError, "rank 2 did not come") == ["NoneType", "AbsentError"]
-    assert exit_code(AbsentError("rank 2 did not come", 0)) == ALONE
+    assert exit_code(AbsentError("rank 2 did not come", 0)) == exit_code(AloneError("rank 1 did not come")) == ALONE
+    assert exit_code(MeetingError("rank 1 did not prove")) == FAILED, "an older start of rank 1?"
 
 
 def _read(written: bytes, secret: bytes = SECRET, attempts: tuple[str, ...] = ("second",)) -> Cause | None:
@@ -127,8 +127,18 @@ def test_causes_are_signed():
     assert _read(written.replace(b"false", b"true")) is None
     assert _read(written, b"") is None
     assert _read(written.replace(b"3", b"2")) is None
-    for damaged in (b"", b"{}", b"[1, 2]", b"\xff", b'["x", 1, 2]'):
+    for damaged in (
+        b"",
+        b"{}",
+        b"[1, 2]",
+        b"\xff",
+        b'["x", 1, 2]',
+        b'[Infinity, "a", false, "b"]',
+        b"[" * 100_000,
+        b"7",
+    ):
         assert _read(damaged) is None
+    assert _read('[0, "a", "\u00e4"]'.encode()) is None
 
 
 def test_an_alarm_belongs_to_an_attempt():
@@ -148,12 +158,6 @@ def test_a_cause_is_safe_to_print():
 
 def test_errors_are_told_in_one_line():
     assert first_line(ValueError("a\nb")) == "ValueError: a"
-    assert first_line(KeyboardInterrupt()) == "KeyboardInterrupt"
-
-
-@pytest.mark.parametrize("written", ['[Infinity, "a", "b"]', "[" * 100_000, '[0, "a", "\u00e4"]', "", "7"])
-def test_what_a_stranger_writes_is_no_cause(written: str):
-    assert _read(written.encode()) is None
 
 
 @on_ranks

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
 from lowbit.codecs import AQSGD, Cast, Codec, GroupInt, SubspaceQuant
-from lowbit.pipeline.arguments import StepKind, checked_samples, codec_at
+from lowbit.pipeline.arguments import StepKind
 from lowbit.pipeline.boundary import Lane
 from lowbit.pipeline.states import Slot
 from lowbit.wire.traffic import Traffic
@@ -20,7 +18,6 @@ SLOT = (SHAPE, torch.float32)
 
 
 def ready(lane: Lane, *slots: Slot, step: StepKind = StepKind(), micro_batches: int = 3) -> Lane:
-    """The lane, and these tensors cross with each micro-batch."""
     lane.prepare(slots, step)
     lane.use([slots] * micro_batches)
     return lane
@@ -79,14 +76,6 @@ def test_what_is_not_floating_is_never_coded(x: Tensor):
     assert torch.equal(out, x)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_floating_tensors_are_coded(dtype: torch.dtype):
-    x = torch.randn(SHAPE).to(dtype).transpose(0, 1)
-    out, size = crosses(INT4, x)
-    assert size == INT4.nbytes(x.shape)
-    assert torch.equal(out, INT4.round_trip(x))
-
-
 def test_the_payload_has_memory_of_its_own():
     x = torch.randn(SHAPE)
     for step in (StepKind(), FULL):
@@ -95,21 +84,6 @@ def test_the_payload_has_memory_of_its_own():
         x.zero_()
         assert torch.equal(payload.view(torch.float32).view(SHAPE), before)
         x.copy_(before)
-
-
-def test_buffers_that_require_grad_are_filled_in_place():
-    x, out = torch.randn(SHAPE), torch.zeros(SHAPE, requires_grad=True)
-    there = lane(Cast())
-    there.decode(0, StepKind(), 0, there.encode(0, StepKind(), 0, x), out)
-    assert torch.equal(out, x)
-    assert out.is_leaf
-
-
-def test_another_shape_or_dtype_is_an_error_not_garbage():
-    there = lane(INT4)
-    for wrong in (torch.randn(2, 3, 65), torch.randn(SHAPE).bfloat16()):
-        with pytest.raises(ValueError, match=r"boundary 1 forward: tensor 0 is .* expect float32 \(2, 3, 64\)"):
-            there.encode(0, StepKind(), 0, wrong)
 
 
 def test_codecs_of_samples_get_the_ids_of_the_micro_batch_and_leave_evaluation_alone():
@@ -129,22 +103,6 @@ def test_codecs_of_samples_get_the_ids_of_the_micro_batch_and_leave_evaluation_a
     assert sizes == [2 * first, 2 * first, 2 * later, first + later, 2 * first, 2 * first]
     assert sender.states.nbytes() == receiver.states.nbytes() == 5 * first
     assert "boundary 1 forward state bytes" in sender.facts([SLOT])
-
-
-def test_state_moves_to_a_lane_before_and_after_its_shapes_are_known():
-    codec, step = AQSGD(inner=INT4), StepKind(samples=((1, 2),))
-    old = lane(codec)
-    old.encode(0, step, 0, torch.randn(SHAPE))
-    state = old.states.state_dict()
-    early, late = Lane(1, "forward", codec, "cpu", Traffic()), lane(codec)
-    early.states.load_state_dict(state)
-    assert early.states.state_dict().keys() == state.keys()  # a checkpoint right after a restart loses nothing
-    ready(early, SLOT)
-    late.states.load_state_dict(state)
-    x = torch.randn(SHAPE)
-    expected = old.encode(0, step, 0, x)
-    for resumed in (early, late):
-        assert torch.equal(resumed.encode(0, step, 0, x), expected)
 
 
 def test_shapes_that_share_what_a_codec_keeps():
@@ -181,7 +139,6 @@ SETTLING = StepKind.numbered(4, 5)
 
 
 def near(seed: int, shape: torch.Size = SHAPE) -> Tensor:
-    """Tokens near to 3 directions."""
     basis = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape[:-1], 3, generator=generator) @ basis
@@ -199,13 +156,6 @@ def pass_on(sender: Lane, receiver: Lane, step: StepKind, micro_batch: int, x: T
     assert payload.numel() == receiver.nbytes(0, step, micro_batch)
     receiver.decode(0, step, micro_batch, payload, out)
     return out
-
-
-def test_the_steps_of_a_warm_up():
-    kinds = [StepKind.numbered(i, 2, training=t) for i in range(3) for t in (True, False)]
-    assert [(s.full_precision, s.settling) for s in kinds] == [
-        (True, False), (True, False), (True, True), (True, False), (False, False), (False, False)
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -238,26 +188,6 @@ def test_a_sender_chooses_at_the_end_of_the_warm_up_and_its_choice_travels(dtype
     assert sender._traffic.forward_bytes == sent
 
 
-@pytest.mark.parametrize("steps_after", [0, 2])
-def test_what_was_chosen_survives_a_restart(steps_after: int):
-    sender, receiver = unsettled()
-    pass_on(sender, receiver, SETTLING, 0, near(0))
-    for i in range(steps_after):
-        pass_on(sender, receiver, StepKind(), i, near(i))
-    again = unsettled()
-    for end, old in zip(again, (sender, receiver), strict=True):
-        end.states.load_state_dict(old.states.state_dict())
-        assert end.states.state_dict().keys() == old.states.state_dict().keys()
-        ready(end, SLOT)
-        assert end.states.chosen() == old.states.chosen()
-    for i in range(3):
-        assert torch.equal(pass_on(*again, StepKind(), i, near(i)), pass_on(sender, receiver, StepKind(), i, near(i)))
-    other = Lane(1, "forward", SubspaceQuant(directions=9, group=8, refresh=2), "cpu", Traffic())
-    other.states.load_state_dict(sender.states.state_dict())
-    with pytest.raises(ValueError, match="it is not a state of SubspaceQuant"):
-        other.prepare([SLOT])
-
-
 def test_an_open_lane_takes_over_another_choice():
     sender, receiver = unsettled()
     pass_on(sender, receiver, SETTLING, 0, near(1))
@@ -283,18 +213,6 @@ def test_without_a_choice_nothing_is_coded():
         sender.prepare([(SHAPE, torch.float64)], FULL)
 
 
-def test_traffic_counts_what_is_encoded():
-    traffic = Traffic()
-    there = ready(Lane(0, "backward", INT4, "cpu", traffic), SLOT)
-    there.encode(0, StepKind(), 0, torch.randn(SHAPE))
-    assert traffic.backward_bytes == INT4.nbytes(SHAPE)
-    assert traffic.backward_elements == SHAPE.numel()
-    assert traffic.backward_bits == INT4.bits_per_element(SHAPE)
-    assert traffic.forward_bytes == 0
-    assert traffic.forward_bits == 0
-    assert traffic.codec_seconds > 0
-
-
 def test_micro_batches_may_differ_in_what_crosses():
     """And a lane that is told of other tensors goes on with what it has learned of the ones before."""
     slots = [[(torch.Size((n, 3, 64)), torch.float32)] for n in (2, 2, 1)]
@@ -311,36 +229,6 @@ def test_micro_batches_may_differ_in_what_crosses():
         assert torch.equal(pass_on(sender, receiver, StepKind(), i, x), INT4.round_trip(x))
     with pytest.raises(ValueError, match=r"\(1, 3, 64\); both ends expect float32 \(2, 3, 64\)"):
         sender.encode(0, StepKind(), 1, x)
-
-
-def test_facts_tell_shapes_and_sizes():
-    slots = SLOT, (torch.Size((2,)), torch.int64)
-    facts = lane(INT4, *slots).facts(slots)
-    assert facts["boundary 1 forward tensors"] == "float32 (2, 3, 64), int64 (2,)"
-    assert facts["boundary 1 forward payload bytes"] == str(INT4.nbytes(SHAPE))
-
-
-@pytest.mark.parametrize(
-    ("ids", "error"),
-    [(torch.ones(2), TypeError), ([True, False], TypeError), ([[1]], ValueError), ([1, 2, 3, 1], ValueError)],
-)
-def test_bad_sample_ids(ids: Any, error: type[Exception]):
-    with pytest.raises(error, match="ids"):
-        checked_samples(ids)
-    assert torch.equal(checked_samples(torch.tensor([2, 1], dtype=torch.int16)), torch.tensor([2, 1]))
-
-
-def test_codecs_for_boundaries():
-    assert codec_at("forward", INT4, 5, 6) is INT4
-    assert codec_at("forward", {5: INT4}, 5, 6) is INT4
-    with pytest.raises(ValueError, match="forward has no codec for boundary 2; given: 5, 0"):
-        codec_at("forward", {5: INT4, 0: INT4}, 2, 6)
-    with pytest.raises(ValueError, match="codecs for boundaries 5, 0; there are 0 to 4"):
-        codec_at("forward", {5: INT4, 0: INT4}, 0, 5)
-    with pytest.raises(TypeError, match="backward is 4"):
-        codec_at("backward", 4, 0, 1)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="forward is None"):
-        codec_at("forward", {1: None}, 1, 2)  # type: ignore[dict-item]
 
 
 def test_warming_up_uses_kernels_once_and_leaves_no_trace(monkeypatch: pytest.MonkeyPatch):

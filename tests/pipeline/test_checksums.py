@@ -25,7 +25,6 @@ N = toy.MICRO_BATCHES
 
 @contextlib.contextmanager
 def over(transport: str) -> Any:
-    """Stages that are made here take this transport."""
     before = stage_module.choose
     with staged_on((0, 1)) if transport == "staged" else contextlib.nullcontext():
         if transport == "in order":
@@ -97,7 +96,6 @@ def test_evaluation_is_checked_too(ranks: Ranks, transport: str):
 
 @on_ranks
 def test_nothing_that_is_damaged_is_decoded() -> None:
-    """The second payload of the step."""
     run = toy.Run("gpipe", toy.lowbit(forward=INT4, backward=INT6, timeout=10))
     run.train(0)
     if dist.get_rank() == 1:
@@ -176,8 +174,3 @@ def test_without_checksums_nothing_is_added_and_with_them_nothing_changes(ranks:
         assert more == few + 2 * N * CHECKSUM_BYTES
         assert all(torch.equal(a, b) for a, b in zip(losses, more_losses, strict=True))
     assert len(off[1][0]) == 2 * N
-
-
-def test_checksums_is_yes_or_no(ranks: Ranks):
-    for outcome in ranks.outcomes(disagreeing, {0: "yes", 1: "yes"}, {}):
-        assert outcome.text == "checksums is 'yes'; allowed: True or False"

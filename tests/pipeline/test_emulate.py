@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 from lowbit.codecs import AQSGD, Cast, Codec, SubspaceQuant, TAHQuant
 from lowbit.pipeline import LowBitStage, emulate_
-from lowbit.wire.checksum import CHECKSUM_BYTES
 from tests.pipeline import toy
 from tests.pipeline.toy import INT4, INT6
 from tests.processes import Ranks
@@ -290,16 +289,6 @@ def test_dtypes_and_shapes(dtype: torch.dtype, shape: tuple[int, ...]):
     assert torch.equal(y, INT4.round_trip(x))
 
 
-def test_warm_up_counts_training_steps():
-    model = nn.Sequential(nn.Identity())
-    emulation = emulate_(model, at=["0"], forward=INT4, backward=INT6, warmup_steps=2)
-    x = torch.randn(2, 64)
-    for step in range(3):
-        coded = not torch.equal(model(x), x)
-        assert coded == (step == 2)
-        emulation.step()
-
-
 def test_evaluation_is_coded_unless_told_otherwise():
     x = torch.randn(2, 64)
     for in_evaluation in (True, False):
@@ -353,22 +342,6 @@ def test_what_checkpointing_computes_again_is_no_second_message(reentrant: bool)
         assert plain[1:] == found[1:]
     with pytest.raises(RuntimeError, match=r"boundary 0 is computed again .*checkpointing"):
         checkpointed(auto, reentrant=reentrant, warmup_steps=1)  # by then directions have moved
-
-
-def test_there_must_be_a_warm_up_where_something_is_left_to_choose():
-    auto, model = SubspaceQuant(directions="auto"), nn.Sequential(nn.Identity())
-    for forward, backward in ((auto, INT6), (INT4, {0: auto})):
-        with pytest.raises(ValueError, match="warmup_steps is 0, and .*ward has .*'auto'"):
-            emulate_(model, at=["0"], forward=forward, backward=backward)
-
-
-def test_traffic_is_that_of_the_pipeline():
-    model = nn.Sequential(nn.Identity(), nn.Identity())
-    emulation = emulate_(model, at=["0", "1"], forward=INT4, backward=INT6)
-    x = torch.randn(2, 64, requires_grad=True)
-    model(x).sum().backward()
-    assert emulation.traffic.forward_bytes == 2 * (INT4.nbytes(x.shape) + CHECKSUM_BYTES)
-    assert emulation.traffic.backward_bytes == 2 * (INT6.nbytes(x.shape) + CHECKSUM_BYTES)
 
 
 def test_remove_restores_the_model():

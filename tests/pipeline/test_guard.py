@@ -28,7 +28,6 @@ FIT = {"forward": INT4, "backward": INT6}
 
 
 def unlike(schedule: str, changes: Mapping[int, Mapping[str, Any]], steps: int = 0) -> None:
-    """Train with other options on some ranks."""
     options = {**FIT, "timeout": 30.0, **changes.get(dist.get_rank(), {})}
     run = toy.Run(schedule, toy.lowbit(**options))
     for stage in run.stages:
@@ -47,12 +46,6 @@ def unlike(schedule: str, changes: Mapping[int, Mapping[str, Any]], steps: int =
 def test_other_formats_are_the_same_error_everywhere(ranks: Ranks, schedule: str, changes: Any, said: str):
     text = toy.disagreement(toy.timely(ranks, unlike, schedule, changes))
     assert said in text
-
-
-def test_only_some_of_four_ranks_differ(ranks: Ranks):
-    text = toy.disagreement(ranks.outcomes(unlike, "1f1b", {2: {"forward": Cast()}}, ranks=4))
-    assert "Cast(dtype=torch.float32)" in text
-    assert "rank 2 (stage 2)" in text
 
 
 def test_step_counters_that_differ_are_an_error(ranks: Ranks):
@@ -109,7 +102,6 @@ def other_micro_batches() -> None:
 
 
 def other_pass(steps: int) -> None:
-    """One rank evaluates while the other trains."""
     run = toy.Run("interleaved-2", toy.lowbit(timeout=30.0, **FIT))
     for step in range(steps):
         run.train(step)
@@ -176,7 +168,7 @@ def other_lengths(lengths: list[int]) -> None:
     runner.step(*([x] if rank == 0 else []), target=target if rank else None)
 
 
-@pytest.mark.parametrize("lengths", [[2, 4], [4, 2], [4, 6]])
+@pytest.mark.parametrize("lengths", [[4, 2], [4, 6]])
 def test_pipelines_of_different_lengths_are_an_error_within_seconds(ranks: Ranks, lengths: list[int]):
     text = toy.disagreement(toy.timely(ranks, other_lengths, lengths))
     assert f"number of stages: {lengths[0]} on rank 0 (stage 0)" in text

@@ -45,7 +45,6 @@ def test_what_is_not_dense_is_refused(x: torch.Tensor):
 
 
 def told(layouts: list[Any]) -> Any:
-    """Rank 0 tells rank 1."""
     if dist.get_rank() == 0:
         return send_layouts(layouts, None, 1, toy.CPU, 20)
     return [facts(x) for x in receive_layouts(None, 0, toy.CPU, 20)]

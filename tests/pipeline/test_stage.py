@@ -21,9 +21,8 @@ from tests.pipeline.toy import FP32, INT4, INT6
 from tests.processes import Ranks, on_ranks
 from tests.refused import refused
 
-# PyTorch before 2.12 sends to itself in V schedules, which Gloo cannot, and takes no integers between stages.
+# PyTorch before 2.12 sends to itself in V schedules, which Gloo cannot.
 OLD = not hasattr(PipelineStage, "_is_same_rank")
-new_only = pytest.mark.skipif(OLD, reason=f"stock stages of PyTorch {torch.__version__} cannot")
 
 
 def same(a: list[Tensor], b: list[Tensor]) -> bool:
@@ -31,32 +30,6 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
 
 
 # ------------------------------------------------------------------------------------------------ FP32 wire
-
-
-def equals_stock(schedule: str, evaluate: bool) -> int:
-    stock = toy.Run(schedule, PipelineStage)
-    ours = toy.Run(schedule, toy.lowbit(forward=FP32, backward=FP32, timeout=30))
-    for step in range(3):
-        assert same(stock.train(step), ours.train(step))
-        if evaluate:
-            expected, found = stock.evaluate(step), ours.evaluate(step)
-            assert (expected is None) == (found is None) == (not ours.last)
-            assert expected is None or torch.equal(expected, found)
-    assert same(stock.losses, ours.losses)
-    return len(ours.losses)
-
-
-@pytest.mark.parametrize("schedule", [name for name in toy.SCHEDULES if not (OLD and name in toy.V_SHAPED)])
-def test_an_fp32_wire_changes_no_loss_and_no_gradient(ranks: Ranks, schedule: str):
-    stock_evaluates = schedule not in toy.V_SHAPED  # stock V schedules cannot
-    losses = ranks.run(equals_stock, schedule, stock_evaluates)
-    assert sorted(losses) == [0, 3 * toy.MICRO_BATCHES]
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-2", pytest.param("zbv", marks=new_only)])
-def test_four_ranks_likewise(ranks: Ranks, schedule: str):
-    losses = ranks.run(equals_stock, schedule, False, ranks=4)
-    assert sorted(losses) == [0, 0, 0, 3 * toy.MICRO_BATCHES]
 
 
 def in_subgroups() -> list[Tensor]:
@@ -73,20 +46,6 @@ def test_pipelines_side_by_side_in_groups_of_their_own(ranks: Ranks):
     _, _, first, second = ranks.run(in_subgroups, ranks=4)
     assert len(first) == 2 * toy.MICRO_BATCHES
     assert same(first, second)
-
-
-@pytest.mark.parametrize("schedule", toy.V_SHAPED)
-@on_ranks
-def test_a_v_schedule_evaluates_too(schedule: str) -> None:
-    run = toy.Run(schedule, toy.lowbit(forward=FP32, backward=FP32, timeout=30))
-    run.train(0)
-    run.train(1)  # every stage holds its trained weights only: compare with what it gave before
-    first = run.evaluate(2)
-    run.evaluate(3)
-    again = run.evaluate(2)
-    assert (first is not None) == run.last
-    assert first is None or torch.equal(first, again)
-    run.train(2)
 
 
 # ------------------------------------------------------------------------------------------------ codecs
@@ -121,29 +80,6 @@ def test_every_byte_is_counted(ranks: Ranks):
         assert state == [0, 0]
 
 
-def test_coarse_codecs_change_the_losses_but_still_train(ranks: Ranks):
-    fine = ranks.run(trains_with, "1f1b", FP32, FP32, 20)[1][0]
-    coarse = ranks.run(trains_with, "1f1b", TAHQuant(), INT6, 20)[1][0]
-    assert not same(fine, coarse)
-    assert 0.9 < sum(coarse[-4:]) / sum(fine[-4:]) < 1.1
-
-
-def one_codec_for_each_boundary() -> list[tuple[int, int]]:
-    codecs = {0: INT4, 1: FP32, 2: TAHQuant()}
-    run = toy.Run("1f1b", toy.lowbit(forward=codecs, backward={0: INT6, 1: INT6, 2: FP32}))
-    run.train(0)
-    traffic = run.stages[0].traffic
-    return [(traffic.forward_bytes, traffic.backward_bytes)]
-
-
-def test_codecs_differ_by_boundary_and_direction(ranks: Ranks):
-    sent = [s[0] for s in ranks.run(one_codec_for_each_boundary, ranks=4)]
-    shape, n = (toy.ROWS, 3, toy.WIDTH), toy.MICRO_BATCHES
-    sizes = {c: n * (c.nbytes(shape) + CHECKSUM_BYTES) for c in (INT4, INT6, FP32, TAHQuant())}
-    assert [forward for forward, _ in sent] == [sizes[INT4], sizes[FP32], sizes[TAHQuant()], 0]
-    assert [backward for _, backward in sent] == [0, sizes[INT6], sizes[INT6], sizes[FP32]]
-
-
 def trains_for_two_steps(codecs: dict[str, Any]) -> tuple[list[Tensor], list[tuple[int, int]]]:
     run = toy.Run("1f1b", toy.lowbit(**codecs))
     for step in range(2):
@@ -151,23 +87,18 @@ def trains_for_two_steps(codecs: dict[str, Any]) -> tuple[list[Tensor], list[tup
     return run.losses, [(s.traffic.forward_bytes, s.traffic.backward_bytes) for s in run.stages]
 
 
-def test_the_recommended_format_is_the_default_both_ways(ranks: Ranks):
-    forward = TransformQuant()
-    outcome = ranks.run(trains_for_two_steps, {})
-    explicit = ranks.run(trains_for_two_steps, {"forward": forward, "backward": backward_codec(forward)})
-    for (losses, sent), (expected, expected_sent) in zip(outcome, explicit, strict=True):
-        assert same(losses, expected)
-        assert sent == expected_sent
-
-
 def test_gradients_get_the_format_beside_that_of_each_boundary(ranks: Ranks):
-    codecs = {0: INT4, 1: FP32, 2: TAHQuant()}
+    codecs = {0: INT4, 1: FP32, 2: TransformQuant()}
     outcome = ranks.run(trains_for_two_steps, {"forward": codecs}, ranks=4)
     beside = {i: backward_codec(codec) for i, codec in codecs.items()}
     expected = ranks.run(trains_for_two_steps, {"forward": codecs, "backward": beside}, ranks=4)
     for (losses, sent), (expected_losses, expected_sent) in zip(outcome, expected, strict=True):
         assert same(losses, expected_losses)
         assert sent == expected_sent
+    shape, n = (toy.ROWS, 3, toy.WIDTH), 2 * toy.MICRO_BATCHES
+    sizes = [[n * (c.nbytes(shape) + CHECKSUM_BYTES) for c in each.values()] for each in (codecs, beside)]
+    assert [forward for _, [(forward, _)] in outcome] == [*sizes[0], 0]
+    assert [backward for _, [(_, backward)] in outcome] == [0, *sizes[1]]
 
 
 def warms_up() -> tuple[list[Tensor], list[int]]:
@@ -196,67 +127,8 @@ def test_a_warm_up_travels_at_full_precision_and_evaluation_does_not_shorten_it(
 # ------------------------------------------------------------------------------------------------ tensors
 
 
-class Several(nn.Module):
-    """Passes on a tensor that is not contiguous, one in bfloat16, an integer one and a mask."""
-
-    def __init__(self, last: bool) -> None:
-        super().__init__()
-        self.inner = toy.Block()
-        self.last = last
-
-    def forward(self, x: Tensor, y: Tensor | None = None, *rest: Tensor) -> Any:
-        if y is None:  # the first stage
-            y, rest = x.bfloat16(), (torch.arange(x.shape[0]), x[..., 0] > 0)
-        else:
-            x = x.transpose(0, 1)
-        y, positions, mask = y + self.inner(x).bfloat16(), rest[0] + 1, ~rest[1]
-        if not self.last:
-            return self.inner(x).transpose(0, 1), y, positions, mask
-        return self.inner(x) * mask.unsqueeze(-1) + y.float() + positions.view(-1, 1, 1)
-
-
-def several_tensors(make: Any) -> Any:
-    torch.manual_seed(7)
-    modules = [Several(last=False), Several(last=True)]
-    rank = dist.get_rank()
-    stage = make(modules[rank], rank, 2, toy.CPU)
-    runner = ScheduleGPipe(stage, toy.MICRO_BATCHES, loss_fn=toy.loss_of)
-    x, target = toy.batch(0)
-    losses: list[Tensor] = []
-    runner.step(*([x] if rank == 0 else []), target=target if rank else None, losses=losses)
-    grads = [p.grad for p in modules[rank].parameters()]
-    return [loss.detach() for loss in losses], grads, getattr(stage, "traffic", None)
-
-
-def reference_of_several() -> tuple[list[Tensor], list[Tensor]]:
-    torch.manual_seed(7)
-    first, last = Several(last=False), Several(last=True)
-    losses = []
-    for x, target in zip(*(t.split(toy.ROWS) for t in toy.batch(0)), strict=True):
-        losses.append(toy.loss_of(last(*first(x)), target))
-        losses[-1].backward()
-    grads = [p.grad / toy.MICRO_BATCHES for m in (first, last) for p in m.parameters() if p.grad is not None]
-    return [loss.detach() for loss in losses], grads
-
-
-def several(forward: Codec, backward: Codec) -> Any:
-    return several_tensors(toy.lowbit(forward=forward, backward=backward, timeout=30))
-
-
-@new_only
-def test_several_tensors_cross_in_their_own_dtypes_and_strides(ranks: Ranks):
-    (_, grads, traffic), (losses, more, _) = ranks.run(several, FP32, FP32)
-    expected_losses, expected_grads = reference_of_several()
-    assert same(losses, expected_losses)
-    torch.testing.assert_close(grads + more, expected_grads)  # autograd adds up in another order
-    rows = toy.ROWS
-    # Both floating tensors travel as float32; positions are int64, the mask is bool.
-    each = 2 * 4 * rows * 3 * toy.WIDTH + 8 * rows + rows * 3 + 4 * CHECKSUM_BYTES
-    assert traffic.forward_bytes == toy.MICRO_BATCHES * each
-
-
 class Oddly(nn.Module):
-    """Passes on tensors whose elements share memory, have gaps, or lie in another order; one has none."""
+    """Passes on tensors whose elements share memory, have gaps, or lie in another order; one has no element."""
 
     def __init__(self, last: bool) -> None:
         super().__init__()
@@ -266,8 +138,12 @@ class Oddly(nn.Module):
     def forward(self, x: Tensor, *rest: Tensor) -> Any:
         rows = x.shape[0]
         if self.last:
-            bias, positions, mask, windows, image, gaps, turned, nothing = rest
+            bias, positions, mask, windows, image, gaps, turned, nothing, low = rest
             assert nothing.shape == (0, toy.WIDTH)
+            assert torch.equal(positions, torch.arange(3).expand(rows, -1))
+            assert mask.all()
+            assert low.dtype == torch.bfloat16
+            x = x + low.float()
             y = x * self.scale + bias * positions[:, :1, None] + windows.sum(-1) + image.mean((1, 2, 3))[:, None, None]
             return (y + gaps.sum((1, 2))[:, None, None]) * mask + turned.T[:, None, :] + nothing.sum()
         y = x * self.scale
@@ -283,42 +159,41 @@ class Oddly(nn.Module):
             y[:, ::2, 1::3],
             y[:, 0].T,
             y.new_empty(0, toy.WIDTH),
+            y[:, :1].bfloat16(),
         )
 
 
-def odd_layouts() -> tuple[list[Tensor], list[Tensor]]:
-    make = toy.lowbit(forward=FP32, backward=FP32, timeout=30)
+def odd_layouts(codec: Codec) -> tuple[list[Tensor], list[Tensor], int]:
+    make: Any = toy.lowbit(forward=codec, backward=codec, timeout=30)
     modules, rank = [Oddly(last=False), Oddly(last=True)], dist.get_rank()
-    runner = ScheduleGPipe(make(modules[rank], rank, 2, toy.CPU), toy.MICRO_BATCHES, loss_fn=toy.loss_of)
+    stage = make(modules[rank], rank, 2, toy.CPU)
+    runner = ScheduleGPipe(stage, toy.MICRO_BATCHES, loss_fn=toy.loss_of)
     losses: list[Tensor] = []
     for step in range(2):
         modules[rank].zero_grad()
         x, target = toy.batch(step)
         runner.step(*([x] if rank == 0 else []), target=target if rank else None, losses=losses)
-    return [loss.detach() for loss in losses], [p.grad for p in modules[rank].parameters() if p.grad is not None]
+    grads = [p.grad for p in modules[rank].parameters() if p.grad is not None]
+    return [loss.detach() for loss in losses], grads, stage.traffic.forward_bytes
 
 
-def test_tensors_of_any_layout_cross(ranks: Ranks):
+@pytest.mark.parametrize("codec", [FP32, INT4], ids=["exact", "coded"])
+def test_tensors_of_any_layout_cross_and_integers_and_masks_are_never_coded(ranks: Ranks, codec: Codec):
     """Expanded ones among them, such as position_ids of Transformers."""
+    outcomes, n = ranks.run(odd_layouts, codec), toy.ROWS
+    floating = [(n, 3, 24), (n, 3, 24), (n, 3, 24, 4), (n, 3, 4, 4), (n, 2, 8), (24, n), (n, 1, 24)]
+    each = sum(codec.nbytes(shape) for shape in floating) + 8 * 3 * n + 3 * 24 * n + 9 * CHECKSUM_BYTES
+    assert outcomes[0][2] == 2 * toy.MICRO_BATCHES * each
+    if codec is not FP32:
+        return
     first, last = Oddly(last=False), Oddly(last=True)
     expected = []
     for x, target in zip(*(t.split(toy.ROWS) for t in toy.batch(1)), strict=True):
         expected.append(toy.loss_of(last(*first(x)), target))
         (expected[-1] / toy.MICRO_BATCHES).backward()
-    outcomes = ranks.run(odd_layouts)
     torch.testing.assert_close(outcomes[1][0], [loss.detach() for loss in expected])
-    for (_, grads), module in zip(outcomes, (first, last), strict=True):
+    for (_, grads, _), module in zip(outcomes, (first, last), strict=True):
         torch.testing.assert_close(grads, [p.grad for p in module.parameters()])
-
-
-@new_only
-def test_integers_and_masks_are_never_coded(ranks: Ranks):
-    (_, _, traffic), (losses, _, _) = ranks.run(several, INT4, INT6)
-    shape, rows = (toy.ROWS, 3, toy.WIDTH), toy.ROWS
-    expected_bytes = 2 * INT4.nbytes(shape) + 11 * rows + 4 * CHECKSUM_BYTES
-    assert traffic.forward_bytes == toy.MICRO_BATCHES * expected_bytes
-    for found, expected in zip(losses, reference_of_several()[0], strict=True):
-        assert found.item() == pytest.approx(expected.item(), rel=0.05)  # wrong positions would be far off
 
 
 class Poison(nn.Module):
@@ -408,12 +283,6 @@ def test_directions_are_learned_alike_at_both_ends_and_resume_exactly(ranks: Ran
     assert through[1][1].backward_bytes == 4 * (first + 4 * back)
 
 
-@on_ranks
-def test_samples_must_be_told() -> None:
-    with pytest.raises(ValueError, match="set_samples"):
-        toy.Run("1f1b", toy.lowbit(forward=AQSGD(), backward=INT6)).train(0)
-
-
 def chooses(schedule: str) -> Any:
     """Train past a warm-up in which several stages and micro-batches settle, with evaluations in between."""
     auto = SubspaceQuant(directions="auto", group=8)
@@ -439,21 +308,37 @@ def test_every_boundary_chooses_under_any_schedule(ranks: Ranks, schedule: str):
 
 
 @on_ranks
-def test_bad_arguments_are_named() -> None:
+def test_defaults_are_recommended_and_bad_arguments_named() -> None:
     def stage(**changes: Any) -> Callable[[], LowBitStage]:
         options: Any = {"forward": INT4, "backward": INT6} | changes
         return lambda: LowBitStage(nn.Identity(), dist.get_rank(), 2, toy.CPU, **options)
 
     good = stage()()
+    by_default = LowBitStage(nn.Identity(), dist.get_rank(), 2, toy.CPU).lanes.by_name()
+    assert {lane.direction: lane.codec for lane in by_default.values()} == {
+        "forward": TransformQuant(),
+        "backward": backward_codec(TransformQuant()),
+    }
     refused(
         (stage(forward="int4"), TypeError, "forward.*'int4'"),
         (stage(backward={1: INT6}), ValueError, "backward.*boundary 0"),
+        (stage(forward={0: INT4, 5: INT4}), ValueError, "forward has codecs for boundaries 0, 5; there are 0 to 0"),
+        (stage(forward={0: None}), TypeError, "forward is None"),
         (stage(warmup_steps=-1), ValueError, "warmup_steps.*-1"),
         (stage(warmup_steps=2.5), TypeError, "warmup_steps.*2.5"),
         (stage(timeout=0), ValueError, "timeout.*0"),
         (stage(timeout="soon"), TypeError, "timeout.*'soon'"),
+        (stage(checksums="yes"), TypeError, "checksums is 'yes'; allowed: True or False"),
         (stage(forward={0: SubspaceQuant(directions="auto")}), ValueError, "warmup_steps.*forward.*'auto'"),
         (lambda: good.set_samples(torch.zeros(2)), TypeError, "float32"),
+        (lambda: good.set_samples([True, False]), TypeError, "bool"),
+        (lambda: good.set_samples([1, 2, 3, 1]), ValueError, "a sample twice"),
+        (lambda: good.set_codecs("int4", FP32), TypeError, "forward is 'int4'; allowed: a codec"),
+        (
+            lambda: good.set_codecs(FP32, SubspaceQuant(directions="auto")),
+            ValueError,
+            "warmup_steps is 0, and backward has",
+        ),
         (lambda: good.set_samples(torch.zeros(2, 2, dtype=torch.int64)), ValueError, r"\(2, 2\)"),
         (lambda: good.set_samples([[3], [3]]), ValueError, r"\(2, 1\)"),
         (

@@ -100,7 +100,6 @@ class Copied:
 
 @contextlib.contextmanager
 def staged_on(ranks: tuple[int, ...]) -> Iterator[None]:
-    """Stages of these ranks take their tensors to lie on a late device."""
     before = stage_module.choose
     if dist.get_rank() in ranks:
         stage_module.choose = lambda group, device, *rest: Staged(group, *rest, Late())
@@ -180,7 +179,6 @@ def test_the_schedule_does_not_wait_for_copies() -> None:
 
 @on_ranks
 def test_a_device_that_fails_is_not_the_peers_fault() -> None:
-    """The peer is not blamed for what the device of this rank did."""
     transport = opened(Late(error="device lost"))
     with transport.leaving(torch.ones(8)):
         transport.send(Route(1 - dist.get_rank(), 0), torch.zeros(8, dtype=torch.uint8))
@@ -205,7 +203,6 @@ def test_a_send_that_can_not_start_names_the_peer() -> None:
 
 @on_ranks
 def test_layouts_travel_where_the_process_group_can_reach_them() -> None:
-    """On a device from which the process group cannot send."""
     stage = LowBitStage(toy.Block().to("meta"), dist.get_rank(), 2, toy.CPU, timeout=20, **FIT)
     stage.device = torch.device("meta")
     layout = torch.empty(2, 3, device="meta", dtype=torch.bfloat16).t().requires_grad_()

@@ -103,7 +103,6 @@ class Run:
         self.optimizer = torch.optim.SGD(parameters, lr=0.1)
 
     def another(self, micro_batches: int) -> Any:
-        """A schedule of so many micro-batches over the same stages."""
         schedule, each = SCHEDULES[self.schedule]
         own = self.stages[0] if each == 1 else self.stages
         return schedule(own, micro_batches, loss_fn=loss_of)
@@ -139,7 +138,6 @@ class Run:
         return grads
 
     def evaluate(self, step: int) -> Tensor | None:
-        """Outputs of the last stage, where this rank has it."""
         x, target = (t.to(self.device) for t in batch(step))
         with torch.no_grad():
             return self.runner.eval(*([x] if self.first else []), target=target if self.last else None, losses=[])
@@ -164,7 +162,6 @@ def alone(model: nn.Module, x: Tensor, target: Tensor, before: Callable[[int], N
 
 
 def lowbit(**options: Any) -> Callable[..., PipelineStage]:
-    """Makes stages of ours with these options."""
 
     def make(*args: Any, **kwargs: Any) -> PipelineStage:
         return LowBitStage(*args, **options, **kwargs)

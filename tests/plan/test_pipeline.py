@@ -13,6 +13,7 @@ import pytest
 from lowbit.codecs import parse
 from lowbit.config import ConfigError, to_toml
 from lowbit.plan.cluster import Cluster, ClusterLink, Machine
+from lowbit.plan.pipeline import COMMAND
 from lowbit.plan.predict import MemoryShort, PipelineChoice, Predictor
 from lowbit.plan.search import best_split, search
 from lowbit.plan.sizes import ModelSizes
@@ -173,6 +174,15 @@ def test_all_pipelines_average_over_a_link_that_they_share():
     of = predictor(*(machine(name, 1e6) for name in "abcd"), mbit=1, shared="home", half_duplex=True)
     found = of.predict(PipelineChoice(replicas=4, schedule="GPipe", stages_per_rank=1, microbatches=2))
     assert found.seconds >= found.gradient_bytes * 8 / 1e6
+
+
+@pytest.mark.parametrize(
+    ("schedule", "layers"), [("ZBVZeroBubble", ["1 and 4", "2 and 3"]), ("Interleaved1F1B", ["1 and 3", "2 and 4"])]
+)
+def test_ranks_are_shown_with_the_layers_of_their_stages(schedule: str, layers: list[str]):
+    row = {"schedule": schedule, "layers": [1, 2, 3, 4], "machines": ["a", "b"], "memory_bytes": [5, 6], "replicas": 1}
+    rows: Any = COMMAND.tables[1].rows
+    assert [each["layers"] for each in rows([row])] == layers
 
 
 def test_a_stage_has_a_tied_embedding_once():

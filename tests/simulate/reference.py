@@ -26,28 +26,24 @@ class Task:
 class Line:
     rate: float
     latency: float
-    most: float
     burst: float = 0.0
     credit: float = 0.0
     since: float = 0.0
     queue: list[tuple[Any, float]] = field(default_factory=list)
     until: float = math.inf
-    promised: int = 0
 
 
 def seconds_of(
     actions: Actions, stages: list[StageTimes], network: Network, hosts: Hosts, optimizer: float
 ) -> tuple[float, dict[str, tuple[float, float]]]:
-    """Seconds of a step, and when each action begins and ends."""
     programs = [_program(actions, stages, rank, optimizer) for rank in range(actions.ranks)]
     lines = [
-        Line(c.bytes_per_second, c.latency, c.most or math.inf, burst := c.burst / c.bytes_per_second, burst)
-        for c in network.channels
+        Line(c.bytes_per_second, c.latency, burst := c.burst / c.bytes_per_second, burst) for c in network.channels
     ]
     routes = network.routes
     free, at, arrived, arriving, now = list(hosts.cores), [0] * actions.ranks, set(), [], 0.0
     while True:
-        if not _begin(programs, at, now, arrived, free, hosts, lines, routes):
+        if not _begin(programs, at, now, arrived, free, hosts):
             times = [tasks[i].end for tasks, i in zip(programs, at, strict=True) if i < len(tasks)]
             times += [line.until for line in lines] + [time for time, _ in arriving]
             now = min(times, default=math.inf)
@@ -63,7 +59,7 @@ def seconds_of(
             if line.until <= now:
                 message, _ = line.queue.pop(0)
                 arriving.append((now + line.latency, message))
-                line.until, line.since, line.promised = math.inf, now, line.promised - 1
+                line.until, line.since = math.inf, now
             if line.queue and line.until == math.inf:
                 wire = line.queue[0][1] / line.rate
                 line.credit = min(line.burst, line.credit + now - line.since)  # a pause earns what a message saves
@@ -76,7 +72,7 @@ def seconds_of(
     return max(task.end for tasks in programs for task in tasks), spans
 
 
-def _begin(programs, at, now, arrived, free, hosts, lines, routes) -> bool:
+def _begin(programs, at, now, arrived, free, hosts) -> bool:
     """Begin what can begin now, first who asked first."""
     for rank, tasks in enumerate(programs):
         if at[rank] < len(tasks):
@@ -87,13 +83,8 @@ def _begin(programs, at, now, arrived, free, hosts, lines, routes) -> bool:
     begun = False
     for rank in sorted(waiting, key=lambda rank: programs[rank][at[rank]].asked):
         task = programs[rank][at[rank]]
-        line = lines[routes[rank, task.to]] if task.sends else None
         if task.asked > now or task.begin < math.inf or not free[hosts.of[rank]]:
             continue
-        if line and line.promised >= line.most:
-            continue
-        if line:
-            line.promised += 1
         free[hosts.of[rank]] -= 1
         task.begin, task.end = now, now + task.seconds
         begun = begun or task.end <= now

@@ -29,13 +29,7 @@ class End:
 
 
 class Attempt:
-    """All ranks of a run, on the hosts of a link.
-
-    Args:
-        trial: whose run it is; link: where it runs; folder: of the trial.
-        name: of this attempt, for its logs. words: more of the command line.
-        nan: forward pass that goes wrong on the trial's victim.
-    """
+    """All ranks of a run, on the hosts of a link; `words`: more of the command line."""
 
     def __init__(self, shape: Shape, link: SlowLink, folder: Path, *, name: str, words: tuple[str, ...] = ()) -> None:
         self.shape, self.link, self.folder, self.name, self.words = shape, link, folder, name, words
@@ -46,22 +40,18 @@ class Attempt:
         self.began = 0.0
 
     def start(self) -> None:
-        """Start all ranks."""
         self.began = time.monotonic()
         for rank in range(self.shape.ranks):
             self.start_rank(rank)
 
     def start_rank(self, rank: int) -> None:
-        """Start a rank, or start it again."""
         self.ends.pop(rank, None)
         self.pids[rank] = self._command(rank).fork(self.link)
 
     def output(self, rank: int) -> Path:
-        """The folder of a rank's machine, which is all that the machine has."""
         return self.folder / f"host-{self.shape.host(rank)}" / "run"
 
     def running(self) -> list[int]:
-        """Ranks whose command has not ended, by now."""
         for rank, pid in self.pids.items():
             if rank not in self.ends:
                 done, status = os.waitpid(pid, os.WNOHANG)
@@ -75,8 +65,7 @@ class Attempt:
             time.sleep(POLL)
 
     def started(self, rank: int) -> list[tuple[int, float]]:
-        """Processes that a rank's command has started to train, and when."""
-        path = self._started(rank)
+        path = Path(f"{self._log(rank)}.started")
         lines = path.read_text().splitlines() if path.exists() else []
         return [(int(pid), float(at)) for pid, at in map(str.split, lines)]
 
@@ -105,7 +94,6 @@ class Attempt:
                 os.kill(pid, number)
 
     def stop(self) -> list[int]:
-        """Kill what still runs; returns those ranks, whose ends stay unknown."""
         left = self.running()
         for rank in left:
             self._send(self._processes(rank), signal.SIGKILL)
@@ -113,30 +101,23 @@ class Attempt:
         return left
 
     def curve(self) -> Curve:
-        """Step, loss and norm of the gradients, as rank 0 wrote them down."""
         lines = read_metrics(self.output(0) / "metrics.jsonl")
         return [(line["step"], line["loss"], line["grad_norm"]) for line in lines]
 
     def steps(self) -> int:
-        """Lines that rank 0 has written down by now: one for each step."""
         path = self.output(0) / "metrics.jsonl"
         return path.read_bytes().count(b"\n") if path.exists() else 0
 
     def summary(self) -> Summary | None:
-        """What rank 0 ended with."""
         path = self.output(0) / "summary.json"
         return read_summary(path) if path.exists() else None
 
     def errors(self, rank: int) -> list[str]:
-        """Lines on a rank's standard error."""
         path = Path(f"{self._log(rank)}.err")
         return path.read_text(errors="replace").splitlines() if path.exists() else []
 
     def _log(self, rank: int) -> Path:
         return self.folder / f"{self.name}-rank-{rank}"
-
-    def _started(self, rank: int) -> Path:
-        return self.folder / f"{self.name}-rank-{rank}.started"
 
     def _command(self, rank: int) -> Command:
         shape, local = self.shape, self.shape.on_host
@@ -151,7 +132,7 @@ class Attempt:
             },
             host=shape.host(rank),
             log=self._log(rank),
-            started=self._started(rank),
+            started=Path(f"{self._log(rank)}.started"),
             nan=self.nan.get(rank),
             nan_at=self.nan_at,
         )  # fmt: skip

@@ -17,12 +17,7 @@ _HARMLESS = re.compile(r"^(warning: |step \d+|boundary \d+|no checkpoint in )|ho
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """The run without a fault.
-
-    Attributes:
-        seconds: of the whole; start: of these until the first step was written down, end: after the last one,
-            step: of each between.
-    """
+    """The run without a fault, and its seconds: until the first step was written down, of each, after the last."""
 
     curve: Curve
     held_out_loss: float
@@ -33,7 +28,6 @@ class Reference:
     end: float
 
     def differences(self, curve: Curve, summary: Summary | None) -> list[str]:
-        """Where another run is not the same, bit for bit."""
         if summary is None:
             return [f"did not finish: {len(curve)} of {STEPS} steps"]
         differences = [
@@ -51,11 +45,9 @@ class Reference:
 
 @dataclass(kw_only=True)
 class Ending:
-    """How one rank ended after a fault.
+    """How one rank ended after a fault: seconds since it could have known, and exit code; None: not by itself.
 
-    Attributes:
-        seconds: since it could have known; None: it never ended by itself. code: None likewise.
-        errors: its error lines. noise: lines that are neither errors nor harmless, tracebacks for example.
+    `noise`: lines that are neither errors nor harmless, tracebacks for example.
     """
 
     rank: int
@@ -66,7 +58,6 @@ class Ending:
 
 
 def endings(attempt: Attempt, fault: Fault) -> list[Ending]:
-    """The endings of all ranks that the fault has not silenced."""
     return [_ending(attempt, fault, r) for r in range(attempt.shape.ranks) if r not in fault.silenced]
 
 
@@ -96,7 +87,6 @@ def _could_know(attempt: Attempt, fault: Fault, rank: int) -> float:
 
 
 def complaints(attempt: Attempt, fault: Fault, ends: list[Ending]) -> list[str]:
-    """Problems of an unsupervised run in which not all ranks have finished."""
     problems = []
     for end in ends:
         if end.seconds is None:
@@ -115,7 +105,6 @@ def complaints(attempt: Attempt, fault: Fault, ends: list[Ending]) -> list[str]:
 
 
 def gave_up(ends: list[Ending]) -> list[str]:
-    """Problems of supervised ranks whose peers do not come back."""
     problems = []
     for end in ends:
         last, limit = (end.errors or ["nothing"])[-1], LIMIT + REJOIN_GONE + GRACE

@@ -18,12 +18,7 @@ DISK_BYTES = 64 << 20
 
 
 class Fault:
-    """A fault of a trial, in its attempt.
-
-    Attributes:
-        began, ended: by the monotonic clock; None before. A fault that lasts has no end.
-        silenced: ranks that cannot be expected to report anything.
-    """
+    """A fault of a trial, in its attempt. `silenced`: ranks that cannot be expected to report anything."""
 
     def __init__(self, trial: Trial, attempt: Attempt) -> None:
         assert trial.fault in FAULTS
@@ -33,7 +28,6 @@ class Fault:
         self.silenced: set[int] = set()
 
     def begin(self) -> None:
-        """Let it happen, now."""
         trial, attempt = self.trial, self.attempt
         if trial.fault in ("kill", "machine"):
             attempt.signal(trial.victim, signal.SIGKILL, whole=trial.fault == "machine")
@@ -53,7 +47,6 @@ class Fault:
         self.began = time.monotonic()
 
     def tick(self, now: float) -> None:
-        """What is due: the end of a fault, or a machine that starts again."""
         if self.began is None or self.ended is not None:
             return
         if (lasts := self._lasts()) is not None and now >= self.began + lasts:
@@ -62,7 +55,6 @@ class Fault:
             self.end()
 
     def end(self) -> None:
-        """Undo it, so far as it can be undone."""
         if self.ended is not None or self.began is None:
             return
         self.ended = time.monotonic()
@@ -81,12 +73,10 @@ class Fault:
 
     @property
     def host(self) -> int:
-        """The victim's machine."""
         return self.attempt.shape.host(self.trial.victim)
 
     @property
     def disk(self) -> Path:
-        """The victim's disk."""
         return self.attempt.output(self.trial.victim).parent
 
     def _lasts(self) -> float | None:
@@ -98,7 +88,6 @@ class Fault:
 
 
 def fill(disk: Path) -> None:
-    """Leave no byte free."""
     with contextlib.suppress(OSError), (disk / "filler").open("ab", buffering=0) as file:
         for size in (1 << 20, 1 << 12, 1):
             with contextlib.suppress(OSError):
@@ -107,10 +96,8 @@ def fill(disk: Path) -> None:
 
 
 def mount(disk: Path) -> None:
-    """A small disk at a folder, in this process's own view of the files."""
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "torture", str(disk)], check=True)
 
 
 def unmount(disk: Path) -> None:
-    """Take it away."""
     subprocess.run(["umount", "--lazy", str(disk)], check=True)

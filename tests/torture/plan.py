@@ -43,16 +43,13 @@ class Shape:
 
     @property
     def ranks(self) -> int:
-        """Processes of the run."""
         return self.pipelines * self.stages
 
     @property
     def on_host(self) -> int:
-        """Ranks of each host."""
         return self.ranks // HOSTS
 
     def host(self, rank: int) -> int:
-        """Where a rank lives."""
         return rank // self.on_host
 
     def config(self, folder: Path, *, rejoin: float = REJOIN) -> TrainConfig:
@@ -79,14 +76,11 @@ SHAPES_OF = {2: ("2",), 4: ("4", "2x2")}
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One fault in one run.
+    """One fault in one run, which hits a rank (`victim`) or its host.
 
     Attributes:
-        number: within the plan; seed: of the plan.
-        shape: name of a `Shape`; fault: of a fault; supervised: whether the run looks after itself.
         step: the fault comes after so many steps; None: before the first. share: of the time that the next step takes
             undisturbed, or all before the first, or all after the last, which passes until then, too.
-        victim: the rank that it hits, or whose host it hits.
         pause: seconds until a machine that died is back.
     """
 
@@ -102,7 +96,6 @@ class Trial:
 
     @property
     def name(self) -> str:
-        """Unique within the plan; a folder."""
         mode = "supervised" if self.supervised else "plain"
         return f"{self.number:03d}-{mode}-{self.fault}-{self.shape}"
 

@@ -1,8 +1,7 @@
-"""Processes that run the command `lowbit`, as forks of this one, which has imported all that they need.
+"""Processes that run the command `lowbit`, as forks of this one, which has imported all that they need in seconds.
 
-Importing takes a process seconds, on every core that there is. A fork differs from a program in nothing else: it has a
-session, an environment, open files and a host of its own, and ends as an interpreter ends. What a supervisor starts
-by `subprocess` is forked from the supervisor, for the same reason.
+A fork has its own session, environment, open files and host, and ends as an interpreter ends. What a supervisor starts
+by `subprocess` is forked from the supervisor.
 """
 
 from __future__ import annotations
@@ -32,11 +31,10 @@ PAUSE = 0.03  # seconds in each forward pass of the first stage: a run should la
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """One `lowbit` command.
+    """One `lowbit` command: words of its command line, and variables in addition to this process's own.
 
     Attributes:
-        words: of the command line, without `lowbit`. environment: beside this process's own.
-        host: where it runs. log: path of what it prints, without ".out" and ".err", to which it appends.
+        log: path of what it prints, without ".out" and ".err", to which it appends.
         started: file that gets a line "process id, time" for each process it starts with `python -m`.
         nan: forward pass of the training that yields NaN, counted from 0; no second time where `nan_at` exists, which
             then holds the time at which it was.
@@ -98,7 +96,6 @@ def _run_main(argv: list[str]) -> int:
 
 
 def _exit_as_a_program(code: int) -> None:
-    """End the interpreter as at the end of a program, destructors and all."""
     ctypes.pythonapi.Py_Exit(code)
 
 

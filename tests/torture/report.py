@@ -19,20 +19,17 @@ _COLUMNS = (
 
 
 def rows(outcomes: Iterable[Outcome]) -> list[Row]:
-    """In the order of the plan."""
     ordered = sorted(outcomes, key=lambda outcome: outcome.trial.number)
     return [dataclasses.asdict(outcome) | {"passed": outcome.passed} for outcome in ordered]
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """The table."""
     rule = ["---" if name in (*_COLUMNS[:3], "outcome") else "---:" for name in _COLUMNS]
     lines = [_COLUMNS, rule, *_cells(rows)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def line(outcome: Outcome) -> str:
-    """A trial in one line."""
     trial = outcome.trial
     text = "passed" if outcome.passed else "FAILED: " + "; ".join(outcome.wrong)
     when = f"at {outcome.began:.1f} s, step {outcome.steps}"
@@ -48,7 +45,6 @@ def _end(outcome: Outcome) -> str:
 
 
 def _cells(rows: Sequence[Row]) -> list[list[str]]:
-    """A row for each fault, shape and mode, in the order in which they come."""
     groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
         trial = row["trial"]
@@ -75,7 +71,6 @@ def _spread(values: Iterable[float | None]) -> tuple[str, str]:
 
 
 def _words(group: Sequence[Row]) -> str:
-    """How the runs ended, and what went wrong, by kind."""
     went_on = sum(row["finished"] for row in group)
     kinds: dict[str, int] = {f"{went_on} went on": went_on, f"{len(group) - went_on} ended": len(group) - went_on}
     for row in group:

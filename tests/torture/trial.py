@@ -31,12 +31,10 @@ class Outcome:
     """The outcome of a trial.
 
     Attributes:
-        wrong: its problems; empty: passed.
-        began: seconds into the run when the fault came; steps: done by then, and `steps_after` before the run ended.
-        finished: the run reached its end in spite of the fault.
-        to_error: seconds until the last survivor ended. to_recovery: seconds until the next new step, where the run is
-            supervised or went on. lost_seconds: more than undisturbed. restarts: of supervised ranks together.
-        resumed_from: step. seconds: of the whole trial.
+        wrong: its problems. began: seconds into the run when the fault came. steps, steps_after: done by then, and
+            before the run ended. finished: the run reached its end in spite of the fault.
+        to_error: seconds until the last survivor ended. to_recovery: until the next new step, where the run is
+            supervised or went on. lost_seconds: more than undisturbed. resumed_from: step.
     """
 
     trial: Trial
@@ -55,12 +53,10 @@ class Outcome:
 
     @property
     def passed(self) -> bool:
-        """Whether all was as it must be."""
         return not self.wrong
 
 
 def reference(shape: Shape, folder: Path) -> Reference:
-    """The run of a shape that nothing disturbs."""
     with _stage(shape.config(_fresh(folder)), folder, disk=None) as link:
         attempt = Attempt(shape, link, folder, name="whole")
         attempt.start()
@@ -88,7 +84,6 @@ def reference(shape: Shape, folder: Path) -> Reference:
 
 
 def run(trial: Trial, expected: Reference, folder: Path) -> Outcome:
-    """Carry out a trial, whose files in `folder` explain a failure."""
     began = time.monotonic()
     while True:
         with contextlib.suppress(_TooLate):
@@ -210,7 +205,6 @@ def _judge_gone(attempt: Attempt, fault: Fault, expected: Reference, outcome: Ou
 
 
 def _go_on(attempt: Attempt, words: tuple[str, ...], expected: Reference, outcome: Outcome) -> None:
-    """Start all ranks once more, and see whether they take the run to the same end."""
     outcome.to_recovery = None
     outcome.to_error = max((end.seconds for end in outcome.ends if end.seconds is not None), default=None)
     again = Attempt(attempt.shape, attempt.link, attempt.folder, name="resumed", words=words)
@@ -230,7 +224,6 @@ def _go_on(attempt: Attempt, words: tuple[str, ...], expected: Reference, outcom
 
 
 def _judge_supervised(attempt: Attempt, fault: Fault, expected: Reference, outcome: Outcome) -> None:
-    """The run reached its last step by itself."""
     outcome.wrong += expected.differences(attempt.curve(), attempt.summary())
     for rank in range(attempt.shape.ranks):
         end = attempt.ends.get(rank)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from lowbit.wire.checksum import Checksums, DamagedError, secret_facts
+from lowbit.wire.checksum import Checksums, secret_facts
 from tests.damage import secret
 
 HOST = Checksums.seal, lambda checksums, m, *place: not checksums.intact(m, *place)
@@ -79,9 +79,3 @@ def test_on_a_device_the_sum_is_the_same_everywhere():
     message = torch.arange(108, dtype=torch.uint8)
     Checksums("test").seal_there(message, 5)
     assert int(message[-8:].clone().view(torch.int64)) == -8329968847690192682
-
-
-def test_the_error_is_one_of_peers():
-    error = DamagedError("text", 3)
-    assert isinstance(error, RuntimeError)
-    assert error.rank == 3

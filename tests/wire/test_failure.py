@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
@@ -111,11 +110,3 @@ def test_what_is_no_note_is_ignored(ranks: Ranks, written: str):
 def test_a_reason_that_a_rank_signed_is_given_in_printable_characters(ranks: Ranks):
     [(text, rank)] = ranks.run(blames_after, signed(rank=1, reason="no \x1b[31mroom\x9b"), ranks=1)
     assert (rank, text) == (1, "host 1 gave up: no \\x1b[31mroom\\x9b")
-
-
-def waits_for_less_than_the_timeout() -> timedelta:
-    return FailureBoard(default_group(), "test", ["host 0"], 10.0).patience
-
-
-def test_finding_out_is_part_of_the_timeout(ranks: Ranks):
-    assert ranks.run(waits_for_less_than_the_timeout, ranks=1) == [timedelta(seconds=8)]

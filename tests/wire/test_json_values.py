@@ -23,7 +23,6 @@ VALUES = [
 
 
 def states(count: int) -> Any:
-    """Every rank states another value, so that sizes differ."""
     rank = dist.get_rank()
     return [gather_json(VALUES[(rank + i) % len(VALUES)]) for i in range(count)]
 

@@ -26,7 +26,6 @@ LENGTHS = [(4096, 64), (64, 4096), (100, 64), (64, 100)]
 
 
 def said(outcomes: list[Any], sent: int, expected: int) -> None:
-    """Both ranks have the error."""
     for text in outcomes:
         assert f"the message from rank 0 has {sent + 8} bytes with its checksum; rank 1 expects {expected + 8}" in text
 

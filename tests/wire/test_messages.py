@@ -60,15 +60,10 @@ def changed(change: Any) -> tuple[str, int]:
     return "", -1
 
 
-def test_a_changed_message_names_its_sender(ranks: Ranks):
-    text, culprit = ranks.run(changed, Flip(1))[1]
-    assert text.startswith("saving, weight, number 1: the message from rank 0 is damaged: ")
-    assert culprit == 0
-
-
-def test_a_message_that_comes_twice_is_noticed(ranks: Ranks):
-    text, culprit = ranks.run(changed, Replay(1, 2))[1]
-    assert text.startswith("saving, weight, number 2: the message from rank 0 is damaged: ")
+@pytest.mark.parametrize(("change", "number"), [(Flip(1), 1), (Replay(1, 2), 2)], ids=["changed", "twice"])
+def test_a_message_that_changed_or_comes_twice_names_its_sender(ranks: Ranks, change: Any, number: int):
+    text, culprit = ranks.run(changed, change)[1]
+    assert text.startswith(f"saving, weight, number {number}: the message from rank 0 is damaged: ")
     assert culprit == 0
 
 

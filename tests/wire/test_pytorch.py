@@ -3,6 +3,7 @@
 import subprocess
 import tomllib
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -63,13 +64,9 @@ def test_commands_say_so_before_any_rank_starts(command: list[str], tmp_path: Pa
 
 
 def makes_a_stage(affected: int) -> None:
-    version = torch.__version__
-    if dist.get_rank() == affected:
-        torch.__version__ = "2.9.0"
-    try:
+    version = "2.9.0" if dist.get_rank() == affected else torch.__version__
+    with mock.patch.object(torch, "__version__", version):
         toy.Run("gpipe", toy.lowbit(timeout=60)).train(0)
-    finally:
-        torch.__version__ = version
 
 
 @pytest.mark.parametrize("affected", [0, 1])
@@ -81,18 +78,14 @@ def test_all_ranks_learn_at_once_that_one_has_another_version(ranks: Ranks, affe
     assert others == {("AgreementError", f"rank {affected} gave up: TorchVersionError: {text}")}
 
 
-def trains(folder: Path, affected: int) -> None:
-    version = torch.__version__
-    if dist.get_rank() == affected:
-        torch.__version__ = "2.9.0"
-    try:
+def trains(folder: Path) -> None:
+    version = "2.9.0" if dist.get_rank() else torch.__version__
+    with mock.patch.object(torch, "__version__", version):
         train(tiny(folder, pipeline={"ranks": 2}))
-    finally:
-        torch.__version__ = version
 
 
 def test_in_training_too(ranks: Ranks, tmp_path: Path):
-    outcomes = toy.timely(ranks, trains, tmp_path, 1)
+    outcomes = toy.timely(ranks, trains, tmp_path)
     assert outcomes[1].kind == "TorchVersionError"
     # One that waits for others by then is ended by its guard, which prints the same.
     told = f"rank 1 failed: TorchVersionError: {LINE.format('2.9.0')}"

@@ -71,9 +71,7 @@ def test_looking_leaves_the_connections_and_no_file_open(pair: tuple[socket.sock
 
 def test_without_connections_there_is_nothing_to_say(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sockets, "_connections", lambda: iter(()))
-    assert segments() == (0, 0)
-    assert congestion_control() == ""
-    assert not set_congestion_control("cubic")
+    assert (segments(), congestion_control(), set_congestion_control("cubic")) == ((0, 0), "", False)
 
 
 @pytest.mark.parametrize(

@@ -165,7 +165,6 @@ def all_gather(x: Tensor, out: Tensor, codec: Summable, exchange: PayloadExchang
 
 
 def _open_scatter(codec: Summable, exchange: PayloadExchange, shards: Shards) -> None:
-    """Prepare lanes 0, 1, ... for `_scatter`."""
     for k in range(shards.chunks):
         sizes = [codec.nbytes((shards.size(r, k),)) for r in range(exchange.ranks)]
         exchange.open(k, [sizes[exchange.rank]] * exchange.ranks, sizes)
@@ -193,7 +192,6 @@ def _gather(x: Tensor, codec: Summable, exchange: PayloadExchange, shards: Shard
 
 
 def _total(device: torch.device, shards: Shards) -> Tensor:
-    """Allocate memory for the float32 sum of a chunk."""
     return torch.empty(min(shards.chunk, shards.length), device=device)
 
 

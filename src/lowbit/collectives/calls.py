@@ -1,8 +1,7 @@
 """Run the calls on a process group one after the other on a separate thread, and check that all ranks make the same.
 
-Before the first byte of a new kind of call (shape, dtype, codec, algorithm, ...) all ranks agree on it. Later calls of
-that kind need no agreement. But a call that takes long checks whether another rank is in a different one, so that ranks
-whose programs diverge get the same error instead of waiting for the time limit.
+All ranks agree on a new kind of call (shape, dtype, codec, algorithm, ...) before its first byte. Any call that takes
+long checks whether another rank is in a different one, so that ranks whose programs diverge get the same error.
 """
 
 from __future__ import annotations
@@ -48,10 +47,9 @@ class CollectiveCall:
 
     Args:
         facts: everything that must be equal on all ranks; "collective" is the name of the call.
-        group: the ranks. device: of the payloads. timeout: seconds within which the failure of a peer is noticed.
+        timeout: seconds within which the failure of a peer is noticed.
         work: the algorithm; the queue waits for its sends afterwards.
         transport: "auto" means messages if the backend has tags, which is Gloo between CPUs.
-        checksums: whether a checksum follows every payload.
         layer: layer that makes this call. Calls that differ only in it share an agreement; a rank in another layer is
             detected by the messages' tags or, without messages, by the checksums.
     """
@@ -67,7 +65,6 @@ class CollectiveCall:
 
     @property
     def as_messages(self) -> bool:
-        """Whether payloads travel as messages."""
         if self.transport == "auto":
             return self.device.type == "cpu" and pytorch.carries(self.group, "gloo", self.device)
         return self.transport == "messages"
@@ -107,11 +104,7 @@ class Pending:
         self._event, self._stream = job.event, job.stream
 
     def wait(self) -> None:
-        """Wait for the result (on CUDA: make the current stream wait for it).
-
-        Raises:
-            AgreementError, PeerError: as the call itself.
-        """
+        """Wait for the result (on CUDA: make the current stream wait for it); raises the errors of the call."""
         self._future.result()
         if self._event is not None:
             torch.cuda.current_stream(self._device).wait_event(self._event)
@@ -146,7 +139,6 @@ class CallQueue:
         self._threads: list[threading.Thread] = []
 
     def submit(self, call: CollectiveCall) -> Pending:
-        """Queue a call."""
         with self._lock:
             job = _Job(call, self._calls, concurrent.futures.Future(), torch.is_inference_mode_enabled())
             if call.device.type == "cuda":
@@ -194,7 +186,6 @@ class CallQueue:
                     return
 
     def _do(self, job: _Job) -> BaseException | None:
-        """Do the work; returns its error, if any."""
         job.started = time.monotonic()
         self._current = job
         try:
@@ -240,7 +231,11 @@ class CallQueue:
             if job is not None and time.monotonic() - job.started > _SLOW:
                 with contextlib.suppress(RuntimeError, TimeoutError):  # the store is gone: the call will notice
                     self._look(job)
-                    self._look_for_failures(job)
+                    # A rank that has given up on another will send nothing more.
+                    if job.board and not job.future.done() and (rank := job.board.given_up()) is not None:
+                        error = job.board.blame(rank, None)
+                        self._failure = self._failure or error
+                        _settle(job.future, error)
 
     def _look(self, job: _Job) -> None:
         """Fail a call if others are in a different one: its thread stays blocked, but its caller gets the error."""
@@ -256,14 +251,6 @@ class CallQueue:
         except AgreementError as error:
             self._failure = error
             _settle(job.future, error)
-
-    def _look_for_failures(self, job: _Job) -> None:
-        """Fail a call that waits for a rank which has given up on another rank, and will send nothing more."""
-        if job.board is None or job.future.done() or (rank := job.board.given_up()) is None:
-            return
-        error = job.board.blame(rank, None)
-        self._failure = self._failure or error
-        _settle(job.future, error)
 
 
 _queues: weakref.WeakKeyDictionary[dist.ProcessGroup, CallQueue] = weakref.WeakKeyDictionary()
@@ -303,6 +290,5 @@ def _on_stream(job: _Job) -> Iterator[None]:
 
 
 def _settle(future: concurrent.futures.Future[None], error: BaseException | None) -> None:
-    """Set the outcome, unless it is already set."""
     with contextlib.suppress(concurrent.futures.InvalidStateError):
         future.set_result(None) if error is None else future.set_exception(error)

@@ -21,11 +21,7 @@ def described(x: Tensor) -> str:
 
 
 def check_summable(codec: object) -> Summable:
-    """Return the codec if it can encode flat pieces of any tensor in any order.
-
-    Raises:
-        TypeError: it is not a codec, keeps state between messages, or is made for tokens of activations.
-    """
+    """Return the codec if it can encode flat pieces of any tensor in any order; otherwise raise a TypeError."""
     if not isinstance(codec, Codec):
         raise TypeError(f"codec is {codec!r}; allowed: a codec such as lowbit.codecs.GroupInt(bits=8)")
     if not isinstance(codec, Summable) or codec.shaped:
@@ -60,11 +56,7 @@ def check_call(
     timeout: object = TIMEOUT,
     checksums: object = True,
 ) -> Summable:
-    """Check the arguments of a collective, except its tensors; returns the codec. group: None if not known yet.
-
-    Raises:
-        TypeError, ValueError: an argument that is not allowed.
-    """
+    """Check the arguments of a collective, except its tensors; returns the codec. group: None if not known yet."""
     summable = check_summable(codec)
     check_checksums(checksums)
     check_choice("op", op, ("sum", "avg"))

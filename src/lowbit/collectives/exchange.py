@@ -1,10 +1,7 @@
-"""Transports for the payloads of a collective: messages with receives posted early, or PyTorch's collectives.
+"""Transports for the payloads of a collective. On a lane, every rank sends a payload to every rank, itself included.
 
-An exchange has lanes. On a lane every rank sends a payload to every rank (itself included) and takes one from each.
-`MessageExchange` sends each payload as a message: Gloo then uses both directions of a link at once, starts as soon as
-the first chunk is encoded, and shows which peer failed. Other backends match messages only by their order, so
-`CollectiveExchange` makes each lane one all-to-all or all-gather, in the same order on every rank. A checksum follows
-each payload (`lowbit.wire.checksum`), unless the call has switched them off.
+`MessageExchange` sends messages, which use both directions of a link, start with the first chunk and show which peer
+failed. Other backends match messages by order, so `CollectiveExchange` makes each lane one all-to-all or all-gather.
 """
 
 from __future__ import annotations
@@ -28,14 +25,13 @@ from lowbit.wire.tags import COLLECTIVES, capacity
 
 @dataclass(frozen=True)
 class Marks:
-    """Identity of a call's messages: its checksums and, for errors, its description `about` and the ranks' names."""
+    """Identity of a call's messages: its checksums and, for errors, its description and the ranks' names."""
 
     checksums: Checksums
     about: str
     names: Sequence[str]
 
     def message(self, lane: int, source: int) -> str:
-        """Name a message for errors."""
         return f"{self.about}, lane {lane}: the message from {self.names[source]}"
 
 
@@ -56,11 +52,7 @@ class _LaneBuffers:
 
 
 class PayloadExchange(ABC):
-    """Carries the payloads of one call. For each lane: `open`, then `box` and `send` for every receiver, then `take`.
-
-    Args:
-        group: the ranks. device: of the payloads. scratch: memory for them. marks: identity of the call.
-    """
+    """Carries the payloads of a call. For each lane: `open`, then `box` and `send` for every receiver, then `take`."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, scratch: Scratch, marks: Marks) -> None:
         self.rank, self.ranks = group.rank(), group.size()
@@ -71,12 +63,8 @@ class PayloadExchange(ABC):
     def open(self, number: int, incoming: Sequence[int], outgoing: Sequence[int]) -> None:
         """Prepare a lane. A lane without bytes needs no `send`; payloads taken from it are empty.
 
-        Collectives pad rows to the longest in a rank's lists, which must be equal on all ranks. If it is not, as in an
-        all-to-all of arbitrary sizes, use messages.
-
-        Args:
-            number: the lane. incoming: bytes from each rank. outgoing: bytes to each rank, or a single number if all
-                ranks get the same payload.
+        `incoming`: bytes from each rank. `outgoing`: bytes to each rank, or one number if all get the same payload.
+        Collectives pad rows to the longest in a rank's lists, which must be equal on all ranks; else use messages.
         """
         # The longest row is equal on all ranks, because one of the two lists has the bytes of every rank.
         longest = max(*incoming, *outgoing)
@@ -98,17 +86,12 @@ class PayloadExchange(ABC):
     def take(self, lane: int, source: int) -> Tensor:
         """Wait for the payload from a rank: uint8, as many bytes as announced.
 
-        Raises:
-            DamagedError: it did not arrive as it was sent; some exchanges raise this only in `finish`.
+        Raises a DamagedError if it did not arrive as it was sent; some exchanges raise this only in `finish`.
         """
 
     @abstractmethod
     def finish(self) -> None:
-        """Wait until all of this rank's sends have finished.
-
-        Raises:
-            DamagedError: a payload that was taken did not arrive as it was sent.
-        """
+        """Wait until all of this rank's sends have finished; DamagedError as `take`."""
 
     def _room(self, nbytes: int) -> int:
         """Size of the buffer to receive a message of up to `nbytes` in."""
@@ -124,11 +107,9 @@ class PayloadExchange(ABC):
 
 
 class MessageExchange(PayloadExchange):
-    """Sends a tagged message for each lane and pair of ranks.
+    """Sends a tagged message for each lane and pair of ranks, over Gloo.
 
-    Args:
-        group: of a backend with tags (Gloo). device, scratch, marks: as for the base class. board: finds who failed.
-        digest: digest of this kind of call and layer; selects the channels, so that other calls hardly get its bytes.
+    `digest`, of this kind of call and layer, selects the channels, so that other calls hardly get its bytes.
     """
 
     def __init__(

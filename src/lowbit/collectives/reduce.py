@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from typing import Literal
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -16,7 +19,6 @@ from lowbit.collectives.algorithms import CHUNK, SMALL, Coded
 from lowbit.collectives.calls import TIMEOUT, CollectiveCall, Pending, Transport, queue_of
 from lowbit.collectives.checks import check_call, check_errors, check_pair, check_summable, check_tensor, described
 from lowbit.collectives.exchange import PayloadExchange
-from lowbit.collectives.hierarchy import nodes_of, sum_by_nodes
 from lowbit.collectives.shards import Shards
 from lowbit.wire import pytorch
 from lowbit.wire.checksum import sealed_bytes
@@ -24,6 +26,11 @@ from lowbit.wire.groups import plain
 
 Op = Literal["sum", "avg"]
 Algorithm = Literal["two_shot", "one_shot", "auto"]
+
+# By group, node size and time limit: the ranks of this node, and those with the same position on every node.
+_nodes: weakref.WeakKeyDictionary[
+    dist.ProcessGroup, dict[tuple[int, float], tuple[dist.ProcessGroup, dist.ProcessGroup]]
+] = weakref.WeakKeyDictionary()
 
 
 def all_reduce(
@@ -108,7 +115,7 @@ def all_reduce(
             return
         facts = _facts("all_reduce between nodes", part, codec, op=op)
         between = CollectiveCall(
-            facts=facts, group=nodes_of(group, node_size, timeout).between, device=part.device, timeout=timeout,
+            facts=facts, group=_nodes_of(group, node_size, timeout)[1], device=part.device, timeout=timeout,
             work=lambda exchange: sums(part, exchange=exchange), transport=transport, checksums=checksums,
         )  # fmt: skip
         queue_of(between.group).submit(between).wait()
@@ -117,7 +124,7 @@ def all_reduce(
         if not coded:
             _sum_uncoded(flat, group, ranks, divisor, rest, timeout)
         elif node_size > 1:
-            sum_by_nodes(flat, nodes_of(group, node_size, timeout), between_nodes, timeout)
+            _sum_by_nodes(flat, _nodes_of(group, node_size, timeout)[0], between_nodes, timeout)
         else:
             sums(flat, exchange=exchange, errors=rest)
         _copy_back(flat, tensor)
@@ -164,9 +171,8 @@ def average_coded(
 
     This is `all_reduce` by two_shot without its first encoding: stored payloads are sent, the mean's are stored.
 
-    Args:
-        x: the tensor; the same number of elements on all ranks, of which there must be several.
-        codec: format of its payloads, with a `unit`. group, timeout, transport, checksums: as for `all_reduce`.
+    `x` has the same number of elements on all ranks, of which there must be several. `codec`: of its payloads, with a
+    `unit`. Others: as for `all_reduce`.
     """
     group = plain(group)
     sums = partial(algorithms.two_shot_coded, x, codec, chunk=CHUNK, divisor=group.size())
@@ -298,8 +304,47 @@ def _copying_call(
     )  # fmt: skip
 
 
+def _nodes_of(group: dist.ProcessGroup, node_size: int, timeout: float) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Return the groups for nodes of `node_size` successive ranks. All ranks make the first call, which creates them.
+
+    `timeout`: limit of PyTorch's own work in the groups, in seconds; Gloo's reduce-scatter has no other limit.
+    """
+    cached, key = _nodes.setdefault(group, {}), (node_size, timeout)
+    if key not in cached:
+        ranks, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
+        first, place = rank - rank % node_size, rank % node_size
+        inside, between = ranks[first : first + node_size], ranks[place::node_size]
+        cached[key] = (_new_group(inside, timeout), _new_group(between, timeout))
+    return cached[key]
+
+
+def _sum_by_nodes(x: Tensor, inside: dist.ProcessGroup, between: Callable[[Tensor], None], timeout: float) -> None:
+    """Replace `x` (flat, contiguous, any float dtype) by its sum over all ranks.
+
+    Bytes that leave each node, for n elements: those of `between` for n, divided among the ranks of the node. Inside
+    a node of s ranks PyTorch's reduce-scatter and all-gather move 8 (s - 1) / s n bytes a rank.
+
+    `between` replaces a float32 tensor by its sum over the ranks with this place on every node, or by their mean.
+    `timeout`: seconds for each of the sums inside a node.
+    """
+    size = dist.get_world_size(inside)
+    length = -(-x.numel() // size)
+    whole = torch.zeros(size * length, device=x.device)
+    whole[: x.numel()].copy_(x)
+    part = torch.empty(length, device=x.device)
+    pytorch.finish(pytorch.sum_scatter(part, whole, inside), inside, timeout)
+    between(part)
+    pytorch.finish(pytorch.gather(whole, part, inside, async_op=True), inside, timeout)
+    x.copy_(whole[: x.numel()])
+
+
+def _new_group(ranks: list[int], timeout: float) -> dist.ProcessGroup:
+    group = dist.new_group(ranks=ranks, timeout=timedelta(seconds=timeout), use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
 def _started(call: CollectiveCall, async_op: bool) -> Pending | None:
-    """Queue a call, and wait for it unless `async_op`."""
     pending = queue_of(call.group).submit(call)
     return pending if async_op else pending.wait()
 
@@ -311,7 +356,6 @@ def _chosen(algorithm: Algorithm, numel: int, codec: Summable, ranks: int) -> Al
 def _sum_uncoded(
     flat: Tensor, group: dist.ProcessGroup, ranks: int, divisor: int, errors: Tensor | None, timeout: float
 ) -> None:
-    """Sum with PyTorch's own all-reduce, in float32."""
     if ranks > 1 and flat.numel():
         total = flat.float()
         pytorch.finish(pytorch.total(total, group), group, timeout)

@@ -10,13 +10,10 @@ _MOST_CHUNKS = 1 << 13  # so that two messages for each chunk have distinct tags
 
 @dataclass(frozen=True, kw_only=True)
 class Shards:
-    """A flat tensor, cut into one shard for each rank and each shard into chunks.
+    """A flat tensor of `numel` elements, cut into a shard for each rank, and each shard into chunks of at most `chunk`.
 
-    Args:
-        numel: elements of the tensor. ranks: number of shards, the last of which may be shorter or empty.
-        chunk: most elements of a chunk.
-        length: elements of a shard; 0: as even as possible.
-        grain: elements that stay together: shards and chunks are multiples of it; so must be `numel` and `length`.
+    `length`: of a shard (the last may be shorter or empty); 0: as even as possible. `grain`: elements that stay
+    together: shards and chunks are multiples of it; so must be `numel` and `length`.
     """
 
     numel: int
@@ -46,6 +43,5 @@ class Shards:
         return slice(min(start, self.numel), min(stop, self.numel))
 
     def size(self, rank: int, index: int) -> int:
-        """Number of elements in `piece`."""
         piece = self.piece(rank, index)
         return piece.stop - piece.start

@@ -25,11 +25,9 @@ _LONGEST_TURN = 1.0  # seconds of a turn that count: if it took longer, this pro
 
 
 class LaunchError(RuntimeError):
-    """Raised when a local rank failed; the message names the first one, and how it failed.
+    """A local rank failed; the message names the first one, and how.
 
-    Attributes:
-        code: its exit code (`lowbit.job.process`); negative: the signal that ended it.
-        interrupted: whether this process was asked to end by a signal.
+    `code`: its exit code; negative: the signal that ended it. `interrupted`: this process was asked to end by a signal.
     """
 
     def __init__(self, message: str, code: int = FAILED, *, interrupted: bool = False) -> None:
@@ -41,10 +39,8 @@ def start_all(program: RankProgram, ranks: int, *, secret: str | None = None) ->
     """Run all ranks of a run on this machine until they are done.
 
     This process hosts their store, on the loopback interface and a port that the system chooses, so that it outlives
-    all ranks, and gives them a secret, so that nobody else can take part. Signals that would end this process end them.
-
-    Args:
-        program: run by each rank. ranks: their number. secret: the run's secret; None: a new one.
+    all ranks, and gives them a secret (None: a new one), so that nobody else can take part. Signals that would end this
+    process end them.
 
     Raises:
         LaunchError: one of them failed; all have ended.
@@ -68,21 +64,12 @@ def start_all(program: RankProgram, ranks: int, *, secret: str | None = None) ->
 
 
 def start_one(program: RankProgram) -> None:
-    """Run the rank that the environment names, or the only one, in a process of its own until it is done.
-
-    Raises:
-        LaunchError: it failed.
-    """
-    rank = int(os.environ.get("RANK", "0"))
-    _watch([Process(program, rank, {})])
+    """Run the rank that the environment names, or the only one, in its own process; LaunchError if it failed."""
+    _watch([Process(program, int(os.environ.get("RANK", "0")), {})])
 
 
 def _watch(processes: list[Process], alarm: Alarm | None = None) -> None:
-    """Wait for all processes. Once one fails, the others have a limited time to end.
-
-    Raises:
-        LaunchError: one failed; all have ended.
-    """
+    """Wait for all processes; once one fails, the others have a limited time to end, and LaunchError is raised."""
     try:
         with _signals_noted(processes) as signals:
             failed = _wait(processes, alarm, signals)

@@ -1,8 +1,7 @@
-"""Let the ranks of a run meet at one store, and prove that they belong to the run.
+"""Let the ranks of a run meet at one store (torchrun's, our launcher's, or rank 0's), and prove that they belong to it.
 
-If torchrun or our launcher started this process, the store is theirs. Otherwise rank 0 hosts it at MASTER_ADDR and
-MASTER_PORT, and listens there only. Anybody can write to a store. So before anything else each rank proves to all
-others that it knows the run's secret, and nothing that ranks read there is ever unpickled.
+Anybody can write to a store. So before anything else each rank proves to all others that it knows the run's secret, and
+nothing that ranks read there is ever unpickled.
 """
 
 from __future__ import annotations
@@ -34,17 +33,13 @@ _QUIET_SECONDS = 5.0  # seconds of waiting for other machines before a log line 
 
 
 class MeetingError(ConnectionError):
-    """Raised when the ranks did not meet, or one of them does not belong to this run.
-
-    Attributes:
-        strangers: ranks that do not know the secret.
-    """
+    """The ranks did not meet, or some (`strangers`) do not know this run's secret."""
 
     strangers: tuple[int, ...] = ()
 
 
 class AloneError(MeetingError):
-    """Raised when other ranks did not come within the time that this one waits for them."""
+    """Other ranks did not come within the time that this one waits for them."""
 
     alone = True
 
@@ -60,11 +55,7 @@ def new_secret() -> str:
 
 
 def listen(host: str, port: int, timeout: float) -> TCPStore:
-    """Host a store, on one interface only.
-
-    Args:
-        host: address or name of this machine. port: 0 lets the system choose.
-        timeout: seconds for calls that wait.
+    """Host a store, on one interface only; port 0 lets the system choose. `timeout`: of calls that wait.
 
     Raises:
         OSError: the port is in use, or this machine cannot listen on the address.
@@ -96,9 +87,6 @@ def listen(host: str, port: int, timeout: float) -> TCPStore:
 def meet(rank: int, ranks: int, *, timeout: float, patience: float, number: int = 0) -> Store:
     """Wait for this run's store and return it, once one answers in which this rank has not joined yet.
 
-    A store in which this rank has joined belongs to an attempt that is about to end, or the rank was started twice. In
-    both cases, try again until another store takes its place.
-
     Args:
         timeout: seconds for each later call that waits. patience: seconds to wait for the store.
         number: how many meetings this process has had before; the same on all ranks.
@@ -119,6 +107,7 @@ def meet(rank: int, ranks: int, *, timeout: float, patience: float, number: int 
             claim = partial(store.compare_set, f"hello/{rank}", "", hello.decode())
             if bounded(claim, max(1.0, left)) == hello:
                 return store
+            # An attempt that is about to end, or a rank that was started twice: wait for another store.
             reason = f"another process has joined as rank {rank} already; was it started twice?"
         except (RuntimeError, TimeoutError) as error:
             reason = str(error).splitlines()[0]
@@ -132,11 +121,9 @@ def meet(rank: int, ranks: int, *, timeout: float, patience: float, number: int 
 
 
 def reach(rank: int, *, timeout: float, patience: float, number: int = 0) -> Store:
-    """Connect once to this run's store at MASTER_ADDR and MASTER_PORT; returns its part for this attempt.
+    """Connect once to this run's store at MASTER_ADDR and MASTER_PORT, and return its part for this attempt.
 
-    Raises:
-        TimeoutError: no store answered there in time.
-        ConfigError, MeetingError: as `meet`.
+    TimeoutError: no store answered there in time; others as `meet`.
     """
     host, port = os.environ["MASTER_ADDR"], master_port()
     if rank or launcher_keeps_store():
@@ -159,14 +146,9 @@ def prove(
 ) -> str:
     """Prove to all other ranks that this one knows the secret, and check their proofs; every rank calls this.
 
-    Each rank has written a random number (`meet`). It now writes a keyed hash (HMAC-SHA256) of all numbers and its
-    rank. So a value that was written for another run or by another rank proves nothing.
-
-    Args:
-        known: called with the name of this attempt, before the other ranks can see that this one knows it.
-
-    Returns:
-        The name of this attempt: a digest of the numbers.
+    A proof is a keyed hash (HMAC-SHA256) of all ranks' random numbers (`meet`) and the rank: what was written for
+    another run or by another rank proves nothing. Returns the name of this attempt, a digest of the
+    numbers; `known` is called with it before the other ranks can see that this one knows it.
 
     Raises:
         AloneError: a rank did not come in time.
@@ -241,11 +223,7 @@ def _where() -> str:
 
 
 def master_port() -> int:
-    """MASTER_PORT as a number.
-
-    Raises:
-        ConfigError: it is not an integer from 0 to 65535.
-    """
+    """MASTER_PORT as a number; ConfigError unless it is an integer from 0 to 65535."""
     text = os.environ["MASTER_PORT"]
     with contextlib.suppress(ValueError):
         if 0 <= int(text) <= 65535:

@@ -1,8 +1,7 @@
 """Non-blocking output: threads of their own forward what this process and its ranks print.
 
-A pipe that nobody reads (`| less` that is not scrolled, a program that started the run and waits for its end) is full
-after 64 KiB, and blocks the thread that prints next: the training thread, for which the other ranks wait, or torchft's
-threads, whose heartbeats stop. A reader that is gone (`| head`) or a full disk would end the run.
+A pipe that nobody reads is full after 64 KiB, and blocks the thread that prints next, for which all ranks then wait (or
+torchft's, whose heartbeats stop). A reader that is gone, or a full disk, would end the run.
 """
 
 from __future__ import annotations

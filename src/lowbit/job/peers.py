@@ -1,14 +1,7 @@
 """Failure detection: heartbeats of all ranks, an alarm with the first cause, and a watchdog that ends hung processes.
 
-Everything goes through the store where the ranks meet. Each rank has two threads for it:
-
-- The beat thread writes a heartbeat twice a second, and reads the others' heartbeats and the alarm. It alone calls the
-  store, so a store that does not answer blocks nothing else.
-- The guard thread calls nothing that can block. It adds up how long each peer and the store have been silent. Once that
-  exceeds the run's time limit, or the alarm has sounded and this process has not ended by itself, it prints the reason
-  and ends the process, whatever the other threads wait for, even inside C++.
-
-A process that was stopped for a while does not blame the others: silence is counted in the guard's own turns.
+The beat thread alone calls the store. The guard thread calls nothing that can block: it adds up silence in turns of its
+own (a process that was stopped blames nobody), and after the time limit or an unheeded alarm it ends the process.
 """
 
 from __future__ import annotations
@@ -69,11 +62,8 @@ class Cause(NamedTuple):
 class Alarm:
     """A board with the causes of a failure and the ranks that have read them.
 
-    A cause that is not signed for this attempt is ignored: it may be replayed from an earlier one.
-
-    Args:
-        store: the part of a store for this attempt (`store.of_attempt`). secret: the run's secret.
-        attempts: accepted names of the attempt; the last one is used to sign.
+    A cause that is not signed for this attempt is ignored: it may be replayed from an earlier one. `store`: its part
+    for this attempt (`store.of_attempt`). `attempts`: accepted names of the attempt; the last one is used to sign.
     """
 
     def __init__(self, store: Store, secret: bytes, attempts: Sequence[str]) -> None:
@@ -98,7 +88,7 @@ class Alarm:
 
 
 class AbsentError(PeerError):
-    """Raised when another rank has waited for ranks that did not come in time."""
+    """Another rank has waited for ranks that did not come in time."""
 
 
 class Peers:
@@ -106,9 +96,7 @@ class Peers:
 
     Args:
         store: this attempt's part of the store; cloned for a separate connection.
-        rank, ranks: of the run.
         timeout: seconds of silence of a peer or the store within which the run ends.
-        secret: signs causes; those with another signature are ignored.
     """
 
     def __init__(self, store: Store, *, rank: int, ranks: int, timeout: float, secret: bytes = b"") -> None:
@@ -146,22 +134,15 @@ class Peers:
         del self._attempts[:-1]
 
     def close(self) -> None:
-        """Stop watching; the run is over.
-
-        A thread that is inside PyTorch when the interpreter ends can abort the process, so wait for both threads, but
-        not for long: the store may never answer.
-        """
+        """Stop watching; the run is over."""
         self._closed.set()
+        # A thread that is inside PyTorch when the interpreter ends can abort the process; the store may never answer.
         for thread in self._threads:
             thread.join(_CLOSE_SECONDS)
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
-        """Turn an error in the block into the one with which all ranks end; stop watching at the end of the block.
-
-        Raises:
-            PeerError: another rank was the cause.
-        """
+        """Turn an error in the block into the one with which all ranks end; stop watching at its end."""
         try:
             yield
         except AgreementError:
@@ -170,7 +151,8 @@ class Peers:
             if getattr(error, "on_all_ranks", False):
                 raise
             cause = self.explain(error)
-            self._linger()
+            if self.rank == 0 and not launcher_keeps_store():  # give the others time to read the alarm
+                self._read_by_all.wait(self._grace)
             if cause is None:
                 raise
             raise cause from error
@@ -200,11 +182,6 @@ class Peers:
         # Do not compare ranks: a `PeerError` has a rank within its group, and others may wrongly blame this rank.
         kind = AbsentError if cause.alone else PeerError
         return kind(cause.text, cause.rank)
-
-    def _linger(self) -> None:
-        """If this process keeps the store, give the others time to read the alarm."""
-        if self.rank == 0 and not launcher_keeps_store():
-            self._read_by_all.wait(self._grace)
 
     def _silent_peer(self) -> Cause | None:
         """Return the known cause, or one that names ranks without heartbeat; None if all others are alive."""

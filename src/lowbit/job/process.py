@@ -21,13 +21,9 @@ _STARTUP_SECONDS = 30.0  # until the first sign of life: Python has to start
 
 @dataclass(frozen=True, kw_only=True)
 class RankProgram:
-    """The program of each rank of a run.
+    """The program of each rank of a run: a module that calls `lowbit.job.worker.work`, and its order, a line of JSON.
 
-    Args:
-        module: module for `python -m`, which calls `lowbit.job.worker.work`.
-        order: line of JSON that the program reads from standard input.
-        timeout: seconds without a sign of life after which a rank is killed.
-        threads: PyTorch's threads in each rank, unless OMP_NUM_THREADS is set.
+    `timeout`: seconds without a sign of life after which a rank is killed. `threads`: unless OMP_NUM_THREADS is set.
     """
 
     module: str
@@ -37,11 +33,7 @@ class RankProgram:
 
 
 class Process:
-    """The process of a local rank, watched for signs of life.
-
-    Args:
-        program: what to execute. environment: variables in addition to this process's own.
-    """
+    """The process of a local rank, watched for signs of life; `environment` adds to this process's own."""
 
     def __init__(self, program: RankProgram, rank: int, environment: Mapping[str, str]) -> None:
         self.rank, self.silence, self._limit = rank, 0.0, program.timeout
@@ -87,7 +79,6 @@ class Process:
             self.process.kill()
 
     def outcome(self) -> str:
-        """Describe how it ended."""
         if self.hung:
             return f"rank {self.rank} gave no sign of life for {self._limit:g} s and was killed"
         code = self.code or 0

@@ -62,8 +62,7 @@ def joined(timeout: float, *, backend: str = "gloo", patience: float | None = No
     process once another rank has been silent for `timeout` seconds or has failed (`lowbit.job.peers`).
 
     Args:
-        timeout: seconds within which the failure of a peer ends every rank: most of them for an operation that waits
-            for the peer, the rest for finding the peer that failed.
+        timeout: seconds within which the failure of a peer ends every rank.
         backend: "gloo" or "nccl" for tensors on GPUs; Gloo carries those on the CPU in either case.
         patience: seconds to wait for all ranks to come; None: `timeout`.
 
@@ -102,11 +101,7 @@ def joined(timeout: float, *, backend: str = "gloo", patience: float | None = No
 
 
 def connect(backend: str, store: Store, rank: int, ranks: int, limit: timedelta) -> None:
-    """Make the default process group of all ranks that have met.
-
-    Raises:
-        MeetingError: they do not reach each other in time; the attempt may continue on its own thread.
-    """
+    """Make the default group of all ranks that have met; MeetingError if they do not reach each other in time."""
     join = partial(dist.init_process_group, backend, store=store, rank=rank, world_size=ranks, timeout=limit)
     try:
         bounded(join, limit.total_seconds())  # Gloo itself keeps trying for five times as long

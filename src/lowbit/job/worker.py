@@ -1,7 +1,6 @@
-"""One rank, started by `lowbit.job.launch`: it reads its order from standard input, which stays open.
+"""One rank, started by `lowbit.job.launch`: its order is a line on standard input, which stays open.
 
-When the launcher ends, for whatever reason, standard input closes and the rank ends, too. The rank writes a sign of
-life to a pipe twice a second, so that the launcher notices if it hangs.
+When the launcher ends, standard input closes and the rank ends, too. It writes signs of life to a pipe twice a second.
 """
 
 from __future__ import annotations
@@ -21,11 +20,9 @@ _PULSE_SECONDS = 0.5
 
 
 def work(do: Callable[[Any], object], exit_code: Callable[[Exception], int]) -> Never:
-    """Execute the order; after an error, print it on one line and exit with its exit code.
+    """Execute the parsed order; after an error, print it on one line and exit with its exit code.
 
-    Args:
-        do: called with the parsed order. Do slow imports in it, because the launcher waits for signs of life.
-        exit_code: maps an error to an exit code (`lowbit.job.process`).
+    Do slow imports in `do`, because the launcher waits for signs of life.
     """
     from lowbit.terminal import filtered
 
@@ -36,14 +33,18 @@ def work(do: Callable[[Any], object], exit_code: Callable[[Exception], int]) -> 
     try:
         do(order)
     except Exception as error:
+        from lowbit.wire.agreement import stay
+
         _report_failure(error)
-        _stay()
+        sys.stderr.flush()
+        stay()  # keeps a store that this process hosts reachable for ranks that come late
         _end(exit_code(error))
     _end(0)  # without destructors: a rank that is killed in them would be restarted, and wait for the others
 
 
 def _report_failure(error: Exception) -> None:
     """Print which rank failed and why, with a traceback if the kind of error is unexpected, and sound the alarm."""
+    from lowbit.terminal import one_line
     from lowbit.wire.errors import AgreementError, PeerError
 
     names_its_cause = isinstance(error, AgreementError | PeerError) or hasattr(error, "on_all_ranks")
@@ -51,8 +52,6 @@ def _report_failure(error: Exception) -> None:
         import traceback
 
         traceback.print_exception(error)
-    from lowbit.terminal import one_line
-
     text, rank = one_line(str(error)), int(os.environ.get("RANK", "0"))
     with contextlib.suppress(OSError):
         sys.stderr.write(f"rank {rank}: error: {text}\n")
@@ -69,14 +68,6 @@ def _sound_alarm(rank: int, text: str) -> None:
         return
     with contextlib.suppress(RuntimeError, OSError):  # the store is gone, too
         Alarm(reach(rank, timeout=5, patience=5), run_secret(), [this_attempt()]).sound(Cause(rank, text))
-
-
-def _stay() -> None:
-    """Keep a store that this process hosts reachable for ranks that come late."""
-    from lowbit.wire.agreement import stay
-
-    sys.stderr.flush()
-    stay()
 
 
 def _end(code: int) -> Never:

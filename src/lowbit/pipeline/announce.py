@@ -1,7 +1,6 @@
 """Announcement of a pass: one small message from the rank with the first stage to all others.
 
-`send` sends a JSON value without waiting and returns the bytes sent; `receive` waits for a value; `finish` waits until
-everything has been sent, so that this rank may end. `number` counts passes and is the same on all ranks.
+`send` does not wait, and returns the bytes sent; `finish` waits until everything has been sent. `number` counts passes.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def choose(
 
 
 class _Direct:
-    """Announces by Gloo messages; each takes half a round trip, because receives are posted ahead of their passes."""
+    """By Gloo messages; each takes half a round trip, because receives are posted ahead of their passes."""
 
     def __init__(self, mailbox: Mailbox, source: int, channel: int) -> None:
         self._mailbox, self._source, self._channel = mailbox, source, channel
@@ -72,7 +71,7 @@ class _Direct:
 
 
 class _ThroughStore:
-    """Announces by keys of the group's store; for NCCL, whose messages would make the host wait for the device."""
+    """By keys of the group's store; for NCCL, whose messages would make the host wait for the device."""
 
     def __init__(self, group: dist.ProcessGroup, source: int, board: FailureBoard) -> None:
         self._limit = board.patience.total_seconds()

@@ -77,12 +77,7 @@ def default_backward(forward: Codecs) -> Codecs:
 
 
 def codec_at(argument: str, codecs: Codecs, boundary: int, boundaries: int) -> Codec:
-    """Return the codec of a boundary; `boundaries` is their number.
-
-    Raises:
-        TypeError: not a codec.
-        ValueError: the mapping lacks this boundary, or has a boundary that does not exist.
-    """
+    """Return the codec of a boundary, of `boundaries`; TypeError, ValueError: not a codec, or a wrong mapping."""
     if isinstance(codecs, Mapping):
         given = ", ".join(map(str, codecs)) or "none"
         if boundary not in codecs:
@@ -105,18 +100,13 @@ def check_numbers(warmup_steps: object, timeout: object) -> None:
 
 
 def checked_samples(ids: Tensor | Sequence[int]) -> Tensor:
-    """Return sample ids as an int64 tensor (batch,).
-
-    Raises:
-        TypeError: not integers.
-        ValueError: not one-dimensional, or an id occurs twice. The size of a sample's second message depends on its
-            first, which may still be under way when the second is expected.
-    """
+    """Return sample ids as an int64 tensor (batch,); TypeError, ValueError: as `LowBitStage.set_samples`."""
     samples = torch.as_tensor(ids).cpu()
     if samples.is_floating_point() or samples.is_complex() or samples.dtype == torch.bool:
         raise TypeError(f"ids have dtype {samples.dtype}; allowed: integers")
     if samples.dim() != 1:
         raise ValueError(f"ids have shape {tuple(samples.shape)}; allowed: one dimension, (batch,)")
+    # The size of a sample's second message depends on its first, which may be under way when the second is expected.
     if samples.unique().numel() != samples.numel():
         raise ValueError("ids contains a sample twice; the ids of a batch must differ")
     return samples.long()

@@ -37,20 +37,10 @@ class Lane:
 
     If a codec leaves a parameter open (`Codec.settled`), the sender chooses it for each tensor, from its first message
     in the last step of the warm-up. All messages of that step carry the choice, since they may arrive in any order: 16
-    bytes behind the tensor's, an int64 and zeros. From the next step on, both ends code with it. A codec with a goal in
-    loss makes its choice one step earlier, from activations and their gradient (`Look`).
+    bytes behind the tensor's, an int64 and zeros. A codec with a goal in loss chooses one step earlier (`Look`).
 
-    Args:
-        boundary: i, between stages i and i + 1.
-        direction: "forward" for activations, "backward" for gradients.
-        codec: format of floating tensors.
-        device: where the tensors live.
-        traffic: where to count.
-        overhead: bytes that travel with every payload, to be counted.
-        look: shared by both directions at this end of the boundary; None: no codec has a goal in loss.
-
-    Attributes:
-        states: its sessions and their part of a checkpoint.
+    `overhead`: bytes that travel with every payload, to be counted. `look`: shared by both directions at this end of
+    the boundary; None: no codec has a goal in loss.
     """
 
     def __init__(
@@ -74,12 +64,7 @@ class Lane:
             look.add(codec, self.states, backward=direction == "backward")
 
     def prepare(self, slots: Sequence[Slot], step: StepKind = _CODED) -> None:
-        """Get ready for tensors that will cross together; sessions are kept for shapes that return.
-
-        Raises:
-            TypeError: a floating dtype that the codec does not take.
-            ValueError: as `States.session`.
-        """
+        """Get ready for tensors that will cross together; TypeError: a dtype of no codec; else as `States.session`."""
         for index, slot in enumerate(slots):
             dtype = slot[1]
             if dtype.is_floating_point and dtype not in FLOATS:
@@ -98,20 +83,17 @@ class Lane:
                 warm_up(self.states.session(index, slot).codec, *slot, self._device)
 
     def messages(self, micro_batch: int) -> int:
-        """Number of tensors that cross with a micro-batch."""
         return len(self._slots[micro_batch]) if self._slots else 0
 
     def nbytes(self, index: int, step: StepKind, micro_batch: int) -> int:
-        """Return the bytes of the next message of a tensor."""
         return self._coding(index, step, micro_batch)[1]
 
     def encode(
         self, index: int, step: StepKind, micro_batch: int, x: Tensor, *, room: int = 0, note: Tensor | None = None
     ) -> Tensor:
-        """Return the bytes of a tensor: uint8, one dimension, in new memory; empty if there is nothing to send.
+        """Return the bytes of tensor `index`: uint8, one dimension, in new memory; empty if there is nothing to send.
 
         Args:
-            index: of the tensor at this boundary; step, micro_batch: what it belongs to; x: the tensor.
             room: bytes to leave free behind its own.
             note: what `observe` returned for the activations whose gradient this is.
 
@@ -159,8 +141,7 @@ class Lane:
     def observe(self, index: int, micro_batch: int, x: Tensor) -> Tensor | None:
         """Show this sender the tensor that crossed the other way: a gradient of its activations, or activations.
 
-        Returns:
-            For activations, a note to pass to `encode` with their gradient, if the codec wants one.
+        For activations, returns a note to pass to `encode` with their gradient, if the codec wants one.
         """
         with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
             return self.states.observe(index, self._slots[micro_batch][index], x.detach())
@@ -191,7 +172,6 @@ class Lane:
         return session, session.nbytes()
 
     def _look_at(self, index: int, step: StepKind, micro_batch: int, x: Tensor) -> None:
-        """Keep or use a tensor that crosses at full precision, if a codec has a goal in loss (`Look`)."""
         if step.looking and self._look is not None and x.is_floating_point():
             note = self._look.activations if self.direction == "forward" else self._look.gradient
             note(index, micro_batch, x)
@@ -210,11 +190,7 @@ class Lane:
 
 @functools.cache
 def warm_up(codec: Codec, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
-    """Code zeros both ways, once in a process, so that the codec's kernels are compiled before a rank waits.
-
-    Raises:
-        CodecError: a codec of another package fails here, and would fail later.
-    """
+    """Code zeros both ways, once in a process, so that the codec's kernels are compiled before a rank waits."""
     sender, receiver = (open_session(codec, shape=shape, dtype=dtype, device=device) for _ in range(2))
     if codec.needs_key:
         sender.samples = receiver.samples = range(shape[0])

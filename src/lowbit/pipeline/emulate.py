@@ -24,7 +24,7 @@ from lowbit.pipeline.arguments import (
 )
 from lowbit.pipeline.boundary import Direction, Lane
 from lowbit.pipeline.looking import Look
-from lowbit.pipeline.states import check_states
+from lowbit.pipeline.states import States, check_states
 from lowbit.wire.checksum import CHECKSUM_BYTES
 from lowbit.wire.traffic import Traffic
 
@@ -108,7 +108,8 @@ class Emulation:
         """
         self._steps += 1
         for pair in self._pairs:
-            pair.end_step()
+            for lanes in pair.lanes.values():
+                lanes["sender"].states.end_step()
 
     def set_samples(self, ids: Tensor | Sequence[int]) -> None:
         """Set the sample ids of all forward passes from now on, int64 (micro-batch,), for codecs that need them.
@@ -120,7 +121,7 @@ class Emulation:
 
     def state_bytes(self) -> int:
         """Bytes that the codecs of both ends of all boundaries keep between steps."""
-        return sum(pair.state_bytes() for pair in self._pairs)
+        return sum(states.nbytes() for pair in self._pairs for states in pair.every_state())
 
     def chosen(self) -> dict[str, Codec]:
         """Return the codecs that the warm-up settled, by boundary, direction and tensor; see `LowBitStage.chosen`."""
@@ -134,7 +135,8 @@ class Emulation:
         """
         check_raise(bits, self._steps < self._warmup_steps)
         for pair in self._pairs:
-            pair.raise_rates(bits)
+            for states in pair.every_state():
+                states.raise_rates(bits)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint: training steps so far, and what codecs keep at both ends.
@@ -209,7 +211,7 @@ class _LanePair:
         self._args = boundary, direction, codec
         self._codec, self._traffic = codec, traffic
         self._identity = f"{codec} [{codec.fingerprint()}]"
-        self._lanes: dict[torch.device, dict[str, Lane]] = {}  # by device and end
+        self.lanes: dict[torch.device, dict[str, Lane]] = {}  # by device and end
         self._restored: dict[str, Any] = {}  # states of both ends, until there are lanes
 
     def carry(self, x: Tensor, step: StepKind, note: Tensor | None = None) -> Tensor:
@@ -220,38 +222,27 @@ class _LanePair:
         return out
 
     def observe(self, x: Tensor, step: StepKind) -> Tensor | None:
-        """Show the sender a tensor that arrived from the other direction; see `Lane.observe`."""
         return self._ends(x, step)[0].observe(0, 0, x)
 
     def _ends(self, x: Tensor, step: StepKind) -> list[Lane]:
-        """Return sender and receiver, ready for tensors like `x`."""
-        if x.device not in self._lanes:
+        if x.device not in self.lanes:
             lanes = {end: Lane(*self._args, x.device, self._traffic, CHECKSUM_BYTES) for end in _ENDS}
             for lane in lanes.values():
                 self._look.add(self._codec, lane.states, backward=lane.direction == "backward")
             for end, state in self._restored.items():
                 lanes[end].states.load_state_dict(state)
-            self._lanes[x.device], self._restored = lanes, {}
-        ends, slots = list(self._lanes[x.device].values()), [(x.shape, x.dtype)]
+            self.lanes[x.device], self._restored = lanes, {}
+        ends, slots = list(self.lanes[x.device].values()), [(x.shape, x.dtype)]
         for lane in ends:
             lane.prepare(slots, step)
             lane.use([slots])
         return ends
 
-    def end_step(self) -> None:
-        for lanes in self._lanes.values():
-            lanes["sender"].states.end_step()
-
-    def raise_rates(self, bits: float) -> None:
-        for lanes in self._lanes.values():
-            for lane in lanes.values():
-                lane.states.raise_rates(bits)
-
-    def state_bytes(self) -> int:
-        return sum(lane.states.nbytes() for lanes in self._lanes.values() for lane in lanes.values())
+    def every_state(self) -> list[States]:
+        return [lane.states for lanes in self.lanes.values() for lane in lanes.values()]
 
     def chosen(self) -> dict[str, Codec]:
-        chosen = [lanes["sender"].states.chosen() for lanes in self._lanes.values()]
+        chosen = [lanes["sender"].states.chosen() for lanes in self.lanes.values()]
         return {f"{self.name}, {tensor}": codec for each in chosen for tensor, codec in each.items()}
 
     def state_dict(self) -> dict[str, Any]:
@@ -259,7 +250,6 @@ class _LanePair:
         return {"codec": self._identity, **(states or self._restored or {end: {} for end in _ENDS})}
 
     def check_state(self, state: Any) -> None:
-        """Raise a ValueError unless `state` may be one of this codec."""
         _check_keys(self.name, state, {"codec", *_ENDS})
         if state["codec"] != self._identity:
             raise ValueError(f"{self.name}: state is of {state['codec']!r}; this emulation has {self._identity}")
@@ -272,11 +262,10 @@ class _LanePair:
         self._restored = {} if lanes else {end: dict(state[end]) for end in _ENDS}
 
     def _only_lanes(self) -> dict[str, Lane]:
-        """Return the lanes by end; empty before the first message."""
-        if len(self._lanes) > 1:
-            devices = ", ".join(map(str, self._lanes))
+        if len(self.lanes) > 1:
+            devices = ", ".join(map(str, self.lanes))
             raise RuntimeError(f"{self.name} has run on {devices}; allowed for states: one device")
-        return next(iter(self._lanes.values()), {})
+        return next(iter(self.lanes.values()), {})
 
 
 class _Crossing(torch.autograd.Function):
@@ -310,11 +299,7 @@ def _check_keys(name: str, state: Any, keys: set[str]) -> None:
 
 
 def _map_first(output: Any, change: Any) -> Any:
-    """Return `output` with its first entry changed; a tensor is its own first entry.
-
-    Raises:
-        TypeError: the entry is not a floating tensor.
-    """
+    """Return `output` with its first entry changed; a tensor is its own first entry."""
     if isinstance(output, Mapping) and output:
         name = next(iter(output))
         return type(output)(**{**output, name: _map_first(output[name], change)})

@@ -1,14 +1,7 @@
 """The only place that uses private parts of `torch.distributed.pipelining`; it hides them behind its own interface.
 
-A schedule splits the batch, prepares its stages, and then calls their methods to learn what to send and where to
-receive. PyTorch's preparation differs from version to version (a vote, trial runs whose outcome it pickles, an
-all-reduce) and is done once for each schedule, whatever other schedules do with the same stages. `HookedStage` skips
-all of it: it calls `_run_pass` of its subclass instead, in every pass, and overrides all methods that would need what
-is prepared there. It relies only on the following, which holds for PyTorch 2.11 to 2.15:
-
-- `clear_runtime_states` is the first method of a stage that `schedule.step` calls, and the schedule's
-  `_step_microbatches` does everything after the batch is split;
-- a schedule prepares its stages unless `_stage(s)_forward_initialized` and `_stage(s)_backward_initialized` are set.
+PyTorch's preparation of stages differs by version and pickles what peers send. `HookedStage` skips it: every pass calls
+`_run_pass` instead, and all methods that would need what is prepared there are overridden.
 """
 
 from __future__ import annotations
@@ -33,11 +26,9 @@ from lowbit.pipeline.layouts import Batch, Layouts, layout_of
 
 
 class HookedStage(PipelineStage):
-    """A `PipelineStage` whose subclass does the communication. Takes the arguments of `PipelineStage`.
+    """A `PipelineStage` whose subclass does the communication, through `lanes`, which it creates.
 
-    Attributes:
-        lanes: this stage's side of a pass, which sends and receives; created by the subclass.
-        declared: layouts of `input_args` and `output_args`; None where one of them was not given.
+    `declared`: layouts of `input_args` and `output_args`; None where one of them was not given.
     """
 
     lanes: Lanes
@@ -164,7 +155,6 @@ class HookedStage(PipelineStage):
         return real.requires_grad_(x.requires_grad)
 
     def _or_zeros(self, grad: Tensor | None, layout: Tensor) -> Tensor | None:
-        """Return the gradient, or zeros if autograd gave none for a tensor that requires one."""
         if grad is not None or not layout.requires_grad:
             return grad
         return torch.zeros(layout.shape, dtype=layout.dtype, device=self.device)
@@ -191,10 +181,7 @@ class HookedStage(PipelineStage):
 
 
 def trial(stage: HookedStage, inputs: Sequence[Any], kwargs: dict[str, Any], *, training: bool) -> tuple[Tensor, ...]:
-    """Run the module once with inputs like these (tensors or layouts) and return the layouts of its outputs.
-
-    The module is left as it was.
-    """
+    """Run the module once with inputs like these (tensors or layouts); return its outputs' layouts."""
     with stage._restored(), torch.set_grad_enabled(training):
         real = [stage._real(x) for x in inputs]
         named = {name: stage._real(x) for name, x in kwargs.items()}
@@ -212,7 +199,6 @@ def use(stage: HookedStage, layouts: Sequence[Layouts]) -> None:
 
 
 def _calling_step() -> Mapping[str, Any]:
-    """Return the arguments of the schedule's `step` that is calling, including `self`."""
     frame = sys._getframe(1)
     while frame is not None:
         if isinstance(frame.f_locals.get("self"), _PipelineSchedule):
@@ -221,6 +207,9 @@ def _calling_step() -> Mapping[str, Any]:
     raise RuntimeError("a LowBitStage can only be run by `step` or `eval` of a torch.distributed.pipelining schedule")
 
 
+# This relies on two things, which hold for PyTorch 2.11 to 2.15. `clear_runtime_states` is the first method of a stage
+# that `schedule.step` calls, and `_step_microbatches` does everything after the batch is split. A schedule prepares its
+# stages unless `_stage(s)_forward_initialized` and `_stage(s)_backward_initialized` are set.
 def _take_over(schedule: _PipelineSchedule) -> None:
     """Make the schedule run its micro-batches within `HookedStage._run_pass`, without preparing stages."""
     if getattr(schedule, "_runs_hooked", False):

@@ -1,8 +1,4 @@
-"""The lanes of one stage, and the messages that cross on them in a pass.
-
-A stage has up to four lanes (`Lane`, in `boundary`): two directions of two boundaries. Each message has its own route:
-the neighbour's rank, and a channel that follows from the configuration of the pass.
-"""
+"""The lanes of one stage (up to four `Lane`s: two directions of two boundaries), and the messages of a pass."""
 
 from __future__ import annotations
 
@@ -28,21 +24,11 @@ from lowbit.wire.mailbox import Route
 class Lanes:
     """One stage's side of all passes: its lanes, the transport of their messages, and the count of training steps.
 
-    Args:
-        stage, stages: index of the stage, and number of stages.
-        forward, backward: formats.
-        device: where the tensors live.
-        warmup_steps: number of training steps that send everything at full precision.
-
     Attributes:
-        transport, warmup_steps: as given.
         steps: training steps so far.
         samples: ids of the next training step's batch, for codecs that need them.
         changed: the ranks must agree again, because codecs or their states have been replaced.
         peers: ranks of the neighbours on other ranks, by stage; nothing crosses to other neighbours.
-
-    Raises:
-        TypeError, ValueError: see `codec_at`.
     """
 
     def __init__(
@@ -76,13 +62,9 @@ class Lanes:
     def begin(
         self, board: FailureBoard, number: int, batch: Batch, peers: Mapping[int, int], ranks: Sequence[str]
     ) -> None:
-        """Begin a pass, whose configuration is not known yet.
+        """Begin pass `number`, whose configuration is not known yet; ValueError if sample ids are missing.
 
-        Args:
-            number: of the pass; peers: the attribute; ranks: their names in errors.
-
-        Raises:
-            ValueError: a codec needs sample ids, which are missing.
+        `ranks`: names of all ranks, for errors.
         """
         self._notes.clear()
         for lane in self.by_name(outgoing_only=True).values():
@@ -105,9 +87,7 @@ class Lanes:
     def prepare(self, variants: Mapping[int, Layouts], training: bool) -> tuple[dict[str, str], str]:
         """Get ready for tensors that will cross; return facts that both ends of a boundary must share, and faults.
 
-        Args:
-            variants: different layouts, by the first micro-batch that has each.
-            training: whether gradients cross.
+        `variants`: different layouts, by the first micro-batch that has each.
         """
         faults, facts = [], {}
         for lane in self._lanes.values():
@@ -199,11 +179,7 @@ class Lanes:
         self.changed = True
 
     def load_state(self, steps: int, states: Mapping[str, Any]) -> None:
-        """Set the number of training steps so far, and the codecs' states by lane.
-
-        Raises:
-            ValueError: a state of another stage or codec.
-        """
+        """Set the steps so far, and the codecs' states by lane; ValueError: of another stage or codec."""
         lanes = self.by_name()
         if unknown := sorted(set(states) - set(lanes)):
             raise ValueError(f"state has {', '.join(unknown)}; this stage has {', '.join(lanes)}")
@@ -212,11 +188,7 @@ class Lanes:
             lane.states.load_state_dict(states.get(name, {}))
 
     def forward(self, outgoing: bool) -> Lane:
-        """Return the lane of activations to the next stage, or from the one before.
-
-        Raises:
-            ValueError: the pipeline has no stage on that side.
-        """
+        """Return the lane of activations to the next stage, or from the one before; ValueError if there is none."""
         if ("forward", outgoing) not in self._lanes:
             raise ValueError(f"outgoing is {outgoing}; stage {self._stage} has no neighbour on that side")
         return self._lanes["forward", outgoing]
@@ -226,7 +198,7 @@ class Lanes:
         return {lane.name: lane for (_, out), lane in self._lanes.items() if out or not outgoing_only}
 
     def _slots(self, lane: Lane, layouts: Layouts, training: bool) -> list[Slot]:
-        """Return shapes and dtypes of the tensors that cross on a lane; none cross to a neighbour on this rank."""
+        """Shapes and dtypes of the tensors that cross on a lane; none cross to a neighbour on this rank."""
         if self._peer(lane) is None:
             return []
         crossing = layouts.outputs if lane.boundary == self._stage else layouts.inputs
@@ -244,7 +216,6 @@ class Lanes:
         return [(route, nbytes) for route, nbytes in sized if nbytes]
 
     def _routes_of(self, lane: Lane, outgoing: bool, configuration: Configuration) -> list[list[Route]]:
-        """Return the routes of a lane's messages, by micro-batch and tensor."""
         peer, phase, backward = self._peer(lane), self._step.phase, lane.direction == "backward"
         if peer is None:
             return []

@@ -1,7 +1,6 @@
-"""Layouts of the tensors that cross a boundary: their shapes, strides, dtypes, and whether they require gradients.
+"""Layouts (tensors without memory) of what crosses a boundary, and messages with them.
 
-Neighbours exchange them as JSON, in one message of a fixed size: PyTorch would pickle them, and a peer must not decide
-which code runs or how much memory is taken. Here a layout is a tensor without memory, on the meta device.
+They are JSON of a fixed size, not pickled: a peer must not decide which code runs or how much memory is taken.
 """
 
 from __future__ import annotations
@@ -41,10 +40,7 @@ class Layouts:
 def layout_of(x: Any) -> Tensor:
     """Return the layout in which a tensor arrives: its own, or that of a dense copy if elements overlap or have gaps.
 
-    So an expanded tensor arrives in memory of its full size, and a slice of a large one in memory of its own size.
-
-    Raises:
-        TypeError: not a tensor, or one that is not dense, or a DTensor, whose mesh does not travel.
+    TypeError: not a tensor, or one that is not dense, or a DTensor, whose mesh does not travel.
     """
     if not isinstance(x, Tensor) or hasattr(x, "placements"):
         raise TypeError(f"a {type(x).__name__} cannot cross between two stages; allowed: tensors")
@@ -56,13 +52,9 @@ def layout_of(x: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class Batch:
-    """Arguments of a call of `schedule.step` or `schedule.eval` on this rank.
+    """A call of `schedule.step` or `schedule.eval` on this rank, and its inputs by micro-batch.
 
-    Attributes:
-        training: whether gradients are computed.
-        micro_batches: their number in the schedule.
-        args: positional inputs by micro-batch; empty tuples on a rank without the first stage.
-        kwargs: keyword inputs by micro-batch, of any stage.
+    `args`: positional, empty tuples on a rank without the first stage. `kwargs`: by keyword, of any stage.
     """
 
     training: bool
@@ -96,18 +88,20 @@ class Batch:
 def send_layouts(
     layouts: Sequence[Tensor], group: dist.ProcessGroup | None, peer: int, device: torch.device, timeout: float
 ) -> None:
-    """Send layouts of tensors to a peer, which must call `receive_layouts`; return once they are sent.
+    """Send layouts of tensors to a peer, which must call `receive_layouts`; ValueError: too many for the message.
 
-    Args:
-        layouts: the tensors, or others like them.
-        group: the process group; peer: rank in it; device: where tensors must be for the group to carry them.
-        timeout: seconds to wait for the peer, if the backend supports a limit (Gloo).
-
-    Raises:
-        RuntimeError: the peer ended, or did not receive it in time.
-        ValueError: more tensors than the message has room for.
+    `device`: where tensors must be for the group to carry them. Only Gloo supports the time limit.
     """
-    text = json.dumps([_stated(layout) for layout in layouts]).encode()
+    stated = [
+        {
+            "shape": list(layout.shape),
+            "stride": list(layout.stride()),
+            "dtype": str(layout.dtype).removeprefix("torch."),
+            "requires_grad": layout.requires_grad,
+        }
+        for layout in layouts
+    ]
+    text = json.dumps(stated).encode()
     if len(text) > MESSAGE_BYTES:
         raise ValueError(
             f"the layouts of {len(layouts)} tensors between two stages are {len(text)} bytes of text; "
@@ -132,11 +126,7 @@ def receive_layouts(group: dist.ProcessGroup | None, peer: int, device: torch.de
 
 
 def parse(text: bytes) -> list[Tensor]:
-    """Parse the layouts in a message.
-
-    Raises:
-        ValueError: the message does not describe valid layouts.
-    """
+    """Parse the layouts in a message; ValueError if it does not describe valid ones."""
     stated = json.loads(text)
     if not isinstance(stated, list):
         raise ValueError(f"{str(stated)[:80]!r} is not a list")
@@ -145,15 +135,6 @@ def parse(text: bytes) -> list[Tensor]:
 
 def _key(values: Sequence[Any]) -> tuple[Any, ...]:
     return tuple((x.shape, x.dtype, x.stride(), x.requires_grad) for x in values if isinstance(x, Tensor))
-
-
-def _stated(layout: Tensor) -> dict[str, Any]:
-    return {
-        "shape": list(layout.shape),
-        "stride": list(layout.stride()),
-        "dtype": str(layout.dtype).removeprefix("torch."),
-        "requires_grad": layout.requires_grad,
-    }
 
 
 def _tensor(stated: Any) -> Tensor:
@@ -170,7 +151,7 @@ def _tensor(stated: Any) -> Tensor:
 
 
 def _dense(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return a layout whose elements neither overlap nor have gaps; strides that already fit are kept."""
+    # Strides are kept if elements neither overlap nor have gaps.
     return torch.empty_like(torch.empty_strided(shape, stride, dtype=dtype, device="meta"))
 
 
@@ -181,7 +162,7 @@ def _can_be(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def _run(send_or_receive: Callable[..., Any], message: Tensor, group: Any, peer: int, timeout: float) -> None:
-    """Run one message as a batch, as PyTorch does: with NCCL, a message outside a batch would open a new connection."""
+    # A batch of one, as in PyTorch: with NCCL, a message outside a batch would open a new connection.
     limit = (timedelta(seconds=timeout),) if message.device.type == "cpu" else ()
     one_tag = tag(LAYOUTS.first, MESSAGE_BYTES)
     operation = dist.P2POp(send_or_receive, message, group=group, group_peer=peer, tag=one_tag)

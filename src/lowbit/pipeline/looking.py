@@ -1,7 +1,7 @@
-"""How each end of a boundary looks at activations and their gradients, in the last step but one of the warm-up.
+"""What each end of a boundary sees, in the last step but one of the warm-up, of activations and their gradients.
 
-A codec that has a goal in loss (`StatefulCodec.wanted_nats`) needs both. They cross at full precision then, so both
-ends see them. The sender proposes a parameter from them, which becomes its choice in the last step.
+A codec with a goal in loss (`StatefulCodec.wanted_nats`) needs both, which cross at full precision then. The sender
+proposes a parameter from them, which becomes its choice in the last step.
 """
 
 from __future__ import annotations
@@ -18,10 +18,7 @@ class Look:
     """Collects activations and gradients for the two directions of a boundary, at one end.
 
     For each tensor that gets a gradient, it keeps the activations of the first micro-batch until their gradient has
-    crossed.
-
-    Args:
-        boundaries: of the pipeline, each of which gets an equal part of the goal.
+    crossed. Each of the pipeline's `boundaries` gets an equal part of the goal.
     """
 
     def __init__(self, boundaries: int) -> None:

@@ -23,9 +23,8 @@ class Configuration:
 
     Attributes:
         number: position among the pipeline's configurations, in the order in which they were agreed on.
-        training: whether gradients are computed; micro_batches: how many.
         layouts: by stage of this rank, then by micro-batch.
-        first_channel: of its messages; most_tensors: most that cross a boundary together; phases: of future steps.
+        most_tensors: most that cross a boundary together. phases: of future steps.
     """
 
     number: int
@@ -37,12 +36,10 @@ class Configuration:
     phases: int
 
     def channel(self, boundary: int, backward: bool, phase: int, micro_batch: int, index: int) -> int:
-        """Return the channel of the message with tensor `index` of a micro-batch."""
         lane = (boundary * 2 + backward) * self.phases + phase % self.phases
         return self.first_channel + (lane * self.micro_batches + micro_batch) * self.most_tensors + index
 
     def channels(self, boundaries: int) -> int:
-        """Return the number of channels that the configuration takes."""
         return boundaries * 2 * self.phases * self.micro_batches * self.most_tensors
 
 
@@ -50,10 +47,7 @@ def pipeline_number(group: dist.ProcessGroup, num_stages: int, ranks: int) -> in
     """Number the pipeline of a new stage: the first one of this length that still lacks stages here, or a new one.
 
     Ranks that begin their pipelines in the same order get the same numbers, even if they disagree about a length, so
-    that their agreement can report it.
-
-    Raises:
-        RuntimeError: the group has no channels left for another pipeline.
+    that their agreement can report it. RuntimeError if the group has no channels left for another pipeline.
     """
     begun = _pipelines.setdefault(group, [])
     for number, (length, missing) in enumerate(begun):

@@ -1,14 +1,7 @@
 """The passes of a pipeline as one rank runs them, and the agreement on each kind of pass before its first byte.
 
-A pass is one call of `schedule.step` or `schedule.eval`. Its configuration decides all messages: whether it trains, how
-many micro-batches it has, and the layouts of the first stage's inputs. Only the rank with that stage sees those, so at
-the start of each pass it announces the configuration to all others, half a round trip ahead of the first activations.
-A known configuration costs nothing more, even after other schedules, evaluations or batches.
-
-On a new one, all ranks must agree: each states its facts about the pass, in one exchange. If a stage was not given the
-layouts of its inputs and outputs, or gets others, each stage then runs its module once (a trial) and passes the layouts
-of the outputs on to the next, and a second exchange compares them. A contradiction raises the same error on every rank,
-before anything has been sent.
+The rank with the first stage announces each pass's configuration (`Configuration`); a known one costs nothing more.
+On a new one all ranks agree; if layouts are not declared, after each stage has run its module once (a trial).
 """
 
 from __future__ import annotations
@@ -39,9 +32,7 @@ class Passes:
     """All passes of the stages of one pipeline that this rank holds.
 
     Args:
-        stages: all of this rank, ascending.
-        group, number: of the pipeline, and its number there.
-        limit, checksums: seconds to wait; checksums of the messages.
+        stages: all of this rank, ascending. number: of the pipeline in its group. limit: seconds to wait.
     """
 
     def __init__(
@@ -74,11 +65,9 @@ class Passes:
         self._broken = ""
 
     def run(self, stages: Sequence[HookedStage], batch: Batch, body: Callable[[], None], *, ahead: bool) -> None:
-        """Run a pass.
+        """Run a pass: what the ranks must agree on, then `body`, the schedule's part.
 
-        Args:
-            stages: as given to the constructor. body: the schedule's part.
-            ahead: whether to post receives of the next pass at the end.
+        `ahead`: whether to post receives of the next pass at the end.
 
         Raises:
             ValueError: a batch that cannot be split into the schedule's micro-batches, or tensors that a codec cannot
@@ -120,7 +109,6 @@ class Passes:
             raise ValueError(refusal)
 
     def _begin(self, batch: Batch) -> None:
-        """Do everything that comes before the first message."""
         self._passes += 1
         for stage in self._stages:
             neighbours = (stage.stage_index - 1, stage.stage_index + 1)
@@ -162,7 +150,6 @@ class Passes:
         }
 
     def _identity(self, lanes: Lanes) -> dict[str, str]:
-        """Return the facts that all stages must share, whatever tensors cross."""
         codecs = {name: lane.codec for name, lane in lanes.by_name().items()}
         return {
             "lowbit version": __version__,
@@ -204,7 +191,6 @@ class Passes:
         return number
 
     def _agree(self, batch: Batch, seen: Any, problem: str) -> Configuration:
-        """Agree on a new configuration."""
         declared = {s.stage_index: {} if s.declared is None else {0: s.declared} for s in self._stages}
         facts = {stage.stage_index: self._identity(stage.lanes) | self._facts(batch) for stage in self._stages}
         for index, layouts in declared.items():
@@ -255,7 +241,6 @@ class Passes:
         return Agreement(self._group, f"{self._topic}/{self._rounds}", self._limit)
 
     def _refuse(self, problem: str) -> Never:
-        """End the agreement by refusing the batch."""
         self._agreement.linger()
         raise _Refused(problem)
 
@@ -292,7 +277,6 @@ class _Refused(Exception):
 
 
 def _checked(announcement: Any, source: int) -> tuple[int | None, str, dict[str, str]]:
-    """Return number, problem and facts of an announcement, after checking their types."""
     match announcement:
         case [None | int() as number, str(problem), dict(facts)] if (
             type(number) is not bool
@@ -314,7 +298,6 @@ def _source_facts(seen: tuple[Any, ...], problem: str, declared: Layouts | None)
 
 
 def _alike(stated: Mapping[str, str], micro_batches: int) -> list[int]:
-    """Return the fact "alike" of `_source_facts`, checked."""
     alike = json.loads(stated["alike"])
     fits = isinstance(alike, list) and len(alike) == micro_batches
     if not fits or any(type(i) is not int or not 0 <= i < micro_batches for i in alike):

@@ -1,9 +1,5 @@
 """Side streams of a GPU, on which payloads are coded and copied to and from the host while it computes.
 
-    computation   ... f(x1) ........ f(x2) ........ f(x3) ...      what the schedule launches
-    leaving          encode x1, copy   encode x2, copy             each waits for its tensor only
-    arriving      copy, decode y1   copy, decode y2                the computation waits where it uses y
-
 The host waits for none of them, except in the thread that sends: bytes cannot leave before they are on the host.
 `Staged` (in `transport`) has the rules without CUDA; `CudaStreams` only the CUDA part, so that tests can replace it.
 """
@@ -20,11 +16,7 @@ _PRIORITY = -1  # first: these kernels are short, and a peer or the next computa
 
 
 class CudaStreams:
-    """The two side streams of a CUDA device.
-
-    Args:
-        device: with an index, or the current one.
-    """
+    """The two side streams of a CUDA device, with an index or the current one."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

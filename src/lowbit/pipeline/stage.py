@@ -1,8 +1,7 @@
 """`LowBitStage`: a pipeline stage whose activations and gradients cross to its neighbours in few bits.
 
-`HookedStage` (in `hooks`) replaces the communication of PyTorch's stage. `Passes` (in `passes`) has all ranks agree on
-each kind of pass, and runs it. `Lanes` (in `lanes`) codes the tensors, and a `Transport` (in `transport`) moves the
-payloads. `LowBitStage` owns its lanes and hands them to the passes; none of these calls it back.
+`HookedStage` replaces the communication of PyTorch's stage, `Passes` has all ranks agree on each kind of pass, `Lanes`
+codes the tensors, and a `Transport` moves the payloads. None of these calls the stage back.
 """
 
 from __future__ import annotations
@@ -98,7 +97,8 @@ class LowBitStage(HookedStage):
         backward = default_backward(forward) if backward is None else backward
         check_warm_up("forward", forward, warmup_steps)
         check_warm_up("backward", backward, warmup_steps)
-        self._check_torch(num_stages, timeout, *args, **kwargs)
+        in_place = (*args, None, None, None)[2]  # `group`, if it is positional
+        self._check_torch(num_stages, timeout, kwargs.get("group", in_place))
         super().__init__(submodule, stage_index, num_stages, torch.device(device), *args, **kwargs)
         self.traffic = Traffic()
         self.warmup_steps = warmup_steps
@@ -112,15 +112,7 @@ class LowBitStage(HookedStage):
         self._new_passes = partial(Passes, group=group, number=number, limit=float(timeout), checksums=sums)
 
     @staticmethod
-    def _check_torch(
-        stages: int,
-        timeout: float,
-        input_args: Any = None,
-        output_args: Any = None,
-        group: Any = None,
-        *_: Any,
-        **__: Any,
-    ) -> None:
+    def _check_torch(stages: int, timeout: float, group: Any) -> None:
         """Raise a TorchVersionError, also on the ranks that wait for this one, if this PyTorch is not known to work."""
         try:
             check_torch()

@@ -22,15 +22,10 @@ Slot = tuple[torch.Size, torch.dtype]
 
 
 class States:
-    """Sessions of a codec at one end of one direction of a boundary.
+    """Sessions of a codec at one end of one direction of a boundary; `lane` is its name in errors and the log.
 
     Each tensor has a state for each of its shapes and dtypes, or one for all shapes that share it
     (`StatefulCodec.shared_by`). If the codec leaves a parameter open (`Codec.settled`), each state has its own choice.
-
-    Args:
-        lane: its name, for errors and the log.
-        codec: as given, possibly with an open parameter.
-        device: where the tensors live.
     """
 
     def __init__(self, lane: str, codec: Codec, device: torch.device) -> None:
@@ -44,10 +39,8 @@ class States:
     def session(self, index: int, slot: Slot) -> Session:
         """Return the session of a tensor; both ends open the same.
 
-        Raises:
-            ValueError: a shape that the codec does not take, a restored state of another format, or an open parameter
-                that the warm-up has not settled.
-            CodecError: a codec of another package failed.
+        ValueError: a shape that the codec does not take, a restored state of another format, or an open parameter that
+        the warm-up has not settled. CodecError: a codec of another package failed.
         """
         if (index, slot) not in self._sessions:
             (shape, dtype), name = slot, self._name(index, slot)
@@ -98,16 +91,11 @@ class States:
         return None
 
     def end_step(self) -> None:
-        """End a training step of all sessions."""
         for session in self._shared.values():
             session.end_step()
 
     def adopt(self, index: int, slot: Slot, choice: int) -> None:
-        """Take over the sender's choice.
-
-        Raises:
-            ValueError: it differs from an earlier one.
-        """
+        """Take over the sender's choice; ValueError if it differs from an earlier one."""
         name = self._name(index, slot)
         self._proposals.pop(name, None)
         earlier = self._choices.setdefault(name, choice)
@@ -119,7 +107,6 @@ class States:
         return {name: self._settled(name) for name in self._choices}
 
     def nbytes(self) -> int:
-        """Return the bytes kept between messages."""
         return sum(session.state_bytes() for session in self._shared.values())
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
@@ -168,7 +155,6 @@ class States:
         return call(self._codec, "choose", self._codec.choose, *args, about=self._lane, **kwargs)
 
     def _name(self, index: int, slot: Slot) -> str:
-        """Return the name of a tensor's state, which several shapes may share."""
         shared = None
         if isinstance(self._codec, StatefulCodec):
             shared = call(self._codec, "shared_by", self._codec.shared_by, slot[0], about=self._lane)
@@ -205,7 +191,6 @@ def described(slot: Slot) -> str:
 
 
 def _is_state_dict(states: Any) -> bool:
-    """Whether these are states of sessions by name, with or without choices."""
     if not isinstance(states, Mapping) or not all(isinstance(values, Mapping) for values in states.values()):
         return False
     own = [_own(values) for values in states.values()]
@@ -215,5 +200,4 @@ def _is_state_dict(states: Any) -> bool:
 
 
 def _own(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of a state that the session itself saved."""
     return {key: value for key, value in state.items() if key not in (CHOICE, PROPOSAL)}

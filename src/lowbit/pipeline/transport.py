@@ -1,32 +1,15 @@
-"""How payloads travel between two ranks: with tags and early, or in the order of the schedule.
-
-PyTorch's schedules hardly overlap, and Gloo turns half-duplex when a rank posts a send before a receive. Messages of
-Gloo have tags, so `Early` sends and receives independently of the schedule: receives are posted well before the
-schedule takes them, sends leave at once, and no rank waits before it needs the data. Both directions of the link are
-then busy at the same time. No order of sends can deadlock, because no send waits before the step ends, and a message
-that is taken out of order is posted at once. Memory is bounded by a window of posted receives (`lowbit.wire.inbox`),
-and by the messages that peers have not yet taken (`lowbit.wire.outbox`).
-
-NCCL matches messages by their order alone, so `InOrder` returns the schedule's own operations to it, with payloads in
-place of tensors. NCCL runs on its own streams. It starts after the computation launched so far, and its results are
-needed at once, so coding stays on the computation's stream: on any other, the computation would wait just as long.
-
-Gloo reads and writes host memory only. `Staged` is `Early` for tensors on a GPU: payloads pass through pinned memory on
-side streams, and a thread waits for the copy instead of the schedule. Its messages are the same as those of `Early`.
-
-Each payload is followed by its checksum (`lowbit.wire.checksum`). `Early` and `Staged` check it on the host before
-anything is decoded. `InOrder` checks it on the device, where the host does not wait for it, and reads all outcomes at
-the end of the step, before an optimizer uses the gradients.
-"""
+"""How payloads travel between two ranks: with tags and early (Gloo), or in the order of the schedule (NCCL)."""
 
 from __future__ import annotations
 
 import contextlib
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -35,11 +18,12 @@ from torch import Tensor
 from lowbit.pipeline.side_streams import CudaStreams
 from lowbit.wire.checksum import Checksums, Verdicts
 from lowbit.wire.failure import FailureBoard
-from lowbit.wire.inbox import Inbox
-from lowbit.wire.mailbox import Mailbox, Route, Sent, sever
+from lowbit.wire.mailbox import Expected, Mailbox, Route, Sent, sever
 from lowbit.wire.outbox import outbox_of
 from lowbit.wire.traffic import Traffic
 
+WINDOW_BYTES = 16 << 20
+WINDOW_MESSAGES = 4  # fewest messages in a window, whatever their size
 _SENDER = ThreadPoolExecutor(1, thread_name_prefix="lowbit-sender")  # sends messages that have been copied to the host
 # Outcomes of checksums of all stages of this rank: the last stage to finish a step reads them.
 _verdicts: weakref.WeakKeyDictionary[dist.ProcessGroup, Verdicts] = weakref.WeakKeyDictionary()
@@ -51,10 +35,7 @@ class Transport(ABC):
     Attributes:
         name: must be the same on all ranks.
         device: where tensors must be for the process group to carry them.
-        rank: this one, in the group.
-        traffic: where to count.
-        room: free bytes that `send` needs behind a payload.
-        overhead: bytes that travel behind a payload.
+        room: free bytes that `send` needs behind a payload. overhead: bytes that travel behind a payload.
     """
 
     name: str
@@ -71,13 +52,10 @@ class Transport(ABC):
         """Start a step; `number` counts passes, training or not, and is the same at both ends."""
 
     def expect(self, messages: Iterable[tuple[Route, int]]) -> None:  # noqa: B027
-        """Post receives for all messages, with their sizes, that will be taken on one lane.
+        """Post receives for all messages, with their sizes, that will be taken on one lane, in about this order.
 
         If a peer has ended, taking its message raises the error. A backend that matches messages by their order alone
         cannot post anything ahead of the schedule.
-
-        Args:
-            messages: in about the order in which the schedule takes them; other orders are slower.
         """
 
     @abstractmethod
@@ -90,11 +68,7 @@ class Transport(ABC):
 
     @abstractmethod
     def take(self, route: Route, nbytes: int) -> Tensor:
-        """Wait for a message and return its payload, uint8 (nbytes,).
-
-        Raises:
-            DamagedError: it is not what was sent; `drain` may raise this instead.
-        """
+        """Wait for a message and return its payload, uint8 (nbytes,); it, or `drain`, raises a DamagedError."""
 
     def leaving(self, source: Tensor) -> AbstractContextManager[None]:
         """Return a context in which to encode a tensor and send its payload."""
@@ -110,11 +84,7 @@ class Transport(ABC):
 
     @abstractmethod
     def drain(self) -> None:
-        """Wait until everything that this rank sent has left, and release it.
-
-        Raises:
-            DamagedError: a message that was taken is not what was sent.
-        """
+        """Wait until everything that this rank sent has left, and release it."""
 
     def sever(self) -> None:  # noqa: B027
         """Close the connections for good: peers that wait for this rank fail at once (NCCL: when its watchdog acts)."""
@@ -123,11 +93,7 @@ class Transport(ABC):
 def choose(
     group: dist.ProcessGroup, device: torch.device | str, traffic: Traffic, checksums: Checksums
 ) -> Early | InOrder:
-    """Create the transport of a process group: `InOrder` with NCCL, `Early` with Gloo (`Staged` for a GPU).
-
-    Raises:
-        ValueError: the backend is Gloo, and the device is neither a CPU nor CUDA.
-    """
+    """Create the transport of a process group: `InOrder` with NCCL, `Early` with Gloo (`Staged` for a GPU)."""
     device = torch.device(device)
     backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
     if backends.get(device.type, backends.get("cpu")) != "gloo":
@@ -139,8 +105,78 @@ def choose(
     raise ValueError(f"device is {device}; allowed with Gloo: cpu or cuda")
 
 
+@dataclass
+class _Window:
+    """Messages expected together; number and bytes of those whose receives are posted."""
+
+    later: deque[Route] = field(default_factory=deque)
+    messages: int = 0
+    nbytes: int = 0
+
+
+class Inbox:
+    """Messages that a stage will take in a step; their receives are posted as far ahead as a window allows.
+
+    Gloo asks the peer before it sends a message without a posted receive, which takes a round trip. A window is
+    at least a bandwidth-delay product: 12.5 MB at 1 Gbit/s and 100 ms. `buffer`: as for `Mailbox.expect`.
+    """
+
+    def __init__(self, mailbox: Mailbox, buffer: Callable[[int], Tensor] | None = None) -> None:
+        self._mailbox, self._traffic, self._buffer = mailbox, mailbox.traffic, buffer
+        self._expected: dict[Route, tuple[int, _Window]] = {}  # not posted yet; payload bytes and window of each
+        self._posted: dict[Route, tuple[Expected, _Window]] = {}
+
+    def expect(self, messages: Iterable[tuple[Route, int]]) -> None:
+        """Post as many receives as fit into a new window, and the others as these messages are taken."""
+        window = _Window()
+        for route, size in messages:
+            self._expected[route] = size, window
+            window.later.append(route)
+        self._fill(window)
+
+    @contextlib.contextmanager
+    def taking(self, route: Route, size: int) -> Iterator[Expected]:
+        """Yield a message for the block to wait for; its receive is posted first if it is not yet."""
+        if route not in self._posted:
+            _, window = self._expected.pop(route, (size, _Window()))
+            self._start(route, size, window)
+        message, window = self._posted.pop(route)
+        try:
+            yield message
+        finally:
+            window.messages -= 1
+            window.nbytes -= message.nbytes
+            self._traffic.hold(-message.nbytes)
+        self._fill(window)
+
+    def _fill(self, window: _Window) -> None:
+        while window.later:
+            route = window.later[0]
+            if route in self._expected:  # not already taken out of order
+                size, _ = self._expected[route]
+                whole = size + self._mailbox.checksums.room
+                if window.messages >= WINDOW_MESSAGES and window.nbytes + whole > WINDOW_BYTES:
+                    return
+                del self._expected[route]
+                self._start(route, size, window)
+            window.later.popleft()
+
+    def _start(self, route: Route, size: int, window: _Window) -> None:
+        message = self._mailbox.expect(route, size, buffer=self._buffer)
+        self._posted[route] = message, window
+        window.messages += 1
+        window.nbytes += message.nbytes
+        self._traffic.hold(message.nbytes)
+
+
 class Early(Transport):
-    """Posts receives ahead of the schedule, and leaves waiting for sends to another thread."""
+    """Posts receives ahead of the schedule, and leaves waiting for sends to another thread.
+
+    PyTorch's schedules hardly overlap, and Gloo turns half-duplex when a rank posts a send before a receive. Here both
+    directions of the link are busy at once. No order of sends can deadlock: none waits before the step ends, and a
+    message that is taken out of order is posted at once. Memory is bounded by the windows of the inbox, and by what
+    peers have not yet taken. Checksums are verified before anything is decoded.
+    """
 
     name = "early, with tags"
 
@@ -218,7 +254,11 @@ class Staged(Early):
 
 
 class InOrder(Transport):
-    """Leaves messages to the schedule, which runs and waits for operations in its own order, here with payloads."""
+    """Leaves messages to the schedule, which runs and waits for operations in its own order, here with payloads.
+
+    NCCL matches messages by order alone. Its results are needed at once, so coding stays on the computation's stream.
+    Checksums are verified on the device; their outcomes are read at the end of the step, before an optimizer runs.
+    """
 
     name = "in the schedule's order"
 

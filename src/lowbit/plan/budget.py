@@ -1,7 +1,7 @@
 """Chooses what the stages of a pipeline save within the memory of each device: plans by stage, and the search itself.
 
-Under most schedules late stages hold fewer micro-batches than early ones, and so can afford more bits (AGoQ, arXiv
-2605.00539). The paper describes neither its search nor its measure of loss; ours are below.
+Late stages mostly hold fewer micro-batches, and can afford more bits (AGoQ, arXiv 2605.00539, which describes neither
+its search nor its measure of loss; ours are below).
 """
 
 from __future__ import annotations
@@ -171,12 +171,10 @@ def plan_bits(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """One of the choices for a stage.
+    """One of the choices for a stage: bits, or choices for its layers (`what`), and what they cost for a micro-batch.
 
-    Args:
-        what: bits, or choices for its layers. held: bytes of a micro-batch between its forward and its backward.
-        extra: further bytes of a micro-batch while it runs. seconds: of forward and backward of a micro-batch.
-        loss: squared error of the gradient, the stage's share of the model's.
+    `held`: bytes between forward and backward. `extra`: further bytes while it runs. `seconds`: of both passes. `loss`:
+    squared error of the gradient, the stage's share of the model's.
     """
 
     what: Any
@@ -227,9 +225,7 @@ def choose(
 def outside_autograd(held: InFlight, moment: Moment, costs: Sequence[StageCost], stages: Sequence[int] = ()) -> int:
     """Bytes that the pipeline holds for the micro-batches of a moment, minus those that autograd frees early.
 
-    An output for the next stage of the same rank counts once, as the input of that stage.
-
-    `costs` has all stages of the pipeline; `stages` are the ones to count, by default all of the rank.
+    An output for the next stage of the same rank counts once, as its input. `stages`: to count; by default the rank's.
     """
     total = 0
     for s in stages or moment.held:
@@ -242,8 +238,6 @@ def outside_autograd(held: InFlight, moment: Moment, costs: Sequence[StageCost],
 
 
 class _Rank:
-    """The combinations of the options of a rank's stages."""
-
     def __init__(
         self, rank: int, held: InFlight, costs: Sequence[StageCost], options: Sequence[Sequence[Option]]
     ) -> None:
@@ -265,7 +259,6 @@ class _Rank:
         self.least = int(self.bytes.min())
 
     def best(self, limit: int) -> tuple[dict[int, Option], int]:
-        """Return the best options within `limit` bytes, by stage, and their bytes."""
         best = self.bytes <= limit
         fastest = float(self.seconds[best].min())
         best &= self.seconds <= fastest + SLOWER * abs(fastest)
@@ -301,7 +294,6 @@ def _errors(cost: StageCost, sensitivities: Sensitivities) -> Sensitivities:
 
 
 def _options(cost: StageCost, errors: Sensitivities, layers: int) -> list[Option]:
-    """All combinations of bits of a stage."""
     share = cost.layers / layers if layers else 0.0
     options = []
     for chosen in itertools.product(*(sorted(cost.saved[kind]) for kind in PLANNED)):

@@ -118,11 +118,7 @@ class ClusterLink:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Machines and links.
-
-    Raises:
-        ConfigError: machines with the same name, a link of an unknown machine, or two links between a pair.
-    """
+    """Machines and links; ConfigError for equal names, a link of an unknown machine, or two links of a pair."""
 
     machines: tuple[Machine, ...]
     links: tuple[ClusterLink, ...] = ()
@@ -151,20 +147,12 @@ class Cluster:
 
     @classmethod
     def read(cls, path: str | Path) -> Cluster:
-        """Read `cluster.toml`: a list of `[[machine]]` and one of `[[link]]`.
-
-        Raises:
-            ConfigError: a file that is missing or not valid TOML, an unknown key, or a cluster that contradicts itself.
-        """
+        """Read `cluster.toml`: a list of `[[machine]]` and one of `[[link]]`; ConfigError if it is not valid."""
         return cls.from_mapping(read_toml(Path(path)), str(path))
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], path: str = "the cluster") -> Cluster:
-        """Build a cluster from the values of such a file; `path` is its name in errors.
-
-        Raises:
-            ConfigError: an unknown key, or a cluster that contradicts itself.
-        """
+        """Build a cluster from the values of such a file; `path` is its name in errors."""
         if unknown := set(values) - {"machine", "link"}:
             raise ConfigError(f"{path} has {', '.join(sorted(unknown))}; known: [[machine]], [[link]]")
         machines, links = (_list(values, name, path) for name in ("machine", "link"))
@@ -179,11 +167,7 @@ class Cluster:
         return tuple(machine for machine in self.machines for _ in range(machine.ranks))
 
     def link(self, a: str, b: str) -> ClusterLink | None:
-        """The link between two machines; None for a machine and itself.
-
-        Raises:
-            ConfigError: the cluster has no such link.
-        """
+        """The link between two machines; None for a machine and itself; ConfigError if the cluster has none."""
         if a == b:
             return None
         for link in (*(link for link in self.links if {a, b} == set(link.between)), *self.links):

@@ -12,12 +12,10 @@ from lowbit.simulate.orders import ACTION, Order
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """Micro-batches that a rank's stages hold at one time.
+    """Micro-batches that a rank's stages hold at one time: by stage, those whose activations it holds.
 
-    Args:
-        held: by stage, the number whose activations it holds.
-        halfway: by stage, how many of these are between backward's pass for the inputs and the one for the weights.
-            PyTorch then holds gradients of the layers' outputs, of the stage's outputs and of its inputs as well.
+    `halfway`: how many of these are between backward's pass for the inputs and the one for the weights. PyTorch then
+    holds gradients of the layers' outputs, of the stage's outputs and of its inputs as well.
     """
 
     held: Mapping[int, int]
@@ -34,9 +32,8 @@ class Moment:
 class InFlight:
     """Micro-batches that the stages of a pipeline hold.
 
-    Args:
-        moments: by rank, those that no other exceeds in all `numbers`. However many bytes a micro-batch takes, the
-            rank's memory is highest at one of these.
+    `moments`: by rank, those that no other exceeds in all `numbers`. However many bytes a micro-batch takes, the rank's
+    memory is highest at one of these.
     """
 
     moments: Mapping[int, tuple[Moment, ...]]

@@ -1,9 +1,7 @@
 """Measures, predicts and makes choices for every layer of a model within a memory limit.
 
-A layer's costs do not depend on what the others do, and layers are alike. So a few layers are measured once with each
-choice, and the peak of any combination is computed: when layer i runs backward, the layers before it still hold what
-they keep, and layer i holds what its backward takes. Only one order of a mixture has to be considered: layers whose
-backward takes the most beyond what they keep come first, where the least is held at the same time.
+Layers are alike, so a few are measured once with each choice, and the peak of any combination is computed. Of a mixture
+only one order counts: layers whose backward takes the most beyond what they keep come first, where the least is held.
 """
 
 from __future__ import annotations
@@ -44,12 +42,10 @@ CHOICES = (
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCost:
-    """The cost of a choice in one layer.
+    """The cost of a choice in one layer: bytes kept from its forward to its backward, and the most during each.
 
-    Args:
-        kept: bytes from its forward to its backward. forward, backward: the most bytes during each, beyond those at
-            the forward's start and at the backward's end.
-        seconds: of forward and backward, minus those of `KEEP`. error: squared relative error of the gradient.
+    The latter are beyond those at the forward's start and at the backward's end. `seconds`: of both, minus those of
+    `KEEP`. `error`: squared relative error of the gradient.
     """
 
     kept: int
@@ -61,11 +57,9 @@ class LayerCost:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayersPrediction:
-    """Predicted costs of a step.
+    """Predicted costs of a step with these choices (`runs`), and the relative error of its gradient.
 
-    Args:
-        runs: the choices. peak: bytes of activations and temporaries. held: bytes of a micro-batch between its forward
-            and its backward. seconds: of the layers. error: relative error of the gradient.
+    `peak`: bytes of activations and temporaries. `held`: of a micro-batch between its forward and its backward.
     """
 
     runs: Runs
@@ -101,11 +95,6 @@ class StepCosts:
     end_of_forward: int
     seconds: float
     measured: int
-
-    def peak(self, choices: Sequence[LayerChoice], *, held: int = 1) -> int:
-        """Predicted peak of activations and temporaries, with `held` micro-batches in flight."""
-        runs = tuple((choice, len(list(alike))) for choice, alike in itertools.groupby(choices))
-        return self.predict(runs, held=held).peak
 
     def predict(self, runs: Runs, *, held: int = 1) -> LayersPrediction:
         """Predicted costs of a step with these choices, with `held` micro-batches in flight."""
@@ -203,10 +192,7 @@ def fastest(every: Sequence[LayersPrediction], limit: int) -> LayersPrediction:
 def predictions(costs: StepCosts, layers: int, *, max_error: float, held: int = 1) -> list[LayersPrediction]:
     """All mixtures of up to three choices over the layers, each in its best order, with an error up to `max_error`.
 
-    With many layers, not every number of them is tried. Choices that another beats in every respect are left out.
-
-    Raises:
-        ValueError: all errors are larger; the text names the smallest.
+    With many layers, not every number of them is tried. ValueError: all errors are larger; it names the smallest.
     """
     tried: dict[Runs, None] = {}
     useful = _useful(costs)
@@ -268,12 +254,7 @@ def layer_settings(layer: nn.Module) -> dict[str, Any]:
 def choice_errors(
     model: nn.Module, loss: Step, choices: Sequence[LayerChoice], *, group: int = 64
 ) -> dict[LayerChoice, float]:
-    """Relative error of the gradient with each choice in all layers.
-
-    Args:
-        model: in training mode, not compressed; unchanged afterwards, and without gradients.
-        loss: computes the same loss at every call, without dropout.
-    """
+    """Relative error of the gradient with each choice in all layers; arguments as for `sensitivities`."""
     layers = len(layers_of(model))
     exact, errors = gradients(model, loss), {}
     for choice in choices:

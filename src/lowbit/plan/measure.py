@@ -32,14 +32,13 @@ def compressed(model: nn.Module, policy: LayerAware | LayerPlan) -> Iterator[Non
 def bytes_by_width(
     model: nn.Module, forward: Callable[[], Any], *, widths: Sequence[int] = WIDTHS, group: int = 64
 ) -> dict[int, SavedBytes]:
-    """Bytes that autograd saves of one micro-batch with the same bits for every layer type, for each width.
+    """Bytes that autograd saves of one micro-batch with the same bits for every layer type, by width (2 to 8, 16).
 
     A layer type's bytes do not depend on the bits of others, so these runs give those of every combination.
 
     Args:
         model: not compressed, in training mode; unchanged afterwards.
         forward: runs the model on one micro-batch and returns the loss or a stage's output, which holds the graph.
-        widths: bits, each 2 to 8 or 16. group: elements that share a scale.
     """
     by_width: dict[int, SavedBytes] = {}
     for bits in widths:
@@ -67,7 +66,6 @@ def sensitivities(
         model: not compressed, in training mode; unchanged afterwards, and without gradients.
         loss: computes the same loss at every call: no dropout, the same tokens.
         kinds: layer types to try, "attention" too. widths: bits to try.
-        group: elements that share a scale.
 
     Raises:
         ValueError: gradients that are zero or not finite, or that differ between two calls of `loss`.
@@ -95,13 +93,8 @@ def bytes_between_passes(
     """Bytes that PyTorch holds of a micro-batch between backward's pass for the inputs and the one for the weights.
 
     These are the gradients of the outputs of layers with weights, each storage once. Zero-bubble schedules hold them in
-    addition to the saved activations; they do not depend on the bits.
-
-    Args:
-        output: of a stage, or a loss; its graph cannot be used again.
-        grad_output: gradient of `output`, not counted; None if `output` is a loss.
-        input: of the stage, with `requires_grad`; its own gradient is not counted.
-        parameters: of the stage.
+    addition to the saved activations; they do not depend on the bits. Gradients of `output` (None: it is a loss) and
+    `input` are not counted. The graph of `output` cannot be used again.
     """
     from torch.distributed.pipelining._backward import stage_backward_input
 
@@ -131,11 +124,7 @@ def gradients(model: nn.Module, loss: Callable[[], Tensor]) -> dict[str, Tensor]
 
 
 def relative_error(rounded: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
-    """|rounded - exact| / |exact| over all tensors together.
-
-    Raises:
-        ValueError: `exact` is zero or not finite.
-    """
+    """|rounded - exact| / |exact| over all tensors together; ValueError if `exact` is zero or not finite."""
     norms = [torch.stack([torch.linalg.vector_norm(t) for t in exact.values()])]
     norms.append(torch.stack([torch.linalg.vector_norm(rounded[n] - t) for n, t in exact.items()]))
     size, error = (float(torch.linalg.vector_norm(norm.double())) for norm in norms)

@@ -1,7 +1,6 @@
 """`lowbit plan memory`: bits of saved activations by stage and layer type, for a memory budget.
 
-Bytes are counted on two decoder layers of the real shape, for the first, middle and last stages of the pipeline, and
-multiplied; errors of the gradient are measured on the whole model, on a few tokens.
+Bytes are counted on two decoder layers of the real shape for each kind of stage; errors on the whole model.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from pydantic import Field
 from lowbit.activations.layer_plan import PLANNED, LayerChoice, LayerPlan
 from lowbit.codecs import parse
 from lowbit.config import ConfigError, NonNegative, section
-from lowbit.plan.budget import Option, StageCost, choose, outside_autograd, plan_bits
+from lowbit.plan.budget import Option, choose, outside_autograd, plan_bits
 from lowbit.plan.in_flight import InFlight, in_flight
 from lowbit.plan.layers import LayersPrediction, described
 from lowbit.plan.measure import sensitivities
@@ -158,7 +157,8 @@ def _by_stage(
     held, costs = settings.held, [stage.cost for stage in measured]
     errors = sensitivities(*sample_model(settings), group=settings.group)
     plan_for = partial(plan_bits, held, sensitivities=errors, group=settings.group)
-    int4 = plan_for([_only(cost, 4) for cost in costs], device_bytes=1 << 62)
+    only_4 = [replace(cost, saved={kind: {4: cost.saved[kind][4]} for kind in PLANNED}) for cost in costs]
+    int4 = plan_for(only_4, device_bytes=1 << 62)
     plan = plan_for(costs, device_bytes=_budget(settings, int4.device_bytes))
     return plan.bits, [
         {
@@ -229,35 +229,28 @@ def _budget(settings: MemorySettings, low: Mapping[int, int]) -> int:
     return parse_bytes(settings.budget, "budget") if settings.budget else max(low.values())
 
 
-def _only(cost: StageCost, bits: int) -> StageCost:
-    """The costs of a stage whose layer types all have these bits."""
-    return replace(cost, saved={kind: {bits: cost.saved[kind][bits]} for kind in PLANNED})
-
-
 def _megabytes(size: float) -> str:
     return f"{size / 1e6:,.0f}" if size >= 1e8 else f"{size / 1e6:.1f}"
+
+
+def _within(row: Row) -> str:
+    return f"within {_megabytes(row['budget'])} MB a device (the least that would do: {_megabytes(row['least'])} MB)"
 
 
 def _title(rows: Sequence[Row]) -> str:
     one = rows[0]
     return (
-        f"Saved activations within {_megabytes(one['budget'])} MB a device "
-        f"(the least that would do: {_megabytes(one['least'])} MB)\n"
+        f"Saved activations {_within(one)}\n"
         f"relative error of the gradient: {one['error_all']:.4f}, with 4 bits everywhere {one['error_int4']:.4f}"
     )
 
 
 def _kind(by: str) -> Callable[[Sequence[Row]], Sequence[Row]]:
-    """The rows of a plan by stage, or by layer."""
     return lambda rows: [row for row in rows if ("choices" in row) == (by == "layer")]
 
 
 def _title_by_layer(rows: Sequence[Row]) -> str:
-    one = rows[0]
-    return (
-        f"What each layer keeps, within {_megabytes(one['budget'])} MB a device "
-        f"(the least that would do: {_megabytes(one['least'])} MB)"
-    )
+    return f"What each layer keeps, {_within(rows[0])}"
 
 
 _BYTES = {

@@ -94,7 +94,6 @@ class PipelinePlanSettings:
 
 
 def _with_recipe(settings: PipelinePlanSettings) -> PipelinePlanSettings:
-    """Return the settings with what the recipe says."""
     if not settings.recipe:
         return settings
     base = settings.base
@@ -216,7 +215,6 @@ def _title(rows: Sequence[Row]) -> str:
 
 
 def _by_machine(rows: Sequence[Row]) -> list[Row]:
-    """A row for each rank of the first choice."""
     one = rows[0]
     layers = one["layers"]
     ranks = len(one["machines"]) // one["replicas"]
@@ -224,15 +222,11 @@ def _by_machine(rows: Sequence[Row]) -> list[Row]:
     found: list[Row] = []
     for number, (machine, size) in enumerate(zip(one["machines"], one["memory_bytes"], strict=True)):
         rank = number % ranks
-        stages = [s for s in range(len(layers)) if _rank_of(s, ranks, v_shaped) == rank]
+        back = ranks - 1 - rank if v_shaped else rank  # position in every other lap
+        stages = [s for s in range(len(layers)) if s % ranks == (back if s // ranks % 2 else rank)]
         listed = " and ".join(str(layers[s]) for s in stages)
         found.append({"rank": number, "machine": machine, "layers": listed, "memory_bytes": size})
     return found
-
-
-def _rank_of(stage: int, ranks: int, v_shaped: bool) -> int:
-    lap, position = divmod(stage, ranks)
-    return ranks - 1 - position if v_shaped and lap % 2 else position
 
 
 COMMAND = Command(

@@ -25,11 +25,9 @@ from lowbit.wire.checksum import CHECKSUM_BYTES
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineChoice:
-    """A way to cut and run a model.
+    """A way to cut and run a model. `layers`: of each stage; empty: distributed evenly.
 
-    Args:
-        replicas: number of equal pipelines. layers: of each stage; empty: distributed evenly.
-        formats: of activations, or of both ways ("int4 / int6"): one for each boundary, or one for all.
+    `formats`: of activations, or of both ways ("int4 / int6"): one for each boundary, or one for all.
     """
 
     replicas: int
@@ -53,13 +51,10 @@ class PipelineChoice:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Prediction:
-    """The predicted time, memory and traffic of a choice.
+    """The predicted time, memory (bytes of each rank) and traffic of a choice.
 
-    Attributes:
-        steps: the simulated step of each pipeline. seconds: of the slowest.
-        memory: bytes of each rank of all pipelines. bits: per element, forward and backward, of each boundary.
-        gradient_bytes: bytes that all ranks send in a step to average gradients, and to exchange the rows of a tied
-            embedding both ways.
+    `steps`: of each pipeline. `bits`: per element, forward and backward, of each boundary. `gradient_bytes`: that all
+    ranks send in a step to average gradients, and to exchange the rows of a tied embedding both ways.
     """
 
     choice: PipelineChoice
@@ -92,8 +87,7 @@ class Prediction:
 class Predictor:
     """Predicts time and memory of choices for a model on a cluster.
 
-    Args:
-        sizes: of the model. sequence, batch: tokens per window, windows per step. all_reduce: format of gradients.
+    `sequence`: tokens per window. `batch`: windows per step. `all_reduce`: format of gradients.
     """
 
     def __init__(self, cluster: Cluster, sizes: ModelSizes, *, sequence: int, batch: int, all_reduce: Codec) -> None:
@@ -106,11 +100,7 @@ class Predictor:
         self._schedule = functools.cache(_schedule)
 
     def rows(self, choice: PipelineChoice) -> int:
-        """Windows of a micro-batch.
-
-        Raises:
-            ConfigError: the batch cannot be divided into these micro-batches.
-        """
+        """Windows of a micro-batch; ConfigError if the batch cannot be divided into these micro-batches."""
         rows, rest = divmod(self.batch, choice.microbatches * choice.replicas)
         if rest:
             pipelines = f" in {choice.replicas} pipelines" if choice.replicas > 1 else ""
@@ -120,11 +110,7 @@ class Predictor:
         return rows
 
     def ranks(self, choice: PipelineChoice) -> int:
-        """Ranks of one pipeline.
-
-        Raises:
-            ConfigError: the machines cannot be divided into pipelines.
-        """
+        """Ranks of one pipeline; ConfigError if the machines cannot be divided into pipelines."""
         ranks, rest = divmod(len(self.machines), choice.replicas)
         if rest:
             raise ConfigError(f"replicas is {choice.replicas}; allowed: a divisor of {len(self.machines)} ranks")
@@ -143,11 +129,7 @@ class Predictor:
         return tokens * 3 * self.sizes.layer_flops / (machine.tflops * 1e12)
 
     def predict(self, choice: PipelineChoice) -> Prediction:
-        """Simulate a choice.
-
-        Raises:
-            ConfigError: a combination that `lowbit train` refuses, too little memory, or machines without a link.
-        """
+        """Simulate a choice; ConfigError: refused by `lowbit train`, too little memory, or machines without a link."""
         layout = self.layout(choice)
         memory = self._memory(choice, layout)
         ranks = layout.ranks
@@ -201,7 +183,6 @@ class Predictor:
         return self.rows(choice), self.sequence, self.sizes.width
 
     def _step(self, choice: PipelineChoice, layout: PipelineLayout, index: int) -> Step:
-        """The step of one pipeline."""
         machines = self.machines[index * layout.ranks : (index + 1) * layout.ranks]
         tokens, shape, sizes = self.rows(choice) * self.sequence, self._shape(choice), self.sizes
         ranks = [layout.rank_of(stage) for stage in range(layout.stages)]
@@ -260,7 +241,6 @@ class Predictor:
         return Network(channels=channels, routes=routes)
 
     def _parameters(self, layout: PipelineLayout, rank: int) -> int:
-        """Number of parameters that a rank's optimizer updates."""
         last, stages = layout.stages - 1, layout.stages_of(rank)
         follows = self._followed(layout) and 0 in stages
         return sum(
@@ -268,7 +248,6 @@ class Predictor:
         ) - (follows * self.sizes.tied)  # fmt: skip
 
     def _gradient_bytes(self, choice: PipelineChoice, parameters: int) -> float:
-        """Bytes that a rank sends to the other pipelines in a step."""
         count = choice.replicas
         return 2 * (count - 1) / count * self.all_reduce.nbytes((parameters,)) if count > 1 else 0.0
 
@@ -288,7 +267,6 @@ class Predictor:
         return seconds
 
     def _members(self, choice: PipelineChoice, layout: PipelineLayout, rank: int) -> list[Machine]:
-        """The machines that run this rank in each pipeline."""
         return [self.machines[index * layout.ranks + rank] for index in range(choice.replicas)]
 
     def _step_rows(self, choice: PipelineChoice) -> int:
@@ -296,7 +274,6 @@ class Predictor:
         return self._row_bytes(self.batch // choice.replicas * self.sequence, self._tied_rows)
 
     def _row_bytes(self, tokens: int, codec: Codec) -> int:
-        """Bytes of the rows of a text with this many tokens."""
         rows = expected_rows(tokens, self.sizes.tied // self.sizes.width)
         return row_bytes(rows, self.sizes.width, codec)
 
@@ -307,8 +284,7 @@ class Predictor:
     def _slowest(self, machines: Sequence[Machine], own: int, shared: int) -> tuple[float, float]:
         """Seconds per byte, and one-way latency, of the slowest links between these machines.
 
-        Args:
-            own: simultaneous messages in each direction of a link. shared: the same for links with a `shared` name.
+        `own`: simultaneous messages in each direction of a link. `shared`: the same for links with a `shared` name.
         """
         names = [machine.name for machine in machines]
         links = [self.cluster.link(a, b) for i, a in enumerate(names) for b in names[i + 1 :]]
@@ -320,11 +296,7 @@ class Predictor:
         return max(seconds, default=0.0), max((link.rtt_ms for link in links if link), default=0.0) / 2000
 
     def _memory(self, choice: PipelineChoice, layout: PipelineLayout) -> tuple[float, ...]:
-        """Memory of each rank, in bytes.
-
-        Raises:
-            MemoryShort: a rank needs more than its machine has.
-        """
+        """Memory of each rank, in bytes; MemoryShort if a rank needs more than its machine has."""
         found = []
         for number, machine in enumerate(self.machines):
             rank = number % layout.ranks
@@ -338,7 +310,6 @@ class Predictor:
         return tuple(found)
 
     def _coding(self, machine: Machine, codec: Codec, shape: tuple[int, int, int]) -> tuple[float, float]:
-        """Encoding and decoding speed of a machine, in bytes of float32 per second."""
         for name, speed in machine.coding_speeds.items():
             if parse(name) == codec:
                 return speed
@@ -350,11 +321,9 @@ class MemoryShort(ConfigError):
 
 
 def _every(formats: tuple[str, ...], boundaries: int) -> tuple[str, ...]:
-    """Repeat a single format for each boundary."""
     return formats * boundaries if len(formats) == 1 else formats
 
 
 def _schedule(name: str, ranks: int, stages_per_rank: int, microbatches: int) -> tuple[Actions, InFlight]:
-    """The actions of a schedule, and the micro-batches that its stages hold."""
     order = order_of(name, ranks=ranks, stages_per_rank=stages_per_rank, microbatches=microbatches)
     return actions_from(order), in_flight(order)

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
+from operator import attrgetter
 
 from lowbit.config import ConfigError
 from lowbit.plan.predict import MemoryShort, PipelineChoice, Prediction, Predictor
@@ -17,6 +18,7 @@ from lowbit.train.config import Schedule
 _LAPS = ("Interleaved1F1B", "LoopedBFS")
 _AS_FAST = 1.01  # times the fastest: up to this, formats with more bits are preferred
 _FEW_STAGES = 4
+_SECONDS = attrgetter("seconds")
 _MOST_MOVES = 8  # moves of a layer from one stage to another
 
 
@@ -26,10 +28,7 @@ def best_split(
     """Share layers among ranks so that the slowest rank is as fast as possible; None if they do not fit.
 
     Among splits with equally slow ranks, the one with the least total time is chosen: it fills the pipeline soonest.
-    Dynamic programming makes both exact: the best split of n layers over the first k ranks follows from k - 1 ranks.
-
-    Args:
-        costs: for each rank, seconds by number of layers. least: fewest layers of any rank. most: most of each rank.
+    Both are exact. `costs`: for each rank, seconds by number of layers. `least`: of any rank. `most`: of each rank.
     """
     most = most or [layers] * len(costs)
     slowest = _share(costs, layers, least, most, max)
@@ -98,18 +97,14 @@ def search(
     if not best:
         assert problem is not None
         raise problem
-    order = sorted((_improve(predictor, found) for found in best.values()), key=_seconds)
+    order = sorted((_improve(predictor, found) for found in best.values()), key=_SECONDS)
     first = max((found for found in order if found.seconds <= _AS_FAST * order[0].seconds), key=lambda f: f.total_bits)
     as_fast = _AS_FAST * order[0].seconds / first.seconds  # what the choice of `first` leaves of the tolerance
     return [_by_boundary(predictor, first, formats, as_fast), *(found for found in order if found is not first)]
 
 
 def _splits(predictor: Predictor, choice: PipelineChoice) -> Iterator[tuple[int, ...]]:
-    """Yield the split whose slowest rank is fastest, and the even one if that also fits.
-
-    Raises:
-        ConfigError: neither is possible.
-    """
+    """Yield the split whose slowest rank is fastest, and the even one if that also fits."""
     layout, sizes = predictor.layout(choice), predictor.sizes
     tokens = predictor.rows(choice) * predictor.sequence
 
@@ -135,11 +130,7 @@ def _splits(predictor: Predictor, choice: PipelineChoice) -> Iterator[tuple[int,
 def _within_memory(
     predictor: Predictor, choice: PipelineChoice, costs: Sequence[Callable[[int], float]]
 ) -> Iterator[tuple[int, ...]]:
-    """Yield the fastest split whose ranks have no more layers than fit into their memory.
-
-    Raises:
-        MemoryShort: no split fits.
-    """
+    """Yield the fastest split whose ranks have no more layers than fit into their memory, or raise MemoryShort."""
     layers, ranks, each = predictor.sizes.layers, len(costs), choice.stages_per_rank
     most = []
     for rank in range(ranks):
@@ -173,7 +164,7 @@ def _over_stages(shares: Sequence[int], choice: PipelineChoice, predictor: Predi
 def _improve(predictor: Predictor, found: Prediction) -> Prediction:
     """Move single layers as long as that makes a step faster."""
     for _ in range(_MOST_MOVES):
-        better = min(_predicted(predictor, _moves(predictor, found)), key=_seconds, default=found)
+        better = min(_predicted(predictor, _moves(predictor, found)), key=_SECONDS, default=found)
         if better.seconds >= found.seconds * (1 - 1e-9):
             break
         found = better
@@ -202,14 +193,9 @@ def _by_boundary(predictor: Predictor, found: Prediction, formats: Sequence[str]
 
 
 def _predicted(predictor: Predictor, choices: Iterable[PipelineChoice]) -> Iterator[Prediction]:
-    """Yield predictions of the choices that are possible."""
     for choice in choices:
         with contextlib.suppress(ConfigError):
             yield predictor.predict(choice)
-
-
-def _seconds(found: Prediction) -> float:
-    return found.seconds
 
 
 def _moves(predictor: Predictor, found: Prediction) -> Iterator[PipelineChoice]:

@@ -63,7 +63,6 @@ class ModelSizes:
     logits: int
 
     def parameters(self, layers: int, *, first: bool, last: bool) -> int:
-        """Parameters of a stage."""
         ends = first * self.first_parameters + last * self.last_parameters - (first and last) * self.tied
         return layers * self.layer_parameters + ends
 
@@ -104,9 +103,7 @@ def layer_seconds(
 
     The overhead is the part of these seconds that does not grow with the tokens: it makes small micro-batches slow.
 
-    Args:
-        rows: windows of a micro-batch; only one window is measured if all would take too long.
-        autocast: data type of matrix products; None: float32.
+    `rows`: windows of a micro-batch; only one window is measured if all would take too long.
     """
     whole, _ = two_layers(model, vocab, sequence)
     stage = StageModule(whole, layers=range(2), first=False, last=False, autocast=autocast).train().to(device)
@@ -171,7 +168,6 @@ def _seconds(work: Callable[[], object], device: torch.device | None) -> float:
 
 
 def _saved(module: StageModule, tokens: int) -> float:
-    """Bytes per token that autograd saves."""
     ids = torch.zeros(1, tokens, dtype=torch.int64)
     inputs = torch.randn(1, tokens, module.width, requires_grad=True)
     with counted(module) as kept:

@@ -63,14 +63,12 @@ class StageMeter:
         self._measured: dict[tuple[bool, bool], _TwoLayers] = {}
 
     def stage(self, layout: PipelineLayout, stage: int) -> MeasuredStage:
-        """Return the bytes of a stage of the pipeline."""
         kind = kind_of(layout, stage)
         if kind not in self._measured:
             self._measured[kind] = _TwoLayers(self, *kind)
         return self._measured[kind].with_layers(len(layout.layers_of(stage)))
 
     def module(self, layers: int, first: bool, last: bool) -> StageModule:
-        """Build a stage with this many of the model's first layers."""
         return StageModule(
             self.model, layers=range(layers), first=first, last=last,
             autocast=torch.bfloat16 if self.mixed else None, boundary_dtype=self.dtype,
@@ -119,7 +117,6 @@ class _TwoLayers:
         self.gradients = [meter.between_passes(layers, first, last) for layers in (1, 2)]
 
     def with_layers(self, layers: int) -> MeasuredStage:
-        """The same stage with `layers` layers."""
         whole = self.by_width[max(self.by_width)]
         not_planned = {kind for kind, _ in whole.modules} - {*PLANNED, "weights"}
         parameters = self.module.named_parameters()
@@ -151,18 +148,13 @@ class _TwoLayers:
         return layers - 1 if f"{name}.".startswith(f"{next(lists)}.1.") else 1
 
     def _fixed(self, parameter: nn.Parameter) -> float:
-        """Bytes of a parameter, its gradient and its state."""
         storage = self.settings.gradients.storage
         gradient = parameter.nbytes if storage == FULL_PRECISION else parse(storage).nbytes(parameter.shape)
         return parameter.nbytes + gradient + _STATE_BYTES[self.settings.optimizer] * parameter.numel()
 
 
 class LayerMeter:
-    """Measures what each choice costs in the layers of each stage, on two layers.
-
-    Attributes:
-        made_for: facts about a layer that a plan records.
-    """
+    """Measures what each choice costs in the layers of each stage, on two layers."""
 
     def __init__(self, settings: MemorySettings, meter: StageMeter) -> None:
         self._layout, self._max_error = settings.layout, settings.max_error
@@ -184,7 +176,6 @@ class LayerMeter:
             self._costs[kind] = with_errors(costs, errors)
 
     def predictions(self, stage: int) -> list[LayersPrediction]:
-        """Predictions of all choices for a stage."""
         layers = len(self._layout.layers_of(stage))
         return predictions(self._costs[kind_of(self._layout, stage)], layers, max_error=self._max_error)
 
@@ -199,11 +190,7 @@ def kind_of(layout: PipelineLayout, stage: int) -> tuple[bool, bool]:
 
 
 def sample_model(settings: MemorySettings) -> tuple[nn.Module, Callable[[], Tensor]]:
-    """The whole model, and its loss on one short sample of text, for errors of the gradient.
-
-    Computed in float32 without dropout, after some steps of training unless the model is pretrained; a pretrained model
-    reads the text with its own tokenizer unless the settings name another.
-    """
+    """The whole model, in float32 without dropout, and its loss on one short sample of text, for gradient errors."""
     tokenizer = settings.data.tokenizer
     if settings.model.pretrained and tokenizer == "bytes":
         tokenizer = settings.model.pretrained

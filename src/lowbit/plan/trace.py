@@ -25,12 +25,10 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTrace:
-    """Bytes that a step allocates, relative to those before it.
+    """Bytes that a step allocates, relative to those before it; `forward` and `backward` of each layer, in order.
 
-    Args:
-        peak: the most at any time. forward, backward: of each layer, in the layers' order. before: from the start to
-            the first layer. between: from the last layer's forward to its backward, with the loss. after: from the
-            first layer's backward to the end.
+    `before`: from the start to the first layer. `between`: from the last layer's forward to its backward, with the
+    loss. `after`: from the first layer's backward to the end.
     """
 
     peak: int
@@ -52,10 +50,7 @@ def trace_step(layers: list[nn.Module], step: Callable[[], Any], device: torch.d
     """Trace a forward and a backward pass of one micro-batch, layer by layer.
 
     PyTorch's profiler reports each of PyTorch's allocations, so the figures are exact; memory of other libraries and of
-    kernels compiled by numba is not seen. Gradients that exist already are not counted.
-
-    Args:
-        layers: in the order in which they run, each once. step: runs both passes.
+    kernels compiled by numba is not seen. Gradients that exist already are not counted. Each layer runs once, in order.
     """
     with _profiled() as profiler, _marking(layers):
         step()
@@ -132,7 +127,6 @@ def _events(profiler: Any) -> Any:
 
 
 def _curve(profiler: Any, device: torch.device) -> list[tuple[int, int]]:
-    """Times in nanoseconds, and bytes allocated then."""
     kind = torch.profiler.DeviceType.CUDA if device.type == "cuda" else torch.profiler.DeviceType.CPU
     changes = [
         (e.start_ns(), e.nbytes()) for e in _events(profiler) if e.name() == "[memory]" and e.device_type() == kind

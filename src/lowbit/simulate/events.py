@@ -1,7 +1,6 @@
 """The event loop of the simulator: ranks that run their actions in order, cores that they share, links with queues.
 
-It is one compiled function, because a thousand stages with a thousand micro-batches are eight million events. Times are
-in seconds; simultaneous events are handled in the order in which they were scheduled.
+It is one compiled function, for millions of events. Times are in seconds; simultaneous events come in order.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ def run(  # noqa: C901, PLR0915 - compiled as a whole
     wire,
     receiver,
     latency,
-    most,
     burst,
     begin,
     end,
@@ -39,9 +37,8 @@ def run(  # noqa: C901, PLR0915 - compiled as a whole
 ) -> int:
     """Simulate all actions; return how many have ended: fewer than all if ranks wait for each other forever.
 
-    An action waits for a message and for room in the queue of its outgoing link, holds a core of its host, and emits a
-    message. A link carries one message at a time, in the order in which they were emitted; each arrives one latency
-    after it has left.
+    An action waits for a message, holds a core of its host, and emits a message. A link carries one message at a time,
+    in the order in which they were emitted; each arrives one latency after it has left.
 
     Args:
         first: int64 (R + 1,): the actions of rank r are first[r] to first[r + 1], in this order.
@@ -49,19 +46,17 @@ def run(  # noqa: C901, PLR0915 - compiled as a whole
         seconds: float64 (A,): duration on a core. host: int32 (R,). cores: int32 (H,): number on each host.
         link: int32 (M,): link of each message. wire: float64 (M,): seconds that the message occupies the link.
         receiver: int32 (M,): rank. latency: float64 (M,): seconds from leaving the link to the receiver.
-        most: int32 (L,): messages that may queue on a link, at least 1.
         burst: float64 (L,): most seconds that a pause of the link can save for later messages.
         begin, end: float64 (A,), to fill: when an action got its core, and when it was done.
         entered, left: float64 (M,), to fill: when a message began to occupy the link, and had left it.
         busy: float64 (L,), to fill: seconds that a link was occupied.
     """
-    ranks, links = len(first) - 1, len(most)
+    ranks, links = len(first) - 1, len(burst)
     at, arrived = first[:-1].copy(), np.zeros(len(link), np.bool_)
-    free, queued, idle = cores.copy(), np.zeros(links, np.int32), np.ones(links, np.bool_)
+    free, idle = cores.copy(), np.ones(links, np.bool_)
     credit, since = burst.copy(), np.zeros(links)  # seconds earned, and when a link became idle
     next_rank, next_message = np.full(ranks, NONE, np.int32), np.full(len(link), NONE, np.int32)
     host_head, host_tail = np.full(len(cores), NONE, np.int32), np.full(len(cores), NONE, np.int32)
-    full_head = np.full(links, NONE, np.int32)  # ranks that wait for room in a link's queue
     link_head, link_tail = np.full(links, NONE, np.int32), np.full(links, NONE, np.int32)
     now, made, done = 0.0, 0, 0
     events: Any = [(0.0, 0, 0, 0)]
@@ -73,14 +68,7 @@ def run(  # noqa: C901, PLR0915 - compiled as a whole
             a = at[r]
             if a == first[r + 1] or (awaited[a] >= 0 and not arrived[awaited[a]]):
                 continue
-            m, h = emitted[a], host[r]
-            if m >= 0 and queued[link[m]] >= most[link[m]]:
-                next_rank[r] = full_head[link[m]]
-                full_head[link[m]] = r
-                if free[h] and host_head[h] >= 0:  # the core goes to the rank that has waited longest
-                    ready.append(int(host_head[h]))
-                    host_head[h] = next_rank[host_head[h]]
-                continue
+            h = host[r]
             if free[h] == 0:
                 next_rank[r] = NONE
                 if host_head[h] < 0:
@@ -91,8 +79,6 @@ def run(  # noqa: C901, PLR0915 - compiled as a whole
                 continue
             free[h] -= 1
             begin[a] = now
-            if m >= 0:
-                queued[link[m]] += 1
             made += 1
             heapq.heappush(events, (now + seconds[a], made, _ENDED, r))
         if not events:
@@ -123,12 +109,6 @@ def run(  # noqa: C901, PLR0915 - compiled as a whole
             sender = link[i]
             idle[sender] = True
             since[sender] = now
-            queued[sender] -= 1
-            r = full_head[sender]
-            full_head[sender] = NONE
-            while r >= 0:
-                ready.append(int(r))
-                r = next_rank[r]
             left[i] = now
             made += 1
             heapq.heappush(events, (now + latency[i], made, _ARRIVED, i))

@@ -54,27 +54,8 @@ class Actions:
 
 
 def actions(schedule: str, *, ranks: int, stages_per_rank: int = 1, microbatches: int) -> Actions:
-    """Return the actions of one step of a schedule of `torch.distributed.pipelining`; starts no process.
-
-    GPipe and 1F1B are generated here, because PyTorch takes 20 seconds to list 1000 stages and micro-batches; all
-    others are PyTorch's lists.
-
-    Raises:
-        ValueError: as `order_of`.
-    """
-    _check(ranks, stages_per_rank, microbatches)
-    simple = {"gpipe": _gpipe, "1f1b": _one_f_one_b}.get(schedule.lower())
-    if simple is None or stages_per_rank != 1:
-        order = order_of(schedule, ranks=ranks, stages_per_rank=stages_per_rank, microbatches=microbatches)
-        return actions_from(order)
-    kinds, numbers = zip(*(simple(rank, ranks, microbatches) for rank in range(ranks)), strict=True)
-    each = 2 * microbatches
-    return Actions(
-        first=np.arange(ranks + 1, dtype=np.int64) * each,
-        stage=np.repeat(np.arange(ranks, dtype=np.int32), each),
-        kind=np.concatenate(kinds),
-        micro_batch=np.concatenate(numbers),
-    )
+    """Return the actions of one step of a schedule as arrays; see `order_of`."""
+    return actions_from(order_of(schedule, ranks=ranks, stages_per_rank=stages_per_rank, microbatches=microbatches))
 
 
 def actions_from(order: Order) -> Actions:
@@ -115,7 +96,8 @@ def order_of(schedule: str, *, ranks: int, stages_per_rank: int, microbatches: i
     """
     from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
-    _check(ranks, stages_per_rank, microbatches)
+    for name, count in (("ranks", ranks), ("stages_per_rank", stages_per_rank), ("microbatches", microbatches)):
+        check_int(name, count, 1, 1 << 16)
     kind: Any = get_schedule_class(schedule)
     several = issubclass(kind, PipelineScheduleMulti)
     if not several and stages_per_rank != 1:
@@ -138,24 +120,3 @@ class _Stage:
         self.group_size, self.group_rank = ranks, 0
         self.is_first, self.is_last = index == 0, index == stages - 1
         self.submod, self.has_backward, self.device = nn.Identity(), True, "cpu"
-
-
-def _check(ranks: int, stages_per_rank: int, microbatches: int) -> None:
-    check_int("ranks", ranks, 1, 1 << 16)
-    check_int("stages_per_rank", stages_per_rank, 1, 1 << 16)
-    check_int("microbatches", microbatches, 1, 1 << 16)
-
-
-def _gpipe(rank: int, ranks: int, count: int) -> tuple[NDArray[np.uint8], NDArray[np.int32]]:
-    numbers = np.arange(count, dtype=np.int32)
-    return np.repeat(np.array([F, B], dtype=np.uint8), count), np.concatenate([numbers, numbers])
-
-
-def _one_f_one_b(rank: int, ranks: int, count: int) -> tuple[NDArray[np.uint8], NDArray[np.int32]]:
-    """Forwards until the first backward can come, then a backward and a forward in turn, then the other backwards."""
-    kind, number = np.full(2 * count, B, np.uint8), np.zeros(2 * count, np.int32)
-    warm = min(count, ranks - rank)
-    steady = warm + 2 * (count - warm)
-    kind[:warm], kind[warm + 1 : steady : 2] = F, F
-    number[kind == F] = number[kind == B] = np.arange(count, dtype=np.int32)
-    return kind, number

@@ -14,8 +14,6 @@ class Channel:
     Args:
         bytes_per_second: rate of payloads; infinite by default.
         latency: seconds from the end of sending to the receiver.
-        most: messages that may be on it or wait for it; a rank whose next message finds no room stops computing.
-            0: any number, as in lowbit.
         burst: bytes that pass at once after a pause, at most what the rate would have carried in the pause: the size of
             a token bucket, as in `SlowLink`.
 
@@ -25,17 +23,13 @@ class Channel:
 
     bytes_per_second: float = math.inf
     latency: float = 0.0
-    most: int = 0
     burst: int = 0
 
     def __post_init__(self) -> None:
         if not self.bytes_per_second > 0:
             raise ValueError(f"bytes_per_second is {self.bytes_per_second}; allowed: more than 0")
-        if not (0 <= self.latency < math.inf and self.most >= 0 and 0 <= self.burst < math.inf):
-            raise ValueError(
-                f"latency is {self.latency}, most is {self.most} and burst is {self.burst}; allowed: at least 0 "
-                "and finite"
-            )
+        if not (0 <= self.latency < math.inf and 0 <= self.burst < math.inf):
+            raise ValueError(f"latency is {self.latency} and burst is {self.burst}; allowed: at least 0 and finite")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -67,10 +67,8 @@ def choose_formats(
 ) -> tuple[tuple[str, ...], float]:
     """Choose the most exact formats that are about as fast as the fastest; also return the seconds of the fastest.
 
-    Args:
-        seconds: of a step, by the format of each boundary. names: formats, the most exact first.
-        places: boundaries to choose for. start: formats to begin with.
-        as_fast: a step counts as about as fast if it takes at most this many times the fastest.
+    `seconds`: of a step, by the format of each boundary. `names`: the most exact first. `places`: boundaries to choose
+    for. `as_fast`: a step counts as about as fast if it takes at most this many times the fastest.
     """
     timed = functools.cache(seconds)
 
@@ -93,13 +91,10 @@ def choose_formats(
 
 
 def share_of_rates(seconds: Callable[[float], float], measured: float) -> float:
-    """The share of the probed link rates that explains the measured step; 1 if slower links do not explain it.
+    """The share of the probed link rates that explains the `measured` seconds of a step; 1 if no slower links do.
 
     Training may not reach the rate that a probe reaches: TCP starts slowly after a pause, and some links carry one
-    direction at a time.
-
-    Args:
-        seconds: predicted seconds of a step, by this share. measured: seconds that a step took.
+    direction at a time. `seconds`: predicted, by this share.
     """
     if measured <= _AS_PREDICTED * seconds(1.0) or seconds(_LEAST_SHARE) < measured:
         return 1.0

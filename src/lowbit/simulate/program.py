@@ -13,7 +13,6 @@ from lowbit.simulate.orders import KINDS, Actions, B, F, I, W
 from lowbit.simulate.parts import Network, StageTimes
 
 Floats = NDArray[np.float64]
-_UNBOUNDED = (1 << 31) - 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,7 +112,6 @@ class StepProgram:
                 for b in crossing
             ]
             self.latency = self.latency + np.repeat(more, self.counts)
-        self.most = np.array([*(channel.most or _UNBOUNDED for channel in channels), _UNBOUNDED], np.int32)
         self.burst = np.array([*(channel.burst / channel.bytes_per_second for channel in channels), 0.0])
 
     def between_sums(self, before: Floats, after: Floats) -> tuple[Whole, NDArray[np.int64]]:

@@ -1,9 +1,7 @@
 """Simulates a training step of a pipeline: which rank computes, codes, sends and waits, and when.
 
-The simulation follows `lowbit train`. A rank runs its actions in the schedule's order. It waits for the message of an
-action, decodes it, computes, encodes the result and continues while that is sent. At the end of a step all ranks send
-their metrics to rank 0, which sends the sums back. Then each runs its optimizer and begins the next step. So a step is
-the time between two sums, and simulating one from sum to sum gives the steady state.
+At the end of a step all ranks send their metrics to rank 0, which sends the sums back; then each runs its optimizer.
+A step is the time between two sums, and simulating one from sum to sum gives the steady state.
 """
 
 from __future__ import annotations
@@ -119,8 +117,8 @@ def simulate(
     loop = events.run if _simulated[0] >= _COMPILED_FROM else getattr(events.run, "py_func", events.run)
     done = loop(
         whole.first, whole.awaited, whole.seconds, whole.emitted, np.asarray(of, np.int32),
-        np.asarray(cores, np.int32), whole.link, whole.wire, whole.receiver, whole.latency, program.most,
-        program.burst, begin, end, entered, left, busy,
+        np.asarray(cores, np.int32), whole.link, whole.wire, whole.receiver, whole.latency, program.burst,
+        begin, end, entered, left, busy,
     )  # fmt: skip
     if done < len(end):
         raise ValueError(program.stuck(end[place], whole.seconds[place]))
@@ -145,12 +143,10 @@ def simulate(
 
 
 def _sums(of: NDArray[np.int32], values: Floats, count: int) -> Floats:
-    """Add up the values that have the same index."""
     return np.bincount(of, values, count).astype(np.float64)
 
 
 def _each(value: Sequence[float] | float, ranks: int) -> Floats:
-    """One number for each rank."""
     numbers = np.asarray(value, dtype=np.float64)
     if numbers.shape not in ((), (ranks,)):
         raise ValueError(f"optimizer and averaging have {value}; allowed: one number, or one for each of {ranks} ranks")

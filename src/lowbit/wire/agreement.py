@@ -1,16 +1,7 @@
-"""All ranks compare, before the first byte, what they are about to send.
+"""All ranks compare, before the first byte, what they are about to send: else they would hang, or decode garbage.
 
-Peers that disagree on a format do not fail: they wait for bytes that never come, or decode garbage. So each of them
-states facts ("boundary 0 forward codec" is such and such) and compares them with everybody else's. The facts travel
-through the store of the process group, not through a collective: the store has time limits of its own, shows who is
-missing, and does not need the data path whose use is being agreed on.
-
-An agreement is a board in the store. Each rank appends one line, which waits for no answer, and reads the board until
-all have. A rank that gives up appends a line, too: the agreement has failed if it comes before the last statement. So
-no rank is special, and all conclude the same. Ranks that start together need at most two round trips to the store.
-
-A rank that comes later reads the same outcome. So if an agreement has failed, the process that keeps the store does not
-end before every rank has read why, or the time limit is over (`stay`).
+Each rank appends its facts as a line to a board in the group's store, and reads the board until all have: at most two
+round trips. A rank that gives up appends a line, too. All read the lines in one order, and so conclude the same.
 """
 
 from __future__ import annotations
@@ -21,6 +12,7 @@ import logging
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Never
 
 import torch.distributed as dist
@@ -67,12 +59,12 @@ class Agreement:
     """One comparison among members. A rank may speak for several of them (the stages of a pipeline), or for none.
 
     Args:
-        group: process group whose store carries the facts.
-        topic: unique among the agreements of this group, and the same on every rank.
+        group: its store carries the facts. topic: unique among the group's agreements, the same on every rank.
         timeout: seconds to wait for the other ranks, and limit of each call of the store.
     """
 
     def __init__(self, group: dist.ProcessGroup, topic: str, timeout: float) -> None:
+        # Not a collective: the store has time limits, shows who is missing, and is apart from the path in question.
         self._store = BoundedStore(group, timeout)
         self._kept = group.get_group_store()
         self._key = f"lowbit/agreement/{topic}"
@@ -84,14 +76,9 @@ class Agreement:
         self._deadline = time.monotonic() + timeout
 
     def exchange(self, facts: Mapping[int, Facts], names: Sequence[str]) -> dict[int, Facts]:
-        """State facts, wait for those of all ranks, and compare them; to be called by every rank of the group, once.
+        """State facts, wait for those of all ranks, and compare them; every rank of the group calls this once.
 
-        Args:
-            facts: facts of all members that this rank speaks for, by member number.
-            names: names of all members, for errors; numbers count from 0.
-
-        Returns:
-            The facts of all members, by number.
+        `facts`: of all members that this rank speaks for, by number; those of all are returned. `names`: of all.
 
         Raises:
             AgreementError: a contradiction, or members stated nothing in time; the same text on every rank.
@@ -103,14 +90,11 @@ class Agreement:
     def look(self, facts: Mapping[int, Facts], names: Sequence[str]) -> None:
         """State facts, and compare them with those that others have stated so far, without waiting for any.
 
-        For use during a call that should end by itself: others may never state anything. Call `forget` afterwards.
-
-        Raises:
-            AgreementError, PeerError: as `exchange`, in which others may be waiting.
+        For use during a call that should end by itself. Call `forget` afterwards. Raises as `exchange`.
         """
         if not self._stated:
             self._state(facts, names)
-        statements = self._read()
+        statements = _read(self._board, self._ranks)
         if statements.ended or statements.problem():
             self._conclude(names)
 
@@ -129,7 +113,8 @@ class Agreement:
         # A rank that has left reads no more. If the store went before, PyTorch would print lines of C++ in the others.
         if is_kept_here(self._kept):
             board = Board(self._kept, self._key)  # without threads, which cannot start while this process ends
-            wait_until(lambda: not _read(board, self._ranks).unaware(), _LINGER, pause=_SHORTEST)
+            seen = partial(_read, board, self._ranks)
+            wait_until(lambda: (statements := seen()).came <= statements.left, _LINGER, pause=_SHORTEST)
             if _strangers(board, self._ranks):
                 _unread.append((board, self._ranks, self._deadline))
 
@@ -143,15 +128,12 @@ class Agreement:
         self._board.append(rank=self._rank, count=len(names), members=members, over=over)
         self._stated = True
 
-    def _read(self) -> Statements:
-        return _read(self._board, self._ranks)
-
     def _conclude(self, names: Sequence[str]) -> dict[int, Facts]:
         """Read the board until all ranks have stated something, one has given up, or this one gives up."""
         start = time.monotonic()
         deadline, in_conflict, given_up = start + self._timeout, False, ""
         while True:
-            statements = self._read()
+            statements = _read(self._board, self._ranks)
             problem = statements.problem()
             if statements.complete:
                 if missing := statements.missing(names):

@@ -1,12 +1,7 @@
 """Checksums: eight bytes after every message show whether it arrived as it was sent, and is the expected one.
 
-A checksum covers the payload, the message's place (sender, receiver and a counter that both ends count alike), and the
-run's secret, if the environment variable LOWBIT_SECRET holds one. So it detects bits that changed on the way, a message
-of another step or place, and one from a sender who does not know the secret. It is not a message authentication code:
-an attacker who can read the traffic can forge it.
-
-On the host the checksum is XXH3 (64 bits). Messages that arrive on a device (NCCL, and PyTorch's collectives) have one
-made of integer operations on the device. The host does not wait for it: `Verdicts` collects the outcomes.
+They cover the payload, the message's place and the run's secret (LOWBIT_SECRET): XXH3 on the host, integer operations
+on a device. This is not a message authentication code: an attacker who can read the traffic can forge it.
 """
 
 from __future__ import annotations
@@ -39,24 +34,13 @@ _ODD = (0x1E3779B97F4A7C15, 0x42B2AE3D27D4EB4F, 0x165667B19E3779F9)
 
 
 class DamagedError(PeerError):
-    """Raised when a message did not arrive as it was sent, or is not the expected one.
-
-    Attributes:
-        rank: the sender's rank within the group.
-    """
+    """A message did not arrive as it was sent, or is not the expected one; `rank` is the sender's in the group."""
 
 
 class Checksums:
-    """Checksums of the messages of one conversation; both ends make an equal object.
+    """Checksums of the messages of one conversation (`topic`); both ends make an equal object.
 
-    A message is a 1-D contiguous uint8 tensor: the payload, then `room` bytes for the checksum.
-
-    Args:
-        topic: name of the conversation; messages of other topics are detected as damaged.
-        enabled: if False, messages are payloads without a checksum.
-
-    Attributes:
-        room: bytes after each payload: 8, or 0 if not enabled.
+    A message is a 1-D contiguous uint8 tensor: the payload, then `room` bytes for the checksum: 8, or 0 if not enabled.
     """
 
     def __init__(self, topic: str, *, enabled: bool = True) -> None:
@@ -115,7 +99,6 @@ class Verdicts:
         self._noted: list[tuple[Tensor, str, int]] = []
 
     def note(self, damage: Tensor, about: str, rank: int) -> None:
-        """Add an outcome of `Checksums.damage_there`. about, rank: as for `damaged`."""
         self._noted.append((damage, about, rank))
 
     def together(self) -> Tensor | None:
@@ -124,11 +107,7 @@ class Verdicts:
         return torch.cat([damage for damage, _, _ in noted]).any() if noted else None
 
     def settle(self) -> None:
-        """Wait for all outcomes, and clear them.
-
-        Raises:
-            DamagedError: a message is damaged; the error names the first one.
-        """
+        """Wait for all outcomes, and clear them; DamagedError for the first damaged message."""
         noted, self._noted = self._noted, []
         if not noted:
             return
@@ -139,7 +118,7 @@ class Verdicts:
 
 
 def damaged(about: str, rank: int) -> DamagedError:
-    """Build the error for a message. about: describes the message and its sender; rank: the sender's, in the group."""
+    """The error for a message. about: describes the message and its sender; rank: the sender's, in the group."""
     return DamagedError(
         f"{about} is damaged: it does not fit the checksum behind it; bytes changed on the way, or it is the message "
         "of another step or place",
@@ -230,7 +209,6 @@ def _sum_words(payload: Tensor, seed: int) -> Tensor:
 
 @functools.cache
 def _weights(count: int, device: torch.device) -> Tensor:
-    """Odd weights, one for each word position."""
     with torch.inference_mode(False):
         places = torch.arange(1, count + 1, device=device) * _ODD[2]
         places = (places ^ ((places >> 29) & 0x7FFFFFFFF)) * _ODD[0]

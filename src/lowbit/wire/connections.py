@@ -1,9 +1,7 @@
 """Several connections between the ranks of a group, so that a lost packet slows only a part of what is sent.
 
-TCP halves its rate after a loss. With one connection over a link that loses a packet in a thousand, most of the link
-stays unused; several connections each carry a piece of every large message, and each slows down on its own. The
-connections are Gloo groups of the same ranks, which use the group's own network devices. Both ends cut a message in
-the same places, which follow from its size class (`lowbit.wire.tags`): a wrong length never changes a piece's place.
+Each carries a piece of every large message: TCP halves its rate after a loss. The connections are Gloo groups. Both
+ends cut a message by its size class (`lowbit.wire.tags`), so a wrong length never changes a piece's place.
 """
 
 from __future__ import annotations
@@ -55,22 +53,17 @@ def connect_more(group: dist.ProcessGroup | None, count: int, *, timeout: float 
     if type(count) is not int or not 1 <= count <= MOST_CONNECTIONS:
         raise ValueError(f"count is {count!r}; allowed: an integer from 1 to {MOST_CONNECTIONS}")
     group = plain(group)
-    gloo = _gloo(group)
+    try:
+        gloo: Any = group._get_backend(torch.device("cpu"))
+    except RuntimeError:
+        gloo = None
+    if not isinstance(gloo, dist.ProcessGroupGloo):
+        raise ValueError("group does not use Gloo on the CPU; allowed: a group that does")
     agree(group, {"connections": str(count)}, timeout, topic="connections")
     more = _more.setdefault(group, [])
     while len(more) < count - 1:
         more.append(bounded(partial(_connect, group, gloo, len(more), timeout), timeout))
     _used[group] = count
-
-
-def _gloo(group: dist.ProcessGroup) -> Any:
-    try:
-        gloo = group._get_backend(torch.device("cpu"))
-    except RuntimeError:
-        gloo = None
-    if not isinstance(gloo, dist.ProcessGroupGloo):
-        raise ValueError("group does not use Gloo on the CPU; allowed: a group that does")
-    return gloo
 
 
 def _connect(group: dist.ProcessGroup, gloo: Any, number: int, timeout: float) -> Carrier:
@@ -85,11 +78,7 @@ def _connect(group: dist.ProcessGroup, gloo: Any, number: int, timeout: float) -
 def pieces(group: dist.ProcessGroup, channel: int, nbytes: int) -> Iterator[tuple[Carrier, slice]]:
     """Yield where each piece of a message travels, and its place in the message's buffer; the same on both ends.
 
-    The pieces cover the whole size class, so those at the end may be shorter or empty.
-
-    Args:
-        channel: of the message; messages on other channels begin with another connection.
-        nbytes: length of the message, as its receive is posted.
+    The pieces cover the whole size class of `nbytes`, so those at the end may be shorter or empty.
     """
     used, capacity = _used.get(group, 1), tags.capacity(nbytes)
     if used == 1 or capacity <= LEAST_PIECE:  # small messages may be expected across a change of the number

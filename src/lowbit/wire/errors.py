@@ -6,11 +6,7 @@ from lowbit.terminal import lines
 
 
 class PeerError(RuntimeError):
-    """Raised when a peer ended, or did not answer in time.
-
-    Attributes:
-        rank: the rank, within the group, that appears to have failed first; -1 if unknown.
-    """
+    """A peer ended, or did not answer in time; `rank` (in the group) seems to have failed first; -1: unknown."""
 
     def __init__(self, message: str, rank: int) -> None:
         super().__init__(lines(message))  # parts of it come from other ranks
@@ -18,7 +14,7 @@ class PeerError(RuntimeError):
 
 
 class AgreementError(RuntimeError):
-    """Raised when ranks contradict each other, or some never came; the same text on every rank."""
+    """Ranks contradict each other, or some never came; the same text on every rank."""
 
     on_all_ranks = True
 

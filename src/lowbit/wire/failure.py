@@ -1,12 +1,7 @@
 """Find the rank that failed first, from the neighbour that a rank sees fail.
 
-When a rank ends, only its neighbours notice; they end in turn, and the next ones see *them* go. Each rank that gives up
-therefore writes "I gave up on rank s" on a board in the store of the process group, and follows the notes of others,
-starting from its own suspect. The rank at the end of that chain either wrote no note, so it is the one that died or
-hangs, or it wrote why it could not continue, and the others report that reason.
-
-A note also states the lengths of the messages that are under way between the two ranks (`Letter`). If both ends of a
-message state different lengths, they have waited for each other in vain, and both report the two lengths.
+Each rank that gives up writes "I gave up on rank s" on a board in the group's store, and follows the others' notes: the
+last of the chain died or hangs, or wrote why it gave up. Notes also state the lengths of messages under way (`Letter`).
 """
 
 from __future__ import annotations
@@ -38,8 +33,7 @@ class FailureBoard:
     """Notes about failed peers, in the store of a process group.
 
     Args:
-        group: the ranks concerned. topic: unique among the boards of this group, and the same on every rank.
-        names: of the ranks of the group, for errors.
+        topic: unique among the boards of this group, and the same on every rank. names: of its ranks, for errors.
         timeout: seconds from the start of a failed wait to the error.
     """
 
@@ -70,11 +64,7 @@ class FailureBoard:
 
     @contextlib.contextmanager
     def blaming(self, peer: int) -> Iterator[None]:
-        """Turn a communication failure with a rank into an error that names the rank that failed first.
-
-        Raises:
-            PeerError, AgreementError: as `blame` gives it.
-        """
+        """Turn a communication failure with a rank into the error that `blame` returns."""
         try:
             yield
         except (PeerError, AgreementError):
@@ -83,20 +73,14 @@ class FailureBoard:
             raise self.blame(peer, error) from error
 
     def given_up(self) -> int | None:
-        """A rank other than this one that gave up on a peer, or None; polled while this rank waits for another.
-
-        Raises:
-            RuntimeError, TimeoutError: the store is gone, or does not answer.
-        """
+        """A rank other than this one that gave up, or None; RuntimeError, TimeoutError: the store does not answer."""
         notes, _ = bounded(self._read, 0.2 * self._timeout)
         return next((rank for rank in notes if rank != self._rank), None)
 
     def give_up(self, error: BaseException, sever: Callable[[], None]) -> None:
         """Write why this rank cannot continue, then close its connections, so that the others look for the reason.
 
-        Args:
-            error: the reason; not written if this rank has blamed another, or given up before.
-            sever: closes the connections.
+        The reason is not written if this rank has blamed another, or given up before.
         """
         if self._blames or self._gave_up:
             return sever()
@@ -112,8 +96,7 @@ class FailureBoard:
     def blame(self, suspect: int, cause: Exception | None) -> RuntimeError:
         """Find the rank that failed, after communication with `suspect` failed with `cause` (None: it has given up).
 
-        Returns:
-            `PeerError`, or `AgreementError` if that is why the first rank gave up.
+        Returns a `PeerError`, or an `AgreementError` if that is why the first rank gave up.
         """
         self._blames, silent = True, "timed out" in str(cause or "").lower()
         trace = _Trace([suspect])
@@ -225,11 +208,9 @@ class Route:
 
 @dataclass(eq=False)
 class Letter:
-    """A message under way. If it never arrives, each of its ends states its length on the failure board.
+    """A message under way, listed by the board: if it never arrives, each of its ends states its length there.
 
-    Attributes:
-        board: the failure board that lists it until it is `done`.
-        nbytes: length with the checksum, as the receiver expects it. incoming: whether this rank receives it.
+    `nbytes`: length with the checksum, as the receiver expects it. `incoming`: whether this rank receives it.
     """
 
     board: FailureBoard
@@ -252,10 +233,7 @@ def wrong_length(about: str, sent: int, receiver: str, expected: int) -> str:
 
 @dataclass
 class _Trace:
-    """A chain of ranks that gave up on each other, the last one's note with its reason, and whether it is complete.
-
-    conflict: description of a message whose ends state different lengths.
-    """
+    """A chain of ranks that gave up on each other, the last one's note, and a message with two stated lengths."""
 
     chain: list[int]
     conflict: str = ""

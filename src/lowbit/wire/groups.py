@@ -1,7 +1,7 @@
 """Process groups: the default one, new ones, foreign ones, and counters that agree on all ranks of a group.
 
-A foreign group is one that `torch.distributed` has not made, such as torchft's: PyTorch's functions refuse it, its own
-methods work. It has its own store and rank numbers, and may exist without a default group.
+PyTorch's functions refuse a foreign group, which `torch.distributed` has not made, such as torchft's; its own methods
+work. It has its own store and rank numbers, and may exist without a default group.
 """
 
 from __future__ import annotations
@@ -16,11 +16,7 @@ _counters: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.
 
 
 def default_group() -> dist.ProcessGroup:
-    """The default process group.
-
-    Raises:
-        RuntimeError: `torch.distributed.init_process_group` has not been called.
-    """
+    """The default process group; RuntimeError before `torch.distributed.init_process_group`."""
     group = dist.group.WORLD
     if group is None:
         raise RuntimeError("no process group: call torch.distributed.init_process_group first")
@@ -30,12 +26,7 @@ def default_group() -> dist.ProcessGroup:
 def plain(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """Return the group that carries the bytes: the default one for None, the inner one of a wrapper such as torchft's.
 
-    torchft's wrappers keep it as `parent`, and replace it after each change of the members.
-
-    Raises:
-        RuntimeError: `group` is None, and there is no default group.
-        TypeError: `group` is a backend, or not a process group.
-        ValueError: a wrapper that is not connected yet, or a group without a store, such as one in another process.
+    TypeError: a backend, or not a group. ValueError: a wrapper that is not connected, or a group without a store here.
     """
     group = group or default_group()
     if not isinstance(group, dist.ProcessGroup):
@@ -44,6 +35,7 @@ def plain(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
         return group
     given = group
     try:
+        # torchft's wrappers keep it as `parent`, and replace it after each change of the members.
         while isinstance(inside := getattr(group, "parent", None), dist.ProcessGroup):
             group = inside
         group.get_group_store()
@@ -78,9 +70,7 @@ def next_round(group: dist.ProcessGroup, name: str) -> int:
 
 
 def new_group(ranks: list[int] | None = None, *, timeout: float) -> dist.ProcessGroup | None:
-    """Make a process group of these ranks (None: all); every rank calls this. None on ranks outside the group.
-
-    `timeout`: the run's time limit in seconds; PyTorch's default is 30 minutes.
-    """
+    """Make a process group of these ranks (None: all); every rank calls this. None on ranks outside the group."""
+    # The run's time limit, because PyTorch's default is 30 minutes.
     group = dist.new_group(ranks=ranks, timeout=timedelta(seconds=0.8 * timeout))
     return group if isinstance(group, dist.ProcessGroup) else None

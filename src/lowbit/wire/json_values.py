@@ -25,13 +25,10 @@ def gather_json(value: Any, group: dist.ProcessGroup | None = None, *, timeout: 
     This takes two of PyTorch's collectives, in which every rank sends as many bytes as the longest text has.
 
     Args:
-        value: None, booleans, numbers (including NaN and infinity), strings, lists, and dictionaries with string keys.
-            Tuples arrive as lists.
-        group: the ranks; None: the default group.
+        value: as for `json.dumps` (NaN and infinity, too). Tuples arrive as lists.
         timeout: seconds for each collective, as for `pytorch.finish`; None: the group's own.
 
     Raises:
-        TypeError: `value` is not serializable as JSON.
         ValueError: a text is longer than 64 MiB (on all ranks), or a peer sent something that is not JSON.
         PeerError: with `timeout`, a rank ended or did not take part in time.
     """
@@ -55,15 +52,7 @@ def gather_json(value: Any, group: dist.ProcessGroup | None = None, *, timeout: 
 
 
 def gather_tensor(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Return the tensors of all ranks, in the order of the ranks; every rank calls this.
-
-    Args:
-        x: a tensor on any device, with the same shape and dtype on all ranks.
-        group: the ranks; None: the default group.
-
-    Returns:
-        (ranks, *x.shape), on the CPU.
-    """
+    """Return all ranks' tensors, of one shape and dtype, as (ranks, *x.shape) on the CPU; every rank calls this."""
     group = plain(group)
     ranks, x = group.size(), x.to(_device(group))
     out = x.new_empty(ranks * x.numel())
@@ -79,7 +68,6 @@ def _gather(out: Tensor, x: Tensor, group: dist.ProcessGroup, timeout: float | N
 
 
 def _device(group: dist.ProcessGroup) -> torch.device:
-    """Device whose tensors the group's backend accepts."""
     devices = dist.get_backend_config(group) if is_known(group) else str(group._device_types)
     if "gloo" in devices or "cpu" in devices:
         return torch.device("cpu")

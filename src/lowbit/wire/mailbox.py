@@ -1,15 +1,7 @@
 """Point-to-point messages over Gloo: with a length, a checksum, a time limit, and errors that name the failed rank.
 
-A message is a payload followed by its checksum (`lowbit.wire.checksum`). Both ends name its channel
-(`lowbit.wire.tags`) and its length. If they disagree about the length, both get an error that names both lengths:
-
-- Lengths of different size classes have different tags, so the message and the receive never meet. The waits of both
-  ends time out, and each end states on the failure board which lengths it waits for (`lowbit.wire.failure`).
-- Lengths of one class fit into the receiver's buffer. The checksum is not where the receiver expects it; the position
-  where it matches gives the length that was sent. The receiver writes both lengths on the failure board and gives up.
-
-Without checksums nothing would show that a longer message was cut off, so the buffer then has exactly the expected
-length, and Gloo ends the process.
+If the ends disagree about a length, both get an error with both lengths: of different size classes (`tags`), message
+and the receive never meet, and both ends state what they wait for (`failure`); of one class, the checksum shows it.
 """
 
 from __future__ import annotations
@@ -41,13 +33,9 @@ class Mailbox:
     """Sends and receives messages of one conversation within a group.
 
     Args:
-        group: the ranks; messages are on the CPU, and Gloo carries them.
-        checksums: checksums of the conversation.
+        group: over Gloo; messages are on the CPU.
         board: finds the rank that failed; may be set later, but before the first message.
         traffic: counts the seconds of checksums and waits.
-
-    Attributes:
-        group, checksums, board: as given.
     """
 
     def __init__(
@@ -83,16 +71,14 @@ class Mailbox:
     def expect(
         self, route: Route, nbytes: int, place: tuple[int, ...] = (), buffer: Callable[[int], Tensor] | None = None
     ) -> Expected:
-        """Post the receive of a message.
-
-        If the receive is not posted when the message is sent, Gloo needs another round trip.
+        """Post the receive of a message of `nbytes` of payload; one that is posted late costs another round trip.
 
         Args:
-            nbytes: length of its payload.
             place: as for `send`; may be set later, but before the wait.
             buffer: called with a number of bytes, returns at least as much memory to receive in: 1-D uint8 on the CPU.
         """
         nbytes += self.checksums.room
+        # Without checksums nothing would show that a longer message was cut off: then Gloo has to end the process.
         room = tags.capacity(nbytes) if self.checksums.enabled else nbytes
         memory = (buffer or partial(torch.empty, dtype=torch.uint8))(room)
         works = [
@@ -120,7 +106,6 @@ def _started(start: Callable[..., dist.Work], *args: Any) -> dist.Work | _Failed
 
 
 def _wait(works: Sequence[dist.Work | _Failed], patience: timedelta, group: dist.ProcessGroup) -> None:
-    """Wait for all pieces of a message."""
     begin, left = time.monotonic(), patience
     try:
         for work in works:
@@ -142,11 +127,7 @@ class Sent(Letter):
     message: Tensor
 
     def wait(self) -> None:
-        """Wait until the peer has received the message.
-
-        Raises:
-            PeerError: the peer ended, or did not receive it in time.
-        """
+        """Wait until the peer has received it; PeerError: the peer ended, or did not in time."""
         with self.board.blaming(self.route.peer):
             self.leave(self.board.patience)
 
@@ -167,10 +148,7 @@ class Expected(Letter):
     place: tuple[int, ...]
 
     def wait(self, nbytes: int | None = None) -> Tensor:
-        """Wait for the message and return its payload: 1-D uint8 on the CPU.
-
-        Args:
-            nbytes: length of the payload, if it is shorter than the receive allows.
+        """Wait for the message and return its payload: 1-D uint8 on the CPU, of `nbytes` if shorter than expected.
 
         Raises:
             DamagedError: the message did not arrive as it was sent.

@@ -49,12 +49,7 @@ class Messages:
         self._expected: Counter[int] = Counter()
 
     def send(self, payload: Tensor, to: int, *, expected: int | None = None) -> Sent:
-        """Start to send a copy of a tensor.
-
-        Args:
-            payload: any tensor. to: a rank of the group.
-            expected: payload bytes that the receiver expects; None: the size of this one.
-        """
+        """Start to send a copy of a tensor; `expected`: payload bytes that the receiver expects, by default its own."""
         flat, room = payload.detach().reshape(-1).view(torch.uint8), self._mailbox.checksums.room
         message = torch.empty(flat.numel() + room, dtype=torch.uint8)
         message[: flat.numel()].copy_(flat)
@@ -66,12 +61,9 @@ class Messages:
         return sent
 
     def expect(self, nbytes: int, source: int, about: str = "") -> Expected:
-        """Post the receive of a rank's next message, whose length must be known.
+        """Post the receive of a rank's next message, of `nbytes` of payload; `about` is its name in errors.
 
-        Gloo sends a message once its receive is posted; a message that is not expected yet takes another round trip.
-
-        Args:
-            nbytes: length of the payload. source: a rank of the group. about: the message's name in errors.
+        A message whose receive is not posted when it is sent takes another round trip.
         """
         number = self._expected[source]
         self._expected[source] += 1
@@ -79,7 +71,6 @@ class Messages:
         return self._mailbox.expect(route, nbytes, (source, self.rank, number))
 
     def _route(self, peer: int, number: int, about: str, sender: int) -> Route:
-        """Route of message `number` to or from a peer."""
         name = f"{self._purpose}, {about}, number {number}: the message from {self._names[sender]}"
         return Route(peer, self._channels[number % len(self._channels)], name)
 
@@ -88,13 +79,7 @@ class Messages:
         return self.expect(nbytes, source, about).wait()
 
     def send_json(self, value: Any, to: int) -> None:
-        """Send a value as JSON in two messages, its length and the text, and wait until the peer has both.
-
-        Raises:
-            TypeError: `value` is not serializable as JSON.
-            ValueError: the text is longer than 64 MiB.
-            PeerError: the peer ended, or did not receive it in time.
-        """
+        """Send JSON of up to 64 MiB in two messages, its length and the text, and wait until the peer has both."""
         text = json.dumps(value).encode()
         if len(text) > MOST_BYTES:
             raise ValueError(f"value has {len(text)} bytes of JSON; allowed: at most {MOST_BYTES}")
@@ -104,12 +89,7 @@ class Messages:
         body.wait()
 
     def receive_json(self, source: int, about: str = "") -> Any:
-        """Receive a value that a rank sent with `send_json`.
-
-        Raises:
-            DamagedError, PeerError: as `receive`.
-            ValueError: the length is not allowed, or the text is not JSON.
-        """
+        """Receive a value that a rank sent with `send_json`; as `receive`, or ValueError: its length, or not JSON."""
         size = int(self.receive(_SIZE_BYTES, source, about).view(torch.int64))
         if not 0 < size <= MOST_BYTES:
             raise ValueError(f"{self._names[source]} announces {size} bytes of JSON; allowed: 1 to {MOST_BYTES}")

@@ -1,10 +1,7 @@
 """Sends over Gloo: a thread waits for them, so that the memory of each message is released once its peer has it.
 
-Gloo reports a finished send only to a thread that waits for it. The outbox's thread waits without a time limit: in a
-long step, a peer may receive a message minutes after it was sent. Only `drain` has a limit.
-
-A thread that returns from Gloo while the interpreter shuts down would crash the process. So messages that are still
-being sent at exit are abandoned first, by closing this rank's connections in the group (`sever`).
+It waits without a time limit, because in a long step a peer may receive a message minutes later; only `drain` has one.
+A thread that returns from Gloo while the interpreter ends would crash the process, so `sever` abandons messages first.
 """
 
 from __future__ import annotations
@@ -36,11 +33,9 @@ class _Entry:
     """A message that is being sent.
 
     Attributes:
-        group: the group that carries it; None once it has been sent, or has failed.
+        group: carries it; None once it has been sent, or has failed.
         start: waits until the send has started, and returns it; its errors are raised unchanged.
-        peer: the receiver. nbytes: length of the message. traffic: counts the bytes.
-        begin: time of the call of `put`, in nanoseconds of `time.perf_counter_ns`.
-        error: why the send failed. ours: whether to raise the error unchanged instead of blaming the peer.
+        begin: of `put`, in nanoseconds. ours: whether to raise `error` unchanged instead of blaming the peer.
     """
 
     group: dist.ProcessGroup | None
@@ -83,11 +78,9 @@ class Outbox:
                 self._changed.notify_all()
 
     def drain(self, patience: timedelta, blaming: Callable[[int], AbstractContextManager[None]]) -> None:
-        """Wait until everything has been sent.
+        """Wait until everything has been sent, at most `patience` for one message.
 
-        Args:
-            patience: how long to wait for one message.
-            blaming: turns a peer's error into the one to raise; an error of this rank's device is raised unchanged.
+        `blaming` turns a peer's error into the one to raise; an error of this rank's device is raised unchanged.
         """
         limit = patience.total_seconds()
         while True:

@@ -1,6 +1,6 @@
 """Measure round trip, clock offset and rate of the link between two ranks, with the process group's own messages.
 
-Training and `lowbit doctor` use it. For `round_trip`, both ranks of a pair call the same function.
+For `round_trip`, both ranks of a pair call the same function. Errors are those of `Messages`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,9 @@ _MOST_MESSAGES = 1 << 16  # in one probe, so that it ends whatever the sender do
 
 
 class Trip(NamedTuple):
-    """Outcome of `round_trip`, the same on both ranks.
+    """Outcome of `round_trip`, the same on both ranks: the median round trip, and the clocks' offset.
 
-    Attributes:
-        seconds: median round trip.
-        offset: nanoseconds to add to the higher rank's clock to get the lower rank's. error: bound of its error.
+    `offset`: nanoseconds to add to the higher rank's clock to get the lower rank's, within `error`.
     """
 
     seconds: float
@@ -43,11 +41,7 @@ def neighbours(ranks: int) -> list[tuple[int, int]]:
 
 
 def round_trip(messages: Messages, peer: int, clock: Callable[[], int] = time.perf_counter_ns) -> Trip:
-    """Exchange nine 8-byte messages with another rank. clock: a clock in nanoseconds, whose offset is measured.
-
-    Raises:
-        DamagedError, PeerError: see `Messages`.
-    """
+    """Exchange nine 8-byte messages with another rank. clock: in nanoseconds; its offset is measured."""
     # One extra for warm-up, which does not count: the peer may not have posted its receives yet.
     arriving = [messages.expect(_NUMBER_BYTES, peer, "ping") for _ in range(_PINGS + 1)]
     if messages.rank > peer:
@@ -80,9 +74,6 @@ def send_rate(messages: Messages, peer: int, *, trip: float = 0.0, seconds: floa
     Args:
         trip: seconds of a round trip, to subtract.
         seconds: least total time of the messages that count; 0: one message.
-
-    Raises:
-        DamagedError, PeerError: see `Messages`.
     """
     step, nbytes, elapsed = 0, 0, 0.0
     while nbytes == 0 or elapsed < seconds:
@@ -107,12 +98,7 @@ def send_rate(messages: Messages, peer: int, *, trip: float = 0.0, seconds: floa
 
 
 def take_rate(messages: Messages, peer: int) -> None:
-    """Receive the messages that another rank sends in `send_rate`.
-
-    Raises:
-        ValueError: the peer announces a size that probes do not use, or too many messages.
-        DamagedError, PeerError: see `Messages`.
-    """
+    """Receive what another rank sends in `send_rate`; ValueError for a size that probes do not use, or too many."""
     for _ in range(_MOST_MESSAGES):
         nbytes = int(messages.receive(_NUMBER_BYTES, peer, "probe").view(torch.int64))
         if not nbytes:

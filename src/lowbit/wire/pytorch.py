@@ -28,15 +28,11 @@ def version() -> tuple[int, int]:
 
 
 class TorchVersionError(RuntimeError):
-    """Raised for a version of PyTorch with which the tests have not passed."""
+    """A version of PyTorch with which the tests have not passed."""
 
 
 def check_torch() -> None:
-    """Check the version of PyTorch, before ranks start and fail one by one.
-
-    Raises:
-        TorchVersionError: it is outside `WORKS`; the text names what is installed, what works and how to install it.
-    """
+    """Raise a TorchVersionError if PyTorch is outside `WORKS`, before ranks start and fail one by one."""
     oldest, newest = WORKS
     if not oldest <= version() <= newest:
         allowed = "torch>={}.{},<{}.{}".format(*oldest, newest[0], newest[1] + 1)
@@ -50,7 +46,11 @@ def gather(out: Tensor, x: Tensor, group: dist.ProcessGroup, *, async_op: bool =
     """Write the `x` of all ranks to `out`, in the order of the ranks."""
     if is_known(group):
         return getattr(dist, _GATHER)(out, x, group=group, async_op=async_op)
-    return _started(group._allgather_base(out, x, AllgatherOptions()), async_op)
+    work = group._allgather_base(out, x, AllgatherOptions())
+    if async_op:
+        return work
+    work.wait()
+    return None
 
 
 def exchange(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
@@ -70,24 +70,13 @@ def carries(group: dist.ProcessGroup, backend: str, device: torch.device) -> boo
     return backend in (dist.get_backend(group) if is_known(group) else group._get_backend(device).name())
 
 
-def _started(work: dist.Work, async_op: bool) -> dist.Work | None:
-    if async_op:
-        return work
-    work.wait()
-    return None
-
-
 def sum_scatter(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
     """Start to write this rank's share of the sum of all ranks' `x` to `out`."""
     return getattr(dist, _SCATTER)(out, x, group=group, async_op=True)
 
 
 def finish(work: dist.Work | None, group: dist.ProcessGroup, timeout: float) -> None:
-    """Wait for a collective, on Gloo at most `timeout` seconds, on other backends as long as they wait themselves.
-
-    Raises:
-        PeerError: a rank ended, or did not take part in time; Gloo does not report which one.
-    """
+    """Wait for a collective, with Gloo at most `timeout` seconds: then a PeerError, which cannot name the rank."""
     assert work is not None  # None is for ranks outside the group
     if not carries(group, "gloo", torch.device("cpu")):
         work.wait()

@@ -1,8 +1,4 @@
-"""Count the bytes that this process has sent outside of its training traffic, by purpose.
-
-All senders in `lowbit.wire` count here, in one place. Checksums are included; what Gloo, TCP and the network add is
-not.
-"""
+"""Count the bytes that this process has sent outside of its training traffic, by purpose, with their checksums."""
 
 from __future__ import annotations
 

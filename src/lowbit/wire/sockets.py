@@ -25,13 +25,13 @@ _FEWEST = 3  # segments sent again before the share means something
 
 
 class Segments(NamedTuple):
-    """TCP segments with data that connections have sent, and how many of them were sent again because one was lost."""
+    """TCP segments with data that connections have sent, and how many of them were sent again after a loss."""
 
     sent: int
     again: int
 
     def since(self, before: Segments) -> float:
-        """Return the share of segments that were sent again; 0 if none was sent."""
+        """Share of segments that were sent again; 0 if none was sent."""
         return max(0.0, (self.again - before.again) / max(1, self.sent - before.sent))
 
 
@@ -76,15 +76,9 @@ def ends() -> list[list[str]]:
 
 
 def set_congestion_control(name: str, others: Collection[Sequence[str]] | None = None) -> bool:
-    """Change the congestion control of connections to other machines, where the kernel permits it.
+    """Change the congestion control of what this process sends; returns whether all connections, if any, have it now.
 
-    It concerns what this process sends, on the connections that it has now.
-
-    Args:
-        others: what `ends` returns in other processes; only connections to these are changed. None: all.
-
-    Returns:
-        Whether there are any, and all of them have it.
+    `others`: what `ends` returns in other processes; only connections to these are changed. None: all.
     """
     known = None if others is None else {tuple(pair) for pair in others}
     outcomes: list[bool] = []

@@ -15,7 +15,7 @@ Facts = Mapping[str, str]
 
 @dataclass(frozen=True)
 class _Statement:
-    """One rank's statement: the number of members, names and facts of its own members, agreements that it has ended."""
+    """A rank's statement: number of members, names and facts of its own members, agreements that it has ended."""
 
     count: int
     members: dict[int, tuple[str, Facts]]
@@ -35,12 +35,10 @@ class _Statement:
 
 @dataclass
 class Statements:
-    """The lines of an agreement, in order.
+    """The lines of an agreement, in order; `ranks` are the names of the group's ranks, for errors.
 
-    Attributes:
-        ranks: names of the ranks of the group, for errors.
-        stated: statements before the end, by rank. ended: why the agreement failed early; empty if it did not.
-        came, left: ranks that stated anything, and those that have read the outcome.
+    `stated`: statements before the end, by rank. `ended`: why the agreement failed early; empty if it did not. `came`,
+    `left`: ranks that stated anything, and those that have read the outcome.
     """
 
     ranks: Sequence[str]
@@ -83,7 +81,6 @@ class Statements:
         return len(self.stated) == len(self.ranks)
 
     def members(self) -> dict[int, tuple[str, Facts]]:
-        """Return the name and facts of each member."""
         return {m: named for statement in self.stated.values() for m, named in statement.members.items()}
 
     def problem(self) -> str:
@@ -102,10 +99,6 @@ class Statements:
             if member == other:
                 return f"{rank} and {another} both report for {name}"
         return ""
-
-    def unaware(self) -> set[int]:
-        """Ranks that came and have not read the outcome yet."""
-        return self.came - self.left
 
     def absent(self) -> list[str]:
         """Names of all ranks that have not read the outcome."""

@@ -25,9 +25,6 @@ class BoundedStore:
     No method waits in the store for a key: PyTorch's TCPStore locks its connection meanwhile, so that all other
     threads that use this store would wait as well, and prints two warnings when such a wait fails. Polling is not
     slower: `get` takes two round trips, one to wait and one to read.
-
-    Args:
-        group: the process group. seconds: limit of a call.
     """
 
     def __init__(self, group: dist.ProcessGroup, seconds: float) -> None:
@@ -52,11 +49,7 @@ class BoundedStore:
         self._call(lambda: self._store.delete_key(key))
 
     def _call(self, call: Callable[[], T]) -> T:
-        """Return the result of a call.
-
-        Raises:
-            PeerError: the store did not answer in time, or closed its connection.
-        """
+        """Return the result; PeerError if the store did not answer in time, or closed its connection."""
         if not self._silent:
             try:
                 return bounded(call, self._seconds)
@@ -78,10 +71,8 @@ class BoundedStore:
 class Board:
     """Lines of JSON under one key of a store. All ranks read them in the same order, so the first one can decide.
 
-    The lines are untrusted: anybody who reaches the store may have written them.
-
-    Args:
-        store: a PyTorch store, whose calls may block, or a `BoundedStore`. key: the board's key.
+    The lines are untrusted: anybody who reaches the store may have written them. `store`: a PyTorch store, whose calls
+    may block, or a `BoundedStore`.
     """
 
     def __init__(self, store: Any, key: str) -> None:
@@ -137,11 +128,7 @@ def wait_until(done: Callable[[], bool], seconds: float, *, pause: float = 0.05)
 
 
 def bounded(call: Callable[[], T], seconds: float) -> T:
-    """Run a call on its own thread, and return its result or raise its error.
-
-    Raises:
-        TimeoutError: the call took longer; it continues on its thread.
-    """
+    """Run a call on its own thread; TimeoutError if it takes longer: it then continues there."""
     outcome: list[T] = []
     errors: list[BaseException] = []
 

@@ -1,7 +1,7 @@
 """Sums of a few numbers over all ranks, once a step: one message to the first rank and one back.
 
-The first rank of a pipeline is the last to finish a step and the first to begin the next. By then it has the others'
-numbers, and continues at once; an all-reduce would take several round trips to neighbours that may be far away.
+The first rank of a pipeline is the last to finish a step and the first to begin the next: it continues at once, where
+an all-reduce would take several round trips.
 """
 
 from __future__ import annotations
@@ -20,12 +20,7 @@ SUMS = "sums"
 class Sums:
     """Add up the same few numbers of every rank, in the order of the ranks.
 
-    Args:
-        group: the ranks, over Gloo. count: how many numbers.
-        timeout, checksums: as for `Messages`.
-
-    Attributes:
-        sent_to: bytes that this rank sends to each other rank for a sum.
+    `group`: over Gloo. `count`: how many numbers. `sent_to`: bytes that this rank sends to each other rank for a sum.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, count: int, *, timeout: float, checksums: bool) -> None:
@@ -39,17 +34,12 @@ class Sums:
         self._expect()
 
     def of(self, values: Tensor) -> Tensor:
-        """Return the sums over all ranks, the same on every rank. values: float64 (count,).
-
-        Raises:
-            DamagedError, PeerError: as `Messages.receive`.
-        """
+        """Return the sums over all ranks, the same on every rank. values: float64 (count,)."""
         while self._sent:  # sent in the previous step
             self._sent.pop().wait()
         if self._messages.rank != _FIRST:
             self._sent = [self._messages.send(values, _FIRST)]
-            (sums,) = self._received()
-            return sums
+            return self._received()[0]
         sums = values.clone()
         for others in self._received():
             sums += others

@@ -1,15 +1,6 @@
 """All tags of messages over Gloo, in one table, so that different kinds and size classes of messages never collide.
 
-Gloo hands a message to the receive that was posted for its sender and tag. A message longer than that receive ends the
-process, in Gloo's own thread. So the tag of a message encodes both its place and its size:
-
-    tag = 32 * channel + size class            0 <= tag < 2^31
-
-A channel is the place of a message; each kind below has its own range of channels. The size class determines the size
-of the receive's buffer (`capacity`). Each end computes it from the length that it assumes. If they disagree about a
-length, there are two cases. If the classes differ, the message and the receive never meet, and both ends time out and
-state their lengths to each other (`FailureBoard`). Otherwise the buffer has room for either length, and the checksum
-does not match (`Mailbox`). This costs neither bytes nor a round trip, only unused memory after a message.
+tag = 32 * channel + size class            0 <= tag < 2^31; each kind of message has its own channels
 """
 
 from __future__ import annotations
@@ -17,6 +8,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 
+# Gloo hands a message to the receive that was posted for its sender and tag, and a longer one ends the process. So the
+# size class of a message, from which its buffer follows, is part of its tag. If the ends disagree about a length,
+# message and receive never meet, or the buffer has room for both lengths, and the checksum does not match.
 _LARGE = [half for e in range(16, 24) for half in (2 << e - 1, 3 << e - 1)]  # at most half larger than needed
 CAPACITIES = (1 << 8, 1 << 12, *_LARGE, *(1 << e for e in range(24, 37)))
 """Size of the buffer that is posted for a message, by size class."""
@@ -26,13 +20,7 @@ CHANNELS = (1 << 31) // _CLASSES
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of message, and its channels.
-
-    Attributes:
-        name: plural, for errors.
-        first: its first channel.
-        members: most independent users of this kind within a process group. width: channels of each.
-    """
+    """A kind of message (`name`: plural) for up to `members` users in a process group, with `width` channels each."""
 
     name: str
     first: int
@@ -40,11 +28,7 @@ class Kind:
     width: int
 
     def channels(self, member: int) -> range:
-        """Channels of one member; members count from 0.
-
-        Raises:
-            RuntimeError: all members' channels are taken.
-        """
+        """Channels of one member, counted from 0; RuntimeError if all are taken."""
         if not 0 <= member < self.members:
             raise RuntimeError(
                 f"this process group has had {self.members} {self.name}, and no more are allowed: "
@@ -80,7 +64,7 @@ KINDS = (PROGRAM, NEVER, CONVERSATIONS, ANNOUNCEMENTS, PIPELINES, COLLECTIVES, E
 
 
 def capacity(nbytes: int) -> int:
-    """Bytes of the buffer to receive a message of `nbytes` in."""
+    """Bytes of the buffer for a message of `nbytes`; ValueError above 2^36."""
     return CAPACITIES[_size_class(nbytes)]
 
 

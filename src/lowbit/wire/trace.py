@@ -12,14 +12,11 @@ _NOTHING = nullcontext()
 
 
 class Span(NamedTuple):
-    """A timed interval.
+    """A timed interval, in nanoseconds of `time.perf_counter_ns`, with details such as {"micro_batch": 0}.
 
-    Attributes:
-        name: "forward", "backward", "weight", "encode", "decode", "checksum", "wait" or "send"; others from a trainer.
-        peer: the rank, within the group, that a message is sent to; None for spans of the rank's own thread, which are
-            nested or follow each other.
-        begin, end: nanoseconds of `time.perf_counter_ns`.
-        about: details, such as {"micro_batch": 0}.
+    `name`: "forward", "backward", "weight", "encode", "decode", "checksum", "wait" or "send"; others from a trainer.
+    `peer`: the rank, within the group, that a message is sent to; None for spans of the rank's own thread, which are
+    nested or follow each other.
     """
 
     name: str
@@ -48,7 +45,6 @@ class Trace:
 
     @contextmanager
     def span(self, name: str, **about: Any) -> Iterator[None]:
-        """Record the block as a span."""
         begin = time.perf_counter_ns()
         yield
         self.add(name, begin, time.perf_counter_ns(), **about)

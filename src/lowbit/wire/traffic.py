@@ -51,13 +51,7 @@ class Traffic:
 
     @contextlib.contextmanager
     def timing(self, name: str, span: str = "", **about: Any) -> Iterator[None]:
-        """Add the seconds that a block takes to a counter, and the block as a span to the trace.
-
-        Args:
-            name: the counter, such as "wait_seconds".
-            span: name in the trace; by default "wait" for "wait_seconds".
-            about: details for the trace.
-        """
+        """Add a block's seconds to the counter `name`, and a span (named "wait" for "wait_seconds") to the trace."""
         start = time.perf_counter_ns()
         yield
         end = time.perf_counter_ns()
