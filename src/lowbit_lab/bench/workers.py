@@ -196,8 +196,6 @@ def started(
 
 def check_available(links: Sequence[Link]) -> None:
     """Check that this machine permits these links."""
-    if hidden := next((link for link in links if link.nat != "none"), None):
-        raise LinkUnavailable(f"no rank could connect to one behind NAT, as over {hidden}; allowed: links without NAT")
     limited = [link for link in links if link != UNLIMITED]
     if limited and (reason := SlowLink.available()):
         raise LinkUnavailable(f"{reason} `--link unlimited` measures without a limit.")
