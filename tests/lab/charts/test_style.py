@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from lowbit_lab.charts.style import LIGHT, THEMES, Palette, family, mixed, recommended, row_name, title_of
+from lowbit_lab.charts.style import LIGHT, THEMES, Palette, family, row_name, title_of
 
 FAMILIES = {
     "SubspaceQuant(directions=16, bits=4)": "subspace", "subspace": "subspace", "tah-quant": "tah-quant",
@@ -49,11 +49,6 @@ def test_members_of_a_family_are_paler_and_only_the_first_stands_out():
     assert palette.marker(names[0]) not in (palette.marker(names[1]), palette.marker(names[2]))
 
 
-def test_other_series_have_different_colours():
-    palette = Palette(LIGHT)
-    assert len({palette[f"series {i}"] for i in range(len(LIGHT.others))}) == len(LIGHT.others)
-
-
 def luminance(colour: str) -> float:
     parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
@@ -72,10 +67,3 @@ def test_text_and_recommended_formats_can_be_read(theme: Any):
     assert all(contrast(colour, theme.surface) > 1.5 for colour in theme.formats.values())
     baselines = [theme.formats[name] for name in ("stock-fp32", "stock-bf16", "fp32", "bf16", "fp16")]
     assert all(contrast(one, other) > 1.15 for one, other in combinations(baselines, 2))
-
-
-def test_mixed_and_recommended():
-    assert mixed("#000000", "#ffffff", 0.5) == "#808080"
-    rows = [{"format": "fp32"}, {"format": "TransformQuant()"}]
-    assert recommended(rows, "format") == rows[1]
-    assert recommended(rows[:1], "format") is None
