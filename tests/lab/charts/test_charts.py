@@ -7,7 +7,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from lowbit.cli.reports import Measurement
-from lowbit_lab.charts import Bars, Heights, Lines
+from lowbit_lab.charts import Bars, Heights, Lines, Points
 from lowbit_lab.charts.charts import Chart, draw, figure
 from lowbit_lab.charts.results import check_picture, draw_results
 from tests.lab.charts.collisions import collisions
@@ -90,3 +90,22 @@ def test_plans_of_the_library_have_charts(tmp_path: Path):
     rows = [{"stage": number, **stage} for number in range(2)]
     draw_results(Measurement("lowbit.plan.memory").command, rows, tmp_path / "plan.png")
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("far", [1, 100])
+def test_points_have_ranges_and_labels_that_touch_nothing(far: int):
+    rows = [
+        {
+            "name": f"format {i}",
+            "bits": 4.0 + i / 3,
+            **{name: far * i * end for name, end in (("low", 0.001), ("y", 0.002), ("high", 0.003))},
+        }
+        for i in range(9)
+    ]
+    chart = Points(
+        series="name", x="bits", low="low", y="y", high="high", linear=0.01, x_label="bits", label="loss",
+        x_ticks=(4, 8), y_ticks=(0.01, 1), zero="FP32",
+    )  # fmt: skip
+    (axes,) = drawn(chart, rows).axes
+    assert sorted(texts(axes)) == ["FP32", *sorted(row["name"] for row in rows)]
+    assert axes.get_yscale() == ("symlog" if far > 1 else "linear")

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from lowbit_lab.charts.style import LIGHT, THEMES, Palette, family, row_name, title_of
+from lowbit_lab.charts.style import LIGHT, THEMES, Palette, family, mixed, recommended, row_name, title_of
 
 FAMILIES = {
     "SubspaceQuant(directions=16, bits=4)": "subspace", "subspace": "subspace", "tah-quant": "tah-quant",
@@ -67,3 +67,10 @@ def test_text_and_recommended_formats_can_be_read(theme: Any):
     assert all(contrast(colour, theme.surface) > 1.5 for colour in theme.formats.values())
     baselines = [theme.formats[name] for name in ("stock-fp32", "stock-bf16", "fp32", "bf16", "fp16")]
     assert all(contrast(one, other) > 1.15 for one, other in combinations(baselines, 2))
+
+
+def test_mixed_and_recommended():
+    assert mixed("#000000", "#ffffff", 0.5) == "#808080"
+    rows = [{"format": "fp32"}, {"format": "TransformQuant()"}]
+    assert recommended(rows, "format") == rows[1]
+    assert recommended(rows[:1], "format") is None
