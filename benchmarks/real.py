@@ -12,6 +12,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from lowbit.codecs import parse_pair
-from lowbit.config import ConfigError, NonNegative, Positive, section
+from lowbit.config import ConfigError, Positive, section
 from lowbit.pipeline import emulate_
 from lowbit.report import Column, Command, Row, Table
 from lowbit.train.corpus import files_named, library_files
@@ -52,8 +53,6 @@ class RealBenchmark:
     """Formats of activations, by name or in full, or of both ways, such as "int4 / int6"."""
     stages: Annotated[int, Field(ge=2)] = 4
     """Stages of the pipeline, with as many layers each as possible."""
-    cuts: tuple[NonNegative, ...] = ()
-    """Layers after which boundaries lie, counted from 0, instead of equal stages."""
     kinds: tuple[Kind, ...] = ("text",)
     """text: windows of `text`; code: of Python's standard library; chat: pieces of `text` as the answers of a chat, by
     the tokenizer's template; padded: 4 sequences of `text` to a window, the shorter ones padded on the right."""
@@ -77,8 +76,6 @@ class RealBenchmark:
                 raise ConfigError(
                     f"boundary is {boundary!r}; allowed: formats that need neither a choice nor sample ids"
                 )
-        if list(self.cuts) != sorted(set(self.cuts)):
-            raise ConfigError(f"cuts is {self.cuts}; allowed: numbers of layers, each once, in order")
 
 
 def measure(settings: RealBenchmark, earlier: Sequence[Row]) -> Iterator[list[Row]]:
@@ -103,7 +100,10 @@ def measure(settings: RealBenchmark, earlier: Sequence[Row]) -> Iterator[list[Ro
         local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
         exact, coded = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **local) for _ in range(2))
         tokenizer = AutoTokenizer.from_pretrained(folder, **local)
-        places = _places(coded, settings)
+        layers = coded.config.num_hidden_layers
+        if settings.stages > layers:
+            raise ConfigError(f"stages is {settings.stages}; the model has {layers} layers; allowed: at most as many")
+        places = boundary_modules(coded, settings.stages)
         for kind in settings.kinds:
             reading = Reading(tokenizer, kind, settings)
             for boundary in settings.boundaries:
@@ -123,8 +123,8 @@ class Reading:
         if kind == "code":
             text, warm = _read(library_files()[:200]), None
         else:
-            text = _text(settings.text) if settings.text else _reference()
-            warm = _text(settings.warm_text) if settings.warm_text else None
+            text = _read(files_named(settings.text, "text")) if settings.text else "\n\n".join(topics.values())
+            warm = _read(files_named(settings.warm_text, "text")) if settings.warm_text else None
         need = settings.windows + settings.warm * (warm is None)
         windows = self._windows(text, need, settings.tokens)
         self.held_out = windows[: settings.windows]
@@ -260,29 +260,6 @@ class Errors:
 
 def _tensor_of(output: Any) -> Tensor:
     return output[0] if isinstance(output, tuple) else output
-
-
-def _places(model: PreTrainedModel, settings: RealBenchmark) -> list[str]:
-    """Return the names of the modules that boundaries follow."""
-    layers = model.config.num_hidden_layers
-    if not settings.cuts:
-        if settings.stages > layers:
-            raise ConfigError(f"stages is {settings.stages}; the model has {layers} layers; allowed: at most as many")
-        return boundary_modules(model, settings.stages)
-    if settings.cuts[-1] >= layers - 1:
-        raise ConfigError(f"cuts is {settings.cuts}; the model has {layers} layers; allowed: 0 to {layers - 2}")
-    name = boundary_modules(model, 2)[0].rpartition(".")[0]
-    return [f"{name}.{cut}" for cut in settings.cuts]
-
-
-def _reference() -> str:
-    from pydoc_data.topics import topics
-
-    return "\n\n".join(topics.values())
-
-
-def _text(names: tuple[str, ...]) -> str:
-    return _read(files_named(names, "text"))
 
 
 def _read(files: Iterable[Path]) -> str:

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from lowbit.activations import compress_saved_, counted
 from lowbit.plan.measure import gradients, relative_error
-from lowbit_lab.bench.families import FAMILIES, family_model
+from tests.activations.family_models import FAMILIES, family_model
 
 MOST = dict.fromkeys(FAMILIES, 0.3) | {"mamba": 0.95, "rwkv": 0.7}
 SURVEY = dict.fromkeys(FAMILIES, (0.03, 0.02)) | {"lora-dora": (0.12, 0.19)}

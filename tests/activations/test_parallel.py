@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.parallel import ParallelLayout, Sizes, measured
+from tests.activations.split_llama import ParallelLayout, Sizes, measured
 from tests.processes import Ranks
 
 LAYOUTS = {

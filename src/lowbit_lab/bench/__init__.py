@@ -11,7 +11,6 @@ COMMANDS = {
     "tensor-parallel": "lowbit_lab.bench.tensor_parallel",
     "convergence": "lowbit_lab.bench.convergence",
     "memory": "lowbit_lab.bench.memory",
-    "families": "lowbit_lab.bench.families",
     "generation": "lowbit_lab.bench.generation",
 }
 """The module of each benchmark, which has its `COMMAND`. They import PyTorch: import one only when it is needed."""

@@ -368,7 +368,9 @@ def _saved_and_errors(training: MemoryTraining) -> dict[str, Any]:
     exact = gradients(model, lambda: training.loss(inputs, targets, contextlib.nullcontext))
     groups: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for name, gradient in exact.items():
-        groups[layer_type(modules_around(model, name))][name] = gradient
+        parts = name.split(".")[:-1]
+        around = [model.get_submodule(".".join(parts[: i + 1])) for i in range(len(parts))]
+        groups[layer_type(around)][name] = gradient
     errors = {kind: relative_error(coded, group) for kind, group in groups.items()}
     return {
         "saved_bytes": saved.total,
@@ -376,12 +378,6 @@ def _saved_and_errors(training: MemoryTraining) -> dict[str, Any]:
         "weight_copies_bytes": saved.peak.get("weights", 0),
         "gradient_error": {"all": relative_error(coded, exact), **errors},
     }
-
-
-def modules_around(model: nn.Module, parameter: str) -> list[nn.Module]:
-    """Return the modules that contain a parameter, outermost first."""
-    parts = parameter.split(".")[:-1]
-    return [model.get_submodule(".".join(parts[: i + 1])) for i in range(len(parts))]
 
 
 def _resident(name: str) -> int:

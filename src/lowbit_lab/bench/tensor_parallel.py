@@ -74,8 +74,6 @@ class TensorParallelBenchmark:
 
 def codec_of(name: str, parts: Sequence[Tensor]) -> Codec:
     """Return the codec of a format, fitted to the partial sums of all ranks, (tokens, width) each."""
-    if name == "bf16":
-        raise ValueError("format is 'bf16', PyTorch's own; allowed: int4, int8, feature-int4, feature-int4-static")
     if name == "int8":
         return GroupInt(bits=8, group=128, symmetric=True)
     if name == "feature-int4-static":

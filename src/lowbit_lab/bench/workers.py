@@ -181,7 +181,12 @@ def started(
     from lowbit.wire.pytorch import check_torch
 
     check_torch()
-    check_available(links)
+    limited = [link for link in links if link != UNLIMITED]
+    if limited and (reason := SlowLink.available()):
+        raise LinkUnavailable(f"{reason} `--link unlimited` measures without a limit.")
+    far = next((link for link in limited if link.far), None)
+    if far and (reason := SlowLink.available(distance=True)):
+        raise LinkUnavailable(f"{reason} `--link {Link(far.rate_mbit)}` measures without a distance.")
     if SlowLink.available():
         with Workers(program, count, grouped=True) as ranks:
             yield None, ranks
@@ -192,18 +197,6 @@ def started(
             Workers(program, count, grouped=True, network=network, per_host=per_host) as ranks,
         ):
             yield network, ranks
-
-
-def check_available(links: Sequence[Link]) -> None:
-    """Check that this machine permits these links."""
-    if hidden := next((link for link in links if link.nat != "none"), None):
-        raise LinkUnavailable(f"no rank could connect to one behind NAT, as over {hidden}; allowed: links without NAT")
-    limited = [link for link in links if link != UNLIMITED]
-    if limited and (reason := SlowLink.available()):
-        raise LinkUnavailable(f"{reason} `--link unlimited` measures without a limit.")
-    far = next((link for link in limited if link.far), None)
-    if far and (reason := SlowLink.available(distance=True)):
-        raise LinkUnavailable(f"{reason} `--link {Link(far.rate_mbit)}` measures without a distance.")
 
 
 def set_link(network: SlowLink | None, link: Link, ranks: Workers | None = None) -> dict[str, Any]:

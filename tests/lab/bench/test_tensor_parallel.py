@@ -91,8 +91,3 @@ def test_report_is_shown_and_drawn(report: Report, tmp_path: Path):
     text = shown(COMMAND, report.rows, tmp_path)
     assert "All-reduce of partial sums, 256 features a token" in text
     assert "Prefill of 16 tokens" in text
-
-
-def test_the_engine_has_no_codec():
-    with pytest.raises(ValueError, match="format is 'bf16'"):
-        codec_of("bf16", [])

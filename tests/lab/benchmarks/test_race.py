@@ -1,13 +1,13 @@
 """`python -m benchmarks race`: its arithmetic, and a small real run."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.race import COMMAND, RaceBenchmark, Racer, rows_of
-from lowbit.config import ConfigError
+from lowbit.config import build
 from lowbit.report import compare, run
 from lowbit.train.config import DataConfig, ModelConfig, PipelineConfig
 from lowbit_lab.bench.curves import seconds_until
@@ -21,9 +21,22 @@ TINY = RaceBenchmark(
 )  # fmt: skip
 
 
-def test_a_race_is_on_links_that_stay():
-    with pytest.raises(ConfigError, match="links has 9mbit@1s:1mbit, which changes; allowed: links that stay"):
-        replace(TINY, links=(Link.parse("9mbit@1s:1mbit"),))
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"links": ("9mbit@1s:1mbit",)}, "links has 9mbit@1s:1mbit, which changes; allowed: links that stay"),
+        ({"samples": 6}, "samples is 6; allowed: a multiple of data.batch"),
+        ({"samples": 64, "evaluations": 3}, r"allowed: at most the steps of an epoch \(2\)"),
+        ({"boundaries": ("int9",)}, "codec is 'int9'"),
+        pytest.param(
+            {"device": "cuda"}, "this machine has 0 devices",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
+        ),
+    ],
+)  # fmt: skip
+def test_wrong_settings_are_refused(wrong: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        build(RaceBenchmark, wrong)
 
 
 def racer_of(boundary: str, curve: list[tuple[float, float]]) -> Racer:

@@ -37,19 +37,9 @@ def test_exact_boundaries_cost_nothing_and_few_bits_something(model: Path):
         assert coarse["bits_forward"] < 5
 
 
-def test_cuts_are_where_they_are_said_to_be(model: Path):
-    found = []
-    for place in ({"cuts": (0,)}, {"stages": 2}):
-        settings = RealBenchmark(models=(str(model),), boundaries=("int4",), tokens=32, windows=2, **place)
-        found += [row["divergence"] for row in run(COMMAND, settings).rows]
-    assert found[0] == found[1] > 0
-
-
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"cuts": (1,)}, "cuts is (1,); the model has 2 layers; allowed: 0 to 0"),
-        ({"cuts": (1, 0)}, "each once, in order"),
         ({"stages": 3}, "stages is 3; the model has 2 layers; allowed: at most as many"),
         ({"kinds": ("chat",), "stages": 2}, "the tokenizer of the model has no chat template"),
         ({"boundaries": ("aq-sgd",)}, "allowed: formats that need neither a choice nor sample ids"),

@@ -49,11 +49,6 @@ def test_members_of_a_family_are_paler_and_only_the_first_stands_out():
     assert palette.marker(names[0]) not in (palette.marker(names[1]), palette.marker(names[2]))
 
 
-def test_other_series_have_different_colours():
-    palette = Palette(LIGHT)
-    assert len({palette[f"series {i}"] for i in range(len(LIGHT.others))}) == len(LIGHT.others)
-
-
 def luminance(colour: str) -> float:
     parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from lowbit.collectives import AgreementError
-from lowbit.config import ConfigError, settings_of
 from lowbit.report import run
 from lowbit.tensor_parallel import Calibration, CalibrationError
-from lowbit_lab.evaluate import CalibrationConfig, EvaluationConfig, calibrate, choices, loading
+from lowbit_lab.evaluate import CalibrationConfig, EvaluationConfig, calibrate, loading
 from lowbit_lab.evaluate.commands import CALIBRATE, EVALUATE
 from tests.command_line import invoke
 from tests.lab.evaluate.models import write_checkpoint
@@ -141,11 +140,6 @@ def test_the_default_dtype_suits_the_processor(monkeypatch: pytest.MonkeyPatch, 
     expected = {"auto": auto, "float32": torch.float32, "bfloat16": torch.bfloat16}
     for name, dtype in expected.items():
         assert loading.choose_dtype(name, torch.device("cpu")) == dtype
-
-
-def test_scores_are_means_over_tasks():
-    scores = {"a acc": 0.2, "a acc_norm": 0.4, "b acc strict": 0.5}
-    assert choices.mean_score(scores) == pytest.approx(0.4)
 
 
 def test_gemma_2_computes_with_its_own_attention(folder: Path, tmp_path: Path):
@@ -305,17 +299,6 @@ def test_bad_input_is_one_line(command: str, line: str, folder: Path, calibrated
     assert result.exit_code == 2, result.output
     assert line in result.stderr
     assert result.stderr.count("error:") == 1
-
-
-def test_settings_are_checked_and_explained():
-    with pytest.raises(ConfigError, match="sequences is 0; allowed: at least 1"):
-        CalibrationConfig(model="m", sequences=0)
-    assert CalibrationConfig(model="m", features="E/32").selection(256) == 8
-    assert CalibrationConfig(model="m", features="500").selection(512) == 500
-    assert EvaluationConfig(model="m", low_bit=True).compared == ("bf16", "feature-int4")
-    assert all(
-        setting.meaning for config in (CalibrationConfig, EvaluationConfig) for setting in settings_of(config).values()
-    )
 
 
 def test_a_calibration_for_other_weights_is_refused(calibrated: Path, tmp_path: Path):

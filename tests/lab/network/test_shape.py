@@ -96,18 +96,6 @@ def test_burst_does_not_carry_a_message_past_the_limit() -> None:
 
 
 @needs_link
-def test_rate_changes_between_runs() -> None:
-    with SlowLink(rate_mbit=None) as link:
-        (free,) = goodput(link, [(0, 1)], 0.6)
-        link.set_rate(50)
-        limited = best(lambda: goodput(link, [(0, 1)], 0.8)[0], 0.95 * 50 * TCP_SHARE)
-        link.set_rate(None)
-        (free_again,) = goodput(link, [(0, 1)], 0.6)
-    assert 0.85 < limited / (50 * TCP_SHARE) < 1.05
-    assert min(free, free_again) > 2 * limited
-
-
-@needs_link
 @pytest.mark.usefixtures("privilege")
 def test_more_hosts_meet_at_a_bridge() -> None:
     with SlowLink(hosts=3, rate_mbit=50) as link:

@@ -1,14 +1,9 @@
-"""`python -m benchmarks parallel`: bytes kept for backward and errors of gradients when a model is split over ranks.
-
-Each layout trains one step of a Llama in float32 on loopback, split over pipeline, tensor and data. Its bytes and
-errors are shown with those of one process with the same data and settings.
-"""
+"""A Llama that is split over pipeline, tensor and data: bytes kept and errors of gradients, next to one process."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,13 +24,8 @@ from torch.nn import functional
 from lowbit.activations import LayerAware, compress_saved_, counted
 from lowbit.codecs import BlockFloat8, Cast
 from lowbit.collectives import all_reduce
-from lowbit.config import ConfigError, Positive, section
 from lowbit.gradients import GradientStorage
 from lowbit.pipeline import LowBitStage
-from lowbit.report import Column, Command, Row, Table
-from lowbit_lab.bench.settings import EachOnce
-from lowbit_lab.bench.worker import serve
-from lowbit_lab.bench.workers import Workers
 
 POLICIES = {"none": None, "ours": LayerAware(), "published": LayerAware.published()}
 VOCABULARY = 256
@@ -242,118 +232,3 @@ def _whole(x: Any) -> Tensor:
 
 def _bytes(tensors: Any) -> int:
     return sum(getattr(x, "_local_tensor", x).nbytes for x in tensors)
-
-
-class ParallelRank:
-    """Follows the orders of the benchmark."""
-
-    def measure(self, sizes: dict[str, int], layout: dict[str, Any], policy: str) -> dict[str, Any]:
-        """`measured`, as JSON."""
-        return measured(Sizes(**sizes), ParallelLayout(**layout), policy)
-
-
-LAYOUTS = {
-    "one": ParallelLayout(),
-    "tensor": ParallelLayout(tensor=2),
-    "sequence": ParallelLayout(tensor=2, sequence=True),
-    "zero": ParallelLayout(data=2, zero=True),
-    "three": ParallelLayout(pipeline=2, tensor=2, data=2, sequence=True),
-}
-NAMES = dict(zip(LAYOUTS, ("one process", "TP", "TP, SP", "DP, ZeRO-1", "PP, TP, SP, DP"), strict=True))
-
-
-@section()
-class ParallelBenchmark:
-    """Layouts and a model."""
-
-    layouts: Annotated[tuple[Literal["one", "tensor", "sequence", "zero", "three"], ...], EachOnce] = tuple(LAYOUTS)  # pyright: ignore
-    """How the model is split: in two along one dimension, or along three. With several replicas (zero, three) gradients
-    are stored in FP8 and averaged by an 8-bit all-reduce; zero: each has half of the optimizer's states."""
-    policies: Annotated[tuple[Literal["ours", "published"], ...], EachOnce] = ("ours", "published")
-    """ours: LayerAware(). published: LayerAware.published(), AGoQ's."""
-    dim: Positive = 128
-    """Channels."""
-    inner: Positive = 352
-    """Channels of the feed-forward."""
-    layers: Positive = 4
-    """Layers of the model."""
-    length: Positive = 128
-    """Tokens of a sequence; each replica has two micro-batches of two."""
-
-    def __post_init__(self) -> None:
-        for name in ("layers", "length"):
-            if getattr(self, name) % 2:
-                raise ConfigError(f"{name} is {getattr(self, name)}; allowed: multiples of 2")
-
-
-def measure(settings: ParallelBenchmark, earlier: Sequence[Row]) -> Iterator[list[Row]]:
-    """Yield a row for each layout and policy.
-
-    `plain_bytes` and `kept_bytes`: activations that PyTorch and we keep on the rank that keeps most, without the loss;
-    `kept`, or `kept_alone` for one process: their ratio. `error`: relative error of all gradients, on the rank where it
-    is furthest from `error_alone`, that of one process. `gradient_bytes`, `state_bytes` (AdamW's): most of any rank.
-
-    Raises:
-        ChildProcessError: a rank failed.
-    """
-    sizes = {name: getattr(settings, name) for name in ("dim", "inner", "layers", "length")}
-    rows: list[Row] = []
-    for name in settings.layouts:
-        layout = asdict(LAYOUTS[name])
-        with Workers("benchmarks.parallel", LAYOUTS[name].ranks, grouped=True) as ranks:
-            plain = ranks.ask("measure", sizes=sizes, layout=layout, policy="none")
-            for policy in settings.policies:
-                found = ranks.ask("measure", sizes=sizes, layout=layout, policy=policy)
-                rows.append({"layout": name, "policy": policy, "ranks": LAYOUTS[name].ranks, **_row(plain, found)})
-                yield rows
-
-
-def _row(plain: list[dict[str, Any]], found: list[dict[str, Any]]) -> dict[str, Any]:
-    most = max(range(len(plain)), key=lambda rank: plain[rank]["kept_bytes"])
-    worst = max(found, key=lambda row: row["error"] / row["error_alone"])
-    return {
-        "plain_bytes": plain[most]["kept_bytes"],
-        "kept_bytes": found[most]["kept_bytes"],
-        "kept": found[most]["kept_bytes"] / plain[most]["kept_bytes"],
-        "kept_alone": found[most]["kept_alone"] / plain[most]["kept_alone"],
-        "error": worst["error"],
-        "error_alone": worst["error_alone"],
-        "gradient_bytes": max(row["gradient_bytes"] for row in found),
-        "state_bytes": max(row["state_bytes"] for row in found),
-    }
-
-
-def _megabytes(size: int) -> str:
-    return f"{size / 1e6:.2f}"
-
-
-COMMAND = Command(
-    name="parallel",
-    summary="Bytes kept for backward and errors of gradients of a model that is split over ranks.",
-    examples=("python -m benchmarks parallel --layout tensor,sequence --policy published",),
-    settings=ParallelBenchmark,
-    measure=measure,
-    tables=[
-        Table(
-            title="Kept for backward, and the error of gradients",
-            gap="layout",
-            columns=[
-                Column("layout", "layout", lambda name: NAMES[name]),
-                Column("policy", "policy"),
-                Column("ranks", "ranks"),
-                Column("plain\nMB", "plain_bytes", _megabytes),
-                Column("kept\nMB", "kept_bytes", _megabytes),
-                Column("share", "kept", "{:.1%}"),
-                Column("share\nalone", "kept_alone", "{:.1%}"),
-                Column("error", "error", "{:.4f}"),
-                Column("error\nalone", "error_alone", "{:.4f}"),
-                Column("gradients\nMB", "gradient_bytes", _megabytes),
-                Column("AdamW\nMB", "state_bytes", _megabytes),
-            ],
-        )
-    ],
-)
-
-
-if __name__ == "__main__":
-    serve(ParallelRank)
