@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
+from benchmarks.changing_link import follow
 from lowbit.codecs import parse_pair
 from lowbit.codecs.speed import coding_speed
 from lowbit.config import ConfigError
@@ -33,7 +34,6 @@ from lowbit.train.metrics import read_metrics
 from lowbit.wire.errors import PeerError
 from lowbit_lab.network import SlowLink
 from tests.processes import Ranks
-from tests.train.changing_link import follow
 from tests.train.runs import again, curve, tiny
 
 LIMIT = 110
