@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import HashStore
 
 from lowbit.config import ConfigError
 from lowbit.doctor import meeting, ports
-from lowbit.doctor.cluster import check_file, write_cluster
+from lowbit.doctor.command import check_file, write_cluster
 from lowbit.doctor.facts import facts, gloo
 from lowbit.doctor.hosts import _page
 from lowbit.doctor.meeting import FirstMachineError, Meeting

@@ -106,11 +106,7 @@ def take(settings: DoctorSettings) -> MachineSurvey:
 
 
 def _check_place(settings: DoctorSettings) -> None:
-    """Check that the meeting's name leads somewhere.
-
-    Raises:
-        ConfigError: it is unknown, or has IPv6 addresses only.
-    """
+    """Check that the meeting's name leads somewhere. Raises ConfigError: it is unknown, or has IPv6 addresses only."""
     host, port = settings.place
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
