@@ -109,7 +109,3 @@ def test_a_section_must_be_a_section(values, message):
 def test_examples_load(path):
     config = load(path)
     assert from_mapping(json.loads(config.to_json())) == config
-
-
-def test_there_are_examples():
-    assert EXAMPLES

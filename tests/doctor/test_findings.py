@@ -53,11 +53,6 @@ PROBLEMS = {0: "rank 0 did not connect"}
         ),
         ({"left": (1, "it stopped")}, "stop m1: it left before the end: it stopped -> start it again on all machines"),
         ({"left": (-1, "it stopped")}, "stop : it left before the end"),
-        (
-            {"left": (0, "no answer"), "stalled": (1, 0)},
-            "stop m1: it connects to m0, but larger messages to it do not arrive (no answer) -> large packets may be "
-            "lost, as in a VPN: sudo ip link set eth0 mtu 1280",
-        ),
         ({"strangers": ["m7"]}, "stop m7: it does not know the secret (LOWBIT_SECRET) of m0"),
     ],
 )
@@ -157,8 +152,8 @@ WG = {"vpn": True, "mtu": 1420, "interface": "wg0", "gloo_interface": "wg0"}
             id="NAT of a machine that finds closed ports",
         ),
         pytest.param(
-            {"links": links({"mbit": 19.0}, {"mbit": 4.8}), "speed": ({"sends": (0.0, 3e6)}, {"sends": (6e6, 0.0)})},
-            ["warning m1: m1 to m0 carries 4.8 Mbit/s, the other direction 19: a step's 6 MB take 10 s -> look for a "
+            {"links": links({"mbit": 19.0}, {"mbit": 4.8}), },
+            ["warning m1: m1 to m0 carries 4.8 Mbit/s, the other direction 19: 10 MB take 17 s -> look for a "
              "bad cable or weak Wi-Fi; if it is an upload limit: fewer bits in pipeline.backward"],
             id="asymmetric",
         ),

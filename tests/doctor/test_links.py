@@ -13,7 +13,7 @@ from lowbit.doctor.messages import Speed
 from lowbit.plan.cluster import Cluster
 from lowbit_lab.network import SlowLink
 from lowbit_lab.network.link import Link
-from tests.doctor.machines import PORT, Running, start
+from tests.doctor.machines import PORT, start
 
 NO_LINK = SlowLink.available(distance=True)
 WELL = "Nothing would stop the training."
@@ -31,13 +31,13 @@ def link() -> Iterator[SlowLink]:
         yield opened
 
 
-def page_of(link: SlowLink, text: str, tmp_path: Path, *, bbr: bool = True, hosts: tuple[int, int] = (0, 1)) -> str:
+def page_of(link: SlowLink, text: str, tmp_path: Path, *, bbr: bool = True) -> str:
     """The page of both machines in one line, from which what both print is taken, without the tables."""
     link.set_link(Link.parse(text))
     common = ("run.toml", "--meet", f"{link.address(0)}:{PORT}", "--seconds", "0.5")
     machines = [
         start(tmp_path / name, *common, "--name", name, link=link, host=host, before=_prepare, arguments=(bbr,))
-        for name, host in zip(("desk", "laptop"), hosts, strict=True)
+        for host, name in enumerate(("desk", "laptop"))
     ]
     pages = [" ".join(machine.page().split()) for machine in machines]
     assert [machine.code for machine in machines] == [0, 0], machines[0].said()
@@ -49,7 +49,7 @@ def page_of(link: SlowLink, text: str, tmp_path: Path, *, bbr: bool = True, host
 def _prepare(bbr: bool) -> None:
     """Leave out what takes long: the speed of compute, half of the time. Without `bbr`, the kernel refuses it."""
     mock.patch("lowbit.doctor.survey._FAR_TRIPS", 50).start()
-    speed = Speed(layer_seconds=0.1, layer_tokens=64, sends=(3e6, 3e6))
+    speed = Speed(layer_seconds=0.1, layer_tokens=64)
     mock.patch("lowbit.doctor.survey.speed", return_value=speed).start()
     if not bbr:
         mock.patch("lowbit.doctor.survey.set_congestion_control", return_value=False).start()
@@ -68,11 +68,11 @@ def test_a_loss_of_a_thousandth(link: SlowLink, tmp_path: Path):
     page = page_of(link, "100mbit/40ms/0.1%", tmp_path)
     assert page.startswith(f"{WELL} note ")
     assert "the link loses packets, and TCP slows down for each" in page
-    found = re.search(r"([0-9.]+) Mbit/s with CUBIC, ([0-9.]+) with BBR .a step's 3 MB take ([0-9.]+) s inst", page)
+    found = re.search(r"([0-9.]+) Mbit/s with CUBIC, ([0-9.]+) with BBR .10 MB take ([0-9.]+) s inst", page)
     assert found, page
     usual, better, seconds = map(float, found.groups())
     assert better >= 1.25 * usual
-    assert seconds == pytest.approx(24 / usual, rel=0.06)
+    assert seconds == pytest.approx(80 / usual, rel=0.06)
     assert "nothing to do for lowbit train, which changes to BBR by itself" in page
     assert any(rate == pytest.approx(better, rel=0.05) for rate in rates(tmp_path)), "what training will get"
 
@@ -80,36 +80,13 @@ def test_a_loss_of_a_thousandth(link: SlowLink, tmp_path: Path):
 def test_losses_where_bbr_is_not_permitted(link: SlowLink, tmp_path: Path):
     page = page_of(link, "100mbit/10ms/1%", tmp_path, bbr=False)
     assert page.startswith(f"{WELL} warning desk and laptop: the link loses packets")
-    assert "over 16 connections (a step's 3 MB take" in page
+    assert "over 16 connections (10 MB take" in page
     assert "BBR, not permitted on desk and laptop, is faster still: sudo modprobe tcp_bbr" in page
-
-
-def test_losses_under_bbr_are_no_problem(link: SlowLink, tmp_path: Path):
-    assert page_of(link, "100mbit/20ms/1%/bbr", tmp_path) == WELL
 
 
 def test_an_upload_limit(link: SlowLink, tmp_path: Path):
     page = page_of(link, "20mbit-5mbit/20ms", tmp_path)
     assert page.startswith(f"{WELL} warning laptop: laptop to desk carries 4.")
-    assert re.search(r"the other direction 1[5-9][0-9.]*: a step's 3 MB take [4-7][0-9.]* s", page), page
+    assert re.search(r"the other direction 1[5-9][0-9.]*: 10 MB take 1[5-9][0-9.]* s", page), page
     assert "if it is an upload limit: fewer bits in pipeline.backward" in page
     assert page.count("warning") == 1
-
-
-def test_one_machine_twice(link: SlowLink, tmp_path: Path):
-    page = page_of(link, "100mbit", tmp_path, hosts=(0, 0))
-    assert page.startswith(f"{WELL} warning desk and laptop: these are one machine, with")
-    assert "start lowbit doctor once on each machine" in page
-
-
-def test_an_ipv6_address_is_one_clear_line(link: SlowLink, tmp_path: Path):
-    for host in range(2):
-        link._namespaces[host].ip(f"address add fd00::{host + 1}/64 dev {link.interface(host)} nodad")
-    machines: list[Running] = [
-        start(tmp_path / str(host), "--meet", "[fd00::1]:29400", link=link, host=host) for host in range(2)
-    ]
-    for machine in machines:
-        machine.page()
-        assert machine.code == 2
-        assert "error: meet is '[fd00::1]:29400', an IPv6 address; allowed: an IPv4 address" in machine.said()
-        assert machine.said().count("\n") == 1

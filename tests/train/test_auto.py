@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
+from benchmarks.changing_link import follow
 from lowbit.codecs import parse_pair
 from lowbit.codecs.speed import coding_speed
 from lowbit.config import ConfigError
@@ -22,7 +23,7 @@ from lowbit.report.page.run import read_run
 from lowbit.report.training import run_page
 from lowbit.simulate.predict import share_of_rates
 from lowbit.train import TrainConfig, auto, loop, train, trainer
-from lowbit.train.auto import Auto, Forecast, FormatChoice, Watch, choose, described
+from lowbit.train.auto import Auto, Forecast, FormatChoice, Watch, choose
 from lowbit.train.boundaries import AUTO_FORMATS, usable
 from lowbit.train.checkpoints.manifest import read_manifest
 from lowbit.train.config import PipelineConfig
@@ -33,7 +34,6 @@ from lowbit.train.metrics import read_metrics
 from lowbit.wire.errors import PeerError
 from lowbit_lab.network import SlowLink
 from tests.processes import Ranks
-from tests.train.changing_link import follow
 from tests.train.runs import again, curve, tiny
 
 LIMIT = 110
@@ -240,20 +240,6 @@ def test_replicas_that_come_and_go_need_formats(tmp_path: Path):
     config = tiny(tmp_path, pipeline={"forward": "auto"}, elastic={"lighthouse": "http://x:1", "name": "a"})
     with pytest.raises(ConfigError, match="forward is auto; allowed with elastic.lighthouse: names"):
         check_elastic(config, ())
-
-
-def test_a_choice_tells_its_numbers():
-    choice = FormatChoice(
-        step=7, formats=("bf16", "bf16", "transform"), predicted={"bf16": 1.5, "these": 0.5}, mbit={"0 to 1": 25.0},
-        round_trip=0.04, compute=[0.25, 0.5], share=0.5, change=2.0,
-    )  # fmt: skip
-    assert described(choice.formats) == "boundary 0 to 1 bf16, boundary 2 transform"
-    assert str(choice) == (
-        "formats from step 8 on (a step took 2.00 times as long as before): boundary 0 to 1 bf16, boundary 2 "
-        "transform; links 0 to 1: 25.0 Mbit/s, 40.0 ms there and back, 50% of the rates in training; "
-        "compute 0.500 s; predicted step with "
-        "bf16: 1.500 s; these: 0.500 s"
-    )
 
 
 def _train(config: TrainConfig, mbit: float | None) -> tuple[list[dict[str, Any]], list[float]]:

@@ -84,10 +84,6 @@ def test_a_run_keeps_of_each_layer_what_is_planned(ranks: Ranks, tmp_path: Path)
 
 def test_a_plan_for_other_layers_is_one_line(tmp_path: Path):
     config = planned_by_layer(tmp_path, (KEEP, KEEP), (KEEP, EXACT))
-    with pytest.raises(ConfigError, match=r"activations\.bits is \(4,\) and activations\.plan is"):
-        prepare(again(config, activations={"bits": 4}), ranks=2)
-    with pytest.raises(ConfigError, match=r"was made for model\.dim 32; here it is 64"):
-        prepare(again(config, model={"dim": 64}), ranks=2)
     module = torch.nn.Sequential(torch.nn.Linear(8, 8))
     with pytest.raises(
         ConfigError, match=r"plan does not fit this run: the plan is for 2 x .* this model has 1 x Linear of 72"

@@ -6,7 +6,7 @@ import pytest
 
 from lowbit.config import ConfigError
 from lowbit.train.config import DataConfig
-from lowbit.train.corpus import capped, documents, held_out_documents, library_files
+from lowbit.train.corpus import capped, documents, library_files
 
 
 @pytest.fixture
@@ -31,7 +31,6 @@ def folder(tmp_path):
 def test_files_folders_and_patterns(folder, names, expected):
     text = tuple(str(folder / name) for name in names)
     assert list(documents(DataConfig(text=text))) == expected
-    assert list(held_out_documents(DataConfig(held_out=text))) == expected
 
 
 @pytest.mark.parametrize("name", ["absent.txt", "*.none"])

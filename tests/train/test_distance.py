@@ -10,8 +10,7 @@ import torch.distributed as dist
 
 from lowbit.train import TrainConfig, loop, train
 from lowbit.train.config import PipelineConfig
-from lowbit.train.distance import needless
-from lowbit.train.layout import make_layout
+from lowbit.train.layout import make_layout, needless
 from tests.processes import Ranks
 from tests.train.runs import tiny
 

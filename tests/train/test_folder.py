@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -148,16 +147,6 @@ def test_a_run_keeps_others_out_of_its_folder_for_as_long_as_it_lives(
     other.wait(10)
     assert train(config).held_out_loss is not None
     train(config)  # the run before has let others in
-
-
-def test_a_lock_holds_until_it_is_given_back(tmp_path: Path):
-    folder, other = RunFolder(tmp_path), RunFolder(tmp_path)
-    assert folder.in_use() == folder.lock() == ""
-    assert other.in_use(0) == other.lock(0) == f"process {os.getpid()} on {socket.gethostname()}"
-    folder.clear()
-    assert other.in_use(0)
-    folder.unlock()
-    assert other.lock(0) == ""
 
 
 def test_a_disk_without_locks_is_told_of_and_used(

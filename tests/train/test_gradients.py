@@ -4,13 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
-from lowbit.codecs import BlockFloat8
 from lowbit.gradients.view import StoredGradient
 from lowbit.train import ConfigError, StepMetrics, TrainConfig, train
-from lowbit.train.config import GradientsConfig
-from lowbit.train.gradients import Gradients, storage_codec
+from lowbit.train.gradients import Gradients
 from lowbit.train.trainer import Trainer
 from tests.processes import Ranks
 from tests.train.runs import LIMIT, ONE, again, curve, losses, stopped, tiny
@@ -101,29 +98,3 @@ def test_nan_stops_the_run_before_the_weights(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(RuntimeError, match="step 2: .*the norm of the gradients nan"):
         train(config)
     assert all(torch.equal(a, b) for a, b in zip(weights[-1], weights[-2], strict=True))
-
-
-def test_formats_by_name():
-    assert storage_codec(GradientsConfig()) is None
-    assert storage_codec(GradientsConfig(storage="fp8")) == BlockFloat8()
-
-
-@pytest.mark.parametrize("codec", [None, BlockFloat8()], ids=repr)
-def test_the_phases_of_a_step(codec: BlockFloat8 | None):
-    a, b = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(2))
-    gradients = Gradients([a, b], codec, microbatches=2)
-    for _ in range(2):
-        (2 * a.sum()).backward()
-    if codec is None:
-        a.grad = torch.full((4,), 2.0)  # the mean, as schedules do
-    gradients.finish()
-    with gradients.in_full([a, b]):
-        assert a.grad.tolist() == [2] * 4
-        assert b.grad is None
-        b.grad = torch.full((2,), 3.0)
-    assert [g.tolist() for g in gradients.of([b, a])] == [[3] * 2, [2] * 4]
-    gradients.clip(norm=1.0, limit=0)
-    gradients.clip(norm=1.0, limit=0.5)
-    gradients.step(torch.optim.SGD([a, b], lr=1.0))
-    assert [a.tolist(), b.tolist()] == [[0] * 4, [-0.5] * 2]
-    assert list(gradients.of([a, b])) == []

@@ -61,7 +61,6 @@ def by_peft(config: TrainConfig) -> tuple[list[float], dict[str, torch.Tensor]]:
         ("llama", "1F1B", 1),
         ("gpt2", "1F1B", 1),
         ("qwen2", "Interleaved1F1B", 2),
-        ("llama", "InterleavedZeroBubble", 2),
         ("llama", "ZBVZeroBubble", 2),
     ],
 )

@@ -14,7 +14,7 @@ import pytest
 
 from lowbit.job.meeting import new_secret
 from lowbit.train.metrics import StepMetrics, Work, step_metrics
-from lowbit.train.progress import Progress, Rhythm, duration, machine_name
+from lowbit.train.progress import Progress, Rhythm
 from tests.forked import CONTEXT, run_script
 from tests.train.runs import tiny
 
@@ -103,17 +103,6 @@ def test_a_log_is_neither_silent_nor_flooded(steps: int, seconds: float, lines: 
     pauses = [after - before for before, after in itertools.pairwise(times)]
     assert max(pauses) <= longest
     assert max([pause for pause, end in zip(pauses, times[1:], strict=True) if end < 1200], default=0) <= 60 + seconds
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0.4, "0s"), (59.4, "59s"), (200, "3m 20s"), (7500, "2h 05m"), (273_600, "3d 4h")]
-)
-def test_durations(seconds: float, text: str):
-    assert duration(seconds) == text
-
-
-def test_a_machine_has_one_name():
-    assert machine_name() == machine_name() != ""
 
 
 RANK = """

@@ -14,7 +14,7 @@ import lowbit
 from lowbit.report.training import PAGE
 from lowbit.train import train
 from lowbit.train.folder import RunFolder
-from lowbit.train.metrics import read_evaluations
+from lowbit.train.metrics import read_metrics
 from tests.train.runs import ONE, again, stopped, tiny
 
 needs_plotly = pytest.mark.skipif(importlib.util.find_spec("plotly") is None, reason="the extra report is missing")
@@ -31,7 +31,7 @@ def test_a_run_leaves_a_page_with_its_losses(tmp_path: Path):
     assert f"{summary.held_out_loss:.4f}" in text
     assert "did not end" not in text
     assert PAGE in RunFolder(folder).made()
-    assert [line["step"] for line in read_evaluations(folder / "evaluations.jsonl")] == [2, 3]
+    assert [line["step"] for line in read_metrics(folder / "evaluations.jsonl")] == [2, 3]
     train(again(config, run={"report": False}))  # overwrites
     assert not (folder / PAGE).exists()
 

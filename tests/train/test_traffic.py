@@ -15,7 +15,7 @@ from lowbit.codecs import parse
 from lowbit.train import Summary, TrainConfig, train
 from lowbit.train.data import Order
 from lowbit.train.expected import ExpectedTraffic
-from lowbit.train.metrics import read_evaluations, read_metrics
+from lowbit.train.metrics import read_metrics
 from lowbit.train.prepare import prepare
 from lowbit.train.summary import read_summary
 from lowbit.train.tied import row_bytes
@@ -76,7 +76,7 @@ def _foresee(config: TrainConfig, summary: Summary, steps: list[dict[str, Any]])
             assert sent["tied embedding"] == pytest.approx(rows, rel=0.05), "other letters"
             sent["tied embedding"] = rows
         assert foreseen == sent
-    evaluations = read_evaluations(Path(config.run.output) / "evaluations.jsonl")
+    evaluations = read_metrics(Path(config.run.output) / "evaluations.jsonl")
     assert {line["bytes_sent"] for line in evaluations} == {expected.evaluation()}
     if config.run.save_model:
         assert summary.parts["saving the model"] == pytest.approx(expected.saving(), rel=0.05), "and names"
@@ -88,7 +88,7 @@ def test_all_that_a_run_sends_is_counted_and_the_interfaces_agree(tmp_path: Path
     config = _lettered(tmp_path, more)
     summary = _compare(config, tmp_path, parts)
     folder = Path(config.run.output)
-    evaluations = sum(line["bytes_sent"] for line in read_evaluations(folder / "evaluations.jsonl"))
+    evaluations = sum(line["bytes_sent"] for line in read_metrics(folder / "evaluations.jsonl"))
     steps = sum(line["bytes_sent"] for line in read_metrics(folder / "metrics.jsonl"))
     assert summary.parts["evaluation"] == evaluations
     assert summary.bytes_sent > steps + evaluations

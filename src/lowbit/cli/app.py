@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, metadata
 from importlib.util import find_spec
@@ -16,22 +17,14 @@ from lowbit.cli.text import listed
 from lowbit.cli.train import Config, Train
 
 
-def documentation() -> str:
-    """Return the address of the documentation from the installed package's metadata; empty without one."""
-    try:
-        addresses = metadata("lowbit").get_all("Project-URL") or ()
-    except PackageNotFoundError:  # a plain checkout on PYTHONPATH
-        return ""
-    return dict(address.split(", ", 1) for address in addresses).get("Documentation", "")
-
-
 def _where_to_begin() -> list[str]:
     steps = [
         ("lowbit demo", "see what low-bit messages gain over a slow link"),
         ("lowbit train --dry-run", "check a training run and print it"),
     ]
-    if address := documentation():
-        steps.append((address, "add lowbit to a training script of your own"))
+    with contextlib.suppress(PackageNotFoundError, KeyError):  # of a plain checkout on PYTHONPATH
+        addresses = dict(each.split(", ", 1) for each in metadata("lowbit").get_all("Project-URL") or ())
+        steps.append((addresses["Documentation"], "add lowbit to a training script of your own"))
     if find_spec("pydantic") is None:
         steps.insert(0, ('pip install "lowbit[lab]"', "install what the commands need"))
     return ["where to begin:", *listed(steps), "", "lowbit --version prints the version."]

@@ -125,11 +125,7 @@ class Parser(argparse.ArgumentParser):
         return " ".join(["%(prog)s", *arguments, "[options]"])
 
     def error(self, message: str) -> NoReturn:
-        """Refuse a command line in one line.
-
-        Raises:
-            ConfigError: always.
-        """
+        """Raise ConfigError: a command line is refused in one line."""
         raise ConfigError(f"{message}; see {self.prog} --help")
 
     def _add_settings(self, settings: Mapping[str, Setting], prefix: str, group: Any) -> None:

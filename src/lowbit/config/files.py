@@ -51,11 +51,7 @@ def in_toml(value: Any) -> str:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Read the values of a TOML file.
-
-    Raises:
-        ConfigError: the file is missing or not TOML.
-    """
+    """Read the values of a TOML file. Raises ConfigError: the file is missing or not TOML."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -183,7 +183,7 @@ def _links(survey: MachineSurvey) -> Iterator[Finding]:
             if there and back >= _SLOW_DIRECTION * there:
                 first, second = (survey.machines[rank].facts.name for rank in (one, other))
                 what = f"{first} to {second} carries {there:.3g} Mbit/s, the other direction {back:.3g}"
-                what += f": {_takes(survey, one, other, there)}"
+                what += f": 10 MB take {80 / there:.2g} s"
                 key = "forward" if one < other else "backward"
                 fix = f"look for a bad cable or weak Wi-Fi; if it is an upload limit: fewer bits in pipeline.{key}"
                 yield _warn(first, what, fix)
@@ -223,7 +223,7 @@ def _lossy(survey: MachineSurvey, a: int, b: int) -> Iterator[Finding]:
         if link.control != FASTER and link.better_mbit >= _FASTER * link.mbit > 0:
             usual = link.control.upper() or "TCP"
             better = f"{link.better_mbit:.3g} {'with' if link.way == FASTER.upper() else 'over'} {link.way}"
-            seconds = _takes(survey, one, other, link.mbit, link.better_mbit)
+            seconds = f"10 MB take {80 / link.mbit:.2g} s instead of {80 / link.better_mbit:.2g}"
             slow[one] = f"to {name} {link.mbit:.3g} Mbit/s with {usual}, {better} ({seconds})"
         elif link.better_loss > _LOSS and link.way == FASTER.upper():  # several connections overflow a queue
             losses[one] = f"{link.better_loss:.0%} of the segments to {name} even with {link.way}"
@@ -246,16 +246,6 @@ def _lossy(survey: MachineSurvey, a: int, b: int) -> Iterator[Finding]:
         names = " and ".join(survey.machines[rank].facts.name for rank in losses)
         what = f"TCP sent again {' and '.join(losses.values())}: the link loses many packets"
         yield _warn(names, what, "a cable instead of Wi-Fi, or another cable or switch")
-
-
-def _takes(survey: MachineSurvey, one: int, other: int, mbit: float, better: float = 0.0) -> str:
-    """How long the messages of a step take from one machine to another; those of 10 MB if there is no recipe."""
-    sends = survey.machines[one].speed.sends
-    nbytes = sends[other] if len(sends) > other and sends[other] else 1e7
-    whose = "a step's " if nbytes != 1e7 else ""
-    instead = f" instead of {8e-6 * nbytes / better:.2g}" if better else ""
-    amount = f"{nbytes / 1e6:.3g} MB" if nbytes >= 1e6 else f"{nbytes / 1e3:.3g} kB"
-    return f"{whose}{amount} take {8e-6 * nbytes / mbit:.2g} s{instead}"
 
 
 def _closed(survey: MachineSurvey, caller: int, called: int) -> dict[int, str]:

@@ -116,7 +116,6 @@ class Speed:
         layer_overhead: the part of `layer_seconds` that does not depend on the size of the micro-batch.
         tflops: used without a recipe. coding: as in `cluster.toml`. problem: why something is missing.
         busy: cores that computed meanwhile, for whatever program; own: those of them that computed for this check.
-        sends: bytes that it sends to each machine in a step of the recipe; empty: unknown.
     """
 
     layer_seconds: Number = 0.0
@@ -127,7 +126,6 @@ class Speed:
     coding: tuple[str, ...] = ()
     busy: Number = 0.0
     own: Number = 0.0
-    sends: tuple[Number, ...] = ()
     problem: Text = ""
 
 

@@ -53,11 +53,7 @@ class DoctorSettings:
 
     @property
     def place(self) -> tuple[str, int]:
-        """Host and port of the meeting.
-
-        Raises:
-            ConfigError: neither `meet` nor the environment gives one.
-        """
+        """Host and port of the meeting. Raises ConfigError: neither `meet` nor the environment gives one."""
         if self.meet:
             host, _, port = self.meet.rpartition(":")
             if not host or self.meet.endswith("]") or ("]" not in self.meet and ":" in host):
@@ -80,11 +76,7 @@ class DoctorSettings:
 
     @property
     def count(self) -> int:
-        """Number of machines.
-
-        Raises:
-            ConfigError: WORLD_SIZE is not a valid number of machines.
-        """
+        """Number of machines. Raises ConfigError: WORLD_SIZE is not a valid number of machines."""
         text = str(self.machines or os.environ.get("WORLD_SIZE") or 2)
         if not (text.isascii() and text.isdecimal() and 1 <= int(text) <= _MOST_MACHINES):
             raise ConfigError(f"WORLD_SIZE is {text!r}; allowed: 1 to {_MOST_MACHINES} machines")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from lowbit.codecs import parse_pair
 from lowbit.codecs.speed import coding_speed
 from lowbit.doctor.messages import Speed
 from lowbit.doctor.settings import DoctorSettings
-from lowbit.doctor.step import step_bytes
 from lowbit.plan.sizes import layer_seconds, measure_sizes, optimizer_ns
 from lowbit.train import TrainConfig, load
 from lowbit.train.boundaries import AUTO_FORMATS, usable
@@ -25,12 +23,8 @@ from lowbit.train.model import hidden_size, vocabulary
 from lowbit.train.tokenizer import load_tokenizer
 
 
-def speed(settings: DoctorSettings, ranks: Sequence[int] = (1,), machine: int = 0) -> Speed:
-    """Measure a decoder layer, the optimizer and the formats. What cannot be measured is left out, with the reason.
-
-    Args:
-        ranks: number of each machine's ranks. machine: which of them this is.
-    """
+def speed(settings: DoctorSettings) -> Speed:
+    """Measure a decoder layer, the optimizer and the formats. What cannot be measured is left out, with the reason."""
     problem, values = "", dict[str, Any]()
     begin, busy, own = time.perf_counter(), busy_seconds(), time.process_time()
     try:
@@ -45,10 +39,6 @@ def speed(settings: DoctorSettings, ranks: Sequence[int] = (1,), machine: int = 
         values["optimizer_ns"] = optimizer_ns(device)
         if settings.recipe:
             values |= {"layer_seconds": seconds, "layer_tokens": tokens, "layer_overhead": overhead}
-            if len(ranks) > 1:
-                sizes = measure_sizes(config.model, vocab=vocab, sequence=sequence, precision="fp32")
-                sent = step_bytes(config, sizes, vocab, ranks)
-                values["sends"] = tuple(sent[machine]) if sent else ()
         else:  # without a recipe the plan's model is unknown, so a layer's seconds would be of the wrong one
             sizes = measure_sizes(config.model, vocab=vocab, sequence=sequence, precision="fp32")
             values["tflops"] = 3 * sizes.layer_flops * tokens / seconds / 1e12

@@ -106,11 +106,7 @@ def take(settings: DoctorSettings) -> MachineSurvey:
 
 
 def _check_place(settings: DoctorSettings) -> None:
-    """Check that the meeting's name leads somewhere.
-
-    Raises:
-        ConfigError: it is unknown, or has IPv6 addresses only.
-    """
+    """Check that the meeting's name leads somewhere. Raises ConfigError: it is unknown, or has IPv6 addresses only."""
     host, port = settings.place
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -149,9 +145,8 @@ def _ask(survey: MachineSurvey, meeting: Meeting, own: Facts) -> None:
             side = new_group(timeout=_SPEED_SECONDS)
             _measure_links(survey, side)
             say("measures compute and coding, which takes minutes the first time on a machine")
-            ranks = [max(1, machine.facts.gpus) for machine in survey.machines.values()]
             for _ in range(2):  # the first time compiles kernels; then all compute at once, as in training
-                measured = speed(survey.settings, ranks, meeting.rank)
+                measured = speed(survey.settings)
                 for rank, values in enumerate(gather_json(vars(measured), side)):
                     survey.machines[rank].speed = read(Speed, values)
     except (RuntimeError, TimeoutError) as error:

@@ -43,9 +43,8 @@ class Report:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f"{path.name}.{os.getpid()}.part")
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         try:
-            part.write_text(json.dumps(plain(values), indent=1, allow_nan=False) + "\n", "utf-8")
+            part.write_text(json.dumps(plain(vars(self)), indent=1, allow_nan=False) + "\n", "utf-8")
             part.replace(path)
         finally:
             part.unlink(missing_ok=True)

@@ -36,15 +36,6 @@ class Encoded:
         """Number of places that the sample takes in a window."""
         return len(self.ids) - 1
 
-    def cut(self, places: int) -> Encoded:
-        """Return the first `places` places."""
-        return Encoded(self.ids[: places + 1], self.learned[: places + 1])
-
-    @property
-    def teaches(self) -> bool:
-        """Whether any of its tokens is learned."""
-        return bool(self.learned[1:].any())
-
 
 def encode(samples: Sequence[TextSample], tokenizer: Tokenizer) -> list[Encoded]:
     """Encode samples; a plain one ends with the tokenizer's end-of-text token.
@@ -188,7 +179,8 @@ def fit(samples: Sequence[Encoded], sequence: int) -> tuple[list[Encoded], list[
     """Cut samples to a window's size for training; also return what was cut, in words."""
     warnings: list[str] = []
     long = [s for s in samples if s.places > sequence]
-    kept = [s for s in (s.cut(sequence) for s in samples) if s.teaches]
+    cut = [Encoded(s.ids[: sequence + 1], s.learned[: sequence + 1]) for s in samples]
+    kept = [s for s in cut if s.learned[1:].any()]
     lost, total = sum(s.places - sequence for s in long), sum(len(s.ids) for s in samples)
     if long:
         warnings.append(

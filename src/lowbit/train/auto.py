@@ -23,8 +23,7 @@ from lowbit.codecs.speed import coding_speed
 from lowbit.train.boundaries import AUTO_FORMATS, codecs_of, usable
 from lowbit.train.checkpoints.save import together
 from lowbit.train.config import FULL_PRECISION, PipelineConfig
-from lowbit.train.distance import Pair
-from lowbit.train.layout import PipelineLayout
+from lowbit.train.layout import Pair, PipelineLayout
 from lowbit.train.metrics import StepMetrics
 from lowbit.wire.checksum import CHECKSUM_BYTES
 from lowbit.wire.json_values import gather_json

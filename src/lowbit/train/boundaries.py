@@ -65,11 +65,7 @@ def codec_of(key: str, text: str, check: Callable[[Codec], Any] | None = None) -
 
 
 def make_codecs(pipeline: PipelineConfig, boundaries: int) -> Codecs:
-    """Make the codecs that the configuration names.
-
-    Raises:
-        ConfigError: a codec's name or argument is invalid.
-    """
+    """Make the codecs that the configuration names. Raises ConfigError: a codec's name or argument is invalid."""
 
     def each(direction: str, names: tuple[str, ...]) -> tuple[Codec, ...]:
         named = [codec_of(f"pipeline.{direction}", text) for text in names]

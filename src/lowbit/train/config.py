@@ -40,11 +40,6 @@ METHODS: dict[str, dict[str, dict[str, Any]]] = {
 """Settings of published methods, by section. AGoQ's activations use `LayerAware.published()`."""
 
 
-def _schedule(name: Any) -> Any:
-    """Return a schedule's name in PyTorch's capitalization."""
-    return SCHEDULES.get(name.lower(), name) if isinstance(name, str) else name
-
-
 @section("model")
 class ModelConfig:
     """The model: trained from scratch, or pretrained."""
@@ -160,7 +155,7 @@ class PipelineConfig:
     layers: tuple[Positive, ...] = ()
     """Decoder layers of each stage, such as [5, 3], for machines of unequal speed or memory. If omitted, as equal as
     possible."""
-    schedule: Annotated[Schedule, BeforeValidator(_schedule)] = "1F1B"
+    schedule: Annotated[Schedule, BeforeValidator(lambda name: SCHEDULES.get(str(name).lower(), name))] = "1F1B"
     """Schedule of `torch.distributed.pipelining`."""
     microbatches: Positive = 4
     """Micro-batches of a step in each pipeline."""

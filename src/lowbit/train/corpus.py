@@ -27,13 +27,12 @@ def documents(data: DataConfig) -> Iterator[bytes]:
         ConfigError: a path or dataset does not exist or cannot be read.
     """
     if data.dataset:
-        return _dataset_documents(data)
-    return _read(files_named(data.text, "data.text") if data.text else library_files(), data.max_bytes)
-
-
-def held_out_documents(data: DataConfig) -> Iterator[bytes]:
-    """Yield the documents of `data.held_out`, like `documents`."""
-    return _read(files_named(data.held_out, "data.held_out"), data.max_bytes)
+        rows = _open_dataset(data)
+        if data.column not in rows.column_names:
+            columns = ", ".join(rows.column_names)
+            raise ConfigError(f"data.column is {data.column!r}; dataset {data.dataset!r} has: {columns}")
+        return (row[data.column].encode() for row in rows)
+    return read_files(files_named(data.text, "data.text") if data.text else library_files(), data.max_bytes)
 
 
 def library_files() -> list[Path]:
@@ -92,7 +91,7 @@ def files_named(patterns: tuple[str, ...], key: str) -> list[Path]:
     return files
 
 
-def _read(files: Iterable[Path], limit: int) -> Iterator[bytes]:
+def read_files(files: Iterable[Path], limit: int) -> Iterator[bytes]:
     """Yield the files' contents, `limit` bytes in total; nothing beyond is read, however large a file is."""
     for path in files:
         try:
@@ -106,14 +105,6 @@ def _read(files: Iterable[Path], limit: int) -> Iterator[bytes]:
         yield b"".join(pieces)
         if limit <= 0:
             return
-
-
-def _dataset_documents(data: DataConfig) -> Iterator[bytes]:
-    rows = _open_dataset(data)
-    if data.column not in rows.column_names:
-        columns = ", ".join(rows.column_names)
-        raise ConfigError(f"data.column is {data.column!r}; dataset {data.dataset!r} has: {columns}")
-    return (row[data.column].encode() for row in rows)
 
 
 def _open_dataset(data: DataConfig) -> Any:  # a datasets.Dataset, of an optional package

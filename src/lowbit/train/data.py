@@ -131,7 +131,8 @@ def load_data(data: DataConfig, *, cache: Path | None = None) -> Data:
     if not len(tokens):
         raise ConfigError(f"{_source(data)} is empty; allowed: text with at least one token")
     if data.held_out:
-        held_out = _tokens(corpus.capped(corpus.held_out_documents(data), data.max_bytes), tokenizer, cache)
+        texts = corpus.read_files(corpus.files_named(data.held_out, "data.held_out"), data.max_bytes)
+        held_out = _tokens(corpus.capped(texts, data.max_bytes), tokenizer, cache)
     else:
         tokens, held_out = np.split(tokens, [corpus.held_out_start(len(tokens), data.held_out_share)])
     notes: tuple[str, ...] = ()

@@ -87,14 +87,6 @@ def seed_of(config: TrainConfig) -> int:
     return config.run.seed + (int.from_bytes(hashlib.sha256(name.encode()).digest()[:4]) if name else 0)
 
 
-def _use_interface(lighthouse: str) -> None:
-    """Let Gloo reach other replicas over the network that leads to the lighthouse, unless the user names another."""
-    chosen, host = os.environ.get("GLOO_SOCKET_IFNAME"), urlsplit(lighthouse).hostname
-    own = interface_towards(os.environ.get("MASTER_ADDR", "127.0.0.1"))
-    if host and chosen in (None, own) and (name := interface_towards(host)):
-        os.environ["GLOO_SOCKET_IFNAME"] = name
-
-
 def _transport(limit: timedelta) -> Any:
     """Make torchft's transport of weights to a replica that is behind, restricted to unpickle only tensors."""
     from torch.distributed._serialization import _streaming_load
@@ -155,7 +147,11 @@ class Elastic:
         self._rank, self._ranks, self._checksums = dist.get_rank(), dist.get_world_size(), config.run.checksums
         self.replicas, self._at_least, self._patience = 0, config.elastic.at_least, config.run.rejoin_seconds
         self._elements = self._bytes = 0.0
-        _use_interface(config.elastic.lighthouse)
+        # Gloo reaches other replicas over the network that leads to the lighthouse, unless the user names another.
+        chosen, host = os.environ.get("GLOO_SOCKET_IFNAME"), urlsplit(config.elastic.lighthouse).hostname
+        own = interface_towards(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+        if host and chosen in (None, own) and (name := interface_towards(host)):
+            os.environ["GLOO_SOCKET_IFNAME"] = name
         if self._rank == 0:
             log.warning(
                 "replica %s meets others at %s; torchft's own log: RUST_LOG=info",

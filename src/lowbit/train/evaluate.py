@@ -36,25 +36,17 @@ class _Batch:
 
 
 @dataclass(frozen=True)
-class _ArrivingActivation:
-    """An activation to receive, and the session that decodes it."""
-
-    session: Session
-    message: Expected
-
-
-@dataclass(frozen=True)
 class _Round:
     """Batches that all pass a stage, one after the other, before they pass the next stage.
 
     Attributes:
-        arriving: activations that this rank has yet to receive, by stage and batch number.
+        arriving: activations that this rank has yet to receive, and the sessions that decode them, by stage and batch.
         sums: `_sums_of` each batch, to receive from the rank of the last stage; own_sums: the same, on that rank.
         sent: messages that may still be under way.
     """
 
     batches: Sequence[_Batch]
-    arriving: dict[tuple[int, int], _ArrivingActivation]
+    arriving: dict[tuple[int, int], tuple[Session, Expected]]
     sums: list[Expected]
     own_sums: list[Tensor] = field(default_factory=list)
     sent: list[Sent] = field(default_factory=list)
@@ -185,19 +177,18 @@ class HeldOutEvaluation:
         expected = len(batches) if last != self._messages.rank else 0
         return _Round(batches, arriving, [self._messages.expect(SUMS_BYTES, last, "sums") for _ in range(expected)])
 
-    def _expect(self, boundary: int, batch: _Batch, codec: Codec) -> _ArrivingActivation:
+    def _expect(self, boundary: int, batch: _Batch, codec: Codec) -> tuple[Session, Expected]:
         session = self._session(boundary, codec, (*batch.inputs.shape, self._width), outgoing=False)
         source = self._layout.rank_of(boundary)
-        return _ArrivingActivation(session, self._messages.expect(session.nbytes(), source, f"boundary {boundary}"))
+        return session, self._messages.expect(session.nbytes(), source, f"boundary {boundary}")
 
     def _pass(self, current: _Round, codecs: Sequence[Codec]) -> None:
         """Run this rank's stages, one after the other, on all batches of a round."""
         for leg in self._legs:
             for index, batch in enumerate(current.batches):
                 if leg[0]:
-                    arriving = current.arriving.pop((leg[0], index))
-                    payload = arriving.message.wait().to(self._device)
-                    x = arriving.session.decode(payload, training=False)
+                    session, message = current.arriving.pop((leg[0], index))
+                    x = session.decode(message.wait().to(self._device), training=False)
                 else:
                     x = batch.inputs.to(self._device)
                 positions = None if batch.positions is None else batch.positions.to(self._device)

@@ -86,7 +86,10 @@ class Gradients:
             return
         under_way: list[tuple[list[nn.Parameter], Tensor, Any]] = []
         for bucket in self.buckets():
-            flat = torch.cat([_flat(p) for p in bucket])
+            flat = torch.cat([
+                torch.zeros(p.numel(), device=p.device) if p.grad is None else p.grad.reshape(-1).float()
+                for p in bucket
+            ])  # fmt: skip
             under_way.append((bucket, flat, reduce(flat)))
             if len(under_way) > 1:
                 _take(*under_way.pop(0))
@@ -147,12 +150,6 @@ class Gradients:
         else:
             self.storage.step(optimizer)
             self.storage.zero_()
-
-
-def _flat(parameter: nn.Parameter) -> Tensor:
-    if parameter.grad is None:
-        return torch.zeros(parameter.numel(), device=parameter.device)
-    return parameter.grad.reshape(-1).float()
 
 
 def _take(bucket: list[nn.Parameter], flat: Tensor, pending: Any) -> None:

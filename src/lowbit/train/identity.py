@@ -61,7 +61,8 @@ class Change(NamedTuple):
         return {"step": step, **self._asdict()}
 
     def __str__(self) -> str:
-        before, after = (_short(str(value)) for value in (self.before, self.after))
+        texts = (printable(str(value)) for value in (self.before, self.after))  # maybe of a foreign file
+        before, after = (text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..." for text in texts)
         return f"{printable(self.key)} was {before} and is {after} now"
 
 
@@ -162,11 +163,7 @@ def changes_between(before: Mapping[str, Any], after: Mapping[str, Any], *, step
 
 
 def check_allowed(keys: Iterable[str], compared_keys: Iterable[str]) -> None:
-    """Check `run.allow_change`.
-
-    Raises:
-        ConfigError: a resume does not compare the key, or may not change it.
-    """
+    """Check `run.allow_change`. Raises ConfigError: a resume does not compare the key, or may not change it."""
     valid = list(compared_keys)
     for key in keys:
         if key in FIXED:
@@ -209,12 +206,6 @@ def pretrained_digest(folder: str) -> str:
                 file.seek(block * max(0, size - _BLOCK_BYTES) // (_BLOCKS - 1))
                 digest.update(file.read(_BLOCK_BYTES))
     return digest.hexdigest()[:16]
-
-
-def _short(text: str) -> str:
-    """Shorten a value, which may come from a foreign file, to printable characters for a message."""
-    text = printable(text)
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def _digest(*parts: Windows | Answers) -> str:

@@ -31,10 +31,10 @@ from lowbit.train.checkpoints.save import Checkpoints, raise_everywhere, togethe
 from lowbit.train.config import TrainConfig
 from lowbit.train.connections import Connections
 from lowbit.train.device import local_rank, threads_per_rank
-from lowbit.train.distance import Pair, needless
 from lowbit.train.folder import RunFolder
 from lowbit.train.goal import Goal, wanted_nats
 from lowbit.train.identity import CHOSEN
+from lowbit.train.layout import Pair, needless
 from lowbit.train.lora import save_adapters
 from lowbit.train.metrics import EVALUATION, TIED, Recorder, StepMetrics
 from lowbit.train.prepare import FILES, IN_USE, left_behind, prepare
@@ -130,8 +130,17 @@ class Run:
         """Run the remaining steps and the final evaluation, and save the model."""
         run, trainer = self.config.run, self.trainer
         try:
-            self.recorder, self.progress = self._open_recorder(), self._open_progress()
-            before, tracing = self._evaluate_before(), self._open_tracing()
+            self.recorder = self._open_recorder()
+            machine_rank = trainer.links.machine_of[trainer.rank]
+            if run.progress and machine_rank == trainer.rank:
+                warmup = self.config.codec_warmup_steps
+                self.progress = Progress(run.steps, warmup=warmup, machine=machine_rank, rates=self.mbit)
+            before: dict[str, float] = {}
+            if self.config.data.format == "jsonl" and not self.start:  # only samples are scored before training
+                if self.progress is not None:
+                    self.progress.say(trainer.prepared.data.described())
+                before = self._evaluate(0, with_codecs=False)
+            tracing = self._open_tracing()
             if self.auto is not None and self.auto.choice is not None:  # from the checkpoint
                 self._note_formats(self.auto.choice)
             done, steps_here = self.start, 0
@@ -167,7 +176,9 @@ class Run:
                 self.rates = rates
             else:
                 self.mbit.update(trainer.links.by_link(self.rates))
-                self._note_connections()
+                self.about |= self.connections.facts
+                if trainer.rank == 0:
+                    self._write_about()
             trainer.pipeline.look_ahead(True)
         if self.auto is not None and self.auto.due(metrics):
             self._choose_formats(self.auto, done)
@@ -215,14 +226,6 @@ class Run:
             atomic.write(self.output / "config.json", written + "\n")
             self._write_about()
         return done
-
-    def _evaluate_before(self) -> dict[str, float]:
-        """Score the model before training, on samples only; empty for a run that resumes."""
-        if self.config.data.format != "jsonl" or self.start:
-            return {}
-        if self.progress is not None:
-            self.progress.say(self.trainer.prepared.data.described())
-        return self._evaluate(0, with_codecs=False)
 
     def _evaluate(self, step: int, *, with_codecs: bool = True) -> dict[str, float]:
         sent = _evaluation_bytes()
@@ -287,13 +290,6 @@ class Run:
         if curves := sorted(f"tensorboard/{path.name}" for path in set(board.glob("*")) - before):
             self.folder.note(*curves)
         return recorder
-
-    def _open_progress(self) -> Progress | None:
-        run = self.config.run
-        own = self.trainer.links.machine_of[self.trainer.rank]
-        if not run.progress or own != self.trainer.rank:
-            return None
-        return Progress(run.steps, warmup=self.config.codec_warmup_steps, machine=own, rates=self.mbit)
 
     def _open_tracing(self) -> Tracing | None:
         run = self.config.run
@@ -412,11 +408,6 @@ class Run:
         for place, codec in self.trainer.chosen().items():
             if self.progress is not None:
                 self.progress.say(f"{place}: {codec}")
-
-    def _note_connections(self) -> None:
-        self.about |= self.connections.facts
-        if self.trainer.rank == 0:
-            self._write_about()
 
     def _note_formats(self, choice: FormatChoice) -> None:
         """Show a choice of formats, and record it for the report."""

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ALL = "all-linear"
-_SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
 
 def check_lora(config: TrainConfig) -> None:

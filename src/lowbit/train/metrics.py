@@ -102,7 +102,7 @@ class StepMetrics:
     bits_gradients: float | None
     bytes_sent: int
     bytes_saved: int
-    bytes_activations: int | None
+    bytes_activations: int | None = None
     seconds: float
     compute_seconds: float
     codec_seconds: float
@@ -119,34 +119,18 @@ def bits(nbytes: float, elements: float) -> float | None:
     return 8 * nbytes / elements if elements else None
 
 
-def step_metrics(
-    *,
-    step: int,
-    loss: float,
-    lr: float,
-    grad_norm: float,
-    tokens: int,
-    seconds: float,
-    ranks: int,
-    work: Work,
-    bytes_activations: int | None = None,
-    links: dict[str, int] | None = None,
-    waiting: dict[str, float] | None = None,
-    rates: dict[str, float] | None = None,
-) -> StepMetrics:
-    """Make metrics from the sums over all ranks."""
+def step_metrics(*, work: Work, ranks: int, tokens: int, seconds: float, **others: Any) -> StepMetrics:
+    """Make metrics from the sums over all ranks; `others`: further fields of `StepMetrics`."""
     coded = work.forward_bytes + work.backward_bytes + work.gradient_bytes + work.tied_bytes
     elements = work.forward_elements + work.backward_elements + work.gradient_elements + work.tied_elements
     shares = {name: value / ranks for name, value in vars(work).items() if name.endswith("_seconds")}
     return StepMetrics(
-        step=step, loss=loss, lr=lr, grad_norm=grad_norm, tokens=tokens,
-        tokens_per_second=tokens / seconds,
+        tokens=tokens, seconds=seconds, tokens_per_second=tokens / seconds,
         bits_forward=bits(work.forward_bytes, work.forward_elements),
         bits_backward=bits(work.backward_bytes, work.backward_elements),
         bits_gradients=bits(work.gradient_bytes, work.gradient_elements),
         bytes_sent=sum(work.parts.values()), bytes_saved=round(4 * elements - coded), parts=work.parts,
-        bytes_activations=bytes_activations, seconds=seconds, links=links or {}, waiting=waiting or {},
-        rates=rates or {}, **shares,
+        **others, **shares,
     )  # fmt: skip
 
 
@@ -226,11 +210,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def read_evaluations(path: Path) -> list[dict[str, Any]]:
-    """Read an `evaluations.jsonl`, as `read_metrics` does; the last line of a step counts."""
-    return list({line["step"]: line for line in read_metrics(path)}.values())
-
-
 def _scalars(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """Yield names and values of the curves; values by link or machine make one curve each."""
     for name, value in values.items():
@@ -240,15 +219,13 @@ def _scalars(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
             yield name, value
 
 
-@functools.cache
-def _step_lines() -> TypeAdapter[StepMetrics]:
-    return TypeAdapter(StepMetrics)  # making it takes longer than checking a line
+_STEP_LINES = functools.cache(lambda: TypeAdapter(StepMetrics))  # making it takes longer than checking a line
 
 
 def _restored(values: dict[str, Any]) -> StepMetrics | None:
     """Make metrics from a line; None if its fields or their types differ, as in a line of another version."""
     try:
-        return _step_lines().validate_python(values)
+        return _STEP_LINES().validate_python(values)
     except ValidationError:
         return None
 

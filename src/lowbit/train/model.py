@@ -49,11 +49,7 @@ def count_layers(model: ModelConfig) -> int:
 
 
 def vocabulary(model: ModelConfig, tokenizer_size: int) -> int:
-    """Return the number of entries of the embedding.
-
-    Raises:
-        ConfigError: the tokenizer has more.
-    """
+    """Return the number of entries of the embedding. Raises ConfigError: the tokenizer has more."""
     wanted = model.vocab or tokenizer_size
     if model.pretrained:
         wanted = int(read_config(model.pretrained)["vocab_size"])

@@ -160,7 +160,12 @@ def check_weights(folder: str, config: Any, key: str = "model.pretrained") -> No
         raise ConfigError(f"{given}; config.json does not describe a valid model: {reason(error)}") from error
     expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     prefix = f"{model.base_model_prefix}."
-    names = {_name_of(name, expected, prefix): name for name in stored_weights}
+    names: dict[
+        str, str
+    ] = {}  # by their names in the model: a file may lack the decoder's prefix, or have it in excess
+    for name in stored_weights:
+        candidates = (name, f"{prefix}{name}", name.removeprefix(prefix))
+        names[next((each for each in candidates if each in expected), name)] = name
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     if missing := [name for name in expected if name not in names and name not in tied]:
         raise ConfigError(f"{given}, which has no weights {_few(missing)}; allowed: a complete checkpoint")
@@ -263,12 +268,6 @@ def _pickled(path: Path) -> _Shapes:
         raise ValueError(f"it holds {type(content).__name__}; allowed: weights by name")
     tensors = {name: x for name, x in content.items() if isinstance(name, str) and isinstance(x, torch.Tensor)}
     return {name: (tuple(x.shape), str(x.dtype)) for name, x in tensors.items()}
-
-
-def _name_of(name: str, expected: Mapping[str, Any], prefix: str) -> str:
-    """Return a stored weight's name in the model: the file may lack the decoder's prefix, or have it in excess."""
-    candidates = (name, f"{prefix}{name}", name.removeprefix(prefix))
-    return next((each for each in candidates if each in expected), name)
 
 
 def _few(names: list[str]) -> str:

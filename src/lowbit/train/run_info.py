@@ -49,7 +49,7 @@ def memory_of(trainer: Trainer) -> dict[str, Any]:
         {
             "stage": index,
             "layers": len(trainer.layout.layers_of(index)),
-            "weights": sum(_nbytes(p) for p in module.parameters()),
+            "weights": sum(p.nbytes for p in module.parameters()),
             "codec_states": pipeline.lowbit_stages[index].state_bytes() if index in pipeline.lowbit_stages else 0,
             "messages": pipeline.lowbit_stages[index].traffic.peak_bytes if index in pipeline.lowbit_stages else 0,
         }
@@ -59,7 +59,7 @@ def memory_of(trainer: Trainer) -> dict[str, Any]:
     memory: dict[str, Any] = {
         "rank": trainer.rank,
         "stages": stages,
-        "optimizer": sum(_nbytes(x) for value in states for x in parts_of(value).values()),
+        "optimizer": sum(x.nbytes for value in states for x in parts_of(value).values()),
         "saved_activations": trainer.saved_bytes,
         "saved_by_layer": trainer.saved_by_layer,
         "process": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
@@ -67,7 +67,3 @@ def memory_of(trainer: Trainer) -> dict[str, Any]:
     if trainer.prepared.device.type == "cuda":
         memory["gpu"] = torch.cuda.max_memory_allocated(trainer.prepared.device)
     return memory
-
-
-def _nbytes(x: torch.Tensor) -> int:
-    return x.numel() * x.element_size()

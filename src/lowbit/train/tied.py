@@ -130,10 +130,6 @@ class TiedWeights:
         """Whether the copies are on different ranks, so that one follows the other."""
         return self._messages is not None
 
-    def counted_elsewhere(self, parameter: nn.Parameter, module: StageModule) -> bool:
-        """Whether another copy on this rank is the one that norms count."""
-        return len(self.copies) == 2 and not module.first and any(parameter is copy for copy in self.copies)
-
     def begin_step(self, tokens: Tensor, *, exact: bool) -> None:
         """Bring the first stage's rows of a step's tokens up to date; `sum_gradients` sends their gradients back.
 
@@ -190,7 +186,9 @@ class TiedWeights:
 
     def sum_gradients(self) -> None:
         """Add up the gradients of both copies; if one follows, on the last stage's rank."""
-        gradients = [_gradient(copy) for copy in self.copies]
+        for copy in self.copies:
+            copy.grad = torch.zeros_like(copy) if copy.grad is None else copy.grad
+        gradients = [copy.grad for copy in self.copies if copy.grad is not None]
         if len(gradients) == 2:
             gradients[0].add_(gradients[1])
             gradients[1].copy_(gradients[0])
@@ -243,9 +241,3 @@ class TiedWeights:
 def _piece(width: int) -> int:
     """Return the number of rows in a message."""
     return max(1, _PIECE_BYTES // (4 * width))
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    return parameter.grad

@@ -43,7 +43,10 @@ class ByteTokenizer:
         from tokenizers import decoders, models, pre_tokenizers
         from transformers import PreTrainedTokenizerFast
 
-        vocabulary = {character: byte for byte, character in _byte_characters().items()}
+        # Byte-level tokenizers write each byte as a printable character (GPT-2's table).
+        printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+        others = [byte for byte in range(256) if byte not in printable]
+        vocabulary = {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
         fast = Fast(models.BPE(vocab=vocabulary, merges=[]))
         fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         fast.decoder = decoders.ByteLevel()
@@ -94,10 +97,3 @@ def definition(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return vocabulary and rules as text; `repr` shows the folder instead."""
     fast = getattr(tokenizer, "backend_tokenizer", None)
     return fast.to_str() if fast is not None else repr(sorted(tokenizer.get_vocab().items()))
-
-
-def _byte_characters() -> dict[int, str]:
-    """Map each byte to the printable character that byte-level tokenizers write for it (GPT-2's table)."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}

@@ -13,7 +13,7 @@ from lowbit.train.folder import RunFolder
 from lowbit.wire.json_values import gather_json
 from lowbit.wire.messages import Messages
 from lowbit.wire.probe import Trip, round_trip
-from lowbit.wire.trace import Span, Trace
+from lowbit.wire.trace import Trace
 
 if TYPE_CHECKING:
     from lowbit.train.trainer import Trainer
@@ -74,7 +74,10 @@ class Tracing:
         trainer, clocks = self._trainer, (self._before, _compare_clocks(self._messages))
         first = trainer.replicas.index * trainer.layout.ranks  # rank 0 of this pipeline
         offset = sum(clock.offset for clock in clocks) // 2  # the same for all spans, so that they keep their lengths
-        spans = [_plain(span, offset, first) for span in self._trace.spans]
+        spans = [  # on the clock of rank 0; peers become ranks of the whole run
+            [s.name, None if s.peer is None else first + s.peer, s.begin + offset, s.end + offset, s.about]
+            for s in self._trace.spans
+        ]
         error = max(abs(clock.offset - offset) + clock.error for clock in clocks)
         gathered = gather_json({"spans": spans, "clock_error_ns": error}, trainer.side)
         self._trace.spans.clear()
@@ -99,12 +102,6 @@ def _compare_clocks(messages: Messages) -> Trip:
     for rank in range(1, messages.ranks):
         round_trip(messages, rank)
     return Trip(0.0, 0, 0)
-
-
-def _plain(span: Span, offset: int, first: int) -> list[Any]:
-    """Convert a span to JSON values, on the clock of rank 0; peers become ranks of the whole run."""
-    peer = None if span.peer is None else first + span.peer
-    return [span.name, peer, span.begin + offset, span.end + offset, span.about]
 
 
 def _events(ranks: Mapping[int, Mapping[str, Any]]) -> Iterator[dict[str, Any]]:

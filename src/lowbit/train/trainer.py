@@ -102,7 +102,8 @@ class Trainer:
         self.trace: Trace | None = None
         self.work = Work()  # of this rank in the last step
         self._lost = Work()  # of this rank in steps that were repeated
-        self.counted = [p for p, m in owned if not self.tied.counted_elsewhere(p, m)]
+        second = self.tied.copies[1:]  # another copy on this rank, which norms do not count
+        self.counted = [p for p, _ in owned if not any(p is copy for copy in second)]
         self.optimizer = optim.make_optimizer(self.parameters, self.config.optimizer)
         self.order = Order(samples=len(prepared.data.train), batch=data.batch, seed=seed_of(self.config))
         # Peak of saved activations, equal in every step: on the rank with most, on this one, and by layer.
@@ -126,12 +127,10 @@ class Trainer:
             DivergedError: loss or gradients are NaN or infinite.
         """
         while True:
-            if (metrics := self._attempt(done)) is not None:
+            with span(self.trace, "step", step=done + 1):
+                metrics = self._optimize(done)
+            if metrics is not None:
                 return metrics
-
-    def _attempt(self, done: int) -> StepMetrics | None:
-        with span(self.trace, "step", step=done + 1):
-            return self._optimize(done)
 
     def _optimize(self, done: int) -> StepMetrics | None:
         begin = time.perf_counter()

@@ -57,11 +57,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """A page.
-
-    Args:
-        problems: what could not be read, one line each.
-    """
+    """A page. problems: what could not be read, one line each."""
 
     title: str
     subtitle: str = ""
@@ -70,11 +66,7 @@ class Page:
 
 
 def render(page: Page) -> str:
-    """Render the page as HTML.
-
-    Raises:
-        ModuleNotFoundError: the extra "report" is not installed.
-    """
+    """Render the page as HTML. Raises ModuleNotFoundError: the extra "report" is not installed."""
     import jinja2
 
     files = resources.files("lowbit.report.page")

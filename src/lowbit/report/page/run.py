@@ -44,11 +44,7 @@ class RunFiles:
 
 
 def read_run(folder: Path) -> RunFiles:
-    """Read a folder of `lowbit train`.
-
-    Raises:
-        ValueError: it is not a run's folder, or nothing in it can be read.
-    """
+    """Read a folder of `lowbit train`. Raises ValueError: it is not a run's folder, or nothing in it can be read."""
     if not folder.is_dir():
         raise ValueError(f"{folder} is neither the folder of a run nor a file of results; allowed: what lowbit wrote")
     problems: list[str] = []

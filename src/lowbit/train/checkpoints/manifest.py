@@ -138,11 +138,7 @@ def seal(values: Mapping[str, Any]) -> bytes:
 
 
 def unseal(data: bytes) -> dict[str, Any]:
-    """Invert `seal`.
-
-    Raises:
-        DamagedShareError: `seal` would not write exactly these bytes.
-    """
+    """Invert `seal`. Raises DamagedShareError: `seal` would not write exactly these bytes."""
     try:
         values = json.loads(data)
         values.pop("sha256")

@@ -116,7 +116,8 @@ class _Sources:
         self._memories = _memories(saved)
         self._take_parameters()
         self._take_followed()
-        self._take_generators()
+        if share := saved.shares.get(rank):
+            self.tensors |= {name: (rank, name) for name in share.tensors if name.startswith("random/")}
         self.fresh = list(dict.fromkeys(self._take_codecs()))
         codecs = [item for memory in self._lanes.values() for item in memory.items.values()]
         self.items = sorted({*self.tensors.values(), *codecs})
@@ -173,10 +174,6 @@ class _Sources:
                 self.tensors[FOLLOWED + name] = share, stored
             else:
                 self._note_problem(f"no share has the parameter {name}")
-
-    def _take_generators(self) -> None:
-        if share := self._saved.shares.get(self._rank):
-            self.tensors |= {name: (self._rank, name) for name in share.tensors if name.startswith("random/")}
 
     def _take_codecs(self) -> Iterator[str]:
         """Choose memories for this rank's lanes; yield the boundaries whose codecs start empty."""

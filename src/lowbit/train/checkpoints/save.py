@@ -65,7 +65,10 @@ class Checkpoints:
         manifest = replace(run, step=step, rank=self.rank, codecs=snapshot.codecs, aliases=snapshot.aliases)
 
         def stage() -> None:
-            self._clear_the_way(target)
+            # A folder in the share's place that this run did not make, such as a copied checkpoint, gets another name.
+            names = {path.name for path in target.iterdir()} if target.is_dir() else set()
+            if names - set(FILES) or (names and self._output.foreign(self._files(target))):
+                target.rename(target.with_name(f"{target.name}.kept-{time.time_ns()}"))
             self._output.note(*self._files(target), *self._files(staged(target)))
             stage_share(target, manifest, snapshot.tensors)
 
@@ -85,12 +88,6 @@ class Checkpoints:
                         target.parent.rmdir()
                 raise TransientError(f"{'; '.join(problems)}; older checkpoints are as they were")
         self._drop_older_than(step)
-
-    def _clear_the_way(self, target: Path) -> None:
-        """Rename a folder in the share's place that this run did not make, such as a copied checkpoint."""
-        names = {path.name for path in target.iterdir()} if target.is_dir() else set()
-        if names - set(FILES) or (names and self._output.foreign(self._files(target))):
-            target.rename(target.with_name(f"{target.name}.kept-{time.time_ns()}"))
 
     def _files(self, share: Path) -> list[str]:
         """Names of a share's files, relative to the folder of the run."""

@@ -60,11 +60,7 @@ def stage_share(target: Path, manifest: Manifest, tensors: Mapping[str, Tensor])
 
 
 def commit_share(target: Path) -> None:
-    """Move a staged share into place, removing an older share there.
-
-    Raises:
-        OSError: for example, nothing is staged.
-    """
+    """Move a staged share into place, removing an older share there. Raises OSError: for example, nothing is staged."""
     if staged(target).exists():
         remove_share(target)
     os.rename(staged(target), target)
@@ -137,11 +133,7 @@ class Reader:
         self._file = safe_open(share / TENSORS, framework="pt")
 
     def __call__(self, name: str) -> Tensor:
-        """Read a tensor into CPU memory of its own.
-
-        Raises:
-            SafetensorError: no tensor has that name.
-        """
+        """Read a tensor into CPU memory of its own. Raises SafetensorError: no tensor has that name."""
         return self._file.get_tensor(name).clone()
 
 
@@ -188,12 +180,5 @@ def _write_tensors(path: Path, manifest: Manifest, tensors: Mapping[str, Tensor]
             if flat.numel():
                 yield flat.view(torch.uint8).numpy().data
 
-    def digested() -> Iterator[bytes | memoryview]:
-        for chunk in chunks():
-            digest.update(chunk)
-            yield chunk
-
-    write_file(path, digested())
-    return replace(
-        manifest, file={"bytes": 8 + len(text) + end, "sha256": digest.hexdigest()}, tensors=entries
-    )  # fmt: skip
+    write_file(path, (digest.update(chunk) or chunk for chunk in chunks()))
+    return replace(manifest, file={"bytes": 8 + len(text) + end, "sha256": digest.hexdigest()}, tensors=entries)

@@ -1,6 +1,6 @@
 """Runs of `lowbit train` with `pipeline.forward = "auto"` over a link whose rate changes.
 
-`python -m tests.train.changing_link 100,10,100 OPTIONS` prints what a run with these options of `lowbit train` chooses
+`python -m benchmarks.changing_link 100,10,100 OPTIONS` prints what a run with these options of `lowbit train` chooses
 after each change of the rate (Mbit/s, round trip 40 ms). `100~15` is a rate that wobbles by 15 %.
 """
 
@@ -106,7 +106,7 @@ def main() -> None:
         for seen in follow(sys.argv[1].split(","), sys.argv[2:], folder, least=60, most=200):
             mbit = ", ".join(f"{value:.1f}" for value in seen.choice["mbit"].values())
             predicted = ", ".join(f"{value:.2f}" for value in seen.choice["predicted"].values())
-            print(
+            print(  # noqa: T201
                 f"{seen.rate} Mbit/s: {seen.steps} steps, {seen.seconds:.0f} s after the change: "
                 f"{seen.choice['formats']}, {seen.nbits:.1f} bits; measured {mbit}; "
                 f"share {seen.choice['share']:.2f}; predicted {predicted}",
@@ -115,7 +115,7 @@ def main() -> None:
         lines = read_metrics(folder / "run" / "metrics.jsonl")
     for few in (lines[i : i + 10] for i in range(0, len(lines), 10)):
         parts = ("seconds", "compute_seconds", "codec_seconds", "wait_seconds")
-        print(
+        print(  # noqa: T201
             few[0]["step"],
             *(f"{statistics.median(line[part] for line in few):.2f}" for part in parts),
             few[-1]["rates"],
