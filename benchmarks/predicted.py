@@ -40,7 +40,7 @@ class GridSettings:
 
     links: Links = (Link(100.0), Link(500.0), Link(1000.0), Link(10_000.0))
     """Links between neighbours: a rate, with a round trip if there is a distance, such as 200mbit/50ms."""
-    boundaries: Names = ("fp32", "bf16", "tah-quant-published", "tah-quant", "subspace", "transform")
+    boundaries: Names = ("fp32", "bf16", "tah-quant-published", "tah-quant", "transform")
     """Formats of activations, by name or in full, or of both ways, such as "int4 / int6"."""
     model: ModelConfig = XL
     """The model."""
@@ -178,7 +178,7 @@ class ArenaSettings:
     """What to compare with the published entries."""
 
     boundaries: Names = (
-        "bf16", "tah-quant-published", "tah-quant", "int4", "subspace", "transform",
+        "bf16", "tah-quant-published", "tah-quant", "int4", "transform",
         "TransformQuant(bits=2) / TransformQuant(bits=1.5, step='message')",
     )  # fmt: skip
     """Formats of activations, or of both ways."""

@@ -232,7 +232,7 @@ def test_twice_is_an_error():
         ({"backward": {0: 4}}, TypeError, "backward is 4; allowed: a codec"),
         ({"forward": None, "backward": EXACT}, ValueError, "allowed where forward is None: None"),
         ({"forward": AQSGD()}, ValueError, "forward is AQSGD.* needs the ids of samples"),
-        ({"forward": SubspaceQuant(directions="auto")}, ValueError, "warmup_steps is 0"),
+        ({"forward": TransformQuant(bits="auto")}, ValueError, "warmup_steps is 0"),
         ({"warmup_steps": -1}, ValueError, "warmup_steps is -1"),
         ({"gradients": SubspaceQuant()}, TypeError, "it cannot be summed"),
         ({"activations": 4}, TypeError, "activations is 4; allowed: a LayerAware"),

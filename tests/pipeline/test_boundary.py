@@ -176,7 +176,7 @@ def test_shapes_that_share_what_a_codec_keeps():
     assert torch.equal(again.encode(0, StepKind(), 0, x), fresh.encode(0, StepKind(), 0, x))
 
 
-AUTO = SubspaceQuant(directions="auto", group=8, refresh=2)
+AUTO = TransformQuant(bits="auto")
 SETTLING = StepKind.numbered(4, 5)
 
 

@@ -60,7 +60,7 @@ def one_process(forward: Codec, backward: Codec) -> tuple[list[Tensor], list[Ten
         (INT4, Cast(dtype=torch.bfloat16)),
         (AQSGD(inner=INT4), INT6),
         (SubspaceQuant(directions=4, bits=2, group=8), SubspaceQuant(directions=3, bits=4, group=24)),
-        (SubspaceQuant(directions="auto", group=8), SubspaceQuant(directions="auto", bits=4, group=24)),
+        (TransformQuant(bits="auto"), TransformQuant(bits="auto")),
     ],
     ids=["tah-quant", "int4", "aq-sgd", "subspace", "subspace-auto"],
 )
@@ -106,7 +106,7 @@ def accumulating(in_pipeline: bool, codec: Codec) -> tuple[list[Tensor], list[in
     return losses, sent
 
 
-@pytest.mark.parametrize("codec", [INT4, SubspaceQuant(directions="auto", group=8)], ids=str)
+@pytest.mark.parametrize("codec", [INT4, TransformQuant(bits="auto")], ids=str)
 def test_warm_up_counts_batches_under_gradient_accumulation(ranks: Ranks, codec: Codec):
     (_, sent), (losses, _) = ranks.run(accumulating, True, codec)
     [(expected, expected_sent)] = ranks.run(accumulating, False, codec, ranks=1)
@@ -152,7 +152,7 @@ def resumed(forward: Codec, backward: Codec, stop: int) -> tuple[list[Tensor], l
     ("forward", "backward"),
     [
         (SubspaceQuant(directions=4, bits=2, group=8), SubspaceQuant(directions=3, bits=4, group=24)),
-        (SubspaceQuant(directions="auto", group=8), SubspaceQuant(directions="auto", bits=4, group=24)),
+        (TransformQuant(bits="auto"), TransformQuant(bits="auto")),
         (AQSGD(inner=INT4), INT6),
     ],
     ids=["subspace", "subspace-auto", "aq-sgd"],
@@ -163,7 +163,7 @@ def test_an_emulation_goes_on_where_it_stopped(forward: Codec, backward: Codec, 
 
 
 def test_states_that_do_not_fit_are_refused():
-    auto = SubspaceQuant(directions="auto", group=8)
+    auto = TransformQuant(bits="auto")
 
     def emulated(codec: Codec = auto) -> Any:
         torch.manual_seed(0)
@@ -345,7 +345,7 @@ def checkpointed(forward: Codec, *, reentrant: bool | None, warmup_steps: int = 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_what_checkpointing_computes_again_is_no_second_message(reentrant: bool):
-    auto = SubspaceQuant(directions="auto", group=8)
+    auto = TransformQuant(bits="auto")
     for forward, steps in ((TAHQuant(), 0), (auto, 2)):
         plain = checkpointed(forward, reentrant=None, warmup_steps=steps)
         found = checkpointed(forward, reentrant=reentrant, warmup_steps=steps)
@@ -356,7 +356,7 @@ def test_what_checkpointing_computes_again_is_no_second_message(reentrant: bool)
 
 
 def test_there_must_be_a_warm_up_where_something_is_left_to_choose():
-    auto, model = SubspaceQuant(directions="auto"), nn.Sequential(nn.Identity())
+    auto, model = TransformQuant(bits="auto"), nn.Sequential(nn.Identity())
     for forward, backward in ((auto, INT6), (INT4, {0: auto})):
         with pytest.raises(ValueError, match="warmup_steps is 0, and .*ward has .*'auto'"):
             emulate_(model, at=["0"], forward=forward, backward=backward)

@@ -80,7 +80,7 @@ THREE = {"directions": torch.zeros(3, toy.WIDTH), "messages": 5, "digest": 0}
     [
         (SubspaceQuant(directions=25), {}, 0, "boundary 1 forward: directions is 25, .* allowed: 1 to 24"),
         (SubspaceQuant(directions=2), THREE, 5, r"state has directions .* \(3, 24\); expected .* = \(2, 24\)"),
-        (SubspaceQuant(directions="auto"), {}, 5, "width 24: .*'auto'.* saved after the warm-up"),
+        (TransformQuant(bits="auto"), {}, 5, "width 24: .*'auto'.* saved after the warm-up"),
     ],
     ids=["directions", "state", "choice"],
 )

@@ -556,4 +556,4 @@ def test_formats_that_cannot_be_used_are_refused() -> None:
     with pytest.raises(TypeError, match="forward is 'int4'; allowed: a codec"):
         run.stages[0].set_codecs("int4", FP32)
     with pytest.raises(ValueError, match="warmup_steps is 0, and backward has"):
-        run.stages[0].set_codecs(FP32, SubspaceQuant(directions="auto"))
+        run.stages[0].set_codecs(FP32, TransformQuant(bits="auto"))

@@ -416,7 +416,7 @@ def test_samples_must_be_told() -> None:
 
 def chooses(schedule: str) -> Any:
     """Train past a warm-up in which several stages and micro-batches settle, with evaluations in between."""
-    auto = SubspaceQuant(directions="auto", group=8)
+    auto = TransformQuant(bits="auto")
     run = toy.Run(schedule, toy.lowbit(forward=auto, backward=auto, warmup_steps=2, timeout=30))
     for step in range(4):
         run.train(step)
@@ -452,7 +452,7 @@ def test_bad_arguments_are_named() -> None:
         (stage(warmup_steps=2.5), TypeError, "warmup_steps.*2.5"),
         (stage(timeout=0), ValueError, "timeout.*0"),
         (stage(timeout="soon"), TypeError, "timeout.*'soon'"),
-        (stage(forward={0: SubspaceQuant(directions="auto")}), ValueError, "warmup_steps.*forward.*'auto'"),
+        (stage(forward={0: TransformQuant(bits="auto")}), ValueError, "warmup_steps.*forward.*'auto'"),
         (lambda: good.set_samples(torch.zeros(2)), TypeError, "float32"),
         (lambda: good.set_samples(torch.zeros(2, 2, dtype=torch.int64)), ValueError, r"\(2, 2\)"),
         (lambda: good.set_samples([[3], [3]]), ValueError, r"\(2, 1\)"),

@@ -38,7 +38,7 @@ def test_gradients_without_a_name_get_what_belongs_to_the_activations():
         ("SubspaceQuant(directions=32)", "", 128, []),
         ("subspace", "", 2, []),
         ("subspace", "SubspaceQuant(directions=32)", 32, [r"backward: .*\(2, 256, 32\), .*; leave directions out"]),
-        ("SubspaceQuant(directions='auto')", "int8", 32, []),
+        ("TransformQuant(bits='auto')", "int8", 32, []),
     ],
 )
 def test_too_many_directions_are_one_warning(forward: str, backward: str, width: int, expected: list[str]):

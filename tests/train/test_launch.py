@@ -23,7 +23,7 @@ from lowbit_lab.network import SlowLink
 from tests.processes import Ranks
 from tests.train.runs import LIMIT, RESUME, again, curve, losses, tiny
 
-AUTO = "SubspaceQuant(directions='auto', bits=4, group=8)"
+AUTO = "TransformQuant(bits='auto')"
 
 
 @pytest.mark.timeout(300)

@@ -85,7 +85,7 @@ def test_stock_stages_and_float32_codecs_are_the_same_run(ranks: Ranks, tmp_path
         assert metrics.bytes_saved == metrics.parts["boundaries"] == 2 * 2 * elements
 
 
-AUTO = "SubspaceQuant(directions='auto', group=8)"
+AUTO = "TransformQuant(bits='auto')"
 FORWARD, BACKWARD = "SubspaceQuant(directions=2, group=8)", "SubspaceQuant(directions=2, bits=6, group=32)"
 
 

@@ -15,7 +15,7 @@ from lowbit_lab.bench.pipeline import PipelineBenchmark
 from lowbit_lab.bench.spectrum import SpectrumBenchmark
 from lowbit_lab.bench.tensor_parallel import TensorParallelBenchmark
 
-AUTO = "SubspaceQuant(directions='auto')"
+AUTO = "TransformQuant(bits='auto')"
 PIPELINE = PipelineBenchmark(boundaries=("stock-fp32", "tah-quant"), model=ModelConfig(dim=64, layers=8, heads=2))
 SPECTRUM = SpectrumBenchmark(checkpoint="a", text="b")
 SUMS = TensorParallelBenchmark(ranks=(2,), model=ModelConfig(dim=64, layers=1, heads=2, ffn=64))

@@ -138,7 +138,7 @@ def test_a_format_with_memory_sees_its_samples_again(recipe: TrainingRecipe):
 
 
 def test_a_rank_is_chosen_in_the_warm_up(recipe: TrainingRecipe):
-    auto = "SubspaceQuant(directions='auto', group=8)"
+    auto = "TransformQuant(bits='auto')"
     _, result = train(recipe, f"{auto} / {auto}", seed=0)
     bits = [SubspaceQuant(directions=r, group=8).bits_per_element((2, 16, 32)) for r in range(1, 33)]
     found = result["bits_forward"] - CHECKSUM_BITS

@@ -16,7 +16,7 @@ FAMILIES = {
 TITLES = {
     "fp32": "FP32", "stock-bf16": "PyTorch's stage, BF16", "SubspaceQuant()": "SubspaceQuant",
     "SubspaceQuant(directions=16)": "SubspaceQuant, 16 directions",
-    "SubspaceQuant(directions='auto', bits=3/4)": "SubspaceQuant, automatic directions, 3/4 bits",
+    "TransformQuant(bits='auto')": "SubspaceQuant, automatic directions, 3/4 bits",
     "int8 / int8": "INT8 both ways", "tah-quant / int8": "TAH-Quant by range (ours) / INT8",
     "tah-quant-published-token": "TAH-Quant as published, by token",
     "feature-int4 one_shot": "FeatureInt, 4 bits, one-shot", "low-bit+8bit": "low-bit+8bit",
