@@ -22,7 +22,7 @@ from torch.distributed import HashStore  # pyright: ignore
 
 pytest.importorskip("megatron.core")
 
-from lowbit.codecs import AQSGD, Cast, GroupInt, SubspaceQuant, TransformQuant
+from lowbit.codecs import AQSGD, Cast, GroupInt, TransformQuant
 from lowbit.integrations import EngineError, megatron
 from lowbit.integrations.megatron import LowBitP2PCommunicator
 from tests.processes import Failure, Ranks

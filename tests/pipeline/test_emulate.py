@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lowbit.codecs import AQSGD, Cast, Codec, SubspaceQuant, TAHQuant
+from lowbit.codecs import AQSGD, Cast, Codec, TAHQuant, TransformQuant
 from lowbit.pipeline import LowBitStage, emulate_
 from lowbit.wire.checksum import CHECKSUM_BYTES
 from tests.pipeline import toy
@@ -59,10 +59,10 @@ def one_process(forward: Codec, backward: Codec) -> tuple[list[Tensor], list[Ten
         (TAHQuant(), INT6),
         (INT4, Cast(dtype=torch.bfloat16)),
         (AQSGD(inner=INT4), INT6),
-        (SubspaceQuant(directions=4, bits=2, group=8), SubspaceQuant(directions=3, bits=4, group=24)),
+        (TransformQuant(), TransformQuant(step="message")),
         (TransformQuant(bits="auto"), TransformQuant(bits="auto")),
     ],
-    ids=["tah-quant", "int4", "aq-sgd", "subspace", "subspace-auto"],
+    ids=["tah-quant", "int4", "aq-sgd", "transform", "transform-auto"],
 )
 def test_numbers_are_those_of_the_pipeline(ranks: Ranks, forward: Codec, backward: Codec):
     (_, first), (losses, last) = ranks.run(pipeline, forward, backward)
@@ -151,11 +151,11 @@ def resumed(forward: Codec, backward: Codec, stop: int) -> tuple[list[Tensor], l
 @pytest.mark.parametrize(
     ("forward", "backward"),
     [
-        (SubspaceQuant(directions=4, bits=2, group=8), SubspaceQuant(directions=3, bits=4, group=24)),
+        (TransformQuant(), TransformQuant(step="message")),
         (TransformQuant(bits="auto"), TransformQuant(bits="auto")),
         (AQSGD(inner=INT4), INT6),
     ],
-    ids=["subspace", "subspace-auto", "aq-sgd"],
+    ids=["transform", "transform-auto", "aq-sgd"],
 )
 def test_an_emulation_goes_on_where_it_stopped(forward: Codec, backward: Codec, stop: int):
     straight, again = resumed(forward, backward, stop)
@@ -195,12 +195,12 @@ def test_states_that_do_not_fit_are_refused():
         (changed("steps", "2"), "state has steps '2'"),
         (changed("warmup_steps", 5), "state has warmup_steps 5; this emulation has 1"),
         (changed("boundaries", {}), "state has nothing; allowed: boundary 0 backward, boundary 0"),
-        (changed("codec", "x", ends), "boundary 0 forward: state is of 'x'; this emulation has Sub"),
+        (changed("codec", "x", ends), "boundary 0 forward: state is of 'x'; this emulation has Tra"),
         (changed("sender", [1], ends), "the state of the sender is invalid"),
         (changed("choice", 99, kept), "allowed: the same choices at both ends"),
         (changed("choice", True, kept), "the state of the sender is invalid"),
         (changed("choice", torch.ones(1), kept), "the state of the sender is invalid"),
-        (changed("choice", -1, kept), "directions is -1"),
+        (changed("choice", -1, kept), "bits is -"),
     ]
     for wrong, said in wrongs:
         with pytest.raises(ValueError, match=re.escape(said)):
@@ -215,7 +215,7 @@ def test_states_that_do_not_fit_are_refused():
         other.load_state_dict(wrong)
         with pytest.raises(ValueError, match=re.escape(said)):
             fresh(torch.randn(4, 24))
-    with pytest.raises(ValueError, match="state is of .SubspaceQuant.*this emulation has GroupInt"):
+    with pytest.raises(ValueError, match="state is of .TransformQuant.*this emulation has GroupInt"):
         emulated(INT4)[1].load_state_dict(state)
 
 
@@ -385,7 +385,7 @@ def test_a_compiled_model_gives_the_same_with_a_codec_that_learns():
     def losses(backend: str | None) -> list[Tensor]:
         torch.manual_seed(0)
         model: Any = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
-        codec = SubspaceQuant(directions=4, refresh=2)
+        codec = TransformQuant()
         emulate_(model, at=["0"], forward=codec, backward=codec)
         run = torch.compile(model, backend=backend) if backend else model
         found = []

@@ -25,7 +25,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("model", {"vocab": 7}, "vocabulary has 7 entries, the tokenizer 256"),
     ("pipeline", {"forward": "int9"}, "pipeline.forward: codec is 'int9'; allowed: .*fp32"),
     ("pipeline", {"backward": "GroupInt(bits=1)"}, "pipeline.backward: bits is 1; allowed"),
-    ("pipeline", {"backward": "SubspaceQuant(directions=33)"}, r"pipeline.backward: directions is 33, .* to 32"),
+    ("pipeline", {"backward": "TransformQuant(bits=0.1)"}, r"pipeline.backward: bits is 0.1, .*allowed: at least"),
     ("pipeline", {"forward": "TransformQuant(bits='auto')"}, r"pipeline.warmup_steps is 0, and .*forw"),
     ("pipeline", {"microbatches": 1}, "pipeline.microbatches is 1; allowed with 1F1B"),
     ("run", {"output": "empty.txt/run"}, "run.output '.*' cannot be written to: Not a dir"),
