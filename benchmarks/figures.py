@@ -12,7 +12,7 @@ from lowbit.config import section
 from lowbit.report import Command, Report, Row
 from lowbit_lab.bench.settings import link_name
 from lowbit_lab.charts.charts import Chart, draw
-from lowbit_lab.charts.style import THEMES, family, title_of
+from lowbit_lab.charts.style import THEMES
 
 if TYPE_CHECKING:
     from lowbit.cli.parser import Parser
@@ -93,7 +93,7 @@ def command_of(name: str) -> Command:
 def _first_name(row: Row) -> str:
     """Return the format without its arguments, which the page states."""
     name = row["boundary"]
-    return title_of(family(name)) if family(name) == "subspace" else name
+    return name
 
 
 def _gradients(row: Row) -> bool:

@@ -58,7 +58,7 @@ class RaceBenchmark:
     """Data type of matrix products; weights stay in float32. auto: bf16 where the device supports it."""
     seed: NonNegative = 0
     """Seed of weights and data order."""
-    boundaries: Names = ("fp32", "tah-quant", "tah-quant-published", "aq-sgd", "subspace", "transform")
+    boundaries: Names = ("fp32", "tah-quant", "tah-quant-published", "aq-sgd", "transform")
     """Formats of activations, by name or in full, or of both ways, such as "int4 / int6"."""
     model: ModelConfig = THIN_MODEL
     """Model to train."""

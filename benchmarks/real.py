@@ -49,7 +49,7 @@ class RealBenchmark:
 
     models: Names
     """Folders of causal language models in Hugging Face format, such as those of `make real-models`."""
-    boundaries: Names = ("int8 / int8", "int4 / int4", "tah-quant-published", "tah-quant", "subspace", "transform")
+    boundaries: Names = ("int8 / int8", "int4 / int4", "tah-quant-published", "tah-quant", "transform")
     """Formats of activations, by name or in full, or of both ways, such as "int4 / int6"."""
     stages: Annotated[int, Field(ge=2)] = 4
     """Stages of the pipeline, with as many layers each as possible."""

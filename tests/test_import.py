@@ -20,7 +20,7 @@ PUBLIC = {
     "lowbit.cli": "main",
     "lowbit.config": ("ConfigError NonNegative Positive Setting build resolve section settings_of to_toml"),
     "lowbit.codecs": (
-        "AQSGD BlockFloat8 Cast Codec CodecError FeatureInt GroupInt Session StatefulCodec SubspaceQuant Summable "
+        "AQSGD BlockFloat8 Cast Codec CodecError FeatureInt GroupInt Session StatefulCodec Summable "
         "TAHQuant TransformQuant backward_codec parse parse_pair"
     ),
     "lowbit.collectives": (

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from benchmarks.concepts.timeline import LANES, Interval, TwoStageStep, message_seconds
-from lowbit.codecs import GroupInt, SubspaceQuant
+from lowbit.codecs import GroupInt, TAHQuant, backward_codec
 from lowbit.report.rows import Row
 from lowbit_lab.charts.style import SMALL, TEXT, TITLE, WIDTH, Theme, family, mixed, title_of
 
@@ -31,12 +31,12 @@ OUTLIER, TIMES = 100, 8
 
 def steps() -> dict[str, tuple[str, TwoStageStep]]:
     """Return the steps of the timeline by name, with the format whose colour their messages have."""
-    few = SubspaceQuant(directions=16)
-    bits = (few.bits_per_element(MESSAGE), few.for_gradients().bits_per_element(MESSAGE))
+    few = TAHQuant()
+    bits = (few.bits_per_element(MESSAGE), backward_codec(few).bits_per_element(MESSAGE))
     return {
         "PyTorch's stage, FP32": ("fp32", step(32, 32, ahead=False)),
         "LowBitStage, FP32": ("fp32", step(32, 32)),
-        f"LowBitStage, SubspaceQuant: {bits[0]:.1f} bits forward, {bits[1]:.1f} back": ("subspace", step(*bits)),
+        f"LowBitStage, TAHQuant: {bits[0]:.1f} bits forward, {bits[1]:.1f} back": ("tah-quant", step(*bits)),
     }
 
 
@@ -99,7 +99,7 @@ def _key(figure: Figure, theme: Theme) -> None:
         "forward": forward,
         "backward": mixed(forward, theme.surface, 0.5),
         "message, FP32": theme.formats["fp32"],
-        "message, SubspaceQuant": theme.formats["subspace"],
+        "message, TAHQuant": theme.formats["tah-quant"],
     }
     _legend(figure, [Patch(color=colour) for colour in parts.values()], list(parts), columns=4)
 
@@ -176,14 +176,12 @@ def _range(shares: Sequence[float]) -> str:
 def noise(figure: Figure, theme: Theme, data: Mapping[str, Rows]) -> None:
     """Draw signal over noise of formats by their bits, averaged over the boundaries."""
     panels = figure.subplots(1, 2, sharey=True)
-    _title(figure, "The subspace helps activations far more than gradients")
+    _title(figure, "Signal over noise of formats by their bits")
     series: dict[str, tuple[str, str, Callable[[Row], bool]]] = {
         "GroupInt, groups of 64": ("int4", "s-", lambda row: row["format"].startswith("int")),
         "TAH-Quant by range (ours)": ("tah-quant", "D", lambda row: row["format"] == "tah-quant"),
         "TAH-Quant as published": ("tah-quant-published", "^", lambda row: row["format"] == "tah-quant-published"),
         "FP8": ("fp8", "P", lambda row: row["format"] == "fp8"),
-        "SubspaceQuant, 16 directions": ("subspace", "o--", lambda row: row["directions"] == 16),
-        "SubspaceQuant, 32 directions": ("subspace", "o-", lambda row: row["directions"] == 32),
     }
     for axes, direction in zip(panels, ("forward", "backward"), strict=True):
         for name, (format_, marks, belongs) in series.items():

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowbit.codecs import AQSGD, BlockFloat8, Cast, GroupInt, SubspaceQuant, TAHQuant, parse, parse_pair
+from lowbit.codecs import AQSGD, BlockFloat8, Cast, GroupInt, TAHQuant, TransformQuant, parse, parse_pair
 from lowbit.codecs.names import pair_name
 
 
@@ -16,8 +16,8 @@ def test_short_names() -> None:
     assert parse("tah-quant-published") == TAHQuant.published()
     assert parse("tah-quant-published-token") == TAHQuant.published(allocation="token")
     assert parse("aq-sgd") == AQSGD()
-    assert parse("subspace-backward") == SubspaceQuant(bits=4)
-    assert parse(repr(SubspaceQuant(directions=5))) == SubspaceQuant(directions=5)
+    assert parse("transform-backward") == TransformQuant(step="message")
+    assert parse(repr(TransformQuant(bits=5))) == TransformQuant(bits=5)
 
 
 def test_full_forms() -> None:
@@ -40,19 +40,9 @@ BF16 = Cast(dtype=torch.bfloat16)
         ("int4 / bf16", "int8", (parse("int4"), BF16)),
         ("aq-sgd", "", (AQSGD(), SIX_BITS)),
         ("tah-quant-published-token", "", (TAHQuant.published(allocation="token"), SIX_BITS)),
-        ("subspace", "", (parse("subspace"), parse("subspace-backward"))),
-        ("subspace", "int6", (SubspaceQuant(), parse("int6"))),
-        (
-            "SubspaceQuant(directions=8, bits=2, group=32)",
-            "",
-            (SubspaceQuant(directions=8, bits=2, group=32), SubspaceQuant(directions=8, bits=4, group=32)),
-        ),
-        ("SubspaceQuant(bits=5)", "", (SubspaceQuant(bits=5),) * 2),
-        (
-            "SubspaceQuant(directions=8) / SubspaceQuant(directions=4, bits=3)",
-            "",
-            (SubspaceQuant(directions=8), SubspaceQuant(directions=4, bits=3)),
-        ),
+        ("transform", "", (parse("transform"), parse("transform-backward"))),
+        ("transform", "int6", (TransformQuant(), parse("int6"))),
+        ("TransformQuant(bits=5)", "", (TransformQuant(bits=5), TransformQuant(bits=5, step="message"))),
     ],
 )
 def test_both_formats_of_a_boundary(text: str, backward: str, pair: tuple) -> None:
@@ -63,17 +53,14 @@ def test_both_formats_of_a_boundary(text: str, backward: str, pair: tuple) -> No
 @pytest.mark.parametrize(
     ("text", "name"),
     [
-        ("SubspaceQuant(directions=8)", "SubspaceQuant(directions=8)"),
+        ("TransformQuant(bits=8)", "TransformQuant(bits=8)"),
         ("int4 / int6", "int4 / int6"),
         ("int4 / GroupInt(bits=6, group=32)", "GroupInt(bits=4/6, group=64/32)"),
         ("int4 / GroupInt(bits=4, group=64)", "int4 / GroupInt(bits=4, group=64)"),
         ("int6 / GroupInt(group=32)", "GroupInt(bits=6/4, group=64/32)"),
         ("TAHQuant(tile=64) / TAHQuant(tile=64)", "TAHQuant(tile=64) / TAHQuant(tile=64)"),
-        ("SubspaceQuant(directions=8) / tah-quant", "SubspaceQuant(directions=8) / tah-quant"),
-        (
-            "SubspaceQuant(directions=8, bits=2) / SubspaceQuant(directions=8, bits=4)",
-            "SubspaceQuant(directions=8, bits=2/4)",
-        ),
+        ("TransformQuant(bits=8) / tah-quant", "TransformQuant(bits=8) / tah-quant"),
+        ("TransformQuant(bits=2) / TransformQuant(bits=4)", "TransformQuant(bits=2.0/4.0)"),
     ],
 )
 def test_what_two_formats_share_is_said_once(text: str, name: str) -> None:
@@ -93,6 +80,8 @@ def test_half_a_pair_is_an_error(text: str) -> None:
         ("trasnform", "codec is 'trasnform'; did you mean transform?"),
         ("tah-quant-published-v1", "did you mean tah-quant-published or tah-quant-published-token?"),
         ("TAHQuant(allocation='entropy')", "allocation is 'entropy'; allowed: 'range', 'tile', 'token'"),
+        ("subspace", "codec is 'subspace', which was removed; allowed: 'transform' for"),
+        ("SubspaceQuant(bits=4)", "which was removed"),
         ("feature-int4-static", "codec is 'feature-int4-static', which needs calibrated ranges; allowed: a codec that"),
         ("FeatureInt(gain='static')", "codec is "),
         ("GroupInt(bits=9)", "bits is 9; allowed: 2 to 8"),

@@ -10,27 +10,22 @@ import torch
 from torch import Tensor
 
 from lowbit import kernels
-from lowbit.codecs import AQSGD, SubspaceQuant, TransformQuant
+from lowbit.codecs import AQSGD, TransformQuant
 from lowbit.codecs.basis.reference import follow
-from lowbit.codecs.subspace_quant.codec import SubspaceSession
-from lowbit.codecs.subspace_quant.reference import coefficients_decode, rest_decode
 from lowbit.codecs.transform_quant.codec import TransformSession
 from lowbit.codecs.transform_quant.reference import LARGEST, decode
 
 from .damage import damage
 from .targets import BEFORE, DTYPES, Bench, Case, Shape, as_bytes, as_tensor, hard, hostile_numbers, layout_of, spans_of
 
-Following = SubspaceSession | TransformSession
-"""Sessions whose ends learn directions from the messages between them."""
 
-
-class Subspace:
+class TransformMessages:
     """A receiver that has followed two messages, and gets one or two hostile ones.
 
     A forged one has the header that belongs to its bytes, so that it is not refused for its numbers and digests.
     """
 
-    def __init__(self, codec: SubspaceQuant | TransformQuant, shape: Shape) -> None:
+    def __init__(self, codec: TransformQuant, shape: Shape) -> None:
         self.codec, self.name, self._shape = codec, f"{codec!r} {shape}", shape
         self._states: list[dict[str, Any]] = []
         self._messages: list[bytes] = []
@@ -55,7 +50,7 @@ class Subspace:
 
         def run(bench: Bench) -> bytes:
             session = self.codec.open(shape=self._shape, dtype=dtype)
-            assert isinstance(session, Following)
+            assert isinstance(session, TransformSession)
             session.load_state_dict(self._states[at])
             found = b""
             for (_, payload), forge in zip(made, forged, strict=True):
@@ -66,7 +61,9 @@ class Subspace:
         kinds = [f"{kind}{' forged' if forge else ''}" for (kind, _), forge in zip(made, forged, strict=True)]
         return Case(f"{self.name} {dtype} state {at} {kinds}", run, exact=False)
 
-    def _decode(self, bench: Bench, session: Following, message: bytes, dtype: torch.dtype, training: bool) -> bytes:
+    def _decode(
+        self, bench: Bench, session: TransformSession, message: bytes, dtype: torch.dtype, training: bool
+    ) -> bytes:
         """What comes of it, with the state; an error changes neither."""
         room, out = bench.out(self._shape, dtype)
         before, state = room.content, _bytes(session.state_dict())
@@ -78,7 +75,7 @@ class Subspace:
             return str(error).encode()
         return room.content + _bytes(session.state_dict())
 
-    def _forged(self, session: Following, payload: bytes, training: bool) -> bytes:
+    def _forged(self, session: TransformSession, payload: bytes, training: bool) -> bytes:
         """With the header that the receiver expects of these bytes; both backends expect the same."""
         found = []
         for backend in ("cpu", "reference"):
@@ -88,7 +85,7 @@ class Subspace:
             assert bool(((a == b) | (a.isnan() & b.isnan())).all()), "the backends follow differently"
         return found[0][0].numpy().tobytes() + payload[16:]
 
-    def _follow(self, session: Following, payload: Tensor, training: bool) -> list[Tensor]:
+    def _follow(self, session: TransformSession, payload: Tensor, training: bool) -> list[Tensor]:
         memory, geo = session._memory, session._geometry
         header = torch.empty(4, dtype=torch.int32)
         then = [torch.empty_like(memory.directions), torch.empty_like(memory.digest)]
@@ -100,30 +97,6 @@ class Subspace:
 def _bytes(state: dict[str, Any]) -> bytes:
     numbers = repr([(k, v) for k, v in state.items() if not isinstance(v, Tensor)]).encode()
     return numbers + b"".join(v.numpy().tobytes() for v in state.values() if isinstance(v, Tensor))
-
-
-class SubspaceDecoding:
-    """The operators behind a session, with numbers of its own in the basis: the reference's, exactly."""
-
-    def __init__(self, codec: SubspaceQuant, shape: Shape) -> None:
-        self.codec, self.name, self._shape = codec, f"operators of {codec!r} {shape}", shape
-
-    def case(self, rng: random.Random) -> Case:
-        """What the numbers at random make of it."""
-        (rows, channels), geo, dtype = self._shape, self.codec.geometry(self._shape), rng.choice(DTYPES)
-        count = geo.directions
-        kind, payload = damage(rng, rng.randbytes(geo.layout.nbytes), spans_of(geo.layout))
-
-        def run(bench: Bench) -> bytes:
-            c_room, c = bench.out((rows, count), torch.float32)
-            room, out = bench.out(self._shape, dtype)
-            given, unit, nothing = bench.payload(payload), torch.ones(count), torch.zeros(count, channels)
-            kernels.implementation(coefficients_decode, given.device)(given, unit, c, geo)
-            # Sums of directions are exact for a basis of zeros only.
-            kernels.implementation(rest_decode, given.device)(given, torch.zeros(rows, count), nothing, out, geo)
-            return as_bytes(as_tensor(c_room.content, torch.float32).to(dtype)) + room.content
-
-        return Case(f"{self.name} {dtype} {kind}", run, dtype)
 
 
 class TransformDecoding:

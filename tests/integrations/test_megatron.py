@@ -22,7 +22,7 @@ from torch.distributed import HashStore  # pyright: ignore
 
 pytest.importorskip("megatron.core")
 
-from lowbit.codecs import AQSGD, Cast, GroupInt, SubspaceQuant, TransformQuant
+from lowbit.codecs import AQSGD, Cast, GroupInt, TransformQuant
 from lowbit.integrations import EngineError, megatron
 from lowbit.integrations.megatron import LowBitP2PCommunicator
 from tests.processes import Failure, Ranks
@@ -255,7 +255,7 @@ def alone() -> Iterator[dist.ProcessGroup]:
     [
         ({"forward": "int4"}, {}, TypeError, "forward is 'int4'; allowed: a codec"),
         ({"forward": AQSGD()}, {}, ValueError, "needs the ids of samples"),
-        ({"forward": SubspaceQuant(directions="auto")}, {}, ValueError, "chooses a parameter in a warm-up"),
+        ({"forward": TransformQuant(bits="auto")}, {}, ValueError, "chooses a parameter in a warm-up"),
         ({}, {"virtual_pipeline_model_parallel_size": 2}, ValueError, "and there are 2 virtual stages; allowed"),
         ({"forward": TransformQuant()}, {"variable_seq_lengths": True}, ValueError, "shapes vary"),
         ({"forward": EXACT}, {"use_ring_exchange_p2p": True}, ValueError, "use_ring_exchange_p2p is True"),

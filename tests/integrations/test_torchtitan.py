@@ -18,7 +18,7 @@ from torch.distributed.pipelining import PipelineStage
 pytest.importorskip("torchtitan")
 
 from lowbit.activations import LayerAware
-from lowbit.codecs import AQSGD, BlockFloat8, Cast, SubspaceQuant
+from lowbit.codecs import AQSGD, BlockFloat8, Cast, TransformQuant
 from lowbit.integrations import EngineError
 from lowbit.integrations import torchtitan as titan
 from lowbit.integrations.torchtitan import LowBitConfig, low_bit, pipelining_fn
@@ -232,9 +232,9 @@ def test_twice_is_an_error():
         ({"backward": {0: 4}}, TypeError, "backward is 4; allowed: a codec"),
         ({"forward": None, "backward": EXACT}, ValueError, "allowed where forward is None: None"),
         ({"forward": AQSGD()}, ValueError, "forward is AQSGD.* needs the ids of samples"),
-        ({"forward": SubspaceQuant(directions="auto")}, ValueError, "warmup_steps is 0"),
+        ({"forward": TransformQuant(bits="auto")}, ValueError, "warmup_steps is 0"),
         ({"warmup_steps": -1}, ValueError, "warmup_steps is -1"),
-        ({"gradients": SubspaceQuant()}, TypeError, "it cannot be summed"),
+        ({"gradients": TransformQuant()}, TypeError, "it cannot be summed"),
         ({"activations": 4}, TypeError, "activations is 4; allowed: a LayerAware"),
         ({"timeout": 0}, ValueError, "timeout is 0"),
         ({"checksums": 1}, TypeError, "checksums is 1"),

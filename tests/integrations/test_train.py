@@ -182,7 +182,7 @@ def test_weights_of_a_peer_run_no_code(tmp_path: Path, monkeypatch: pytest.Monke
     [
         (["elastic.name="], "elastic.name is ''; allowed with elastic.lighthouse: a name that no other replica has"),
         (["pipeline.data_parallel=2"], "pipeline.data_parallel is 2; allowed with elastic.lighthouse: 1"),
-        (["pipeline.forward=SubspaceQuant(directions='auto')"], "which a replica that comes later does not have"),
+        (["pipeline.forward=TransformQuant(bits='auto')"], "which a replica that comes later does not have"),
     ],
 )
 def test_settings_that_do_not_go_together(tmp_path: Path, overrides: list[str], message: str):

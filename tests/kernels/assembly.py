@@ -27,13 +27,11 @@ import lowbit.activations.norm.gpu as norm
 import lowbit.codecs.block_float8.gpu as block_float8
 import lowbit.codecs.feature_int.gpu as feature_int
 import lowbit.codecs.group_int.gpu as group_int
-import lowbit.codecs.subspace_quant.gpu as subspace
 import lowbit.codecs.tah_quant.gpu as tah_quant
 import lowbit.codecs.transform_quant.gpu as transform
 import lowbit.codecs.transform_quant.gpu_fit as transform_fit
 from lowbit.codecs import BlockFloat8, Codec, GroupInt, TAHQuant
 from lowbit.codecs.feature_int.reference import feature_int_layout
-from lowbit.codecs.subspace_quant.layout import subspace_geometry
 from lowbit.codecs.transform_quant.layout import transform_geometry
 
 ROWS, CHANNELS = 8 * 4096, 4096
@@ -102,21 +100,13 @@ FEATURES: dict[str, Call] = {
     "FeatureInt decode": (feature_int, "decode", (OF_FEATURES, M, F, F, ORDER, 64, 4, 0.0, True)),
     "FeatureInt sum": (feature_int, "sum", ([OF_FEATURES] * 4, M, BY_RANK, F, ORDER, 64, 4, 0.0, 3)),
 }
-NEAR = subspace_geometry(ROWS, CHANNELS, 64, 2, 64, 8)
-C, UNIT, DIRECTIONS, OF_SUBSPACE = empty(ROWS, 64), empty(64), empty(64, CHANNELS), payload_of(NEAR.layout.nbytes)
-SUBSPACE: dict[str, Call] = {
-    "coefficients_encode": (subspace, "coefficients_encode", (C, UNIT, OF_SUBSPACE, C, NEAR)),
-    "coefficients_decode": (subspace, "coefficients_decode", (OF_SUBSPACE, UNIT, C, NEAR)),
-    "rest_encode": (subspace, "rest_encode", (M, C, DIRECTIONS, OF_SUBSPACE, NEAR)),
-    "rest_decode": (subspace, "rest_decode", (OF_SUBSPACE, C, DIRECTIONS, M, NEAR)),
-}
 CODED = transform_geometry(ROWS, CHANNELS, True, None, 2.25)
 Z, HEADER, OF_TRANSFORM = empty(ROWS, CHANNELS), empty(4, dtype=torch.int32), payload_of(CODED.layout.nbytes)
 TRANSFORM: dict[str, Call] = {
     "TransformQuant encode": (transform, "encode", (Z, HEADER, OF_TRANSFORM, CODED)),
     "TransformQuant decode": (transform, "decode", (OF_TRANSFORM, HEADER, Z, CODED)),
 }
-CALLS = KERNELS | FUSED | FEATURES | SUBSPACE | TRANSFORM
+CALLS = KERNELS | FUSED | FEATURES | TRANSFORM
 
 
 def launches(name: str) -> list[tuple[Any, int, dict[str, Any], tuple, dict]]:

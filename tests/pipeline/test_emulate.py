@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lowbit.codecs import AQSGD, Cast, Codec, SubspaceQuant, TAHQuant
+from lowbit.codecs import AQSGD, Cast, Codec, TAHQuant, TransformQuant
 from lowbit.pipeline import LowBitStage, emulate_
 from tests.pipeline import toy
 from tests.pipeline.toy import INT4, INT6
@@ -58,10 +58,10 @@ def one_process(forward: Codec, backward: Codec) -> tuple[list[Tensor], list[Ten
         (TAHQuant(), INT6),
         (INT4, Cast(dtype=torch.bfloat16)),
         (AQSGD(inner=INT4), INT6),
-        (SubspaceQuant(directions=4, bits=2, group=8), SubspaceQuant(directions=3, bits=4, group=24)),
-        (SubspaceQuant(directions="auto", group=8), SubspaceQuant(directions="auto", bits=4, group=24)),
+        (TransformQuant(), TransformQuant(step="message")),
+        (TransformQuant(bits="auto"), TransformQuant(bits="auto")),
     ],
-    ids=["tah-quant", "int4", "aq-sgd", "subspace", "subspace-auto"],
+    ids=["tah-quant", "int4", "aq-sgd", "transform", "transform-auto"],
 )
 def test_numbers_are_those_of_the_pipeline(ranks: Ranks, forward: Codec, backward: Codec):
     (_, first), (losses, last) = ranks.run(pipeline, forward, backward)
@@ -105,7 +105,7 @@ def accumulating(in_pipeline: bool, codec: Codec) -> tuple[list[Tensor], list[in
     return losses, sent
 
 
-@pytest.mark.parametrize("codec", [INT4, SubspaceQuant(directions="auto", group=8)], ids=str)
+@pytest.mark.parametrize("codec", [INT4, TransformQuant(bits="auto")], ids=str)
 def test_warm_up_counts_batches_under_gradient_accumulation(ranks: Ranks, codec: Codec):
     (_, sent), (losses, _) = ranks.run(accumulating, True, codec)
     [(expected, expected_sent)] = ranks.run(accumulating, False, codec, ranks=1)
@@ -150,11 +150,11 @@ def resumed(forward: Codec, backward: Codec, stop: int) -> tuple[list[Tensor], l
 @pytest.mark.parametrize(
     ("forward", "backward"),
     [
-        (SubspaceQuant(directions=4, bits=2, group=8), SubspaceQuant(directions=3, bits=4, group=24)),
-        (SubspaceQuant(directions="auto", group=8), SubspaceQuant(directions="auto", bits=4, group=24)),
+        (TransformQuant(), TransformQuant(step="message")),
+        (TransformQuant(bits="auto"), TransformQuant(bits="auto")),
         (AQSGD(inner=INT4), INT6),
     ],
-    ids=["subspace", "subspace-auto", "aq-sgd"],
+    ids=["transform", "transform-auto", "aq-sgd"],
 )
 def test_an_emulation_goes_on_where_it_stopped(forward: Codec, backward: Codec, stop: int):
     straight, again = resumed(forward, backward, stop)
@@ -162,7 +162,7 @@ def test_an_emulation_goes_on_where_it_stopped(forward: Codec, backward: Codec, 
 
 
 def test_states_that_do_not_fit_are_refused():
-    auto = SubspaceQuant(directions="auto", group=8)
+    auto = TransformQuant(bits="auto")
 
     def emulated(codec: Codec = auto) -> Any:
         torch.manual_seed(0)
@@ -194,12 +194,12 @@ def test_states_that_do_not_fit_are_refused():
         (changed("steps", "2"), "state has steps '2'"),
         (changed("warmup_steps", 5), "state has warmup_steps 5; this emulation has 1"),
         (changed("boundaries", {}), "state has nothing; allowed: boundary 0 backward, boundary 0"),
-        (changed("codec", "x", ends), "boundary 0 forward: state is of 'x'; this emulation has Sub"),
+        (changed("codec", "x", ends), "boundary 0 forward: state is of 'x'; this emulation has Tra"),
         (changed("sender", [1], ends), "the state of the sender is invalid"),
         (changed("choice", 99, kept), "allowed: the same choices at both ends"),
         (changed("choice", True, kept), "the state of the sender is invalid"),
         (changed("choice", torch.ones(1), kept), "the state of the sender is invalid"),
-        (changed("choice", -1, kept), "directions is -1"),
+        (changed("choice", -1, kept), "bits is -"),
     ]
     for wrong, said in wrongs:
         with pytest.raises(ValueError, match=re.escape(said)):
@@ -214,7 +214,7 @@ def test_states_that_do_not_fit_are_refused():
         other.load_state_dict(wrong)
         with pytest.raises(ValueError, match=re.escape(said)):
             fresh(torch.randn(4, 24))
-    with pytest.raises(ValueError, match="state is of .SubspaceQuant.*this emulation has GroupInt"):
+    with pytest.raises(ValueError, match="state is of .TransformQuant.*this emulation has GroupInt"):
         emulated(INT4)[1].load_state_dict(state)
 
 
@@ -334,7 +334,7 @@ def checkpointed(forward: Codec, *, reentrant: bool | None, warmup_steps: int = 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_what_checkpointing_computes_again_is_no_second_message(reentrant: bool):
-    auto = SubspaceQuant(directions="auto", group=8)
+    auto = TransformQuant(bits="auto")
     for forward, steps in ((TAHQuant(), 0), (auto, 2)):
         plain = checkpointed(forward, reentrant=None, warmup_steps=steps)
         found = checkpointed(forward, reentrant=reentrant, warmup_steps=steps)
@@ -358,7 +358,7 @@ def test_a_compiled_model_gives_the_same_with_a_codec_that_learns():
     def losses(backend: str | None) -> list[Tensor]:
         torch.manual_seed(0)
         model: Any = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
-        codec = SubspaceQuant(directions=4, refresh=2)
+        codec = TransformQuant()
         emulate_(model, at=["0"], forward=codec, backward=codec)
         run = torch.compile(model, backend=backend) if backend else model
         found = []

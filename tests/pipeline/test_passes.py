@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
-from lowbit.codecs import AQSGD, Codec, GroupInt, SubspaceQuant, TAHQuant
+from lowbit.codecs import AQSGD, Codec, GroupInt, TAHQuant, TransformQuant
 from lowbit.pipeline import LowBitStage
 from lowbit.wire.agreement import Agreement
 from lowbit.wire.errors import PeerError, described
@@ -96,7 +96,7 @@ def equal(schedule: str, plan: Sequence[Pass], static: bool = False) -> int:
 
     def make(*args: Any, **kwargs: Any) -> PipelineStage:
         if static:
-            x = torch.empty(toy.ROWS, 3, toy.WIDTH)
+            x = torch.empty(toy.ROWS, 8, toy.WIDTH)
             kwargs |= {"input_args": x.requires_grad_(args[1] > 0)}
             kwargs |= {"output_args": x.detach().requires_grad_()}
         return LowBitStage(*args, forward=FP32, backward=FP32, timeout=30, **kwargs)
@@ -167,14 +167,14 @@ def coded(codec: Codec) -> Any:
     return losses, {state["steps"] for state in states}, lanes
 
 
-@pytest.mark.parametrize("codec", [SubspaceQuant(directions=4, group=8), TAHQuant()], ids=["subspace", "tah"])
+@pytest.mark.parametrize("codec", [TransformQuant(), TAHQuant()], ids=["transform", "tah"])
 def test_codecs_go_on_from_shape_to_shape(ranks: Ranks, codec: Codec):
     (_, steps, lower), (losses, more, upper) = ranks.run(coded, codec)
     assert len(losses) == 20 * N
     assert all(loss.isfinite() for loss in losses)
     assert steps == more == {10}
     assert lower.keys() == upper.keys()
-    assert len(lower) == (6 if isinstance(codec, SubspaceQuant) else 0)
+    assert len(lower) == (6 if isinstance(codec, TransformQuant) else 0)
     for name, tensors in lower.items():
         (key, here), (other, there) = (next(iter(each.items())) for each in (tensors, upper[name]))
         assert key == other == f"tensor 0, width {toy.WIDTH}", "one state for all shapes"
@@ -400,7 +400,7 @@ def test_declared_layouts_stand_whatever_keywords_look_like() -> None:
     x, target = data(0, ROWS, 3)
 
     def make(*args: Any, **kwargs: Any) -> PipelineStage:
-        declared = torch.empty(toy.ROWS, 3, toy.WIDTH, requires_grad=True)
+        declared = torch.empty(toy.ROWS, 8, toy.WIDTH, requires_grad=True)
         options = {"input_args": declared, "output_args": declared, "timeout": 30}
         return LowBitStage(*args, forward=FP32, backward=FP32, **options, **kwargs)
 
@@ -509,7 +509,7 @@ def test_a_rank_that_loads_alone_is_the_same_error_everywhere(ranks: Ranks):
     assert "codec state: loaded on rank 1 (stage 1)" in text
 
 
-@pytest.mark.parametrize("codec", [SubspaceQuant(directions=4, group=8), AQSGD()], ids=["subspace", "aq"])
+@pytest.mark.parametrize("codec", [TransformQuant(), AQSGD()], ids=["transform", "aq"])
 def test_states_of_different_runs_are_the_same_error_everywhere(ranks: Ranks, codec: Codec):
     text = toy.disagreement(toy.timely(ranks, mixed, codec))
     assert "boundary 0 forward state: " in text
@@ -517,7 +517,7 @@ def test_states_of_different_runs_are_the_same_error_everywhere(ranks: Ranks, co
 
 def other_formats(schedule: str) -> Any:
     """Bits of each step, gradients equal to those of stages made with the second format, and receives left over."""
-    first, second = GroupInt(bits=8, group=24), SubspaceQuant(directions=2, group=8)
+    first, second = GroupInt(bits=8, group=24), TransformQuant(bits=12)
     run = toy.Run(schedule, toy.lowbit(forward=first, backward=first, warmup_steps=1))
     bits, left = [], []
     for step in range(8):

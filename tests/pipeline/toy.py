@@ -62,9 +62,9 @@ def blocks(count: int, kind: Callable[[], nn.Module] = Block) -> list[nn.Module]
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets, both (ROWS * MICRO_BATCHES, 3, WIDTH)."""
+    """Inputs and targets, both (ROWS * MICRO_BATCHES, 8, WIDTH)."""
     generator = torch.Generator().manual_seed(100 + step)
-    shape = (ROWS * MICRO_BATCHES, 3, WIDTH)
+    shape = (ROWS * MICRO_BATCHES, 8, WIDTH)
     return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
 
 

@@ -128,8 +128,8 @@ def _import_all() -> None:
     import transformers.models.llama.modeling_llama  # noqa: F401
 
     import lowbit.cli.app
-    import lowbit.codecs.subspace_quant.cpu
     import lowbit.codecs.tah_quant.cpu
+    import lowbit.codecs.transform_quant.cpu
     import lowbit.train.loop  # noqa: F401
 
 

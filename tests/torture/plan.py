@@ -54,13 +54,13 @@ class Shape:
 
     def config(self, folder: Path, *, rejoin: float = REJOIN) -> TrainConfig:
         """A run of about ten seconds whose codecs remember, with checkpoints and evaluations on the way."""
-        remembers = f"SubspaceQuant(directions=4, group=8, bits={'{}'})"
+        remembers = "TransformQuant(step='{}')"
         return tiny(
             folder,
             model={"layers": self.stages},
             pipeline={
                 "ranks": self.stages, "data_parallel": self.pipelines, "microbatches": MICROBATCHES,
-                "forward": remembers.format(3), "backward": remembers.format(4), "warmup_steps": 3,
+                "forward": remembers.format("token"), "backward": remembers.format("message"), "warmup_steps": 3,
             },
             data={"batch": 2 * MICROBATCHES * self.pipelines},
             run={

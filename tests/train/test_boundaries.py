@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
 
 from lowbit.codecs import Cast, parse
 from lowbit.config import ConfigError
-from lowbit.train.boundaries import backward_formats, costly, make_codecs
+from lowbit.train.boundaries import backward_formats, make_codecs
 from lowbit.train.config import PipelineConfig
 
 BF16 = Cast(dtype=torch.bfloat16)
@@ -20,32 +18,15 @@ def test_one_codec_serves_all_boundaries_and_a_list_each_its_own():
 
 
 def test_gradients_without_a_name_get_what_belongs_to_the_activations():
-    mixed = PipelineConfig(forward=("tah-quant", "subspace", "bf16"), backward="")  # pyright: ignore[reportArgumentType]
+    mixed = PipelineConfig(forward=("tah-quant", "transform", "bf16"), backward="")  # pyright: ignore[reportArgumentType]
     codecs = make_codecs(mixed, 3)
     six = parse("GroupInt(bits=6, group=32, symmetric=True)")
-    assert codecs.backward == (six, parse("subspace-backward"), BF16)
+    assert codecs.backward == (six, parse("transform-backward"), BF16)
     assert tuple(map(parse, backward_formats(mixed))) == codecs.backward, "what files tell"
-    one = make_codecs(PipelineConfig(forward=("subspace",)), 3)
-    assert one.backward == (parse("subspace-backward"),) * 3
+    one = make_codecs(PipelineConfig(forward=("transform",)), 3)
+    assert one.backward == (parse("transform-backward"),) * 3
     with pytest.raises(ConfigError, match=r"^pipeline\.forward: codec is 'int9'"):
         make_codecs(PipelineConfig(forward=("int9",)), 1)
-
-
-@pytest.mark.parametrize(
-    ("forward", "backward", "width", "expected"),
-    [
-        ("SubspaceQuant(directions=32)", "", 32, ["forward: .* 12.1 bits .*, and 4.3 w", "backward: .* 13.1 .* 5.3 w"]),
-        ("SubspaceQuant(directions=32)", "", 128, []),
-        ("subspace", "", 2, []),
-        ("subspace", "SubspaceQuant(directions=32)", 32, [r"backward: .*\(2, 256, 32\), .*; leave directions out"]),
-        ("SubspaceQuant(directions='auto')", "int8", 32, []),
-    ],
-)
-def test_too_many_directions_are_one_warning(forward: str, backward: str, width: int, expected: list[str]):
-    pipeline = PipelineConfig(forward=(forward,), backward=(backward,))
-    lines = costly(make_codecs(pipeline, 3), (2, 256, width))
-    assert len(lines) == len(expected)
-    assert all(re.match(f"pipeline.{text}", line) for text, line in zip(expected, lines, strict=True))
 
 
 def test_stock_boundaries_have_their_dtype_whatever_the_codecs():

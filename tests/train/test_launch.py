@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from lowbit.codecs import SubspaceQuant, parse
+from lowbit.codecs import TransformQuant, parse
 from lowbit.train import LaunchError, TrainConfig, run
 from lowbit.train.checkpoints.manifest import newest_step
 from lowbit.train.metrics import read_metrics
@@ -23,7 +23,7 @@ from lowbit_lab.network import SlowLink
 from tests.processes import Ranks
 from tests.train.runs import LIMIT, RESUME, again, curve, losses, tiny
 
-AUTO = "SubspaceQuant(directions='auto', bits=4, group=8)"
+AUTO = "TransformQuant(bits='auto')"
 
 
 @pytest.mark.timeout(300)
@@ -58,8 +58,8 @@ def test_a_killed_run_is_blamed_on_its_rank_and_resumes_bit_for_bit(
     assert resumed.chosen == expected.chosen
     assert list(resumed.chosen) == ["boundary 0 backward, tensor 0, width 32"]
     (codec,) = map(parse, resumed.chosen.values())
-    assert isinstance(codec, SubspaceQuant)
-    assert replace(codec, directions="auto") == parse(AUTO)
+    assert isinstance(codec, TransformQuant)
+    assert replace(codec, bits="auto") == parse(AUTO)
     sealed = 8 * CHECKSUM_BYTES / (2 * 16 * 32)
     assert resumed.bits_backward == codec.bits_per_element((2, 16, 32)) + sealed
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lowbit.codecs import SubspaceQuant, parse
+from lowbit.codecs import TransformQuant, parse
 from lowbit.train import ConfigError, StepMetrics, TrainConfig, loop, train
 from lowbit.train.checkpoints import state
 from lowbit.train.checkpoints.manifest import newest_step
@@ -85,8 +85,8 @@ def test_stock_stages_and_float32_codecs_are_the_same_run(ranks: Ranks, tmp_path
         assert metrics.bytes_saved == metrics.parts["boundaries"] == 2 * 2 * elements
 
 
-AUTO = "SubspaceQuant(directions='auto', group=8)"
-FORWARD, BACKWARD = "SubspaceQuant(directions=2, group=8)", "SubspaceQuant(directions=2, bits=6, group=32)"
+AUTO = "TransformQuant(bits='auto')"
+FORWARD, BACKWARD = "TransformQuant(bits=5)", "TransformQuant(bits=6, step='message')"
 
 
 def test_a_run_with_codecs_writes_everything_that_it_should(ranks: Ranks, tmp_path: Path):
@@ -103,8 +103,8 @@ def test_a_run_with_codecs_writes_everything_that_it_should(ranks: Ranks, tmp_pa
     output = Path(config.run.output)
     assert read_summary(output / "summary.json") == here
     written = json.loads((output / "config.json").read_text())["pipeline"]
-    assert written["forward"] == ["SubspaceQuant(directions=2, bits=3, group=8)"], "in full"
-    assert written["backward"] == ["SubspaceQuant(directions=2, bits=6, group=32)"]
+    assert written["forward"] == ["TransformQuant(bits=5.0, step='token')"], "in full"
+    assert written["backward"] == ["TransformQuant(bits=6.0, step='message')"]
 
     lines = read_metrics(output / "metrics.jsonl")
     shape = (2, 16, 32)
@@ -132,8 +132,7 @@ def _evaluates_in_between(config: TrainConfig) -> Any:
     """Losses without codecs and with them in and after the warm-up; whether training went on as without them."""
     states, found, chosen = [], [], {}
     for often in (True, False):
-        with mock.patch.object(loop.log, "warning") as warning:
-            run = Run(Trainer(prepare(config, ranks=2)))
+        run = Run(Trainer(prepare(config, ranks=2)))
         trainer = run.trainer
         for step in range(4):
             trainer.step(step)
@@ -143,24 +142,21 @@ def _evaluates_in_between(config: TrainConfig) -> Any:
                 found.append(trainer.evaluate())
         states.append(state.collect(trainer.pipeline, trainer.optimizer).tensors)
         other = trainer.evaluation.loss(
-            trainer.prepared.data.held_out, batch=8, batches=2, codecs=[SubspaceQuant(directions=5)]
+            trainer.prepared.data.held_out, batch=8, batches=2, codecs=[TransformQuant(bits=9)]
         )
         run.folder.unlock()
     same = {name: torch.equal(value, states[1][name]) for name, value in states[0].items()}
-    warned = [str(call) for call in warning.call_args_list]
-    return found, same, chosen, other, warned
+    return found, same, chosen, other
 
 
 def test_evaluations_leave_training_alone(ranks: Ranks, tmp_path: Path):
-    pipeline = {"forward": AUTO, "backward": "SubspaceQuant(directions=32)", "warmup_steps": 2}
+    pipeline = {"forward": AUTO, "backward": "transform-backward", "warmup_steps": 2}
     config = tiny(tmp_path, pipeline=pipeline)
     outcomes = ranks.run(_evaluates_in_between, config, timeout=LIMIT)
-    assert [len(warned) for *_, warned in outcomes] == [1, 0], "on one rank"
-    assert "pipeline.backward: SubspaceQuant(directions=32" in outcomes[0][-1][0]
-    for evaluations, same, chosen, other, _ in outcomes:
+    for evaluations, same, chosen, other in outcomes:
         [[place, codec]] = chosen.items()
         assert place == "boundary 0 forward, tensor 0, width 32"
-        assert codec.startswith("SubspaceQuant(directions=")
+        assert codec.startswith("TransformQuant(bits=")
         assert all(same.values()), same
         through = [e["held_out_loss_codecs"] - e["held_out_loss"] for e in evaluations]
         assert through[0] == 0, "nothing is learned or chosen before the warm-up is over"

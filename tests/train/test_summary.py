@@ -4,13 +4,13 @@ import dataclasses
 import json
 from pathlib import Path
 
-from lowbit.codecs import SubspaceQuant, parse
+from lowbit.codecs import TransformQuant, parse
 from lowbit.train.config import PipelineConfig, RunConfig, TrainConfig
 from lowbit.train.layout import make_layout
 from lowbit.train.metrics import StepMetrics, Work, step_metrics
 from lowbit.train.summary import Summary, read_summary, summarize
 
-CHOSEN = {"boundary 0 forward, tensor 0, width 256": "SubspaceQuant(directions=5)"}
+CHOSEN = {"boundary 0 forward, tensor 0, width 256": "TransformQuant(bits=5.0)"}
 
 
 def _step(step: int, *, seconds: float = 1.0, nbytes: int = 500) -> StepMetrics:
@@ -40,8 +40,8 @@ def test_pace_and_bits_are_those_of_the_settled_run():
 
 
 def test_the_summary_has_the_backward_formats():
-    (backward,) = _summary([], forward="SubspaceQuant(directions=8)").backward
-    assert parse(backward) == SubspaceQuant(directions=8, bits=4)
+    (backward,) = _summary([], forward="TransformQuant(bits=8)").backward
+    assert parse(backward) == TransformQuant(bits=8, step="message")
     assert _summary([], backward="int6").backward == ("int6",)
 
 

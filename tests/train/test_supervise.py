@@ -23,7 +23,7 @@ def test_a_supervised_run_reaches_its_last_step_bit_for_bit(ranks: Ranks, tmp_pa
     config = tiny(
         tmp_path,
         model={"layers": 2},
-        pipeline={"forward": "SubspaceQuant(directions=2, group=8)", "warmup_steps": 2},
+        pipeline={"forward": "TransformQuant()", "warmup_steps": 2},
         run={"steps": 40, "checkpoint_every": 5, "overwrite": False, "timeout_seconds": 8},
     )
     whole = again(config, run={"output": str(tmp_path / "whole"), "checkpoint_every": 0})

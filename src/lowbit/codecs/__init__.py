@@ -13,7 +13,6 @@ from lowbit.codecs.group_int.codec import GroupInt
 from lowbit.codecs.names import parse, parse_pair
 from lowbit.codecs.sessions import Session
 from lowbit.codecs.stateful import StatefulCodec
-from lowbit.codecs.subspace_quant.codec import SubspaceQuant
 from lowbit.codecs.sums import Summable
 from lowbit.codecs.tah_quant.codec import TAHQuant
 from lowbit.codecs.transform_quant.codec import TransformQuant
@@ -28,7 +27,6 @@ __all__ = [
     "GroupInt",
     "Session",
     "StatefulCodec",
-    "SubspaceQuant",
     "Summable",
     "TAHQuant",
     "TransformQuant",

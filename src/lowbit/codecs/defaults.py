@@ -13,7 +13,7 @@ RECOMMENDED = TransformQuant()
 def backward_codec(forward: Codec) -> Codec:
     """Return the default format of gradients for a format of activations: 6 bits in groups of 32.
 
-    A format may override this (`Codec.for_gradients`): plain numbers are used both ways, `TransformQuant` uses one step
-    for all tokens, and `SubspaceQuant` at least 4 bits.
+    A format may override this (`Codec.for_gradients`): plain numbers are used both ways, and `TransformQuant` uses one
+    step for all tokens.
     """
     return forward.for_gradients() or GroupInt(bits=6, group=32, symmetric=True)

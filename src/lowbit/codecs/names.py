@@ -15,6 +15,7 @@ from lowbit.codecs.defaults import backward_codec
 
 PAIR = " / "
 """Separates the formats of activations and gradients in a name for both."""
+REMOVED = ("subspace", "subspace-backward", "SubspaceQuant")
 
 
 def parse_pair(text: str, backward: str = "") -> tuple[Codec, Codec]:
@@ -65,6 +66,11 @@ def parse(text: str) -> Codec:
     Raises:
         ValueError: an unknown name, or a form that cannot be read; arguments raise what the codec raises.
     """
+    if text.partition("(")[0].strip() in REMOVED:
+        raise ValueError(
+            f"codec is {text!r}, which was removed; allowed: 'transform' for the fewest bits, or 'tah-quant' for less "
+            "computation and no state between messages"
+        )
     try:
         node = ast.parse(text, mode="eval").body
     except SyntaxError:

@@ -48,10 +48,6 @@ class StatefulCodec(Codec):
         """Return the choice for `bits` more per element; a format without rates returns `choice` itself."""
         return choice
 
-    def advice(self, shape: Sequence[int]) -> str:
-        """Return a warning if a setting makes messages of this shape needlessly long, else an empty text."""
-        return ""
-
     def shared_by(self, shape: Sequence[int]) -> int | None:
         """Return a key: sessions of shapes with equal keys share state. None: only equal shapes do."""
         return None

@@ -59,7 +59,7 @@ def emulate_(
         backward: format of gradients, likewise; None: the default for the format of activations.
         warmup_steps: number of training steps that are not coded; `Emulation.step` counts them, as `LowBitStage` counts
             calls of `schedule.step`. At least 1 for a codec with an open parameter, such as
-            `SubspaceQuant(directions="auto")`, which is chosen in the last of them.
+            `TransformQuant(bits="auto")`, which is chosen in the last of them.
         in_evaluation: code modules in evaluation mode (`model.eval()`) too, as `LowBitStage` does; codecs that know
             only the samples they are trained on never are.
 

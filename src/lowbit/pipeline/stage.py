@@ -64,7 +64,7 @@ class LowBitStage(HookedStage):
         backward: format of gradients, likewise; None: the default for the format of activations (for `TransformQuant`
             the same with one step for all tokens).
         warmup_steps: number of calls of `schedule.step`, from the first, that send everything in its own dtype. At
-            least 1 for a codec with an open parameter, such as `SubspaceQuant(directions="auto")`, which is chosen in
+            least 1 for a codec with an open parameter, such as `TransformQuant(bits="auto")`, which is chosen in
             the last of them.
         timeout: seconds after which a rank that does not join or answer is an error.
         checksums: whether a checksum of 8 bytes behind each payload detects damage; the same on all ranks.

@@ -53,7 +53,7 @@ class PipelinePlanSettings:
     """Replace `output` even if it was changed by hand."""
     tokens: NonNegative = 0
     """Tokens of the whole run. 0: those of `run.steps` steps."""
-    formats: Annotated[tuple[str, ...], AfterValidator(_some)] = ("transform", "subspace", "tah-quant", *_PLAIN)
+    formats: Annotated[tuple[str, ...], AfterValidator(_some)] = ("transform", "tah-quant", *_PLAIN)
     """Candidate formats, of activations or of both ways, such as "int4 / int6". Name only those whose loss you accept:
     the plan considers speed alone."""
     schedules: Annotated[tuple[Schedule, ...], AfterValidator(_some)] = (

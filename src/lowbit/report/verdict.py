@@ -51,7 +51,7 @@ def _reason(run: RunFiles, outcome: Mapping[str, Any]) -> Iterator[str]:
             )
     elif codec >= _CODES * whole:
         yield f"Coding took {codec:.2g} of {whole:.2g} seconds of a step, waiting {wait:.2g}."
-        yield 'A cheaper format may be faster: "subspace" or "int4", or pipeline.forward = "auto".'
+        yield 'A cheaper format may be faster: "tah-quant" or "int4", or pipeline.forward = "auto".'
     else:
         yield f"Computing took {compute:.2g} of {whole:.2g} seconds of a step, waiting {wait:.2g}."
         yield "The network is not what limits this run: more bits would cost little time, fewer would gain little."

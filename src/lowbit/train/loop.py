@@ -23,7 +23,7 @@ from lowbit.report.results import machine
 from lowbit.report.training import write_report
 from lowbit.train import export
 from lowbit.train.auto import Auto, FormatChoice, described
-from lowbit.train.boundaries import costly, in_full
+from lowbit.train.boundaries import in_full
 from lowbit.train.checkpoints import state
 from lowbit.train.checkpoints.manifest import Manifest
 from lowbit.train.checkpoints.resume import resume
@@ -312,9 +312,6 @@ class Run:
 
     def _warn_of_cost(self) -> None:
         if self.trainer.rank == 0:  # not in `prepare`, which a launcher runs as well as its ranks
-            shape = (self.config.rows, self.config.data.sequence, self.trainer.width)
-            for line in costly(self.trainer.prepared.codecs, shape):
-                log.warning("%s", line)
             for note in self.trainer.prepared.data.notes:
                 log.warning("%s", note)
             if self.config.activations.plan and self.trainer.prepared.autocast is None:

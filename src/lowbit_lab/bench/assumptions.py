@@ -44,7 +44,7 @@ Batch = tuple[Tensor, Tensor]
 class AssumptionsBenchmark:
     """Formats, and the training run in which they are measured."""
 
-    boundaries: Names = ("fp32", "int4", "tah-quant", "tah-quant-published", "subspace", "transform")
+    boundaries: Names = ("fp32", "int4", "tah-quant", "tah-quant-published", "transform")
     """Formats of activations, by name or in full, or of both ways, such as "int4 / int6". tah-quant is our setting of
     TAH-Quant, tah-quant-published that of the paper's v2 (bits by tile), tah-quant-published-token that of its v1 (bits
     by token)."""
@@ -413,7 +413,7 @@ COMMAND = Command(
     name="bench assumptions",
     summary="What proofs of convergence assume of a boundary format, measured while a model trains.",
     examples=(
-        "lowbit bench assumptions --boundary int4,subspace --steps 60",
+        "lowbit bench assumptions --boundary int4,transform --steps 60",
         "lowbit bench assumptions --data.text train.txt --json assumptions.json",
     ),
     settings=AssumptionsBenchmark,

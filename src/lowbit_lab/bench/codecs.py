@@ -41,7 +41,7 @@ class CodecsBenchmark:
     """Formats and the tensors that they code."""
 
     codecs: tuple[str, ...] = (
-        "bf16", "fp8", "int8", "GroupInt(bits=6, group=32, symmetric=True)", "int4", "subspace", "transform",
+        "bf16", "fp8", "int8", "GroupInt(bits=6, group=32, symmetric=True)", "int4", "transform",
         "tah-quant", "tah-quant-published", "tah-quant-published-token", *FITTED,
     )  # fmt: skip
     """Formats by name or in full, except those that need sample ids. feature-int4, feature-int4-static (the

@@ -58,7 +58,7 @@ class ConvergenceBenchmark:
     """scratch-warmup: from scratch, the first steps at full precision. scratch: from scratch, without a warm-up.
     finetune: from a full-precision checkpoint, on another text."""
     boundaries: tuple[str, ...] = (
-        "fp32", "int4", "tah-quant", "tah-quant-published", "aq-sgd", "subspace", "transform",
+        "fp32", "int4", "tah-quant", "tah-quant-published", "aq-sgd", "transform",
     )  # fmt: skip
     """Formats of activations, by name or in full. tah-quant is our setting of TAH-Quant, tah-quant-published that of
     the paper's v2 (bits by tile), tah-quant-published-token that of its v1 (bits by token). aq-sgd
@@ -71,7 +71,7 @@ class ConvergenceBenchmark:
     "agoq" is AGoQ as published: "activations:agoq+8bit"."""
     backward: str = ""
     """Format of gradients next to low-bit activations, unless `boundaries` names it. If omitted, the default of each
-    format. fp32, bf16 and fp16 are used both ways. SubspaceQuant(directions='auto') needs a regime with a warm-up."""
+    format. fp32, bf16 and fp16 are used both ways. TransformQuant(bits='auto') needs a regime with a warm-up."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Seeds of weights and data order."""
     model: ModelConfig = ModelConfig()
@@ -296,7 +296,7 @@ COMMAND = Command(
     name="bench convergence",
     summary="Held-out loss of one training run by boundary format, over seeds.",
     examples=(
-        "lowbit bench convergence --regime scratch --boundary fp32,subspace --seed 0",
+        "lowbit bench convergence --regime scratch --boundary fp32,transform --seed 0",
         "lowbit bench convergence --json convergence.json --png convergence.png",
     ),
     settings=ConvergenceBenchmark,

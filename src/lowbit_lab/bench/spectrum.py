@@ -1,4 +1,4 @@
-"""`lowbit bench spectrum`: how many directions suit a model's tensors, and the accuracy of formats.
+"""`lowbit bench spectrum`: the accuracy of formats on a model's tensors.
 
 The model of a checkpoint runs on a text, forward and backward, without training. The tensors that would cross each
 boundary go through the sessions of every format, message after message, as in a pipeline. Each format's bits are
@@ -17,7 +17,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from lowbit.codecs import Codec, SubspaceQuant, parse
+from lowbit.codecs import Codec, parse
 from lowbit.codecs.sessions import Session
 from lowbit.config import ConfigError, Positive, section
 from lowbit.report import Column, Command, Row, Table
@@ -47,18 +47,10 @@ class SpectrumBenchmark:
     """File, folder or glob pattern to run the model on."""
     stages: AtLeastTwo = 4
     """Pipeline stages that the model is split into, at most one for each layer."""
-    directions: tuple[Positive, ...] = (8, 16, 32, 64)
-    """Numbers of directions to try, in addition to the one that suits the first message."""
-    bits: tuple[int, ...] = (3, 4)
-    """Bits of the remainder to try with each number of directions."""
-    group: Positive = 64
-    """Elements that share a scale in SubspaceQuant."""
-    refresh: Positive | None = None
-    """Number of messages in which SubspaceQuant renews all its directions. If omitted, its default."""
     codecs: tuple[str, ...] = (
         "int8", "int4", "tah-quant", "tah-quant-published", "transform", "transform-backward",
     )  # fmt: skip
-    """Other formats to compare with, by name or in full."""
+    """Formats to compare, by name or in full."""
     sequence: AtLeastTwo = 256
     """Tokens of a window."""
     batch: Positive = 4
@@ -73,11 +65,6 @@ class SpectrumBenchmark:
     def __post_init__(self) -> None:
         for name in self.codecs:
             check_plain("codecs", name, parse(name))
-        if not self.bits:
-            raise ConfigError("bits is empty; allowed: 2 to 8, separated by commas")
-        for directions in (*self.directions, 1):
-            for bits in self.bits:
-                SubspaceQuant(directions=directions, bits=bits, group=self.group, refresh=self.refresh)
 
 
 @dataclass
@@ -108,7 +95,6 @@ class _Trial:
     name: str
     codec: Codec
     ends: tuple[Session, Session]
-    fitted: bool = False
     total: _Errors = field(default_factory=_Errors)
     by_token: _Errors = field(default_factory=_Errors)
 
@@ -128,24 +114,13 @@ class _Boundary:
 
     index: int
     direction: str
-    outside: Tensor = field(default_factory=lambda: torch.zeros(0))
     spectra: list[Tensor] = field(default_factory=list)
     token_spectra: list[Tensor] = field(default_factory=list)
     trials: list[_Trial] = field(default_factory=list)
 
     def begin(self, settings: SpectrumBenchmark, x: Tensor) -> None:
-        self.outside = outside(x)
-        candidates: dict[tuple[int, int], bool] = {}
-        shared = {"group": settings.group, "refresh": settings.refresh}
-        for bits in settings.bits:
-            candidates |= {(directions, bits): False for directions in settings.directions if directions <= x.shape[-1]}
-            suiting = SubspaceQuant.fitted(x, bits=bits, **shared)
-            candidates[suiting.geometry(x.shape).directions, bits] = True
         codecs = {name: parse(name) for name in settings.codecs}
         self.trials = [_Trial(name, codec, ends_of(codec, x)) for name, codec in codecs.items()]
-        for (directions, bits), fitted in sorted(candidates.items(), key=lambda item: item[0][::-1]):
-            codec = SubspaceQuant(directions=directions, bits=bits, **shared)
-            self.trials.append(_Trial("subspace", codec, ends_of(codec, x), fitted))
 
     def carry(self, x: Tensor, counted: bool) -> None:
         if counted:
@@ -156,17 +131,12 @@ class _Boundary:
 
     def rows(self, shape: Sequence[int]) -> Iterator[Row]:
         for trial in self.trials:
-            directions = getattr(trial.codec, "directions", None)
             yield {
                 "boundary": self.index,
                 "direction": self.direction,
                 "shape": list(shape),
                 "format": trial.name,
                 "codec": str(trial.codec),
-                "directions": directions,
-                "bits": getattr(trial.codec, "bits", None) if directions else None,
-                "fitted": trial.fitted,
-                "outside": float(self.outside[min(directions, len(self.outside) - 1)]) if directions else None,
                 "bits_per_element": (bits := trial.codec.bits_per_element(shape)),
                 "decibels": trial.total.decibels(),
                 **_compared_with_bound("", bits, trial.total.bound(self.spectra)),
@@ -176,7 +146,7 @@ class _Boundary:
         about = {"boundary": self.index, "direction": self.direction, "shape": list(shape), "format": BOUND}
         for decibels in BOUND_DECIBELS:
             bits = bound.rate_at(self.spectra, decibels)
-            yield {**about, "directions": None, "fitted": False, "bits_per_element": bits, "decibels": float(decibels)}
+            yield {**about, "bits_per_element": bits, "decibels": float(decibels)}
 
 
 def _compared_with_bound(prefix: str, bits: float, least: float | None) -> Row:
@@ -192,9 +162,7 @@ def measure(settings: SpectrumBenchmark, earlier: Sequence[Row]) -> Iterator[lis
         byte counted), `decibels` (signal over noise, second half of the messages), `bound` (bits per element of the
         rate-distortion bound of these messages at this error, see `lowbit_lab.bench.bound`; None if not defined),
         `above` (bits of the format above it); `token_decibels`, `token_bound`, `token_above`: the same for each
-        token's error relative to its own norm; rows of SubspaceQuant also have `directions`, `bits` and `outside` (the
-        share of the first message's energy that its best directions leave out) and `fitted` (whether
-        `SubspaceQuant.fitted` chose this number). Rows whose format is "bound" are points of the bound.
+        token's error relative to its own norm. Rows whose format is "bound" are points of the bound.
     """
     config = ModelConfig(pretrained=settings.checkpoint)
     if settings.stages > (layers := count_layers(config)):
@@ -227,27 +195,19 @@ def outside(x: Tensor) -> Tensor:
     return (1 - torch.cat([torch.zeros(1), energy.cumsum(0) / total])).clamp(min=0)
 
 
-def _directions(row: Row) -> str | None:
-    return f"{row['directions']}{'*' * row['fitted']}" if row["directions"] else None
-
-
-def _name(row: Row) -> str:
-    return f"{row['format']}, {row['bits']} bits" if row["directions"] else row["format"]
-
-
 def _formats(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row["format"] != BOUND]
 
 
 def _points(rows: Sequence[Row]) -> list[Row]:
-    """Return means over the boundaries, by bits. A number of directions that only some boundaries have stays apart.
+    """Return means over the boundaries, by bits.
 
     Points of the bound are means by decibels, in the range of the formats.
     """
     boundaries = len({row["boundary"] for row in rows})
     groups: dict[tuple[str, str, float], list[Row]] = {}
     for row in _formats(rows):
-        groups.setdefault((row["direction"], _name(row), row["bits_per_element"]), []).append(row)
+        groups.setdefault((row["direction"], row["format"], row["bits_per_element"]), []).append(row)
     points = []
     for (direction, name, bits), group in sorted(groups.items(), key=lambda item: item[0][2]):
         alone = len(group) < boundaries
@@ -267,10 +227,10 @@ def _points(rows: Sequence[Row]) -> list[Row]:
 
 COMMAND = Command(
     name="bench spectrum",
-    summary="How many directions suit a model's tensors, and the accuracy of formats.",
+    summary="The accuracy of formats on a model's tensors.",
     examples=(
         "lowbit bench spectrum runs/train/model held-out.txt",
-        "lowbit bench spectrum runs/train/model held-out.txt --stages 2 --bit 3",
+        "lowbit bench spectrum runs/train/model held-out.txt --stages 2 --codec int4,transform",
     ),
     settings=SpectrumBenchmark,
     measure=measure,
@@ -280,13 +240,11 @@ COMMAND = Command(
             each="direction",
             title=lambda rows: (
                 f"{rows[0]['direction'].capitalize()}, messages of {' x '.join(map(str, rows[0]['shape']))}; "
-                "*: number by the spectrum;\nby token: bits above the bound for errors relative to each token's norm"
+                "by token: bits above the bound for errors relative to each token's norm"
             ),
             columns=[
                 Column("boundary", "boundary"),
-                Column("format", _name),
-                Column("directions", _directions),
-                Column("energy\noutside", "outside", "{:.2%}"),
+                Column("format", "format"),
                 Column("bits", "bits_per_element", "{:.2f}"),
                 Column("dB", "decibels", "{:.1f}"),
                 Column("bound,\nbits", "bound", "{:.2f}"),
@@ -299,8 +257,8 @@ COMMAND = Command(
         Lines(
             rows=_points, panel="direction", series="series", x="bits_per_element", y="decibels",
             alone="alone", x_label="bits per element", label="signal over noise, dB",
-            title="Precision of formats by bits, and the bound", subtitle="Higher and further left is better. Means "
-            "over the boundaries; stars: a number of directions that only some boundaries have.",
+            title="Precision of formats by bits, and the bound",
+            subtitle="Higher and further left is better. Means over the boundaries.",
         )
     ],
 )  # fmt: skip

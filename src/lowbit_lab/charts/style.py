@@ -50,7 +50,7 @@ class Theme:
 LIGHT = Theme(
     name="light", **page.LIGHT,
     formats={
-        "subspace": "#0b5fd6", "transform": "#c0264e", "feature-int": "#6a3fc4", "feature-int-static": "#3d2373",
+        "transform": "#c0264e", "feature-int": "#6a3fc4", "feature-int-static": "#3d2373",
         "low-bit": "#0b5fd6",
         "stock-fp32": "#3a3f45", "stock-bf16": "#6b7178", "fp32": "#8b9198", "bf16": "#b4b9be", "fp16": "#cbd0d4",
         "tah-quant": "#e08a00", "tah-quant-published": "#b0460c", "int4": "#b5518f", "int6": "#d38cb7",
@@ -63,7 +63,7 @@ LIGHT = Theme(
 DARK = Theme(
     name="dark", **page.DARK,
     formats={
-        "subspace": "#5aa2ff", "transform": "#ff7a9c", "feature-int": "#ab8cff", "feature-int-static": "#d9ccff",
+        "transform": "#ff7a9c", "feature-int": "#ab8cff", "feature-int-static": "#d9ccff",
         "low-bit": "#5aa2ff",
         "stock-fp32": "#e0e3e7", "stock-bf16": "#b7bcc3", "fp32": "#949aa3", "bf16": "#727883", "fp16": "#5a606b",
         "tah-quant": "#f5ab35", "tah-quant-published": "#e0703a", "int4": "#e08cc0", "int6": "#a8628c",
@@ -82,7 +82,7 @@ NAMES = {
     "int6": "INT6", "int4": "INT4", "feature-int4": "FeatureInt, 4 bits", "feature-int8": "FeatureInt, 8 bits",
     "feature-int4-static": "static ranges, as published", "tah-quant": "TAH-Quant by range (ours)",
     "TAHQuant()": "TAH-Quant by range (ours)", "tah-quant-published": "TAH-Quant as published",
-    "tah-quant-published-token": "TAH-Quant as published, by token", "aq-sgd": "AQ-SGD", "subspace": "SubspaceQuant",
+    "tah-quant-published-token": "TAH-Quant as published, by token", "aq-sgd": "AQ-SGD",
     "transform": "TransformQuant", "bound": "rate-distortion bound", "agoq": "AGoQ as published",
 }  # fmt: skip
 """Short names of formats in figures."""
@@ -96,7 +96,6 @@ _FAMILIES = (  # the first match counts
     (r"^bound$", "bound"),
     (r"(stock|engine|pytorch).*fp32|fp32.*(stock|pytorch)", "stock-fp32"),
     (r"(stock|engine|pytorch).*bf16|bf16.*(stock|pytorch)", "stock-bf16"),
-    (r"subspace", "subspace"),
     (r"transform", "transform"),
     (r"tah-?quant.*(published|token)|published", "tah-quant-published"),
     (r"tah-?quant", "tah-quant"),
@@ -118,7 +117,7 @@ BASELINES = ("stock-fp32", "stock-bf16", "fp32", "bf16", "fp16")
 
 
 def family(name: Any) -> str | None:
-    """Return the format that determines a series' colour: "subspace" for "SubspaceQuant(directions=16)".
+    """Return the format that determines a series' colour: "transform" for "TransformQuant(bits=4)".
 
     For a pair of formats ("int4 / int8"), the activations' format counts. None: the name is not a format.
     """
@@ -127,7 +126,7 @@ def family(name: Any) -> str | None:
 
 
 def title_of(name: Any) -> str:
-    """Name a series in a figure: "SubspaceQuant, 16 directions" for "SubspaceQuant(directions=16)"."""
+    """Name a series in a figure: "TAH-Quant by range (ours)" for "TAHQuant()"."""
     text = str(name)
     forward, both, backward = text.partition(" / ")
     if both:
@@ -137,9 +136,6 @@ def title_of(name: Any) -> str:
         return f"{title_of(forward)} both ways" if same else f"{title_of(forward)} / {title_of(backward)}"
     if text in NAMES:
         return NAMES[text]
-    if match := re.fullmatch(r"SubspaceQuant\((.*)\)", text):
-        words = [_argument(part) for part in match[1].split(", ") if part]
-        return ", ".join(["SubspaceQuant", *words])
     first, _, rest = text.partition(" ")
     return f"{NAMES[first.rstrip(',')]}, {rest}".replace("_", "-") if first.rstrip(",") in NAMES and rest else text
 
@@ -147,13 +143,6 @@ def title_of(name: Any) -> str:
 def row_name(name: Any) -> str:
     """Name a format in a table as it was typed, but mark our TAH-Quant, which differs from the paper's."""
     return re.sub(r"(?<![\w-])(tah-quant|TAHQuant\(\))(?![\w-])", r"\1 (ours, by range)", str(name))
-
-
-def _argument(text: str) -> str:
-    name, _, value = text.partition("=")
-    if value.strip("'") == "auto":
-        return f"automatic {name}"
-    return f"{value} {name}" if name in ("bits", "directions") else text
 
 
 def recommended(rows: Sequence[Row], series: Value) -> Row | None:

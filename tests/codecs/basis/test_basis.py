@@ -10,19 +10,30 @@ import torch
 from torch import Tensor
 
 from lowbit import kernels
-from lowbit.codecs.basis.reference import Basis, coefficients, follow, gram_inverse, invert, renew, units
-from lowbit.codecs.subspace_quant.layout import subspace_geometry
-from lowbit.kernels.layout import Layout
+from lowbit.codecs.basis.reference import Basis, follow, gram_inverse, invert, renew
+from lowbit.kernels.layout import Layout, ceil_div
 
-BITS, GROUP = 3, 32
 CPU = torch.device("cpu")
+
+
+class Geometry(NamedTuple):
+    rows: int
+    channels: int
+    directions: int
+    renewed: int
+    layout: Layout
+
+
+def geometry(rows: int, channels: int, directions: int, refresh: int) -> Geometry:
+    renewed = min(rows, ceil_div(directions, refresh))
+    layout = Layout.of(header=16, slots=2 * renewed, lengths=4 * renewed, directions=renewed * channels)
+    return Geometry(rows, channels, directions, renewed, layout)
 
 
 class Found(NamedTuple):
     layout: Layout
     payload: Tensor
     c: Tensor
-    unit: Tensor
     directions: Tensor
     inverse: Tensor
     digest: Tensor
@@ -31,19 +42,17 @@ class Found(NamedTuple):
         return self.layout.section(self.payload, name, dtype)
 
 
-def renewed(backend: str, x: Tensor, basis: Tensor, refresh: int, *, number: int = 5, brings: bool = True) -> Found:
+def renewed(backend: str, x: Tensor, basis: Tensor, refresh: int, *, number: int = 5) -> Found:
     count = len(basis)
-    geo = subspace_geometry(*x.shape, count, BITS, GROUP, refresh)
+    geo = geometry(*x.shape, count, refresh)
     payload = torch.zeros(geo.layout.nbytes, dtype=torch.uint8)
-    c, unit = torch.empty(len(x), count), torch.empty(count)
     before = Basis(basis, torch.empty(count, count), torch.tensor(123456789))
     after = Basis(*map(torch.empty_like, before))
     with kernels.backend(backend):
         kernels.implementation(invert, CPU)(basis, before.inverse_KK)
-        products = kernels.implementation(renew, CPU)(x, before, payload, after, number, True, brings, geo)
+        products = kernels.implementation(renew, CPU)(x, before, payload, after, number, True, geo)
         kernels.implementation(invert, CPU)(after.directions_KC, after.inverse_KK)
-        kernels.implementation(coefficients, CPU)(products, after.inverse_KK, payload, c, unit, geo)
-    return Found(geo.layout, payload, c, unit, *after)
+    return Found(geo.layout, payload, products @ after.inverse_KK, *after)
 
 
 def followed(
@@ -51,13 +60,11 @@ def followed(
 ) -> tuple[Tensor, ...]:
     header, directions = torch.empty(4, dtype=torch.int32), torch.empty_like(basis)
     digest, after = torch.tensor(123456789), torch.empty((), dtype=torch.int64)
-    unit = torch.empty(len(basis))
     with kernels.backend(backend):
-        geo = subspace_geometry(rows, basis.shape[1], len(basis), BITS, GROUP, refresh)
+        geo = geometry(rows, basis.shape[1], len(basis), refresh)
         follower = kernels.implementation(follow, CPU)
         follower(payload, basis, digest, header, directions, after, number, True, geo)
-        kernels.implementation(units, CPU)(payload, unit, geo)
-    return header, directions, after, unit
+    return header, directions, after
 
 
 def tokens(rows: int, channels: int, size: float = 1.0) -> Tensor:
@@ -107,9 +114,6 @@ def test_kernels_find_the_references_directions(
         expected = full @ f.directions.t() @ gram_inverse(f.directions)
         assert (f.c - expected).norm() <= 1e-4 * expected.norm()
         assert (f.inverse - gram_inverse(f.directions)).norm() <= 1e-3 * f.inverse.norm()
-        rms = f.c.double().square().mean(0).sqrt().float()
-        torch.testing.assert_close(f.unit, rms, rtol=2**-8, atol=1e-7 * float(rms.max()))
-        assert torch.equal(f.unit, f.section("units", torch.bfloat16).float())
 
 
 def test_one_massive_token_hides_no_direction() -> None:
@@ -125,11 +129,10 @@ def test_a_follower_has_the_senders_basis_to_the_last_bit(name: str) -> None:
     x = tokens(80, 70)
     sent = renewed(name, x, basis_of(x, 6, 6), 3)
     for backend in ("reference", "cpu"):
-        header, directions, digest, unit = followed(backend, sent.payload, basis_of(x, 6, 6), 80, 3)
+        header, directions, digest = followed(backend, sent.payload, basis_of(x, 6, 6), 80, 3)
         assert torch.equal(header, sent.section("header", torch.int32))
         assert torch.equal(directions, sent.directions)
         assert torch.equal(digest, sent.digest)
-        assert torch.equal(unit, sent.unit)
     assert int(sent.digest) == (123456789 * 31 + int(header[3])) & 0x7FFFFFFF
 
 
@@ -138,7 +141,7 @@ def test_kernels_follow_as_the_reference_does(slots: tuple[int, int]) -> None:
     g = torch.Generator().manual_seed(0)
     for channels, number in ((70, 3), (9, 2**31 + 4), (40000, 0)):
         basis = torch.randn(6, channels, generator=g)
-        layout = subspace_geometry(4, channels, 6, BITS, GROUP, 3).layout
+        layout = geometry(4, channels, 6, 3).layout
         payload = torch.randint(0, 256, (layout.nbytes,), generator=g, dtype=torch.uint8)
         layout.section(payload, "slots", torch.int16).copy_(torch.tensor(slots))
         layout.section(payload, "lengths", torch.float32).copy_(torch.tensor([0.25, 1e-3]))
@@ -164,19 +167,6 @@ def test_tokens_of_no_use_leave_the_basis_alone(name: str, bad: float) -> None:
     found = renewed(name, x, basis, 3)
     assert found.section("slots", torch.int16).tolist() == [-1, -1]
     assert torch.equal(found.directions, basis)
-    assert found.unit.isfinite().all()
-
-
-@pytest.mark.parametrize("name", ["reference", "cpu"])
-def test_nothing_new_is_asked_for(name: str) -> None:
-    x, basis = tokens(80, 70), basis_of(tokens(80, 70), 6, 6)
-    found = renewed(name, x, basis, 3, brings=False)
-    assert found.section("slots", torch.int16).tolist() == [-1, -1]
-    assert not found.section("lengths", torch.float32).any()
-    assert not found.section("directions", torch.int8).any()
-    assert torch.equal(found.directions, basis)
-    expected = x @ basis.t() @ gram_inverse(basis)
-    assert (found.c - expected).norm() < 1e-4 * expected.norm()
 
 
 @pytest.mark.parametrize("name", ["reference", "cpu"])

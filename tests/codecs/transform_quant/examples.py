@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lowbit.codecs import TransformQuant
 from lowbit.kernels.layout import Layout
-from tests.fuzz.sessions import Subspace, TransformDecoding, TransformEncoding
+from tests.fuzz.sessions import TransformDecoding, TransformEncoding, TransformMessages
 from tests.fuzz.targets import Shape, Target
 
 MESSAGES: list[tuple[TransformQuant, Shape]] = [
@@ -25,7 +25,7 @@ def layout(codec: TransformQuant, shape: tuple[int, ...]) -> Layout:
 def hostile() -> list[Target]:
     small = MESSAGES[:-1]
     return [
-        *(Subspace(*pair) for pair in small),
+        *(TransformMessages(*pair) for pair in small),
         *(TransformDecoding(*pair) for pair in MESSAGES),
         *(TransformEncoding(*pair) for pair in small),
     ]

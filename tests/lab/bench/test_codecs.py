@@ -12,7 +12,7 @@ from lowbit_lab.bench.codecs import COMMAND, CodecsBenchmark, relative_error
 from lowbit_lab.bench.samples import drawn
 from tests.lab.bench.shown import shown
 
-MEMORY = "SubspaceQuant(directions=4)"
+MEMORY = "TransformQuant()"
 NAMES = ("int4", "feature-int4", "feature-int4-static", "tah-quant", MEMORY)
 
 

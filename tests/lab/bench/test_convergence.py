@@ -181,7 +181,7 @@ ROWS = [
     row("scratch", "int4", 0, 1.25, 0.25), row("scratch", "int4", 1, 3.75, 0.75),
 ]  # fmt: skip
 PAIRS = [
-    row("scratch", f"SubspaceQuant(directions={r}, bits=2) / SubspaceQuant(directions={r}, bits=4)", 0, 0.9,
+    row("scratch", f"GroupInt(bits=2, group={r}) / GroupInt(bits=4, group={r})", 0, 0.9,
         r / 10000 - 0.1)
     for r in (8, 16)
 ]  # fmt: skip
@@ -204,7 +204,7 @@ def test_tables_have_a_part_for_each_regime_and_keep_numbers_whole_on_80_columns
     assert "+0.5000" in text
     assert "4.50" in text
     text = shown(COMMAND, PAIRS, tmp_path)
-    for word in ("bits=2/4)", "-0.0984", "9.00", "seeds", "SubspaceQuant(directions=16,"):
+    for word in ("bits=2/4,", "-0.0984", "9.00", "seeds", "group=16)"):
         assert word in text
     for rows in ([], ROWS[:1]):
         shown(COMMAND, rows, tmp_path)
@@ -213,7 +213,7 @@ def test_tables_have_a_part_for_each_regime_and_keep_numbers_whole_on_80_columns
 def test_the_picture_has_a_panel_for_each_regime_and_a_point_for_each_boundary():
     (chart,) = COMMAND.charts
     panels = {title: {row["boundary"] for row in rows} for title, rows in chart.panels(ROWS + PAIRS)}
-    names = {f"SubspaceQuant(directions={rank}, bits=2/4)" for rank in (8, 16)}
+    names = {f"GroupInt(bits=2/4, group={rank})" for rank in (8, 16)}
     assert panels == {"from scratch, no warm-up": {"int4", *names}}, "fp32 is the line at zero"
     int4 = chart.panels(ROWS)[0][1][0]
     assert [int4[value] for value in (chart.x, chart.low, chart.y, chart.high)] == [9.0, 0.25, 0.5, 0.75]

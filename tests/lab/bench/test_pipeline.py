@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowbit.codecs import SubspaceQuant, TransformQuant, parse, parse_pair
+from lowbit.codecs import TransformQuant, parse, parse_pair
 from lowbit.report import Report, compare, run
 from lowbit.train.boundaries import make_codecs
 from lowbit.train.config import DataConfig, ModelConfig, PipelineConfig
@@ -23,10 +23,10 @@ from lowbit_lab.network import Link, LinkUnavailable, SlowLink
 from lowbit_lab.network.shape import burst_bytes
 from tests.lab.bench.shown import shown
 
-SUBSPACE = "SubspaceQuant(directions=4) / SubspaceQuant(directions=2, bits=3)"  # a "/" and commas in a name
+TRANSFORM = "TransformQuant(bits=5) / TransformQuant(bits=4, step='message')"  # a "/" and commas in a name
 TINY = PipelineBenchmark(
     links=(Link(None),),
-    boundaries=("stock-fp32", "stock-bf16", "fp32", "tah-quant", SUBSPACE, "aq-sgd"),
+    boundaries=("stock-fp32", "stock-bf16", "fp32", "tah-quant", TRANSFORM, "aq-sgd"),
     model=ModelConfig(dim=64, layers=4, heads=2),
     data=DataConfig(batch=4, sequence=32),
     pipeline=PipelineConfig(stages_per_rank=2, microbatches=2, schedule="Interleaved1F1B"),
@@ -66,17 +66,19 @@ def test_every_boundary_travels_in_its_bits(report: Report):
         assert 0 < coordination < 1000
     assert rows["tah-quant"]["bits_forward"] < 4.6
     assert rows["tah-quant"]["bits_backward"] == pytest.approx(6.5, abs=0.1)
-    for way, codec in zip(("forward", "backward"), parse_pair(SUBSPACE), strict=True):
-        assert rows[SUBSPACE][way] == repr(codec)
-        assert rows[SUBSPACE][f"bits_{way}"] == codec.bits_per_element(message) + more
+    for way, codec in zip(("forward", "backward"), parse_pair(TRANSFORM), strict=True):
+        assert rows[TRANSFORM][way] == repr(codec)
+        assert rows[TRANSFORM][f"bits_{way}"] == codec.bits_per_element(message) + more
     assert rows["stock-fp32"]["forward"] is None
     assert rows["aq-sgd"]["bits_forward"] < 4.6, "all samples were visited before"
 
 
 def test_the_number_of_connections_changes_nothing_but_the_speed():
-    rows = run(COMMAND, dataclasses.replace(TINY, boundaries=("stock-fp32", "fp32", SUBSPACE), connections=(1, 3))).rows
+    rows = run(
+        COMMAND, dataclasses.replace(TINY, boundaries=("stock-fp32", "fp32", TRANSFORM), connections=(1, 3))
+    ).rows
     assert [(row["boundary"], row["connections"]) for row in rows] == [
-        ("stock-fp32", 1), ("fp32", 1), ("fp32", 3), (SUBSPACE, 1), (SUBSPACE, 3),
+        ("stock-fp32", 1), ("fp32", 1), ("fp32", 3), (TRANSFORM, 1), (TRANSFORM, 3),
     ]  # fmt: skip
     for one, more in ((rows[1], rows[2]), (rows[3], rows[4])):
         assert (one["loss"], one["bits_forward"], one["bits_backward"]) == (
@@ -89,7 +91,7 @@ def test_what_is_kept_between_steps(report: Report):
     memory = 4 * TINY.samples * SEQUENCE * DIM * 3 * 2  # both ends of 3 boundaries
     assert {name: row["state_bytes"] for name, row in rows.items()} == dict.fromkeys(rows, 0) | {
         "aq-sgd": memory,
-        SUBSPACE: 3 * 2 * (4 * DIM * (4 + 2) + 2 * 16),
+        TRANSFORM: 3 * 2 * (4 * DIM * (4 + 2) + 2 * 16),
     }
 
 
@@ -145,12 +147,12 @@ def test_rows_of_what_is_there_so_far():
 
 
 def test_recipe_of_a_boundary():
-    low = recipe(TINY, "SubspaceQuant(directions=8) / int4")
+    low = recipe(TINY, "TransformQuant(bits=8) / int4")
     assert low.pipeline.boundary == "lowbit"
-    assert make_codecs(low.pipeline, 1).forward == (SubspaceQuant(directions=8),)
+    assert make_codecs(low.pipeline, 1).forward == (TransformQuant(bits=8),)
     assert make_codecs(low.pipeline, 1).backward == (parse("int4"),)
     assert low.codec_warmup_steps == 0
-    for name in ("int4", "subspace", "bf16"):
+    for name in ("int4", "transform", "bf16"):
         codecs = make_codecs(recipe(TINY, name).pipeline, 1)
         assert (*codecs.forward, *codecs.backward) == parse_pair(name)
     assert recipe(TINY, "stock-bf16").pipeline.boundary == "stock-bf16"

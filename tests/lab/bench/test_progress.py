@@ -12,7 +12,7 @@ from lowbit_lab.bench.progress import step_bars
 
 def _shown(*, terminal: bool, width: int = 80) -> str:
     console = Console(file=io.StringIO(), force_terminal=terminal, width=width, color_system=None)
-    with step_bars({"fp32": 20, "subspace": 40}, console) as advance:
+    with step_bars({"fp32": 20, "transform": 40}, console) as advance:
         for _ in range(20):
             advance("fp32", "loss 2.345  12,345 tokens/s  [32.0/32.0 bits]")
     assert isinstance(console.file, io.StringIO)

@@ -15,7 +15,7 @@ from lowbit_lab.bench.pipeline import PipelineBenchmark
 from lowbit_lab.bench.spectrum import SpectrumBenchmark
 from lowbit_lab.bench.tensor_parallel import TensorParallelBenchmark
 
-AUTO = "SubspaceQuant(directions='auto')"
+AUTO = "TransformQuant(bits='auto')"
 PIPELINE = PipelineBenchmark(boundaries=("stock-fp32", "tah-quant"), model=ModelConfig(dim=64, layers=8, heads=2))
 SPECTRUM = SpectrumBenchmark(checkpoint="a", text="b")
 SUMS = TensorParallelBenchmark(ranks=(2,), model=ModelConfig(dim=64, layers=1, heads=2, ffn=64))
@@ -29,8 +29,8 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (PIPELINE, {"boundaries": ("int4", "int4")}, "boundaries is"),
     (PIPELINE, {"boundaries": ("int9",)}, "boundaries has 'int9': codec is 'int9'"),
     (PIPELINE, {"backward": "what"}, "codec is 'what'"),
-    (PIPELINE, {"boundaries": (AUTO,)}, "boundaries has .*: directions is 'auto'"),
-    (PIPELINE, {"backward": "SubspaceQuant(directions=65)"}, "'tah-quant': directions is 65, .* allowed: 1 to 64"),
+    (PIPELINE, {"boundaries": (AUTO,)}, "boundaries has .*: bits is 'auto'"),
+    (PIPELINE, {"backward": "TransformQuant(bits=0.1)"}, "'tah-quant': bits is 0.1, .* allowed: at least"),
     (PIPELINE, {"model": {"dim": 64, "layers": 7, "heads": 2}}, "8 stages"),
     (PIPELINE, {"model": {"dim": 63}}, "model.dim is 63"),
     (PIPELINE, {"device": "gpu"}, "device is 'gpu'; allowed: cpu, cuda"),
@@ -77,11 +77,11 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (CodecsBenchmark, {"data": ()}, r"data is empty"),
     (CodecsBenchmark, {"threads": (10**6,)}, "threads is"),
     (CodecsBenchmark, {"shape": (1, 0, 8)}, "shape is"),
-    (CodecsBenchmark, {"shape": (1, 4, 8), "codecs": ("SubspaceQuant(directions=32)",)}, "directions is 32"),
+    (CodecsBenchmark, {"shape": (1, 4, 8), "codecs": ("TransformQuant(bits=0.1)",)}, "bits is 0.1"),
     (CodecsBenchmark, {"rounds": 0}, "rounds is 0; allowed: at least 1"),
     (AssumptionsBenchmark, {"boundaries": ("aq-sgd",)}, "boundaries has 'aq-sgd', which learns from epoch to epoch"),
     (AssumptionsBenchmark, {"boundaries": (AUTO,)}, "boundaries has .* chooses a parameter in a warm-up"),
-    (AssumptionsBenchmark, {"boundaries": ("SubspaceQuant(directions=300)",)}, "directions is 300, .* 1 to 128"),
+    (AssumptionsBenchmark, {"boundaries": ("TransformQuant(bits=0.1)",)}, "bits is 0.1, .*at least"),
     (AssumptionsBenchmark, {"boundaries": ("int1",)}, "codec is 'int1'"),
     (AssumptionsBenchmark, {"backward": "nothing"}, "codec is 'nothing'"),
     (AssumptionsBenchmark, {"steps": 30}, r"warmup_steps is 30; allowed: fewer than steps \(30\)"),
@@ -96,9 +96,9 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ),
     (
         ConvergenceBenchmark, {"boundaries": (AUTO,), "regimes": ("scratch-warmup",), "warmup_steps": 0},
-        "warmup_steps is 0, and boundary .* has SubspaceQuant.*; allowed: at least 1",
+        "warmup_steps is 0, and boundary .* has TransformQuant.*; allowed: at least 1",
     ),
-    (ConvergenceBenchmark, {"boundaries": ("SubspaceQuant(directions=300)",)}, "directions is 300, .* 1 to 256"),
+    (ConvergenceBenchmark, {"boundaries": ("TransformQuant(bits=0.01)",)}, "bits is 0.01, .*at least"),
     (ConvergenceBenchmark, {"stages": 1}, "stages is 1; allowed: at least 2"),
     (ConvergenceBenchmark, {"stages": 9}, r"stages is 9; allowed: at most model.layers \(8\)"),
     (ConvergenceBenchmark, {"lora": {"rank": 4}}, "lora.rank is 4 and model.pretrained is empty"),
@@ -106,8 +106,6 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (ConvergenceBenchmark, {"precision": "fp16"}, "precision is 'fp16'; allowed: fp32, bf16"),
     (ConvergenceBenchmark, {"model": {"family": "gpt3"}}, "model.family is 'gpt3'; allowed: llama"),
     (SPECTRUM, {"stages": 1}, "stages is 1; allowed: at least 2"),
-    (SPECTRUM, {"directions": (0,)}, r"directions is \(0,\); allowed: at least 1"),
-    (SPECTRUM, {"bits": ()}, "bits is empty"),
     (SPECTRUM, {"codecs": ("aq-sgd",)}, "codecs has 'aq-sgd', which learns"),
     (SPECTRUM, {"codecs": (AUTO,)}, "codecs has .* chooses a parameter in a warm-up"),
 ]  # fmt: skip

@@ -6,7 +6,7 @@ import pytest
 from lowbit_lab.charts.style import LIGHT, THEMES, Palette, family, mixed, recommended, row_name, title_of
 
 FAMILIES = {
-    "SubspaceQuant(directions=16, bits=4)": "subspace", "subspace": "subspace", "tah-quant": "tah-quant",
+    "TransformQuant(bits=4)": "transform", "tah-quant": "tah-quant",
     "TAH-Quant as published": "tah-quant-published", "tah-quant-published-token": "tah-quant-published",
     "stock-fp32": "stock-fp32", "PyTorch's stage, FP32": "stock-fp32", "engine-bf16": "stock-bf16", "fp32": "fp32",
     "int8 / int4": "int8", "GroupInt(bits=6, group=32, symmetric=True)": "int6", "low-bit+8bit": "low-bit",
@@ -14,9 +14,7 @@ FAMILIES = {
     "saved activations": "saved", "gradients": "gradients", "code": None,
 }  # fmt: skip
 TITLES = {
-    "fp32": "FP32", "stock-bf16": "PyTorch's stage, BF16", "SubspaceQuant()": "SubspaceQuant",
-    "SubspaceQuant(directions=16)": "SubspaceQuant, 16 directions",
-    "SubspaceQuant(directions='auto', bits=3/4)": "SubspaceQuant, automatic directions, 3/4 bits",
+    "fp32": "FP32", "stock-bf16": "PyTorch's stage, BF16",
     "int8 / int8": "INT8 both ways", "tah-quant / int8": "TAH-Quant by range (ours) / INT8",
     "tah-quant-published-token": "TAH-Quant as published, by token",
     "feature-int4 one_shot": "FeatureInt, 4 bits, one-shot", "low-bit+8bit": "low-bit+8bit",

@@ -106,7 +106,7 @@ def test_parts_are_sent_from_the_machine_that_has_them(ranks: Ranks, tmp_path: P
     assert [p.name for p in tmp_path.glob("run-*/checkpoints/step-00000004/*")] == ["rank-0", "rank-1"]
 
 
-AUTO = "SubspaceQuant(directions='auto', bits=4, group=8)"
+AUTO = "TransformQuant(bits='auto')"
 
 
 def _exchange_slowly(folder: Path, limit: float) -> list[str]:

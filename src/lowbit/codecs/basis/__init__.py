@@ -1,1 +1,1 @@
-"""Directions that both ends of a boundary learn from its messages: what `SubspaceQuant` and `TransformQuant` share."""
+"""Directions that both ends of a boundary learn from its messages, for `TransformQuant`."""

@@ -39,13 +39,11 @@ from lowbit.kernels.cpu.memory import (
 from lowbit.kernels.cpu.operations import (
     bits_float,
     float_bits,
-    from_bf16,
     greater,
     greater32,
     lesser,
     magnitude,
     round_signed,
-    to_bf16,
     truncate,
 )
 from lowbit.kernels.cpu.runs import ONE, SMALLEST, ZERO
@@ -59,14 +57,14 @@ TINY = 1e-12  # smallest pivot, so that its root and quotients are finite
 
 
 def renew(
-    x: Tensor, basis: Basis, payload: Tensor, new: Basis, number: int, training: bool, brings: bool, geo: BasisGeometry
+    x: Tensor, basis: Basis, payload: Tensor, new: Basis, number: int, training: bool, geo: BasisGeometry
 ) -> Tensor:
     """See `reference`; a message that yields no directions brings zeros."""
     at, rows, channels, rank, count = geo.layout.offsets, geo.rows, geo.channels, geo.directions, geo.renewed
     slots, lengths, codes = (payload.data_ptr() + at[n] for n in ("slots", "lengths", "directions"))
     x, kept = x.float(), basis.directions_KC
     products = torch.mm(kept, x.t())
-    scale = _scale(x) if brings else 0.0
+    scale = _scale(x)
     fresh = torch.empty(count, channels, dtype=torch.float32, device="cpu")
     if scale:
         share, coefficients = torch.empty_like(basis.inverse_KK), torch.mm(basis.inverse_KK, products)
@@ -97,15 +95,6 @@ def renew(
     return products.t()
 
 
-def coefficients(
-    products: Tensor, inverse: Tensor, payload: Tensor, c: Tensor, unit: Tensor, geo: BasisGeometry
-) -> None:
-    """See `reference`."""
-    torch.mm(products, inverse, out=c)
-    units = payload.data_ptr() + geo.layout.offsets["units"]
-    _put_units(c.data_ptr(), geo.rows, geo.directions, units, unit.data_ptr())
-
-
 def invert(directions: Tensor, out: Tensor) -> None:
     """See `reference`."""
     gram = torch.mm(directions, directions.t())
@@ -123,11 +112,6 @@ def follow(
         geo.channels, directions.data_ptr(), digest.data_ptr(), header.data_ptr(),
         next_directions.data_ptr(), next_digest.data_ptr(), number % (1 << 31), training,
     )  # fmt: skip
-
-
-def units(payload: Tensor, unit: Tensor, geo: BasisGeometry) -> None:
-    """The reference's numbers."""
-    _get_units(payload.data_ptr() + geo.layout.offsets["units"], unit.data_ptr(), geo.directions)
 
 
 def _scale(x: Tensor) -> float:
@@ -331,35 +315,3 @@ def _put_rows(source, slots, target, count, rows) -> None:
         to = target + 4 * np.int64(get_half(slots, m)) * rows
         for r in range(rows):
             put_float(to, r, get_float(source, m * rows + r))
-
-
-@kernel
-def _put_units(c, rows, rank, units, unit) -> None:
-    """Root mean square of the coefficients along each direction, without those that are too large or NaN."""
-    top = ZERO
-    for i in range(rows * rank):
-        top = greater(_near(get_float(c, i)), top)
-    top = top if top >= SMALLEST else ZERO  # the reciprocal of a smaller number would be Inf
-    inverse = ONE / (top if top > ZERO else ONE)
-    sums = np.zeros(rank, np.float64)
-    for row in range(rows):
-        for k in range(rank):
-            value = _near(get_float(c, row * rank + k)) * inverse
-            sums[k] += np.float64(value * value)
-    for k in range(rank):
-        half = to_bf16(np.float32(np.sqrt(sums[k] / rows)) * top)
-        put_half(units, k, half)
-        put_float(unit, k, from_bf16(half))
-
-
-@kernel
-def _get_units(units, unit, rank) -> None:
-    for k in range(rank):
-        put_float(unit, k, from_bf16(get_half(units, k)))
-
-
-@helper
-def _near(value) -> Any:
-    """Magnitude of a coefficient, or 0 if it is not coded."""
-    size = magnitude(value)
-    return size if size <= FAR else ZERO

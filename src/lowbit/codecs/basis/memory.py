@@ -1,4 +1,4 @@
-"""The state of one end of a `SubspaceQuant` boundary, and the check that a message is the next one."""
+"""The state of one end of a `TransformQuant` boundary, and the check that a message is the next one."""
 
 from __future__ import annotations
 

@@ -60,13 +60,6 @@ class Renewal(NamedTuple):
     lengths_M: Tensor
     codes_MC: Tensor
 
-    @staticmethod
-    def none(count: int, channels: int, device: torch.device) -> Renewal:
-        """Make a renewal without new directions, of `count` empty slots."""
-        slots_M = torch.full((count,), -1, dtype=torch.int16, device=device)
-        lengths_M = torch.zeros(count, dtype=torch.float32, device=device)
-        return Renewal(slots_M, lengths_M, torch.zeros(count, channels, dtype=torch.int8, device=device))
-
     def applied(self, directions_KC: Tensor) -> Tensor:
         """Return the basis with the new directions in it."""
         new_MC = self.codes_MC.float() * self.lengths_M[:, None]
@@ -98,40 +91,25 @@ class Renewal(NamedTuple):
 
 
 def renew(
-    x: Tensor, basis: Basis, payload: Tensor, new: Basis, number: int, training: bool, brings: bool, geo: BasisGeometry
+    x: Tensor, basis: Basis, payload: Tensor, new: Basis, number: int, training: bool, geo: BasisGeometry
 ) -> Tensor:
     """Write header and directions to the payload of x (R, C), and compute the next basis.
 
     Args:
         basis: the sender's basis. new: filled with the next one, but for the inverse.
-        number: number of the message. brings: whether it brings new directions.
+        number: number of the message.
 
     Returns:
         Products of the tokens with the new basis, (R, K).
     """
     full_RC = x.float()
     products_RK = full_RC @ basis.directions_KC.t()
-    if brings:
-        renewal = find_renewal(full_RC, basis.directions_KC, geo.renewed, products_RK, basis.inverse_KK)
-    else:
-        renewal = Renewal.none(geo.renewed, geo.channels, x.device)
+    renewal = find_renewal(full_RC, basis.directions_KC, geo.renewed, products_RK, basis.inverse_KK)
     for section, part in zip(_sections(payload, geo), renewal, strict=True):
         section.copy_(part)
     header = geo.layout.section(payload, "header", torch.int32)
     _follow(renewal, basis.directions_KC, basis.digest, header, new.directions_KC, new.digest, number, training)
-    if brings:
-        products_RK = renewed_products(full_RC, products_RK, renewal, new.directions_KC)
-    return products_RK
-
-
-def coefficients(
-    products: Tensor, inverse: Tensor, payload: Tensor, c: Tensor, unit: Tensor, geo: BasisGeometry
-) -> None:
-    """Compute coefficients (R, K) from products (R, K), and their units (K,), which are also written to the payload."""
-    torch.mm(products, inverse, out=c)
-    units = geo.layout.section(payload, "units", torch.bfloat16)
-    units.copy_(units_of(c))
-    unit.copy_(units)
+    return renewed_products(full_RC, products_RK, renewal, new.directions_KC)
 
 
 def invert(directions: Tensor, out: Tensor) -> None:
@@ -150,11 +128,6 @@ def follow(
     """
     renewal = Renewal(*_sections(payload, geo))
     _follow(renewal, directions, digest, header, next_directions, next_digest, number, training)
-
-
-def units(payload: Tensor, unit: Tensor, geo: BasisGeometry) -> None:
-    """Read the units of coefficients, (K,), from a payload."""
-    unit.copy_(geo.layout.section(payload, "units", torch.bfloat16))
 
 
 def _follow(
@@ -262,12 +235,3 @@ def renewed_products(x_RC: Tensor, products_RK: Tensor, renewal: Renewal, direct
     """Update the products (R, K) of tokens with a basis after a renewal: only the new columns are computed."""
     index_M = renewal.slots_M.long().clamp(min=0)
     return products_RK.index_copy(1, index_M, x_RC @ directions_KC[index_M].t())
-
-
-def units_of(c_RK: Tensor) -> Tensor:
-    """Unit of the coefficients along each direction: their root mean square, bfloat16 (K,)."""
-    size_RK = c_RK.abs()
-    size_RK = torch.where(size_RK <= FARTHEST, size_RK, 0.0)  # drops NaN, too
-    top = size_RK.amax()
-    top = torch.where(top >= SMALLEST, top, 0.0)  # the reciprocal of a smaller number would be Inf
-    return ((size_RK * reciprocal(top)).square().mean(0).sqrt() * top).bfloat16()

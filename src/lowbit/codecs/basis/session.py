@@ -1,4 +1,4 @@
-"""Base classes of `SubspaceQuant` and `TransformQuant`, whose ends hold the same directions."""
+"""Base classes of codecs whose ends hold the same directions."""
 
 from __future__ import annotations
 
@@ -79,16 +79,12 @@ class BasisSession(Session):
             if target.data_ptr() != out.data_ptr():
                 out.copy_(target)
 
-    def _renewed(self, x_RC: Tensor, payload: Tensor, training: bool, *, brings: bool) -> tuple[Basis, Tensor]:
-        """Write header and new directions to a payload; return the new basis, and the tokens' products with it.
-
-        Args:
-            brings: whether the message brings new directions.
-        """
+    def _renewed(self, x_RC: Tensor, payload: Tensor, training: bool) -> tuple[Basis, Tensor]:
+        """Write header and new directions to a payload; return the new basis, and the tokens' products with it."""
         memory = self._memory
         basis = Basis(memory.directions, memory.inverse(), memory.digest)
         new = Basis(*map(torch.empty_like, basis))
-        arguments = x_RC, basis, payload, new, memory.messages, training, brings, self._geometry
+        arguments = x_RC, basis, payload, new, memory.messages, training, self._geometry
         return new, implementation(renew, self.device)(*arguments)
 
     def _next(self, payload: Tensor, training: bool) -> tuple[Tensor, Tensor, Tensor]:

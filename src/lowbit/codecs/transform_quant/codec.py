@@ -66,14 +66,24 @@ class TransformQuant(BasisCodec):
     part of a sender's state. Without observations they are 1, but activations whose channels differ very much, as in
     Gemma 3, are then weighted by their own mean squares.
 
-    Each message brings new directions that replace the least useful ones, as in `SubspaceQuant`: an eighth of K = C / 4
-    (at most 128), or fewer if they would take more than 1/8 bit. In evaluation, new directions are used for their own
-    message and then discarded. Messages carry numbers and digests as there, with the same errors; streams that do not
-    end exactly as expected are an error, too.
+    Each message brings new directions that replace the least useful ones: an eighth of K = C / 4 (at most 128), or
+    fewer if they would take more than 1/8 bit. They are the principal directions of what the others leave of this
+    message, and are already used to code it. In evaluation, they are then discarded. A message with NaN, Inf or
+    magnitudes beyond 2^96, or with none from 2^-126 on, does not change the basis.
+
+    Every message carries its number, a digest of the directions of all messages before it, and one of its own. If one
+    is lost, repeated or out of order, if its directions changed on the way, or if its streams do not end exactly as
+    expected, the receiver raises an error, and its state and `out` do not change. Other changed bytes spoil tokens of
+    this message alone, unnoticed: the transport must protect them. On a GPU the host does not wait: a wrong message
+    decodes to NaN and does not change the directions, and a later message or `state_dict()` raises the error, once the
+    host has read the header.
 
     Payload, sections at multiples of 16 bytes, for R tokens and M new directions:
 
-    - header, slots, lengths and directions as in `SubspaceQuant`; the header's words choose the dither;
+    - header, 4 int32: number of training messages before this one, modulo 2^31; digest of their directions; 1 in
+      training, 0 in evaluation; digest of this message's directions; digests have 31 bits; the words choose the dither;
+    - slots, M int16: which directions are replaced, each once (-1: none); lengths, M float32, and directions, M x C
+      int8: the new ones are the products;
     - scalars, 4 int32: the largest sum of a coordinate's and a token's scale, the largest norm, both in quarters of an
       octave, the step in 64ths of an octave, and 0;
     - levels, C bytes, and tokens, R bytes: scales of coordinates and tokens, in quarters of an octave below the
@@ -257,7 +267,7 @@ class TransformSession(BasisSession):
             gains = geo.layout.section(payload, "gains").copy_(packed(self._note, 0))
             if (factor_R := factors(gains, geo.rows, 0, inverse=False)) is not None:
                 x_RC = x_RC * factor_R[:, None]
-        new, products_RK = self._renewed(x_RC, payload, training, brings=True)
+        new, products_RK = self._renewed(x_RC, payload, training)
         transform = self._transform(payload, new.directions_KC)
         header = geo.layout.section(payload, "header", torch.int32)
         implementation(encode, self.device)(transform.coefficients(x_RC, products_RK), header, payload, geo)

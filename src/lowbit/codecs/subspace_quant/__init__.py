@@ -1,1 +1,0 @@
-"""The format `lowbit.codecs.SubspaceQuant`."""
