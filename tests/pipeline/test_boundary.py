@@ -141,7 +141,7 @@ SETTLING = StepKind.numbered(4, 5)
 def near(seed: int, shape: torch.Size = SHAPE) -> Tensor:
     basis = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape[:-1], 3, generator=generator) @ basis
+    return torch.randn(*shape[:-1], 3, generator=generator) @ basis + 0.3 * torch.randn(shape, generator=generator)
 
 
 def unsettled(*slots: Slot) -> tuple[Lane, Lane]:
@@ -181,7 +181,7 @@ def test_a_sender_chooses_at_the_end_of_the_warm_up_and_its_choice_travels(dtype
     for end in (sender, receiver):
         ready(end, (odd, dtype))
     y = pass_on(sender, receiver, StepKind(), 0, near(9, odd).to(dtype))
-    assert (y - near(9, odd)).norm() < 0.1 * near(9, odd).norm()
+    assert (y - near(9, odd)).norm() < 0.25 * near(9, odd).norm()
     assert sender.nbytes(0, StepKind(), 0) == expected.nbytes(odd)
     sent = 4 * x.numel() * x.element_size() + 3 * 16 + expected.nbytes(odd)
     assert sender._traffic.forward_bytes == sent
@@ -195,7 +195,7 @@ def test_an_open_lane_takes_over_another_choice():
     assert sender.states.chosen() != other[0].states.chosen(), "8 at this width where there is nothing to choose by"
     other[0].states.load_state_dict(sender.states.state_dict())
     assert other[0].facts([SLOT]) == sender.facts([SLOT])
-    with pytest.raises(ValueError, match="tensor 0, width 64 was set to 8 before, and the sender now states 3"):
+    with pytest.raises(ValueError, match=r"tensor 0, width 64 was set to \d+ before, and the sender now states \d+"):
         other[1].decode(0, SETTLING, 0, sender.encode(0, SETTLING, 0, near(0)), torch.empty(SHAPE))
 
 

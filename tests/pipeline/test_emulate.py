@@ -171,7 +171,7 @@ def test_states_that_do_not_fit_are_refused():
 
     model, emulation = emulated()
     for _ in range(2):
-        model(torch.randn(4, 24)).sum().backward()
+        model(torch.randn(64, 24)).sum().backward()
         emulation.step()
     state = emulation.state_dict()
     name = "boundary 0 forward"
@@ -207,13 +207,13 @@ def test_states_that_do_not_fit_are_refused():
         assert emulation.state_dict()["steps"] == 2
     for wrong, said in (
         (changed("directions", 3, kept), "of a wrong type; allowed: a tensor and two integers"),
-        (changed("directions", torch.full((4, 24), math.nan), kept), "with NaN or Inf; allowed: finite ones"),
-        (changed("directions", torch.zeros(1, 7), kept), "of shape (1, 7); expected (directions, channels) = (4, 24)"),
+        (changed("directions", torch.full((6, 24), math.nan), kept), "with NaN or Inf; allowed: finite ones"),
+        (changed("directions", torch.zeros(1, 7), kept), "of shape (1, 7); expected (directions, channels) = (6, 24)"),
     ):
         fresh, other = emulated()
         other.load_state_dict(wrong)
         with pytest.raises(ValueError, match=re.escape(said)):
-            fresh(torch.randn(4, 24))
+            fresh(torch.randn(64, 24))
     with pytest.raises(ValueError, match="state is of .TransformQuant.*this emulation has GroupInt"):
         emulated(INT4)[1].load_state_dict(state)
 
