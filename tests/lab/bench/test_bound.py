@@ -24,7 +24,7 @@ def test_white_tokens(error: float):
 
 
 def test_an_error_as_large_as_the_message_takes_no_bits():
-    assert bound.rate([FLAT], 3.0) == bound.rate([FLAT], 7.0) == 0
+    assert bound.rate([FLAT], 3.0) == bound.rate([FLAT], 4.0) == bound.rate([FLAT], 7.0) == 0
     assert bound.rate_at([FLAT], 0.0) == 0
     assert bound.rate([FLAT], 2.999999) == pytest.approx(0, abs=1e-6)
 
