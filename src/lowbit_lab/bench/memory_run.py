@@ -369,8 +369,8 @@ def _saved_and_errors(training: MemoryTraining) -> dict[str, Any]:
     groups: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for name, gradient in exact.items():
         parts = name.split(".")[:-1]
-        around = [model.get_submodule(".".join(parts[: i + 1])) for i in range(len(parts))]
-        groups[layer_type(around)][name] = gradient
+        path = [model.get_submodule(".".join(parts[: i + 1])) for i in range(len(parts))]
+        groups[layer_type(path)][name] = gradient
     errors = {kind: relative_error(coded, group) for kind, group in groups.items()}
     return {
         "saved_bytes": saved.total,

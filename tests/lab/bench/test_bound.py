@@ -23,6 +23,12 @@ def test_white_tokens(error: float):
     assert bound.rate([FLAT], error) == pytest.approx(0.5 * math.log2(3 / error))
 
 
+def test_an_error_as_large_as_the_message_takes_no_bits():
+    assert bound.rate([FLAT], 3.0) == bound.rate([FLAT], 4.0) == bound.rate([FLAT], 7.0) == 0
+    assert bound.rate_at([FLAT], 0.0) == 0
+    assert bound.rate([FLAT], 2.999999) == pytest.approx(0, abs=1e-6)
+
+
 def test_one_direction():
     """All error and all bits are its own: 1/2 log2 of its variance over C times the mean error, over C elements."""
     one = torch.tensor([16.0, 0, 0, 0], dtype=torch.float64)

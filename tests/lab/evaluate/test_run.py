@@ -12,7 +12,7 @@ import torch
 from lowbit.collectives import AgreementError
 from lowbit.report import run
 from lowbit.tensor_parallel import Calibration, CalibrationError
-from lowbit_lab.evaluate import CalibrationConfig, EvaluationConfig, calibrate, loading
+from lowbit_lab.evaluate import CalibrationConfig, EvaluationConfig, calibrate, choices, loading
 from lowbit_lab.evaluate.commands import CALIBRATE, EVALUATE
 from tests.command_line import invoke
 from tests.lab.evaluate.models import write_checkpoint
@@ -140,6 +140,11 @@ def test_the_default_dtype_suits_the_processor(monkeypatch: pytest.MonkeyPatch, 
     expected = {"auto": auto, "float32": torch.float32, "bfloat16": torch.bfloat16}
     for name, dtype in expected.items():
         assert loading.choose_dtype(name, torch.device("cpu")) == dtype
+
+
+def test_scores_are_means_over_tasks():
+    scores = {"a acc": 0.2, "a acc_norm": 0.4, "b acc strict": 0.5}
+    assert choices.mean_score(scores) == pytest.approx(0.4)
 
 
 def test_gemma_2_computes_with_its_own_attention(folder: Path, tmp_path: Path):
