@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from lowbit.codecs import BlockFloat8
 from lowbit.gradients.view import StoredGradient
 from lowbit.train import ConfigError, StepMetrics, TrainConfig, train
-from lowbit.train.gradients import Gradients
+from lowbit.train.config import GradientsConfig
+from lowbit.train.gradients import Gradients, storage_codec
 from lowbit.train.trainer import Trainer
 from tests.processes import Ranks
 from tests.train.runs import LIMIT, ONE, again, curve, losses, stopped, tiny
@@ -98,3 +100,8 @@ def test_nan_stops_the_run_before_the_weights(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(RuntimeError, match="step 2: .*the norm of the gradients nan"):
         train(config)
     assert all(torch.equal(a, b) for a, b in zip(weights[-1], weights[-2], strict=True))
+
+
+def test_formats_by_name():
+    assert storage_codec(GradientsConfig()) is None
+    assert storage_codec(GradientsConfig(storage="fp8")) == BlockFloat8()

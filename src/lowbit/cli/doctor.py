@@ -43,7 +43,7 @@ class Doctor:
         """Check, print and write; exit with 1 if anything would stop the training."""
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before importing PyTorch: else it logs C++ traces
         settings, options = self.parser(program).resolve(words)
-        from lowbit.doctor.command import COMMAND, examine, stops, write_output
+        from lowbit.doctor.command import COMMAND, examine, write_output
         from lowbit.job.output import end
         from lowbit.report import Report, check_output, machine
 
@@ -61,7 +61,8 @@ class Doctor:
             report.write_json(file)
             if results := extension("results"):
                 results.write_results(COMMAND, Path(file))
-        end(int(stops(rows)))  # skips destructors: those of a broken process group can wait for machines that are gone
+        stops = any(row["kind"] == "finding" and row["level"] == "stop" for row in plain)
+        end(int(stops))  # skips destructors: those of a broken process group can wait for machines that are gone
 
 
 def _show(rows: Sequence[dict[str, Any]], tables: Sequence[Any], ending: str) -> None:

@@ -81,7 +81,9 @@ class Parser(argparse.ArgumentParser):
 
     def _format(self, groups: Sequence[Any], sections: Sequence[tuple[str, str]]) -> str:
         formatter = self._get_formatter()
-        formatter.add_usage(self._usage(), self._actions, self._mutually_exclusive_groups)
+        arguments = (in_usage(str(action.metavar), action.nargs) for action in self._get_positional_actions())
+        usage = " ".join(["%(prog)s", *arguments, "[options]"])
+        formatter.add_usage(usage, self._actions, self._mutually_exclusive_groups)
         formatter.add_text(self.description)
         formatter.add_text("\n".join(examples_in_help(self.examples)))
         for group in groups:
@@ -103,7 +105,11 @@ class Parser(argparse.ArgumentParser):
         """
         known, unknown = self.parse_known_args(self._with_values(words))
         if unknown:
-            self._refuse(unknown[0])
+            option = unknown[0].partition("=")[0]
+            if not option.startswith("-"):
+                self.error(f"unexpected argument {unknown[0]!r}")
+            close = difflib.get_close_matches(option, self._option_string_actions, n=1)
+            self.error(f"unknown option {option}" + (f"; did you mean {close[0]}?" if close else ""))
         options = vars(known)
         given = [(key, options.pop(key)) for key in self._keys if key in options]
         return [(key, ",".join(text) if isinstance(text, list) else text) for key, text in given], options
@@ -119,10 +125,6 @@ class Parser(argparse.ArgumentParser):
         """
         given, options = self.read(words)
         return resolve(self.settings, options.get(file) if file else None, given), options
-
-    def _usage(self) -> str:
-        arguments = (in_usage(str(action.metavar), action.nargs) for action in self._get_positional_actions())
-        return " ".join(["%(prog)s", *arguments, "[options]"])
 
     def error(self, message: str) -> NoReturn:
         """Raise ConfigError: a command line is refused in one line."""
@@ -176,13 +178,6 @@ class Parser(argparse.ArgumentParser):
             option, equals, value = word.partition("=")
             spelled.append(options.get(option.replace("_", "-"), option) + equals + value)
         return [self._flags.get(word, word) for word in spelled]
-
-    def _refuse(self, word: str) -> NoReturn:
-        option = word.partition("=")[0]
-        if not option.startswith("-"):
-            self.error(f"unexpected argument {word!r}")
-        close = difflib.get_close_matches(option, self._option_string_actions, n=1)
-        self.error(f"unknown option {option}" + (f"; did you mean {close[0]}?" if close else ""))
 
 
 class _ShowHelp(argparse.Action):

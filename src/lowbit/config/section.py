@@ -111,7 +111,12 @@ def settings_of(cls: Any, base: Any = dataclasses.MISSING) -> dict[str, Setting]
     for field in dataclasses.fields(cls):
         hint = cls.__pydantic_fields__[field.name].rebuild_annotation()
         default = getattr(base, field.name, field.default)
-        settings[field.name] = Setting(field.name, hint, default, _meaning(cls, field.name, hint))
+        # The docstring below the field, in the class or in the one that it is inherited from.
+        sections = [each.__pydantic_fields__ for each in cls.__mro__ if "__pydantic_fields__" in vars(each)]
+        texts = [fields[field.name].description for fields in sections if field.name in fields]
+        texts.append(inspect.getdoc(hint) if hasattr(hint, "section_name") else "")
+        meaning = " ".join(next(filter(None, texts), "").split())
+        settings[field.name] = Setting(field.name, hint, default, meaning)
     return settings
 
 
@@ -147,14 +152,6 @@ def build(cls: type[_Class], values: Any, where: str = "", base: Any = None) -> 
         elif isinstance(value, Text):
             given[key] = read(value, settings[key].hint)
     return cls(**given) if base is None else dataclasses.replace(base, **given)
-
-
-def _meaning(cls: Any, name: str, hint: Any) -> str:
-    """Return the docstring below a field, in the class or in the one that it is inherited from."""
-    sections = [base.__pydantic_fields__ for base in cls.__mro__ if "__pydantic_fields__" in vars(base)]
-    texts = [fields[name].description for fields in sections if name in fields]
-    texts.append(inspect.getdoc(hint) if hasattr(hint, "section_name") else "")
-    return " ".join(next(filter(None, texts), "").split())
 
 
 def _refuse_unknown(keys: Mapping[Any, Any], settings: Mapping[str, Setting], prefix: str) -> None:

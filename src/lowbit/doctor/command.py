@@ -14,7 +14,7 @@ from lowbit.config.atomic import check_written, write_unless_changed
 from lowbit.config.files import in_toml
 from lowbit.doctor.findings import findings
 from lowbit.doctor.hosts import from_hosts
-from lowbit.doctor.messages import AnyRow, Described, Finding, LinkRow, MachineRow, Measured, read
+from lowbit.doctor.messages import AnyRow, Described, LinkRow, MachineRow, Measured, read
 from lowbit.doctor.settings import DoctorSettings
 from lowbit.doctor.survey import MachineSurvey, take
 from lowbit.job.process_group import interfaces
@@ -66,11 +66,6 @@ def rows_from(survey: MachineSurvey) -> list[Any]:
             rtt_ms=there.rtt_ms or None, loss=there.loss, back_loss=back.loss,
         ))  # fmt: skip
     return [*findings(survey), *machines, *links]
-
-
-def stops(rows: Sequence[Any]) -> bool:
-    """Whether anything would stop the training."""
-    return any(isinstance(row, Finding) and row.level == "stop" for row in rows)
 
 
 def write_output(settings: DoctorSettings, rows: Sequence[Any]) -> str:
@@ -144,14 +139,6 @@ def _of(kind: str) -> Any:
     return lambda rows: [row for row in rows if row["kind"] == kind]
 
 
-def _device(row: Row) -> str:
-    return f"{row['gpus']} x {row['device']}" if row["gpus"] else f"{row['cores']} cores"
-
-
-def _memory(size: float) -> str:
-    return f"{size / 1e9:.1f} GB"
-
-
 def _loss(row: Row) -> str | None:
     shares = [f"{share:.1%}" for share in (row["loss"], row["back_loss"]) if share is not None]
     return " / ".join(shares) or None
@@ -178,9 +165,10 @@ COMMAND = Command(
         Table(
             rows=_of("machine"),
             columns=(
-                Column("machine", "name"), Column("address", "address"), Column("computes on", _device),
-                Column("free", "memory_bytes", _memory), Column("PyTorch", "torch"), Column("lowbit", "lowbit"),
-                Column("clock", "clock_ms", "{:+.0f} ms"),
+                Column("machine", "name"), Column("address", "address"),
+                Column("computes on", lambda r: f"{r['gpus']} x {r['device']}" if r["gpus"] else f"{r['cores']} cores"),
+                Column("free", lambda row: row["memory_bytes"] / 1e9, "{:.1f} GB"), Column("PyTorch", "torch"),
+                Column("lowbit", "lowbit"), Column("clock", "clock_ms", "{:+.0f} ms"),
                 Column("layer", lambda row: 1e3 * row["layer_seconds"] or None, "{:.1f} ms"),
             ),
         ),

@@ -112,7 +112,11 @@ def _curve_parts(runs: Mapping[str, RunFiles]) -> Iterator[Part]:
             title="Loss by step", text=text, figure=lines(by_step, x="step", y="loss, nats per token", points=held_out)
         )
     for field, (what, units) in _AXES.items() if len(runs) > 1 else ():
-        sums = {name: _over(run, field) for name, run in runs.items()}
+        sums = {}  # the loss over a cumulated field
+        for name, run in runs.items():
+            totals = itertools.accumulate(number(line.get(field)) or 0.0 for line in run.steps)
+            losses = (number(line.get("loss")) for line in run.steps)
+            sums[name] = [(total, loss) for total, loss in zip(totals, losses, strict=True) if loss is not None]
         largest = max((x for curve in sums.values() for x, _ in curve), default=0.0)
         size, unit = next(((size, unit) for size, unit in units if largest >= 2 * size), units[-1])
         curves = {name: [(x / size, loss) for x, loss in curve] for name, curve in sums.items()}
@@ -126,13 +130,6 @@ def _curve_parts(runs: Mapping[str, RunFiles]) -> Iterator[Part]:
 def _curve(run: RunFiles, field: str) -> _Curve:
     values = ((line["step"], number(line.get(field))) for line in run.steps)
     return [(step, value) for step, value in values if value is not None]
-
-
-def _over(run: RunFiles, field: str) -> _Curve:
-    """Return the loss over a cumulated field, such as seconds."""
-    sums = itertools.accumulate(number(line.get(field)) or 0.0 for line in run.steps)
-    losses = (number(line.get("loss")) for line in run.steps)
-    return [(total, loss) for total, loss in zip(sums, losses, strict=True) if loss is not None]
 
 
 def _held_out(run: RunFiles) -> _Curve:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lowbit.config import ConfigError
-from lowbit.train.config import ModelConfig, TrainConfig
+from lowbit.train.config import TrainConfig
 from lowbit.train.model import architecture, linear_layers
 from lowbit.train.tokenizer import Tokenizer
 
@@ -33,20 +33,16 @@ def check_lora(config: TrainConfig) -> None:
     targets_of(config)
 
 
+@lru_cache(maxsize=4)
 def targets_of(config: TrainConfig) -> tuple[str, ...]:
     """Return the names, within a decoder layer, of the linear layers that get an adapter.
 
     Raises:
         ConfigError: no layer has the name of a target.
     """
-    return _targets(config.model, config.lora.targets)
-
-
-@lru_cache(maxsize=4)
-def _targets(model: ModelConfig, wanted: tuple[str, ...]) -> tuple[str, ...]:
-    names = linear_layers(model)
+    names = linear_layers(config.model)
     chosen: set[str] = set()
-    for target in wanted:
+    for target in config.lora.targets:
         matches = {name for name in names if target == ALL or f".{name}".endswith(f".{target}")}
         if not matches:
             raise ConfigError(
