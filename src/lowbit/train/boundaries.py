@@ -16,7 +16,7 @@ from lowbit.train.config import AUTO, PipelineConfig
 AUTO_FORMATS = (
     "bf16",
     "int8 / int8",
-    "tah-quant",
+    "TAHQuant(high_bits=6, low_bits=5)",
     "transform",
     "TransformQuant(bits=2.7) / TransformQuant(bits=1.8, step='message')",
     "TransformQuant(bits=2.0) / TransformQuant(bits=1.5, step='message')",
@@ -24,10 +24,9 @@ AUTO_FORMATS = (
 """Formats that `pipeline.forward = "auto"` chooses among, the most exact first.
 
 Bits (both ways together) at dim 256, and held-out loss minus that of FP32 in nats, with 512 tokens a step, from
-docs/results/convergence.md: 32 bits, -0.001; 17, 0.000; 10.8, not measured from scratch; 5.2, 0.003; 4.5, 0.004 (with
-an earlier receiver); 3.5, 0.014. `TAHQuant()` has been measured forward in pretrained models: at 3 boundaries it loses
-0.018 nats in SmolLM2-135M, 0.455 in Gemma 3 270M and 0.011 in Qwen2.5-Coder 0.5B (divergence from the exact model).
-Coding time rises among the first four. INT4 costs more loss than others with as many bits.
+docs/results/convergence.md: 32 bits, -0.001; 17, 0.000; 12.8, not measured from scratch; 5.2, 0.003; 4.5, 0.004 (with
+an earlier receiver); 3.5, 0.014. Coding time rises among the first four. In pretrained models, at 3 boundaries forward,
+the third diverges by a tenth to a twentieth of what the fourth does (docs/results/codecs.md).
 """
 
 
