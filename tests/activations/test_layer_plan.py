@@ -94,7 +94,7 @@ def test_other_content_is_one_short_line(tmp_path: Path):
         ({"stages": [[{**LAYER, "attention": 1}]]}, "attention is 1"),
         ({"stages": [[{**LAYER, "checkpoint": 1}]]}, "checkpoint is 1; allowed: bool"),
         ({"stages": [[{**LAYER, "input": "int3000"}]]}, "codec is 'int3000'"),
-        ({"stages": [[{**LAYER, "input": "subspace"}]]}, "a format with state; allowed: formats without"),
+        ({"stages": [[{**LAYER, "input": "transform"}]]}, "a format with state; allowed: formats without"),
         ({"stages": [[{**LAYER, "checkpoint": False, "input": "int8"}]]}, "of a layer that is not checkpointed"),
         ({"rest": [LAYER, LAYER]}, "rest is "),
         ({"rest": [{**LAYER, "checkpoint": False}]}, "rest is "),

@@ -66,7 +66,7 @@ def agreed(machines: tuple[Running, Running]) -> str:
 
 
 def test_all_is_well_whatever_somebody_else_sends(link: SlowLink, tmp_path: Path):
-    words = ("run.toml", "--meet", f"{link.address(0)}:{PORT}", "--seconds", "0.5", "--name")
+    words = ("run.toml", "--meet", f"{link.address(0)}:{PORT}", "--seconds", "1.5", "--name")
     first = start(tmp_path / "a", *words, "desk", link=link, host=0)
     first.wait_for("waits up to")
     garbage = "import socket, sys, time; s = socket.create_connection((sys.argv[1], 29400)); "

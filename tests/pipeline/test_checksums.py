@@ -168,7 +168,7 @@ def sizes(transport: str, checksums: bool) -> Any:
 def test_without_checksums_nothing_is_added_and_with_them_nothing_changes(ranks: Ranks, transport: str):
     off, on = (ranks.run(sizes, transport, checksums) for checksums in (False, True))
     shape = (toy.ROWS, 8, toy.WIDTH)
-    plain = 4 * toy.ROWS * 3 * toy.WIDTH
+    plain = 4 * toy.ROWS * 8 * toy.WIDTH
     for (losses, few), (more_losses, more), codec in zip(off, on, (INT4, INT6), strict=True):
         assert few == N * (plain + codec.nbytes(shape))
         assert more == few + 2 * N * CHECKSUM_BYTES

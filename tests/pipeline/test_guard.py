@@ -151,8 +151,8 @@ def other_shapes(expected: list[int]) -> None:
 
 
 def test_shapes_that_differ_are_an_error(ranks: Ranks):
-    ranks.run(other_shapes, [3, 3])
-    text = toy.disagreement(ranks.outcomes(other_shapes, [3, 5]))
+    ranks.run(other_shapes, [8, 8])
+    text = toy.disagreement(ranks.outcomes(other_shapes, [8, 5]))
     assert "boundary 0 forward tensors: float32 (2, 8, 24)" in text
 
 

@@ -178,8 +178,9 @@ def test_codecs_go_on_from_shape_to_shape(ranks: Ranks, codec: Codec):
     for name, tensors in lower.items():
         (key, here), (other, there) = (next(iter(each.items())) for each in (tensors, upper[name]))
         assert key == other == f"tensor 0, width {toy.WIDTH}", "one state for all shapes"
-        assert here.keys() == there.keys()
-        assert all(torch.equal(*map(torch.as_tensor, (here[k], there[k]))) for k in here)
+        same = here.keys() - {"felt"}  # a sender of activations has their gradients, too
+        assert same == there.keys() - {"felt"}
+        assert all(torch.equal(*map(torch.as_tensor, (here[k], there[k]))) for k in same)
 
 
 # ------------------------------------------------------------------------------------------------ costs
@@ -458,7 +459,7 @@ def mixed(codec: Codec) -> None:
         run = toy.Run("1f1b", toy.lowbit(forward=codec, backward=INT6, timeout=30))
         for number in range(2):
             run.stages[0].set_samples(torch.arange(ROWS) + 100 * number)  # type: ignore[attr-defined]
-            taken(run, run.runner, True, *data(10 * seed + number, ROWS, 3))
+            taken(run, run.runner, True, *data(10 * seed + number, ROWS, 8))
         runs.append(run)
     stages = [run.stages[0] for run in runs]
     states = [stage.codec_state_dict() for stage in stages]  # type: ignore[attr-defined]
@@ -468,7 +469,7 @@ def mixed(codec: Codec) -> None:
     stage.set_samples(range(ROWS))
     stage.traffic.reset()
     try:
-        taken(runs[0], runs[0].runner, True, *data(50, ROWS, 3))
+        taken(runs[0], runs[0].runner, True, *data(50, ROWS, 8))
     finally:
         assert stage.traffic.forward_bytes + stage.traffic.backward_bytes == 0
 

@@ -61,7 +61,7 @@ def trains_with(schedule: str, forward: Codec, backward: Codec, steps: int) -> A
 def test_every_byte_is_counted(ranks: Ranks):
     outcome = ranks.run(trains_with, "interleaved-2", INT4, INT6, 2)
     shape = (toy.ROWS, 8, toy.WIDTH)
-    messages, numel = 2 * toy.MICRO_BATCHES, toy.ROWS * 3 * toy.WIDTH
+    messages, numel = 2 * toy.MICRO_BATCHES, toy.ROWS * 8 * toy.WIDTH
     for rank, (_, traffic, state) in enumerate(outcome):
         for stage, sent in zip((rank, rank + 2), traffic, strict=True):
             up, down = messages * (stage < 3), messages * (stage > 0)
@@ -95,7 +95,7 @@ def test_gradients_get_the_format_beside_that_of_each_boundary(ranks: Ranks):
     for (losses, sent), (expected_losses, expected_sent) in zip(outcome, expected, strict=True):
         assert same(losses, expected_losses)
         assert sent == expected_sent
-    shape, n = (toy.ROWS, 3, toy.WIDTH), 2 * toy.MICRO_BATCHES
+    shape, n = (toy.ROWS, 8, toy.WIDTH), 2 * toy.MICRO_BATCHES
     sizes = [[n * (c.nbytes(shape) + CHECKSUM_BYTES) for c in each.values()] for each in (codecs, beside)]
     assert [forward for _, [(forward, _)] in outcome] == [*sizes[0], 0]
     assert [backward for _, [(_, backward)] in outcome] == [0, *sizes[1]]
@@ -140,7 +140,7 @@ class Oddly(nn.Module):
         if self.last:
             bias, positions, mask, windows, image, gaps, turned, nothing, low = rest
             assert nothing.shape == (0, toy.WIDTH)
-            assert torch.equal(positions, torch.arange(3).expand(rows, -1))
+            assert torch.equal(positions, torch.arange(8).expand(rows, -1))
             assert mask.all()
             assert low.dtype == torch.bfloat16
             x = x + low.float()
@@ -149,13 +149,13 @@ class Oddly(nn.Module):
         y = x * self.scale
         return (
             y,
-            self.scale.expand(rows, 3, -1),  # requires a gradient
-            torch.arange(3).unsqueeze(0).expand(rows, -1),  # position_ids
+            self.scale.expand(rows, 8, -1),  # requires a gradient
+            torch.arange(8).unsqueeze(0).expand(rows, -1),  # position_ids
             torch.tensor(True).expand(rows, 8, toy.WIDTH),
-            torch.arange(rows * 3 * toy.WIDTH + 3.0).as_strided(
-                (rows, 8, toy.WIDTH, 4), (3 * toy.WIDTH, toy.WIDTH, 1, 1)
+            torch.arange(rows * 8 * toy.WIDTH + 3.0).as_strided(
+                (rows, 8, toy.WIDTH, 4), (8 * toy.WIDTH, toy.WIDTH, 1, 1)
             ),
-            y[:, :, :16].reshape(rows, 3, 4, 4).contiguous(memory_format=torch.channels_last),
+            y[:, :, :16].reshape(rows, 8, 4, 4).contiguous(memory_format=torch.channels_last),
             y[:, ::2, 1::3],
             y[:, 0].T,
             y.new_empty(0, toy.WIDTH),
@@ -181,8 +181,8 @@ def odd_layouts(codec: Codec) -> tuple[list[Tensor], list[Tensor], int]:
 def test_tensors_of_any_layout_cross_and_integers_and_masks_are_never_coded(ranks: Ranks, codec: Codec):
     """Expanded ones among them, such as position_ids of Transformers."""
     outcomes, n = ranks.run(odd_layouts, codec), toy.ROWS
-    floating = [(n, 3, 24), (n, 3, 24), (n, 3, 24, 4), (n, 3, 4, 4), (n, 2, 8), (24, n), (n, 1, 24)]
-    each = sum(codec.nbytes(shape) for shape in floating) + 8 * 3 * n + 3 * 24 * n + 9 * CHECKSUM_BYTES
+    floating = [(n, 8, 24), (n, 8, 24), (n, 8, 24, 4), (n, 8, 4, 4), (n, 4, 8), (24, n), (n, 1, 24)]
+    each = sum(codec.nbytes(shape) for shape in floating) + 8 * 8 * n + 8 * 24 * n + 9 * CHECKSUM_BYTES
     assert outcomes[0][2] == 2 * toy.MICRO_BATCHES * each
     if codec is not FP32:
         return
@@ -246,7 +246,7 @@ def keyed(codec: Codec, stop_after: int | None = None, backward: Codec = INT6) -
 def test_a_codec_that_remembers_samples_resumes_exactly(ranks: Ranks):
     through, resumed = (ranks.run(keyed, AQSGD(inner=INT4), stop) for stop in (None, 3))
     assert same(through[1][0], resumed[1][0])
-    sample = 3 * toy.WIDTH
+    sample = 8 * toy.WIDTH
     for _, _, state, _ in through:
         assert state == 16 * sample * 4  # all samples, in float32, at both ends
     # A warm-up step and an evaluation at full precision; two first visits; two later ones.
@@ -272,10 +272,10 @@ def test_directions_are_learned_alike_at_both_ends_and_resume_exactly(ranks: Ran
         assert back[0] == "boundary 0 backward, tensor 0, width 24"
         assert there[1] == replace(codec, bits=there[1].bits)
         chosen = [(there[1], back[1])] * 2
-    for (_, _, state, _), pair in zip(through, chosen, strict=True):
-        assert state == 4 * toy.WIDTH * sum(c.directions for c in pair) + 2 * 16
     # Five steps and an evaluation, of which one step at full precision.
     shape = (toy.ROWS, 8, toy.WIDTH)
+    for (_, _, state, _), pair in zip(through, chosen, strict=True):
+        assert state == sum(c.open(shape=shape, dtype=torch.float32).state_bytes() for c in pair)
     first = 4 * math.prod(shape) + 16 * auto
     first += CHECKSUM_BYTES
     there, back = (c.nbytes(shape) + CHECKSUM_BYTES for c in chosen[0])

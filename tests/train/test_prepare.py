@@ -14,12 +14,12 @@ from tests.train.runs import again, tiny
 
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("run", {"backend": "nccl", "device": "cpu"}, "run.backend is nccl; allowed on the CPU: auto or gloo"),
-    ("data", {"text": "absent.txt"}, r"data\.text '.*absent\.txt': no such file"),
+    ("data", {"text": "absent.txt"}, r"data\.text has '.*absent\.txt', where there is no file"),
     ("data", {"text": "empty.txt"}, r"data\.text empty\.txt is empty"),
     ("data", {"sequence": 100_000}, "data.sequence is 100000; .* allowed: at most"),
     ("data", {"batch": 4000}, "data.batch is 4000; .* allowed: at most as many"),
     ("data", {"tokenizer": "absent"}, "data.tokenizer is 'absent'; allowed: bytes, or a folder"),
-    ("data", {"held_out": "absent"}, "data.held_out '.*absent': no such file"),
+    ("data", {"held_out": "absent"}, "data.held_out has '.*absent', where there is no file"),
     ("model", {"layers": 1}, "the pipeline has 2 stages .*, the model 1 layers; allowed: at most"),
     ("model", {"pretrained": "absent"}, "model.pretrained is 'absent'"),
     ("model", {"vocab": 7}, "vocabulary has 7 entries, the tokenizer 256"),

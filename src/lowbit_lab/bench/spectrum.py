@@ -230,7 +230,7 @@ COMMAND = Command(
     summary="The accuracy of formats on a model's tensors.",
     examples=(
         "lowbit bench spectrum runs/train/model held-out.txt",
-        "lowbit bench spectrum runs/train/model held-out.txt --stages 2 --codec int4,transform",
+        "lowbit bench spectrum runs/train/model held-out.txt --codec int4",
     ),
     settings=SpectrumBenchmark,
     measure=measure,
