@@ -76,7 +76,7 @@ def picture(file: Path) -> Picture:
     report = Report.read_json(file)
     charts = command_of(report.command).charts
     if file.stem == "race":
-        return Picture(README, [replace(chart, series=_first_name, panel=None) for chart in charts], report.rows)
+        return Picture(README, [replace(chart, panel=None) for chart in charts], report.rows)
     if file.stem == "convergence":
         charts = [replace(chart, **MEANS) for chart in charts]
     if file.stem == "tensor-parallel":
@@ -90,19 +90,9 @@ def command_of(name: str) -> Command:
     return measurements("benchmarks" if program == "benchmarks" else "lowbit_lab.bench")[word].command
 
 
-def _first_name(row: Row) -> str:
-    """Return the format without its arguments, which the page states."""
-    name = row["boundary"]
-    return name
-
-
 def _gradients(row: Row) -> bool:
     formats = ("engine-fp32", "engine-bf16", "fp8", "int8", "int4")
     return row["link"] in ("100mbit", "1gbit") and row["format"] in formats
-
-
-def _convergence(row: Row) -> bool:
-    return not any(part in row["boundary"] for part in ("directions=8", "directions='auto'", "bits=2)"))
 
 
 def _tensor_parallel(row: Row) -> bool:
@@ -113,9 +103,7 @@ README = "readme"
 MEANS: Mapping[str, Any] = {
     "rows": None,
     "panel": "text",
-    "series": lambda row: (
-        row["boundary"].replace("SubspaceQuant(directions=16)", "subspace").replace("directions=16, ", "")
-    ),
+    "series": "boundary",
     "low": lambda row: row["over_fp32"] - row["over_fp32_spread"],
     "high": lambda row: row["over_fp32"] + row["over_fp32_spread"],
     "subtitle": "Held-out loss minus that of FP32, 3 seeds: mean and standard deviation. Lower left is better.",
@@ -127,5 +115,5 @@ BY_LINK: Mapping[str, Any] = {
     "subtitle": "All-reduce of partial sums of 4096 features by message size; small sums are PyTorch's own.",
 }
 """Changes of the chart of `bench tensor-parallel`: what `auto` gains, by link."""
-SHOWN = {"gradients": _gradients, "convergence": _convergence, "tensor-parallel": _tensor_parallel}
+SHOWN = {"gradients": _gradients, "tensor-parallel": _tensor_parallel}
 """Functions that select the rows of a file for its figure, if all of them would be too many."""

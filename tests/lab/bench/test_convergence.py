@@ -130,7 +130,8 @@ def test_adapters_alone_are_trained_and_the_losses_are_those_with_and_without_co
 def test_what_cannot_be_used_is_an_error_before_anything_is_trained(settings: ConvergenceBenchmark, trained: list[str]):
     few = ModelConfig(dim=32, layers=2, heads=2, vocab=7)
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"model": few}, "vocabulary has 7 entries, the tokenizer 256"), ({"finetune_text": ("gone",)}, "no such file"),
+        ({"model": few}, "vocabulary has 7 entries, the tokenizer 256"),
+        ({"finetune_text": ("gone",)}, "where there is no file"),
     ]  # fmt: skip
     if not torch.cuda.is_available():
         wrong.append(({"device": "cuda"}, "device is cuda; this machine has none"))

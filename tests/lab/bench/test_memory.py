@@ -127,7 +127,7 @@ def test_agoq_has_torchaos_optimizer(settings: MemoryBenchmark):
 
 
 def test_what_can_not_be_measured_is_said_first(settings: MemoryBenchmark, monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(ValueError, match="no such file"):
+    with pytest.raises(ValueError, match="where there is no file"):
         run(COMMAND, dataclasses.replace(settings, text=("missing.txt",)))
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="device is cuda; this machine has none"):
