@@ -1,7 +1,7 @@
 """A codec of your own beside the published ones, on a small Llama in one process: `python examples/own_codec.py`.
 
 The codec sends what differs from each feature's running mean. Two boundaries are emulated: the numbers are those of a
-pipeline of three ranks. Takes three minutes of processor time.
+pipeline of three ranks. Takes three to six minutes of processor time.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import logging
 import statistics
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -38,6 +39,8 @@ from lowbit_lab.bench.training import RANKS, TrainingRecipe, formats_in
 from lowbit_lab.bench.workers import Workers
 from lowbit_lab.charts import Points
 from lowbit_lab.charts.style import family, recommended, row_name, title_of
+
+log = logging.getLogger(__name__)
 
 Regime = Literal["scratch-warmup", "scratch", "finetune"]
 WARM = "scratch-warmup"
@@ -210,12 +213,15 @@ def measure(settings: ConvergenceBenchmark, earlier: Sequence[Row]) -> Iterator[
 
 
 def planned(settings: ConvergenceBenchmark) -> list[dict[str, Any]]:
-    """Return all runs in the order in which they start."""
+    """Return all runs in the order in which they start; those that need samples to come again are for fine-tuning."""
+    keyed = [each for each in settings.boundaries if formats_in(each, settings.backward).forward.needs_key]
+    if keyed and (others := [regime for regime in settings.regimes if regime != "finetune"]):
+        log.warning("%s left out of %s, where no sample comes again", ", ".join(keyed), ", ".join(others))
     return [
         {"regime": regime, "boundary": boundary, "seed": seed, "backward": settings.backward}
         for regime in settings.regimes
         for boundary in settings.boundaries
-        if regime == "finetune" or not formats_in(boundary, settings.backward).forward.needs_key
+        if regime == "finetune" or boundary not in keyed
         for seed in settings.seeds
     ]
 

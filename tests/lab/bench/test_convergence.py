@@ -141,8 +141,10 @@ def test_what_cannot_be_used_is_an_error_before_anything_is_trained(settings: Co
     assert trained == []
 
 
-def test_formats_with_memory_need_samples_that_come_again():
-    runs = planned(ConvergenceBenchmark(boundaries=("fp32", "aq-sgd"), seeds=(0,)))
+def test_formats_with_memory_need_samples_that_come_again(caplog: pytest.LogCaptureFixture):
+    with caplog.at_level("WARNING"):
+        runs = planned(ConvergenceBenchmark(boundaries=("fp32", "aq-sgd"), seeds=(0,)))
+    assert "aq-sgd left out of scratch" in caplog.text
     assert [one["regime"] for one in runs if one["boundary"] == "aq-sgd"] == ["finetune"]
 
 
