@@ -37,9 +37,6 @@ def test_kernels_compile_without_spills_approximations_or_narrow_accesses() -> N
     features = rows[len(KERNELS) + len(FUSED) :]
     for row in features:
         assert row["spilled_bytes"] == row["approximate"] == row["flushed"] == 0, row
-    for row, way in zip(features[-2:], ("loads", "stores"), strict=True):  # of the remainder
-        assert row["registers"] <= 128, row
-        assert row[f"vector_{way}"] >= 8, row
     for row in rows[len(KERNELS) : -len(features)]:
         assert row["spilled_bytes"] == 0, row
         assert row["vector_loads"] >= 8, row
