@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from typing import Any
 
@@ -95,8 +96,8 @@ class Runs:
         stages = self._trainers[name].pipeline.stages
         return sum(stage.state_bytes() for stage in stages if isinstance(stage, LowBitStage))
 
-    def train(self, config: dict[str, Any], seconds: float) -> None:
-        """Run a training with all its files, as `lowbit train` does, for about this time; rank 0 reports each step."""
+    def train(self, config: dict[str, Any], seconds: float = math.inf) -> None:
+        """Run a training with all its files, as `lowbit train` does, for at most about this time; rank 0 reports each step."""
         run, passed = Run(_trainer(config)), 0.0
 
         def report(metrics: StepMetrics) -> bool:
