@@ -97,7 +97,7 @@ class Runs:
         return sum(stage.state_bytes() for stage in stages if isinstance(stage, LowBitStage))
 
     def train(self, config: dict[str, Any], seconds: float = math.inf) -> None:
-        """Run a training with all its files, as `lowbit train` does, for at most about `seconds`; rank 0 reports steps."""
+        """Run a training and write its files as `lowbit train` does, for about `seconds`; rank 0 reports steps."""
         run, passed = Run(_trainer(config)), 0.0
 
         def report(metrics: StepMetrics) -> bool:
