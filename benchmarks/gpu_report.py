@@ -1,7 +1,7 @@
 """`python -m benchmarks.gpu_report`: test and measure on this machine's GPU, and write docs/results/gpu.md.
 
-Runs the GPU tests, then benchmarks of codecs, memory and training, each in a process of its own. A step that fails is
-reported as failed, and the others go on. Rows are kept as JSON in runs/gpu-report.
+Runs the GPU tests, then benchmarks of codecs, memory and training, each in a process of its own. The page
+says which steps failed; the others still run. Rows are kept as JSON in runs/gpu-report.
 """
 
 from __future__ import annotations

@@ -128,6 +128,22 @@ def test_a_run_with_codecs_writes_everything_that_it_should(ranks: Ranks, tmp_pa
     assert generate(here.model, "def ", tokens=30) != generate(here.model, "def ", tokens=30, seed=5)
 
 
+def _ends_early(config: TrainConfig) -> Any:
+    return train(config, on_step=lambda metrics: metrics.step == 2)
+
+
+def test_a_run_that_its_caller_ends_is_saved_and_evaluated_where_it_ended(ranks: Ranks, tmp_path: Path):
+    config = tiny(tmp_path, run={"steps": 9, "checkpoint_every": 5, "save_model": True})
+    here, there = ranks.run(_ends_early, config, timeout=LIMIT)
+    assert (here.steps, there.steps, here.steps_here) == (2, 2, 2)
+    output = Path(config.run.output)
+    assert [line["step"] for line in read_metrics(output / "metrics.jsonl")] == [1, 2]
+    assert [path.name for path in (output / "checkpoints").glob("step*")] == ["step-00000002"]
+    (evaluation,) = [json.loads(line) for line in (output / "evaluations.jsonl").read_text().splitlines()]
+    assert evaluation["step"] == 2
+    assert here.model == str(output / "model")
+
+
 def _evaluates_in_between(config: TrainConfig) -> Any:
     """Losses without codecs and with them in and after the warm-up; whether training went on as without them."""
     states, found, chosen = [], [], {}

@@ -381,7 +381,7 @@ def cross_entropy(
 
 
 def _narrow(x_RV: Tensor) -> Tensor | None:
-    """The same numbers in 16 bits, or None."""
+    """Return float32 logits in a 16-bit dtype that holds them exactly; None if neither does."""
     for dtype in (torch.bfloat16, torch.float16):
         if torch.equal(x_RV[:1].to(dtype).float(), x_RV[:1]):
             narrow = x_RV.to(dtype)

@@ -150,11 +150,11 @@ class Run:
                 done, steps_here = metrics.step, steps_here + 1
                 for watcher in self._watchers:
                     watcher.record(metrics)
-                enough = on_step is not None and on_step(metrics)
-                self._end_step(metrics)
-                if enough:
+                last = bool(on_step is not None and on_step(metrics)) or done >= run.steps
+                self._end_step(metrics, last=last)
+                if last:
                     break
-            return self._conclude(steps_here, before)
+            return self._conclude(done, steps_here, before)
         finally:
             try:
                 if trainer.elastic is not None:
@@ -166,7 +166,7 @@ class Run:
             finally:  # or this process, such as a notebook, could not use the folder again
                 self.folder.unlock()
 
-    def _end_step(self, metrics: StepMetrics) -> None:
+    def _end_step(self, metrics: StepMetrics, *, last: bool) -> None:
         """Do what is due after a step: choose formats, save a checkpoint, evaluate."""
         run, trainer, done = self.config.run, self.trainer, metrics.step
         self.folder.check_there()  # locked by rank 0, whose error ends all
@@ -188,10 +188,10 @@ class Run:
             self._check(self.goal, done)
         if self.connections.due(done + 1):  # no receive may be posted when the number of connections changes
             trainer.pipeline.look_ahead(False)
-        if run.checkpoint_every and (done % run.checkpoint_every == 0 or done == run.steps):
+        if run.checkpoint_every and (done % run.checkpoint_every == 0 or last):
             snapshot = state.collect(trainer.pipeline, trainer.optimizer)
             self.checkpoints.save(done, snapshot, self._manifest(), trainer.side)
-        if run.eval_every and done % run.eval_every == 0 and done < run.steps:
+        if run.eval_every and done % run.eval_every == 0 and not last:
             self._evaluate(done)
 
     @property
@@ -236,10 +236,10 @@ class Run:
                 watcher.record_evaluation(step, losses, nbytes)
         return losses
 
-    def _conclude(self, steps_here: int, before: dict[str, float]) -> Summary:
+    def _conclude(self, done: int, steps_here: int, before: dict[str, float]) -> Summary:
         """Save the model after this call's steps, and summarize the whole run; returns the same on every rank."""
         trainer = self.trainer
-        losses = self._evaluate(self.config.run.steps)
+        losses = self._evaluate(done)
         model = self.output / "model" if self.config.run.save_model else None
         if model is not None:
             first = trainer.replicas.index == 0
