@@ -66,8 +66,8 @@ README, INDEX, COMPARISON, LIMITS = "README.md", "docs/results/index.md", "docs/
 PAPERS, TENSOR, SAVED = "docs/papers.md", "docs/how-to/tensor-parallel.md", "docs/how-to/saved-activations.md"
 QUOTED: list[tuple[str, str, list[float]]] = [
     (INDEX, "{:.1f}x as fast as FP32 through the same stage, {:.1f}x as fast as FP32 through PyTorch's", SPEED),
-    (README, "held-out loss {:.1f} times as soon as FP32, and {:.1f} times as soon as BF16", [SOONER, SOONER_BF16]),
-    (INDEX, "the same held-out loss {:.1f}x as soon", [SOONER]),
+    (README, "held-out loss {:.1f} times faster than FP32, and {:.1f} times faster than BF16", [SOONER, SOONER_BF16]),
+    (INDEX, "the same held-out loss {:.1f}x faster", [SOONER]),
     (README, "after {:.1f} minutes, BF16 at 2.07 after {:.1f}, FP32 at 2.07 after {:.1f}", MINUTES),
     (INDEX, "FP8: {:.1f}x as fast as PyTorch's FP32 at 100 Mbit/s, 2 and 4 ranks", [LEAST]),
     (PAPERS, "{:.1f}x at 100 Mbit/s, 2 and 4 ranks", [LEAST]),
