@@ -280,7 +280,8 @@ def check_toml(values: dict[str, Any]) -> None:
         Cluster.from_mapping(values)
     elif "project" in values:
         names = values["project"].pop("entry-points").pop("lowbit.codecs")
-        assert values == {"project": {}}
+        assert values.keys() == {"project"}
+        assert values["project"].keys() == {"name", "version", "dependencies"}
         assert all(re.fullmatch(r"[\w.]+:\w+", place) for place in names.values())
     else:
         from_mapping(values)
