@@ -23,10 +23,7 @@ class Doctor:
     """`lowbit doctor`."""
 
     summary = "Check machines before they train together; write cluster.toml."
-    examples: tuple[str, ...] = (
-        "lowbit doctor run.toml --meet 192.168.1.10:29400",
-        "lowbit doctor run.toml --host 192.168.1.10,192.168.1.11",
-    )
+    examples: tuple[str, ...] = ("lowbit doctor run.toml --meet 192.168.1.10:29400",)
 
     def parser(self, program: str) -> Parser:
         """Make the parser of the command line."""

@@ -13,8 +13,7 @@ from lowbit.config import ConfigError
 from lowbit.config.atomic import check_written, write_unless_changed
 from lowbit.config.files import in_toml
 from lowbit.doctor.findings import findings
-from lowbit.doctor.hosts import from_hosts
-from lowbit.doctor.messages import AnyRow, Described, LinkRow, MachineRow, Measured, read
+from lowbit.doctor.messages import Described, LinkRow, MachineRow, Measured
 from lowbit.doctor.settings import DoctorSettings
 from lowbit.doctor.survey import MachineSurvey, take
 from lowbit.job.process_group import interfaces
@@ -32,15 +31,12 @@ def examine(settings: DoctorSettings) -> tuple[list[Any], bool]:
         ConnectionError: the machines cannot meet there.
     """
     try:
-        _ = settings.count, settings.place if not settings.hosts else None
+        _ = settings.count, settings.place
     except ConfigError as error:
         here = ", ".join(f"{address} ({name})" for name, address in interfaces().items() if address != "127.0.0.1")
         raise ConfigError(f"{error}; this machine has {here or 'no address'}") from None
     if settings.output:
         check_file(settings.output, overwrite=settings.overwrite)
-    if settings.hosts:
-        values, problems = from_hosts(settings)
-        return [*problems, *read(list[AnyRow], values)], True
     survey = take(settings)
     return rows_from(survey), survey.first
 
@@ -148,8 +144,7 @@ COMMAND = Command(
     name="doctor",
     summary="Check several machines before they train together, and write cluster.toml.",
     examples=(
-        "lowbit doctor --meet 192.168.1.10:29400",
-        "lowbit doctor --host 192.168.1.10,192.168.1.11 --program venv/bin/lowbit",
+        "lowbit doctor run.toml --meet 192.168.1.10:29400",
     ),
     settings=DoctorSettings,
     measure=measure,

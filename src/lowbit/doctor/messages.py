@@ -214,6 +214,3 @@ class LinkRow:
     rtt_ms: Number | None
     loss: Share | None
     back_loss: Share | None
-
-
-AnyRow = Annotated[Finding | MachineRow | LinkRow, Field(discriminator="kind")]
