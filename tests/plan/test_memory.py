@@ -105,7 +105,7 @@ def test_agoq_by_name_is_8_bits_for_both_and_a_plan_that_its_run_takes(tmp_path:
     policies = prepare(config, ranks=2).activations
     assert all(policy is None or (isinstance(policy, LayerAware) and policy.attention == 16) for policy in policies)
     with pytest.raises(ValueError, match="activations.plan: .* was made for gradients.storage|for optimizer"):
-        prepare(  # fmt: skip
+        prepare(
             replace(
                 config,
                 run=replace(config.run, method="none"),
