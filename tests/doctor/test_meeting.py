@@ -24,7 +24,7 @@ from lowbit.doctor import meeting, ports
 from lowbit.doctor.command import check_file, write_cluster
 from lowbit.doctor.facts import facts, gloo
 from lowbit.doctor.meeting import FirstMachineError, Meeting
-from lowbit.doctor.messages import Facts, Finding, MachineRow, StatementError, read
+from lowbit.doctor.messages import Facts, MachineRow, StatementError, read
 from lowbit.doctor.ports import DROPPED, OPEN, OTHER, REFUSED, Ports, probe
 from lowbit.doctor.settings import DoctorSettings
 from lowbit.doctor.speed import busy_seconds, speed
@@ -221,16 +221,6 @@ def test_a_recipe_that_chooses_its_formats_is_measured(tmp_path: Path, monkeypat
     assert not found.problem
     assert found.layer_overhead <= found.layer_seconds
     assert [text for text in found.coding if "TransformQuant" in text]
-
-
-def test_long_findings_are_cut():
-    assert len(Finding(level="stop", machine="m" * 999, what="w" * 999).what) == 600
-
-
-def test_nothing_is_written_without_a_speed(tmp_path: Path):
-    path = tmp_path / "cluster.toml"
-    assert not write_cluster(str(path), [], overwrite=False)
-    assert not path.exists()
 
 
 @pytest.mark.parametrize(
