@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,10 @@ from torch._C._distributed_c10d import HashStore
 
 from lowbit.config import ConfigError
 from lowbit.doctor import meeting, ports
-from lowbit.doctor.command import check_file, write_cluster
+from lowbit.doctor.command import write_output
 from lowbit.doctor.facts import facts, gloo
 from lowbit.doctor.meeting import FirstMachineError, Meeting
-from lowbit.doctor.messages import Facts, MachineRow, StatementError, read
+from lowbit.doctor.messages import Facts, StatementError, read
 from lowbit.doctor.ports import DROPPED, OPEN, OTHER, REFUSED, Ports, probe
 from lowbit.doctor.settings import DoctorSettings
 from lowbit.doctor.speed import busy_seconds, speed
@@ -187,29 +188,24 @@ def test_a_machine_that_states_nothing_is_left_out():
     assert {rank: facts.cores for rank, facts in stated.items()} == {0: 2, 1: 2}
 
 
-def machine_row(name: str) -> MachineRow:
-    return MachineRow(
-        name=name, address="", interface="", device="CPU", cores=1, gpus=0, memory_bytes=1e9, python="", torch="",
-        lowbit="", clock_ms=None, layer_seconds=0.5, layer_tokens=64, layer_overhead=0.0, tflops=0.0, optimizer_ns=1.0,
-        coding=("bf16=1/2",),
-    )  # fmt: skip
-
-
 def test_a_file_of_the_user_is_kept(tmp_path: Path):
-    path = str(tmp_path / "cluster.toml")
-    assert write_cluster(path, [machine_row("a")], overwrite=False)
-    assert write_cluster(path, [machine_row('b "quoted"')], overwrite=False), "unchanged since"
-    text = (tmp_path / "cluster.toml").read_text()
-    (tmp_path / "cluster.toml").write_text(text.replace("0.5", "0.7"))
-    with pytest.raises(
-        ConfigError, match="exists and was not written by lowbit, or was changed since; allowed: another file, or --ov"
-    ):
-        check_file(path, overwrite=False)
-    result = invoke("doctor", "--meet", "127.0.0.1:29400", "--output", path)
+    path = tmp_path / "cluster.toml"
+    settings = DoctorSettings(meet="127.0.0.1:29400", output=str(path))
+    row = {
+        "kind": "machine", "name": 'b "quoted"', "address": "", "cores": 1, "gpus": 0, "memory_bytes": 1e9,
+        "layer_seconds": 0.5, "layer_tokens": 64, "layer_overhead": 0.0, "tflops": 0.0, "optimizer_ns": 1.0,
+        "coding": ("bf16=1/2",),
+    }  # fmt: skip
+    assert "was not written" in write_output(settings, [])
+    assert "has the machines" in write_output(settings, [row])
+    assert "has the machines" in write_output(settings, [{**row, "name": "a"}]), "unchanged since"
+    path.write_text(path.read_text().replace("0.5", "0.7"))
+    result = invoke("doctor", "--meet", "127.0.0.1:29400", "--output", str(path))
     assert result.exit_code == 2
     assert result.stderr.startswith("error: output is")
-    assert "0.7" in (tmp_path / "cluster.toml").read_text()
-    assert write_cluster(path, [machine_row("a")], overwrite=True)
+    assert "was changed since; allowed: another file, or --overwrite" in result.stderr
+    assert "0.7" in path.read_text()
+    assert "has the machines" in write_output(replace(settings, overwrite=True), [row])
 
 
 def test_a_recipe_that_chooses_its_formats_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -13,7 +13,6 @@ import pytest
 from lowbit.codecs import parse
 from lowbit.config import ConfigError, to_toml
 from lowbit.plan.cluster import Cluster, ClusterLink, Machine
-from lowbit.plan.pipeline import COMMAND
 from lowbit.plan.predict import MemoryShort, PipelineChoice, Predictor
 from lowbit.plan.search import best_split, search
 from lowbit.plan.sizes import ModelSizes
@@ -168,15 +167,6 @@ def test_all_pipelines_average_over_a_link_that_they_share():
     assert found.seconds >= found.gradient_bytes * 8 / 1e6
 
 
-@pytest.mark.parametrize(
-    ("schedule", "layers"), [("ZBVZeroBubble", ["1 and 4", "2 and 3"]), ("Interleaved1F1B", ["1 and 3", "2 and 4"])]
-)
-def test_ranks_are_shown_with_the_layers_of_their_stages(schedule: str, layers: list[str]):
-    row = {"schedule": schedule, "layers": [1, 2, 3, 4], "machines": ["a", "b"], "memory_bytes": [5, 6], "replicas": 1}
-    rows: Any = COMMAND.tables[1].rows
-    assert [each["layers"] for each in rows([row])] == layers
-
-
 def test_rows_of_a_tied_embedding_cross_the_link():
     """In bf16, there and back; the first rank has no optimizer for its copy, and the last one knows the copy."""
     tied, own = (predictor(machine("a"), machine("b"), mbit=1, sizes=_with(tied=tied)) for tied in (64 * 60, 0))
@@ -239,6 +229,7 @@ def test_the_command_writes_what_train_takes(tmp_path: Path, monkeypatch: pytest
     first = rows[0]
     assert (first["formats"], first["steps"], sum(first["layers"])) == ([mixed], 391, 6)
     assert first["layers"][0] > first["layers"][1]
+    assert first["rank_layers"] == [[layers] for layers in first["layers"]]
     assert first["warmup_steps"] == 97
     assert [row["choice"] for row in rows] == [1, 2, None]
     assert sorted(row["formats"] for row in rows) == [["bf16"], ["fp32"], [mixed]]

@@ -47,18 +47,17 @@ class Doctor:
         file = options.get("json")
         check_output(Path(file) if file and file != "-" else None)
         rows, writes = examine(settings)
-        plain = [vars(row) for row in rows]
-        report = Report(command=COMMAND.name, settings=settings, machine=machine(), rows=plain)
+        report = Report(command=COMMAND.name, settings=settings, machine=machine(), rows=rows)
         ending = write_output(settings, rows) if writes else ""
         if file == "-":
-            json.dump({"rows": plain}, sys.stdout)
+            json.dump({"rows": rows}, sys.stdout)
         else:
-            _show(plain, COMMAND.tables[1:], ending)
+            _show(rows, COMMAND.tables[1:], ending)
         if file and file != "-":
             report.write_json(file)
             if results := extension("results"):
                 results.write_results(COMMAND, Path(file))
-        stops = any(row["kind"] == "finding" and row["level"] == "stop" for row in plain)
+        stops = any(row["kind"] == "finding" and row["level"] == "stop" for row in rows)
         end(int(stops))  # skips destructors: those of a broken process group can wait for machines that are gone
 
 

@@ -1,11 +1,11 @@
-"""What machines state about themselves, and the rows of the page that all of them print."""
+"""What machines state about themselves and their links, and what is found wrong."""
 
 from __future__ import annotations
 
 import json
 import typing
-from dataclasses import field
-from typing import Annotated, Any, Literal, TypeVar
+from dataclasses import dataclass, field
+from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as pydantic_dataclass
@@ -174,43 +174,16 @@ class Measured:
     permitted: bool = True
 
 
-@message
+@dataclass(frozen=True, kw_only=True)
 class Finding:
     """A problem that the user should know before the training starts.
 
     Attributes:
-        level: "stop" if the training would not start, or would hang.
+        level: "stop" if the training would not start, or would hang; "warning", "note".
         machine: where it is. what: the problem. fix: how to fix it.
     """
 
-    kind: Literal["finding"] = "finding"
-    level: Literal["stop", "warning", "note"]
-    machine: Text = ""
-    what: Text
-    fix: Text = ""
-
-
-@message
-class MachineRow(Described, Speed):
-    """A machine, as the page and `cluster.toml` describe it.
-
-    Attributes:
-        clock_ms: how far its clock is ahead of the first machine's.
-    """
-
-    kind: Literal["machine"] = "machine"
-    clock_ms: float | None
-
-
-@message
-class LinkRow:
-    """A link between two machines, in both directions; None where nothing could be measured."""
-
-    kind: Literal["link"] = "link"
-    first: Text
-    second: Text
-    mbit: Number | None
-    back_mbit: Number | None
-    rtt_ms: Number | None
-    loss: Share | None
-    back_loss: Share | None
+    level: str
+    machine: str = ""
+    what: str
+    fix: str = ""

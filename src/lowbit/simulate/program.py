@@ -148,20 +148,16 @@ class StepProgram:
         )  # fmt: skip
         return whole, place
 
-    def stuck(self, end: Floats, seconds: Floats) -> str:
-        """The error message for ranks that wait for each other."""
-        actions = self.actions
-        for rank in range(actions.ranks):
-            mine = np.arange(actions.first[rank], actions.first[rank + 1])
-            if len(waiting := mine[end[mine] == 0.0][:1]) and self.awaited[waiting[0]] >= 0:
-                break
-        else:
+    def stuck(self, end: Floats) -> str:
+        """The error message for ranks that wait for each other; `end`: of actions, 0 for those that never began."""
+        waiting = np.flatnonzero((end == 0.0) & (self.awaited >= 0))
+        if not len(waiting):
             return "the ranks wait for each other forever"
-        action, what = int(waiting[0]), self.awaited[waiting[0]]
-        sender = self.sender[what]
+        action = int(waiting[0])
         return (
-            f"the ranks wait for each other forever: rank {rank} cannot begin {actions.name(action)}, because rank "
-            f"{sender} never reaches the action that sends its input; allowed: an order without cycles"
+            f"the ranks wait for each other forever: rank {self.actions.rank[action]} cannot begin "
+            f"{self.actions.name(action)}, because rank {self.sender[self.awaited[action]]} never reaches the action "
+            "that sends its input; allowed: an order without cycles"
         )
 
 

@@ -113,7 +113,7 @@ def simulate(
         whole.latency, begin, end, entered, left, busy,
     )  # fmt: skip
     if done < len(end):
-        raise ValueError(program.stuck(end[place], whole.seconds[place]))
+        raise ValueError(program.stuck(end[place]))
     rank, coding = actions.rank, program.decode + program.encode
     count = program.messages
     return Step(
