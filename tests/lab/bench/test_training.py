@@ -211,3 +211,9 @@ def test_evaluation_is_the_mean_over_windows_spread_over_the_text(recipe: Traini
             logits = model(input_ids=inputs).logits
             expected.append(torch.nn.functional.cross_entropy(logits[0], targets[0]).item())
     assert evaluate(model, held_out, recipe) == pytest.approx(sum(expected) / 6, rel=1e-5)
+
+
+def test_precision_is_that_of_the_computation(recipe: TrainingRecipe):
+    rounded = dataclasses.replace(recipe, precision="bf16")
+    assert first_losses(rounded, "fp32") != first_losses(recipe, "fp32")
+    assert first_losses(rounded, "fp32") == pytest.approx(first_losses(recipe, "fp32"), rel=0.01)
