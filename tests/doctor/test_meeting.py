@@ -200,7 +200,7 @@ def test_a_file_of_the_user_is_kept(tmp_path: Path):
     assert "has the machines" in write_output(settings, [row])
     assert "has the machines" in write_output(settings, [{**row, "name": "a"}]), "unchanged since"
     path.write_text(path.read_text().replace("0.5", "0.7"))
-    result = invoke("doctor", "--meet", "127.0.0.1:29400", "--output", str(path))
+    result = invoke("doctor", "--meet", "127.0.0.1:29400", "--output", str(path), "--wait", "1")
     assert result.exit_code == 2
     assert result.stderr.startswith("error: output is")
     assert "was changed since; allowed: another file, or --overwrite" in result.stderr
