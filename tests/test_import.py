@@ -41,7 +41,7 @@ PUBLIC = {
         "Baseline Column Command Report Row Table Value check_output compare execute machine run spread summary"
     ),
     "lowbit_lab.charts": "Bars Heights Lines Points Stacks",
-    "lowbit.simulate": "Actions Channel Hosts Network StageTimes Step Timeline actions actions_from simulate",
+    "lowbit.simulate": "Actions Channel Network StageTimes Step Timeline actions actions_from simulate",
     "lowbit.tensor_parallel": (
         "Calibration CalibrationError Drift Installed LowBitRowwiseParallel ModelSum SumSettings Thresholds "
         "Traffic calibrate emulate_tensor_parallel_ low_bit_ low_bit_styles model_sums tensor_parallel_"
