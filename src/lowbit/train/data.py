@@ -245,12 +245,8 @@ def _read(path: Path) -> np.ndarray | None:
 
 
 def _write(path: Path, tokens: np.ndarray) -> None:
-    """Write token ids atomically, as other ranks may read; a file that lowbit did not make stays."""
-    folder, name = RunFolder(path.parent.parent), f"{path.parent.name}/{path.name}"
-    if folder.foreign([name]):
-        log.warning("%s was not made by lowbit and stays; token ids are not cached", path)
-        return
-    folder.note(name)
+    """Write token ids atomically, as other ranks may read."""
+    RunFolder(path.parent.parent).note(f"{path.parent.name}/{path.name}")
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic.replacing(path) as part:
         np.save(part, tokens)

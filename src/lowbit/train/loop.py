@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import secrets
+import shutil
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -37,7 +38,7 @@ from lowbit.train.identity import CHOSEN
 from lowbit.train.layout import Pair, needless
 from lowbit.train.lora import save_adapters
 from lowbit.train.metrics import EVALUATION, TIED, Recorder, StepMetrics
-from lowbit.train.prepare import FILES, IN_USE, left_behind, prepare
+from lowbit.train.prepare import FILES, IN_USE, prepare
 from lowbit.train.progress import Progress
 from lowbit.train.run_info import FILE as RANKS
 from lowbit.train.run_info import describe_machines, memory_of
@@ -169,7 +170,6 @@ class Run:
     def _end_step(self, metrics: StepMetrics, *, last: bool) -> None:
         """Do what is due after a step: choose formats, save a checkpoint, evaluate."""
         run, trainer, done = self.config.run, self.trainer, metrics.step
-        self.folder.check_there()  # locked by rank 0, whose error ends all
         if self.connections.due(done):
             rates = self.rates
             if not self.connections.look(done):
@@ -218,8 +218,6 @@ class Run:
         if trainer.elastic is not None:
             trainer.elastic.resume(done)
         dist.barrier(group=trainer.side)
-        if not run.resume:
-            raise_everywhere(left_behind(self.output), trainer.side)
         if trainer.rank == 0:
             self.folder.note(*FILES)
             written = replace(self.config, pipeline=in_full(self.config.pipeline)).to_json()
@@ -271,13 +269,19 @@ class Run:
     def _save_model(self, weights: dict[str, Tensor]) -> None:
         """Write the trained model on rank 0, which may take longer than the time limit."""
         if self.trainer.rank == 0:
-            staging = self.folder.staging("model")
-            tokenizer = self.trainer.prepared.data.tokenizer
+            part, tokenizer = self.output / ".model.lowbit-part", self.trainer.prepared.data.tokenizer
+            shutil.rmtree(part, ignore_errors=True)  # of an attempt that was ended
+            part.mkdir()
             if self.config.lora.rank:
-                save_adapters(staging, weights, self.config, tokenizer)
+                save_adapters(part, weights, self.config, tokenizer)
             else:
-                export.save_model(staging, weights, self.trainer.model_config, tokenizer)
-            self.folder.adopt(staging, "model")
+                export.save_model(part, weights, self.trainer.model_config, tokenizer)
+            names = [path.relative_to(part).as_posix() for path in part.rglob("*") if path.is_file()]
+            self.folder.note(*(f"model/{name}" for name in names))
+            for name in names:
+                (self.output / "model" / name).parent.mkdir(parents=True, exist_ok=True)
+                (part / name).replace(self.output / "model" / name)
+            shutil.rmtree(part)
 
     def _open_recorder(self) -> Recorder | None:
         if self.trainer.rank != 0:

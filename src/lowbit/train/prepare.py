@@ -16,7 +16,7 @@ from lowbit.codecs import Codec
 from lowbit.config import ConfigError
 from lowbit.train.activations import Policies, StageOfPlan, check_schedule, planned_settings, saved_policies
 from lowbit.train.boundaries import Codecs, check_codecs, make_codecs
-from lowbit.train.checkpoints.manifest import MANIFEST, DamagedShareError, Manifest, read_manifest, shares_in, steps_in
+from lowbit.train.checkpoints.manifest import DamagedShareError, Manifest, read_manifest, shares_in, steps_in
 from lowbit.train.checkpoints.save import FOLDER, NO_CHECKPOINT
 from lowbit.train.config import TrainConfig
 from lowbit.train.data import Data, load_data
@@ -151,10 +151,6 @@ def check_output(config: TrainConfig) -> None:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"{name} cannot be written to: {reason}") from error
     folder = RunFolder(output)
-    if os.path.lexists(output / MARK) and not folder.marked:  # writing to a pipe could block
-        raise ConfigError(f"{name} has a {MARK} that is not a regular file; allowed: another folder")
-    if not _launched() and (holder := folder.in_use()):
-        raise ConfigError(IN_USE.format(str(output), holder))
     if foreign := _in_the_way(config, folder):
         unknown = "" if folder.marked else f" (there is no {MARK}: lowbit has not run here)"
         raise ConfigError(
@@ -167,16 +163,6 @@ def check_output(config: TrainConfig) -> None:
             f"{name} holds a run already ({', '.join(earlier)}); allowed: another folder, "
             "run.resume=true to continue from its newest checkpoint, or run.overwrite=true to delete it"
         )
-
-
-def left_behind(output: Path) -> str:
-    """Return the error message if shares of an older run remain for a run that begins with step 0; else empty."""
-    share = next((share for share in _shares(output / FOLDER) if (share / MANIFEST).exists()), None)
-    if share is None:
-        return ""
-    return (
-        f"{share} still exists, and a later run.resume would continue from it; allowed: another folder, or to remove it"
-    )
 
 
 def _launched() -> bool:
@@ -192,12 +178,8 @@ def _in_the_way(config: TrainConfig, folder: RunFolder) -> list[str]:
         files += ["model/config.json", "model/model.safetensors", "model/adapter_model.safetensors"]
     files += [name for name in _FOLDERS if (folder.path / name).is_file()]
     if not config.run.resume:  # a resume may begin with shares that the user copied here
-        files += [
-            str(file.relative_to(folder.path))
-            for step in steps_in(folder.path / FOLDER).values()
-            for share in shares_in(step).values()
-            for file in sorted(share.iterdir())
-        ]
+        shares = _shares(folder.path / FOLDER)
+        files += [str(file.relative_to(folder.path)) for share in shares for file in sorted(share.iterdir())]
     return folder.foreign(files)
 
 

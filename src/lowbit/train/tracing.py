@@ -85,9 +85,6 @@ class Tracing:
             return
         names = {f"{FOLDER}/rank-{rank}.json.gz": {rank: of_rank} for rank, of_rank in enumerate(gathered)}
         names[f"{FOLDER}/{ALL}"] = dict(enumerate(gathered))
-        if others := self._folder.foreign(names):
-            log.warning("%s was not made by lowbit and stays: the trace is not written", self._folder.path / others[0])
-            return
         self._folder.note(f"{FOLDER}/", *names)
         (self._folder.path / FOLDER).mkdir(exist_ok=True)
         for name, ranks in names.items():
