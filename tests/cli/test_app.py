@@ -126,7 +126,6 @@ def test_a_dry_run_checks_and_shows_and_starts_nothing(tmp_path: Path, monkeypat
         "3.48 bits per element",
         "2.31 bits per element",
         "warm-up 50 of 200 steps at full precision",
-        "tied embedding rows of a step's tokens, below those of the first, in Cast(dtype=torch.bfloat16)",
         "saved by stage 0 to 2 LayerAware(bits=4",
         "saved by stage 3 as PyTorch does",
         "10,450 to train on, 550 held out, vocabulary of 256",

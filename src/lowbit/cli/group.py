@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from lowbit.cli.text import columns, examples_in_help, listed, wrapped
+from lowbit.terminal import suggestion
 
 
 class CliCommand(Protocol):
@@ -63,9 +63,7 @@ class Group:
             commands[words[0]](f"{program} {words[0]}", words[1:])
         else:
             wanted = _MEANT.get(words[0].replace("-", ""), words[0])
-            close = difflib.get_close_matches(wanted, commands, n=1)
-            advice = f"did you mean {close[0]}?" if close else f"known: {', '.join(commands)}"
-            raise ValueError(f"{program} has no {words[0]!r}; {advice}")
+            raise ValueError(f"{program} has no {words[0]!r}; {suggestion(wanted, commands)}")
 
     def _help(self, program: str, commands: Mapping[str, CliCommand]) -> Iterator[str]:
         yield from (f"usage: {program} COMMAND [options]", "")

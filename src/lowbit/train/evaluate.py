@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from lowbit.train.answers import IGNORED, Answers
 from lowbit.train.data import Windows
 from lowbit.train.layout import PipelineLayout
 from lowbit.train.model import StageModule, next_token_loss
+from lowbit.wire.checksum import sealed_bytes
 from lowbit.wire.messages import Expected, Messages, Sent
 
 _ROUND_BYTES = 1 << 27
@@ -235,6 +237,13 @@ class HeldOutEvaluation:
 def evaluated(windows: Windows | Answers, *, batch: int, batches: int) -> Tensor:
     """Return the ids of the windows that an evaluation takes: at most `batches` batches (0: all)."""
     return torch.arange(min(len(windows), batch * batches) if batches else len(windows))
+
+
+def evaluation_bytes(layout: PipelineLayout, codecs: Sequence[Codec], shapes: Sequence[tuple[int, int, int]]) -> float:
+    """Return the bytes that a pipeline sends to evaluate batches of these shapes through these codecs."""
+    crossing = [codec for boundary, codec in enumerate(codecs) if layout.crosses(boundary)]
+    coded = [codec.nbytes(shape) if codec.settled else 4 * math.prod(shape) for codec in crossing for shape in shapes]
+    return float(len(shapes) * (layout.ranks - 1) * sealed_bytes(SUMS_BYTES) + sum(map(sealed_bytes, coded)))
 
 
 def _sums_of(logits: Tensor, targets: Tensor, positions: Tensor | None) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +14,7 @@ import torch
 import lowbit
 from lowbit.codecs import parse
 from lowbit.config import ConfigError
-from lowbit.terminal import printable
+from lowbit.terminal import printable, suggestion
 from lowbit.train.activations import planned_layers, written_out
 from lowbit.train.answers import Answers
 from lowbit.train.boundaries import in_full
@@ -172,9 +171,9 @@ def check_allowed(keys: Iterable[str], compared_keys: Iterable[str]) -> None:
                 "allowed: a new run"
             )
         if key not in valid:
-            close = difflib.get_close_matches(key, valid, n=1, cutoff=0.4)
-            advice = f"did you mean {close[0]}?" if close else f"known: {', '.join(valid)}"
-            raise ConfigError(f"run.allow_change has {key!r}, which a resume does not compare; {advice}")
+            raise ConfigError(
+                f"run.allow_change has {key!r}, which a resume does not compare; {suggestion(key, valid)}"
+            )
 
 
 def refuse(where: str, changes: Sequence[Change], allowed: Iterable[str]) -> str:

@@ -35,7 +35,7 @@ from lowbit.train.device import local_rank, threads_per_rank
 from lowbit.train.folder import RunFolder
 from lowbit.train.goal import Goal, wanted_nats
 from lowbit.train.identity import CHOSEN
-from lowbit.train.layout import Pair, needless
+from lowbit.train.layout import Pair
 from lowbit.train.lora import save_adapters
 from lowbit.train.metrics import EVALUATION, TIED, Recorder, StepMetrics
 from lowbit.train.prepare import FILES, IN_USE, prepare
@@ -327,7 +327,7 @@ class Run:
         return max((seconds for each in self.trips for seconds in each.values()), default=None)
 
     def _measure_distance(self) -> list[dict[Pair, float]]:
-        """Measure round trips between neighbours of each pipeline, in seconds; warn of a costly layout."""
+        """Measure round trips between neighbours of each pipeline, in seconds."""
         layout = self.trainer.layout
         if layout.ranks == 1:
             return []
@@ -342,9 +342,6 @@ class Run:
             pipeline, place = divmod(rank, layout.ranks)
             for other, seconds in measured:
                 trips[pipeline][min(place, other), max(place, other)] = seconds
-        warnings = [needless(layout, self.config.pipeline.schedule, each) for each in trips]
-        if self.trainer.rank == 0 and (warning := next(filter(None, warnings), None)):
-            log.warning("%s", warning)
         return trips
 
     def _measure_links(self, seconds: float = 0.0) -> dict[Pair, float]:
