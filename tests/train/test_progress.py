@@ -138,15 +138,12 @@ def _toml(config: object) -> str:
     return to_toml(config, meanings=False)
 
 
-def test_a_rank_alone_on_its_machine_shows_the_run(tmp_path: Path):
-    for shown in _train(tmp_path, ["here", "there"]):
+def test_one_rank_of_a_machine_shows_the_run(tmp_path: Path):
+    for shown in _train(tmp_path / "two", ["here", "there"]):
         assert re.findall(r"^step (\d/3)  loss", shown, re.M) == ["1/3", "2/3", "3/3"]
         assert "held-out loss" in shown
         assert len(re.findall(r"  out 0.0\d MB  in 0.0\d MB  link [01] to [01]: [\d.]+ of [\d,]+ Mbit/s", shown)) == 3
-
-
-def test_one_rank_of_a_machine_shows_the_run(tmp_path: Path):
-    first, second = _train(tmp_path, ["here", "here"])
+    first, second = _train(tmp_path / "one", ["here", "here"])
     assert "step 3/3  loss" in first
     assert "loss" not in second
 

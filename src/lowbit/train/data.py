@@ -20,10 +20,9 @@ from torch import Tensor
 from lowbit.config import ConfigError, atomic
 from lowbit.terminal import printable
 from lowbit.train import corpus
-from lowbit.train.answers import Answers, encode, fit, fit_held_out
+from lowbit.train.answers import Answers, TextSample, encode, fit, fit_held_out, read_samples
 from lowbit.train.config import DataConfig
 from lowbit.train.folder import RunFolder
-from lowbit.train.samples import TextSample, read_samples
 from lowbit.train.tokenizer import ByteTokenizer, Tokenizer, definition, load_tokenizer
 
 log = logging.getLogger(__name__)

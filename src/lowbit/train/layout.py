@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from lowbit.config import ConfigError
 from lowbit.train.config import PipelineConfig
@@ -85,21 +83,6 @@ def even(layers: int, stages: int) -> tuple[int, ...]:
     """Split layers over stages as evenly as possible; the first stages get one more."""
     each, extra = divmod(layers, stages)
     return tuple(each + (stage < extra) for stage in range(stages))
-
-
-def parameters_at(layout: Mapping[str, Any], rank: int) -> str:
-    """Describe the part of the model on a rank; `layout` comes from a manifest (`lowbit.train.identity.layout_of`)."""
-    recorded = PipelineLayout(
-        ranks=layout["pipeline.ranks"], stages_per_rank=layout["pipeline.stages_per_rank"],
-        v_shaped=layout["pipeline.schedule"] in _V_SHAPED, layer_counts=tuple(layout["layers"]),
-    )  # fmt: skip
-    stages = recorded.stages_of(rank % recorded.ranks)
-    parts = [f"layers {layers[0]} to {layers[-1]}" for layers in map(recorded.layers_of, stages)]
-    if 0 in stages:
-        parts.insert(0, "the embedding")
-    if recorded.stages - 1 in stages:
-        parts.append("the output matrix")
-    return ", ".join(parts)
 
 
 def _check_schedule(pipeline: PipelineConfig, ranks: int) -> None:

@@ -80,7 +80,7 @@ def resume(
     raise_everywhere(problem, group)
     if rank == 0 and sources.fresh:
         log.warning("%s: codecs start without their earlier state at %s", where, ", ".join(sources.fresh))
-    return saved.step, [*saved.first.changes, *(change.at(saved.step) for change in changes)]
+    return saved.step, [*saved.first.changes, *({"step": saved.step, **change._asdict()} for change in changes)]
 
 
 def _compare(

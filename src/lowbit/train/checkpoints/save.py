@@ -71,10 +71,10 @@ class Checkpoints:
         def attempt(work: Callable[[], None]) -> str:
             try:
                 work()
+                return ""
             except OSError as error:
                 reason = error.strerror or str(error)
                 return f"rank {self.rank} cannot write its share of step {step}, {target}: {reason}"
-            return ""
 
         for work in (stage, partial(commit_share, target)):
             if problems := [text for text in together(partial(attempt, work), group) if text]:
