@@ -1,7 +1,5 @@
 """`lowbit`, its help and `lowbit train`: options reach the configuration, bad input is one line."""
 
-import json
-import os
 import subprocess
 import sys
 import tomllib
@@ -21,7 +19,6 @@ SUMMARY = Summary(
     seconds=7.0, boundary="lowbit", forward=("tah-quant",), backward=("int6",), ranks=2, stages=2, schedule="1F1B",
     model=None,
 )  # fmt: skip
-WIDE = {"COLUMNS": "160", "TERM": "dumb"}
 
 
 def test_version():
@@ -70,26 +67,6 @@ def test_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         result = invoke("train", *words.split())
         assert result.exit_code == 0, result.output
         assert (ran[-1].run.steps, ran[-1].run.resume, ran[-1].run.allow_change) == (7, resume, allowed)
-
-
-def test_a_real_run_from_the_command_line(tmp_path: Path):
-    output = tmp_path / "run"
-    settings = (
-        "model.dim=32", "model.layers=2", "model.heads=2", "data.batch=4", "data.sequence=32", "data.max_bytes=20000",
-        "run.steps=2", f"run.output={output}",
-    )  # fmt: skip
-    options = [f"--{setting}" for setting in settings]
-    done = subprocess.run(
-        [sys.executable, "-m", "lowbit", "train", "--ranks", "2", *options],
-        env=os.environ | WIDE,
-        text=True,
-        capture_output=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    written = json.loads((output / "summary.json").read_text())
-    assert (written["steps"], written["ranks"]) == (2, 2)
-    assert f"{written['held_out_loss']:.4f}" in done.stdout
 
 
 def test_a_configuration_is_printed_with_all_its_keys_and_read_back(tmp_path: Path):

@@ -22,7 +22,6 @@ LINES = [
     ("bench convergence --seed a", "seeds is ['a']; allowed: an integer or a list of integers"),
     ("train a.toml b.toml", "unexpected argument 'b.toml'; see lowbit train --help"),
     ("trian", "lowbit has no 'trian'; did you mean train?"),
-    ("fine-tune x.toml", "lowbit has no 'fine-tune'; did you mean train?"),
     ("bench nonsense", "lowbit bench has no 'nonsense'; known: pipeline, codecs,"),
     ("evaluate", "the following arguments are required: MODEL; see lowbit evaluate --help"),
     ("train folder", "configuration file folder: Is a directory"),

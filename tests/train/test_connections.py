@@ -153,14 +153,6 @@ def test_bbr_that_is_there_already_is_enough(monkeypatch: pytest.MonkeyPatch):
     ]
 
 
-def test_a_number_is_used_as_it_is(monkeypatch: pytest.MonkeyPatch):
-    run = Fake(monkeypatch, {}, connections=6)
-    assert run.counts == [6]
-    assert not run.look(1000, 100)
-    assert not run.connections.due(100)
-    assert run.connections.count == 6
-
-
 def counted(config: Any) -> tuple[list[float], int]:
     from lowbit.train import train
 

@@ -57,9 +57,7 @@ def test_shares_of_a_batch_teach_what_the_whole_does(ranks: Ranks, tmp_path: Pat
     [
         ("fp8", {"gradients": {"all_reduce": "fp8"}}),
         ("stored", {"gradients": {"all_reduce": "int8", "storage": "fp8"}}),
-        ("tied", {"model": {"family": "gpt2", "tied": True}}),
         ("tied-stored", {"model": {"tied": True}, "gradients": {"storage": "fp8"}}),
-        ("one-stage", {"pipeline": {"ranks": 1, "data_parallel": 2, "microbatches": 2}}),
         ("stock", {"pipeline": TWO | {"boundary": "stock-fp32"}}),
     ],
 )

@@ -36,7 +36,6 @@ from tests.train.runs import LIMIT, ONE, again, base, curve, losses, tiny
         ("qwen2", True, "Interleaved1F1B", 2, ()),
         ("qwen3", None, "InterleavedZeroBubble", 2, ()),
         ("gpt2", None, "ZBVZeroBubble", 2, ()),
-        ("qwen2", None, "ZBVZeroBubble", 2, (1, 2, 1, 1)),
         ("mistral", None, "LoopedBFS", 2, ()),
         ("llama", None, "DualPipeV", 2, ()),
     ],

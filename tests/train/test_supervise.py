@@ -31,7 +31,7 @@ def test_a_supervised_run_reaches_its_last_step_bit_for_bit(ranks: Ranks, tmp_pa
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(run, again(config, run={"supervise": True}))
         for lines, rank, fault in ((7, 1, signal.SIGKILL), (17, 0, signal.SIGSTOP)):
-            _wait_for_lines(config.run.output, lines, running)
+            _wait_for_lines(config.run.output, lines, running.done)
             os.kill(_process_of_rank(rank), fault)
             time.sleep(1)
         summary = running.result(timeout=120)
@@ -113,12 +113,13 @@ def test_it_is_not_for_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         launch.run(tiny(tmp_path, run={"supervise": True, "overwrite": False}))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_rank_that_hangs_ends_the_run_in_time(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     config = tiny(tmp_path, model={"layers": 2}, run={"steps": 400, "timeout_seconds": 6})
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(run, config)
-        _wait_for_lines(config.run.output, 3, running)
+        _wait_for_lines(config.run.output, 3, running.done)
         os.kill(_process_of_rank(1), signal.SIGSTOP)
         begin = time.monotonic()
         with pytest.raises(LaunchError, match=r"rank 1 .*all ranks were ended"):

@@ -26,7 +26,6 @@ from lowbit.train import export
 from lowbit.train.auto import Auto, FormatChoice, described
 from lowbit.train.boundaries import in_full
 from lowbit.train.checkpoints import state
-from lowbit.train.checkpoints.manifest import Manifest
 from lowbit.train.checkpoints.resume import resume
 from lowbit.train.checkpoints.save import Checkpoints, raise_everywhere, together
 from lowbit.train.config import TrainConfig
@@ -101,15 +100,19 @@ class Run:
         self.recorder: Recorder | None = None  # on rank 0 only
         self.progress: Progress | None = None  # on the first rank of each machine only
         self.checkpoints = Checkpoints(self.output, rank=trainer.rank, keep=run.keep)
-        self._warn_of_cost()
+        if trainer.rank == 0:  # not in `prepare`, which a launcher runs as well as its ranks
+            for note in trainer.prepared.data.notes:
+                log.warning("%s", note)
+            if self.config.activations.plan and trainer.prepared.autocast is None:
+                log.warning("activations.plan counts bytes of matrix products in bfloat16; float32's are saved here")
         self._conversations: dict[str, Messages] = {}
         self.trips = self._measure_distance()
         self.connections = Connections(trainer, self._slowest_rate, self._say)
+        self.mbit = trainer.links.rates  # changed in place, for metrics and the progress display
         self.rates = self._measure_links()
         rates = self.rates
         if not self.connections.look():
             self.rates = rates  # not those of what was tried and left
-        self.mbit = trainer.links.rates
         self.mbit.update(trainer.links.by_link(self.rates))
         gathered = gather_json([secrets.token_hex(8), machine()], trainer.side)
         attempt = gathered[0][0]  # every checkpoint of this process group carries rank 0's token
@@ -141,7 +144,7 @@ class Run:
                 if self.progress is not None:
                     self.progress.say(trainer.prepared.data.described())
                 before = self._evaluate(0, with_codecs=False)
-            tracing = self._open_tracing()
+            tracing = self._open_tracing() if run.trace else None
             if self.auto is not None and self.auto.choice is not None:  # from the checkpoint
                 self._note_formats(self.auto.choice)
             done, steps_here = self.start, 0
@@ -189,8 +192,10 @@ class Run:
         if self.connections.due(done + 1):  # no receive may be posted when the number of connections changes
             trainer.pipeline.look_ahead(False)
         if run.checkpoint_every and (done % run.checkpoint_every == 0 or last):
-            snapshot = state.collect(trainer.pipeline, trainer.optimizer)
-            self.checkpoints.save(done, snapshot, self._manifest(), trainer.side)
+            snapshot, manifest = state.collect(trainer.pipeline, trainer.optimizer), self.manifest
+            if self.auto is not None and self.auto.choice is not None:
+                manifest = replace(manifest, identity=manifest.identity | {CHOSEN: asdict(self.auto.choice)})
+            self.checkpoints.save(done, snapshot, manifest, trainer.side)
         if run.eval_every and done % run.eval_every == 0 and not last:
             self._evaluate(done)
 
@@ -295,13 +300,9 @@ class Run:
             self.folder.note(*curves)
         return recorder
 
-    def _open_tracing(self) -> Tracing | None:
-        run = self.config.run
-        if not run.trace:
-            return None
-        steps = traced_steps(
-            run.steps, start=self.start, warmup=self.config.codec_warmup_steps, count=run.trace_steps
-        )  # fmt: skip
+    def _open_tracing(self) -> Tracing:
+        run, warmup = self.config.run, self.config.codec_warmup_steps
+        steps = traced_steps(run.steps, start=self.start, warmup=warmup, count=run.trace_steps)
         messages = Messages(self.trainer.side, "trace", timeout=run.timeout_seconds, checksums=run.checksums)
         return Tracing(self.trainer, messages, self.folder, steps)
 
@@ -314,13 +315,6 @@ class Run:
             )
         return self._conversations[topic]
 
-    def _warn_of_cost(self) -> None:
-        if self.trainer.rank == 0:  # not in `prepare`, which a launcher runs as well as its ranks
-            for note in self.trainer.prepared.data.notes:
-                log.warning("%s", note)
-            if self.config.activations.plan and self.trainer.prepared.autocast is None:
-                log.warning("activations.plan counts bytes of matrix products in bfloat16; float32's are saved here")
-
     @property
     def round_trip(self) -> float | None:
         """Longest round trip between neighbours of a pipeline, in seconds; None on one rank."""
@@ -332,11 +326,10 @@ class Run:
         if layout.ranks == 1:
             return []
         messages = self._messages("distance")
-        own = []
-        for pair in neighbours(messages.ranks):
-            if messages.rank in pair:
-                other = pair[0] if pair[1] == messages.rank else pair[1]
-                own.append((other, round_trip(messages, other).seconds))
+        own = [
+            (other, round_trip(messages, other).seconds)
+            for pair in neighbours(messages.ranks) for other in pair if messages.rank in pair and other != messages.rank
+        ]  # fmt: skip
         trips: list[dict[Pair, float]] = [{} for _ in range(self.trainer.replicas.count)]
         for rank, measured in enumerate(gather_json(own, self.trainer.side)):
             pipeline, place = divmod(rank, layout.ranks)
@@ -380,7 +373,7 @@ class Run:
         if before is not None:
             begin = time.perf_counter()
             self.rates = self._measure_links()
-            self.mbit.update(self.trainer.links.by_link(self.rates))  # in place, for metrics and the progress display
+            self.mbit.update(self.trainer.links.by_link(self.rates))
             if not auto.looked(self.mbit, time.perf_counter() - begin):
                 return
             self.trips = self._measure_distance()
@@ -415,12 +408,6 @@ class Run:
         self.about["formats"] = [asdict(choice) for choice in self.choices]
         if self.trainer.rank == 0:
             self._write_about()
-
-    def _manifest(self) -> Manifest:
-        """Return the manifest for checkpoints, with the formats that the run has chosen."""
-        if self.auto is None or self.auto.choice is None:
-            return self.manifest
-        return replace(self.manifest, identity=self.manifest.identity | {CHOSEN: asdict(self.auto.choice)})
 
 
 def _evaluation_bytes() -> int:

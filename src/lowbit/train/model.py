@@ -201,7 +201,14 @@ class StageModule(nn.Module):
         self.names: dict[nn.Parameter, str] = {p: name for name, p in model.named_parameters()}
         self.aliases: dict[str, str] = {}
         self.decoder: Any = _cut(model, layers, first=first, last=last)
-        self.head = self._output_matrix(model) if last else None
+        self.head: nn.Module | None = None
+        if last:
+            self.head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+            assert isinstance(self.head, nn.Linear)
+            if not first and self.head.weight is embedding.weight:  # tied to the embedding on another stage
+                self.aliases = {"lm_head.weight": self.names[self.head.weight]}  # pyright: ignore[reportArgumentType]
+                self.head = copy.deepcopy(self.head)
+                self.names |= dict.fromkeys(self.head.parameters(), "lm_head.weight")
         mine = set(self.parameters())
         self.names = {p: name for p, name in self.names.items() if p in mine}
 
@@ -227,17 +234,6 @@ class StageModule(nn.Module):
             # Zero-bubble schedules detach outputs in place, which fails for views.
             return hidden.clone() if hidden._is_view() else hidden
 
-    def _output_matrix(self, model: PreTrainedModel) -> nn.Module:
-        """Return the output matrix; a copy if it is tied to the embedding on another stage."""
-        head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-        assert isinstance(head, nn.Linear)
-        if not self.first and head.weight is embedding.weight:
-            tied_to = next(name for weight, name in self.names.items() if weight is head.weight)
-            self.aliases = {"lm_head.weight": tied_to}
-            head = copy.deepcopy(head)
-            self.names |= dict.fromkeys(head.parameters(), "lm_head.weight")
-        return head
-
 
 def _cut(model: PreTrainedModel, layers: range, *, first: bool, last: bool) -> nn.Module:
     """Return the decoder with these layers only; it shares its modules with `model`."""
@@ -261,9 +257,7 @@ def _cut(model: PreTrainedModel, layers: range, *, first: bool, last: bool) -> n
     return decoder
 
 
-class _Zero(nn.Module):
-    """Replaces position embeddings, which the first stage has already added."""
-
+class _Zero(nn.Module):  # in place of position embeddings, which the first stage has already added
     def forward(self, positions: Tensor) -> Tensor:
         return torch.zeros((), device=positions.device)
 

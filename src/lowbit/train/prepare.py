@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lowbit.activations import LayerAware
 from lowbit.codecs import Codec
 from lowbit.config import ConfigError
 from lowbit.train.activations import Policies, StageOfPlan, check_schedule, planned_settings, saved_policies
@@ -114,25 +113,22 @@ def prepare(config: TrainConfig, *, ranks: int) -> Prepared:
     activations = saved_policies(config.activations, layout.stages, planned_settings(config, layout, vocab))
     check_schedule(activations, config.pipeline.schedule)
     if config.run.method == "agoq" and config.activations.plan:
-        activations = tuple(_as_published(policy, config.activations.plan) for policy in activations)
+        if any(isinstance(policy, StageOfPlan) for policy in activations):
+            raise ConfigError(
+                f"activations.plan is {config.activations.plan!r}, a plan by layer, and run.method is agoq; "
+                "allowed: a plan by stage, which leaves attention as it is"
+            )
+        # Without lowbit's own outliers in 8-bit norms.
+        policies = [policy for policy in activations if not isinstance(policy, StageOfPlan)]
+        activations = tuple(policy and replace(policy, outliers=False) for policy in policies)
     identity = run_identity(config, data=data, vocab=vocab)
     check_allowed(config.run.allow_change, identity)
-    if config.run.resume and not _launched():
+    if config.run.resume and "RANK" not in os.environ and not dist.is_initialized():  # ranks check together
         _check_resume(config, identity)
     return Prepared(
         config=config, layout=layout, codecs=codecs, activations=activations, storage=storage, all_reduce=all_reduce,
         tied_rows=tied_rows, data=data, vocab=vocab, device=device, backend=backend, identity=identity,
     )  # fmt: skip
-
-
-def _as_published(policy: Any, plan: str) -> LayerAware | None:
-    """Return a stage's policy for AGoQ: bits of a plan by stage, without lowbit's own outliers in 8-bit norms."""
-    if isinstance(policy, StageOfPlan):
-        raise ConfigError(
-            f"activations.plan is {plan!r}, a plan by layer, and run.method is agoq; "
-            "allowed: a plan by stage, which leaves attention as it is"
-        )
-    return None if policy is None else replace(policy, outliers=False)
 
 
 def check_output(config: TrainConfig) -> None:
@@ -165,11 +161,6 @@ def check_output(config: TrainConfig) -> None:
         )
 
 
-def _launched() -> bool:
-    """Whether this process is one of several ranks, which check together what concerns all of them."""
-    return "RANK" in os.environ or dist.is_initialized()
-
-
 def _in_the_way(config: TrainConfig, folder: RunFolder) -> list[str]:
     """Return files that lowbit did not make, at paths that this run would write or read."""
     files = [*FILES]
@@ -183,13 +174,12 @@ def _in_the_way(config: TrainConfig, folder: RunFolder) -> list[str]:
     return folder.foreign(files)
 
 
-def _shares(folder: Path) -> list[Path]:
-    """List the shares in a folder of checkpoints, newest step first."""
+def _shares(folder: Path) -> list[Path]:  # newest step first
     return [share for step in reversed(steps_in(folder).values()) for share in shares_in(step).values()]
 
 
 def _check_resume(config: TrainConfig, identity: dict[str, Any]) -> None:
-    """Compare the run with the newest manifest in this folder; ranks of several machines do so together instead."""
+    """Compare the run with the newest manifest in this folder."""
     folder, run = Path(config.run.output) / FOLDER, config.run
     comparable = {key: value for key, value in identity.items() if key != "run.precision"}
     shares = _shares(folder)

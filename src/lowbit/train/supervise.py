@@ -48,7 +48,7 @@ def supervise(config: TrainConfig, start: Callable[[TrainConfig], None]) -> None
             "allowed: torchrun --max-restarts with run.resume=auto"
         )
     if not config.run.resume:
-        config = _resuming(config)
+        config = dataclasses.replace(config, run=dataclasses.replace(config.run, resume="auto"))
     one_rank = "RANK" in os.environ or config.ranks == 1
     ranks = world()[1] if one_rank else config.ranks
     prepare(config, ranks=ranks)
@@ -62,18 +62,19 @@ def supervise(config: TrainConfig, start: Callable[[TrainConfig], None]) -> None
             if error.interrupted:
                 raise
             step = newest_step(checkpoints)
+            place = "the start" if step is None else f"step {step}"
             if error.code == ALONE and step == config.run.steps:
                 log.warning("%s. All %d steps are done: the other ranks must have finished", error, step)
                 return
             if reason := attempts.give_up(error.code, step):
-                how = "" if error.code == USAGE else f". The same command continues from {_place(step)}"
+                how = "" if error.code == USAGE else f". The same command continues from {place}"
                 raise LaunchError(f"{error}; {reason}{how}", error.code) from error
             log.warning(
                 "%s. Starting again from %s (attempt %d without a new checkpoint, at most %d)",
-                error, _place(step), attempts.in_vain, config.run.restarts,
+                error, place, attempts.in_vain, config.run.restarts,
             )  # fmt: skip
             time.sleep(attempts.pause)
-            config = _resuming(config)
+            config = dataclasses.replace(config, run=dataclasses.replace(config.run, resume="auto"))
 
 
 class Attempts:
@@ -105,12 +106,3 @@ class Attempts:
         if code == DIVERGED and again:
             return "the attempt before ended likewise, after the same checkpoint"
         return f"gave up after {self.in_vain} attempts" if self.in_vain > self._most else ""
-
-
-def _place(step: int | None) -> str:
-    return "the start" if step is None else f"step {step}"
-
-
-def _resuming(config: TrainConfig) -> TrainConfig:
-    """Return the next attempt's configuration: resume from the newest checkpoint, if there is one."""
-    return dataclasses.replace(config, run=dataclasses.replace(config.run, resume="auto"))
