@@ -159,7 +159,12 @@ MADE_EARLIER = {
 """What the commands of a page have made before its Python runs."""
 
 
-@pytest.mark.parametrize("page", PYTHON, ids=name)
+SLOW = {"docs/tutorials/own-pipeline.md"}  # 20 s; what it does is in the examples and in tests/pipeline, too
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(p, marks=pytest.mark.slow if name(p) in SLOW else (), id=name(p)) for p in PYTHON]
+)
 def test_python_runs(page: Path, tmp_path: Path):
     if make := MADE_EARLIER.get(name(page)):
         make(tmp_path)

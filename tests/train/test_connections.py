@@ -129,7 +129,6 @@ def test_losses_that_cannot_be_read_are_mentioned_once(monkeypatch: pytest.Monke
     ("rates", "count", "tried"),
     [
         ({1: 13.0, 4: 44.0, 16: 91.0}, 16, [4, 16]),
-        ({1: 40.0, 4: 90.0, 16: 91.0}, 4, [4, 16, 4]),
         ({1: 90.0, 4: 91.0}, 1, [4, 1]),
     ],
 )

@@ -27,9 +27,7 @@ class Parser(argparse.ArgumentParser):
     is `--link 100mbit,1gbit`. A boolean is `--fast` or `--no-fast`. Dashes and underscores are interchangeable.
 
     Args:
-        program: name of the command in its help.
-        summary: what the command does, in a sentence or two.
-        settings: the section.
+        program: name of the command in its help. summary: what it does. settings: the section.
         short: short options, such as "--ranks", by key, such as "pipeline.ranks"; help shows them first.
         common: other keys that help shows first.
         arguments: keys that become optional arguments instead of options.

@@ -41,9 +41,7 @@ class Setting:
     """A field of a section.
 
     Attributes:
-        name: of the field.
-        hint: its annotation.
-        default: its value if omitted; `dataclasses.MISSING` if it is required.
+        hint: its annotation. default: `dataclasses.MISSING` if it is required.
         meaning: the docstring below the field; for a nested section without one, that of its class.
     """
 

@@ -227,11 +227,8 @@ class Answers:
     """Windows of samples, padded at the end; the counterpart of `lowbit.train.data.Windows`.
 
     Args:
-        samples: each takes at most `sequence` places. sequence: places of a window.
+        samples: each takes at most `sequence` places.
         packing: put several samples into a window; otherwise each has its own.
-
-    Attributes:
-        samples: number of samples. packed: whether windows hold several.
     """
 
     def __init__(self, samples: Sequence[Encoded], sequence: int, *, packing: bool) -> None:
@@ -285,11 +282,7 @@ class Answers:
 def pack(lengths: Sequence[int], size: int) -> list[list[int]]:
     """Pack samples into windows, longest first, each into the fullest window that has room; return their indices.
 
-    Args:
-        lengths: of the samples, at most `size` each.
-
-    Returns:
-        Windows in the order of their first samples, so that any part of them is a fair sample of the whole.
+    Windows are in the order of their first samples, so that any part of them is a fair sample of the whole.
     """
     open_by_room: dict[int, list[list[int]]] = {}
     rooms: list[int] = []  # the keys of `open_by_room`, ascending

@@ -26,9 +26,9 @@ from lowbit.train.gradients import storage_codec
 from lowbit.train.identity import changes_between, check_allowed, layout_of, refuse, run_identity, versions
 from lowbit.train.layout import PipelineLayout, make_layout
 from lowbit.train.lora import check_lora
-from lowbit.train.model import check_pretrained, count_layers, hidden_size, longest_sequence, vocabulary
+from lowbit.train.model import check_pretrained, count_layers, hidden_size, vocabulary
 from lowbit.train.optim import check_torchao
-from lowbit.train.replicas import all_reduce_codec, ranks_of_pipeline
+from lowbit.train.replicas import all_reduce_codec
 from lowbit.train.tied import tied_codec
 
 FILES = (
@@ -87,8 +87,12 @@ def prepare(config: TrainConfig, *, ranks: int) -> Prepared:
     Raises:
         ConfigError: something would keep the run from starting.
     """
-    of_pipeline = ranks_of_pipeline(ranks, config.pipeline.data_parallel)
-    layout = make_layout(config.pipeline, ranks=of_pipeline, layers=count_layers(config.model))
+    pipelines = config.pipeline.data_parallel
+    if ranks % pipelines:
+        raise ConfigError(
+            f"pipeline.data_parallel is {pipelines}; allowed with {ranks} ranks: a divisor of their number"
+        )
+    layout = make_layout(config.pipeline, ranks=ranks // pipelines, layers=count_layers(config.model))
     codecs = make_codecs(config.pipeline, layout.stages - 1)
     width = hidden_size(config.model)
     shape = None if width is None else (config.rows, config.data.sequence, width)
@@ -101,13 +105,8 @@ def prepare(config: TrainConfig, *, ranks: int) -> Prepared:
     storage, all_reduce = storage_codec(config.gradients), all_reduce_codec(config.gradients)
     tied_rows = tied_codec(config.pipeline)
     check_output(config)
-    check_pretrained(config.model)
+    check_pretrained(config.model, config.data.sequence)
     check_lora(config)
-    longest = longest_sequence(config.model)
-    if longest is not None and config.data.sequence > longest:
-        raise ConfigError(
-            f"data.sequence is {config.data.sequence}; the model knows {longest} positions; allowed: at most as many"
-        )
     data = load_data(config.data, cache=Path(config.run.output) / "cache")
     vocab = vocabulary(config.model, data.tokenizer.size)
     activations = saved_policies(config.activations, layout.stages, planned_settings(config, layout, vocab))

@@ -49,10 +49,8 @@ class Pipeline:
     """This rank's stages with the schedule that runs them.
 
     Args:
-        modules: this rank's modules by stage, on `device`.
-        codecs: one for each boundary.
+        modules: this rank's modules by stage, on `device`. group: the ranks of this pipeline; None: the default group.
         storage: holds the gradients instead of `.grad`; the schedule then does not divide them by the micro-batches.
-        group: the ranks of this pipeline; None: the default group.
 
     Attributes:
         followed: copies of parameters that follow another rank of this pipeline, by name; equal on both ranks.

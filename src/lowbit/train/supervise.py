@@ -32,8 +32,7 @@ def supervise(config: TrainConfig, start: Callable[[TrainConfig], None]) -> None
     the same checkpoint, ranks do not come within `run.rejoin_seconds`, or `run.restarts` consecutive attempts brought
     no new checkpoint.
 
-    Args:
-        config: of the run. start: runs the ranks of one attempt until they are done, or raises `LaunchError`.
+    `start` runs the ranks of one attempt until they are done, or raises `LaunchError`.
 
     Raises:
         ConfigError: (before any process starts) the configuration cannot work.
@@ -78,11 +77,7 @@ def supervise(config: TrainConfig, start: Callable[[TrainConfig], None]) -> None
 
 
 class Attempts:
-    """Counts consecutive attempts that brought no new checkpoint.
-
-    Args:
-        most: number of them to repeat. step: of the newest checkpoint, None without one.
-    """
+    """Counts consecutive attempts that brought no new checkpoint; `step`: of the newest one, None without any."""
 
     def __init__(self, most: int, step: int | None) -> None:
         self._most, self._step, self._diverged = most, step, False

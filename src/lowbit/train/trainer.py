@@ -240,7 +240,7 @@ class Trainer:
     def _sum_tied(self, work: Work) -> None:
         with self.gradients.in_full(self.tied.copies):
             self.tied.sum_gradients()
-        self.tied.note_traffic(work)
+        work.add_traffic(self.tied.sent)
 
     def _sum_over_ranks(self, loss: float, work: Work) -> tuple[float, float, Work, list[float]]:
         """Sum loss, norm of the gradients and work over all ranks, also by link and machine (`Links.named`)."""
