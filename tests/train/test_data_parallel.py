@@ -58,7 +58,6 @@ def test_shares_of_a_batch_teach_what_the_whole_does(ranks: Ranks, tmp_path: Pat
         ("fp8", {"gradients": {"all_reduce": "fp8"}}),
         ("stored", {"gradients": {"all_reduce": "int8", "storage": "fp8"}}),
         ("tied-stored", {"model": {"tied": True}, "gradients": {"storage": "fp8"}}),
-        ("stock", {"pipeline": TWO | {"boundary": "stock-fp32"}}),
     ],
 )
 def test_replicas_stay_equal(ranks: Ranks, tmp_path: Path, name: str, sections: dict[str, Any]):
