@@ -8,7 +8,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
-from lowbit.cli.show import print_pairs
+from lowbit.cli.text import print_pairs
 from lowbit.config import to_toml
 from lowbit.train.boundaries import AUTO_FORMATS, codecs_of, usable
 from lowbit.train.goal import AFTER, wanted_nats
