@@ -16,6 +16,7 @@ from lowbit_lab.evaluate import CalibrationConfig, EvaluationConfig, calibrate
 from lowbit_lab.evaluate.commands import CALIBRATE, EVALUATE
 from tests.command_line import invoke
 from tests.lab.evaluate.models import write_checkpoint
+from tests.lab.evaluate.questions import WINOGRANDE
 from tests.processes import Ranks
 
 SHORT: dict[str, Any] = {"length": 32, "threads": 1}
@@ -148,6 +149,7 @@ def test_gemma_2_computes_with_its_own_attention(folder: Path, tmp_path: Path):
 
 
 def test_real_and_emulated_ranks_agree_to_the_last_bit(folder: Path, calibrated: Path, ranks: Ranks):
+    (folder / "winogrande.jsonl").write_text("\n".join(map(json.dumps, WINOGRANDE)))
     settings = compared_config(folder, tps=(2,))
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -157,7 +159,7 @@ def test_real_and_emulated_ranks_agree_to_the_last_bit(folder: Path, calibrated:
         torch.set_num_threads(before)
     real = ranks.run(on_a_rank, str(folder), ranks=2, timeout=120)
     # not the bits: here embeddings stay whole
-    fields = ("format", "tp", "logits", "loss", "kept", "calibration")
+    fields = ("format", "tp", "logits", "loss", "kept", "calibration", "scores", "score_kept")
     for rows, _, _ in real:
         assert [[r[f] for f in fields] for r in rows] == [[r[f] for f in fields] for r in emulated]
         assert all(row["real"] and row["sum_error"] is None for row in rows)
@@ -167,7 +169,10 @@ def test_real_and_emulated_ranks_agree_to_the_last_bit(folder: Path, calibrated:
 
 
 def compared_config(folder: Path, **more: Any) -> EvaluationConfig:
-    return evaluation_config(folder, formats=("feature-int4", "feature-int4-static", "int8"), **more)
+    """All formats, on the text and on questions."""
+    tasks = (f"winogrande={folder / 'winogrande.jsonl'}",)
+    formats = ("feature-int4", "feature-int4-static", "int8")
+    return evaluation_config(folder, formats=formats, tasks=tasks, **more)
 
 
 def on_a_rank(folder: str) -> tuple[Any, str, str]:
@@ -265,7 +270,6 @@ REFUSED = [
     ("calibrate {model} --length 8 --text {text} --output {short}/c",
      "short.txt/c cannot be written: File exists; allowed: a file in a folder that can be written"),
     ("evaluate {model} --task-folder here", "task-folder is 'here'; allowed: with --task"),
-    ("evaluate {model} --task boolq=a.json", "task is 'boolq=a.json'; allowed: names; a YAML file in task-folder"),
     ("evaluate {model} --shots 3", "shots is 3; allowed: with --task"),
     ("evaluate {model} --low-bit --format int8", "format is int8 and low-bit is given; allowed: one of them"),
 ]  # fmt: skip
