@@ -187,12 +187,6 @@ def test_what_does_not_fit_is_refused_at_once() -> None:
     )
 
 
-@on_ranks
-def test_nodes_are_not_summed_apart() -> None:
-    with pytest.raises(ValueError, match="node_size is 2; allowed with FeatureInt"):
-        all_reduce(part(0, 4), codec_of(2), node_size=2)
-
-
 @pytest.mark.parametrize("numel", [0, 72, 720, 72 * 1001])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7])
 @pytest.mark.parametrize("chunk", [16, 80, 1000, 1 << 20])

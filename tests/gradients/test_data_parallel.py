@@ -106,15 +106,6 @@ def test_error_feedback_makes_up_for_two_bits() -> None:
     assert with_feedback < 0.8 * without
 
 
-@on_ranks(4)
-def test_parameters_of_nodes_are_bit_identical() -> None:
-    """Four ranks on two nodes."""
-    model = ddp(INT8, node_size=2)
-    losses = trained(model, steps=20)
-    assert equal_everywhere(model)
-    assert losses[-1] < losses[0]
-
-
 def two_groups() -> list[float]:
     rank = dist.get_rank()
     both = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -188,8 +179,6 @@ def test_what_a_hook_cannot_do_is_refused() -> None:
     refused(
         (hook(AQSGD()), TypeError, "keeps state between messages"),
         (hook(error_feedback=1), TypeError, "error_feedback is 1"),
-        (hook(error_feedback=True, node_size=2), ValueError, "error_feedback is True and node_size is 2"),
-        (hook(node_size=3), ValueError, "node_size is 3"),
         (hook(rows), ValueError, "for rows of 8 elements; allowed for gradients"),
         (lambda: LowBitReduceScatter(rows), ValueError, "for rows of 8 elements; allowed for gradients"),
         (hook(algorithm="ring"), ValueError, "algorithm is 'ring'"),

@@ -213,7 +213,7 @@ class GradientStorage:
             )
         self.absorb()
         group = plain(group)
-        check_call(self._nearest, group, timeout=timeout, checksums=checksums)
+        check_call(self._nearest, timeout=timeout, checksums=checksums)
         if group.size() == 1:
             return
         gradients = [(stored, local(p)) for p, stored in self._stored.items()]
