@@ -179,21 +179,21 @@ def test_ranks_that_store_otherwise_get_one_error_before_a_byte(what: str) -> No
 def hangs() -> float:
     """In the middle of a mean: the other has told its factors, but sends no gradients."""
     storage, _ = stored(dist.get_rank())
-    storage.average(timeout=4)
+    storage.average(timeout=3)
     start = time.monotonic()
     if dist.get_rank() == 1:
         with mock.patch.object(average, "average_coded"):
-            storage.average(timeout=4)
-        time.sleep(8)
+            storage.average(timeout=3)
+        time.sleep(5)
         return 0.0
     with pytest.raises(PeerError, match="rank 1"):
-        storage.average(timeout=4)
+        storage.average(timeout=3)
     return time.monotonic() - start
 
 
 def test_a_peer_that_hangs_is_named_in_time(ranks: Ranks):
     ranks.start(2)
-    assert ranks.run(hangs)[0] < 8
+    assert ranks.run(hangs)[0] < 5
 
 
 def refuses() -> str:

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lowbit.train import train
 from lowbit.wire.pytorch import WORKS, TorchVersionError, check_torch
 from lowbit_lab.network import SlowLink
 from tests.command_line import invoke
@@ -76,17 +75,3 @@ def test_all_ranks_learn_at_once_that_one_has_another_version(ranks: Ranks, affe
     assert (outcomes[affected].kind, outcomes[affected].text) == ("TorchVersionError", text)
     others = {(o.kind, o.text) for rank, o in enumerate(outcomes) if rank != affected}
     assert others == {("AgreementError", f"rank {affected} gave up: TorchVersionError: {text}")}
-
-
-def trains(folder: Path) -> None:
-    version = "2.9.0" if dist.get_rank() else torch.__version__
-    with mock.patch.object(torch, "__version__", version):
-        train(tiny(folder, pipeline={"ranks": 2}))
-
-
-def test_in_training_too(ranks: Ranks, tmp_path: Path):
-    outcomes = toy.timely(ranks, trains, tmp_path)
-    assert outcomes[1].kind == "TorchVersionError"
-    # One that waits for others by then is ended by its guard, which prints the same.
-    told = f"rank 1 failed: TorchVersionError: {LINE.format('2.9.0')}"
-    assert outcomes[0].kind == "ended" or (outcomes[0].kind == "PeerError" and told in outcomes[0].text)
