@@ -14,8 +14,7 @@ from torch import Tensor
 
 from lowbit.codecs import FeatureInt, GroupInt
 from lowbit.collectives import all_gather, all_reduce, all_reduce_bytes, calls, reduce_scatter
-from lowbit.collectives.algorithms import ONE_SHOT_BYTES, choose
-from lowbit.collectives.shards import Shards
+from lowbit.collectives.algorithms import ONE_SHOT_BYTES, Shards, choose
 from tests.collectives.traffic import sent_bytes
 from tests.processes import Ranks, on_ranks
 from tests.refused import refused

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lowbit.collectives.scratch import Scratch
+from lowbit.collectives.exchange import Scratch
 
 CPU = torch.device("cpu")
 MB = 1 << 20

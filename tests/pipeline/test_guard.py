@@ -16,9 +16,8 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleIn
 
 from lowbit.codecs import Cast, GroupInt, TransformQuant
 from lowbit.pipeline import LowBitStage
-from lowbit.pipeline.numbering import pipeline_number
-from lowbit.wire.agreement import Agreement
-from lowbit.wire.statements import Facts
+from lowbit.pipeline.layouts import pipeline_number
+from lowbit.wire.agreement import Agreement, Facts
 from lowbit.wire.tags import PIPELINES
 from tests.pipeline import toy
 from tests.pipeline.toy import INT4, INT6

@@ -17,9 +17,8 @@ import torch.distributed as dist
 from torch.distributed import FileStore, HashStore, PrefixStore  # pyright: ignore
 
 from lowbit.collectives import AgreementError, PeerError, agree
-from lowbit.wire.agreement import Agreement
+from lowbit.wire.agreement import Agreement, contradictions
 from lowbit.wire.groups import default_group
-from lowbit.wire.statements import contradictions
 from tests.processes import Failure, Ranks, on_ranks
 
 SAME = {"version": "1", "codec": "int4"}

@@ -12,11 +12,10 @@ from torch import Tensor
 from lowbit.codecs.base import Codec
 from lowbit.codecs.sums import Summable
 from lowbit.collectives import algorithms
-from lowbit.collectives.algorithms import CHUNK, SMALL, Coded
+from lowbit.collectives.algorithms import CHUNK, SMALL, Coded, Shards
 from lowbit.collectives.calls import TIMEOUT, CollectiveCall, Pending, Transport, queue_of
 from lowbit.collectives.checks import check_call, check_errors, check_pair, check_summable, check_tensor, described
 from lowbit.collectives.exchange import PayloadExchange
-from lowbit.collectives.shards import Shards
 from lowbit.wire import pytorch
 from lowbit.wire.checksum import sealed_bytes
 from lowbit.wire.groups import plain

@@ -23,8 +23,7 @@ from lowbit.pipeline.arguments import (
     default_backward,
 )
 from lowbit.pipeline.boundary import Direction, Lane
-from lowbit.pipeline.looking import Look
-from lowbit.pipeline.states import States
+from lowbit.pipeline.states import Look, States
 from lowbit.wire.checksum import CHECKSUM_BYTES
 from lowbit.wire.traffic import Traffic
 

@@ -26,8 +26,7 @@ from lowbit.pipeline.arguments import (
 )
 from lowbit.pipeline.hooks import HookedStage
 from lowbit.pipeline.lanes import Lanes
-from lowbit.pipeline.layouts import Batch
-from lowbit.pipeline.numbering import pipeline_number
+from lowbit.pipeline.layouts import Batch, pipeline_number
 from lowbit.pipeline.passes import Passes
 from lowbit.pipeline.transport import choose
 from lowbit.wire.agreement import Agreement
