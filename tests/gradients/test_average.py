@@ -54,7 +54,8 @@ def stored(rank: int, codec: BlockFloat8 = FP8, factor: float = 1.0) -> tuple[Gr
 
 
 def payloads(storage: GradientStorage) -> dict[str, Tensor]:
-    return storage.state_dict()["payloads"]
+    storage.absorb()
+    return {s.name: s.payload for s in storage._stored.values() if s.held and s.payload is not None}
 
 
 def coded(x: Tensor) -> Tensor:
