@@ -132,17 +132,3 @@ def test_a_pivot_no_longer_ruins_its_tile(position: int) -> None:
     before = (plain.round_trip(x) - x)[:, rest].norm()
     after = (rotated.round_trip(x) - x)[:, rest].norm()
     assert after < 0.25 * before
-
-
-def test_default_is_better_than_published_where_tiles_have_outliers() -> None:
-    """Sinks and outlier channels of real weights: a few channels of some tokens are far above the others."""
-    x = heavy_tailed(2, 128, 576)
-    x[0, 0, 40] = 3000.0
-    rest = torch.ones(x.shape, dtype=torch.bool)
-    rest[0, 0, :64] = False  # the sink's own tile would hide all others
-    error = {
-        codec: float((codec.round_trip(x) - x)[rest].square().sum() / x[rest].square().sum())
-        for codec in (TAHQuant(), TAHQuant.published(), TAHQuant(pivot_ratio=None))
-    }
-    assert TAHQuant().nbytes(x.shape) <= TAHQuant.published().nbytes(x.shape)
-    assert error[TAHQuant()] < 0.8 * min(error[TAHQuant.published()], error[TAHQuant(pivot_ratio=None)])
