@@ -52,11 +52,7 @@ class LowBitStage(HookedStage):
     Before the first byte of each new kind of batch, all ranks compare codecs, versions, shapes and payload sizes.
 
     Args:
-        submodule: as for `PipelineStage`.
-        stage_index: as for `PipelineStage`.
-        num_stages: as for `PipelineStage`.
-        device: as for `PipelineStage`.
-        *args: further arguments of `PipelineStage`, positional.
+        submodule, stage_index, num_stages, device, *args: as for `PipelineStage`.
         forward: format of activations: one codec, or a mapping from boundary index (i: between stages i and i + 1).
         backward: format of gradients, likewise; None: the default for the format of activations (for `TransformQuant`
             the same with one step for all tokens).
@@ -65,7 +61,7 @@ class LowBitStage(HookedStage):
             the last of them.
         timeout: seconds after which a rank that does not join or answer is an error.
         checksums: whether a checksum of 8 bytes behind each payload detects damage; the same on all ranks.
-        **kwargs: further arguments of `PipelineStage` by keyword (`input_args`, `output_args`, `group`, `dw_builder`).
+        **kwargs: further arguments of `PipelineStage` (`input_args`, `output_args`, `group`, `dw_builder`).
 
     Raises:
         TypeError, ValueError: an invalid argument; the message names it.
