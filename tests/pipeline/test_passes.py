@@ -294,6 +294,19 @@ def test_fewer_rows_than_micro_batches_are_refused_everywhere(passes_before: int
     torch.testing.assert_close(found[2], expected[2])
 
 
+def too_few_targets() -> None:
+    run = toy.Run("1f1b", toy.lowbit(forward=FP32, backward=FP32, timeout=30))
+    for rows in (N, N - 1):
+        x, target = data(0, N, 3)
+        taken(run, run.runner, True, x, target[:rows])
+
+
+def test_fewer_targets_than_micro_batches_are_told_to_all(ranks: Ranks):
+    first, last = toy.timely(ranks, too_few_targets)
+    assert last.kind == "ValueError"
+    assert first.text == f"rank 1 (stage 1) gave up: ValueError: {last.text}"
+
+
 class Raising(toy.Block):
     """A block that raises on rank 1, in the third micro-batch of the second step."""
 

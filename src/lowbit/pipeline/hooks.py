@@ -11,7 +11,7 @@ import inspect
 import sys
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,7 +52,9 @@ class HookedStage(PipelineStage):
     def clear_runtime_states(self) -> None:
         super().clear_runtime_states()
         self._handed_over.clear()
-        _take_over(_calling_schedule())
+        step = _calling_step()
+        _take_over(step["self"])
+        _refuse_few_targets(step)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         if self.stage_index - 1 not in self.lanes.peers:
@@ -196,11 +198,11 @@ def use(stage: HookedStage, layouts: Sequence[Layouts]) -> None:
         stage._stage_meta.inputs = _utils.extract_tensor_metas(layouts[0].inputs)
 
 
-def _calling_schedule() -> _PipelineSchedule:
+def _calling_step() -> Mapping[str, Any]:
     frame = sys._getframe(1)
     while frame is not None:
-        if isinstance(schedule := frame.f_locals.get("self"), _PipelineSchedule):
-            return schedule
+        if isinstance(frame.f_locals.get("self"), _PipelineSchedule):
+            return frame.f_locals
         frame = frame.f_back
     raise RuntimeError("a LowBitStage can only be run by `step` or `eval` of a torch.distributed.pipelining schedule")
 
@@ -231,6 +233,14 @@ def _take_over(schedule: _PipelineSchedule) -> None:
 
     setattr(schedule, "_step_microbatches", run_hooked)  # noqa: B010 (pyright)
     setattr(schedule, "_runs_hooked", True)  # noqa: B010
+
+
+def _refuse_few_targets(step: Mapping[str, Any]) -> None:
+    """Raise the error of too few targets within a pass, so that all ranks learn of it; PyTorch raises it before one."""
+    schedule, target = step["self"], step.get("target")
+    if isinstance(target, Tensor) and target.dim() and len(target) < schedule._n_microbatches:
+        inputs = schedule._split_inputs(step["args"], step["kwargs"])
+        schedule._step_microbatches(*inputs, list(target))
 
 
 def _as_tuple(values: Any) -> tuple[Any, ...]:
