@@ -76,12 +76,13 @@ def test_half_a_pair_is_an_error(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("int9", "codec is 'int9'; allowed: aq-sgd, aq-sgd-8bit, fp8"),
+        ("int9", "codec is 'int9'; allowed: aq-sgd, fp8"),
         ("trasnform", "codec is 'trasnform'; did you mean transform?"),
         ("tah-quant-published-v1", "did you mean tah-quant-published or tah-quant-published-token?"),
         ("TAHQuant(allocation='entropy')", "allocation is 'entropy'; allowed: 'range', 'tile', 'token'"),
         ("subspace", "codec is 'subspace', which was removed; allowed: 'transform' for"),
         ("SubspaceQuant(bits=4)", "which was removed"),
+        ("aq-sgd-8bit", "which was removed; allowed: 'aq-sgd'"),
         ("feature-int4-static", "codec is 'feature-int4-static', which needs calibrated ranges; allowed: a codec that"),
         ("FeatureInt(gain='static')", "codec is "),
         ("GroupInt(bits=9)", "bits is 9; allowed: 2 to 8"),

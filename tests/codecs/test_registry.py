@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import shutil
 import sys
 import tomllib
@@ -15,10 +14,7 @@ import torch
 
 import lowbit
 from lowbit.codecs import Codec, GroupInt, parse, parse_pair, registry
-from lowbit.train import load
 from tests.command_line import invoke
-from tests.processes import Ranks
-from tests.train.runs import losses, tiny
 
 PACKAGE = Path(__file__).parent / "outside"
 
@@ -72,31 +68,6 @@ def test_in_benchmarks(sign: Path) -> None:
     result = invoke("bench", "codecs", "--codec", "Sign(scale=0.5)", *arguments, "--no-reference")
     assert result.exit_code == 0, result.output
     assert "Sign" in result.stdout
-
-
-def train_with(folder: str, config: str) -> list[float]:
-    """As a rank whose environment has the package, too."""
-    sys.path.insert(0, folder)
-    registry.outside.cache_clear()
-    try:
-        return losses(load(Path(config)))
-    finally:
-        sys.path.remove(folder)
-        registry.outside.cache_clear()
-
-
-def test_in_a_pipeline_of_two_ranks(ranks: Ranks, sign: Path, tmp_path: Path) -> None:
-    """Named in a file; the ranks agree on it by its fingerprint, and train with it."""
-    config = tiny(tmp_path / "run", pipeline={"forward": "sign", "backward": "Sign(scale=0.01)"})
-    file = tmp_path / "run.toml"
-    sections = json.loads(config.to_json()).items()
-    for section, values in sections:
-        lines = [f"{key} = {json.dumps(value)}" for key, value in values.items() if value is not None]
-        with file.open("a") as out:
-            out.write("\n".join([f"[{section}]", *lines, ""]))
-    found = ranks.run(train_with, str(sign), str(file))
-    assert found[0] == found[1]
-    assert all(loss == loss for loss in found[0])
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def same(x: Tensor, y: Tensor) -> bool:
     return x.dtype == y.dtype and torch.equal(x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.data(), st.sampled_from(SHAPES), st.sampled_from(DTYPES))
 def test_payloads_of_codecs(data: st.DataObject, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     codec, x = data.draw(stateless(shape)), numbers(shape, dtype, 1)
@@ -91,7 +91,7 @@ def test_payloads_of_codecs(data: st.DataObject, shape: tuple[int, ...], dtype: 
         assert torch.equal(total.nan_to_num(), x.float().nan_to_num())
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.data(), st.sampled_from(SHAPES), st.sampled_from(DTYPES))
 def test_messages_of_sessions(data: st.DataObject, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     codec = data.draw(st.one_of(stateless(shape), stateful(shape)))

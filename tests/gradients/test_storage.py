@@ -345,32 +345,6 @@ def test_gradients_that_autograd_did_not_put_there() -> None:
     assert storage.gradient(model.gain) == 0.25
 
 
-@pytest.mark.parametrize("codec", [CODEC, BlockFloat8(rounding="stochastic")], ids=repr)
-def test_a_checkpoint_between_micro_batches(codec: BlockFloat8) -> None:
-    model = Toy()
-    storage = filled(model, seeds=(1, 2), codec=codec)
-    storage.scale_(0.5)
-    state, random = copy.deepcopy(storage.state_dict()), torch.get_rng_state()
-    loss(model, 3).backward()
-    storage.close()
-    again = GradientStorage(model, codec=codec)
-    again.load_state_dict(state)
-    torch.set_rng_state(random)
-    loss(model, 3).backward()
-    for parameter in model.parameters():
-        a, b = storage.gradient(parameter), again.gradient(parameter)
-        assert (a is None) == (b is None)
-        assert a is None or torch.equal(a, b)
-    other, part = GradientStorage(model, codec=BlockFloat8(block=64)), GradientStorage(model.embedding, codec=codec)
-    short = copy.deepcopy(state)
-    short["payloads"]["gain"] = torch.zeros(1, dtype=torch.uint8)
-    refused(
-        (lambda: other.load_state_dict(state), ValueError, "state is of BlockFloat8.*block=64"),
-        (lambda: part.load_state_dict(state), ValueError, "gradient of 'gain', which is not stored"),
-        (lambda: again.load_state_dict(short), ValueError, "state has 1 bytes of 'gain', not 4"),
-    )
-
-
 class Sum:
     """A sum over threads that stand for ranks; `late` ones give the result only in `wait`."""
 

@@ -65,7 +65,7 @@ def _blocked_for_good(timeout: float) -> None:
 
 def test_the_watchdog_ends_what_nothing_else_does(ranks: Ranks):
     started = time.monotonic()
-    outcomes = ranks.outcomes(_blocked_for_good, 4, ranks=3, timeout=15)
+    outcomes = ranks.outcomes(_blocked_for_good, 4, ranks=3, timeout=9)
     assert outcomes[0] == outcomes[2] == Failure("ended", "exit code 1")
     assert outcomes[1].kind == "TimeoutError", "nobody is silent for it"
     assert time.monotonic() - started < 40

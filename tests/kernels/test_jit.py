@@ -24,6 +24,7 @@ print(sum(stats.cache_hits.values()), sum(stats.cache_misses.values()))
 """
 
 
+@pytest.mark.slow
 def test_one_process_compiles_and_the_others_take_what_it_left(tmp_path: Path) -> None:
     env = dict(os.environ, XDG_CACHE_HOME=str(tmp_path))
     env.pop("NUMBA_CACHE_DIR", None)

@@ -246,6 +246,7 @@ def test_remove_restores_the_model():
     assert torch.equal(model(x), x)
 
 
+@pytest.mark.slow
 def test_a_compiled_model_gives_the_same_with_a_codec_that_learns():
     def losses(backend: str | None) -> list[Tensor]:
         torch.manual_seed(0)

@@ -16,9 +16,8 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleIn
 
 from lowbit.codecs import Cast, GroupInt, TransformQuant
 from lowbit.pipeline import LowBitStage
-from lowbit.pipeline.numbering import pipeline_number
-from lowbit.wire.agreement import Agreement
-from lowbit.wire.statements import Facts
+from lowbit.pipeline.layouts import pipeline_number
+from lowbit.wire.agreement import Agreement, Facts
 from lowbit.wire.tags import PIPELINES
 from tests.pipeline import toy
 from tests.pipeline.toy import INT4, INT6
@@ -236,7 +235,7 @@ class Stop(toy.Block):
 
     def forward(self, x: Tensor) -> Tensor:
         Stop.calls += 1
-        if dist.get_rank() == Stop.rank and Stop.calls > 2 * toy.MICRO_BATCHES + 2:
+        if dist.get_rank() == Stop.rank and Stop.calls == 2 * toy.MICRO_BATCHES + 3:
             if not Stop.seconds:
                 os._exit(7)
             time.sleep(Stop.seconds)
@@ -270,9 +269,9 @@ def test_a_rank_that_dies_is_named_by_all_others(ranks: Ranks, schedule: str, ra
 def test_a_rank_that_hangs_is_named_within_the_timeout(ranks: Ranks):
     ranks.start(3)
     start = time.monotonic()
-    outcomes = ranks.outcomes(dies, "1f1b", 2, 9.0, 5.0, ranks=3, timeout=40)
+    outcomes = ranks.outcomes(dies, "1f1b", 2, 6.0, 3.0, ranks=3, timeout=40)
     assert time.monotonic() - start < 40
     for outcome in outcomes[:2]:
         assert outcome.kind == "PeerError"
         assert "rank 2 (stage 2)" in outcome.text, outcome.text
-        assert "within 5 s" in outcome.text or "closed" in outcome.text
+        assert "within 3 s" in outcome.text or "closed" in outcome.text

@@ -74,8 +74,12 @@ def in_one_process() -> Any:
         losses += toy.alone(whole, x, target)
         optimizer.step()
         emulation.step()
-    ends = [(pair.name, *each) for pair in emulation._pairs for lanes in pair.lanes.values() for each in lanes.items()]
-    return losses, felt({f"{name} {end}": lane.states.state_dict() for name, end, lane in ends})
+    ends = {
+        pair.name: zip(("sender", "receiver"), pair.every_state(), strict=True)
+        for pair in emulation._pairs
+        if pair.lanes
+    }
+    return losses, felt({name: {end: states.state_dict() for end, states in both} for name, both in ends.items()})
 
 
 def test_senders_feel_what_crosses_the_other_way_and_an_emulation_is_the_same(ranks: Ranks) -> None:

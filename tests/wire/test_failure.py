@@ -85,28 +85,30 @@ def signed(key: str = "lowbit/failure/test", attempt: str = "0", secret: bytes =
     return json.dumps(note | {"signature": signature(secret, attempt, key, note)})
 
 
-def blames_after(written: str) -> tuple[str, int]:
-    default_group().get_group_store().append("lowbit/failure/test", written + "\n")
-    board = FailureBoard(default_group(), "test", ["host 0", "host 1"], 5.0)
-    found = board.blame(1, CLOSED)
-    return str(found), found.rank
+def blames_after(*written: str) -> list[tuple[str, int]]:
+    found = []
+    for line in written:
+        default_group().get_group_store().append("lowbit/failure/test", line + "\n")
+        error = FailureBoard(default_group(), "test", ["host 0", "host 1"], 5.0).blame(1, CLOSED)
+        found.append((str(error), error.rank))
+    return found
 
 
-@pytest.mark.parametrize(
-    "written",
-    [
-        "{", "7", signed(rank=1, suspect=9, silent=0), signed(rank=1, suspect=[]), signed(rank=[], reason="x"),
-        '{"rank": 1, "reason": "pay me"}', '{"rank": 1, "reason": "pay me", "signature": "\u00e4"}',
-        signed(secret=b"another", rank=1, reason="pay me"), signed(attempt="1", rank=1, reason="pay me"),
-        signed(key="lowbit/failure/other", rank=1, reason="pay me"), signed(rank=1, suspect=0, silent=True, reason=7),
-        signed(rank=1, suspect=0, silent=True, lengths=7), signed(rank=1, suspect=0, silent=True, lengths=None),
-    ],
+NO_NOTES = (
+    "{", "7", signed(rank=1, suspect=9, silent=0), signed(rank=1, suspect=[]), signed(rank=[], reason="x"),
+    '{"rank": 1, "reason": "pay me"}', '{"rank": 1, "reason": "pay me", "signature": "\u00e4"}',
+    signed(secret=b"another", rank=1, reason="pay me"), signed(attempt="1", rank=1, reason="pay me"),
+    signed(key="lowbit/failure/other", rank=1, reason="pay me"), signed(rank=1, suspect=0, silent=True, reason=7),
+    signed(rank=1, suspect=0, silent=True, lengths=7), signed(rank=1, suspect=0, silent=True, lengths=None),
 )  # fmt: skip
-def test_what_is_no_note_is_ignored(ranks: Ranks, written: str):
-    [(text, rank)] = ranks.run(blames_after, written, ranks=1)
-    assert (rank, text.split(" (")[0]) == (1, "host 1 closed its connection")
+
+
+def test_what_is_no_note_is_ignored(ranks: Ranks):
+    [found] = ranks.run(blames_after, *NO_NOTES, ranks=1)
+    for written, (text, rank) in zip(NO_NOTES, found, strict=True):
+        assert (rank, text.split(" (")[0]) == (1, "host 1 closed its connection"), written
 
 
 def test_a_reason_that_a_rank_signed_is_given_in_printable_characters(ranks: Ranks):
-    [(text, rank)] = ranks.run(blames_after, signed(rank=1, reason="no \x1b[31mroom\x9b"), ranks=1)
+    [[(text, rank)]] = ranks.run(blames_after, signed(rank=1, reason="no \x1b[31mroom\x9b"), ranks=1)
     assert (rank, text) == (1, "host 1 gave up: no \\x1b[31mroom\\x9b")

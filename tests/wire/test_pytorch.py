@@ -3,18 +3,14 @@
 import subprocess
 import tomllib
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from lowbit.train import train
+from lowbit.pipeline import LowBitStage
 from lowbit.wire.pytorch import WORKS, TorchVersionError, check_torch
 from lowbit_lab.network import SlowLink
 from tests.command_line import invoke
-from tests.pipeline import toy
-from tests.processes import Ranks
 from tests.train.runs import tiny
 
 LINE = "PyTorch {} is installed; lowbit works with 2.11 to 2.15: pip install 'torch>=2.11,<2.16'"
@@ -63,30 +59,7 @@ def test_commands_say_so_before_any_rank_starts(command: list[str], tmp_path: Pa
     assert result.stderr.splitlines()[-1] == f"error: {LINE.format('2.16.0')}"
 
 
-def makes_a_stage(affected: int) -> None:
-    version = "2.9.0" if dist.get_rank() == affected else torch.__version__
-    with mock.patch.object(torch, "__version__", version):
-        toy.Run("gpipe", toy.lowbit(timeout=60)).train(0)
-
-
-@pytest.mark.parametrize("affected", [0, 1])
-def test_all_ranks_learn_at_once_that_one_has_another_version(ranks: Ranks, affected: int):
-    outcomes = toy.timely(ranks, makes_a_stage, affected, count=3)
-    text = LINE.format("2.9.0")
-    assert (outcomes[affected].kind, outcomes[affected].text) == ("TorchVersionError", text)
-    others = {(o.kind, o.text) for rank, o in enumerate(outcomes) if rank != affected}
-    assert others == {("AgreementError", f"rank {affected} gave up: TorchVersionError: {text}")}
-
-
-def trains(folder: Path) -> None:
-    version = "2.9.0" if dist.get_rank() else torch.__version__
-    with mock.patch.object(torch, "__version__", version):
-        train(tiny(folder, pipeline={"ranks": 2}))
-
-
-def test_in_training_too(ranks: Ranks, tmp_path: Path):
-    outcomes = toy.timely(ranks, trains, tmp_path)
-    assert outcomes[1].kind == "TorchVersionError"
-    # One that waits for others by then is ended by its guard, which prints the same.
-    told = f"rank 1 failed: TorchVersionError: {LINE.format('2.9.0')}"
-    assert outcomes[0].kind == "ended" or (outcomes[0].kind == "PeerError" and told in outcomes[0].text)
+def test_a_stage_says_so_before_it_talks_to_others(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch, "__version__", "2.9.0")
+    with pytest.raises(TorchVersionError):
+        LowBitStage(torch.nn.Identity(), 0, 2, "cpu")

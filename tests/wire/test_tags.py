@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lowbit.collectives.shards import Shards
+from lowbit.collectives.algorithms import Shards
 from lowbit.wire import tags
 
 SOURCE = Path(tags.__file__).parents[1]

@@ -15,7 +15,12 @@ from lowbit.codecs.defaults import backward_codec
 
 PAIR = " / "
 """Separates the formats of activations and gradients in a name for both."""
-REMOVED = ("subspace", "subspace-backward", "SubspaceQuant")
+_FEWEST = "'transform' for the fewest bits, or 'tah-quant' for less computation and no state between messages"
+REMOVED = {
+    **dict.fromkeys(("subspace", "subspace-backward", "SubspaceQuant"), _FEWEST),
+    "aq-sgd-8bit": "'aq-sgd', which keeps samples in float32",
+}
+"""What to use in place of formats that there were."""
 
 
 def parse_pair(text: str, backward: str = "") -> tuple[Codec, Codec]:
@@ -66,11 +71,8 @@ def parse(text: str) -> Codec:
     Raises:
         ValueError: an unknown name, or a form that cannot be read; arguments raise what the codec raises.
     """
-    if text.partition("(")[0].strip() in REMOVED:
-        raise ValueError(
-            f"codec is {text!r}, which was removed; allowed: 'transform' for the fewest bits, or 'tah-quant' for less "
-            "computation and no state between messages"
-        )
+    if successor := REMOVED.get(text.partition("(")[0].strip()):
+        raise ValueError(f"codec is {text!r}, which was removed; allowed: {successor}")
     try:
         node = ast.parse(text, mode="eval").body
     except SyntaxError:

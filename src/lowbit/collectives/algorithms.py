@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal, Protocol
 
@@ -11,7 +12,49 @@ from torch import Tensor
 
 from lowbit.codecs.sums import Summable
 from lowbit.collectives.exchange import PayloadExchange
-from lowbit.collectives.shards import Shards
+
+_ALIGN = 16  # elements: shards start at multiples of it, for vector registers
+_MOST_CHUNKS = 1 << 13  # so that two messages for each chunk have distinct tags
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shards:
+    """A flat tensor of `numel` elements, cut into a shard for each rank, and each shard into chunks of at most `chunk`.
+
+    `length`: of a shard (the last may be shorter or empty); 0: as even as possible. `grain`: elements that stay
+    together: shards and chunks are multiples of it; so must be `numel` and `length`.
+    """
+
+    numel: int
+    ranks: int
+    chunk: int
+    length: int = 0
+    grain: int = 1
+
+    def __post_init__(self) -> None:
+        unit = _ALIGN if self.grain == 1 else self.grain
+        if not self.length:
+            even = -(-self.numel // self.ranks)
+            object.__setattr__(self, "length", -(-even // unit) * unit)
+        chunk = self.chunk // self.grain * self.grain
+        least = -(-self.length // _MOST_CHUNKS)
+        object.__setattr__(self, "chunk", max(chunk, self.grain, -(-least // unit) * unit))
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of a whole shard."""
+        return -(-self.length // self.chunk) if self.length else 0
+
+    def piece(self, rank: int, index: int) -> slice:
+        """Slice of the elements of a chunk of a rank's shard; empty behind the shard's end."""
+        start = rank * self.length + index * self.chunk
+        stop = min(start + self.chunk, (rank + 1) * self.length)
+        return slice(min(start, self.numel), min(stop, self.numel))
+
+    def size(self, rank: int, index: int) -> int:
+        piece = self.piece(rank, index)
+        return piece.stop - piece.start
+
 
 CHUNK = 1 << 20
 """Most elements of a chunk. Measured on 4 ranks, 64 MB, 1 Gbit/s and unlimited: smaller chunks cost more processor time

@@ -22,8 +22,7 @@ import torch
 import torch.distributed as dist
 
 from lowbit import __version__
-from lowbit.collectives.exchange import CollectiveExchange, Marks, MessageExchange, PayloadExchange
-from lowbit.collectives.scratch import Scratch
+from lowbit.collectives.exchange import CollectiveExchange, Marks, MessageExchange, PayloadExchange, Scratch
 from lowbit.wire import pytorch
 from lowbit.wire.agreement import Agreement
 from lowbit.wire.checksum import Checksums, secret_facts

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lowbit.codecs.base import Codec
@@ -12,7 +11,6 @@ from lowbit.codecs.sums import Summable
 from lowbit.collectives.algorithms import CHUNK, SMALL
 from lowbit.collectives.calls import TIMEOUT
 from lowbit.wire.checksum import check_checksums
-from lowbit.wire.groups import is_known
 
 
 def described(x: Tensor) -> str:
@@ -45,38 +43,28 @@ def check_flat(codec: object) -> None:
 
 def check_call(
     codec: object,
-    group: dist.ProcessGroup | None = None,
     *,
     op: object = "sum",
     algorithm: object = "two_shot",
     transport: object = "auto",
-    node_size: object = 1,
     small: object = SMALL,
     chunk: object = CHUNK,
     timeout: object = TIMEOUT,
     checksums: object = True,
 ) -> Summable:
-    """Check the arguments of a collective, except its tensors; returns the codec. group: None if not known yet."""
+    """Check the arguments of a collective, except its tensors; returns the codec."""
     summable = check_summable(codec)
     check_checksums(checksums)
     check_choice("op", op, ("sum", "avg"))
     check_choice("algorithm", algorithm, ("two_shot", "one_shot", "auto"))
     check_choice("transport", transport, ("auto", "messages", "collectives"))
-    ranks = group.size() if group is not None else 1
-    check_int("node_size", node_size, 1, ranks)
-    if group is not None and node_size != 1 and not is_known(group):
-        raise ValueError(f"node_size is {node_size}; allowed with a group that torch.distributed has not made: 1")
-    if isinstance(node_size, int) and ranks % node_size:
-        raise ValueError(f"node_size is {node_size}; allowed: a divisor of the {ranks} ranks")
     check_int("small", small, 0, 1 << 60)
-    check_int("chunk", chunk, 16, 1 << 30)
-    if isinstance(chunk, int) and chunk % 16:
-        raise ValueError(f"chunk is {chunk}; allowed: multiples of 16")
+    check_int("chunk", chunk, 16, 1 << 30, multiple=16)
     check_timeout(timeout)
     return summable
 
 
-def check_tensor(name: str, x: object, codec: Summable, ranks: int, node_size: int = 1, *, written: bool) -> None:
+def check_tensor(name: str, x: object, codec: Summable, ranks: int, *, written: bool) -> None:
     """Raise unless the codec, which may be made for a number of ranks and for whole rows, can encode `x`.
 
     written: whether the call writes to `x`, which the caller's inference mode may forbid.
@@ -86,8 +74,6 @@ def check_tensor(name: str, x: object, codec: Summable, ranks: int, node_size: i
         raise TypeError(f"{name} is {kind}; allowed: a tensor of {', '.join(map(str, FLOATS))}")
     if codec.ranks not in (None, ranks):
         raise ValueError(f"codec is {codec}; allowed in a group of {ranks}: one for {ranks} ranks")
-    if codec.ranks is not None and node_size > 1:
-        raise ValueError(f"node_size is {node_size}; allowed with {codec}, made for ranks: 1")
     if x.numel() % codec.grain or (x.dim() > 1 and codec.grain > 1 and x.shape[-1] != codec.grain):
         raise ValueError(
             f"{name} is {described(x)}; allowed with {codec}: (..., {codec.grain}), or flat in multiples of it"
@@ -104,12 +90,10 @@ def _check_written(name: str, x: Tensor) -> None:
         )
 
 
-def check_errors(errors: Tensor | None, tensor: Tensor, node_size: int) -> None:
+def check_errors(errors: Tensor | None, tensor: Tensor) -> None:
     """Raise unless the quantization errors of `tensor` can be written to `errors`."""
     if errors is None:
         return
-    if node_size > 1:
-        raise ValueError(f"errors is given and node_size is {node_size}; allowed: one of the two")
     if errors.dtype != torch.float32 or errors.shape != tensor.shape or not errors.is_contiguous():
         raise ValueError(f"errors is {described(errors)}; allowed: contiguous float32 {tuple(tensor.shape)}")
     _check_written("errors", errors)

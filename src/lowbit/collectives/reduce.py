@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
 from typing import Literal
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lowbit.codecs.base import Codec
 from lowbit.codecs.sums import Summable
 from lowbit.collectives import algorithms
-from lowbit.collectives.algorithms import CHUNK, SMALL, Coded
+from lowbit.collectives.algorithms import CHUNK, SMALL, Coded, Shards
 from lowbit.collectives.calls import TIMEOUT, CollectiveCall, Pending, Transport, queue_of
 from lowbit.collectives.checks import check_call, check_errors, check_pair, check_summable, check_tensor, described
 from lowbit.collectives.exchange import PayloadExchange
-from lowbit.collectives.shards import Shards
 from lowbit.wire import pytorch
 from lowbit.wire.checksum import sealed_bytes
 from lowbit.wire.groups import plain
 
 Op = Literal["sum", "avg"]
 Algorithm = Literal["two_shot", "one_shot", "auto"]
-
-# By group, node size and time limit: the ranks of this node, and those with the same position on every node.
-_nodes: weakref.WeakKeyDictionary[
-    dist.ProcessGroup, dict[tuple[int, float], tuple[dist.ProcessGroup, dist.ProcessGroup]]
-] = weakref.WeakKeyDictionary()
 
 
 def all_reduce(
@@ -41,7 +32,6 @@ def all_reduce(
     algorithm: Algorithm = "two_shot",
     async_op: bool = False,
     *,
-    node_size: int = 1,
     chunk: int = CHUNK,
     small: int = SMALL,
     timeout: float = TIMEOUT,
@@ -58,8 +48,8 @@ def all_reduce(
     chunk for a rank) adds 8 bytes.
 
     Deviations and additions: chunks are encoded while others are sent; PyTorch's own all-reduce sums a tensor of fewer
-    than `small` elements in float32, without the codec; sums inside a node use another method than those between
-    nodes. With one rank the tensor is unchanged. NaN or infinity in a codec group on any rank gives NaN on all ranks.
+    than `small` elements in float32, without the codec. With one rank the tensor is unchanged. NaN or infinity in a
+    codec group on any rank gives NaN on all ranks.
 
     Calls on one group run one after the other on a thread. Gloo sends them as messages, independent of other work in
     the group; on other backends a call with `async_op` must not overlap other uses of the group: give it its own group.
@@ -73,16 +63,14 @@ def all_reduce(
             torchft's `ProcessGroupGloo`, works as well. op: "sum" or "avg".
         algorithm: "two_shot", "one_shot", or "auto": one_shot for two ranks and for small payloads.
         async_op: return a `Pending` at once; do not touch the tensor before its `wait()` has returned.
-        node_size: number of successive ranks that share a node, a divisor of the ranks. Sums inside a node are
-            PyTorch's, in float32, and each element leaves a node once, encoded. 1: no nodes.
         chunk: most elements of a chunk, a multiple of 16.
         small: tensors with fewer elements are summed in float32.
         timeout: seconds after which a missing or failed peer is an error.
         errors: float32, contiguous, shape of `tensor`: filled with the quantization error of this rank's part, for
-            error feedback: add it to the next tensor. Zeros for small tensors. Not allowed with nodes.
+            error feedback: add it to the next tensor. Zeros for small tensors.
         transport: "messages" (Gloo between CPUs), PyTorch's "collectives", or "auto": messages if possible.
         checksums: whether an 8-byte checksum follows each payload; the same on all ranks. Sums by PyTorch itself
-            (small tensors, inside a node) have none. With messages, damaged payloads are never decoded; otherwise
+            (small tensors) have none. With messages, damaged payloads are never decoded; otherwise
             `tensor` may already hold damaged values when the error is raised.
 
     Raises:
@@ -96,41 +84,28 @@ def all_reduce(
     group = plain(group)
     ranks = group.size()
     codec = check_call(
-        codec, group, op=op, algorithm=algorithm, transport=transport, node_size=node_size, small=small, chunk=chunk,
-        timeout=timeout, checksums=checksums,
+        codec, op=op, algorithm=algorithm, transport=transport, small=small, chunk=chunk, timeout=timeout,
+        checksums=checksums,
     )  # fmt: skip
-    check_tensor("tensor", tensor, codec, ranks, node_size, written=True)
-    check_errors(errors, tensor, node_size)
+    check_tensor("tensor", tensor, codec, ranks, written=True)
+    check_errors(errors, tensor)
     flat = tensor.detach().reshape(-1)  # the tensor itself if it is contiguous, otherwise a copy
     rest = None if errors is None else errors.view(-1)
     coded = ranks > 1 and tensor.numel() >= max(1, small)
-    algorithm = _chosen(algorithm, -(-tensor.numel() // node_size), codec, ranks // node_size)
+    algorithm = _chosen(algorithm, tensor.numel(), codec, ranks)
     divisor = ranks if op == "avg" else 1
     kind = algorithms.two_shot if algorithm == "two_shot" else algorithms.one_shot
     sums = partial(kind, codec=codec, chunk=chunk, divisor=divisor)
 
-    def between_nodes(part: Tensor) -> None:
-        if node_size == ranks:  # a single node: nothing is encoded
-            part.div_(divisor)
-            return
-        facts = _facts("all_reduce between nodes", part, codec, op=op)
-        between = CollectiveCall(
-            facts=facts, group=_nodes_of(group, node_size, timeout)[1], device=part.device, timeout=timeout,
-            work=lambda exchange: sums(part, exchange=exchange), transport=transport, checksums=checksums,
-        )  # fmt: skip
-        queue_of(between.group).submit(between).wait()
-
     def work(exchange: PayloadExchange) -> None:
         if not coded:
             _sum_uncoded(flat, group, ranks, divisor, rest, timeout)
-        elif node_size > 1:
-            _sum_by_nodes(flat, _nodes_of(group, node_size, timeout)[0], between_nodes, timeout)
         else:
             sums(flat, exchange=exchange, errors=rest)
         _copy_back(flat, tensor)
 
     facts = _facts("all_reduce", tensor, codec, op=op, chunk=chunk, small=small, algorithm=algorithm)
-    facts |= {"node size": str(node_size), "error feedback": "no" if errors is None else "yes"}
+    facts |= {"error feedback": "no" if errors is None else "yes"}
     call = CollectiveCall(
         facts=facts, group=group, device=tensor.device, timeout=timeout, work=work, transport=transport,
         layer=codec.layer(), checksums=checksums,
@@ -149,7 +124,7 @@ def all_reduce_bytes(
     small: int = SMALL,
     checksums: bool = True,
 ) -> int:
-    """Return the bytes that a rank sends in an `all_reduce` of `numel` elements without nodes; same arguments.
+    """Return the bytes that a rank sends in an `all_reduce` of `numel` elements; same arguments.
 
     For small tensors, which PyTorch sums in float32, return the bytes of a ring all-reduce.
     """
@@ -283,7 +258,7 @@ def _copying_call(
 ) -> CollectiveCall:
     """Build a call that does not change its input. part_and_whole: "output" and "input", a rank's share first."""
     ranks, (part, whole) = group.size(), part_and_whole
-    codec = check_call(codec, group, op=op, transport=transport, chunk=chunk, timeout=timeout, checksums=checksums)
+    codec = check_call(codec, op=op, transport=transport, chunk=chunk, timeout=timeout, checksums=checksums)
     tensors = {"output": output, "input": input}
     for name, x in tensors.items():
         check_tensor(name, x, codec, ranks, written=name == "output")
@@ -302,46 +277,6 @@ def _copying_call(
         facts=_facts(name, input, codec, op=op, chunk=chunk, output=described(output)), group=group,
         device=input.device, timeout=timeout, work=work, transport=transport, layer=codec.layer(), checksums=checksums,
     )  # fmt: skip
-
-
-def _nodes_of(group: dist.ProcessGroup, node_size: int, timeout: float) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Return the groups for nodes of `node_size` successive ranks. All ranks make the first call, which creates them.
-
-    `timeout`: limit of PyTorch's own work in the groups, in seconds; Gloo's reduce-scatter has no other limit.
-    """
-    cached, key = _nodes.setdefault(group, {}), (node_size, timeout)
-    if key not in cached:
-        ranks, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
-        first, place = rank - rank % node_size, rank % node_size
-        inside, between = ranks[first : first + node_size], ranks[place::node_size]
-        cached[key] = (_new_group(inside, timeout), _new_group(between, timeout))
-    return cached[key]
-
-
-def _sum_by_nodes(x: Tensor, inside: dist.ProcessGroup, between: Callable[[Tensor], None], timeout: float) -> None:
-    """Replace `x` (flat, contiguous, any float dtype) by its sum over all ranks.
-
-    Bytes that leave each node, for n elements: those of `between` for n, divided among the ranks of the node. Inside
-    a node of s ranks PyTorch's reduce-scatter and all-gather move 8 (s - 1) / s n bytes a rank.
-
-    `between` replaces a float32 tensor by its sum over the ranks with this place on every node, or by their mean.
-    `timeout`: seconds for each of the sums inside a node.
-    """
-    size = dist.get_world_size(inside)
-    length = -(-x.numel() // size)
-    whole = torch.zeros(size * length, device=x.device)
-    whole[: x.numel()].copy_(x)
-    part = torch.empty(length, device=x.device)
-    pytorch.finish(pytorch.sum_scatter(part, whole, inside), inside, timeout)
-    between(part)
-    pytorch.finish(pytorch.gather(whole, part, inside, async_op=True), inside, timeout)
-    x.copy_(whole[: x.numel()])
-
-
-def _new_group(ranks: list[int], timeout: float) -> dist.ProcessGroup:
-    group = dist.new_group(ranks=ranks, timeout=timedelta(seconds=timeout), use_local_synchronization=True)
-    assert isinstance(group, dist.ProcessGroup)
-    return group
 
 
 def _started(call: CollectiveCall, async_op: bool) -> Pending | None:

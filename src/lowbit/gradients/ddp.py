@@ -24,7 +24,6 @@ def all_reduce_hook(
     error_feedback: bool = False,
     group: dist.ProcessGroup | None = None,
     algorithm: Algorithm = "two_shot",
-    node_size: int = 1,
     small: int = SMALL,
     timeout: float = TIMEOUT,
     checksums: bool = True,
@@ -42,7 +41,7 @@ def all_reduce_hook(
             part of a checkpoint. Non-finite errors are dropped.
         group: the ranks of the DDP module; None: the default group. If `torch.distributed` has not made the group, the
             hook uses it directly instead of making its own.
-        algorithm, node_size, small, timeout, checksums: as for `all_reduce`.
+        algorithm, small, timeout, checksums: as for `all_reduce`.
 
     Returns:
         The hook, for one DDP module. Call this function on all ranks at once, because it makes a process group. DDP
@@ -53,13 +52,9 @@ def all_reduce_hook(
     """
     members = plain(group)
     check_flat(codec)
-    check_call(
-        codec, members, algorithm=algorithm, node_size=node_size, small=small, timeout=timeout, checksums=checksums
-    )
+    check_call(codec, algorithm=algorithm, small=small, timeout=timeout, checksums=checksums)
     if not isinstance(error_feedback, bool):
         raise TypeError(f"error_feedback is {error_feedback!r}; allowed: True or False")
-    if error_feedback and node_size > 1:
-        raise ValueError(f"error_feedback is True and node_size is {node_size}; allowed: one of the two")
     own = _own_group(members, timeout) if is_known(members) else group
     feedback = _QuantizationErrors() if error_feedback else None
 
@@ -77,7 +72,7 @@ def all_reduce_hook(
             buffer.add_(errors)
         pending = all_reduce(
             buffer, codec, own, "avg", algorithm, True,
-            node_size=node_size, chunk=CHUNK, small=small, timeout=timeout, errors=errors, checksums=checksums,
+            chunk=CHUNK, small=small, timeout=timeout, errors=errors, checksums=checksums,
         )  # fmt: skip
         assert pending is not None
         devices: list[int | str | torch.device] = [buffer.device] if buffer.is_cuda else []

@@ -33,7 +33,7 @@ class LowBitReduceScatter(ReduceScatter):
 
     def __init__(self, codec: Codec, *, timeout: float = TIMEOUT, checksums: bool = True) -> None:
         check_flat(codec)
-        check_call(codec, None, timeout=timeout, checksums=checksums)
+        check_call(codec, timeout=timeout, checksums=checksums)
         self._codec, self._timeout, self._checksums = codec, timeout, checksums
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:

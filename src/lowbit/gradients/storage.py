@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -213,7 +213,7 @@ class GradientStorage:
             )
         self.absorb()
         group = plain(group)
-        check_call(self._nearest, group, timeout=timeout, checksums=checksums)
+        check_call(self._nearest, timeout=timeout, checksums=checksums)
         if group.size() == 1:
             return
         gradients = [(stored, local(p)) for p, stored in self._stored.items()]
@@ -304,42 +304,6 @@ class GradientStorage:
         for parameter, stored in self._stored.items():
             parameter.grad = None
             stored.drop()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint between micro-batches: `codec`, and `payloads` and `factors` by name.
-
-        Names are those of the module's parameters, or positions. Payloads are not copied.
-        """
-        self.absorb()
-        held = {s.name: s for s in self._stored.values() if s.held}
-        return {
-            "codec": repr(self._nearest),
-            "payloads": {name: s.payload for name, s in held.items()},
-            "factors": {name: s.factor for name, s in held.items()},
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace all gradients by those of `state_dict`.
-
-        Raises:
-            ValueError: the state belongs to another codec, or to other parameters.
-        """
-        if state["codec"] != repr(self._nearest):
-            raise ValueError(f"state is of {state['codec']}; this storage has {self._nearest!r}")
-        names = {stored.name: parameter for parameter, stored in self._stored.items()}
-        for name, payload in state["payloads"].items():
-            if name not in names:
-                raise ValueError(f"state has a gradient of {name!r}, which is not stored here")
-            expected = self.codec.nbytes(local(names[name]).shape)
-            if payload.numel() != expected:
-                raise ValueError(f"state has {payload.numel()} bytes of {name!r}, not {expected}")
-        self.zero_()
-        for name, payload in state["payloads"].items():
-            parameter = names[name]
-            stored = self._stored[parameter]
-            stored.payload = payload.to(parameter.device, copy=True)
-            stored.factor, stored.held = float(state["factors"][name]), True
-            self._show(parameter, stored)
 
     def close(self) -> None:
         """Let later backward passes leave gradients in `.grad` again; stored gradients stay readable here."""

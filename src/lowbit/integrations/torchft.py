@@ -27,8 +27,8 @@ from lowbit.collectives.calls import Pending
 from lowbit.collectives.checks import check_call, check_flat
 from lowbit.collectives.reduce import SMALL, all_reduce
 from lowbit.integrations.engine import engine, part
+from lowbit.wire.agreement import Facts, listed
 from lowbit.wire.errors import AgreementError
-from lowbit.wire.statements import Facts, listed
 from lowbit.wire.store import bounded
 
 __all__ = ["LowBitManager"]

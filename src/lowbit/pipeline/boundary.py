@@ -18,8 +18,7 @@ from lowbit.codecs.checks import FLOATS
 from lowbit.codecs.foreign import check_ends, is_own, open_session
 from lowbit.codecs.sessions import Session
 from lowbit.pipeline.arguments import StepKind
-from lowbit.pipeline.looking import Look
-from lowbit.pipeline.states import Slot, States, described
+from lowbit.pipeline.states import Look, Slot, States, described
 from lowbit.wire.traffic import Traffic
 
 Direction = Literal["forward", "backward"]

@@ -23,12 +23,9 @@ from lowbit.pipeline.arguments import (
     default_backward,
 )
 from lowbit.pipeline.boundary import Direction, Lane
-from lowbit.pipeline.looking import Look
-from lowbit.pipeline.states import States
+from lowbit.pipeline.states import Look, States
 from lowbit.wire.checksum import CHECKSUM_BYTES
 from lowbit.wire.traffic import Traffic
-
-_ENDS = ("sender", "receiver")
 
 
 def emulate_(
@@ -108,8 +105,8 @@ class Emulation:
         """
         self._steps += 1
         for pair in self._pairs:
-            for lanes in pair.lanes.values():
-                lanes["sender"].states.end_step()
+            for sender, _ in pair.lanes.values():
+                sender.states.end_step()
 
     def set_samples(self, ids: Tensor | Sequence[int]) -> None:
         """Set the sample ids of all forward passes from now on, int64 (micro-batch,), for codecs that need them.
@@ -177,7 +174,7 @@ class _LanePair:
         self.name, self._look = f"boundary {boundary} {direction}", look
         self._args = boundary, direction, codec
         self._codec, self._traffic = codec, traffic
-        self.lanes: dict[torch.device, dict[str, Lane]] = {}  # by device and end
+        self.lanes: dict[torch.device, list[Lane]] = {}  # sender and receiver, by device
 
     def carry(self, x: Tensor, step: StepKind, note: Tensor | None = None) -> Tensor:
         """Return `x` as it arrives at the other end. note: see `Lane.encode`."""
@@ -191,21 +188,21 @@ class _LanePair:
 
     def _ends(self, x: Tensor, step: StepKind) -> list[Lane]:
         if x.device not in self.lanes:
-            lanes = {end: Lane(*self._args, x.device, self._traffic, CHECKSUM_BYTES) for end in _ENDS}
-            for lane in lanes.values():
+            ends = [Lane(*self._args, x.device, self._traffic, CHECKSUM_BYTES) for _ in range(2)]
+            for lane in ends:
                 self._look.add(self._codec, lane.states, backward=lane.direction == "backward")
-            self.lanes[x.device] = lanes
-        ends, slots = list(self.lanes[x.device].values()), [(x.shape, x.dtype)]
+            self.lanes[x.device] = ends
+        ends, slots = self.lanes[x.device], [(x.shape, x.dtype)]
         for lane in ends:
             lane.prepare(slots, step)
             lane.use([slots])
         return ends
 
     def every_state(self) -> list[States]:
-        return [lane.states for lanes in self.lanes.values() for lane in lanes.values()]
+        return [lane.states for ends in self.lanes.values() for lane in ends]
 
     def chosen(self) -> dict[str, Codec]:
-        chosen = [lanes["sender"].states.chosen() for lanes in self.lanes.values()]
+        chosen = [sender.states.chosen() for sender, _ in self.lanes.values()]
         return {f"{self.name}, {tensor}": codec for each in chosen for tensor, codec in each.items()}
 
 

@@ -12,10 +12,8 @@ from torch import Tensor
 
 from lowbit.pipeline.arguments import Codecs, StepKind, codec_at
 from lowbit.pipeline.boundary import Direction, Lane
-from lowbit.pipeline.layouts import Batch, Layouts
-from lowbit.pipeline.looking import Look
-from lowbit.pipeline.numbering import Configuration
-from lowbit.pipeline.states import Slot
+from lowbit.pipeline.layouts import Batch, Configuration, Layouts
+from lowbit.pipeline.states import Look, Slot
 from lowbit.pipeline.transport import Transport
 from lowbit.wire.failure import FailureBoard
 from lowbit.wire.mailbox import Route

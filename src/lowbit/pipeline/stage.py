@@ -26,15 +26,12 @@ from lowbit.pipeline.arguments import (
 )
 from lowbit.pipeline.hooks import HookedStage
 from lowbit.pipeline.lanes import Lanes
-from lowbit.pipeline.layouts import Batch
-from lowbit.pipeline.numbering import pipeline_number
+from lowbit.pipeline.layouts import Batch, pipeline_number
 from lowbit.pipeline.passes import Passes
 from lowbit.pipeline.transport import choose
-from lowbit.wire.agreement import Agreement
 from lowbit.wire.checksum import Checksums, check_checksums
-from lowbit.wire.errors import described
-from lowbit.wire.groups import default_group, rank_names
-from lowbit.wire.pytorch import TorchVersionError, check_torch
+from lowbit.wire.groups import default_group
+from lowbit.wire.pytorch import check_torch
 from lowbit.wire.traffic import Traffic
 
 
@@ -55,11 +52,7 @@ class LowBitStage(HookedStage):
     Before the first byte of each new kind of batch, all ranks compare codecs, versions, shapes and payload sizes.
 
     Args:
-        submodule: as for `PipelineStage`.
-        stage_index: as for `PipelineStage`.
-        num_stages: as for `PipelineStage`.
-        device: as for `PipelineStage`.
-        *args: further arguments of `PipelineStage`, positional.
+        submodule, stage_index, num_stages, device, *args: as for `PipelineStage`.
         forward: format of activations: one codec, or a mapping from boundary index (i: between stages i and i + 1).
         backward: format of gradients, likewise; None: the default for the format of activations (for `TransformQuant`
             the same with one step for all tokens).
@@ -68,7 +61,7 @@ class LowBitStage(HookedStage):
             the last of them.
         timeout: seconds after which a rank that does not join or answer is an error.
         checksums: whether a checksum of 8 bytes behind each payload detects damage; the same on all ranks.
-        **kwargs: further arguments of `PipelineStage` by keyword (`input_args`, `output_args`, `group`, `dw_builder`).
+        **kwargs: further arguments of `PipelineStage` (`input_args`, `output_args`, `group`, `dw_builder`).
 
     Raises:
         TypeError, ValueError: an invalid argument; the message names it.
@@ -97,8 +90,7 @@ class LowBitStage(HookedStage):
         backward = default_backward(forward) if backward is None else backward
         check_warm_up("forward", forward, warmup_steps)
         check_warm_up("backward", backward, warmup_steps)
-        in_place = (*args, None, None, None)[2]  # `group`, if it is positional
-        self._check_torch(num_stages, timeout, kwargs.get("group", in_place))
+        check_torch()
         super().__init__(submodule, stage_index, num_stages, torch.device(device), *args, **kwargs)
         self.traffic = Traffic()
         self.warmup_steps = warmup_steps
@@ -110,19 +102,6 @@ class LowBitStage(HookedStage):
         self.lanes = Lanes(stage_index, num_stages, forward, backward, self.device, transport, warmup_steps)
         self._passes: Passes | None = None  # shared by the stages of this rank, once all of them are made
         self._new_passes = partial(Passes, group=group, number=number, limit=float(timeout), checksums=sums)
-
-    @staticmethod
-    def _check_torch(stages: int, timeout: float, group: Any) -> None:
-        """Raise a TorchVersionError, also on the ranks that wait for this one, if this PyTorch is not known to work."""
-        try:
-            check_torch()
-        except TorchVersionError as error:
-            group = group or default_group()
-            first = f"pipeline {pipeline_number(group, stages, group.size())}/0"  # the others' first agreement
-            agreement = Agreement(group, first, timeout)
-            agreement.give_up(f"{rank_names(group)[group.rank()]} gave up: {described(error)}")
-            agreement.linger()
-            raise
 
     def set_samples(self, ids: Tensor | Sequence[int]) -> None:
         """Set the sample ids of the next training step's batch, for codecs that keep something per sample.

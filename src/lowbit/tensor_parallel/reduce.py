@@ -15,12 +15,10 @@ from lowbit.codecs.base import Codec
 from lowbit.codecs.checks import check_choice, check_int, check_timeout
 from lowbit.codecs.sums import Summable
 from lowbit.collectives import all_reduce
-from lowbit.collectives.algorithms import CHUNK, choose, one_shot, two_shot
+from lowbit.collectives.algorithms import CHUNK, Shards, choose, one_shot, two_shot
 from lowbit.collectives.calls import TIMEOUT
 from lowbit.collectives.checks import check_summable
-from lowbit.collectives.exchange import CollectiveExchange, Marks
-from lowbit.collectives.scratch import Scratch
-from lowbit.collectives.shards import Shards
+from lowbit.collectives.exchange import CollectiveExchange, Marks, Scratch
 from lowbit.tensor_parallel.thresholds import Choice, Thresholds, kind_of
 from lowbit.wire import pytorch
 from lowbit.wire.checksum import Checksums, check_checksums

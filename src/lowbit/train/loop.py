@@ -48,7 +48,7 @@ from lowbit.wire.json_values import gather_json
 from lowbit.wire.messages import Messages
 from lowbit.wire.probe import neighbours, round_trip, send_rate, take_rate
 from lowbit.wire.pytorch import check_torch
-from lowbit.wire.sent_bytes import sent_so_far
+from lowbit.wire.traffic import sent_so_far
 
 log = logging.getLogger(__name__)
 

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from lowbit.wire import pytorch
 from lowbit.wire.groups import is_known, plain
-from lowbit.wire.sent_bytes import note_sent
+from lowbit.wire.traffic import note_sent
 
 MOST_BYTES = 64 << 20
 """Largest text of one rank; a limit, because a peer's announcement decides how much memory is allocated here."""
 AGREEING = "values of all ranks"
-"""Purpose under which `lowbit.wire.sent_bytes` counts these values."""
+"""Purpose under which `lowbit.wire.traffic` counts these values."""
 
 
 def gather_json(value: Any, group: dist.ProcessGroup | None = None, *, timeout: float | None = None) -> list[Any]:

@@ -19,7 +19,7 @@ from lowbit.wire.failure import FailureBoard
 from lowbit.wire.groups import default_group, next_round, rank_names
 from lowbit.wire.json_values import MOST_BYTES, parse_json
 from lowbit.wire.mailbox import Expected, Mailbox, Route, Sent
-from lowbit.wire.sent_bytes import note_sent
+from lowbit.wire.traffic import note_sent
 
 _SIZE_BYTES = 8
 
@@ -29,7 +29,7 @@ class Messages:
 
     Args:
         group: the ranks, over Gloo; None: the default group.
-        purpose: such as "evaluation", for errors and for the count of sent bytes (`lowbit.wire.sent_bytes`).
+        purpose: such as "evaluation", for errors and for the count of sent bytes (`lowbit.wire.traffic`).
         timeout: seconds after which a peer that does not answer is an error.
         checksums: whether an 8-byte checksum follows each payload; the same on all ranks.
     """

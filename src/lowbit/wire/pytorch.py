@@ -18,7 +18,6 @@ WORKS = (2, 11), (2, 15)
 # From 2.13 on, the names of 2.11 print warnings.
 _RENAMED = hasattr(dist, "all_gather_single")
 _GATHER = "all_gather_single" if _RENAMED else "all_gather_into_tensor"
-_SCATTER = "reduce_scatter_single" if _RENAMED else "reduce_scatter_tensor"
 
 
 def version() -> tuple[int, int]:
@@ -68,11 +67,6 @@ def total(x: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
 def carries(group: dist.ProcessGroup, backend: str, device: torch.device) -> bool:
     """Whether this backend handles the tensors of a device in a group."""
     return backend in (dist.get_backend(group) if is_known(group) else group._get_backend(device).name())
-
-
-def sum_scatter(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
-    """Start to write this rank's share of the sum of all ranks' `x` to `out`."""
-    return getattr(dist, _SCATTER)(out, x, group=group, async_op=True)
 
 
 def finish(work: dist.Work | None, group: dist.ProcessGroup, timeout: float) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
@@ -87,3 +88,19 @@ class Traffic:
         """Count a message that was sent "forward" or "backward"."""
         for name, more in ((f"{direction}_bytes", nbytes), (f"{direction}_elements", elements)):
             setattr(self, name, getattr(self, name) + more)
+
+
+_lock = threading.Lock()
+_sent: Counter[str] = Counter()
+
+
+def note_sent(purpose: str, nbytes: int) -> None:
+    """Count bytes handed to a process group; thread-safe."""
+    with _lock:
+        _sent[purpose] += nbytes
+
+
+def sent_so_far() -> Counter[str]:
+    """Return bytes by purpose since the process began; subtract an earlier result to get those of one run."""
+    with _lock:
+        return Counter(_sent)

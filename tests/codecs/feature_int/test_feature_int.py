@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any
 
@@ -70,8 +69,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 SHAPES = [(3, 64, (7,)), (3, 71, (0, 1, 70)), (2, 7, (2, 4)), (12, 3, ()), (4, 33, tuple(range(1, 33))), (3, 300, ())]
 
 
-@pytest.mark.parametrize("gain", ["token", "static"])
-@pytest.mark.parametrize("bits", range(3, 9))
+@pytest.mark.parametrize(("bits", "gain"), [*((bits, "token") for bits in range(3, 9)), (4, "static"), (7, "static")])
 def test_every_element_is_what_the_formulas_say(bits: int, gain: str):
     for i, (rows, size, outliers) in enumerate(SHAPES):
         dtype = DTYPES[(i + bits) % 3]
@@ -185,40 +183,6 @@ def test_static_ranges_are_the_published_format():
         torch.testing.assert_close(y[:, rest], ((x / step).round().clamp(-7, 7) * step)[:, rest])
         assert torch.equal(y[:, ::64], x[:, ::64].bfloat16().float())
         assert not y[0, rest].any(), "0 has a code"
-
-
-def test_a_gain_and_means_are_why_it_beats_static_ranges():
-    g = torch.Generator().manual_seed(1)
-    sizes, means = torch.exp(torch.randn(256, generator=g)), torch.randn(256, generator=g)
-    tokens = torch.exp(0.7 * torch.randn(512, 1, generator=g))
-    parts = [(torch.randn(512, 256, generator=g) * tokens + means) * sizes for _ in range(2)]
-    exact = sum(parts[r][256:] for r in range(2))
-
-    def error(**settings: Any) -> float:
-        codec = FeatureInt.fit([p[:256] for p in parts], **settings)
-        y = codec.sum([codec.part(r).encode(p[256:]) for r, p in enumerate(parts)], out=torch.empty(256, 256))
-        return float((y - exact).norm() / exact.norm())
-
-    static, gain, best = error(gain="static", means=False), error(means=False), error()
-    assert best < 0.95 * gain < 0.7 * static
-    errors = [error(bits=bits) for bits in range(3, 9)]
-    assert all(fine < 0.7 * coarse for coarse, fine in itertools.pairwise(errors))
-
-
-def test_outliers_are_why_it_beats_plain_int4():
-    g = torch.Generator().manual_seed(0)
-    parts = [torch.randn(256, 128, generator=g) for _ in range(2)]
-    for part in parts:
-        part[:, 77] *= 100 * torch.randn(256, generator=g) ** 3
-    exact = (parts[0] + parts[1]).double()
-
-    def error(codec: FeatureInt | GroupInt) -> float:
-        y = codec.sum([codec.part(r).encode(p) for r, p in enumerate(parts)], out=torch.empty(256, 128))
-        return float((y - exact).norm() / exact.norm())
-
-    fitted, plain = FeatureInt.fit(parts, outliers=2), FeatureInt.fit(parts, outliers=0)
-    assert 77 in fitted.features
-    assert error(fitted) < 0.2 * min(error(plain), error(GroupInt(bits=4, group=64)))
 
 
 def test_extreme_ranges_stay_finite():

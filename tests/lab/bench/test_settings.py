@@ -70,7 +70,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (MemoryBenchmark, {"weights": "fp16"}, "weights is 'fp16'"),
     (MemoryBenchmark, {"model": {"vocab": 100}}, "vocabulary has 100 entries"),
     (CodecsBenchmark, {"codecs": ("int9",)}, "codec is 'int9'"),
-    (CodecsBenchmark, {"codecs": ("aq-sgd-8bit",)}, "'aq-sgd-8bit', which learns from .*`lowbit bench pipeline`"),
+    (CodecsBenchmark, {"codecs": ("aq-sgd",)}, "'aq-sgd', which learns from .*`lowbit bench pipeline`"),
     (CodecsBenchmark, {"codecs": (AUTO,)}, "codecs has .* chooses a parameter in a warm-up"),
     (CodecsBenchmark, {"layer": True, "shape": (1, 4, 9)}, "model.dim is 9; allowed: .* even width"),
     (CodecsBenchmark, {"dtypes": ("float64",)}, r"dtypes is .*allowed: float32"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -16,7 +15,6 @@ from lowbit.codecs.cast.codec import Cast
 from lowbit.codecs.group_int.codec import GroupInt
 from lowbit.codecs.sessions import Session
 from lowbit.codecs.stateful import StatefulCodec
-from lowbit.codecs.sums import Summable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +23,7 @@ class AQSGD(StatefulCodec):
 
     Both ends keep the last reconstructed activation m of every sample, by sample id. The first visit sends x in its own
     dtype and sets m = x; a later one sends q(x - m), and both ends set m to m + q(x - m). So the state grows with the
-    data set: samples x elements of a sample x 4 bytes (or the bytes of `cache`) on each side of each boundary
-    (`Session.state_bytes`).
+    data set: samples x elements of a sample x 4 bytes on each side of each boundary (`Session.state_bytes`).
 
     Bytes of a message: for each sample (entry of the first dimension), 4 or 2 per element at its first visit, later
     those of the inner codec. `nbytes` is for a message whose samples have all been seen; a session knows the actual
@@ -35,27 +32,16 @@ class AQSGD(StatefulCodec):
 
     Args:
         inner: codec of the differences.
-        cache: stateless codec that rounds to nearest, in which m is stored: the paper's variant that saves memory.
-            Differences are then taken from the decoded m on both ends. None: float32, exact.
     """
 
     payload_version: ClassVar[int] = 2
 
     inner: Codec = field(default_factory=lambda: GroupInt(bits=4, group=64))
-    cache: Codec | None = None
     needs_key: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.inner, Codec) or self.inner.stateful:
             raise TypeError(f"inner is {self.inner!r}; allowed: a codec without state")
-        cache = self.cache
-        random = isinstance(cache, Summable) and cache != cache.nearest()  # both ends would draw different numbers
-        if cache is not None and (not isinstance(cache, Codec) or cache.stateful or random):
-            raise TypeError(f"cache is {cache!r}; allowed: a codec without state that rounds to nearest, or None")
-
-    def __repr__(self) -> str:
-        cache = "" if self.cache is None else f", cache={self.cache!r}"
-        return f"{type(self).__name__}(inner={self.inner!r}{cache})"
 
     def format_nbytes(self, shape: Sequence[int]) -> int:
         batch, sample = (shape[0], shape[1:]) if shape else (1, ())
@@ -68,7 +54,7 @@ class AQSGD(StatefulCodec):
 
 
 class AQSGDSession(Session):
-    """Keeps the last reconstruction of every sample by its id, in float32 or encoded by `cache`."""
+    """Keeps the last reconstruction of every sample by its id, in float32."""
 
     codec: AQSGD
 
@@ -86,19 +72,19 @@ class AQSGDSession(Session):
     def _encode(self, x: Tensor, payload: Tensor, training: bool) -> None:
         parts = []
         for row, sample in zip(x, self._ids(), strict=True):
-            codec, last = self._codec_of(sample), self._last(sample)
+            codec, last = self._codec_of(sample), self._memory.get(sample)
             parts.append(codec.encode(row if last is None else row.float() - last))
             if training:
-                self._keep(sample, self._moved(sample, last, parts[-1]))
+                self._memory[sample] = self._moved(sample, parts[-1])
         torch.cat(parts, out=payload)
 
     def _decode(self, payload: Tensor, out: Tensor, training: bool) -> None:
         ids = self._ids()
         for row, sample, part in zip(out, ids, payload.split(self._sizes(ids)), strict=True):
-            moved = self._moved(sample, self._last(sample), part)
+            moved = self._moved(sample, part)
             row.copy_(moved)
             if training:
-                self._keep(sample, moved)
+                self._memory[sample] = moved
 
     def state_bytes(self) -> int:
         return sum(m.numel() * m.element_size() for m in self._memory.values())
@@ -107,15 +93,13 @@ class AQSGDSession(Session):
         return {str(i): m for i, m in self._memory.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        cache, shape = self.codec.cache, tuple(self.shape[1:])
-        shape = shape if cache is None else (cache.nbytes(shape),)
+        shape = tuple(self.shape[1:])
         for i, m in state.items():
             if not isinstance(m, Tensor):
                 raise ValueError(f"state of sample {i} is {type(m).__name__}; allowed: a tensor")
             if m.shape != shape:
                 raise ValueError(f"state of sample {i} has shape {tuple(m.shape)}; expected {shape}")
-        dtype = torch.float32 if cache is None else torch.uint8
-        self._memory = {int(i): m.to(self.device, dtype, copy=True) for i, m in state.items()}
+        self._memory = {int(i): m.to(self.device, torch.float32, copy=True) for i, m in state.items()}
 
     def _ids(self) -> Sequence[int]:
         ids = self.samples
@@ -132,20 +116,12 @@ class AQSGDSession(Session):
     def _codec_of(self, sample: int) -> Codec:
         return self.codec.inner if sample in self._memory else self._first
 
-    def _last(self, sample: int) -> Tensor | None:
-        """Last reconstruction of a sample, float32; None before its first visit."""
-        kept, cache = self._memory.get(sample), self.codec.cache
-        return kept if kept is None or cache is None else cache.decode(kept, shape=self.shape[1:])
-
-    def _keep(self, sample: int, moved: Tensor) -> None:
-        self._memory[sample] = moved if self.codec.cache is None else self.codec.cache.encode(moved)
-
-    def _moved(self, sample: int, last: Tensor | None, payload: Tensor) -> Tensor:
+    def _moved(self, sample: int, payload: Tensor) -> Tensor:
         """The receiver's reconstruction of a sample after this message."""
-        codec, shape = self._codec_of(sample), self.shape[1:]
+        codec, shape, last = self._codec_of(sample), self.shape[1:], self._memory.get(sample)
         if last is None:
             return codec.decode(payload, shape=shape)
         return codec.decode(payload, shape=shape, out=last.clone(), accumulate=True)
 
 
-SHORT_NAMES = {"aq-sgd": AQSGD, "aq-sgd-8bit": partial(AQSGD, cache=GroupInt(bits=8, group=64))}
+SHORT_NAMES = {"aq-sgd": AQSGD}

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowbit.codecs.tah_quant.cpu_choice import count_flags, read_checked_flags, rotate, swap
-from lowbit.codecs.tah_quant.cpu_encode import encode
+from lowbit.codecs.tah_quant.cpu_encode import count_flags, encode, read_checked_flags, rotate, swap
 from lowbit.codecs.tah_quant.layout import kernel_geometry
 from lowbit.kernels.cpu.jit import helper, kernel
 from lowbit.kernels.cpu.lines import FLOAT32, KINDS, narrow, sections

@@ -17,9 +17,17 @@ import triton.language as tl
 from torch import Tensor
 
 from lowbit.codecs.tah_quant import reference
-from lowbit.codecs.tah_quant.gpu_choice import choose, ordered, smallest
+from lowbit.codecs.tah_quant.gpu_choice import (
+    checked_flags,
+    choose,
+    code_offsets,
+    load_flags,
+    low_before,
+    ordered,
+    smallest,
+    store_bitmap,
+)
 from lowbit.codecs.tah_quant.gpu_rotation import find_pivots, restore_pivots, rotate_pivots
-from lowbit.codecs.tah_quant.gpu_tiles import checked_flags, code_offsets, load_flags, low_before, store_bitmap
 from lowbit.codecs.tah_quant.layout import SCOPE_TILES, TAHGeometry, tah_geometry
 from lowbit.codecs.tah_quant.reference import MID_LIMIT, MID_SHARE, MID_UNITS, NAN_MID
 from lowbit.kernels.exact import LARGEST, SMALLEST
