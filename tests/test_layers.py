@@ -5,8 +5,6 @@ import graphlib
 import re
 from pathlib import Path
 
-import pytest
-
 SOURCE = Path(__file__).parents[1] / "src"
 _BOUNDARY = {"collectives", "wire", "codecs"}
 _RECIPE = _BOUNDARY | {"terminal", "config", "pipeline", "gradients", "activations"}

@@ -15,6 +15,7 @@ from lowbit.terminal import console
 
 if TYPE_CHECKING:
     from lowbit.cli.parser import Parser
+    from lowbit.report import Row
 
 _HEADINGS = {"stop": "STOPS", "warning": "warning", "note": "note"}
 
@@ -61,7 +62,7 @@ class Doctor:
         end(int(stops))  # skips destructors: those of a broken process group can wait for machines that are gone
 
 
-def _show(rows: Sequence[dict[str, Any]], tables: Sequence[Any], ending: str) -> None:
+def _show(rows: Sequence[Row], tables: Sequence[Any], ending: str) -> None:
     """Print one page: problems with their fixes, then the machines and links."""
     findings = [row for row in rows if row["kind"] == "finding"]
     count = sum(row["level"] == "stop" for row in findings)

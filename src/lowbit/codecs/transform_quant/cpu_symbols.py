@@ -212,7 +212,7 @@ def word_places() -> np.ndarray:
 
 @functools.cache
 def shares() -> np.ndarray:
-    """Start and share of each symbol of each context, start | share << 16, int32; the last one leaves a state as it is."""
+    """Start | share << 16 of each symbol of each context, int32; the last context leaves a state as it is."""
     limits = np.minimum(padded_limits()[:, : SYMBOLS + 1].astype(np.int32), TOTAL)
     return np.ascontiguousarray(limits[:, :-1] | np.diff(limits, axis=1) << 16)
 
