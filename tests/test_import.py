@@ -14,7 +14,7 @@ HEAVY = {"numba", "transformers", "rich", "matplotlib", "pydantic", "tensorboard
 PUBLIC = {
     "lowbit": "__version__",
     "lowbit.activations": (
-        "Compressed LayerAware LayerChoice LayerPlan checkpoint_ compress_saved_ counted low_bit_saved restore_"
+        "Compressed LayerAware LayerChoice LayerPlan checkpoint_ compress_saved_ counted restore_"
     ),
     "lowbit_lab.bench": "COMMANDS",
     "lowbit.cli": "main",

@@ -156,7 +156,7 @@ def made(sizes: Sizes, policy: str, index: int = 0, count: int = 1) -> LlamaStag
     """Make a stage that keeps activations by this policy."""
     stage, chosen = LlamaStage(sizes, index, count), POLICIES[policy]
     if chosen is not None:
-        compress_saved_(stage, chosen, report=False)
+        compress_saved_(stage, chosen)
     return stage
 
 

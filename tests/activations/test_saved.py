@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from lowbit.activations import LayerAware, compress_saved_, follow
 from lowbit.codecs import GroupInt
 from tests.activations.models import (
     DIM,
-    FAMILIES,
     FFN,
     LENGTH,
     ROWS,
@@ -66,7 +64,7 @@ def test_gradients_are_those_at_the_rounded_inputs(norm: Any, bits: int):
         torch.testing.assert_close(grads[name], expected[name], rtol=2e-4, atol=2e-4, msg=name)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt2"])
 def test_families(family: str, caplog: pytest.LogCaptureFixture):
     plain, ids = hugging_face(family), tokens()
     with saved_bytes(plain) as before:
@@ -97,7 +95,7 @@ def test_families(family: str, caplog: pytest.LogCaptureFixture):
 
 def test_a_llama_saves_a_payload_for_each_norm_gate_and_up():
     model, ids = hugging_face("llama"), tokens()
-    compress_saved_(model, LayerAware(bits=4, attention=16), report=False)
+    compress_saved_(model, LayerAware(bits=4, attention=16))
     with saved_bytes(model) as saved:
         loss_of(model, ids)
     wide, narrow = GroupInt(bits=8), GroupInt(bits=4)
@@ -295,24 +293,6 @@ def test_an_empty_batch_goes_through():
 
 
 # -------------------------------------------------------------------------------------------------- all the rest
-
-
-def test_functions_that_save_whole_tensors_are_told_once(caplog: pytest.LogCaptureFixture):
-    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Bilinear(8, 8, 8).requires_grad_(True))
-    model[2].forward = lambda x: functional.bilinear(x, x, model[2].weight)
-    done = compress_saved_(model)
-    assert "no training pass" in str(done)
-    with caplog.at_level(logging.WARNING), torch.no_grad():
-        model(torch.randn(4, 8))
-    assert not caplog.records
-    for _ in range(2):
-        model(torch.randn(4, 8)).sum().backward()
-    assert len(caplog.records) == 1
-    assert "tanh (" in caplog.text
-    table = str(done)
-    assert "tanh keeps 128 B" in table
-    assert done.survey is not None
-    assert done.survey.rows["*"].whole["tanh"] == 128
 
 
 def test_mistakes_are_named():

@@ -17,17 +17,18 @@ from lowbit.tensor_parallel import (
     Thresholds,
     emulate_tensor_parallel_,
     low_bit_,
+    measure,
     rowwise,
     tensor_parallel_,
 )
-from lowbit.tensor_parallel.measure import ROWS, steps_of
+from lowbit.tensor_parallel.measure import steps_of
 from lowbit.tensor_parallel.thresholds import kind_of
 from lowbit.wire import pytorch
 from tests.processes import Ranks
 from tests.tensor_parallel.models import WIDTH, Toy, calibrated, ids, logits
 
 KIND = f"{WIDTH} features, float32, 4 bits"
-SLOW = 0.05
+SLOW, ROWS = 0.03, (1, 8)
 
 
 def delayed(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -42,6 +43,7 @@ def measured_with_a_slow_rank(path: str) -> dict[str, Any]:
     """Rank 1 is slow, first at coding, then at the engine's all-reduce; nobody else notices that."""
     model = tensor_parallel_(Toy())
     results: dict[str, Any] = {}
+    measure.ROWS = ROWS
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
             patch.setattr(FeatureInt, "_encode", delayed(FeatureInt._encode))
@@ -147,7 +149,7 @@ def measured_without_rank_1() -> None:
     model = tensor_parallel_(Toy())
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(rowwise, "measured", lambda *_, **__: time.sleep(6))
+            patch.setattr(rowwise, "measured", lambda *_, **__: time.sleep(3))
         low_bit_(model, GroupInt(bits=8, group=64), settings=SumSettings(timeout=1.5))
 
 
