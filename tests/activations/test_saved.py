@@ -15,10 +15,8 @@ from lowbit.activations import LayerAware, compress_saved_, follow
 from lowbit.codecs import GroupInt
 from tests.activations.models import (
     DIM,
-    FFN,
     LENGTH,
     ROWS,
-    VOCAB,
     Calls,
     GatedBlock,
     distance,
@@ -91,31 +89,6 @@ def test_families(family: str, caplog: pytest.LogCaptureFixture):
     assert 0.01 < errors[4] < 0.2
     assert sizes[4] < sizes[8] < sizes[16] < 0.65
     assert not any(r.name.startswith("lowbit") for r in caplog.records)
-
-
-def test_a_llama_saves_a_payload_for_each_norm_gate_and_up():
-    model, ids = hugging_face("llama"), tokens()
-    compress_saved_(model, LayerAware(bits=4, attention=16))
-    with saved_bytes(model) as saved:
-        loss_of(model, ids)
-    wide, narrow = GroupInt(bits=8), GroupInt(bits=4)
-    payloads = 2 * (2 * wide.nbytes((ROWS, LENGTH, DIM)) + 2 * narrow.nbytes((ROWS, LENGTH, FFN)))
-    assert saved[torch.uint8] == payloads + wide.nbytes((ROWS, LENGTH, DIM))
-    positions = ROWS * LENGTH
-    attention = 2 * 4 * positions * (3 * DIM + 4)  # q, k, v with half the heads, out, the log of its sums
-    tables = 2 * 4 * LENGTH * DIM // 4  # of positions
-    loss = 4 * positions * VOCAB + 4
-    assert saved[torch.float32] == attention + tables + loss
-
-
-def test_bits_by_layer(caplog: pytest.LogCaptureFixture):
-    model = hugging_face("llama")
-    done = compress_saved_(model, LayerAware(norm=16, mlp=6, layers={"model.layers.1": 3}))
-    assert done.bits["model.layers.0.mlp.act_fn"] == ("mlp", 6)
-    assert done.bits["model.layers.1.mlp.act_fn"] == ("mlp", 3)
-    assert done.bits["model.layers.0.input_layernorm"] == ("norm", 16)
-    assert "mlp in 6 bits" in repr(done)
-    assert gradients(model, loss_of(model, tokens()))
 
 
 def test_stochastic_rounding_repeats_with_the_seed():

@@ -1,4 +1,4 @@
-"""Thresholds: decided by what the slowest rank measures, the same on all of them, kept in a file."""
+"""Thresholds: decided by what the slowest rank measures, the same on all of them."""
 
 from __future__ import annotations
 
@@ -103,19 +103,8 @@ def test_coded_is_what_is_faster_at_this_and_all_larger_sizes():
     ) == ((32, "one_shot"), (512, "two_shot"))
 
 
-def thresholds(**changes: Any) -> Thresholds:
-    values: dict[str, Any] = {
-        "ranks": 2, "steps": {KIND: ((8, "one_shot"), (64, "two_shot"))}, "milliseconds": {}, "mbit": 1.0, "date": "",
-    }  # fmt: skip
-    return Thresholds(**{**values, **changes})
-
-
-def test_thresholds_are_kept_in_a_file_and_decide_by_rows(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    path = tmp_path / "calibration.thresholds.json"
-    thresholds().save(path)
-    assert [file.name for file in tmp_path.iterdir()] == [path.name]
-    loaded = Thresholds.load(path)
-    assert loaded == thresholds()
+def test_thresholds_decide_by_rows(caplog: pytest.LogCaptureFixture):
+    loaded = Thresholds(ranks=2, steps={KIND: ((8, "one_shot"), (64, "two_shot"))}, milliseconds={}, mbit=1.0, date="")
     taken = [loaded.choice(KIND, rows) for rows in (1, 7, 8, 63, 64, 9999)]
     assert taken == ["plain", "plain", "one_shot", "one_shot", "two_shot", "two_shot"]
     codec = calibrated().codec("layers.0.attn.o")
@@ -133,16 +122,6 @@ def test_thresholds_are_kept_in_a_file_and_decide_by_rows(tmp_path: Path, caplog
         logits(model, ids(2, 4))
         logits(model, ids(1, 7))
     assert emulation.traffic.share_coded == 4 * 8 / (5 * 15)  # of five sums the embedding's is not coded
-
-
-OF_NO_RANKS = '{"ranks": 1, "steps": {}, "milliseconds": {}, "mbit": 1, "date": ""}'
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"steps": {"a": [[1, "ring"]]}}', '{"steps": null}', OF_NO_RANKS])
-def test_other_files_are_refused(tmp_path: Path, text: str):
-    (tmp_path / "file").write_text(text)
-    with pytest.raises(ValueError, match=r"file does not hold thresholds: .*; allowed: what Thresholds.save wrote"):
-        Thresholds.load(tmp_path / "file")
 
 
 def measured_without_rank_1() -> None:
