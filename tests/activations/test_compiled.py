@@ -28,7 +28,7 @@ def fresh():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize(("norm", "bits"), [(nn.LayerNorm, 4), (nn.RMSNorm, BlockFloat8())], ids=str)
+@pytest.mark.parametrize(("norm", "bits"), [(nn.LayerNorm, 8), (nn.RMSNorm, BlockFloat8())], ids=str)
 def test_a_block_is_one_graph(norm: Any, bits: Any):
     torch.manual_seed(0)
     plain = GatedBlock(norm=norm)
@@ -46,7 +46,7 @@ def test_a_block_is_one_graph(norm: Any, bits: Any):
     found = gradients(ours, out.square().sum()) | {"x": x.grad}
     expected = gradients(plain, wanted.square().sum()) | {"x": y.grad}
     error = distance(found, expected)
-    assert error < (0.2 if bits == 4 else 0.06)
+    assert error < (0.02 if bits == 8 else 0.06)
     codec = GroupInt(bits=bits) if isinstance(bits, int) else bits
     row, wide = codec.nbytes((4, 20, 32)), codec.nbytes((4, 20, 72))
     # The norm's input, what gate and up share, and the activation's input. The product follows from its factors.
