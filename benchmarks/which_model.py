@@ -10,7 +10,6 @@ import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -134,28 +133,24 @@ def _planned(
 def tables(rows: Sequence[Row]) -> dict[str, str]:
     """Return the tables of the page, by name."""
     each = {(row["model"], row["method"]): row for row in rows}
-    fits = [f"| model | trained | {' | '.join(f'{memory} GB' for memory in MEMORIES)} |", "|---|---|" + "---|" * 3]
-    for (model, method), row in each.items():
-        cells = " | ".join("yes" if memory in row["fits"] else "no" for memory in MEMORIES)
-        fits.append(f"| {model} | {_TRAINED[method]} | {cells} |")
+    fits = [f"| model | {' | '.join(_TRAINED.values())} |", "|---|" + "---|" * len(_TRAINED)]
+    for model in MODELS:
+        cells = [each[model, method]["fits"] for method in _TRAINED]
+        fits.append(f"| {model} | {' | '.join(f'{min(cell)} GB' if cell else '–' for cell in cells)} |")
     heads = " | ".join(f"{mbit:,} Mbit/s" for mbit in LINKS)
-    times = [f"| model | trained | format | {heads} |", "|---|---|---|" + "---|" * len(LINKS)]
-    for (model, method), name in product(each, reversed(FORMATS)):
-        shown = [row for row in rows if (row["model"], row["method"], row.get("format")) == (model, method, name)]
-        if shown:
-            first = f"{model} | {_TRAINED[method]}" if name == FORMATS[-1] else " |"
-            times.append(f"| {first} | {_TITLES[name]} | {' | '.join(map(_time, shown))} |")
+    times = [f"| model | trained | {heads} |", "|---|---|" + "---|" * len(LINKS)]
+    for model, method in (key for key, row in each.items() if row["fits"]):
+        hours = {
+            (row["link_mbit"], row["format"]): f"{24 * row['days']:.1f}"
+            for row in rows
+            if (row["model"], row["method"]) == (model, method)
+        }
+        cells = " | ".join(f"**{hours[mbit, 'transform']}** / {hours[mbit, 'bf16']}" for mbit in LINKS)
+        times.append(f"| {model} | {_TRAINED[method]} | {cells} |")
     return {"fits": "\n".join(fits), "times": "\n".join(times)}
 
 
 _TRAINED = {"full": "all weights", "LoRA": "LoRA"}
-_TITLES = {"transform": "**default**", "bf16": "BF16", "fp32": "FP32"}
-
-
-def _time(row: Row) -> str:
-    seconds, days = row["seconds_per_step"], row["days"]
-    length = f"{days:.1f} d" if days >= 1 else f"{24 * days:.1f} h"
-    return f"{f'{seconds:.1f}' if seconds < 10 else f'{seconds:.0f}'} s, {length}"
 
 
 def with_tables(page: str, rows: Sequence[Row]) -> str:

@@ -159,7 +159,12 @@ MADE_EARLIER = {
 """What the commands of a page have made before its Python runs."""
 
 
-@pytest.mark.parametrize("page", PYTHON, ids=name)
+SLOW = {"docs/tutorials/own-pipeline.md"}  # 20 s; what it does is in the examples and in tests/pipeline, too
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(p, marks=pytest.mark.slow if name(p) in SLOW else (), id=name(p)) for p in PYTHON]
+)
 def test_python_runs(page: Path, tmp_path: Path):
     if make := MADE_EARLIER.get(name(page)):
         make(tmp_path)
@@ -280,7 +285,8 @@ def check_toml(values: dict[str, Any]) -> None:
         Cluster.from_mapping(values)
     elif "project" in values:
         names = values["project"].pop("entry-points").pop("lowbit.codecs")
-        assert values == {"project": {}}
+        assert values.keys() == {"project"}
+        assert values["project"].keys() == {"name", "version", "dependencies"}
         assert all(re.fullmatch(r"[\w.]+:\w+", place) for place in names.values())
     else:
         from_mapping(values)
@@ -294,92 +300,16 @@ def check_task(values: dict[str, Any]) -> None:
         assert set(values) <= {field.name for field in dataclasses.fields(tasks.TaskConfig)}
 
 
-SAMPLE = """
-Text.
-
-```python
-x = 1
-```
-
-1. A list:
-   ```python
-   raise SystemExit(x != 1)
-   ```
-
-```python torchrun=2
-import os; assert os.environ["WORLD_SIZE"] == "2"
-```
-
-```console
-$ lowbit train config.toml \\
-    --nonsense 3   # a comment
-output --of the command
-```
-
-```bash
-make demo
-```
-"""
-
-
-def test_blocks_are_found_with_their_lines():
-    found = list(blocks(SAMPLE))
-    assert [(b.language, b.ranks, b.line) for b in found] == [
-        ("python", 0, 5), ("python", 0, 10), ("python", 2, 14), ("console", 0, 18), ("bash", 0, 24)
-    ]  # fmt: skip
-    assert joined(found[:2]).splitlines()[9] == "raise SystemExit(x != 1)"
-
-
-def test_commands_are_found_without_comments_and_output():
-    assert list(commands(SAMPLE)) == [["lowbit", "train", "config.toml", "--nonsense", "3"], ["make", "demo"]]
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        "lowbit train config.toml --nonsense 3",
-        "lowbit bench nonsense",
-        "lowbit bench codecs --nonsense",
-        "python -m benchmarks race --nonsense 3",
-        "lowbit train --model.nonsense 3",
-        "lowbit nonsense",
-        "make nonsense",
-        "nonsense --option",
-        "python -m tests.nonsense",
-        "pip install lowbit[nonsense]",
-    ],
-)
+@pytest.mark.parametrize("command", ["lowbit train a.toml --nonsense 3", "make nonsense", "nonsense --option"])
 def test_a_command_that_does_not_exist_fails(command: str):
     with pytest.raises((AssertionError, ConfigError)):
         check_command(shlex.split(command))
 
 
-@pytest.mark.parametrize(
-    ("text", "fault"),
-    [
-        ("```\nx\n```\n", "''; allowed"),
-        ("```json\n{}\n```\n", "'json'; allowed"),
-        ("```python skip\n1\n```\n", "skip"),
-        ("```py\n1\n```\n", "no test runs it"),
-        ("Text:\n\n    indented\n", "no language"),
-        ("~~~python\n1\n~~~\n", "== "),
-    ],
-)
-def test_a_block_that_no_test_reads_fails(text: str, fault: str):
-    with pytest.raises(AssertionError, match=fault):
+@pytest.mark.parametrize("text", ["```\nx\n```\n", "```json\n{}\n```\n", "Text:\n\n    indented\n", "```py\n1\n```\n"])
+def test_a_block_that_no_test_reads_fails(text: str):
+    with pytest.raises(AssertionError):
         check_blocks(text)
-
-
-def test_a_line_is_cut_into_its_commands():
-    line = "A=1 lowbit config --run.steps 3 > run.toml && cat run.toml | head"
-    assert list(_commands_of(shlex.split(line))) == [
-        ["lowbit", "config", "--run.steps", "3"], ["cat", "run.toml"], ["head"]
-    ]  # fmt: skip
-
-
-def test_anchors_are_those_of_the_site():
-    text = "# A `b` c-d\n```python\n# no\n```\n## Bits, *both* ways\n## Twice\n## Twice\n"
-    assert anchors(text) == {"a-b-c-d", "bits-both-ways", "twice", "twice-1"}
 
 
 def test_a_failing_block_fails(tmp_path: Path):

@@ -21,11 +21,11 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 def test_the_pipeline_learns_in_few_bits(tmp_path: Path):
     script = EXAMPLES / "pipeline.py"
-    done = run_script(script, "--steps", "40", ranks=2, timeout=200, folder=tmp_path)
+    done = run_script(script, "--steps", "20", ranks=2, timeout=200, folder=tmp_path)
     assert done.code == 0, done.output
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.output)]
-    assert len(losses) == 4
-    assert losses[-1] < 3.2 < 5.6, done.output  # guessing costs log(256) = 5.5
+    assert len(losses) == 2
+    assert losses[-1] < 3.6, done.output  # guessing costs log(256) = 5.5
     # A quarter of the steps at 32 bits, the rest at 3.2.
     assert re.search(r"rank 0 sent [\d.]+ MB, 10\.\d bits", done.output), done.output
 
@@ -33,12 +33,12 @@ def test_the_pipeline_learns_in_few_bits(tmp_path: Path):
 def test_data_parallel_ranks_learn_the_same():
     """Under torchrun itself, and to the very end of the interpreter, which a DDP hook might hold up."""
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    script = [str(EXAMPLES / "data_parallel.py"), "--steps", "40"]
+    script = [str(EXAMPLES / "data_parallel.py"), "--steps", "16"]
     done = subprocess.run([sys.executable, *command, *script], text=True, capture_output=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
     assert len(losses) == 4
-    assert losses[-1] < 3.2, done.stdout
+    assert losses[-1] < 3.6, done.stdout
     assert "bit for bit: yes" in done.stdout
 
 
@@ -59,10 +59,10 @@ def test_one_line_makes_autograd_keep_less(tmp_path: Path):
 @pytest.mark.parametrize("framework", ["trainer", "accelerate", "lightning"])
 def test_frameworks_train_with_stored_gradients(framework: str, tmp_path: Path):
     script = EXAMPLES / "frameworks.py"
-    done = run_script(script, framework, "--steps", "20", timeout=300, folder=tmp_path)
+    done = run_script(script, framework, "--steps", "8", timeout=300, folder=tmp_path)
     assert done.code == 0, done.output
-    ((first, last),) = re.findall(r"loss ([\d.]+) at first, ([\d.]+) after 20 steps", done.output)
-    assert float(last) < 4.2 < 5.3 < float(first), done.output
+    ((first, last),) = re.findall(r"loss ([\d.]+) at first, ([\d.]+) after 8 steps", done.output)
+    assert float(last) < 4.8 < 5.3 < float(first), done.output
     assert float(re.findall(r"([\d.]+) bytes per parameter", done.output)[0]) < 1.1
 
 

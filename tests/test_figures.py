@@ -59,15 +59,15 @@ ALL_REDUCE = stated(TP, r"2,048 tokens: ([\d.]+) times as fast as BF16")
 CHECKPOINTS = [cell("memory", "a plan with at most 0.7: checkpoints", n) for n in (2, 3)]
 NORMS = [cell("memory", "4 bits for norms, too: AGoQ's", n) for n in (1, 2, 3)]
 AGOQ = 100 - cell("memory", "agoq |", 2)
-SMOLLM = cell("convergence", "SmolLM2-135M | TransformQuant (transform) | cold", 2)
+SMOLLM = cell("convergence", "SmolLM2-135M | TransformQuant | cold", 2)
 LESS, WITH_8BIT = [100 - saved("saved"), 100 - saved("peak")], 100 - saved("peak", "low-bit+8bit")
 GRID = stated("predictions", r"Off by ([\d.]+) % \(median\)")
 README, INDEX, COMPARISON, LIMITS = "README.md", "docs/results/index.md", "docs/comparison.md", "docs/limits.md"
 PAPERS, TENSOR, SAVED = "docs/papers.md", "docs/how-to/tensor-parallel.md", "docs/how-to/saved-activations.md"
 QUOTED: list[tuple[str, str, list[float]]] = [
     (INDEX, "{:.1f}x as fast as FP32 through the same stage, {:.1f}x as fast as FP32 through PyTorch's", SPEED),
-    (README, "held-out loss {:.1f} times as soon as FP32, and {:.1f} times as soon as BF16", [SOONER, SOONER_BF16]),
-    (INDEX, "the same held-out loss {:.1f}x as soon", [SOONER]),
+    (README, "held-out loss {:.1f} times faster than FP32, and {:.1f} times faster than BF16", [SOONER, SOONER_BF16]),
+    (INDEX, "the same held-out loss {:.1f}x faster", [SOONER]),
     (README, "after {:.1f} minutes, BF16 at 2.07 after {:.1f}, FP32 at 2.07 after {:.1f}", MINUTES),
     (INDEX, "FP8: {:.1f}x as fast as PyTorch's FP32 at 100 Mbit/s, 2 and 4 ranks", [LEAST]),
     (PAPERS, "{:.1f}x at 100 Mbit/s, 2 and 4 ranks", [LEAST]),

@@ -4,8 +4,8 @@ Their data is recorded in docs/concepts/data/. To record it again, with a model 
 text that it was not trained on:
 
     python -m benchmarks.concepts record CHECKPOINT TEXT
-    lowbit bench spectrum CHECKPOINT TEXT --direction 16,32 --bit 2,3,4,6 --codec int2,int3,int4,int6,int8,fp8,\
-tah-quant,tah-quant-published --json docs/concepts/data/spectrum.json
+    lowbit bench spectrum CHECKPOINT TEXT --codec int2,int3,int4,int6,int8,fp8,tah-quant,tah-quant-published \
+        --json docs/concepts/data/spectrum.json
 """
 
 from __future__ import annotations

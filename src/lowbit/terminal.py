@@ -17,6 +17,7 @@ This module imports nothing heavy, since every command begins with it.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import logging
 import sys
 import traceback
@@ -45,6 +46,13 @@ def one_line(text: str, most: int = MOST_CHARACTERS) -> str:
     """Put at most `most` characters of the text on one line, escaped as by `printable`."""
     text = " ".join(text[: 2 * most].split())
     return printable(text if len(text) <= most else f"{text[:most]} ...")
+
+
+def suggestion(word: str, known: Iterable[str], prefix: str = "") -> str:
+    """Return "did you mean X?" for a word that is not known, or else the known words."""
+    words = list(known)
+    close = difflib.get_close_matches(word, words, n=1)
+    return f"did you mean {prefix}{close[0]}?" if close else f"known: {', '.join(words)}"
 
 
 def lines(text: str) -> str:

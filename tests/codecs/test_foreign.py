@@ -173,16 +173,27 @@ def emulated(codec: Codec) -> tuple[Any, nn.Module]:
     return emulate_(model, at=["0"], forward=codec, backward=codec), model
 
 
-def saved(codec: Codec) -> None:
-    emulation, model = emulated(codec)
-    model(torch.ones(3, 8)).sum().backward()
-    emulation.load_state_dict(emulation.state_dict())
-
-
 @pytest.mark.parametrize("method", ["encode", "decode", "state_dict", "load_state_dict"])
 def test_in_an_emulation_the_boundary_is_named_too(method: str):
+    emulation, model = emulated(theirs(**{method: raises}))
     with pytest.raises(CodecError, match=rf"^boundary 0 forward: Theirs\(\): {method} raised KeyError: 'mean'"):
-        saved(theirs(**{method: raises}))
+        sent_and_restored(emulation, model)
+
+
+def sent_and_restored(emulation: Any, model: nn.Module) -> None:
+    model(torch.ones(3, 8))
+    load(emulation, saved(emulation))
+
+
+def saved(emulation: Any) -> list[dict[str, Any]]:
+    """The states of both ends of both directions."""
+    return [states.state_dict() for pair in emulation._pairs for states in pair.every_state()]
+
+
+def load(emulation: Any, saved: list[dict[str, Any]]) -> None:
+    every = [states for pair in emulation._pairs for states in pair.every_state()]
+    for states, state in zip(every, saved, strict=True):
+        states.load_state_dict(state)
 
 
 def test_a_codec_that_uses_one_of_theirs_is_theirs():
@@ -216,23 +227,19 @@ def test_own_tensors_are_taken_in_and_states_are_copies():
         return Session.decode(self, payload, **(options | {"out": None}))
 
     emulation, model = emulated(theirs(encode=encode, decode=decode))
-    plain, same = emulated(theirs())
+    _, same = emulated(theirs())
     for step in range(3):
         x = torch.full((3, 8), float(step))
         y = model(x)
         assert torch.equal(y, same(x))
         y.sum().backward()
         if step == 0:
-            state, text = emulation.state_dict(), str(emulation.state_dict())
-    assert str(state) == text != str(emulation.state_dict())
-    emulation.load_state_dict(state)
-    assert str(emulation.state_dict()) == text
+            state, text = saved(emulation), str(saved(emulation))
+    assert str(state) == text != str(saved(emulation))
+    load(emulation, state)
+    assert str(saved(emulation)) == text
     model(x)
     assert str(state) == text, "what was loaded stays as it was"
-    emulation.load_state_dict(emulated(theirs())[0].state_dict())  # of before the first message
-    assert emulation.state_dict()["boundaries"]["boundary 0 forward"]["sender"] == {}
-    assert torch.equal(model(x), same(x))
-    assert plain.state_bytes() == 0
 
 
 class WithFeedback(TheirSession):
@@ -276,7 +283,8 @@ def test_what_only_one_end_keeps_goes_on_too():
     for x in rows[:2]:
         other(x)
     resumed, third = emulated(Feedback())
-    resumed.load_state_dict(emulation.state_dict())
+    third(rows[0])  # opens the sessions
+    load(resumed, saved(emulation))
     assert all(torch.equal(third(x), y) for x, y in zip(rows[2:], expected[2:], strict=True))
 
 

@@ -45,11 +45,8 @@ def test_a_string_that_looks_like_a_number_stays_a_string():
     ("overrides", "message"),
     [
         (["pipeline.forwrad=int4"], "unknown key pipeline.forwrad; did you mean pipeline.forward?"),
-        (["pipelnie.forward=int4"], "unknown section pipelnie; did you mean pipeline?"),
         (["run.zzzzzz=1"], "unknown key run.zzzzzz; known: output, method, steps,"),
         (["run.steps"], "override is 'run.steps'; allowed: section.key=value"),
-        (["steps=3"], "override is 'steps=3'; allowed: section.key=value"),
-        (["run.steps=many"], "run.steps is 'many'; allowed: an integer"),
     ],
 )
 def test_a_wrong_override_is_one_clear_line(overrides, message):
@@ -73,11 +70,9 @@ def test_a_missing_or_broken_file_is_named(tmp_path):
         ("run = 3", r"run is 3; allowed: a section, \[run\]"),
         ("[[run]]\nsteps = 1", r"run is \[\{'steps': 1\}\]; allowed: a section, \[run\]"),
         ("[run.output]\na = 1", r"run.output is \{'a': 1\}; allowed: a string"),
-        ("[run]\nsteps = true", "run.steps is True; allowed: an integer"),
         ("[run]\nsteps = 2020-01-01", r"run.steps is datetime.date\(.*; allowed: an integer"),
         (f"[run]\nsteps = {'9' * 30}", "run.steps takes 101 bits; allowed: integers of 64 bits"),
         (f"[run]\nsteps = {'9' * 5000}", "bad.toml is not TOML: Exceeds the limit"),
-        ("[run]\ntimeout_seconds = inf", "run.timeout_seconds is inf; allowed: a finite number"),
         ('[run]\noutput = "a\\u0000b"', "run.output is .*; allowed: text without null bytes"),
         (f"a = {'[' * 20000}", "bad.toml is not TOML: maximum recursion depth exceeded"),
         ("\udcff", "bad.toml is not TOML: 'utf-8' codec can't decode byte 0xff in position 0"),
@@ -89,20 +84,6 @@ def test_a_file_of_the_wrong_shape_is_one_clear_line(tmp_path, text, message):
         with pytest.raises(ConfigError, match=message) as caught:
             load(tmp_path / "bad.toml", overrides)
         assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"run": 3}, r"run is 3; allowed: a section, \[run\]"),
-        ({3: {}}, "unknown section 3; known: model"),
-        ({"run": {3: 4}}, "unknown key run.3; "),
-        (3, "a configuration is 3; allowed: a mapping of sections"),
-    ],
-)
-def test_a_section_must_be_a_section(values, message):
-    with pytest.raises(ConfigError, match=message):
-        from_mapping(values)
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)

@@ -12,6 +12,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from unittest import mock
 
+from lowbit.doctor.messages import Speed
 from lowbit_lab.network import SlowLink, delay
 from tests.forked import CONTEXT
 
@@ -74,14 +75,14 @@ class Running:
 def start(
     folder: Path, *words: str, link: SlowLink | None = None, host: int = 0,
     environment: Mapping[str, str] | None = None, before: Callable[..., None] | None = None,
-    arguments: Sequence[object] = (), quiet: bool = True,
+    arguments: Sequence[object] = (), speed: bool = False,
 ) -> Running:  # fmt: skip
     """Start `lowbit doctor` in a folder with the recipe and its text, unless they are there already.
 
     Args:
         link, host: where it runs; without a link on this machine.
         environment: variables beside the secret. before: called with `arguments` in the process, first.
-        quiet: take this machine for one on which nothing else runs.
+        speed: measure compute and coding, too, on a machine that is taken for one on which nothing else runs.
     """
     folder.mkdir(exist_ok=True)
     for name, text in (("run.toml", RECIPE), ("text.txt", TEXT)):
@@ -90,13 +91,13 @@ def start(
     space = (link._namespaces[host].pid, link._namespaces[host].kinds) if link else None
     variables = {"LOWBIT_SECRET": "a secret", **(environment or {})}
     process = CONTEXT.Process(
-        target=_run, args=(str(folder), words, space, variables, before, arguments, quiet), daemon=True
+        target=_run, args=(str(folder), words, space, variables, before, arguments, speed), daemon=True
     )
     process.start()
     return Running(process, folder)
 
 
-def _run(folder, words, space, variables, before, arguments, quiet) -> None:
+def _run(folder, words, space, variables, before, arguments, speed) -> None:
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for stream, name in ((1, "page"), (2, "errors")):
@@ -113,8 +114,9 @@ def _run(folder, words, space, variables, before, arguments, quiet) -> None:
     import lowbit.doctor.command  # noqa: F401
     from lowbit.cli import main
 
-    if quiet:
-        mock.patch("lowbit.doctor.speed.busy_seconds", return_value=0.0).start()
+    mock.patch("lowbit.doctor.speed.busy_seconds", return_value=0.0).start()
+    if not speed:
+        mock.patch("lowbit.doctor.survey.speed", return_value=Speed(layer_seconds=0.1, layer_tokens=64)).start()
     if before:
         before(*arguments)
     main(["doctor", *words])

@@ -21,7 +21,7 @@ def survey(facts: tuple[dict[str, Any], ...] = ({}, {}), **found: Any) -> Machin
     machines = {
         rank: SurveyedMachine(Facts(**{
             "name": f"m{rank}", "cores": 2, "address": address, "gloo_address": address, "interface": "eth0",
-            "secret": True, "host_address": address, "ports": (40000, 50000), **common, **facts[rank],
+            "secret": True, "ports": (40000, 50000), **common, **facts[rank],
         }))
         for rank, address in enumerate(ADDRESSES[: len(facts)])
     }  # fmt: skip
@@ -73,7 +73,6 @@ TO_BBR = {"better_mbit": 86.0, "way": "BBR"}
 TO_16 = {"better_mbit": 44.0, "way": "16 connections"}
 VPN = "connect the machines by a VPN"
 FAR = {"address": "172.16.4.4", "gloo_address": "172.16.4.4", "near": False}
-WG = {"vpn": True, "mtu": 1420, "interface": "wg0", "gloo_interface": "wg0"}
 
 
 @pytest.mark.parametrize(
@@ -170,12 +169,6 @@ WG = {"vpn": True, "mtu": 1420, "interface": "wg0", "gloo_interface": "wg0"}
             {"facts": ({"machine": "a", "network": "1"},) * 2},
             ["warning m0 and m1: these are one machine, with 2 cores for all", "-> start lowbit doctor once on each"],
             id="one machine",
-        ),
-        pytest.param(
-            {"facts": (WG, WG), "links": links({"mbit": 75.0, "busy": 0.95}, {"mbit": 70.0})},
-            ["note m0 and m1: they meet over a VPN (wg0, packets of 1420 bytes): 75 and 70 Mbit/s; all cores of m0 "
-             "were busy meanwhile, which can limit it; Gloo uses it -> "],
-            id="VPN",
         ),
         pytest.param(
             {"left": (0, "no answer"), "stalled": (1, 0)},

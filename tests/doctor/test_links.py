@@ -9,7 +9,6 @@ from unittest import mock
 
 import pytest
 
-from lowbit.doctor.messages import Speed
 from lowbit.plan.cluster import Cluster
 from lowbit_lab.network import SlowLink
 from lowbit_lab.network.link import Link
@@ -47,10 +46,8 @@ def page_of(link: SlowLink, text: str, tmp_path: Path, *, bbr: bool = True) -> s
 
 
 def _prepare(bbr: bool) -> None:
-    """Leave out what takes long: the speed of compute, half of the time. Without `bbr`, the kernel refuses it."""
+    """Measure for half of the time. Without `bbr`, the kernel refuses it."""
     mock.patch("lowbit.doctor.survey._FAR_TRIPS", 50).start()
-    speed = Speed(layer_seconds=0.1, layer_tokens=64)
-    mock.patch("lowbit.doctor.survey.speed", return_value=speed).start()
     if not bbr:
         mock.patch("lowbit.doctor.survey.set_congestion_control", return_value=False).start()
 

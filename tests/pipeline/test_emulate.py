@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import io
-import math
-import re
 from typing import Any, NamedTuple, cast
 
 import pytest
@@ -112,110 +108,6 @@ def test_warm_up_counts_batches_under_gradient_accumulation(ranks: Ranks, codec:
     assert torch.equal(torch.stack(losses), torch.stack(expected))
     assert sent == expected_sent
     assert max(sent[WARM:]) < min(sent[:WARM])
-
-
-def resumed(forward: Codec, backward: Codec, stop: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Losses of a run in one go, and of one that goes on from a file in a new emulation after `stop` steps."""
-    both = []
-    for stops in ([], [stop]):
-        model = nn.Sequential(*toy.blocks(2))
-        options: Any = {"forward": forward, "backward": backward, "warmup_steps": 2}
-        emulation, losses = emulate_(model, at=["0"], **options), []
-        for step in range(6):
-            if step in stops:
-                file = io.BytesIO()
-                torch.save([model.state_dict(), emulation.state_dict()], file)
-                file.seek(0)
-                weights, state = torch.load(file, weights_only=True)
-                model = nn.Sequential(*toy.blocks(2))
-                model.load_state_dict(weights)
-                emulation = emulate_(model, at=["0"], **options)
-                emulation.load_state_dict(state)
-                assert emulation.state_dict().keys() == state.keys(), "before it has run, too"
-            x, target = toy.batch(step % 2)
-            emulation.set_samples(range(1000 * (step % 2), 1000 * (step % 2) + len(x)))
-            loss = toy.loss_of(model(x), target)
-            losses.append(loss.detach())
-            model.zero_grad()
-            loss.backward()
-            with torch.no_grad():
-                for p in model.parameters():
-                    p -= 0.1 * p.grad  # type: ignore[operator]
-            emulation.step()
-        both.append(losses)
-    return both[0], both[1]
-
-
-@pytest.mark.parametrize("stop", [1, 2, 4])
-@pytest.mark.parametrize(
-    ("forward", "backward"),
-    [
-        (TransformQuant(), TransformQuant(step="message")),
-        (TransformQuant(bits="auto"), TransformQuant(bits="auto")),
-        (AQSGD(inner=INT4), INT6),
-    ],
-    ids=["transform", "transform-auto", "aq-sgd"],
-)
-def test_an_emulation_goes_on_where_it_stopped(forward: Codec, backward: Codec, stop: int):
-    straight, again = resumed(forward, backward, stop)
-    assert torch.equal(torch.stack(straight), torch.stack(again))
-
-
-def test_states_that_do_not_fit_are_refused():
-    auto = TransformQuant(bits="auto")
-
-    def emulated(codec: Codec = auto) -> Any:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 24))
-        return model, emulate_(model, at=["0"], forward=codec, backward=INT6, warmup_steps=1)
-
-    model, emulation = emulated()
-    for _ in range(2):
-        model(torch.randn(64, 24)).sum().backward()
-        emulation.step()
-    state = emulation.state_dict()
-    name = "boundary 0 forward"
-    [tensor] = state["boundaries"][name]["sender"]
-
-    def changed(key: str, value: Any, at: str = "") -> dict[str, Any]:
-        wrong = copy.deepcopy(state)
-        place = wrong
-        for part in at.split("/") if at else []:
-            place = place[part]
-        place[key] = value
-        return wrong
-
-    ends = f"boundaries/{name}"
-    kept = f"{ends}/sender/{tensor}"
-    wrongs = [
-        (None, "state has NoneType; allowed: boundaries, steps, warmup_steps"),
-        (changed("more", 1), "state has boundaries, more, steps, warmup_steps"),
-        (changed("steps", -1), "state has steps -1; allowed: an integer"),
-        (changed("steps", "2"), "state has steps '2'"),
-        (changed("warmup_steps", 5), "state has warmup_steps 5; this emulation has 1"),
-        (changed("boundaries", {}), "state has nothing; allowed: boundary 0 backward, boundary 0"),
-        (changed("codec", "x", ends), "boundary 0 forward: state is of 'x'; this emulation has Tra"),
-        (changed("sender", [1], ends), "the state of the sender is invalid"),
-        (changed("choice", 99, kept), "allowed: the same choices at both ends"),
-        (changed("choice", True, kept), "the state of the sender is invalid"),
-        (changed("choice", torch.ones(1), kept), "the state of the sender is invalid"),
-        (changed("choice", -1, kept), "bits is -"),
-    ]
-    for wrong, said in wrongs:
-        with pytest.raises(ValueError, match=re.escape(said)):
-            emulation.load_state_dict(wrong)
-        assert emulation.state_dict()["steps"] == 2
-    for wrong, said in (
-        (changed("directions", 3, kept), "of a wrong type; allowed: a tensor and two integers"),
-        (changed("directions", torch.full((6, 24), math.nan), kept), "with NaN or Inf; allowed: finite ones"),
-        (changed("directions", torch.zeros(1, 7), kept), "of shape (1, 7); expected (directions, channels) = (6, 24)"),
-    ):
-        fresh, other = emulated()
-        other.load_state_dict(wrong)
-        with pytest.raises(ValueError, match=re.escape(said)):
-            fresh(torch.randn(64, 24))
-    with pytest.raises(ValueError, match="state is of .TransformQuant.*this emulation has GroupInt"):
-        emulated(INT4)[1].load_state_dict(state)
 
 
 class Named(NamedTuple):

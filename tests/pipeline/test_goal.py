@@ -116,7 +116,7 @@ def test_a_stricter_goal_takes_more_bits(ranks: Ranks) -> None:
     assert rates[1] - rates[0] == pytest.approx(1, abs=0.1)
 
 
-def test_an_emulation_takes_batches_in_any_order_and_restores_what_it_proposed() -> None:
+def test_an_emulation_takes_batches_in_any_order() -> None:
     found = []
     for order in ((0, 1), (1, 0)):
         model = nn.Sequential(*toy.blocks(2))
@@ -126,11 +126,6 @@ def test_an_emulation_takes_batches_in_any_order_and_restores_what_it_proposed()
             for i in order if not number else (0, 1):
                 losses[i].backward()
             emulation.step()
-            if not number:
-                state = emulation.state_dict()
-                emulation.remove()
-                emulation = emulate_(model, at=["0"], forward=GOAL, warmup_steps=2)
-                emulation.load_state_dict(state)
         found.append(emulation.chosen())
     assert found[0] != found[1], "each looks at the batch whose gradient comes first"
 

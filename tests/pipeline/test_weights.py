@@ -74,7 +74,8 @@ def in_one_process() -> Any:
         losses += toy.alone(whole, x, target)
         optimizer.step()
         emulation.step()
-    return losses, felt(emulation.state_dict())
+    ends = [(pair.name, *each) for pair in emulation._pairs for lanes in pair.lanes.values() for each in lanes.items()]
+    return losses, felt({f"{name} {end}": lane.states.state_dict() for name, end, lane in ends})
 
 
 def test_senders_feel_what_crosses_the_other_way_and_an_emulation_is_the_same(ranks: Ranks) -> None:

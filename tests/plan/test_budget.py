@@ -3,11 +3,9 @@
 import itertools
 import math
 import random
-from dataclasses import replace
 
 import pytest
 
-from lowbit.activations import LayerAware
 from lowbit.activations.layer_plan import PLANNED
 from lowbit.plan import in_flight, order_of
 from lowbit.plan.budget import WIDTHS, Option, StageCost, choose, plan_bits
@@ -73,16 +71,6 @@ def test_too_little_says_how_much_would_do():
     assert dict(plan.stages[0].bits) == dict.fromkeys(PLANNED, 2)
 
 
-def test_policies_are_what_was_chosen():
-    plan = plan_bits(held("1F1B", 2), [cost(), cost()], ERRORS, device_bytes=12_000, group=32)
-    for stage in plan.stages:
-        policy = plan.bits.policy(stage.stage)
-        assert policy == LayerAware(**stage.bits, attention=16, group=32)
-        assert policy.attention == 16
-    with pytest.raises(ValueError, match="stage is 2; allowed: 0 to 1"):
-        plan.bits.policy(2)
-
-
 def test_the_worst_moment_counts_and_not_the_sum_of_peaks():
     flight = in_flight({0: ["0F0", "0F1", "0B0", "0B1", "1F0", "1F1", "1B0", "1B1"]})
     plan = plan_bits(flight, [cost(fixed=0), cost(fixed=0)], ERRORS, device_bytes=1 << 40)
@@ -120,12 +108,6 @@ def test_what_stays_on_a_rank_counts_once():
     assert plan.device_bytes == {0: 10 + 10 + 7, 1: 10 + 10 + 7}
     with pytest.raises(ValueError, match="early is 11; allowed: at most other and output together"):
         cost(other=0, output=10, early=11)
-
-
-def test_the_fewest_bits_are_those_that_saved_has():
-    one = replace(cost(), saved={kind: {4: 400} for kind in PLANNED})
-    with pytest.raises(ValueError, match=r"needs with the fewest bits everywhere \(5,000 of them"):
-        plan_bits(held("1F1B", 1), [one], ERRORS, device_bytes=6000)
 
 
 def test_the_fastest_that_fit_are_chosen_and_of_equally_fast_ones_the_most_exact():

@@ -87,15 +87,6 @@ def test_no_other_combination_is_faster(limit: int):
             assert one.error > 0.015 or one.seconds >= best.seconds / 1.01
 
 
-def test_more_memory_is_never_slower():
-    seconds = [
-        COSTS.predict(tuple((c, 1) for c in choose_layers(COSTS, 6, limit=limit).stages[0])).seconds
-        for limit in range(180, 800, 20)
-    ]
-    assert all(later <= earlier * 1.01 for earlier, later in itertools.pairwise(seconds))
-    assert choose_layers(COSTS, 6, limit=10_000).stages == ((KEEP,) * 6,)
-
-
 def test_what_nothing_meets_is_one_line():
     least = min(one.peak for one in predictions(COSTS, 4, max_error=0.03))
     with pytest.raises(ValueError, match=f"limit is 5 bytes; allowed: at least {least} with max_error 0.03"):

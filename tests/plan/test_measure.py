@@ -46,13 +46,6 @@ def test_errors_fall_with_bits_and_the_model_comes_back(model: Any):
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_measuring_logs_nothing(caplog: pytest.LogCaptureFixture):
-    model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.LayerNorm(8)), torch.randn(4, 8)
-    sensitivities(model, lambda: model(x).square().sum(), kinds=("norm",), widths=(4, 8))
-    bytes_by_width(model, lambda: model(x), widths=(4,))
-    assert not caplog.records
-
-
 def test_bytes_fall_with_bits(model: Any):
     by_width = bytes_by_width(model, lambda: loss_of(model), widths=(2, 4, 16))
     mlp = {bits: saved.peak["mlp"] for bits, saved in by_width.items()}

@@ -1,7 +1,7 @@
 """`lowbit plan memory`; that its bytes are real is checked in tests/plan/test_held.py."""
 
-import dataclasses
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +57,6 @@ def test_a_plan_is_shown_and_written(tmp_path: Path, capsys: pytest.CaptureFixtu
     of_stages = LayerPlan.by_stage(chosen, layers=(3, 2))
     assert (plan.stages, plan.rest) == (of_stages.stages, of_stages.rest)
     assert plan.made_for["pipeline.ranks"] == 2
-    with pytest.raises(ValueError, match=f"allowed: at least {first['least']:,}, which rank 0 needs"):
-        run(COMMAND, tiny(budget="1mb"))
     with pytest.raises(ValueError, match="cannot be written: it is a folder"):
         run(COMMAND, tiny(out=str(tmp_path)))
 
@@ -77,12 +75,10 @@ def test_each_layer_is_planned_and_trains(tmp_path: Path, capsys: pytest.Capture
     stage = StageModule(model, layers=range(3), first=True, last=False).train()
     compress_saved_(stage, LayerPlan(stages=plan.stages[:1], made_for=plan.made_for))
     stage(torch.zeros(1, 32, dtype=torch.int64)).sum().backward()
-    with pytest.raises(ValueError, match=f"device_bytes is 1,000; allowed: at least {rows[0]['least']:,}, which rank"):
-        run(COMMAND, tiny(by="layer", repeats=1, budget="1kb"))
 
 
 def test_stages_of_bfloat16_weights_can_be_planned():
-    (first, last) = run(COMMAND, tiny(weights="bf16", group=32)).rows
+    (first, last) = run(COMMAND, tiny(weights="bf16", group=32, model={"layers": 2})).rows
     activation, logits = 2 * 32 * 64, 2 * 32 * 256
     assert first["pipeline_bytes"] == 2 * activation
     assert last["pipeline_bytes"] == logits + activation
@@ -110,9 +106,9 @@ def test_agoq_by_name_is_8_bits_for_both_and_a_plan_that_its_run_takes(tmp_path:
     assert all(policy is None or (isinstance(policy, LayerAware) and policy.attention == 16) for policy in policies)
     with pytest.raises(ValueError, match="activations.plan: .* was made for gradients.storage|for optimizer"):
         prepare(
-            dataclasses.replace(
+            replace(
                 config,
-                run=dataclasses.replace(config.run, method="none"),
+                run=replace(config.run, method="none"),
                 gradients=GradientsConfig(),
                 optimizer=OptimizerConfig(),
             ),
@@ -121,7 +117,8 @@ def test_agoq_by_name_is_8_bits_for_both_and_a_plan_that_its_run_takes(tmp_path:
 
 
 def test_dropout_saves_masks_but_does_not_blur_errors():
-    plain, dropping = (run(COMMAND, tiny(model={"family": "gpt2", "dropout": p})).rows[0] for p in (0.0, 0.1))
+    gpt2 = {"family": "gpt2", "layers": 2}
+    plain, dropping = (run(COMMAND, tiny(model={**gpt2, "dropout": p})).rows[0] for p in (0.0, 0.1))
     assert dropping["int4_bytes"] > plain["int4_bytes"]
     assert dropping["error_int4"] == plain["error_int4"]
 

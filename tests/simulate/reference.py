@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from lowbit.simulate import Actions, Hosts, Network, StageTimes
+from lowbit.simulate import Actions, Network, StageTimes
 
 
 @dataclass
@@ -17,7 +17,6 @@ class Task:
     to: int = 0
     nbytes: float = 0.0
     label: str = ""
-    asked: float = math.inf  # for a core
     begin: float = math.inf
     end: float = math.inf
 
@@ -26,24 +25,19 @@ class Task:
 class Line:
     rate: float
     latency: float
-    burst: float = 0.0
-    credit: float = 0.0
-    since: float = 0.0
     queue: list[tuple[Any, float]] = field(default_factory=list)
     until: float = math.inf
 
 
 def seconds_of(
-    actions: Actions, stages: list[StageTimes], network: Network, hosts: Hosts, optimizer: float
+    actions: Actions, stages: list[StageTimes], network: Network, optimizer: float
 ) -> tuple[float, dict[str, tuple[float, float]]]:
     programs = [_program(actions, stages, rank, optimizer) for rank in range(actions.ranks)]
-    lines = [
-        Line(c.bytes_per_second, c.latency, burst := c.burst / c.bytes_per_second, burst) for c in network.channels
-    ]
+    lines = [Line(c.bytes_per_second, c.latency) for c in network.channels]
     routes = network.routes
-    free, at, arrived, arriving, now = list(hosts.cores), [0] * actions.ranks, set(), [], 0.0
+    at, arrived, arriving, now = [0] * actions.ranks, set(), [], 0.0
     while True:
-        if not _begin(programs, at, now, arrived, free, hosts):
+        if not _begin(programs, at, now, arrived):
             times = [tasks[i].end for tasks, i in zip(programs, at, strict=True) if i < len(tasks)]
             times += [line.until for line in lines] + [time for time, _ in arriving]
             now = min(times, default=math.inf)
@@ -52,19 +46,15 @@ def seconds_of(
         for rank, tasks in enumerate(programs):
             if at[rank] < len(tasks) and (task := tasks[at[rank]]).end <= now:
                 at[rank] += 1
-                free[hosts.of[rank]] += 1
                 if task.sends:
                     lines[routes[rank, task.to]].queue.append((task.sends, task.nbytes))
         for line in lines:
             if line.until <= now:
                 message, _ = line.queue.pop(0)
                 arriving.append((now + line.latency, message))
-                line.until, line.since = math.inf, now
+                line.until = math.inf
             if line.queue and line.until == math.inf:
-                wire = line.queue[0][1] / line.rate
-                line.credit = min(line.burst, line.credit + now - line.since)  # a pause earns what a message saves
-                line.until = now + (wire - min(line.credit, wire))
-                line.credit -= min(line.credit, wire)
+                line.until = now + line.queue[0][1] / line.rate
         arrived |= {message for time, message in arriving if time <= now}
         arriving = [(time, message) for time, message in arriving if time > now]
     assert all(i == len(tasks) for i, tasks in zip(at, programs, strict=True))
@@ -72,22 +62,15 @@ def seconds_of(
     return max(task.end for tasks in programs for task in tasks), spans
 
 
-def _begin(programs, at, now, arrived, free, hosts) -> bool:
-    """Begin what can begin now, first who asked first."""
+def _begin(programs, at, now, arrived) -> bool:
+    """Begin what can begin now; return whether anything has ended at once."""
+    begun = False
     for rank, tasks in enumerate(programs):
         if at[rank] < len(tasks):
             task = tasks[at[rank]]
-            if task.begin == math.inf and (task.needs is None or task.needs in arrived) and task.asked == math.inf:
-                task.asked = now
-    waiting = [rank for rank, tasks in enumerate(programs) if at[rank] < len(tasks)]
-    begun = False
-    for rank in sorted(waiting, key=lambda rank: programs[rank][at[rank]].asked):
-        task = programs[rank][at[rank]]
-        if task.asked > now or task.begin < math.inf or not free[hosts.of[rank]]:
-            continue
-        free[hosts.of[rank]] -= 1
-        task.begin, task.end = now, now + task.seconds
-        begun = begun or task.end <= now
+            if task.begin == math.inf and (task.needs is None or task.needs in arrived):
+                task.begin, task.end = now, now + task.seconds
+                begun = begun or task.end <= now
     return begun
 
 

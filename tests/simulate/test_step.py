@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowbit.simulate import Channel, Hosts, Network, StageTimes, actions, actions_from, simulate
+from lowbit.simulate import Channel, Network, StageTimes, actions, actions_from, simulate
 from tests.simulate.reference import seconds_of
 
 FREE = Channel()
@@ -85,17 +85,6 @@ def test_messages_of_the_timeline_leave_after_their_action_and_arrive_before_the
         assert line.arrives[i] - line.leaves[i] == pytest.approx((0.5 if line.backward[i] else 1.5) + 0.5)
 
 
-def test_a_pause_earns_a_burst():
-    times = [StageTimes(forward=3.0, backward=1.0, forward_bytes=4), TIMES]
-    order = actions("GPipe", ranks=2, microbatches=3)
-    for burst, seconds in ((0, [2.0, 2.0, 2.0]), (1, [1.5, 1.5, 1.5]), (4, [0.0, 0.0, 0.0]), (6, [0.0, 0.0, 0.0])):
-        line = simulate(order, times, chain(2, Channel(bytes_per_second=2.0, burst=burst))).timeline
-        assert (line.arrives - line.leaves)[~line.backward].tolist() == seconds
-    hasty = [StageTimes(forward=0.5, backward=1.0, forward_bytes=4), TIMES]
-    line = simulate(order, hasty, chain(2, Channel(bytes_per_second=2.0, burst=5))).timeline
-    assert (line.arrives - line.leaves)[~line.backward].tolist() == [0.0, 1.0, 2.0], "half a second earned 1 byte"
-
-
 SCHEDULES = st.sampled_from([
     ("GPipe", 1, 3), ("1F1B", 1, 3), ("Interleaved1F1B", 2, 4), ("InterleavedZeroBubble", 2, 4),
     ("ZBVZeroBubble", 2, 4), ("DualPipeV", 2, 6), ("LoopedBFS", 3, 2),
@@ -103,8 +92,8 @@ SCHEDULES = st.sampled_from([
 
 
 @settings(max_examples=40, deadline=None)
-@given(schedule=SCHEDULES, ranks=st.integers(1, 3), seed=st.integers(0, 10**6), shared=st.booleans())
-def test_every_moment_is_that_of_a_slow_simulator(schedule, ranks: int, seed: int, shared: bool):
+@given(schedule=SCHEDULES, ranks=st.integers(1, 3), seed=st.integers(0, 10**6))
+def test_every_moment_is_that_of_a_slow_simulator(schedule, ranks: int, seed: int):
     name, each, count = schedule
     order = actions(name, ranks=ranks, stages_per_rank=each, microbatches=count)
     draw = random.Random(seed)
@@ -117,16 +106,11 @@ def test_every_moment_is_that_of_a_slow_simulator(schedule, ranks: int, seed: in
         for _ in range(ranks * each)
     ]  # fmt: skip
     channels = [
-        Channel(bytes_per_second=10 ** draw.uniform(1, 4), latency=draw.random(), burst=draw.choice((0, 0, 500)))
-        for _ in range(draw.randrange(1, 4))
+        Channel(bytes_per_second=10 ** draw.uniform(1, 4), latency=draw.random()) for _ in range(draw.randrange(1, 4))
     ]
     network = everybody(ranks, channels, draw.randrange)
-    if not shared:
-        hosts = Hosts(of=list(range(ranks)), cores=[1] * ranks)
-    else:
-        hosts = Hosts(of=[draw.randrange(2) for _ in range(ranks)], cores=[1, 2])
-    step = simulate(order, stages, network, hosts=hosts, optimizer=0.3)
-    seconds, spans = seconds_of(order, stages, network, hosts, 0.3)
+    step = simulate(order, stages, network, optimizer=0.3)
+    seconds, spans = seconds_of(order, stages, network, 0.3)
     line = step.timeline
     assert {order.name(i): (line.begin[i], line.end[i]) for i in range(len(line.end))} == spans
     assert step.seconds == seconds
@@ -165,8 +149,6 @@ def test_wrong_numbers_are_refused():
         StageTimes(forward=-1, backward=0)
     with pytest.raises(ValueError, match="rank 0 sends to rank 1, and there is no channel"):
         simulate(order, [TIMES] * 2, Network(channels=[], routes={}))
-    with pytest.raises(ValueError, match="hosts has 1 ranks on 1 hosts; allowed: 2 ranks"):
-        simulate(order, [TIMES] * 2, chain(2), hosts=Hosts(of=[0], cores=[1]))
     with pytest.raises(ValueError, match="optimizer and averaging have -1"):
         simulate(order, [TIMES] * 2, chain(2), optimizer=-1)
 

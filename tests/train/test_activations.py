@@ -89,12 +89,10 @@ def losses_and_bytes(config: TrainConfig) -> tuple[list[float], int]:
     return found, only.total
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_a_pipeline_learns_with_few_bits_what_it_learns_without(ranks: Ranks, tmp_path: Path, family: str):
+def test_a_pipeline_learns_with_few_bits_what_it_learns_without(ranks: Ranks, tmp_path: Path):
     schedule = "InterleavedZeroBubble" if version() >= (2, 13) else "Interleaved1F1B"
     pipeline = {"stages_per_rank": 2, "schedule": schedule}
-    model = {"family": family, "dropout": 0.0}
-    config = tiny(tmp_path, pipeline=pipeline, model=model, gradients={"storage": "fp8"}, run={"precision": "bf16"})
+    config = tiny(tmp_path, pipeline=pipeline, gradients={"storage": "fp8"}, run={"precision": "bf16"})
     plain = ranks.run(losses, config)[0]
     assert read_metrics(tmp_path / "run" / "metrics.jsonl")[0]["bytes_activations"] is None
     (few, first), (_, second) = ranks.run(losses_and_bytes, again(config, activations={"bits": 4}))

@@ -14,11 +14,21 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from lowbit.config import ConfigError
 from lowbit.train import from_mapping, train
-from lowbit.train.answers import BYTE_END, IGNORED, Answers, encode, fit, fit_held_out, pack
+from lowbit.train.answers import (
+    BYTE_END,
+    IGNORED,
+    Answers,
+    TextPart,
+    TextSample,
+    encode,
+    fit,
+    fit_held_out,
+    pack,
+    read_samples,
+)  # fmt: skip
 from lowbit.train.data import Data, Order, load_data
 from lowbit.train.model import build_model
 from lowbit.train.prepare import prepare
-from lowbit.train.samples import TextPart, TextSample, read_samples
 from lowbit.train.tokenizer import ByteTokenizer, FolderTokenizer
 from tests.processes import Ranks
 from tests.train.runs import ONE, RESUME, again, answering, losses, tiny
@@ -159,14 +169,14 @@ ALLOWED = "allowed: an object with prompt and completion"
     ("line", "text"),
     [
         ("{", "line 2 is not JSON (Expecting"),
-        ("[1]", f"line 2 is a list; {ALLOWED}"),
+        ("[1]", f"line 2 is [1]; {ALLOWED}"),
         ('{"prompt": "a"}', f"line 2 has the fields prompt; {ALLOWED}"),
         ('{"prompt": "a", "answer": "b", "completion": "c"}', "line 2 has the fields prompt, answer, completion; "),
-        ('{"prompt": "a", "answer": ""}', "line 2: answer is text that is empty; allowed: text that is not empty"),
-        ('{"prompt": "a", "completion": 3}', "line 2: completion is a number; allowed: text that is not empty"),
-        ('{"prompt": null, "answer": "b"}', "line 2: prompt is null; allowed: text that is not empty"),
-        ('{"messages": []}', "line 2: messages is a list that is empty; allowed: a list of messages"),
-        ('{"messages": [{"role": "user"}]}', "line 2: message 1 is an object; allowed: an object with role and"),
+        ('{"prompt": "a", "answer": ""}', "line 2: answer is ''; allowed: text that is not empty"),
+        ('{"prompt": "a", "completion": 3}', "line 2: completion is 3; allowed: text that is not empty"),
+        ('{"prompt": null, "answer": "b"}', "line 2: prompt is None; allowed: text that is not empty"),
+        ('{"messages": []}', "line 2: messages is []; allowed: a list of messages"),
+        ('{"messages": [{"role": "user"}]}', "line 2: message 1 is {'role': 'user'}; allowed: an object with role and"),
         ('{"messages": [{"role": "user", "content": "u"}]}', "line 2: the last of 1 messages is of role 'user'; all"),
         (
             '{"messages": [{"role": "user", "content": "u"}, {"role": "assistant", "content": " "}]}',

@@ -13,8 +13,7 @@ from lowbit.gradients import GradientStorage
 from lowbit.train import ConfigError, TrainConfig
 from lowbit.train.checkpoints.manifest import newest_step, read_manifest, step_name
 from lowbit.train.checkpoints.share import Reader
-from lowbit.train.expected import ExpectedTraffic
-from lowbit.train.metrics import GRADIENTS, read_metrics
+from lowbit.train.metrics import read_metrics
 from lowbit.train.prepare import prepare
 from tests.processes import Ranks
 from tests.train.runs import RESUME, again, curve, losses, stopped, tiny
@@ -58,10 +57,7 @@ def test_shares_of_a_batch_teach_what_the_whole_does(ranks: Ranks, tmp_path: Pat
     [
         ("fp8", {"gradients": {"all_reduce": "fp8"}}),
         ("stored", {"gradients": {"all_reduce": "int8", "storage": "fp8"}}),
-        ("tied", {"model": {"family": "gpt2", "tied": True}}),
         ("tied-stored", {"model": {"tied": True}, "gradients": {"storage": "fp8"}}),
-        ("one-stage", {"pipeline": {"ranks": 1, "data_parallel": 2, "microbatches": 2}}),
-        ("stock", {"pipeline": TWO | {"boundary": "stock-fp32"}}),
     ],
 )
 def test_replicas_stay_equal(ranks: Ranks, tmp_path: Path, name: str, sections: dict[str, Any]):
@@ -96,9 +92,6 @@ def test_stored_gradients_travel_as_they_are_and_a_killed_run_goes_on(
     ranks.outcomes(stops_after, first, 3, timeout=120)
     ranks.run(stored_losses, again(first, run=RESUME), timeout=120)
     assert curve(first) == curve(whole)
-    lines = read_metrics(Path(whole.run.output) / "metrics.jsonl")
-    expected = ExpectedTraffic(prepare(whole, ranks=2)).step(warmup=False)
-    assert {line["parts"][GRADIENTS] for line in lines} == {expected[GRADIENTS]}
     if not sections:
         plain = again(whole, gradients={"storage": "fp32", "all_reduce": "fp32"})
         assert stored[0] == pytest.approx(ranks.run(losses, plain, timeout=120)[0], abs=0.02)

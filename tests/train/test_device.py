@@ -34,7 +34,6 @@ def machine(monkeypatch: pytest.MonkeyPatch):
         ("auto", 0, 2, 0, "cpu"),
         ("auto", 1, 2, 1, "cpu"),
         ("auto", 2, 2, 1, "cuda:1"),
-        ("auto", 8, 2, 1, "cuda:1"),
         ("cuda", 1, 2, 1, "cuda:0"),
         ("cuda", 2, 2, 1, "cuda:1"),
         ("cpu", 2, 2, 1, "cpu"),

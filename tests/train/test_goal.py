@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 from lowbit.codecs import Cast, TransformQuant, parse
 from lowbit.train import ConfigError, TrainConfig, goal, train
@@ -67,7 +68,7 @@ def outcome(config: TrainConfig, after: tuple[int, ...], cost: float | None = No
 
     patches: dict[str, Any] = {"check": noted}
     if cost is not None:
-        patches["_differences"] = lambda _: [(cost, 1.0), (cost, 1.0)]
+        patches["_differences"] = lambda _: [(cost * dist.get_rank(), 1.0)] * 2
     with mock.patch.object(goal, "AFTER", after), mock.patch.multiple(goal.Goal, **patches):
         summary = train(config, on_step=stop)
     assert summary.held_out_loss is not None
@@ -96,42 +97,22 @@ def _sent_for_evaluations(folder: Path) -> int:
     return json.loads((folder / "run" / "summary.json").read_text())["parts"][EVALUATION]
 
 
-def test_all_ranks_raise_their_rates_together(ranks: Ranks, tmp_path: Path) -> None:
-    kept = ranks.run(outcome, wide(tmp_path / "kept"), (2, 5), 0.0, timeout=LIMIT)[0]
-    (chosen, checks, _), other = ranks.run(outcome, wide(tmp_path / "raised"), (2, 5), 0.04, timeout=LIMIT)
+def test_all_ranks_raise_their_rates_together_and_a_resumed_run_continues_with_them(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """Rank 0 measures no cost, rank 1 twice what is allowed."""
+    through = wide(tmp_path / "through")
+    (chosen, checks, _), other = ranks.run(outcome, through, (2, 5), 0.04, timeout=LIMIT)
     assert other[:2] == (chosen, checks)
     assert [check.bits for check in checks] == [pytest.approx(0.5)] * 2
-    before, after = bits(kept[0]), bits(chosen)
-    assert after == {place: pytest.approx(rate + 1) for place, rate in before.items()}
-    rates = [line["bits_forward"] for line in map(json.loads, (tmp_path / "raised/run/metrics.jsonl").open())]
+    rates = [line["bits_forward"] for line in map(json.loads, (tmp_path / "through/run/metrics.jsonl").open())]
     assert rates[5] + 0.4 < rates[6] < rates[6 + 3] - 0.4, "from the step after each check"
 
-
-def test_ranks_that_measure_otherwise_still_agree(ranks: Ranks, tmp_path: Path) -> None:
-    (chosen, checks, _), other = ranks.run(apart, wide(tmp_path), timeout=LIMIT)
-    assert other[:2] == (chosen, checks)
-    assert checks[0].bits == pytest.approx(0.5)
-
-
-def apart(config: TrainConfig) -> Any:
-    """Rank 0 measures no cost, rank 1 twice what is allowed."""
-    import torch.distributed as dist
-
-    def differences(self: goal.Goal) -> list[tuple[float, float]]:
-        return [(0.04 * dist.get_rank(), 1.0)]
-
-    with mock.patch.object(goal.Goal, "_differences", differences):
-        return outcome(config, (2,))
-
-
-def test_a_resumed_run_continues_with_raised_rates(ranks: Ranks, tmp_path: Path) -> None:
-    through = wide(tmp_path / "through")
     stopped = wide(tmp_path / "stopped", run={"steps": 12, "checkpoint_every": 7})
-    expected = ranks.run(outcome, through, (2, 5), 0.04, timeout=LIMIT)
     ranks.outcomes(outcome, stopped, (2, 5), 0.04, 8, timeout=LIMIT)
     resumed = again(stopped, run={"resume": True, "overwrite": False})
     found = ranks.run(outcome, resumed, (2, 5), 0.04, timeout=LIMIT)
-    assert [each[0] for each in found] == [each[0] for each in expected]
+    assert [each[0] for each in found] == [chosen, chosen]
     assert [check.step for check in found[0][1]] == [9], "the check before the checkpoint is not made again"
     assert curve(resumed) == curve(through)
 

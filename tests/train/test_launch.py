@@ -1,12 +1,12 @@
 from __future__ import annotations
 
-import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,46 +14,49 @@ from typing import Any
 import pytest
 
 from lowbit.codecs import TransformQuant, parse
-from lowbit.train import LaunchError, TrainConfig, run
+from lowbit.config import to_toml
 from lowbit.train.checkpoints.manifest import newest_step
 from lowbit.train.metrics import read_metrics
 from lowbit.train.summary import read_summary
 from lowbit.wire.checksum import CHECKSUM_BYTES
 from lowbit_lab.network import SlowLink
 from tests.processes import Ranks
-from tests.train.runs import LIMIT, RESUME, again, curve, losses, tiny
+from tests.train.runs import LIMIT, again, curve, losses, tiny
 
 AUTO = "TransformQuant(bits='auto')"
 
 
 @pytest.mark.timeout(300)
-def test_a_killed_run_is_blamed_on_its_rank_and_resumes_bit_for_bit(
-    ranks: Ranks, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-):
+def test_a_killed_run_is_blamed_on_its_rank_and_resumes_bit_for_bit(ranks: Ranks, tmp_path: Path):
     config = tiny(
         tmp_path,
         model={"family": "gpt2", "layers": 2, "dropout": 0.1},  # tied weights, random numbers
         pipeline={"forward": "aq-sgd", "backward": AUTO, "warmup_steps": 3},  # state, a counter
-        run={"steps": 14, "checkpoint_every": 4, "save_model": True},
+        run={"steps": 11, "checkpoint_every": 4, "save_model": True},
     )
     whole = again(config, run={"output": str(tmp_path / "whole"), "checkpoint_every": 0})
     ranks.run(losses, whole, timeout=LIMIT)
 
-    with ThreadPoolExecutor(1) as pool:
-        launched = pool.submit(run, config)
-        _wait_for_lines(config.run.output, 6, launched)
-        os.kill(_process_of_rank(1), signal.SIGKILL)
+    (tmp_path / "run.toml").write_text(to_toml(config))
+    command = [sys.executable, "-m", "lowbit", "train", str(tmp_path / "run.toml")]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as launched:
+        _wait_for_lines(config.run.output, 5, lambda: launched.poll() is not None)
+        os.kill(_process_of_rank(1, launched.pid), signal.SIGKILL)
         killed = time.monotonic()
-        with pytest.raises(LaunchError, match=r"rank 1 was ended by SIGKILL.*--resume continues from step \d+"):
-            launched.result(timeout=60)
+        _, told = launched.communicate(timeout=60)
     assert time.monotonic() - killed < config.run.timeout_seconds
-    assert "rank 0: error: rank 1 " in capfd.readouterr().err
-    assert len(curve(config)) < 14
+    assert launched.returncode == 1
+    assert re.search(r"error: rank 1 was ended by SIGKILL.*--resume continues from step \d+", told), told
+    assert "rank 0: error: rank 1 " in told
+    assert len(curve(config)) < 11
 
-    resumed = run(again(config, run=RESUME))
+    done = subprocess.run([*command, "--resume", "--run.overwrite=false"], **pipes, check=False)
+    assert done.returncode == 0, done.stderr
+    resumed, expected = (read_summary(Path(each.run.output) / "summary.json") for each in (config, whole))
+    assert f"held-out loss     {resumed.held_out_loss:.4f}" in done.stdout
     assert curve(config) == curve(whole)
-    assert 0 < resumed.steps_here < 14
-    expected = read_summary(Path(whole.run.output) / "summary.json")
+    assert 0 < resumed.steps_here < 11
     assert resumed.held_out_loss == expected.held_out_loss
     assert resumed.chosen == expected.chosen
     assert list(resumed.chosen) == ["boundary 0 backward, tensor 0, width 32"]
@@ -64,16 +67,16 @@ def test_a_killed_run_is_blamed_on_its_rank_and_resumes_bit_for_bit(
     assert resumed.bits_backward == codec.bits_per_element((2, 16, 32)) + sealed
 
 
-def _wait_for_lines(output: str, count: int, running: Future[Any]) -> None:
+def _wait_for_lines(output: str, count: int, ended: Callable[[], bool]) -> None:
     path = Path(output) / "metrics.jsonl"
     while not path.exists() or path.read_bytes().count(b"\n") < count:
-        assert not running.done(), running.result()
+        assert not ended()
         time.sleep(0.01)
 
 
-def _process_of_rank(rank: int) -> int:
-    """The process that this one has started for a rank."""
-    for children in Path("/proc/self/task").glob("*/children"):
+def _process_of_rank(rank: int, launcher: int | str = "self") -> int:
+    """The process that a launcher, this process if omitted, has started for a rank."""
+    for children in Path(f"/proc/{launcher}/task").glob("*/children"):
         for pid in children.read_text().split():
             environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
             if f"RANK={rank}".encode() in environment:
@@ -91,7 +94,7 @@ def test_torchrun_on_two_machines_without_a_disk_in_common(ranks: Ranks, tmp_pat
         pipeline={"forward": "int4", "backward": "int6", "warmup_steps": 1},
         run={"checkpoint_every": 3, "save_model": True},
     )
-    (tmp_path / "config.toml").write_text(_toml(config))
+    (tmp_path / "config.toml").write_text(to_toml(config))
     expected = ranks.run(losses, config, timeout=LIMIT)[0]
     outputs = [tmp_path / "node-0", tmp_path / "node-1"]
     with SlowLink(hosts=2, rate_mbit=100) as link:
@@ -115,15 +118,6 @@ def _torchrun(node: int, address: str, config: Path, output: Path) -> list[str]:
         f"--master-addr={address}", "--master-port=29400", "-m", "lowbit", "train", str(config),
         "--run.output", str(output),
     ]  # fmt: skip
-
-
-def _toml(config: TrainConfig) -> str:
-    """JSON's notation of strings, numbers and lists is TOML's, too."""
-    lines = []
-    for section, values in json.loads(config.to_json()).items():
-        lines.append(f"[{section}]")
-        lines += [f"{k} = {json.dumps(v)}" for k, v in values.items() if v is not None]
-    return "\n".join(lines)
 
 
 PASS_ON = """

@@ -60,7 +60,6 @@ def by_peft(config: TrainConfig) -> tuple[list[float], dict[str, torch.Tensor]]:
     [
         ("llama", "1F1B", 1),
         ("gpt2", "1F1B", 1),
-        ("qwen2", "Interleaved1F1B", 2),
         ("llama", "ZBVZeroBubble", 2),
     ],
 )
@@ -103,7 +102,7 @@ def test_replicas_exchange_adapters_only(ranks: Ranks, tmp_path: Path):
 def test_a_resume_goes_on_with_the_same_losses(ranks: Ranks, tmp_path: Path):
     run = {"steps": 4, "checkpoint_every": 2}
     config = adapted(tmp_path, run=run, lora={"dropout": 0.1}, gradients={"storage": "fp8"}, data={"batch": 4})
-    config = again(config, pipeline={"forward": "transform"}, activations={"bits": 8})
+    config = again(config, pipeline={"forward": "transform"})
     ranks.run(losses, config)
     whole = curve(config)
     folder = tmp_path / "run" / "checkpoints"
@@ -126,36 +125,24 @@ def test_a_pretrained_model_is_trained_with_dropout_from_the_first_step(tmp_path
     assert losses(again(config, model={"dropout": 0.5}))[0] != plain[0]
 
 
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        ({"lora": {"rank": 2}}, "lora.rank was 4 and is 2 now"),
-        ({"lora": {"rank": 0}}, "lora.rank was 4 and is 0 now"),
-        ({"lora": {"targets": ["q_proj"]}}, "lora.targets was ['self_attn.q_proj', "),
-        ({"lora": {"alpha": 4.0}}, "lora.alpha was 16.0 and is 4.0 now"),
-    ],
-)
-def test_a_resume_with_other_adapters_is_refused(tmp_path: Path, change: dict[str, Any], text: str):
+def test_a_resume_with_other_adapters_is_refused(tmp_path: Path):
     config = adapted(tmp_path, pipeline=ONE, run={"checkpoint_every": 1, "steps": 1}, data={"batch": 4})
     train(config)
-    with pytest.raises(ConfigError) as raised:
-        prepare(again(config, run=RESUME, **change), ranks=1)
-    assert text in str(raised.value)
-    assert ("cannot change" in str(raised.value)) == ("alpha" not in text)
-
-
-@pytest.mark.parametrize(
-    ("lora", "text"),
-    [
-        ({"rank": 4, "targets": ["c_attn"]}, "lora.targets has 'c_attn', which no decoder layer has; allowed: all-lin"),
-        ({"rank": 4, "targets": ["lm_head"]}, "lora.targets has 'lm_head', which no decoder layer has; allowed: all"),
-    ],
-)
-def test_adapters_that_cannot_be_are_refused(tmp_path: Path, lora: dict[str, Any], text: str):
-    model = {"pretrained": base(tmp_path)}
-    with pytest.raises(ConfigError) as raised:
-        prepare(answering(tmp_path, model=model, lora=lora), ranks=1)
-    assert str(raised.value).startswith(text)
+    for lora, text in [
+        ({"rank": 2}, "lora.rank was 4 and is 2 now"),
+        ({"rank": 0}, "lora.rank was 4 and is 0 now"),
+        ({"targets": ["q_proj"]}, "lora.targets was ['self_attn.q_proj', "),
+        ({"alpha": 4.0}, "lora.alpha was 16.0 and is 4.0 now"),
+    ]:
+        with pytest.raises(ConfigError) as raised:
+            prepare(again(config, run=RESUME, lora=lora), ranks=1)
+        assert text in str(raised.value)
+        assert ("cannot change" in str(raised.value)) == ("alpha" not in text)
+    for target in ("c_attn", "lm_head"):
+        with pytest.raises(
+            ConfigError, match=rf"^lora.targets has '{target}', which no decoder layer has; allowed: al"
+        ):
+            prepare(again(config, lora={"targets": [target]}), ranks=1)
 
 
 def test_adapters_need_peft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

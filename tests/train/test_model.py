@@ -12,9 +12,9 @@ from lowbit.train.model import (
     StageModule,
     architecture,
     build_model,
+    check_pretrained,
     count_layers,
     hugging_face_config,
-    longest_sequence,
     vocabulary,
 )
 
@@ -133,7 +133,8 @@ def test_a_saved_model_is_measured_and_loaded(tmp_path):
     config = ModelConfig(pretrained=str(tmp_path), dropout=0.25)
     assert count_layers(config) == 5
     assert vocabulary(config, 99) == 99
-    assert longest_sequence(config) == 12
+    with pytest.raises(ConfigError, match="data.sequence is 13; the model knows 12 positions"):
+        check_pretrained(config, 13)
     loaded = build_model(config, vocab=99, sequence=12, seed=0)
     assert (loaded.config.attn_pdrop, loaded.config.embd_pdrop) == (0.25, 0.25)
     assert all(torch.equal(model.state_dict()[k], v) for k, v in loaded.state_dict().items())

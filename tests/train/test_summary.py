@@ -1,14 +1,10 @@
 from __future__ import annotations
 
-import dataclasses
-import json
-from pathlib import Path
-
 from lowbit.codecs import TransformQuant, parse
 from lowbit.train.config import PipelineConfig, RunConfig, TrainConfig
 from lowbit.train.layout import make_layout
 from lowbit.train.metrics import StepMetrics, Work, step_metrics
-from lowbit.train.summary import Summary, read_summary, summarize
+from lowbit.train.summary import Summary, summarize
 
 CHOSEN = {"boundary 0 forward, tensor 0, width 256": "TransformQuant(bits=5.0)"}
 
@@ -51,10 +47,3 @@ def test_a_run_that_ends_in_its_warmup_or_before_has_a_summary():
     assert nothing.loss is None
     assert nothing.tokens_per_second is None
     assert nothing.steps_here == 0
-
-
-def test_a_summary_survives_its_file(tmp_path: Path):
-    summary = _summary([_step(step) for step in range(1, 7)])
-    (tmp_path / "summary.json").write_text(json.dumps(dataclasses.asdict(summary)))
-    assert read_summary(tmp_path / "summary.json") == summary
-    assert summary.chosen == CHOSEN

@@ -60,7 +60,7 @@ def _handed_over(config: TrainConfig) -> tuple[int, Work, int]:
     return sum(sent), trainer.tied.sent, len(inputs.unique())
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp32", "int8"])
+@pytest.mark.parametrize("name", ["bf16", "int8"])
 def test_only_rows_of_the_tokens_that_occur_cross(ranks: Ranks, tmp_path: Path, name: str):
     config = tied(tmp_path, pipeline={"tied_rows": name})
     own = ranks.run(_handed_over, again(config, model={"tied": False}), timeout=LIMIT)
@@ -131,27 +131,26 @@ def test_the_first_stage_follows_the_last(ranks: Ranks, tmp_path: Path):
     assert runs["bf16"][0][0] != runs["fp32"][0][0]
 
 
-@pytest.mark.parametrize("pipelines", [1, 2])
-def test_a_broken_run_goes_on_bit_for_bit_with_one_copy_saved(ranks: Ranks, tmp_path: Path, pipelines: int):
-    """Evaluations between the steps change nothing either."""
+def test_a_broken_run_goes_on_bit_for_bit_with_one_copy_saved(ranks: Ranks, tmp_path: Path):
+    """In two pipelines; evaluations between the steps change nothing either."""
     sections = {
         "model": {"tied": True, "dropout": 0.1}, "gradients": {"storage": "fp8"},
-        "pipeline": {"tied_rows": "bf16", "forward": "int4", "data_parallel": pipelines, "microbatches": 2},
+        "pipeline": {"tied_rows": "bf16", "forward": "int4", "data_parallel": 2, "microbatches": 2},
     }  # fmt: skip
     whole = tied(tmp_path / "whole", run={"steps": 4}, **sections)
     ranks.run(losses, whole, ranks=whole.ranks, timeout=LIMIT)
     first = tied(tmp_path / "parts", run={"steps": 4, "eval_every": 1, "checkpoint_every": 2}, **sections)
     ranks.outcomes(stops_after, first, 2, ranks=first.ranks, timeout=LIMIT)
     name = "model/model.embed_tokens.weight"
-    assert [name in weights(first, rank) for rank in range(first.ranks)] == [False, True] * pipelines
+    assert [name in weights(first, rank) for rank in range(first.ranks)] == [False, True] * 2
     ranks.run(losses, again(first, run=RESUME), ranks=first.ranks, timeout=LIMIT)
     assert curve(first) == curve(whole)
 
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [({}, ONE), (ONE, {}), ({}, {"schedule": "ZBVZeroBubble", "stages_per_rank": 2}), ({}, THREE)],
-    ids=["to-one", "from-one", "to-a-v", "to-three"],
+    [(ONE, {}), ({}, {"schedule": "ZBVZeroBubble", "stages_per_rank": 2}), ({}, THREE)],
+    ids=["from-one", "to-a-v", "to-three"],
 )
 def test_a_run_goes_on_in_another_layout(ranks: Ranks, tmp_path: Path, before: dict[str, Any], after: dict[str, Any]):
     whole = tied(tmp_path / "whole", pipeline=ONE, run={"steps": 4})
@@ -190,9 +189,8 @@ def _with_nan(config: TrainConfig) -> None:
     trainer.step(0)
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp8"])
-def test_a_gradient_that_is_not_finite_stops_both_ranks(ranks: Ranks, tmp_path: Path, name: str):
-    for outcome in ranks.outcomes(_with_nan, tied(tmp_path, pipeline={"tied_rows": name}), timeout=LIMIT):
+def test_a_gradient_that_is_not_finite_stops_both_ranks(ranks: Ranks, tmp_path: Path):
+    for outcome in ranks.outcomes(_with_nan, tied(tmp_path, pipeline={"tied_rows": "fp8"}), timeout=LIMIT):
         assert (outcome.kind, "the norm of the gradients nan" in outcome.text) == ("DivergedError", True), outcome
 
 

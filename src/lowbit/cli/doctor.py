@@ -23,10 +23,7 @@ class Doctor:
     """`lowbit doctor`."""
 
     summary = "Check machines before they train together; write cluster.toml."
-    examples: tuple[str, ...] = (
-        "lowbit doctor run.toml --meet 192.168.1.10:29400",
-        "lowbit doctor run.toml --host 192.168.1.10,192.168.1.11",
-    )
+    examples: tuple[str, ...] = ("lowbit doctor run.toml --meet 192.168.1.10:29400",)
 
     def parser(self, program: str) -> Parser:
         """Make the parser of the command line."""
@@ -50,18 +47,17 @@ class Doctor:
         file = options.get("json")
         check_output(Path(file) if file and file != "-" else None)
         rows, writes = examine(settings)
-        plain = [vars(row) for row in rows]
-        report = Report(command=COMMAND.name, settings=settings, machine=machine(), rows=plain)
+        report = Report(command=COMMAND.name, settings=settings, machine=machine(), rows=rows)
         ending = write_output(settings, rows) if writes else ""
         if file == "-":
-            json.dump({"rows": plain}, sys.stdout)
+            json.dump({"rows": rows}, sys.stdout)
         else:
-            _show(plain, COMMAND.tables[1:], ending)
+            _show(rows, COMMAND.tables[1:], ending)
         if file and file != "-":
             report.write_json(file)
             if results := extension("results"):
                 results.write_results(COMMAND, Path(file))
-        stops = any(row["kind"] == "finding" and row["level"] == "stop" for row in plain)
+        stops = any(row["kind"] == "finding" and row["level"] == "stop" for row in rows)
         end(int(stops))  # skips destructors: those of a broken process group can wait for machines that are gone
 
 

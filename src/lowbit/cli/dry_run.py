@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
-from lowbit.cli.show import print_pairs
+from lowbit.cli.text import print_pairs
 from lowbit.config import to_toml
 from lowbit.train.boundaries import AUTO_FORMATS, codecs_of, usable
-from lowbit.train.expected import ExpectedTraffic
 from lowbit.train.goal import AFTER, wanted_nats
 from lowbit.train.lora import targets_of
-from lowbit.train.metrics import EVALUATION, TIED
 from lowbit.train.model import hidden_size
 from lowbit.train.prepare import Prepared, prepare
 from lowbit.wire.pytorch import check_torch
@@ -77,37 +75,12 @@ def _lines(prepared: Prepared, ranks: int) -> Iterator[tuple[str, str]]:
         yield "gradients kept in", str(prepared.storage)
     if pipelines > 1:
         yield "gradients averaged in", str(prepared.all_reduce)
-    if ranks > 1:
-        yield from _traffic(prepared)
     kind = "samples" if config.data.format == "jsonl" else "tokens"
     yield kind, f"{prepared.data.described()}, vocabulary of {prepared.vocab:,}"
     for note in prepared.data.notes:
         yield "note", note
     if config.lora.rank:
         yield "lora", f"rank {config.lora.rank} on {', '.join(targets_of(config))}"
-
-
-def _traffic(prepared: Prepared) -> Iterator[tuple[str, str]]:
-    """Yield the bytes that all ranks together will send, by part."""
-    config, expected = prepared.config, ExpectedTraffic(prepared)
-    chosen = config.pipeline.is_auto or not all(codec.settled for codec in prepared.codecs.forward)
-    if config.codec_warmup_steps and config.pipeline.boundary == "lowbit":
-        yield "a step of the warm-up", f"sends {_megabytes(expected.step(warmup=True))}"
-    more = ", and less once the run has chosen its formats" if chosen else ""
-    step = expected.step()
-    if TIED in step:
-        yield "tied embedding", f"rows of a step's tokens, below those of the first, in {prepared.tied_rows}"
-    yield "a step", f"sends {_megabytes(step)}{more}"
-    if nbytes := expected.evaluation():
-        yield "an evaluation", f"sends {_megabytes({EVALUATION: nbytes})}"
-    if config.run.save_model and (nbytes := expected.saving()):
-        yield "saving the model", f"sends {_megabytes({'weights': nbytes})}"
-    yield "link probes", "send up to 22 MB each way between neighbouring machines, in a second or less"
-
-
-def _megabytes(parts: Mapping[str, float]) -> str:
-    text = ", ".join(f"{name} {nbytes / 1e6:,.2f}" for name, nbytes in parts.items())
-    return f"{sum(parts.values()) / 1e6:,.2f} MB" + (f" ({text})" if len(parts) > 1 else "")
 
 
 def _grouped(name: str, texts: Iterable[str]) -> Iterator[tuple[str, str]]:

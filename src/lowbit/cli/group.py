@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from lowbit.cli.text import columns, examples_in_help, listed, wrapped
+from lowbit.terminal import suggestion
 
 
 class CliCommand(Protocol):
     """A command of the command line."""
 
     @property
-    def summary(self) -> str:
-        """One line for lists of commands."""
-        ...
+    def summary(self) -> str: ...  # one line for lists of commands
 
     @property
-    def examples(self) -> tuple[str, ...]:
-        """Whole command lines for its help."""
-        ...
+    def examples(self) -> tuple[str, ...]: ...  # whole command lines for its help
 
     def __call__(self, program: str, words: Sequence[str]) -> None:
         """Run the command; `words`: the command line after its name."""
         ...
-
-
-_MEANT = dict.fromkeys(("finetune", "run", "launch", "pretrain", "worker"), "train") | {"check": "doctor"}
-"""Commands of other programs, and ours that do it."""
 
 
 class Group:
@@ -62,10 +54,7 @@ class Group:
         elif words[0] in commands:
             commands[words[0]](f"{program} {words[0]}", words[1:])
         else:
-            wanted = _MEANT.get(words[0].replace("-", ""), words[0])
-            close = difflib.get_close_matches(wanted, commands, n=1)
-            advice = f"did you mean {close[0]}?" if close else f"known: {', '.join(commands)}"
-            raise ValueError(f"{program} has no {words[0]!r}; {advice}")
+            raise ValueError(f"{program} has no {words[0]!r}; {suggestion(words[0], commands)}")
 
     def _help(self, program: str, commands: Mapping[str, CliCommand]) -> Iterator[str]:
         yield from (f"usage: {program} COMMAND [options]", "")

@@ -27,9 +27,7 @@ class Parser(argparse.ArgumentParser):
     is `--link 100mbit,1gbit`. A boolean is `--fast` or `--no-fast`. Dashes and underscores are interchangeable.
 
     Args:
-        program: name of the command in its help.
-        summary: what the command does, in a sentence or two.
-        settings: the section.
+        program: name of the command in its help. summary: what it does. settings: the section.
         short: short options, such as "--ranks", by key, such as "pipeline.ranks"; help shows them first.
         common: other keys that help shows first.
         arguments: keys that become optional arguments instead of options.
@@ -66,20 +64,13 @@ class Parser(argparse.ArgumentParser):
         if self._sections:
             self.add_argument("--help-all", action=_ShowHelp, full=True, help="Show all options, with their meanings.")
 
-    def format_help(self) -> str:
-        """Return help with all options."""
-        return self._format(self._action_groups, [])
-
-    def format_short_help(self) -> str:
-        """Return help that only names the sections within the section, without their options."""
-        shown = [group for group in self._action_groups if group not in self._sections.values()]
-        named = []
-        for section, group in self._sections.items():
-            keys = [action.dest.removeprefix(f"{section}.") for action in group._group_actions]
-            named.append((f"--{section}.", ", ".join(keys)))
-        return self._format(shown, named)
-
-    def _format(self, groups: Sequence[Any], sections: Sequence[tuple[str, str]]) -> str:
+    def format_help(self, *, full: bool = True) -> str:
+        """Return help with all options, or with only the names of those of sections within the section."""
+        groups = [group for group in self._action_groups if full or group not in self._sections.values()]
+        sections = [] if full else [
+            (f"--{section}.", ", ".join(action.dest.removeprefix(f"{section}.") for action in group._group_actions))
+            for section, group in self._sections.items()
+        ]  # fmt: skip
         formatter = self._get_formatter()
         arguments = (in_usage(str(action.metavar), action.nargs) for action in self._get_positional_actions())
         usage = " ".join(["%(prog)s", *arguments, "[options]"])
@@ -188,7 +179,7 @@ class _ShowHelp(argparse.Action):
         self._full = full
 
     def __call__(self, parser: Any, *unused: Any) -> None:
-        print(parser.format_help() if self._full else parser.format_short_help(), end="")
+        print(parser.format_help(full=self._full), end="")
         parser.exit()
 
 

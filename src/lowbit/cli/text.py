@@ -7,6 +7,8 @@ import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
 
+from lowbit.terminal import console
+
 _ELEMENTS = re.compile("[^,]+,?|,")
 
 
@@ -40,3 +42,13 @@ def examples_in_help(examples: Sequence[str]) -> list[str]:
 def columns() -> int:
     """Return the usable width of the terminal: like argparse, two characters less than its own."""
     return shutil.get_terminal_size().columns - 2
+
+
+def print_pairs(pairs: Iterable[tuple[str, str]]) -> None:
+    """Print names and values as a table."""
+    from rich.table import Table
+
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for name, value in pairs:
+        table.add_row(name, value)
+    console().print(table)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
+from lowbit.cli.text import print_pairs
+
 if TYPE_CHECKING:
     from lowbit.cli.parser import Parser
+    from lowbit.train import Summary
 
 _SHORT = {
     "pipeline.ranks": "--ranks",
@@ -76,12 +79,34 @@ class Train(Config):
             from lowbit.cli.dry_run import dry_run
 
             return dry_run(config)
-        from lowbit.cli.show import show_summary
         from lowbit.job.output import passed_on
         from lowbit.train import run
 
         # Under torchrun, which forwards their output, only ranks of replicas have threads that must not stop.
         awaited = config.elastic.lighthouse or ("RANK" not in os.environ and (config.ranks > 1 or config.run.supervise))
         with passed_on() if awaited else nullcontext():
-            if (outcome := run(config)) is not None:
-                show_summary(outcome)
+            if (outcome := run(config)) is not None and os.environ.get("RANK", "0") == "0":
+                print_pairs(_lines(outcome))
+
+
+def _lines(summary: Summary) -> Iterator[tuple[str, str]]:
+    if summary.loss is not None:
+        yield "training loss", f"{summary.loss:.4f} (mean of the last steps)"
+    if summary.held_out_loss is not None:
+        yield "held-out loss", f"{summary.held_out_loss:.4f}"
+    if summary.exact_match is not None:
+        before = "" if summary.exact_match_before is None else f", {summary.exact_match_before:.1%} before training"
+        yield "exact match", f"{summary.exact_match:.1%}{before}"
+    if summary.tokens_per_second is not None:
+        yield "speed", f"{summary.tokens_per_second:,.0f} tokens/s"
+    if summary.bits_forward is not None and summary.bits_backward is not None:
+        yield "bits per element", f"{summary.bits_forward:.2f} forward, {summary.bits_backward:.2f} backward"
+    if summary.bits_gradients is not None:
+        yield "gradients", f"{summary.bits_gradients:.2f} bits per element between pipelines"
+    if summary.bytes_sent:
+        sent, saved = summary.bytes_sent / 1e6, summary.bytes_saved / 1e6
+        yield "traffic", f"{sent:,.1f} MB sent, {saved:,.1f} MB less than in float32"
+        parts = sorted(summary.parts.items(), key=lambda part: -part[1])
+        yield "of that", ", ".join(f"{name} {nbytes / 1e6:,.1f}" for name, nbytes in parts)
+    if summary.model is not None:
+        yield "model", summary.model

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import inspect
 import typing
@@ -15,6 +14,7 @@ from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from lowbit.config.types import Text, as_type, choices_of, kind_of, range_of, read
+from lowbit.terminal import suggestion
 
 Positive = Annotated[int, Field(ge=1)]
 """An integer of at least 1."""
@@ -41,9 +41,7 @@ class Setting:
     """A field of a section.
 
     Attributes:
-        name: of the field.
-        hint: its annotation.
-        default: its value if omitted; `dataclasses.MISSING` if it is required.
+        hint: its annotation. default: `dataclasses.MISSING` if it is required.
         meaning: the docstring below the field; for a nested section without one, that of its class.
     """
 
@@ -157,10 +155,8 @@ def build(cls: type[_Class], values: Any, where: str = "", base: Any = None) -> 
 def _refuse_unknown(keys: Mapping[Any, Any], settings: Mapping[str, Setting], prefix: str) -> None:
     for key in keys:
         if key not in settings:
-            close = difflib.get_close_matches(str(key), settings, n=1, cutoff=0.4)
-            advice = f"did you mean {prefix}{close[0]}?" if close else f"known: {', '.join(settings)}"
             kind = "section" if all(setting.is_section for setting in settings.values()) else "key"
-            raise ConfigError(f"unknown {kind} {prefix}{key}; {advice}")
+            raise ConfigError(f"unknown {kind} {prefix}{key}; {suggestion(str(key), settings, prefix)}")
 
 
 def _prepared(value: Any, hint: Any, where: str) -> Any:

@@ -13,8 +13,7 @@ from lowbit.config import ConfigError
 from lowbit.config.atomic import check_written, write_unless_changed
 from lowbit.config.files import in_toml
 from lowbit.doctor.findings import findings
-from lowbit.doctor.hosts import from_hosts
-from lowbit.doctor.messages import AnyRow, Described, LinkRow, MachineRow, Measured, read
+from lowbit.doctor.messages import Described, Measured
 from lowbit.doctor.settings import DoctorSettings
 from lowbit.doctor.survey import MachineSurvey, take
 from lowbit.job.process_group import interfaces
@@ -24,29 +23,28 @@ from lowbit.report import Column, Command, Row, Table, check_output
 _PROGRAM = "lowbit doctor"
 
 
-def examine(settings: DoctorSettings) -> tuple[list[Any], bool]:
+def examine(settings: DoctorSettings) -> tuple[list[Row], bool]:
     """Check the machines; return the rows of the page, equal on all of them, and whether this one writes `output`.
 
     Raises:
         ConfigError: no place to meet, or an output that somebody has changed.
         ConnectionError: the machines cannot meet there.
+        ValueError: an output that cannot be written.
     """
     try:
-        _ = settings.count, settings.place if not settings.hosts else None
+        _ = settings.count, settings.place
     except ConfigError as error:
         here = ", ".join(f"{address} ({name})" for name, address in interfaces().items() if address != "127.0.0.1")
         raise ConfigError(f"{error}; this machine has {here or 'no address'}") from None
     if settings.output:
-        check_file(settings.output, overwrite=settings.overwrite)
-    if settings.hosts:
-        values, problems = from_hosts(settings)
-        return [*problems, *read(list[AnyRow], values)], True
+        check_output(Path(settings.output))
+        check_written(settings.output, _PROGRAM, overwrite=settings.overwrite)
     survey = take(settings)
     return rows_from(survey), survey.first
 
 
-def rows_from(survey: MachineSurvey) -> list[Any]:
-    """The rows of the page."""
+def rows_from(survey: MachineSurvey) -> list[Row]:
+    """The rows of the page, of the kinds "finding", "machine" and "link"; None where nothing could be measured."""
     machines, links = [], []
     auto = {machine.facts.connections for machine in survey.machines.values()} == {"auto"}
 
@@ -58,81 +56,56 @@ def rows_from(survey: MachineSurvey) -> list[Any]:
         own = machine.facts
         described = {each.name: getattr(own, each.name) for each in fields(Described)}
         described["address"] = own.gloo_address if own.gloo_address in machine.reached else own.address
-        machines.append(MachineRow(**described, **vars(machine.speed), clock_ms=machine.clock_ms))
+        machines.append({"kind": "machine", **described, **vars(machine.speed), "clock_ms": machine.clock_ms})
     for (a, first), (b, second) in combinations(survey.machines.items(), 2):
         there, back = (survey.links.get(pair, Measured()) for pair in ((a, b), (b, a)))
-        links.append(LinkRow(
-            first=first.facts.name, second=second.facts.name, mbit=rate(there), back_mbit=rate(back),
-            rtt_ms=there.rtt_ms or None, loss=there.loss, back_loss=back.loss,
-        ))  # fmt: skip
-    return [*findings(survey), *machines, *links]
+        links.append({
+            "kind": "link", "first": first.facts.name, "second": second.facts.name, "mbit": rate(there),
+            "back_mbit": rate(back), "rtt_ms": there.rtt_ms or None, "loss": there.loss, "back_loss": back.loss,
+        })  # fmt: skip
+    return [*({"kind": "finding", **vars(each)} for each in findings(survey)), *machines, *links]
 
 
-def write_output(settings: DoctorSettings, rows: Sequence[Any]) -> str:
+def write_output(settings: DoctorSettings, rows: Sequence[Row]) -> str:
     """Write `output`, and return a line that says what it contains; empty without an output."""
     if not settings.output:
         return ""
-    if not write_cluster(settings.output, rows, overwrite=settings.overwrite):
+    if not (text := cluster_toml(rows)):
         return f"{settings.output} was not written: the speed of no machine is known."
+    Cluster.from_mapping(tomllib.loads(text))
+    write_unless_changed(settings.output, _PROGRAM, text, overwrite=settings.overwrite)
     recipe = f" --recipe {settings.recipe}" if settings.recipe else ""
     return f"{settings.output} has the machines and links: lowbit plan pipeline {settings.output}{recipe}"
 
 
-def check_file(path: str, *, overwrite: bool) -> None:
-    """Check that the file can be written, before the measurements begin.
-
-    Raises:
-        ConfigError: it exists, and has been changed since `lowbit doctor` wrote it.
-        ValueError: it cannot be written.
-    """
-    check_output(Path(path))
-    check_written(path, _PROGRAM, overwrite=overwrite)
-
-
-def write_cluster(path: str, rows: Sequence[Any], *, overwrite: bool) -> bool:
-    """Write the machines and links that are known; return False if no machine has a known speed.
-
-    Raises:
-        ConfigError, ValueError: as `check_file`.
-    """
-    check_file(path, overwrite=overwrite)
-    text = cluster_toml(rows)
-    if not text:
-        return False
-    Cluster.from_mapping(tomllib.loads(text))
-    write_unless_changed(path, _PROGRAM, text, overwrite=overwrite)
-    return True
-
-
-def cluster_toml(rows: Sequence[Any]) -> str:
+def cluster_toml(rows: Sequence[Row]) -> str:
     """The text of the file; empty if the speed of no machine is known."""
-    machines = [row for row in rows if isinstance(row, MachineRow) and (row.layer_seconds or row.tflops)]
-    names = [machine.name for machine in machines]
+    machines = [row for row in rows if row["kind"] == "machine" and (row["layer_seconds"] or row["tflops"])]
+    names = {machine["name"] for machine in machines}
     links = [
         row for row in rows
-        if isinstance(row, LinkRow) and row.mbit and row.back_mbit and {row.first, row.second} <= {*names}
+        if row["kind"] == "link" and row["mbit"] and row["back_mbit"] and {row["first"], row["second"]} <= names
     ]  # fmt: skip
     return "".join(f"\n{line}\n" for row in (*machines, *links) for line in ["\n".join(_toml_lines(row))])
 
 
-def _toml_lines(row: MachineRow | LinkRow) -> Iterator[str]:
+def _toml_lines(row: Row) -> Iterator[str]:
     values: dict[str, Any]
-    if isinstance(row, LinkRow):
-        yield "[[link]]"
-        values, names = {"between": (row.first, row.second)}, ("mbit", "back_mbit", "rtt_ms")
+    yield f"[[{row['kind']}]]"
+    if row["kind"] == "link":
+        values, names = {"between": (row["first"], row["second"])}, ("mbit", "back_mbit", "rtt_ms")
     else:
-        yield "[[machine]]"
-        values = {"name": row.name, "address": row.address, "cores": max(1, row.cores), "gpus": row.gpus}
-        values["memory"] = f"{row.memory_bytes / 1e9:.1f}gb" if row.memory_bytes >= 1e8 else ""
+        values = {"name": row["name"], "address": row["address"], "cores": max(1, row["cores"]), "gpus": row["gpus"]}
+        values["memory"] = f"{row['memory_bytes'] / 1e9:.1f}gb" if row["memory_bytes"] >= 1e8 else ""
         names = ("layer_seconds", "layer_tokens", "layer_overhead", "tflops", "optimizer_ns", "coding")
-    for name, value in {**values, **{name: getattr(row, name) for name in names}}.items():
+    for name, value in {**values, **{name: row[name] for name in names}}.items():
         if value not in (None, "", 0, ()):
             yield f"{name} = {in_toml(float(f'{value:.4g}') if isinstance(value, float) else value)}"
 
 
 def measure(settings: DoctorSettings, earlier: Sequence[Row] = ()) -> Iterator[Sequence[Row]]:
     """Check the machines; yields the rows of the page once."""
-    yield [vars(row) for row in examine(settings)[0]]
+    yield examine(settings)[0]
 
 
 def _of(kind: str) -> Any:
@@ -148,8 +121,7 @@ COMMAND = Command(
     name="doctor",
     summary="Check several machines before they train together, and write cluster.toml.",
     examples=(
-        "lowbit doctor --meet 192.168.1.10:29400",
-        "lowbit doctor --host 192.168.1.10,192.168.1.11 --program venv/bin/lowbit",
+        "lowbit doctor run.toml --meet 192.168.1.10:29400",
     ),
     settings=DoctorSettings,
     measure=measure,

@@ -30,7 +30,7 @@ from lowbit.wire.checksum import run_secret
 from lowbit.wire.pytorch import TorchVersionError, check_torch
 
 _FIREWALLS = ("ufw", "firewall-cmd")
-_SIOCGIFMTU, _SIOCGIFHWADDR, _SIOCGIFNETMASK = 0x8921, 0x8927, 0x891B  # Linux ioctls of an interface
+_SIOCGIFHWADDR, _SIOCGIFNETMASK = 0x8927, 0x891B  # Linux ioctls of an interface
 _NO_LINK_LAYER = 65534  # ARPHRD_NONE: WireGuard, and TUN devices such as those of Tailscale and OpenVPN
 _BRIDGING_VPN = re.compile("tap|zt")  # VPNs with an Ethernet of their own, such as ZeroTier's
 
@@ -75,9 +75,9 @@ def facts(settings: DoctorSettings) -> Facts:
         torch_problem=torch_problem, device=torch.cuda.get_device_name() if gpu else "CPU",
         cores=len(os.sched_getaffinity(0)), gpus=torch.cuda.device_count() if gpu else 0,
         memory_bytes=float(torch.cuda.mem_get_info()[0] if gpu else _free_memory()), address=address,
-        interface=interface, **gloo(interface), host_address=_resolved(socket.gethostname()),
+        interface=interface, **gloo(interface),
         meet_address=_resolved(host), near=_near(_resolved(host)), vpn=_is_vpn(interface),
-        mtu=int.from_bytes(_asked(interface, _SIOCGIFMTU)[:4], "little"), machine=_kernel(), network=_network(),
+        machine=_kernel(), network=_network(),
         firewall=next((name for name in _FIREWALLS if shutil.which(name)), ""),
         secret=bool(run_secret()), recipe=settings.recipe, recipe_problem=problem, text=text,
         connections=str(config.run.connections), settings=compared_settings, port_low=low, port_high=high,

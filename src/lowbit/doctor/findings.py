@@ -17,7 +17,6 @@ _SLOW_DIRECTION = 3.0  # times the other one
 _FASTER = 1.25  # by which another way of sending must gain
 _LOSS = 0.02  # share of segments sent again that is worth a line although no other way is faster
 _BUSY = 0.15  # share of the cores that other programs use
-_ALL_BUSY = 0.9  # share of the cores from which on the processor limits a link
 _MOST_KEYS = 5  # of settings that differ
 _VPN = (
     "connect the machines by a VPN (docs/security.md): WireGuard, with its UDP port forwarded by the router of one of "
@@ -148,17 +147,6 @@ def _network(survey: MachineSurvey) -> Iterator[Finding]:
     for rank, problem in survey.problems.items():
         if not explained:
             yield _stop(machines[rank].facts.name, problem, "look for a firewall between the machines")
-    # With a recipe, `lowbit train` is what runs.
-    misled = [own for own in _every(survey) if own.gloo_interface and not (own.chosen or own.recipe)]
-    if misled := [own for own in misled if own.host_address != own.gloo_address]:
-        addresses = ", ".join(dict.fromkeys(own.host_address or "none" for own in misled))
-        names = " or ".join(dict.fromkeys(own.gloo_interface for own in misled))
-        yield Finding(
-            level="note", machine=" and ".join(own.name for own in misled),
-            what=f"Gloo left alone would listen at {addresses}, where the host name leads; "
-            "lowbit train leads it to the right address",
-            fix=f"for scripts of your own: export GLOO_SOCKET_IFNAME={names}",
-        )  # fmt: skip
 
 
 def _links(survey: MachineSurvey) -> Iterator[Finding]:
@@ -175,7 +163,6 @@ def _links(survey: MachineSurvey) -> Iterator[Finding]:
         fix = f"large packets may be lost, as in a VPN: sudo ip link set {one.interface} mtu 1280"
         yield _stop(one.name, what, fix)
     for a, b in combinations(survey.machines, 2):
-        yield from _vpn(survey, a, b)
         yield from _lossy(survey, a, b)
         for one, other in ((a, b), (b, a)):
             ways = (survey.links.get(pair, Measured()) for pair in ((one, other), (other, one)))
@@ -197,22 +184,6 @@ def _machines(survey: MachineSurvey) -> Iterator[Finding]:
             names = " and ".join(name for _, name, _ in alike)
             what = f"these are one machine, with {alike[0][2]} cores for all: its own links and its speed mean little"
             yield _warn(names, what, "start lowbit doctor once on each machine")
-
-
-def _vpn(survey: MachineSurvey, a: int, b: int) -> Iterator[Finding]:
-    """A note on a link through a VPN."""
-    links = [survey.links.get(pair, Measured()) for pair in ((a, b), (b, a))]
-    both = [(survey.machines[rank].facts, link) for rank, link in zip((a, b), links, strict=True)]
-    if not all(link.mbit and own.vpn for own, link in both):
-        return
-    rates = " and ".join(f"{link.mbit:.3g}" for _, link in both)
-    names = " and ".join(dict.fromkeys(f"{own.interface}, packets of {own.mtu} bytes" for own, _ in both))
-    what = f"they meet over a VPN ({names}): {rates} Mbit/s"
-    if busy := [own.name for own, link in both if link.busy > _ALL_BUSY]:
-        what += f"; all cores of {' and '.join(busy)} were busy meanwhile, which can limit it"
-    if all(own.gloo_interface == own.interface for own, _ in both):
-        what += "; Gloo uses it"
-    yield Finding(level="note", machine=" and ".join(own.name for own, _ in both), what=what)
 
 
 def _lossy(survey: MachineSurvey, a: int, b: int) -> Iterator[Finding]:

@@ -1,11 +1,11 @@
-"""What machines state about themselves, and the rows of the page that all of them print."""
+"""What machines state about themselves and their links, and what is found wrong."""
 
 from __future__ import annotations
 
 import json
 import typing
-from dataclasses import field
-from typing import Annotated, Any, Literal, TypeVar
+from dataclasses import dataclass, field
+from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as pydantic_dataclass
@@ -69,9 +69,9 @@ class Facts(Described):
     Attributes:
         torch_problem: why this version does not work.
         gloo_*: where Gloo would listen under `lowbit train`, or why it would not; chosen: value of GLOO_SOCKET_IFNAME.
-        host_address: to what the host's name resolves on this machine. meet_address: the same for the meeting's name.
+        meet_address: to what the meeting's name resolves on this machine.
         near: whether the meeting's address is in a network to which this machine is attached. vpn: whether its
-            interface is a VPN's; mtu: bytes of that interface's packets.
+            interface is a VPN's.
         machine: digest of the kernel that runs, the same in all containers of a machine; network: of its network.
         text: digest of the recipe's tokens. settings: digests of all settings that must be equal, by key.
         connections: `run.connections` of the recipe.
@@ -83,11 +83,9 @@ class Facts(Described):
     gloo_interface: Text = ""
     gloo_problem: Text = ""
     chosen: Text = ""
-    host_address: Text = ""
     meet_address: Text = ""
     near: bool = True
     vpn: bool = False
-    mtu: NonNegative = 0
     machine: Text = ""
     network: Text = ""
     firewall: Text = ""
@@ -155,8 +153,7 @@ class Measured:
     Attributes:
         ahead_ms: how far this machine's clock is ahead of the other one's.
         loss: share of TCP segments that were sent again; again: their number.
-        control: congestion control of its connections, such as "cubic". busy: share of this machine's cores that
-            computed meanwhile, for whatever program.
+        control: congestion control of its connections, such as "cubic".
         better_mbit, better_loss: measured once more because segments were sent again, in another `way`: with BBR
             where all machines permit it, otherwise over several connections. permitted: whether this machine does.
     """
@@ -167,53 +164,22 @@ class Measured:
     loss: Share | None = None
     again: NonNegative = 0
     control: Text = ""
-    busy: Share = 0.0
     better_mbit: Number = 0.0
     better_loss: Share = 0.0
     way: Text = ""
     permitted: bool = True
 
 
-@message
+@dataclass(frozen=True, kw_only=True)
 class Finding:
     """A problem that the user should know before the training starts.
 
     Attributes:
-        level: "stop" if the training would not start, or would hang.
+        level: "stop" if the training would not start, or would hang; "warning", "note".
         machine: where it is. what: the problem. fix: how to fix it.
     """
 
-    kind: Literal["finding"] = "finding"
-    level: Literal["stop", "warning", "note"]
-    machine: Text = ""
-    what: Text
-    fix: Text = ""
-
-
-@message
-class MachineRow(Described, Speed):
-    """A machine, as the page and `cluster.toml` describe it.
-
-    Attributes:
-        clock_ms: how far its clock is ahead of the first machine's.
-    """
-
-    kind: Literal["machine"] = "machine"
-    clock_ms: float | None
-
-
-@message
-class LinkRow:
-    """A link between two machines, in both directions; None where nothing could be measured."""
-
-    kind: Literal["link"] = "link"
-    first: Text
-    second: Text
-    mbit: Number | None
-    back_mbit: Number | None
-    rtt_ms: Number | None
-    loss: Share | None
-    back_loss: Share | None
-
-
-AnyRow = Annotated[Finding | MachineRow | LinkRow, Field(discriminator="kind")]
+    level: str
+    machine: str = ""
+    what: str
+    fix: str = ""

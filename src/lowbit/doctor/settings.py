@@ -29,11 +29,6 @@ class DoctorSettings:
     """Number of machines. 0: WORLD_SIZE of the environment, or 2."""
     name: str = ""
     """Name of this machine in the report. If omitted, its host name."""
-    hosts: tuple[str, ...] = ()
-    """Run on these machines over ssh instead of on this one, in the folder of the same name. The first is where the
-    others meet."""
-    program: str = "lowbit"
-    """With `hosts`: the command there, such as venv/bin/lowbit."""
     output: str = "cluster.toml"
     """File for the machines and links, which `lowbit plan pipeline` reads. The first machine writes it. Empty: none."""
     overwrite: bool = False
@@ -48,8 +43,6 @@ class DoctorSettings:
     def __post_init__(self) -> None:
         for text in self.formats:
             parse(text)
-        if len(set(self.hosts)) < len(self.hosts) or len(self.hosts) == 1 or any(h.startswith("-") for h in self.hosts):
-            raise ConfigError(f"hosts is {list(self.hosts)}; allowed: two or more, each once")
 
     @property
     def place(self) -> tuple[str, int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import combinations
@@ -17,7 +16,7 @@ from lowbit.doctor.meeting import FirstMachineError, Meeting, say
 from lowbit.doctor.messages import Facts, Joined, Measured, ProbeResults, Speed, read
 from lowbit.doctor.ports import OPEN, Ports, probe
 from lowbit.doctor.settings import ONLY_IPV4, DoctorSettings
-from lowbit.doctor.speed import busy_seconds, speed
+from lowbit.doctor.speed import speed
 from lowbit.job.meeting import MeetingError
 from lowbit.job.process_group import connect, joined
 from lowbit.terminal import one_line
@@ -218,7 +217,7 @@ def _measure_links(survey: MachineSurvey, side: ProcessGroup | None) -> None:
 
 def _measure(survey: MachineSurvey, messages: Messages, pair: tuple[int, int]) -> Measured:
     """Measure this machine's link to the other one of a pair."""
-    direction, begin, busy = pair, time.perf_counter(), busy_seconds()
+    direction = pair
     try:
         trip = round_trip(messages, pair[0] + pair[1] - messages.rank, now_ns)
         seconds = max(survey.settings.seconds, min(_FAR_SECONDS, _FAR_TRIPS * trip.seconds))
@@ -235,8 +234,7 @@ def _measure(survey: MachineSurvey, messages: Messages, pair: tuple[int, int]) -
             survey.stalled = direction
         raise
     ahead = -trip.offset if messages.rank == pair[1] else trip.offset
-    busy = (busy_seconds() - busy) / (time.perf_counter() - begin) / len(os.sched_getaffinity(0))
     return Measured(
         mbit=mbit, rtt_ms=1e3 * trip.seconds, ahead_ms=ahead / 1e6, control=congestion_control(),
-        loss=min(1.0, after.since(before)), again=max(0, after.again - before.again), busy=min(1.0, busy),
+        loss=min(1.0, after.since(before)), again=max(0, after.again - before.again),
     )  # fmt: skip

@@ -24,7 +24,7 @@ from lowbit.pipeline.arguments import (
 )
 from lowbit.pipeline.boundary import Direction, Lane
 from lowbit.pipeline.looking import Look
-from lowbit.pipeline.states import States, check_states
+from lowbit.pipeline.states import States
 from lowbit.wire.checksum import CHECKSUM_BYTES
 from lowbit.wire.traffic import Traffic
 
@@ -138,39 +138,6 @@ class Emulation:
             for states in pair.every_state():
                 states.raise_rates(bits)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint: training steps so far, and what codecs keep at both ends.
-
-        It consists of dictionaries, integers, strings and tensors, which `torch.load(..., weights_only=True)` reads.
-        `traffic` and the ids of `set_samples` are not part of it.
-
-        Raises:
-            RuntimeError: a module in `at` has run on several devices.
-        """
-        boundaries = {pair.name: pair.state_dict() for pair in self._pairs}
-        return {"steps": self._steps, "warmup_steps": self._warmup_steps, "boundaries": boundaries}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a `state_dict` of an emulation with the same boundaries, codecs and warm-up.
-
-        Raises:
-            ValueError: the state is invalid or of another emulation; nothing is changed. A state that does not fit the
-                model's shapes is refused at once by modules that have run, and by others when they run.
-            RuntimeError: a module in `at` has run on several devices.
-        """
-        _check_keys("state", state, {"steps", "warmup_steps", "boundaries"})
-        steps, warmup_steps = state["steps"], state["warmup_steps"]
-        if type(steps) is not int or steps < 0:
-            raise ValueError(f"state has steps {steps!r}; allowed: an integer of at least 0")
-        if type(warmup_steps) is not int or warmup_steps != self._warmup_steps:
-            raise ValueError(f"state has warmup_steps {warmup_steps!r}; this emulation has {self._warmup_steps}")
-        _check_keys("state", state["boundaries"], {pair.name for pair in self._pairs})
-        for pair in self._pairs:
-            pair.check_state(state["boundaries"][pair.name])
-        for pair in self._pairs:
-            pair.load_state_dict(state["boundaries"][pair.name])
-        self._steps = steps
-
     def remove(self) -> None:
         """Take the codecs out of the model again."""
         while self._handles:
@@ -210,9 +177,7 @@ class _LanePair:
         self.name, self._look = f"boundary {boundary} {direction}", look
         self._args = boundary, direction, codec
         self._codec, self._traffic = codec, traffic
-        self._identity = f"{codec} [{codec.fingerprint()}]"
         self.lanes: dict[torch.device, dict[str, Lane]] = {}  # by device and end
-        self._restored: dict[str, Any] = {}  # states of both ends, until there are lanes
 
     def carry(self, x: Tensor, step: StepKind, note: Tensor | None = None) -> Tensor:
         """Return `x` as it arrives at the other end. note: see `Lane.encode`."""
@@ -229,9 +194,7 @@ class _LanePair:
             lanes = {end: Lane(*self._args, x.device, self._traffic, CHECKSUM_BYTES) for end in _ENDS}
             for lane in lanes.values():
                 self._look.add(self._codec, lane.states, backward=lane.direction == "backward")
-            for end, state in self._restored.items():
-                lanes[end].states.load_state_dict(state)
-            self.lanes[x.device], self._restored = lanes, {}
+            self.lanes[x.device] = lanes
         ends, slots = list(self.lanes[x.device].values()), [(x.shape, x.dtype)]
         for lane in ends:
             lane.prepare(slots, step)
@@ -244,28 +207,6 @@ class _LanePair:
     def chosen(self) -> dict[str, Codec]:
         chosen = [lanes["sender"].states.chosen() for lanes in self.lanes.values()]
         return {f"{self.name}, {tensor}": codec for each in chosen for tensor, codec in each.items()}
-
-    def state_dict(self) -> dict[str, Any]:
-        states = {end: lane.states.state_dict() for end, lane in self._only_lanes().items()}
-        return {"codec": self._identity, **(states or self._restored or {end: {} for end in _ENDS})}
-
-    def check_state(self, state: Any) -> None:
-        _check_keys(self.name, state, {"codec", *_ENDS})
-        if state["codec"] != self._identity:
-            raise ValueError(f"{self.name}: state is of {state['codec']!r}; this emulation has {self._identity}")
-        check_states(self.name, self._codec, {end: state[end] for end in _ENDS})
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        lanes = self._only_lanes()
-        for end, lane in lanes.items():
-            lane.states.load_state_dict(state[end])
-        self._restored = {} if lanes else {end: dict(state[end]) for end in _ENDS}
-
-    def _only_lanes(self) -> dict[str, Lane]:
-        if len(self.lanes) > 1:
-            devices = ", ".join(map(str, self.lanes))
-            raise RuntimeError(f"{self.name} has run on {devices}; allowed for states: one device")
-        return next(iter(self.lanes.values()), {})
 
 
 class _Crossing(torch.autograd.Function):
@@ -289,13 +230,6 @@ class _Crossing(torch.autograd.Function):
             ctx.look.activations(0, 0, ctx.saved_tensors[0])
             ctx.look.gradient(0, 0, grads[0])
         return arrived, None, None, None, None
-
-
-def _check_keys(name: str, state: Any, keys: set[str]) -> None:
-    """Raise a ValueError unless `state` is a dictionary with these keys."""
-    if not isinstance(state, Mapping) or set(state) != keys:
-        held = ", ".join(sorted(map(str, state))) if isinstance(state, Mapping) else type(state).__name__
-        raise ValueError(f"{name} has {held or 'nothing'}; allowed: {', '.join(sorted(keys))}")
 
 
 def _map_first(output: Any, change: Any) -> Any:

@@ -11,7 +11,7 @@ import xxhash
 from torch import Tensor
 
 from lowbit.codecs.base import Codec
-from lowbit.codecs.foreign import CHOICE, COMPARED, DIGEST, PROPOSAL, call, check_state, open_session
+from lowbit.codecs.foreign import CHOICE, COMPARED, DIGEST, PROPOSAL, call, open_session
 from lowbit.codecs.sessions import Session
 from lowbit.codecs.stateful import StatefulCodec
 
@@ -171,32 +171,9 @@ class States:
         return call(self._codec, "settle", self._codec.settle, self._choices[name], about=self._lane)
 
 
-def check_states(name: str, codec: Codec, ends: Mapping[str, Any]) -> None:
-    """Raise a ValueError unless these can be results of `States.state_dict` at the two ends of a lane."""
-    choices = []
-    for end, states in ends.items():
-        if not _is_state_dict(states):
-            raise ValueError(f"{name}: the state of the {end} is invalid; allowed: what state_dict returned")
-        choices.append({state: values[CHOICE] for state, values in states.items() if CHOICE in values})
-        if isinstance(codec, StatefulCodec):
-            for choice in choices[-1].values():
-                call(codec, "settle", codec.settle, choice, about=name)
-    if choices[0] != choices[1]:
-        raise ValueError(f"{name}: state has {choices}; allowed: the same choices at both ends")
-
-
 def described(slot: Slot) -> str:
     """Return dtype and shape as text."""
     return f"{str(slot[1]).removeprefix('torch.')} {tuple(slot[0])}"
-
-
-def _is_state_dict(states: Any) -> bool:
-    if not isinstance(states, Mapping) or not all(isinstance(values, Mapping) for values in states.values()):
-        return False
-    own = [_own(values) for values in states.values()]
-    choices = [values[key] for values in states.values() for key in (CHOICE, PROPOSAL) if key in values]
-    named = all(isinstance(name, str) for name in states)
-    return named and not any(map(check_state, own)) and all(type(choice) is int for choice in choices)
 
 
 def _own(state: Mapping[str, Any]) -> dict[str, Any]:

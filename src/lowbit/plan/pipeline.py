@@ -111,11 +111,11 @@ def measure(settings: PipelinePlanSettings, earlier: Sequence[Row] = ()) -> Iter
 
     Yields:
         A row for each of the three best choices, of different formats, and for FP32 and BF16: `choice` (1 is the best),
-        `formats`, `schedule`, `stages_per_rank`, `microbatches`, `replicas`, `layers` (of each stage), `forward` and
-        `backward` (bits per element of each boundary), `seconds_per_step`, `tokens_per_second`, `waiting_share`,
-        `bytes_per_step`, `link_share` (of the busiest link), `memory_bytes` (by rank) and `machines` (their names),
-        `steps`, `warmup_steps` (at full precision), `hours` (of all steps) and `traffic_bytes` (of all steps, of
-        evaluations of `run.eval_batches` batches, and of saving the model).
+        `formats`, `schedule`, `stages_per_rank`, `microbatches`, `replicas`, `layers` (of each stage), `rank_layers`
+        (by rank), `forward` and `backward` (bits per element of each boundary), `seconds_per_step`,
+        `tokens_per_second`, `waiting_share`, `bytes_per_step`, `link_share` (of the busiest link), `memory_bytes` (by
+        rank) and `machines` (their names), `steps`, `warmup_steps` (at full precision), `hours` (of all steps) and
+        `traffic_bytes` (of all steps, of evaluations of `run.eval_batches` batches, and of saving the model).
 
     Raises:
         ConfigError: a cluster that contradicts itself, or on which the model cannot be trained.
@@ -161,6 +161,7 @@ def train_settings(settings: PipelinePlanSettings, predictor: Predictor, choice:
 
 def _row(settings: PipelinePlanSettings, predictor: Predictor, found: Prediction, number: int | None) -> dict[str, Any]:
     choice, tokens = found.choice, settings.data.batch * settings.data.sequence
+    layout = predictor.layout(choice)
     warm = min(train_settings(settings, predictor, choice).codec_warmup_steps, settings.steps)
     exact = found if choice.formats == ("fp32",) else predictor.predict(replace(choice, formats=("fp32",)))
     rest, run = settings.steps - warm, settings.run
@@ -175,7 +176,8 @@ def _row(settings: PipelinePlanSettings, predictor: Predictor, found: Prediction
         "stages_per_rank": choice.stages_per_rank,
         "microbatches": choice.microbatches,
         "replicas": choice.replicas,
-        "layers": list(predictor.layout(choice).layer_counts),
+        "layers": list(layout.layer_counts),
+        "rank_layers": [[layout.layer_counts[s] for s in layout.stages_of(r)] for r in range(layout.ranks)],
         "forward": [forward for forward, _ in found.bits],
         "backward": [backward for _, backward in found.bits],
         "seconds_per_step": found.seconds,
@@ -216,17 +218,12 @@ def _title(rows: Sequence[Row]) -> str:
 
 def _by_machine(rows: Sequence[Row]) -> list[Row]:
     one = rows[0]
-    layers = one["layers"]
-    ranks = len(one["machines"]) // one["replicas"]
-    v_shaped = one["schedule"] in ("ZBVZeroBubble", "DualPipeV")
-    found: list[Row] = []
-    for number, (machine, size) in enumerate(zip(one["machines"], one["memory_bytes"], strict=True)):
-        rank = number % ranks
-        back = ranks - 1 - rank if v_shaped else rank  # position in every other lap
-        stages = [s for s in range(len(layers)) if s % ranks == (back if s // ranks % 2 else rank)]
-        listed = " and ".join(str(layers[s]) for s in stages)
-        found.append({"rank": number, "machine": machine, "layers": listed, "memory_bytes": size})
-    return found
+    return [
+        {"rank": number, "machine": machine, "layers": " and ".join(map(str, layers)), "memory_bytes": size}
+        for number, (machine, size, layers) in enumerate(
+            zip(one["machines"], one["memory_bytes"], one["rank_layers"] * one["replicas"], strict=True)
+        )
+    ]
 
 
 COMMAND = Command(

@@ -17,7 +17,7 @@ from lowbit.simulate import Actions, Channel, Network, Step, actions_from
 from lowbit.simulate.orders import order_of
 from lowbit.simulate.predict import predicted_step
 from lowbit.train.config import PipelineConfig, Schedule
-from lowbit.train.expected import evaluation_bytes
+from lowbit.train.evaluate import evaluation_bytes
 from lowbit.train.layout import PipelineLayout, make_layout
 from lowbit.train.tied import expected_rows, row_bytes, tied_codec
 from lowbit.wire.checksum import CHECKSUM_BYTES

@@ -57,8 +57,6 @@ def run(
     """Run the measurement, and return the report.
 
     Args:
-        command: what to run.
-        settings: an instance of its settings.
         file: all rows are written to it as they come; a command with a `key` first reads an earlier call's rows.
         on_rows: called with all rows so far whenever there are new ones.
 

@@ -18,14 +18,7 @@ from lowbit.report.rows import Row
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The result of one command.
-
-    Args:
-        command: its name, such as "bench pipeline".
-        settings: of the command, a mapping or a dataclass.
-        machine: from `machine()`.
-        rows: of the measurement.
-    """
+    """The result of a command, such as "bench pipeline". settings: a mapping or a dataclass."""
 
     command: str
     settings: Any
@@ -110,9 +103,7 @@ def plain(value: Any) -> Any:
 
 
 def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text("utf-8").splitlines() if info.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
+    return next(names, platform.processor() or platform.machine())

@@ -19,13 +19,7 @@ TERMINAL = 80  # characters that a table should fit into
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table.
-
-    Args:
-        title: the heading.
-        value: the value of a row to show.
-        show: a format string or a function for the value; None is shown as a dash.
-    """
+    """A column of a table. show: a format string or a function for the value; None is shown as a dash."""
 
     title: str
     value: Value

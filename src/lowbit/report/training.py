@@ -65,10 +65,14 @@ def comparison_page(runs: Sequence[RunFiles], problems: Sequence[str] = ()) -> P
 
 
 def _run_parts(run: RunFiles) -> Iterator[Part]:
-    yield from _undamaged(run, _in_short)
+    yield from _undamaged(run, _verdict)
     yield from _curve_parts({run.folder.name: run})
     yield _outcomes({run.folder.name: run})
-    yield _shares_over_steps(run)
+    parts = {"compute": "compute_seconds", "coding": "codec_seconds", "waiting": "wait_seconds"}
+    curves = {name: _curve(run, field) for name, field in parts.items()}
+    if any(curves.values()):
+        figure = lines(curves, x="step", y="seconds")
+        yield Part(title="Seconds of a step", text="Mean over the ranks.", figure=figure)
     if run.spans:
         yield timeline_part(run.spans)
         yield shares_part(run.spans)
@@ -88,7 +92,7 @@ def _undamaged(run: RunFiles, make: Callable[[RunFiles], Iterator[Part]]) -> Ite
         run.problems.append(f"The {what} of this run cannot be shown and are left out: {error!r:.200}")
 
 
-def _in_short(run: RunFiles) -> Iterator[Part]:
+def _verdict(run: RunFiles) -> Iterator[Part]:
     yield verdict(run, _outcome(run))
 
 
@@ -167,17 +171,6 @@ def _outcome(run: RunFiles) -> dict[str, Any]:
     outcome: dict[str, Any] = {field: statistics.median(each) for field, each in values.items() if each}
     last = [loss for line in run.steps[-10:] if (loss := number(line.get("loss"))) is not None]
     return outcome | whole | {"loss": statistics.fmean(last) if last else None}
-
-
-def _shares_over_steps(run: RunFiles) -> Part:
-    """Plot the parts of each step's time."""
-    names = {"compute": "compute_seconds", "coding": "codec_seconds", "waiting": "wait_seconds"}
-    curves = {name: _curve(run, field) for name, field in names.items()}
-    if not any(curves.values()):
-        return Part(title="")
-    return Part(
-        title="Seconds of a step", text="Mean over the ranks.", figure=lines(curves, x="step", y="seconds"),
-    )  # fmt: skip
 
 
 def _traffic(run: RunFiles) -> Iterator[Part]:

@@ -1,4 +1,4 @@
-"""The inputs of a simulation: stages, the network and the hosts."""
+"""The inputs of a simulation: stages and the network."""
 
 from __future__ import annotations
 
@@ -14,22 +14,19 @@ class Channel:
     Args:
         bytes_per_second: rate of payloads; infinite by default.
         latency: seconds from the end of sending to the receiver.
-        burst: bytes that pass at once after a pause, at most what the rate would have carried in the pause: the size of
-            a token bucket, as in `SlowLink`.
 
     Raises:
-        ValueError: a rate that is not positive, or a negative latency or number.
+        ValueError: a rate that is not positive, or a negative latency.
     """
 
     bytes_per_second: float = math.inf
     latency: float = 0.0
-    burst: int = 0
 
     def __post_init__(self) -> None:
         if not self.bytes_per_second > 0:
             raise ValueError(f"bytes_per_second is {self.bytes_per_second}; allowed: more than 0")
-        if not (0 <= self.latency < math.inf and 0 <= self.burst < math.inf):
-            raise ValueError(f"latency is {self.latency} and burst is {self.burst}; allowed: at least 0 and finite")
+        if not 0 <= self.latency < math.inf:
+            raise ValueError(f"latency is {self.latency}; allowed: at least 0 and finite")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +34,7 @@ class StageTimes:
     """Seconds and bytes of one micro-batch on a stage.
 
     Args:
-        forward, backward: seconds of computing. inputs, weights: of the two passes of a split backward; by default
-            half of it each.
+        forward, backward: seconds of computing. The two passes of a split backward take half of it each.
         encode_forward: encoding activations for the next stage. decode_forward: decoding those of the previous one.
         encode_backward: encoding gradients for the previous stage. decode_backward: decoding those of the next one.
         forward_bytes, backward_bytes: of the messages that this stage sends.
@@ -49,8 +45,6 @@ class StageTimes:
 
     forward: float
     backward: float
-    inputs: float | None = None
-    weights: float | None = None
     encode_forward: float = 0.0
     decode_forward: float = 0.0
     encode_backward: float = 0.0
@@ -60,8 +54,7 @@ class StageTimes:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value = getattr(self, field.name)
-            if value is not None and not 0 <= value < math.inf:
+            if not 0 <= (value := getattr(self, field.name)) < math.inf:
                 raise ValueError(f"{field.name} is {value}; allowed: at least 0 and finite")
 
 
@@ -78,15 +71,3 @@ class Network:
 
     channels: Sequence[Channel]
     routes: Mapping[tuple[int, int], int]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Hosts:
-    """Machines that several ranks share.
-
-    Args:
-        of: host of each rank. cores: of each host; an action takes one.
-    """
-
-    of: Sequence[int]
-    cores: Sequence[int]

@@ -69,12 +69,9 @@ class StepProgram:
         stage, kind = self.actions.stage, self.actions.kind
         table = np.zeros((len(KINDS), len(stages)))
         for i, each in enumerate(stages):
-            half = each.backward / 2
-            inputs = half if each.inputs is None else each.inputs
-            weights = half if each.weights is None else each.weights
-            if i == 0:  # its inputs have no gradients: PyTorch does everything in the pass for the weights
-                inputs, weights = 0.0, each.backward
-            table[F, i], table[B, i], table[I, i], table[W, i] = each.forward, each.backward, inputs, weights
+            # Inputs of the first stage have no gradients: PyTorch does everything in the pass for the weights.
+            inputs = each.backward / 2 if i else 0.0
+            table[:, i] = each.forward, each.backward, inputs, each.backward - inputs  # as in KINDS
         self.compute = table[kind, stage]
         forward, zero = kind == F, np.zeros(len(stages))
         first, second = zero.copy(), zero.copy()
@@ -112,7 +109,6 @@ class StepProgram:
                 for b in crossing
             ]
             self.latency = self.latency + np.repeat(more, self.counts)
-        self.burst = np.array([*(channel.burst / channel.bytes_per_second for channel in channels), 0.0])
 
     def between_sums(self, before: Floats, after: Floats) -> tuple[Whole, NDArray[np.int64]]:
         """Return the program from one sum of metrics to the next, and the positions of the schedule's actions in it.
@@ -152,20 +148,16 @@ class StepProgram:
         )  # fmt: skip
         return whole, place
 
-    def stuck(self, end: Floats, seconds: Floats) -> str:
-        """The error message for ranks that wait for each other."""
-        actions = self.actions
-        for rank in range(actions.ranks):
-            mine = np.arange(actions.first[rank], actions.first[rank + 1])
-            if len(waiting := mine[end[mine] == 0.0][:1]) and self.awaited[waiting[0]] >= 0:
-                break
-        else:
+    def stuck(self, end: Floats) -> str:
+        """The error message for ranks that wait for each other; `end`: of actions, 0 for those that never began."""
+        waiting = np.flatnonzero((end == 0.0) & (self.awaited >= 0))
+        if not len(waiting):
             return "the ranks wait for each other forever"
-        action, what = int(waiting[0]), self.awaited[waiting[0]]
-        sender = self.sender[what]
+        action = int(waiting[0])
         return (
-            f"the ranks wait for each other forever: rank {rank} cannot begin {actions.name(action)}, because rank "
-            f"{sender} never reaches the action that sends its input; allowed: an order without cycles"
+            f"the ranks wait for each other forever: rank {self.actions.rank[action]} cannot begin "
+            f"{self.actions.name(action)}, because rank {self.sender[self.awaited[action]]} never reaches the action "
+            "that sends its input; allowed: an order without cycles"
         )
 
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from lowbit.simulate import events
 from lowbit.simulate.orders import Actions
-from lowbit.simulate.parts import Hosts, Network, StageTimes
+from lowbit.simulate.parts import Network, StageTimes
 from lowbit.simulate.program import Floats, StepProgram
 
 _COMPILED_FROM = 50_000  # actions simulated so far: for fewer, compiling takes longer than running in Python
@@ -82,7 +82,6 @@ def simulate(
     stages: Sequence[StageTimes],
     network: Network,
     *,
-    hosts: Hosts | None = None,
     beside: bool = False,
     optimizer: Sequence[float] | float = 0.0,
     averaging: Sequence[float] | float = 0.0,
@@ -93,7 +92,6 @@ def simulate(
         actions: of the schedule (`lowbit.simulate.actions`, or `actions_from` a list of PyTorch's).
         stages: one for each stage of the schedule.
         network: of the ranks.
-        hosts: which ranks share cores; by default each rank has its own.
         beside: coding overlaps with computing, as on a GPU: it delays messages but takes none of the rank's time.
         optimizer: seconds of each rank, or of all, between the sums of a step and the next step.
         averaging: seconds of each rank, or of all, between its last action and the sums, such as averaging gradients.
@@ -103,11 +101,6 @@ def simulate(
             for each other forever; the text names the first action that cannot begin.
     """
     program = StepProgram(actions, stages, network, beside)
-    everyone = np.arange(actions.ranks, dtype=np.int32)
-    cores = np.ones(actions.ranks) if hosts is None else hosts.cores
-    of = everyone if hosts is None else hosts.of
-    if len(of) != actions.ranks or not set(of) <= set(range(len(cores))) or min(cores) < 1:
-        raise ValueError(f"hosts has {len(of)} ranks on {len(cores)} hosts; allowed: {actions.ranks} ranks, cores >= 1")
     before, after = _each(optimizer, actions.ranks), _each(averaging, actions.ranks)
     whole, place = program.between_sums(before, after)
     begin, end = np.zeros(len(whole.seconds)), np.zeros(len(whole.seconds))
@@ -116,12 +109,11 @@ def simulate(
     _simulated[0] += len(end)
     loop = events.run if _simulated[0] >= _COMPILED_FROM else getattr(events.run, "py_func", events.run)
     done = loop(
-        whole.first, whole.awaited, whole.seconds, whole.emitted, np.asarray(of, np.int32),
-        np.asarray(cores, np.int32), whole.link, whole.wire, whole.receiver, whole.latency, program.burst,
-        begin, end, entered, left, busy,
+        whole.first, whole.awaited, whole.seconds, whole.emitted, whole.link, whole.wire, whole.receiver,
+        whole.latency, begin, end, entered, left, busy,
     )  # fmt: skip
     if done < len(end):
-        raise ValueError(program.stuck(end[place], whole.seconds[place]))
+        raise ValueError(program.stuck(end[place]))
     rank, coding = actions.rank, program.decode + program.encode
     count = program.messages
     return Step(

@@ -50,8 +50,15 @@ def saved_policies(config: ActivationsConfig, stages: int, settings: Mapping[str
             run, or both bits and a plan.
     """
     if config.plan:
-        plan = _read(config.plan)
-        _check_made_for(config.plan, plan, stages, settings)
+        plan, path = _read(config.plan), config.plan
+        if len(plan.stages) != stages:
+            raise ConfigError(f"activations.plan: {path} has bits for {len(plan.stages)} stages; this run has {stages}")
+        for name, value in settings.items():
+            if (planned := plan.made_for.get(name)) != value:
+                raise ConfigError(
+                    f"activations.plan: {path} was made for {name} {planned!r}; here it is {value!r}; "
+                    "allowed: what `lowbit plan memory` wrote for this run"
+                )
         if not plan.is_by_stage:
             _check_alone(config)
             return tuple(StageOfPlan(plan=plan, stage=stage, rounding=config.rounding) for stage in range(stages))
@@ -63,11 +70,7 @@ def saved_policies(config: ActivationsConfig, stages: int, settings: Mapping[str
 
 
 def planned_settings(config: TrainConfig, layout: PipelineLayout, vocab: int) -> dict[str, Any]:
-    """Return the settings that determine a run's memory, by name; a plan records them, and a run compares its own.
-
-    Args:
-        layout: of the pipeline. vocab: entries of the embedding.
-    """
+    """Return the settings that determine a run's memory, by name; a plan records them, and a run compares its own."""
     storage = config.gradients.storage
     settings = {f"model.{key}": value for key, value in architecture(config.model, vocab=vocab).items()}
     uneven = layout.layer_counts != even(sum(layout.layer_counts), layout.stages)
@@ -99,8 +102,7 @@ def written_out(config: ActivationsConfig) -> ActivationsConfig:
     if not plan.is_by_stage:
         return replace(config, plan="")
     policies = [plan.policy(stage) for stage in range(len(plan.stages))]
-    kinds = (*PLANNED, "attention")
-    bits: dict[str, Any] = {kind: tuple(policy.bits_of(kind) for policy in policies) for kind in kinds}
+    bits: dict[str, Any] = {kind: tuple(policy.bits_of(kind) for policy in policies) for kind in _BITS[1:]}
     if len(set(bits["attention"])) == 1:  # as a user would write it
         bits["attention"] = bits["attention"][:1]
     return replace(config, plan="", group=plan.group, **bits)
@@ -163,17 +165,6 @@ def compress(module: nn.Module, policy: LayerAware | StageOfPlan | None, device:
     small = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.SiLU(), nn.Linear(8, 8)).to(device)
     compress_saved_(small, policy)
     small(torch.ones(1, 8, device=device)).sum().backward()
-
-
-def _check_made_for(path: str, plan: LayerPlan, stages: int, settings: Mapping[str, Any]) -> None:
-    if len(plan.stages) != stages:
-        raise ConfigError(f"activations.plan: {path} has bits for {len(plan.stages)} stages; this run has {stages}")
-    for name, value in settings.items():
-        if (planned := plan.made_for.get(name)) != value:
-            raise ConfigError(
-                f"activations.plan: {path} was made for {name} {planned!r}; here it is {value!r}; "
-                "allowed: what `lowbit plan memory` wrote for this run"
-            )
 
 
 def _read(path: str) -> LayerPlan:

@@ -1,27 +1,173 @@
-"""Windows of samples: token ids of prompts and answers, where only the answers are learned.
+"""Samples for fine-tuning: lines of a JSONL file, and windows of their tokens, where only the answers are learned.
 
-A sample of n tokens takes n - 1 places of a window: each place is the input of one token and the target of the next.
+A line is a prompt with its answer, or a conversation. A sample of n tokens takes n - 1 places of a window: each place
+is the input of one token and the target of the next.
 """
 
 from __future__ import annotations
 
 import bisect
+import itertools
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lowbit.config import ConfigError
-from lowbit.train.samples import TextPart, TextSample
 from lowbit.train.tokenizer import ByteTokenizer, Tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 IGNORED = -100
 """Target of places whose token is not learned; `torch.nn.functional.cross_entropy` ignores it."""
 BYTE_END = 0
 """Token that ends an answer with the tokenizer "bytes"."""
+_ALLOWED = "an object with prompt and completion (or answer), or with messages"
+_TEXT = "text that is not empty"
+
+
+class TextPart(NamedTuple):
+    """A piece of a sample's text. learned: whether the model learns to write it."""
+
+    text: str
+    learned: bool
+
+
+@dataclass(frozen=True)
+class TextSample:
+    """The parts of a sample, in order.
+
+    Attributes:
+        plain: the sample is a prompt and its answer without a template; the begin-of-text and end-of-text tokens must
+            still be added.
+        learns_last: only the last answer of a conversation is learned, because the template writes earlier ones
+            differently once another message follows.
+    """
+
+    parts: tuple[TextPart, ...]
+    plain: bool = True
+    learns_last: bool = False
+
+
+def read_samples(
+    files: list[Path], *, limit: int, tokenizer: PreTrainedTokenizerBase | None
+) -> tuple[list[TextSample], int]:
+    """Read the samples of all files up to the first line that does not fit; also return the number of bytes left out.
+
+    Args:
+        limit: most bytes to read, in whole lines. tokenizer: has the template of conversations; None: no template.
+
+    Raises:
+        ConfigError: a file cannot be read, or a line holds no valid sample; the message names file and line.
+    """
+    samples: list[TextSample] = []
+    left_out, full = 0, False
+    for path in files:
+        try:
+            with path.open("rb") as file:
+                size, read = path.stat().st_size, 0
+                for number in itertools.count(1) if not full else ():
+                    text = file.readline(max(0, limit) + 2)  # enough of the line to see whether it fits
+                    line = text.removesuffix(b"\n")
+                    if not text:
+                        break
+                    if line.strip():
+                        limit -= len(line) + 1
+                        if full := limit < -1:
+                            break
+                        samples.append(_sample(line, f"{path} line {number}", tokenizer))
+                    read += len(text)
+                left_out += max(0, size - read) if full else 0
+        except OSError as error:
+            raise ConfigError(f"text file {path}: {error.strerror}") from error
+    return samples, left_out
+
+
+def _sample(line: bytes, where: str, tokenizer: PreTrainedTokenizerBase | None) -> TextSample:
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{where} is not UTF-8 (byte {error.start}); allowed: {_ALLOWED}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where} is not JSON ({error}); allowed: {_ALLOWED}") from error
+    if not isinstance(record, dict):
+        raise ConfigError(f"{where} is {record!r:.60}; allowed: {_ALLOWED}")
+    if "messages" in record and "prompt" not in record:
+        return _conversation(record, where, tokenizer)
+    answers = [key for key in ("completion", "answer") if key in record]
+    if "prompt" not in record or "messages" in record or len(answers) != 1:
+        raise ConfigError(f"{where} has the fields {', '.join(record) or 'none'}; allowed: {_ALLOWED}")
+    for key in ("prompt", *answers):
+        if not isinstance(record[key], str) or not record[key].strip():
+            raise ConfigError(f"{where}: {key} is {record[key]!r:.60}; allowed: {_TEXT}")
+    return TextSample((TextPart(record["prompt"], learned=False), TextPart(record[answers[0]], learned=True)))
+
+
+def _conversation(record: dict[str, Any], where: str, tokenizer: PreTrainedTokenizerBase | None) -> TextSample:
+    """Render a conversation with the tokenizer's chat template; the model learns the assistant's messages."""
+    from jinja2 import TemplateError
+
+    messages = record["messages"]
+    if tokenizer is None or not tokenizer.chat_template:
+        raise ConfigError(
+            f"{where} has messages, and the tokenizer has no chat template; "
+            "allowed: prompt and completion, or a data.tokenizer with a chat template"
+        )
+    _check_messages(messages, where)
+
+    def render(count: int, *, prompt: bool = False) -> str:
+        text = tokenizer.apply_chat_template(
+            messages[:count], tools=record.get("tools"), tokenize=False, add_generation_prompt=prompt
+        )
+        assert isinstance(text, str)
+        return text
+
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i]
+    try:
+        whole = render(len(messages))
+        spans = [(render(i, prompt=True), render(i + 1)) for i in answers]
+    except (TemplateError, TypeError, ValueError, KeyError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError(f"{where}: the chat template refuses the messages: {reason}") from error
+    for index, message in enumerate(messages, 1):
+        if message["role"] != "assistant" and message["content"].strip() not in whole:
+            raise ConfigError(
+                f"{where}: the chat template leaves out message {index}, of role {message['role']!r}; "
+                "allowed: roles that the template knows"
+            )
+    agreed = [whole.startswith(after) and after.startswith(before) for before, after in spans]
+    if not agreed[-1]:
+        raise ConfigError(
+            f"{where}: the chat template writes an answer differently from the prompt that asks for it; "
+            "allowed: prompt and completion instead of messages"
+        )
+    parts: list[TextPart] = []
+    done = 0
+    for before, after in spans if all(agreed) else spans[-1:]:
+        parts += [TextPart(whole[done : len(before)], learned=False), TextPart(after[len(before) :], learned=True)]
+        done = len(after)
+    return TextSample(tuple(parts), plain=False, learns_last=not all(agreed))
+
+
+def _check_messages(messages: Any, where: str) -> None:
+    if not isinstance(messages, list) or not messages:
+        raise ConfigError(f"{where}: messages is {messages!r:.60}; allowed: a list of messages")
+    for index, message in enumerate(messages, 1):
+        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            raise ConfigError(f"{where}: message {index} is {message!r:.60}; allowed: an object with role and content")
+        if message["role"] == "assistant" and not message["content"].strip():
+            raise ConfigError(f"{where}: message {index}, of the assistant, is empty; allowed: {_TEXT}")
+    if messages[-1]["role"] != "assistant" or len(messages) == 1:
+        raise ConfigError(
+            f"{where}: the last of {len(messages)} messages is of role {messages[-1]['role']!r}; "
+            "allowed: assistant, after at least one message of another role"
+        )
 
 
 @dataclass(frozen=True)
@@ -45,55 +191,44 @@ def encode(samples: Sequence[TextSample], tokenizer: Tokenizer) -> list[Encoded]
     Raises:
         ConfigError: the tokenizer has no end-of-text token.
     """
+    end: Any = BYTE_END
+    texts = [part.text for sample in samples for part in sample.parts]
+    begin: list[int] = []
     if isinstance(tokenizer, ByteTokenizer):
-        end = BYTE_END
-        ids = [[tokenizer.encode(part.text.encode()) for part in sample.parts] for sample in samples]
+        encoded = iter([list(text.encode()) for text in texts])
     else:
-        inner = tokenizer.hugging_face()
-        end: Any = inner.eos_token_id
+        inner: Any = tokenizer.hugging_face()
+        end = inner.eos_token_id
         if end is None and any(sample.plain for sample in samples):
             raise ConfigError(
                 "data.tokenizer has no end-of-text token, which ends an answer; allowed: a tokenizer with one, or bytes"
             )
-        flat = [(part, sample.plain and not number) for sample in samples for number, part in enumerate(sample.parts)]
-        encoded = iter(_encode_parts(flat, inner))
-        ids = [[next(encoded) for _ in sample.parts] for sample in samples]
-    samples_encoded = []
-    for sample, parts in zip(samples, ids, strict=True):
-        learned = [_learned(each, part, end) for each, part in zip(parts, sample.parts, strict=True)]
+        encoded = iter(inner(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else [])
+        if inner("a", verbose=False)["input_ids"][:1] == [inner.bos_token_id]:
+            begin = [inner.bos_token_id]
+    found = []
+    for sample in samples:
+        ids: list[Any] = list(begin) if sample.plain else []
+        learned = [False] * len(ids)
+        for part in sample.parts:
+            own = next(encoded)
+            # Nothing is learned after the last end-of-text token, where templates may add text.
+            until = len(own) - own[::-1].index(end) if end in own else len(own)
+            ids += own
+            learned += [part.learned] * until + [False] * (len(own) - until)
         if sample.plain:
-            parts.append(np.array([end]))
-            learned.append(np.array([True]))
-        samples_encoded.append(Encoded(np.concatenate(parts).astype(np.uint32), np.concatenate(learned)))
-    return samples_encoded
-
-
-def _learned(ids: np.ndarray, part: TextPart, end: int | None) -> np.ndarray:
-    """Mark the learned tokens of a part: none after the last end-of-text token, where templates may add text."""
-    learned = np.full(len(ids), part.learned)
-    ends = np.flatnonzero(ids == end)
-    if len(ends):
-        learned[ends[-1] + 1 :] = False
-    return learned
-
-
-def _encode_parts(parts: list[tuple[TextPart, bool]], tokenizer: Any) -> list[np.ndarray]:
-    """Encode parts; those marked True begin with the begin-of-text token, if the tokenizer writes one."""
-    texts, begin = [part.text for part, _ in parts], tokenizer.bos_token_id
-    ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
-    begins = begin is not None and tokenizer("a", verbose=False)["input_ids"][:1] == [begin]
-    return [np.array([begin, *each] if first and begins else each) for each, (_, first) in zip(ids, parts, strict=True)]
+            ids.append(end)
+            learned.append(True)
+        found.append(Encoded(np.array(ids, np.uint32), np.array(learned, bool)))
+    return found
 
 
 class Answers:
     """Windows of samples, padded at the end; the counterpart of `lowbit.train.data.Windows`.
 
     Args:
-        samples: each takes at most `sequence` places. sequence: places of a window.
+        samples: each takes at most `sequence` places.
         packing: put several samples into a window; otherwise each has its own.
-
-    Attributes:
-        samples: number of samples. packed: whether windows hold several.
     """
 
     def __init__(self, samples: Sequence[Encoded], sequence: int, *, packing: bool) -> None:
@@ -147,11 +282,7 @@ class Answers:
 def pack(lengths: Sequence[int], size: int) -> list[list[int]]:
     """Pack samples into windows, longest first, each into the fullest window that has room; return their indices.
 
-    Args:
-        lengths: of the samples, at most `size` each.
-
-    Returns:
-        Windows in the order of their first samples, so that any part of them is a fair sample of the whole.
+    Windows are in the order of their first samples, so that any part of them is a fair sample of the whole.
     """
     open_by_room: dict[int, list[list[int]]] = {}
     rooms: list[int] = []  # the keys of `open_by_room`, ascending
@@ -178,14 +309,12 @@ def pack(lengths: Sequence[int], size: int) -> list[list[int]]:
 def fit(samples: Sequence[Encoded], sequence: int) -> tuple[list[Encoded], list[str]]:
     """Cut samples to a window's size for training; also return what was cut, in words."""
     warnings: list[str] = []
-    long = [s for s in samples if s.places > sequence]
     cut = [Encoded(s.ids[: sequence + 1], s.learned[: sequence + 1]) for s in samples]
     kept = [s for s in cut if s.learned[1:].any()]
-    lost, total = sum(s.places - sequence for s in long), sum(len(s.ids) for s in samples)
-    if long:
+    if long := [s.places - sequence for s in samples if s.places > sequence]:
         warnings.append(
             f"{len(long)} of {len(samples)} samples are longer than data.sequence ({sequence}) and lose their ends: "
-            f"{lost} of {total} tokens"
+            f"{sum(long)} of {sum(len(s.ids) for s in samples)} tokens"
         )
     if gone := len(samples) - len(kept):
         warnings.append(f"{gone} of {len(samples)} samples have no answer left and are not used")
@@ -194,10 +323,8 @@ def fit(samples: Sequence[Encoded], sequence: int) -> tuple[list[Encoded], list[
 
 def fit_held_out(samples: Sequence[Encoded], sequence: int) -> tuple[list[Encoded], list[str]]:
     """Drop samples that a window cannot hold from those to evaluate on; also return their number, in words."""
-    warnings: list[str] = []
     kept = [s for s in samples if s.places <= sequence]
-    if left_out := len(samples) - len(kept):
-        warnings.append(
-            f"{left_out} of {len(samples)} held-out samples are longer than data.sequence ({sequence}) and are not used"
-        )
-    return kept, warnings
+    if not (left_out := len(samples) - len(kept)):
+        return kept, []
+    longer = f"{left_out} of {len(samples)} held-out samples are longer than data.sequence ({sequence})"
+    return kept, [f"{longer} and are not used"]

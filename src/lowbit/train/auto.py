@@ -94,8 +94,7 @@ class Forecast:
 
     Args:
         timings: for each rank, seconds of a step: compute, work after the pipeline, and coding by format.
-        formats: their sizes, by name. trips, rates: by pair of ranks of the pipeline.
-        checksum: bytes that it adds to each message. rest: seconds of a step after the pipeline.
+        formats: their sizes. trips (seconds), rates (Mbit/s): by pair of ranks. checksum: bytes. rest: seconds.
         overlapped: coding overlaps with computing.
     """
 
@@ -165,7 +164,6 @@ def choose(
         predict: seconds of a step, from the format of each boundary and a factor for the rates of all links.
         formats: sizes by name, the most exact first.
         crosses: for each boundary, whether it lies between two ranks; others take the most exact format.
-        current: present formats of the boundaries.
 
     Returns:
         The format of each boundary; and predicted seconds with each format at all boundaries, and with the chosen ones.
@@ -213,13 +211,10 @@ class Watch:
         self._count, self._looks, self._usual = 0, 0, (0.0, 0.0)
 
     def looked(self, seconds: float) -> None:
-        """Note a look that took some seconds."""
         self._elapsed, self._cost, self._looks = 0.0, seconds, self._looks + 1
 
     def note(self, seconds: float, waited: float, *, exact: bool = False) -> int | None:
-        """Note a step, and return whether to look at the links: how many of the last steps have changed; 0: none has.
-
-        None: not now.
+        """Note a step, and return how many of the last steps have changed, if it is time to look at the links.
 
         Args:
             seconds: of the step, mean over ranks. waited: for messages, on the machine that waited least: if a machine
@@ -322,11 +317,7 @@ class Auto:
         return left <= 0
 
     def looked(self, mbit: Mapping[str, float], seconds: float) -> bool:
-        """Note the measured Mbit/s of links, and return whether to choose formats now; every rank calls this.
-
-        Args:
-            seconds: that the measurement took.
-        """
+        """Note measured Mbit/s of links and the seconds that this took; return whether to choose formats now."""
         assert self.choice is not None
         before = self.choice.mbit
         factors = [max(rate / before[name], before[name] / rate) for name, rate in mbit.items() if name in before]
@@ -344,10 +335,9 @@ class Auto:
     def choose(
         self, step: int, trips: Sequence[Mapping[Pair, float]], rates: Mapping[Pair, float], mbit: dict[str, float]
     ) -> FormatChoice:
-        """Choose the formats on rank 0, and use them on all ranks.
+        """Choose the formats after `step` steps on rank 0, and use them on all ranks.
 
         Args:
-            step: steps done.
             trips: for each pipeline, seconds of a round trip by pair of its ranks.
             rates: Mbit/s by (sender, receiver) ranks of the run. mbit: the same by link.
         """

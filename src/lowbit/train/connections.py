@@ -37,7 +37,7 @@ _EVERY = 100
 
 
 class Loss(NamedTuple):
-    """What one rank sends again: share of segments, and their number; and its congestion control."""
+    """The share of segments that one rank sends again, their number, and the rank's congestion control."""
 
     share: float
     again: int
@@ -95,11 +95,9 @@ class Connections:
         self.control = ", ".join(sorted({each.control for each in ranks if each.control}))
         if self._fixed:
             return False
-        if blind := [str(rank) for rank, each in enumerate(ranks) if not each.known]:
-            self._say_once(
-                "blind", f"cannot read how many packets rank {', '.join(blind)} loses (Linux only): if a link loses "
-                "packets, set run.connections to a number",
-            )  # fmt: skip
+        if not all(each.known for each in ranks) and "blind" not in self._said:
+            self._said.add("blind")
+            self._say("lost packets cannot be counted (Linux only): if a link loses any, set run.connections")
         worst = max(ranks, key=lambda each: (is_lossy(each.share, each.again), each.share))
         if done < self._next or not is_lossy(worst.share, worst.again):
             return False
@@ -124,7 +122,9 @@ class Connections:
         if self.count > kept:
             self._say(f"{blamed}: {self.count} connections for each pair of ranks{_gain(before, after)}{advice}")
             return True
-        self._say_once("nothing", f"{blamed}: more connections are no faster than {kept}, {before:.0f} Mbit/s{advice}")
+        if "nothing" not in self._said:
+            self._said.add("nothing")
+            self._say(f"{blamed}: more connections are no faster than {kept}, {before:.0f} Mbit/s{advice}")
         return False
 
     def _try_faster(self, rate: float) -> float | None:
@@ -142,11 +142,6 @@ class Connections:
         side = self._trainer.side
         of_run = [pair for each in gather_json(ends(), side) for pair in each]
         return all(gather_json(set_congestion_control(control, of_run), side))
-
-    def _say_once(self, topic: str, text: str) -> None:
-        if topic not in self._said:
-            self._said.add(topic)
-            self._say(text)
 
     def _widen(self, rate: float) -> float:
         """Use more connections as long as the slowest link gains; returns its rate."""

@@ -20,26 +20,19 @@ from torch import Tensor
 from lowbit.config import ConfigError, atomic
 from lowbit.terminal import printable
 from lowbit.train import corpus
-from lowbit.train.answers import Answers, encode, fit, fit_held_out
+from lowbit.train.answers import Answers, encode, fit, fit_held_out, read_samples
 from lowbit.train.config import DataConfig
 from lowbit.train.folder import RunFolder
-from lowbit.train.samples import TextSample, read_samples
 from lowbit.train.tokenizer import ByteTokenizer, Tokenizer, definition, load_tokenizer
 
 log = logging.getLogger(__name__)
 
 
 class Windows:
-    """Windows of `sequence` tokens, back to back; window i is sample i.
-
-    Args:
-        tokens: token ids, one dimension.
-        sequence: tokens of a window; the token after the window is its last target.
-    """
+    """Windows of `sequence` token ids, back to back; the token after a window is its last target."""
 
     def __init__(self, tokens: np.ndarray, sequence: int) -> None:
-        self.tokens = tokens
-        self.sequence = sequence
+        self.tokens, self.sequence = tokens, sequence
 
     def __len__(self) -> int:
         return max(0, (len(self.tokens) - 1) // self.sequence)
@@ -63,11 +56,7 @@ class Windows:
 
 
 class Order:
-    """The samples of each step: every epoch is a new permutation, without an incomplete last batch.
-
-    Args:
-        samples: number of samples. batch: samples of a step. seed: determines the permutations.
-    """
+    """The samples of each step: every epoch is a new permutation, without an incomplete last batch."""
 
     def __init__(self, *, samples: int, batch: int, seed: int) -> None:
         self.samples, self.batch, self.seed = samples, batch, seed
@@ -87,11 +76,7 @@ class Order:
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """The training windows, the held-out windows and their tokenizer.
-
-    Attributes:
-        notes: warnings for the user, such as samples that were left out, one sentence each.
-    """
+    """The training and held-out windows, and their tokenizer. notes: warnings for the user, one sentence each."""
 
     train: Windows | Answers
     held_out: Windows | Answers
@@ -155,13 +140,21 @@ def _load_samples(data: DataConfig, tokenizer: Tokenizer) -> Data:
     else:
         start = corpus.held_out_start(len(samples), data.held_out_share)
         samples, held_out, more = samples[:start], samples[start:], 0
+    notes: list[str] = []
+    if left_out + more:
+        notes.append(f"samples of {left_out + more} bytes were not read: data.max_bytes is {data.max_bytes}")
+    if count := sum(sample.learns_last for sample in (*samples, *held_out)):
+        notes.append(
+            f"{count} of {len(samples) + len(held_out)} conversations are learned for their last answer only: "
+            "the chat template writes earlier answers differently"
+        )
     train, cut = fit(encode(samples, tokenizer), data.sequence)
     evaluated, too_long = fit_held_out(encode(held_out, tokenizer), data.sequence)
     loaded = Data(
         train=Answers(train, data.sequence, packing=data.packing),
         held_out=Answers(evaluated, data.sequence, packing=data.packing),
         tokenizer=tokenizer,
-        notes=(*_left_out(data, left_out + more, [*samples, *held_out]), *cut, *too_long),
+        notes=(*notes, *cut, *too_long),
     )  # fmt: skip
     if len(loaded.train) < data.batch:
         cause = f" ({'; '.join(cut)})" if cut else ""
@@ -173,19 +166,6 @@ def _load_samples(data: DataConfig, tokenizer: Tokenizer) -> Data:
         cause = f" ({'; '.join(too_long)})" if too_long else ""
         raise ConfigError(f"data.held_out has no sample to evaluate on{cause}; allowed: at least one")
     return loaded
-
-
-def _left_out(data: DataConfig, nbytes: int, samples: list[TextSample]) -> list[str]:
-    """Describe which samples were not read or are not fully learned."""
-    warnings: list[str] = []
-    if nbytes:
-        warnings.append(f"samples of {nbytes} bytes were not read: data.max_bytes is {data.max_bytes}")
-    if count := sum(sample.learns_last for sample in samples):
-        warnings.append(
-            f"{count} of {len(samples)} conversations are learned for their last answer only: "
-            "the chat template writes earlier answers differently"
-        )
-    return warnings
 
 
 def _check_lengths(data: DataConfig, loaded: Data) -> None:
@@ -245,12 +225,8 @@ def _read(path: Path) -> np.ndarray | None:
 
 
 def _write(path: Path, tokens: np.ndarray) -> None:
-    """Write token ids atomically, as other ranks may read; a file that lowbit did not make stays."""
-    folder, name = RunFolder(path.parent.parent), f"{path.parent.name}/{path.name}"
-    if folder.foreign([name]):
-        log.warning("%s was not made by lowbit and stays; token ids are not cached", path)
-        return
-    folder.note(name)
+    """Write token ids atomically, as other ranks may read."""
+    RunFolder(path.parent.parent).note(f"{path.parent.name}/{path.name}")
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic.replacing(path) as part:
         np.save(part, tokens)

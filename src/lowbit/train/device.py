@@ -20,7 +20,7 @@ def local_rank() -> int:
 
 
 def local_ranks(ranks: int) -> int:
-    """Return the number of ranks on this machine, from the launcher; without a launcher, all ranks."""
+    """Return the number of ranks on this machine, from the launcher; without a launcher, all `ranks`."""
     return _launched("LOCAL_WORLD_SIZE", ranks, least=1)
 
 
@@ -37,12 +37,9 @@ def threads_per_rank(ranks: int) -> int:
 
 
 def choose_device(name: str, ranks: int, *, key: str = "run.device") -> torch.device:
-    """Choose the device of this rank.
+    """Choose the device of this rank of `ranks`; `key` is the setting, for messages.
 
-    Args:
-        name: "cpu"; "cuda": ranks of a machine take its devices in turn; "auto": CUDA if each rank has its own.
-        ranks: number of ranks of the whole run.
-        key: the setting, for messages.
+    With "cuda", ranks of a machine take its devices in turn; with "auto", each has its own, or computes on the CPU.
 
     Raises:
         ConfigError: CUDA is requested, and this machine has no device.

@@ -117,10 +117,9 @@ class Elastic:
     """This rank's part of a replica among others; every rank of the replica makes one.
 
     Args:
-        config: of the run. codec: for gradients between replicas.
+        codec: for gradients between replicas. side: a group of the ranks of this replica.
         identity: of the run (`lowbit.train.identity`); a part of it must be equal on all replicas.
         pipeline, optimizer: hold the state that a replica that is behind takes over from another.
-        side: a group of the ranks of this replica.
 
     Attributes:
         replicas: number of replicas that share the current step.

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,7 @@ from lowbit.train.answers import IGNORED, Answers
 from lowbit.train.data import Windows
 from lowbit.train.layout import PipelineLayout
 from lowbit.train.model import StageModule, next_token_loss
+from lowbit.wire.checksum import sealed_bytes
 from lowbit.wire.messages import Expected, Messages, Sent
 
 _ROUND_BYTES = 1 << 27
@@ -26,9 +29,8 @@ _ROUND_BYTES = 1 << 27
 SUMS_BYTES = 32
 
 
-@dataclass(frozen=True)
-class _Batch:
-    """Windows that are evaluated together. inputs, targets, positions: int64 (windows, sequence)."""
+class _Batch(NamedTuple):
+    """Windows that are evaluated together: int64 (windows, sequence)."""
 
     inputs: Tensor
     targets: Tensor
@@ -56,15 +58,12 @@ class HeldOutEvaluation:
     """Forward passes outside the training schedule that change neither training's codec states nor its counters.
 
     Args:
-        modules: this rank's modules by stage.
-        stages: this rank's pipeline stages; evaluation uses the states of their codecs.
-        width: elements of an activation; device: of the modules.
-        group: Gloo group of the pipeline, not the one of the training traffic.
-        timeout: seconds after which a peer that does not answer is an error. checksums: add them to messages.
+        modules: this rank's modules by stage. stages: its pipeline stages, whose codecs' states evaluation uses.
+        width: elements of an activation. group: Gloo group of the pipeline, not the one of the training traffic.
+        timeout: seconds to wait for a peer. checksums: add them to messages.
 
     Raises:
-        DamagedError: (in `loss`) a message arrived damaged.
-        PeerError: (in `loss`) a neighbour ended or does not answer.
+        DamagedError, PeerError: (in `loss`) as `Messages`.
     """
 
     def __init__(
@@ -120,12 +119,6 @@ class HeldOutEvaluation:
             return []
         with self._evaluating():
             return list(self._sums(windows, ids.split(batch), chosen))
-
-    def loss(
-        self, windows: Windows | Answers, *, batch: int, batches: int, codecs: Sequence[Codec] | None = None
-    ) -> float:
-        """Return the mean loss, as `scores` does."""
-        return self.scores(windows, batch=batch, batches=batches, codecs=codecs)[0]
 
     @contextlib.contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -195,7 +188,10 @@ class HeldOutEvaluation:
                 for stage in leg:
                     x = self._modules[stage](x) if positions is None else self._modules[stage](x, positions)
                 if leg[-1] == self._layout.stages - 1:
-                    self._send_sums(current, batch, x)
+                    sums = _sums_of(x, batch.targets.to(self._device), batch.positions)
+                    current.own_sums.append(sums)
+                    others = (rank for rank in range(self._messages.ranks) if rank != self._messages.rank)
+                    current.sent.extend(self._messages.send(sums, rank) for rank in others)
                 else:
                     current.sent.append(self._send(leg[-1], batch, x, codecs[leg[-1]]))
 
@@ -206,13 +202,6 @@ class HeldOutEvaluation:
             yield message.wait().view(torch.float64)
         for sent in done.sent:
             sent.wait()
-
-    def _send_sums(self, current: _Round, batch: _Batch, logits: Tensor) -> None:
-        """Send the sums of a batch from the last stage to all other ranks."""
-        sums = _sums_of(logits, batch.targets.to(self._device), batch.positions)
-        current.own_sums.append(sums)
-        others = (rank for rank in range(self._messages.ranks) if rank != self._messages.rank)
-        current.sent.extend(self._messages.send(sums, rank) for rank in others)
 
     def _send(self, boundary: int, batch: _Batch, x: Tensor, codec: Codec) -> Sent:
         session = self._session(boundary, codec, x.shape, outgoing=True)
@@ -235,6 +224,13 @@ class HeldOutEvaluation:
 def evaluated(windows: Windows | Answers, *, batch: int, batches: int) -> Tensor:
     """Return the ids of the windows that an evaluation takes: at most `batches` batches (0: all)."""
     return torch.arange(min(len(windows), batch * batches) if batches else len(windows))
+
+
+def evaluation_bytes(layout: PipelineLayout, codecs: Sequence[Codec], shapes: Sequence[tuple[int, int, int]]) -> float:
+    """Return the bytes that a pipeline sends to evaluate batches of these shapes through these codecs."""
+    crossing = [codec for boundary, codec in enumerate(codecs) if layout.crosses(boundary)]
+    coded = [codec.nbytes(shape) if codec.settled else 4 * math.prod(shape) for codec in crossing for shape in shapes]
+    return float(len(shapes) * (layout.ranks - 1) * sealed_bytes(SUMS_BYTES) + sum(map(sealed_bytes, coded)))
 
 
 def _sums_of(logits: Tensor, targets: Tensor, positions: Tensor | None) -> Tensor:

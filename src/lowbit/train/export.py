@@ -82,10 +82,7 @@ def generate(folder: str | Path, prompt: str, *, tokens: int = 80, temperature: 
 
     Args:
         folder: model and tokenizer in Hugging Face format. prompt: at least one character.
-        tokens: number of tokens to add. temperature: 0 takes the likeliest token each time. seed: of the sampling.
-
-    Returns:
-        Prompt and continuation.
+        tokens: number of tokens to add. temperature: 0 takes the likeliest token each time.
 
     Raises:
         ValueError: an empty prompt.

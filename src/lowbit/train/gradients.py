@@ -46,8 +46,7 @@ class Gradients:
     """The phases of a step, for gradients in `.grad` and for stored ones.
 
     Args:
-        parameters: of this rank. codec: for their stored gradients; None: `.grad`.
-        microbatches: number of micro-batches whose gradients are averaged.
+        codec: for stored gradients; None: `.grad`.
         others: parameters whose gradients are handed over to another rank (`in_full`). They are stored likewise, but
             take no part in averages over replicas and in the optimizer's step.
     """
@@ -152,8 +151,7 @@ class Gradients:
             self.storage.zero_()
 
 
-def _take(bucket: list[nn.Parameter], flat: Tensor, pending: Any) -> None:
-    """Wait for a bucket's means, and copy them into `.grad` of its parameters."""
+def _take(bucket: list[nn.Parameter], flat: Tensor, pending: Any) -> None:  # a bucket's means into `.grad`
     pending.wait()
     for parameter, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
         if parameter.grad is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +14,7 @@ import torch
 import lowbit
 from lowbit.codecs import parse
 from lowbit.config import ConfigError
-from lowbit.terminal import printable
+from lowbit.terminal import printable, suggestion
 from lowbit.train.activations import planned_layers, written_out
 from lowbit.train.answers import Answers
 from lowbit.train.boundaries import in_full
@@ -56,10 +55,6 @@ class Change(NamedTuple):
     before: Any
     after: Any
 
-    def at(self, step: int) -> dict[str, Any]:
-        """Return the record of this change for manifests and `summary.json`."""
-        return {"step": step, **self._asdict()}
-
     def __str__(self) -> str:
         texts = (printable(str(value)) for value in (self.before, self.after))  # maybe of a foreign file
         before, after = (text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..." for text in texts)
@@ -72,17 +67,14 @@ def run_identity(config: TrainConfig, *, data: Data, vocab: int) -> dict[str, An
     None means that the key has no effect in this run, such as `gradients.all_reduce` with a single pipeline. Ranks
     replace `run.precision`, which depends on their device.
     """
-    model, pipeline, storage = config.model, config.pipeline, config.gradients.storage
+    model, lora, pipeline, storage = config.model, config.lora, config.pipeline, config.gradients.storage
     lowbit_stages, elastic = pipeline.boundary == "lowbit", bool(config.elastic.lighthouse)
     formats = in_full(pipeline)
     identity = {f"model.{key}": value for key, value in architecture(model, vocab=vocab).items()}
-    lora = config.lora
+    identity |= {f"lora.{key}": value if lora.rank or key == "rank" else None for key, value in vars(lora).items()}
     identity |= {
         "model.dropout": model.dropout,
         "model.pretrained": pretrained_digest(model.pretrained),
-        "lora.rank": lora.rank,
-        "lora.alpha": lora.alpha if lora.rank else None,
-        "lora.dropout": lora.dropout if lora.rank else None,
         "lora.targets": list(targets_of(config)) if lora.rank else None,
         "data.format": config.data.format,
         "data.packing": config.data.packing if config.data.format == "jsonl" else None,
@@ -96,19 +88,16 @@ def run_identity(config: TrainConfig, *, data: Data, vocab: int) -> dict[str, An
         "pipeline.microbatches": pipeline.microbatches,
         "pipeline.forward": _once(formats.forward) if lowbit_stages else None,
         "pipeline.backward": _once(formats.backward) if lowbit_stages else None,
-        "pipeline.tied_rows": repr(tied_codec(pipeline))
-        if identity["model.tied"] is not False and not lora.rank
-        else None,
         _WARM_UP: config.codec_warmup_steps if lowbit_stages else None,
         "gradients.storage": storage if storage == FULL_PRECISION else repr(parse(storage)),
-        "gradients.all_reduce": repr(parse(config.gradients.all_reduce))
-        if pipeline.data_parallel > 1 or elastic
-        else None,
         "elastic.name": config.elastic.name if elastic else None,
         "run.seed": config.run.seed,
         "run.steps": config.run.steps,
         "run.precision": config.run.precision,
     }
+    tied, several = identity["model.tied"] is not False and not lora.rank, pipeline.data_parallel > 1 or elastic
+    identity["pipeline.tied_rows"] = repr(tied_codec(pipeline)) if tied else None
+    identity["gradients.all_reduce"] = repr(parse(config.gradients.all_reduce)) if several else None
     for name, section in {"activations": written_out(config.activations), "optimizer": config.optimizer}.items():
         identity |= {f"{name}.{key}": value for key, value in vars(section).items()}
     del identity["activations.plan"]  # the bits represent it
@@ -172,9 +161,9 @@ def check_allowed(keys: Iterable[str], compared_keys: Iterable[str]) -> None:
                 "allowed: a new run"
             )
         if key not in valid:
-            close = difflib.get_close_matches(key, valid, n=1, cutoff=0.4)
-            advice = f"did you mean {close[0]}?" if close else f"known: {', '.join(valid)}"
-            raise ConfigError(f"run.allow_change has {key!r}, which a resume does not compare; {advice}")
+            raise ConfigError(
+                f"run.allow_change has {key!r}, which a resume does not compare; {suggestion(key, valid)}"
+            )
 
 
 def refuse(where: str, changes: Sequence[Change], allowed: Iterable[str]) -> str:
@@ -182,14 +171,13 @@ def refuse(where: str, changes: Sequence[Change], allowed: Iterable[str]) -> str
     refused = [change for change in changes if change.key in FIXED or change.key not in set(allowed)]
     if not refused:
         return ""
-    lines = [f"{where} is of a run that differs from this one:"]
-    lines += [f"  {change};" for change in refused]
     if never := [change.key for change in refused if change.key in FIXED]:
-        lines.append(f"  {', '.join(never)} cannot change: the weights belong to it; allowed: the same, or a new run")
+        last = f"{', '.join(never)} cannot change: the weights belong to it; allowed: the same, or a new run"
     else:
         options = " ".join(f"--allow-change {change.key}" for change in refused)
-        lines.append(f"  allowed: the same, or {options} (run.allow_change)")
-    return "\n".join(lines)
+        last = f"allowed: the same, or {options} (run.allow_change)"
+    lines = [f"{where} is of a run that differs from this one:", *(f"{change};" for change in refused), last]
+    return "\n  ".join(lines)
 
 
 def pretrained_digest(folder: str) -> str:
@@ -212,11 +200,9 @@ def _digest(*parts: Windows | Answers) -> str:
     digest = hashlib.sha256()
     for array in (array for part in parts for array in part.arrays):
         digest.update(np.ascontiguousarray(array).data)
-    if isinstance(parts[0], Answers):
-        count, unit = sum(part.samples for part in parts if isinstance(part, Answers)), "samples"
-    else:
-        count, unit = sum(len(array) for part in parts for array in part.arrays), "tokens"
-    return f"{count} {unit} with digest {digest.hexdigest()[:16]}"
+    sizes = [part.samples if isinstance(part, Answers) else sum(map(len, part.arrays)) for part in parts]
+    unit = "samples" if isinstance(parts[0], Answers) else "tokens"
+    return f"{sum(sizes)} {unit} with digest {digest.hexdigest()[:16]}"
 
 
 def _tokenizer(config: TrainConfig, data: Data) -> str:
@@ -226,7 +212,7 @@ def _tokenizer(config: TrainConfig, data: Data) -> str:
 
 
 def _once(formats: tuple[str, ...]) -> list[str]:
-    """Return one format if all boundaries have the same: the number of boundaries belongs to the layout."""
+    """Return a single format if all are the same: the number of boundaries belongs to the layout."""
     return list(formats[:1] if len(set(formats)) == 1 else formats)
 
 

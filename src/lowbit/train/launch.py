@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 
 from lowbit.job.launch import LaunchError, start_all, start_one
@@ -38,7 +39,7 @@ def run(config: TrainConfig) -> Summary | None:
     if config.run.supervise:
         from lowbit.train.supervise import supervise
 
-        supervise(config, start_one_rank if one_rank else start_ranks)
+        supervise(config, partial(start_ranks, one=True) if one_rank else start_ranks)
         return read_summary(summary) if summary.exists() else None
     if one_rank:
         from lowbit.train.loop import train
@@ -58,26 +59,20 @@ def run(config: TrainConfig) -> Summary | None:
     return read_summary(summary)
 
 
-def start_ranks(config: TrainConfig) -> None:
-    """Run all ranks of the run on this machine until they are done; `LaunchError` if one fails."""
+def start_ranks(config: TrainConfig, *, one: bool = False) -> None:
+    """Run all ranks of the run as processes on this machine until they are done; `LaunchError` if one fails.
+
+    Args:
+        one: run only the rank that the environment names, or the only one.
+    """
+    from lowbit.train.device import threads_per_rank
     from lowbit.wire.checksum import SECRET
 
+    program = RankProgram(
+        module="lowbit.train.worker", order=json.dumps(json.loads(config.to_json())),
+        timeout=config.run.timeout_seconds, threads=config.run.threads or threads_per_rank(config.ranks),
+    )  # fmt: skip
+    if one:
+        return start_one(program)
     # Replicas authenticate each other's messages with a secret that the user gives to all of them.
-    shared = os.environ.get(SECRET, "") if config.elastic.lighthouse else None
-    start_all(_program(config), config.ranks, secret=shared)
-
-
-def start_one_rank(config: TrainConfig) -> None:
-    """Run the rank that the environment names, or the only one, in its own process; `LaunchError` if it fails."""
-    start_one(_program(config))
-
-
-def _program(config: TrainConfig) -> RankProgram:
-    from lowbit.train.device import threads_per_rank
-
-    return RankProgram(
-        module="lowbit.train.worker",
-        order=json.dumps(json.loads(config.to_json())),
-        timeout=config.run.timeout_seconds,
-        threads=config.run.threads or threads_per_rank(config.ranks),
-    )
+    start_all(program, config.ranks, secret=os.environ.get(SECRET, "") if config.elastic.lighthouse else None)

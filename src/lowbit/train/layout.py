@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from lowbit.config import ConfigError
 from lowbit.train.config import PipelineConfig
 
 _V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 _SINGLE = ("GPipe", "1F1B")
-_NOTICEABLE = 0.05  # seconds of a step
 Pair = tuple[int, int]
 
 
@@ -86,47 +83,6 @@ def even(layers: int, stages: int) -> tuple[int, ...]:
     """Split layers over stages as evenly as possible; the first stages get one more."""
     each, extra = divmod(layers, stages)
     return tuple(each + (stage < extra) for stage in range(stages))
-
-
-def parameters_at(layout: Mapping[str, Any], rank: int) -> str:
-    """Describe the part of the model on a rank; `layout` comes from a manifest (`lowbit.train.identity.layout_of`)."""
-    recorded = PipelineLayout(
-        ranks=layout["pipeline.ranks"], stages_per_rank=layout["pipeline.stages_per_rank"],
-        v_shaped=layout["pipeline.schedule"] in _V_SHAPED, layer_counts=tuple(layout["layers"]),
-    )  # fmt: skip
-    stages = recorded.stages_of(rank % recorded.ranks)
-    parts = [f"layers {layers[0]} to {layers[-1]}" for layers in map(recorded.layers_of, stages)]
-    if 0 in stages:
-        parts.insert(0, "the embedding")
-    if recorded.stages - 1 in stages:
-        parts.append("the output matrix")
-    return ", ".join(parts)
-
-
-def needless(
-    plan: PipelineLayout, schedule: str, trips: Mapping[Pair, float], least: float = _NOTICEABLE
-) -> str | None:
-    """Describe the time that a schedule loses by extra crossings between ranks; None if it loses little.
-
-    A micro-batch passes all stages forward and back, so each step takes at least a round trip for each boundary between
-    two ranks. One stage on each rank has the fewest such boundaries.
-
-    Args:
-        plan: the pipeline; schedule: its name. least: seconds of a step that are worth a line.
-        trips: seconds of a round trip between two ranks, the lower one first.
-    """
-    ends = [(plan.rank_of(i), plan.rank_of(i + 1)) for i in range(plan.stages - 1) if plan.crosses(i)]
-    crossed = [(min(pair), max(pair)) for pair in ends]
-    needed = [(rank, rank + 1) for rank in range(plan.ranks - 1)]
-    lost, fewest = (sum(trips[pair] for pair in pairs) for pairs in (crossed, needed))
-    if lost - fewest <= least:
-        return None
-    return (
-        f"neighbours are up to {1000 * max(trips[pair] for pair in crossed):.0f} ms apart, there and back, and "
-        f"{schedule} with {plan.stages_per_rank} stages on each of {plan.ranks} ranks crosses between them "
-        f"{2 * len(crossed)} times in a row ({lost:.2f} s of each step); 1 stage on each rank crosses "
-        f"{2 * len(needed)} times ({fewest:.2f} s): set pipeline.stages_per_rank to 1, with pipeline.schedule 1F1B"
-    )
 
 
 def _check_schedule(pipeline: PipelineConfig, ranks: int) -> None:

@@ -20,16 +20,13 @@ class Links:
     """Counts bytes by link, and waiting by machine. A machine is named by its first rank.
 
     Args:
-        layout: of a pipeline. count: number of pipelines.
-        machines: name of the machine of each rank. elastic: other replicas are runs of their own.
-
-    Attributes:
-        rates: Mbit/s of links by name, as last measured.
+        count: number of pipelines. machines: name of the machine of each rank.
+        elastic: other replicas are runs of their own.
     """
 
     def __init__(self, layout: PipelineLayout, count: int, machines: Sequence[str], *, elastic: bool = False) -> None:
         self._layout, self._pipelines = layout, count
-        self.rates: dict[str, float] = {}
+        self.rates: dict[str, float] = {}  # Mbit/s by name, as last measured
         self.machine_of = [machines.index(name) for name in machines]
         self.machines = sorted(set(self.machine_of))
         self.pairs = sorted({(a, b) for a, b in map(self._ends, self._routes()) if a != b})
@@ -41,11 +38,7 @@ class Links:
         return len(self.pairs) + len(self.machines)
 
     def values(self, rank: int, sent: Mapping[int, float], waited: float) -> list[float]:
-        """Return what this rank adds to the sums: bytes by link, and its share of its machine's mean waiting time.
-
-        Args:
-            sent: bytes by receiver. waited: seconds.
-        """
+        """Return what this rank adds to the sums: bytes by link, and its share of its machine's mean waiting time."""
         nbytes = dict.fromkeys(self.pairs, 0.0)
         for target, size in sent.items():
             if (pair := self._ends((rank, target))) in nbytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import secrets
+import shutil
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -25,7 +26,6 @@ from lowbit.train import export
 from lowbit.train.auto import Auto, FormatChoice, described
 from lowbit.train.boundaries import in_full
 from lowbit.train.checkpoints import state
-from lowbit.train.checkpoints.manifest import Manifest
 from lowbit.train.checkpoints.resume import resume
 from lowbit.train.checkpoints.save import Checkpoints, raise_everywhere, together
 from lowbit.train.config import TrainConfig
@@ -34,10 +34,10 @@ from lowbit.train.device import local_rank, threads_per_rank
 from lowbit.train.folder import RunFolder
 from lowbit.train.goal import Goal, wanted_nats
 from lowbit.train.identity import CHOSEN
-from lowbit.train.layout import Pair, needless
+from lowbit.train.layout import Pair
 from lowbit.train.lora import save_adapters
 from lowbit.train.metrics import EVALUATION, TIED, Recorder, StepMetrics
-from lowbit.train.prepare import FILES, IN_USE, left_behind, prepare
+from lowbit.train.prepare import FILES, IN_USE, prepare
 from lowbit.train.progress import Progress
 from lowbit.train.run_info import FILE as RANKS
 from lowbit.train.run_info import describe_machines, memory_of
@@ -100,15 +100,19 @@ class Run:
         self.recorder: Recorder | None = None  # on rank 0 only
         self.progress: Progress | None = None  # on the first rank of each machine only
         self.checkpoints = Checkpoints(self.output, rank=trainer.rank, keep=run.keep)
-        self._warn_of_cost()
+        if trainer.rank == 0:  # not in `prepare`, which a launcher runs as well as its ranks
+            for note in trainer.prepared.data.notes:
+                log.warning("%s", note)
+            if self.config.activations.plan and trainer.prepared.autocast is None:
+                log.warning("activations.plan counts bytes of matrix products in bfloat16; float32's are saved here")
         self._conversations: dict[str, Messages] = {}
         self.trips = self._measure_distance()
         self.connections = Connections(trainer, self._slowest_rate, self._say)
+        self.mbit = trainer.links.rates  # changed in place, for metrics and the progress display
         self.rates = self._measure_links()
         rates = self.rates
         if not self.connections.look():
             self.rates = rates  # not those of what was tried and left
-        self.mbit = trainer.links.rates
         self.mbit.update(trainer.links.by_link(self.rates))
         gathered = gather_json([secrets.token_hex(8), machine()], trainer.side)
         attempt = gathered[0][0]  # every checkpoint of this process group carries rank 0's token
@@ -140,7 +144,7 @@ class Run:
                 if self.progress is not None:
                     self.progress.say(trainer.prepared.data.described())
                 before = self._evaluate(0, with_codecs=False)
-            tracing = self._open_tracing()
+            tracing = self._open_tracing() if run.trace else None
             if self.auto is not None and self.auto.choice is not None:  # from the checkpoint
                 self._note_formats(self.auto.choice)
             done, steps_here = self.start, 0
@@ -169,7 +173,6 @@ class Run:
     def _end_step(self, metrics: StepMetrics, *, last: bool) -> None:
         """Do what is due after a step: choose formats, save a checkpoint, evaluate."""
         run, trainer, done = self.config.run, self.trainer, metrics.step
-        self.folder.check_there()  # locked by rank 0, whose error ends all
         if self.connections.due(done):
             rates = self.rates
             if not self.connections.look(done):
@@ -189,8 +192,10 @@ class Run:
         if self.connections.due(done + 1):  # no receive may be posted when the number of connections changes
             trainer.pipeline.look_ahead(False)
         if run.checkpoint_every and (done % run.checkpoint_every == 0 or last):
-            snapshot = state.collect(trainer.pipeline, trainer.optimizer)
-            self.checkpoints.save(done, snapshot, self._manifest(), trainer.side)
+            snapshot, manifest = state.collect(trainer.pipeline, trainer.optimizer), self.manifest
+            if self.auto is not None and self.auto.choice is not None:
+                manifest = replace(manifest, identity=manifest.identity | {CHOSEN: asdict(self.auto.choice)})
+            self.checkpoints.save(done, snapshot, manifest, trainer.side)
         if run.eval_every and done % run.eval_every == 0 and not last:
             self._evaluate(done)
 
@@ -218,8 +223,6 @@ class Run:
         if trainer.elastic is not None:
             trainer.elastic.resume(done)
         dist.barrier(group=trainer.side)
-        if not run.resume:
-            raise_everywhere(left_behind(self.output), trainer.side)
         if trainer.rank == 0:
             self.folder.note(*FILES)
             written = replace(self.config, pipeline=in_full(self.config.pipeline)).to_json()
@@ -271,13 +274,19 @@ class Run:
     def _save_model(self, weights: dict[str, Tensor]) -> None:
         """Write the trained model on rank 0, which may take longer than the time limit."""
         if self.trainer.rank == 0:
-            staging = self.folder.staging("model")
-            tokenizer = self.trainer.prepared.data.tokenizer
+            part, tokenizer = self.output / ".model.lowbit-part", self.trainer.prepared.data.tokenizer
+            shutil.rmtree(part, ignore_errors=True)  # of an attempt that was ended
+            part.mkdir()
             if self.config.lora.rank:
-                save_adapters(staging, weights, self.config, tokenizer)
+                save_adapters(part, weights, self.config, tokenizer)
             else:
-                export.save_model(staging, weights, self.trainer.model_config, tokenizer)
-            self.folder.adopt(staging, "model")
+                export.save_model(part, weights, self.trainer.model_config, tokenizer)
+            names = [path.relative_to(part).as_posix() for path in part.rglob("*") if path.is_file()]
+            self.folder.note(*(f"model/{name}" for name in names))
+            for name in names:
+                (self.output / "model" / name).parent.mkdir(parents=True, exist_ok=True)
+                (part / name).replace(self.output / "model" / name)
+            shutil.rmtree(part)
 
     def _open_recorder(self) -> Recorder | None:
         if self.trainer.rank != 0:
@@ -291,13 +300,9 @@ class Run:
             self.folder.note(*curves)
         return recorder
 
-    def _open_tracing(self) -> Tracing | None:
-        run = self.config.run
-        if not run.trace:
-            return None
-        steps = traced_steps(
-            run.steps, start=self.start, warmup=self.config.codec_warmup_steps, count=run.trace_steps
-        )  # fmt: skip
+    def _open_tracing(self) -> Tracing:
+        run, warmup = self.config.run, self.config.codec_warmup_steps
+        steps = traced_steps(run.steps, start=self.start, warmup=warmup, count=run.trace_steps)
         messages = Messages(self.trainer.side, "trace", timeout=run.timeout_seconds, checksums=run.checksums)
         return Tracing(self.trainer, messages, self.folder, steps)
 
@@ -310,37 +315,26 @@ class Run:
             )
         return self._conversations[topic]
 
-    def _warn_of_cost(self) -> None:
-        if self.trainer.rank == 0:  # not in `prepare`, which a launcher runs as well as its ranks
-            for note in self.trainer.prepared.data.notes:
-                log.warning("%s", note)
-            if self.config.activations.plan and self.trainer.prepared.autocast is None:
-                log.warning("activations.plan counts bytes of matrix products in bfloat16; float32's are saved here")
-
     @property
     def round_trip(self) -> float | None:
         """Longest round trip between neighbours of a pipeline, in seconds; None on one rank."""
         return max((seconds for each in self.trips for seconds in each.values()), default=None)
 
     def _measure_distance(self) -> list[dict[Pair, float]]:
-        """Measure round trips between neighbours of each pipeline, in seconds; warn of a costly layout."""
+        """Measure round trips between neighbours of each pipeline, in seconds."""
         layout = self.trainer.layout
         if layout.ranks == 1:
             return []
         messages = self._messages("distance")
-        own = []
-        for pair in neighbours(messages.ranks):
-            if messages.rank in pair:
-                other = pair[0] if pair[1] == messages.rank else pair[1]
-                own.append((other, round_trip(messages, other).seconds))
+        own = [
+            (other, round_trip(messages, other).seconds)
+            for pair in neighbours(messages.ranks) for other in pair if messages.rank in pair and other != messages.rank
+        ]  # fmt: skip
         trips: list[dict[Pair, float]] = [{} for _ in range(self.trainer.replicas.count)]
         for rank, measured in enumerate(gather_json(own, self.trainer.side)):
             pipeline, place = divmod(rank, layout.ranks)
             for other, seconds in measured:
                 trips[pipeline][min(place, other), max(place, other)] = seconds
-        warnings = [needless(layout, self.config.pipeline.schedule, each) for each in trips]
-        if self.trainer.rank == 0 and (warning := next(filter(None, warnings), None)):
-            log.warning("%s", warning)
         return trips
 
     def _measure_links(self, seconds: float = 0.0) -> dict[Pair, float]:
@@ -379,7 +373,7 @@ class Run:
         if before is not None:
             begin = time.perf_counter()
             self.rates = self._measure_links()
-            self.mbit.update(self.trainer.links.by_link(self.rates))  # in place, for metrics and the progress display
+            self.mbit.update(self.trainer.links.by_link(self.rates))
             if not auto.looked(self.mbit, time.perf_counter() - begin):
                 return
             self.trips = self._measure_distance()
@@ -414,12 +408,6 @@ class Run:
         self.about["formats"] = [asdict(choice) for choice in self.choices]
         if self.trainer.rank == 0:
             self._write_about()
-
-    def _manifest(self) -> Manifest:
-        """Return the manifest for checkpoints, with the formats that the run has chosen."""
-        if self.auto is None or self.auto.choice is None:
-            return self.manifest
-        return replace(self.manifest, identity=self.manifest.identity | {CHOSEN: asdict(self.auto.choice)})
 
 
 def _evaluation_bytes() -> int:

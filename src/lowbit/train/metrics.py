@@ -134,6 +134,9 @@ def step_metrics(*, work: Work, ranks: int, tokens: int, seconds: float, **other
     )  # fmt: skip
 
 
+log = logging.getLogger(__name__)
+
+
 class Recorder:
     """Writes the metrics of a run; on rank 0 only.
 
@@ -147,20 +150,23 @@ class Recorder:
     """
 
     def __init__(self, folder: Path, *, start: int, tensorboard: bool) -> None:
-        path = folder / "metrics.jsonl"
-        before = [line for line in read_metrics(path) if line["step"] <= start]
+        path, self._evaluations = folder / "metrics.jsonl", folder / EVALUATIONS
+        before, kept = (_rewritten(each, start) for each in (path, self._evaluations))
         self.history = list(filter(None, map(_restored, before)))
         if (missing := start - len(self.history)) > 0:
-            logging.getLogger(__name__).warning(
+            log.warning(
                 "%s has no line of %d of the %d steps before: the summary leaves them out", path, missing, start
             )
-        atomic.write(path, "".join(json.dumps(line) + "\n" for line in before))
         self._file = path.open("a", encoding="utf-8")
-        self._evaluations = folder / EVALUATIONS
-        kept = [line for line in read_metrics(self._evaluations) if line["step"] <= start]
-        atomic.write(self._evaluations, "".join(json.dumps(line) + "\n" for line in kept))
         self.evaluations = {line["step"]: {k: v for k, v in line.items() if type(v) in (int, float)} for line in kept}
-        self._board = _open_board(folder / "tensorboard", start + 1) if tensorboard else None
+        self._board: SummaryWriter | None = None
+        if tensorboard:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+
+                self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1)
+            except ImportError:
+                log.warning("no TensorBoard curves: the package is not installed")
 
     def record(self, metrics: StepMetrics) -> None:
         """Write one step."""
@@ -203,11 +209,15 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         else:
             bad.append(str(number))
     if bad:
-        logging.getLogger(__name__).warning(
-            "%s: line%s %s cannot be read and %s left out",
-            path, "s" * (len(bad) > 1), ", ".join(bad), "are" if len(bad) > 1 else "is",
-        )  # fmt: skip
+        log.warning("%s: left out lines that cannot be read: %s", path, ", ".join(bad))
     return lines
+
+
+def _rewritten(path: Path, start: int) -> list[dict[str, Any]]:
+    """Drop the lines of steps after `start` from a file, and return the others."""
+    kept = [line for line in read_metrics(path) if line["step"] <= start]
+    atomic.write(path, "".join(json.dumps(line) + "\n" for line in kept))
+    return kept
 
 
 def _scalars(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
@@ -228,12 +238,3 @@ def _restored(values: dict[str, Any]) -> StepMetrics | None:
         return _STEP_LINES().validate_python(values)
     except ValidationError:
         return None
-
-
-def _open_board(folder: Path, first: int) -> SummaryWriter | None:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        logging.getLogger(__name__).warning("no TensorBoard curves: the package is not installed")
-        return None
-    return SummaryWriter(str(folder), purge_step=first)

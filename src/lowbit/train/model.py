@@ -61,11 +61,6 @@ def vocabulary(model: ModelConfig, tokenizer_size: int) -> int:
     return wanted
 
 
-def longest_sequence(model: ModelConfig) -> int | None:
-    """Return the number of positions of a pretrained model; None without a limit."""
-    return _size(model, "max_position_embeddings", "n_positions") if model.pretrained else None
-
-
 def hidden_size(model: ModelConfig) -> int | None:
     """Return the width of the model; None if a pretrained model's configuration lacks it."""
     return _size(model, "hidden_size", "n_embd") if model.pretrained else model.dim
@@ -108,14 +103,18 @@ def build_model(model: ModelConfig, *, vocab: int, sequence: int, seed: int) -> 
     return loaded
 
 
-def check_pretrained(model: ModelConfig) -> None:
+def check_pretrained(model: ModelConfig, sequence: int) -> None:
     """Check a pretrained model, if there is one, as far as possible without loading it.
 
     Raises:
-        ConfigError: its folder is damaged or incomplete, or the model is not supported.
+        ConfigError: its folder is damaged or incomplete, or the model is not supported, or knows fewer positions.
     """
-    if model.pretrained:
-        check_weights(model.pretrained, hugging_face_config(model, vocab=0, sequence=0))
+    if not model.pretrained:
+        return
+    check_weights(model.pretrained, hugging_face_config(model, vocab=0, sequence=0))
+    longest = _size(model, "max_position_embeddings", "n_positions")
+    if longest is not None and sequence > longest:
+        raise ConfigError(f"data.sequence is {sequence}; the model knows {longest} positions; allowed: at most as many")
 
 
 def hugging_face_config(model: ModelConfig, *, vocab: int, sequence: int) -> PretrainedConfig:
@@ -201,20 +200,24 @@ class StageModule(nn.Module):
         self.names: dict[nn.Parameter, str] = {p: name for name, p in model.named_parameters()}
         self.aliases: dict[str, str] = {}
         self.decoder: Any = _cut(model, layers, first=first, last=last)
-        self.head = self._output_matrix(model) if last else None
+        self.head: nn.Module | None = None
+        if last:
+            self.head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+            assert isinstance(self.head, nn.Linear)
+            if not first and self.head.weight is embedding.weight:  # tied to the embedding on another stage
+                self.aliases = {"lm_head.weight": self.names[self.head.weight]}  # pyright: ignore[reportArgumentType]
+                self.head = copy.deepcopy(self.head)
+                self.names |= dict.fromkeys(self.head.parameters(), "lm_head.weight")
         mine = set(self.parameters())
         self.names = {p: name for p, name in self.names.items() if p in mine}
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Compute one micro-batch.
+        """Compute activations in `boundary_dtype`; on the last stage logits (batch, sequence, vocab).
 
         Args:
             x: on the first stage token ids, int64 (batch, sequence); elsewhere activations (batch, sequence, dim).
             positions: of each token in its sample, int64 (batch, sequence), if windows hold several samples. Attention
                 does not cross samples.
-
-        Returns:
-            Activations in `boundary_dtype`; on the last stage logits (batch, sequence, vocab).
         """
         with torch.autocast(x.device.type, dtype=self.autocast, enabled=self.autocast is not None):
             inputs = {"input_ids": x} if self.first else {"inputs_embeds": x.to(self.decoder.dtype)}
@@ -226,17 +229,6 @@ class StageModule(nn.Module):
             hidden = hidden.to(self.boundary_dtype)
             # Zero-bubble schedules detach outputs in place, which fails for views.
             return hidden.clone() if hidden._is_view() else hidden
-
-    def _output_matrix(self, model: PreTrainedModel) -> nn.Module:
-        """Return the output matrix; a copy if it is tied to the embedding on another stage."""
-        head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-        assert isinstance(head, nn.Linear)
-        if not self.first and head.weight is embedding.weight:
-            tied_to = next(name for weight, name in self.names.items() if weight is head.weight)
-            self.aliases = {"lm_head.weight": tied_to}
-            head = copy.deepcopy(head)
-            self.names |= dict.fromkeys(head.parameters(), "lm_head.weight")
-        return head
 
 
 def _cut(model: PreTrainedModel, layers: range, *, first: bool, last: bool) -> nn.Module:
@@ -261,9 +253,7 @@ def _cut(model: PreTrainedModel, layers: range, *, first: bool, last: bool) -> n
     return decoder
 
 
-class _Zero(nn.Module):
-    """Replaces position embeddings, which the first stage has already added."""
-
+class _Zero(nn.Module):  # in place of position embeddings, which the first stage has already added
     def forward(self, positions: Tensor) -> Tensor:
         return torch.zeros((), device=positions.device)
 

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lowbit.activations import LayerAware
 from lowbit.codecs import Codec
 from lowbit.config import ConfigError
 from lowbit.train.activations import Policies, StageOfPlan, check_schedule, planned_settings, saved_policies
 from lowbit.train.boundaries import Codecs, check_codecs, make_codecs
-from lowbit.train.checkpoints.manifest import MANIFEST, DamagedShareError, Manifest, read_manifest, shares_in, steps_in
+from lowbit.train.checkpoints.manifest import DamagedShareError, Manifest, read_manifest, shares_in, steps_in
 from lowbit.train.checkpoints.save import FOLDER, NO_CHECKPOINT
 from lowbit.train.config import TrainConfig
 from lowbit.train.data import Data, load_data
@@ -27,9 +26,9 @@ from lowbit.train.gradients import storage_codec
 from lowbit.train.identity import changes_between, check_allowed, layout_of, refuse, run_identity, versions
 from lowbit.train.layout import PipelineLayout, make_layout
 from lowbit.train.lora import check_lora
-from lowbit.train.model import check_pretrained, count_layers, hidden_size, longest_sequence, vocabulary
+from lowbit.train.model import check_pretrained, count_layers, hidden_size, vocabulary
 from lowbit.train.optim import check_torchao
-from lowbit.train.replicas import all_reduce_codec, ranks_of_pipeline
+from lowbit.train.replicas import all_reduce_codec
 from lowbit.train.tied import tied_codec
 
 FILES = (
@@ -88,8 +87,12 @@ def prepare(config: TrainConfig, *, ranks: int) -> Prepared:
     Raises:
         ConfigError: something would keep the run from starting.
     """
-    of_pipeline = ranks_of_pipeline(ranks, config.pipeline.data_parallel)
-    layout = make_layout(config.pipeline, ranks=of_pipeline, layers=count_layers(config.model))
+    pipelines = config.pipeline.data_parallel
+    if ranks % pipelines:
+        raise ConfigError(
+            f"pipeline.data_parallel is {pipelines}; allowed with {ranks} ranks: a divisor of their number"
+        )
+    layout = make_layout(config.pipeline, ranks=ranks // pipelines, layers=count_layers(config.model))
     codecs = make_codecs(config.pipeline, layout.stages - 1)
     width = hidden_size(config.model)
     shape = None if width is None else (config.rows, config.data.sequence, width)
@@ -102,37 +105,29 @@ def prepare(config: TrainConfig, *, ranks: int) -> Prepared:
     storage, all_reduce = storage_codec(config.gradients), all_reduce_codec(config.gradients)
     tied_rows = tied_codec(config.pipeline)
     check_output(config)
-    check_pretrained(config.model)
+    check_pretrained(config.model, config.data.sequence)
     check_lora(config)
-    longest = longest_sequence(config.model)
-    if longest is not None and config.data.sequence > longest:
-        raise ConfigError(
-            f"data.sequence is {config.data.sequence}; the model knows {longest} positions; allowed: at most as many"
-        )
     data = load_data(config.data, cache=Path(config.run.output) / "cache")
     vocab = vocabulary(config.model, data.tokenizer.size)
     activations = saved_policies(config.activations, layout.stages, planned_settings(config, layout, vocab))
     check_schedule(activations, config.pipeline.schedule)
     if config.run.method == "agoq" and config.activations.plan:
-        activations = tuple(_as_published(policy, config.activations.plan) for policy in activations)
+        if any(isinstance(policy, StageOfPlan) for policy in activations):
+            raise ConfigError(
+                f"activations.plan is {config.activations.plan!r}, a plan by layer, and run.method is agoq; "
+                "allowed: a plan by stage, which leaves attention as it is"
+            )
+        # Without lowbit's own outliers in 8-bit norms.
+        policies = [policy for policy in activations if not isinstance(policy, StageOfPlan)]
+        activations = tuple(policy and replace(policy, outliers=False) for policy in policies)
     identity = run_identity(config, data=data, vocab=vocab)
     check_allowed(config.run.allow_change, identity)
-    if config.run.resume and not _launched():
+    if config.run.resume and "RANK" not in os.environ and not dist.is_initialized():  # ranks check together
         _check_resume(config, identity)
     return Prepared(
         config=config, layout=layout, codecs=codecs, activations=activations, storage=storage, all_reduce=all_reduce,
         tied_rows=tied_rows, data=data, vocab=vocab, device=device, backend=backend, identity=identity,
     )  # fmt: skip
-
-
-def _as_published(policy: Any, plan: str) -> LayerAware | None:
-    """Return a stage's policy for AGoQ: bits of a plan by stage, without lowbit's own outliers in 8-bit norms."""
-    if isinstance(policy, StageOfPlan):
-        raise ConfigError(
-            f"activations.plan is {plan!r}, a plan by layer, and run.method is agoq; "
-            "allowed: a plan by stage, which leaves attention as it is"
-        )
-    return None if policy is None else replace(policy, outliers=False)
 
 
 def check_output(config: TrainConfig) -> None:
@@ -151,10 +146,6 @@ def check_output(config: TrainConfig) -> None:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"{name} cannot be written to: {reason}") from error
     folder = RunFolder(output)
-    if os.path.lexists(output / MARK) and not folder.marked:  # writing to a pipe could block
-        raise ConfigError(f"{name} has a {MARK} that is not a regular file; allowed: another folder")
-    if not _launched() and (holder := folder.in_use()):
-        raise ConfigError(IN_USE.format(str(output), holder))
     if foreign := _in_the_way(config, folder):
         unknown = "" if folder.marked else f" (there is no {MARK}: lowbit has not run here)"
         raise ConfigError(
@@ -169,21 +160,6 @@ def check_output(config: TrainConfig) -> None:
         )
 
 
-def left_behind(output: Path) -> str:
-    """Return the error message if shares of an older run remain for a run that begins with step 0; else empty."""
-    share = next((share for share in _shares(output / FOLDER) if (share / MANIFEST).exists()), None)
-    if share is None:
-        return ""
-    return (
-        f"{share} still exists, and a later run.resume would continue from it; allowed: another folder, or to remove it"
-    )
-
-
-def _launched() -> bool:
-    """Whether this process is one of several ranks, which check together what concerns all of them."""
-    return "RANK" in os.environ or dist.is_initialized()
-
-
 def _in_the_way(config: TrainConfig, folder: RunFolder) -> list[str]:
     """Return files that lowbit did not make, at paths that this run would write or read."""
     files = [*FILES]
@@ -192,22 +168,17 @@ def _in_the_way(config: TrainConfig, folder: RunFolder) -> list[str]:
         files += ["model/config.json", "model/model.safetensors", "model/adapter_model.safetensors"]
     files += [name for name in _FOLDERS if (folder.path / name).is_file()]
     if not config.run.resume:  # a resume may begin with shares that the user copied here
-        files += [
-            str(file.relative_to(folder.path))
-            for step in steps_in(folder.path / FOLDER).values()
-            for share in shares_in(step).values()
-            for file in sorted(share.iterdir())
-        ]
+        shares = _shares(folder.path / FOLDER)
+        files += [str(file.relative_to(folder.path)) for share in shares for file in sorted(share.iterdir())]
     return folder.foreign(files)
 
 
-def _shares(folder: Path) -> list[Path]:
-    """List the shares in a folder of checkpoints, newest step first."""
+def _shares(folder: Path) -> list[Path]:  # newest step first
     return [share for step in reversed(steps_in(folder).values()) for share in shares_in(step).values()]
 
 
 def _check_resume(config: TrainConfig, identity: dict[str, Any]) -> None:
-    """Compare the run with the newest manifest in this folder; ranks of several machines do so together instead."""
+    """Compare the run with the newest manifest in this folder."""
     folder, run = Path(config.run.output) / FOLDER, config.run
     comparable = {key: value for key, value in identity.items() if key != "run.precision"}
     shares = _shares(folder)

@@ -160,21 +160,20 @@ def check_weights(folder: str, config: Any, key: str = "model.pretrained") -> No
         raise ConfigError(f"{given}; config.json does not describe a valid model: {reason(error)}") from error
     expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     prefix = f"{model.base_model_prefix}."
-    names: dict[
-        str, str
-    ] = {}  # by their names in the model: a file may lack the decoder's prefix, or have it in excess
+    # By their names in the model: a file may lack the decoder's prefix, or have it in excess.
+    names: dict[str, str] = {}
     for name in stored_weights:
         candidates = (name, f"{prefix}{name}", name.removeprefix(prefix))
         names[next((each for each in candidates if each in expected), name)] = name
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     if missing := [name for name in expected if name not in names and name not in tied]:
         raise ConfigError(f"{given}, which has no weights {_few(missing)}; allowed: a complete checkpoint")
-    for name, shape in expected.items():
-        if name in names and (stored := stored_weights[names[name]])[0] != shape:
-            raise ConfigError(f"{given}; {names[name]} has shape {stored[0]}, config.json says {shape}")
-        if name in names and stored_weights[names[name]][1] not in _FLOATS:
-            how = f"{names[name]} is {stored_weights[names[name]][1]}"
-            raise ConfigError(f"{given}, which is quantized ({how}); allowed: weights in floating point")
+    for name, own in ((name, own) for name, own in names.items() if name in expected):
+        shape, dtype = stored_weights[own]
+        if shape != expected[name]:
+            raise ConfigError(f"{given}; {own} has shape {shape}, config.json says {expected[name]}")
+        if dtype not in _FLOATS:
+            raise ConfigError(f"{given}, which is quantized ({own} is {dtype}); allowed: weights in floating point")
     ignored = [re.compile(text) for text in model._keys_to_ignore_on_load_unexpected or ()]
     others = [n for n in names.keys() - expected.keys() if not any(p.search(n) for p in (*ignored, _COMPUTED))]
     if strange := sorted(name for name in others if _LAYER.search(name)):
@@ -246,23 +245,21 @@ def _headers(given: str, files: Iterable[Path]) -> _Shapes:
             with path.open("rb") as file:
                 if file.read(len(_LFS)) == _LFS:
                     raise ValueError("it is a pointer of Git LFS; `git lfs pull` brings the file")
-            shapes |= _safetensors(path) if path.suffix == ".safetensors" else _pickled(path)
+            shapes |= _header(path)
         except Exception as error:  # from safetensors, zipfile or pickle
             why = f"it has {path.stat().st_size} bytes; {reason(error)}" if path.is_file() else reason(error)
             raise ConfigError(f"{given}; {path} is cut short or cannot be read: {why}") from error
     return shapes
 
 
-def _safetensors(path: Path) -> _Shapes:
+def _header(path: Path) -> _Shapes:
+    """Read the header of a file, without running code in it or reading weights."""
     from safetensors import safe_open
 
-    with safe_open(path, "pt") as file:
-        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-        return {name: (tuple(each.get_shape()), each.get_dtype()) for name, each in slices.items()}
-
-
-def _pickled(path: Path) -> _Shapes:
-    """Read the headers of PyTorch's older format, without running code in it or reading weights."""
+    if path.suffix == ".safetensors":
+        with safe_open(path, "pt") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            return {name: (tuple(each.get_shape()), each.get_dtype()) for name, each in slices.items()}
     content = torch.load(path, weights_only=True, map_location="meta", mmap=True)
     if not isinstance(content, Mapping):
         raise ValueError(f"it holds {type(content).__name__}; allowed: weights by name")

@@ -46,17 +46,14 @@ class Rhythm:
     """
 
     def __init__(self, steps: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._every, self._steps, self._clock = max(1, steps // 10), steps, clock
-        self._began = self._last = clock()
-        self._first = True
+        self._steps, self._clock, self._began, self._last = steps, clock, clock(), float("-inf")
 
     def due(self, step: int) -> bool:
         """Whether this step gets a line."""
         now = self._clock()
         pause = min(_LONGEST_PAUSE, max(_SHORTEST_PAUSE, (now - self._began) / 20))
-        due = self._first or now - self._last >= pause or step % self._every == 0 or step == self._steps
-        if due:
-            self._first, self._last = False, now
+        due = now - self._last >= pause or step % max(1, self._steps // 10) == 0 or step == self._steps
+        self._last = now if due else self._last
         return due
 
 
@@ -139,10 +136,8 @@ class Progress:
 
     def _line(self, metrics: StepMetrics, width: int | None) -> str:
         """Describe a step in one line; `width`: most characters, to which parts are left out."""
-        left = self._steps - metrics.step
-        seconds = left * sum(self._recent) / len(self._recent)
-        start = f"step {metrics.step}/{self._steps}"
-        end = f"  {duration(seconds)} left" if left else ""
+        left, start = self._steps - metrics.step, f"step {metrics.step}/{self._steps}"
+        end = f"  {duration(left * sum(self._recent) / len(self._recent))} left" if left else ""
         room = None if width is None else width - len(start) - len(end)
         parts = describe(metrics, self._machine)
         if width is None:
@@ -157,11 +152,7 @@ _LOSSES = {
 
 
 def describe(metrics: StepMetrics, machine: str = "") -> list[str]:
-    """Describe a step by loss, speed, share of the time that ranks wait for messages, bits and memory.
-
-    Args:
-        machine: shows the waiting of its ranks; of all ranks if the machine is unknown.
-    """
+    """Describe a step; the share of waiting is that of the machine's ranks, of all ranks if it is unknown."""
     parts = [f"loss {metrics.loss:.4f}", f"{metrics.tokens_per_second:,.0f} tok/s"]
     if metrics.bits_forward is not None and metrics.bits_backward is not None:
         waited = metrics.waiting.get(machine, metrics.wait_seconds)
@@ -175,10 +166,7 @@ def describe(metrics: StepMetrics, machine: str = "") -> list[str]:
 
 
 def describe_links(metrics: StepMetrics, machine: str, rates: Mapping[str, float]) -> list[str]:
-    """Describe a machine's traffic in a step, and the Mbit/s of its busiest link compared with the measured ones.
-
-    Empty if all ranks are on one machine.
-    """
+    """Describe a machine's traffic in a step, and the Mbit/s of its busiest link; empty on a single machine."""
     ends = {name: name.split(" to ") for name in metrics.links}
     own = {name: nbytes for name, nbytes in metrics.links.items() if machine in ends[name]}
     if not own:
@@ -207,9 +195,8 @@ def _fitting(parts: Sequence[str], width: int | None) -> str:
 def duration(seconds: float) -> str:
     """Format seconds in the two largest units: "45s", "3m 20s", "2h 05m" or "3d 4h"."""
     whole = round(seconds)
-    minutes, hours, days = whole // 60, whole // 3600, whole // 86400
-    if days:
-        return f"{days}d {hours % 24}h"
-    if hours:
-        return f"{hours}h {minutes % 60:02}m"
-    return f"{minutes}m {whole % 60:02}s" if minutes else f"{whole}s"
+    if whole >= 86400:
+        return f"{whole // 86400}d {whole // 3600 % 24}h"
+    if whole >= 3600:
+        return f"{whole // 3600}h {whole // 60 % 60:02}m"
+    return f"{whole // 60}m {whole % 60:02}s" if whole >= 60 else f"{whole}s"

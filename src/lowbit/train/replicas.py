@@ -12,7 +12,6 @@ from torch import Tensor
 from lowbit.codecs import Codec
 from lowbit.collectives import Pending, all_reduce, all_reduce_bytes
 from lowbit.collectives.checks import check_summable
-from lowbit.config import ConfigError
 from lowbit.gradients.average import average_bytes
 from lowbit.train.boundaries import codec_of
 from lowbit.train.config import GradientsConfig
@@ -32,25 +31,11 @@ def all_reduce_codec(config: GradientsConfig) -> Codec:
     return codec_of("gradients.all_reduce", config.all_reduce, check_summable)
 
 
-def ranks_of_pipeline(ranks: int, data_parallel: int) -> int:
-    """Return the number of ranks in each pipeline, given that of the run.
-
-    Raises:
-        ConfigError: the ranks cannot be divided among the pipelines.
-    """
-    if ranks % data_parallel:
-        raise ConfigError(
-            f"pipeline.data_parallel is {data_parallel}; allowed with {ranks} ranks: a divisor of their number"
-        )
-    return ranks // data_parallel
-
-
 class ReplicaGroups:
     """This rank's place among the pipelines, and its process groups; every rank makes one at the same time.
 
     Args:
-        ranks: ranks of a pipeline; count: number of pipelines.
-        codec: for gradients between them; checksums: add them to messages. timeout: seconds to wait for a peer.
+        ranks: ranks of a pipeline; count: number of pipelines. codec: for gradients between them.
         side: a group of all ranks for everything except the training traffic; a single pipeline uses it.
 
     Attributes:

@@ -20,12 +20,7 @@ FILE = "ranks.json"
 def describe_machines(
     trainer: Trainer, machines: list[dict[str, Any]], rates: Mapping[str, float], round_trip: float | None
 ) -> dict[str, Any]:
-    """Describe the machines of a run.
-
-    Args:
-        machines: the result of `lowbit.report.machine` on each rank.
-        rates: measured Mbit/s by link. round_trip: longest between neighbours, in seconds.
-    """
+    """Describe the machines of a run: `lowbit.report.machine` of each rank, Mbit/s by link, and seconds."""
     machine_of = trainer.links.machine_of
     return {
         "machines": [

@@ -52,12 +52,7 @@ class PlainGradients:
 
 
 def model_loss(model: nn.Module, inputs: Tensor, targets: Tensor, *, autocast: torch.dtype | None = None) -> Tensor:
-    """Compute the mean loss of a Hugging Face model, in nats per token.
-
-    Args:
-        inputs, targets: int64 (batch, sequence), on any device.
-        autocast: dtype of matrix products; None: that of the weights.
-    """
+    """Compute the mean loss in nats per token. inputs, targets: int64 (batch, sequence), on any device."""
     device = next(model.parameters()).device
     with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
         logits = model(input_ids=inputs.to(device), use_cache=False).logits
@@ -85,11 +80,9 @@ def train_single_process(
         model: a Hugging Face causal language model, in training mode, on its device. The caller prepares low-bit
             boundaries and saved activations: `emulate_(model, ...)`, `compress_saved_(model, ...)`.
         windows: the text. samples: number of windows to train on, the same in every epoch; 0: all.
-        optimizer: learning rates, weight decay and clipping; `lr_warmup_steps=0, lr_end=1` keeps `lr` constant.
-        steps: optimizer steps. batch: windows of a step. seed: determines their order.
-        autocast: dtype of matrix products; None: that of the weights.
-        gradients: the way to compute and apply them; None: PyTorch's.
-        make: makes the optimizer.
+        optimizer: `lr_warmup_steps=0, lr_end=1` keeps `lr` constant. make: makes it.
+        batch: windows of a step. seed: determines their order.
+        autocast: dtype of matrix products; None: that of the weights. gradients: None: PyTorch's.
         before_step: called with the step number (from 0) and its sample ids, int64 (batch,).
         after_step: called with the step number and its loss, after the optimizer's step.
 

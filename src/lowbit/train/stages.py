@@ -49,10 +49,8 @@ class Pipeline:
     """This rank's stages with the schedule that runs them.
 
     Args:
-        modules: this rank's modules by stage, on `device`.
-        codecs: one for each boundary.
+        modules: this rank's modules by stage, on `device`. group: the ranks of this pipeline; None: the default group.
         storage: holds the gradients instead of `.grad`; the schedule then does not divide them by the micro-batches.
-        group: the ranks of this pipeline; None: the default group.
 
     Attributes:
         followed: copies of parameters that follow another rank of this pipeline, by name; equal on both ranks.
@@ -152,9 +150,15 @@ class Pipeline:
             stage.looks_ahead = ahead
 
     def _stage(self, index: int) -> PipelineStage:
-        input_args, output_args = _examples(self.modules[index], self.config.rows, self.config.data.sequence)
-        common: dict[str, Any] = {"input_args": input_args, "output_args": output_args, "group": self._group}
-        place = (self.modules[index], index, self.layout.stages, self.device)
+        module, shape = self.modules[index], (self.config.rows, self.config.data.sequence)
+        floats: Any = {"device": "meta", "requires_grad": True}
+        activations = torch.empty(*shape, module.width, dtype=module.boundary_dtype, **floats)
+        logits = torch.empty(*shape, module.vocab, dtype=module.autocast or torch.float32, **floats)
+        common: dict[str, Any] = {  # meta tensors like those of a micro-batch save PyTorch a trial run
+            "input_args": torch.empty(shape, dtype=torch.int64, device="meta") if module.first else activations,
+            "output_args": logits if module.last else activations, "group": self._group,
+        }  # fmt: skip
+        place = (module, index, self.layout.stages, self.device)
         if self.config.pipeline.boundary != "lowbit":
             return StockStage(*place, **common)
         return LowBitStage(
@@ -215,14 +219,9 @@ class Pipeline:
 
 
 class _Loss:
-    """Loss of a micro-batch, scaled so that its mean over all micro-batches is the mean over all learned tokens.
+    """Loss of a micro-batch, scaled so that its mean over all micro-batches is the mean over all learned tokens."""
 
-    Attributes:
-        learned: average number of learned tokens in a micro-batch; None: all are learned.
-    """
-
-    def __init__(self) -> None:
-        self.learned: float | None = None
+    learned: float | None = None  # average number of learned tokens in a micro-batch; None: all are learned
 
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
         if self.learned is None:
@@ -239,12 +238,3 @@ def _absorb_weight_passes(stage: PipelineStage, storage: GradientStorage) -> Non
         storage.absorb(stage.submod.parameters())
 
     stage.backward_weight_one_chunk = absorbing
-
-
-def _examples(module: StageModule, rows: int, sequence: int) -> tuple[Tensor, Tensor]:
-    """Make meta tensors like a stage's input and output for a micro-batch, which save PyTorch a trial run."""
-    floats: Any = {"device": "meta", "requires_grad": True}
-    ids = torch.empty(rows, sequence, dtype=torch.int64, device="meta")
-    activations = torch.empty(rows, sequence, module.width, dtype=module.boundary_dtype, **floats)
-    logits = torch.empty(rows, sequence, module.vocab, dtype=module.autocast or torch.float32, **floats)
-    return ids if module.first else activations, logits if module.last else activations

@@ -32,8 +32,7 @@ def supervise(config: TrainConfig, start: Callable[[TrainConfig], None]) -> None
     the same checkpoint, ranks do not come within `run.rejoin_seconds`, or `run.restarts` consecutive attempts brought
     no new checkpoint.
 
-    Args:
-        config: of the run. start: runs the ranks of one attempt until they are done, or raises `LaunchError`.
+    `start` runs the ranks of one attempt until they are done, or raises `LaunchError`.
 
     Raises:
         ConfigError: (before any process starts) the configuration cannot work.
@@ -48,7 +47,7 @@ def supervise(config: TrainConfig, start: Callable[[TrainConfig], None]) -> None
             "allowed: torchrun --max-restarts with run.resume=auto"
         )
     if not config.run.resume:
-        config = _resuming(config)
+        config = dataclasses.replace(config, run=dataclasses.replace(config.run, resume="auto"))
     one_rank = "RANK" in os.environ or config.ranks == 1
     ranks = world()[1] if one_rank else config.ranks
     prepare(config, ranks=ranks)
@@ -62,26 +61,23 @@ def supervise(config: TrainConfig, start: Callable[[TrainConfig], None]) -> None
             if error.interrupted:
                 raise
             step = newest_step(checkpoints)
+            place = "the start" if step is None else f"step {step}"
             if error.code == ALONE and step == config.run.steps:
                 log.warning("%s. All %d steps are done: the other ranks must have finished", error, step)
                 return
             if reason := attempts.give_up(error.code, step):
-                how = "" if error.code == USAGE else f". The same command continues from {_place(step)}"
+                how = "" if error.code == USAGE else f". The same command continues from {place}"
                 raise LaunchError(f"{error}; {reason}{how}", error.code) from error
             log.warning(
                 "%s. Starting again from %s (attempt %d without a new checkpoint, at most %d)",
-                error, _place(step), attempts.in_vain, config.run.restarts,
+                error, place, attempts.in_vain, config.run.restarts,
             )  # fmt: skip
             time.sleep(attempts.pause)
-            config = _resuming(config)
+            config = dataclasses.replace(config, run=dataclasses.replace(config.run, resume="auto"))
 
 
 class Attempts:
-    """Counts consecutive attempts that brought no new checkpoint.
-
-    Args:
-        most: number of them to repeat. step: of the newest checkpoint, None without one.
-    """
+    """Counts consecutive attempts that brought no new checkpoint; `step`: of the newest one, None without any."""
 
     def __init__(self, most: int, step: int | None) -> None:
         self._most, self._step, self._diverged = most, step, False
@@ -105,12 +101,3 @@ class Attempts:
         if code == DIVERGED and again:
             return "the attempt before ended likewise, after the same checkpoint"
         return f"gave up after {self.in_vain} attempts" if self.in_vain > self._most else ""
-
-
-def _place(step: int | None) -> str:
-    return "the start" if step is None else f"step {step}"
-
-
-def _resuming(config: TrainConfig) -> TrainConfig:
-    """Return the next attempt's configuration: resume from the newest checkpoint, if there is one."""
-    return dataclasses.replace(config, run=dataclasses.replace(config.run, resume="auto"))

@@ -66,14 +66,11 @@ class TiedWeights:
     in no checkpoint and no saved model; the last stage's copy gets the name of the original.
 
     Args:
-        modules: this rank's modules, by stage.
-        replicas: the pipelines, each of which has its own two copies.
-        tied: whether the model ties its embedding, and trains it.
-        codec: for the rows. timeout, checksums: for the messages.
+        modules: this rank's modules, by stage. replicas: the pipelines, each of which has its own two copies.
+        tied: whether the model ties its embedding, and trains it. codec: for the rows.
 
     Attributes:
-        copies: of the weight on this rank.
-        follower: the copy that follows another rank's; None on other ranks.
+        copies: of the weight on this rank. follower: the one that follows another rank's, if any.
         state: the weight as the first stage has it, by its name, the same on both ranks; empty if rows are exact.
         peer: rank of the run with the other copy, or None.
         sent: bytes and elements that this rank has sent since the last step began.
@@ -127,7 +124,7 @@ class TiedWeights:
 
     @property
     def apart(self) -> bool:
-        """Whether the copies are on different ranks, so that one follows the other."""
+        """Whether one copy follows the other, on another rank."""
         return self._messages is not None
 
     def begin_step(self, tokens: Tensor, *, exact: bool) -> None:
@@ -201,10 +198,6 @@ class TiedWeights:
             for ids, rows in self._rows(self._expected):
                 gradients[0].index_add_(0, ids, rows)
 
-    def note_traffic(self, work: Work) -> None:
-        """Add what this rank has sent since the step began."""
-        work.add_traffic(self.sent)
-
     def _send(self, whole: Tensor, to: int, *, since: Tensor | None = None) -> None:
         """Send rows, or their changes since the state `since` of the peer, which is then updated."""
         assert self._messages is not None
@@ -238,6 +231,5 @@ class TiedWeights:
         yield from self._ids.to(whole.device).split(_piece(whole.shape[1]))
 
 
-def _piece(width: int) -> int:
-    """Return the number of rows in a message."""
+def _piece(width: int) -> int:  # rows in a message
     return max(1, _PIECE_BYTES // (4 * width))

@@ -31,12 +31,7 @@ def traced_steps(steps: int, *, start: int, warmup: int, count: int) -> range:
 
 
 class Tracing:
-    """Traces steps of a trainer; every rank makes one and runs the same steps.
-
-    Args:
-        messages: between all ranks. steps: numbers of the steps to trace.
-        folder: rank 0 writes there.
-    """
+    """Traces steps of a trainer; every rank makes one and runs the same steps. Rank 0 writes into the folder."""
 
     def __init__(self, trainer: Trainer, messages: Messages, folder: RunFolder, steps: range) -> None:
         self._trainer, self._messages, self._folder, self._steps = trainer, messages, folder, steps
@@ -85,9 +80,6 @@ class Tracing:
             return
         names = {f"{FOLDER}/rank-{rank}.json.gz": {rank: of_rank} for rank, of_rank in enumerate(gathered)}
         names[f"{FOLDER}/{ALL}"] = dict(enumerate(gathered))
-        if others := self._folder.foreign(names):
-            log.warning("%s was not made by lowbit and stays: the trace is not written", self._folder.path / others[0])
-            return
         self._folder.note(f"{FOLDER}/", *names)
         (self._folder.path / FOLDER).mkdir(exist_ok=True)
         for name, ranks in names.items():
@@ -110,19 +102,15 @@ def _events(ranks: Mapping[int, Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
         about = {"name": f"rank {rank}", "clock_error_us": of_rank["clock_error_ns"] / 1e3}
         yield {"ph": "M", "name": "process_name", "pid": rank, "args": about}
         yield {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}
-        threads = {peer for _, peer, *_ in of_rank["spans"]}
-        for peer in sorted(threads, key=lambda peer: -1 if peer is None else peer):
-            name = "computes" if peer is None else f"sends to rank {peer}"
-            yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": _thread(peer), "args": {"name": name}}
+        tids = {peer: 0 if peer is None else peer + 1 for _, peer, *_ in of_rank["spans"]}
+        for peer, tid in sorted(tids.items(), key=lambda item: item[1]):
+            name = f"sends to rank {peer}" if tid else "computes"
+            yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": tid, "args": {"name": name}}
         for name, peer, begin, end, args in of_rank["spans"]:
             yield {
-                "ph": "X", "name": name, "cat": category(name), "pid": rank, "tid": _thread(peer), "ts": begin / 1e3,
-                "dur": (end - begin) / 1e3, "args": args,
+                "ph": "X", "name": name, "cat": CATEGORIES.get(name, "rest"), "pid": rank, "tid": tids[peer],
+                "ts": begin / 1e3, "dur": (end - begin) / 1e3, "args": args,
             }  # fmt: skip
-
-
-def _thread(peer: int | None) -> int:
-    return 0 if peer is None else peer + 1
 
 
 CATEGORIES = {
@@ -130,8 +118,3 @@ CATEGORIES = {
     "decode": "coding", "checksum": "coding", "wait": "waiting", "all-reduce": "all-reduce", "send": "sending",
 }  # fmt: skip
 """Kinds of spans by name; a step and its pipeline pass are "rest": their time outside inner spans."""
-
-
-def category(name: str) -> str:
-    """Return the kind of a span."""
-    return CATEGORIES.get(name, "rest")

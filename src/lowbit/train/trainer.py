@@ -187,10 +187,9 @@ class Trainer:
             if self.layout.stages > 1 and with_codecs:
                 codecs = self.pipeline.codecs.forward
                 scores["_codecs"] = self.evaluation.scores(held_out, batch=batch, batches=batches, codecs=codecs)
-        named = {f"held_out_loss{suffix}": loss for suffix, (loss, _) in scores.items()}
-        if self.config.data.format == "jsonl":
-            named |= {f"exact_match{suffix}": exact for suffix, (_, exact) in scores.items()}
-        return named
+        exact = {f"exact_match{suffix}": exact for suffix, (_, exact) in scores.items()}
+        losses = {f"held_out_loss{suffix}": loss for suffix, (loss, _) in scores.items()}
+        return losses | (exact if self.config.data.format == "jsonl" else {})
 
     def chosen(self) -> dict[str, str]:
         """Return formats that the warm-up chose, by pipeline, boundary, direction and tensor; equal on all ranks."""
@@ -241,7 +240,7 @@ class Trainer:
     def _sum_tied(self, work: Work) -> None:
         with self.gradients.in_full(self.tied.copies):
             self.tied.sum_gradients()
-        self.tied.note_traffic(work)
+        work.add_traffic(self.tied.sent)
 
     def _sum_over_ranks(self, loss: float, work: Work) -> tuple[float, float, Work, list[float]]:
         """Sum loss, norm of the gradients and work over all ranks, also by link and machine (`Links.named`)."""
@@ -250,7 +249,7 @@ class Trainer:
         work.other_bytes += sum(self._sums.sent_to.values())
         sums = torch.tensor([loss, squares, *astuple(work), *own], dtype=torch.float64)
         loss, squares, *rest = self._sums.of(sums).tolist()
-        costs, shares = rest[: len(fields(Work))], rest[len(fields(Work)) :]
+        costs, shares = rest[: (count := len(fields(Work)))], rest[count:]
         replicas = self.replicas.count  # their gradients are equal by now
         return loss / replicas, math.sqrt(squares / replicas), Work(*costs), shares
 
@@ -282,12 +281,12 @@ class Trainer:
 
     def _agree(self) -> None:
         """Compare configuration, text and versions of all ranks before the first byte."""
-        facts = {"text": self.prepared.data.fingerprint()}
-        facts |= {"lowbit": lowbit.__version__, "torch": torch.__version__, **secret_facts()}
-        facts["backend"] = self.prepared.backend
         bits = ("bits", "norm", "mlp", "linear", "group", "layers")  # from the configuration or a plan file
-        facts["saved activations"] = str({key: self.prepared.identity[f"activations.{key}"] for key in bits})
-        facts |= compared(self.config)
+        facts = {
+            "text": self.prepared.data.fingerprint(), "lowbit": lowbit.__version__, "torch": torch.__version__,
+            "backend": self.prepared.backend, **secret_facts(), **compared(self.config),
+            "saved activations": str({key: self.prepared.identity[f"activations.{key}"] for key in bits}),
+        }  # fmt: skip
         agree(None, facts, self.config.run.timeout_seconds, topic="training run")
 
     def _build_modules(self) -> tuple[dict[int, StageModule], bool]:

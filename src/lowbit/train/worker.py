@@ -8,11 +8,6 @@ from lowbit.job.process import ALONE, DIVERGED, FAILED, USAGE
 from lowbit.job.worker import work
 
 
-def main() -> None:
-    """Run one rank."""
-    work(_train, exit_code)
-
-
 def _train(config: dict[str, Any]) -> None:
     from lowbit.train.config import from_mapping
     from lowbit.train.loop import train
@@ -38,4 +33,4 @@ def exit_code(error: Exception) -> int:
 
 
 if __name__ == "__main__":
-    main()
+    work(_train, exit_code)

@@ -113,7 +113,8 @@ class Runs:
     def _evaluate(self, name: str, codecs: Any) -> float:
         trainer = self._trainers[name]
         batch, batches = trainer.config.data.batch, trainer.config.run.eval_batches
-        return trainer.evaluation.loss(trainer.prepared.data.held_out, batch=batch, batches=batches, codecs=codecs)
+        held_out = trainer.prepared.data.held_out
+        return trainer.evaluation.scores(held_out, batch=batch, batches=batches, codecs=codecs)[0]
 
 
 def _trainer(config: dict[str, Any]) -> Trainer:

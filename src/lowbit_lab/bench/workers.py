@@ -181,8 +181,6 @@ def started(
     from lowbit.wire.pytorch import check_torch
 
     check_torch()
-    if hidden := next((link for link in links if link.nat != "none"), None):
-        raise LinkUnavailable(f"no rank could connect to one behind NAT, as over {hidden}; allowed: links without NAT")
     limited = [link for link in links if link != UNLIMITED]
     if limited and (reason := SlowLink.available()):
         raise LinkUnavailable(f"{reason} `--link unlimited` measures without a limit.")

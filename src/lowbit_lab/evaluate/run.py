@@ -25,7 +25,6 @@ from lowbit.tensor_parallel import (
 from lowbit.tensor_parallel.reduce import SMALL
 from lowbit.wire.json_values import gather_json
 from lowbit_lab.evaluate import calibrate, loading, neighbours, text
-from lowbit_lab.evaluate.choices import Metric
 from lowbit_lab.evaluate.errors import SumErrors, root_mean_square
 from lowbit_lab.evaluate.score import Reference, generate, perplexity, same_tokens
 from lowbit_lab.evaluate.settings import (
@@ -36,7 +35,7 @@ from lowbit_lab.evaluate.settings import (
     EvaluationConfig,
     default_calibration,
 )
-from lowbit_lab.evaluate.tasks import Tasks
+from lowbit_lab.evaluate.tasks import Metric, Tasks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -101,8 +100,6 @@ class Evaluation:
         self._check_measures()
         self.tasks = Tasks(settings)
         self.sequences, self.tokenizer = text.read(settings, held_out=True, encoder=self.encoder)
-        if settings.task_files:
-            self.tasks.encode(self.tokenizer.hugging_face())
         self.sentences = self._sentences() if self.encoder else []
         self.pooling = neighbours.Pooling.read(settings.model) if self.encoder else neighbours.Pooling()
         self.vectors: Tensor | None = None
@@ -175,7 +172,7 @@ class Evaluation:
     def _facts(self) -> dict[str, str]:
         """Return facts that must be the same on all ranks."""
         facts = {key: str(value) for key, value in dataclasses.asdict(self.settings).items()}
-        facts |= {"text": self.sequences.fingerprint(), "tasks": self.tasks.facts()}
+        facts["text"] = self.sequences.fingerprint()
         facts["calibrations"] = str(len(self.settings.calibrations))
         paths = ("model", "calibration_text", "task_folder", "tokenizer")
         return {key: value for key, value in facts.items() if key not in paths}
@@ -243,7 +240,7 @@ class Evaluation:
                 self.texts = texts if self.texts is None else self.texts
                 measured |= same_tokens(self.texts, texts)
             if settings.tasks:
-                scored = self.tasks.score(model, self.tokenizer.hugging_face(), self.device, str(case))
+                scored = self.tasks.score(model, self.tokenizer.hugging_face())
         traffic = installed.traffic if case.low_bit is not None else None
         if traffic is not None and not traffic.coded and case.format != BASELINE and self.rank == 0:
             small = self.sums.small

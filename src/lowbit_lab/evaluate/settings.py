@@ -16,9 +16,6 @@ LOW_BIT = "feature-int4"
 STATIC = f"{LOW_BIT}-static"
 """The published format, without a gain for each token."""
 
-FILE_TASKS = ("arc_challenge", "arc_easy", "boolq", "hellaswag", "winogrande")
-"""Tasks whose questions can be read from a local file."""
-
 
 def default_calibration(model: str, ranks: int) -> Path:
     """Return the default path of a calibration: next to the model's weights."""
@@ -133,15 +130,13 @@ class EvaluationConfig(InferenceConfig):
     batch: Positive = 4
     """Windows to evaluate at a time; 8 times as many sentences."""
     tasks: tuple[str, ...] = ()
-    """Zero-shot tasks, by their names in lm-eval (the extra lowbit[tasks]), or with a local file of questions:
-    arc_easy=test.parquet. Files are supported for arc_challenge, arc_easy, boolq, hellaswag and winogrande, as JSON
-    lines or parquet, and do not need lm-eval."""
+    """Zero-shot tasks, by their names in lm-eval (the extra lowbit[tasks])."""
     task_folder: str = ""
-    """Folder with more tasks, as YAML files that lm-eval reads."""
+    """Folder with more tasks, as YAML files that lm-eval reads; their data may be local files."""
     limit: NonNegative = 0
     """Number of examples of each task, from the first on. 0: all."""
     shots: NonNegative = 0
-    """Solved examples that are shown before each question; not for tasks from files."""
+    """Solved examples that are shown before each question."""
     algorithm: Literal["auto", "one_shot", "two_shot"] = "auto"
     """All-reduce algorithm. auto: one_shot for two ranks and for small messages, otherwise two_shot."""
     small: NonNegative | None = None
@@ -150,37 +145,18 @@ class EvaluationConfig(InferenceConfig):
     def __post_init__(self) -> None:
         if self.low_bit and self.formats:
             raise ConfigError(f"format is {', '.join(self.formats)} and low-bit is given; allowed: one of them")
+        if named := next((task for task in self.tasks if "=" in task), ""):
+            raise ConfigError(f"task is {named!r}; allowed: names; a YAML file in task-folder may name a local file")
         if self.calibrations and self.calibration_text:
             raise ConfigError(
                 f"calibration-text is {', '.join(self.calibration_text)} and calibration is "
                 f"{', '.join(self.calibrations)}; allowed: one of them"
             )
-        if self.task_folder and not self.harness_tasks:
-            raise ConfigError(f"task-folder is {self.task_folder!r}; allowed: with --task and a name in lm-eval")
-        self._check_tasks()
+        if self.task_folder and not self.tasks:
+            raise ConfigError(f"task-folder is {self.task_folder!r}; allowed: with --task")
         for key, value in {"limit": self.limit, "shots": self.shots}.items():
             if value and not self.tasks:
                 raise ConfigError(f"{key} is {value}; allowed: with --task")
-
-    def _check_tasks(self) -> None:
-        named = [task.partition("=")[0] for task in self.tasks]
-        for task, name in zip(self.tasks, named, strict=True):
-            if "=" in task and (name not in FILE_TASKS or not self.task_files[name]):
-                raise ConfigError(f"task is {task!r}; allowed with a file: NAME=FILE of {', '.join(FILE_TASKS)}")
-            if named.count(name) > 1:
-                raise ConfigError(f"task is {', '.join(self.tasks)}; allowed: each task once")
-            if "=" in task and self.shots:
-                raise ConfigError(f"shots is {self.shots} and task is {task!r}; allowed with a file: 0")
-
-    @property
-    def task_files(self) -> dict[str, str]:
-        """Return the files of tasks that have one, by task."""
-        return {name: file for name, is_file, file in (task.partition("=") for task in self.tasks) if is_file}
-
-    @property
-    def harness_tasks(self) -> tuple[str, ...]:
-        """Return the tasks that lm-eval loads."""
-        return tuple(task for task in self.tasks if "=" not in task)
 
     @property
     def compared(self) -> tuple[str, ...]:

@@ -1,16 +1,16 @@
-"""Zero-shot tasks of an evaluation, from local files or from lm-eval (the extra `lowbit[tasks]`)."""
+"""Zero-shot tasks of an evaluation, from lm-eval (the extra `lowbit[tasks]`)."""
 
 from __future__ import annotations
 
 import importlib
 import logging
+import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from lowbit.config import ConfigError
-from lowbit_lab.evaluate import choices, loading, task_files
-from lowbit_lab.evaluate.choices import LocalTask, Metric
 from lowbit_lab.evaluate.settings import EvaluationConfig
 
 if TYPE_CHECKING:
@@ -20,43 +20,30 @@ _SEED = 1234  # of the solved examples: lm-eval's own default
 _DRAWS = 100  # of the bootstrap, for errors of metrics that are not means
 
 
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """A score of a task.
+
+    Attributes:
+        value: the score. items: the score of each question, if `value` is their mean.
+        error: the standard error of the mean, from the standard deviation of the items with n - 1; None for one item.
+    """
+
+    value: float
+    error: float | None = None
+    items: tuple[float, ...] = ()
+
+
 class Tasks:
-    """The tasks of the settings, read and checked before a model is loaded."""
+    """The tasks of the settings, loaded before the model."""
 
     def __init__(self, settings: EvaluationConfig) -> None:
-        self._settings = settings
-        self._questions = {
-            name: task_files.read_questions(name, file, settings.limit) for name, file in settings.task_files.items()
-        }
-        self._loaded = load_tasks(settings)
-        self._local: list[LocalTask] = []
+        self._settings, self._loaded = settings, load_tasks(settings)
         self._baselines: dict[int, dict[str, Metric]] = {}
 
-    def encode(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Encode the questions; ConfigError if one does not fit."""
-        self._local = [
-            LocalTask.encode(name, questions, tokenizer, self._settings.length)
-            for name, questions in self._questions.items()
-        ]
-
-    def facts(self) -> str:
-        """Name all tasks, with the contents of files instead of their paths."""
-        files = (f"{name}={task_files.fingerprint(questions)}" for name, questions in self._questions.items())
-        return ", ".join((*files, *self._settings.harness_tasks))
-
-    def score(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, device: torch.device, title: str
-    ) -> dict[str, Metric]:
-        """Ask a model, with a progress bar, and return its scores by "task metric"."""
-        scored: dict[str, Metric] = {}
-        if self._local:
-            with loading.progress_bar(f"{title}, questions", choices.count_inputs(self._local)) as progress:
-                scored |= choices.score(
-                    model, self._local, batch=self._settings.batch, device=device, progress=progress
-                )  # fmt: skip
-        if self._loaded:
-            scored |= zero_shot(model, tokenizer, self._settings, self._loaded)
-        return scored
+    def score(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Metric]:
+        """Ask a model, and return its scores by "task metric"."""
+        return zero_shot(model, tokenizer, self._settings, self._loaded)
 
     def row(self, scored: dict[str, Metric], tp: int, *, baseline: bool, coded: bool) -> dict[str, Any]:
         """Return fields of a row: scores with standard errors, and shares of the baseline's on equally many ranks.
@@ -67,17 +54,56 @@ class Tasks:
         if baseline:
             self._baselines[tp] = scored
         exact = self._baselines[tp]
-        each = {name: choices.kept({name: metric}, {name: exact[name]}) for name, metric in scored.items()}
-        whole = choices.kept(scored, exact)
+        each = {name: kept({name: metric}, {name: exact[name]}) for name, metric in scored.items()}
+        whole = kept(scored, exact)
         scores = {name: metric.value for name, metric in scored.items()}
         return {
             "scores": scores,
-            "score": choices.mean_score(scores),
+            "score": mean_score(scores),
             "scores_error": {name: metric.error for name, metric in scored.items()},
             "score_kept": {name: share[0] for name, share in each.items() if share and coded},
             "score_kept_error": {name: share[1] for name, share in each.items() if share and coded},
             "scores_kept_error": whole[1] if whole and coded else None,
         }
+
+
+def mean_score(scores: Mapping[str, float]) -> float:
+    """Return the mean over the tasks of the mean of each task's metrics, from scores by "task metric"."""
+    return statistics.fmean(map(statistics.fmean, _by_task(scores).values())) if scores else 0.0
+
+
+def _by_task(values: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Return the values of each task, from values by "task metric"."""
+    by_task: dict[str, list[Any]] = {}
+    for name, value in values.items():
+        by_task.setdefault(name.partition(" ")[0], []).append(value)
+    return by_task
+
+
+def kept(metrics: Mapping[str, Metric], baseline: Mapping[str, Metric]) -> tuple[float, float | None] | None:
+    """Return the mean score over that of the baseline on the same questions, and its standard error.
+
+    The standard error is computed from pairs of scores: both models err on mostly the same questions, so it is smaller
+    than the errors of the two scores suggest. By the delta method, it is the standard error of the mean of a - r b over
+    the questions, divided by the baseline's score, where r is the share and a and b the scores of a question. Tasks are
+    independent, the metrics of a task are not. It is None without scores of questions. Returns None if the baseline
+    has no score.
+    """
+    exact = mean_score({name: metric.value for name, metric in baseline.items()})
+    if not exact:
+        return None
+    share = mean_score({name: metric.value for name, metric in metrics.items()}) / exact
+    if any(len(m.items) < 2 or len(m.items) != len(baseline[name].items) for name, m in metrics.items()):
+        return share, None
+    differences = {
+        name: [a - share * b for a, b in zip(metric.items, baseline[name].items, strict=True)]
+        for name, metric in metrics.items()
+    }
+    squares, by_task = 0.0, _by_task(differences)
+    for listed in by_task.values():
+        means = [statistics.fmean(each) for each in zip(*listed, strict=True)]
+        squares += statistics.variance(means) / len(means)
+    return share, math.sqrt(squares) / len(by_task) / exact
 
 
 def load_tasks(settings: EvaluationConfig) -> dict[str, Any]:
@@ -86,7 +112,7 @@ def load_tasks(settings: EvaluationConfig) -> dict[str, Any]:
     Args:
         settings: tasks, and the folder of YAML files with more of them (whose data may be local: `dataset_path: json`).
     """
-    tasks, folder = settings.harness_tasks, settings.task_folder
+    tasks, folder = settings.tasks, settings.task_folder
     if not tasks:
         return {}
     for needed in ("lm_eval", "accelerate"):

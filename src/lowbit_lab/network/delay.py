@@ -14,10 +14,10 @@ lost one by one. Every path has its own random generator with a fixed seed: ever
 If this process had to wait for a processor, it sees packets late. It does not delay them for that, since a link that
 was busy meanwhile would have carried them. It takes about a tenth of a processor at 100 Mbit/s, a sixth at 1 Gbit/s.
 
-It reads orders from standard input, one line of JSON each: ``cut`` (hosts that nothing reaches), ``nat`` (hosts behind
-a `Router`), or otherwise ``rates`` (seconds per byte up and down for each host), ``delay``, ``jitter``, ``queue``
-(seconds), ``loss`` and ``reorder`` (shares) and ``burst`` (packets lost in a row on average), which must come before
-the first packet. It answers each with ``ok``, and ends when its input ends.
+It reads orders from standard input, one line of JSON each: ``cut`` (hosts that nothing reaches), or otherwise ``rates``
+(seconds per byte up and down for each host), ``delay``, ``jitter``, ``queue`` (seconds), ``loss`` and ``reorder``
+(shares) and ``burst`` (packets lost in a row on average), which must come before the first packet. It answers each with
+``ok``, and ends when its input ends.
 """
 
 import contextlib
@@ -38,16 +38,13 @@ DEVICE = "far0"
 _TUNSETIFF, _TUNSETOFFLOAD = 0x400454CA, 0x400454D0
 _TUN, _NO_PROTOCOL_INFO, _OFFLOAD_HEADER = 0x0001, 0x1000, 0x4000
 _CHECKSUM, _TSO4, _TSO6 = 0x01, 0x02, 0x04
-_NEEDS_CHECKSUM = 0x01  # in the flags of the header
 _HEADER_BYTES = 10  # of offloading: flags, kind, header bytes, segment bytes, checksum's start and offset
 _ETHERNET_BYTES = 14  # a token bucket counts them with an IP packet, so this makes both kinds of link equal
 _LARGEST = _HEADER_BYTES + 65536
 _AT_ONCE = 64  # packets read from a host before the others get their turn
 _AT_ONCE_SECONDS = 1e-4  # a wait as short as this does not count
 _NETWORK = bytes([198, 18, 0])  # `namespaces.NETWORK`: all but the last byte of every host's address
-_PROTOCOL, _IP_CHECKSUM, _SOURCE, _DESTINATION = (_HEADER_BYTES + offset for offset in (9, 10, 12, 16))
-_TCP, _UDP = 6, 17
-_FIRST_PORT, _MOST_PORTS, _MOST_PEERS = 40_000, 4096, 256  # of a router
+_DESTINATION = _HEADER_BYTES + 16
 
 
 class Line:
@@ -60,15 +57,11 @@ class Line:
         self._up_free, self._down_free = [0.0] * len(tuns), [0.0] * len(tuns)
         self._arrival: dict[tuple[int, int], float] = {}  # time of the last arrival on each path
         self._cut: set[int] = set()
-        self._routers: dict[int, Router] = {}
 
     def obey(self, order: dict[str, Any]) -> None:
         """Obey an order; packets under way are not affected."""
         if "cut" in order:
             self._cut = set(order["cut"])
-            return
-        if "nat" in order:
-            self._routers = {host: Router(bytes([*_NETWORK, host + 1])) for host in order["nat"]}
             return
         self._rates = order["rates"]
         self._delay, self._jitter = order["delay"], order["jitter"]
@@ -88,10 +81,8 @@ class Line:
                 return
             if packet[_HEADER_BYTES] >> 4 != 4:
                 continue  # IPv6 neighbour discovery, which nothing needs
-            if source in self._routers and not (packet := self._routers[source].leave(packet)):
-                continue
             if packet[_DESTINATION : _DESTINATION + 3] != _NETWORK:
-                continue  # a private address, say
+                continue
             destination = packet[_DESTINATION + 3] - 1
             if 0 <= destination < len(self.tuns) and not self._cut & {source, destination}:
                 self._send(now, late, source, destination, packet)
@@ -152,96 +143,10 @@ class Line:
                 continue
             if not arrived:
                 self._switch(at, source, destination, packet)
-            elif destination not in self._routers or (packet := self._routers[destination].enter(packet)):
+            else:
                 with contextlib.suppress(OSError):  # a host whose device is down receives nothing
                     os.write(self.tuns[destination], packet)
         return None
-
-
-class Router:
-    """Translates the addresses of one host's TCP and UDP packets, as the router of a home does.
-
-    A port of the host has one port of the router for all peers (endpoint-independent mapping), to which a peer may send
-    what the host has sent something to before. So two hosts behind routers must both send first, which is called hole
-    punching. Other packets, among them fragments, are dropped. When the router has no port left, the one that was
-    unused for longest gets another owner. Otherwise, unlike most routers, this one forgets nothing.
-
-    Args:
-        address: of the router, 4 bytes, at which others see the host.
-    """
-
-    def __init__(self, address: bytes) -> None:
-        self._address = address
-        # Protocol, address and port of the host, least recently used first: the router's port, and peers.
-        self._mappings: dict[bytes, tuple[int, dict[bytes, None]]] = {}
-        self._owners: dict[int, bytes] = {}  # keys of `_mappings` by the router's port
-
-    def leave(self, packet: bytes) -> bytes:
-        """Return a packet of the host as others see it, or b"" to drop it."""
-        if not (ports := _ports_at(packet)):
-            return b""
-        inside = packet[_PROTOCOL : _PROTOCOL + 1] + _end(packet, _SOURCE, ports)
-        if found := self._mappings.pop(inside, None):
-            port, peers = found
-        elif len(self._mappings) < _MOST_PORTS:
-            port, peers = _FIRST_PORT + len(self._mappings), {}
-        else:
-            port, peers = self._mappings.pop(next(iter(self._mappings)))[0], {}
-        self._mappings[inside], self._owners[port] = (port, peers), inside
-        peers[_end(packet, _DESTINATION, ports + 2)] = None
-        if len(peers) > _MOST_PEERS:
-            del peers[next(iter(peers))]
-        return _rewritten(packet, _SOURCE, ports, self._address + port.to_bytes(2, "big"))
-
-    def enter(self, packet: bytes) -> bytes:
-        """Return a packet to the router as the host receives it, or b"" to drop it."""
-        if not (ports := _ports_at(packet)):
-            return b""
-        inside = self._owners.get(int.from_bytes(packet[ports + 2 : ports + 4], "big"), b"")
-        if inside[:1] != packet[_PROTOCOL : _PROTOCOL + 1]:
-            return b""
-        if _end(packet, _SOURCE, ports) not in self._mappings[inside][1]:
-            return b""
-        return _rewritten(packet, _DESTINATION, ports + 2, inside[1:])
-
-
-def _ports_at(packet: bytes) -> int:
-    """Return where a whole TCP or UDP packet has its ports, source first; 0 for others."""
-    fragment = int.from_bytes(packet[_HEADER_BYTES + 6 : _HEADER_BYTES + 8], "big") & 0x3FFF
-    if fragment or packet[_PROTOCOL] not in (_TCP, _UDP):
-        return 0
-    return _HEADER_BYTES + 4 * (packet[_HEADER_BYTES] & 15)
-
-
-def _end(packet: bytes, address_at: int, port_at: int) -> bytes:
-    return packet[address_at : address_at + 4] + packet[port_at : port_at + 2]
-
-
-def _rewritten(packet: bytes, address_at: int, port_at: int, end: bytes) -> bytes:
-    """Return a packet with another address and port at one end."""
-    changed = bytearray(packet)
-    changed[address_at : address_at + 4], changed[port_at : port_at + 2] = end[:4], end[4:]
-    address = _words(end[:4]) - _words(packet[address_at : address_at + 4])
-    both = address + _words(end[4:]) - _words(packet[port_at : port_at + 2])
-    _adjust(changed, _IP_CHECKSUM, address)
-    ports = _HEADER_BYTES + 4 * (packet[_HEADER_BYTES] & 15)
-    at = ports + (16 if packet[_PROTOCOL] == _TCP else 6)
-    if packet[0] & _NEEDS_CHECKSUM:  # so far it has the sum of addresses, protocol and length, not inverted
-        changed[at : at + 2] = ((_words(changed[at : at + 2]) + address) % 0xFFFF).to_bytes(2, "big")
-    elif any(packet[at : at + 2]):  # UDP may have none
-        _adjust(changed, at, both)
-    return bytes(changed)
-
-
-def _adjust(packet: bytearray, at: int, change: int) -> None:
-    """Update an Internet checksum for a change of the sum of words (RFC 1624)."""
-    total = (0xFFFF - _words(packet[at : at + 2]) + change) % 0xFFFF
-    packet[at : at + 2] = (0xFFFF - total).to_bytes(2, "big")
-
-
-def _words(data: bytes | bytearray) -> int:
-    """Return the sum of 16-bit words."""
-    return sum(struct.unpack(f">{len(data) // 2}H", data))
 
 
 def ethernet_bytes(packet: bytes) -> int:

@@ -10,13 +10,12 @@ from typing import Any
 
 from lowbit_lab.network.delay import DEVICE
 from lowbit_lab.network.link import Link
-from lowbit_lab.network.namespaces import INTERFACE, NETWORK, Helper, LinkUnavailable, Namespace
+from lowbit_lab.network.namespaces import NETWORK, Helper, LinkUnavailable, Namespace
 
 log = logging.getLogger(__name__)
 
 _PROGRAM = str(Path(__file__).with_name("delay.py"))
 _PRIORITY = -20
-_HOMES = "192.168"  # host i is 192.168.(i + 1).2 behind its router
 _QUEUED_PACKETS = 10_000  # that may wait for the delay line while other processes have the processor
 
 
@@ -29,7 +28,6 @@ class Distance(Helper):
 
     def __init__(self, hosts: Sequence[Namespace]) -> None:
         self._hosts = hosts
-        self._homes: set[int] = set()
         argv = [_PROGRAM, *(str(host.pid) for host in hosts)]
         super().__init__("the process that delays packets", argv, within=hosts[0].enter)
         try:
@@ -59,10 +57,8 @@ class Distance(Helper):
             host.ip(
                 f"link set {DEVICE} gso_max_size {_train_bytes(link)} gso_max_segs {segments}",
                 # A longer prefix than the first interface's route, so it takes precedence.
-                f"route replace {NETWORK}.0/25 dev {DEVICE} src {self._own(number)} congctl {link.congestion}",
+                f"route replace {NETWORK}.0/25 dev {DEVICE} src {NETWORK}.{number + 1} congctl {link.congestion}",
             )
-            if self._homes:  # packets to private addresses of others get lost, as they would in the Internet
-                host.ip(f"route replace {_HOMES}.0.0/16 dev {DEVICE} src {self._own(number)}")
 
     def leave(self) -> None:
         """Route packets through the first interfaces again."""
@@ -72,20 +68,6 @@ class Distance(Helper):
     def cut(self, hosts: Collection[int]) -> None:
         """Drop every packet to and from these hosts, and no others."""
         self._order(cut=list(hosts))
-
-    def hide(self, hosts: Collection[int]) -> None:
-        """Put these hosts, and no others, behind routers, with private addresses. Ends connections if that changes."""
-        changed, self._homes = self._homes ^ set(hosts), set(hosts)
-        for number in changed:
-            own = f"{self._own(number)}/24"
-            self._hosts[number].ip(f"address flush dev {INTERFACE}", f"address add {own} dev {INTERFACE}")
-        if changed:
-            self.leave()
-            self._order(nat=list(hosts))
-
-    def _own(self, host: int) -> str:
-        """Return the address of a host as the host itself sees it."""
-        return f"{_HOMES}.{host + 1}.2" if host in self._homes else f"{NETWORK}.{host + 1}"
 
     def _raise_priority(self) -> None:
         """Raise the process's priority, so that packets are not late or dropped because the hosts compute."""

@@ -13,10 +13,8 @@ _MOST_BURST = 1000.0
 _MOST_OTHERS = 32
 _EXAMPLES = (
     "25mbit, 1gbit, unlimited, 100mbit/40ms, 20mbit-5mbit/30ms, 100mbit/40ms/5ms/0.1%, 100mbit/40ms/0.1%/bbr, "
-    "100mbit/40ms/+1, 100mbit/40ms/nat, 100mbit/40ms@30s:10mbit/40ms"
+    "100mbit/40ms/+1, 100mbit/40ms@30s:10mbit/40ms"
 )
-NAT = ("none", "others", "all")
-"""Which hosts are behind a router of their own."""
 CONGESTION = (
     "bbr", "bbr1", "bbr2", "bbr3", "bic", "cdg", "cubic", "dctcp", "highspeed", "htcp", "hybla", "illinois", "lp", "nv",
     "reno", "scalable", "vegas", "veno", "westwood", "yeah",
@@ -28,7 +26,7 @@ _TEXT = re.compile(
     rf"(?:unlimited|{_RATE}(?:-{_RATE})?)"
     + rf"(?:/{_NUMBER}ms)?" * 3
     + rf"(?:/{_NUMBER}%(?:x{_NUMBER})?)?(?:/~{_NUMBER}%)?(?:/({'|'.join(CONGESTION)}))?"
-    + r"(?:/\+([0-9]+))?(?:/(nat|nat-others))?"
+    + r"(?:/\+([0-9]+))?"
 )
 _AT = re.compile(rf"\s*@\s*{_NUMBER}s\s*:\s*")
 _USUAL = "cubic"
@@ -55,8 +53,6 @@ class Link:
         congestion: TCP congestion control of all connections; CUBIC is what people's machines have.
         others: other CUBIC connections in each direction that send as fast as they can, such as a neighbour's
             download; 0 to 32. They go from each host to the next, and from the last to the first.
-        nat: which hosts are behind a router of their own, as at home: "none", "all", or all "others" than the first.
-            The others see such a host at the router's address, and reach it only where it has sent to them first.
         changes: pairs of seconds, counted from when the link is set, and the link from then on, in order of time.
 
     Raises:
@@ -74,7 +70,6 @@ class Link:
     reorder: float = 0.0
     congestion: str = _USUAL
     others: int = 0
-    nat: str = "none"
     changes: "tuple[tuple[float, Link], ...]" = ()
 
     def __post_init__(self) -> None:
@@ -101,16 +96,13 @@ class Link:
             raise ValueError(f"reorder must be 0 where rtt_ms is 0, got {self.reorder!r}")
         if self.congestion not in CONGESTION:
             raise ValueError(f"congestion must be one of {', '.join(CONGESTION)}, got {self.congestion!r}")
-        if self.nat not in NAT:
-            raise ValueError(f"nat must be one of {', '.join(NAT)}, got {self.nat!r}")
-        most = _MOST_OTHERS if self.nat == "none" else 0  # they could not dial
-        allowed = f"an integer from 0 to {_MOST_OTHERS}, and 0 where there is NAT"
-        _check("others", self.others, allowed, lambda x: 0 <= x <= most and x == int(x))
+        allowed = f"an integer from 0 to {_MOST_OTHERS}"
+        _check("others", self.others, allowed, lambda x: 0 <= x <= _MOST_OTHERS and x == int(x))
         for (before, _), (seconds, link) in itertools.pairwise(((0.0, self), *self.changes)):
             allowed = f"at increasing times, here above {before:g}"
             _check("changes", seconds, allowed, lambda x, before=before: before < x < math.inf)
-            if link.changes or link.nat != self.nat:
-                raise ValueError(f"changes must have the same nat and no changes of their own, got {link}")
+            if link.changes:
+                raise ValueError(f"changes must have no changes of their own, got {link}")
 
     @property
     def stages(self) -> "list[tuple[float, Link]]":
@@ -119,8 +111,8 @@ class Link:
 
     @property
     def far(self) -> bool:
-        """Whether it ever needs a delay line: for distance, losses, NAT, or to be faster in one direction."""
-        return self.nat != "none" or any(link.rtt_ms or link.loss or link.back_mbit for _, link in self.stages)
+        """Whether it ever needs a delay line: for distance, losses, or to be faster in one direction."""
+        return any(link.rtt_ms or link.loss or link.back_mbit for _, link in self.stages)
 
     @property
     def most_waiting_ms(self) -> float:
@@ -146,8 +138,6 @@ class Link:
             parts.append(self.congestion)
         if self.others:
             parts.append(f"+{self.others}")
-        if self.nat != "none":
-            parts.append("nat" if self.nat == "all" else "nat-others")
         return "/".join(parts) + "".join(f"@{seconds:.10g}s:{link}" for seconds, link in self.changes)
 
     @property
@@ -169,8 +159,6 @@ class Link:
             parts.append(self.congestion.upper())
         if self.others:
             parts.append(f"{self.others} other connection{'s' * (self.others > 1)} each way")
-        if self.nat != "none":
-            parts.append("NAT" if self.nat == "all" else "NAT at the other hosts")
         return ", ".join(parts) + "".join(f"; from {seconds:g} s: {link.title}" for seconds, link in self.changes)
 
     @classmethod
@@ -180,8 +168,7 @@ class Link:
         "25mbit", "1gbit", "unlimited", "100mbit/40ms", "20mbit-5mbit/30ms" (20 from the first host to the others, 5
         back), "100mbit/40ms/5ms/0.1%" (jitter, loss), "100mbit/40ms/1%x5" (loss of five packets in a row on average),
         "100mbit/40ms/~1%" (1 % late), "100mbit/40ms/0ms/100ms" (queue), "100mbit/40ms/0.1%/bbr", "100mbit/40ms/+1" (one
-        other connection each way), "100mbit/40ms/nat" (every host is behind a router), "100mbit/40ms/nat-others" (all
-        but the first), "100mbit/40ms@30s:10mbit/40ms@60s:100mbit/40ms" (slower from 30 to 60 seconds).
+        other connection each way), "100mbit/40ms@30s:10mbit/40ms@60s:100mbit/40ms" (slower from 30 to 60 seconds).
 
         Raises:
             ValueError: anything else, or a wrong value.
@@ -198,7 +185,7 @@ class Link:
         match = _TEXT.fullmatch(re.sub(r"\s*([/-])\s*", r"\1", text))
         if not match:
             raise ValueError(f"cannot read {text!r}")
-        rate, unit, back, back_unit, rtt, jitter, queue, loss, burst, late, congestion, others, nat = match.groups()
+        rate, unit, back, back_unit, rtt, jitter, queue, loss, burst, late, congestion, others = match.groups()
         return cls(
             float(rate) * _UNITS[unit] if rate else None,
             back_mbit=float(back) * _UNITS[back_unit] if back else None,
@@ -210,7 +197,6 @@ class Link:
             congestion=congestion or _USUAL,
             queue_ms=float(queue) if queue else None,
             others=int(others or 0),
-            nat={None: "none", "nat": "all", "nat-others": "others"}[nat],
         )
 
 

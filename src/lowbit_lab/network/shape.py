@@ -11,7 +11,7 @@ after a crash, and two runs on one machine cannot interfere.
 
 A token bucket can neither delay nor lose packets, nor give each direction its own rate. For a link that does, packets
 go through a process that delays them (`lowbit_lab.network.distance`), over a second interface of each host, to the same
-addresses. The process also translates the addresses of hosts behind NAT.
+addresses.
 
 A thread follows the changes of a link, and programs on the hosts are its other traffic (`traffic.py`). An error there
 is logged, and raised by what is next done with the link, at the latest when its context ends.
@@ -139,7 +139,7 @@ class SlowLink:
         self._problem = None
 
     def address(self, host: int) -> str:
-        """Return the IPv4 address at which others see a host, its router's behind NAT; it exists in the link only."""
+        """Return the IPv4 address of a host; it exists in the link only."""
         self._namespace(host)
         return f"{NETWORK}.{host + 1}"
 
@@ -169,7 +169,7 @@ class SlowLink:
     def set_link(self, link: Link) -> None:
         """Change the link from now on, and begin to follow its later changes.
 
-        Addresses stay, and connections with their congestion control, unless a host gets or loses a router.
+        Addresses stay, and connections with their congestion control.
 
         Raises:
             LinkUnavailable: The machine does not permit the link's distance, or lacks its congestion control.
@@ -213,14 +213,11 @@ class SlowLink:
     def _apply(self, stage: Link, whole: Link) -> None:
         """Change the link to one stage of a whole with its changes."""
         hosts = range(self.hosts)
-        hidden = {"none": hosts[:0], "others": hosts[1:], "all": hosts}[stage.nat]
         with self._changing:
             if whole.far and not self._distance:
                 self._distance = Distance(self._namespaces[: self.hosts])
                 self._distance.cut(self._cut)
-            if self._distance:
-                self._distance.hide(hidden)
-            for host in set(hosts) - set(hidden):
+            for host in hosts:
                 source = f"dev {INTERFACE} src {self.address(host)}"
                 self._namespaces[host].ip(f"route replace {NETWORK}.0/24 {source} congctl {stage.congestion}")
             if whole.far and self._distance:

@@ -93,12 +93,6 @@ def test_a_constant_error_is_told_from_noise():
     assert noisy.repeated == []
 
 
-def test_an_empty_message_says_nothing():
-    meter = ErrorMeter(INT2, 3)
-    meter.add(torch.zeros(1, 2, 4), torch.zeros(1, 2, 4), again=True)
-    assert (meter.errors, meter.repeated, meter.constant()) == ([], [], None)
-
-
 def test_without_an_error_the_gradient_is_the_exact_one():
     _, watch = observed(Cast(), model=dataclasses.replace(TINY, family="gpt2", dropout=0.5))
     assert [one["cosine"] for one in watch.alignment] == pytest.approx([1.0]), "the same dropout in both"

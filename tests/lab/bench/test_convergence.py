@@ -9,11 +9,9 @@ from transformers import AutoModelForCausalLM
 from lowbit.codecs import Cast, parse
 from lowbit.report import Report, run
 from lowbit.train.config import DataConfig, LoraConfig, ModelConfig
-from lowbit.train.data import load_data
 from lowbit_lab.bench import convergence
 from lowbit_lab.bench.convergence import COMMAND, ConvergenceBenchmark, planned, recipe, summarized
 from lowbit_lab.bench.training import TrainingRecipe, train
-from tests.lab.bench.shown import shown
 from tests.lab.evaluate.models import write_checkpoint
 
 FP32 = Cast()
@@ -160,15 +158,6 @@ def test_regimes_differ_in_warm_up_steps_rate_and_start(settings: ConvergenceBen
         assert recipe(other, "finetune").start != tuned.start
 
 
-def test_the_default_texts_are_on_this_machine_and_apart():
-    settings = ConvergenceBenchmark()
-    scratch, tuned = (recipe(settings, regime) for regime in ("scratch", "finetune"))
-    assert not set(scratch.data.text) & set(tuned.data.text)
-    data = load_data(tuned.data)
-    assert len(data.train) > settings.finetune_samples
-    assert len(data.held_out) >= settings.eval_windows
-
-
 def row(regime: str, boundary: str, seed: int, loss: float, over: float | None) -> dict:
     bits = 32.0 if boundary == "fp32" else 4.5
     curve = [[10, loss + 1], [20, loss]]
@@ -183,11 +172,6 @@ ROWS = [
     row("finetune", "int4", 0, 2.0, None), row("scratch", "fp32", 0, 1.0, 0.0), row("scratch", "fp32", 1, 3.0, 0.0),
     row("scratch", "int4", 0, 1.25, 0.25), row("scratch", "int4", 1, 3.75, 0.75),
 ]  # fmt: skip
-PAIRS = [
-    row("scratch", f"GroupInt(bits=2, group={r}) / GroupInt(bits=4, group={r})", 0, 0.9,
-        r / 10000 - 0.1)
-    for r in (8, 16)
-]  # fmt: skip
 
 
 def test_means_and_spreads_are_over_seeds_of_one_regime_and_boundary():
@@ -199,24 +183,3 @@ def test_means_and_spreads_are_over_seeds_of_one_regime_and_boundary():
     assert second["over_fp32_spread"] == pytest.approx(0.5 / 2**0.5)
     assert (second["over_fp32_codecs"], third["over_fp32_codecs"]) == (1.0, None)
     assert second["state_mb"] == 2
-
-
-def test_tables_have_a_part_for_each_regime_and_keep_numbers_whole_on_80_columns(tmp_path: Path):
-    text = shown(COMMAND, ROWS, tmp_path)
-    assert text.count("Held-out loss") == 2
-    assert "+0.5000" in text
-    assert "4.50" in text
-    text = shown(COMMAND, PAIRS, tmp_path)
-    for word in ("bits=2/4,", "-0.0984", "9.00", "seeds", "group=16)"):
-        assert word in text
-    for rows in ([], ROWS[:1]):
-        shown(COMMAND, rows, tmp_path)
-
-
-def test_the_picture_has_a_panel_for_each_regime_and_a_point_for_each_boundary():
-    (chart,) = COMMAND.charts
-    panels = {title: {row["boundary"] for row in rows} for title, rows in chart.panels(ROWS + PAIRS)}
-    names = {f"GroupInt(bits=2/4, group={rank})" for rank in (8, 16)}
-    assert panels == {"from scratch, no warm-up": {"int4", *names}}, "fp32 is the line at zero"
-    int4 = chart.panels(ROWS)[0][1][0]
-    assert [int4[value] for value in (chart.x, chart.low, chart.y, chart.high)] == [9.0, 0.25, 0.5, 0.75]

@@ -13,8 +13,6 @@ from lowbit.train.config import ModelConfig
 from lowbit_lab.bench import memory, memory_run
 from lowbit_lab.bench.memory import COMMAND, METHODS, MemoryBenchmark, in_8_bits
 from lowbit_lab.bench.memory_run import Meter, measure, policy_of
-from lowbit_lab.bench.workers import Workers
-from tests.lab.bench.shown import shown
 
 
 @pytest.fixture
@@ -99,14 +97,6 @@ def test_ratios_are_of_the_same_sequence_and_a_file_is_gone_on_with(
         run(COMMAND, dataclasses.replace(both, model=dataclasses.replace(both.model, dim=64)), file=file)
 
 
-def test_rows_are_shown_and_drawn(settings: MemoryBenchmark, tmp_path: Path):
-    rows = [
-        fake(settings, m, 64) | dict.fromkeys(("saved_vs_bf16", "peak_vs_bf16", "time_vs_bf16"), 0.5) for m in METHODS
-    ]
-    text = shown(COMMAND, rows, tmp_path)
-    assert all(name in text for name in (*METHODS, "norm", "Parts of the peak"))
-
-
 def test_agoq_is_all_of_its_parts_whatever_the_bits():
     both = ("gradients", "optimizer")
     assert in_8_bits("agoq") == in_8_bits("low-bit+8bit") == both
@@ -115,15 +105,6 @@ def test_agoq_is_all_of_its_parts_whatever_the_bits():
     assert in_8_bits("int4") == in_8_bits("low-bit") == ()
     assert policy_of(0, "int4") == policy_of(6, "agoq") == LayerAware.published()
     assert policy_of(0, "low-bit") == LayerAware()
-
-
-def test_agoq_has_torchaos_optimizer(settings: MemoryBenchmark):
-    pytest.importorskip("torchao.optim")
-    large = dataclasses.replace(settings, model=ModelConfig(dim=64, layers=1, heads=2, vocab=256))
-    plain, agoq = (measure(large, method, 64) for method in ("bf16", "agoq"))
-    assert agoq["optimizer_bytes"] < 0.3 * plain["optimizer_bytes"]
-    assert agoq["gradients_bytes"] < 0.3 * plain["gradients_bytes"]
-    assert agoq["saved"]["attention"] == plain["saved"]["attention"]
 
 
 def test_what_can_not_be_measured_is_said_first(settings: MemoryBenchmark, monkeypatch: pytest.MonkeyPatch):
@@ -151,12 +132,3 @@ def test_of_all_methods_those_are_measured_that_are_there(
     assert caplog.messages == [
         f'{method} is left out: torchao is missing; install it with: pip install "lowbit[8bit]"' for method in left_out
     ]
-
-
-def test_a_process_that_fails_is_an_error(settings: MemoryBenchmark, monkeypatch: pytest.MonkeyPatch):
-    def fail(self: Workers, method: str, /, **arguments: object) -> None:
-        raise ChildProcessError("process 0 failed: MemoryError: no more")
-
-    monkeypatch.setattr(Workers, "ask", fail)
-    with pytest.raises(ChildProcessError, match="bf16 at sequence 64: process 0 failed: MemoryError: no more"):
-        run(COMMAND, settings)

@@ -7,17 +7,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowbit.codecs import TransformQuant, parse, parse_pair
-from lowbit.report import Report, compare, run
-from lowbit.train.boundaries import make_codecs
+from lowbit.codecs import TransformQuant, parse_pair
+from lowbit.report import Report, run
 from lowbit.train.config import DataConfig, ModelConfig, PipelineConfig
 from lowbit.train.model import build_model, next_token_loss
 from lowbit.train.prepare import prepare
 from lowbit.wire.checksum import CHECKSUM_BYTES
 from lowbit_lab.bench.device import Duration, Recording
-from lowbit_lab.bench.pipeline import COMMAND, PipelineBenchmark, rows_of
-from lowbit_lab.bench.recipes import Split, recipe
-from lowbit_lab.bench.sums import Taken
+from lowbit_lab.bench.pipeline import COMMAND, PipelineBenchmark
+from lowbit_lab.bench.recipes import recipe
 from lowbit_lab.bench.workers import set_link
 from lowbit_lab.network import Link, LinkUnavailable, SlowLink
 from lowbit_lab.network.shape import burst_bytes
@@ -130,33 +128,6 @@ def test_report_is_shown_and_drawn(report: Report, tmp_path: Path):
     assert "tah-quant" in shown(COMMAND, report.rows, tmp_path)
     several = [{**row, "split": f"{row['split']}{i % 2}"} for i, row in enumerate(report.rows)]
     assert "over best" in shown(COMMAND, several, tmp_path, width=120)
-
-
-def test_rows_of_what_is_there_so_far():
-    step = dict.fromkeys(("compute_seconds", "codec_seconds", "checksum_seconds", "wait_seconds"), 0.5)
-    step |= {"bits_forward": 4.0, "bits_backward": 6.0, "seconds": 2.0, "bytes_sent": 7, "loss": 1.0}
-    steps = [step | {"tokens_per_second": speed} for speed in (10.0, 30.0, 20.0)]
-    answer = {"steps": steps, "evaluation": None, "state_bytes": 4}
-    link, contender = set_link(None, Link(None)), {"name": f"{Split.of(TINY.pipeline)} 3 int4 / int8"}
-    one = Taken(phase="train", contender=contender, ranks=2, link=link, turns=[[answer, answer]])
-    (row,) = compare(rows_of(TINY, [one]), COMMAND.baselines)
-    assert row["tokens_per_second"] == 20.0
-    assert (row["tokens_per_second_low"], row["tokens_per_second_high"]) == (10.0, 30.0)
-    assert row["speedup_fp32"] is row["speedup_stock_fp32"] is None
-    assert (row["split"], row["connections"], row["boundary"]) == ("Interleaved1F1B/2/2", 3, "int4 / int8")
-    assert (row["evaluation_seconds"], row["state_bytes"], row["share_of_unlimited"]) == (None, 8, 1.0)
-
-
-def test_recipe_of_a_boundary():
-    low = recipe(TINY, "TransformQuant(bits=8) / int4")
-    assert low.pipeline.boundary == "lowbit"
-    assert make_codecs(low.pipeline, 1).forward == (TransformQuant(bits=8),)
-    assert make_codecs(low.pipeline, 1).backward == (parse("int4"),)
-    assert low.codec_warmup_steps == 0
-    for name in ("int4", "transform", "bf16"):
-        codecs = make_codecs(recipe(TINY, name).pipeline, 1)
-        assert (*codecs.forward, *codecs.backward) == parse_pair(name)
-    assert recipe(TINY, "stock-bf16").pipeline.boundary == "stock-bf16"
 
 
 def test_no_link_or_distance_says_why_and_what_to_do(monkeypatch: pytest.MonkeyPatch):

@@ -62,10 +62,3 @@ def test_a_file_without_activations_is_refused(tmp_path: Path):
         samples.real(str(tmp_path / "x.pt"), steps=1)
     with pytest.raises(FileNotFoundError):
         samples.real(str(tmp_path / "y.safetensors"), steps=1)
-
-
-def test_filling_repeats_tokens_of_equal_width():
-    a, b, wide = torch.ones(1, 2, 4), torch.zeros(1, 1, 4), torch.ones(1, 2, 8)
-    x = samples.filled([a, b, wide], 4 * 7)
-    assert x.shape == (1, 7, 4)
-    assert x[0, :, 0].tolist() == [1, 1, 0, 1, 1, 0, 1]

@@ -78,21 +78,6 @@ def test_a_checkpoint_and_a_text_give_a_table(tmp_path: Path):
                 assert lower <= row["bound"] <= upper
 
 
-def test_the_chart_has_the_bound_in_the_range_of_the_formats():
-    rows = [
-        {"direction": "forward", "format": "int4", "boundary": boundary, "bits_per_element": 4.5,
-         "decibels": 22.0}
-        for boundary in (0, 1)
-    ] + [
-        {"direction": "forward", "format": "bound", "boundary": boundary, "directions": None,
-         "bits_per_element": decibels / 10 + boundary, "decibels": decibels}
-        for boundary in (0, 1) for decibels in (10.0, 15.0, 20.0, 25.0, 30.0)
-    ]  # fmt: skip
-    ((_, points),) = COMMAND.charts[0].panels(rows)
-    line = [(p["bits_per_element"], p["decibels"]) for p in points if p["series"] == "bound"]
-    assert line == [(2.5, 20), (3.0, 25)]
-
-
 def test_a_format_without_error_has_no_bound(tmp_path: Path):
     x = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(0))
     place = spectrum._Boundary(0, "forward")

@@ -10,7 +10,7 @@ import pytest
 from lowbit.report import Report, run
 from lowbit.train.config import ModelConfig
 from lowbit_lab.bench.sums import Taken
-from lowbit_lab.bench.tensor_parallel import COMMAND, TensorParallelBenchmark, codec_of, rows_of, sample
+from lowbit_lab.bench.tensor_parallel import COMMAND, TensorParallelBenchmark, rows_of
 from lowbit_lab.bench.workers import set_link
 from lowbit_lab.network import Link
 from tests.lab.bench.shown import shown
@@ -46,13 +46,6 @@ def test_rows_have_the_agreed_fields(report: Report):
     bits = {row["format"]: row["bits_per_value"] for row in sums_of(report) if row["choice"] != "plain"}
     expected = {"bf16": 16, "int4": 4 + 16 / 256, "int8": 8.125, "feature-int4": (16 + 16 * 4 + 4 * 252) / 256}
     assert bits == pytest.approx(expected, abs=1e-3)
-
-
-def test_the_published_format_has_a_name():
-    parts = [sample(64, 256, rank) for rank in range(2)]
-    codec = codec_of("feature-int4-static", parts)
-    assert codec.bits_per_element((64, 256)) == (16 * 4 + 4 * 252) / 256  # no gain
-    assert "4 bits, static gain, clip 1, 256 features, 4 outliers" in str(codec)
 
 
 def test_errors_are_those_of_the_formats(report: Report):

@@ -9,7 +9,7 @@ import pytest
 
 from lowbit_lab.bench.worker import CONGESTION
 from lowbit_lab.bench.workers import Workers, set_link, started
-from lowbit_lab.network import Link, LinkUnavailable, SlowLink
+from lowbit_lab.network import Link, SlowLink
 
 ECHO = """
 from lowbit.wire.sockets import congestion_control
@@ -110,8 +110,3 @@ def test_connections_that_are_there_get_the_congestion_control_of_the_next_link(
             assert ranks.ask("control") == [name, name]
         with pytest.raises(ChildProcessError, match="congestion control is 'reno', and the kernel does not permit 'n"):
             ranks.ask(CONGESTION, name="nosuch")
-
-
-def test_ranks_behind_nat_are_refused_before_they_start() -> None:
-    with pytest.raises(LinkUnavailable, match="behind NAT, as over 100mbit/nat; allowed: links without NAT"):
-        started("echo", 2, [Link(), Link(nat="all")]).__enter__()

@@ -12,7 +12,7 @@ from lowbit.config import ConfigError
 from lowbit.report import run
 from lowbit_lab.evaluate import CalibrationConfig, EvaluationConfig, loading
 from lowbit_lab.evaluate.commands import CALIBRATE, EVALUATE
-from lowbit_lab.evaluate.neighbours import Pooling, agreement, embed, sentences
+from lowbit_lab.evaluate.neighbours import Pooling, agreement
 from lowbit_lab.evaluate.score import same_tokens
 from lowbit_lab.evaluate.text import IGNORED, read
 from tests.command_line import invoke
@@ -93,15 +93,6 @@ def test_the_command_names_model_and_measure(folder: Path, caplog: pytest.LogCap
     assert "feature-int4, tp 2: nothing was coded: every sum has fewer than 32768 elements (small)" in caplog.text
 
 
-def test_nothing_coded_is_not_100_percent_kept(tmp_path: Path):
-    folder = write_checkpoint(tmp_path)
-    base = f"evaluate {folder} --length 32 --text {folder}/text.txt --calibration-text {folder}/text.txt"
-    result = invoke(*f"{base} --tp 2 --low-bit --sequences 8".split())
-    assert result.exit_code == 0, result.output
-    assert f"tokens: {folder.name}, emulated ranks; NOTHING WAS CODED" in result.stdout
-    assert "100.00%" not in result.stdout
-
-
 def test_masked_tokens_are_predicted(tmp_path: Path):
     folder = write_encoder(tmp_path, head="masked")
     sequences, _ = read(config(folder), encoder=True)
@@ -166,16 +157,6 @@ def test_pooling_is_that_of_the_files(tmp_path: Path):
     assert Pooling()(states, mask).tolist() == [[2, 1]]
     assert Pooling(mode="max")(states, mask).tolist() == [[3, 2]]
     assert Pooling(mode="first")(states, mask).tolist() == [[1, 2]]
-
-
-def test_vectors_do_not_depend_on_the_batch(folder: Path):
-    from transformers import AutoTokenizer
-
-    model = loading.load_model(str(folder), "float32", torch.device("cpu"))
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    texts = sentences([(folder / "text.txt").read_bytes()], 12)
-    alone, together = (embed(model, tokenizer, texts, Pooling(), batch=n) for n in (1, 12))
-    torch.testing.assert_close(alone, together, rtol=1e-4, atol=1e-5)
 
 
 def test_agreement_is_counted_by_hand():

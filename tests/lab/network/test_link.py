@@ -37,8 +37,6 @@ LINKS = [
         Link(100.0, rtt_ms=40, congestion="bbr", others=3),
         "100 Mbit/s, 40 ms, BBR, 3 other connections each way",
     ),
-    ("100mbit/nat", Link(100.0, nat="all"), "100 Mbit/s, NAT"),
-    ("100mbit/40ms/nat-others", Link(100.0, rtt_ms=40, nat="others"), "100 Mbit/s, 40 ms, NAT at the other hosts"),
     (
         "100mbit@30s:10mbit@60s:100mbit",
         Link(100.0, changes=((30, Link(10.0)), (60, Link(100.0)))),
@@ -73,7 +71,7 @@ def test_other_ways_to_write_the_same() -> None:
         *("", "100", "mbit", "-1mbit", "1.2.3mbit", "1kbit", "25mbit/", "25mbit/40", "25mbit/40s"),
         *("/40ms", "40ms", "5mbit-", "5mbit-unlimited", "unlimited-5mbit", "1mbit-2mbit-3mbit"),
         *("25mbit/1%/40ms", "25mbit/1ms/0ms/1ms/1ms", "25mbit/-1ms", "25mbit/nanms", "٣mbit"),
-        *("25mbit/+", "25mbit/+-1", "25mbit/+1/bbr", "25mbit/nat/+1", "25mbit/natter", "25mbit/nat-all"),
+        *("25mbit/+", "25mbit/+-1", "25mbit/+1/bbr", "25mbit/nat"),
         *("25mbit@", "25mbit@30s", "25mbit@30:1mbit", "@30s:1mbit", "25mbit@30s:", "25mbit@30s:1mbit@1mbit"),
     ],
 )
@@ -93,9 +91,7 @@ def test_bad_texts_are_refused(text: str) -> None:
         ("100mbit/0%x2", "burst must be at least 1 and at most 1, got 2.0"),
         ("100mbit/40ms/~90%", "reorder must be at least 0 and at most 0.5, got 0.9"),
         ("100mbit/~1%", "reorder must be 0 where rtt_ms is 0, got 0.01"),
-        ("100mbit/+99", "others must be an integer from 0 to 32, and 0 where there is NAT, got 99"),
-        ("100mbit/+1/nat", "others must be an integer from 0 to 32, and 0 where there is NAT, got 1"),
-        ("100mbit@9s:1mbit/nat", "changes must have the same nat and no changes of their own, got 1mbit/nat"),
+        ("100mbit/+99", "others must be an integer from 0 to 32, got 99"),
         ("100mbit@0s:1mbit", "changes must be at increasing times, here above 0, got 0.0"),
         ("100mbit@9s:1mbit@9s:2mbit", "changes must be at increasing times, here above 9, got 9.0"),
         ("100mbit@9s:1mbut", "cannot read '1mbut'; allowed"),
@@ -132,12 +128,6 @@ def test_only_what_a_token_bucket_cannot_do_is_far() -> None:
         *("25mbit", "1000mbit", "2.5mbit", "unlimited", "100mbit/0ms/0ms/200ms", "1000mbit/reno", "100mbit/+1"),
         "100mbit@30s:10mbit@60s:100mbit",
     }
-
-
-@pytest.mark.parametrize("bad", [None, "", "NAT", 3])
-def test_nat_is_a_name(bad: object) -> None:
-    with pytest.raises(ValueError, match="nat must be one of none, others, all, got"):
-        Link(nat=bad)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("bad", [None, "", "BBR", "cubic ", 3])

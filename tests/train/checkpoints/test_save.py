@@ -117,14 +117,6 @@ def test_files_of_others_stay(tmp_path: Path, alone: None):
     assert os.listdir(folder / step_name(2) / "rank-0") == ["mine.txt"]
     assert (folder / "notes.txt").exists()
 
-    moved = tmp_path / "elsewhere"
-    shutil.copytree(folder, moved / "checkpoints")  # without the mark: it is not lowbit's there
-    save(moved, [8, 10, 12])
-    assert "step-00000006/rank-0" in shares(moved)
-    kept, *others = shares(moved)[-3:]
-    assert kept.startswith("step-00000008/rank-0.kept-")
-    assert others == ["step-00000010/rank-0", "step-00000012/rank-0"]
-
 
 def test_ranks_gone_leave_no_shares(tmp_path: Path, ranks: Ranks):
     ranks.run(save, tmp_path, [2])
@@ -198,7 +190,6 @@ def test_of_many_shares_that_are_missing_a_few_are_named(tmp_path: Path, alone: 
     save(tmp_path, [2], ranks=1 << 16, layout=layout | {"layers": [1]})
     saved, warned = newest(tmp_path)
     assert saved is not None
-    assert "rank-4 (" in warned[0]
     assert "65531 more up to rank-65535 are on no rank's disk; the whole" in warned[0]
     assert len(warned[0]) < 1000
 
@@ -208,16 +199,12 @@ def test_of_equal_pipelines_one_suffices(ranks: Ranks, tmp_path: Path):
     ranks.run(partial(save, layout=layout, ranks=4), tmp_path, [2])
     saved = ranks.run(newest, tmp_path)[0]
     assert saved[0].step == 2
-    expected = (
-        "rank-2 (the embedding, layers 0 to 1) is on no rank's disk, "
-        "rank-3 (layers 2 to 2, the output matrix) is on no rank's disk; the whole model is"
-    )
-    assert expected in saved[1][0]
+    assert "rank-2 is on no rank's disk, rank-3 is on no rank's disk; the whole model is" in saved[1][0]
     for path in tmp_path.glob("checkpoints/*/rank-1"):
         shutil.rmtree(path)
     for outcome in ranks.outcomes(newest, tmp_path):
         assert outcome.kind == "CheckpointError"
-        assert "step-00000002: rank-1 (layers 2 to 2, the output matrix) is on no" in outcome.text
+        assert "step-00000002: rank-1 is on no" in outcome.text
 
 
 def _save_where_one_fails(folder: Path, failing: int) -> None:

@@ -66,7 +66,7 @@ class TransformQuant(BasisCodec):
     part of a sender's state. Without observations they are 1, but activations whose channels differ very much, as in
     Gemma 3, are then weighted by their own mean squares.
 
-    Each message brings new directions that replace the least useful ones: an eighth of K = C / 4 (at most 128), or
+    Each message brings new directions that replace the least useful ones: an eighth of K = C / 4 (at most 64), or
     fewer if they would take more than 1/8 bit. They are the principal directions of what the others leave of this
     message, and are already used to code it. In evaluation, they are then discarded. A message with NaN, Inf or
     magnitudes beyond 2^96, or with none from 2^-126 on, does not change the basis.
@@ -118,7 +118,7 @@ class TransformQuant(BasisCodec):
             `LowBitStage.raise_rates`, and `lowbit train`, which measures it and raises rates.
     """
 
-    payload_version: ClassVar[int] = 4
+    payload_version: ClassVar[int] = 5
 
     bits: float | Literal["auto"] | None = None
     step: Literal["token", "message"] = "token"

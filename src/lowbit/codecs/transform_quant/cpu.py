@@ -15,26 +15,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowbit.codecs.transform_quant import tables
 from lowbit.codecs.transform_quant.cpu_basis import transform_of
 from lowbit.codecs.transform_quant.cpu_fit import first_step, fitted, next_step, token_steps
 from lowbit.codecs.transform_quant.cpu_symbols import (
     DEAD_TOKEN,
+    NEUTRAL,
     code_of,
     context_of,
+    decoded_eight,
     dither_of,
     drawn,
-    is_full,
-    lesser64,
+    encoded_eight,
     middle_of,
+    padded_limits,
     raw_of,
-    refilled,
     scale_of,
     shares,
-    symbol_at,
     symbol_of,
-    with_symbol,
-    without_symbol,
+    word_places,
 )
 from lowbit.codecs.transform_quant.cpu_weights import own_squares
 from lowbit.codecs.transform_quant.layout import LANES, SLACK, TransformGeometry
@@ -44,12 +42,11 @@ from lowbit.codecs.transform_quant.reference import (
     LEAST_STEP,
     MOST_LEVEL,
     MOST_STEP,
-    WORD,
     body_nbytes,
 )
-from lowbit.codecs.transform_quant.tables import MIDDLE, STRIDE, TOTAL
+from lowbit.codecs.transform_quant.tables import CONTEXTS, MIDDLE
 from lowbit.kernels.cpu.jit import helper, kernel
-from lowbit.kernels.cpu.memory import get_byte, get_float, get_half, get_int, get_word, put_float, put_half, put_int
+from lowbit.kernels.cpu.memory import get_byte, get_float, get_half, get_int, put_float, put_half, put_int
 from lowbit.kernels.cpu.room import Room, address
 from lowbit.kernels.cpu.threads import over_rows
 
@@ -108,22 +105,23 @@ def decode(payload: Tensor, header: Tensor, z: Tensor, geo: TransformGeometry) -
     if starts[-1] > size - SLACK:
         return torch.zeros((), dtype=torch.bool, device="cpu")
     whole = [False] * geo.streams
-    seed, limits = seed_of(header), address(tables.limits)
+    seed, limits, places = seed_of(header), address(padded_limits), address(word_places)
 
     def work(begin: int, end: int) -> None:
         for i in range(begin, end):
             first, last = _rows_of(i, geo)
             words, beyond, raw = table[i]
             word, count = address_ + starts[i] + STATES, (last - first) * geo.channels
-            line, states = z.data_ptr() + 4 * first * geo.channels, Room(STATES)
-            ctypes.memmove(states.at[0], word - STATES, STATES)
+            line, room = z.data_ptr() + 4 * first * geo.channels, Room(STATES, 64)
+            states, spare = room.at
+            ctypes.memmove(states, word - STATES, STATES)
             _contexts_of(first, last, geo.channels, channel, rows, seed, z.data_ptr())
-            given = _given_out(states.at[0], word, words, limits, count, line)
-            low = _numbers_of(
+            given = _given_out(states, word, words, limits, places, count, line, spare)
+            left = _numbers_of(
                 first, last, geo.channels, channel, rows, steps, seed, geo.by_token, word + 2 * words, beyond, raw,
                 z.data_ptr(),
             )  # fmt: skip
-            whole[i] = given == (words, beyond, True) and low == raw
+            whole[i] = given == (words, True) and left == (raw, beyond)
 
     over_rows(work, geo.streams, z.nbytes)
     return torch.tensor(all(whole), device="cpu")
@@ -165,12 +163,12 @@ def _coded(z: Tensor, seed: int, channel: int, rows: int, inverse: int, geo: Tra
         for i in range(begin, end):
             first, last = _rows_of(i, geo)
             count = (last - first) * geo.channels
-            room = Room(4 * count, 2 * count, 2 * count, STATES)
+            room = Room(4 * count, 2 * count + 14, 2 * count, STATES)
             codes, symbols, words, states = room.at
             bits, beyond = _symbols_of(
                 z.data_ptr(), first, last, geo.channels, channel, rows, inverse, seed, codes, symbols
             )
-            used = _taken_in(symbols, count, address(shares), words, states)
+            used = _taken_in(symbols, count, address(shares), address(word_places), words, states)
             streams[i] = _Stream((used, beyond, -(-bits // 16) * 2), count, room)
 
     over_rows(work, geo.streams, z.nbytes)
@@ -199,24 +197,21 @@ def _symbols_of(z, first, last, channels, channel, rows, inverse, seed, codes, s
             put_half(symbols, at + j, symbol_of(value, scale, context_of(scale, dither, row)))
         for j in range(channels):
             bits += np.int64(raw_of(scale_of(get_int(channel, j), row)))
-            beyond += (np.int64(get_half(symbols, at + j)) & 15) == 0
+        beyond += _beyond(symbols + 2 * at, channels)
     return bits, beyond
 
 
 @kernel
-def _taken_in(symbols, count, shares, words, states) -> Any:
+def _taken_in(symbols, count, table, places, words, states) -> Any:
     """Encode symbols into states from the last to the first; fill `words` from its end, and return their number."""
-    word = words + 2 * count
+    end = words + 2 * count
     for lane in range(LANES):
         put_int(states, lane, BEGIN)
-    for place in range(count - 1, -1, -1):
-        entry, lane = get_word(shares, get_half(symbols, place)), place & (LANES - 1)
-        state = np.int64(get_int(states, lane))
-        full = is_full(state, entry)
-        put_half(word, -1, state)
-        word -= 2 * full
-        put_int(states, lane, with_symbol(state >> (WORD * full), entry))
-    return (words + 2 * count - word) >> 1
+    for place in range(count, (count + 7) // 8 * 8):
+        put_half(symbols, place, NEUTRAL)
+    for place in range((count - 1) // 8 * 8, -1, -8):
+        end -= 2 * encoded_eight(states + 4 * (place & (LANES - 1)), symbols + 2 * place, table, places, end)
+    return (words + 2 * count - end) >> 1
 
 
 @helper
@@ -247,13 +242,24 @@ def _put_rest(codes, symbols, first, last, channels, channel, rows, beyond, coun
                 part = np.int64(get_int(codes, at + j)) & ((1 << width) - 1)
                 put_int(to, 0, np.int64(get_int(to, 0)) | (part << (bit & 7)))
                 bit += width
-        if count > 0:
-            for j in range(channels):
-                if np.int64(get_half(symbols, at + j)) & 15 == 0:
-                    width = np.int64(raw_of(scale_of(get_int(channel, j), row)))
-                    put_half(beyond, 0, min(max(np.int64(get_int(codes, at + j)) >> width, -32768), 32767))
-                    beyond, count = beyond + 2, count - 1
+        here = _beyond(symbols + 2 * at, channels) if count > 0 else 0
+        j = 0
+        while here > 0:
+            if get_half(symbols, at + j) & 15 == 0:
+                width = np.int64(raw_of(scale_of(get_int(channel, j), row)))
+                put_half(beyond, 0, min(max(np.int64(get_int(codes, at + j)) >> width, -32768), 32767))
+                beyond, here = beyond + 2, here - 1
+            j += 1
         at += channels
+
+
+@helper
+def _beyond(symbols, count) -> Any:
+    """How many of these symbols stand for codes beyond them."""
+    beyond = 0
+    for j in range(count):
+        beyond += (np.int64(get_half(symbols, j)) & 15) == 0
+    return beyond
 
 
 @kernel
@@ -267,44 +273,57 @@ def _contexts_of(first, last, channels, channel, rows, seed, out) -> None:
 
 
 @kernel
-def _given_out(states, word, words, limits, count, out) -> Any:
+def _given_out(states, word, words, limits, places, count, out, spare) -> Any:
     """Replace the tables of codes by the codes' upper parts, and by `BEYOND` for codes beyond the symbols.
 
+    Args:
+        spare: 64 bytes, for the last words and tables, which eight symbols would read beyond.
+
     Returns:
-        Words used, codes beyond the symbols, and whether all states have returned to their initial value.
+        Words used, and whether all states have returned to their initial value.
     """
-    used, beyond = 0, 0
-    for place in range(count):
-        row, lane = limits + 2 * STRIDE * np.int64(get_int(out, place)), place & (LANES - 1)
-        state = np.int64(get_int(states, lane)) & 0xFFFFFFFF
-        slot = state & (TOTAL - 1)
-        symbol = symbol_at(row, slot)
-        state = without_symbol(state, slot, row, symbol)
-        empty = np.int64(state < BEGIN)
-        state = refilled(state, empty, get_half(word, lesser64(used, words)))
-        used += empty
-        beyond += np.int64(symbol == 0)
-        put_int(states, lane, state)
-        put_int(out, place, symbol - MIDDLE)
+    used = 0
+    for place in range(0, count, 8):
+        line, at = out + 4 * place, word + 2 * used
+        if used + 8 > words:
+            at = spare + 48
+            for k in range(8):
+                put_half(at, k, get_half(word, used + k) if used + k < words else 0)
+        if place + 8 > count:
+            for k in range(8):
+                put_int(spare, k, get_int(line, k) if place + k < count else CONTEXTS)
+            used += decoded_eight(states + 4 * (place & (LANES - 1)), spare, limits, places, at)
+            for k in range(count - place):
+                put_int(line, k, get_int(spare, k))
+        else:
+            used += decoded_eight(states + 4 * (place & (LANES - 1)), line, limits, places, at)
     whole = True
     for lane in range(LANES):
         whole = whole and get_int(states, lane) == BEGIN
-    return used, beyond, whole
+    return used, whole
 
 
 @kernel
 def _numbers_of(first, last, channels, channel, rows, steps, seed, draw, beyond, count, raw, out) -> Any:
-    """Replace the upper parts of codes by coefficients; return the number of bytes of lowest bits."""
+    """Replace the upper parts of codes by coefficients.
+
+    Returns:
+        The number of bytes of lowest bits, and of codes beyond the symbols.
+    """
     low, bit, left = beyond + 2 * count, 0, count
     columns = np.empty(channels, np.int64)
     wide = _wide_columns(columns, channel, rows, first, last)
     for r in range(first, last):
         row, step, line = get_int(rows, r), get_float(steps, r), out + 4 * r * channels
-        if count > 0:
-            for j in range(channels):
-                if get_int(line, j) == BEYOND:
-                    put_int(line, j, np.int64(np.int16(get_half(beyond, 0))) if left > 0 else 0)
-                    beyond, left = beyond + 2 * (left > 0), left - 1
+        here = 0
+        for j in range(channels):
+            here += np.int64(get_int(line, j) == BEYOND)
+        j = 0
+        while here > 0:
+            if get_int(line, j) == BEYOND:
+                put_int(line, j, np.int64(np.int16(get_half(beyond, 0))) if left > 0 else 0)
+                beyond, left, here = beyond + 2 * (left > 0), left - 1, here - 1
+            j += 1
         for k in range(wide):
             j = columns[k]
             width = np.int64(raw_of(scale_of(get_int(channel, j), row)))
@@ -317,4 +336,4 @@ def _numbers_of(first, last, channels, channel, rows, steps, seed, draw, beyond,
             if draw:
                 middle = drawn(middle, scale_of(get_int(channel, j), row))
             put_float(line, j, middle * step)
-    return ((bit + 15) >> 4) * 2
+    return ((bit + 15) >> 4) * 2, count - left

@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba.types import float32, int32, int64, uint16
+from numba.types import float32, int32, int64
 
 from lowbit.codecs.transform_quant import tables
-from lowbit.codecs.transform_quant.reference import FARTHEST, LIMIT, WORD
+from lowbit.codecs.transform_quant.reference import BEGIN, FARTHEST, LIMIT, WORD
 from lowbit.codecs.transform_quant.tables import (
     BORDERS,
+    CONTEXTS,
     DEAD,
     DITHERS,
     HIGHEST,
@@ -23,13 +24,16 @@ from lowbit.codecs.transform_quant.tables import (
     NOISE,
     PRECISION,
     ROOT,
+    STRIDE,
     SYMBOLS,
     TOTAL,
 )
 from lowbit.kernels.cpu.formulas import greater, greater32, lesser, lesser32, magnitude, power_of_two
 from lowbit.kernels.cpu.jit import operation
-from lowbit.kernels.cpu.memory import F32, I16, I32, I64
+from lowbit.kernels.cpu.memory import F32, I8, I16, I32, I64
 
+EIGHT_I16, EIGHT_I32, EIGHT_F32 = (ir.VectorType(kind, 8) for kind in (I16, I32, F32))
+NEUTRAL = CONTEXTS << 4  # a symbol that leaves a state as it is; likewise the context CONTEXTS
 DEAD_TOKEN = -(1 << 20)  # addend to scales that marks a token without coefficients
 
 
@@ -111,66 +115,111 @@ def drawn(b: Any, middle: Any, scale: Any) -> Any:
     return b.select(b.fcmp_ordered("<", middle, F32(0)), b.fneg(size), size)
 
 
-@operation(int64, int64, int64)
-def symbol_at(b: Any, row: Any, slot: Any) -> Any:
-    """Find the symbol between whose limits in a table's row, at this address, a slot lies."""
-    kind = ir.VectorType(I16, SYMBOLS)
-    limits = b.load(b.inttoptr(row, ir.PointerType(kind)), align=2)
-    one = b.insert_element(ir.Constant(kind, ir.Undefined), b.trunc(slot, I16), I32(0))
-    wanted = b.shuffle_vector(one, one, ir.Constant(ir.VectorType(I32, SYMBOLS), [0] * SYMBOLS))
-    below = b.bitcast(b.icmp_unsigned("<=", limits, wanted), I16)
-    return b.sub(b.zext(b.ctpop(below), I64), I64(1))
+@operation(int64, int64, int64, int64, int64, int64)
+def encoded_eight(b: Any, states: Any, symbols: Any, table: Any, places: Any, end: Any) -> Any:
+    """Encode eight symbols, 16 bits each, into eight states; return the number of words.
+
+    The words of states that would get too large are written so that the last one ends at `end`, in the states' order.
+    What is below them may be overwritten as well.
+
+    Args:
+        table, places: addresses of `shares` and `word_places`.
+    """
+    state = b.load(_at(b, states, 0, EIGHT_I32), align=4)
+    share = ir.Constant(EIGHT_I32, ir.Undefined)
+    for lane in range(8):
+        symbol = b.zext(b.load(_at(b, symbols, 2 * lane, I16), align=2), I64)
+        entry = b.load(_at(b, b.add(table, b.shl(symbol, I64(2))), 0, I32), align=4)
+        share = b.insert_element(share, entry, I32(lane))
+    start = b.and_(share, _all(EIGHT_I32, TOTAL - 1))
+    share = b.lshr(share, _all(EIGHT_I32, 16))
+    full = b.icmp_unsigned(">=", state, b.shl(share, _all(EIGHT_I32, LIMIT)))
+    mask = b.zext(b.bitcast(full, I8), I64)
+    word, places = b.trunc(state, EIGHT_I16), b.add(places, b.shl(mask, I64(3)))
+    for lane in reversed(range(8)):  # a state without a word writes where the next one below it does
+        place = b.zext(b.load(_at(b, places, lane, I8), align=1), I64)
+        b.store(b.extract_element(word, I32(lane)), _at(b, b.sub(end, place), 0, I16), align=2)
+    state = b.select(full, b.lshr(state, _all(EIGHT_I32, WORD)), state)
+    # The quotient is below 2^19, so rounding errors of float32 change it by at most 1.
+    quotient = b.fptosi(b.fdiv(b.sitofp(state, EIGHT_F32), b.sitofp(share, EIGHT_F32)), EIGHT_I32)
+    rest = b.sub(state, b.mul(quotient, share))
+    below = b.sext(b.icmp_signed("<", rest, _all(EIGHT_I32, 0)), EIGHT_I32)
+    quotient, rest = b.add(quotient, below), b.add(rest, b.and_(share, below))
+    above = b.sext(b.icmp_signed(">=", rest, share), EIGHT_I32)
+    quotient, rest = b.sub(quotient, above), b.sub(rest, b.and_(share, above))
+    state = b.add(b.shl(quotient, _all(EIGHT_I32, PRECISION)), b.add(rest, start))
+    b.store(state, _at(b, states, 0, EIGHT_I32), align=4)
+    return b.ctpop(mask)
 
 
-@operation(int64, int64, int64)
-def is_full(b: Any, state: Any, entry: Any) -> Any:
-    """Whether a state must output a word before it encodes a symbol (see `shares`), as 0 or 1."""
-    share = b.and_(b.lshr(entry, I64(PRECISION)), I64(2 * TOTAL - 1))
-    return b.zext(b.icmp_unsigned(">=", state, b.shl(share, I64(LIMIT))), I64)
+@operation(int64, int64, int64, int64, int64, int64)
+def decoded_eight(b: Any, states: Any, contexts: Any, limits: Any, places: Any, words: Any) -> Any:
+    """Decode a symbol from each of eight states, and write its upper code in the place of its context, 32 bits each.
+
+    Args:
+        limits, places: addresses of `padded_limits` and `word_places`. words: where eight must be readable.
+
+    Returns:
+        The number of words that were taken.
+    """
+    state = b.load(_at(b, states, 0, EIGHT_I32), align=4)
+    slot, pair, code = b.and_(state, _all(EIGHT_I32, TOTAL - 1)), *2 * [ir.Constant(EIGHT_I32, ir.Undefined)]
+    slots = b.trunc(slot, EIGHT_I16)
+    row_type = ir.VectorType(I16, SYMBOLS)
+    for lane in range(8):
+        context = b.zext(b.load(_at(b, contexts, 4 * lane, I32), align=4), I64)
+        row = b.add(limits, b.mul(context, I64(2 * STRIDE)))
+        wanted = b.shuffle_vector(slots, slots, ir.Constant(ir.VectorType(I32, SYMBOLS), [lane] * SYMBOLS))
+        below = b.icmp_unsigned("<=", b.load(_at(b, row, 0, row_type), align=2), wanted)
+        number = b.zext(b.ctpop(b.bitcast(below, I16)), I64)  # one more than the symbol
+        limit = b.load(_at(b, b.add(row, b.shl(number, I64(1))), -2, I32), align=2)
+        pair = b.insert_element(pair, limit, I32(lane))
+        code = b.insert_element(code, b.trunc(number, I32), I32(lane))
+    start, end = b.and_(pair, _all(EIGHT_I32, 0xFFFF)), b.lshr(pair, _all(EIGHT_I32, 16))
+    state = b.mul(b.sub(end, start), b.lshr(state, _all(EIGHT_I32, PRECISION)))
+    state = b.add(state, b.sub(slot, start))
+    empty = b.icmp_unsigned("<", state, _all(EIGHT_I32, BEGIN))
+    mask = b.zext(b.bitcast(empty, I8), I64)
+    places, word = b.add(places, b.shl(mask, I64(3))), ir.Constant(EIGHT_I16, ir.Undefined)
+    top = b.add(words, b.shl(b.ctpop(mask), I64(1)))
+    for lane in range(8):
+        place = b.zext(b.load(_at(b, places, lane, I8), align=1), I64)
+        word = b.insert_element(word, b.load(_at(b, b.sub(top, place), 0, I16), align=2), I32(lane))
+    fresh = b.or_(b.shl(state, _all(EIGHT_I32, WORD)), b.zext(word, EIGHT_I32))
+    b.store(b.select(empty, fresh, state), _at(b, states, 0, EIGHT_I32), align=4)
+    b.store(b.sub(code, _all(EIGHT_I32, MIDDLE + 1)), _at(b, contexts, 0, EIGHT_I32), align=4)
+    return b.ctpop(mask)
 
 
-@operation(int64, int64, int64)
-def with_symbol(b: Any, state: Any, entry: Any) -> Any:
-    """Encode a symbol into a state below 2^31: the quotient by the symbol's share is a product and a shift."""
-    start = b.and_(entry, I64(TOTAL - 1))
-    share = b.and_(b.lshr(entry, I64(PRECISION)), I64(2 * TOTAL - 1))
-    shift = b.and_(b.lshr(entry, I64(25)), I64(63))
-    upper = b.lshr(b.mul(state, b.lshr(entry, I64(31))), shift)
-    return b.add(b.add(state, start), b.mul(upper, b.sub(I64(TOTAL), share)))
+def _at(b: Any, address: Any, offset: int, kind: ir.Type) -> Any:
+    return b.inttoptr(b.add(address, I64(offset)), ir.PointerType(kind))
 
 
-@operation(int64, int64, int64, int64, int64)
-def without_symbol(b: Any, state: Any, slot: Any, row: Any, symbol: Any) -> Any:
-    """Remove a symbol from a state, by the limits in its table's row."""
-    limits = b.gep(b.inttoptr(row, ir.PointerType(I16)), [symbol])
-    start = b.zext(b.load(limits, align=2), I64)
-    end = b.zext(b.load(b.gep(limits, [I64(1)]), align=2), I64)
-    return b.add(b.mul(b.sub(end, start), b.lshr(state, I64(PRECISION))), b.sub(slot, start))
+def _all(kind: ir.VectorType, value: int) -> ir.Constant:
+    return ir.Constant(kind, [value] * kind.count)
 
 
-@operation(int64, int64, int64, uint16)
-def refilled(b: Any, state: Any, empty: Any, word: Any) -> Any:
-    """Return the state, with a word appended at its low end if `empty`."""
-    fresh = b.or_(b.shl(state, I64(WORD)), b.zext(word, I64))
-    return b.select(b.icmp_signed("!=", empty, I64(0)), fresh, state)
+@functools.cache
+def word_places() -> np.ndarray:
+    """By mask of the states that have a word, and state: bytes from its word to the end of all words, uint8 (256, 8).
 
-
-@operation(int64, int64, int64)
-def lesser64(b: Any, i: Any, j: Any) -> Any:
-    """The smaller of two integers, without a branch."""
-    return b.select(b.icmp_signed("<", i, j), i, j)
+    For a state without a word these are the bytes from the end to the word below the next.
+    """
+    has = np.arange(256)[:, None] >> np.arange(8) & 1
+    above = has[:, ::-1].cumsum(1)[:, ::-1] - has
+    return (2 * (above + 1)).astype(np.uint8)
 
 
 @functools.cache
 def shares() -> np.ndarray:
-    """One uint64 per symbol (16 per table), from low bits up: start (12 bits), share (13), shift (6), factor (33).
+    """Start and share of each symbol of each context, start | share << 16, int32; the last one leaves a state as it is."""
+    limits = np.minimum(padded_limits()[:, : SYMBOLS + 1].astype(np.int32), TOTAL)
+    return np.ascontiguousarray(limits[:, :-1] | np.diff(limits, axis=1) << 16)
 
-    The factor is 2^shift / share, rounded up, with 31 + ceil(log2(share)) for the shift: its product with a number
-    below 2^31, shifted back, is the quotient by the share, rounded down.
-    """
-    limits = tables.limits()[:, : SYMBOLS + 1].astype(np.int64)
-    start, share = limits[:, :-1].reshape(-1), np.diff(limits, axis=1).reshape(-1)
-    shift = np.array([30 + int(s - 1).bit_length() + 1 for s in share])
-    factor = np.array([-(-(1 << int(n)) // int(s)) for n, s in zip(shift, share, strict=True)], np.uint64)
-    packed = start | share << PRECISION | shift << 25
-    return packed.astype(np.uint64) | factor << np.uint64(31)
+
+@functools.cache
+def padded_limits() -> np.ndarray:
+    """`tables.limits`, and a context that has one symbol, so that it leaves a state as it is."""
+    whole = np.full((1, STRIDE), 0xFFFF, np.uint16)
+    whole[0, :2] = 0, TOTAL
+    return np.concatenate([tables.limits(), whole])

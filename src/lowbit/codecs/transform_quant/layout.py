@@ -50,7 +50,7 @@ def suited(rows: int, channels: int) -> tuple[int, int]:
     their directions, so their number depends on the width alone. A new direction costs 8 / rows bits an element: each
     message brings an eighth of the directions, fewer where they would take more than 1/8 bit, but always one.
     """
-    directions = min(128, max(1, channels // 4))
+    directions = min(64, max(1, channels // 4))
     return directions, max(1, min(ceil_div(directions, 8), rows // 64))
 
 

@@ -29,7 +29,11 @@ def timeline_part(events: Sequence[Event]) -> Part:
     if left_out > 0:
         shown = sorted(shown, key=lambda e: -e["dur"])[:_MOST_SPANS]
     shown.sort(key=lambda e: (e["pid"], e["tid"], e["ts"], -e["dur"]))
-    spans = [(e["cat"], _track(e), (e["ts"] - begin) / 1e3, e["dur"] / 1e3, _about(e)) for e in shown]
+    tracks = [f"{e['pid']:.0f} → {e['tid'] - 1:.0f}" if e["tid"] else f"rank {e['pid']:.0f}" for e in shown]
+    spans = [
+        (e["cat"], track, (e["ts"] - begin) / 1e3, e["dur"] / 1e3, _about(e))
+        for e, track in zip(shown, tracks, strict=True)
+    ]
     text = (
         f"Step {chosen} on the clock of rank 0. Drag to zoom, double-click to return. A message is being sent until "
         "the operating system has taken its last byte."
@@ -74,10 +78,6 @@ def own_times(events: Sequence[Event]) -> dict[str, float]:
 def _step(event: Event) -> int | None:
     step = event["args"].get(_STEP)
     return step if event["name"] == _STEP and isinstance(step, int) else None
-
-
-def _track(event: Event) -> str:
-    return f"rank {event['pid']:.0f}" if not event["tid"] else f"{event['pid']:.0f} → {event['tid'] - 1:.0f}"
 
 
 def _about(event: Event) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -49,13 +48,14 @@ class ShareExchange:
             DamagedError: a tensor arrived damaged. PeerError: a rank ended or does not answer.
         """
         wanted_by_rank = gather_json(wanted, self._group)
-        together(partial(self._transfer, wanted_by_rank), self._group)
-        return self._received
 
-    def _transfer(self, wanted_by_rank: list[list[Item]]) -> None:
-        under_way = [self._pieces(receiver, items) for receiver, items in enumerate(wanted_by_rank)]
-        while under_way:
-            under_way = [pieces for pieces in under_way if next(pieces, _OVER) is not _OVER]
+        def transfer() -> None:
+            under_way = [self._pieces(receiver, items) for receiver, items in enumerate(wanted_by_rank)]
+            while under_way:
+                under_way = [pieces for pieces in under_way if next(pieces, _OVER) is not _OVER]
+
+        together(transfer, self._group)
+        return self._received
 
     def _pieces(self, receiver: int, items: list[Item]) -> Iterator[None]:
         """Do this rank's part in sending `items` to a receiver; yield after each piece."""

@@ -80,7 +80,7 @@ def resume(
     raise_everywhere(problem, group)
     if rank == 0 and sources.fresh:
         log.warning("%s: codecs start without their earlier state at %s", where, ", ".join(sources.fresh))
-    return saved.step, [*saved.first.changes, *(change.at(saved.step) for change in changes)]
+    return saved.step, [*saved.first.changes, *({"step": saved.step, **change._asdict()} for change in changes)]
 
 
 def _compare(
@@ -212,7 +212,11 @@ class _Sources:
             for other, memory in memories.items()
             if other.direction == end.direction and memory.has_choice and _same(memory.codec, codec)
         ]
-        return min(near, key=lambda each: each[:3])[-1].choice_only() if near else None
+        if not near:
+            return None
+        memory = min(near, key=lambda each: each[:3])[-1]
+        choices = {path: v for path, v in memory.values.items() if path.endswith("/choice")}
+        return dataclasses.replace(memory, values=choices, items={}, whole=False)  # which also fits other places
 
     def _fits(self, memory: _Memory, codec: str) -> bool:
         """Whether a codec can use a memory: the same format and, unless shapes share a memory, the same shape."""
@@ -237,11 +241,6 @@ class _Memory:
     @property
     def has_choice(self) -> bool:
         return any(path.endswith("/choice") for path in self.values)
-
-    def choice_only(self) -> _Memory:
-        """Return the choice alone, which also fits other places."""
-        choices = {path: v for path, v in self.values.items() if path.endswith("/choice")}
-        return dataclasses.replace(self, values=choices, items={}, whole=False)
 
 
 def _memories(saved: SavedStep) -> dict[int, dict[End, _Memory]]:

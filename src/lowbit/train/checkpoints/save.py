@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -65,20 +64,17 @@ class Checkpoints:
         manifest = replace(run, step=step, rank=self.rank, codecs=snapshot.codecs, aliases=snapshot.aliases)
 
         def stage() -> None:
-            # A folder in the share's place that this run did not make, such as a copied checkpoint, gets another name.
-            names = {path.name for path in target.iterdir()} if target.is_dir() else set()
-            if names - set(FILES) or (names and self._output.foreign(self._files(target))):
-                target.rename(target.with_name(f"{target.name}.kept-{time.time_ns()}"))
-            self._output.note(*self._files(target), *self._files(staged(target)))
+            paths = (share / file for share in (target, staged(target)) for file in FILES)
+            self._output.note(*(path.relative_to(self._output.path).as_posix() for path in paths))
             stage_share(target, manifest, snapshot.tensors)
 
         def attempt(work: Callable[[], None]) -> str:
             try:
                 work()
+                return ""
             except OSError as error:
                 reason = error.strerror or str(error)
                 return f"rank {self.rank} cannot write its share of step {step}, {target}: {reason}"
-            return ""
 
         for work in (stage, partial(commit_share, target)):
             if problems := [text for text in together(partial(attempt, work), group) if text]:
@@ -89,20 +85,10 @@ class Checkpoints:
                 raise TransientError(f"{'; '.join(problems)}; older checkpoints are as they were")
         self._drop_older_than(step)
 
-    def _files(self, share: Path) -> list[str]:
-        """Names of a share's files, relative to the folder of the run."""
-        return [f"{FOLDER}/{share.parent.name}/{share.name}/{file}" for file in FILES]
-
     def _drop_older_than(self, newest: int) -> None:
-        """Drop this run's steps that are older than the last `keep`, including shares of ranks that no longer exist."""
-        recorded = self._output.made()
-        own = {
-            step: [share for share in shares_in(path).values() if self._files(share)[0] in recorded]
-            for step, path in steps_in(self.folder).items()
-            if step <= newest
-        }
-        steps = sorted(step for step, shares in own.items() if shares)
-        for share in (share for step in steps[: -self.keep] for share in own[step]):
+        """Drop steps that are older than the last `keep`, including shares of ranks that no longer exist."""
+        own = [shares_in(path) for step, path in steps_in(self.folder).items() if step <= newest]
+        for share in (share for shares in [each for each in own if each][: -self.keep] for share in shares.values()):
             with contextlib.suppress(OSError):  # it holds something else, or another rank was faster
                 remove_share(staged(share))
                 remove_share(share)

@@ -24,7 +24,6 @@ from lowbit.train.checkpoints.manifest import (
 )  # fmt: skip
 from lowbit.train.checkpoints.save import raise_everywhere, together
 from lowbit.train.checkpoints.share import commit_share, verify_share
-from lowbit.train.layout import parameters_at
 from lowbit.wire.json_values import gather_json
 
 log = logging.getLogger(__name__)
@@ -58,18 +57,12 @@ class SavedStep:
     @property
     def sufficient(self) -> bool:
         """Whether the shares hold the whole model; of several pipelines with equal weights, one suffices."""
-        if not self.shares:
-            return False
-        places = self.first.layout["pipeline.ranks"]
+        places = self.first.layout["pipeline.ranks"] if self.shares else 1
         return {rank % places for rank in self.shares} == set(range(places))
 
 
 class Search:
-    """Searches the disks of all ranks; every rank makes and uses one.
-
-    Args:
-        folder: of checkpoints on this rank's disk; it need not exist.
-    """
+    """Searches the disks of all ranks; every rank makes and uses one. The folder need not exist."""
 
     def __init__(self, folder: Path, group: dist.ProcessGroup | None) -> None:
         self._folder, self._group = folder, group
@@ -160,10 +153,7 @@ class Search:
         reasons = [f"{share} {reason}" for share, reason in sorted(damaged.items())]
         for key, holders in ((key, holders) for key, holders in self._holders.items() if key[0] == step):
             absent = [r for r in range(self._ranks[key]) if r not in holders and f"rank-{r}" not in damaged]
-            saved = self._verified.get(key)
-            for rank in absent[:_NAMED]:
-                held = f" ({parameters_at(saved.first.layout, rank)})" if saved is not None and saved.shares else ""
-                reasons.append(f"rank-{rank}{held} is on no rank's disk")
+            reasons += [f"rank-{rank} is on no rank's disk" for rank in absent[:_NAMED]]
             if more := absent[_NAMED:]:
                 reasons.append(f"{len(more)} more up to rank-{more[-1]} are on no rank's disk")
         return ", ".join(reasons)
