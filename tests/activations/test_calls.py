@@ -57,6 +57,10 @@ ARGUMENTS: dict[Any, dict[str, Any]] = {
     functional.gelu: ON_H | {"approximate": "tanh"},
     functional.dropout: ON_H | {"p": 0.5, "training": True, "inplace": False},
     functional.softmax: ON_H | {"dim": -1, "_stacklevel": 3, "dtype": torch.float32},
+    functional.cross_entropy: {
+        "input": lambda v: v.h.bfloat16().float(), "target": torch.arange(40) % DIM, "weight": None,
+        "size_average": None, "ignore_index": 3, "reduce": None, "reduction": "sum", "label_smoothing": 0.0,
+    },
     torch.split: {"tensor": lambda v: v.h, "split_size_or_sections": [8, 24], "dim": 1},
     Tensor.split: ON_H | {"split_size": [8, 24], "dim": 1},
     Tensor.unflatten: ON_H | {"dim": 1, "sizes": (4, -1)},
