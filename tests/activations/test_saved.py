@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from lowbit.activations import LayerAware, compress_saved_, follow
+from lowbit.activations import LayerAware, compress_saved_, counted, follow
 from lowbit.codecs import GroupInt
 from tests.activations.models import (
     DIM,
@@ -266,6 +267,33 @@ def test_an_empty_batch_goes_through():
 
 
 # -------------------------------------------------------------------------------------------------- all the rest
+
+
+def test_functions_that_save_whole_tensors_are_named_once(caplog: pytest.LogCaptureFixture):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 8), nn.ReLU())
+    model[2].forward = lambda x: Doubled.apply(x)
+    compress_saved_(model)
+    with torch.no_grad():
+        model(torch.randn(64, 8))
+    assert not caplog.records
+    for _ in range(2):
+        with counted(model):  # its hooks hide nothing
+            loss = model(torch.randn(64, 8)).sum()
+        loss.backward()
+    [record] = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.message == "Sequential saves whole tensors for backward in functions: Doubled, Tanh"
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x.double())
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> Tensor:
+        return 2 * grad_out
 
 
 def test_mistakes_are_named():

@@ -37,6 +37,7 @@ from lowbit.activations.recipes import (
     takes,
 )
 from lowbit.activations.sharded import on_shards
+from lowbit.activations.uncompressed import uncompressed
 from lowbit.codecs import Codec
 
 log = logging.getLogger(__name__)
@@ -62,9 +63,10 @@ def handles(*functions: Any) -> Callable[[Any], Any]:
 
 @dataclass
 class Shared:
-    """What the modules of one compressed model share."""
+    """What the modules of one compressed model share. `looked`: names of modules after whose first pass it looked."""
 
     policy: LayerAware
+    looked: set[str] = field(default_factory=set)
     _codecs: dict[tuple[str, str], Codec | None] = field(default_factory=dict)
 
     def codec(self, kind: str, name: str, x: Tensor | None = None) -> Codec | None:
@@ -222,7 +224,14 @@ def _run(module: nn.Module, layer: Layer, *args: Any, **kwargs: Any) -> Any:
 @torch.compiler.disable(reason="lowbit.activations follows tensors, which graphs do not see")
 def _outermost(module: nn.Module, layer: Layer, *args: Any, **kwargs: Any) -> Any:
     with Following():
-        return _run(module, layer, *args, **kwargs)
+        out = _run(module, layer, *args, **kwargs)
+    if module.training and layer.name not in layer.shared.looked:
+        names = uncompressed(module, (args, kwargs), out)
+        if names is not None:
+            layer.shared.looked.add(layer.name)
+        if names:
+            say_once(f"{type(module).__name__} saves whole tensors for backward in functions: {', '.join(names)}")
+    return out
 
 
 class Following(TorchFunctionMode):

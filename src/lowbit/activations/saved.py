@@ -45,6 +45,7 @@ def compress_saved_(model: nn.Module, policy: LayerAware | LayerPlan | None = No
     attention written out as products and softmax, are recognized. Tensors of any other function, such as the scans of
     state-space models, and of autograd functions written in Python, except Megatron-Core's, are saved uncompressed.
 
+    The first training pass logs the functions whose uncompressed tensors are each more than a tenth of what is kept.
     `counted` counts what a model keeps, by module: run it before and after to see what is left.
 
     Call it before `torch.compile`, DDP and `fully_shard`. Sharding must keep a norm together with the linear layers
