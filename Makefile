@@ -18,7 +18,7 @@ TORCH  ?= 2.15.0
 OTHER  := .venv-torch/$(TORCH)
 ENGINES := .venv-engines
 # Those of Transformers and of vLLM's stand-in run in `make test`, with the same PyTorch and Transformers.
-ENGINE_TESTS := $(addprefix tests/integrations/test_,torchft.py train.py train_traffic.py torchtitan.py megatron.py megatron_layers.py pages.py)
+ENGINE_TESTS := $(addprefix tests/integrations/test_,torchft.py train.py torchtitan.py megatron.py megatron_layers.py pages.py)
 TORCH_TESTS := $(addprefix tests/,pipeline train/test_loop.py activations/test_distributed.py wire/test_pytorch.py) \
   $(addprefix tests/test_docs.py::,test_python_runs test_scripts_for_several_ranks_run)
 # Not on the terminal: what the theme's authors have to say of MkDocs 2.

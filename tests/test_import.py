@@ -13,9 +13,7 @@ SOURCE = Path(__file__).parents[1] / "src"
 HEAVY = {"numba", "transformers", "rich", "matplotlib", "pydantic", "tensorboard", "datasets"}
 PUBLIC = {
     "lowbit": "__version__",
-    "lowbit.activations": (
-        "Compressed LayerAware LayerChoice LayerPlan checkpoint_ compress_saved_ counted low_bit_saved restore_"
-    ),
+    "lowbit.activations": ("Compressed LayerAware LayerChoice LayerPlan checkpoint_ compress_saved_ counted restore_"),
     "lowbit_lab.bench": "COMMANDS",
     "lowbit.cli": "main",
     "lowbit.config": ("ConfigError NonNegative Positive Setting build resolve section settings_of to_toml"),

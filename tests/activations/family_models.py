@@ -11,14 +11,12 @@ from torch.nn import functional
 
 Family = Literal[
     "llama", "qwen3", "gemma3", "phi3", "glm4", "cohere", "opt", "gpt-neox", "falcon", "gpt2", "megatron",
-    "bloom", "nemotron", "gemma2-eager", "mamba", "rwkv", "lora", "lora-dropout", "lora-dora",
+    "bloom", "gemma2-eager", "lora", "lora-dropout",
 ]  # fmt: skip
 FAMILIES: tuple[Family, ...] = get_args(Family)
 NAMES = {"gemma3": "gemma3_text", "gpt-neox": "gpt_neox", "gemma2-eager": "gemma2"}
 WIDE = {"opt": "ffn_dim", "gpt-neox": "intermediate_size", "falcon": "ffn_hidden_size", "gpt2": "n_inner"}
 """Families whose feed-forward block has two matrices, four times as wide as the model, and their setting for it."""
-SCANS = ("mamba", "rwkv")
-"""Families without attention: a scan passes over the tokens one after the other."""
 
 
 def family_model(family: Family, *, dim: int, layers: int, vocab: int, sequence: int, seed: int = 0) -> Any:
@@ -32,7 +30,7 @@ def family_model(family: Family, *, dim: int, layers: int, vocab: int, sequence:
     if family.startswith("lora"):
         model = family_model("llama", dim=dim, layers=layers, vocab=vocab, sequence=sequence, seed=seed)
         dropout = 0.1 if family == "lora-dropout" else 0.0
-        return _with_adapters(model.bfloat16(), dropout, dora=family == "lora-dora")
+        return _with_adapters(model.bfloat16(), dropout)
     from transformers import AutoConfig, AutoModelForCausalLM
 
     heads = max(1, dim // 32)
@@ -43,23 +41,21 @@ def family_model(family: Family, *, dim: int, layers: int, vocab: int, sequence:
     if family in WIDE:
         sizes |= {WIDE[family]: 4 * dim} | dict.fromkeys(("attention_dropout", "attn_pdrop"), 0.0)
         sizes |= {"word_embed_proj_dim": dim} if family == "opt" else {}
-    elif family in SCANS:
-        sizes |= {"context_length": sequence}
     elif family == "bloom":
         sizes |= {"n_head": sizes.pop("num_attention_heads"), "n_layer": sizes.pop("num_hidden_layers")}
     else:
         sizes |= {"intermediate_size": 11 * dim // 4, "num_key_value_heads": max(1, heads // 2), "head_dim": 32}
     config = AutoConfig.for_model(NAMES.get(family, family), **sizes)
-    attention = "eager" if family in ("bloom", "gemma2-eager", *SCANS) else "sdpa"
+    attention = "eager" if family in ("bloom", "gemma2-eager") else "sdpa"
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, trust_remote_code=False)
     return model.float().train()
 
 
-def _with_adapters(model: Any, dropout: float, *, dora: bool) -> Any:
+def _with_adapters(model: Any, dropout: float) -> Any:
     """Add LoRA of rank 8 to all linear layers. The second matrices are random: zeros would make most gradients 0."""
     from peft import LoraConfig, get_peft_model
 
-    config = LoraConfig(r=8, lora_alpha=16, lora_dropout=dropout, use_dora=dora, target_modules="all-linear")
+    config = LoraConfig(r=8, lora_alpha=16, lora_dropout=dropout, target_modules="all-linear")
     model = get_peft_model(model, config)  # it casts adapters to float32
     for name, parameter in model.named_parameters():
         if "lora_B" in name:

@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lowbit.codecs import GroupInt
 
 DIM, FFN, ROWS, LENGTH, VOCAB = 32, 72, 2, 20, 31
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text", "gpt2")
 
 
 class Gated(nn.Module):

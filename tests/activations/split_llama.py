@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import Schedule1F1B
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -48,7 +47,7 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelLayout:
-    """How a model is split. `sequence`: sequence parallel; `zero`: ZeRO-1, the optimizer's states over the replicas.
+    """How a model is split. `sequence`: sequence parallel.
 
     Replicas store gradients in FP8 and average them by an 8-bit all-reduce.
     """
@@ -57,7 +56,6 @@ class ParallelLayout:
     tensor: int = 1
     data: int = 1
     sequence: bool = False
-    zero: bool = False
 
     @property
     def ranks(self) -> int:
@@ -156,7 +154,7 @@ def made(sizes: Sizes, policy: str, index: int = 0, count: int = 1) -> LlamaStag
     """Make a stage that keeps activations by this policy."""
     stage, chosen = LlamaStage(sizes, index, count), POLICIES[policy]
     if chosen is not None:
-        compress_saved_(stage, chosen, report=False)
+        compress_saved_(stage, chosen)
     return stage
 
 
@@ -189,8 +187,6 @@ def measured(sizes: Sizes, layout: ParallelLayout, policy: str) -> dict[str, Any
         "kept_alone": kept_alone,
         "error": error_of(own, exact),
         "error_alone": error_of({name: expected[name] for name in own}, exact),
-        "gradient_bytes": storage.nbytes if storage else _bytes(p.grad for p in stage.parameters()),
-        "state_bytes": _step(stage, zero=layout.zero),
     }
 
 
@@ -208,27 +204,5 @@ def _pipelined(stage: LlamaStage, sizes: Sizes, mesh: DeviceMesh, place: int, re
     return kept.total - kept.peak.get("loss", 0)
 
 
-def _step(stage: LlamaStage, *, zero: bool) -> int:
-    """Take a step of AdamW; return the bytes of its states here. With ZeRO-1, check that weights are the same."""
-    if not zero:
-        optimizer: Any = torch.optim.AdamW(stage.parameters(), lr=0.01)
-        optimizer.step()
-        return _bytes(x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor))
-    before = [p.detach().clone() for p in stage.parameters()]
-    _step(stage, zero=False)
-    plain = [p.detach().clone() for p in stage.parameters()]
-    with torch.no_grad():
-        for p, old in zip(stage.parameters(), before, strict=True):
-            p.copy_(old)
-    optimizer = ZeroRedundancyOptimizer(stage.parameters(), torch.optim.AdamW, lr=0.01)
-    optimizer.step()
-    assert all(torch.equal(p, x) for p, x in zip(stage.parameters(), plain, strict=True))
-    return _bytes(x for state in optimizer.optim.state.values() for x in state.values() if isinstance(x, Tensor))
-
-
 def _whole(x: Any) -> Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
-
-
-def _bytes(tensors: Any) -> int:
-    return sum(getattr(x, "_local_tensor", x).nbytes for x in tensors)

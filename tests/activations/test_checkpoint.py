@@ -51,7 +51,7 @@ def test_a_low_bit_input_is_what_backward_starts_from(inside: LayerAware | None)
         return leaf.grad, {n: p.grad for n, p in block.named_parameters() if p.grad is not None}
 
     if inside is not None:
-        compress_saved_(block, inside, report=False)
+        compress_saved_(block, inside)
     expected_x, expected = grads(BYTE.round_trip(x))
     checkpoint_(block, codec=BYTE)
     assert torch.allclose(block(x), block.train(False)(x), atol=1e-6)
@@ -65,7 +65,7 @@ def test_nothing_is_coded_in_the_first_pass_and_the_last_product_is_left_out():
     from tests.activations.models import Calls
 
     block = GatedBlock()
-    compress_saved_(block, report=False)
+    compress_saved_(block)
     checkpoint_(block)
     x = torch.randn(2, 20, 32, requires_grad=True)
     with Calls() as calls:

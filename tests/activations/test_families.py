@@ -13,9 +13,6 @@ from lowbit.activations import compress_saved_, counted
 from lowbit.plan.measure import gradients, relative_error
 from tests.activations.family_models import FAMILIES, family_model
 
-MOST = dict.fromkeys(FAMILIES, 0.3) | {"mamba": 0.95, "rwkv": 0.7}
-SURVEY = dict.fromkeys(FAMILIES, (0.03, 0.02)) | {"lora-dora": (0.12, 0.19)}
-"""How far the survey's bytes without and with compression may be off: it counts too many for DoRA."""
 SIZES = {"dim": 64, "layers": 2, "vocab": 32, "sequence": 128}
 
 
@@ -23,7 +20,7 @@ SIZES = {"dim": 64, "layers": 2, "vocab": 32, "sequence": 128}
 def test_families_keep_little(family: str):
     plain = family_model(family, **SIZES)  # pyright: ignore
     ours = copy.deepcopy(plain)
-    done = compress_saved_(ours)
+    compress_saved_(ours)
     ids = torch.randint(32, (2, 128), generator=torch.Generator().manual_seed(5))
 
     def loss_of(model: torch.nn.Module) -> Tensor:
@@ -39,9 +36,5 @@ def test_families_keep_little(family: str):
             losses.append(loss_of(model))
         kept.append(saved.total)
     torch.testing.assert_close(losses[1], losses[0], rtol=2e-4, atol=0)
-    assert kept[1] < MOST[family] * kept[0]
+    assert kept[1] < 0.3 * kept[0]
     assert relative_error(grads[1], grads[0]) < 0.03
-    assert done.survey is not None
-    outside = losses[0].numel() * 4 + 2 * 128 * 33 * 4  # of the loss, and its targets
-    assert done.survey.plain == pytest.approx(kept[0] - outside, rel=SURVEY[family][0])
-    assert done.survey.kept == pytest.approx(kept[1] - outside, rel=SURVEY[family][1])

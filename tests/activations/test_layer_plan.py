@@ -56,7 +56,7 @@ def test_a_plan_by_stage_codes_what_its_policy_codes():
         model = hugging_face("llama", 2)
         plan = LayerPlan.by_stage((dict.fromkeys(BITS, 8), BITS), layers=(1, 2))
         if by_policy:
-            compress_saved_(model, plan.policy(1), report=False)
+            compress_saved_(model, plan.policy(1))
         else:
             applied = plan.apply_(model, stage=1)
             assert applied.bits["model.norm"] == ("norm", 8)
@@ -166,7 +166,7 @@ def test_a_plan_for_another_model_is_one_line():
 
 def test_a_model_that_is_compressed_already_stays_as_it_is():
     model = hugging_face("llama", 2)
-    compress_saved_(model.model.layers[1], report=False)
+    compress_saved_(model.model.layers[1])
     with pytest.raises(ValueError, match="compressed already"):
         compress_saved_(model, LayerPlan(stages=((SMALL, SMALL),)))
     assert "forward" not in vars(model.model.layers[0])

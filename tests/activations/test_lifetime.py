@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from lowbit.activations import LayerAware, compress_saved_, follow, layers, recipes
+from lowbit.activations import LayerAware, compress_saved_, follow, handlers, recipes
 from tests.activations.models import DIM, GatedBlock
 
 
@@ -22,7 +23,7 @@ class Storages:
         self.payloads: list[StorageWeakRef] = []
         self.copies: list[StorageWeakRef] = []
         where = {
-            (layers, "room"): self.payloads,
+            (handlers, "room"): self.payloads,
             (follow, "room"): self.payloads,
             (recipes.NormOutput, "rebuild"): self.copies,
         }
@@ -44,8 +45,11 @@ class Storages:
 
 
 @pytest.fixture
-def storages(monkeypatch: pytest.MonkeyPatch) -> Storages:
-    return Storages(monkeypatch)
+def storages(monkeypatch: pytest.MonkeyPatch) -> Iterator[Storages]:
+    gc.collect()
+    gc.freeze()  # so that collections look only at what a test makes
+    yield Storages(monkeypatch)
+    gc.unfreeze()
 
 
 def model() -> nn.Module:

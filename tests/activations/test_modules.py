@@ -123,23 +123,6 @@ def test_a_feed_forward_with_nothing_but_its_last_layer_to_train(bits: int):
     assert ours.w1.weight.grad is ours.w3.bias.grad is None
 
 
-def test_a_view_that_several_layers_read_is_stored_once():
-    class Parallel(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.c = (nn.Linear(DIM // 2, 8) for _ in range(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            half = (x * 2)[:, : DIM // 2]
-            return self.a(half) + self.b(half) + self.c(half)
-
-    model = Parallel()
-    compress_saved_(model, LayerAware(bits=4, smallest=0))
-    with saved_bytes(model) as saved:
-        model(inputs())
-    assert saved == {torch.uint8: GroupInt().nbytes((5, DIM // 2))}
-
-
 @pytest.mark.parametrize(("module", "dtype"), [
     (nn.Linear(DIM, 4), torch.bfloat16),
     (nn.Linear(DIM, 4).bfloat16(), torch.float32),

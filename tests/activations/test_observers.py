@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from lowbit.activations import LayerAware, compress_saved_
 from tests.activations.models import DIM, FFN, LENGTH, ROWS, VOCAB, GatedBlock, distance
 
-FAMILIES = ("plain", "llama", "gemma", "gpt2", "phi3", "mixtral")
+FAMILIES = ("plain", "llama", "gpt2", "mixtral")
 
 
 @functools.cache
@@ -200,7 +200,7 @@ def observed(family: str, place: str, bits: int | None) -> tuple[dict[str, Tenso
     """All gradients, and what was seen; without bits, of the plain model."""
     model = copy.deepcopy(model_of(family))
     if bits is not None:
-        compress_saved_(model, LayerAware(bits=bits, attention=bits), report=False)
+        compress_saved_(model, LayerAware(bits=bits, attention=bits))
     kind, install = PLACEMENTS[place]
     LATER.clear()
     seen: Seen = []
@@ -231,10 +231,10 @@ def test_observers_get_the_plain_gradient(family: str):
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("family", ["plain", "llama", "gpt2", "mixtral"])
+@pytest.mark.parametrize("family", ["plain", "mixtral"])
 def test_second_derivatives_are_refused(family: str):
     model = copy.deepcopy(model_of(family))
-    compress_saved_(model, report=False)
+    compress_saved_(model)
     x = torch.randn(ROWS, LENGTH, DIM)
 
     def loss(x: Tensor) -> Tensor:
@@ -301,7 +301,7 @@ def block_gradients(passes: Callable[[Tensor, Tensor], None], policy: LayerAware
     torch.manual_seed(0)
     block = TwoProducts()
     if policy is not None:
-        compress_saved_(block, policy, report=False)
+        compress_saved_(block, policy)
     outs: Seen = []
     block.mlp.w3.register_forward_hook(lambda _, args, out: outs.append(out))
     handles: list[Any] = []

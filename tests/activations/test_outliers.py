@@ -125,7 +125,7 @@ def test_a_first_input_that_is_not_finite(bad: float):
     assert not grads["norm.weight"].isfinite().all()
 
 
-@pytest.mark.parametrize("ratio", [30.0, 100.0, 300.0])
+@pytest.mark.parametrize("ratio", [30.0, 300.0])
 def test_an_outlier_channel_of_the_residual_stream(ratio: float):
     """Sharp attention, as in trained models, is what rounded q and k harm most: they erred by 20 to 28 % here."""
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -15,7 +15,7 @@ TOKENS, DIM, FFN = 2 * 32, 128, 256
 def test_norms_and_gates_take_4_bits_and_attention_is_not_touched():
     model = build_model(ModelConfig(dim=DIM, layers=2, heads=4, kv_heads=2, ffn=FFN), vocab=64, sequence=32, seed=0)
     plain, ours = model.train(), copy.deepcopy(model).train()
-    compressed = compress_saved_(ours, LayerAware.published(), report=False)
+    compressed = compress_saved_(ours, LayerAware.published())
     assert {bits for kind, bits in compressed.bits.values() if kind != "attention"} == {4}
     kept, ids = [], torch.arange(TOKENS).view(2, 32)
     for each in (plain, ours):

@@ -138,7 +138,7 @@ def test_gates_are_computed_by_functions_that_are_followed(
         return list(torch.autograd.grad(model(x).square().sum(), parameters))
 
     expected = grads()
-    compress_saved_(model, LayerAware(bits=bits), report=False)
+    compress_saved_(model, LayerAware(bits=bits))
     with Calls() as calls:
         ours = grads()
     assert ("gated_encode" in calls.count) == (bits == 8)

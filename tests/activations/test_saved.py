@@ -12,15 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from lowbit.activations import LayerAware, compress_saved_, follow
+from lowbit.activations import LayerAware, compress_saved_, counted, follow
 from lowbit.codecs import GroupInt
 from tests.activations.models import (
     DIM,
-    FAMILIES,
-    FFN,
     LENGTH,
     ROWS,
-    VOCAB,
     Calls,
     GatedBlock,
     distance,
@@ -66,7 +63,7 @@ def test_gradients_are_those_at_the_rounded_inputs(norm: Any, bits: int):
         torch.testing.assert_close(grads[name], expected[name], rtol=2e-4, atol=2e-4, msg=name)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt2"])
 def test_families(family: str, caplog: pytest.LogCaptureFixture):
     plain, ids = hugging_face(family), tokens()
     with saved_bytes(plain) as before:
@@ -93,31 +90,6 @@ def test_families(family: str, caplog: pytest.LogCaptureFixture):
     assert 0.01 < errors[4] < 0.2
     assert sizes[4] < sizes[8] < sizes[16] < 0.65
     assert not any(r.name.startswith("lowbit") for r in caplog.records)
-
-
-def test_a_llama_saves_a_payload_for_each_norm_gate_and_up():
-    model, ids = hugging_face("llama"), tokens()
-    compress_saved_(model, LayerAware(bits=4, attention=16), report=False)
-    with saved_bytes(model) as saved:
-        loss_of(model, ids)
-    wide, narrow = GroupInt(bits=8), GroupInt(bits=4)
-    payloads = 2 * (2 * wide.nbytes((ROWS, LENGTH, DIM)) + 2 * narrow.nbytes((ROWS, LENGTH, FFN)))
-    assert saved[torch.uint8] == payloads + wide.nbytes((ROWS, LENGTH, DIM))
-    positions = ROWS * LENGTH
-    attention = 2 * 4 * positions * (3 * DIM + 4)  # q, k, v with half the heads, out, the log of its sums
-    tables = 2 * 4 * LENGTH * DIM // 4  # of positions
-    loss = 4 * positions * VOCAB + 4
-    assert saved[torch.float32] == attention + tables + loss
-
-
-def test_bits_by_layer(caplog: pytest.LogCaptureFixture):
-    model = hugging_face("llama")
-    done = compress_saved_(model, LayerAware(norm=16, mlp=6, layers={"model.layers.1": 3}))
-    assert done.bits["model.layers.0.mlp.act_fn"] == ("mlp", 6)
-    assert done.bits["model.layers.1.mlp.act_fn"] == ("mlp", 3)
-    assert done.bits["model.layers.0.input_layernorm"] == ("norm", 16)
-    assert "mlp in 6 bits" in repr(done)
-    assert gradients(model, loss_of(model, tokens()))
 
 
 def test_stochastic_rounding_repeats_with_the_seed():
@@ -297,22 +269,31 @@ def test_an_empty_batch_goes_through():
 # -------------------------------------------------------------------------------------------------- all the rest
 
 
-def test_functions_that_save_whole_tensors_are_told_once(caplog: pytest.LogCaptureFixture):
-    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Bilinear(8, 8, 8).requires_grad_(True))
-    model[2].forward = lambda x: functional.bilinear(x, x, model[2].weight)
-    done = compress_saved_(model)
-    assert "no training pass" in str(done)
-    with caplog.at_level(logging.WARNING), torch.no_grad():
-        model(torch.randn(4, 8))
+def test_functions_that_save_whole_tensors_are_named_once(caplog: pytest.LogCaptureFixture):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 8), nn.ReLU())
+    model[2].forward = lambda x: Doubled.apply(x)
+    compress_saved_(model)
+    with torch.no_grad():
+        model(torch.randn(64, 8))
     assert not caplog.records
     for _ in range(2):
-        model(torch.randn(4, 8)).sum().backward()
-    assert len(caplog.records) == 1
-    assert "tanh (" in caplog.text
-    table = str(done)
-    assert "tanh keeps 128 B" in table
-    assert done.survey is not None
-    assert done.survey.rows["*"].whole["tanh"] == 128
+        with counted(model):  # its hooks hide nothing
+            loss = model(torch.randn(64, 8)).sum()
+        loss.backward()
+    [record] = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.message == "Sequential saves whole tensors for backward in functions: Doubled, Tanh"
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x.double())
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> Tensor:
+        return 2 * grad_out
 
 
 def test_mistakes_are_named():

@@ -26,7 +26,7 @@ def test_kernels_that_are_chosen_in_forward_serve_backward():
         return functional.scaled_dot_product_attention(*args, **kwargs)
 
     ours = Attention()
-    compress_saved_(nn.ModuleList([ours, nn.Linear(8, 8)]), report=False)
+    compress_saved_(nn.ModuleList([ours, nn.Linear(8, 8)]))
     with sdpa_kernel(SDPBackend.MATH):
         y: Any = ours(torch.randn(2, 4, 32, 16, requires_grad=True))
     object.__setattr__(y.grad_fn.repeat, "func", noting)
@@ -42,7 +42,7 @@ def test_no_casts_stay_in_the_cache_of_an_outer_autocast():
         return functional.scaled_dot_product_attention(*args, **kwargs)
 
     ours = Attention()
-    compress_saved_(nn.ModuleList([ours, nn.Linear(8, 8)]), report=False)
+    compress_saved_(nn.ModuleList([ours, nn.Linear(8, 8)]))
     with torch.autocast("cpu", torch.bfloat16):
         y: Any = ours(2 * torch.randn(2, 4, 32, 16, requires_grad=True))
         object.__setattr__(y.grad_fn.repeat, "func", noting)

@@ -74,7 +74,7 @@ def test_a_feed_forward_saves_what_its_shards_save(norm: Any, dim: int) -> None:
     for bits, tolerance in ((16, 1e-6), (8, 0.03)):
         model = block(mesh, norm)
         plain = block(mesh, norm)
-        compress_saved_(model, LayerAware(bits=bits, smallest=1), report=bits == 8)
+        compress_saved_(model, LayerAware(bits=bits, smallest=1))
         x, y = (distribute_tensor(inputs(), mesh, [Shard(dim)]).detach().requires_grad_() for _ in range(2))
         with Calls() as calls:
             loss = model(x).square().sum()

@@ -241,26 +241,6 @@ def write_sums(write: Callable[..., None], records: list[tuple[Tensor, Tensor]],
     write(exact=exact.flatten().tolist(), means=means.flatten().tolist(), left=left.flatten().tolist(), **more)
 
 
-def average(address: str, name: str, file: str, settings: dict[str, Any]) -> None:
-    """Weights that torchft's LocalSGD averages, in a model with integers and bfloat16 beside."""
-    from torchft.local_sgd import LocalSGD  # pyright: ignore[reportMissingImports]
-
-    net = model()
-    inner = torch.optim.AdamW(net.parameters(), lr=3e-3)
-    states = {"load_state_dict": net.load_state_dict, "state_dict": net.state_dict}
-    with logged(file) as write:
-        ours = manager(address, name, settings, **states)
-        with LocalSGD(ours, net, inner, sync_every=4):
-            for step in range(settings["steps"]):
-                x, y = batch(name, step)
-                inner.zero_grad()
-                loss = (net(x) - y).square().mean()
-                loss.backward()
-                inner.step()
-                write(step=step, loss=loss.item(), weights=digest(net))
-    ours.shutdown(wait=False)
-
-
 def dtypes(address: str, name: str, file: str, settings: dict[str, Any]) -> None:
     """Averages and sums of several dtypes and operations."""
     from torch.distributed import ReduceOp

@@ -77,9 +77,8 @@ def ways(folder: str, bits: int) -> dict[str, tuple[Tensor, Tensor, Traffic]]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("count", "bits"), [pytest.param(2, 8, marks=pytest.mark.slow), pytest.param(4, 8, marks=pytest.mark.slow), (2, 4)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "bits"), [(4, 8), (2, 4)])
 def test_all_ways_to_generate_use_low_bit_sums_and_agree(ranks: Ranks, shared_folder: str, count: int, bits: int):
     results = ranks.run(ways, shared_folder, bits, ranks=count)
     for way in WAYS:

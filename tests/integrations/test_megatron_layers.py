@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 pytest.importorskip("megatron.core")
@@ -142,58 +142,3 @@ def test_gates_that_megatron_compresses_and_frozen_weights_are_left_to_it(ranks:
     for lines, kept in ranks.run(left_to_megatron):
         assert lines == ["gates that Megatron saves in FP8 or moves to the CPU are left to it"]
         assert kept > 0
-
-
-def averaged() -> Any:
-    """Two replicas of two ranks each, sequence parallel: gradients in FP8, as docs/engines/megatron.md has them."""
-    with parallel(2) as state:
-        group = state.get_data_parallel_group()
-        tensor_group, tensor_rank = state.get_tensor_model_parallel_group(), state.get_tensor_model_parallel_rank()
-        model = gpt(sequence_parallel=True)
-        compress_saved_(model, LayerAware.published())
-        storage = GradientStorage(model)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        generator = torch.Generator().manual_seed(state.get_data_parallel_rank())
-        mask = torch.ones(32, 32, dtype=torch.bool).triu(1)[None, None]
-
-        def train(of: nn.Module) -> None:
-            for tokens in torch.randint(VOCABULARY, (2, 2, 32), generator=generator):
-                (of(tokens, torch.arange(32).expand(2, -1), mask, labels=tokens).mean() / 2).backward()
-
-        before = generator.get_state()
-        train(model)
-        local = sum(p.numel() for p in model.parameters())
-        assert storage.nbytes < 1.04 * local
-        storage.average(group)
-        for p in model.parameters():
-            if getattr(p, "sequence_parallel", False):
-                part = storage.gradient(p, torch.float32)
-                assert part is not None
-                dist.all_reduce(part, group=tensor_group)
-                storage.put(p, part)
-        pairs = [*storage.gradients()]
-        own = [g for p, g in pairs if getattr(p, "tensor_model_parallel", False) or tensor_rank == 0]
-        squares = torch.stack([g.square().sum() for g in own]).sum()
-        dist.all_reduce(squares, group=tensor_group)
-        generator.set_state(before)
-        plain = gpt()
-        train(plain)
-        for p in plain.parameters():
-            dist.all_reduce(p.grad, group=group)
-        means = torch.cat([p.grad.flatten() / 2 for p in plain.parameters() if p.grad is not None])
-        error = float((torch.cat([g.flatten() for _, g in pairs]) - means).norm() / means.norm())
-        assert sum(getattr(p, "sequence_parallel", False) for p in model.parameters()) == 5
-        storage.step(optimizer)
-        storage.zero_()
-        return error, tensor_rank, float(squares.sqrt()), [p.detach() for p in model.parameters()]
-
-
-def test_gradients_are_stored_and_averaged_in_8_bits(ranks: Ranks):
-    outcomes = ranks.run(averaged, ranks=4)
-    weights: dict[int, list[Tensor]] = {}
-    for error, tensor_rank, norm, parameters in outcomes:
-        assert 0.02 < error < 0.15
-        assert norm == pytest.approx(outcomes[0][2], rel=1e-6)
-        for p, q in zip(weights.setdefault(tensor_rank, parameters), parameters, strict=True):
-            assert torch.equal(p, q)
-    assert [*weights] == [0, 1]

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from lowbit.codecs import GroupInt
-from tests.integrations.replicas import Replicas, average, diloco, dtypes, sums
+from tests.integrations.replicas import Replicas, diloco, dtypes, sums
 
 torchft = pytest.importorskip("torchft")
 
@@ -128,15 +128,6 @@ def test_a_replica_that_contradicts_leaves(wrong: dict[str, Any], fact: str, tmp
     assert max(pauses(replicas, "a")) < 15
 
 
-def test_of_two_the_one_stays_that_has_trained(tmp_path: Path):
-    replicas = Replicas(tmp_path, codec=FOUR, steps=40, pause=0.02)
-    replicas.start("z")  # the names' order does not decide
-    replicas.await_(lambda: replicas.reached("z") >= 4)
-    replicas.start("a", codec=EIGHT)
-    assert replicas.wait(60) == {"z": 0, "a": 1}
-    assert "a must leave" in replicas.error("a")
-
-
 def test_a_lighthouse_that_cannot_be_reached():
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     limit, began = timedelta(seconds=2), time.monotonic()
@@ -221,16 +212,6 @@ def test_diloco(fragments: int, tmp_path: Path):
     assert_learned(replicas, "a")
     if fragments == 1:  # all weights are averaged in the last step
         assert replicas.lines("a")[-1]["weights"] == replicas.lines("b")[-1]["weights"]
-
-
-def test_local_sgd(tmp_path: Path):
-    replicas = Replicas(tmp_path, at_least=2, codec=EIGHT, steps=60, asynchronous=False, timeout=20)
-    for name in "ab":
-        replicas.start(name, average)
-    assert replicas.wait(60) == {"a": 0, "b": 0}
-    assert replicas.lines("a")[-1]["weights"] == replicas.lines("b")[-1]["weights"]
-    assert replicas.lines("a")[-2]["weights"] != replicas.lines("b")[-2]["weights"]
-    assert_learned(replicas, "a")
 
 
 # Errors of quantization and members

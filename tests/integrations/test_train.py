@@ -133,25 +133,6 @@ def test_a_replica_with_another_learning_rate_ends_and_says_why(tmp_path: Path, 
     await_steps(tmp_path, "a", max(steps_of(tmp_path, "a")) + 3, first)
 
 
-def test_replicas_whose_output_nobody_reads_go_on(tmp_path: Path, lighthouse: str, monkeypatch: pytest.MonkeyPatch):
-    """With torchft's own log, which fills a pipe in a few steps and is written by the threads of its heartbeats."""
-    monkeypatch.setenv("RUST_LOG", "info")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    processes = []
-    for name in "ab":
-        more = {"run__steps": 60, "pipeline__ranks": 1}
-        command = [sys.executable, "-m", "lowbit", "train", *options(tmp_path, name, lighthouse, more)]
-        processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
-    deadline = time.monotonic() + 200
-    while not all((tmp_path / name / "summary.json").exists() for name in "ab") and time.monotonic() < deadline:
-        time.sleep(0.1)
-    printed = [process.communicate(timeout=60)[0].decode() for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], printed
-    for text in printed:
-        assert len(text) > 1 << 16, "more than a pipe holds"
-        assert "is tried again" not in text
-
-
 class Harm:
     """What a peer sends that wants to run code here."""
 

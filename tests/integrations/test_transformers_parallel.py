@@ -29,7 +29,6 @@ def exact(folder: str, text: Tensor) -> None:
     assert torch.equal(generated(model), text)  # Transformers' own sums and stages
     installed = low_bit_parallel_(model, SUMS, EXACT, settings=NEVER)
     assert torch.equal(generated(model), text)
-    assert torch.equal(generated(model, padded=True)[1], text[1])
     assert torch.equal(generated(model, prefill_chunk_size=7), text)
     assert installed.sums.traffic.plain > 0 == installed.sums.traffic.coded
     installed.remove()

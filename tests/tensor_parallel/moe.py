@@ -24,7 +24,6 @@ _LATENT = {
 _KINDS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4},
     "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 48, "head_dim": 16},
-    "deepseek_v2": _LATENT,
     "deepseek_v3": _LATENT,
     "gpt_oss": {"num_local_experts": 4, "head_dim": 16},
     "llama4_text": {

@@ -107,6 +107,7 @@ def generated() -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_generate_compiled_with_a_static_cache_equals_generate(ranks: Ranks):
     for results in ranks.run(generated, timeout=300):
         assert torch.equal(results["tokens"], results["compiled"])

@@ -42,14 +42,11 @@ BUDGET = 5.0
 
 
 def on_real_ranks(folder: str, dtype: torch.dtype) -> dict[str, Any]:
-    """What one of them computes. The calibration's state is written by one and read by all."""
+    """What one of them computes."""
     model = tensor_parallel_(Toy().to(dtype))
-    state = Path(folder) / "state"
-    interrupted = sequences()
-    interrupted[2] = interrupted[2] * 10.5  # not token ids: the run ends here
-    with pytest.raises(ValueError, match=r"sequences has torch.float32"):
-        calibrate(model, interrupted, state=state, save_every=1)
-    results = {"fingerprint": calibrate(model, sequences(), state=state).fingerprint(), "whole": logits(model, ids())}
+    results: dict[str, Any] = {
+        "fingerprint": calibrate(model, sequences()).fingerprint(), "whole": logits(model, ids()),
+    }  # fmt: skip
     calibration, drift = Calibration.load(Path(folder) / "calibration"), Drift(every=1)
     with_inputs = Calibration.load(Path(folder) / "with_inputs")
     for name, source, settings, watching in cases(calibration, with_inputs, drift):

@@ -7,7 +7,6 @@ what a torch function saves, and `recipes` how backward rebuilds a tensor.
 
 from lowbit.activations.checkpoint import checkpoint_
 from lowbit.activations.counting import counted
-from lowbit.activations.hooks import low_bit_saved
 from lowbit.activations.layer_plan import LayerChoice, LayerPlan
 from lowbit.activations.policy import LayerAware
 from lowbit.activations.saved import Compressed, compress_saved_, restore_
@@ -20,6 +19,5 @@ __all__ = [
     "checkpoint_",
     "compress_saved_",
     "counted",
-    "low_bit_saved",
     "restore_",
 ]

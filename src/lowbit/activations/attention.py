@@ -1,8 +1,15 @@
-"""Saves q, k and v of attention in few bits, from which attention runs again in backward."""
+"""Saves attention in few bits, fused or written out as products and softmax; it is computed again in backward.
+
+Fused attention runs again from payloads of q, k and v. Written out, each product saves payloads of its two factors.
+What follows it (a factor, a mask, tanh, softmax, dropout) has a recipe derived from the product's, so softmax and tanh
+save the same payloads again, and only dropout keeps tensors of the size tokens x tokens. All is computed again in the
+dtypes of the forward pass, in which a mask with the lowest float32 stays finite.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,10 +19,22 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kernel
 
-from lowbit.activations.follow import TorchCall, encoded, handles, large_enough, say_once
+from lowbit.activations.follow import TorchCall, encoded, handles, large_enough, say_once, source_of
 from lowbit.activations.formats import coarser, finer
-from lowbit.activations.functions import first_order, owned
-from lowbit.activations.recipes import Recipe, SavedTensors, attach_until_backward, decoded, release
+from lowbit.activations.functions import MatmulFunction, OutputFunction, first_order, owned
+from lowbit.activations.recipes import (
+    Computed,
+    Derived,
+    Form,
+    Operand,
+    Recipe,
+    SavedTensors,
+    attach,
+    attach_until_backward,
+    decoded,
+    recipe_of,
+    release,
+)
 from lowbit.codecs import Codec
 
 _NAMES = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
@@ -36,24 +55,23 @@ def attention(call: TorchCall, query: Tensor, key: Tensor, value: Tensor, *args:
         # Each kernel draws another dropout mask, and PyTorch chooses it by requires_grad, which differs in the rerun.
         say_once("attention with dropout is saved uncompressed on GPUs")
         return NotImplemented
-    with call.handled(query, key, value, *args, **kwargs):
-        mask = options.pop("attn_mask", None)
-        random = torch.get_rng_state() if options.get("dropout_p") else None
-        with torch.no_grad():
-            out = call.func(query, key, value, mask, **options)
-        inputs = (query, key, value)
-        autocast = torch.is_autocast_enabled(out.device.type), torch.get_autocast_dtype(out.device.type)
-        # Softmax amplifies errors of q and k, so they get more bits than v. If k is smaller than q, as with grouped
-        # heads, even more bits cost little.
-        codecs = (finer(coarser(codec)), finer(codec if key.numel() < query.numel() else coarser(codec)), codec)
-        kinds = [(x.shape, x.dtype) for x in inputs]
-        trained = mask is not None and mask.requires_grad
-        repeat = _Repeat(call.func, options, codecs, random, autocast, _cur_sdpa_kernel_backends(), kinds, trained)
-        payloads = [encoded(c, x) for c, x in zip(codecs, inputs, strict=True)]
-        repeated = _Repeated.apply(*inputs, mask, out, repeat, *payloads)
-        saved = (*payloads, None if mask is None else mask.detach())
-        attach_until_backward(repeated, Recipe(AttentionOutput(repeat), saved))
-        return call.returned(repeated)
+    mask = options.pop("attn_mask", None)
+    random = torch.get_rng_state() if options.get("dropout_p") else None
+    with torch.no_grad():
+        out = call.func(query, key, value, mask, **options)
+    inputs = (query, key, value)
+    autocast = torch.is_autocast_enabled(out.device.type), torch.get_autocast_dtype(out.device.type)
+    # Softmax amplifies errors of q and k, so they get more bits than v. If k is smaller than q, as with grouped
+    # heads, even more bits cost little.
+    codecs = (finer(coarser(codec)), finer(codec if key.numel() < query.numel() else coarser(codec)), codec)
+    kinds = [(x.shape, x.dtype) for x in inputs]
+    trained = mask is not None and mask.requires_grad
+    repeat = _Repeat(call.func, options, codecs, random, autocast, _cur_sdpa_kernel_backends(), kinds, trained)
+    payloads = [encoded(c, x) for c, x in zip(codecs, inputs, strict=True)]
+    repeated = _Repeated.apply(*inputs, mask, out, repeat, *payloads)
+    saved = (*payloads, None if mask is None else mask.detach())
+    attach_until_backward(repeated, Recipe(AttentionOutput(repeat), saved))
+    return repeated
 
 
 @dataclass(frozen=True)
@@ -133,3 +151,162 @@ class _Repeated(torch.autograd.Function):
         saved = ctx.saved_tensors
         release(ctx)
         return *ctx.repeat.gradients(saved, grad_out, ctx.needs_input_grad[:4]), None, None, None, None, None
+
+
+def product_of_two(
+    call: TorchCall, x: Any, y: Any, given: Sequence[Any], added: Tensor | None = None, beta: float = 1,
+    alpha: float = 1,
+) -> Any:  # fmt: skip
+    """beta * added + alpha * x @ y of two activations, both with two dimensions or more; saves a payload of each."""
+    if not isinstance(x, Tensor) or not isinstance(y, Tensor) or min(x.dim(), y.dim()) < 2:
+        return NotImplemented
+    if any(t.is_leaf and t.requires_grad for t in (x, y)):
+        return NotImplemented
+    if added is not None and (added.requires_grad or added.is_inference()):
+        return NotImplemented
+    # PyTorch saves a factor only if the other one's gradient is needed; a constant factor is kept by reference.
+    if not (x.requires_grad and y.requires_grad and large_enough(x) and large_enough(y) and call.saves(x, y)):
+        return NotImplemented
+    codec = call.codec("attention")
+    kwargs = {} if added is None else {"beta": beta, "alpha": alpha}
+    with torch.no_grad():
+        out = call.func(*(t.detach() for t in given), **kwargs)
+    # Softmax amplifies errors of q and k, so they get more bits than v.
+    fine = codec if codec is None or any(map(_is_softmax, (x, y))) else finer(codec)
+    found = [(t, *source_of(t, fine, out.dtype)) for t in (x, y)]
+    parts = tuple(Operand(rebuilt, t.shape, out.dtype, len(saved)) for t, rebuilt, saved in found)
+    saved = (*found[0][2], *found[1][2])
+    rest = () if added is None or not beta else (added.detach(),)  # unused if beta is 0, and may be overwritten
+    form = Computed(parts, functools.partial(_product, beta, alpha), len(rest))
+    out = MatmulFunction.apply(x, y, out, parts, alpha, saved)
+    attach_until_backward(out, Recipe(form, (*saved, *rest)))
+    return out
+
+
+def _product(beta: float, alpha: float, x: Tensor, y: Tensor, *added: Tensor) -> Tensor:
+    """A product with the factors of `torch.baddbmm`."""
+    if not added and alpha == 1:
+        return x @ y
+    shift = added[0].to(x.dtype) if added else x.new_empty(1)
+    return torch.baddbmm(shift, x, y, beta=beta, alpha=alpha)
+
+
+@handles(torch.baddbmm, Tensor.baddbmm)
+def baddbmm(
+    call: TorchCall, input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1
+) -> Any:
+    """A product of two activations, added to a tensor without a gradient."""
+    return product_of_two(call, batch1, batch2, (input, batch1, batch2), input, beta, alpha)
+
+
+def _recipe_of(x: Any) -> Recipe | None:
+    """The recipe of `x` if it is derived from a product of two activations."""
+    recipe = recipe_of(x) if isinstance(x, Tensor) and x.requires_grad else None
+    return recipe if recipe is not None and isinstance(recipe.form, Computed) else None
+
+
+def _is_softmax(x: Tensor) -> bool:
+    """Whether a tensor is softmax's output, perhaps after dropout."""
+    recipe = recipe_of(x)
+    form: Form | None = None if recipe is None else recipe.form
+    while isinstance(form, Derived):
+        form = form.parent.form
+    return isinstance(form, Computed) and isinstance(form.function, _Softmax)
+
+
+def _then(recipe: Recipe, x: Tensor, function: Callable[..., Tensor], *tensors: Tensor) -> Recipe:
+    """The recipe of a function of `x`, whose own recipe is given, and of other tensors."""
+    saved = recipe.saved() or ()
+    part = Operand(recipe.rebuilt, x.shape, x.dtype, len(saved))
+    return Recipe(Computed((part,), function, len(tensors)), tensors, parent=recipe)
+
+
+_IN_PLACE = {
+    Tensor.__imul__: torch.mul, Tensor.mul_: torch.mul, Tensor.__itruediv__: torch.div, Tensor.div_: torch.div,
+    Tensor.__iadd__: torch.add, Tensor.add_: torch.add, Tensor.masked_fill_: torch.masked_fill,
+}  # fmt: skip
+
+
+@handles(
+    torch.div, torch.divide, torch.true_divide, Tensor.div, Tensor.divide, Tensor.__truediv__, torch.add, Tensor.add,
+    Tensor.__add__, Tensor.__radd__, Tensor.masked_fill, torch.masked_fill, *_IN_PLACE,
+)  # fmt: skip
+def elementwise(call: TorchCall, input: Any, other: Any, *value: Any) -> Any:
+    """A factor, a mask or a bias of scores, for which PyTorch saves nothing."""
+    if (recipe := _recipe_of(input)) is None:
+        if call.func not in (torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__) or not _recipe_of(other):
+            return NotImplemented
+        input, other = other, input
+        recipe = _recipe_of(input)
+    tensors = [t for t in (other, *value) if isinstance(t, Tensor)]
+    # A tensor as large as the scores would be kept only for the recipe: let softmax save its output instead. Inference
+    # tensors cannot be saved at all.
+    if recipe is None or any(t.requires_grad or t.is_inference() or 2 * t.numel() > input.numel() for t in tensors):
+        return NotImplemented
+    places = tuple(_GIVEN if isinstance(arg, Tensor) else arg for arg in (other, *value))
+    function = functools.partial(_with, _IN_PLACE.get(call.func, call.func), places)
+    before = _then(recipe, input, function, *tensors)
+    out = call.func(input, other, *value)
+    if isinstance(out, Tensor) and out.shape == input.shape:
+        attach(out, before)
+    return out
+
+
+def _with(function: Any, places: tuple[Any, ...], x: Tensor, *tensors: Tensor) -> Tensor:
+    """A function of x and other arguments, with `tensors` in the places of those that are tensors."""
+    given = iter(tensors)
+    return function(x, *(next(given) if arg is _GIVEN else arg for arg in places))
+
+
+_GIVEN = object()
+
+
+@handles(torch.tanh, Tensor.tanh, functional.tanh)
+def tanh(call: TorchCall, input: Tensor) -> Any:
+    """The soft cap of scores, which is computed again in backward."""
+    return _output(call, input, {}, torch.tanh, torch.ops.aten.tanh_backward)
+
+
+@handles(functional.softmax)
+def functional_softmax(
+    call: TorchCall, input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
+) -> Any:
+    """Softmax of scores, which is computed again in backward."""
+    return NotImplemented if dim is None else softmax(call, input, dim, dtype)
+
+
+@handles(torch.softmax, Tensor.softmax)
+def softmax(call: TorchCall, input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
+    """Handle `torch.softmax` and the method like `functional.softmax`."""
+    function = _Softmax(dim)
+    return _output(call, input, {"dim": dim, "dtype": dtype}, function, function.gradient)
+
+
+class _Softmax:
+    """Softmax over a dimension, in the dtype of its forward."""
+
+    def __init__(self, dim: int) -> None:
+        self.dim = dim
+        self.dtype: torch.dtype | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.softmax(x, self.dim, dtype=self.dtype)
+
+    def gradient(self, grad_out: Tensor, out: Tensor) -> Tensor:
+        return torch.ops.aten._softmax_backward_data(grad_out, out, self.dim, out.dtype)
+
+
+def _output(call: TorchCall, x: Tensor, kwargs: dict[str, Any], function: Any, gradient: Any) -> Any:
+    """Handle a function of scores whose gradient needs only its output."""
+    recipe = _recipe_of(x)
+    if recipe is None or not call.saves(x):
+        return NotImplemented
+    with torch.no_grad():
+        out = call.func(x.detach(), **kwargs)
+    if isinstance(function, _Softmax):
+        function.dtype = out.dtype
+    own = _then(recipe, x, function)
+    own.rebuilt.add_user()
+    out = OutputFunction.apply(x, out, own.rebuilt, gradient, own.saved())
+    attach_until_backward(out, own)
+    return out

@@ -141,10 +141,9 @@ def _run(module: Any, layer: Layer, *args: Any, **kwargs: Any) -> Any:
     up, up_bias, down, down_bias = formula.weights(module)
     dtype = _compute_dtype(module, x, up)
     form = ExpertsLayout(gate=formula.gate, codec=layer.codec, transposed=formula.transposed, dtype=dtype)
-    with call.handled(*args, **kwargs), torch._C.DisableTorchFunction():
+    with torch._C.DisableTorchFunction():
         rebuilt, saved = call.source(x, dtype) if up.requires_grad else (None, ())
-        out = ExpertsFunction.apply(x, weights, up, up_bias, down, down_bias, form, routing, rebuilt, saved)
-    return call.returned(out)
+        return ExpertsFunction.apply(x, weights, up, up_bias, down, down_bias, form, routing, rebuilt, saved)
 
 
 def _run_as_it_is(module: Any, layer: Layer, *args: Any, **kwargs: Any) -> Any:

@@ -12,7 +12,6 @@ import inspect
 import logging
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,7 +37,7 @@ from lowbit.activations.recipes import (
     takes,
 )
 from lowbit.activations.sharded import on_shards
-from lowbit.activations.survey import Survey
+from lowbit.activations.uncompressed import uncompressed
 from lowbit.codecs import Codec
 
 log = logging.getLogger(__name__)
@@ -64,10 +63,10 @@ def handles(*functions: Any) -> Callable[[Any], Any]:
 
 @dataclass
 class Shared:
-    """What the modules of one compressed model share. `survey` counts bytes in the first pass; None afterwards."""
+    """What the modules of one compressed model share. `looked`: names of modules after whose first pass it looked."""
 
     policy: LayerAware
-    survey: Survey | None = None
+    looked: set[str] = field(default_factory=set)
     _codecs: dict[tuple[str, str], Codec | None] = field(default_factory=dict)
 
     def codec(self, kind: str, name: str, x: Tensor | None = None) -> Codec | None:
@@ -119,26 +118,6 @@ class TorchCall:
         """The format for the input of a layer type here; None: saved unchanged."""
         return self.layer.shared.codec(kind, self.layer.name, x)
 
-    def handled(self, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
-        """Context in which a handler saves its tensors instead of those that the function would save.
-
-        In the first pass the function also runs, to count what it would save.
-        """
-        survey = self.layer.shared.survey
-        return nullcontext() if survey is None else survey.handled(self.func, args, kwargs)
-
-    def returned(self, out: Any) -> Any:
-        """Note and return the result of the handler."""
-        if (survey := self.layer.shared.survey) is not None:
-            survey.returned(out)
-        return out
-
-    def left(self, reason: str) -> Any:
-        """Leave the call to the function itself, and note the reason for the report."""
-        if (survey := self.layer.shared.survey) is not None:
-            survey.reason(reason)
-        return NotImplemented
-
     def saves(self, *tensors: Tensor | None) -> bool:
         """Whether autograd would save one of these tensors here, and it can be saved in few bits."""
         if not any(t is not None and t.requires_grad for t in tensors):
@@ -148,12 +127,10 @@ class TorchCall:
                 "a model with compressed activations runs in evaluation mode with gradients enabled: activations are "
                 "saved in full there; call model.train() to train it, or use torch.no_grad() to evaluate it"
             )
-            self.left("evaluation mode")
             return False
         if not takes(*tensors):
             kinds = sorted({f"{type(t).__name__} of {t.dtype}" for t in tensors if t is not None and not takes(t)})
             say_once(f"activations are saved in full where they are {kinds}")
-            self.left(", ".join(kinds))
             return False
         return True
 
@@ -222,14 +199,6 @@ class _Threads(threading.local):
 _threads = _Threads()
 
 
-def running() -> tuple[str, nn.Module] | None:
-    """The innermost module that runs in this thread, with its name."""
-    if not _threads.running:
-        return None
-    module, layer, _ = _threads.running[-1]
-    return layer.name, module
-
-
 def followed_forward(module: nn.Module, layer: Layer, *args: Any, **kwargs: Any) -> Any:
     """Run a module's forward and follow its functions."""
     if not torch.is_grad_enabled():
@@ -254,14 +223,14 @@ def _run(module: nn.Module, layer: Layer, *args: Any, **kwargs: Any) -> Any:
 
 @torch.compiler.disable(reason="lowbit.activations follows tensors, which graphs do not see")
 def _outermost(module: nn.Module, layer: Layer, *args: Any, **kwargs: Any) -> Any:
-    survey = layer.shared.survey
     with Following():
-        if survey is None or not module.training or not survey.can_count():
-            return _run(module, layer, *args, **kwargs)
-        with survey.counting(module, (args, kwargs)):
-            out = _run(module, layer, *args, **kwargs)
-    if survey.log():
-        layer.shared.survey = None
+        out = _run(module, layer, *args, **kwargs)
+    if module.training and layer.name not in layer.shared.looked:
+        names = uncompressed(module, (args, kwargs), out)
+        if names is not None:
+            layer.shared.looked.add(layer.name)
+        if names:
+            say_once(f"{type(module).__name__} saves whole tensors for backward in functions: {', '.join(names)}")
     return out
 
 
@@ -285,11 +254,7 @@ class Following(TorchFunctionMode):
             out = _handled(handler, TorchCall(func, module, layer), args, kwargs) if fits else NotImplemented
             if out is not NotImplemented:
                 return out
-        survey = layer.shared.survey
-        if survey is None:
-            return func(*args, **kwargs)
-        with survey.function(func):
-            return func(*args, **kwargs)
+        return func(*args, **kwargs)
 
 
 def _handled(handler: Callable[..., Any], call: TorchCall, args: Any, kwargs: Any) -> Any:

@@ -325,45 +325,6 @@ class LinearFunction(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None, None, None, None
 
 
-class SquareFunction(torch.autograd.Function):
-    """x squared; saves tensors that rebuild x."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rebuilt: Rebuilt, saved: SavedTensors) -> Tensor:
-        ctx.rebuilt, ctx.shape, ctx.dtype = rebuilt, x.shape, x.dtype
-        ctx.save_for_backward(*saved)
-        return x.square()
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
-        x = ctx.rebuilt.get(tuple(ctx.saved_tensors), ctx.dtype).reshape(ctx.shape)
-        return 2 * x * grad_out, None, None
-
-
-class TimesFunction(torch.autograd.Function):
-    """x times a factor for each channel or row; saves the factors and tensors that rebuild x."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: Tensor, rebuilt: Rebuilt, saved: SavedTensors) -> Tensor:
-        """`factor`: of a shape that broadcasts to that of x; `rebuilt`: x in backward, from `saved`."""
-        ctx.rebuilt, ctx.shape, ctx.dtype, ctx.present = rebuilt, x.shape, x.dtype, (True, True)
-        ctx.save_for_backward(factor, *saved)
-        return x * factor
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
-        factor, *saved = ctx.saved_tensors
-        needs_x, needs_factor = needed_now(ctx)
-        grad_x = (grad_out * factor).to(ctx.dtype) if needs_x else None
-        grad_factor = None
-        if needs_factor:
-            x = ctx.rebuilt.get(tuple(saved), ctx.dtype).reshape(ctx.shape)
-            grad_factor = (grad_out * x).sum_to_size(factor.shape).to(factor.dtype)
-        return grad_x, grad_factor, None, None
-
-
 class MatmulFunction(torch.autograd.Function):
     """alpha * x @ y of two activations, and what is added to it; saves tensors that rebuild both."""
 
@@ -415,55 +376,6 @@ class OutputFunction(torch.autograd.Function):
         release(ctx)
         out = ctx.rebuilt.get(saved, ctx.dtypes[1]).reshape(ctx.shape)
         return ctx.gradient(grad_out, out).to(ctx.dtypes[0]), None, None, None, None
-
-
-class IndexAddFunction(torch.autograd.Function):
-    """`index_add_` that saves the index alone."""
-
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, index: Tensor, source: Tensor) -> Tensor:
-        ctx.save_for_backward(index)
-        ctx.mark_dirty(input)
-        return input.index_add_(0, index, source)
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
-        return grad_out, None, grad_out.index_select(0, ctx.saved_tensors[0])
-
-
-class BatchedFunction(torch.autograd.Function):
-    """x (B, N, I), or (N, I) in groups that end at `offsets`, times weight (B, I, O)."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, func: Callable[..., Tensor], offsets: Tensor | None,
-        dtype: torch.dtype, rebuilt: Rebuilt, saved: SavedTensors,
-    ) -> Tensor:  # fmt: skip
-        ctx.func, ctx.dtype, ctx.rebuilt = func, dtype, rebuilt
-        ctx.shape, ctx.x_dtype, ctx.present = x.shape, x.dtype, (True, True)
-        ctx.save_for_backward(weight, offsets, *saved)
-        with torch.autocast(x.device.type, enabled=False):
-            return _with(func, offsets)(x.to(dtype), weight.to(dtype))
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
-        weight, offsets, *saved = ctx.saved_tensors
-        needs_x, needs_weight = needed_now(ctx)[:2]
-        func, grad_x, grad_weight = _with(ctx.func, offsets), None, None
-        grad_out = grad_out.contiguous()
-        with torch.autocast(grad_out.device.type, enabled=False):
-            if needs_x:
-                grad_x = func(grad_out, weight.to(ctx.dtype).transpose(1, 2)).to(ctx.x_dtype)
-            if needs_weight:
-                x = ctx.rebuilt.get(tuple(saved), ctx.dtype).reshape(ctx.shape)
-                grad_weight = func(x.transpose(-2, -1), grad_out).to(weight.dtype)
-        return grad_x, grad_weight, None, None, None, None, None
-
-
-def _with(func: Callable[..., Tensor], offsets: Tensor | None) -> Callable[..., Tensor]:
-    return func if offsets is None else functools.partial(func, offs=offsets)
 
 
 def needed_now(ctx: Any) -> list[bool]:

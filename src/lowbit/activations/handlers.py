@@ -1,56 +1,70 @@
-"""Handlers of torch functions: linear layers, norms, activations, products, dropout, views and casts.
+"""Handlers of modules and torch functions: linear layers, norms, activations, products, dropout, views, casts, losses.
 
-They also handle the parts of mixture-of-experts layers (gathers, batched products, sums): `lowbit.activations.experts`
-replaces whole layers of the usual form; these handlers serve loops over modules and products with all experts' weights.
+Norms and activation functions often consist of many torch functions, so their modules are replaced as a whole.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
+from lowbit.activations.attention import elementwise, product_of_two
 from lowbit.activations.checkpoint import after_linear
-from lowbit.activations.follow import TorchCall, encoded, handles, large_enough, saved_recipe
+from lowbit.activations.follow import Layer, TorchCall, encoded, handles, large_enough, saved_recipe
 from lowbit.activations.functions import (
-    BatchedFunction,
-    IndexAddFunction,
+    ActivationFunction,
     LinearFunction,
     MaskFunction,
+    NormFunction,
     ProductFunction,
-    SquareFunction,
-    TimesFunction,
     first_order,
     nobodys,
 )
-from lowbit.activations.layers import activated, normalized
-from lowbit.activations.products import elementwise, product_of_two
 from lowbit.activations.recipes import (
     GatedOutput,
     Itself,
     Masked,
     Norm,
+    NormOutput,
     Recipe,
     attach,
     attach_until_backward,
     itself,
     packed_bits,
     recipe_of,
+    room,
 )
+from lowbit.activations.sharded import on_shards
+from lowbit.codecs import GroupInt
 from lowbit.codecs.checks import FLOATS
 
+_FLOAT32_ON_CUDA = (nn.LayerNorm, nn.RMSNorm)  # autocast computes these in float32
 _CHUNK = 1 << 22  # elements of float32 logits at a time
-_MUCH_WIDER = 4  # times as many outputs as inputs: computing the product again is cheaper than saving it
 
 
 @handles(functional.linear)
-def linear(call: TorchCall, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+def linear(
+    call: TorchCall, input: Tensor, weight: Tensor, bias: Tensor | None = None, *, transposed: bool = False
+) -> Any:
     """A linear layer, which saves its input unless that has a recipe."""
-    return _linear(call, (input, weight, bias), input, weight, bias, transposed=False)
+    if weight.dim() != 2 or input.dim() < 1 or not large_enough(input) or not call.saves(input, weight, bias):
+        return NotImplemented
+    device = input.device.type
+    autocast = torch.is_autocast_enabled(device)
+    # PyTorch refuses mixtures of dtypes: leave the error to its own functions.
+    if not autocast and len({t.dtype for t in (input, weight, bias) if t is not None}) > 1:
+        return NotImplemented
+    dtype = torch.get_autocast_dtype(device) if autocast else input.dtype
+    rebuilt, saved = call.source(input, dtype) if weight.requires_grad else (None, ())
+    return after_linear(LinearFunction.apply(input, weight, bias, transposed, dtype, rebuilt, saved))
 
 
 @handles(torch.mm, Tensor.mm)
@@ -66,7 +80,7 @@ def matmul(call: TorchCall, input: Any, other: Any, **kwargs: Any) -> Any:
         return NotImplemented
     if not _is_parameter(other):
         return product_of_two(call, input, other, (input, other))
-    return _linear(call, (input, other), input, other, None, transposed=True)
+    return linear(call, input, other, transposed=True)
 
 
 @handles(torch.addmm)
@@ -74,31 +88,13 @@ def addmm(call: TorchCall, input: Tensor, mat1: Tensor, mat2: Tensor, **kwargs: 
     """A linear layer with bias, if the second matrix is a parameter: Conv1D of Hugging Face."""
     if kwargs or not _is_parameter(mat2) or input.dim() != 1:
         return NotImplemented
-    return _linear(call, (input, mat1, mat2), mat1, mat2, input, transposed=True)
+    return linear(call, mat1, mat2, input, transposed=True)
 
 
-def _linear(
-    call: TorchCall, given: tuple[Any, ...], x: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool
-) -> Any:
-    if weight.dim() != 2 or x.dim() < 1 or not large_enough(x) or not call.saves(x, weight, bias):
-        return NotImplemented
-    autocast = torch.is_autocast_enabled(x.device.type)
-    # PyTorch refuses mixtures of dtypes: leave the error to its own functions.
-    if not autocast and len({t.dtype for t in (x, weight, bias) if t is not None}) > 1:
-        return NotImplemented
-    dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
-    with call.handled(*given):
-        rebuilt, saved = call.source(x, dtype) if weight.requires_grad else (None, ())
-        out = after_linear(LinearFunction.apply(x, weight, bias, transposed, dtype, rebuilt, saved))
-        recipe = recipe_of(x) if rebuilt is not None and bias is None and not transposed else None
-        if recipe is not None and _MUCH_WIDER * weight.shape[1] <= weight.shape[0]:  # an adapter, which DoRA scales
-            attach(out, recipe.derived(x.shape, _times, weight))
-        return out
-
-
-def _times(x: Tensor, weight: Tensor) -> Tensor:
-    with torch.autocast(x.device.type, enabled=False):
-        return functional.linear(x, weight.to(x.dtype))
+@handles(torch.bmm, Tensor.bmm)
+def bmm(call: TorchCall, input: Tensor, mat2: Tensor) -> Any:
+    """A product of two activations."""
+    return product_of_two(call, input, mat2, (input, mat2))
 
 
 def _is_parameter(x: Any) -> bool:
@@ -132,44 +128,122 @@ def _norm(
     same = len({t.dtype for t in (x, weight, bias) if t is not None}) == 1
     if not same or len(shape) != 1 or not large_enough(x) or not call.saves(x, weight, bias):
         return NotImplemented
-    given = (x, shape, weight, bias, norm.eps) if norm.centred else (x, shape, weight, norm.eps)
     on_cuda = x.is_cuda and torch.is_autocast_enabled("cuda")  # autocast computes norms in float32 there
-    with call.handled(*given):
-        return normalized(call, x, weight, bias, norm, torch.float32 if on_cuda else x.dtype)
+    return _normalized(call, x, weight, bias, norm, torch.float32 if on_cuda else x.dtype)
+
+
+def _normalized(
+    call: TorchCall, x: Tensor, weight: Tensor | None, bias: Tensor | None, norm: Norm, dtype: torch.dtype
+) -> Tensor:
+    """A norm over the last dimension; attaches a recipe to its output for the layers that follow.
+
+    The norm shares a payload of `x` that a linear layer has saved, unless that has fewer bits: then both are saved.
+    """
+    codec = call.codec("norm", x)
+    existing = None if codec is None else itself(x, codec)
+    saved, codec = existing or ((room(codec, x),), codec)
+    form = NormOutput(x.shape, codec, norm, norm.eps_of(x))
+    out = NormFunction.apply(x, weight, bias, form, saved, existing is None, dtype)
+    if existing is None and recipe_of(x) is None:
+        attach(x, Recipe(Itself(x.shape, codec), saved, weak=True))
+    attach_until_backward(out, Recipe(form, (*saved, weight, bias)))
+    return out
 
 
 @handles(functional.silu, functional.relu, torch.relu, Tensor.relu)
 def silu_or_relu(call: TorchCall, input: Tensor, inplace: bool = False) -> Any:
     """SiLU and ReLU."""
-    if inplace:
-        return call.left("changed in place")
-    return _activation(call, (input,), input, "silu" if call.func is functional.silu else "relu")
+    name = "silu" if call.func is functional.silu else "relu"
+    return NotImplemented if inplace else _activated(call, input, name)
 
 
 @handles(functional.gelu)
 def gelu(call: TorchCall, input: Tensor, approximate: str = "none") -> Any:
     """GELU of both kinds."""
-    return _activation(call, (input,), input, "gelu" if approximate == "none" else "gelu_tanh", approximate=approximate)
+    return _activated(call, input, "gelu" if approximate == "none" else "gelu_tanh")
 
 
-def _activation(call: TorchCall, given: tuple[Any, ...], x: Tensor, activation: str, **kwargs: Any) -> Any:
+def _activated(call: TorchCall, x: Tensor, activation: str) -> Any:
+    """act(x); attaches a recipe to it for the product or layer that follows."""
     if not large_enough(x) or not call.saves(x):
         return NotImplemented
-    with call.handled(*given, **kwargs):
-        return call.returned(activated(call, x, activation))
+    codec = call.codec("gate" if activation == "silu" else "mlp", x)
+    if (
+        activation == "relu" and codec is not None
+    ):  # an exact mask of one bit per element, and the output in one bit less
+        with torch.no_grad():
+            out = x.relu()
+            mask = packed_bits(out)
+        if isinstance(codec, GroupInt):
+            codec = replace(codec, bits=max(codec.bits - 1, 2))
+        payload = encoded(codec, out)
+        out = MaskFunction.apply(x, out, mask, 1.0)
+        whole = Recipe(Itself(out.shape, codec), (payload,))
+        attach_until_backward(out, whole.derived(out.shape, Masked(), mask))
+        return out
+    saved = room(codec, x)
+    form = GatedOutput(x.shape, codec, activation)
+    out = ActivationFunction.apply(x, form, saved)
+    if recipe_of(x) is None:
+        attach(x, Recipe(Itself(x.shape, codec), (saved,), weak=True))
+    attach_until_backward(out, Recipe(form, (saved, None)))
+    return out
+
+
+def _of_one_tensor(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a forward for calls with one tensor that save something for backward; other calls use the module's own."""
+
+    @functools.wraps(forward)
+    def called(module: Any, layer: Layer, *args: Any, **kwargs: Any) -> Any:
+        inputs = [*args, *kwargs.values()]
+        if len(inputs) != 1 or not isinstance(inputs[0], Tensor):
+            return layer.own(*args, **kwargs)
+        named_right = not kwargs or [*kwargs] == [*inspect.signature(layer.own).parameters][:1]
+        x, call = inputs[0], TorchCall(layer.own, module, layer)
+        weights = [*module.parameters(recurse=False)]
+        # PyTorch refuses mixtures of dtypes in LayerNorm: leave the error to its own functions.
+        mixed = isinstance(module, nn.LayerNorm) and len({t.dtype for t in (x, *weights)}) > 1
+        if (mixed and not torch.is_autocast_enabled(x.device.type)) or not named_right:
+            return layer.own(*args, **kwargs)
+        own = {n: t for n in ("weight", "bias") if isinstance(t := getattr(module, n, None), Tensor)}
+
+        def run(input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Any:
+            if not large_enough(input) or not call.saves(input, weight, bias):
+                return NotImplemented
+            with torch._C.DisableTorchFunction():
+                return forward(call, input, weight, bias)
+
+        out = on_shards(layer.kind, run, x, **own) if isinstance(x, DTensor) else run(x, **own)
+        return layer.own(*args, **kwargs) if out is NotImplemented else out
+
+    return called
+
+
+@_of_one_tensor
+def norm_forward(call: TorchCall, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """A norm over the last dimension."""
+    norm: Norm = call.layer.formula
+    dtype = x.dtype
+    if x.is_cuda and torch.is_autocast_enabled("cuda") and isinstance(call.module, _FLOAT32_ON_CUDA):
+        dtype = torch.float32
+    elif norm.promotes and weight is not None:
+        dtype = torch.promote_types(x.dtype, weight.dtype)
+    return _normalized(call, x, weight, bias, norm, dtype)
+
+
+@_of_one_tensor
+def activation_forward(call: TorchCall, x: Tensor, *weights: Tensor | None) -> Tensor:
+    """An activation function."""
+    return _activated(call, x, call.layer.formula)
 
 
 @handles(torch.mul, torch.multiply, Tensor.mul, Tensor.multiply, Tensor.__mul__, Tensor.__rmul__)
 def product(call: TorchCall, input: Any, other: Any, **kwargs: Any) -> Any:
-    """act(gate) * up: payloads of gate and up serve the product, its gradients and the layer that follows.
-
-    A tensor times a trained factor for each channel (DoRA, LayerScale) saves a payload of the tensor, and so do rows
-    times one factor each, such as outputs of experts times routing weights.
-    """
+    """act(gate) * up: payloads of gate and up serve the product, its gradients and the layer that follows."""
     if kwargs or not isinstance(input, Tensor) or not isinstance(other, Tensor):
         return NotImplemented if kwargs else elementwise(call, input, other)
     if input.shape != other.shape:
-        return _scaled(call, input, other)
+        return NotImplemented
     for gate, up in ((input, other), (other, input)):
         recipe = recipe_of(gate)
         if recipe is None or not isinstance(recipe.form, GatedOutput) or gate.shape != recipe.form.shape:
@@ -177,36 +251,8 @@ def product(call: TorchCall, input: Any, other: Any, **kwargs: Any) -> Any:
         saved = recipe.saved()
         if saved is None or saved[1] is not None or not up.requires_grad or not call.saves(gate, up):
             continue
-        with call.handled(input, other):
-            return _gated(gate, up, recipe.form, saved[0])
+        return _gated(gate, up, recipe.form, saved[0])
     return NotImplemented
-
-
-def _scaled(call: TorchCall, input: Tensor, other: Tensor) -> Any:
-    x, factor = (input, other) if input.numel() > other.numel() else (other, input)
-    if x.dim() < 2 or factor.dim() > x.dim() or not factor.requires_grad:
-        return NotImplemented
-    by_channel = factor.shape[-1:] == x.shape[-1:] and factor.numel() == x.shape[-1]
-    by_row = x.dim() == 2 and factor.shape == (len(x), 1)
-    if not (by_channel or by_row) or not large_enough(x) or not call.saves(x, factor):
-        return NotImplemented
-    with call.handled(input, other):
-        out = TimesFunction.apply(x, factor, *call.source(x, x.dtype))
-        if by_row and (recipe := recipe_of(x)):
-            attach(out, recipe.derived(x.shape, torch.mul, factor))
-    return call.returned(out)
-
-
-@handles(torch.square, Tensor.square)
-def square(call: TorchCall, input: Tensor) -> Any:
-    """The square of a tensor that is saved anyway, such as ReLU's output."""
-    recipe = recipe_of(input)
-    if recipe is None or not call.saves(input):
-        return NotImplemented
-    with call.handled(input):
-        out = SquareFunction.apply(input, *call.source(input, input.dtype))
-        attach_until_backward(out, recipe.derived(input.shape, torch.square))
-        return out
 
 
 def _gated(activation: Tensor, up: Tensor, form: GatedOutput, payload: Tensor | None) -> Tensor:
@@ -228,16 +274,15 @@ def dropout(call: TorchCall, input: Tensor, p: float = 0.5, training: bool = Tru
     """Dropout, which saves a bit for each element."""
     if inplace or not training or not 0 < p < 1 or not large_enough(input) or not call.saves(input):
         return NotImplemented
-    with call.handled(input, p, training):
-        # The mask is drawn in the same way as by PyTorch, so that results are the same.
-        with torch.no_grad():
-            factors = functional.dropout(torch.ones_like(input), p)
-            out, mask, scale = input * factors, packed_bits(factors), 1 / (1 - p)
-        recipe = saved_recipe(input)
-        out = MaskFunction.apply(input, out, mask, scale)
-        if recipe is not None:
-            attach_until_backward(out, recipe.derived(input.shape, Masked(scale), mask))
-        return out
+    # The mask is drawn in the same way as by PyTorch, so that results are the same.
+    with torch.no_grad():
+        factors = functional.dropout(torch.ones_like(input), p)
+        out, mask, scale = input * factors, packed_bits(factors), 1 / (1 - p)
+    recipe = saved_recipe(input)
+    out = MaskFunction.apply(input, out, mask, scale)
+    if recipe is not None:
+        attach_until_backward(out, recipe.derived(input.shape, Masked(scale), mask))
+    return out
 
 
 @handles(
@@ -263,7 +308,7 @@ def same_elements(call: TorchCall, *args: Any, **kwargs: Any) -> Any:
     Tensor.T.__get__, Tensor.mT.__get__,  # pyright: ignore[reportAttributeAccessIssue]
     Tensor.chunk, torch.chunk, Tensor.split, torch.split, Tensor.unbind,
     torch.unbind, Tensor.narrow, torch.narrow, Tensor.select, torch.select, Tensor.expand,
-    Tensor.repeat, Tensor.repeat_interleave, torch.repeat_interleave,
+    Tensor.repeat, Tensor.repeat_interleave, torch.repeat_interleave, Tensor.__getitem__,
 )  # fmt: skip
 def moved_elements(call: TorchCall, *args: Any, **kwargs: Any) -> Any:
     """Views with only some of the elements, or in another order."""
@@ -289,75 +334,6 @@ def _is_basic(args: Any) -> bool:
     return not isinstance(args, Tensor)
 
 
-@handles(Tensor.__getitem__)
-def getitem(call: TorchCall, input: Tensor, index: Any) -> Any:
-    """Rows of a tensor by their numbers, which are gathered again in backward; other indices are views."""
-    rows = index[-1] if isinstance(index, tuple) and [*index[:-1]] == [None] else index
-    if not isinstance(rows, Tensor) or rows.dim() != 1 or rows.is_floating_point() or rows.dtype == torch.bool:
-        return moved_elements(call, input, index)
-    return _gathered(call, input, rows, (index,))
-
-
-@handles(torch.index_select, Tensor.index_select)
-def index_select(call: TorchCall, input: Tensor, dim: int, index: Tensor) -> Any:
-    """Handle `index_select` along the first dimension like an index of rows."""
-    return _gathered(call, input, index, (dim, index)) if dim == 0 and index.dim() == 1 else NotImplemented
-
-
-def _gathered(call: TorchCall, x: Tensor, rows: Tensor, args: tuple[Any, ...]) -> Any:
-    recipe = recipe_of(x)
-    if recipe is None or x.dim() != 2 or not len(rows):
-        return NotImplemented
-    out = call.func(x, *args)
-    attach(out, recipe.derived(x.shape, lambda x, rows: x.index_select(0, rows), rows))
-    return out
-
-
-@handles(Tensor.index_add_)
-def index_add_(call: TorchCall, input: Tensor, dim: int, index: Tensor, source: Tensor, **kwargs: Any) -> Any:
-    """Add rows to those with these numbers; unlike PyTorch, do not save the rows, of which only the shape is needed."""
-    if kwargs or dim != 0 or index.dim() != 1 or not source.requires_grad or (input.is_leaf and input.requires_grad):
-        return NotImplemented
-    if source.dtype != input.dtype or not call.saves(source):
-        return NotImplemented
-    with call.handled(input.detach().clone(), dim, index, source):
-        out = IndexAddFunction.apply(input, index, source)
-    return call.returned(out)
-
-
-@handles(torch.bmm, Tensor.bmm)
-def bmm(call: TorchCall, input: Tensor, mat2: Tensor) -> Any:
-    """A batch of linear layers, if the second matrices are a parameter; otherwise a product of two activations."""
-    out = _batched(call, input, mat2, (input, mat2), {})
-    return product_of_two(call, input, mat2, (input, mat2)) if out is NotImplemented else out
-
-
-@handles(functional.grouped_mm, torch._grouped_mm)  # pyright: ignore[reportPrivateImportUsage]
-def grouped_mm(call: TorchCall, mat_a: Tensor, mat_b: Tensor, **kwargs: Any) -> Any:
-    """A linear layer for each group of rows, if the second matrices are a parameter."""
-    kwargs = {name: value for name, value in kwargs.items() if value is not None}
-    offsets_only = [*kwargs] == ["offs"] and mat_a.dim() == 2
-    return _batched(call, mat_a, mat_b, (mat_a, mat_b), kwargs) if offsets_only else NotImplemented
-
-
-def _batched(call: TorchCall, x: Tensor, weight: Tensor, given: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    base = weight._base if weight._is_view() else weight
-    if not isinstance(base, nn.Parameter) or weight.dim() != 3 or not weight.requires_grad:
-        return NotImplemented
-    if not large_enough(x) or not call.saves(x, weight):
-        return NotImplemented
-    # Autocast does not know grouped products; PyTorch refuses mixtures of dtypes otherwise.
-    autocast = torch.is_autocast_enabled(x.device.type) and not kwargs
-    if not autocast and x.dtype != weight.dtype:
-        return NotImplemented
-    dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
-    offsets = kwargs.get("offs")
-    with call.handled(*given, **kwargs):
-        rebuilt, saved = call.source(x, dtype)
-        out = BatchedFunction.apply(x, weight, call.func, offsets, dtype, rebuilt, saved)
-    return call.returned(out)
-
-
 @handles(functional.cross_entropy)
 def cross_entropy(
     call: TorchCall, input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: Any = None,
@@ -372,20 +348,17 @@ def cross_entropy(
         return NotImplemented
     with torch.no_grad():
         narrow = _narrow(input)
-    if narrow is None:
-        return NotImplemented
-    with call.handled(input, target, ignore_index=ignore_index, reduction=reduction):
-        with torch.no_grad():
-            loss = functional.cross_entropy(input, target, ignore_index=ignore_index, reduction=reduction)
-        return CrossEntropyFunction.apply(input, loss, narrow, target, ignore_index, reduction)
+        if narrow is None:
+            return NotImplemented
+        loss = functional.cross_entropy(input, target, ignore_index=ignore_index, reduction=reduction)
+    return CrossEntropyFunction.apply(input, loss, narrow, target, ignore_index, reduction)
 
 
 def _narrow(x_RV: Tensor) -> Tensor | None:
     """Return float32 logits in a 16-bit dtype that holds them exactly; None if neither does."""
     for dtype in (torch.bfloat16, torch.float16):
-        if torch.equal(x_RV[:1].to(dtype).float(), x_RV[:1]):
-            narrow = x_RV.to(dtype)
-            return narrow if all(torch.equal(narrow[r].float(), x_RV[r]) for r in _chunks(x_RV)) else None
+        if all(torch.equal(x_RV[rows].to(dtype).float(), x_RV[rows]) for rows in _chunks(x_RV)):
+            return x_RV.to(dtype)
     return None
 
 

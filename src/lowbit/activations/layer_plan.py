@@ -185,7 +185,7 @@ class LayerPlan:
 
         def code(choice: LayerChoice, parts: Mapping[str, nn.Module]) -> None:
             for name, module in parts.items() if choice.is_coded else ():
-                applied.add(name, compress(module, self._policy(choice, rounding), report=False))
+                applied.add(name, compress(module, self._policy(choice, rounding)))
 
         try:
             if self._choice_of(stage):  # compress it as a whole, so that functions between the layers are included

@@ -49,8 +49,7 @@ def _linear(call: TorchCall, input: Tensor, weight: Tensor, bias: Tensor | None,
     """A column- or row-wise linear layer: Megatron's own forward and backward, which gets the rebuilt input."""
     if not weight.requires_grad or not large_enough(input) or not call.saves(input, weight, bias):
         return NotImplemented
-    with call.handled(input, weight, bias, *rest):
-        return _Rebuilding.apply(input, weight, bias, call.func.function, rest, *call.source(input, input.dtype))
+    return _Rebuilding.apply(input, weight, bias, call.func.function, rest, *call.source(input, input.dtype))
 
 
 class _Rebuilding(torch.autograd.Function):
@@ -93,7 +92,7 @@ def _gate(call: TorchCall, x: Tensor, *rest: Any, activation: Callable[..., Tens
     bias = next((arg for arg in rest if isinstance(arg, Tensor)), None)
     if not call.saves(x, bias):
         return NotImplemented
-    with call.handled(x, *rest), Following():
+    with Following():
         x = x if bias is None else x + bias
         if not has_up:
             return activation(x)

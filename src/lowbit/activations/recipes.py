@@ -82,16 +82,6 @@ def plain_gated(gate: Tensor, up: Tensor | None, activation: str, *, wide: bool 
     return y * (up.float() if wide else up)
 
 
-QUICK_GELU = "quick_gelu"
-STEEPNESS = 1.702
-"""x sigmoid(1.702 x) is silu(1.702 x) / 1.702: SiLU's operators serve it."""
-
-
-def quick_gelu(x: Tensor) -> Tensor:
-    """The approximation of GELU by a sigmoid."""
-    return functional.silu(x * STEEPNESS) / STEEPNESS
-
-
 @dataclass(frozen=True)
 class Itself:
     """Rebuilds a tensor from its payload; without a codec the tensor itself is saved."""

@@ -13,31 +13,24 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from torch import nn
 
-from lowbit.activations import (
-    attention,  # noqa: F401  # these register handlers
-    handlers,  # noqa: F401
-    layers,
-)
+from lowbit.activations import handlers
 from lowbit.activations.checkpoint import restore_checkpointed
 from lowbit.activations.compiled import name_of
 from lowbit.activations.experts import experts
-from lowbit.activations.follow import MARK, Layer, Shared, followed_forward, running
+from lowbit.activations.follow import MARK, Layer, Shared, followed_forward
 from lowbit.activations.policy import Format, LayerAware
 from lowbit.activations.python_functions import ask_first
 from lowbit.activations.structure import activation_like, linear_like, norm_like
-from lowbit.activations.survey import Survey
 
 if TYPE_CHECKING:
     from lowbit.activations.layer_plan import Applied, LayerPlan
 
 
 @overload
-def compress_saved_(model: nn.Module, policy: LayerAware | None = None, *, report: bool = True) -> Compressed: ...
+def compress_saved_(model: nn.Module, policy: LayerAware | None = None) -> Compressed: ...
 @overload
-def compress_saved_(model: nn.Module, policy: LayerPlan, *, report: bool = True) -> Applied: ...
-def compress_saved_(
-    model: nn.Module, policy: LayerAware | LayerPlan | None = None, *, report: bool = True
-) -> Compressed | Applied:
+def compress_saved_(model: nn.Module, policy: LayerPlan) -> Applied: ...
+def compress_saved_(model: nn.Module, policy: LayerAware | LayerPlan | None = None) -> Compressed | Applied:
     """Save a model's activations for backward in few bits; changes the model in place.
 
     Forward uses unrounded activations. Its results are unchanged, except for the last bits where norms and activation
@@ -52,9 +45,8 @@ def compress_saved_(
     attention written out as products and softmax, are recognized. Tensors of any other function, such as the scans of
     state-space models, and of autograd functions written in Python, except Megatron-Core's, are saved uncompressed.
 
-    The first training pass counts, by module, what it keeps and what it would keep without compression; for that, it
-    computes functions twice. `print` of the result shows the table. The log warns of functions whose uncompressed
-    tensors are more than a tenth of what is kept.
+    The first training pass logs the functions whose uncompressed tensors are each more than a tenth of what is kept.
+    `counted` counts what a model keeps, by module: run it before and after to see what is left.
 
     Call it before `torch.compile`, DDP and `fully_shard`. Sharding must keep a norm together with the linear layers
     that follow it, as wrapping whole decoder layers does. In a graph of `torch.compile` each norm, activation function
@@ -70,20 +62,19 @@ def compress_saved_(
         model: any module; its parameters, hooks and state_dict do not change.
         policy: the bits; absent: `LayerAware()`. Or a `LayerPlan` for the whole model, which defines what is kept of
             each layer; some may be checkpointed.
-        report: count in the first training pass; not used with a `LayerPlan`, whose costs were measured before.
 
     Raises:
         TypeError, ValueError: the model is compressed already or has nothing to compress, or `layers` of the policy
             match no module.
     """
     if policy is None or isinstance(policy, LayerAware):
-        return compress(model, policy, report=report)
+        return compress(model, policy)
     if not hasattr(policy, "apply_"):  # importing LayerPlan here would be circular, because plans call `compress`
         raise TypeError(f"policy is {type(policy).__name__}; allowed: LayerAware or LayerPlan")
     return policy.apply_(model)
 
 
-def compress(model: nn.Module, policy: LayerAware | None = None, *, report: bool) -> Compressed:
+def compress(model: nn.Module, policy: LayerAware | None = None) -> Compressed:
     """`compress_saved_` with a policy."""
     policy = LayerAware() if policy is None else policy
     if not isinstance(model, nn.Module):
@@ -92,7 +83,7 @@ def compress(model: nn.Module, policy: LayerAware | None = None, *, report: bool
     marked = {n: layer for n, m in model.named_modules() if (layer := vars(m).get(MARK)) is not None}
     if twice := [name for name, layer in marked.items() if layer.kind or not name]:
         raise ValueError(f"model is compressed already ({twice[0] or 'itself'!r}); allowed: restore_(model) first")
-    return Compressed(model, policy, report)
+    return Compressed(model, policy)
 
 
 def restore_(model: nn.Module) -> None:
@@ -116,15 +107,13 @@ class Compressed:
     Attributes:
         bits: layer type and bits (or codec) of each norm, activation function and linear layer, by name. A linear layer
             uses its bits only where its input cannot be rebuilt from another layer's payloads.
-        survey: bytes by module in the first training pass, with and without compression; None without `report`.
     """
 
-    def __init__(self, model: nn.Module, policy: LayerAware, report: bool) -> None:
+    def __init__(self, model: nn.Module, policy: LayerAware) -> None:
         self.bits: dict[str, tuple[str, Format]] = {}
-        self.survey = Survey(running) if report else None
         self._model = model
         ask_first()
-        shared = Shared(policy, self.survey)
+        shared = Shared(policy)
         modules = {n: m for n, m in model.named_modules() if _can_run(m) and MARK not in vars(m)}
         policy.check_layers(modules)
         for name, module in modules.items():
@@ -156,20 +145,15 @@ class Compressed:
         text = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
         return f"Compressed({text})"
 
-    def __str__(self) -> str:
-        if self.survey is not None and self.survey.rows:
-            return f"{self!r}\n{self.survey}"
-        return f"{self!r}, not counted: no training pass without other hooks on saved tensors has run yet"
-
 
 def _replacement(name: str, module: nn.Module, model: nn.Module) -> tuple[str, Callable[..., Any] | None, Any]:
     """Layer type of a module, and the forward that replaces its own, if any, with parameters."""
     if change := experts(name, module, model):
         return change
     if norm := norm_like(module):
-        return "norm", layers.norm_forward, norm
+        return "norm", handlers.norm_forward, norm
     if activation := activation_like(module):
-        return "mlp", layers.activation_forward, activation
+        return "mlp", handlers.activation_forward, activation
     return ("linear" if linear_like(module) else ""), None, None
 
 

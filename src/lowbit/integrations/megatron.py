@@ -20,7 +20,7 @@ from lowbit.codecs.checks import FLOATS
 from lowbit.codecs.defaults import RECOMMENDED
 from lowbit.codecs.foreign import open_session
 from lowbit.codecs.sessions import Session
-from lowbit.integrations.engine import engine, part
+from lowbit.integrations import engine, part
 from lowbit.pipeline import Traffic
 from lowbit.pipeline.arguments import check_numbers, default_backward
 from lowbit.wire import pytorch

@@ -26,7 +26,7 @@ from lowbit.codecs.checks import FLOATS
 from lowbit.collectives.calls import Pending
 from lowbit.collectives.checks import check_call, check_flat
 from lowbit.collectives.reduce import SMALL, all_reduce
-from lowbit.integrations.engine import engine, part
+from lowbit.integrations import engine, part
 from lowbit.wire.agreement import Facts, listed
 from lowbit.wire.errors import AgreementError
 from lowbit.wire.store import bounded

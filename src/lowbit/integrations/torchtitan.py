@@ -27,7 +27,7 @@ from lowbit.codecs.base import Codec
 from lowbit.codecs.defaults import RECOMMENDED
 from lowbit.collectives.reduce import all_reduce
 from lowbit.gradients import LowBitReduceScatter
-from lowbit.integrations.engine import EngineError, engine, part
+from lowbit.integrations import EngineError, engine, part
 from lowbit.pipeline import LowBitStage
 from lowbit.pipeline.arguments import Codecs, check_numbers, check_warm_up, default_backward
 from lowbit.wire.checksum import check_checksums
@@ -171,7 +171,7 @@ def parallelize_fn(function: Callable[..., Any], config: LowBitConfig) -> Callab
     def low_bit_parallelize(model: nn.Module, **kwargs: Any) -> nn.Module:
         if config.activations is not None:
             _check_activations(**kwargs)
-            compress_saved_(model, config.activations, report=False)
+            compress_saved_(model, config.activations)
         model = function(model, **kwargs)
         if config.gradients is not None:
             _reduce_in_few_bits(model, config, _name(function))

@@ -33,7 +33,7 @@ from lowbit import __version__
 from lowbit.codecs import Codec, GroupInt
 from lowbit.codecs.checks import check_dtype
 from lowbit.codecs.foreign import open_session
-from lowbit.integrations.engine import engine, part
+from lowbit.integrations import engine, part
 from lowbit.pipeline.arguments import check_numbers
 from lowbit.wire import pytorch
 from lowbit.wire.agreement import agree

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lowbit.codecs import Codec
-from lowbit.integrations.engine import engine, part
+from lowbit.integrations import engine, part
 from lowbit.integrations.transformers import _PACKAGE, LowBitPipelineStage, low_bit_pipeline_
 from lowbit.tensor_parallel import Calibration, Drift, Installed, SumSettings
 from lowbit.tensor_parallel.low_bit import install_formats, load_agreed

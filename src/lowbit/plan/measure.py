@@ -22,7 +22,7 @@ ORDER_OF_SUMS = 1e-6
 @contextlib.contextmanager
 def compressed(model: nn.Module, policy: LayerAware | LayerPlan) -> Iterator[None]:
     """Compress what a model saves in a `with` block."""
-    changes = compress_saved_(model, policy, report=False)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    changes = compress_saved_(model, policy)  # pyright: ignore[reportCallIssue, reportArgumentType]
     try:
         yield
     finally:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from lowbit.tensor_parallel.calibrate import calibrate
-from lowbit.tensor_parallel.calibration import Calibration
+from lowbit.tensor_parallel.calibration import Calibration, CalibrationError
 from lowbit.tensor_parallel.cut import tensor_parallel_
 from lowbit.tensor_parallel.drift import Drift
 from lowbit.tensor_parallel.emulate import emulate_tensor_parallel_
-from lowbit.tensor_parallel.files import CalibrationError
 from lowbit.tensor_parallel.low_bit import low_bit_, low_bit_styles
 from lowbit.tensor_parallel.reduce import SumSettings, Traffic
 from lowbit.tensor_parallel.rowwise import Installed, LowBitRowwiseParallel

@@ -9,7 +9,6 @@ import logging
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from lowbit.collectives import agree
 from lowbit.tensor_parallel.calibration import (
     SHARE,
     Calibration,
+    CalibrationError,
     Curve,
     check_budget,
     curve_of,
@@ -33,7 +33,6 @@ from lowbit.tensor_parallel.calibration import (
 )
 from lowbit.tensor_parallel.drift import relative_error, sample
 from lowbit.tensor_parallel.emulate import emulate_tensor_parallel_
-from lowbit.tensor_parallel.files import CalibrationError
 from lowbit.tensor_parallel.identity import identity
 from lowbit.tensor_parallel.inputs import input_numbers, layers_with_inputs
 from lowbit.tensor_parallel.observe import Observer
@@ -61,8 +60,6 @@ def calibrate(
     momentum: float = 0.99,
     text: str = "",
     start: Calibration | None = None,
-    state: str | Path | None = None,
-    save_every: int = 16,
     progress: Callable[[int], None] | None = None,
     plan: Plan | None = None,
 ) -> Calibration:
@@ -99,15 +96,13 @@ def calibrate(
         momentum: of the moving averages, from 0 to below 1: 0.99 averages over about 100 sequences.
         text: source of the sequences, recorded in the file.
         start: continue this calibration: its averages, count and momentum (which `momentum` must equal).
-        state: file for the averages, written after every `save_every` sequences. If it exists at the start, sequences
-            that it already includes are skipped, and the result is the same as without the interruption.
         progress: called with the number of sequences that are done.
         plan: overrides the model's own.
 
     Raises:
         ValueError: no sequences, NaN in the model, a layer that is always zero or not used, k not below E, a budget
             below what 3-bit codes take.
-        CalibrationError: a state or `start` of another model, number of ranks or momentum.
+        CalibrationError: a `start` of another model, number of ranks or momentum.
         AgreementError: on real ranks, if sequences, models or settings differ; the same text on all.
     """
     layers = model_sums(model, plan)
@@ -117,13 +112,12 @@ def calibrate(
     read = list(sequences)
     sent: dict[str, tuple[int, int, float]] = {}
 
-    def prepare() -> tuple[Observer, dict[str, str]]:
-        """Check the arguments and load averages of earlier runs; also return facts that identify this run."""
+    def prepare() -> Observer:
+        """Check the arguments and load the averages of `start`."""
         widths = {layer: summed.width for layer, summed in layers.items()}
         check_choice("gain", gain, GAINS)
         if not isinstance(momentum, int | float) or not 0 <= momentum < 1:
             raise ValueError(f"momentum is {momentum!r}; allowed: a number from 0 to below 1")
-        check_int("save_every", save_every, 1, 1 << 30)
         sent.update(_sent(inputs, layers, _world(ranks, group)))
         check_budget(
             bits, widths, {layer: outlier_count(layer, k, width) for layer, width in widths.items()},
@@ -138,23 +132,24 @@ def calibrate(
                 if earlier != now:
                     raise CalibrationError(f"start is a calibration for {what} {earlier}, this one is for {now}")
             observer.resume(start.averages, start.count)
-        facts = {
-            "model": name, "world": str(observer.ranks), "momentum": str(momentum), "text": text,
-            "before": f"{before} {start.fingerprint() if start else ''}".strip(),
-        }  # fmt: skip
-        if state is not None:
-            observer.load(state, facts)
-        return observer, facts
+        return observer
 
     settings = {
-        "text": text, "start": start.fingerprint() if start else None, "k": k, "gain": gain,
-        "bits": bits, "inputs": inputs, "momentum": momentum, "save_every": save_every, "saves": state is not None,
+        "text": text, "start": start.fingerprint() if start else None, "k": k, "gain": gain, "bits": bits,
+        "inputs": inputs, "momentum": momentum, "model": name,
     }  # fmt: skip
-    observer, facts = prepare() if group is None else _prepare_agreed(prepare, settings, read, group)
+    observer = prepare() if group is None else _prepare_agreed(prepare, settings, read, group)
     observed, held_out = _split(read)
 
     run, report = _Run(model, layers, group, plan, observer.ranks), progress or (lambda count: None)
-    _observe(observer, run, _unseen(observed, observer.count - before), state, facts, save_every, before, report)
+
+    def after(_: int) -> None:
+        observer.commit()
+        report(observer.count - before)
+
+    run.show(observed, observer.see, after)
+    if group is not None:
+        observer.gather(group)
     if zeros := tables_of(observer.averages, observer.count, observer.momentum)[2]:
         _log.warning(
             "always zero in the calibration text: %s%s; such features get the smallest range of their layer", zeros[0],
@@ -173,31 +168,6 @@ def calibrate(
     calibration = calibration.within(bits)
     errors = _held_out(calibration, run, held_out, observer.count - before, report)
     return dataclasses.replace(calibration, held_out=errors)
-
-
-def _observe(
-    observer: Observer, run: _Run, batches: Iterable[Tensor], state: str | Path | None, facts: Mapping[str, str],
-    save_every: int, before: int, report: Callable[[int], None],
-) -> None:  # fmt: skip
-    """Show the observer all batches, save its state regularly, and combine the observations of all ranks."""
-    saved = observer.count
-
-    def keep() -> None:
-        if run.group is not None:
-            observer.gather(run.group)
-        if state is not None and (run.group is None or dist.get_rank(run.group) == 0):
-            observer.save(state, facts)
-
-    def after(_: int) -> None:
-        nonlocal saved
-        observer.commit()
-        if state is not None and observer.count - saved >= save_every:
-            keep()
-            saved = observer.count
-        report(observer.count - before)
-
-    run.show(batches, observer.see, after)
-    keep()
 
 
 def _curves(calibration: Calibration, observer: Observer, group: dist.ProcessGroup | None) -> dict[str, Curve]:
@@ -325,24 +295,23 @@ def _world(ranks: int | None, group: dist.ProcessGroup | None) -> int:
 
 
 def _prepare_agreed(
-    prepare: Callable[[], tuple[Observer, dict[str, str]]],
+    prepare: Callable[[], Observer],
     settings: Mapping[str, object],
     sequences: Iterable[Tensor],
     group: dist.ProcessGroup,
-) -> tuple[Observer, dict[str, str]]:
+) -> Observer:
     """Call `prepare` on all ranks and compare their settings and text; on a difference, raise the same on all."""
     error: Exception | None = None
     stated = {name: str(value) for name, value in settings.items()}
     try:
-        observer, facts = prepare()
-        stated |= facts | {"sequences seen before": str(observer.count), "sequences": _digest(sequences)}
-        stated["ready"] = "yes"
+        observer = prepare()
+        stated |= {"sequences": _digest(sequences), "ready": "yes"}
     except Exception as failure:  # of any kind: the other ranks wait for this one's statement
         error, stated["ready"] = failure, f"no ({failure})"
     agree(group, stated, topic="calibration")
     if error is not None:
         raise error
-    return observer, facts
+    return observer
 
 
 def _digest(sequences: Iterable[Tensor]) -> str:
@@ -410,11 +379,3 @@ class _Run:
             hook.remove()
             for module, mode in training.items():
                 module.training = mode
-
-
-def _unseen(batches: Sequence[Tensor], skip: int) -> Iterator[Tensor]:
-    """Yield batches without the first `skip` sequences."""
-    for batch in batches:
-        if skip < len(batch):
-            yield batch[skip:]
-        skip = max(0, skip - len(batch))

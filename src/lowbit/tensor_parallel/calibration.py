@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,8 +22,6 @@ from lowbit.codecs.checks import check_choice, check_int
 from lowbit.codecs.feature_int.codec import CLIPS, GAINS
 from lowbit.codecs.feature_int.reference import FEWEST, MOST
 from lowbit.codecs.sums import Summable
-from lowbit.tensor_parallel import files
-from lowbit.tensor_parallel.files import CalibrationError, join
 from lowbit.tensor_parallel.identity import identity
 from lowbit.tensor_parallel.inputs import input_format
 from lowbit.tensor_parallel.observe import AVERAGES
@@ -44,6 +44,15 @@ Curve = dict[int, tuple[float, float]]
 """By bits of codes: the best clip, and the squared error of the sum over the ranks, averaged over rows."""
 Features = dict[str, tuple[int, ...]]
 """Outlier features by layer, ascending."""
+
+
+class CalibrationError(ValueError):
+    """A calibration cannot be used: it is missing, truncated, or made for another model or another setup."""
+
+
+Tensors = Mapping[str, Mapping[str, Tensor]]
+"""By kind ("low", "high", ...), then by layer."""
+_DIGEST = "sha256"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -79,7 +88,7 @@ class Calibration:
         ValueError: a layer whose partial sums were always zero.
     """
 
-    averages: files.Tensors
+    averages: Tensors
     count: int
     features: Features
     model: str
@@ -236,7 +245,7 @@ class Calibration:
 
     def save(self, path: str | Path) -> None:
         """Write one safetensors file, atomically: a reader finds the old one or the whole new one."""
-        files.write(path, self.averages, self._metadata())
+        _write(path, self.averages, self._metadata())
 
     @classmethod
     def load(cls, path: str | Path) -> Calibration:
@@ -246,7 +255,7 @@ class Calibration:
             CalibrationError: no such file, cut short, another format, made for another version of the codec,
                 incomplete metadata.
         """
-        averages, metadata = files.read(path, AVERAGES, _FORMAT)
+        averages, metadata = _read(path)
         version = metadata.get("codec_version")
         if version != str(FeatureInt.payload_version):
             raise CalibrationError(
@@ -290,13 +299,76 @@ class Calibration:
         }  # fmt: skip
 
 
+def join(tensors: Tensors) -> dict[str, Tensor]:
+    """Return the tensors of a file: "layer.kind"."""
+    return {f"{name}.{kind}": t for kind, by_layer in tensors.items() for name, t in by_layer.items()}
+
+
+def digest_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+    """Return the digest of all contents of a file, which is in its metadata."""
+    digest = hashlib.sha256(json.dumps(dict(metadata), sort_keys=True).encode())
+    for name, t in sorted(tensors.items()):
+        digest.update(f"/{name} {t.dtype} {tuple(t.shape)}/".encode())
+        digest.update(t.flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _write(path: str | Path, tensors: Tensors, metadata: Mapping[str, str]) -> None:
+    """Write a file next to the target, then rename it: a reader finds the old file or the new one."""
+    from safetensors.torch import save
+
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    whole = {name: t.contiguous() for name, t in join(tensors).items()}
+    data = save(whole, {**metadata, _DIGEST: digest_of(whole, metadata)})
+    handle, part = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(part, 0o644)
+        os.replace(part, path)
+    except BaseException:
+        Path(part).unlink(missing_ok=True)
+        raise
+
+
+def _read(path: str | Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, str]]:
+    """Return tensors and metadata; CalibrationError unless the file is a whole calibration."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise CalibrationError(f"{path}: {error.strerror}; allowed: a file that `lowbit calibrate` wrote") from error
+    try:
+        tensors = load(data)  # checks that the file is as long as its header says
+    except (SafetensorError, KeyError) as error:
+        raise CalibrationError(
+            f"{path} is cut short, or not a safetensors file: it has {len(data)} bytes; {error}"
+        ) from error
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    metadata = header.get("__metadata__") or {}
+    if metadata.get("format") != _FORMAT:
+        raise CalibrationError(f"{path} has the format {metadata.get('format')!r}; expected {_FORMAT!r}")
+    if metadata.pop(_DIGEST, None) != digest_of(tensors, metadata):
+        raise CalibrationError(f"{path} is damaged: its digest differs from that of its contents; calibrate again")
+    found = {
+        kind: {name.removesuffix(f".{kind}"): t for name, t in tensors.items() if name.endswith(f".{kind}")}
+        for kind in AVERAGES
+    }
+    return found, metadata
+
+
 def dtype_of(sums: Mapping[str, ModelSum]) -> str:
     """Return the data type of a model's partial sums, or all of them."""
     return ", ".join(sorted({str(summed.dtype).removeprefix("torch.") for summed in sums.values()}))
 
 
 def tables_of(
-    averages: files.Tensors, count: int, momentum: float, gain: str = "token"
+    averages: Tensors, count: int, momentum: float, gain: str = "token"
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], list[str]]:
     """Correct moving averages for their start at zero; return ranges and means by layer, and names of zeros.
 

@@ -12,9 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lowbit.codecs.base import Codec
 from lowbit.collectives import agree
-from lowbit.tensor_parallel.calibration import Calibration
+from lowbit.tensor_parallel.calibration import Calibration, CalibrationError
 from lowbit.tensor_parallel.drift import Drift
-from lowbit.tensor_parallel.files import CalibrationError
 from lowbit.tensor_parallel.inputs import send_inputs
 from lowbit.tensor_parallel.reduce import SumSettings, check_codec
 from lowbit.tensor_parallel.rowwise import Installed, LowBitRowwiseParallel, install

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit.tensor_parallel import files
-from lowbit.wire.json_values import gather_json, gather_tensor
+from lowbit.collectives import agree
+from lowbit.wire.json_values import gather_tensor
 
-_FORMAT = "lowbit-calibration-state"
 AVERAGES = ("low", "high", "mean")
 MOST_ROWS = 128
 """Number of rows that are kept for each layer and rank."""
@@ -96,11 +94,7 @@ class Observer:
         """Complete this rank's averages and rows with those of the others; all ranks of a real group must call this."""
         rank = dist.get_rank(group)
         widths = {name: low.shape[1] for name, low in sorted(self.averages["low"].items())}
-        for peer, theirs in enumerate(gather_json(widths, group)):
-            if theirs != widths:
-                raise files.CalibrationError(
-                    f"rank {peer} has layers with features {theirs}, and rank {rank} {widths}; allowed: the same"
-                )
+        agree(group, {"features of layers": str(widths)}, topic="calibration")
         for averages in self.averages.values():
             parts = gather_tensor(torch.cat([averages[name][rank] for name in widths]), group)
             for name, part in zip(widths, parts.split(list(widths.values()), dim=1), strict=True):
@@ -114,25 +108,6 @@ class Observer:
             for name, average in by_layer.items():
                 self.averages[kind][name].copy_(average)
         self.count = self.before = count
-
-    def save(self, path: str | Path, facts: Mapping[str, str]) -> None:
-        tensors = {**self.averages, "sample": self.samples}
-        files.write(path, tensors, {"format": _FORMAT, "count": str(self.count), **facts})
-
-    def load(self, path: str | Path, facts: Mapping[str, str]) -> None:
-        """Resume from a file that `save` wrote; if there is none, do nothing. CalibrationError if its facts differ."""
-        if not Path(path).exists():
-            return
-        tensors, metadata = files.read(path, (*AVERAGES, "sample"), _FORMAT)
-        for key, value in facts.items():
-            if metadata.get(key) != value:
-                raise files.CalibrationError(
-                    f"{path} is the state of a calibration with {key} {metadata.get(key)!r}; this one has {value!r}"
-                )
-        before = self.before
-        self.samples = dict(tensors.pop("sample"))
-        self.resume(tensors, int(metadata["count"]))
-        self.before = before
 
     def _thinned(self, kept: Tensor, new: Tensor) -> Tensor:
         """Return rows spread over all sequences, including those of `new`, (ranks, batch, rows, E)."""

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache, cached_property
-from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal
 
 import torch
 
@@ -30,9 +27,8 @@ class Thresholds:
     `low_bit_` measures them unless `SumSettings.small` is a number or earlier thresholds:
 
         installed = low_bit_(model, calibration)
-        installed.thresholds.save("calibration-tp2.thresholds.json")
         ...
-        low_bit_(model, calibration, settings=SumSettings(small=Thresholds.load("calibration-tp2.thresholds.json")))
+        low_bit_(another, calibration, settings=SumSettings(small=installed.thresholds))
 
     Args:
         ranks: of the group. steps: by kind of sum (features, dtype, whole bits of the format).
@@ -59,32 +55,6 @@ class Thresholds:
         steps = self.steps[kind]
         index = bisect_right([least for least, _ in steps], rows)
         return steps[index - 1][1] if index else "plain"
-
-    def save(self, path: str | Path) -> None:
-        """Write a JSON file, atomically; one rank is enough."""
-        path = Path(path)
-        part = path.with_name(f".{path.name}.{os.getpid()}")
-        part.write_text(json.dumps(asdict(self), indent=2) + "\n", "utf-8")
-        part.replace(path)
-
-    @classmethod
-    def load(cls, path: str | Path) -> Thresholds:
-        """Read a file that `save` wrote.
-
-        Raises:
-            ValueError: the file does not hold thresholds.
-        """
-        try:
-            values: dict[str, Any] = json.loads(Path(path).read_text("utf-8"))
-            steps = {kind: tuple((int(n), name) for n, name in s) for kind, s in values["steps"].items()}
-            taken = [step for kind in steps.values() for step in kind]
-            if int(values["ranks"]) < 2 or any(rows < 1 or name not in get_args(Choice) for rows, name in taken):
-                raise ValueError("fewer than 2 ranks, fewer than 1 row, or an unknown choice")
-            return cls(**{**values, "steps": steps})
-        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            raise ValueError(
-                f"{path} does not hold thresholds: {type(error).__name__}: {error}; allowed: what Thresholds.save wrote"
-            ) from error
 
     def __str__(self) -> str:
         parts = []

@@ -16,7 +16,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,6 @@ from torch import Tensor, nn
 
 from lowbit.activations import LayerAware, LayerPlan, compress_saved_
 from lowbit.activations.counting import counted, layer_type
-from lowbit.activations.hooks import coded_by
-from lowbit.codecs import BlockFloat8
 from lowbit.config import build
 from lowbit.gradients import GradientStorage
 from lowbit.plan.layers import (
@@ -47,6 +44,7 @@ from lowbit.train.model import build_model, vocabulary
 from lowbit.train.optim import eight_bit_adamw, make_optimizer, parts_of
 from lowbit.train.single_process import model_loss
 from lowbit_lab.bench.memory import DEPTH_METHODS, MemoryBenchmark, in_8_bits
+from lowbit_lab.bench.saved_fp8 import saved_in_fp8
 from lowbit_lab.bench.worker import serve
 
 Around = Callable[[], contextlib.AbstractContextManager[None]]
@@ -72,9 +70,9 @@ def saving(method: str, model: nn.Module, bits: int) -> Iterator[Around]:
         if method == "checkpoint":
             stack.callback(enable_checkpointing(model))
         elif method == "fp8":
-            around = partial(coded_by, BlockFloat8(), attention=BlockFloat8())
+            around = saved_in_fp8
         elif method != "bf16":
-            stack.callback(compress_saved_(model, policy_of(bits, method), report=False).remove)
+            stack.callback(compress_saved_(model, policy_of(bits, method)).remove)
         yield around
 
 
@@ -257,7 +255,7 @@ class Depths:
                 plan, more = self._plan(layers, peaks["checkpoint"])
                 compress_saved_(model, plan)
             elif "low-bit" in method:
-                compress_saved_(model, policy_of(self.settings.bits), report=False)
+                compress_saved_(model, policy_of(self.settings.bits))
             if method.startswith("checkpoint"):
                 enable_checkpointing(model)
             error = relative_error(gradients(model, lambda m=model: self._loss(m)), exact)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import glob
-import hashlib
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +28,7 @@ def measure(settings: CalibrationConfig) -> list[dict[str, Any]]:
     """Draw sequences, observe the sums, choose features, write the file.
 
     Under torchrun the model is split over the ranks and each observes its own partial sums; the file is the same as
-    with emulated ranks. An interrupted run resumes from the state next to its output, with the same outcome.
+    with emulated ranks.
 
     Returns:
         A row for each layer, with `layer`, `features` (chosen), `k` (their number), `width`, `bits_per_value`,
@@ -49,8 +47,6 @@ def measure(settings: CalibrationConfig) -> list[dict[str, Any]]:
         calibration = make(model, sequences, settings, start=start)
     if rank == 0:
         calibration.save(settings.path)
-        for state in _states(settings.path):
-            state.unlink(missing_ok=True)
     return [_row(calibration, name) for name in calibration.ranges]
 
 
@@ -68,12 +64,8 @@ def make(
     settings: CalibrationConfig,
     *,
     start: Calibration | None = None,
-    keep_state: bool = True,
 ) -> Calibration:
-    """Calibrate a loaded model, whole or on real ranks, with a progress bar on the first rank.
-
-    `keep_state`: save the state next to the output from time to time, and resume from it.
-    """
+    """Calibrate a loaded model, whole or on real ranks, with a progress bar on the first rank."""
     drawn = sequences.draw(settings.sequences, settings.seed)
     if world()[0] == 0:
         sequences.warn_if_fewer(settings.sequences)
@@ -99,7 +91,6 @@ def make(
             momentum=settings.momentum,
             text=description,
             start=start,
-            state=_state_file(settings, description, start) if keep_state else None,
             progress=progress,
         )
 
@@ -141,19 +132,3 @@ def _check_output(path: Path) -> None:
         agree(None, {"output": problem or f"{path} can be written"}, topic="output")
     elif problem:
         raise ConfigError(problem)
-
-
-def _state_file(settings: CalibrationConfig, description: str, start: Calibration | None) -> Path:
-    """Return the file for the state of a run, whose name depends on its options and text."""
-    before = start.fingerprint() if start else ""
-    key = f"{settings.model}/{settings.ranks}/{settings.dtype}/{settings.momentum}/{description}/{before}"
-    name = hashlib.sha256(key.encode()).hexdigest()[:8]
-    state = settings.path.with_name(f".{settings.path.name}.{name}.state")
-    if world()[0] == 0 and _states(settings.path) and not state.exists():
-        log.warning("an earlier calibration with other options or text was interrupted: this one starts from scratch")
-    return state
-
-
-def _states(output: Path) -> list[Path]:
-    """Return the files that interrupted runs left next to the output."""
-    return list(output.parent.glob(f".{glob.escape(output.name)}.*.state"))

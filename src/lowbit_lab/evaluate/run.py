@@ -219,7 +219,7 @@ class Evaluation:
                 "no calibration for %d ranks is given: making one from %s (lowbit calibrate keeps it)",
                 tp, ", ".join(wanted.text) or text.LIBRARY,
             )  # fmt: skip
-        return calibrate.make(model, calibrate.read(wanted), wanted, keep_state=False)
+        return calibrate.make(model, calibrate.read(wanted), wanted)
 
     def _all_have(self, path: Path) -> bool:
         """Whether the file exists; the same on all ranks."""
