@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
 # Files of tests at a time on 2 cores: their tests wait for time limits, links and other processes, too.
-WORKERS ?= 4
+WORKERS ?= 3
 MINUTES ?= 10
 SEED   ?= $(shell date +%s)
 # What a processor without AVX-512 and bfloat16 has, and what every x86-64 has. PyTorch and numba choose kernels by it.

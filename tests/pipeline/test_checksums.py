@@ -57,8 +57,8 @@ def test_a_flipped_bit_names_sender_boundary_and_step(ranks: Ranks, transport: s
     assert error == "DamagedError"
     assert text == (
         f"boundary 0 {direction}, micro-batch 2, tensor 0, step 2: the message from rank {sender} (stage {sender}) is "
-        "damaged: it does not fit the checksum behind it; bytes changed on the way, or it is another message, of "
-        "another length, step or place"
+        "damaged: it does not fit the checksum behind it; bytes changed on the way, or it is the message of another "
+        "step or place"
     )
     assert (culprit, step) == (sender, 1)
     error, told, culprit, _ = found[sender]  # hears why the other one ended
