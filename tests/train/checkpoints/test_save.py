@@ -117,6 +117,11 @@ def test_files_of_others_stay(tmp_path: Path, alone: None):
     assert os.listdir(folder / step_name(2) / "rank-0") == ["mine.txt"]
     assert (folder / "notes.txt").exists()
 
+    moved = tmp_path / "elsewhere"
+    shutil.copytree(folder, moved / "checkpoints")  # without the record: it is not lowbit's there
+    save(moved, [10, 12, 14])
+    assert [name[:13] for name in shares(moved)] == [f"step-{step:08}" for step in (2, 6, 8, 12, 14)]
+
 
 def test_ranks_gone_leave_no_shares(tmp_path: Path, ranks: Ranks):
     ranks.run(save, tmp_path, [2])

@@ -64,8 +64,7 @@ class Checkpoints:
         manifest = replace(run, step=step, rank=self.rank, codecs=snapshot.codecs, aliases=snapshot.aliases)
 
         def stage() -> None:
-            paths = (share / file for share in (target, staged(target)) for file in FILES)
-            self._output.note(*(path.relative_to(self._output.path).as_posix() for path in paths))
+            self._output.note(*(self._name(share / file) for share in (target, staged(target)) for file in FILES))
             stage_share(target, manifest, snapshot.tensors)
 
         def attempt(work: Callable[[], None]) -> str:
@@ -85,10 +84,15 @@ class Checkpoints:
                 raise TransientError(f"{'; '.join(problems)}; older checkpoints are as they were")
         self._drop_older_than(step)
 
+    def _name(self, path: Path) -> str:
+        return path.relative_to(self._output.path).as_posix()
+
     def _drop_older_than(self, newest: int) -> None:
-        """Drop steps that are older than the last `keep`, including shares of ranks that no longer exist."""
-        own = [shares_in(path) for step, path in steps_in(self.folder).items() if step <= newest]
-        for share in (share for shares in [each for each in own if each][: -self.keep] for share in shares.values()):
+        """Drop this run's steps that are older than the last `keep`, including shares of ranks that no longer exist."""
+        made = self._output.made()  # a share that was copied here is its owner's
+        steps = [path for step, path in steps_in(self.folder).items() if step <= newest]
+        own = [[share for share in shares_in(path).values() if self._name(share / FILES[0]) in made] for path in steps]
+        for share in (share for shares in [each for each in own if each][: -self.keep] for share in shares):
             with contextlib.suppress(OSError):  # it holds something else, or another rank was faster
                 remove_share(staged(share))
                 remove_share(share)
