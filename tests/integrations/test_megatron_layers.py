@@ -140,5 +140,5 @@ def left_to_megatron() -> tuple[list[str], float]:
 
 def test_gates_that_megatron_compresses_and_frozen_weights_are_left_to_it(ranks: Ranks):
     for lines, kept in ranks.run(left_to_megatron):
-        assert lines == ["gates that Megatron saves in FP8 or moves to the CPU are left to it"]
+        assert "gates that Megatron saves in FP8 or moves to the CPU are left to it" in lines
         assert kept > 0
