@@ -148,13 +148,13 @@ def test_a_run_whose_output_nobody_reads_ends_well(tmp_path: Path):
     filled = os.write(writer, b"." * (1 << 20))
     os.set_blocking(writer, True)
     sizes = {"model.dim": 16, "model.layers": 2, "model.heads": 2, "data.sequence": 16, "data.batch": 4}
-    run = {"run.steps": 4, "run.timeout_seconds": 10, "run.output": tmp_path / "run", "run.tensorboard": "false"}
+    run = {"run.steps": 4, "run.timeout_seconds": 60, "run.output": tmp_path / "run", "run.tensorboard": "false"}
     options = [word for key, value in (sizes | run).items() for word in (f"--{key}", str(value))]
     process = subprocess.Popen(
         [sys.executable, "-m", "lowbit", "train", "--ranks", "2", *options], stdout=writer, stderr=writer
     )
     os.close(writer)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 200
     while not (tmp_path / "run" / "summary.json").exists():
         assert process.poll() is None
         assert time.monotonic() < deadline
