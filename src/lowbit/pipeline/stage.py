@@ -52,7 +52,11 @@ class LowBitStage(HookedStage):
     Before the first byte of each new kind of batch, all ranks compare codecs, versions, shapes and payload sizes.
 
     Args:
-        submodule, stage_index, num_stages, device, *args: as for `PipelineStage`.
+        submodule: as for `PipelineStage`.
+        stage_index: as for `PipelineStage`.
+        num_stages: as for `PipelineStage`.
+        device: as for `PipelineStage`.
+        *args: further arguments of `PipelineStage`, positional.
         forward: format of activations: one codec, or a mapping from boundary index (i: between stages i and i + 1).
         backward: format of gradients, likewise; None: the default for the format of activations (for `TransformQuant`
             the same with one step for all tokens).
