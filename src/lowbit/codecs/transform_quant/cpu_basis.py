@@ -82,14 +82,18 @@ class Products(Transform):
             super().tokens(z_RC, out, factors_C)
             return
         count = len(self._first_NN)
-        directions_NC = self.directions_KC[:count]
-        # The small matrices are multiplied by the directions, not by the tokens, of which there are more.
-        into_CN = directions_NC.t() @ self._second_NN
-        into_CN[:count].addmm_(self._triangle_NN, self._second_NN, alpha=-1)
-        back_NC = self._first_NN.t() @ directions_NC
-        back_NC.diagonal().sub_(1)
+        directions_NC, begin_RN = self.directions_KC[:count], z_RC[:, :count]
         x_RC = out if out.dtype == torch.float32 else torch.empty_like(z_RC)
-        torch.addmm(z_RC, z_RC @ into_CN, back_NC, alpha=-1, out=x_RC)
+        if len(z_RC) < z_RC.shape[1]:
+            change_RN = (z_RC @ directions_NC.t()).addmm_(begin_RN, self._triangle_NN, alpha=-1) @ self._second_NN
+            torch.addmm(z_RC, change_RN @ self._first_NN.t(), directions_NC, alpha=-1, out=x_RC)
+            x_RC[:, :count] += change_RN
+        else:  # the same, but products with the small matrices take C rows in place of R
+            into_CN = directions_NC.t() @ self._second_NN
+            into_CN[:count].addmm_(self._triangle_NN, self._second_NN, alpha=-1)
+            back_NC = self._first_NN.t() @ directions_NC
+            back_NC.diagonal().sub_(1)
+            torch.addmm(z_RC, z_RC @ into_CN, back_NC, alpha=-1, out=x_RC)
         if factors_C is not None:
             x_RC.mul_(factors_C)
         if x_RC is not out:
