@@ -12,7 +12,7 @@ from torch import Tensor
 from lowbit.codecs.base import Codec
 from lowbit.codecs.foreign import is_own, open_session
 
-_ROUNDS = 3
+_ROUNDS = 5
 _CACHE = 1 << 22  # float32 elements: more than most caches hold
 
 

@@ -1,10 +1,11 @@
 """`pipeline.forward = "auto"`: choose formats by the measured speed of the first steps and of the links.
 
 Rank 0 simulates a step (`lowbit.simulate`) with the compute and coding seconds of all ranks and the measured links, for
-each format of `AUTO_FORMATS`. Every boundary takes the most exact format with which a step is about as fast as
-with the fastest. Then all ranks watch the seconds for which machines wait, summed over ranks and so the same on each:
-if they change for good, the links are measured and the formats chosen again. Where coding or computing takes as long as
-a step, nobody waits less when a link becomes faster, so the links are also measured about twice a minute.
+each format of `AUTO_FORMATS`. Every boundary between two machines takes the most exact format with which a step is
+about as fast as with the fastest, and every other boundary the most exact of all. Then all ranks watch the seconds for
+which machines wait, summed over ranks and so the same on each: if they change for good, the links are measured and the
+formats chosen again. Where coding or computing takes as long as a step, nobody waits less when a link becomes faster,
+so the links are also measured about twice a minute.
 """
 
 from __future__ import annotations
@@ -163,7 +164,7 @@ def choose(
     Args:
         predict: seconds of a step, from the format of each boundary and a factor for the rates of all links.
         formats: sizes by name, the most exact first.
-        crosses: for each boundary, whether it lies between two ranks; others take the most exact format.
+        crosses: for each boundary, whether it lies between two machines; others take the most exact format.
 
     Returns:
         The format of each boundary; and predicted seconds with each format at all boundaries, and with the chosen ones.
@@ -365,9 +366,15 @@ class Auto:
             start = FULL_PRECISION if step <= self._config.codec_warmup_steps else AUTO_FORMATS[0]
             before = (start,) * boundaries if self.choice is None else self.choice.formats
             share = share_of_rates(lambda share: seconds(before, share), measured)
+            # Within a machine, few bits save nothing, and the durations of coding are too noisy to decide.
+            rank_of = self._layout.rank_of
+            linked = [
+                any((first + rank_of(i), first + rank_of(i + 1)) in rates for first in range(0, len(timings), ranks))
+                for i in range(boundaries)
+            ]
             formats, predicted = choose(
-                lambda mix, factor: seconds(mix, share * factor), self._formats,
-                [*map(self._layout.crosses, range(boundaries))], None if self.choice is None else before,
+                lambda mix, factor: seconds(mix, share * factor), self._formats, linked,
+                None if self.choice is None else before,
             )  # fmt: skip
             decided = asdict(
                 FormatChoice(
