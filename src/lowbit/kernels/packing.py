@@ -24,26 +24,28 @@ def planes_nbytes(count: int, bits: int) -> int:
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Pack (..., n) uint8 codes, n a multiple of 8, into (..., n * bits / 8) bytes of bit planes."""
+    """Pack (..., n) uint8 codes into (..., `planes_nbytes(n, bits)`) bytes of bit planes."""
     done, out = 0, []
     for p in planes(bits):
-        parts = ((codes >> done) & ((1 << p) - 1)).unflatten(-1, (8 // p, -1))
+        width = ceil_div(codes.shape[-1] * p, 8)
+        fields = (codes >> done) & ((1 << p) - 1)
+        fields = torch.nn.functional.pad(fields, (0, width * 8 // p - codes.shape[-1]))
         shifts = torch.arange(0, 8, p, dtype=torch.uint8, device=codes.device)
-        out.append((parts << shifts[:, None]).sum(-2, dtype=torch.uint8))
+        out.append((fields.unflatten(-1, (8 // p, width)) << shifts[:, None]).sum(-2, dtype=torch.uint8))
         done += p
     return torch.cat(out, -1)
 
 
-def unpack(packed: Tensor, bits: int) -> Tensor:
-    """Inverse of `pack`."""
-    done, start, n = 0, 0, packed.shape[-1] * 8 // bits
+def unpack(packed: Tensor, bits: int, count: int | None = None) -> Tensor:
+    """Inverse of `pack`; `count`: number of codes, unless it is a multiple of 8."""
+    done, start, n = 0, 0, packed.shape[-1] * 8 // bits if count is None else count
     codes = torch.zeros(*packed.shape[:-1], n, dtype=torch.uint8, device=packed.device)
     for p in planes(bits):
-        part = packed[..., start : start + n * p // 8]
+        part = packed[..., start : start + ceil_div(n * p, 8)]
         shifts = torch.arange(0, 8, p, dtype=torch.uint8, device=packed.device)
         values = (part[..., None, :] >> shifts[:, None]) & ((1 << p) - 1)
-        codes |= values.flatten(-2) << done
-        done, start = done + p, start + n * p // 8
+        codes |= values.flatten(-2)[..., :n] << done
+        done, start = done + p, start + part.shape[-1]
     return codes
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from lowbit.kernels import exact, operator
 from lowbit.kernels.checks import check_bytes, check_numbers, check_table
 from lowbit.kernels.exact import store
-from lowbit.kernels.layout import Layout, ceil_div, zero_gaps
-from lowbit.kernels.packing import planes, planes_nbytes
+from lowbit.kernels.layout import Layout, zero_gaps
+from lowbit.kernels.packing import pack, planes_nbytes, unpack
 
 FEWEST, MOST = 3, 8  # bits of a code
 LARGEST_BF16 = 2.0**127 * (2 - 2.0**-7)
@@ -83,7 +83,7 @@ def encode(
     codes_NM = torch.where(v_NM > 0, v_NM, 0.0).clamp(max=2 * center).round().to(torch.uint8)
     if not by_token:
         codes_NM[~finite_N] = 2**bits - 1
-    layout.section(payload, "codes").copy_(_packed(codes_NM, bits).view(-1))
+    layout.section(payload, "codes").copy_(pack(codes_NM, bits).view(-1))
     x_NK = x_NE[:, chosen]
     x_NK = torch.where(x_NK.isfinite(), x_NK.clamp(-LARGEST_BF16, LARGEST_BF16), x_NK)
     # Written as bits: the NaN of a conversion to bfloat16 differs between machines.
@@ -124,7 +124,7 @@ def _decoded(
     rows, features = shape
     layout = feature_int_layout(rows, features, outliers, bits, not gain)
     rest, chosen = order.long().tensor_split([features - outliers])
-    codes_NM = _unpacked(layout.section(payload, "codes").view(rows, -1), len(rest), bits)
+    codes_NM = unpack(layout.section(payload, "codes").view(rows, -1), bits, len(rest))
     if gain:
         gain_N = torch.where(codes_NM[:, 0] == 2**bits - 1, torch.nan, torch.full_like(scale[:1], gain))
     else:
@@ -134,28 +134,3 @@ def _decoded(
     y_NE[:, rest] = y_NM
     y_NE[:, chosen] = layout.section(payload, "features", torch.bfloat16).view(rows, -1).float()
     return y_NE
-
-
-def _packed(codes_NM: Tensor, bits: int) -> Tensor:
-    """The planes of each row."""
-    done, out = 0, []
-    for p in planes(bits):
-        width = ceil_div(codes_NM.shape[1] * p, 8)
-        fields = torch.nn.functional.pad((codes_NM >> done) & ((1 << p) - 1), (0, width * 8 // p - codes_NM.shape[1]))
-        shifts = torch.arange(0, 8, p, dtype=torch.uint8, device=codes_NM.device)
-        out.append((fields.unflatten(1, (8 // p, width)) << shifts[:, None]).sum(1, dtype=torch.uint8))
-        done += p
-    return torch.cat(out, 1)
-
-
-def _unpacked(packed: Tensor, count: int, bits: int) -> Tensor:
-    """Inverse of `_packed`: uint8 (rows, count)."""
-    done, start = 0, 0
-    codes_NM = torch.zeros(len(packed), count, dtype=torch.uint8, device=packed.device)
-    for p in planes(bits):
-        stop = start + ceil_div(count * p, 8)
-        shifts = torch.arange(0, 8, p, dtype=torch.uint8, device=packed.device)
-        fields = (packed[:, None, start:stop] >> shifts[:, None]) & ((1 << p) - 1)
-        codes_NM |= fields.flatten(1)[:, :count] << done
-        done, start = done + p, stop
-    return codes_NM
