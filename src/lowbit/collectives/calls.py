@@ -88,7 +88,7 @@ class _Job:
     board: FailureBoard | None = None
 
     def agreement(self) -> Agreement:
-        return Agreement(self.call.group, f"collective call {self.number}", self.call.timeout)
+        return Agreement(self.call.group, f"collective call/{self.number}", self.call.timeout)
 
     def facts(self) -> dict[int, dict[str, str]]:
         common = {"lowbit version": __version__, **secret_facts()}

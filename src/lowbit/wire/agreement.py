@@ -11,7 +11,6 @@ import contextlib
 import itertools
 import json
 import logging
-import threading
 import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,7 +34,8 @@ log = logging.getLogger(__name__)
 
 _unread: list[tuple[Board, list[str], float]] = []  # failed agreements in a store kept here: board, ranks, deadline
 
-_ledgers: weakref.WeakKeyDictionary[dist.ProcessGroup, Ledger] = weakref.WeakKeyDictionary()
+# The last board of each series of agreements that ended well: all ranks have read it once they state in the next one.
+_last: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, str]] = weakref.WeakKeyDictionary()
 
 
 def agree(
@@ -62,7 +62,8 @@ class Agreement:
     """One comparison among members. A rank may speak for several of them (the stages of a pipeline), or for none.
 
     Args:
-        group: its store carries the facts. topic: unique among the group's agreements, the same on every rank.
+        group: its store carries the facts. topic: "series/name", unique among the group's agreements, the same on every
+            rank. A rank makes the agreements of a series one after the other.
         timeout: seconds to wait for the other ranks, and limit of each call of the store.
     """
 
@@ -74,7 +75,7 @@ class Agreement:
         self._board = Board(self._store, self._key)
         self._timeout = timeout
         self._rank, self._ranks = group.rank(), rank_names(group)
-        self._ledger = _ledgers.setdefault(group, Ledger())
+        self._series, self._last = topic.rpartition("/")[0], _last.setdefault(group, {})
         self._stated = False
         self._deadline = time.monotonic() + timeout
 
@@ -87,7 +88,7 @@ class Agreement:
             AgreementError: a contradiction, or members stated nothing in time; the same text on every rank.
             PeerError: the store did not answer in time.
         """
-        self._state(facts, names, self._ledger.begin(self._key, len(self._ranks)))
+        self._state(facts, names)
         return self._conclude(names)
 
     def look(self, facts: Mapping[int, Facts], names: Sequence[str]) -> None:
@@ -102,7 +103,7 @@ class Agreement:
             self._conclude(names)
 
     def forget(self) -> None:
-        """Delete the board after `look`; that of an `exchange` is deleted during a later one."""
+        """Delete the board after `look`; that of an `exchange` is deleted by the next one of its series."""
         self._store.delete_key(self._key)
 
     def linger(self) -> None:
@@ -126,9 +127,9 @@ class Agreement:
         with contextlib.suppress(RuntimeError):  # the store has gone already
             self._board.append(ended=why)
 
-    def _state(self, facts: Mapping[int, Facts], names: Sequence[str], over: Sequence[str] = ()) -> None:
+    def _state(self, facts: Mapping[int, Facts], names: Sequence[str]) -> None:
         members = {member: [names[member], dict(stated)] for member, stated in facts.items()}
-        self._board.append(rank=self._rank, count=len(names), members=members, over=over)
+        self._board.append(rank=self._rank, count=len(names), members=members)
         self._stated = True
 
     def _conclude(self, names: Sequence[str]) -> dict[int, Facts]:
@@ -142,11 +143,13 @@ class Agreement:
                 if missing := statements.missing(names):
                     problem = problem or f"no rank reports for {listed(missing)}"
                 if problem:
-                    self._fail(problem, statements)
-                self._end(statements)
+                    self._fail(problem)
+                previous, self._last[self._series] = self._last.get(self._series), self._key
+                if previous and self._rank == 0:  # usually the rank closest to the store
+                    self._store.delete_key(previous)
                 return {member: facts for member, (_, facts) in sorted(statements.members().items())}
             if ended := statements.ended or given_up:
-                self._fail(ended, statements)
+                self._fail(ended)
             now = time.monotonic()
             if problem and not in_conflict:  # wait only a little longer for the others
                 in_conflict, deadline = True, min(deadline, now + _GRACE)
@@ -158,16 +161,9 @@ class Agreement:
             pause = min(_LONGEST, max(_SHORTEST, _SHARE * (now - start)))
             time.sleep(min(pause, deadline - now))
 
-    def _fail(self, text: str, statements: Statements) -> Never:
-        self._end(statements)
+    def _fail(self, text: str) -> Never:
         self.linger()
         raise AgreementError(text)
-
-    def _end(self, statements: Statements) -> None:
-        read_by_all = self._ledger.end(self._key, self._rank, statements)
-        if self._rank == 0:  # usually the rank closest to the store
-            for key in read_by_all:
-                self._store.delete_key(key)
 
 
 @atexit.register
@@ -204,11 +200,10 @@ Facts = Mapping[str, str]
 
 @dataclass(frozen=True)
 class _Statement:
-    """A rank's statement: number of members, names and facts of its own members, agreements that it has ended."""
+    """A rank's statement: number of members, names and facts of its own members."""
 
     count: int
     members: dict[int, tuple[str, Facts]]
-    over: list[str]
 
     @classmethod
     def read(cls, line: dict[str, Any]) -> _Statement:
@@ -219,7 +214,7 @@ class _Statement:
             if not all(isinstance(text, str) for text in texts) or not 0 <= int(member) < count:
                 raise ValueError(member)
             members[int(member)] = name, facts
-        return cls(count, members, [str(key) for key in line["over"]])
+        return cls(count, members)
 
 
 @dataclass
@@ -298,39 +293,6 @@ class Statements:
         stated = self.members()
         members = [name for member, name in enumerate(names) if member not in stated]
         return members or [name for rank, name in enumerate(self.ranks) if rank not in self.stated]
-
-
-class Ledger:
-    """Track which ranks have read the boards of a group's agreements; a board that all have read can be deleted.
-
-    Each statement of a rank lists the agreements that it has ended. So a board is never deleted before a rank has read
-    it, in whatever order threads process their agreements.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._over: list[str] = []  # agreements that this rank has ended and not yet listed in a statement
-        self._unread: dict[str, set[int]] = {}  # ranks that may still read a board, by its key
-
-    def begin(self, key: str, ranks: int) -> list[str]:
-        """Register a board that `ranks` ranks will read; returns the agreements that are over, to be stated."""
-        with self._lock:
-            self._unread[key] = set(range(ranks))
-            over, self._over = self._over, []
-        return over
-
-    def end(self, key: str, rank: int, statements: Statements) -> list[str]:
-        """Record that this rank has read a board, and what the others have ended; returns boards that all have read."""
-        with self._lock:
-            self._over.append(key)
-            over = {r: statement.over for r, statement in statements.stated.items() if r != rank}
-            for reader, keys in [(rank, [key]), *over.items()]:
-                for read in keys:
-                    self._unread.get(read, set()).discard(reader)
-            done = [key for key, readers in self._unread.items() if not readers]
-            for read in done:
-                del self._unread[read]
-        return done
 
 
 def contradictions(stated: Mapping[str, Facts]) -> str:
