@@ -34,7 +34,6 @@ from tests.processes import Ranks
 from tests.refused import refused
 from tests.tensor_parallel.models import INT8, ONE, VOCAB, WIDTH, Toy, ids, llama, logits, sequences
 from tests.tensor_parallel.moe import cut, moe
-from tests.tensor_parallel.test_encoders import encoder
 
 TWO = SumSettings(small=0, algorithm="two_shot")
 SMALL = SumSettings(small=1 << 20)
@@ -196,7 +195,6 @@ def refusals(path: str) -> list[str]:
         (unknown_style, ValueError, r"1.mlp.experts \(MixtralExperts\) has the tensor-parallel style Scattered"),
         (no_style, ValueError, r"0.mlp.experts \(MixtralExperts\) has the parameter gate_up_proj cut over ranks, but"),
         (of_bitsandbytes, ValueError, "model.layers.0.mlp.down_proj is Linear8bitLt of bitsandbytes"),
-        (lambda: tensor_parallel_(encoder("mpnet")), ValueError, "MPNetModel adds a bias for all heads to attention"),
     )  # fmt: skip
 
 

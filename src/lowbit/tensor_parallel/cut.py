@@ -15,14 +15,12 @@ from torch.distributed.tensor import distribute_tensor
 
 from lowbit.collectives.calls import TIMEOUT
 from lowbit.tensor_parallel import op
-from lowbit.tensor_parallel.experts import Cut, cuts_of, divided_forward, local_parameters, partial_on_rank
+from lowbit.tensor_parallel.experts import Cut, cuts_of, local_parameters, partial_on_rank
 from lowbit.tensor_parallel.plan import (
     EXPERTS,
     GATHERED,
-    IDENTITY,
     Plan,
     check_heads,
-    check_real_ranks,
     is_row,
     plan_of,
     rules_of,
@@ -62,7 +60,6 @@ def tensor_parallel_(
     rules = rules_of(model, plan)
     planned, sums = plan_of(model, rules), planned_sums(model, rules)
     check_heads(model, ranks, planned)
-    check_real_ranks(model)
     cuts = {
         name: cuts_of(name, module, rules, ranks)
         for name, module in model.named_modules()
@@ -81,8 +78,6 @@ def tensor_parallel_(
             if module.bias is not None:
                 _cut(module, "bias", mesh, Cut(0))
             module.__dict__["forward"] = _column_forward(name, module, group, style in GATHERED)
-        elif style == IDENTITY:
-            module.__dict__["forward"] = divided_forward(module, ranks)
         elif name in sums:
             if isinstance(module, nn.Linear):
                 _cut(module, "weight", mesh, Cut(1))

@@ -6,7 +6,6 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,7 +46,7 @@ def relative_error(codec: Codec, rows: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class DriftRow:
-    """Partial sums of one layer and rank since the start, or since the last `reset`.
+    """Partial sums of one layer and rank since the start.
 
     Args:
         layer: its name. rank: whose partial sums.
@@ -83,7 +82,6 @@ class Drift:
         low_bit_(model, "calibration.safetensors", drift=drift)
         ...
         print(drift.report())
-        drift.write(SummaryWriter("runs/drift"), step)
 
     In every `every`th call of a layer up to 4 rows are coded again, and the median of their relative errors is compared
     with that of the same number of rows of text that the calibration held out. A layer has drifted if the mean over the
@@ -124,13 +122,6 @@ class Drift:
             watched.sums[rank] = watched.sums[rank] + sums if rank in watched.sums else sums
         self._warn(layer, watched)
 
-    def reset(self) -> None:
-        """Forget all samples and allow warnings again."""
-        self._warned_nan = False
-        for watched in self._layers.values():
-            watched.sums.clear()
-            watched.calls, watched.warned = 0, False
-
     def report(self, group: dist.ProcessGroup | None = None) -> DriftReport:
         """Return the samples of this process; with a group, those of all its ranks, each of which must call this."""
         mine = [row for name, watched in self._layers.items() for row in self._rows(name, watched)]
@@ -141,12 +132,6 @@ class Drift:
                 (DriftRow(**row) for part in parts for row in part), key=lambda row: (order[row.layer], row.rank)
             )
         return DriftReport(threshold=self.threshold, rows=tuple(mine))
-
-    def write(self, writer: Any, step: int) -> None:
-        """Write curves by a TensorBoard `SummaryWriter`: `drift/error/<layer>/<rank>` of this process."""
-        for row in self.report().rows:
-            if row.samples:
-                writer.add_scalar(f"drift/error/{row.layer}/{row.rank}", row.error, step)
 
     def _warn(self, layer: str, watched: _Watched) -> None:
         if watched.warned:

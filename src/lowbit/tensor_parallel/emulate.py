@@ -15,7 +15,7 @@ from lowbit.codecs.checks import check_int
 from lowbit.tensor_parallel import op
 from lowbit.tensor_parallel.calibration import Calibration
 from lowbit.tensor_parallel.drift import Drift
-from lowbit.tensor_parallel.experts import compute, cuts_of, divided_forward, parameters_of_rank
+from lowbit.tensor_parallel.experts import compute, cuts_of, parameters_of_rank
 from lowbit.tensor_parallel.inputs import emulate_inputs
 from lowbit.tensor_parallel.plan import (
     EMBEDDING,
@@ -117,10 +117,9 @@ def _codec_of(low_bit: Calibration | Codec | Mapping[str, Codec] | None, name: s
 def _forward(
     name: str, module: nn.Module, style: str, rules: Plan, ranks: int, layer_sum: LayerSum | None
 ) -> Callable[..., Tensor]:
-    if layer_sum is None:
-        return _column_forward(module, ranks) if isinstance(module, nn.Linear) else divided_forward(module, ranks)
     if isinstance(module, nn.Linear):
-        return _row_forward(module, layer_sum)
+        return _column_forward(module, ranks) if layer_sum is None else _row_forward(module, layer_sum)
+    assert layer_sum is not None  # all other styles are sums
     own, cuts = module.forward, cuts_of(name, module, rules, ranks)
     parameters = tuple(module.parameters(recurse=False))
 

@@ -124,16 +124,6 @@ def routes_of_rank(top_k_index: Tensor, top_k_weights: Tensor, count: int, rank:
     return torch.where(elsewhere, count, top_k_index % count), top_k_weights.masked_fill(elsewhere, 0.0)
 
 
-def divided_forward(module: nn.Module, ranks: int) -> Callable[..., Tensor]:
-    """Make a forward for an expert that all ranks compute, so that the sum over the ranks is its output."""
-    own = module.forward
-
-    def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return own(x / ranks, *args, **kwargs)
-
-    return forward
-
-
 def partial_on_rank(module: nn.Module, style: str, rank: int) -> Callable[..., Tensor]:
     """Make a function that computes experts with this rank's parts of their parameters, which are `DTensor`s."""
     own = module.forward

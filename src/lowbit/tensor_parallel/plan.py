@@ -22,8 +22,6 @@ EXPERTS = ("moe_tp_experts", "ep_dispatch_experts", "all_reduce")
 expert, some of the experts, or a part of a shared one."""
 EMBEDDING = "embedding_rowwise"
 """Style of an embedding cut by the vocabulary: also a sum, but all ranks except one add zeros."""
-IDENTITY = "moe_identity_expert"
-"""Style of a part of experts that all ranks compute; its input is divided by the number of ranks."""
 _EXACT = (
     "embedding_colwise", "replicated_with_grad_allreduce", "replicate", "local_params", "mla_kv_a_proj",
 )  # fmt: skip
@@ -33,12 +31,6 @@ _BERT = {
     **{f"*encoder.layer.*.attention.self.{name}": "colwise" for name in ("query", "key", "value")},
     "*encoder.layer.*.intermediate.dense": "colwise",
     "*encoder.layer.*.output.dense": "rowwise",  # of attention and of the feed-forward layer
-}
-_MPNET = {
-    **{f"*encoder.layer.*.attention.attn.{name}": "colwise" for name in "qkv"},
-    "*encoder.layer.*.attention.attn.o": "rowwise",
-    "*encoder.layer.*.intermediate.dense": "colwise",
-    "*encoder.layer.*.output.dense": "rowwise",
 }
 _DISTILBERT = {
     **{f"*transformer.layer.*.attention.{name}_lin": "colwise" for name in "qkv"},
@@ -54,14 +46,11 @@ _NOMIC = {
 }
 ENCODERS = {
     **dict.fromkeys(("bert", "roberta", "xlm-roberta", "camembert", "electra"), _BERT),
-    "mpnet": _MPNET,
     "distilbert": _DISTILBERT,
     "nomic_bert": _NOMIC,
 }
 """Plans for encoders, which Hugging Face has without one, by `model_type`. The embeddings, the pooler and the head of
 the masked language model stay whole."""
-EMULATED_ONLY = ("mpnet",)
-"""Models whose attention adds a bias for all heads, which a rank with only some heads cannot do."""
 
 Plan = Mapping[str, str]
 """Style by name of a module or parameter, in which `*` stands for the number of a layer."""
@@ -69,26 +58,14 @@ Plan = Mapping[str, str]
 
 def rules_of(model: nn.Module, plan: Plan | None = None) -> dict[str, str]:
     """Return the plan, or else the model's own; raise ValueError if it has none."""
-    rules = dict(plan if plan is not None else getattr(model, "_tp_plan", None) or ENCODERS.get(_kind(model), {}))
+    kind = getattr(getattr(model, "config", None), "model_type", "")
+    rules = dict(plan if plan is not None else getattr(model, "_tp_plan", None) or ENCODERS.get(kind, {}))
     if not rules:
         raise ValueError(
             f"{type(model).__name__} has no tensor-parallel plan; allowed: a model with one (Llama, Qwen, Mistral, "
             "Gemma, ... of Hugging Face), or plan={'layers.*.mlp.down_proj': 'rowwise', ...}"
         )
     return rules
-
-
-def check_real_ranks(model: nn.Module) -> None:
-    """Raise ValueError for an encoder that real ranks cannot share."""
-    if _kind(model) in EMULATED_ONLY:
-        raise ValueError(
-            f"{type(model).__name__} adds a bias for all heads to attention; allowed: emulated ranks "
-            "(emulate_tensor_parallel_)"
-        )
-
-
-def _kind(model: nn.Module) -> str:
-    return getattr(getattr(model, "config", None), "model_type", "")
 
 
 def plan_of(model: nn.Module, plan: Plan | None = None) -> dict[str, tuple[nn.Module, str]]:
@@ -107,8 +84,8 @@ def plan_of(model: nn.Module, plan: Plan | None = None) -> dict[str, tuple[nn.Mo
             continue
         if style in COLUMN or is_row(style):
             check_linear(name, module)
-        elif style not in (*EXPERTS, EMBEDDING, IDENTITY):
-            known = ", ".join((*COLUMN, *ROW, *ROW_OF_WHOLE_INPUT, *EXPERTS, EMBEDDING, IDENTITY, *_EXACT))
+        elif style not in (*EXPERTS, EMBEDDING):
+            known = ", ".join((*COLUMN, *ROW, *ROW_OF_WHOLE_INPUT, *EXPERTS, EMBEDDING, *_EXACT))
             raise ValueError(f"{name} has the style {style!r}; allowed: {known}")
         elif style in EXPERTS and isinstance(module, nn.Linear):
             raise ValueError(f"{name} has the style {style!r} and is a Linear; allowed: {', '.join((*COLUMN, *ROW))}")

@@ -30,7 +30,7 @@ class InferenceConfig:
     """Settings common to calibration and evaluation: a model, a text, and how to compute."""
 
     model: str
-    """Local folder with a Hugging Face model: a causal language model, or an encoder (BERT, RoBERTa, MPNet, ...)."""
+    """Local folder with a Hugging Face model: a causal language model, or an encoder (BERT, RoBERTa, ...)."""
     text: tuple[str, ...] = ()
     """Files, folders or glob patterns. If omitted, Python's standard library: the last 5 % for evaluation, the rest for
     calibration."""
