@@ -97,8 +97,8 @@ F, BY_RANK, ORDER = empty(CHANNELS), empty(4, CHANNELS), empty(CHANNELS, dtype=t
 OF_FEATURES = payload_of(feature_int_layout(ROWS, CHANNELS, 64, 4, True).nbytes)
 FEATURES: dict[str, Call] = {
     "FeatureInt encode": (feature_int, "encode", (M, OF_FEATURES, F, F, ORDER, 64, 4, 0.1, True)),
-    "FeatureInt decode": (feature_int, "decode", (OF_FEATURES, M, F, F, ORDER, 64, 4, 0.0, True)),
-    "FeatureInt sum": (feature_int, "sum", ([OF_FEATURES] * 4, M, BY_RANK, F, ORDER, 64, 4, 0.0, 3)),
+    "FeatureInt decode": (feature_int, "decode", ([OF_FEATURES], M, BY_RANK, F, ORDER, 64, 4, 0.0, 1, True)),
+    "FeatureInt sum": (feature_int, "decode", ([OF_FEATURES] * 4, M, BY_RANK, F, ORDER, 64, 4, 0.0, 3, False)),
 }
 CODED = transform_geometry(ROWS, CHANNELS, True, None, 2.25)
 Z, HEADER, OF_TRANSFORM = empty(ROWS, CHANNELS), empty(4, dtype=torch.int32), payload_of(CODED.layout.nbytes)

@@ -103,13 +103,11 @@ def test_wrong_tensors_are_refused(name: str) -> None:
     first, second, *rest = CASES[name]()
     x, payload = (first, second) if name.endswith("encode") else (second, first)
     payloads = payload
-    payload = payloads[1] if name.endswith("sum") else payload
+    payload = payloads[1] if isinstance(payloads, list) else payload
 
-    def call(x: torch.Tensor, payload: torch.Tensor) -> None:
-        if name.endswith("sum"):
-            operator([payloads[0], payload, payloads[2]], x, *rest)
-            return
-        operator(*((x, payload) if name.endswith("encode") else (payload, x)), *rest)
+    def call(x: torch.Tensor, payload: Any) -> None:
+        given = [payloads[0], payload, payloads[2]] if isinstance(payloads, list) else payload
+        operator(*((x, given) if name.endswith("encode") else (given, x)), *rest)
 
     with pytest.raises(TypeError, match=r"dtype torch\.float64; allowed: float32"):
         call(x.double(), payload)
@@ -154,7 +152,7 @@ def test_wrong_tensors_by_name_are_refused(name: str) -> None:
 def test_wrong_tables_of_features_are_refused() -> None:
     x, payload, inverse, offset, order, outliers, *how = CASES["feature_int_encode"]()
     encode = torch.ops.lowbit.feature_int_encode
-    with pytest.raises(ValueError, match=r"scale is torch.float32 \(69,\).*float32 \(70,\)"):
+    with pytest.raises(ValueError, match=r"scales is torch.float32 \(1, 69\).*float32 \(1, 70\)"):
         encode(x, payload, inverse[:69], offset, order, outliers, *how)
     with pytest.raises(ValueError, match=r"offset is torch.float32 \(69,\).*float32 \(70,\)"):
         encode(x, payload, inverse, offset[:69], order, outliers, *how)
@@ -164,12 +162,12 @@ def test_wrong_tables_of_features_are_refused() -> None:
         encode(x, payload, inverse, offset, order, 70, *how)
     with pytest.raises(ValueError, match="bits 9, .*allowed: .* 3 to 8"):
         encode(x, payload, inverse, offset, order, outliers, 9, *how[1:])
-    payloads, out, scales, offset, order, outliers, bits, gain, divisor = CASES["feature_int_sum"]()
-    add_up = torch.ops.lowbit.feature_int_sum
-    with pytest.raises(ValueError, match=r"scale is torch.float32 \(3, 70\).*\(2, 70\)"):
-        add_up(payloads[:2], out, scales, offset, order, outliers, bits, gain, divisor)
+    payloads, out, scales, offset, order, outliers, bits, gain, divisor, accumulate = CASES["feature_int_decode"]()
+    decode = torch.ops.lowbit.feature_int_decode
+    with pytest.raises(ValueError, match=r"scales is torch.float32 \(3, 70\).*\(2, 70\)"):
+        decode(payloads[:2], out, scales, offset, order, outliers, bits, gain, divisor, accumulate)
     with pytest.raises(ValueError, match="divisor 0, payloads 3; allowed"):
-        add_up(payloads, out, scales, offset, order, outliers, bits, gain, 0)
+        decode(payloads, out, scales, offset, order, outliers, bits, gain, 0, accumulate)
 
 
 def test_wrong_settings_are_refused() -> None:

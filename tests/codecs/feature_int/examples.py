@@ -44,11 +44,8 @@ OPERATORS = {
         *(5, 0.1, True),
     ),
     "feature_int_decode": lambda: (
-        *(encoded(FEATURES, 3, 70), torch.empty(3, 70), torch.rand(70), torch.randn(70), ORDER, 2, 5), 0.0, True,
-    ),
-    "feature_int_sum": lambda: (
         *([encoded(FEATURES, 3, 70) for _ in range(3)], torch.empty(3, 70), torch.rand(3, 70), torch.randn(70)),
-        *(ORDER, 2, 5, 0.0, 3),
+        *(ORDER, 2, 5, 0.0, 3, True),
     ),
 }  # fmt: skip
 

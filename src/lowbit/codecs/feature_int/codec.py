@@ -232,8 +232,8 @@ class FeatureInt(Summable):
     def _decode(self, payload: Tensor, out: Tensor, accumulate: bool) -> None:
         tables, rank = self._tables.on(payload.device), self.rank
         reference.decode(
-            payload, out.view(-1, self.grain), tables.scale[rank], tables.offset[rank], tables.order,
-            len(self.features), self.bits, self._static, accumulate,
+            [payload], out.view(-1, self.grain), tables.scale[rank, None], tables.offset[rank], tables.order,
+            len(self.features), self.bits, self._static, 1, accumulate,
         )  # fmt: skip
 
     def _sum(self, payloads: Iterable[Tensor], out: Tensor, divisor: int, scratch: Tensor | None) -> None:
@@ -241,9 +241,9 @@ class FeatureInt(Summable):
         tables, payloads = self._tables.on(out.device), list(payloads)
         if len(payloads) != self.ranks:
             raise ValueError(f"payloads are {len(payloads)}; allowed: {self.ranks}, one for each rank")
-        reference.sum(
+        reference.decode(
             payloads, out.view(-1, self.grain), tables.scale, tables.offsets, tables.order,
-            len(self.features), self.bits, self._static, divisor,
+            len(self.features), self.bits, self._static, divisor, False,
         )  # fmt: skip
 
     @property

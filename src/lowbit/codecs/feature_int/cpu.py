@@ -286,25 +286,10 @@ def encode(
 
 
 def decode(
-    payload: Tensor, out: Tensor, scale: Tensor, offset: Tensor, order: Tensor, outliers: int, bits: int,
-    gain: float, accumulate: bool,
-) -> None:  # fmt: skip
-    """The reference's numbers."""
-    _sum([payload], out, scale, offset, order, outliers, bits, gain, 1, accumulate)
-
-
-def sum(
-    payloads: Sequence[Tensor], out: Tensor, scales: Tensor, offset: Tensor, order: Tensor, outliers: int, bits: int,
-    gain: float, divisor: int,
-) -> None:  # fmt: skip
-    """The reference's numbers."""
-    _sum(payloads, out, scales, offset, order, outliers, bits, gain, divisor, False)
-
-
-def _sum(
     payloads: Sequence[Tensor], out: Tensor, scales: Tensor, offset: Tensor, order: Tensor, outliers: int, bits: int,
     gain: float, divisor: int, accumulate: bool,
 ) -> None:  # fmt: skip
+    """The reference's numbers."""
     rows, features = out.shape
     layout = feature_int_layout(rows, features, outliers, bits, not gain)
     starts = np.array([payload.data_ptr() for payload in payloads])

@@ -54,30 +54,15 @@ def encode(
 
 
 def decode(
-    payload: Tensor, out: Tensor, scale: Tensor, offset: Tensor, order: Tensor, outliers: int, bits: int,
-    gain: float, accumulate: bool,
-) -> None:  # fmt: skip
-    """The reference's numbers."""
-    _sum((payload,), out, scale, offset, order, outliers, bits, gain, 1, accumulate)
-
-
-def sum(
     payloads: Sequence[Tensor], out: Tensor, scales: Tensor, offset: Tensor, order: Tensor, outliers: int, bits: int,
-    gain: float, divisor: int,
-) -> None:  # fmt: skip
-    """The reference's numbers."""
-    _sum(tuple(payloads), out, scales, offset, order, outliers, bits, gain, divisor, False)
-
-
-def _sum(
-    payloads: tuple[Tensor, ...], out: Tensor, scales: Tensor, offset: Tensor, order: Tensor, outliers: int, bits: int,
     gain: float, divisor: int, accumulate: bool,
 ) -> None:  # fmt: skip
+    """The reference's numbers."""
     rows, features = out.shape
     layout = feature_int_layout(rows, features, outliers, bits, not gain)
     columns = ceil_div(features - outliers, DECODE["WIDTH"]) + ceil_div(outliers, DECODE["WIDTH"])
     launch(
-        _decode, ceil_div(rows, DECODE["ROWS"]) * columns, WARPS, DECODE, out, payloads, scales, offset, order,
+        _decode, ceil_div(rows, DECODE["ROWS"]) * columns, WARPS, DECODE, out, tuple(payloads), scales, offset, order,
         rows, features, outliers, gain, divisor, *starts(layout, "features", "codes"),
         BITS=bits, BY_TOKEN=not gain, RANKS=len(payloads), DIVIDE=divisor > 1, ACCUMULATE=accumulate,
     )  # fmt: skip
@@ -148,26 +133,12 @@ def _encode(
         if BITS & (8 >> p):
             size += (rest * (8 >> p) + 7) // 8
     to = section(payload, codes_16) + row * size
-    if BITS & 8:
-        to = _store_plane(
-            x, to, inverse, offset, order, row, rows, features, rest, factor, finite, lane,
-            0, 8, BITS, BY_TOKEN, WIDTH,
-        )  # fmt: skip
-    if BITS & 4:
-        to = _store_plane(
-            x, to, inverse, offset, order, row, rows, features, rest, factor, finite, lane,
-            BITS & 8, 4, BITS, BY_TOKEN, WIDTH,
-        )  # fmt: skip
-    if BITS & 2:
-        to = _store_plane(
-            x, to, inverse, offset, order, row, rows, features, rest, factor, finite, lane,
-            BITS & 12, 2, BITS, BY_TOKEN, WIDTH,
-        )  # fmt: skip
-    if BITS & 1:
-        to = _store_plane(
-            x, to, inverse, offset, order, row, rows, features, rest, factor, finite, lane,
-            BITS & 14, 1, BITS, BY_TOKEN, WIDTH,
-        )  # fmt: skip
+    for p in tl.static_range(4):
+        if BITS & (8 >> p):
+            to = _store_plane(
+                x, to, inverse, offset, order, row, rows, features, rest, factor, finite, lane,
+                BITS & (0xF0 >> p), 8 >> p, BITS, BY_TOKEN, WIDTH,
+            )  # fmt: skip
 
     for first in range(0, outliers, WIDTH):
         exists = first + lane < outliers
@@ -197,14 +168,9 @@ def _add_plane(code, at, e, rest, keep, DONE: tl.constexpr, P: tl.constexpr):
 def _code(at, e, rest, keep, BITS: tl.constexpr):
     """The codes of elements `e` of the rows that begin at `at`."""
     code = tl.zeros(keep.shape, tl.int32)
-    if BITS & 8:
-        code, at = _add_plane(code, at, e, rest, keep, 0, 8)
-    if BITS & 4:
-        code, at = _add_plane(code, at, e, rest, keep, BITS & 8, 4)
-    if BITS & 2:
-        code, at = _add_plane(code, at, e, rest, keep, BITS & 12, 2)
-    if BITS & 1:
-        code, at = _add_plane(code, at, e, rest, keep, BITS & 14, 1)
+    for p in tl.static_range(4):
+        if BITS & (8 >> p):
+            code, at = _add_plane(code, at, e, rest, keep, BITS & (0xF0 >> p), 8 >> p)
     return code
 
 

@@ -1,6 +1,6 @@
 """The definition of `FeatureInt`'s operators in plain PyTorch, by the rules of `lowbit.kernels.exact`.
 
-`inverse`, `scale` and `offset` are float32 (E,), `scales` is (R, E); all hold 0 at the outliers. `order` int32 (E,):
+`inverse` and `offset` are float32 (E,), `scales` is (R, E); all hold 0 at the outliers. `order` int32 (E,):
 the other features, then the outliers, both ascending. Shape suffixes: N rows of E features, K of which travel as
 bfloat16 (the outliers), and M as codes; R ranks.
 """
@@ -48,13 +48,15 @@ def _check(
     nbytes = feature_int_layout(len(x), features, outliers, bits, by_token).nbytes
     for payload in payloads:
         check_bytes("payload", payload, nbytes, x.device)
-    shape = (features,) if scales.dim() == 1 else (len(payloads), features)
-    check_table("scale", scales, torch.float32, shape, x.device)
+    check_table("scales", scales, torch.float32, (len(payloads), features), x.device)
     check_table("offset", offset, torch.float32, (features,), x.device)
     check_table("order", order, torch.int32, (features,), x.device)
 
 
-@operator(writes="payload", check=lambda x, payload, *rest: _check(x, [payload], *rest[:5], by_token=rest[6]))
+@operator(
+    writes="payload",
+    check=lambda x, payload, inverse, *rest: _check(x, [payload], inverse[None], *rest[:4], by_token=rest[5]),
+)
 def encode(
     x: Tensor, payload: Tensor, inverse: Tensor, offset: Tensor, order: Tensor, outliers: int, bits: int,
     share: float, by_token: bool,
@@ -91,30 +93,24 @@ def encode(
     layout.section(payload, "features", torch.int16).copy_(bits_NK.view(-1))
 
 
-@operator(writes="out", check=lambda payload, out, *rest: _check(out, [payload], *rest[:5], by_token=not rest[5]))
-def decode(
-    payload: Tensor, out: Tensor, scale: Tensor, offset: Tensor, order: Tensor, outliers: int, bits: int,
-    gain: float, accumulate: bool,
-) -> None:  # fmt: skip
-    """Payload -> out (N, E), or added to it. `gain`: of all rows; 0: each row's own, in the payload."""
-    store(_decoded(payload, out.shape, scale, order, outliers, bits, gain) + offset, out, accumulate)
-
-
 @operator(
     writes="out",
     check=lambda payloads, out, *rest: _check(out, payloads, *rest[:5], by_token=not rest[5], divisor=rest[6]),
 )
-def sum(
+def decode(
     payloads: Sequence[Tensor], out: Tensor, scales: Tensor, offset: Tensor, order: Tensor, outliers: int, bits: int,
-    gain: float, divisor: int,
+    gain: float, divisor: int, accumulate: bool,
 ) -> None:  # fmt: skip
-    """Sum R decoded payloads in float32 in order, then add the offsets of all, divide, and write to out."""
+    """Sum R decoded payloads in float32 in order, add the offsets of all, divide; write to out (N, E) or add to it.
+
+    `gain`: of all rows; 0: each row's own, in the payload.
+    """
     total = _decoded(payloads[0], out.shape, scales[0], order, outliers, bits, gain)
     for payload, scale in zip(payloads[1:], scales[1:], strict=True):
         total = total + _decoded(payload, out.shape, scale, order, outliers, bits, gain)
     total = total + offset
     # Divide by a tensor: for a number, CUDA multiplies by its rounded inverse.
-    store(total / total.new_full((), divisor) if divisor > 1 else total, out, False)
+    store(total / total.new_full((), divisor) if divisor > 1 else total, out, accumulate)
 
 
 def _decoded(

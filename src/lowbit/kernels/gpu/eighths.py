@@ -90,14 +90,9 @@ def store_plane(to, codes, v, done, keep, P: tl.constexpr):
 @triton.jit
 def store_codes(to, codes, v, bits, keep, WIDTHS: tl.constexpr):
     """Write all planes; `bits` is each run's width, (runs, 1); WIDTHS: all that occur, or-ed."""
-    if WIDTHS & 8:
-        store_plane(to, codes, v, bits * 0, keep & ((bits & 8) > 0), 8)
-    if WIDTHS & 4:
-        store_plane(to, codes, v, bits & 8, keep & ((bits & 4) > 0), 4)
-    if WIDTHS & 2:
-        store_plane(to, codes, v, bits & 12, keep & ((bits & 2) > 0), 2)
-    if WIDTHS & 1:
-        store_plane(to, codes, v, bits & 14, keep & ((bits & 1) > 0), 1)
+    for p in tl.static_range(4):  # planes of 8, 4, 2 and 1 bits; 0xF0 >> p: the widths of those before
+        if WIDTHS & (8 >> p):
+            store_plane(to, codes, v, bits & (0xF0 >> p), keep & ((bits & (8 >> p)) > 0), 8 >> p)
 
 
 @triton.jit
@@ -126,14 +121,9 @@ def load_codes(at, v, bits, keep, WIDTHS: tl.constexpr):
     """Inverse of `store_codes`: eight int32 tensors."""
     zeros = tl.zeros(keep.shape, tl.int32)
     codes = (zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros)
-    if WIDTHS & 8:
-        codes = add_plane(codes, at, v, bits * 0, keep & ((bits & 8) > 0), 8)
-    if WIDTHS & 4:
-        codes = add_plane(codes, at, v, bits & 8, keep & ((bits & 4) > 0), 4)
-    if WIDTHS & 2:
-        codes = add_plane(codes, at, v, bits & 12, keep & ((bits & 2) > 0), 2)
-    if WIDTHS & 1:
-        codes = add_plane(codes, at, v, bits & 14, keep & ((bits & 1) > 0), 1)
+    for p in tl.static_range(4):
+        if WIDTHS & (8 >> p):
+            codes = add_plane(codes, at, v, bits & (0xF0 >> p), keep & ((bits & (8 >> p)) > 0), 8 >> p)
     return codes
 
 
