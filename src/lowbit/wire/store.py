@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -129,20 +130,15 @@ def wait_until(done: Callable[[], bool], seconds: float, *, pause: float = 0.05)
 
 def bounded(call: Callable[[], T], seconds: float) -> T:
     """Run a call on its own thread; TimeoutError if it takes longer: it then continues there."""
-    outcome: list[T] = []
-    errors: list[BaseException] = []
+    future: Future[T] = Future()
 
     def run() -> None:
         try:
-            outcome.append(call())
+            future.set_result(call())
         except BaseException as error:
-            errors.append(error)
+            future.set_exception(error)
 
-    thread = threading.Thread(target=run, name="lowbit-store", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if errors:
-        raise errors[0]
-    if not outcome:
+    threading.Thread(target=run, name="lowbit-store", daemon=True).start()
+    if not wait([future], seconds).done:
         raise TimeoutError(f"no answer within {seconds:g} s")
-    return outcome[0]
+    return future.result()

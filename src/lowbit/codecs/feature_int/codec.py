@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from collections.abc import Iterable, Sequence
@@ -178,8 +179,8 @@ class FeatureInt(Summable):
         return self if rank == self.rank else self._like(rank=rank)
 
     def whole(self) -> FeatureInt:
-        offset = None if self.total_offset is None else self.total_offset[None]
-        return self._like(ranges=self.total[None], offsets=offset, rank=0, _tables=self._tables.whole())
+        tables = self._tables.whole
+        return self._like(ranges=tables.ranges, offsets=tables.offsets, rank=0, _tables=tables)
 
     def like(self, *, bits: int, clip: float) -> FeatureInt:
         """Return a codec with the same tables and other codes.
@@ -201,11 +202,11 @@ class FeatureInt(Summable):
         return f"{self.part(0)} [{self.part(0).fingerprint()}]"
 
     def layer(self) -> str:
-        return self._tables.digest()[:16] if self.artifact else ""
+        return self._tables.digest[:16] if self.artifact else ""
 
     def fingerprint(self) -> str:
         settings = f"{self.bits}/{self.gain}/{self.clip}"
-        text = f"FeatureInt/{self.payload_version}/{settings}/{self._tables.digest()}/{self.rank}"
+        text = f"FeatureInt/{self.payload_version}/{settings}/{self._tables.digest}/{self.rank}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def __eq__(self, other: object) -> bool:
@@ -284,35 +285,29 @@ class _OnDevice:
     order: Tensor
 
 
+@dataclass(frozen=True, eq=False)
 class _Tables:
     """Tables for kernels, computed once for the codecs of all ranks."""
 
-    def __init__(
-        self,
-        ranges: Tensor,
-        offsets: Tensor | None,
-        total: Tensor,
-        total_offset: Tensor | None,
-        features: tuple[int, ...],
-    ) -> None:
-        self._ranges, self._total, self._features = ranges, total, features
-        self._offsets, self._total_offset = offsets, total_offset
-        self._there: dict[torch.device, _OnDevice] = {}
-        self._whole: _Tables | None = None
-        self._digest = ""
+    ranges: Tensor
+    offsets: Tensor | None
+    total: Tensor
+    total_offset: Tensor | None
+    features: tuple[int, ...]
+    there: dict[torch.device, _OnDevice] = field(default_factory=dict)
 
     def on(self, device: torch.device) -> _OnDevice:
         """Return the tables on a device. The first use copies them, and must not be inside a CUDA graph's capture."""
-        if device not in self._there:
-            self._there[device] = self._on(device)
-        return self._there[device]
+        if device not in self.there:
+            with torch.inference_mode(False):
+                self.there[device] = self._on(device)
+        return self.there[device]
 
-    @torch.inference_mode(False)
     def _on(self, device: torch.device) -> _OnDevice:
-        chosen = torch.zeros(self._total.numel(), dtype=torch.bool)
-        chosen[list(self._features)] = True
-        scale = self._ranges.clamp(SMALLEST, LARGEST)
-        offset = torch.zeros_like(scale) if self._offsets is None else self._offsets
+        chosen = torch.zeros(self.total.numel(), dtype=torch.bool)
+        chosen[list(self.features)] = True
+        scale = self.ranges.clamp(SMALLEST, LARGEST)
+        offset = torch.zeros_like(scale) if self.offsets is None else self.offsets
         scale, inverse, offset = (torch.where(chosen, 0.0, t) for t in (scale, scale.reciprocal(), offset))
         offsets = torch.zeros_like(offset[0])
         for each in offset:
@@ -320,21 +315,19 @@ class _Tables:
         order = torch.cat([(~chosen).nonzero(), chosen.nonzero()]).view(-1).int()
         return _OnDevice(*(t.to(device) for t in (scale, inverse, offset, offsets, order)))
 
+    @functools.cached_property
     def whole(self) -> _Tables:
         """Tables of the sum over all ranks."""
-        if self._whole is None:
-            offset = None if self._total_offset is None else self._total_offset[None]
-            self._whole = _Tables(self._total[None], offset, self._total, self._total_offset, self._features)
-        return self._whole
+        offset = None if self.total_offset is None else self.total_offset[None]
+        return _Tables(self.total[None], offset, self.total, self.total_offset, self.features)
 
+    @functools.cached_property
     def digest(self) -> str:
         """Hexadecimal digest of the contents."""
-        if not self._digest:
-            digest = hashlib.sha256(repr((tuple(self._ranges.shape), self._features)).encode())
-            for tensor in (self._ranges, self._total, self._offsets, self._total_offset):
-                digest.update(b"" if tensor is None else tensor.contiguous().numpy().tobytes())
-            self._digest = digest.hexdigest()
-        return self._digest
+        digest = hashlib.sha256(repr((tuple(self.ranges.shape), self.features)).encode())
+        for tensor in (self.ranges, self.total, self.offsets, self.total_offset):
+            digest.update(b"" if tensor is None else tensor.contiguous().numpy().tobytes())
+        return digest.hexdigest()
 
 
 def _check_clip(clip: object) -> None:
