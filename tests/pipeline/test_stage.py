@@ -283,27 +283,6 @@ def test_directions_are_learned_alike_at_both_ends_and_resume_exactly(ranks: Ran
     assert through[1][1].backward_bytes == 4 * (first + 4 * back)
 
 
-def chooses(schedule: str) -> Any:
-    """Train past a warm-up in which several stages and micro-batches settle, with evaluations in between."""
-    auto = TransformQuant(bits="auto")
-    run = toy.Run(schedule, toy.lowbit(forward=auto, backward=auto, warmup_steps=2, timeout=30))
-    for step in range(4):
-        run.train(step)
-        run.evaluate(step)
-    found = [stage.codec_state_dict()["lanes"] for stage in run.stages]
-    lanes = {name: state for states in found for name, state in states.items()}
-    return {n: s["tensor 0, width 24"]["choice"] for n, s in lanes.items()}
-
-
-@pytest.mark.parametrize("schedule", ["zero-bubble", "zbv"])
-def test_every_boundary_chooses_under_any_schedule(ranks: Ranks, schedule: str):
-    first, second = ranks.run(chooses, schedule)
-    remote = (0, 2) if schedule == "zbv" else (0, 1, 2)  # the bottom of the V is on one rank
-    assert first == second
-    assert set(first) == {f"boundary {i} {d}" for i in remote for d in ("forward", "backward")}
-    assert all(choice > 0 for choice in first.values())
-
-
 # ------------------------------------------------------------------------------------------------ arguments
 
 
