@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -321,17 +320,12 @@ def _write(path: str | Path, tensors: Tensors, metadata: Mapping[str, str]) -> N
     path.parent.mkdir(parents=True, exist_ok=True)
     whole = {name: t.contiguous() for name, t in join(tensors).items()}
     data = save(whole, {**metadata, _DIGEST: digest_of(whole, metadata)})
-    handle, part = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    part = path.with_name(f".{os.getpid()}-{path.name}")
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(part, 0o644)
-        os.replace(part, path)
-    except BaseException:
-        Path(part).unlink(missing_ok=True)
-        raise
+        part.write_bytes(data)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def _read(path: str | Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, str]]:
