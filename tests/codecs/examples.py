@@ -9,7 +9,7 @@ An `examples.py` holds, each for the tests in brackets:
   valid arguments (`tests/kernels/test_operators.py`): tensor, payload and settings where the name ends in "encode",
   else payload, tensor and settings.
 - `GOLDEN`: frozen payloads by the names of their files (`test_golden.py`).
-- `hostile()`, which every format must have: targets for hostile bytes (`tests/fuzz/catalogue.py`), whose names hold the
+- `hostile()`, which every format must have: targets for hostile bytes (`tests/fuzz/attack.py`), whose names hold the
   name of the class, as they do by default. `layout(codec, shape)` tells them the sections of a payload.
 """
 

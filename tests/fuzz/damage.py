@@ -17,81 +17,12 @@ SPECIAL = [
 Span = tuple[int, int]
 """A section of a payload: its first byte, and the one behind its last."""
 
-
-def random_bytes(rng: random.Random, payload: bytearray, spans: Sequence[Span]) -> None:
-    """Every byte at random."""
-    payload[:] = rng.randbytes(len(payload))
-
-
-def zeros(rng: random.Random, payload: bytearray, spans: Sequence[Span]) -> None:
-    """Every byte 0."""
-    payload[:] = bytes(len(payload))
-
-
-def ones(rng: random.Random, payload: bytearray, spans: Sequence[Span]) -> None:
-    """Every byte 255."""
-    payload[:] = b"\xff" * len(payload)
-
-
-def flips(rng: random.Random, payload: bytearray, spans: Sequence[Span]) -> None:
-    """One to eight bits flipped."""
-    for _ in range(rng.randint(1, 8)):
-        payload[rng.randrange(len(payload))] ^= 1 << rng.randrange(8)
-
-
-def run(rng: random.Random, payload: bytearray, spans: Sequence[Span]) -> None:
-    """A run of bytes overwritten."""
-    start = rng.randrange(len(payload))
-    count = min(len(payload) - start, rng.choice((1, 2, 4, 16, 64, 1024)))
-    payload[start : start + count] = rng.choice((rng.randbytes(count), bytes(count), b"\xff" * count))
-
-
-def splice(rng: random.Random, payload: bytearray, spans: Sequence[Span]) -> None:
-    """A part of the payload in the place of another: bytes of the right kind at the wrong place."""
-    count = rng.randint(1, len(payload))
-    source, to = (rng.randrange(len(payload) - count + 1) for _ in range(2))
-    payload[to : to + count] = payload[source : source + count]
-
-
-def special(rng: random.Random, payload: bytearray, spans: Sequence[Span]) -> None:
-    """Numbers at the limits in one section, or all over it."""
-    start, stop = rng.choice(spans)
-    value = rng.choice(SPECIAL)
-    if rng.random() < 0.3:
-        payload[start:stop] = (value * (stop - start))[: stop - start]
-        return
-    for _ in range(rng.randint(1, 4)):
-        at = start + rng.randrange(stop - start) // len(value) * len(value)
-        payload[at : min(stop, at + len(value))] = value[: stop - at]
-
-
-def section(rng: random.Random, payload: bytearray, spans: Sequence[Span]) -> None:
-    """One section at random, the others as they were."""
-    start, stop = rng.choice(spans)
-    payload[start:stop] = rng.randbytes(stop - start)
-
-
-def shuffled(rng: random.Random, payload: bytearray, spans: Sequence[Span]) -> None:
-    """One section's bytes in another order: as many flags are set, but elsewhere."""
-    start, stop = rng.choice(spans)
-    stop = min(stop, start + 512)
-    part = list(payload[start:stop])
-    rng.shuffle(part)
-    payload[start:stop] = bytes(part)
-
-
-def flag(rng: random.Random, payload: bytearray, spans: Sequence[Span]) -> None:
-    """One bit of one section: a flag more or less, a pivot one further on."""
-    start, stop = rng.choice(spans)
-    payload[rng.randrange(start, stop)] ^= 1 << rng.randrange(8)
-
-
-def valid(rng: random.Random, payload: bytearray, spans: Sequence[Span]) -> None:
-    """No damage."""
-
-
-KINDS = [random_bytes, zeros, ones, flips, run, splice, special, special, section, section, shuffled, flag, flag, valid]
-WEIGHTS = [6, 1, 1, 3, 3, 3, 3, 3, 4, 4, 3, 3, 3, 1]
+KINDS = {
+    "random": 6, "zeros": 1, "ones": 1, "flips": 3, "run": 3, "splice": 3,
+    "special": 6, "section": 8, "shuffled": 3, "flag": 6, "valid": 1,
+}  # fmt: skip
+"""Kinds of damage, and how frequent each is among the others."""
+IN_SECTION = ("special", "section", "shuffled", "flag")
 
 
 def damage(rng: random.Random, payload: bytes, spans: Sequence[Span]) -> tuple[str, bytes]:
@@ -103,7 +34,35 @@ def damage(rng: random.Random, payload: bytes, spans: Sequence[Span]) -> tuple[s
     """
     if not payload:
         return "empty", payload
-    kind = rng.choices(KINDS, WEIGHTS)[0]
-    changed = bytearray(payload)
-    kind(rng, changed, spans or [(0, len(payload))])
-    return kind.__name__, bytes(changed)
+    size, data = len(payload), bytearray(payload)
+    (kind,) = rng.choices([*KINDS], [*KINDS.values()])
+    start, stop = rng.choice(spans or [(0, size)]) if kind in IN_SECTION else (0, size)
+    match kind:
+        case "random" | "section":
+            data[start:stop] = rng.randbytes(stop - start)
+        case "zeros" | "ones":
+            data[:] = {"zeros": b"\0", "ones": b"\xff"}[kind] * size
+        case "flips" | "flag":  # a flag more or less, or a pivot one further on
+            for _ in range(rng.randint(1, 8) if kind == "flips" else 1):
+                data[rng.randrange(start, stop)] ^= 1 << rng.randrange(8)
+        case "run":
+            at = rng.randrange(size)
+            count = min(size - at, rng.choice((1, 2, 4, 16, 64, 1024)))
+            data[at : at + count] = rng.choice((rng.randbytes(count), bytes(count), b"\xff" * count))
+        case "splice":  # bytes of the right kind at the wrong place
+            count = rng.randint(1, size)
+            source, to = (rng.randrange(size - count + 1) for _ in range(2))
+            data[to : to + count] = data[source : source + count]
+        case "shuffled":  # as many flags are set, but elsewhere
+            part = [*data[start : min(stop, start + 512)]]
+            rng.shuffle(part)
+            data[start : start + len(part)] = bytes(part)
+        case "special":
+            value = rng.choice(SPECIAL)
+            if rng.random() < 0.3:
+                data[start:stop] = (value * (stop - start))[: stop - start]
+            else:
+                for _ in range(rng.randint(1, 4)):
+                    at = start + rng.randrange(stop - start) // len(value) * len(value)
+                    data[at : min(stop, at + len(value))] = value[: stop - at]
+    return kind, bytes(data)

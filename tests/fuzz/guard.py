@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-import itertools
 import math
 import mmap
-from collections.abc import Iterator
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,8 @@ import lowbit
 PAGE = mmap.PAGESIZE
 NO_ACCESS = 0  # PROT_NONE
 POISON = bytes(i * 37 % 251 + 3 for i in range(PAGE))
+BEFORE = {True: b"\xa5", False: b"\x5b"}  # what an output holds, by placement: nobody may depend on it
+Shape = tuple[int, ...]
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
@@ -37,92 +38,109 @@ class Room:
         for at in (start, start + PAGE + self._size):
             if _libc.mprotect(at, PAGE, NO_ACCESS):
                 raise OSError(ctypes.get_errno(), "mprotect")
-        self._slack, self._start, self._length = slice(0, 0), PAGE, 0
 
-    def place(self, nbytes: int, *, at_end: bool, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def place(self, nbytes: int, *, at_end: bool, shape: Shape, dtype: torch.dtype) -> Tensor:
         """A tensor of `nbytes` at one end; what is left of the pages is poisoned."""
         free = self._size - nbytes
-        self._start, self._length = PAGE + (free if at_end else 0), nbytes
-        first = PAGE if at_end else PAGE + nbytes
-        self._slack = slice(first, first + free)
+        start = PAGE + (free if at_end else 0)
+        slack = PAGE if at_end else PAGE + nbytes
+        self._place, self._slack = slice(start, start + nbytes), slice(slack, slack + free)
         self._map[self._slack] = POISON[:free]
         if not nbytes:
             return torch.empty(shape, dtype=dtype)
-        flat = torch.frombuffer(self._map, dtype=dtype, count=math.prod(shape), offset=self._start)
-        return flat.view(shape)
+        return torch.frombuffer(self._map, dtype=dtype, count=math.prod(shape), offset=start).view(shape)
 
     @property
     def content(self) -> bytes:
         """The tensor's bytes."""
-        return self._map[self._start : self._start + self._length]
+        return self._map[self._place]
 
     @content.setter
     def content(self, value: bytes) -> None:
-        self._map[self._start : self._start + self._length] = value
+        self._map[self._place] = value
 
     def check(self, name: str) -> None:
         """Raise if the poison has changed."""
-        free = self._slack.stop - self._slack.start
-        if self._map[self._slack] != POISON[:free]:
+        if self._map[self._slack] != POISON[: self._slack.stop - self._slack.start]:
             raise Outside(f"bytes beside {name} have been written")
 
 
-class Rooms:
-    """Rooms of every size, `kept` of each in turn."""
+class Bench:
+    """Where payloads, tensors and scratch are placed: all flush against the page behind them, or before them.
 
-    def __init__(self, kept: int = 1) -> None:
-        self._made: dict[int, Iterator[Room]] = {}
-        self._kept = kept
-
-    def take(self, nbytes: int) -> Room:
-        """The next one that holds so many bytes with less than a page to spare."""
-        pages = max(1, -(-nbytes // PAGE))
-        if pages not in self._made:
-            self._made[pages] = itertools.cycle([Room(pages) for _ in range(self._kept)])
-        return next(self._made[pages])
-
-
-class GuardedScratch:
-    """Stands for `torch` in the modules of kernels, and places the scratch that they allocate in rooms."""
-
-    at_end = True
+    Stands for `torch` in the modules of kernels, and so places the scratch that they allocate.
+    """
 
     def __init__(self) -> None:
-        self._rooms = Rooms(kept=16)  # more than a call has in use at a time, its threads counted
-        self._taken: list[Room] = []
+        self.at_end = True
+        self._rooms: dict[int, list[Room]] = defaultdict(list)
+        self._placed: list[tuple[str, Room, bytes | None]] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
-    def empty(self, *shape: Any, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
-        """Uninitialised, as far as a kernel knows."""
-        sizes = tuple(shape[0]) if isinstance(shape[0], tuple | torch.Size) else shape
-        nbytes = math.prod(sizes) * dtype.itemsize
-        room = self._rooms.take(nbytes)
-        tensor = room.place(nbytes, at_end=self.at_end, shape=sizes, dtype=dtype)
-        self._taken.append(room)
+    def begin(self, *, at_end: bool) -> None:
+        """Have all rooms free, and place everything at this end of its pages."""
+        self.at_end = at_end
+        for _, room, _ in self._placed:
+            self._rooms[room._size // PAGE].append(room)
+        self._placed.clear()
+
+    def read_only(self, name: str, content: bytes, shape: Shape, dtype: torch.dtype) -> Tensor:
+        """A tensor that must not change."""
+        room, tensor = self._place(name, len(content), shape, dtype, content)
+        room.content = content
         return tensor
 
+    def written(self, name: str, content: bytes, shape: Shape, dtype: torch.dtype) -> tuple[Room, Tensor]:
+        """A tensor to write, and the room that has its bytes."""
+        room, tensor = self._place(name, len(content), shape, dtype)
+        room.content = content
+        return room, tensor
+
+    def payload(self, content: bytes) -> Tensor:
+        """A payload to read."""
+        return self.read_only("the payload", content, (len(content),), torch.uint8)
+
+    def out(self, shape: Shape, dtype: torch.dtype, *, base: bytes | None = None) -> tuple[Room, Tensor]:
+        """A tensor to overwrite, or to add to what its elements hold: one element's bytes."""
+        size = torch.Size(shape).numel() * dtype.itemsize
+        content = (base or BEFORE[self.at_end]) * size
+        return self.written("out", content[:size], shape, dtype)
+
+    def empty(self, *shape: Any, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
+        """Scratch, uninitialised as far as a kernel knows."""
+        sizes = tuple(shape[0]) if isinstance(shape[0], tuple | torch.Size) else shape
+        return self._place("scratch", math.prod(sizes) * dtype.itemsize, sizes, dtype)[1]
+
     def zeros(self, *shape: Any, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
-        """Zeros."""
+        """Scratch of zeros."""
         return self.empty(*shape, dtype=dtype).zero_()
 
-    def check(self) -> None:
-        """Raise if something beside scratch has been written since the last time."""
-        taken, self._taken = self._taken, []
-        for room in taken[-16:]:
-            room.check("scratch")
+    def end(self) -> None:
+        """Raise `Outside` if anything has changed but what was to be written."""
+        for name, room, content in self._placed:
+            room.check(name)
+            if content is not None and room.content != content:
+                raise AssertionError(f"{name} has changed")
+
+    def _place(
+        self, name: str, nbytes: int, shape: Shape, dtype: torch.dtype, content: bytes | None = None
+    ) -> tuple[Room, Tensor]:
+        pages = max(1, -(-nbytes // PAGE))
+        room = self._rooms[pages].pop() if self._rooms[pages] else Room(pages)
+        self._placed.append((name, room, content))
+        return room, room.place(nbytes, at_end=self.at_end, shape=shape, dtype=dtype)
 
 
-def guard_scratch() -> GuardedScratch:
-    """Let all kernels of this process allocate guarded scratch, and take payloads at any address as they are."""
-    scratch = GuardedScratch()
-    source = Path(lowbit.__path__[0])
+def guarded() -> Bench:
+    """A bench for all kernels of this process, which from now on take payloads at any address as they are."""
+    bench, source = Bench(), Path(lowbit.__path__[0])
     for file in [*source.glob("codecs/*/cpu*.py"), *source.glob("activations/*/cpu*.py")]:
         module = importlib.import_module(".".join(["lowbit", *file.relative_to(source).with_suffix("").parts]))
         if hasattr(module, "torch"):
-            module.torch = scratch
+            module.torch = bench
     # A copy of a payload that lies at an odd address would lie elsewhere: kernels themselves take any address.
     vars(importlib.import_module("lowbit.kernels.operators"))["_is_aligned"] = lambda payload: True
     vars(importlib.import_module("lowbit.codecs.basis.session"))["ALIGNMENT"] = 1
-    return scratch
+    return bench

@@ -16,7 +16,8 @@ from lowbit.codecs.transform_quant.codec import TransformSession
 from lowbit.codecs.transform_quant.reference import LARGEST, decode
 
 from .damage import damage
-from .targets import BEFORE, DTYPES, Bench, Case, Shape, as_bytes, as_tensor, hard, hostile_numbers, layout_of, spans_of
+from .guard import BEFORE, Bench, Shape
+from .targets import DTYPES, Case, as_bytes, as_tensor, hard, hostile_numbers, layout_of, spans_of
 
 
 class TransformMessages:

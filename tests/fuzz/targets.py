@@ -16,12 +16,10 @@ from lowbit.kernels.layout import Layout
 from tests.codecs.examples import room_of
 
 from .damage import SPECIAL, Span, damage
-from .guard import GuardedScratch, Room, Rooms
+from .guard import BEFORE, Bench, Room, Shape
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-BEFORE = {True: b"\xa5", False: b"\x5b"}  # what an output holds, by placement: nobody may depend on it
 AT_ONCE = 4  # payloads that are decoded by turns in one case
-Shape = tuple[int, ...]
 SMALL: list[Shape] = [
     (7,), (64,), (1,), (1, 1), (5, 1), (1, 64), (4, 40), (3, 100), (2, 3, 200), (2, 8, 256), (1, 3, 130),
     (40, 10, 16), (300, 8), (2, 2, 2, 72), (33,), (65,),
@@ -31,82 +29,6 @@ EMPTY: list[Shape] = [(0,), (0, 64), (3, 0)]
 LARGE: list[Shape] = [(2, 64, 520), (40, 1000)]
 """More than a thread takes alone."""
 SHAPES = SMALL * 24 + EMPTY * 4 + LARGE
-
-
-class Bench:
-    """Where payloads, tensors and scratch are placed: all flush against the page behind them, or before them."""
-
-    def __init__(self, scratch: GuardedScratch) -> None:
-        self.scratch, self.at_end = scratch, True
-        self._rooms = Rooms(kept=16)  # more than a case has at a time
-        self._placed: list[tuple[str, Room, bytes | None]] = []
-
-    def begin(self, *, at_end: bool) -> None:
-        """Decode once more, with everything at this end of its pages."""
-        self.at_end = self.scratch.at_end = at_end
-        self._placed.clear()
-
-    def read_only(self, name: str, content: bytes, shape: Shape, dtype: torch.dtype) -> Tensor:
-        """A tensor that must not change."""
-        room, tensor = self._place(name, len(content), shape, dtype)
-        room.content = content
-        self._placed.append((name, room, content))
-        return tensor
-
-    def written(self, name: str, content: bytes, shape: Shape, dtype: torch.dtype) -> tuple[Room, Tensor]:
-        """A tensor to write, and the room that has its bytes."""
-        room, tensor = self._place(name, len(content), shape, dtype)
-        room.content = content
-        self._placed.append((name, room, None))
-        return room, tensor
-
-    def payload(self, content: bytes) -> Tensor:
-        """A payload to read."""
-        return self.read_only("the payload", content, (len(content),), torch.uint8)
-
-    def out(self, shape: Shape, dtype: torch.dtype, *, base: bytes | None = None) -> tuple[Room, Tensor]:
-        """A tensor to overwrite, or to add to what its elements hold: one element's bytes."""
-        size = torch.Size(shape).numel() * dtype.itemsize
-        content = (base or BEFORE[self.at_end]) * size
-        return self.written("out", content[:size], shape, dtype)
-
-    def end(self) -> None:
-        """Raise `Outside` if anything has changed but what was to be written."""
-        for name, room, content in self._placed:
-            room.check(name)
-            if content is not None and room.content != content:
-                raise AssertionError(f"{name} has changed")
-        self.scratch.check()
-
-    def _place(self, name: str, nbytes: int, shape: Shape, dtype: torch.dtype) -> tuple[Room, Tensor]:
-        room = self._rooms.take(nbytes)
-        return room, room.place(nbytes, at_end=self.at_end, shape=shape, dtype=dtype)
-
-
-class Loose:
-    """A tensor anywhere, in place of a room."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-
-    @property
-    def content(self) -> bytes:
-        return as_bytes(self._tensor)
-
-    @content.setter
-    def content(self, value: bytes) -> None:
-        self._tensor.copy_(as_tensor(value, self._tensor.dtype).view(self._tensor.shape))
-
-
-class LooseBench(Bench):
-    """Tensors anywhere: for what the reference makes of a case."""
-
-    def __init__(self) -> None:
-        self.at_end, self._placed = True, []
-
-    def _place(self, name: str, nbytes: int, shape: Shape, dtype: torch.dtype) -> tuple[Any, Tensor]:
-        tensor = torch.empty(shape, dtype=dtype)
-        return Loose(tensor), tensor
 
 
 @dataclass(frozen=True)
@@ -132,18 +54,19 @@ class Target(Protocol):
     """What cases are made for."""
 
     @property
-    def name(self) -> str:
-        """A row of the table."""
-        ...
+    def name(self) -> str: ...
 
-    def case(self, rng: random.Random) -> Case:
-        """One attack."""
-        ...
+    def case(self, rng: random.Random) -> Case: ...
 
 
 def base_of(dtype: torch.dtype) -> bytes:
     """An element's bytes that is added to."""
     return as_bytes(torch.full((1,), 1.5, dtype=dtype))
+
+
+def same(a: Tensor, b: Tensor) -> Tensor:
+    """Where numbers are equal; any NaN is like any other."""
+    return (a == b) | (a.isnan() & b.isnan())
 
 
 def as_tensor(content: bytes, dtype: torch.dtype) -> Tensor:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from lowbit.codecs import TransformQuant
 from lowbit.kernels.layout import Layout
+from tests.fuzz.guard import Shape
 from tests.fuzz.sessions import TransformDecoding, TransformEncoding, TransformMessages
-from tests.fuzz.targets import Shape, Target
+from tests.fuzz.targets import Target
 
 MESSAGES: list[tuple[TransformQuant, Shape]] = [
     (TransformQuant(), (6, 40)),
