@@ -20,6 +20,7 @@ os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # as the command line sets it
 
 import argparse
 import ctypes
+import dataclasses
 import gc
 import json
 import multiprocessing
@@ -28,7 +29,7 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
 import torch
@@ -39,7 +40,6 @@ from lowbit.wire import connections as pieces
 from lowbit_lab.network import SlowLink
 from tests.torture import plan as plans
 from tests.torture import report
-from tests.torture.checks import Reference
 from tests.torture.plan import FAULTS, SHAPES, plan
 from tests.torture.trial import Outcome, reference, run
 
@@ -60,11 +60,13 @@ def main() -> int:
     _own_view_of_disks()
     _import_all()
     _warm_up(asked.folder / "warm-up")
-    outcomes, rows = [], []
+    outcomes: list[Outcome] = []
     began = time.monotonic()
     context = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(asked.jobs, mp_context=context, initializer=_end_with_parent) as pool:
-        expected = _references(pool, {trial.shape for trial in trials}, asked.folder)
+        shapes = sorted({trial.shape for trial in trials})
+        whole = [pool.submit(reference, SHAPES[name], asked.folder / f"whole-{name}") for name in shapes]
+        expected = {name: future.result() for name, future in zip(shapes, whole, strict=True)}
         futures = {pool.submit(run, t, expected[t.shape], asked.folder / t.name): t for t in trials}
         for count, future in enumerate(as_completed(futures), start=1):
             error = future.exception()
@@ -73,10 +75,12 @@ def main() -> int:
             print(f"{count}/{len(trials)} {report.line(outcomes[-1])}", flush=True)
             if outcomes[-1].passed:
                 shutil.rmtree(asked.folder / outcomes[-1].trial.name)
-            rows = report.rows(outcomes)
             if asked.json:
-                _write(asked, rows, time.monotonic() - began)
-    print(report.markdown(rows))
+                header = {"command": "torture", "seed": asked.seed, "jobs": asked.jobs}
+                rows = [dataclasses.asdict(outcome) | {"passed": outcome.passed} for outcome in outcomes]
+                seconds = round(time.monotonic() - began)
+                asked.json.write_text(json.dumps(header | {"seconds": seconds, "rows": rows}, indent=2) + "\n")
+    print(report.table(outcomes))
     failed = sum(not outcome.passed for outcome in outcomes)
     if failed:
         print(f"{failed} of {len(outcomes)} failed; what they left: {asked.folder}")
@@ -148,18 +152,6 @@ def _warm_up(folder: Path) -> None:
     gc.freeze()  # else each fork looks at all of it again when it ends, for a second
     threads = len(os.listdir("/proc/self/task"))
     assert threads == 1, f"{threads} threads: forks would lack all but one"
-
-
-def _references(pool: ProcessPoolExecutor, shapes: set[str], folder: Path) -> dict[str, Reference]:
-    futures: dict[str, Future[Reference]] = {
-        name: pool.submit(reference, SHAPES[name], folder / f"whole-{name}") for name in sorted(shapes)
-    }
-    return {name: future.result() for name, future in futures.items()}
-
-
-def _write(asked: argparse.Namespace, rows: list[report.Row], seconds: float) -> None:
-    header = {"command": "torture", "seed": asked.seed, "jobs": asked.jobs, "seconds": round(seconds)}
-    asked.json.write_text(json.dumps(header | {"rows": rows}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -64,10 +64,9 @@ class Attempt:
         while self.running() and (now := time.monotonic()) < until and not tick(now):
             time.sleep(POLL)
 
-    def started(self, rank: int) -> list[tuple[int, float]]:
-        path = Path(f"{self._log(rank)}.started")
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [(int(pid), float(at)) for pid, at in map(str.split, lines)]
+    def started(self, rank: int) -> list[int]:
+        """Processes that the command of a rank has started."""
+        return [int(line) for line in self._lines(rank, "started")]
 
     def trainer(self, rank: int) -> int | None:
         """The process that trains as a rank: its command or what that started last; None if there is none now."""
@@ -75,29 +74,24 @@ class Attempt:
             return None
         if "--supervise" not in self.words:
             return self.pids[rank]
-        started = self.started(rank)
-        return started[-1][0] if started else None
+        return next(reversed(self.started(rank)), None)
 
     def signal(self, rank: int, number: signal.Signals, *, whole: bool = False) -> None:
         """To the process that trains as a rank; `whole`: to the command and all that it started. None if it ended."""
         if rank not in self.running():
             return
-        trainer = self.trainer(rank)
-        self._send(self._processes(rank) if whole else [trainer] if trainer else [], number)
-
-    def _processes(self, rank: int) -> list[int]:
-        return [self.pids[rank], *(pid for pid, _ in self.started(rank))]
-
-    def _send(self, pids: list[int], number: signal.Signals) -> None:
-        for pid in pids:
+        for pid in (self.pids[rank], *self.started(rank)) if whole else (self.trainer(rank),):
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
+                if pid is not None:
+                    os.kill(pid, number)
 
     def stop(self) -> list[int]:
-        left = self.running()
-        for rank in left:
-            self._send(self._processes(rank), signal.SIGKILL)
-            os.waitpid(self.pids.pop(rank), 0)
+        """Kill what still runs: these ranks have not ended by themselves."""
+        for rank in (left := self.running()):
+            self.signal(rank, signal.SIGKILL, whole=True)
+            while rank in self.running():
+                time.sleep(POLL)
+            del self.pids[rank], self.ends[rank]
         return left
 
     def curve(self) -> Curve:
@@ -113,7 +107,10 @@ class Attempt:
         return read_summary(path) if path.exists() else None
 
     def errors(self, rank: int) -> list[str]:
-        path = Path(f"{self._log(rank)}.err")
+        return self._lines(rank, "err")
+
+    def _lines(self, rank: int, kind: str) -> list[str]:
+        path = Path(f"{self._log(rank)}.{kind}")
         return path.read_text(errors="replace").splitlines() if path.exists() else []
 
     def _log(self, rank: int) -> Path:
@@ -121,22 +118,18 @@ class Attempt:
 
     def _command(self, rank: int) -> Command:
         shape, local = self.shape, self.shape.on_host
+        port = str(29400 + sum(self.name.encode()) % 100)  # not that of the attempt before, which may still be in use
         return Command(
             words=(
                 "train", str(self.folder / "config.toml"), "--run.output", str(self.output(rank)), *self.words,
             ),
             environment={
                 "RANK": str(rank), "WORLD_SIZE": str(shape.ranks), "LOCAL_RANK": str(rank % local),
-                "LOCAL_WORLD_SIZE": str(local), "MASTER_ADDR": self.link.address(0), "MASTER_PORT": self._port(),
+                "LOCAL_WORLD_SIZE": str(local), "MASTER_ADDR": self.link.address(0), "MASTER_PORT": port,
                 "LOWBIT_SECRET": "a secret of these trials", "OMP_NUM_THREADS": "1",
             },
             host=shape.host(rank),
             log=self._log(rank),
-            started=Path(f"{self._log(rank)}.started"),
             nan=self.nan.get(rank),
             nan_at=self.nan_at,
         )  # fmt: skip
-
-    def _port(self) -> str:
-        """Another for each attempt: what the last one left is none of its business."""
-        return str(29400 + sum(self.name.encode()) % 100)

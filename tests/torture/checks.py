@@ -20,8 +20,7 @@ class Reference:
     """The run without a fault, and its seconds: until the first step was written down, of each, after the last."""
 
     curve: Curve
-    held_out_loss: float
-    held_out_loss_codecs: float
+    summary: Summary
     seconds: float
     start: float
     step: float
@@ -38,8 +37,9 @@ class Reference:
         if len(curve) != len(self.curve):
             differences.append(f"{len(curve)} lines of metrics instead of {len(self.curve)}")
         for name in ("held_out_loss", "held_out_loss_codecs"):
-            if getattr(summary, name) != getattr(self, name):
-                differences.append(f"{name} {getattr(summary, name)} instead of {getattr(self, name)}")
+            theirs, ours = getattr(summary, name), getattr(self.summary, name)
+            if theirs is None or theirs != ours:
+                differences.append(f"{name} {theirs} instead of {ours}")
         return differences
 
 
@@ -58,20 +58,15 @@ class Ending:
 
 
 def endings(attempt: Attempt, fault: Fault) -> list[Ending]:
-    return [_ending(attempt, fault, r) for r in range(attempt.shape.ranks) if r not in fault.silenced]
-
-
-def _ending(attempt: Attempt, fault: Fault, rank: int) -> Ending:
-    end, lines = attempt.ends.get(rank), attempt.errors(rank)
-    errors = [match[1] for line in lines if (match := _ERROR.match(line))]
-    noise = [line for line in lines if not _ERROR.match(line) and not _HARMLESS.search(line) and line.strip()]
-    return Ending(
-        rank=rank,
-        seconds=None if end is None else round(end.at - _could_know(attempt, fault, rank), 2),
-        code=None if end is None else end.code,
-        errors=errors,
-        noise=noise,
-    )
+    found = []
+    for rank in range(attempt.shape.ranks):
+        if rank not in fault.silenced:
+            end, lines = attempt.ends.get(rank), attempt.errors(rank)
+            seconds = None if end is None else round(end.at - _could_know(attempt, fault, rank), 2)
+            errors = [match[1] for line in lines if (match := _ERROR.match(line))]
+            noise = [line for line in lines if not (_ERROR.match(line) or _HARMLESS.search(line)) and line.strip()]
+            found.append(Ending(rank=rank, seconds=seconds, code=end and end.code, errors=errors, noise=noise))
+    return found
 
 
 def _could_know(attempt: Attempt, fault: Fault, rank: int) -> float:
@@ -87,14 +82,8 @@ def _could_know(attempt: Attempt, fault: Fault, rank: int) -> float:
 
 
 def complaints(attempt: Attempt, fault: Fault, ends: list[Ending]) -> list[str]:
-    problems = []
+    problems = _about_ends(ends, LIMIT)
     for end in ends:
-        if end.seconds is None:
-            problems.append(f"hang: rank {end.rank} did not end by itself")
-        elif end.seconds > LIMIT:
-            problems.append(f"late: rank {end.rank} ended after {end.seconds:.1f} s")
-        if end.code is not None and end.code < 0:
-            problems.append(f"crash: rank {end.rank} ended by signal {-end.code}")
         if end.code and end.code > 0 and len(end.errors) != 1:
             problems.append(f"words: rank {end.rank} said {len(end.errors)} error lines")
         if end.noise:
@@ -105,17 +94,24 @@ def complaints(attempt: Attempt, fault: Fault, ends: list[Ending]) -> list[str]:
 
 
 def gave_up(ends: list[Ending]) -> list[str]:
-    problems = []
+    problems = _about_ends(ends, LIMIT + REJOIN_GONE + GRACE)
+    problems += [f"crash: rank {end.rank} ended with 0" for end in ends if end.code == 0]
     for end in ends:
-        last, limit = (end.errors or ["nothing"])[-1], LIMIT + REJOIN_GONE + GRACE
-        if end.seconds is None:
-            problems.append(f"hang: rank {end.rank} did not give up by itself")
-        elif end.seconds > limit:
-            problems.append(f"late: rank {end.rank} gave up after {end.seconds:.1f} s")
-        if end.code is not None and end.code < 1:
-            problems.append(f"crash: rank {end.rank} ended with {end.code}")
+        last = (end.errors or ["nothing"])[-1]
         if "not all machines came back in time. The same command continues from" not in last:
             problems.append(f"words: the last of rank {end.rank}: {last[:300]}")
+    return problems
+
+
+def _about_ends(ends: list[Ending], limit: float) -> list[str]:
+    problems = []
+    for end in ends:
+        if end.seconds is None:
+            problems.append(f"hang: rank {end.rank} did not end by itself")
+        elif end.seconds > limit:
+            problems.append(f"late: rank {end.rank} ended after {end.seconds:.1f} s")
+        if end.code is not None and end.code < 0:
+            problems.append(f"crash: rank {end.rank} ended by signal {-end.code}")
     return problems
 
 

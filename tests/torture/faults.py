@@ -4,87 +4,72 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import subprocess
 import time
 from pathlib import Path
 
 from tests.torture.attempt import Attempt
-from tests.torture.plan import FAULTS, Trial
+from tests.torture.plan import Trial
 
-CUT_SECONDS = {"cut5": 5.0, "cut": 40.0}
-STOP_SECONDS = 20.0
-FULL_SECONDS = 8.0
-DISK_BYTES = 64 << 20
+CUT_SECONDS = 40.0  # of a supervised run
+_SECONDS = {"stop20": 20.0, "cut5": 5.0}
+_SECONDS_SUPERVISED = {"cut": CUT_SECONDS, "disk": 8.0}
 
 
 class Fault:
     """A fault of a trial, in its attempt. `silenced`: ranks that cannot be expected to report anything."""
 
     def __init__(self, trial: Trial, attempt: Attempt) -> None:
-        assert trial.fault in FAULTS
-        self.trial, self.attempt = trial, attempt
+        self.trial, self.attempt, self.kind = trial, attempt, trial.fault
         self.began: float | None = None
         self.ended: float | None = None
-        self.silenced: set[int] = set()
+        self.host = attempt.shape.host(trial.victim)
+        self.disk = attempt.output(trial.victim).parent
+        self.silenced = {trial.victim} if self.kind in ("kill", "machine", "stop") else set()
+        if self.kind == "gone":
+            self.silenced = {r for r in range(attempt.shape.ranks) if attempt.shape.host(r) == self.host}
+        # None: for ever, or until the survivors have ended.
+        self._seconds = _SECONDS.get(self.kind)
+        if trial.supervised:
+            self._seconds = (_SECONDS | _SECONDS_SUPERVISED | {"machine": trial.pause}).get(self.kind)
 
     def begin(self) -> None:
-        trial, attempt = self.trial, self.attempt
-        if trial.fault in ("kill", "machine"):
-            attempt.signal(trial.victim, signal.SIGKILL, whole=trial.fault == "machine")
-            self.silenced = {trial.victim}
-        elif trial.fault in ("stop", "stop20"):
-            attempt.signal(trial.victim, signal.SIGSTOP)
-            self.silenced = {trial.victim} if trial.fault == "stop" else set()
-        elif trial.fault == "gone":
-            attempt.link.cut(self.host)
-            self.silenced = {r for r in range(attempt.shape.ranks) if attempt.shape.host(r) == self.host}
+        victim, attempt = self.trial.victim, self.attempt
+        match self.kind:
+            case "kill" | "machine":
+                attempt.signal(victim, signal.SIGKILL, whole=self.kind == "machine")
+            case "stop" | "stop20":
+                attempt.signal(victim, signal.SIGSTOP)
+            case "cut" | "cut5" | "gone":
+                attempt.link.cut(self.host)
+            case "disk":
+                fill(self.disk)
+        if self.kind == "gone":
             for rank in self.silenced:
                 attempt.signal(rank, signal.SIGKILL, whole=True)
-        elif trial.fault in CUT_SECONDS:
-            attempt.link.cut(self.host)
-        elif trial.fault == "disk":
-            fill(self.disk)
         self.began = time.monotonic()
 
     def tick(self, now: float) -> None:
-        if self.began is None or self.ended is not None:
+        if self.began is None:
             return
-        if (lasts := self._lasts()) is not None and now >= self.began + lasts:
-            self.end()
-        if self.trial.fault == "stop" and self.attempt.running() == [self.trial.victim]:
+        over = self._seconds is not None and now >= self.began + self._seconds
+        if over or (self.kind == "stop" and self.attempt.running() == [self.trial.victim]):
             self.end()
 
     def end(self) -> None:
         if self.ended is not None or self.began is None:
             return
         self.ended = time.monotonic()
-        trial, attempt = self.trial, self.attempt
-        if trial.fault == "stop20":
-            attempt.signal(trial.victim, signal.SIGCONT)
-        elif trial.fault == "stop":
-            attempt.signal(trial.victim, signal.SIGKILL)
-        elif trial.fault in (*CUT_SECONDS, "gone"):
-            attempt.link.restore(self.host)
-        elif trial.fault == "disk":
-            (self.disk / "filler").unlink(missing_ok=True)
-        elif trial.fault == "machine":
-            attempt.running()
-            attempt.start_rank(trial.victim)
-
-    @property
-    def host(self) -> int:
-        return self.attempt.shape.host(self.trial.victim)
-
-    @property
-    def disk(self) -> Path:
-        return self.attempt.output(self.trial.victim).parent
-
-    def _lasts(self) -> float | None:
-        """Seconds; None: for ever, or until the survivors have ended."""
-        trial = self.trial
-        plain = {"stop20": STOP_SECONDS, "cut5": CUT_SECONDS["cut5"]}
-        supervised = {"cut": CUT_SECONDS["cut"], "disk": FULL_SECONDS, "machine": trial.pause}
-        return (plain | supervised if trial.supervised else plain).get(trial.fault)
+        victim, attempt = self.trial.victim, self.attempt
+        match self.kind:
+            case "stop" | "stop20":
+                attempt.signal(victim, signal.SIGKILL if self.kind == "stop" else signal.SIGCONT)
+            case "cut" | "cut5" | "gone":
+                attempt.link.restore(self.host)
+            case "disk":
+                (self.disk / "filler").unlink(missing_ok=True)
+            case "machine":
+                attempt.running()
+                attempt.start_rank(victim)
 
 
 def fill(disk: Path) -> None:
@@ -93,11 +78,3 @@ def fill(disk: Path) -> None:
             with contextlib.suppress(OSError):
                 while True:
                     file.write(bytes(size))
-
-
-def mount(disk: Path) -> None:
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "torture", str(disk)], check=True)
-
-
-def unmount(disk: Path) -> None:
-    subprocess.run(["umount", "--lazy", str(disk)], check=True)

@@ -95,9 +95,12 @@ class Trial:
     pause: float
 
     @property
+    def mode(self) -> str:
+        return "supervised" if self.supervised else "plain"
+
+    @property
     def name(self) -> str:
-        mode = "supervised" if self.supervised else "plain"
-        return f"{self.number:03d}-{mode}-{self.fault}-{self.shape}"
+        return f"{self.number:03d}-{self.mode}-{self.fault}-{self.shape}"
 
 
 def plan(*, seed: int, trials: int, faults: Sequence[str], ranks: Sequence[int], supervised: bool) -> list[Trial]:

@@ -17,9 +17,10 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -34,8 +35,8 @@ class Command:
     """One `lowbit` command: words of its command line, and variables in addition to this process's own.
 
     Attributes:
-        log: path of what it prints, without ".out" and ".err", to which it appends.
-        started: file that gets a line "process id, time" for each process it starts with `python -m`.
+        log: path of what it prints, without ".out" and ".err", to which it appends. The file that ends in ".started"
+            gets the id of each process that it starts with `python -m`.
         nan: forward pass of the training that yields NaN, counted from 0; no second time where `nan_at` exists, which
             then holds the time at which it was.
     """
@@ -44,7 +45,6 @@ class Command:
     environment: dict[str, str]
     host: int
     log: Path
-    started: Path
     nan: int | None = None
     nan_at: Path
 
@@ -52,51 +52,42 @@ class Command:
         """Start it; returns its process id. It is a child of this process."""
         sys.stdout.flush()
         sys.stderr.flush()
-        if pid := os.fork():
-            return pid
-        code = 70
-        try:
-            os.setsid()
-            link.enter(self.host)
-            self._redirect()
-            os.environ.update(self.environment)
-            self._prepare()
-            code = _run_main(["lowbit", *self.words])
-        except BaseException:
-            traceback.print_exc()
-        _exit_as_a_program(code)
-        raise AssertionError
+        return os.fork() or _become_a_program(lambda: self._run(link))
 
-    def _redirect(self) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler)
+    def _run(self, link: SlowLink) -> None:
+        from lowbit.cli import main
+
+        os.setsid()
+        link.enter(self.host)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(os.open(f"{self.log}.out", flags, 0o644), 1)
         os.dup2(os.open(f"{self.log}.err", flags, 0o644), 2)
         os.closerange(3, 4096)
-
-    def _prepare(self) -> None:
-        _Forked.started = self.started
+        os.environ.update(self.environment)
+        _Forked.started = Path(f"{self.log}.started")
         subprocess.Popen = _Forked
         _slow_down(self.nan, self.nan_at)
+        sys.argv = ["lowbit", *self.words]
+        main()
 
 
-def _run_main(argv: list[str]) -> int:
-    from lowbit.cli import main
-
-    sys.argv = argv
+def _become_a_program(main: Callable[[], object]) -> NoReturn:
+    """End as an interpreter ends that has run this."""
+    code = 0
     try:
         main()
     except SystemExit as error:
-        return error.code if isinstance(error.code, int) else int(error.code is not None)
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
     except KeyboardInterrupt:
-        return 130
-    return 0
-
-
-def _exit_as_a_program(code: int) -> None:
+        code = 130
+    except BaseException:
+        traceback.print_exc()
+        code = 1
     ctypes.pythonapi.Py_Exit(code)
+    raise AssertionError
 
 
 class _Forked(subprocess.Popen):
@@ -109,40 +100,26 @@ class _Forked(subprocess.Popen):
         argv = values["args"]
         if list(argv[:2]) != [sys.executable, "-m"]:
             return super()._execute_child(*given)
-        self.pid = os.fork()
-        if not self.pid:
-            self._become(values)
+        self.pid = os.fork() or _become_a_program(lambda: self._run(values))
         self._child_created = True
         with self.started.open("a") as file:
-            file.write(f"{self.pid} {time.monotonic()}\n")
+            file.write(f"{self.pid}\n")
         self._close_pipe_fds(*(values[name] for name in _PIPES))
         return None
 
-    def _become(self, values: dict[str, Any]) -> None:
-        code = 70
-        try:
-            if values["start_new_session"]:
-                os.setsid()
-            for target, name in enumerate(("p2cread", "c2pwrite", "errwrite")):
-                if values[name] != -1:
-                    os.dup2(values[name], target)
-            kept = [2, *sorted(values["pass_fds"]), 4096]
-            for before, after in itertools.pairwise(kept):
-                os.closerange(before + 1, after)
-            if values["env"] is not None:
-                os.environ.clear()
-                os.environ.update(values["env"])
-            sys.stdin = os.fdopen(0)
-            _, _, module, *rest = values["args"]
-            sys.argv = [module, *rest]
-            code = 0
-            runpy.run_module(module, run_name="__main__", alter_sys=True)
-        except SystemExit as error:
-            code = error.code if isinstance(error.code, int) else int(error.code is not None)
-        except BaseException:
-            traceback.print_exc()
-            code = 1
-        _exit_as_a_program(code)
+    def _run(self, values: dict[str, Any]) -> None:
+        if values["start_new_session"]:
+            os.setsid()
+        for target, name in enumerate(("p2cread", "c2pwrite", "errwrite")):
+            if values[name] != -1:
+                os.dup2(values[name], target)
+        for before, after in itertools.pairwise([2, *sorted(values["pass_fds"]), 4096]):
+            os.closerange(before + 1, after)
+        os.environ.clear()
+        os.environ.update(values["env"])
+        sys.stdin = os.fdopen(0)
+        sys.argv = values["args"][2:]
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
 
 _NAMES = [*inspect.signature(subprocess.Popen._execute_child).parameters][1:]

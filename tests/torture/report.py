@@ -1,79 +1,54 @@
-"""The table of the outcomes, in Markdown."""
+"""What is said of each outcome, and a table of all."""
 
 from __future__ import annotations
 
-import dataclasses
+import csv
+import io
 import statistics
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Sequence
 
 from tests.torture.trial import Outcome
 
-Row = dict[str, Any]
-"""An `Outcome` as JSON, with `passed`."""
-
 _COLUMNS = (
-    "fault", "ranks", "mode", "trials", "passed", "outcome", "to the error, s: median", "largest",
-    "to recovery, s: median", "largest",
+    "fault", "ranks", "mode", "trials", "passed", "outcome", "error_seconds_median", "error_seconds_largest",
+    "recovery_seconds_median", "recovery_seconds_largest",
 )  # fmt: skip
 
 
-def rows(outcomes: Iterable[Outcome]) -> list[Row]:
-    ordered = sorted(outcomes, key=lambda outcome: outcome.trial.number)
-    return [dataclasses.asdict(outcome) | {"passed": outcome.passed} for outcome in ordered]
-
-
-def markdown(rows: Sequence[Row]) -> str:
-    rule = ["---" if name in (*_COLUMNS[:3], "outcome") else "---:" for name in _COLUMNS]
-    lines = [_COLUMNS, rule, *_cells(rows)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-
-
 def line(outcome: Outcome) -> str:
-    trial = outcome.trial
     text = "passed" if outcome.passed else "FAILED: " + "; ".join(outcome.wrong)
     when = f"at {outcome.began:.1f} s, step {outcome.steps}"
-    return f"{trial.name} {when}: {_end(outcome)}: {text} ({outcome.seconds:.0f} s)"
+    return f"{outcome.trial.name} {when}: {_end(outcome)}: {text} ({outcome.seconds:.0f} s)"
 
 
 def _end(outcome: Outcome) -> str:
     if outcome.finished:
-        return f"finished, {outcome.restarts} restarts"
+        return "finished"
     seconds = "never" if outcome.to_error is None else f"after {outcome.to_error:.1f} s"
     causes = {cause for end in outcome.ends for cause in end.errors}
     return f"ended {seconds} with {' | '.join(sorted(causes)) or 'no word'}"
 
 
-def _cells(rows: Sequence[Row]) -> list[list[str]]:
-    groups: dict[tuple[str, str, str], list[Row]] = {}
-    for row in rows:
-        trial = row["trial"]
-        mode = "supervised" if trial["supervised"] else "plain"
-        groups.setdefault((trial["fault"], trial["shape"], mode), []).append(row)
-    return [
-        [
-            fault,
-            shape.replace("x", " × "),
-            mode,
-            str(len(group)),
-            str(sum(row["passed"] for row in group)),
-            _words(group),
-            *_spread(row["to_error"] for row in group),
-            *_spread(row["to_recovery"] for row in group),
-        ]
-        for (fault, shape, mode), group in groups.items()
-    ]
+def table(outcomes: Sequence[Outcome]) -> str:
+    """The columns of `docs/results/data/reliability.csv`."""
+    groups: dict[tuple[str, str, str], list[Outcome]] = {}
+    for outcome in sorted(outcomes, key=lambda outcome: outcome.trial.number):
+        trial = outcome.trial
+        groups.setdefault((trial.fault, trial.shape.replace("x", " × "), trial.mode), []).append(outcome)
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(_COLUMNS)
+    for key, group in groups.items():
+        ends = Counter("went on" if outcome.finished else "ended" for outcome in group)
+        ends.update(f"FAILED {kind}" for o in group for kind in {wrong.partition(":")[0] for wrong in o.wrong})
+        counts = (len(group), sum(outcome.passed for outcome in group))
+        words = ", ".join(f"{count} {kind}" for kind, count in ends.items())
+        times = [[o.to_error for o in group], [o.to_recovery for o in group]]
+        writer.writerow([*key, *counts, words, *(cell for each in times for cell in _spread(each))])
+    return text.getvalue()
 
 
-def _spread(values: Iterable[float | None]) -> tuple[str, str]:
+def _spread(values: Sequence[float | None]) -> tuple[str, str]:
     known = [value for value in values if value is not None]
     return (f"{statistics.median(known):.1f}", f"{max(known):.1f}") if known else ("", "")
-
-
-def _words(group: Sequence[Row]) -> str:
-    went_on = sum(row["finished"] for row in group)
-    kinds: dict[str, int] = {f"{went_on} went on": went_on, f"{len(group) - went_on} ended": len(group) - went_on}
-    for row in group:
-        for kind in {wrong.partition(":")[0] for wrong in row["wrong"]}:
-            kinds[f"FAILED {kind}"] = kinds.get(f"FAILED {kind}", 0) + 1
-    return ", ".join(kind if "FAILED" not in kind else f"{kind} {count}" for kind, count in kinds.items() if count)

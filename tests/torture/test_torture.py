@@ -108,6 +108,6 @@ def test_outcomes_make_a_table():
     trials = _plan(1, supervised=False) + _plan(2, supervised=True)
     outcomes = [Outcome(trial=trial, to_error=4.0 + trial.number) for trial in trials]
     outcomes[2].wrong = ["hang: rank 0 did not end by itself"]
-    lines = report.markdown([row for outcome in outcomes for row in report.rows([outcome])]).splitlines()
-    assert lines[2] == "| kill | 2 | plain | 1 | 1 | 1 ended | 4.0 | 4.0 |  |  |"
-    assert lines[4].startswith("| stop20 | 2 | supervised | 1 | 0 | 1 ended, FAILED hang 1 |")
+    lines = report.table(outcomes).splitlines()
+    assert lines[1] == "kill,2,plain,1,1,1 ended,4.0,4.0,,"
+    assert lines[3].startswith('stop20,2,supervised,1,0,"1 ended, 1 FAILED hang"')

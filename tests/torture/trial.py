@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import shutil
+import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,13 +15,13 @@ from pathlib import Path
 from lowbit.config import to_toml
 from lowbit.train import TrainConfig
 from lowbit_lab.network import SlowLink
-from tests.torture import faults
 from tests.torture.attempt import Attempt
 from tests.torture.checks import LIMIT, Ending, Reference, complaints, endings, gave_up, lost
-from tests.torture.faults import Fault
-from tests.torture.plan import MICROBATCHES, REJOIN, REJOIN_GONE, SHAPES, STEPS, Shape, Trial
+from tests.torture.faults import CUT_SECONDS, Fault
+from tests.torture.plan import HOSTS, MICROBATCHES, REJOIN, REJOIN_GONE, SHAPES, STEPS, Shape, Trial
 
 RATE = 100  # Mbit/s
+DISK_BYTES = 64 << 20
 RESUME = ("--resume=auto",)
 SUPERVISE = ("--supervise",)
 PATIENCE = 30.0  # seconds after which something that should have ended counts as a hang
@@ -31,23 +32,18 @@ class Outcome:
     """The outcome of a trial.
 
     Attributes:
-        wrong: its problems. began: seconds into the run when the fault came. steps, steps_after: done by then, and
-            before the run ended. finished: the run reached its end in spite of the fault.
-        to_error: seconds until the last survivor ended. to_recovery: until the next new step, where the run is
-            supervised or went on. lost_seconds: more than undisturbed. resumed_from: step.
+        wrong: its problems. began: seconds into the run when the fault came. steps: done by then. finished: the run
+            reached its end in spite of the fault.
+        to_error: seconds until the last survivor ended. to_recovery: until the next new step, where the run went on.
     """
 
     trial: Trial
     wrong: list[str] = field(default_factory=list)
     began: float = 0.0
     steps: int = 0
-    steps_after: int = 0
     finished: bool = False
     to_error: float | None = None
     to_recovery: float | None = None
-    lost_seconds: float | None = None
-    restarts: int = 0
-    resumed_from: int | None = None
     seconds: float = 0.0
     ends: list[Ending] = field(default_factory=list)
 
@@ -65,22 +61,13 @@ def reference(shape: Shape, folder: Path) -> Reference:
         attempt.wait(attempt.began + 120, lambda now: attempt.steps() >= STEPS)
         last = time.monotonic()
         attempt.wait(attempt.began + 120)
-        if attempt.stop() or any(end.code for end in attempt.ends.values()):
-            raise RuntimeError(f"the run of shape {shape.name} fails without a fault: see {folder}")
         summary = attempt.summary()
-    assert summary is not None
-    assert summary.held_out_loss is not None
-    assert summary.held_out_loss_codecs is not None
-    seconds = max(end.at for end in attempt.ends.values()) - attempt.began
-    return Reference(
-        curve=attempt.curve(),
-        held_out_loss=summary.held_out_loss,
-        held_out_loss_codecs=summary.held_out_loss_codecs,
-        seconds=seconds,
-        start=first - attempt.began,
-        step=(last - first) / (STEPS - 1),
-        end=attempt.began + seconds - last,
-    )
+        if attempt.stop() or summary is None or any(end.code for end in attempt.ends.values()):
+            raise RuntimeError(f"the run of shape {shape.name} fails without a fault: see {folder}")
+    over = max(end.at for end in attempt.ends.values())
+    start, step = first - attempt.began, (last - first) / (STEPS - 1)
+    seconds = over - attempt.began
+    return Reference(curve=attempt.curve(), summary=summary, seconds=seconds, start=start, step=step, end=over - last)
 
 
 def run(trial: Trial, expected: Reference, folder: Path) -> Outcome:
@@ -116,15 +103,13 @@ class _TooLate(Exception):
 def _stage(config: TrainConfig, folder: Path, *, disk: int | None) -> Iterator[SlowLink]:
     """Two hosts with a configuration and a folder each; `disk`: the host whose folder is a small disk of its own."""
     (folder / "config.toml").write_text(to_toml(config))
-    hosts = [_fresh(folder / f"host-{host}") for host in range(2)]
-    if disk is not None:
-        faults.mount(hosts[disk])
-    try:
-        with SlowLink(hosts=2, rate_mbit=RATE) as link:
-            yield link
-    finally:
+    hosts = [_fresh(folder / f"host-{host}") for host in range(HOSTS)]
+    with contextlib.ExitStack() as undo:
         if disk is not None:
-            faults.unmount(hosts[disk])
+            size = f"size={DISK_BYTES}"
+            subprocess.run(["mount", "-t", "tmpfs", "-o", size, "torture", str(hosts[disk])], check=True)
+            undo.callback(subprocess.run, ["umount", "--lazy", str(hosts[disk])], check=True)
+        yield undo.enter_context(SlowLink(hosts=HOSTS, rate_mbit=RATE))
 
 
 def _fresh(folder: Path) -> Path:
@@ -143,7 +128,7 @@ def _disturb(attempt: Attempt, fault: Fault, expected: Reference, outcome: Outco
     fault.begin()
     assert fault.began is not None
     outcome.began = round(fault.began - attempt.began, 2)
-    rest = 2 * expected.seconds + (faults.CUT_SECONDS["cut"] + 3 * LIMIT if trial.supervised else LIMIT)
+    rest = 2 * expected.seconds + (CUT_SECONDS + 3 * LIMIT if trial.supervised else LIMIT)
 
     def watch(now: float) -> bool:
         fault.tick(now)
@@ -156,7 +141,6 @@ def _disturb(attempt: Attempt, fault: Fault, expected: Reference, outcome: Outco
     attempt.wait(fault.began + rest + PATIENCE, watch)
     fault.end()
     attempt.stop()
-    outcome.steps_after = len(attempt.curve())
     if attempt.nan_at.exists():
         outcome.began = round(float(attempt.nan_at.read_text()) - attempt.began, 2)
     outcome.ends = endings(attempt, fault)
@@ -179,57 +163,36 @@ def _await_moment(attempt: Attempt, trial: Trial, expected: Reference) -> None:
 
 
 def _judge(attempt: Attempt, fault: Fault, expected: Reference, outcome: Outcome) -> None:
-    if outcome.trial.fault == "gone":
-        _judge_gone(attempt, fault, expected, outcome)
-    elif outcome.trial.supervised:
-        _judge_supervised(attempt, fault, expected, outcome)
-    else:
-        _judge_plain(attempt, fault, expected, outcome)
-
-
-def _judge_plain(attempt: Attempt, fault: Fault, expected: Reference, outcome: Outcome) -> None:
     """The run went on, or ended as it should and goes on when it is told to."""
-    if outcome.finished and not fault.silenced:
+    trial = outcome.trial
+    if trial.supervised and trial.fault != "gone":
         outcome.wrong += expected.differences(attempt.curve(), attempt.summary())
-        return
-    outcome.wrong += complaints(attempt, fault, outcome.ends)
-    _go_on(attempt, RESUME, expected, outcome)
-
-
-def _judge_gone(attempt: Attempt, fault: Fault, expected: Reference, outcome: Outcome) -> None:
-    """The machines that are left gave up, and the same command went on with all of them."""
-    if outcome.finished:  # the machine was no longer needed
-        return
-    outcome.wrong += gave_up(outcome.ends)
-    _go_on(attempt, SUPERVISE, expected, outcome)
+        for rank in range(attempt.shape.ranks):
+            end = attempt.ends.get(rank)
+            if end is None or end.code:
+                outcome.wrong.append(f"supervised: rank {rank} {'hangs' if end is None else f'ended with {end.code}'}")
+    elif outcome.finished and trial.fault != "gone" and not fault.silenced:
+        outcome.wrong += expected.differences(attempt.curve(), attempt.summary())
+    elif trial.fault != "gone":
+        outcome.wrong += complaints(attempt, fault, outcome.ends)
+        _go_on(attempt, RESUME, expected, outcome)
+    elif not outcome.finished:  # else the machine was no longer needed
+        outcome.wrong += gave_up(outcome.ends)
+        _go_on(attempt, SUPERVISE, expected, outcome)
 
 
 def _go_on(attempt: Attempt, words: tuple[str, ...], expected: Reference, outcome: Outcome) -> None:
     outcome.to_recovery = None
     outcome.to_error = max((end.seconds for end in outcome.ends if end.seconds is not None), default=None)
+    steps = len(attempt.curve())
     again = Attempt(attempt.shape, attempt.link, attempt.folder, name="resumed", words=words)
     again.start()
     again.wait(again.began + 2 * expected.seconds + PATIENCE)
-    if left := again.stop():
-        outcome.wrong.append(f"resume: ranks {left} did not end")
+    wrong = [f"ranks {left} did not end"] if (left := again.stop()) else []
     for rank, end in again.ends.items():
         if end.code:
-            outcome.wrong.append(
-                f"resume: rank {rank} ended with {end.code}: {' '.join(again.errors(rank)[-1:])[:300]}"
-            )
-    summary = None if left or any(end.code for end in again.ends.values()) else again.summary()
-    outcome.wrong += [f"resume: {each}" for each in expected.differences(again.curve(), summary)]
-    outcome.wrong += lost(outcome.steps_after, summary)
-    outcome.resumed_from = STEPS - summary.steps_here if summary else None
-
-
-def _judge_supervised(attempt: Attempt, fault: Fault, expected: Reference, outcome: Outcome) -> None:
-    outcome.wrong += expected.differences(attempt.curve(), attempt.summary())
-    for rank in range(attempt.shape.ranks):
-        end = attempt.ends.get(rank)
-        if end is None or end.code:
-            outcome.wrong.append(f"supervised: rank {rank} {'hangs' if end is None else f'ended with {end.code}'}")
-        outcome.restarts += max(0, len(attempt.started(rank)) - 1)
-    if attempt.ends:
-        whole = max(end.at for end in attempt.ends.values()) - attempt.began
-        outcome.lost_seconds = round(whole - expected.seconds, 2)
+            wrong.append(f"rank {rank} ended with {end.code}: {' '.join(again.errors(rank)[-1:])[:300]}")
+    summary = None if wrong else again.summary()
+    wrong += expected.differences(again.curve(), summary)
+    outcome.wrong += [f"resume: {each}" for each in wrong]
+    outcome.wrong += lost(steps, summary)
