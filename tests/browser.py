@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -19,16 +19,19 @@ from typing import Any
 
 SITE = Path(__file__).parents[1] / "site"
 WIDTHS = {"small": (390, 844), "large": (1400, 900)}
-SCHEMES = ("light", "dark")
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-WIDER = """() => [...document.querySelectorAll("article *")].filter(e => {
+SHOWN = {
+    scheme: f"document.body.getAttribute('data-md-color-scheme') == '{name}'"
+    for scheme, name in (("light", "default"), ("dark", "slate"))
+}
+UNSEEN = """() => [...document.querySelectorAll("article img")].filter(
+    e => getComputedStyle(e).display != "none" && !(e.complete && e.naturalWidth)).map(e => e.src)"""
+WIDER = """() => [...(document.querySelector("article") ?? document.body).querySelectorAll("*")].filter(e => {
     if (e.getBoundingClientRect().right <= innerWidth + 1) return false;
     for (let p = e.parentElement; p; p = p.parentElement)
         if (["auto", "scroll", "hidden"].includes(getComputedStyle(p).overflowX)) return false;
-    return true;
+    return !e.closest("svg");
 }).slice(0, 3).map(e => e.outerHTML.slice(0, 120))"""
-UNSEEN = """() => [...document.querySelectorAll("article img")].filter(
-    e => getComputedStyle(e).display != "none" && !(e.complete && e.naturalWidth)).map(e => e.src)"""
 
 
 class Handler(SimpleHTTPRequestHandler):
@@ -47,44 +50,49 @@ def served(folder: Path) -> Iterator[str]:
         server.shutdown()
 
 
-def faults(browser: Any, address: str, name: str, shots: Path | None) -> list[str]:
-    """What is wrong with a page, at every width and in both schemes."""
+def faults(
+    browser: Any, url: str, inside: str, shown: Mapping[str, str], unseen: str, *, shot: Path | None, settle: float = 0
+) -> list[str]:
+    """What is wrong with a page, at every width and in both color schemes.
+
+    Args:
+        inside: what the addresses of all requests begin with, but for data.
+        shown: a script by color scheme that is true once the page is shown in it.
+        unseen: a script that lists what should be seen, and is not.
+        shot: prefix of the files of pictures. settle: milliseconds until the page has taken a new width.
+    """
     found: list[str] = []
     with browser.new_context(viewport={"width": 1400, "height": 900}) as context:
         page = context.new_page()
         page.on("pageerror", lambda error: found.append(f"script: {error}"))
+        page.on("dialog", lambda dialog: (found.append(f"dialog: {dialog.message}"), dialog.dismiss()))
         page.on("console", lambda message: found.append(message.text) if message.type in ("error", "warning") else None)
-        page.on("requestfailed", lambda request: found.append(f"failed: {request.url}"))
+        page.on("requestfailed", lambda request: found.append(f"failed: {request.url[:80]}"))
         page.on(
             "response", lambda answer: found.append(f"{answer.status}: {answer.url}") if answer.status > 399 else None
         )
-        page.on("request", lambda request: None if here(request.url, address) else found.append(f"asks {request.url}"))
-        page.goto(f"{address}/{name}", wait_until="networkidle")
+        own = (inside, "data:", "blob:")
+        page.on("request", lambda r: None if r.url.startswith(own) else found.append(f"asks {r.url[:80]}"))
+        page.goto(url, wait_until="networkidle")
         page.add_style_tag(content="* { transition: none !important }")  # measured at rest
-        for scheme in SCHEMES:
+        for scheme, script in shown.items():
             page.emulate_media(color_scheme=scheme)
-            found += [] if shows(page, scheme) else [f"{scheme} is not shown"]
             for size, (width, height) in WIDTHS.items():
                 page.set_viewport_size({"width": width, "height": height})
+                try:
+                    page.wait_for_function(script, timeout=60_000)
+                except Exception:
+                    found.append(f"{scheme} is not shown")
                 page.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+                page.wait_for_timeout(settle)
                 across = page.evaluate("document.scrollingElement.scrollWidth")
                 found += [f"{size}: {across} pixels wide"] if across > width else []
                 found += [f"{size}: sticks out: {element}" for element in page.evaluate(WIDER)]
-                if shots is not None:
-                    file = shots / f"{name.removesuffix('.html').replace('/', '-')}-{size}-{scheme}.png"
-                    page.screenshot(path=file, full_page=True)
-            found += [f"{scheme}: no picture {source}" for source in page.evaluate(UNSEEN)]
+                found += [f"{size}, {scheme}: not to be seen: {each}" for each in page.evaluate(unseen)]
+                if shot is not None:
+                    shot.parent.mkdir(parents=True, exist_ok=True)
+                    page.screenshot(path=f"{shot}-{size}-{scheme}.png", full_page=True)
     return found
-
-
-def shows(page: Any, scheme: str) -> bool:
-    """Whether a page takes the colors of the system."""
-    name = {"light": "default", "dark": "slate"}[scheme]
-    try:
-        page.wait_for_function(f"document.body.getAttribute('data-md-color-scheme') == '{name}'", timeout=10_000)
-    except Exception:
-        return False
-    return True
 
 
 def search(browser: Any, address: str, words: str) -> list[str]:
@@ -103,9 +111,25 @@ def search(browser: Any, address: str, words: str) -> list[str]:
     return [f"finds nothing for {words!r}"]
 
 
-def here(url: str, address: str) -> bool:
-    """Whether an address is the site's own."""
-    return url.startswith((address, "data:", "blob:"))
+@contextmanager
+def chromium() -> Iterator[Any]:
+    """A browser; without one, one line says so and the program ends well."""
+    program = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if program is None:
+        sys.exit(print(f"skipped: none of {', '.join(BROWSERS)} is installed"))
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+def tell(found: Mapping[str, list[str]]) -> None:
+    """Print the faults by page, each once, and exit with 1 if there is one."""
+    wrong = [f"{name}: {fault}" for name, each in found.items() for fault in dict.fromkeys(each)]
+    print(*wrong, f"{len(found)} pages, {len(WIDTHS)} widths, 2 color schemes: {len(wrong)} faults", sep="\n")
+    sys.exit(bool(wrong))
 
 
 def main() -> None:
@@ -114,27 +138,14 @@ def main() -> None:
     parser.add_argument("--shots", type=Path, help="Folder for a picture of each page.")
     parser.add_argument("--page", action="append", help="A page, such as index.html; absent: all.")
     options = parser.parse_args()
-    program = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if program is None:
-        sys.exit(print(f"skipped: none of {', '.join(BROWSERS)} is installed"))
-    from playwright.sync_api import sync_playwright
-
-    if options.shots:
-        options.shots.mkdir(parents=True, exist_ok=True)
-    names = options.page or sorted(path.relative_to(SITE).as_posix() for path in SITE.glob("**/*.html"))
-    wrong = 0
-    with sync_playwright() as playwright, served(SITE) as address:
-        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
-        for name in [name for name in names if name != "404.html"]:
-            for fault in dict.fromkeys(faults(browser, address, name, options.shots)):
-                wrong += 1
-                print(f"{name}: {fault}")
-        for fault in search(browser, address, "LowBitStage"):
-            wrong += 1
-            print(f"search: {fault}")
-        browser.close()
-    print(f"{len(names)} pages, {len(WIDTHS)} widths, {len(SCHEMES)} color schemes: {wrong} faults")
-    sys.exit(wrong > 0)
+    found: dict[str, list[str]] = {"index.html": []}
+    with chromium() as browser, served(SITE) as address:
+        for name in options.page or sorted(path.relative_to(SITE).as_posix() for path in SITE.glob("**/*.html")):
+            if name != "404.html":
+                shot = options.shots and options.shots / name.removesuffix(".html").replace("/", "-")
+                found[name] = faults(browser, f"{address}/{name}", address, SHOWN, UNSEEN, shot=shot)
+        found["index.html"] += search(browser, address, "LowBitStage")
+    tell(found)
 
 
 if __name__ == "__main__":

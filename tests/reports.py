@@ -10,22 +10,15 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
-import shutil
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from lowbit.cli.report import write
-from tests.browser import BROWSERS, SCHEMES, WIDTHS
+from tests.browser import chromium, faults, tell
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>"
-WIDER = """() => [...document.querySelectorAll("body *")].filter(e => {
-    if (e.getBoundingClientRect().right <= innerWidth + 1) return false;
-    for (let p = e.parentElement; p; p = p.parentElement)
-        if (["auto", "scroll", "hidden"].includes(getComputedStyle(p).overflowX)) return false;
-    return !e.closest("svg");
-}).slice(0, 3).map(e => e.outerHTML.slice(0, 120))"""
+SHOWN = {scheme: f"document.body.dataset.drawn == '{scheme}'" for scheme in ("light", "dark")}
 UNDRAWN = (
     """() => [...document.querySelectorAll(".figure")].filter(e => !e.querySelector("svg.main-svg")).map(e => e.id)"""
 )
@@ -126,61 +119,20 @@ def pages(folder: Path) -> list[Path]:
     ]  # fmt: skip
 
 
-def faults(browser: Any, path: Path, shots: Path | None) -> list[str]:
-    """What is wrong with a page, at every width and in both schemes."""
-    found: list[str] = []
-    with browser.new_context(viewport={"width": 1400, "height": 900}) as context:
-        page = context.new_page()
-        page.on("pageerror", lambda error: found.append(f"script: {error}"))
-        page.on("dialog", lambda dialog: (found.append(f"dialog: {dialog.message}"), dialog.dismiss()))
-        page.on("console", lambda message: found.append(message.text) if message.type in ("error", "warning") else None)
-        own = path.as_uri()
-        inside = (own, "data:", "blob:")
-        page.on("request", lambda r: None if r.url.startswith(inside) else found.append(f"asks {r.url[:80]}"))
-        page.goto(own)
-        for scheme in SCHEMES:
-            page.emulate_media(color_scheme=scheme)
-            for size, (width, height) in WIDTHS.items():
-                page.set_viewport_size({"width": width, "height": height})
-                try:
-                    page.wait_for_selector(f"body[data-drawn='{scheme}']", state="attached", timeout=60_000)
-                except Exception:
-                    found.append(f"{scheme}: figures are not drawn")
-                page.wait_for_timeout(500)  # until Plotly has taken the new width
-                across = page.evaluate("document.scrollingElement.scrollWidth")
-                found += [f"{size}: {across} pixels wide"] if across > width else []
-                found += [f"{size}: sticks out: {element}" for element in page.evaluate(WIDER)]
-                found += [f"{size}: {figure} is not drawn" for figure in page.evaluate(UNDRAWN)]
-                if shots is not None:
-                    name = "".join(c if c.isalnum() else "-" for c in f"{path.parent.name[:12]}-{path.stem}")
-                    page.screenshot(path=shots / f"{name}-{size}-{scheme}.png", full_page=True)
-    return found
-
-
 def main() -> None:
     """Make the pages and open each; exit with 1 if one has a fault."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shots", type=Path, help="Folder for pictures of each page.")
     parser.add_argument("--page", type=Path, action="append", default=[], help="Another page to check.")
     options = parser.parse_args()
-    program = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if program is None:
-        sys.exit(print(f"skipped: none of {', '.join(BROWSERS)} is installed"))
-    from playwright.sync_api import sync_playwright
-
-    if options.shots:
-        options.shots.mkdir(parents=True, exist_ok=True)
-    wrong = 0
-    with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
-        made = [*pages(Path(folder)), *(path.resolve() for path in options.page)]
-        for path in made:
-            for fault in dict.fromkeys(faults(browser, path, options.shots)):
-                wrong += 1
-                print(f"{path.name}: {fault}")
-        browser.close()
-    print(f"{len(made)} pages, {len(WIDTHS)} widths, {len(SCHEMES)} color schemes: {wrong} faults")
-    sys.exit(wrong > 0)
+    found: dict[str, list[str]] = {}
+    with tempfile.TemporaryDirectory() as folder, chromium() as browser:
+        for path in [*pages(Path(folder)), *(path.resolve() for path in options.page)]:
+            name = "".join(c if c.isalnum() else "-" for c in f"{path.parent.name[:12]}-{path.stem}")
+            shot = options.shots and options.shots / name
+            # Plotly takes a new width a little later.
+            found[name] = faults(browser, path.as_uri(), path.as_uri(), SHOWN, UNDRAWN, shot=shot, settle=500)
+    tell(found)
 
 
 if __name__ == "__main__":
