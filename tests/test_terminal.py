@@ -99,7 +99,7 @@ SOURCES: dict[str, Callable[[], list[str]]] = {
     ],
     "a model to evaluate": lambda: ["evaluate", model(NAME, model_type=EVIL)],
     "a calibration": lambda: ["evaluate", model(model_type="llama"), "--calibration", NAME],
-    "activations": lambda: ["bench", "codecs", "--data", "real", "--activations", f"{NAME}.pt"],
+    "activations": lambda: ["bench", "codecs", "--data", "real", "--activations", NAME],
     "a codec": lambda: ["train", "--pipeline.forward", EVIL],
     "a link": lambda: ["bench", "pipeline", "--link", EVIL],
     "a file of results": lambda: ["bench", "codecs", "--json", f"{write(NAME, '')}/x"],

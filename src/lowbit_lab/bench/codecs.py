@@ -67,8 +67,8 @@ class CodecsBenchmark:
     layer: bool = False
     """Compare with forward and backward of a Llama layer of the same width, on the first kind of data."""
     activations: str = ""
-    """Source of the real activations: a .pt or .safetensors file, or a local Hugging Face folder. If omitted, a small
-    Llama is trained on Python's standard library."""
+    """Local Hugging Face folder whose model gives the real activations. If omitted, a small Llama is trained on
+    Python's standard library."""
     train_steps: Positive = 60
     """Number of training steps of that Llama."""
 

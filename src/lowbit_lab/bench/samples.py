@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,14 +50,12 @@ def real(source: str, *, steps: int) -> list[Tensor]:
     """Return activations between the layers of a language model, float32 (batch, tokens, channels) each.
 
     Args:
-        source: a `.pt` or `.safetensors` file of activations; a local Hugging Face folder, whose model is run on
-            Python's standard library; or empty, for a small Llama that is first trained on it.
+        source: a local Hugging Face folder, whose model is run on Python's standard library; or empty, for a small
+            Llama that is first trained on it.
         steps: of that training.
     """
-    if source.endswith((".pt", ".safetensors")):
-        return _from_file(Path(source))
     if source and not Path(source).is_dir():
-        raise ValueError(f"activations are {source!r}; allowed: a .pt or .safetensors file, or a folder with a model")
+        raise ValueError(f"activations are {source!r}; allowed: a folder with a model")
     data = DataConfig(tokenizer=source or "bytes", sequence=SEQUENCE, batch=BATCH, max_bytes=4_000_000)
     config = ModelConfig(pretrained=source)
     if source:
@@ -110,33 +108,3 @@ def filled(tensors: Sequence[Tensor], numel: int) -> Tensor:
     tokens = torch.cat([t.reshape(-1, channels) for t in tensors if t.shape[-1] == channels])
     wanted = max(1, numel // channels)
     return tokens.repeat(-(-wanted // len(tokens)), 1)[:wanted][None].contiguous()
-
-
-def _from_file(path: Path) -> list[Tensor]:
-    try:
-        content = _read(path)
-    except OSError:
-        raise
-    except Exception as error:  # each library raises its own kinds of errors
-        reason = str(error).partition("\n")[0]
-        raise ValueError(f"activations are {str(path)!r}, which cannot be read: {reason}") from error
-    tensors = [t.float() for t in _tensors(content) if t.is_floating_point() and t.dim() >= 2]
-    if not tensors:
-        raise ValueError(f"{path} has no floating tensor with two or more dimensions, channels last")
-    return [t if t.dim() == 3 else t.reshape(1, -1, t.shape[-1]) for t in tensors]
-
-
-def _read(path: Path) -> Any:
-    if path.suffix == ".pt":
-        return torch.load(path, weights_only=True)
-    from safetensors.torch import load_file
-
-    return load_file(path)
-
-
-def _tensors(content: Any) -> list[Tensor]:
-    """Return all tensors in nested mappings and lists."""
-    if isinstance(content, Tensor):
-        return [content]
-    parts = content.values() if isinstance(content, Mapping) else content
-    return [t for part in parts for t in _tensors(part)] if isinstance(content, Mapping | list | tuple) else []

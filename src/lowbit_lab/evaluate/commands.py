@@ -112,7 +112,7 @@ def _title(measured: str) -> Callable[[Sequence[Row]], str]:
 
     def title(rows: Sequence[Row]) -> str:
         first, formats = rows[0], [row for row in _parallel(rows) if row["format"] != BASELINE]
-        what = measured.format(**first, masked="masked " if first["kind"].startswith("masked") else "")
+        what = measured.format(**first)
         nothing = "; NOTHING WAS CODED" if formats and all(row["coded"] == 0 for row in formats) else ""
         return f"{what}: {first['model']}, {'real' if first['real'] else 'emulated'} ranks{nothing}"
 
@@ -195,7 +195,7 @@ EVALUATE = Command(
     measure=_evaluate,
     tables=(
         Table(
-            title=_title("Perplexity of {tokens:,} {masked}tokens"),
+            title=_title("Perplexity of {tokens:,} tokens"),
             rows=_with("perplexity"),
             columns=(*_SENT, Column("perplex-\nity", "perplexity", "{:.4f}"), Column("kept", "kept", "{:.2%}")),
         ),

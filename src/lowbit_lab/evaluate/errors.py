@@ -1,42 +1,35 @@
-"""Errors of sums over emulated ranks: by boundary, by token and by rank."""
+"""Errors of sums over emulated ranks: by boundary, and by token."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lowbit.codecs.base import Codec
-from lowbit.tensor_parallel import Calibration
 from lowbit.tensor_parallel.reduce import plain_sum
-
-_SAMPLED = 4  # calls of a layer whose partial sums are coded once more, to measure each rank's error
 
 
 @dataclass
 class _Squares:
-    """Squared errors and squared sums of one layer, and their mean shares by token and by rank."""
+    """Squared errors and squared sums of one layer, and their mean shares by token."""
 
     error: float = 0.0
     power: float = 0.0
     by_token: float = 0.0
     tokens: int = 0
-    by_rank: list[float] = field(default_factory=list)
-    calls: int = 0
 
 
 class SumErrors:
     """Errors of sums over emulated ranks, for `emulate_tensor_parallel_(watch=...)`.
 
     A layer's error is the root mean square of the sum's difference to the float32 sum of the partial sums, over that of
-    the float32 sum. `low_bit`: the format, if the error of each rank's partial sums is wanted, too.
+    the float32 sum.
     """
 
-    def __init__(self, low_bit: Calibration | Codec | None = None) -> None:
-        self._low_bit = low_bit
+    def __init__(self) -> None:
         self._layers: dict[str, _Squares] = {}
 
     def __call__(self, layer: str, partials: Sequence[Tensor], total: Tensor) -> None:
@@ -49,19 +42,6 @@ class SumErrors:
         used = power > 0
         squares.by_token += float((error[used] / power[used]).sum())
         squares.tokens += int(used.sum())
-        if self._low_bit is not None and squares.calls < _SAMPLED and float(power.sum()):
-            self._see_ranks(layer, squares, partials, float(power.sum()))
-        squares.calls += 1
-
-    def _see_ranks(self, layer: str, squares: _Squares, partials: Sequence[Tensor], power: float) -> None:
-        squares.by_rank = squares.by_rank or [0.0] * len(partials)
-        for rank, partial in enumerate(partials):
-            codec = self._low_bit
-            codec = codec.codec(layer, rank) if isinstance(codec, Calibration) else codec
-            assert codec is not None
-            x = partial.reshape(-1, partial.shape[-1]).float()
-            error = codec.decode(codec.encode(x), shape=x.shape) - x
-            squares.by_rank[rank] += float(error.square().sum(dtype=torch.float64)) / power
 
     def relative(self) -> dict[str, float]:
         """Return the error of each layer."""
@@ -70,14 +50,6 @@ class SumErrors:
     def by_token(self) -> dict[str, float]:
         """Return the error of each layer, with each token's error relative to its own sum, so all count equally."""
         return {name: math.sqrt(s.by_token / s.tokens) if s.tokens else 0.0 for name, s in self._layers.items()}
-
-    def by_rank(self) -> dict[str, list[float]]:
-        """Return by layer the error of each rank's partial sums in the first calls, relative to the sum."""
-        return {
-            name: [math.sqrt(e / min(s.calls, _SAMPLED)) for e in s.by_rank]
-            for name, s in self._layers.items()
-            if s.by_rank
-        }
 
     def mean(self) -> float | None:
         """Return the root mean square over the layers; None without calls."""

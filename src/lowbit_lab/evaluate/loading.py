@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 TIMEOUT = 300.0
-CAUSAL, MASKED, ENCODER = "causal language model", "masked language model", "encoder"
+CAUSAL, ENCODER = "causal language model", "encoder"
 log = logging.getLogger(__name__)
 
 
@@ -63,15 +63,10 @@ def load_model(folder: str, dtype: str, device: torch.device) -> PreTrainedModel
     Args:
         folder: with `config.json` and weights; dtype: see the settings.
     """
-    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
+    from transformers import AutoModel, AutoModelForCausalLM
 
-    kinds = {CAUSAL: AutoModelForCausalLM, MASKED: AutoModelForMaskedLM, ENCODER: AutoModel}
-    kind = model_kind(folder)
-    options: Any = {"dtype": choose_dtype(dtype, device)}
-    model, missing = load(kinds[kind], folder, "model", complete=False, **options)
-    if kind == MASKED and missing:
-        log.warning("%s has no %s: treating it as an encoder that predicts no tokens", folder, missing[0])
-        model, missing = load(AutoModel, folder, "model", complete=False, **options)
+    auto: Any = AutoModelForCausalLM if model_kind(folder) == CAUSAL else AutoModel
+    model, missing = load(auto, folder, "model", complete=False, dtype=choose_dtype(dtype, device))
     if any(name.startswith("pooler.") for name in missing):  # the pooler is not needed
         model.pooler, missing = None, [name for name in missing if not name.startswith("pooler.")]
     if missing:
@@ -86,18 +81,18 @@ def load_model(folder: str, dtype: str, device: torch.device) -> PreTrainedModel
 
 
 def model_kind(folder: str) -> str:
-    """Return `CAUSAL`, `MASKED` or `ENCODER` (without an output for tokens), as the checkpoint's config says."""
+    """Return `CAUSAL` or `ENCODER`, as the checkpoint's config says."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    config = model_config(folder)
-    if config.model_type not in ENCODERS:
-        if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-            raise ConfigError(
-                f"model {folder!r} is of the type {config.model_type!r}; allowed: causal language models, and the "
-                f"encoders {', '.join(ENCODERS)}"
-            )
-        return CAUSAL
-    return MASKED if any(name.endswith("ForMaskedLM") for name in config.architectures or ()) else ENCODER
+    kind = model_config(folder).model_type
+    if kind in ENCODERS:
+        return ENCODER
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ConfigError(
+            f"model {folder!r} is of the type {kind!r}; allowed: causal language models, and the "
+            f"encoders {', '.join(ENCODERS)}"
+        )
+    return CAUSAL
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:

@@ -58,9 +58,9 @@ def measure(settings: EvaluationConfig) -> Iterator[list[dict[str, Any]]]:
         `algorithm` (of the all-reduce of coded values), `bits_per_value` (of everything sent), `coded` (share of the
         values; the others belong to small sums, which stay in the model's dtype), `sum_error` (relative root mean
         square over the layers; for emulated ranks), `token_error` (the same with equal weight for every token),
-        `layers`, `layers_by_token`, `layers_by_rank` (the same by layer), `calibration` (its text).
+        `layers`, `layers_by_token` (the same by layer), `calibration` (its text).
 
-        Models that predict tokens add `perplexity` (of next or masked tokens; NaN if a sum was), `accuracy`, `loss`,
+        Models that predict tokens add `perplexity` (NaN if a sum was), `loss`,
         `tokens`, `logits_error` (relative to the first row: one rank, or on real ranks bf16) and `logits` (digits of
         the first batch's bits). Encoders add `sentences`, `nearest`, `nearest_10` and `rank_correlation`, compared with
         the first row (`neighbours.agreement`). `generate` adds `same_tokens`, `tokens_before`, `same_texts`, compared
@@ -104,7 +104,6 @@ class Evaluation:
         if settings.task_files:
             self.tasks.encode(self.tokenizer.hugging_face())
         self.sentences = self._sentences() if self.encoder else []
-        self.pooling = neighbours.Pooling.read(settings.model) if self.encoder else neighbours.Pooling()
         self.vectors: Tensor | None = None
         self.texts: Tensor | None = None
         self.sums = SumSettings(algorithm=settings.algorithm, small=SMALL if settings.small is None else settings.small)
@@ -112,7 +111,7 @@ class Evaluation:
 
     def rows(self) -> Iterator[list[dict[str, Any]]]:
         """Measure, and yield all rows so far."""
-        if self.rank == 0 and self.kind != loading.ENCODER:
+        if self.rank == 0 and not self.encoder:
             self.sequences.warn_if_fewer(self.settings.sequences)
         rows: list[dict[str, Any]] = []
         with loading.job(self.device):
@@ -121,8 +120,6 @@ class Evaluation:
             calibrations = loading.load_calibrations(self.settings.calibrations)
             self._check_calibrations(calibrations)
             model = loading.load_model(self.settings.model, self.settings.dtype, self.device)
-            if self.kind == loading.MASKED and model.get_output_embeddings() is None:
-                self.kind = loading.ENCODER  # the checkpoint has no head
             for case in self._cases(model, calibrations):
                 rows = [*rows, self._measure(model, case)]
                 yield rows
@@ -135,8 +132,6 @@ class Evaluation:
                 raise ConfigError(
                     f"{key} is {value}; allowed for a causal language model only, and this is: {self.kind}"
                 )
-        if self.kind == loading.MASKED and self.settings.tokenizer == "bytes":
-            raise ConfigError("tokenizer is bytes; allowed for a masked language model: one with a mask token")
 
     def _check_calibrations(self, calibrations: Mapping[int, Calibration]) -> None:
         """Raise, before anything is measured, unless the given files suit all ranks and formats."""
@@ -232,12 +227,10 @@ class Evaluation:
         return exists[0]
 
     def _measure(self, model: PreTrainedModel, case: _Case) -> dict[str, Any]:
-        settings, errors = self.settings, SumErrors(case.low_bit if case.format != BASELINE else None)
+        settings, errors = self.settings, SumErrors()
         scored: dict[str, Metric] = {}
         with self._install(model, case, errors) as installed:
-            measured = self._predict(model, case) if self.kind != loading.ENCODER else {}
-            if self.encoder:
-                measured |= self._neighbours(model, case)
+            measured = self._neighbours(model, case) if self.encoder else self._predict(model, case)
             if settings.generate:
                 texts = generate(model, self.sequences, settings.generate, self.device)
                 self.texts = texts if self.texts is None else self.texts
@@ -265,13 +258,12 @@ class Evaluation:
             "token_error": root_mean_square(errors.by_token().values()),
             "layers": errors.relative(),
             "layers_by_token": errors.by_token(),
-            "layers_by_rank": errors.by_rank(),
             "calibration": case.source,
             **measured,
         }
 
     def _predict(self, model: PreTrainedModel, case: _Case) -> dict[str, Any]:
-        """Predict next tokens, or masked ones."""
+        """Predict next tokens."""
         settings, windows = self.settings, len(self.sequences.spread(self.settings.sequences))
         with loading.progress_bar(str(case), windows) as progress:
             score = perplexity(
@@ -282,14 +274,14 @@ class Evaluation:
             agree(None, {"logits": score.logits, "loss": repr(score.loss)}, topic="outcome")
         if not math.isfinite(score.loss) and self.rank == 0:
             log.warning("%s: the loss is %s: a sum over ranks was NaN or infinite", case, score.loss)
-        fields = ("perplexity", "accuracy", "loss", "tokens", "logits_error", "logits")
+        fields = ("perplexity", "loss", "tokens", "logits_error", "logits")
         return {name: getattr(score, name) for name in fields}
 
     def _neighbours(self, model: PreTrainedModel, case: _Case) -> dict[str, Any]:
         """Compare the nearest neighbours of sentences with those of the first case."""
         with loading.progress_bar(f"{case}, sentences", len(self.sentences)) as progress:
             vectors = neighbours.embed(
-                model, self.tokenizer.hugging_face(), self.sentences, self.pooling, batch=8 * self.settings.batch,
+                model, self.tokenizer.hugging_face(), self.sentences, batch=8 * self.settings.batch,
                 device=self.device, progress=progress,
             )  # fmt: skip
         if not bool(vectors.isfinite().all()) and self.rank == 0:

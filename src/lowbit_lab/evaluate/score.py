@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lowbit_lab.evaluate.text import IGNORED, Sequences
+from lowbit_lab.evaluate.text import Sequences
 
 REMEMBERED = 2**28
 """Bytes of logits that a `Reference` keeps."""
@@ -24,8 +24,8 @@ class Score:
     """How well a model predicts a text.
 
     Attributes:
-        loss: mean negative log-likelihood of a (next or masked) token, in nats, added up in float64; NaN if a sum over
-            ranks was NaN or infinite. tokens: number of predicted ones. accuracy: share of them with the largest logit.
+        loss: mean negative log-likelihood of a token, in nats, added up in float64; NaN if a sum over
+            ranks was NaN or infinite. tokens: number of predicted ones.
         logits: 16 hexadecimal digits of all bits of the first batch's logits: equal if these are bit-identical.
         logits_error: root mean square of the difference to a reference's logits, over that of the reference's from
             their mean; None without a reference.
@@ -34,7 +34,6 @@ class Score:
     loss: float
     tokens: int
     logits: str
-    accuracy: float
     logits_error: float | None = None
 
     @property
@@ -74,7 +73,7 @@ def perplexity(
     device: torch.device | str = "cpu",
     progress: Callable[[int], None] | None = None,
 ) -> Score:
-    """Measure how well a language model predicts a text, window by window: next tokens, or masked ones.
+    """Measure how well a language model predicts a text, window by window.
 
     Args:
         model: takes token ids, int64 (batch, length), and returns an object with `logits` (batch, length, vocabulary).
@@ -94,7 +93,7 @@ def perplexity(
     remembers = reference is not None and not reference.batches
     compared = iter(reference.batches if reference is not None and not remembers else ())
     options: dict[str, Any] = {"use_cache": False} if hasattr(model, "config") else {}
-    total, tokens, hits, windows, digest = 0.0, 0, 0, 0, ""
+    total, tokens, windows, digest = 0.0, 0, 0, ""
     error, power = 0.0, 0.0
     training = model.training
     model.eval()
@@ -103,12 +102,9 @@ def perplexity(
             logits = model(inputs.to(device), **options).logits
             digest = digest or _digest(logits)
             targets = targets.to(device)
-            losses = F.cross_entropy(
-                logits.float().flatten(0, 1), targets.flatten(), reduction="none", ignore_index=IGNORED
-            )
+            losses = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
             total += float(losses.double().sum())
-            tokens += int((targets != IGNORED).sum())
-            hits += int((logits.argmax(-1) == targets).sum())
+            tokens += targets.numel()
             windows += len(inputs)
             if remembers and reference is not None:
                 reference.remember(logits)
@@ -120,9 +116,7 @@ def perplexity(
     finally:
         model.train(training)
     relative = math.sqrt(error / power) if power else None
-    return Score(
-        loss=total / tokens, tokens=tokens, logits=digest, accuracy=hits / tokens, logits_error=relative
-    )  # fmt: skip
+    return Score(loss=total / tokens, tokens=tokens, logits=digest, logits_error=relative)
 
 
 @torch.no_grad()

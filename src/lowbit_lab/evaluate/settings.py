@@ -140,8 +140,6 @@ class EvaluationConfig(InferenceConfig):
     """Folder with more tasks, as YAML files that lm-eval reads."""
     limit: NonNegative = 0
     """Number of examples of each task, from the first on. 0: all."""
-    shots: NonNegative = 0
-    """Solved examples that are shown before each question; not for tasks from files."""
     algorithm: Literal["auto", "one_shot", "two_shot"] = "auto"
     """All-reduce algorithm. auto: one_shot for two ranks and for small messages, otherwise two_shot."""
     small: NonNegative | None = None
@@ -158,9 +156,8 @@ class EvaluationConfig(InferenceConfig):
         if self.task_folder and not self.harness_tasks:
             raise ConfigError(f"task-folder is {self.task_folder!r}; allowed: with --task and a name in lm-eval")
         self._check_tasks()
-        for key, value in {"limit": self.limit, "shots": self.shots}.items():
-            if value and not self.tasks:
-                raise ConfigError(f"{key} is {value}; allowed: with --task")
+        if self.limit and not self.tasks:
+            raise ConfigError(f"limit is {self.limit}; allowed: with --task")
 
     def _check_tasks(self) -> None:
         named = [task.partition("=")[0] for task in self.tasks]
@@ -169,8 +166,6 @@ class EvaluationConfig(InferenceConfig):
                 raise ConfigError(f"task is {task!r}; allowed with a file: NAME=FILE of {', '.join(FILE_TASKS)}")
             if named.count(name) > 1:
                 raise ConfigError(f"task is {', '.join(self.tasks)}; allowed: each task once")
-            if "=" in task and self.shots:
-                raise ConfigError(f"shots is {self.shots} and task is {task!r}; allowed with a file: 0")
 
     @property
     def task_files(self) -> dict[str, str]:

@@ -16,7 +16,6 @@ from lowbit_lab.evaluate.settings import EvaluationConfig
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-_SEED = 1234  # of the solved examples: lm-eval's own default
 _DRAWS = 100  # of the bootstrap, for errors of metrics that are not means
 
 
@@ -105,8 +104,7 @@ def load_tasks(settings: EvaluationConfig) -> dict[str, Any]:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"a task of {', '.join(tasks)} cannot be loaded: {reason}") from error
     for task in loaded["tasks"].values():
-        task.set_config(key="num_fewshot", value=settings.shots)
-        task.set_fewshot_seed(seed=_SEED)
+        task.set_config(key="num_fewshot", value=0)
     return loaded
 
 

@@ -20,10 +20,6 @@ from lowbit_lab.evaluate.settings import InferenceConfig
 
 log = logging.getLogger(__name__)
 LIBRARY = "Python's standard library"
-MASKED = 7
-"""One token in this many is masked, about 15 % as in BERT's training."""
-IGNORED = -100
-"""The target of a token that is not predicted."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -36,7 +32,6 @@ class Sequences:
         begin: id that every window begins with, if the model expects one (its tokenizer's BOS); None: a window begins
             with the token before the first that it predicts.
         end: id that every window of an encoder ends with, in place of its last token.
-        mask: id that replaces masked tokens (`batches`); None: the model predicts the next token.
         source: name of the text, for messages and files.
     """
 
@@ -44,7 +39,6 @@ class Sequences:
     length: int
     begin: int | None = None
     end: int | None = None
-    mask: int | None = None
     source: str = "text"
 
     def __len__(self) -> int:
@@ -83,17 +77,12 @@ class Sequences:
         return [i * len(self) // count for i in range(count)]
 
     def batches(self, indices: list[int], size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield inputs and targets of these windows, (up to `size`, length) each; a shorter window is a separate batch.
-
-        With a `mask`, one token in `MASKED` is masked, at random but the same ones every time; the target of all others
-        is `IGNORED`.
-        """
+        """Yield inputs and targets of these windows, (up to `size`, length) each; a shorter window comes alone."""
         full = [i for i in indices if i < self.whole]
         groups = [full[i : i + size] for i in range(0, len(full), size)]
         groups += [[i] for i in indices if i >= self.whole]
         for group in groups:
-            windows = map(self.window if self.mask is None else self.masked, group)
-            inputs, targets = zip(*windows, strict=True)
+            inputs, targets = zip(*map(self.window, group), strict=True)
             yield torch.stack(inputs), torch.stack(targets)
 
     def draw(self, count: int, seed: int) -> list[Tensor]:
@@ -116,14 +105,6 @@ class Sequences:
         inputs, _ = self.window(index)
         return inputs if self.end is None else torch.cat([inputs[:-1], torch.tensor([self.end])])
 
-    def masked(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return a window with some tokens masked, and these tokens as targets: int64, (length,) each."""
-        assert self.mask is not None
-        inputs = self.sequence(index)
-        chosen = torch.rand(len(inputs), generator=torch.Generator().manual_seed(index)) < 1 / MASKED
-        chosen[0] = chosen[-1] = False
-        return torch.where(chosen, self.mask, inputs), torch.where(chosen, inputs, IGNORED)
-
     def fingerprint(self) -> str:
         """Return 16 hexadecimal digits of the tokens, whatever the length of the windows."""
         digest = hashlib.sha256(str(self.begin).encode())
@@ -136,7 +117,7 @@ def read(settings: InferenceConfig, *, held_out: bool = False, encoder: bool = F
 
     Args:
         held_out: take the end of the standard library that `lowbit train` holds out, not the rest.
-        encoder: the model reads a text between two special tokens and predicts masked tokens.
+        encoder: the model reads a text between two special tokens.
     """
     tokenizer = load_tokenizer(settings.tokenizer or settings.model, key="tokenizer")
     tokens = corpus.encode(documents(settings, held_out=held_out), tokenizer)
@@ -155,7 +136,7 @@ def documents(settings: InferenceConfig, *, held_out: bool = False) -> Iterator[
 
 
 def _special(tokenizer: Tokenizer, *, encoder: bool) -> dict[str, Any]:
-    """Return the ids that the tokenizer puts around every text; for an encoder also that of a masked token."""
+    """Return the ids that the tokenizer puts around every text."""
     if not isinstance(tokenizer, FolderTokenizer):
         return {}
     hugging_face = tokenizer.hugging_face()
@@ -165,7 +146,7 @@ def _special(tokenizer: Tokenizer, *, encoder: bool) -> dict[str, Any]:
         return {}
     if not encoder:
         return {"begin": begin}
-    return {"begin": begin, "end": end, "mask": hugging_face.mask_token_id} if around[-1:] == [end] else {}
+    return {"begin": begin, "end": end} if around[-1:] == [end] else {}
 
 
 def _share(documents: list[bytes], share: float, held_out: bool) -> Iterator[bytes]:

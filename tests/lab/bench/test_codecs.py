@@ -7,7 +7,7 @@ import torch
 from lowbit import kernels
 from lowbit.codecs import GroupInt, parse
 from lowbit.report import run
-from lowbit_lab.bench import codec_speed, timing
+from lowbit_lab.bench import codec_speed, samples, timing
 from lowbit_lab.bench.codecs import COMMAND, CodecsBenchmark, relative_error
 from lowbit_lab.bench.samples import drawn
 from tests.lab.bench.shown import shown
@@ -17,14 +17,12 @@ NAMES = ("int4", "feature-int4", "feature-int4-static", "tah-quant", MEMORY)
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory):
-    path = tmp_path_factory.mktemp("activations") / "x.pt"
-    torch.save([drawn("gaussian", (2, 8, 128), seed=5)], path)
+def report():
     with pytest.MonkeyPatch.context() as patch, kernels.backend("reference"):
         patch.setattr(timing, "last_level_cache", lambda device: 2**20)
+        patch.setattr(samples, "real", lambda source, steps: [drawn("gaussian", (2, 8, 128), seed=5)])
         settings = CodecsBenchmark(
             codecs=NAMES, threads=(1,), data=("student-t", "real"), shape=(1, 32, 128), rounds=2, layer=True,
-            activations=str(path),
         )  # fmt: skip
         return run(COMMAND, settings)
 

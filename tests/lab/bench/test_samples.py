@@ -1,9 +1,7 @@
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from lowbit.train.config import ModelConfig
 from lowbit_lab.bench import samples
@@ -43,22 +41,6 @@ def test_real_activations_come_from_a_model_trained_here(monkeypatch: pytest.Mon
     assert all(x.isfinite().all() and x.std() > 0 for x in sent)
 
 
-@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
-def test_real_activations_come_from_a_file(suffix: str, tmp_path: Path):
-    path = tmp_path / f"x{suffix}"
-    tensors = {"a": torch.randn(2, 4, 8), "b": torch.randn(6, 8).bfloat16(), "ids": torch.arange(4)}
-    if suffix == ".pt":
-        torch.save([tensors], path)
-    else:
-        save_file(tensors, path)
-    found = samples.real(str(path), steps=1)
-    assert [tuple(x.shape) for x in found] == [(2, 4, 8), (1, 6, 8)]
-    assert torch.equal(found[1][0], tensors["b"].float())
-
-
-def test_a_file_without_activations_is_refused(tmp_path: Path):
-    torch.save({"ids": torch.arange(4), "name": "x"}, tmp_path / "x.pt")
-    with pytest.raises(ValueError, match="no floating tensor with two or more dimensions"):
-        samples.real(str(tmp_path / "x.pt"), steps=1)
-    with pytest.raises(FileNotFoundError):
-        samples.real(str(tmp_path / "y.safetensors"), steps=1)
+def test_activations_of_no_folder_are_refused():
+    with pytest.raises(ValueError, match=r"activations are 'x.pt'; allowed: a folder with a model"):
+        samples.real("x.pt", steps=1)

@@ -1,6 +1,5 @@
-"""`lowbit calibrate` and `lowbit evaluate` on encoders: pooling, neighbours, masked tokens; and greedy generation."""
+"""`lowbit calibrate` and `lowbit evaluate` on encoders: neighbours; and greedy generation."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +9,12 @@ from safetensors.torch import load_file, save_file
 
 from lowbit.config import ConfigError
 from lowbit.report import run
+from lowbit.train.tokenizer import load_tokenizer
 from lowbit_lab.evaluate import CalibrationConfig, EvaluationConfig, loading
 from lowbit_lab.evaluate.commands import CALIBRATE, EVALUATE
-from lowbit_lab.evaluate.neighbours import Pooling, agreement
+from lowbit_lab.evaluate.neighbours import agreement, embed
 from lowbit_lab.evaluate.score import same_tokens
-from lowbit_lab.evaluate.text import IGNORED, read
+from lowbit_lab.evaluate.text import read
 from tests.command_line import invoke
 from tests.lab.evaluate.models import TEXT, write_checkpoint
 from tests.processes import Ranks
@@ -23,7 +23,7 @@ WORDS = sorted(set(TEXT.lower().replace(";", " ;").replace(",", " ,").replace("?
 
 
 def write_encoder(folder: Path, head: str = "") -> Path:
-    """A folder with a tiny BERT, its tokenizer, sentence-transformers' settings, and a text beside them."""
+    """A folder with a tiny BERT, its tokenizer, and a text beside them."""
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
     from transformers import BertConfig, BertForMaskedLM, BertModel, PreTrainedTokenizerFast
 
@@ -40,13 +40,6 @@ def write_encoder(folder: Path, head: str = "") -> Path:
         "intermediate_size": 64, "max_position_embeddings": 64,
     }  # fmt: skip
     (BertForMaskedLM if head else BertModel)(BertConfig(**sizes)).save_pretrained(folder)
-    modules = [
-        {"type": f"sentence_transformers.models.{kind}", "path": path}
-        for kind, path in (("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize"))
-    ]
-    (folder / "modules.json").write_text(json.dumps(modules))
-    (folder / "1_Pooling").mkdir(exist_ok=True)
-    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_mean_tokens": True}))
     lines = [
         f"The {i} cats sat on the {i % 7} mats; {i % 3} dogs did not, whether they would or not." for i in range(40)
     ]
@@ -75,11 +68,9 @@ def test_an_encoder_keeps_its_neighbours(folder: Path):
         assert "perplexity" not in row
         assert row["kept"] is None
     layers = {f"encoder.layer.{i}.{name}output.dense" for i in (0, 1) for name in ("", "attention.")}
-    for name in ("layers", "layers_by_token", "layers_by_rank"):
+    for name in ("layers", "layers_by_token"):
         assert set(rows["int4", 2][name]) == layers
-    ranks = rows["int4", 2]["layers_by_rank"]["encoder.layer.0.output.dense"]
-    assert len(ranks) == 2
-    assert all(0.01 < error < 0.5 for error in ranks)
+        assert all(0.01 < error < 0.5 for error in rows["int4", 2][name].values())
 
 
 def test_the_command_names_model_and_measure(folder: Path, caplog: pytest.LogCaptureFixture):
@@ -93,34 +84,13 @@ def test_the_command_names_model_and_measure(folder: Path, caplog: pytest.LogCap
     assert "feature-int4, tp 2: nothing was coded: every sum has fewer than 32768 elements (small)" in caplog.text
 
 
-def test_masked_tokens_are_predicted(tmp_path: Path):
+def test_of_a_masked_language_model_the_encoder_is_compared(tmp_path: Path):
     folder = write_encoder(tmp_path, head="masked")
-    sequences, _ = read(config(folder), encoder=True)
-    inputs, targets = next(sequences.batches([0, 1, 2], 3))
-    chosen = targets != IGNORED
-    assert (inputs[:, 0] == 2).all()
-    assert (inputs[:, -1] == 3).all()
-    assert (inputs[chosen] == 4).all()
-    assert (targets[chosen] != 4).all()
-    assert 5 < chosen.sum() < 30
-    row, *_ = run(EVALUATE, config(folder, formats=("int8",), sentences=30, sequences=4)).rows
-    assert row["kind"] == loading.MASKED
-    assert row["perplexity"] > 1
-    assert 0 <= row["accuracy"] <= row["nearest"] == 1
-
-
-def test_a_checkpoint_without_its_head_is_an_encoder(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    """Hugging Face would make up the head's weights, others at each start."""
-    folder = write_encoder(tmp_path)
-    config_file = folder / "config.json"
-    config_file.write_text(json.dumps(json.loads(config_file.read_text()) | {"architectures": ["BertForMaskedLM"]}))
-    weights = folder / "model.safetensors"
-    save_file({k: v for k, v in load_file(weights).items() if not k.startswith("pooler.")}, weights, {"format": "pt"})
     row, *_ = run(EVALUATE, config(folder, formats=("int8",), sentences=30)).rows
     assert (row["kind"], row["nearest"], row.get("perplexity")) == (loading.ENCODER, 1, None)
-    assert any("treating it as an encoder that predicts no tokens" in message for message in caplog.messages)
     first, second = (loading.load_model(str(folder), "float32", torch.device("cpu")) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    weights = folder / "model.safetensors"
     save_file({k: v for k, v in load_file(weights).items() if "layer.1" not in k}, weights, {"format": "pt"})
     with pytest.raises(ConfigError, match=r"has no weights .*layer\.1\..*; allowed: a complete checkpoint"):
         loading.load_model(str(folder), "float32", torch.device("cpu"))
@@ -137,26 +107,13 @@ def test_a_calibration_of_an_encoder_reads_whole_sequences(folder: Path, tmp_pat
     assert all(drawn[0] == 2 and drawn[-1] == 3 for drawn in sequences.draw(4, 0))
 
 
-def test_pooling_is_that_of_the_files(tmp_path: Path):
-    assert Pooling.read(tmp_path) == Pooling(mode="mean", normalized=False, length=None)
-    folder = write_encoder(tmp_path)
-    assert Pooling.read(folder) == Pooling(mode="mean", normalized=True)
-    (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 16}')
-    pooling = folder / "1_Pooling" / "config.json"
-    pooling.write_text('{"pooling_mode_cls_token": true, "pooling_mode_mean_tokens": false}')
-    assert Pooling.read(folder) == Pooling(mode="first", normalized=True, length=16)
-    pooling.write_text('{"pooling_mode_weightedmean_tokens": true}')
-    with pytest.raises(
-        ConfigError, match="pooling_mode_weightedmean_tokens; allowed: one pooling of mean, max or first"
-    ):
-        Pooling.read(folder)
-    pooling.write_text("{")
-    with pytest.raises(ConfigError, match="config.json cannot be read"):
-        Pooling.read(folder)
-    states, mask = torch.tensor([[[1.0, 2], [3, 0], [9, 9]]]), torch.tensor([[1, 1, 0]])
-    assert Pooling()(states, mask).tolist() == [[2, 1]]
-    assert Pooling(mode="max")(states, mask).tolist() == [[3, 2]]
-    assert Pooling(mode="first")(states, mask).tolist() == [[1, 2]]
+def test_a_vector_is_the_mean_over_the_tokens_of_a_sentence(folder: Path):
+    model = loading.load_model(str(folder), "float32", torch.device("cpu"))
+    tokenizer = load_tokenizer(str(folder), key="tokenizer").hugging_face()
+    texts = ["The 3 cats sat on the 4 mats; 2 dogs did not.", "The 5 cats."]
+    for text, vector in zip(texts, embed(model, tokenizer, texts), strict=True):  # of which the second is padded
+        states = model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0]
+        torch.testing.assert_close(vector, states.mean(0))
 
 
 def test_agreement_is_counted_by_hand():

@@ -239,7 +239,7 @@ REFUSED = [
     ("calibrate {model} --length 8 --text {text} --output {short}/c",
      "short.txt/c cannot be written: File exists; allowed: a file in a folder that can be written"),
     ("evaluate {model} --task-folder here", "task-folder is 'here'; allowed: with --task"),
-    ("evaluate {model} --shots 3", "shots is 3; allowed: with --task"),
+    ("evaluate {model} --limit 3", "limit is 3; allowed: with --task"),
     ("evaluate {model} --low-bit --format int8", "format is int8 and low-bit is given; allowed: one of them"),
 ]  # fmt: skip
 

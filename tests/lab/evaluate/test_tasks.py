@@ -254,7 +254,6 @@ REFUSED = [
      "allowed with a file: NAME=FILE of arc_challenge, arc_easy, boolq, hellaswag, winogrand"),
     ("boolq=", "task is 'boolq='; allowed with a file: NAME=FILE of"),
     ("boolq=a.json,boolq", "task is boolq=a.json, boolq; allowed: each task once"),
-    ("boolq={folder}/boolq.jsonl --shots 2", "and task is 'boolq={folder}/boolq.jsonl'; allowed with a file: 0"),
     ("boolq={folder}/boolq.jsonl --task-folder x", "task-folder is 'x'; allowed: with --task"),
     ("boolq={folder}/boolq.jsonl --length 2", "task boolq question 1 has a choice of 3 tokens; allowed: 1 to 2"),
 ]  # fmt: skip
