@@ -1,4 +1,4 @@
-"""Measures a TCP connection.
+"""Measures TCP connections, or is the other traffic on a link.
 
 This is a program of its own that needs the standard library only, because both ends must run inside the namespaces.
 
@@ -7,14 +7,22 @@ the first SETTLE seconds, in which the link's burst and the socket buffers fill,
 it is, and TCP has not yet reached the rate of a distant link.
 
 ``python probe.py echo|ping ADDRESS PORT``: ``ping`` prints the median round trip of a byte in milliseconds.
+
+``python probe.py share ADDRESS PEER COUNT`` receives whatever others send to ADDRESS, and sends as much as it can to
+PEER, over COUNT connections with CUBIC, whatever the rest of the machine uses. A connection that breaks is opened
+again. It prints ``ok`` once all are open, and ends when its standard input ends.
 """
 
+import contextlib
+import os
 import socket
 import statistics
 import sys
+import threading
 import time
 
 _CHUNK_BYTES = 1 << 16
+_DISCARD = 9  # the port of others' traffic (RFC 863); no program gets it by chance
 _PINGS = 9
 _PATIENCE = 20.0
 
@@ -25,7 +33,7 @@ def connect(address: str, port: int) -> socket.socket:
     while True:
         try:
             return socket.create_connection((address, port), timeout=_PATIENCE)
-        except ConnectionRefusedError:
+        except OSError:
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.02)
@@ -84,27 +92,72 @@ def ping(address: str, port: int) -> float:
     return statistics.median(times)
 
 
+def drain(connection: socket.socket) -> None:
+    """Read from a connection until it ends."""
+    buffer = bytearray(_CHUNK_BYTES)
+    with connection, contextlib.suppress(OSError):
+        while connection.recv_into(buffer):
+            pass
+
+
+def connect_to_share(peer: str) -> socket.socket:
+    """Connect with CUBIC; the route has set the congestion control of the link."""
+    connection = connect(peer, _DISCARD)
+    connection.settimeout(None)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
+    return connection
+
+
+def keep_sending(peer: str, connection: socket.socket) -> None:
+    """Send for ever."""
+    chunk = bytes(_CHUNK_BYTES)
+    while True:
+        with contextlib.suppress(OSError), connection:
+            while True:
+                connection.sendall(chunk)
+        with contextlib.suppress(OSError):  # a link that is cut
+            connection = connect_to_share(peer)
+
+
+def share(address: str, peer: str, count: int) -> None:
+    """Open the connections, and send until standard input ends."""
+    server = socket.create_server((address, _DISCARD), backlog=64)
+
+    def receive() -> None:
+        while True:
+            threading.Thread(target=drain, args=(server.accept()[0],), daemon=True).start()
+
+    threading.Thread(target=receive, daemon=True).start()
+    for connection in [connect_to_share(peer) for _ in range(count)]:
+        threading.Thread(target=keep_sending, args=(peer, connection), daemon=True).start()
+    print("ok", flush=True)
+    while os.read(0, 1):
+        pass
+    os._exit(0)
+
+
 def main() -> None:
     """Parse the arguments, and run the end that they name.
 
     Raises:
         SystemExit: with a line of usage, or the reason why the other end cannot be reached.
     """
-    end, address, port, *seconds = [*sys.argv[1:], "", "", ""]
-    if (end, len(sys.argv)) not in [("send", 6), ("receive", 6), ("echo", 4), ("ping", 4)]:
-        sys.exit("usage: probe.py receive|send ADDRESS PORT SETTLE SECONDS, or echo|ping ADDRESS PORT")
-    settle, whole = map(float, seconds[:2] if len(sys.argv) == 6 else (0, 0))
     try:
-        if end == "send":
-            send(address, int(port), whole)
-        elif end == "receive":
-            print(f"{receive(address, int(port), settle, whole):.4g}", flush=True)
-        elif end == "echo":
-            echo(address, int(port))
-        else:
-            print(f"{ping(address, int(port)):.4g}", flush=True)
+        match sys.argv[1:]:
+            case ["send", address, port, _, seconds]:
+                send(address, int(port), float(seconds))
+            case ["receive", address, port, settle, seconds]:
+                print(f"{receive(address, int(port), float(settle), float(seconds)):.4g}", flush=True)
+            case ["echo", address, port]:
+                echo(address, int(port))
+            case ["ping", address, port]:
+                print(f"{ping(address, int(port)):.4g}", flush=True)
+            case ["share", address, peer, count]:
+                share(address, peer, int(count))
+            case _:
+                sys.exit("usage: probe.py receive|send ADDRESS PORT SETTLE SECONDS, or echo|ping ADDRESS PORT")
     except OSError as error:
-        sys.exit(f"error: {end} {address}:{port}: {error.strerror or error}")
+        sys.exit(f"error: {' '.join(sys.argv[1:3])}:{sys.argv[3]}: {error.strerror or error}")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Other traffic that shares a link: a program on each host (`sender.py`) sends to the next host."""
+"""Other traffic that shares a link: a program on each host (`probe.py share`) sends to the next host."""
 
 from pathlib import Path
 
 from lowbit_lab.network.namespaces import Helper, LinkUnavailable, Namespace
 
-_PROGRAM = str(Path(__file__).with_name("sender.py"))
+_PROGRAM = str(Path(__file__).with_name("probe.py"))
 
 
 class Traffic(Helper):
@@ -16,7 +16,7 @@ class Traffic(Helper):
 
     def __init__(self, host: Namespace, address: str, peer: str, count: int) -> None:
         self.count = count
-        super().__init__("the other traffic", [_PROGRAM, address, peer, str(count)], within=host.enter)
+        super().__init__("the other traffic", [_PROGRAM, "share", address, peer, str(count)], within=host.enter)
 
     def await_connections(self) -> None:
         """Return once its connections are open.
