@@ -47,30 +47,24 @@ class Theme:
         }  # fmt: skip
 
 
+_FORMATS = {
+    "transform": ("#c0264e", "#ff7a9c"), "feature-int": ("#6a3fc4", "#ab8cff"),
+    "feature-int-static": ("#3d2373", "#d9ccff"), "low-bit": ("#0b5fd6", "#5aa2ff"),
+    "stock-fp32": ("#3a3f45", "#e0e3e7"), "stock-bf16": ("#6b7178", "#b7bcc3"), "fp32": ("#8b9198", "#949aa3"),
+    "bf16": ("#b4b9be", "#727883"), "fp16": ("#cbd0d4", "#5a606b"), "tah-quant": ("#e08a00", "#f5ab35"),
+    "tah-quant-published": ("#b0460c", "#e0703a"), "int4": ("#b5518f", "#e08cc0"), "int6": ("#d38cb7", "#a8628c"),
+    "int8": ("#0f8a66", "#3fc49b"), "fp8": ("#35a0c4", "#6fd0ee"), "aq-sgd": ("#8a7a1a", "#c9b955"),
+    "powersgd": ("#7d5a3c", "#b58f6c"), "saved": ("#0b5fd6", "#5aa2ff"), "weights": ("#3a3f45", "#e0e3e7"),
+    "gradients": ("#e08a00", "#f5ab35"), "optimizer": ("#b0460c", "#e0703a"), "copies": ("#8b9198", "#949aa3"),
+    "rest": ("#cbd0d4", "#5a606b"), "bound": ("#1f2328", "#e6e9ee"),
+}  # fmt: skip
+"""In light and in dark."""
 LIGHT = Theme(
-    name="light", **page.LIGHT,
-    formats={
-        "transform": "#c0264e", "feature-int": "#6a3fc4", "feature-int-static": "#3d2373",
-        "low-bit": "#0b5fd6",
-        "stock-fp32": "#3a3f45", "stock-bf16": "#6b7178", "fp32": "#8b9198", "bf16": "#b4b9be", "fp16": "#cbd0d4",
-        "tah-quant": "#e08a00", "tah-quant-published": "#b0460c", "int4": "#b5518f", "int6": "#d38cb7",
-        "int8": "#0f8a66", "fp8": "#35a0c4", "aq-sgd": "#8a7a1a", "powersgd": "#7d5a3c",
-        "saved": "#0b5fd6", "weights": "#3a3f45", "gradients": "#e08a00", "optimizer": "#b0460c",
-        "copies": "#8b9198", "rest": "#cbd0d4", "bound": "#1f2328",
-    },
+    name="light", **page.LIGHT, formats={name: light for name, (light, _) in _FORMATS.items()},
     others=("#0b5fd6", "#e08a00", "#0f8a66", "#b5518f", "#8a7a1a", "#35a0c4", "#7d5a3c", "#6a3fc4"),
 )  # fmt: skip
 DARK = Theme(
-    name="dark", **page.DARK,
-    formats={
-        "transform": "#ff7a9c", "feature-int": "#ab8cff", "feature-int-static": "#d9ccff",
-        "low-bit": "#5aa2ff",
-        "stock-fp32": "#e0e3e7", "stock-bf16": "#b7bcc3", "fp32": "#949aa3", "bf16": "#727883", "fp16": "#5a606b",
-        "tah-quant": "#f5ab35", "tah-quant-published": "#e0703a", "int4": "#e08cc0", "int6": "#a8628c",
-        "int8": "#3fc49b", "fp8": "#6fd0ee", "aq-sgd": "#c9b955", "powersgd": "#b58f6c",
-        "saved": "#5aa2ff", "weights": "#e0e3e7", "gradients": "#f5ab35", "optimizer": "#e0703a",
-        "copies": "#949aa3", "rest": "#5a606b", "bound": "#e6e9ee",
-    },
+    name="dark", **page.DARK, formats={name: dark for name, (_, dark) in _FORMATS.items()},
     others=("#5aa2ff", "#f5ab35", "#3fc49b", "#e08cc0", "#c9b955", "#6fd0ee", "#b58f6c", "#ab8cff"),
 )  # fmt: skip
 THEMES = {theme.name: theme for theme in (LIGHT, DARK)}
@@ -87,13 +81,6 @@ NAMES = {
 }  # fmt: skip
 """Short names of formats in figures."""
 _FAMILIES = (  # the first match counts
-    (r"^saved", "saved"),
-    (r"^weights$", "weights"),
-    (r"^gradients$", "gradients"),
-    (r"^optimizer$", "optimizer"),
-    (r"^copies", "copies"),
-    (r"^rest$", "rest"),
-    (r"^bound$", "bound"),
     (r"(stock|engine|pytorch).*fp32|fp32.*(stock|pytorch)", "stock-fp32"),
     (r"(stock|engine|pytorch).*bf16|bf16.*(stock|pytorch)", "stock-bf16"),
     (r"transform", "transform"),
@@ -122,6 +109,8 @@ def family(name: Any) -> str | None:
     For a pair of formats ("int4 / int8"), the activations' format counts. None: the name is not a format.
     """
     text = str(name).partition(" / ")[0].lower()
+    if part := re.match(r"saved|copies|(weights|gradients|optimizer|rest|bound)$", text):
+        return part[0]
     return next((family for pattern, family in _FAMILIES if re.search(pattern, text)), None)
 
 
