@@ -193,13 +193,11 @@ class Encoding:
         kind, content = hostile_numbers(rng, torch.Size(wide).numel(), dtype)
         size = self.codec.nbytes(shape)
 
-        def encode(x: Tensor, payload: Tensor) -> Tensor:
-            torch.default_generator.manual_seed(0)
-            return self.codec.encode(x[..., 1] if strided else x, out=payload)
-
         def run(bench: Bench) -> bytes:
             room, payload = bench.written("the payload", BEFORE[bench.at_end] * size, (size,), torch.uint8)
-            encode(bench.read_only("x", content, wide, dtype), payload)
+            x = bench.read_only("x", content, wide, dtype)
+            torch.default_generator.manual_seed(0)
+            self.codec.encode(x[..., 1] if strided else x, out=payload)
             return room.content
 
         return Case(f"{self.name} {shape} {dtype} {kind}{' strided' if strided else ''}", run)

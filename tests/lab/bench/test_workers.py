@@ -2,7 +2,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from lowbit_lab.bench.worker import CONGESTION
 from lowbit_lab.bench.workers import Workers, set_link, started
 from lowbit_lab.network import Link, SlowLink
+from tests.lab.network.test_shape import all_gone
 
 ECHO = """
 from lowbit.wire.sockets import congestion_control
@@ -79,13 +79,6 @@ def test_a_program_that_fails_is_reported_with_its_last_words():
         workers.ask("anything")
 
 
-def running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("_echo")
 def test_workers_end_with_a_parent_that_is_killed(tmp_path: Path):
@@ -95,10 +88,7 @@ def test_workers_end_with_a_parent_that_is_killed(tmp_path: Path):
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    deadline = time.monotonic() + 60
-    while running(pid):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    assert all_gone([pid], 60)
 
 
 @pytest.mark.usefixtures("_echo")
