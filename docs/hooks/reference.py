@@ -132,11 +132,11 @@ def configuration() -> str:
     ]
     for section in settings_of(TrainConfig).values():
         rows = [
-            (f"`{key}`", _toml_type(setting.hint), _limits(setting), _default(setting, in_toml), _cell(setting.meaning))
+            (f"`{key}`", _cell(setting.meaning), _toml_type(setting.hint), _limits(setting), _default(setting, in_toml))
             for key, setting in settings_of(section.hint, section.default).items()
         ]
         parts += [f"## {section.name}", _cell(section.meaning)]
-        parts.append(_table(("key", "type", "limits", "default", "meaning"), rows))
+        parts.append(_table(("key", "meaning", "type", "limits", "default"), rows))
     return "\n\n".join(parts) + "\n"
 
 
