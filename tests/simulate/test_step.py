@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import random
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -151,19 +150,3 @@ def test_wrong_numbers_are_refused():
         simulate(order, [TIMES] * 2, Network(channels=[], routes={}))
     with pytest.raises(ValueError, match="optimizer and averaging have -1"):
         simulate(order, [TIMES] * 2, chain(2), optimizer=-1)
-
-
-def test_compiled_and_interpreted_numbers_are_equal():
-    """The event loop runs as Python at first, because compiling takes longer; the numbers are equal."""
-    from lowbit.simulate import step
-
-    times = [StageTimes(forward=1.0, backward=2.0, forward_bytes=3, backward_bytes=1)] * 3
-    slow = Channel(bytes_per_second=2.0, latency=0.5)
-    order = actions("1F1B", ranks=3, microbatches=4)
-    found = []
-    for compiled_from in (1 << 40, 0):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(step, "_COMPILED_FROM", compiled_from)
-            found.append(simulate(order, times, chain(3, slow, slow)))
-    assert found[0].seconds == found[1].seconds
-    assert np.array_equal(found[0].timeline.begin, found[1].timeline.begin)

@@ -6,19 +6,20 @@ A step is the time between two sums, and simulating one from sum to sum gives th
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lowbit.simulate import events
-from lowbit.simulate.orders import Actions
+from lowbit.simulate.orders import KINDS, Actions, B, F, I, W
 from lowbit.simulate.parts import Network, StageTimes
-from lowbit.simulate.program import Floats, StepProgram
 
-_COMPILED_FROM = 50_000  # actions simulated so far: for fewer, compiling takes longer than running in Python
-_simulated = [0]
+Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -77,6 +78,35 @@ class Step:
         return float(self.waiting.mean() / self.seconds) if self.seconds else 0.0
 
 
+@dataclass(slots=True, eq=False)
+class _Message:
+    """A message; `seconds`: on its channel. `leaves`, `arrives`: as in `Timeline`, once it was sent."""
+
+    sender: int
+    receiver: int
+    channel: int
+    latency: float
+    seconds: float = 0.0
+    nbytes: int = 0
+    backward: bool = False
+    boundary: int = -1
+    micro_batch: int = -1
+    leaves: float = math.nan
+    arrives: float = math.nan
+    awaited: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Task:
+    """Work of a rank, which begins when the message that it needs has arrived, and ends with sending one."""
+
+    seconds: float
+    needs: _Message | None = None
+    sends: _Message | None = None
+    begin: float = math.nan
+    end: float = math.nan
+
+
 def simulate(
     actions: Actions,
     stages: Sequence[StageTimes],
@@ -100,42 +130,186 @@ def simulate(
         ValueError: actions that are not one step of these stages, a pair of ranks without a channel, or ranks that wait
             for each other forever; the text names the first action that cannot begin.
     """
-    program = StepProgram(actions, stages, network, beside)
-    before, after = _each(optimizer, actions.ranks), _each(averaging, actions.ranks)
-    whole, place = program.between_sums(before, after)
-    begin, end = np.zeros(len(whole.seconds)), np.zeros(len(whole.seconds))
-    entered, left = np.zeros(len(whole.link)), np.zeros(len(whole.link))
-    busy = np.zeros(len(network.channels) + 1)
-    _simulated[0] += len(end)
-    loop = events.run if _simulated[0] >= _COMPILED_FROM else getattr(events.run, "py_func", events.run)
-    done = loop(
-        whole.first, whole.awaited, whole.seconds, whole.emitted, whole.link, whole.wire, whole.receiver,
-        whole.latency, begin, end, entered, left, busy,
-    )  # fmt: skip
-    if done < len(end):
-        raise ValueError(program.stuck(end[place]))
-    rank, coding = actions.rank, program.decode + program.encode
-    count = program.messages
+    ranks, size = actions.ranks, len(actions.stage)
+    before, after = _each(optimizer, ranks), _each(averaging, ranks)
+    count, owner = _checked(actions, len(stages))
+    messages = _messages(stages, network, owner.tolist(), count, beside)
+    at = {(m.backward, m.boundary, m.micro_batch): m for m in messages}
+    # Inputs of the first stage have no gradients: PyTorch does everything in the pass for the weights.
+    inputs = [each.backward / 2 if stage else 0.0 for stage, each in enumerate(stages)]
+    seconds = {  # computing, decoding the input and encoding the result, by kind and stage
+        F: [(each.forward, each.decode_forward, each.encode_forward) for each in stages],
+        B: [(each.backward, each.decode_backward, each.encode_backward) for each in stages],
+        I: [(own, each.decode_backward, each.encode_backward) for own, each in zip(inputs, stages, strict=True)],
+        W: [(each.backward - own, 0.0, 0.0) for own, each in zip(inputs, stages, strict=True)],
+    }
+    parts, tasks = list[tuple[float, float, float]](), list[_Task]()
+    steps = zip(actions.stage.tolist(), actions.kind.tolist(), actions.micro_batch.tolist(), strict=True)
+    for stage, kind, micro_batch in steps:
+        back = kind != F
+        needs = None if kind == W else at.get((back, stage - (not back), micro_batch))
+        sends = None if kind == W else at.get((back, stage - back, micro_batch))
+        computing, decoding, encoding = seconds[kind][stage]
+        decoding, encoding = (0.0 if needs is None else decoding), (0.0 if sends is None else encoding)
+        parts.append((computing, decoding, encoding))
+        tasks.append(_Task(computing if beside else decoding + computing + encoding, needs, sends))
+    compute, decode, encode = np.array(parts, np.float64).T
+    programs = [tasks[first:last] for first, last in itertools.pairwise(actions.first.tolist())]
+    whole = _between_sums(programs, network, before.tolist(), after.tolist())
+    busy = _run(whole, len(network.channels) + 1)
+    if any(math.isnan(program[-1].end) for program in whole):
+        raise ValueError(_stuck(actions, tasks))
+
+    def each(name: str, dtype: Any, of: Sequence[_Message | _Task] = messages) -> NDArray[Any]:
+        return np.array([getattr(one, name) for one in of], dtype)
+
+    sizes, channels = each("nbytes", np.float64), each("channel", np.int32)
+    none = np.zeros(size)
     return Step(
-        seconds=float(end.max(initial=0.0)),
-        compute=_sums(rank, program.compute, actions.ranks),
-        coding=_sums(rank, coding, actions.ranks),
+        seconds=max(program[-1].end for program in whole),
+        compute=np.bincount(actions.rank, compute, ranks).astype(np.float64),
+        coding=np.bincount(actions.rank, decode + encode, ranks).astype(np.float64),
         finish=before + after,
-        busy=busy[:-1],
-        nbytes=_sums(program.link, program.nbytes, len(network.channels)),
+        busy=np.array(busy[:-1]),
+        nbytes=np.bincount(channels, sizes, len(network.channels)).astype(np.float64),
         timeline=Timeline(
-            actions=actions, begin=begin[place], end=end[place],
-            decode=np.zeros_like(coding) if beside else program.decode,
-            encode=np.zeros_like(coding) if beside else program.encode,
-            sender=program.sender, receiver=program.receiver, boundary=program.boundary, backward=program.backward,
-            micro_batch=program.number, leaves=entered[:count],
-            arrives=left[:count] + program.latency,
+            actions=actions, begin=each("begin", np.float64, tasks), end=each("end", np.float64, tasks),
+            decode=none if beside else decode, encode=none if beside else encode,
+            sender=each("sender", np.int32), receiver=each("receiver", np.int32), boundary=each("boundary", np.int32),
+            backward=each("backward", np.bool_), micro_batch=each("micro_batch", np.int32),
+            leaves=each("leaves", np.float64), arrives=each("arrives", np.float64),
         ),
     )  # fmt: skip
 
 
-def _sums(of: NDArray[np.int32], values: Floats, count: int) -> Floats:
-    return np.bincount(of, values, count).astype(np.float64)
+def _messages(
+    stages: Sequence[StageTimes], network: Network, owner: Sequence[int], count: int, beside: bool
+) -> list[_Message]:
+    """Make the messages of all micro-batches at the boundaries between ranks."""
+    messages: list[_Message] = []
+    for backward, boundary in itertools.product((False, True), range(len(stages) - 1)):
+        source, target = (boundary + 1, boundary) if backward else (boundary, boundary + 1)
+        if (pair := (owner[source], owner[target]))[0] == pair[1]:
+            continue
+        place, way = network.routes.get(pair, -1), "backward" if backward else "forward"
+        if not 0 <= place < len(network.channels):
+            raise ValueError(f"rank {pair[0]} sends to rank {pair[1]}, and there is no channel between them")
+        channel, nbytes = network.channels[place], getattr(stages[source], f"{way}_bytes")
+        latency, seconds = channel.latency, nbytes / channel.bytes_per_second
+        if beside:
+            latency += getattr(stages[source], f"encode_{way}") + getattr(stages[target], f"decode_{way}")
+        messages += [
+            _Message(*pair, place, latency, seconds, nbytes, backward, boundary, micro_batch)
+            for micro_batch in range(count)
+        ]
+    return messages
+
+
+def _between_sums(
+    programs: Sequence[list[_Task]], network: Network, before: Sequence[float], after: Sequence[float]
+) -> list[list[_Task]]:
+    """Return the ranks' programs from one sum of metrics to the next.
+
+    Rank 0 sends the sums; every rank runs its optimizer, its actions and its averaging, and sends its metrics to
+    rank 0, which waits for all of them.
+    """
+    free, others = len(network.channels), range(1, len(programs))
+    longest = max((channel.latency for channel in network.channels), default=0.0)
+
+    def message(sender: int, receiver: int) -> _Message:
+        channel = network.routes.get((sender, receiver), free)
+        return _Message(sender, receiver, channel, network.channels[channel].latency if channel < free else longest)
+
+    sums, metrics = [message(0, rank) for rank in others], [message(rank, 0) for rank in others]
+    first = [*(_Task(0.0, sends=each) for each in sums), _Task(before[0]), *programs[0], _Task(after[0])]
+    return [
+        first + [_Task(0.0, needs=each) for each in metrics],
+        *(
+            [_Task(before[rank], needs=sums[rank - 1]), *programs[rank], _Task(after[rank], sends=metrics[rank - 1])]
+            for rank in others
+        ),
+    ]
+
+
+def _run(programs: Sequence[list[_Task]], channels: int) -> list[float]:
+    """Fill in the times of all tasks and messages that can happen; return the seconds that each channel is occupied.
+
+    A channel carries one message at a time, in the order in which they were sent.
+    """
+    free, busy, done = [0.0] * channels, [0.0] * channels, [0] * len(programs)
+    ends: list[tuple[float, int]] = []  # of the tasks that have begun, with their ranks
+
+    def begin(rank: int, now: float) -> None:
+        """Begin a rank's next task once the message that it needs arrives, if that has been sent."""
+        if done[rank] < len(programs[rank]):
+            task = programs[rank][done[rank]]
+            if task.needs is not None and math.isnan(task.needs.arrives):
+                task.needs.awaited = True
+                return
+            task.begin = now if task.needs is None else max(now, task.needs.arrives)
+            heappush(ends, (task.begin + task.seconds, rank))
+
+    for rank in range(len(programs)):
+        begin(rank, 0.0)
+    while ends:
+        now, rank = heappop(ends)
+        task = programs[rank][done[rank]]
+        task.end = now
+        done[rank] += 1
+        begin(rank, now)
+        if (sent := task.sends) is not None:
+            sent.leaves = max(now, free[sent.channel])
+            free[sent.channel] = sent.leaves + sent.seconds
+            busy[sent.channel] += sent.seconds
+            sent.arrives = free[sent.channel] + sent.latency
+            if sent.awaited:
+                begin(sent.receiver, now)
+    return busy
+
+
+def _stuck(actions: Actions, tasks: Sequence[_Task]) -> str:
+    """The error message for ranks that wait for each other."""
+    action, sender = next(
+        (i, task.needs.sender) for i, task in enumerate(tasks) if math.isnan(task.begin) and task.needs is not None
+    )
+    return (
+        f"the ranks wait for each other forever: rank {actions.rank[action]} cannot begin {actions.name(action)}, "
+        f"because rank {sender} never reaches the action that sends its input; allowed: an order without cycles"
+    )
+
+
+def _checked(actions: Actions, stages: int) -> tuple[int, NDArray[np.int32]]:
+    """Check that the actions form one step; return the number of micro-batches, and the rank of each stage."""
+    stage, kind, number, rank = actions.stage, actions.kind, actions.micro_batch, actions.rank
+    seen = sorted(set(stage.tolist()))
+    if seen != list(range(stages)):
+        raise ValueError(f"stages has {stages} entries, and the actions have stages {seen[:9]}; allowed: the same")
+    count = int(number.max()) + 1
+    key = (kind.astype(np.int64) * stages + stage) * count + number
+    times = np.bincount(key, minlength=len(KINDS) * stages * count).reshape(len(KINDS), stages, count)
+    whole = (times[B] == 1) & (times[I] == 0) & (times[W] == 0)
+    split = (times[B] == 0) & (times[I] == 1) & (times[W] == 1)
+    if not ((times[F] == 1).all() and (whole | split).all()):
+        raise ValueError("the actions are not one step; allowed: F once, and B, or I and W, for each micro-batch")
+    owner = np.zeros(stages, np.int32)
+    owner[stage] = rank
+    if (owner[stage] != rank).any():
+        raise ValueError("a stage has actions on several ranks; allowed: each stage on one rank")
+    position = np.full(len(KINDS) * stages * count, -1, np.int64)
+    position[key] = np.arange(len(key))
+    at = position.reshape(len(KINDS), stages, count)
+    back = np.maximum(at[B], at[I])
+    wrong = (back < at[F]) | ((at[W] >= 0) & (at[W] < at[I]))
+    local = (owner[:-1] == owner[1:])[:, None]
+    wrong[1:] |= local & (at[F][1:] < at[F][:-1])
+    wrong[:-1] |= local & (back[:-1] < back[1:])
+    if wrong.any():
+        bad, micro_batch = (int(i[0]) for i in np.nonzero(wrong))
+        raise ValueError(
+            f"rank {owner[bad]} has actions of stage {bad}, micro-batch {micro_batch}, in an order that cannot run: "
+            "one of them needs a later one"
+        )
+    return count, owner
 
 
 def _each(value: Sequence[float] | float, ranks: int) -> Floats:
