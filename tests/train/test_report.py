@@ -55,7 +55,7 @@ def test_without_the_extra_a_run_ends_as_it_should(
     assert not (Path(config.run.output) / PAGE).exists()
 
 
-def test_memory_is_recorded_by_rank_stage_and_layer(tmp_path: Path):
+def test_memory_is_recorded_by_rank_and_stage(tmp_path: Path):
     two = {"ranks": 1, "stages_per_rank": 2, "schedule": "Interleaved1F1B"}
     config = tiny(tmp_path, pipeline=two, activations={"bits": 4})
     summary = train(config)
@@ -67,6 +67,4 @@ def test_memory_is_recorded_by_rank_stage_and_layer(tmp_path: Path):
     weights = sum(stage["weights"] for stage in memory["stages"])
     assert weights < memory["optimizer"] <= 2 * weights + 1000, "AdamW keeps two numbers a weight"
     assert memory["saved_activations"] == summary.bytes_activations
-    assert memory["saved_by_layer"].keys() - {"other"} == {f"layer {i}" for i in range(4)}
-    assert sum(memory["saved_by_layer"].values()) == summary.bytes_activations
     assert memory["process"] > 1e8

@@ -284,25 +284,17 @@ def pack(lengths: Sequence[int], size: int) -> list[list[int]]:
 
     Windows are in the order of their first samples, so that any part of them is a fair sample of the whole.
     """
-    open_by_room: dict[int, list[list[int]]] = {}
-    rooms: list[int] = []  # the keys of `open_by_room`, ascending
     windows: list[list[int]] = []
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        place = bisect.bisect_left(rooms, lengths[index])
+    rooms: list[tuple[int, int, list[int]]] = []  # ascending: room of a window, its last turn (negative), the window
+    for turn, index in enumerate(sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))):
+        place = bisect.bisect_left(rooms, (lengths[index],))
         if place < len(rooms):
-            room = rooms[place]
-            window = open_by_room[room].pop()
-            if not open_by_room[room]:
-                del open_by_room[room], rooms[place]
+            room, _, window = rooms.pop(place)
         else:
             room, window = size, []
             windows.append(window)
         window.append(index)
-        left = room - lengths[index]
-        if left not in open_by_room:
-            open_by_room[left] = []
-            bisect.insort(rooms, left)
-        open_by_room[left].append(window)
+        bisect.insort(rooms, (room - lengths[index], -turn, window))
     return sorted((sorted(window) for window in windows), key=lambda window: window[0])
 
 

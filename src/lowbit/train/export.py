@@ -1,4 +1,4 @@
-"""Gather the trained model from all ranks, save it in Hugging Face's format, and generate text with it."""
+"""Gather the trained model from all ranks, and save it in Hugging Face's format."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from lowbit.train.model import StageModule
-from lowbit.train.pretrained import load
 from lowbit.train.tokenizer import Tokenizer
 from lowbit.wire.messages import Messages
 
@@ -75,36 +74,3 @@ def save_model(folder: Path, weights: dict[str, Tensor], config: PretrainedConfi
     logging.disable_progress_bar()
     model.save_pretrained(folder, state_dict=weights)
     tokenizer.hugging_face().save_pretrained(folder)
-
-
-def generate(folder: str | Path, prompt: str, *, tokens: int = 80, temperature: float = 0.8, seed: int = 0) -> str:
-    """Continue a prompt with the model that a run saved; beyond the model's longest sequence, the window slides.
-
-    Args:
-        folder: model and tokenizer in Hugging Face format. prompt: at least one character.
-        tokens: number of tokens to add. temperature: 0 takes the likeliest token each time.
-
-    Raises:
-        ValueError: an empty prompt.
-    """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
-
-    if not prompt:
-        raise ValueError("prompt is ''; allowed: at least one character")
-    logging.disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    model, _ = load(AutoModelForCausalLM, str(folder), "folder", dtype=torch.float32)
-    model = model.eval()
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.tensor([tokenizer(prompt)["input_ids"]])
-    window = model.config.max_position_embeddings
-    with torch.no_grad():
-        for _ in range(tokens):
-            logits = model(input_ids=ids[:, -window:], use_cache=False).logits[:, -1]
-            if temperature == 0:
-                chosen = logits.argmax(-1, keepdim=True)
-            else:
-                chosen = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
-            ids = torch.cat([ids, chosen], dim=1)
-    return tokenizer.decode(ids[0], skip_special_tokens=True)

@@ -56,7 +56,6 @@ def memory_of(trainer: Trainer) -> dict[str, Any]:
         "stages": stages,
         "optimizer": sum(x.nbytes for value in states for x in parts_of(value).values()),
         "saved_activations": trainer.saved_bytes,
-        "saved_by_layer": trainer.saved_by_layer,
         "process": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
     if trainer.prepared.device.type == "cuda":

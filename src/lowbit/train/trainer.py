@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import re
 import time
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import astuple, fields
 from typing import Any
 
@@ -106,10 +104,9 @@ class Trainer:
         self.counted = [p for p, _ in owned if not any(p is copy for copy in second)]
         self.optimizer = optim.make_optimizer(self.parameters, self.config.optimizer)
         self.order = Order(samples=len(prepared.data.train), batch=data.batch, seed=seed_of(self.config))
-        # Peak of saved activations, equal in every step: on the rank with most, on this one, and by layer.
+        # Peak of saved activations, equal in every step: on the rank with most, and on this one.
         self._saved_bytes: int | None = None
         self.saved_bytes: int | None = None
-        self.saved_by_layer: dict[str, int] = {}
         self.elastic: Elastic | None = None
         if lighthouse:
             self.elastic = Elastic(
@@ -209,19 +206,8 @@ class Trainer:
             loss, work = self.pipeline.step(*batch, **samples)
         most = torch.tensor(saved.total)
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self.side)
-        self.saved_bytes, self.saved_by_layer = saved.total, self._by_layer(saved.modules)
-        self._saved_bytes = int(most)
+        self.saved_bytes, self._saved_bytes = saved.total, int(most)
         return loss, work
-
-    def _by_layer(self, modules: Mapping[tuple[str, str], int]) -> dict[str, int]:
-        """Sum bytes by type and module into bytes by decoder layer of the model, and "other"."""
-        stages, by_layer = list(self.modules), dict[str, int]()
-        for (kind, module), nbytes in modules.items():
-            match = re.match(r"(\d+)\.\w+\.(?:layers|h)\.(\d+)", module)
-            layer = f"layer {self.layout.layers_of(stages[int(match[1])])[int(match[2])]}" if match else "other"
-            if kind != "weights":
-                by_layer[layer] = by_layer.get(layer, 0) + nbytes
-        return by_layer
 
     def _exchange_gradients(self, work: Work) -> None:
         """Average gradients over replicas, and sum those of tied weights."""

@@ -21,9 +21,9 @@ from lowbit.report import Baseline, Column, Report, Row, Table, compare, machine
 from lowbit.train import ConfigError, TrainConfig, prepare
 from lowbit.train.auto import described
 from lowbit.train.config import AUTO, OptimizerConfig
-from lowbit.train.export import generate
 from lowbit.train.folder import RunFolder
 from lowbit.train.metrics import read_metrics
+from lowbit.train.pretrained import load
 from lowbit.train.summary import read_summary
 from lowbit_lab.bench.curves import curve, seconds_until
 from lowbit_lab.bench.pipeline import PipelineBenchmark
@@ -129,9 +129,23 @@ def run(output: Path = Path("runs/demo"), *, console: Console | None = None) -> 
     console.print(*findings(rows), sep="\n", highlight=False)
     model = folder(links[-1], "auto", output) / "model"
     console.print(f"\n{names[links[-1], 'auto']} writes:")
-    console.print(generate(model, "def ", tokens=100), markup=False, highlight=False, style="cyan")
+    console.print(_written_by(model), markup=False, highlight=False, style="cyan")
     console.print(f"\nPicture: {output / 'demo.png'}\nModel: {model}", highlight=False)
     return report
+
+
+def _written_by(folder: Path) -> str:
+    """Return what a trained model writes after "def "."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    model, _ = load(AutoModelForCausalLM, str(folder), "folder", dtype=torch.float32)
+    torch.manual_seed(0)
+    ids = model.generate(
+        torch.tensor([tokenizer("def ")["input_ids"]]), max_new_tokens=100, do_sample=True, temperature=0.8
+    )
+    return tokenizer.decode(ids[0], skip_special_tokens=True)
 
 
 def choose_links(console: Console) -> Sequence[Link]:
