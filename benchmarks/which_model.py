@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lowbit.codecs import parse
 from lowbit.plan.cluster import Cluster, ClusterLink, Machine
 from lowbit.plan.predict import MemoryShort, Predictor
 from lowbit.plan.search import search
@@ -112,7 +111,7 @@ def _planned(
         for name in ("A", "B")
     )  # fmt: skip
     cluster = Cluster(pcs, (ClusterLink(mbit=mbit, rtt_ms=LINKS[mbit]),))
-    predictor = Predictor(cluster, sizes, sequence=SEQUENCE, batch=BATCH, all_reduce=parse("fp8"))
+    predictor = Predictor(cluster, sizes, sequence=SEQUENCE, batch=BATCH)
     try:
         return [
             {
@@ -123,7 +122,6 @@ def _planned(
             for name in formats
             for found in search(
                 predictor, formats=(name,), schedules=("1F1B",), stages_per_rank=(1,), microbatches=(BATCH,),
-                replicas=(1,),
             )
         ]  # fmt: skip
     except MemoryShort:

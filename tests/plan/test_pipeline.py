@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from lowbit.codecs import parse
 from lowbit.config import ConfigError, to_toml
 from lowbit.plan.cluster import Cluster, ClusterLink, Machine
 from lowbit.plan.predict import MemoryShort, PipelineChoice, Predictor
@@ -33,13 +32,13 @@ def machine(name: str, tflops: float = 1.0, **fields) -> Machine:
 
 def predictor(*machines: Machine, mbit: float = 1000.0, sizes: ModelSizes = SIZES, **link) -> Predictor:
     cluster = Cluster(machines, (ClusterLink(mbit=mbit, **link),))
-    return Predictor(cluster, sizes, sequence=64, batch=8, all_reduce=parse("fp8"))
+    return Predictor(cluster, sizes, sequence=64, batch=8)
 
 
 def plan(of: Predictor, **changes):
     options = {
         "formats": ("fp32", "bf16", "int4"), "schedules": ("1F1B", "GPipe"), "stages_per_rank": (1,),
-        "microbatches": (2, 4, 8), "replicas": (1,),
+        "microbatches": (2, 4, 8),
     }  # fmt: skip
     return search(of, **(options | changes))
 
@@ -90,7 +89,7 @@ def test_the_first_choice_is_the_fastest_of_all_there_are():
     for schedule, cut, layers in product(("1F1B", "GPipe"), (2, 4, 8), product(range(1, 7), repeat=3)):
         if sum(layers) == 8:
             choice = PipelineChoice(
-                replicas=1, schedule=schedule, stages_per_rank=1, microbatches=cut, layers=layers, formats=("int4",)
+                schedule=schedule, stages_per_rank=1, microbatches=cut, layers=layers, formats=("int4",)
             )
             try:
                 every.append(of.predict(choice).seconds)
@@ -110,7 +109,7 @@ def test_slow_links_take_few_bits_and_fast_ones_as_many_as_there_are():
 def test_each_boundary_has_the_format_of_its_link():
     links = (ClusterLink(mbit=5.0, between=("a", "b")), ClusterLink(mbit=1e6))
     cluster = Cluster((machine("a"), machine("b"), machine("c")), links)
-    of = Predictor(cluster, SIZES, sequence=64, batch=8, all_reduce=parse("fp8"))
+    of = Predictor(cluster, SIZES, sequence=64, batch=8)
     assert plan(of)[0].choice.formats == ("int4", "fp32")
 
 
@@ -121,7 +120,7 @@ def test_more_bits_cost_a_hundredth_of_the_speed_at_most(monkeypatch: pytest.Mon
 
     def predicted(choice: PipelineChoice) -> Any:
         names = choice.formats * (2 if len(choice.formats) == 1 else 1)
-        return replace(predict(choice), steps=(SimpleNamespace(seconds=max(map(cost.__getitem__, names))),))
+        return replace(predict(choice), step=SimpleNamespace(seconds=max(map(cost.__getitem__, names))))
 
     monkeypatch.setattr(of, "predict", predicted)
     best, *others = plan(of)
@@ -130,7 +129,7 @@ def test_more_bits_cost_a_hundredth_of_the_speed_at_most(monkeypatch: pytest.Mon
 
 
 def test_memory_bounds_the_layers_of_a_machine():
-    choice = PipelineChoice(replicas=1, schedule="GPipe", stages_per_rank=1, microbatches=4, layers=(2, 6))
+    choice = PipelineChoice(schedule="GPipe", stages_per_rank=1, microbatches=4, layers=(2, 6))
     roomy = predictor(machine("a"), machine("b"))
     need = roomy.rank_bytes(choice, (2, 6), 0)
     small = predictor(machine("a", memory=str(int(need))), machine("b"))
@@ -138,57 +137,25 @@ def test_memory_bounds_the_layers_of_a_machine():
     with pytest.raises(MemoryShort, match="machine 'a' has 0.0 MB and needs .* allowed: more memory, more machines"):
         plan(predictor(machine("a", memory="1kb"), machine("b")))
     with pytest.raises(MemoryShort, match="machine 'a' has"):
-        small.predict(PipelineChoice(replicas=1, schedule="GPipe", stages_per_rank=1, microbatches=4, layers=(3, 5)))
-
-
-def test_two_pipelines_pay_for_their_gradients():
-    of = predictor(*(machine(name) for name in "abcd"), mbit=100)
-    found = of.predict(
-        PipelineChoice(replicas=2, schedule="1F1B", stages_per_rank=1, microbatches=2, formats=("int4",))
-    )
-    assert len(found.steps) == 2
-    assert len(found.memory) == 4
-    assert found.gradient_bytes == sum(2 * parse("fp8").nbytes((45_000,)) for _ in range(2))
-    assert {plan(of, replicas=(1, 2), formats=("int4",))[0].choice.replicas} <= {1, 2}
-
-
-def test_ranks_of_one_machine_share_its_link_when_they_average():
-    far = [predictor(*(machine(name, 1e6, gpus=gpus) for name in "ab"), mbit=0.01) for gpus in (1, 2)]
-    one, two = (
-        of.predict(PipelineChoice(replicas=2, schedule="GPipe", stages_per_rank=1, microbatches=2)) for of in far
-    )  # fmt: skip
-    assert one.gradient_bytes == pytest.approx(two.gradient_bytes, rel=0.01)
-    assert two.seconds == pytest.approx(one.seconds, rel=0.01), "half of the model each, at the same time"
-
-
-def test_all_pipelines_average_over_a_link_that_they_share():
-    of = predictor(*(machine(name, 1e6) for name in "abcd"), mbit=1, shared="home", half_duplex=True)
-    found = of.predict(PipelineChoice(replicas=4, schedule="GPipe", stages_per_rank=1, microbatches=2))
-    assert found.seconds >= found.gradient_bytes * 8 / 1e6
+        small.predict(PipelineChoice(schedule="GPipe", stages_per_rank=1, microbatches=4, layers=(3, 5)))
 
 
 def test_rows_of_a_tied_embedding_cross_the_link():
     """In bf16, there and back; the first rank has no optimizer for its copy, and the last one knows the copy."""
     tied, own = (predictor(machine("a"), machine("b"), mbit=1, sizes=_with(tied=tied)) for tied in (64 * 60, 0))
-    choice = PipelineChoice(replicas=1, schedule="1F1B", stages_per_rank=1, microbatches=2)
+    choice = PipelineChoice(schedule="1F1B", stages_per_rank=1, microbatches=2)
     one_way = 60 * 64 * 2 + 8  # 512 tokens of 60
     extra = tied.predict(choice).seconds - own.predict(choice).seconds
     assert extra == pytest.approx(2 * one_way * 8 / 1e6, rel=0.01)
     assert tied.predict(choice).nbytes - own.predict(choice).nbytes == 2 * one_way
     memory = [of.predict(choice).memory for of in (tied, own)]
     assert [a - b for a, b in zip(*memory, strict=True)] == [-8 * 64 * 60, 4 * 64 * 60]
-    tied, own = (predictor(*map(machine, "abcd"), mbit=1, sizes=_with(tied=tied)) for tied in (64 * 60, 0))
-    choice = PipelineChoice(replicas=2, schedule="1F1B", stages_per_rank=1, microbatches=2)
-    averaged = 64 * 60 * 66 / 64  # in fp8 by each first rank, which has none of the weight's gradient if it is tied
-    difference = tied.predict(choice).nbytes - own.predict(choice).nbytes
-    assert difference == pytest.approx(2 * (2 * one_way - averaged), rel=0.01), "by each pipeline"
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"stages_per_rank": (9,), "schedules": ("LoopedBFS",)}, "the pipeline has 18 stages .* the model 8"),
-        ({"replicas": (3,)}, "replicas is 3; allowed: a divisor of 2 ranks"),
         ({"microbatches": (3,)}, "data.batch is 8; allowed: a multiple of 3"),
         ({"schedules": ("ZBVZeroBubble",)}, "stages_per_rank is 1; allowed with ZBVZeroBubble: 2"),
     ],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -20,16 +20,15 @@ from lowbit.plan.search import search
 from lowbit.plan.sizes import measure_sizes
 from lowbit.report import Column, Command, Row, Table, check_output
 from lowbit.train import load
-from lowbit.train.config import DataConfig, GradientsConfig, ModelConfig, RunConfig, Schedule, TrainConfig
+from lowbit.train.config import DataConfig, ModelConfig, RunConfig, Schedule, TrainConfig
 from lowbit.train.layout import even
 from lowbit.train.model import vocabulary
-from lowbit.train.replicas import all_reduce_codec
 from lowbit.train.tokenizer import load_tokenizer
 
 _PLAIN = ("fp32", "bf16")
 _MOST_MICRO_BATCHES = 64
 _PROGRAM = "lowbit plan pipeline"
-_OF_RECIPE = ("model", "data", "gradients", "run")
+_OF_RECIPE = ("model", "data", "run")
 
 
 def _some(values: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -45,7 +44,7 @@ class PipelinePlanSettings:
     cluster: str
     """File with the machines and links (`cluster.toml`)."""
     recipe: str = ""
-    """Configuration of `lowbit train` to plan for, in place of the model, data, gradients and run below. `output` has
+    """Configuration of `lowbit train` to plan for, in place of the model, data and run below. `output` has
     its other settings, too."""
     output: str = ""
     """File for the settings of the best choice. `lowbit train` takes it."""
@@ -64,16 +63,12 @@ class PipelinePlanSettings:
     """Candidate numbers of stages on each rank."""
     microbatch_counts: tuple[Positive, ...] = ()
     """Candidate numbers of micro-batches. If omitted, all up to 64 that divide the batch."""
-    replicas: tuple[Positive, ...] = (1,)
-    """Candidate numbers of equal pipelines. The first ranks form the first pipeline, and so on."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Data type of matrix products, which determines the memory of saved activations."""
     model: ModelConfig = ModelConfig()
     """The model to train. With `model.pretrained`, a folder with Hugging Face's config.json is enough."""
     data: DataConfig = DataConfig(sequence=1024, batch=32)
     """Tokens per window, and windows per step."""
-    gradients: GradientsConfig = GradientsConfig()
-    """Format of gradients between pipelines."""
     run: RunConfig = RunConfig()
     """Steps of the run, and settings that are written to the output."""
 
@@ -111,7 +106,7 @@ def measure(settings: PipelinePlanSettings, earlier: Sequence[Row] = ()) -> Iter
 
     Yields:
         A row for each of the three best choices, of different formats, and for FP32 and BF16: `choice` (1 is the best),
-        `formats`, `schedule`, `stages_per_rank`, `microbatches`, `replicas`, `layers` (of each stage), `rank_layers`
+        `formats`, `schedule`, `stages_per_rank`, `microbatches`, `layers` (of each stage), `rank_layers`
         (by rank), `forward` and `backward` (bits per element of each boundary), `seconds_per_step`,
         `tokens_per_second`, `waiting_share`, `bytes_per_step`, `link_share` (of the busiest link), `memory_bytes` (by
         rank) and `machines` (their names), `steps`, `warmup_steps` (at full precision), `hours` (of all steps) and
@@ -127,14 +122,11 @@ def measure(settings: PipelinePlanSettings, earlier: Sequence[Row] = ()) -> Iter
     cluster = Cluster.read(settings.cluster)
     vocab = vocabulary(settings.model, load_tokenizer(settings.data.tokenizer).size)
     sizes = measure_sizes(settings.model, vocab=vocab, sequence=settings.data.sequence, precision=settings.precision)
-    predictor = Predictor(
-        cluster, sizes, sequence=settings.data.sequence, batch=settings.data.batch,
-        all_reduce=all_reduce_codec(settings.gradients),
-    )  # fmt: skip
+    predictor = Predictor(cluster, sizes, sequence=settings.data.sequence, batch=settings.data.batch)
     batch = settings.data.batch
     divisors = tuple(count for count in range(1, min(batch, _MOST_MICRO_BATCHES) + 1) if batch % count == 0)
     options: dict[str, Any] = {
-        "schedules": settings.schedules, "stages_per_rank": settings.stages_per_rank, "replicas": settings.replicas,
+        "schedules": settings.schedules, "stages_per_rank": settings.stages_per_rank,
         "microbatches": settings.microbatch_counts or divisors,
     }  # fmt: skip
     found = search(predictor, formats=settings.formats, **options)
@@ -154,7 +146,7 @@ def train_settings(settings: PipelinePlanSettings, predictor: Predictor, choice:
     if layout.layer_counts == even(predictor.sizes.layers, layout.stages):
         choice = replace(choice, layers=())
     return replace(
-        settings.base, model=settings.model, data=settings.data, gradients=settings.gradients,
+        settings.base, model=settings.model, data=settings.data,
         pipeline=choice.pipeline(layout.ranks, settings.base.pipeline), run=replace(settings.run, steps=settings.steps),
     )  # fmt: skip
 
@@ -175,15 +167,14 @@ def _row(settings: PipelinePlanSettings, predictor: Predictor, found: Prediction
         "schedule": choice.schedule,
         "stages_per_rank": choice.stages_per_rank,
         "microbatches": choice.microbatches,
-        "replicas": choice.replicas,
         "layers": list(layout.layer_counts),
         "rank_layers": [[layout.layer_counts[s] for s in layout.stages_of(r)] for r in range(layout.ranks)],
         "forward": [forward for forward, _ in found.bits],
         "backward": [backward for _, backward in found.bits],
         "seconds_per_step": found.seconds,
         "tokens_per_second": tokens / found.seconds,
-        "waiting_share": found.waiting_share,
-        "link_share": max((float(step.busy.max(initial=0.0)) / found.seconds for step in found.steps), default=0.0),
+        "waiting_share": found.step.waiting_share,
+        "link_share": float(found.step.busy.max(initial=0.0)) / found.seconds,
         "bytes_per_step": found.nbytes,
         "machines": [machine.name for machine in predictor.machines],
         "memory_bytes": list(found.memory),
@@ -196,11 +187,6 @@ def _row(settings: PipelinePlanSettings, predictor: Predictor, found: Prediction
 
 def _name(row: Row) -> str:
     return ", ".join(pair_name(text) for text in row["formats"])
-
-
-def _beyond_one(name: str) -> Callable[[Row], int | None]:
-    """A column's value, None if it is 1: a column without values is left out."""
-    return lambda row: row[name] if row[name] > 1 else None
 
 
 def _bytes(size: float) -> str:
@@ -221,7 +207,7 @@ def _by_machine(rows: Sequence[Row]) -> list[Row]:
     return [
         {"rank": number, "machine": machine, "layers": " and ".join(map(str, layers)), "memory_bytes": size}
         for number, (machine, size, layers) in enumerate(
-            zip(one["machines"], one["memory_bytes"], one["rank_layers"] * one["replicas"], strict=True)
+            zip(one["machines"], one["memory_bytes"], one["rank_layers"], strict=True)
         )
     ]
 
@@ -242,9 +228,8 @@ COMMAND = Command(
                 Column("choice", lambda row: row["choice"] or "plain"),
                 Column("formats", _name),
                 Column("schedule", "schedule"),
-                Column("stages\na rank", _beyond_one("stages_per_rank")),
+                Column("stages\na rank", lambda row: row["stages_per_rank"] if row["stages_per_rank"] > 1 else None),
                 Column("micro-\nbatches", "microbatches"),
-                Column("pipe-\nlines", _beyond_one("replicas")),
                 Column("layers", lambda row: " ".join(map(str, row["layers"]))),
                 Column("tokens/s", "tokens_per_second", "{:,.0f}"),
                 Column("wait", "waiting_share", "{:.0%}"),

@@ -30,7 +30,6 @@ class PipelineChoice:
     `formats`: of activations, or of both ways ("int4 / int6"): one for each boundary, or one for all.
     """
 
-    replicas: int
     schedule: Schedule
     stages_per_rank: int
     microbatches: int
@@ -38,12 +37,12 @@ class PipelineChoice:
     formats: tuple[str, ...] = ("fp32",)
 
     def pipeline(self, ranks: int, base: PipelineConfig = PipelineConfig()) -> PipelineConfig:
-        """The settings of `lowbit train`; `ranks` are those of one pipeline, `base` has what is not chosen."""
+        """The settings of `lowbit train` for one pipeline of `ranks` ranks; `base` has what is not chosen."""
         pairs = [text.partition(" / ") for text in self.formats]
         backward = tuple(second for _, _, second in pairs)
         given = tuple(second or repr(parse_pair(text)[1]) for text, second in zip(self.formats, backward, strict=True))
         return replace(
-            base, ranks=ranks, data_parallel=self.replicas, stages_per_rank=self.stages_per_rank, layers=self.layers,
+            base, ranks=ranks, data_parallel=1, stages_per_rank=self.stages_per_rank, layers=self.layers,
             schedule=self.schedule, microbatches=self.microbatches, forward=tuple(first for first, _, _ in pairs),
             backward=given if any(backward) else (),
         )  # fmt: skip
@@ -53,15 +52,15 @@ class PipelineChoice:
 class Prediction:
     """The predicted time, memory (bytes of each rank) and traffic of a choice.
 
-    `steps`: of each pipeline. `bits`: per element, forward and backward, of each boundary. `gradient_bytes`: that all
-    ranks send in a step to average gradients, and to exchange the rows of a tied embedding both ways.
+    `bits`: per element, forward and backward, of each boundary. `tied_bytes`: of the rows of a tied embedding in a
+    step, both ways.
     """
 
     choice: PipelineChoice
-    steps: tuple[Step, ...]
+    step: Step
     memory: tuple[float, ...]
     bits: tuple[tuple[float, float], ...]
-    gradient_bytes: float
+    tied_bytes: int
 
     @property
     def total_bits(self) -> float:
@@ -71,28 +70,22 @@ class Prediction:
     @property
     def seconds(self) -> float:
         """Seconds of a step."""
-        return max(step.seconds for step in self.steps)
+        return self.step.seconds
 
     @property
     def nbytes(self) -> float:
         """Bytes of a step, over all links."""
-        return sum(float(step.nbytes.sum()) for step in self.steps) + self.gradient_bytes
-
-    @property
-    def waiting_share(self) -> float:
-        """The average share of a step that a rank waits."""
-        return sum(step.waiting_share for step in self.steps) / len(self.steps)
+        return float(self.step.nbytes.sum()) + self.tied_bytes
 
 
 class Predictor:
     """Predicts time and memory of choices for a model on a cluster.
 
-    `sequence`: tokens per window. `batch`: windows per step. `all_reduce`: format of gradients.
+    `sequence`: tokens per window. `batch`: windows per step.
     """
 
-    def __init__(self, cluster: Cluster, sizes: ModelSizes, *, sequence: int, batch: int, all_reduce: Codec) -> None:
+    def __init__(self, cluster: Cluster, sizes: ModelSizes, *, sequence: int, batch: int) -> None:
         self.cluster, self.sizes, self.sequence, self.batch = cluster, sizes, sequence, batch
-        self.all_reduce = all_reduce
         self._tied_rows = tied_codec(PipelineConfig())
         self.machines = cluster.of_ranks
         self._speed = functools.cache(coding_speed)
@@ -101,24 +94,14 @@ class Predictor:
 
     def rows(self, choice: PipelineChoice) -> int:
         """Windows of a micro-batch; ConfigError if the batch cannot be divided into these micro-batches."""
-        rows, rest = divmod(self.batch, choice.microbatches * choice.replicas)
+        rows, rest = divmod(self.batch, choice.microbatches)
         if rest:
-            pipelines = f" in {choice.replicas} pipelines" if choice.replicas > 1 else ""
-            raise ConfigError(
-                f"data.batch is {self.batch}; allowed: a multiple of {choice.microbatches} micro-batches{pipelines}"
-            )
+            raise ConfigError(f"data.batch is {self.batch}; allowed: a multiple of {choice.microbatches} micro-batches")
         return rows
-
-    def ranks(self, choice: PipelineChoice) -> int:
-        """Ranks of one pipeline; ConfigError if the machines cannot be divided into pipelines."""
-        ranks, rest = divmod(len(self.machines), choice.replicas)
-        if rest:
-            raise ConfigError(f"replicas is {choice.replicas}; allowed: a divisor of {len(self.machines)} ranks")
-        return ranks
 
     def layout(self, choice: PipelineChoice) -> PipelineLayout:
         """The layers of each stage, and the stages of each rank."""
-        ranks = self.ranks(choice)
+        ranks = len(self.machines)
         return make_layout(replace(choice, formats=("fp32",)).pipeline(ranks), ranks=ranks, layers=self.sizes.layers)
 
     def layer_seconds(self, machine: Machine, tokens: int) -> float:
@@ -132,19 +115,14 @@ class Predictor:
         """Simulate a choice; ConfigError: refused by `lowbit train`, too little memory, or machines without a link."""
         layout = self.layout(choice)
         memory = self._memory(choice, layout)
-        ranks = layout.ranks
-        steps = tuple(self._step(choice, layout, index) for index in range(choice.replicas))
         shape = self._shape(choice)
         bits = tuple(
             (forward.bits_per_element(shape), backward.bits_per_element(shape))
             for forward, backward in map(parse_pair, _every(choice.formats, layout.stages - 1))
         )
-        sent = sum(self._gradient_bytes(choice, self._parameters(layout, rank)) for rank in range(ranks))
-        if self._followed(layout):
-            sent += 2 * self._step_rows(choice)
-        return Prediction(
-            choice=choice, steps=steps, memory=memory, bits=bits, gradient_bytes=choice.replicas * sent
-        )  # fmt: skip
+        tied_bytes = 2 * self._step_rows() if self._followed(layout) else 0
+        step = self._step(choice, layout)
+        return Prediction(choice=choice, step=step, memory=memory, bits=bits, tied_bytes=tied_bytes)
 
     def bytes_outside_steps(self, choice: PipelineChoice, *, evaluations: int, batches: int, saved: bool) -> float:
         """Bytes that all ranks send outside of steps: for evaluations of `batches` batches, and to save the model."""
@@ -155,14 +133,12 @@ class Predictor:
         each = sum(evaluation_bytes(layout, codecs, shapes) for codecs in formats)
         if self._followed(layout) and batches:
             each += self._row_bytes(batches * self.batch * self.sequence, exact)
-        each *= choice.replicas
         weights = sum(self._parameters(layout, rank) for rank in range(1, layout.ranks))
         return evaluations * each + 4 * weights * saved
 
     def fits(self, choice: PipelineChoice, counts: Sequence[int], rank: int) -> bool:
-        """Whether the machines of a rank have enough memory for these numbers of layers on its stages."""
-        need, ranks = self.rank_bytes(choice, counts, rank), self.ranks(choice)
-        return all(need <= self.machines[index * ranks + rank].bytes for index in range(choice.replicas))
+        """Whether the machine of a rank has enough memory for these numbers of layers on its stages."""
+        return self.rank_bytes(choice, counts, rank) <= self.machines[rank].bytes
 
     def rank_bytes(self, choice: PipelineChoice, counts: Sequence[int], rank: int) -> float:
         """Memory of a rank with `counts` layers on its stages: weights, gradients, optimizer and saved activations."""
@@ -182,8 +158,8 @@ class Predictor:
     def _shape(self, choice: PipelineChoice) -> tuple[int, int, int]:
         return self.rows(choice), self.sequence, self.sizes.width
 
-    def _step(self, choice: PipelineChoice, layout: PipelineLayout, index: int) -> Step:
-        machines = self.machines[index * layout.ranks : (index + 1) * layout.ranks]
+    def _step(self, choice: PipelineChoice, layout: PipelineLayout) -> Step:
+        machines = self.machines
         tokens, shape, sizes = self.rows(choice) * self.sequence, self._shape(choice), self.sizes
         ranks = [layout.rank_of(stage) for stage in range(layout.stages)]
         layers = [*map(float, layout.layer_counts)]
@@ -202,7 +178,7 @@ class Predictor:
             self._schedule(choice.schedule, layout.ranks, choice.stages_per_rank, choice.microbatches)[0],
             [count * self.layer_seconds(machines[rank], tokens) for count, rank in zip(layers, ranks, strict=True)],
             ranks,
-            self._network(layout, machines),
+            self._network(layout),
             formats=_every(choice.formats, layout.stages - 1),
             sizes=functools.cache(nbytes),
             coding=functools.cache(coding),
@@ -212,10 +188,10 @@ class Predictor:
                 1e-9 * count * (machine.optimizer_ns or self._own_optimizer())
                 for count, machine in zip(parameters, machines, strict=True)
             ],
-            averaging=[self._averaging(choice, layout, rank, count) for rank, count in enumerate(parameters)],
+            averaging=[self._tied_seconds(layout, rank) for rank in range(layout.ranks)],
         )
 
-    def _network(self, layout: PipelineLayout, machines: Sequence[Machine]) -> Network:
+    def _network(self, layout: PipelineLayout) -> Network:
         """Build channels between all ranks that exchange activations, and between the ends of the pipeline."""
         channels: list[Channel] = []
         known: dict[object, int] = {}
@@ -224,7 +200,7 @@ class Predictor:
         for a, b in sorted({*pairs, *((b, a) for a, b in pairs)}):
             if a == b:
                 continue
-            first, second = machines[a].name, machines[b].name
+            first, second = self.machines[a].name, self.machines[b].name
             link = self.cluster.link(first, second)
             if link is None:
                 key, channel = (first, a, b), Channel()
@@ -247,31 +223,20 @@ class Predictor:
             self.sizes.parameters(layout.layer_counts[s], first=s == 0, last=s == last) for s in stages
         ) - (follows * self.sizes.tied)  # fmt: skip
 
-    def _gradient_bytes(self, choice: PipelineChoice, parameters: int) -> float:
-        count = choice.replicas
-        return 2 * (count - 1) / count * self.all_reduce.nbytes((parameters,)) if count > 1 else 0.0
+    def _tied_seconds(self, layout: PipelineLayout, rank: int) -> float:
+        """Seconds of sending a tied embedding's rows to the first rank, and their gradients back."""
+        ends = layout.rank_of(0), layout.rank_of(layout.stages - 1)
+        if not self._followed(layout) or rank not in ends:
+            return 0.0
+        link = self.cluster.link(*(self.machines[end].name for end in ends))
+        if link is None:
+            return 0.0
+        byte = (2 if link.half_duplex else 1) * 8e-6 / min(link.mbit, link.back_mbit or link.mbit)
+        return 2 * (self._step_rows() * byte + link.rtt_ms / 2000)
 
-    def _averaging(self, choice: PipelineChoice, layout: PipelineLayout, rank: int, parameters: int) -> float:
-        """Seconds of averaging gradients over pipelines, and of sending a tied embedding's rows there and back."""
-        seconds = 0.0
-        if choice.replicas > 1:
-            members = self._members(choice, layout, rank)
-            # Ranks of the same machines average at the same time, over the same links.
-            at_once = sum(self._members(choice, layout, other) == members for other in range(layout.ranks))
-            byte, latency = self._slowest(members, at_once, layout.ranks * (choice.replicas - 1))
-            seconds = byte * self._gradient_bytes(choice, parameters) + 2 * latency
-        ends = (layout.rank_of(0), layout.rank_of(layout.stages - 1))
-        if self._followed(layout) and rank in ends:
-            byte, latency = self._slowest([self.machines[end] for end in ends], 1, choice.replicas)
-            seconds += 2 * (self._step_rows(choice) * byte + latency)
-        return seconds
-
-    def _members(self, choice: PipelineChoice, layout: PipelineLayout, rank: int) -> list[Machine]:
-        return [self.machines[index * layout.ranks + rank] for index in range(choice.replicas)]
-
-    def _step_rows(self, choice: PipelineChoice) -> int:
-        """Bytes of a tied embedding's rows in a step of a pipeline, in one direction."""
-        return self._row_bytes(self.batch // choice.replicas * self.sequence, self._tied_rows)
+    def _step_rows(self) -> int:
+        """Bytes of a tied embedding's rows in a step, in one direction."""
+        return self._row_bytes(self.batch * self.sequence, self._tied_rows)
 
     def _row_bytes(self, tokens: int, codec: Codec) -> int:
         rows = expected_rows(tokens, self.sizes.tied // self.sizes.width)
@@ -281,25 +246,10 @@ class Predictor:
         """Whether the first rank's copy of a tied embedding follows that of the last rank."""
         return self.sizes.tied > 0 and layout.rank_of(0) != layout.rank_of(layout.stages - 1)
 
-    def _slowest(self, machines: Sequence[Machine], own: int, shared: int) -> tuple[float, float]:
-        """Seconds per byte, and one-way latency, of the slowest links between these machines.
-
-        `own`: simultaneous messages in each direction of a link. `shared`: the same for links with a `shared` name.
-        """
-        names = [machine.name for machine in machines]
-        links = [self.cluster.link(a, b) for i, a in enumerate(names) for b in names[i + 1 :]]
-        seconds = [
-            (shared if link.shared else own) * (2 if link.half_duplex else 1) * 8e-6
-            / min(link.mbit, link.back_mbit or link.mbit)
-            for link in links if link
-        ]  # fmt: skip
-        return max(seconds, default=0.0), max((link.rtt_ms for link in links if link), default=0.0) / 2000
-
     def _memory(self, choice: PipelineChoice, layout: PipelineLayout) -> tuple[float, ...]:
         """Memory of each rank, in bytes; MemoryShort if a rank needs more than its machine has."""
         found = []
-        for number, machine in enumerate(self.machines):
-            rank = number % layout.ranks
+        for rank, machine in enumerate(self.machines):
             found.append(self.rank_bytes(choice, layout.layer_counts, rank))
             if found[-1] > machine.bytes:
                 layers = sum(layout.layer_counts[stage] for stage in layout.stages_of(rank))

@@ -65,7 +65,6 @@ def search(
     schedules: Sequence[Schedule],
     stages_per_rank: Sequence[int],
     microbatches: Sequence[int],
-    replicas: Sequence[int],
 ) -> list[Prediction]:
     """Predict every combination, and improve the best of each format; the first is the recommended one.
 
@@ -81,10 +80,10 @@ def search(
     best: dict[str, Prediction] = {}
     problem: ConfigError | None = None
     largest_first = sorted(microbatches, reverse=True)  # so that an error is not about too few micro-batches
-    for count, schedule, each, cut in product(replicas, schedules, stages_per_rank, largest_first):
+    for schedule, each, cut in product(schedules, stages_per_rank, largest_first):
         if schedule in _LAPS and each == 1 and "1F1B" in schedules:
             continue  # the same as 1F1B or GPipe
-        plain = PipelineChoice(replicas=count, schedule=schedule, stages_per_rank=each, microbatches=cut)
+        plain = PipelineChoice(schedule=schedule, stages_per_rank=each, microbatches=cut)
         try:
             shapes = list(_splits(predictor, plain))
             for name, layers in product(formats, shapes):
@@ -109,10 +108,9 @@ def _splits(predictor: Predictor, choice: PipelineChoice) -> Iterator[tuple[int,
     tokens = predictor.rows(choice) * predictor.sequence
 
     def cost(rank: int) -> Callable[[int], float]:
-        of = [predictor.machines[index * layout.ranks + rank] for index in range(choice.replicas)]
-        slowest = max(predictor.layer_seconds(machine, tokens) for machine in of)
+        each_layer = predictor.layer_seconds(predictor.machines[rank], tokens)
         extra = (rank == layout.rank_of(layout.stages - 1)) * sizes.last_flops / sizes.layer_flops
-        return lambda layers: slowest * (layers + extra)
+        return lambda layers: each_layer * (layers + extra)
 
     each = choice.stages_per_rank
     ranks = range(layout.ranks)
@@ -204,8 +202,7 @@ def _moves(predictor: Predictor, found: Prediction) -> Iterator[PipelineChoice]:
     layout = predictor.layout(choice)
     counts, sources = layout.layer_counts, range(layout.stages)
     if layout.stages > _FEW_STAGES:
-        slowest = max(found.steps, key=lambda step: step.seconds)
-        sources = layout.stages_of(int((slowest.compute + slowest.coding).argmax()))
+        sources = layout.stages_of(int((found.step.compute + found.step.coding).argmax()))
     for source, target in product(sources, range(layout.stages)):
         if source != target and counts[source] > 1:
             moved = list(counts)
