@@ -18,6 +18,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from torch._C._distributed_c10d import HashStore
 
 from lowbit.config import ConfigError
@@ -28,10 +29,10 @@ from lowbit.doctor.meeting import FirstMachineError, Meeting
 from lowbit.doctor.messages import Facts, StatementError, read
 from lowbit.doctor.ports import DROPPED, OPEN, OTHER, REFUSED, Ports, probe
 from lowbit.doctor.settings import DoctorSettings
-from lowbit.doctor.speed import busy_seconds, speed
+from lowbit.doctor.speed import _coding, busy_seconds
 from lowbit.train import from_mapping
 from tests.command_line import invoke
-from tests.doctor.machines import RECIPE, TEXT, start
+from tests.doctor.machines import start
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -208,15 +209,11 @@ def test_a_file_of_the_user_is_kept(tmp_path: Path):
     assert "has the machines" in write_output(replace(settings, overwrite=True), [row])
 
 
-def test_a_recipe_that_chooses_its_formats_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_recipe_that_chooses_its_formats_has_them_measured(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("lowbit.doctor.speed.coding_speed", lambda codec, *_: (1e9, 1e9))  # compiling takes long
-    recipe = RECIPE.replace('forward = "bf16"\nbackward = "bf16"', 'forward = "auto"')
-    (tmp_path / "run.toml").write_text(recipe)
-    (tmp_path / "text.txt").write_text(TEXT)
-    found = speed(DoctorSettings(recipe=str(tmp_path / "run.toml")))
-    assert not found.problem
-    assert found.layer_overhead <= found.layer_seconds
-    assert [text for text in found.coding if "TransformQuant" in text]
+    config = from_mapping({"pipeline": {"forward": "auto"}})
+    found = _coding(DoctorSettings(), config, (1, 32, 32), torch.device("cpu"))
+    assert [text for text in found if "TransformQuant" in text]
 
 
 @pytest.mark.parametrize(
