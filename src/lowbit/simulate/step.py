@@ -130,7 +130,7 @@ def simulate(
         ValueError: actions that are not one step of these stages, a pair of ranks without a channel, or ranks that wait
             for each other forever; the text names the first action that cannot begin.
     """
-    ranks, size = actions.ranks, len(actions.stage)
+    ranks = actions.ranks
     before, after = _each(optimizer, ranks), _each(averaging, ranks)
     count, owner = _checked(actions, len(stages))
     messages = _messages(stages, network, owner.tolist(), count, beside)
@@ -146,9 +146,9 @@ def simulate(
     parts, tasks = list[tuple[float, float, float]](), list[_Task]()
     steps = zip(actions.stage.tolist(), actions.kind.tolist(), actions.micro_batch.tolist(), strict=True)
     for stage, kind, micro_batch in steps:
-        back = kind != F
-        needs = None if kind == W else at.get((back, stage - (not back), micro_batch))
-        sends = None if kind == W else at.get((back, stage - back, micro_batch))
+        source, target = (stage - 1, stage) if kind == F else (stage, stage - 1)  # boundaries of its input and result
+        needs = None if kind == W else at.get((kind != F, source, micro_batch))
+        sends = None if kind == W else at.get((kind != F, target, micro_batch))
         computing, decoding, encoding = seconds[kind][stage]
         decoding, encoding = (0.0 if needs is None else decoding), (0.0 if sends is None else encoding)
         parts.append((computing, decoding, encoding))
@@ -164,7 +164,7 @@ def simulate(
         return np.array([getattr(one, name) for one in of], dtype)
 
     sizes, channels = each("nbytes", np.float64), each("channel", np.int32)
-    none = np.zeros(size)
+    none = np.zeros_like(decode)
     return Step(
         seconds=max(program[-1].end for program in whole),
         compute=np.bincount(actions.rank, compute, ranks).astype(np.float64),
