@@ -68,7 +68,7 @@ def test_links_that_lose_nothing_keep_one_connection(monkeypatch: pytest.MonkeyP
 def test_bbr_comes_first_where_all_machines_permit_it(monkeypatch: pytest.MonkeyPatch):
     run = Fake(monkeypatch, {1: 13.0, "bbr": 91.0}, permitted=True)
     assert run.look(10_000, 10)
-    assert run.lines == ["links lose up to 0.1 % of packets: BBR in place of CUBIC, 13 -> 91 Mbit/s"]
+    assert run.lines == ["TCP sends up to 0.1 % of packets again: BBR in place of CUBIC, 13 -> 91 Mbit/s"]
     assert run.connections.facts == {"connections": 1, "congestion_control": "bbr"}
     assert run.connections.due(100)
 
@@ -77,7 +77,7 @@ def test_bbr_that_is_slower_is_not_kept(monkeypatch: pytest.MonkeyPatch):
     run = Fake(monkeypatch, {"cubic": 86.0, "bbr": 1.0}, permitted=True)
     assert not run.look(10_000, 100)
     assert (run.control, run.connections.facts) == ("cubic", {"connections": 1, "congestion_control": "cubic"})
-    assert run.lines[0].startswith("links lose up to 1 % of packets, and CUBIC slows down for each: more connections")
+    assert run.lines[0].startswith("TCP sends up to 1 % of packets again, and CUBIC slows down for each: more connections")
 
 
 def test_losses_that_come_back_are_acted_on_again_but_not_over_and_over(monkeypatch: pytest.MonkeyPatch):
@@ -111,7 +111,7 @@ def test_bbr_that_is_not_enough_gets_more_connections(monkeypatch: pytest.Monkey
     rates |= {4: 60.0, 16: 61.0}
     assert run.look(1000, 50, 100)
     assert (run.control, run.connections.count) == ("bbr", 4)
-    assert run.lines[1] == "links lose up to 5 % of packets: 4 connections for each pair of ranks, 13 -> 60 Mbit/s"
+    assert run.lines[1] == "TCP sends up to 5 % of packets again: 4 connections for each pair of ranks, 13 -> 60 Mbit/s"
 
 
 def test_losses_that_cannot_be_read_are_mentioned_once(monkeypatch: pytest.MonkeyPatch):
@@ -140,7 +140,7 @@ def test_otherwise_as_many_connections_as_pay(
     assert run.connections.count == count
     assert run.counts == tried
     (line,) = run.lines
-    assert line.startswith("links lose up to 1 % of packets, and CUBIC slows down for each: ")
+    assert line.startswith("TCP sends up to 1 % of packets again, and CUBIC slows down for each: ")
     assert "sudo sysctl -w net.ipv4.tcp_congestion_control=bbr on every machine" in line
 
 
@@ -148,7 +148,7 @@ def test_bbr_that_is_there_already_is_enough(monkeypatch: pytest.MonkeyPatch):
     run = Fake(monkeypatch, {"bbr": 91.0}, control="bbr")
     assert not run.look(1000, 10)
     assert run.lines == [
-        "links lose up to 1 % of packets; their congestion control is BBR, which single losses hardly slow down"
+        "TCP sends up to 1 % of packets again; their congestion control is BBR, which single losses hardly slow down"
     ]
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -37,6 +39,15 @@ def test_segments_of_connections_to_other_addresses_are_counted(pair: tuple[sock
     sent, again = segments()
     assert 1 <= sent - before.sent <= 20
     assert again - before.again <= 1
+
+
+@pytest.mark.parametrize(("known", "again"), [(220, 3), (192, 10)])
+def test_segments_that_arrived_twice_were_not_lost(monkeypatch: pytest.MonkeyPatch, known: int, again: int):
+    info = bytearray(220)
+    for offset, value in ((100, 10), (156, 5000), (216, 7)):
+        struct.pack_into("I", info, offset, value)
+    monkeypatch.setattr(sockets, "_connections", lambda: [SimpleNamespace(getsockopt=lambda *_: bytes(info[:known]))])
+    assert segments() == (5000, again)
 
 
 def test_congestion_control_is_that_of_the_connection_and_can_be_changed(pair: tuple[socket.socket, socket.socket]):
@@ -76,7 +87,7 @@ def test_without_connections_there_is_nothing_to_say(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(
     ("sent", "again", "lossy"),
-    [(0, 0, False), (1000, 2, False), (1000, 3, True), (100_000, 4, False), (100_000, 5, True)],
+    [(0, 0, False), (11_000, 3, False), (20_000, 10, True), (1_000_000, 49, False), (1_000_000, 50, True)],
 )
 def test_a_few_segments_sent_again_mean_nothing(sent: int, again: int, lossy: bool):
     now = Segments(500 + sent, 7 + again)

@@ -37,7 +37,7 @@ _EVERY = 100
 
 
 class Loss(NamedTuple):
-    """The share of segments that one rank sends again, their number, and the rank's congestion control."""
+    """The share of segments that one rank has to send again, their number, and the rank's congestion control."""
 
     share: float
     again: int
@@ -101,7 +101,7 @@ class Connections:
         worst = max(ranks, key=lambda each: (is_lossy(each.share, each.again), each.share))
         if done < self._next or not is_lossy(worst.share, worst.again):
             return False
-        acted = self._act(f"links lose up to {100 * worst.share:.2g} % of packets", ranks)
+        acted = self._act(f"TCP sends up to {100 * worst.share:.2g} % of packets again", ranks)
         self._pause = _EVERY if acted else 2 * self._pause
         self._next = done + self._pause
         return acted
