@@ -155,8 +155,8 @@ def check_output(config: TrainConfig) -> None:
     earlier = [each for each in (*FILES, *_FOLDERS) if (output / each).exists()]
     if folder.marked and earlier and not (run.resume or run.overwrite):
         raise ConfigError(
-            f"{name} holds a run already ({', '.join(earlier)}); allowed: another folder, "
-            "run.resume=true to continue from its newest checkpoint, or run.overwrite=true to delete it"
+            f"{name} holds a run already ({', '.join(earlier)}); allowed: another folder, run.resume=true (--resume) "
+            "to continue from its newest checkpoint, or run.overwrite=true (--overwrite) to delete it"
         )
 
 
