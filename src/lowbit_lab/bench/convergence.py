@@ -294,8 +294,15 @@ def _finding(rows: Sequence[Row]) -> str:
     rows = [row for row in rows if row["regime"] == rows[0]["regime"]]
     rivals = [row for row in rows if family(row["boundary"]) == "tah-quant-published"]
     shown = [row for row in (recommended(rows, "boundary"), *rivals[:1]) if row]
-    texts = [f"{title_of(r['boundary'])}: {r['over_fp32']:+.3f} nats in {r['bits_total']:.1f} bits" for r in shown]
+    texts = [f"{title_of(row['boundary'])}: {_cost(row)} in {row['bits_total']:.1f} bits" for row in shown]
     return "; ".join(texts) or "Held-out loss by bits of the boundary format"
+
+
+def _cost(row: Row) -> str:
+    cost, spread = round(row["over_fp32"], 3), row["over_fp32_spread"]
+    if spread is not None and abs(row["over_fp32"]) <= spread:
+        return "no measurable difference"
+    return f"{cost:+.3f} nats" if cost else "0.000 nats"
 
 
 COMMAND = Command(

@@ -62,6 +62,18 @@ def test_losses_are_compared_with_the_same_seed(settings: ConvergenceBenchmark, 
         assert row["over_fp32"] == (0.5 if row["boundary"] == "int4" else 0)
 
 
+@pytest.mark.parametrize(
+    ("cost", "spread", "text"),
+    [
+        (-0.0004, None, "0.000 nats"), (-0.0004, 0.0003, "0.000 nats"), (0.012, 0.004, "+0.012 nats"),
+        (-0.003, 0.004, "no measurable difference"),
+    ],
+)  # fmt: skip
+def test_a_difference_within_the_spread_of_the_seeds_is_none(cost: float, spread: float | None, text: str):
+    row = {"regime": "scratch", "boundary": "tah-quant-published", "over_fp32": cost, "over_fp32_spread": spread}
+    assert convergence._finding([row | {"bits_total": 8.0}]).endswith(f": {text} in 8.0 bits")
+
+
 def test_a_file_is_gone_on_with(settings: ConvergenceBenchmark, trained: list[str], tmp_path: Path):
     file = tmp_path / "c.json"
     run(COMMAND, dataclasses.replace(settings, seeds=(0,), regimes=("finetune",)), file=file)
