@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from lowbit.doctor.findings import findings
 from lowbit.doctor.messages import Facts, Measured, Speed
 from lowbit.doctor.ports import DROPPED, OPEN
 from lowbit.doctor.settings import DoctorSettings
-from lowbit.doctor.survey import MachineSurvey, SurveyedMachine
+from lowbit.doctor.survey import MachineSurvey, SurveyedMachine, _named
 
 ADDRESSES = "10.0.0.1", "10.0.0.2"
 
@@ -157,8 +158,12 @@ FAR = {"address": "172.16.4.4", "gloo_address": "172.16.4.4", "near": False}
             id="asymmetric",
         ),
         pytest.param(
+            {"links": links({"mbit": 6273.4}, {"mbit": 1204.0})},
+            ["warning m1: m1 to m0 carries 1,200 Mbit/s, the other direction 6,270: 10 MB"], id="asymmetric, fast",
+        ),
+        pytest.param(
             {"speed": ({"busy": 1.0, "own": 0.9}, {"busy": 1.8, "own": 0.9})},
-            ["warning m1: other programs use 0.9 of its 2 cores: its speed is measured too low -> end them (on m1: t"],
+            ["warning m1: other programs use 0.9 of its 2 cores, so it was measured slower than it is -> end these"],
             id="busy",
         ),
         pytest.param(  # containers of one machine, which computes for both
@@ -167,7 +172,7 @@ FAR = {"address": "172.16.4.4", "gloo_address": "172.16.4.4", "near": False}
         ),
         pytest.param(
             {"facts": ({"machine": "a", "network": "1"},) * 2},
-            ["warning m0 and m1: these are one machine, with 2 cores for all", "-> start lowbit doctor once on each"],
+            ["warning m0 and m1: these are one machine, whose 2 cores", "-> start lowbit doctor once on each"],
             id="one machine",
         ),
         pytest.param(
@@ -189,6 +194,14 @@ def test_conditions_of_a_network(found: dict[str, Any], lines: list[str]):
     assert text.count("\n") == 0, text
     assert bool(text) == bool(lines), text
     assert VPN not in text or "iptables" not in text
+
+
+def test_machines_with_one_name_are_told_apart_and_both_lack_a_secret():
+    found = survey()
+    found.machines = _named({r: replace(m.facts, name="vm", secret=False) for r, m in found.machines.items()})
+    first, second = said(found).splitlines()
+    assert first.startswith("warning vm and vm-2: LOWBIT_SECRET is not set: anyone who can reach 10.0.0.1:29400 can")
+    assert second.startswith("note vm-2: another machine has the same name, vm, so this page calls this one vm-2 -> ")
 
 
 def test_a_first_machine_in_the_same_network_may_have_a_firewall():

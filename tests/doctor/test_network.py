@@ -66,7 +66,7 @@ def agreed(machines: tuple[Running, Running]) -> str:
 def test_all_is_well_whatever_somebody_else_sends(link: SlowLink, tmp_path: Path):
     words = ("run.toml", "--meet", f"{link.address(0)}:{PORT}", "--seconds", "1.5", "--name")
     first = start(tmp_path / "a", *words, "desk", link=link, host=0, speed=True)
-    first.wait_for("waits up to")
+    first.wait_for("waiting up to")
     garbage = "import socket, sys, time; s = socket.create_connection((sys.argv[1], 29400)); "
     garbage += "s.sendall(b'GET / HTTP/1.1' * 50); print(flush=True); time.sleep(99)"
     argv = ["python3", "-I", "-S", "-c", garbage, link.address(0)]
@@ -203,7 +203,7 @@ def _interrupted() -> None:
 
 def test_the_first_machine_is_interrupted(link: SlowLink, tmp_path: Path):
     first, second = pair(link, tmp_path, "--machines", "3")
-    second.wait_for("has met the first machine")
+    second.wait_for("met the first machine")
     first.interrupt()
     first.page()
     assert first.code == 130, first.said()
@@ -216,7 +216,7 @@ def test_the_first_machine_is_interrupted(link: SlowLink, tmp_path: Path):
 def test_a_cable_that_is_cut_ends_both(link: SlowLink, tmp_path: Path):
     first, second = machines = pair(link, tmp_path, "--seconds", "60")
     for each in machines:
-        each.wait_for("measures clocks and links")
+        each.wait_for("measuring clocks and links")
     link.cut(1)
     try:
         for each in machines:

@@ -12,7 +12,7 @@ from typing import Any
 from lowbit.config import ConfigError
 from lowbit.config.atomic import check_written, write_unless_changed
 from lowbit.config.files import in_toml
-from lowbit.doctor.findings import findings
+from lowbit.doctor.findings import findings, rounded
 from lowbit.doctor.messages import Described, Measured
 from lowbit.doctor.settings import DoctorSettings
 from lowbit.doctor.survey import MachineSurvey, take
@@ -140,15 +140,15 @@ COMMAND = Command(
                 Column("machine", "name"), Column("address", "address"),
                 Column("computes on", lambda r: f"{r['gpus']} x {r['device']}" if r["gpus"] else f"{r['cores']} cores"),
                 Column("free", lambda row: row["memory_bytes"] / 1e9, "{:.1f} GB"), Column("PyTorch", "torch"),
-                Column("lowbit", "lowbit"), Column("clock", "clock_ms", "{:+.0f} ms"),
+                Column("lowbit", "lowbit"), Column("clock", "clock_ms", lambda ms: f"{round(ms):+d} ms"),
                 Column("layer", lambda row: 1e3 * row["layer_seconds"] or None, "{:.1f} ms"),
             ),
         ),
         Table(
             rows=_of("link"),
             columns=(
-                Column("from", "first"), Column("to", "second"), Column("Mbit/s", "mbit", "{:.3g}"),
-                Column("back", "back_mbit", "{:.3g}"), Column("round trip", "rtt_ms", "{:.1f} ms"),
+                Column("from", "first"), Column("to", "second"), Column("Mbit/s", "mbit", rounded),
+                Column("back", "back_mbit", rounded), Column("round trip", "rtt_ms", "{:.1f} ms"),
                 Column("sent again", _loss),
             ),
         ),

@@ -30,6 +30,11 @@ _WORDS = {
 }
 
 
+def rounded(mbit: float) -> str:
+    """Write a rate with three digits: "9.62" or "6,270"."""
+    return f"{float(f'{mbit:.3g}'):,g}"
+
+
 def findings(survey: MachineSurvey) -> list[Finding]:
     """All findings; those that would stop the training come first."""
     sources = (_absent, _machines, _versions, _recipes, _network, _links)
@@ -69,10 +74,10 @@ def _absent(survey: MachineSurvey) -> Iterator[Finding]:
         rank, how = survey.left
         name = survey.machines[rank].facts.name if rank in survey.machines else ""
         yield _stop(name, f"it left before the end: {how}", f"start it again on all machines: {again}")
-    for own in every:
-        if not own.secret:
-            what = f"{SECRET} is not set: anyone who can reach this machine can take part"
-            yield _warn(own.name, what, f"export {SECRET}, the same on all machines (docs/security.md)")
+    if open_to_all := " and ".join(own.name for own in every if not own.secret):
+        what = f"{SECRET} is not set: anyone who can reach {settings.where} can take part in the training"
+        fix = f"export {SECRET}=a-long-random-text, the same on all machines (docs/security.md)"
+        yield _warn(open_to_all, what, fix)
 
 
 def _versions(survey: MachineSurvey) -> Iterator[Finding]:
@@ -93,8 +98,8 @@ def _versions(survey: MachineSurvey) -> Iterator[Finding]:
             yield _warn(own.name, what, "the same version is safer")
         cores = machine.speed.busy - _own_cores(survey, own)
         if cores > _BUSY * own.cores and not own.gpus:
-            what = f"other programs use {cores:.1f} of its {own.cores} cores: its speed is measured too low"
-            yield _warn(own.name, what, f"end them (on {own.name}: top), and check again")
+            what = f"other programs use {cores:.1f} of its {own.cores} cores, so it was measured slower than it is"
+            yield _warn(own.name, what, f"end these programs (top on {own.name} lists them), and check again")
         if machine.speed.problem and not own.recipe_problem:
             yield _warn(own.name, f"its speed was not measured: {machine.speed.problem}", "without it, no plan")
 
@@ -169,7 +174,7 @@ def _links(survey: MachineSurvey) -> Iterator[Finding]:
             there, back = (max(way.mbit, way.better_mbit) for way in ways)
             if there and back >= _SLOW_DIRECTION * there:
                 first, second = (survey.machines[rank].facts.name for rank in (one, other))
-                what = f"{first} to {second} carries {there:.3g} Mbit/s, the other direction {back:.3g}"
+                what = f"{first} to {second} carries {rounded(there)} Mbit/s, the other direction {rounded(back)}"
                 what += f": 10 MB take {80 / there:.2g} s"
                 key = "forward" if one < other else "backward"
                 fix = f"look for a bad cable or weak Wi-Fi; if it is an upload limit: fewer bits in pipeline.{key}"
@@ -177,13 +182,18 @@ def _links(survey: MachineSurvey) -> Iterator[Finding]:
 
 
 def _machines(survey: MachineSurvey) -> Iterator[Finding]:
-    """Findings about machines that are one."""
+    """Findings about machines that are one, or have one name."""
     networks = sorted(((own.machine, own.network), own.name, own.cores) for own in _every(survey) if own.machine)
     for _, same in groupby(networks, key=lambda each: each[0]):
         if len(alike := [*same]) > 1:
             names = " and ".join(name for _, name, _ in alike)
-            what = f"these are one machine, with {alike[0][2]} cores for all: its own links and its speed mean little"
+            what = f"these are one machine, whose {alike[0][2]} cores they share: link and speed are not those of two"
             yield _warn(names, what, "start lowbit doctor once on each machine")
+    for machine in survey.machines.values():
+        if machine.shared_name:
+            name = machine.facts.name
+            what = f"another machine has the same name, {machine.shared_name}, so this page calls this one {name}"
+            yield Finding(level="note", machine=name, what=what, fix="lowbit doctor --name NAME gives it another one")
 
 
 def _lossy(survey: MachineSurvey, a: int, b: int) -> Iterator[Finding]:
@@ -193,9 +203,9 @@ def _lossy(survey: MachineSurvey, a: int, b: int) -> Iterator[Finding]:
         link, name = survey.links.get((one, other), Measured()), survey.machines[other].facts.name
         if link.control != FASTER and link.better_mbit >= _FASTER * link.mbit > 0:
             usual = link.control.upper() or "TCP"
-            better = f"{link.better_mbit:.3g} {'with' if link.way == FASTER.upper() else 'over'} {link.way}"
+            better = f"{rounded(link.better_mbit)} {'with' if link.way == FASTER.upper() else 'over'} {link.way}"
             seconds = f"10 MB take {80 / link.mbit:.2g} s instead of {80 / link.better_mbit:.2g}"
-            slow[one] = f"to {name} {link.mbit:.3g} Mbit/s with {usual}, {better} ({seconds})"
+            slow[one] = f"to {name} {rounded(link.mbit)} Mbit/s with {usual}, {better} ({seconds})"
         elif link.better_loss > _LOSS and link.way == FASTER.upper():  # several connections overflow a queue
             losses[one] = f"{link.better_loss:.0%} of the segments to {name} even with {link.way}"
     if slow:

@@ -108,7 +108,7 @@ class Meeting:
     def _open(self, settings: DoctorSettings) -> int:
         """Wait for the other machines, and announce how many have come."""
         if settings.count > 1:
-            say(f"waits up to {settings.wait:.0f} s for {settings.count - 1} more at {settings.where}")
+            say(f"waiting up to {settings.wait:.0f} s for {settings.count - 1} more to start it with {settings.where}")
         joined = partial(self._call, self.store.add, "seats", 0)
         wait_until(lambda: joined() >= settings.count - 1, settings.wait, pause=_PAUSE)
         ranks = 1 + min(settings.count - 1, max(0, joined()))
@@ -116,7 +116,7 @@ class Meeting:
         return ranks
 
     def _await_opening(self) -> int:
-        say("has met the first machine, which waits for the others")
+        say("met the first machine, which waits for the others")
         wait_until(lambda: self._call(self.store.check, ["ranks"]), _OPEN_SECONDS, pause=_PAUSE)
         text = self._call(peek, self.store, "ranks")
         return int(text) if text.isdigit() and len(text) < 4 else 0
@@ -166,7 +166,7 @@ def _join(settings: DoctorSettings) -> tuple[int, Store]:
                 text = f"port {port} of {host} cannot be reached from here within {settings.wait:g} s: {error}"
                 raise FirstMachineError(text) from None
             if not quiet:
-                say(f"waits up to {settings.wait:.0f} s for the first machine at {settings.where}: {error}")
+                say(f"waiting up to {settings.wait:.0f} s for the first machine at {settings.where}: {error}")
                 quiet = True
             time.sleep(5 * _PAUSE)
 

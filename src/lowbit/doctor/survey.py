@@ -46,6 +46,7 @@ class SurveyedMachine:
     Attributes:
         clock_ms: how far its clock is ahead of the first machine's.
         seen: source addresses of its connections. reached: its addresses that another machine reached.
+        shared_name: the name that it gave itself, if an earlier machine has the same.
     """
 
     facts: Facts
@@ -53,6 +54,7 @@ class SurveyedMachine:
     seen: set[str] = field(default_factory=set)
     reached: set[str] = field(default_factory=set)
     speed: Speed = field(default_factory=Speed)
+    shared_name: str = ""
 
 
 @dataclass
@@ -124,9 +126,9 @@ def _ask(survey: MachineSurvey, meeting: Meeting, own: Facts) -> None:
     if meeting.ranks == 1:
         survey.machines[0].speed = speed(survey.settings)
         return
-    say("checks ports")
+    say("checking ports")
     _probe_ports(survey, meeting)
-    say("joins the process group")
+    say("joining the process group")
     if "GLOO_SOCKET_IFNAME" not in os.environ and own.interface:
         os.environ["GLOO_SOCKET_IFNAME"] = own.interface
     problem, store = "", PrefixStore("group", meeting.store)
@@ -143,7 +145,7 @@ def _ask(survey: MachineSurvey, meeting: Meeting, own: Facts) -> None:
             # A group with a longer time limit: here machines wait for each other longer than the first group allows.
             side = new_group(timeout=_SPEED_SECONDS)
             _measure_links(survey, side)
-            say("measures compute and coding, which takes minutes the first time on a machine")
+            say("measuring compute and coding, which takes minutes the first time on a machine")
             for _ in range(2):  # the first time compiles kernels; then all compute at once, as in training
                 measured = speed(survey.settings)
                 for rank, values in enumerate(gather_json(vars(measured), side)):
@@ -158,7 +160,8 @@ def _named(facts: dict[int, Facts]) -> dict[int, SurveyedMachine]:
     for rank, own in sorted(facts.items()):
         taken = {machine.facts.name for machine in machines.values()}
         name = next(each for each in (own.name, *(f"{own.name}-{i}" for i in range(2, 99))) if each not in taken)
-        machines[rank] = SurveyedMachine(replace(own, name=name))
+        shared = own.name if name != own.name else ""
+        machines[rank] = SurveyedMachine(replace(own, name=name), shared_name=shared)
     return machines
 
 
@@ -189,7 +192,7 @@ def _word(meeting: Meeting, rank: int) -> str:
 
 def _measure_links(survey: MachineSurvey, side: ProcessGroup | None) -> None:
     """Measure each pair's link in turn; those that lose packets once more, as `lowbit train` would then use them."""
-    say("measures clocks and links")
+    say("measuring clocks and links")
     messages = Messages(None, "doctor", timeout=_MESSAGE_SECONDS)
     pairs = [*combinations(range(messages.ranks), 2)]
     for pair in pairs:
@@ -201,7 +204,7 @@ def _measure_links(survey: MachineSurvey, side: ProcessGroup | None) -> None:
     pairs = [pair for pair in pairs if survey.links[pair].again or survey.links[pair[1], pair[0]].again]
     if not pairs:
         return
-    say("measures links that lost packets once more, with BBR or several connections")
+    say("measuring links that lost packets once more, with BBR or several connections")
     permitted = [each is True for each in gather_json(set_congestion_control(FASTER), side)]
     way = FASTER.upper()
     if not all(permitted):

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 _CONGESTION = getattr(socket, "TCP_CONGESTION", 13)
 _NAME_BYTES = 16
-# `struct tcp_info` of <linux/tcp.h>: total_retrans, data_segs_out of Linux 4.6 or later, and dsack_dups of 4.19 or later
+# `struct tcp_info` of <linux/tcp.h>: total_retrans, data_segs_out of Linux 4.6 or later, dsack_dups of 4.19 or later
 _INFO_BYTES, _RETRANSMITTED, _SEGMENTS, _NEEDLESS = 220, 100, 156, 216
 FASTER = "bbr"
 """Congestion control that does not take a lost packet for a sign of congestion."""
