@@ -122,10 +122,11 @@ def name(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-def run(script: Path, ranks: int) -> None:
-    """Assert that a script ends well, alone or as the ranks that torchrun would start."""
+def run(script: Path, ranks: int) -> str:
+    """Assert that a script ends well, alone or as the ranks that torchrun would start; return what it printed."""
     done = run_script(script, ranks=ranks, folder=script.parent)
     assert done.code == 0, done.output
+    return done.output
 
 
 PYTHON = [page for page in PAGES if any(b.language == "python" for b in blocks(page.read_text()))]
