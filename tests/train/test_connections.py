@@ -77,7 +77,7 @@ def test_bbr_that_is_slower_is_not_kept(monkeypatch: pytest.MonkeyPatch):
     run = Fake(monkeypatch, {"cubic": 86.0, "bbr": 1.0}, permitted=True)
     assert not run.look(10_000, 100)
     assert (run.control, run.connections.facts) == ("cubic", {"connections": 1, "congestion_control": "cubic"})
-    assert run.lines[0].startswith("TCP sends up to 1 % of packets again, and CUBIC slows down for each: more connections")
+    assert run.lines[0].startswith("TCP sends up to 1 % of packets again, and CUBIC slows down for each: more conn")
 
 
 def test_losses_that_come_back_are_acted_on_again_but_not_over_and_over(monkeypatch: pytest.MonkeyPatch):

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from lowbit.job.meeting import new_secret
+from lowbit.train import progress as module
+from lowbit.train import train
 from lowbit.train.metrics import StepMetrics, Work, step_metrics
 from lowbit.train.progress import Progress, Rhythm
 from tests.forked import CONTEXT, run_script
@@ -22,6 +24,19 @@ from tests.train.runs import tiny
 def _metrics(step: int, seconds: float = 2.0) -> StepMetrics:
     work = Work(1000, 2000, 700, 800, 3.0, 1.0, 0.2, 0.5)
     return step_metrics(step=step, loss=2.5, lr=0.1, grad_norm=1.0, tokens=512, seconds=seconds, ranks=2, work=work)
+
+
+def test_phases_that_last_are_reported_by_each_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    with module.phase("thinking", 3):
+        pass
+    monkeypatch.setattr(module, "_LONG_SECONDS", 0.0)
+    with module.phase("thinking", 3, show=False):
+        pass
+    train(tiny(tmp_path, run={"steps": 2, "progress": True}))
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("rank ")]
+    assert [line.split(": ")[1].split()[0] for line in lines] == ["reading", "loading", "measuring", "computing"]
 
 
 class _Clock:

@@ -38,7 +38,7 @@ from lowbit.train.layout import Pair
 from lowbit.train.lora import save_adapters
 from lowbit.train.metrics import EVALUATION, TIED, Recorder, StepMetrics
 from lowbit.train.prepare import FILES, IN_USE, prepare
-from lowbit.train.progress import Progress
+from lowbit.train.progress import Progress, phase
 from lowbit.train.run_info import FILE as RANKS
 from lowbit.train.run_info import describe_machines, memory_of
 from lowbit.train.summary import Summary, from_json, summarize
@@ -52,6 +52,7 @@ from lowbit.wire.traffic import sent_so_far
 
 log = logging.getLogger(__name__)
 
+_FIRST_STEP = "computing the first step, which takes longer than the others: it compiles kernels"
 _TRIAL_SECONDS = 1.0  # of the probe of a link with another number of connections
 
 
@@ -74,15 +75,21 @@ def train(config: TrainConfig, *, on_step: Callable[[StepMetrics], bool | None] 
         CheckpointError: there is no checkpoint to resume from, or another run uses the folder. TransientError: a
             checkpoint cannot be written.
     """
-    _, ranks = world()
-    prepared = prepare(config, ranks=ranks)
+    rank, ranks = world()
     run = config.run
+    with phase("reading the text and checking the settings", rank, show=run.progress):
+        prepared = prepare(config, ranks=ranks)
     if run.threads or ranks > 1:
         torch.set_num_threads(run.threads or threads_per_rank(ranks))
     patience = run.rejoin_seconds if run.supervise else None
     with joined(run.timeout_seconds, backend=prepared.backend, patience=patience):
         check_torch()
-        return Run(Trainer(prepared)).finish(on_step)
+        with phase("loading the model, on all ranks", rank, show=run.progress):
+            trainer = Trainer(prepared)
+        begin = "restoring the newest checkpoint" if run.resume else "opening the run folder"
+        with phase(f"measuring the links between ranks and {begin}", rank, show=run.progress):
+            started = Run(trainer)
+        return started.finish(on_step)
 
 
 class Run:
@@ -149,7 +156,10 @@ class Run:
                 self._note_formats(self.auto.choice)
             done, steps_here = self.start, 0
             while done < run.steps:
-                with nullcontext() if tracing is None else tracing.begin(done + 1):
+                with (
+                    nullcontext() if tracing is None else tracing.begin(done + 1),
+                    nullcontext() if steps_here else phase(_FIRST_STEP, trainer.rank, show=run.progress),
+                ):
                     metrics = trainer.step(done)
                 done, steps_here = metrics.step, steps_here + 1
                 for watcher in self._watchers:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import contextlib
 import socket
 import sys
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from lowbit.train.metrics import StepMetrics
 
+_LONG_SECONDS = 5.0  # that a phase takes before a line reports it
 _RECENT = 50  # steps from which the time left is computed
 _REFRESH_SECONDS = 0.1
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 10.0, 600.0
@@ -36,6 +38,24 @@ def machine_name() -> str:
     if not (_BOOT.exists() and _NETWORK.exists()):
         return socket.gethostname()
     return f"{socket.gethostname()} {_BOOT.read_text().strip()} {_NETWORK.stat().st_ino}"
+
+
+@contextlib.contextmanager
+def phase(text: str, rank: int, *, show: bool = True) -> Iterator[None]:
+    """Print what this rank is doing, such as "rank 1: loading the model", if the block takes long."""
+
+    def say() -> None:
+        sys.stderr.write(f"rank {rank}: {text}\n")
+        sys.stderr.flush()
+
+    timer = threading.Timer(_LONG_SECONDS, say)
+    timer.daemon = True
+    if show:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 class Rhythm:
