@@ -1,6 +1,8 @@
 """Whatever a user gets wrong is one line, and nothing is measured before it is said."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -54,3 +56,24 @@ def test_bad_input_is_one_line(command: str, line: str):
     assert line in result.stderr
     assert result.stderr.strip().startswith("error: ")  # after a bar of progress, where there was one
     assert result.stderr.strip().count("\n") == 0
+
+
+EARLY = [
+    "train --ranks 9",
+    "train --pipeline.forward transfrom",
+    "train --data.text nowhere",
+    "train --data.held_out nowhere",
+    "train --model.pretrained Qwen/Qwen2.5-0.5B",
+    "train --run.device cuda:7",
+    "train --resume",
+    "doctor",
+    "doctor --meet nosuchhost.invalid:29400",
+]
+
+
+def test_slips_are_refused_before_the_slow_imports():
+    """`torch._dynamo`, which lowbit's stages and activations import, takes as long as PyTorch itself."""
+    script = "import sys\nfrom lowbit.cli import main\nfor line in sys.argv[1:]:\n"
+    script += "    try:\n        main(line.split())\n    except SystemExit as end:\n        print(end.code, 'torch._dynamo' in sys.modules)\n"
+    done = subprocess.run([sys.executable, "-c", script, *EARLY], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["2 False"] * len(EARLY), done.stderr

@@ -41,6 +41,9 @@ class Doctor:
         """Check, print and write; exit with 1 if anything would stop the training."""
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before importing PyTorch: else it logs C++ traces
         settings, options = self.parser(program).resolve(words)
+        from lowbit.doctor.settings import check_place
+
+        check_place(settings)  # before the slow imports
         from lowbit.doctor.command import COMMAND, examine, write_output
         from lowbit.job.output import end
         from lowbit.report import Report, check_output, machine

@@ -9,14 +9,12 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from lowbit.config import ConfigError
 from lowbit.config.atomic import check_written, write_unless_changed
 from lowbit.config.files import in_toml
 from lowbit.doctor.findings import findings, rounded
 from lowbit.doctor.messages import Described, Measured
-from lowbit.doctor.settings import DoctorSettings
+from lowbit.doctor.settings import DoctorSettings, check_place
 from lowbit.doctor.survey import MachineSurvey, take
-from lowbit.job.process_group import interfaces
 from lowbit.plan.cluster import Cluster
 from lowbit.report import Column, Command, Row, Table, check_output
 
@@ -31,11 +29,7 @@ def examine(settings: DoctorSettings) -> tuple[list[Row], bool]:
         ConnectionError: the machines cannot meet there.
         ValueError: an output that cannot be written.
     """
-    try:
-        _ = settings.count, settings.place
-    except ConfigError as error:
-        here = ", ".join(f"{address} ({name})" for name, address in interfaces().items() if address != "127.0.0.1")
-        raise ConfigError(f"{error}; this machine has {here or 'no address'}") from None
+    check_place(settings)
     if settings.output:
         check_output(Path(settings.output))
         check_written(settings.output, _PROGRAM, overwrite=settings.overwrite)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from typing import Annotated
 
 from pydantic import Field
@@ -74,3 +75,23 @@ class DoctorSettings:
         if not (text.isascii() and text.isdecimal() and 1 <= int(text) <= _MOST_MACHINES):
             raise ConfigError(f"WORLD_SIZE is {text!r}; allowed: 1 to {_MOST_MACHINES} machines")
         return int(text)
+
+
+def check_place(settings: DoctorSettings) -> None:
+    """Check where and how many machines meet. Raises ConfigError: that is invalid, unknown here or only IPv6."""
+    try:
+        _ = settings.count
+        host, port = settings.place
+    except ConfigError as error:
+        from lowbit.job.process_group import interfaces
+
+        here = ", ".join(f"{address} ({name})" for name, address in interfaces().items() if address != "127.0.0.1")
+        raise ConfigError(f"{error}; this machine has {here or 'no address'}") from None
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(
+            f"meet is {settings.where!r}: {error.strerror or error}; allowed: an address or a name that is known here"
+        ) from None
+    if socket.AF_INET not in [family for family, *_ in found]:
+        raise ConfigError(f"meet is {settings.where!r}, which has only the IPv6 address {found[0][4][0]}; {ONLY_IPV4}")

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import os
-import socket
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import combinations
 
 from torch._C._distributed_c10d import PrefixStore, ProcessGroup
 
-from lowbit.config import ConfigError
 from lowbit.doctor.facts import facts, now_ns
 from lowbit.doctor.meeting import FirstMachineError, Meeting, say
 from lowbit.doctor.messages import Facts, Joined, Measured, ProbeResults, Speed, read
 from lowbit.doctor.ports import OPEN, Ports, probe
-from lowbit.doctor.settings import ONLY_IPV4, DoctorSettings
+from lowbit.doctor.settings import DoctorSettings
 from lowbit.doctor.speed import speed
 from lowbit.job.meeting import MeetingError
 from lowbit.job.process_group import connect, joined
@@ -85,9 +83,8 @@ def take(settings: DoctorSettings) -> MachineSurvey:
     """Meet the other machines and survey them.
 
     Raises:
-        ConfigError: no place to meet. ConnectionError: the machines cannot meet there.
+        ConnectionError: the machines cannot meet there.
     """
-    _check_place(settings)
     own = facts(settings)
     ports = Ports(own.port_low, own.port_high)
     own = replace(own, ports=ports.numbers)
@@ -104,19 +101,6 @@ def take(settings: DoctorSettings) -> MachineSurvey:
     finally:
         ports.close()
     return survey
-
-
-def _check_place(settings: DoctorSettings) -> None:
-    """Check that the meeting's name leads somewhere. Raises ConfigError: it is unknown, or has IPv6 addresses only."""
-    host, port = settings.place
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise ConfigError(
-            f"meet is {settings.where!r}: {error.strerror or error}; allowed: an address or a name that is known here"
-        ) from None
-    if socket.AF_INET not in [family for family, *_ in found]:
-        raise ConfigError(f"meet is {settings.where!r}, which has only the IPv6 address {found[0][4][0]}; {ONLY_IPV4}")
 
 
 def _ask(survey: MachineSurvey, meeting: Meeting, own: Facts) -> None:

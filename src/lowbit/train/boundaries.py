@@ -10,7 +10,6 @@ import torch
 
 from lowbit.codecs import Cast, Codec, backward_codec, parse, parse_pair
 from lowbit.config import ConfigError
-from lowbit.pipeline.arguments import check_warm_up
 from lowbit.train.config import AUTO, PipelineConfig
 
 AUTO_FORMATS = (
@@ -134,6 +133,8 @@ def check_codecs(codecs: Codecs, *, shape: tuple[int, ...] | None, warmup_steps:
     Raises:
         ConfigError: a codec cannot take this shape, or needs a warm-up and has none.
     """
+    from lowbit.pipeline.arguments import check_warm_up  # takes seconds, which `check_early` must not
+
     for name, each in (("forward", codecs.forward), ("backward", codecs.backward)):
         for codec in each:
             try:

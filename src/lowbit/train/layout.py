@@ -96,7 +96,8 @@ def _check_schedule(pipeline: PipelineConfig, ranks: int) -> None:
     elif name in _V_SHAPED and per_rank != 2:
         problem = f"stages_per_rank is {per_rank}; allowed with {name}: 2"
     elif name in ("1F1B", "DualPipeV") and microbatches < stages:
-        problem = f"microbatches is {microbatches}; allowed with {name}: at least as many as stages ({stages})"
+        allowed = f"at least as many as stages ({stages} on {ranks} ranks)"
+        problem = f"microbatches is {microbatches}; allowed with {name}: {allowed}"
     elif name in ("Interleaved1F1B", "InterleavedZeroBubble") and microbatches % rounds:
         problem = (
             f"microbatches is {microbatches}; allowed with {name} on {ranks} ranks: a multiple of {ranks}, "

@@ -31,13 +31,14 @@ from lowbit.train.checkpoints.save import Checkpoints, raise_everywhere, togethe
 from lowbit.train.config import TrainConfig
 from lowbit.train.connections import Connections
 from lowbit.train.device import local_rank, threads_per_rank
+from lowbit.train.early import FILES, IN_USE
 from lowbit.train.folder import RunFolder
 from lowbit.train.goal import Goal, wanted_nats
 from lowbit.train.identity import CHOSEN
 from lowbit.train.layout import Pair
 from lowbit.train.lora import save_adapters
 from lowbit.train.metrics import EVALUATION, TIED, Recorder, StepMetrics
-from lowbit.train.prepare import FILES, IN_USE, prepare
+from lowbit.train.prepare import prepare
 from lowbit.train.progress import Progress, phase
 from lowbit.train.run_info import FILE as RANKS
 from lowbit.train.run_info import describe_machines, memory_of

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,12 @@ from lowbit.codecs import Codec
 from lowbit.config import ConfigError
 from lowbit.train.activations import Policies, StageOfPlan, check_schedule, planned_settings, saved_policies
 from lowbit.train.boundaries import Codecs, check_codecs, make_codecs
-from lowbit.train.checkpoints.manifest import DamagedShareError, Manifest, read_manifest, shares_in, steps_in
-from lowbit.train.checkpoints.save import FOLDER, NO_CHECKPOINT
+from lowbit.train.checkpoints.manifest import FOLDER, NO_CHECKPOINT, DamagedShareError, Manifest, read_manifest
 from lowbit.train.config import TrainConfig
 from lowbit.train.data import Data, load_data
 from lowbit.train.device import choose_autocast, choose_backend, choose_device
+from lowbit.train.early import check_output, shares_newest_first
 from lowbit.train.elastic import check_elastic
-from lowbit.train.folder import MARK, RunFolder
 from lowbit.train.gradients import storage_codec
 from lowbit.train.identity import changes_between, check_allowed, layout_of, refuse, run_identity, versions
 from lowbit.train.layout import PipelineLayout, make_layout
@@ -30,12 +28,6 @@ from lowbit.train.model import check_pretrained, count_layers, hidden_size, voca
 from lowbit.train.optim import check_torchao
 from lowbit.train.replicas import all_reduce_codec
 from lowbit.train.tied import tied_codec
-
-FILES = (
-    "metrics.jsonl", "evaluations.jsonl", "summary.json", "config.json", "ranks.json", "report.html",
-)  # fmt: skip
-IN_USE = "run.output {!r} is in use by {}; allowed: another folder, or to wait until it has ended"
-_FOLDERS = (FOLDER, "tensorboard", "trace", "model")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,58 +122,11 @@ def prepare(config: TrainConfig, *, ranks: int) -> Prepared:
     )  # fmt: skip
 
 
-def check_output(config: TrainConfig) -> None:
-    """Check that `run.output` is writable and holds no files of others in the way.
-
-    Raises:
-        ConfigError: the folder cannot be used.
-    """
-    run, output = config.run, Path(config.run.output)
-    name = f"run.output {str(output)!r}"
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=output):
-            pass
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(f"{name} cannot be written to: {reason}") from error
-    folder = RunFolder(output)
-    if foreign := _in_the_way(config, folder):
-        unknown = "" if folder.marked else f" (there is no {MARK}: lowbit has not run here)"
-        raise ConfigError(
-            f"{name} holds {', '.join(foreign)}, which lowbit has no record of making{unknown}; "
-            "nothing was touched; allowed: another folder, or to move these away"
-        )
-    earlier = [each for each in (*FILES, *_FOLDERS) if (output / each).exists()]
-    if folder.marked and earlier and not (run.resume or run.overwrite):
-        raise ConfigError(
-            f"{name} holds a run already ({', '.join(earlier)}); allowed: another folder, run.resume=true (--resume) "
-            "to continue from its newest checkpoint, or run.overwrite=true (--overwrite) to delete it"
-        )
-
-
-def _in_the_way(config: TrainConfig, folder: RunFolder) -> list[str]:
-    """Return files that lowbit did not make, at paths that this run would write or read."""
-    files = [*FILES]
-    if config.run.save_model:
-        # Others, such as a tokenizer's files, would keep the model in its staging folder.
-        files += ["model/config.json", "model/model.safetensors", "model/adapter_model.safetensors"]
-    files += [name for name in _FOLDERS if (folder.path / name).is_file()]
-    if not config.run.resume:  # a resume may begin with shares that the user copied here
-        shares = _shares(folder.path / FOLDER)
-        files += [str(file.relative_to(folder.path)) for share in shares for file in sorted(share.iterdir())]
-    return folder.foreign(files)
-
-
-def _shares(folder: Path) -> list[Path]:  # newest step first
-    return [share for step in reversed(steps_in(folder).values()) for share in shares_in(step).values()]
-
-
 def _check_resume(config: TrainConfig, identity: dict[str, Any]) -> None:
     """Compare the run with the newest manifest in this folder."""
     folder, run = Path(config.run.output) / FOLDER, config.run
     comparable = {key: value for key, value in identity.items() if key != "run.precision"}
-    shares = _shares(folder)
+    shares = shares_newest_first(folder)
     if not shares and run.resume is True:
         raise ConfigError(NO_CHECKPOINT.format(folder))
     for share in shares:

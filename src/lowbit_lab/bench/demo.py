@@ -18,7 +18,7 @@ from rich.console import Console
 
 from lowbit import terminal
 from lowbit.report import Baseline, Column, Report, Row, Table, compare, machine
-from lowbit.train import ConfigError, TrainConfig, prepare
+from lowbit.train import ConfigError, TrainConfig, early
 from lowbit.train.auto import described
 from lowbit.train.config import AUTO, OptimizerConfig
 from lowbit.train.folder import RunFolder
@@ -171,7 +171,7 @@ def check_output(output: Path) -> None:
             "allowed: another folder, or moving these away"
         )
     for link, boundary in product((*LINKS, UNLIMITED), CONTESTANTS):
-        prepare.check_output(recipe(link, boundary, output))
+        early.check_output(recipe(link, boundary, output))
 
 
 def folder(link: Link, boundary: str, output: Path) -> Path:

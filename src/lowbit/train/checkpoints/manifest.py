@@ -23,6 +23,10 @@ from lowbit.terminal import printable
 FORMAT = 1
 MANIFEST, TENSORS = "manifest.json", "tensors.safetensors"
 FILES = (MANIFEST, TENSORS)
+FOLDER = "checkpoints"
+NO_CHECKPOINT = (
+    "run.resume is true; {} has no checkpoint; allowed: run.resume=auto (--resume=auto) to begin without one"
+)
 
 _MOST_BYTES = 64 << 20  # of a manifest
 _STEP, _RANK, _STAGED = (re.compile(text) for text in (r"step-(\d{8,})", r"rank-(\d+)", r"\.rank-(\d+)"))

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from lowbit.codecs import StatefulCodec, parse
 from lowbit.train.checkpoints.exchange import Item, ShareExchange
-from lowbit.train.checkpoints.manifest import Manifest, step_name
-from lowbit.train.checkpoints.save import NO_CHECKPOINT, Checkpoints, raise_everywhere
+from lowbit.train.checkpoints.manifest import NO_CHECKPOINT, Manifest, step_name
+from lowbit.train.checkpoints.save import Checkpoints, raise_everywhere
 from lowbit.train.checkpoints.search import SavedStep, Search
 from lowbit.train.checkpoints.share import DTYPES
 from lowbit.train.checkpoints.state import FOLLOWED, End, aliases_of, ends_of, parameters_of, restore

@@ -14,16 +14,12 @@ import torch.distributed as dist
 
 from lowbit.config import ConfigError
 from lowbit.terminal import lines
-from lowbit.train.checkpoints.manifest import FILES, Manifest, shares_in, step_name, steps_in
+from lowbit.train.checkpoints.manifest import FILES, FOLDER, Manifest, shares_in, step_name, steps_in
 from lowbit.train.checkpoints.share import commit_share, remove_share, stage_share, staged
 from lowbit.train.checkpoints.state import Snapshot
 from lowbit.train.folder import RunFolder
 from lowbit.wire.json_values import gather_json
 
-FOLDER = "checkpoints"
-NO_CHECKPOINT = (
-    "run.resume is true; {} has no checkpoint; allowed: run.resume=auto (--resume=auto) to begin without one"
-)
 _BEAT_SECONDS = 1.0
 
 
