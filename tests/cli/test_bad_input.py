@@ -18,6 +18,7 @@ LINES = [
     ("train --data.text folder", "data.text has 'folder', where there is no file; allowed: a folder with a file"),
     ("bench pipeline --link -25mbit", "link is '-25mbit': cannot read '-25mbit'; allowed:"),
     ("plan pipeline cluster.toml", "machine 'desk': machine.tflops is -1; allowed: at least 0"),
+    ("plan memory --budget 24", "budget is '24', less than a megabyte; allowed: more, such as 24gb or 800mb"),
     ("train --allow-change run.steps", "run.allow_change is ['run.steps'] and run.resume is false"),
     ("bench convergence --seed a", "seeds is ['a']; allowed: an integer or a list of integers"),
     ("train a.toml b.toml", "unexpected argument 'b.toml'; see lowbit train --help"),
@@ -73,7 +74,13 @@ EARLY = [
 
 def test_slips_are_refused_before_the_slow_imports():
     """`torch._dynamo`, which lowbit's stages and activations import, takes as long as PyTorch itself."""
-    script = "import sys\nfrom lowbit.cli import main\nfor line in sys.argv[1:]:\n"
-    script += "    try:\n        main(line.split())\n    except SystemExit as end:\n        print(end.code, 'torch._dynamo' in sys.modules)\n"
+    script = """import sys
+from lowbit.cli import main
+for line in sys.argv[1:]:
+    try:
+        main(line.split())
+    except SystemExit as end:
+        print(end.code, "torch._dynamo" in sys.modules)
+"""
     done = subprocess.run([sys.executable, "-c", script, *EARLY], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == ["2 False"] * len(EARLY), done.stderr

@@ -40,6 +40,7 @@ from lowbit.train.layout import PipelineLayout, make_layout
 from lowbit.train.model import count_layers, vocabulary
 from lowbit.train.tokenizer import load_tokenizer
 
+_LEAST_BUDGET = 1_000_000  # bytes; less is a unit that was forgotten
 _LOW_BIT = LayerChoice(norm=8, mlp=4, linear=4)
 
 
@@ -87,7 +88,8 @@ class MemorySettings:
     def __post_init__(self) -> None:
         if self.gradients.storage != FULL_PRECISION:
             parse(self.gradients.storage)
-        parse_bytes(self.budget or "1", "budget")
+        if self.budget and parse_bytes(self.budget) < _LEAST_BUDGET:
+            raise ConfigError(f"budget is {self.budget!r}, less than a megabyte; allowed: more, such as 24gb or 800mb")
         _ = self.layout, self.vocab, self.recipe
         if self.method == "agoq":
             if self.by == "layer":
