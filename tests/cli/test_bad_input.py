@@ -22,6 +22,8 @@ LINES = [
     ("train --allow-change run.steps", "run.allow_change is ['run.steps'] and run.resume is false"),
     ("bench convergence --seed a", "seeds is ['a']; allowed: an integer or a list of integers"),
     ("train a.toml b.toml", "unexpected argument 'b.toml'; see lowbit train --help"),
+    ("demo --steps 10", "error: unknown option --steps; see lowbit demo --help"),
+    ("report nowhere", "error: nowhere does not exist; allowed: the folder of a run or a file of results"),
     ("trian", "lowbit has no 'trian'; did you mean train?"),
     ("bench nonsense", "lowbit bench has no 'nonsense'; known: pipeline, codecs,"),
     ("evaluate", "the following arguments are required: MODEL; see lowbit evaluate --help"),
@@ -57,6 +59,13 @@ def test_bad_input_is_one_line(command: str, line: str):
     assert line in result.stderr
     assert result.stderr.strip().startswith("error: ")  # after a bar of progress, where there was one
     assert result.stderr.strip().count("\n") == 0
+
+
+def test_a_package_that_is_missing_is_one_line(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    result = invoke("train")
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert result.stderr.startswith('error: transformers is missing; install it with: pip install "lowbit[train]"')
 
 
 EARLY = [

@@ -221,7 +221,7 @@ def test_an_interrupted_run_has_its_curves(tmp_path: Path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["nothing"], "nothing is neither the folder of a run nor a file of results"),
+        (["nothing"], "nothing does not exist; allowed: the folder of a run or a file of results"),
         (["empty"], "empty holds no run of lowbit that can be shown"),
         (["foreign.json"], "foreign.json does not hold a report that lowbit wrote"),
         (["run", "speed.json"], "runs and files of results are given"),
@@ -249,7 +249,7 @@ def test_runs_that_cannot_be_read_do_not_hide_the_others(tmp_path: Path, monkeyp
     outcome = invoke("report", "run", "gone")
     assert (outcome.exit_code, outcome.stdout) == (0, "comparison.html\n")
     text = (tmp_path / "comparison.html").read_text()
-    assert "gone is neither the folder of a run" in text
+    assert "gone does not exist; allowed: the folder of a run" in text
     assert _trace_of(text, "run")["x"][-1] == 40
 
 

@@ -99,8 +99,9 @@ class Parser(argparse.ArgumentParser):
             option = unknown[0].partition("=")[0]
             if not option.startswith("-"):
                 self.error(f"unexpected argument {unknown[0]!r}")
-            close = difflib.get_close_matches(option, self._option_string_actions, n=1)
-            self.error(f"unknown option {option}" + (f"; did you mean {close[0]}?" if close else ""))
+            names = {name.lstrip("-"): name for name in self._option_string_actions}  # dashes make all names alike
+            close = difflib.get_close_matches(option.lstrip("-"), names, n=1)
+            self.error(f"unknown option {option}" + (f"; did you mean {names[close[0]]}?" if close else ""))
         options = vars(known)
         given = [(key, options.pop(key)) for key in self._keys if key in options]
         return [(key, ",".join(text) if isinstance(text, list) else text) for key, text in given], options

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
 from lowbit.config import ConfigError
@@ -22,7 +23,7 @@ def check_early(config: TrainConfig) -> None:
     """Check what `prepare` checks without the modules that take seconds to import; ranks of a launcher check the rest.
 
     Raises:
-        ConfigError: something would keep the run from starting.
+        ConfigError: something would keep the run from starting. ModuleNotFoundError: an optional package is missing.
     """
     from lowbit.train.boundaries import make_codecs  # these import PyTorch, and little else
     from lowbit.train.corpus import files_named
@@ -30,6 +31,9 @@ def check_early(config: TrainConfig) -> None:
     from lowbit.train.layout import make_layout
     from lowbit.train.model import count_layers
 
+    for name in ("transformers", "safetensors"):
+        if find_spec(name) is None:  # or else each rank would end with a traceback
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
     run, data, layers = config.run, config.data, count_layers(config.model)
     if "RANK" not in os.environ:
         make_layout(config.pipeline, ranks=config.pipeline.ranks, layers=layers)

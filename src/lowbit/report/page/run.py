@@ -46,7 +46,8 @@ class RunFiles:
 def read_run(folder: Path) -> RunFiles:
     """Read a folder of `lowbit train`. Raises ValueError: it is not a run's folder, or nothing in it can be read."""
     if not folder.is_dir():
-        raise ValueError(f"{folder} is neither the folder of a run nor a file of results; allowed: what lowbit wrote")
+        problem = "is no folder" if folder.exists() else "does not exist"
+        raise ValueError(f"{folder} {problem}; allowed: the folder of a run or a file of results of lowbit")
     problems: list[str] = []
     config, summary, ranks = (_part(folder / name, _object, problems, {}) for name in (CONFIG, SUMMARY, RANKS))
     steps = _part(folder / METRICS, lambda data: _lines(data, METRICS, problems), problems, [])
