@@ -74,11 +74,11 @@ class Train(Config):
 
     def __call__(self, program: str, words: Sequence[str]) -> None:
         """Train, or only check the run."""
-        from lowbit.train.early import check_early
-
         config, options = self.parser(program).resolve(words, "config")
-        check_early(config)
         if options.get("dry_run"):
+            from lowbit.train.early import check_early
+
+            check_early(config)
             from lowbit.cli.dry_run import dry_run
 
             return dry_run(config)

@@ -11,6 +11,7 @@ from lowbit.job.launch import LaunchError, start_all, start_one
 from lowbit.job.process import USAGE, RankProgram
 from lowbit.train.checkpoints.manifest import newest_step
 from lowbit.train.config import TrainConfig
+from lowbit.train.early import check_early
 from lowbit.train.summary import Summary, read_summary
 
 
@@ -34,6 +35,7 @@ def run(config: TrainConfig) -> Summary | None:
 
     if "RANK" not in os.environ:  # under torchrun, ranks meet before the check, so that all report the problem of one
         check_torch()
+    check_early(config)
     one_rank = "RANK" in os.environ or config.ranks == 1
     summary = Path(config.run.output) / "summary.json"
     if config.run.supervise:
