@@ -323,7 +323,7 @@ def test_both_backends_have_the_same_transform(change: Callable[[Tensor], object
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("channels", "filled"), [(48, 12), (48, 5), (48, 0), (1, 1), (7, 1), (130, 32)])
 def test_the_transform_is_orthonormal_and_begins_with_the_directions(backend: str, channels: int, filled: int) -> None:
-    count = suited(64, channels)[0]
+    count = suited(64, channels, by_token=True)[0]
     g = torch.Generator().manual_seed(channels)
     directions = torch.zeros(count, channels)
     directions[:filled] = torch.nn.functional.normalize(torch.randn(filled, channels, generator=g))

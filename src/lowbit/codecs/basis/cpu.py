@@ -15,7 +15,6 @@ from torch import Tensor
 
 from lowbit.codecs.basis.reference import (
     FARTHEST,
-    ITERATIONS,
     LONGEST,
     PLACES,
     RIDGE,
@@ -23,6 +22,7 @@ from lowbit.codecs.basis.reference import (
     Basis,
     BasisGeometry,
     start,
+    steps,
 )
 from lowbit.kernels.cpu.jit import helper, kernel, summing
 from lowbit.kernels.cpu.memory import (
@@ -50,7 +50,7 @@ from lowbit.kernels.cpu.runs import ONE, SMALLEST, ZERO
 from lowbit.kernels.cpu.threads import over_rows
 from lowbit.kernels.cpu.vectors import add, dot, largest, norm_of, squares
 
-FAR, STEPS = np.float32(FARTHEST), np.float32(127)
+FAR, MOST = np.float32(FARTHEST), np.float32(127)
 INFINITE = np.float32(np.inf)
 DEPENDENT = np.float32(1e-6)  # share of a vector's length: a smaller component outside the others is rounding
 TINY = 1e-12  # smallest pivot, so that its root and quotients are finite
@@ -72,14 +72,15 @@ def renew(
             coefficients.data_ptr(), basis.inverse_KK.data_ptr(), share.data_ptr(), slots, rank, rows, count, scale
         )
         fresh.copy_(start(count, channels, x.device))
-        for _ in range(ITERATIONS):
-            along = torch.mm(fresh, x.t())
+        for every in steps(rows):
+            seen, onto = x[::every], products[:, ::every].contiguous()
+            along = torch.mm(fresh, seen.t())
             if count < rank:
-                along.addmm_(torch.mm(torch.mm(fresh, kept.t()), share), products, alpha=-1)
+                along.addmm_(torch.mm(torch.mm(fresh, kept.t()), share), onto, alpha=-1)
             along *= scale
-            torch.mm(along, x, out=fresh)
+            torch.mm(along, seen, out=fresh)
             if count < rank:
-                fresh.addmm_(torch.mm(torch.mm(along, products.t()), share), kept, alpha=-1)
+                fresh.addmm_(torch.mm(torch.mm(along, onto.t()), share), kept, alpha=-1)
             _orthonormal(fresh.data_ptr(), count, channels, scale)
         _put_directions(fresh.data_ptr(), lengths, codes, count, channels)
     else:
@@ -239,10 +240,10 @@ def _put_directions(new, lengths, codes, count, channels) -> None:
     """Encode new directions, and replace `new` by what the receiver decodes."""
     for m in range(count):
         line = new + 4 * m * channels
-        length = largest(line, channels) / STEPS
+        length = largest(line, channels) / MOST
         put_float(lengths, m, length)
         for j in range(channels):
-            q = lesser(greater(round_signed(get_float(line, j) / length), -STEPS), STEPS)
+            q = lesser(greater(round_signed(get_float(line, j) / length), -MOST), MOST)
             put_byte(codes, m * channels + j, truncate(q))
             put_float(line, j, q * length)
 

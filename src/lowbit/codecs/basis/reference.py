@@ -19,7 +19,8 @@ from lowbit.kernels.layout import Layout
 
 FARTHEST = 2.0**96  # larger coefficients are not coded: decoded values could overflow
 PLACES, WEIGHT = 65521, 0x9E3779B1  # of a digest's weights
-ITERATIONS = 3  # of the block power method, from a random start
+STEPS = (3, 3, 1)  # iterations of the block power method, from a random start: each looks at every so many tokens
+MANY = 256  # tokens; of fewer, each iteration looks at all
 RIDGE = 1e-4  # directions have length 1 and are nearly orthogonal; those that do not exist yet are zeros
 LONGEST = 1.0  # largest allowed length in a payload; a direction of length 1 has at most 1/127
 
@@ -196,12 +197,21 @@ def leading(x_RC: Tensor, count: int, scale: Tensor) -> Tensor:
         scale: factor that keeps squares of the tokens from underflow.
     """
     v_MC = start(count, x_RC.shape[1], x_RC.device)
-    for _ in range(ITERATIONS):
+    for every in steps(len(x_RC)):
+        seen_RC = x_RC[::every]
         # Products with few rows are several times faster on CPUs than with few columns.
-        along_MR = (v_MC @ x_RC.t()) * scale
-        powers_MC = (along_MR @ x_RC * scale).nan_to_num(0.0, 0.0, 0.0)
+        along_MR = (v_MC @ seen_RC.t()) * scale
+        powers_MC = (along_MR @ seen_RC * scale).nan_to_num(0.0, 0.0, 0.0)
         v_MC = torch.linalg.qr(powers_MC.t())[0].t().contiguous()
     return v_MC
+
+
+def steps(rows: int) -> tuple[int, ...]:
+    """For each iteration of the power method, every how many of these tokens it looks at.
+
+    Only the last needs all: with the others at every third, errors on real weights grew by 1 % at most.
+    """
+    return STEPS if rows >= MANY else (1,) * len(STEPS)
 
 
 # The following results are cached, because they are the same for every message. They are made on the host, whose copy

@@ -43,14 +43,17 @@ class TransformGeometry:
         return self.overhead() + int(self.rows * self.channels * DEAD_BITS / 8) + 2
 
 
-def suited(rows: int, channels: int) -> tuple[int, int]:
+def suited(rows: int, channels: int, by_token: bool) -> tuple[int, int]:
     """Return the number of directions, and how many are sent with a message of this shape.
 
     Both ends derive them from the shape, so another rule needs another payload version. Sessions of one width share
     their directions, so their number depends on the width alone. A new direction costs 8 / rows bits an element: each
     message brings an eighth of the directions, fewer where they would take more than 1/8 bit, but always one.
+
+    Gradients of pretrained models have fewer leading directions than activations: with 64 rather than 32, messages of
+    the same size had a tenth more error.
     """
-    directions = min(64, max(1, channels // 4))
+    directions = min(64 if by_token else 32, max(1, channels // 4))
     return directions, max(1, min(ceil_div(directions, 8), rows // 64))
 
 
@@ -60,7 +63,7 @@ def transform_geometry(rows: int, channels: int, by_token: bool, bits: float | N
     Args:
         bits: bits per element, every byte counted; None: `coded` for the symbols, plus everything else.
     """
-    directions, renewed = suited(rows, channels)
+    directions, renewed = suited(rows, channels, by_token)
     count = max(1, min(rows, rows * channels // STREAM))
     stream_rows = max(1, ceil_div(rows, count))
     streams = ceil_div(rows, stream_rows)
