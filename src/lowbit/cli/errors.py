@@ -40,6 +40,7 @@ def one_line_errors(traceback: bool) -> Iterator[None]:
     except KeyboardInterrupt:
         if traceback:
             raise
+        sys.stderr.write("interrupted\n")
         raise SystemExit(INTERRUPTED) from None
     except Exception as error:
         code = exit_code(error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lowbit.cli.text import print_pairs
@@ -83,16 +84,21 @@ class Train(Config):
 
             return dry_run(config)
         from lowbit.job.output import passed_on
+        from lowbit.report.training import PAGE
         from lowbit.train import run
 
         # Under torchrun, which forwards their output, only ranks of replicas have threads that must not stop.
         awaited = config.elastic.lighthouse or ("RANK" not in os.environ and (config.ranks > 1 or config.run.supervise))
         with passed_on() if awaited else nullcontext():
-            if (outcome := run(config)) is not None and os.environ.get("RANK", "0") == "0":
-                print_pairs(_lines(outcome))
+            if (outcome := run(config)) is None:
+                return
+            if os.environ.get("RANK", "0") == "0":
+                print_pairs(_lines(outcome, Path(config.run.output) / PAGE))
+            elif "LOCAL_RANK" not in os.environ:  # somebody started this rank, and waits for its last line
+                print("finished; the results are on rank 0's machine")
 
 
-def _lines(summary: Summary) -> Iterator[tuple[str, str]]:
+def _lines(summary: Summary, page: Path) -> Iterator[tuple[str, str]]:
     if summary.loss is not None:
         yield "training loss", f"{summary.loss:.4f} (mean of the last steps)"
     if summary.held_out_loss is not None:
@@ -111,5 +117,7 @@ def _lines(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "traffic", f"{sent:,.1f} MB sent, {saved:,.1f} MB less than in float32"
         parts = sorted(summary.parts.items(), key=lambda part: -part[1])
         yield "of that", ", ".join(f"{name} {nbytes / 1e6:,.1f}" for name, nbytes in parts)
+    if page.exists():
+        yield "report", str(page)
     if summary.model is not None:
         yield "model", summary.model

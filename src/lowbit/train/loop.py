@@ -252,13 +252,15 @@ class Run:
 
     def _conclude(self, done: int, steps_here: int, before: dict[str, float]) -> Summary:
         """Save the model after this call's steps, and summarize the whole run; returns the same on every rank."""
-        trainer = self.trainer
-        losses = self._evaluate(done)
+        trainer, show = self.trainer, self.config.run.progress
+        with phase("evaluating held-out text", trainer.rank, show=show):
+            losses = self._evaluate(done)
         model = self.output / "model" if self.config.run.save_model else None
         if model is not None:
             first = trainer.replicas.index == 0
-            weights = export.gather_weights(trainer.modules, self._messages("saving")) if first else {}
-            together(partial(self._save_model, weights), trainer.side)
+            with phase("gathering the model on rank 0", trainer.rank, show=show):
+                weights = export.gather_weights(trainer.modules, self._messages("saving")) if first else {}
+                together(partial(self._save_model, weights), trainer.side)
         chosen = trainer.chosen()
         sent = trainer.sent_outside_steps() | ({EVALUATION: self.checked_bytes} if self.checked_bytes else {})
         gathered = gather_json([memory_of(trainer), sent], trainer.side)
