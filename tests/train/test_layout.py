@@ -48,7 +48,7 @@ def test_boundaries_inside_a_rank_do_not_cross():
         ({}, 3, 2, r"3 stages \(3 ranks x 1\), the model 2 layers; allowed: at most one stage"),
         ({"stages_per_rank": 2}, 2, 8, "stages_per_rank is 2; allowed with 1F1B: 1"),
         ({"schedule": "ZBVZeroBubble"}, 2, 8, "is 1; allowed with ZBVZeroBubble: 2"),
-        ({"microbatches": 2}, 4, 8, r"microbatches is 2; allowed with 1F1B: at least .* \(4\)"),
+        ({"microbatches": 2}, 4, 8, r"microbatches is 2; allowed with 1F1B: at least .* \(4 on 4 ranks\)"),
         (
             {"schedule": "Interleaved1F1B", "stages_per_rank": 2, "microbatches": 5},
             2, 8, "microbatches is 5; allowed with Interleaved1F1B on 2 ranks: a multiple of 2",

@@ -36,7 +36,8 @@ def test_phases_that_last_are_reported_by_each_rank(
         pass
     train(tiny(tmp_path, run={"steps": 2, "progress": True}))
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("rank ")]
-    assert [line.split(": ")[1].split()[0] for line in lines] == ["reading", "loading", "measuring", "computing"]
+    phases = ["reading", "loading", "measuring", "computing", "evaluating"]
+    assert [line.split(": ")[1].split()[0] for line in lines] == phases
 
 
 class _Clock:

@@ -118,9 +118,10 @@ def title_of(name: Any) -> str:
     """Name a series in a figure: "TAH-Quant by range (ours)" for "TAHQuant()"."""
     text = str(name)
     forward, both, backward = text.partition(" / ")
-    if both:
-        if (rates := re.findall(r"TransformQuant\(bits=([\d.]+)", text)) and len(rates) == 2:
-            return f"TransformQuant, {' / '.join(rates)} bits"
+    rates = re.findall(r"TransformQuant\(bits=([\d.]+)/?([\d.]+)?", text)
+    if both or (rates and rates[0][1]):
+        if len(numbers := [number for pair in rates for number in pair if number]) == 2:
+            return f"TransformQuant, {' / '.join(numbers)} bits"
         same = forward == backward
         return f"{title_of(forward)} both ways" if same else f"{title_of(forward)} / {title_of(backward)}"
     if text in NAMES:
