@@ -122,6 +122,11 @@ class Traffic:
         self.coded_bytes += codec.nbytes((numel,))
         self.algorithms.add(choice)
 
+    def reset(self) -> None:
+        """Count from zero again."""
+        self.coded = self.plain = self.coded_bytes = self.plain_bytes = self.other_bytes = 0
+        self.algorithms.clear()
+
 
 def sum_over_ranks(
     partial: Tensor, codec: Codec | None, group: dist.ProcessGroup, choice: Choice, settings: SumSettings
