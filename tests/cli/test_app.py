@@ -124,3 +124,11 @@ def test_the_demo_writes_where_it_is_told(tmp_path: Path, monkeypatch: pytest.Mo
     assert invoke("demo", "--output", str(tmp_path)).exit_code == 0
     assert invoke("demo").exit_code == 0
     assert told == [tmp_path, Path("runs/demo")]
+
+
+def test_a_rank_that_somebody_started_ends_with_a_line(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(lowbit.train, "run", lambda config: SUMMARY)
+    monkeypatch.setenv("RANK", "1")
+    assert invoke("train", "--ranks", "2").stdout == "finished; the results are on rank 0's machine\n"
+    monkeypatch.setenv("LOCAL_RANK", "1")  # torchrun, whose first rank says it
+    assert not invoke("train", "--ranks", "2").stdout

@@ -38,6 +38,12 @@ def test_errors_of_the_user_are_one_line(error: Exception, code: int, line: str,
     assert capsys.readouterr().err == f"error: {line}\n" == f"error: {describe(error)}\n"
 
 
+def test_ctrl_c_is_a_word_and_a_code(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended, one_line_errors(traceback=False):
+        raise KeyboardInterrupt
+    assert (ended.value.code, capsys.readouterr().err) == (130, "interrupted\n")
+
+
 @pytest.mark.parametrize("error", [ValueError("bits is 9"), PeerError("gone", 1)])
 def test_the_traceback_can_be_had(error: Exception):
     with pytest.raises(type(error)), one_line_errors(traceback=True):

@@ -22,7 +22,7 @@ from lowbit.codecs.basis.reference import (
     Basis,
     BasisGeometry,
     start,
-    steps,
+    strides,
 )
 from lowbit.kernels.cpu.jit import helper, kernel, summing
 from lowbit.kernels.cpu.memory import (
@@ -72,8 +72,8 @@ def renew(
             coefficients.data_ptr(), basis.inverse_KK.data_ptr(), share.data_ptr(), slots, rank, rows, count, scale
         )
         fresh.copy_(start(count, channels, x.device))
-        for every in steps(rows):
-            seen, onto = x[::every], products[:, ::every].contiguous()
+        for stride in strides(rows):
+            seen, onto = x[::stride], products[:, ::stride].contiguous()
             along = torch.mm(fresh, seen.t())
             if count < rank:
                 along.addmm_(torch.mm(torch.mm(fresh, kept.t()), share), onto, alpha=-1)

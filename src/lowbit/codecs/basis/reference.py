@@ -19,8 +19,8 @@ from lowbit.kernels.layout import Layout
 
 FARTHEST = 2.0**96  # larger coefficients are not coded: decoded values could overflow
 PLACES, WEIGHT = 65521, 0x9E3779B1  # of a digest's weights
-STEPS = (3, 3, 1)  # iterations of the block power method, from a random start: each looks at every so many tokens
-MANY = 256  # tokens; of fewer, each iteration looks at all
+STRIDES = (3, 3, 1)  # of the tokens in each iteration of the block power method, which begins at random
+MANY = 256  # tokens; with fewer, all iterations use all tokens
 RIDGE = 1e-4  # directions have length 1 and are nearly orthogonal; those that do not exist yet are zeros
 LONGEST = 1.0  # largest allowed length in a payload; a direction of length 1 has at most 1/127
 
@@ -197,8 +197,8 @@ def leading(x_RC: Tensor, count: int, scale: Tensor) -> Tensor:
         scale: factor that keeps squares of the tokens from underflow.
     """
     v_MC = start(count, x_RC.shape[1], x_RC.device)
-    for every in steps(len(x_RC)):
-        seen_RC = x_RC[::every]
+    for stride in strides(len(x_RC)):
+        seen_RC = x_RC[::stride]
         # Products with few rows are several times faster on CPUs than with few columns.
         along_MR = (v_MC @ seen_RC.t()) * scale
         powers_MC = (along_MR @ seen_RC * scale).nan_to_num(0.0, 0.0, 0.0)
@@ -206,12 +206,12 @@ def leading(x_RC: Tensor, count: int, scale: Tensor) -> Tensor:
     return v_MC
 
 
-def steps(rows: int) -> tuple[int, ...]:
-    """For each iteration of the power method, every how many of these tokens it looks at.
+def strides(rows: int) -> tuple[int, ...]:
+    """Return the stride of the tokens in each iteration of the power method.
 
-    Only the last needs all: with the others at every third, errors on real weights grew by 1 % at most.
+    With a third of the tokens in all but the last, errors on SmolLM2 and Qwen2.5 grew by 1.3 % at most.
     """
-    return STEPS if rows >= MANY else (1,) * len(STEPS)
+    return STRIDES if rows >= MANY else (1,) * len(STRIDES)
 
 
 # The following results are cached, because they are the same for every message. They are made on the host, whose copy
