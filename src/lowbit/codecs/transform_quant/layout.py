@@ -50,8 +50,8 @@ def suited(rows: int, channels: int, by_token: bool) -> tuple[int, int]:
     their directions, so their number depends on the width alone. A new direction costs 8 / rows bits an element: each
     message brings an eighth of the directions, fewer where they would take more than 1/8 bit, but always one.
 
-    Gradients of pretrained models have fewer leading directions than activations: with 64 rather than 32, messages of
-    the same size had a tenth more error.
+    Gradients need fewer directions than activations: with 32 rather than 64, the error of all parameters' gradients was
+    3 % lower on SmolLM2 and 8 % higher on Gemma 3 (warm), in two thirds of the time.
     """
     directions = min(64 if by_token else 32, max(1, channels // 4))
     return directions, max(1, min(ceil_div(directions, 8), rows // 64))
