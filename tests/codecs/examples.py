@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 
-from lowbit.codecs import Codec, registry
+from lowbit.codecs import Codec, names
 
 
 def rooms() -> list[ModuleType]:
     """The examples of all formats."""
-    return [importlib.import_module(f"tests.codecs.{folder}.examples") for folder in registry.formats()]
+    return [importlib.import_module(f"tests.codecs.{folder}.examples") for folder in names.formats()]
 
 
 def room_of(codec: Codec) -> ModuleType:

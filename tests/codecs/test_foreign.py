@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit.codecs import AQSGD, Codec, Session, StatefulCodec, registry
+from lowbit.codecs import AQSGD, Codec, Session, StatefulCodec, names
 from lowbit.codecs.foreign import CodecError, open_session
 from lowbit.pipeline import AgreementError
 from lowbit.pipeline.boundary import warm_up
@@ -39,13 +39,13 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.syspath_prepend(folder)
     yield folder
     sys.modules.pop("running_mean", None)
-    registry.outside.cache_clear()
+    names.outside.cache_clear()
 
 
 def train_in_parts(folder: str, config: TrainConfig, steps: int) -> tuple[list[float], list[float]]:
     """Losses of a run, and of one that ends in the middle and goes on."""
     sys.path.insert(0, folder)
-    registry.outside.cache_clear()
+    names.outside.cache_clear()
     try:
         whole = losses(config)
         parts = {"output": config.run.output + "-in-parts", "checkpoint_every": steps // 2}
@@ -54,7 +54,7 @@ def train_in_parts(folder: str, config: TrainConfig, steps: int) -> tuple[list[f
         return whole, [*first[:-1], *losses(again(config, run=parts | allowed))]
     finally:
         sys.path.remove(folder)
-        registry.outside.cache_clear()
+        names.outside.cache_clear()
 
 
 def test_the_example_trains_and_resumes(ranks: Ranks, package: Path, tmp_path: Path):

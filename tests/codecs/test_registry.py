@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import lowbit
-from lowbit.codecs import Codec, GroupInt, parse, parse_pair, registry
+from lowbit.codecs import Codec, GroupInt, names, parse, parse_pair
 from tests.command_line import invoke
 
 PACKAGE = Path(__file__).parent / "outside"
@@ -26,7 +26,7 @@ def install(folder: Path, name: str, entry_points: dict[str, str]) -> None:
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
     lines = [f"{short} = {value}" for short, value in entry_points.items()]
     (info / "entry_points.txt").write_text("\n".join(["[lowbit.codecs]", *lines]))
-    registry.outside.cache_clear()
+    names.outside.cache_clear()
 
 
 @pytest.fixture
@@ -40,13 +40,13 @@ def sign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.syspath_prepend(folder)
     monkeypatch.delitem(sys.modules, "sign_codec", raising=False)
     yield folder
-    registry.outside.cache_clear()
+    names.outside.cache_clear()
 
 
 def test_a_format_is_a_folder() -> None:
-    folders = {path.parent.name for path in Path(registry.__file__).parent.glob("*/codec.py")}
-    assert set(registry.formats()) == folders
-    assert all(issubclass(codec, Codec) for codec in registry.formats().values())
+    folders = {path.parent.name for path in Path(names.__file__).parent.glob("*/codec.py")}
+    assert set(names.formats()) == folders
+    assert all(issubclass(codec, Codec) for codec in names.formats().values())
 
 
 def test_an_installed_codec_is_named_like_ours(sign: Path) -> None:
@@ -98,5 +98,5 @@ def test_what_peers_send_names_no_codec() -> None:
         for file in (Path(lowbit.__path__[0]) / package).glob("*.py"):
             for node in ast.walk(ast.parse(file.read_text())):
                 if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lowbit.codecs"):
-                    assert not {"parse", "parse_pair", "registry"} & {alias.name for alias in node.names}, file
-                    assert node.module not in ("lowbit.codecs.names", "lowbit.codecs.registry"), file
+                    assert not {"parse", "parse_pair", "names"} & {alias.name for alias in node.names}, file
+                    assert node.module != "lowbit.codecs.names", file

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lowbit import kernels
-from lowbit.codecs import BlockFloat8, Codec, GroupInt, TAHQuant, registry
+from lowbit.codecs import BlockFloat8, Codec, GroupInt, TAHQuant, names
 from tests.codecs.feature_int.examples import for_three_ranks
 from tests.codecs.tah_quant.examples import BY_TOKEN
 from tests.codecs.tah_quant.examples import GPU as TAH_QUANT
@@ -139,8 +139,8 @@ def test_damage_that_is_found_stays_within_its_scope() -> None:
 
 
 def test_every_format_is_attacked() -> None:
-    assert len(registry.formats()) > 5
-    for codec in registry.formats().values():
+    assert len(names.formats()) > 5
+    for codec in names.formats().values():
         assert targets(codec.__name__), codec
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.codecs import TransformQuant
-from lowbit.codecs.sessions import Session
+from lowbit.codecs.base import Session
 from lowbit.codecs.transform_quant.codec import TransformSession
 from lowbit.codecs.transform_quant.weights import FELT
 from lowbit.pipeline import LowBitStage, emulate_

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lowbit.codecs import TransformQuant, registry
+from lowbit.codecs import TransformQuant, names
 from lowbit.train import TrainConfig, from_mapping
 from lowbit.train.data import load_data
 from lowbit.train.identity import FIXED, Change, changes_between, layout_of, run_identity
@@ -61,12 +61,12 @@ def test_a_name_means_what_it_did_when_the_checkpoint_was_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direction: str
 ):
     config = tiny(tmp_path, pipeline={"backward": "int6"} | {direction: "transform"})
-    monkeypatch.setitem(registry.short_names(), "transform", partial(TransformQuant, bits=3.0))
+    monkeypatch.setitem(names.short_names(), "transform", partial(TransformQuant, bits=3.0))
     before = identity(config)
     assert changes_between(before, identity(config), step=2) == []
     full = again(config, pipeline={direction: before[f"pipeline.{direction}"]})
     assert changes_between(before, identity(full), step=2) == []
-    monkeypatch.setitem(registry.short_names(), "transform", partial(TransformQuant, bits=2.0))
+    monkeypatch.setitem(names.short_names(), "transform", partial(TransformQuant, bits=2.0))
     [change] = changes_between(before, identity(config), step=2)
     assert change.key == f"pipeline.{direction}"
     assert "bits=3" in str(change.before)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from lowbit.codecs import Codec, GroupInt
+from lowbit.codecs.base import Summable
 from lowbit.codecs.group_int.reference import group_int_layout
-from lowbit.codecs.sums import Summable
 from lowbit.kernels.layout import Layout, ceil_div, zero_gaps
 
 MORE = 4

@@ -12,8 +12,8 @@ from torch.nn import functional
 
 from lowbit.activations.formats import WithRemainder, WithRows, is_aligned, outliers_and_rest
 from lowbit.codecs import Codec, GroupInt
+from lowbit.codecs.base import Summable
 from lowbit.codecs.checks import check_int
-from lowbit.codecs.sums import Summable
 
 KINDS = ("norm", "mlp", "linear", "attention")
 WHOLE = 16

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lowbit.codecs.aq_sgd.codec import AQSGD
-from lowbit.codecs.base import Codec
+from lowbit.codecs.base import Codec, Session, StatefulCodec, Summable
 from lowbit.codecs.block_float8.codec import BlockFloat8
 from lowbit.codecs.cast.codec import Cast
 from lowbit.codecs.defaults import backward_codec
@@ -11,9 +11,6 @@ from lowbit.codecs.feature_int.codec import FeatureInt
 from lowbit.codecs.foreign import CodecError
 from lowbit.codecs.group_int.codec import GroupInt
 from lowbit.codecs.names import parse, parse_pair
-from lowbit.codecs.sessions import Session
-from lowbit.codecs.stateful import StatefulCodec
-from lowbit.codecs.sums import Summable
 from lowbit.codecs.tah_quant.codec import TAHQuant
 from lowbit.codecs.transform_quant.codec import TransformQuant
 

@@ -1,6 +1,7 @@
 """The codec interface: a frozen, keyword-only dataclass that turns tensors into bytes, and back.
 
-Its fields are its whole configuration. Optional capabilities are in `lowbit.codecs.sums` and `.stateful`.
+Its fields are its whole configuration. Two kinds of codecs can do more: a `StatefulCodec` keeps state between the
+messages of a `Session`, and payloads of a `Summable` can be summed.
 """
 
 from __future__ import annotations
@@ -8,16 +9,16 @@ from __future__ import annotations
 import hashlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import ClassVar
+from functools import partial
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from lowbit.codecs import plain
 from lowbit.codecs.checks import check_dtype, check_float, check_out, check_payload
-from lowbit.codecs.sessions import Session
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,3 +148,320 @@ class Codec(ABC):
     def _sends_plain(self, shape: Sequence[int]) -> bool:
         """Whether `encode` sends plain numbers; a stateful codec encodes nothing without a session."""
         return not self.stateful and self.sized(shape)[1]
+
+
+class Session:
+    """Code messages of one shape in one direction of one boundary; sessions of stateless formats keep no state.
+
+    Both ends open the same session and process the same messages in the same order, so that their states stay equal.
+    If the format takes more bytes than the tensor in its own dtype, the tensor is sent unchanged and no state is
+    kept. Subclasses implement `_encode` and `_decode` for all other tensors.
+
+    Attributes:
+        samples: ids of the next message's samples, one for each entry of its first dimension. If the codec needs them
+            (`Codec.needs_key`), the caller sets them before each call; other codecs ignore them.
+    """
+
+    samples: Sequence[int] | None = None
+
+    def __init__(self, codec: Codec, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
+        check_dtype(dtype)
+        self.codec = codec
+        self.shape = shape
+        self.dtype = dtype
+        self.device = device
+        self._note: Tensor | None = None  # `note` of the message that is being encoded
+        self._nbytes, self._plain = codec.sized(shape, dtype)
+
+    def nbytes(self) -> int:
+        """Bytes of the next message."""
+        return self._nbytes
+
+    def max_nbytes(self) -> int:
+        """Upper bound of the bytes of any message of this session."""
+        return self._nbytes
+
+    def sharing_state(self, *, shape: Sequence[int], dtype: torch.dtype) -> Session:
+        """Return a session for another shape that shares the state of this one; see `StatefulCodec.shared_by`."""
+        return self.codec.open(shape=shape, dtype=dtype, device=self.device)
+
+    def encode(
+        self, x: Tensor, *, training: bool = True, out: Tensor | None = None, note: Tensor | None = None
+    ) -> Tensor:
+        """Encode `x`, whose shape must be the session's.
+
+        Args:
+            x: the tensor. training: False in an evaluation pass: the state is used, but not changed. out: uint8
+                (nbytes(),) to fill; allocated if omitted. note: result of `observe` for the activations whose
+                gradient is `x`.
+
+        Raises:
+            TypeError: `x` is not a tensor of float32, bfloat16 or float16.
+            ValueError: another shape or device, or an `out` of another length, dtype or device.
+        """
+        check_float("x", x)
+        if x.shape != self.shape:
+            raise ValueError(f"x has shape {tuple(x.shape)}; this session is for {tuple(self.shape)}")
+        size = self.nbytes()
+        if out is None:
+            out = torch.empty(size, dtype=torch.uint8, device=x.device)
+        check_payload("out", out, size, x.device)
+        self._note = note
+        if x.numel():
+            if self._plain:
+                plain.write(x.detach().contiguous(), self.dtype, out)
+            else:
+                self._encode(x.detach(), out, training)
+        self._note = None
+        return out
+
+    def decode(self, payload: Tensor, *, out: Tensor | None = None, training: bool = True) -> Tensor:
+        """Decode a payload to the session's shape and dtype (or into `out`); arguments as for `encode`.
+
+        Raises:
+            TypeError: `out` is not a tensor of float32, bfloat16 or float16.
+            ValueError: a payload of another length, dtype or device, or that is not the sender's next message, or an
+                `out` of another shape or device.
+        """
+        check_payload("payload", payload, self.nbytes(), payload.device)
+        if out is None:
+            out = torch.empty(self.shape, dtype=self.dtype, device=payload.device)
+        check_out(out, self.shape, payload.device)
+        if out.numel():
+            if self._plain:
+                plain.read(payload.contiguous(), self.dtype, out, False)
+            else:
+                self._decode(payload, out, training)
+        return out
+
+    def _encode(self, x: Tensor, payload: Tensor, training: bool) -> None:
+        """Fill `payload` (uint8, `nbytes()` long) from `x` (not empty)."""
+        # Not by `Codec.encode`, which would check again what `encode` has checked.
+        target = payload.contiguous()
+        self.codec._encode(x.contiguous(), target)
+        if target is not payload:
+            payload.copy_(target)
+
+    def _decode(self, payload: Tensor, out: Tensor, training: bool) -> None:
+        """Write the tensor in `payload` to `out` (not empty)."""
+        target = out.contiguous()
+        self.codec._decode(payload.contiguous(), target, False)
+        if target is not out:
+            out.copy_(target)
+
+    def observe(self, x: Tensor) -> Tensor | None:
+        """Learn from a tensor of the other direction, as it arrived at this sender: finite or not, (..., C).
+
+        A sender of activations gets their gradients. A sender of gradients gets activations, and the result is passed
+        to `encode` with their gradient. Messages must contain all that the receiver needs. Most formats do nothing.
+        """
+        return None
+
+    def end_step(self) -> None:
+        """End a training step: tensors observed in it may affect messages from the next one on."""
+
+    def state_bytes(self) -> int:
+        """Bytes kept between messages."""
+        return 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state that this end needs to continue after a restart."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the result of `state_dict`.
+
+        Raises:
+            ValueError: the state belongs to another format.
+        """
+        if state:
+            raise ValueError(f"state has {sorted(state)}; a session of {self.codec} keeps no state")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatefulCodec(Codec):
+    """A codec whose sessions keep state between messages; its own `encode` and `decode` raise a ValueError."""
+
+    stateful: ClassVar[bool] = True
+
+    @abstractmethod
+    def open(self, *, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Session: ...
+
+    def choose(self, x: Tensor, gradient: Tensor | None = None, part: float = 1.0, *, backward: bool = False) -> int:
+        """Return the parameter to use for tensors like `x`, or 0 if nothing is open.
+
+        Args:
+            x: a message's activations, or gradients if nothing else is given. The other arguments are given only if
+                `wanted_nats` is a number.
+            gradient: gradient of the loss with respect to these activations.
+            part: share of `wanted_nats` for this tensor.
+            backward: whether gradients like this one are to be sent, not activations.
+        """
+        return 0
+
+    def settle(self, choice: int) -> StatefulCodec:
+        """Return the codec with this choice made; a settled codec returns itself."""
+        return self
+
+    @property
+    def wanted_nats(self) -> float | None:
+        """Allowed increase of the loss by the coded activations of all boundaries, in nats; None: no goal is set."""
+        return None
+
+    def raised(self, choice: int, bits: float) -> int:
+        """Return the choice for `bits` more per element; a format without rates returns `choice` itself."""
+        return choice
+
+    def shared_by(self, shape: Sequence[int]) -> int | None:
+        """Return a key: sessions of shapes with equal keys share state. None: only equal shapes do."""
+        return None
+
+    def _encode(self, x: Tensor, payload: Tensor) -> None:
+        raise ValueError(f"{type(self).__name__} keeps state between messages: use open()")
+
+    def _decode(self, payload: Tensor, out: Tensor, accumulate: bool) -> None:
+        raise ValueError(f"{type(self).__name__} keeps state between messages: use open()")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summable(Codec):
+    """A stateless codec whose payloads can be added to and summed.
+
+    In a sum over ranks, `part(r)` is the codec of rank r's tensor, and `whole()` that of the sum. Both are this codec
+    itself, unless the format distinguishes ranks, as `FeatureInt` does.
+
+    Attributes:
+        shaped: whether the format depends on the tensor's shape: then it cannot code flat pieces or sums over ranks.
+        grain: elements that must stay together when a tensor is cut, such as the features of a token; 1: none.
+        unit: a payload can be cut at multiples of this many elements (`copy_units`); 0: it cannot.
+        ranks: number of ranks whose tensors it can code in a sum; None: any number.
+    """
+
+    shaped: ClassVar[bool] = False
+
+    @property
+    def grain(self) -> int:
+        return 1
+
+    @property
+    def unit(self) -> int:
+        return 0
+
+    @property
+    def ranks(self) -> int | None:
+        return None
+
+    def part(self, rank: int) -> Self:
+        """Return the codec of the tensor that a rank adds to a sum."""
+        return self
+
+    def whole(self) -> Self:
+        """Return the codec of a sum over all ranks."""
+        return self
+
+    def nearest(self) -> Self:
+        """Return the same codec, rounding to nearest."""
+        return self
+
+    def identity(self) -> str:
+        """Return what ranks compare before a sum: the same for all parts of a codec."""
+        return f"{self} [{self.fingerprint()}]"
+
+    def layer(self) -> str:
+        """Return a name that distinguishes codecs with the same `identity`; empty if there is only one."""
+        return ""
+
+    def sections(self, numel: int) -> list[tuple[int, int]]:
+        """Return first byte and length in bytes of each section of a payload, if there is a `unit`.
+
+        In a section each unit of elements has equally many bytes; a shorter last unit has the first of them.
+
+        Raises:
+            TypeError: the format has no `unit`.
+        """
+        raise TypeError(f"codec is {self}; allowed: one whose payloads can be cut into parts, such as BlockFloat8()")
+
+    def copy_units(
+        self, source: Tensor, start: int, target: Tensor, at: int, count: int, *, numel: Sequence[int]
+    ) -> None:
+        """Copy encoded elements from a payload to another.
+
+        Args:
+            source, target: payloads in the format, not plain numbers.
+            start, at: the first element in each, multiples of `unit`. count: of elements; what follows in the last unit
+                is padding.
+            numel: elements of each payload.
+        """
+        of_both = zip(*(self.sections(n) for n in (*numel, self.unit, count)), strict=True)
+        for (from_byte, _), (to_byte, _), (_, width), (_, size) in of_both:
+            part = source[from_byte + start // self.unit * width :][:size]
+            target[to_byte + at // self.unit * width :][:size].copy_(part)
+
+    def add(self, payload: Tensor, x: Tensor) -> Tensor:
+        """Add a tensor to the one in a payload: decode, add in float32, code again.
+
+        Args:
+            payload: uint8, `nbytes(x.shape)` long, contiguous; changed in place.
+            x: float32, bfloat16 or float16, any shape and strides; not changed.
+
+        Returns:
+            The payload.
+
+        Raises:
+            TypeError: `x` is not a tensor of one of these dtypes.
+            ValueError: a payload of another length, dtype or device.
+        """
+        check_float("x", x)
+        check_payload("payload", payload, self.nbytes(x.shape), x.device)
+        if x.numel():
+            target = payload.contiguous()
+            add = partial(Summable._add, self) if self._sends_plain(x.shape) else self._add
+            add(target, x.detach().contiguous())
+            if target is not payload:
+                payload.copy_(target)
+        return payload
+
+    def sum(
+        self, payloads: Iterable[Tensor], *, out: Tensor, divisor: int = 1, scratch: Tensor | None = None
+    ) -> Tensor:
+        """Sum the payloads of all ranks: decode, sum in float32 in the order of the ranks, divide, round once.
+
+        Args:
+            payloads: of rank 0, 1, ..., each made by its `part(rank).encode`; taken one after the other.
+            out: tensor to overwrite: float32, bfloat16 or float16, contiguous; its shape is that of what was coded.
+            divisor: what the sum is divided by.
+            scratch: float32, contiguous, as many elements as `out`: partial sums may go there; allocated if omitted.
+
+        Returns:
+            `out`.
+
+        Raises:
+            TypeError: a dtype of `out` that is not allowed.
+            ValueError: an `out` or `scratch` that is not contiguous, or payloads of another number or length.
+        """
+        check_float("out", out)
+        if not out.is_contiguous() or (scratch is not None and not scratch.is_contiguous()):
+            raise ValueError("out or scratch is not contiguous; allowed: contiguous tensors")
+        if out.numel():
+            add_up = partial(Summable._sum, self) if self._sends_plain(out.shape) else self._sum
+            add_up(payloads, out, divisor, scratch)
+        return out
+
+    def _add(self, payload: Tensor, x: Tensor) -> None:
+        """Implement `add` for a contiguous tensor; formats override it to avoid a float32 copy."""
+        total = x.float() if x.dtype != torch.float32 else x.clone()
+        self.decode(payload, shape=x.shape, out=total, accumulate=True)
+        self.encode(total, out=payload)
+
+    def _sum(self, payloads: Iterable[Tensor], out: Tensor, divisor: int, scratch: Tensor | None) -> None:
+        """Implement `sum` for a tensor that is not empty; formats override it to avoid a float32 copy."""
+        total = out if out.dtype == torch.float32 else scratch
+        if total is None:
+            total = torch.empty(out.shape, device=out.device)
+        total = total.view(out.shape)
+        for rank, payload in enumerate(payloads):
+            self.part(rank).decode(payload, shape=out.shape, out=total, accumulate=rank > 0)
+        if divisor > 1:
+            total.div_(total.new_full((), divisor))  # CUDA multiplies by the inverse of a number
+        if total is not out:
+            out.copy_(total)

@@ -12,8 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from lowbit.codecs.base import Codec
-from lowbit.codecs.sessions import Session
+from lowbit.codecs.base import Codec, Session
 
 T = TypeVar("T")
 

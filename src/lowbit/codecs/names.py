@@ -1,15 +1,30 @@
-"""Codecs by name, for command lines and configuration files."""
+"""Codecs by name, for command lines and configuration files: lowbit's own, and those of installed packages.
+
+Each folder next to this file with a `codec.py` is a format: it has the codec class and, in `SHORT_NAMES`, factories by
+short name. Another package adds formats in its pyproject.toml, each by a short name or the name of a class:
+
+    [project.entry-points."lowbit.codecs"]
+    sign = "their_package:Sign"                 # a codec class, or a function without arguments that returns a codec
+
+Entry points name code that the user has installed, and are loaded when the user names a format. Peers cannot make this
+process load code: they only compare fingerprints.
+"""
 
 from __future__ import annotations
 
 import ast
 import dataclasses
 import difflib
+import functools
+import importlib
 import inspect
+from collections.abc import Callable, Mapping
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from lowbit.codecs import registry
 from lowbit.codecs.base import Codec
 from lowbit.codecs.defaults import backward_codec
 
@@ -66,7 +81,7 @@ def parse(text: str) -> Codec:
     """Return the codec of a short name ("transform", "int4", "bf16") or a full form ("GroupInt(bits=6, group=32)").
 
     The full form is what `repr` prints: keyword arguments that are literals, dtypes or other codecs. Installed packages
-    may add formats (see `lowbit.codecs.registry`).
+    may add formats (see `lowbit.codecs.names`).
 
     Raises:
         ValueError: an unknown name, or a form that cannot be read; arguments raise what the codec raises.
@@ -79,7 +94,7 @@ def parse(text: str) -> Codec:
         node = None
     if isinstance(node, ast.Call):
         return _build(node, text)
-    factory = registry.named(text)
+    factory = named(text)
     if factory is None and text.startswith("feature-int"):
         raise ValueError(
             f"codec is {text!r}, which needs calibrated ranges; allowed: a codec that does not, or for the sums of "
@@ -99,16 +114,16 @@ def parse(text: str) -> Codec:
 
 
 def _short_names() -> list[str]:
-    return [*registry.short_names(), *(point.name for point in registry.outside())]
+    return [*short_names(), *(point.name for point in outside())]
 
 
 def _class_names() -> list[str]:
-    return [*registry.classes(), *(point.attr for point in registry.outside() if point.attr[:1].isupper())]
+    return [*classes(), *(point.attr for point in outside() if point.attr[:1].isupper())]
 
 
 def _build(node: ast.Call, text: str) -> Codec:
     name = node.func.id if isinstance(node.func, ast.Name) else ast.unparse(node.func)
-    factory = registry.named(name) if name.isidentifier() else None
+    factory = named(name) if name.isidentifier() else None
     if not isinstance(factory, type) or not issubclass(factory, Codec) or node.args:
         raise ValueError(f"codec is {text!r}; allowed: {', '.join(_class_names())} with keyword arguments")
     parameters = inspect.signature(factory).parameters
@@ -133,3 +148,74 @@ def _value(node: ast.expr, text: str) -> object:
         return ast.literal_eval(node)
     except ValueError as error:
         raise ValueError(f"codec is {text!r}: cannot read {ast.unparse(node)!r}") from error
+
+
+Factory = Callable[..., Any]
+
+
+@functools.cache
+def formats() -> Mapping[str, type[Codec]]:
+    """The codec class of each of lowbit's own formats, by the name of its folder."""
+    codecs = {}
+    for folder in sorted(path.parent.name for path in Path(__file__).parent.glob("*/codec.py")):
+        module = importlib.import_module(f"{__package__}.{folder}.codec")
+        own = [c for c in vars(module).values() if inspect.isclass(c) and c.__module__ == module.__name__]
+        (codecs[folder],) = (c for c in own if issubclass(c, Codec))
+    return codecs
+
+
+@functools.cache
+def short_names() -> dict[str, Factory]:
+    """The factory of each of lowbit's own short names."""
+    modules = (inspect.getmodule(codec) for codec in formats().values())
+    return {name: factory for module in modules for name, factory in getattr(module, "SHORT_NAMES", {}).items()}
+
+
+@functools.cache
+def classes() -> dict[str, type[Codec]]:
+    """lowbit's own codec classes that can be named in full, by their names: those with a short name."""
+    named = {type(factory()) for factory in short_names().values()}
+    return {codec.__name__: codec for codec in formats().values() if codec in named}
+
+
+@functools.cache
+def outside() -> tuple[EntryPoint, ...]:
+    """Entry points of formats in installed packages, not loaded."""
+    return tuple(entry_points(group="lowbit.codecs"))
+
+
+def named(name: str) -> Factory | None:
+    """Return the factory with a short name, or the class with a name; None if there is neither.
+
+    Raises:
+        ValueError: the name is ambiguous, or its entry point cannot be loaded or is not a codec.
+    """
+    own = short_names().get(name) or classes().get(name)
+    theirs = [point for point in outside() if name in (point.name, point.attr)]
+    if not theirs:
+        return own
+    if own or len({point.value for point in theirs}) > 1:
+        rivals = ["lowbit"] * bool(own) + [_described(point) for point in theirs]
+        raise ValueError(
+            f"codec {name!r} is ambiguous: it is a name of {' and of '.join(rivals)}; allowed: one of them"
+        )
+    return _loaded(theirs[0])
+
+
+def _loaded(point: EntryPoint) -> Factory:
+    try:
+        loaded = point.load()
+    except Exception as error:  # foreign code: its errors must not affect lowbit's formats
+        raise ValueError(f"{_described(point)} cannot be loaded: {type(error).__name__}: {error}") from error
+    if not callable(loaded):
+        raise ValueError(
+            f"{_described(point)} is {loaded!r}; allowed: a codec class, or a function that returns a codec"
+        )
+    if inspect.isclass(loaded) and loaded.__name__ in classes():
+        raise ValueError(f"{_described(point)} has the name of one of lowbit's own codecs; allowed: another name")
+    return loaded
+
+
+def _described(point: EntryPoint) -> str:
+    package = point.dist.name if point.dist else "an unknown package"
+    return f"the entry point {point.name} = {point.value} of {package}"

@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from lowbit.codecs.sums import Summable
+from lowbit.codecs.base import Summable
 from lowbit.collectives.exchange import PayloadExchange
 
 _ALIGN = 16  # elements: shards start at multiples of it, for vector registers

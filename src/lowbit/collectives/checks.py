@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowbit.codecs.base import Codec
+from lowbit.codecs.base import Codec, Summable
 from lowbit.codecs.checks import FLOATS, check_choice, check_int, check_timeout
-from lowbit.codecs.sums import Summable
 from lowbit.collectives.algorithms import CHUNK, SMALL
 from lowbit.collectives.calls import TIMEOUT
 from lowbit.wire.checksum import check_checksums

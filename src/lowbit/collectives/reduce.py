@@ -9,8 +9,7 @@ from typing import Literal
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit.codecs.base import Codec
-from lowbit.codecs.sums import Summable
+from lowbit.codecs.base import Codec, Summable
 from lowbit.collectives import algorithms
 from lowbit.collectives.algorithms import CHUNK, SMALL, Coded, Shards
 from lowbit.collectives.calls import TIMEOUT, CollectiveCall, Pending, Transport, queue_of

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lowbit.codecs import Cast
-from lowbit.codecs.sums import Summable
+from lowbit.codecs.base import Summable
 from lowbit.collectives.calls import Pending
 from lowbit.collectives.reduce import all_gather, average_coded, average_coded_bytes
 from lowbit.gradients.stored import Stored

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowbit.codecs import BlockFloat8
-from lowbit.codecs.base import Codec
-from lowbit.codecs.sums import Summable
+from lowbit.codecs.base import Codec, Summable
 from lowbit.collectives.checks import check_call
 from lowbit.collectives.reduce import TIMEOUT
 from lowbit.gradients.average import agree_on, average

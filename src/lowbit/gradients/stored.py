@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lowbit.codecs.base import Summable
 from lowbit.codecs.checks import FLOATS
-from lowbit.codecs.sums import Summable
 
 
 @dataclass(slots=True)

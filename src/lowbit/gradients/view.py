@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lowbit.codecs.base import Summable
 from lowbit.codecs.checks import FLOATS
-from lowbit.codecs.sums import Summable
 from lowbit.gradients.stored import Stored, as_shard, local
 
 _aten = torch.ops.aten

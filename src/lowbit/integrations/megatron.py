@@ -15,11 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowbit import __version__
-from lowbit.codecs.base import Codec
+from lowbit.codecs.base import Codec, Session
 from lowbit.codecs.checks import FLOATS
 from lowbit.codecs.defaults import RECOMMENDED
 from lowbit.codecs.foreign import open_session
-from lowbit.codecs.sessions import Session
 from lowbit.integrations import engine, part
 from lowbit.pipeline import Traffic
 from lowbit.pipeline.arguments import check_numbers, default_backward

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowbit.codecs.base import Codec
+from lowbit.codecs.base import Codec, StatefulCodec
 from lowbit.codecs.checks import check_int, check_timeout
 from lowbit.codecs.defaults import backward_codec
-from lowbit.codecs.stateful import StatefulCodec
 
 Codecs = Codec | Mapping[int, Codec]
 """One codec for all boundaries, or a mapping from boundary index (i: between stages i and i + 1)."""

@@ -13,10 +13,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lowbit.codecs.base import Codec
+from lowbit.codecs.base import Codec, Session
 from lowbit.codecs.checks import FLOATS
 from lowbit.codecs.foreign import check_ends, is_own, open_session
-from lowbit.codecs.sessions import Session
 from lowbit.pipeline.arguments import StepKind
 from lowbit.pipeline.states import Look, Slot, States, described
 from lowbit.wire.traffic import Traffic

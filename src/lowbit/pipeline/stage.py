@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.codecs.base import Codec
+from lowbit.codecs.base import Codec, Session
 from lowbit.codecs.defaults import RECOMMENDED
-from lowbit.codecs.sessions import Session
 from lowbit.pipeline.arguments import (
     Codecs,
     check_numbers,

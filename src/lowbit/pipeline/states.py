@@ -10,10 +10,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from lowbit.codecs.base import Codec
+from lowbit.codecs.base import Codec, Session, StatefulCodec
 from lowbit.codecs.foreign import CHOICE, COMPARED, DIGEST, PROPOSAL, call, open_session
-from lowbit.codecs.sessions import Session
-from lowbit.codecs.stateful import StatefulCodec
 
 log = logging.getLogger(__name__)
 

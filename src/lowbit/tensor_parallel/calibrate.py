@@ -15,10 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lowbit.codecs.base import Codec
+from lowbit.codecs.base import Codec, Summable
 from lowbit.codecs.checks import check_choice, check_int
 from lowbit.codecs.feature_int.codec import GAINS
-from lowbit.codecs.sums import Summable
 from lowbit.collectives import agree
 from lowbit.tensor_parallel.calibration import (
     SHARE,

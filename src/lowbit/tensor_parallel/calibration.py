@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowbit.codecs import FeatureInt
+from lowbit.codecs.base import Summable
 from lowbit.codecs.checks import check_choice, check_int
 from lowbit.codecs.feature_int.codec import CLIPS, GAINS
 from lowbit.codecs.feature_int.reference import FEWEST, MOST
-from lowbit.codecs.sums import Summable
 from lowbit.tensor_parallel.identity import identity
 from lowbit.tensor_parallel.inputs import input_format
 from lowbit.tensor_parallel.observe import AVERAGES

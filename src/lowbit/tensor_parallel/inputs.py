@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lowbit.codecs import Cast, GroupInt
-from lowbit.codecs.sums import Summable
+from lowbit.codecs.base import Summable
 from lowbit.collectives.checks import check_flat
 from lowbit.tensor_parallel import op
 from lowbit.tensor_parallel.plan import shards

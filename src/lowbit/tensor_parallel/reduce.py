@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit.codecs.base import Codec
+from lowbit.codecs.base import Codec, Summable
 from lowbit.codecs.checks import check_choice, check_int, check_timeout
-from lowbit.codecs.sums import Summable
 from lowbit.collectives import all_reduce
 from lowbit.collectives.algorithms import CHUNK, Shards, choose, one_shot, two_shot
 from lowbit.collectives.calls import TIMEOUT

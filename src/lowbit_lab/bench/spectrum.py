@@ -18,7 +18,7 @@ from pydantic import Field
 from torch import Tensor
 
 from lowbit.codecs import Codec, parse
-from lowbit.codecs.sessions import Session
+from lowbit.codecs.base import Session
 from lowbit.config import ConfigError, Positive, section
 from lowbit.report import Column, Command, Row, Table
 from lowbit.train.config import DataConfig, ModelConfig

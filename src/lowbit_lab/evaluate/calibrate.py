@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowbit.codecs import parse
-from lowbit.codecs.sums import Summable
+from lowbit.codecs.base import Summable
 from lowbit.collectives import agree
 from lowbit.collectives.checks import check_summable
 from lowbit.config import ConfigError

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lowbit import kernels
 from lowbit.codecs import TransformQuant
+from lowbit.codecs.base import Session
 from lowbit.codecs.basis.memory import Headers
-from lowbit.codecs.sessions import Session
 from lowbit.codecs.transform_quant import layout
 from lowbit.codecs.transform_quant.layout import LANES, TransformGeometry
 from lowbit.codecs.transform_quant.reference import ENTRY, body_nbytes

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lowbit import kernels
 from lowbit.codecs import TransformQuant, parse
-from lowbit.codecs.sessions import Session
+from lowbit.codecs.base import Session
 from lowbit.codecs.transform_quant import layout
 from lowbit.codecs.transform_quant.basis import coefficients, transform_of
 from lowbit.codecs.transform_quant.basis import tokens as tokens_of

@@ -10,11 +10,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lowbit.codecs.base import Codec
+from lowbit.codecs.base import Codec, Session, StatefulCodec
 from lowbit.codecs.cast.codec import Cast
 from lowbit.codecs.group_int.codec import GroupInt
-from lowbit.codecs.sessions import Session
-from lowbit.codecs.stateful import StatefulCodec
 
 
 @dataclass(frozen=True, kw_only=True)

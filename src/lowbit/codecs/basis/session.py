@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowbit.codecs.base import Session, StatefulCodec
 from lowbit.codecs.basis.memory import Memory
 from lowbit.codecs.basis.reference import Basis, BasisGeometry, follow, renew
-from lowbit.codecs.sessions import Session
-from lowbit.codecs.stateful import StatefulCodec
 from lowbit.kernels import apart, implementation
 from lowbit.kernels.layout import ALIGNMENT
 

@@ -10,9 +10,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from lowbit.codecs.base import Summable
 from lowbit.codecs.block_float8.reference import block_float8_layout, decode, encode
 from lowbit.codecs.checks import check_choice, check_int, draw_seed
-from lowbit.codecs.sums import Summable
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from lowbit.codecs import plain
+from lowbit.codecs.base import Summable
 from lowbit.codecs.checks import FLOATS
-from lowbit.codecs.sums import Summable
 
 
 @dataclass(frozen=True, kw_only=True)

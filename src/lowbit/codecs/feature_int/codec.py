@@ -12,10 +12,10 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from lowbit.codecs.base import Summable
 from lowbit.codecs.checks import check_choice, check_int
 from lowbit.codecs.feature_int import reference
 from lowbit.codecs.feature_int.reference import FEWEST, MOST, center_of, feature_int_layout
-from lowbit.codecs.sums import Summable
 from lowbit.kernels.packing import planes_nbytes
 
 # Bounds of ranges: their reciprocals are normal numbers.

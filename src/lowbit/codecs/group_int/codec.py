@@ -10,9 +10,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from lowbit.codecs.base import Summable
 from lowbit.codecs.checks import check_choice, check_int, draw_seed
 from lowbit.codecs.group_int.reference import decode, encode, group_int_layout
-from lowbit.codecs.sums import Summable
 
 
 @dataclass(frozen=True, kw_only=True)

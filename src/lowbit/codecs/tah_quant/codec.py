@@ -10,8 +10,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from lowbit.codecs.base import Summable
 from lowbit.codecs.checks import check_choice, check_fraction, check_int
-from lowbit.codecs.sums import Summable
 from lowbit.codecs.tah_quant.layout import TAHGeometry, tah_geometry
 from lowbit.codecs.tah_quant.reference import decode, encode
 

@@ -13,9 +13,9 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from lowbit.codecs.base import Session
 from lowbit.codecs.basis.memory import BAD_STREAMS
 from lowbit.codecs.basis.session import BasisCodec, BasisSession, folded
-from lowbit.codecs.sessions import Session
 from lowbit.codecs.transform_quant.basis import Transform, transform_of
 from lowbit.codecs.transform_quant.layout import TransformGeometry, transform_geometry
 from lowbit.codecs.transform_quant.rate import bits_for_loss, coded_bits
