@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowbit import kernels
 from lowbit.codecs import BlockFloat8, Codec, FeatureInt, GroupInt, TAHQuant, TransformQuant
-from lowbit.codecs.transform_quant.layout import transform_geometry
+from lowbit.codecs.transform_quant.reference import transform_geometry
 from tests.codecs.examples import rooms
 from tests.codecs.group_int.examples import KERNELS as GROUP_INT
 from tests.codecs.tah_quant.examples import BY_TOKEN, GPU

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lowbit import kernels
 from lowbit.codecs import AQSGD, TransformQuant
-from lowbit.codecs.basis.reference import follow
+from lowbit.codecs.transform_quant.basis import follow
 from lowbit.codecs.transform_quant.codec import TransformSession
 from lowbit.codecs.transform_quant.reference import LARGEST, decode
 

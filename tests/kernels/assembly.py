@@ -32,7 +32,7 @@ import lowbit.codecs.transform_quant.gpu as transform
 import lowbit.codecs.transform_quant.gpu_fit as transform_fit
 from lowbit.codecs import BlockFloat8, Codec, GroupInt, TAHQuant
 from lowbit.codecs.feature_int.reference import feature_int_layout
-from lowbit.codecs.transform_quant.layout import transform_geometry
+from lowbit.codecs.transform_quant.reference import transform_geometry
 
 ROWS, CHANNELS = 8 * 4096, 4096
 POINTERS = {

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lowbit.codecs import TransformQuant
 from lowbit.codecs.base import Session
 from lowbit.codecs.transform_quant.codec import TransformSession
-from lowbit.codecs.transform_quant.weights import FELT
+from lowbit.codecs.transform_quant.memory import FELT
 from lowbit.pipeline import LowBitStage, emulate_
 from tests.pipeline import test_goal, toy
 from tests.pipeline.test_goal import equal

@@ -11,11 +11,10 @@ from torch import Tensor
 from lowbit import kernels
 from lowbit.codecs import TransformQuant
 from lowbit.codecs.base import Session
-from lowbit.codecs.basis.memory import Headers
-from lowbit.codecs.transform_quant import layout
-from lowbit.codecs.transform_quant.layout import LANES, TransformGeometry
-from lowbit.codecs.transform_quant.reference import ENTRY, body_nbytes
-from tests.codecs.basis.messages import crossed, same_state
+from lowbit.codecs.transform_quant import reference
+from lowbit.codecs.transform_quant.memory import Headers
+from lowbit.codecs.transform_quant.reference import ENTRY, LANES, TransformGeometry, body_nbytes
+from tests.codecs.transform_quant.messages import crossed, same_state
 from tests.codecs.transform_quant.test_transform_quant import ends, tokens
 
 ALWAYS = ("header", "slots", "lengths", "directions", "table")
@@ -51,7 +50,7 @@ def parts(payload: Tensor, geo: TransformGeometry) -> dict[str, list[range]]:
 @pytest.mark.parametrize("step", ["token", "message"])
 @pytest.mark.parametrize("training", [True, False])
 def test_changed_bytes(step: str, training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "STREAM", 1 << 10)  # two streams
+    monkeypatch.setattr(reference, "STREAM", 1 << 10)  # two streams
     shape = (64, 32)
     sender, receiver = ends(TransformQuant(step=step), shape)
     for seed in range(2):

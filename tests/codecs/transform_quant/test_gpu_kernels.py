@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit.codecs.transform_quant import layout, reference
-from lowbit.codecs.transform_quant.layout import TransformGeometry, transform_geometry
+from lowbit.codecs.transform_quant import reference
+from lowbit.codecs.transform_quant.reference import TransformGeometry, transform_geometry
 
 pytest.importorskip("triton")
 
@@ -95,7 +95,7 @@ def numbers_of(message: Message) -> Tensor:
 def test_each_backend_decodes_what_the_other_sends(
     rows: int, channels: int, by_token: bool, bits: float, stream: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layout, "STREAM", stream)
+    monkeypatch.setattr(reference, "STREAM", stream)
     z = tensor(rows, channels)
     messages = [sent(backend, z, by_token, bits) for backend in (reference, gpu)]
     errors = [(numbers_of(message) - z).norm() / z.norm() for message in messages]
@@ -107,7 +107,7 @@ def test_each_backend_decodes_what_the_other_sends(
 
 @pytest.mark.parametrize("by_token", [True, False])
 def test_zeros_nan_and_outliers(by_token: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "STREAM", 160)
+    monkeypatch.setattr(reference, "STREAM", 160)
     z = tensor(6, 70)
     z[:, 60:] = 0
     z[0, 65], z[4, 66] = 100, -1e4  # far beyond what their channels' scales say
@@ -136,7 +136,7 @@ def test_attempts_that_do_not_fit_are_repeated_with_larger_steps(monkeypatch: py
 
 
 def test_hostile_streams_are_not_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "STREAM", 64)
+    monkeypatch.setattr(reference, "STREAM", 64)
     message = sent(reference, tensor(4, 40), True, 7.0)
     good = message.payload.clone()
     table, size = message.geo.layout.offsets["streams"], 12 * message.geo.streams

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lowbit.codecs import TransformQuant, parse
 from lowbit.codecs.transform_quant.rate import bits_for_loss
-from tests.codecs.basis.messages import crossed
+from tests.codecs.transform_quant.messages import crossed
 from tests.codecs.transform_quant.test_transform_quant import ends, tokens
 
 ROWS, CHANNELS = 256, 64

@@ -12,8 +12,14 @@ from torch import Tensor
 from lowbit import kernels
 from lowbit.codecs import TransformQuant
 from lowbit.codecs.transform_quant import cpu_fit, reference
-from lowbit.codecs.transform_quant.layout import TransformGeometry, transform_geometry
-from lowbit.codecs.transform_quant.reference import FURTHEST_BELOW, MOST_LOWERED, OUTLYING, lowered
+from lowbit.codecs.transform_quant.reference import (
+    FURTHEST_BELOW,
+    MOST_LOWERED,
+    OUTLYING,
+    TransformGeometry,
+    lowered,
+    transform_geometry,
+)
 from tests.codecs.transform_quant.test_transform_quant import ends, tokens
 
 ROWS, CHANNELS = 48, 40

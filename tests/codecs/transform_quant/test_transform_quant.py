@@ -15,13 +15,12 @@ from torch import Tensor
 from lowbit import kernels
 from lowbit.codecs import TransformQuant, parse
 from lowbit.codecs.base import Session
-from lowbit.codecs.transform_quant import layout
+from lowbit.codecs.transform_quant import reference
 from lowbit.codecs.transform_quant.basis import coefficients, transform_of
 from lowbit.codecs.transform_quant.basis import tokens as tokens_of
-from lowbit.codecs.transform_quant.layout import suited
-from lowbit.codecs.transform_quant.reference import LARGEST, decode, dither, steps
-from tests.codecs.basis import messages
-from tests.codecs.basis.messages import crossed, decibels, same_state
+from lowbit.codecs.transform_quant.reference import LARGEST, decode, dither, steps, suited
+from tests.codecs.transform_quant import messages
+from tests.codecs.transform_quant.messages import crossed, decibels, same_state
 
 SHAPE = (2, 40, 48)
 STEPS = ("token", "message")
@@ -88,7 +87,7 @@ def test_backends_decode_each_others_messages_alike(shape: tuple[int, ...], sour
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_several_streams(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "STREAM", 1 << 9)
+    monkeypatch.setattr(reference, "STREAM", 1 << 9)
     for shape in ((50, 48), (7, 600)):
         sender, receiver = ends(TransformQuant(), shape)
         assert sender._geometry.streams > 3

@@ -11,7 +11,7 @@ from torch import Tensor
 from lowbit import kernels
 from lowbit.codecs import TransformQuant
 from lowbit.codecs.base import Session
-from lowbit.codecs.transform_quant.weights import FELT, ONE, SEEN, factors, levels_of, packed, sampled, sinks
+from lowbit.codecs.transform_quant.memory import FELT, ONE, SEEN, factors, levels_of, packed, sampled, sinks
 from tests.codecs.transform_quant.test_transform_quant import ends, tokens
 
 SHAPE = (64, 33)

@@ -8,20 +8,18 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from lowbit.codecs.base import Session
-from lowbit.codecs.basis.memory import BAD_STREAMS
-from lowbit.codecs.basis.session import BasisCodec, BasisSession, folded
-from lowbit.codecs.transform_quant.basis import Transform, transform_of
-from lowbit.codecs.transform_quant.layout import TransformGeometry, transform_geometry
+from lowbit.codecs.base import Session, StatefulCodec
+from lowbit.codecs.transform_quant.basis import Basis, Transform, follow, renew, transform_of
+from lowbit.codecs.transform_quant.memory import BAD_STREAMS, ONE, SEEN, Memory, factors, packed, sampled, sinks
 from lowbit.codecs.transform_quant.rate import bits_for_loss, coded_bits
-from lowbit.codecs.transform_quant.reference import decode, encode
-from lowbit.codecs.transform_quant.weights import ONE, SEEN, WeightedMemory, factors, packed, sampled, sinks
+from lowbit.codecs.transform_quant.reference import TransformGeometry, decode, encode, transform_geometry
 from lowbit.kernels import apart, implementation
+from lowbit.kernels.layout import ALIGNMENT
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +30,7 @@ DECIBELS = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class TransformQuant(BasisCodec):
+class TransformQuant(StatefulCodec):
     """Send tokens as entropy-coded coefficients in a basis that both ends hold, at a set rate, both ways.
 
     This is transform coding, as in image codecs. Tensors at a boundary lie near a small subspace. An orthonormal
@@ -162,7 +160,7 @@ class TransformQuant(BasisCodec):
 
     def choose(self, x: Tensor, gradient: Tensor | None = None, part: float = 1.0, *, backward: bool = False) -> int:
         """Choose the rate for messages like `x`, (..., C), in 64ths of a bit; the default if `x` is unusable."""
-        rows, channels = folded(x.shape)
+        rows, channels = _folded(x.shape)
         codec = replace(self._unset, step="token") if backward else self._unset
         geo, x_RC = codec.geometry(x.shape), x.detach().reshape(rows, channels)
         with apart(x.device):
@@ -201,6 +199,9 @@ class TransformQuant(BasisCodec):
             return 0
         return min(int(MOST * GRAIN), math.ceil(max(size, geo.least()) * 8 * GRAIN / numel))
 
+    def shared_by(self, shape: Sequence[int]) -> int:
+        return _folded(shape)[1]
+
     def format_nbytes(self, shape: Sequence[int]) -> int:
         geo, numel = self.geometry(shape), math.prod(shape)
         if self.bits is None and geo.overhead() > 2 * numel:
@@ -218,7 +219,7 @@ class TransformQuant(BasisCodec):
                 "bits is 'auto': the rate is chosen in the last step of a pipeline's warm-up, and nothing can be coded "
                 "earlier; allowed here: a number, or None"
             )
-        rows, channels = folded(shape)
+        rows, channels = _folded(shape)
         geo = transform_geometry(rows, channels, self.step == "token", self.bits, CODED[self.step])
         if self.bits is not None and math.prod(shape) and geo.layout.nbytes < geo.least():
             raise ValueError(
@@ -230,16 +231,26 @@ class TransformQuant(BasisCodec):
 
     def open(self, *, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Session:
         geo = self.geometry(shape)
-        memory = WeightedMemory(geo.directions, geo.channels, torch.device(device), root=2 if geo.by_token else 4)
+        memory = Memory(geo.directions, geo.channels, torch.device(device), root=2 if geo.by_token else 4)
         return TransformSession(self, torch.Size(shape), dtype, torch.device(device), memory)
 
 
-class TransformSession(BasisSession):
-    """One shape's messages."""
+class TransformSession(Session):
+    """Session for one shape; its state is shared with sessions of other shapes of the same width."""
 
     codec: TransformQuant
-    _memory: WeightedMemory
-    _geometry: TransformGeometry
+
+    def __init__(
+        self, codec: TransformQuant, shape: torch.Size, dtype: torch.dtype, device: torch.device, memory: Memory
+    ) -> None:
+        super().__init__(codec, shape, dtype, device)
+        self._memory, self._geometry = memory, codec.geometry(shape)
+        # Compiled code would free tensors whose addresses kernels use. (Decorators would import the compiler at once.)
+        disable = torch.compiler.disable
+        vars(self).update(encode=disable(self.encode), decode=disable(self.decode), observe=disable(self.observe))
+
+    def sharing_state(self, *, shape: Sequence[int], dtype: torch.dtype) -> Session:
+        return TransformSession(self.codec, torch.Size(shape), dtype, self.device, self._memory)
 
     def observe(self, x: Tensor) -> Tensor | None:
         geo = self._geometry
@@ -256,7 +267,30 @@ class TransformSession(BasisSession):
     def end_step(self) -> None:
         self._memory.end_step()
 
+    def _encode(self, x: Tensor, payload: Tensor, training: bool) -> None:
+        device = self._memory.directions.device
+        if x.device != device:
+            raise ValueError(f"x is on {x.device}; this session is for {device}")
+        target = torch.empty_like(payload) if payload.data_ptr() % ALIGNMENT else payload
+        target.zero_()  # also between sections
+        with apart(device):
+            self._code(x.contiguous(), target, training)
+            if target is not payload:
+                payload.copy_(target)
+
+    def _decode(self, payload: Tensor, out: Tensor, training: bool) -> None:
+        device = self._memory.directions.device
+        if payload.device != device:
+            raise ValueError(f"payload is on {payload.device}; expected {device}")
+        payload = payload.clone() if payload.data_ptr() % ALIGNMENT else payload.contiguous()
+        target = out.detach().contiguous()
+        with apart(device):
+            self._follow(payload, target, training)
+            if target.data_ptr() != out.data_ptr():
+                out.copy_(target)
+
     def _code(self, x: Tensor, payload: Tensor, training: bool) -> None:
+        """Fill an aligned payload of zeros from contiguous `x`."""
         memory, geo = self._memory, self._geometry
         x_RC = x.view(geo.rows, geo.channels).float()
         weights, factor_C = memory.weights(x_RC, own=geo.by_token)
@@ -267,21 +301,36 @@ class TransformSession(BasisSession):
             gains = geo.layout.section(payload, "gains").copy_(packed(self._note, 0))
             if (factor_R := factors(gains, geo.rows, 0, inverse=False)) is not None:
                 x_RC = x_RC * factor_R[:, None]
-        new, products_RK = self._renewed(x_RC, payload, training)
+        basis = Basis(memory.directions, memory.transform().inverse(), memory.digest)
+        new = Basis(*map(torch.empty_like, basis))
+        products_RK = implementation(renew, self.device)(x_RC, basis, payload, new, memory.messages, training, geo)
         transform = self._transform(payload, new.directions_KC)
         header = geo.layout.section(payload, "header", torch.int32)
         implementation(encode, self.device)(transform.coefficients(x_RC, products_RK), header, payload, geo)
         if training:
-            memory.keep(new.directions_KC, new.digest, transform=transform)
+            memory.keep(new.directions_KC, new.digest, transform)
 
     def _follow(self, payload: Tensor, out: Tensor, training: bool) -> None:
-        geo = self._geometry
-        directions_KC, digest, expected = self._next(payload, training)
+        """Write the tensor in an aligned payload to contiguous `out`.
+
+        Raises:
+            ValueError: the header is wrong, and the host knows it already.
+        """
+        memory, geo = self._memory, self._geometry
+        directions_KC, digest = map(torch.empty_like, (memory.directions, memory.digest))
+        expected = torch.empty(4, dtype=torch.int32, device=payload.device)
+        implementation(follow, self.device)(
+            payload, memory.directions, memory.digest, expected, directions_KC, digest, memory.messages, training, geo
+        )
         z_RC = directions_KC.new_empty(geo.rows, geo.channels)
         header = geo.layout.section(payload, "header", torch.int32)
         whole = implementation(decode, self.device)(payload, header, z_RC, geo)
         expected[3] = torch.where(whole, expected[3], BAD_STREAMS)
-        directions_KC, z_RC = self._checked(payload, expected, directions_KC, z_RC)
+        if not memory.headers.compare(header, expected):
+            # The host learns the outcome later: a wrong message decodes to NaN and does not change the directions.
+            wrong = ((header != expected) | (expected < 0)).any()
+            directions_KC = torch.where(wrong, memory.directions, directions_KC)
+            z_RC = torch.where(wrong, math.nan, z_RC)
         gains, levels = (geo.layout.section(payload, name) for name in ("gains", "weights"))
         if (factor_R := factors(gains, geo.rows, 0, inverse=True)) is not None:
             z_RC *= factor_R[:, None]
@@ -289,12 +338,33 @@ class TransformSession(BasisSession):
         transform = self._transform(payload, directions_KC)
         transform.tokens(z_RC, out.view(geo.rows, geo.channels), factor_C)
         if training:
-            self._memory.keep(directions_KC, digest, transform=transform)
+            memory.keep(directions_KC, digest, transform)
 
     def _transform(self, payload: Tensor, directions_KC: Tensor) -> Transform:
         """Return the transform of the directions that a payload's new ones lead to."""
         slots = self._geometry.layout.section(payload, "slots", torch.int16)
         return implementation(transform_of, self.device)(directions_KC, self._memory.transform(), slots)
+
+    def state_bytes(self) -> int:
+        return self._memory.directions.nbytes + 16
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the directions, float32 (K, C), the number of messages so far, and the digest of their directions."""
+        return self._memory.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the result of `state_dict`; an empty one is the state before the first message.
+
+        Raises:
+            ValueError: it has another number of directions, or another width.
+        """
+        self._memory.load_state_dict(state, self.codec)
+
+
+def _folded(shape: Sequence[int]) -> tuple[int, int]:
+    """Fold any shape to (tokens, channels)."""
+    padded = (1, 1, *shape)
+    return math.prod(padded[:-1]), padded[-1]
 
 
 def _number(name: str, value: object, most: float, besides: str = "") -> float:

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowbit.codecs.transform_quant.cpu_basis import transform_of
-from lowbit.codecs.transform_quant.cpu_fit import first_step, fitted, next_step, token_steps
+from lowbit.codecs.transform_quant.cpu_basis import follow, renew, transform_of
+from lowbit.codecs.transform_quant.cpu_fit import first_step, fitted, next_step, own_squares, token_steps
 from lowbit.codecs.transform_quant.cpu_symbols import (
     DEAD_TOKEN,
     NEUTRAL,
@@ -34,14 +34,15 @@ from lowbit.codecs.transform_quant.cpu_symbols import (
     symbol_of,
     word_places,
 )
-from lowbit.codecs.transform_quant.cpu_weights import own_squares
-from lowbit.codecs.transform_quant.layout import LANES, SLACK, TransformGeometry
 from lowbit.codecs.transform_quant.reference import (
     BEGIN,
     ENTRY,
+    LANES,
     LEAST_STEP,
     MOST_LEVEL,
     MOST_STEP,
+    SLACK,
+    TransformGeometry,
     body_nbytes,
 )
 from lowbit.codecs.transform_quant.tables import CONTEXTS, MIDDLE
@@ -50,7 +51,7 @@ from lowbit.kernels.cpu.memory import get_byte, get_float, get_half, get_int, pu
 from lowbit.kernels.cpu.room import Room, address
 from lowbit.kernels.cpu.threads import over_rows
 
-__all__ = ["decode", "encode", "own_squares", "transform_of"]
+__all__ = ["decode", "encode", "follow", "own_squares", "renew", "transform_of"]
 
 STATES = 4 * LANES
 BEYOND = -MIDDLE  # marks a code beyond the symbols

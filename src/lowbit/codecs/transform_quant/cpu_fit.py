@@ -1,4 +1,4 @@
-"""Choices of a `TransformQuant` sender: scales of channels and tokens, and the step that fills the payload."""
+"""Choices of a `TransformQuant` sender: scales of channels and tokens, the step that fills a payload, own weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lowbit.codecs.transform_quant.cpu_symbols import (
     scale_of,
     symbol_of,
 )
-from lowbit.codecs.transform_quant.layout import STREAM_BYTES, TransformGeometry
+from lowbit.codecs.transform_quant.memory import OWN_SEEN, OWN_SPREAD, OWN_TOKENS, ZEROS, sampled
 from lowbit.codecs.transform_quant.reference import (
     FINE,
     FURTHEST_BELOW,
@@ -30,17 +30,29 @@ from lowbit.codecs.transform_quant.reference import (
     NAN,
     OUTLYING,
     ROUNDS,
+    STREAM_BYTES,
     ZERO,
+    TransformGeometry,
     _mantissas,
 )
 from lowbit.codecs.transform_quant.tables import HIGHEST, LOWEST
 from lowbit.kernels.cpu.jit import helper, kernel, summing
-from lowbit.kernels.cpu.memory import get_byte, get_float, get_int, put_byte, put_float, put_int
+from lowbit.kernels.cpu.memory import (
+    get_byte,
+    get_double,
+    get_float,
+    get_int,
+    get_word,
+    put_byte,
+    put_double,
+    put_float,
+    put_int,
+)
 from lowbit.kernels.cpu.operations import float_bits, greater, greater32, magnitude, power_of_two
 from lowbit.kernels.cpu.room import Room, address
 from lowbit.kernels.cpu.runs import ONE, SMALLEST
 from lowbit.kernels.cpu.threads import over_rows
-from lowbit.kernels.cpu.vectors import squares
+from lowbit.kernels.cpu.vectors import norm_of, squares
 
 SAMPLE = 1 << 13  # approximate number of coefficients that measure how well the tables fit a message
 LEAST_ROWS = 32  # tokens among them, at least
@@ -49,6 +61,7 @@ RESERVE = 0.0  # share of the payload that the first attempt leaves free: one in
 BEYOND, NORMAL = (127 + 112) << 23, 0x00800000  # bits of float32 magnitudes: `LARGEST`, and the least normal one
 NONE = -(1 << 20)  # marks a missing scale
 NORMS = 1 << 10  # quarters of an octave, beyond the largest and the smallest norm
+TINY = float(torch.finfo(torch.float32).tiny)
 ZERO_, NOT_A_NUMBER = np.float32(0), np.float32(np.nan)
 
 
@@ -398,3 +411,41 @@ def _expected(channels, channel, add, mean) -> Any:
     for j in range(channels):
         total += get_float(mean, np.int64(scale_of(get_int(channel, j), add)) - LOWEST)
     return total
+
+
+def own_squares(x: Tensor) -> tuple[Tensor, Tensor]:
+    """See `memory`."""
+    rows = sampled(len(x), OWN_SEEN, x.device)
+    squares = torch.zeros(x.shape[1], dtype=torch.float64, device="cpu")
+    differ = _own_squares(x.data_ptr(), rows.data_ptr(), len(rows), x.shape[1], squares.data_ptr())
+    return squares, torch.tensor(differ, device="cpu")
+
+
+@kernel
+def _own_squares(x, rows, count, channels, out) -> Any:
+    used, total = 0, 0.0
+    for i in range(count):
+        line = x + 4 * np.int64(get_word(rows, i)) * channels
+        norm = np.float64(norm_of(line, channels))
+        used += norm > 0
+        scale = 1 / max(norm, TINY)
+        for j in range(channels):
+            value = np.float64(get_float(line, j)) * scale
+            put_double(out, j, get_double(out, j) + value * value)
+    for j in range(channels):
+        put_double(out, j, get_double(out, j) / count)
+        total += get_double(out, j)
+    if not total < np.inf or used < OWN_TOKENS:
+        return False
+    squares = np.empty(channels)
+    for j in range(channels):
+        squares[j] = get_double(out, j)
+    ordered = np.sort(squares)
+    median = ordered[(channels - 1) // 2]  # as PyTorch's
+    mean, square = 0.0, 0.0
+    for j in range(channels):
+        squares[j] = np.log2(squares[j] if squares[j] > ZEROS else median)
+        mean += squares[j] / channels
+    for j in range(channels):
+        square += (squares[j] - mean) ** 2 / channels
+    return np.sqrt(square) / 2 > OWN_SPREAD

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# PyTorch's decomposition and matrix products, with one row per direction.
-from lowbit.codecs.transform_quant.basis import transform_of
+# PyTorch's matrix products and decomposition, with one row per direction.
+from lowbit.codecs.transform_quant.basis import follow, renew, transform_of
 from lowbit.codecs.transform_quant.gpu_fit import (
     ATTEMPTS,
     LAST,
@@ -30,26 +30,24 @@ from lowbit.codecs.transform_quant.gpu_fit import (
     fitted,
     note,
 )
-from lowbit.codecs.transform_quant.gpu_streams import (
+from lowbit.codecs.transform_quant.gpu_symbols import (
     ENTRY,
     LANES,
-    SLACK,
-    STATES,
-    body,
-    decode_stream,
-    encode_stream,
-)
-from lowbit.codecs.transform_quant.gpu_symbols import (
     LEAST_STEP,
     MIDDLE,
     MOST_LEVEL,
     MOST_STEP,
+    SLACK,
+    STATES,
     SYMBOLS,
+    body,
     coded,
     context_of,
+    decode_stream,
     dither_of,
     drawn_of,
     elements,
+    encode_stream,
     loaded,
     scale_of,
     seed_of,
@@ -57,12 +55,12 @@ from lowbit.codecs.transform_quant.gpu_symbols import (
     symbol_of,
     tables_on,
 )
-from lowbit.codecs.transform_quant.layout import TransformGeometry
-from lowbit.codecs.transform_quant.weights import own_squares
+from lowbit.codecs.transform_quant.memory import own_squares
+from lowbit.codecs.transform_quant.reference import TransformGeometry
 from lowbit.kernels.gpu.launch import launch, power_of_two_from
 from lowbit.kernels.layout import ceil_div
 
-__all__ = ["decode", "encode", "own_squares", "transform_of"]
+__all__ = ["decode", "encode", "follow", "own_squares", "renew", "transform_of"]
 
 BLOCK = 1024  # coefficients of a chunk
 WARPS = 4

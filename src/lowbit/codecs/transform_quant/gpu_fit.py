@@ -25,14 +25,15 @@ from lowbit.codecs.transform_quant.gpu_symbols import (
     symbol_of,
     tables_on,
 )
-from lowbit.codecs.transform_quant.layout import LANES, TransformGeometry
 from lowbit.codecs.transform_quant.reference import (
     FINE,
     FURTHEST_BELOW,
+    LANES,
     LARGEST,
     NAN,
     ROUNDS,
     ZERO,
+    TransformGeometry,
     lowered,
 )
 from lowbit.kernels.exact import SMALLEST

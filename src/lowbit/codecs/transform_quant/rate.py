@@ -16,11 +16,9 @@ import math
 import torch
 from torch import Tensor
 
-from lowbit.codecs.basis.reference import leading
 from lowbit.codecs.transform_quant import tables
-from lowbit.codecs.transform_quant.basis import coefficients
-from lowbit.codecs.transform_quant.layout import TransformGeometry
-from lowbit.codecs.transform_quant.reference import NAN, fitted, scales
+from lowbit.codecs.transform_quant.basis import coefficients, leading
+from lowbit.codecs.transform_quant.reference import NAN, TransformGeometry, fitted, scales
 from lowbit.codecs.transform_quant.tables import HIGHEST, LOWEST
 from lowbit.kernels.exact import SMALLEST
 

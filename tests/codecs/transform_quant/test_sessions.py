@@ -11,9 +11,9 @@ import torch
 
 from lowbit import kernels
 from lowbit.codecs import TransformQuant
-from lowbit.codecs.basis.memory import Headers
-from lowbit.codecs.basis.reference import start
-from tests.codecs.basis.messages import crossed, decibels, ends, same_state, tokens
+from lowbit.codecs.transform_quant.basis import start
+from lowbit.codecs.transform_quant.memory import Headers
+from tests.codecs.transform_quant.messages import crossed, decibels, ends, same_state, tokens
 
 SHAPE = (2, 40, 48)
 CODEC = TransformQuant()

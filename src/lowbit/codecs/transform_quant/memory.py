@@ -1,8 +1,9 @@
-"""Weights of channels and tokens: they put the error where, judged by the other direction's tensor, it costs little.
+"""The state of one end of a `TransformQuant` boundary, with its weights; and the check that a message is the next one.
 
-An error of activations costs loss in proportion to their gradients, and an error of gradients makes the gradients of
-parameters wrong in proportion to the activations. Each sender holds both tensors. It multiplies a tensor by weights
-before coding it, and the receiver divides:
+Weights of channels and tokens put the error where, judged by the other direction's tensor, it costs little. An error of
+activations costs loss in proportion to their gradients, and an error of gradients makes the gradients of parameters
+wrong in proportion to the activations. Each sender holds both tensors. It multiplies a tensor by weights before coding
+it, and the receiver divides:
 
 - activations: each channel by the root of its mean-square gradient;
 - gradients: each channel by the fourth root of the mean square of activations, each token relative to its norm; and
@@ -20,16 +21,17 @@ Qwen2.5 they spread by 0.4 to 0.9, and gradients do not fall). Shape suffixes: R
 from __future__ import annotations
 
 import functools
+from collections import deque
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowbit.codecs.basis.memory import Memory
 from lowbit.codecs.transform_quant.basis import Transform, transform_of
 from lowbit.codecs.transform_quant.reference import lowered
 from lowbit.kernels import implementation
 
+BAD_STREAMS = -2  # instead of the digest of new directions: the message's coded symbols are damaged
 GRAIN = 2  # weights to an octave
 ONE = 8  # level of the weight 1 of a channel; levels are 0 to 15
 KEPT = 0.9  # share of the running mean squares that is kept when those of another step are added
@@ -42,11 +44,54 @@ OWN_SEEN = 64  # tokens of a message, at most, that the spread and the weights a
 FELT = "felt"
 
 
-class WeightedMemory(Memory):
-    """State of one end, and a sender's statistics of the tensors of the other direction.
+class Headers:
+    """Received and expected headers, compared by the host once they have arrived, without waiting for a GPU."""
+
+    def __init__(self) -> None:
+        self._coming: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
+
+    def compare(self, received: Tensor, expected: Tensor) -> bool:
+        """Add two headers and check those that have arrived: on the CPU these, on a GPU usually earlier ones.
+
+        Returns:
+            Whether these two have been compared.
+        """
+        both, event = torch.stack([received, expected]), None
+        if both.is_cuda:
+            host = torch.empty(both.shape, dtype=both.dtype, device="cpu", pin_memory=True)
+            both, event = host.copy_(both, non_blocking=True), torch.cuda.Event()
+            event.record()
+        self._coming.append((both, event))
+        self.check()
+        return not self._coming
+
+    def check(self, wait: bool = False) -> None:
+        """Raise unless every header that has arrived is the expected one."""
+        while self._coming:
+            both, event = self._coming[0]
+            if event is not None and wait:
+                event.synchronize()
+            elif event is not None and not event.query():
+                return
+            self._coming.popleft()
+            received, expected = both.tolist()
+            # Negative: invalid directions, which the sender's own header may announce as well.
+            if received != expected or min(expected) < 0:
+                raise ValueError(
+                    f"payload is {_described(received)}; this end expects {_described(expected)}: "
+                    "a message was lost, repeated or changed, or came in another order"
+                )
+
+    def clear(self) -> None:
+        self._coming.clear()
+
+
+class Memory:
+    """One end's directions, the number and digest of the messages that brought them, and a sender's statistics.
 
     Args:
-        root: which root of mean squares weights are: 2 for activations, 4 for gradients.
+        root: which root of the mean squares of the other direction's tensors weights are: 2 for activations, 4 for
+            gradients.
 
     Attributes:
         felt: float64 (C,), running mean squares; zeros if nothing was observed.
@@ -56,29 +101,75 @@ class WeightedMemory(Memory):
     """
 
     def __init__(self, directions: int, channels: int, device: torch.device, root: int) -> None:
-        self._root = root
-        super().__init__(directions, channels, device)
+        self._shape, self._device, self._root = (directions, channels), device, root
+        self.headers = Headers()
+        self._reset()
 
-    def reset(self) -> None:
-        super().reset()
+    def _reset(self) -> None:
+        """Return to the state before the first message."""
+        digest = torch.zeros((), dtype=torch.int64, device=self._device)
+        self._restore(torch.zeros(self._shape, dtype=torch.float32, device=self._device), 0, digest)
         self._feel(torch.zeros(self._shape[1], dtype=torch.float64, device=self._device))
 
-    def restore(self, directions: Tensor, messages: int, digest: Tensor) -> None:
-        super().restore(directions, messages, digest)
+    def _restore(self, directions: Tensor, messages: int, digest: Tensor) -> None:
+        """Set the state after `messages` training messages; the digest is int64 ()."""
+        self.directions, self.messages, self.digest = directions, messages, digest
         self._transform: Transform | None = None
-
-    def keep(self, directions: Tensor, digest: Tensor, *, transform: Transform) -> None:
-        super().keep(directions, digest)
-        self._transform = transform
+        self.headers.clear()
 
     def transform(self) -> Transform:
         """The transform of the directions; call it inside `apart`."""
-        transform = self._transform or implementation(transform_of, self.directions.device)(self.directions)
-        self._transform = transform
-        return transform
+        if self._transform is None:
+            self._transform = implementation(transform_of, self.directions.device)(self.directions)
+        return self._transform
 
-    def inverse(self) -> Tensor:
-        return self.transform().inverse()
+    def keep(self, directions: Tensor, digest: Tensor, transform: Transform) -> None:
+        """Store the state after a training message."""
+        for old in (self.directions, self.digest):
+            if old.is_cuda:
+                # This stream may still read memory of another stream, whose allocator could reuse it.
+                old.record_stream(torch.cuda.current_stream())
+        self.directions, self.digest, self._transform = directions, digest, transform
+        self.messages += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return directions, float32 (K, C), number of messages, digest of their directions, and mean squares."""
+        self.end_step()  # as the next pass would
+        self.headers.check(wait=True)
+        felt = {FELT: self.felt.clone()} if self.felt.any() else {}
+        return {"directions": self.directions.clone(), "messages": self.messages, "digest": int(self.digest)} | felt
+
+    def load_state_dict(self, state: dict[str, Any], codec: object) -> None:
+        """Restore the result of `state_dict`; an empty one is the state before the first message.
+
+        Raises:
+            ValueError: it has another number of directions or another width, or is not from a `codec` like this.
+        """
+        felt = state.get(FELT, torch.zeros(self._shape[1], dtype=torch.float64, device=self._device))
+        if not isinstance(felt, Tensor) or felt.shape != self._shape[1:] or felt.dtype != torch.float64:
+            raise ValueError(f"state has {FELT} of a wrong type or shape; allowed: float64 {self._shape[1:]}")
+        if not (felt.isfinite() & (felt >= 0)).all():
+            raise ValueError(f"state has {FELT} with NaN, Inf or negative numbers; allowed: mean squares")
+        if not state.keys() - {FELT}:
+            self._reset()
+        else:
+            if unlike := {"directions", "messages", "digest"} ^ (state.keys() - {FELT}):
+                raise ValueError(f"state lacks or has {sorted(unlike)}; it is not a state of {codec}")
+            directions, counts = state["directions"], (state["messages"], state["digest"])
+            if not isinstance(directions, Tensor) or any(type(count) is not int for count in counts):
+                raise ValueError(
+                    "state has directions, messages or digest of a wrong type; allowed: a tensor and two integers"
+                )
+            if not directions.isfinite().all():
+                raise ValueError("state has directions with NaN or Inf; allowed: finite ones")
+            if directions.shape != self._shape:
+                raise ValueError(
+                    f"state has directions of shape {tuple(directions.shape)}; "
+                    f"expected (directions, channels) = {self._shape}"
+                )
+            digest = torch.full((), state["digest"], dtype=torch.int64, device=self._device)
+            self._restore(directions.to(self._device, torch.float32, copy=True), state["messages"], digest)
+        self._feel(felt.to(self._device, copy=True))
 
     def observe(self, x_RC: Tensor) -> None:
         """Add a tensor of the other direction to the mean squares; one with NaN or Inf is ignored."""
@@ -92,21 +183,6 @@ class WeightedMemory(Memory):
         now_C = self._squares / torch.where(mean > 0, mean, 1.0)
         followed_C = torch.where(before, KEPT * self.felt + (1 - KEPT) * now_C, now_C)
         self._feel(torch.where(mean > 0, followed_C, self.felt))
-
-    def state_dict(self) -> dict[str, Any]:
-        self.end_step()  # as the next pass would
-        felt = {FELT: self.felt.clone()} if self.felt.any() else {}
-        return super().state_dict() | felt
-
-    def load_state_dict(self, state: dict[str, Any], codec: object) -> None:
-        rest = {key: value for key, value in state.items() if key != FELT}
-        felt = state.get(FELT, torch.zeros(self._shape[1], dtype=torch.float64, device=self._device))
-        if not isinstance(felt, Tensor) or felt.shape != self._shape[1:] or felt.dtype != torch.float64:
-            raise ValueError(f"state has {FELT} of a wrong type or shape; allowed: float64 {self._shape[1:]}")
-        if not (felt.isfinite() & (felt >= 0)).all():
-            raise ValueError(f"state has {FELT} with NaN, Inf or negative numbers; allowed: mean squares")
-        super().load_state_dict(rest, codec)
-        self._feel(felt.to(self._device, copy=True))
 
     def _feel(self, felt: Tensor) -> None:
         self.felt, self._squares = felt, torch.zeros_like(felt)
@@ -125,6 +201,14 @@ class WeightedMemory(Memory):
         levels = torch.where(differ & ~self.felt.any(), levels_of(square_C, OWN_ROOT), self.levels)
         chosen = packed(levels, ONE)
         return chosen, factors(chosen, len(levels), ONE, inverse=False)
+
+
+def _described(header: list[int]) -> str:
+    number, before, training, own = header
+    kind = {0: "evaluation", 1: "training"}.get(training, f"unknown ({training})")
+    new = f"new ones {own:08x}" if own >= 0 else "new ones beyond the basis or twice in one place"
+    new = "streams that end as expected" if own == BAD_STREAMS else new
+    return f"{kind} message {number} after directions {before:08x} with {new}"
 
 
 def own_squares(x_RC: Tensor) -> tuple[Tensor, Tensor]:
@@ -152,7 +236,7 @@ def sinks(x_RC: Tensor) -> tuple[Tensor, Tensor]:
 
     Returns:
         uint8 (R,): the half octaves, at most 15, that a sink's norm lies above the median, by the rule of `lowered`; 0
-        for other tokens. And float32 (at most `SEEN` rows, C), for `WeightedMemory.observe`.
+        for other tokens. And float32 (at most `SEEN` rows, C), for `Memory.observe`.
     """
     norm_R = torch.linalg.vector_norm(x_RC, dim=1, dtype=torch.float32)
     usable_R = (norm_R > 0) & (norm_R < torch.inf)
