@@ -12,8 +12,7 @@ from torch import Tensor
 
 from lowbit.codecs.base import Summable
 from lowbit.codecs.checks import check_choice, check_fraction, check_int
-from lowbit.codecs.tah_quant.layout import TAHGeometry, tah_geometry
-from lowbit.codecs.tah_quant.reference import decode, encode
+from lowbit.codecs.tah_quant.reference import TAHGeometry, decode, encode, tah_geometry
 
 
 @dataclass(frozen=True, kw_only=True)

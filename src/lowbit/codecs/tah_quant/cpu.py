@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lowbit.codecs.tah_quant.cpu_encode import count_flags, encode, read_checked_flags, rotate, swap
-from lowbit.codecs.tah_quant.layout import kernel_geometry
+from lowbit.codecs.tah_quant.reference import kernel_geometry
 from lowbit.kernels.cpu.jit import helper, kernel
 from lowbit.kernels.cpu.lines import FLOAT32, KINDS, narrow, sections
 from lowbit.kernels.cpu.memory import get_byte, get_float, get_half, put_float

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowbit.codecs.tah_quant.layout import kernel_geometry
-from lowbit.codecs.tah_quant.reference import MID_SHARE, ROTATABLE
+from lowbit.codecs.tah_quant.reference import MID_SHARE, ROTATABLE, kernel_geometry
 from lowbit.kernels.cpu.formulas import INTEGER_BITS
 from lowbit.kernels.cpu.jit import helper, kernel
 from lowbit.kernels.cpu.lines import FLOAT32, KINDS, sections, widen, zero_gaps

@@ -119,9 +119,9 @@ class Memory:
 
     def transform(self) -> Transform:
         """The transform of the directions; call it inside `apart`."""
-        if self._transform is None:
-            self._transform = implementation(transform_of, self.directions.device)(self.directions)
-        return self._transform
+        transform = self._transform or implementation(transform_of, self.directions.device)(self.directions)
+        self._transform = transform
+        return transform
 
     def keep(self, directions: Tensor, digest: Tensor, transform: Transform) -> None:
         """Store the state after a training message."""
