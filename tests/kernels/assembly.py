@@ -29,7 +29,6 @@ import lowbit.codecs.feature_int.gpu as feature_int
 import lowbit.codecs.group_int.gpu as group_int
 import lowbit.codecs.tah_quant.gpu as tah_quant
 import lowbit.codecs.transform_quant.gpu as transform
-import lowbit.codecs.transform_quant.gpu_fit as transform_fit
 from lowbit.codecs import BlockFloat8, Codec, GroupInt, TAHQuant
 from lowbit.codecs.feature_int.reference import feature_int_layout
 from lowbit.codecs.transform_quant.reference import transform_geometry
@@ -115,7 +114,7 @@ def launches(name: str) -> list[tuple[Any, int, dict[str, Any], tuple, dict]]:
     if name not in TRANSFORM:
         return _caught(getattr(module, function), arguments, module)
     # Each kernel once: attempts launch some of them again.
-    caught = _caught(getattr(module, function), arguments, module, transform_fit)
+    caught = _caught(getattr(module, function), arguments, module)
     return list({launch[0]: launch for launch in caught}.values())
 
 

@@ -17,7 +17,6 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from lowbit.codecs import plain
 from lowbit.codecs.checks import check_dtype, check_float, check_out, check_payload
 
 
@@ -87,13 +86,10 @@ class Codec(ABC):
             out = torch.empty(self.nbytes(x.shape), dtype=torch.uint8, device=x.device)
         check_payload("out", out, self.nbytes(x.shape), x.device)
         if x.numel():
-            target, x = out.contiguous(), x.detach().contiguous()
             if self._sends_plain(x.shape):
-                plain.write(x, torch.float32, target)
+                write_plain(x.detach().contiguous(), torch.float32, out)
             else:
-                self._encode(x, target)
-            if target is not out:
-                out.copy_(target)
+                self._fill(x.detach(), out)
         return out
 
     def decode(
@@ -121,13 +117,10 @@ class Codec(ABC):
             out = torch.empty(shape, dtype=dtype, device=payload.device)
         check_out(out, shape, payload.device)
         if out.numel():
-            target = out.contiguous()
             if self._sends_plain(shape):
-                plain.read(payload.contiguous(), torch.float32, target, accumulate)
+                read_plain(payload.contiguous(), torch.float32, out, accumulate)
             else:
-                self._decode(payload.contiguous(), target, accumulate)
-            if target is not out:
-                out.copy_(target)
+                self._restore(payload, out, accumulate)
         return out
 
     def round_trip(self, x: Tensor) -> Tensor:
@@ -144,6 +137,20 @@ class Codec(ABC):
     def open(self, *, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Session:
         """Start a session for messages of one shape and dtype, in one direction of one boundary."""
         return Session(self, torch.Size(shape), dtype, torch.device(device))
+
+    def _fill(self, x: Tensor, payload: Tensor) -> None:
+        """`_encode` with any strides."""
+        target = payload.contiguous()
+        self._encode(x.contiguous(), target)
+        if target is not payload:
+            payload.copy_(target)
+
+    def _restore(self, payload: Tensor, out: Tensor, accumulate: bool) -> None:
+        """`_decode` with any strides."""
+        target = out.contiguous()
+        self._decode(payload.contiguous(), target, accumulate)
+        if target is not out:
+            out.copy_(target)
 
     def _sends_plain(self, shape: Sequence[int]) -> bool:
         """Whether `encode` sends plain numbers; a stateful codec encodes nothing without a session."""
@@ -209,7 +216,7 @@ class Session:
         self._note = note
         if x.numel():
             if self._plain:
-                plain.write(x.detach().contiguous(), self.dtype, out)
+                write_plain(x.detach().contiguous(), self.dtype, out)
             else:
                 self._encode(x.detach(), out, training)
         self._note = None
@@ -229,25 +236,18 @@ class Session:
         check_out(out, self.shape, payload.device)
         if out.numel():
             if self._plain:
-                plain.read(payload.contiguous(), self.dtype, out, False)
+                read_plain(payload.contiguous(), self.dtype, out, False)
             else:
                 self._decode(payload, out, training)
         return out
 
     def _encode(self, x: Tensor, payload: Tensor, training: bool) -> None:
         """Fill `payload` (uint8, `nbytes()` long) from `x` (not empty)."""
-        # Not by `Codec.encode`, which would check again what `encode` has checked.
-        target = payload.contiguous()
-        self.codec._encode(x.contiguous(), target)
-        if target is not payload:
-            payload.copy_(target)
+        self.codec._fill(x, payload)  # `Codec.encode` would check again what `encode` has checked
 
     def _decode(self, payload: Tensor, out: Tensor, training: bool) -> None:
         """Write the tensor in `payload` to `out` (not empty)."""
-        target = out.contiguous()
-        self.codec._decode(payload.contiguous(), target, False)
-        if target is not out:
-            out.copy_(target)
+        self.codec._restore(payload, out, False)
 
     def observe(self, x: Tensor) -> Tensor | None:
         """Learn from a tensor of the other direction, as it arrived at this sender: finite or not, (..., C).
@@ -465,3 +465,32 @@ class Summable(Codec):
             total.div_(total.new_full((), divisor))  # CUDA multiplies by the inverse of a number
         if total is not out:
             out.copy_(total)
+
+
+def write_plain(x: Tensor, dtype: torch.dtype, payload: Tensor) -> None:
+    """Fill `payload` (uint8) with the numbers of `x` (contiguous), rounded to `dtype`."""
+    y = saturating_cast(x, dtype)
+    # Not a view: a single element counts as contiguous with any stride, but cannot then be viewed as bytes.
+    payload.copy_(y.as_strided((y.numel(),), (1,)).view(torch.uint8))
+
+
+def read_plain(payload: Tensor, dtype: torch.dtype, out: Tensor, accumulate: bool) -> None:
+    """Write the numbers in `payload` (contiguous) to `out`, or add them to it."""
+    if not torch.compiler.is_compiling() and payload.storage_offset() % dtype.itemsize:
+        payload = payload.clone()  # a slice of a larger buffer may be unaligned
+    y = payload.view(dtype).view(out.shape)
+    if accumulate:
+        y = out.float() + y.float()
+    out.copy_(saturating_cast(y, out.dtype))
+
+
+def saturating_cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x.to(dtype)`, except that finite values stay finite: they saturate at the largest number of `dtype`."""
+    y, limit = x.to(dtype), torch.finfo(dtype).max
+    if x.dtype == dtype or dtype == torch.float32:
+        return y
+    if x.device.type == "cpu" and x.numel():  # one cheap pass; on a GPU the host would wait
+        low, high = x.aminmax()
+        if -limit <= float(low) and float(high) <= limit:
+            return y
+    return torch.where(y.isinf() & x.isfinite(), y.sign() * limit, y)

@@ -26,14 +26,6 @@ def check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
         raise ValueError(f"{name} is {value!r}; allowed: {', '.join(map(repr, allowed))}")
 
 
-def check_fraction(name: str, value: object) -> None:
-    """Raise unless `value` is a number in [0, 1]."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} is {value!r}; allowed: a number from 0 to 1")
-    if not 0 <= value <= 1:
-        raise ValueError(f"{name} is {value}; allowed: 0 to 1")
-
-
 def check_timeout(timeout: object) -> None:
     """Raise unless it is a finite number of seconds above 0."""
     if isinstance(timeout, bool) or not isinstance(timeout, int | float):

@@ -18,7 +18,7 @@ from lowbit.codecs.transform_quant.reference import TransformGeometry, transform
 
 pytest.importorskip("triton")
 
-from lowbit.codecs.transform_quant import gpu, gpu_fit
+from lowbit.codecs.transform_quant import gpu
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GUARD = 64  # bytes and numbers around what may be written
@@ -125,12 +125,12 @@ def test_attempts_that_do_not_fit_are_repeated_with_larger_steps(monkeypatch: py
     z = tensor(6, 70)
     steps = []
     for reserve in (0.004, -0.15):
-        monkeypatch.setattr(gpu_fit, "RESERVE", reserve)
+        monkeypatch.setattr(gpu, "RESERVE", reserve)
         message = sent(gpu, z, True, 3.0)
         assert (numbers_of(message) - z).norm() < 0.3 * z.norm()
         steps.append(int(message.section("scalars", torch.int32)[2]))
     assert abs(steps[1] - steps[0]) < 48
-    monkeypatch.setattr(gpu_fit, "RESERVE", -9.0)
+    monkeypatch.setattr(gpu, "RESERVE", -9.0)
     y = numbers_of(sent(gpu, z, True, 3.0))  # as a last resort, nothing is coded
     assert y.isfinite().all()
 

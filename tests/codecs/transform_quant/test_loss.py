@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lowbit.codecs import TransformQuant, parse
-from lowbit.codecs.transform_quant.rate import bits_for_loss
+from lowbit.codecs.transform_quant.codec import bits_for_loss
 from tests.codecs.transform_quant.messages import crossed
 from tests.codecs.transform_quant.test_transform_quant import ends, tokens
 

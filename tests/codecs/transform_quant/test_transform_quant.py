@@ -17,7 +17,6 @@ from lowbit.codecs import TransformQuant, parse
 from lowbit.codecs.base import Session
 from lowbit.codecs.transform_quant import reference
 from lowbit.codecs.transform_quant.basis import coefficients, transform_of
-from lowbit.codecs.transform_quant.basis import tokens as tokens_of
 from lowbit.codecs.transform_quant.reference import LARGEST, decode, dither, steps, suited
 from tests.codecs.transform_quant import messages
 from tests.codecs.transform_quant.messages import crossed, decibels, same_state
@@ -329,10 +328,11 @@ def test_the_transform_is_orthonormal_and_begins_with_the_directions(backend: st
     x = torch.randn(30, channels, generator=g)
     with kernels.backend(backend):
         z, y = coefficients(x, directions), torch.empty_like(x)
-        tokens_of(z, directions, y)
+        transform = kernels.implementation(transform_of, x.device)(directions)
+        transform.tokens(z, y)
         inside = coefficients(directions[:filled].contiguous(), directions)
         half = torch.empty(30, channels, dtype=torch.bfloat16)
-        tokens_of(z, directions, half)
+        transform.tokens(z, half)
     assert torch.allclose(z.norm(dim=1), x.norm(dim=1), rtol=1e-5)
     assert torch.allclose(y, x, atol=1e-5)
     assert torch.equal(half, y.bfloat16()) or torch.allclose(half.float(), y, rtol=2**-8, atol=1e-6)

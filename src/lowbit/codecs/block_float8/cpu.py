@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba.core import cgutils
-from numba.types import float32, int32, intp, none, uint64  # pyright: ignore[reportAttributeAccessIssue]
+from numba.types import boolean, float32, int32, intp, none, uint64  # pyright: ignore[reportAttributeAccessIssue]
 from torch import Tensor
 
 from lowbit.codecs.block_float8.reference import (
@@ -30,7 +30,6 @@ from lowbit.kernels.layout import ceil_div
 
 LANES = 32  # elements in registers at a time; blocks are multiples of it
 INFINITY = 0x7F800000
-E4M3, E5M2 = FORMATS["e4m3"], FORMATS["e5m2"]
 
 
 def encode(x: Tensor, payload: Tensor, format: str, block: int, seed: int | None, accumulate: bool) -> None:
@@ -78,19 +77,19 @@ def _largest(b: Any, x: Any, count: Any) -> Any:
     return b.call(reduce, [b.load(largest)])
 
 
-def _encoder(form: Format, *, stochastic: bool) -> Any:
-    """Make a function that encodes `LANES` numbers times `inverse`; `first` is the tensor index of the first one."""
+@operation(none, intp, intp, float32, uint64, uint64, intp, boolean)
+def _encode_lanes(b: Any, x: Any, to: Any, inverse: Any, first: Any, seed: Any, bits: Any, stochastic: Any) -> None:
+    """Encode `LANES` numbers times `inverse`; `first` is the tensor index of the first one."""
+    y = formulas.load(b, x, I64(0), F32, LANES)
 
-    @operation(none, intp, intp, float32, uint64, uint64)
-    def encode(b: Any, x: Any, to: Any, inverse: Any, first: Any, seed: Any) -> None:
-        y = formulas.load(b, x, I64(0), F32, LANES)
+    def build(form: Format, drawn: bool) -> None:
         limit = constant(F32, 1.75 * 2.0**form.top, y)
         v = formulas.lesser(b, b.fmul(formulas.magnitude(b, y), formulas.spread(b, inverse, LANES)), limit)
         exponent = b.lshr(formulas.float_bits(b, v), constant(I32, EXPONENT, v))
         exponent = formulas.greater32(b, exponent, constant(I32, form.lowest, v))
         unit = b.sub(constant(I32, 254 + form.bits, v), exponent)
         r = b.fmul(v, formulas.bits_float(b, b.shl(unit, constant(I32, EXPONENT, v))))
-        if stochastic:
+        if drawn:
             integer = b.fptosi(b.fadd(r, _uniform(b, first, seed)), shaped(I32, v))
         else:
             rounded = formulas.float_bits(b, b.fadd(r, constant(F32, TO_INTEGER, r)))
@@ -101,33 +100,31 @@ def _encoder(form: Format, *, stochastic: bool) -> Any:
         code = b.or_(code, b.and_(sign, constant(I32, 0x80, v)))
         formulas.store(b, b.trunc(code, shaped(I8, code)), to)
 
-    return encode
+    for form in FORMATS.values():
+        with b.if_then(b.icmp_signed("==", bits, I64(form.bits))), b.if_else(stochastic) as (random, nearest):
+            with random:
+                build(form, True)
+            with nearest:
+                build(form, False)
 
 
-def _decoder(form: Format) -> Any:
-    """Make a function that decodes `LANES` codes to float32 numbers."""
-
-    @operation(none, intp, intp, float32)
-    def decode(b: Any, codes: Any, to: Any, scale: Any) -> None:
-        code = formulas.load(b, codes, I64(0), I8, LANES)
-        code = b.zext(code, shaped(I32, code))
-        magnitude = b.and_(code, constant(I32, 0x7F, code))
-        one, bits = constant(I32, 1, code), constant(I32, form.bits, code)
-        exponent = formulas.greater32(b, b.lshr(magnitude, bits), one)
-        r = b.sub(magnitude, b.shl(b.sub(exponent, one), bits))
-        unit = b.add(exponent, constant(I32, form.lowest - 1 - form.bits, code))
-        unit = formulas.bits_float(b, b.shl(unit, constant(I32, EXPONENT, code)))
-        value = b.fmul(b.sitofp(r, shaped(F32, code)), unit)
-        sign = b.shl(b.and_(code, constant(I32, 0x80, code)), constant(I32, 24, code))
-        value = formulas.bits_float(b, b.or_(formulas.float_bits(b, value), sign))
-        formulas.store(b, b.fmul(value, formulas.spread(b, scale, LANES)), to)
-
-    return decode
-
-
-_nearest_e4m3, _nearest_e5m2 = (_encoder(f, stochastic=False) for f in (E4M3, E5M2))
-_random_e4m3, _random_e5m2 = (_encoder(f, stochastic=True) for f in (E4M3, E5M2))
-_decode_e4m3, _decode_e5m2 = _decoder(E4M3), _decoder(E5M2)
+@operation(none, intp, intp, float32, intp)
+def _decode_lanes(b: Any, codes: Any, to: Any, scale: Any, bits: Any) -> None:
+    """Decode `LANES` codes to float32 numbers."""
+    code = formulas.load(b, codes, I64(0), I8, LANES)
+    code = b.zext(code, shaped(I32, code))
+    magnitude, one = b.and_(code, constant(I32, 0x7F, code)), constant(I32, 1, code)
+    sign = b.shl(b.and_(code, constant(I32, 0x80, code)), constant(I32, 24, code))
+    for form in FORMATS.values():
+        with b.if_then(b.icmp_signed("==", bits, I64(form.bits))):
+            mantissa = constant(I32, form.bits, code)
+            exponent = formulas.greater32(b, b.lshr(magnitude, mantissa), one)
+            r = b.sub(magnitude, b.shl(b.sub(exponent, one), mantissa))
+            unit = b.add(exponent, constant(I32, form.lowest - 1 - form.bits, code))
+            unit = formulas.bits_float(b, b.shl(unit, constant(I32, EXPONENT, code)))
+            value = b.fmul(b.sitofp(r, shaped(F32, code)), unit)
+            value = formulas.bits_float(b, b.or_(formulas.float_bits(b, value), sign))
+            formulas.store(b, b.fmul(value, formulas.spread(b, scale, LANES)), to)
 
 
 @kernel
@@ -164,15 +161,7 @@ def _encode(
         inverse = bits_float((254 - scale) << EXPONENT)
         target = to if padded == count else spare
         for j in range(0, padded, LANES):
-            if stochastic:
-                if bits == E4M3.bits:
-                    _random_e4m3(x + 4 * j, target + j, inverse, begin + j, seed)
-                else:
-                    _random_e5m2(x + 4 * j, target + j, inverse, begin + j, seed)
-            elif bits == E4M3.bits:
-                _nearest_e4m3(x + 4 * j, target + j, inverse, begin + j, seed)
-            else:
-                _nearest_e5m2(x + 4 * j, target + j, inverse, begin + j, seed)
+            _encode_lanes(x + 4 * j, target + j, inverse, begin + j, seed, bits, stochastic)
         if padded != count:
             for j in range(count):
                 put_byte(to, j, get_byte(spare, j))
@@ -203,10 +192,7 @@ def _decode_block(scales, codes, g, begin, count, padded, bits, to, spare):
             put_byte(spare, j, get_byte(at, j))
         at = spare
     for j in range(0, padded, LANES):
-        if bits == E4M3.bits:
-            _decode_e4m3(at + j, to + 4 * j, scale)
-        else:
-            _decode_e5m2(at + j, to + 4 * j, scale)
+        _decode_lanes(at + j, to + 4 * j, scale, bits)
 
 
 def _uniform(b: Any, first: Any, seed: Any) -> Any:

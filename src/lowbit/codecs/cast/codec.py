@@ -11,8 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lowbit.codecs import plain
-from lowbit.codecs.base import Summable
+from lowbit.codecs.base import Summable, read_plain, write_plain
 from lowbit.codecs.checks import FLOATS
 
 
@@ -46,10 +45,10 @@ class Cast(Summable):
         return self.format_nbytes(shape), False  # larger than a 16-bit tensor for float32, as requested
 
     def _encode(self, x: Tensor, payload: Tensor) -> None:
-        plain.write(x, self.dtype, payload)
+        write_plain(x, self.dtype, payload)
 
     def _decode(self, payload: Tensor, out: Tensor, accumulate: bool) -> None:
-        plain.read(payload, self.dtype, out, accumulate)
+        read_plain(payload, self.dtype, out, accumulate)
 
 
 SHORT_NAMES = {

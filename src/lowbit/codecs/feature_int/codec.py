@@ -111,7 +111,12 @@ class FeatureInt(Summable):
         if self.offsets is not None:
             _check_table("offsets", self.offsets, (ranks, size))
             _check_table("total_offset", self.total_offset, (size,))
-        _check_features(self.features, size)
+        if not isinstance(self.features, tuple) or not all(type(f) is int for f in self.features):
+            raise TypeError(f"features is {self.features!r}; allowed: a tuple of integers")
+        if len(self.features) >= size:
+            raise ValueError(f"features are {len(self.features)}; allowed: fewer than the {size} there are")
+        if list(self.features) != sorted({f for f in self.features if 0 <= f < size}):
+            raise ValueError(f"features is {self.features}; allowed: ascending, from 0 to {size - 1}")
         check_int("rank", self.rank, 0, ranks - 1)
         if not isinstance(self.artifact, str):
             raise TypeError(f"artifact is {self.artifact!r}; allowed: a string")
@@ -298,22 +303,18 @@ class _Tables:
 
     def on(self, device: torch.device) -> _OnDevice:
         """Return the tables on a device. The first use copies them, and must not be inside a CUDA graph's capture."""
-        if device not in self.there:
-            with torch.inference_mode(False):
-                self.there[device] = self._on(device)
+        if device in self.there:
+            return self.there[device]
+        with torch.inference_mode(False):
+            chosen = torch.zeros(self.total.numel(), dtype=torch.bool)
+            chosen[list(self.features)] = True
+            scale = self.ranges.clamp(SMALLEST, LARGEST)
+            offset = torch.zeros_like(scale) if self.offsets is None else self.offsets
+            scale, inverse, offset = (torch.where(chosen, 0.0, t) for t in (scale, scale.reciprocal(), offset))
+            offsets = sum(offset, torch.zeros_like(offset[0]))  # in the order of the ranks
+            order = torch.cat([(~chosen).nonzero(), chosen.nonzero()]).view(-1).int()
+            self.there[device] = _OnDevice(*(t.to(device) for t in (scale, inverse, offset, offsets, order)))
         return self.there[device]
-
-    def _on(self, device: torch.device) -> _OnDevice:
-        chosen = torch.zeros(self.total.numel(), dtype=torch.bool)
-        chosen[list(self.features)] = True
-        scale = self.ranges.clamp(SMALLEST, LARGEST)
-        offset = torch.zeros_like(scale) if self.offsets is None else self.offsets
-        scale, inverse, offset = (torch.where(chosen, 0.0, t) for t in (scale, scale.reciprocal(), offset))
-        offsets = torch.zeros_like(offset[0])
-        for each in offset:
-            offsets = offsets + each
-        order = torch.cat([(~chosen).nonzero(), chosen.nonzero()]).view(-1).int()
-        return _OnDevice(*(t.to(device) for t in (scale, inverse, offset, offsets, order)))
 
     @functools.cached_property
     def whole(self) -> _Tables:
@@ -343,22 +344,8 @@ def _check_table(name: str, x: object, shape: tuple[int, ...], *, positive: bool
         )
     if x.shape != shape:
         raise ValueError(f"{name} has shape {tuple(x.shape)}; allowed: {shape}")
-    rows = x.reshape(-1, x.shape[-1])
-    bad = ~(rows.isfinite() & (rows > 0)) if positive else ~rows.isfinite()
-    if bad.any():
-        row, feature = bad.nonzero()[0].tolist()
-        where = f"{name}[{row}, {feature}]" if len(shape) > 1 else f"{name}[{feature}]"
-        what = "the range" if positive else "the mean"
-        raise ValueError(
-            f"{where}, {what} of feature {feature}, is {float(rows[row, feature]):g}; allowed: finite"
-            f"{' and above 0' if positive else ''}"
-        )
-
-
-def _check_features(features: object, size: int) -> None:
-    if not isinstance(features, tuple) or not all(type(f) is int for f in features):
-        raise TypeError(f"features is {features!r}; allowed: a tuple of integers")
-    if len(features) >= size:
-        raise ValueError(f"features are {len(features)}; allowed: fewer than the {size} there are")
-    if list(features) != sorted(set(features)) or (features and not 0 <= features[0] <= features[-1] < size):
-        raise ValueError(f"features is {features}; allowed: ascending, from 0 to {size - 1}")
+    bad = (~x.isfinite() | (x <= 0) if positive else ~x.isfinite()).nonzero()
+    if len(bad):
+        at, what, allowed = bad[0].tolist(), *(("range", "finite and above 0") if positive else ("mean", "finite"))
+        value = float(x[tuple(at)])
+        raise ValueError(f"{name}{at}, the {what} of feature {at[-1]}, is {value:g}; allowed: {allowed}")

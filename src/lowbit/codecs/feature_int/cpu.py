@@ -7,7 +7,8 @@ its run, the next one overwrites.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,7 @@ from lowbit.kernels.cpu.threads import over_rows
 from lowbit.kernels.packing import planes_nbytes
 
 LANES = 32  # elements in registers at a time
+PLANES = (1, 2, 4, 8)  # bits of a plane
 LOCALITY = 2  # prefetch to the second cache: the first one is full
 WORDS = ir.VectorType(I64, LANES // 8)
 BYTES = ir.VectorType(I8, LANES)
@@ -64,29 +66,34 @@ def word(b: Any, address: Any, index: Any) -> Any:
     return b.load(pointer(b, address, index, I64), align=1)
 
 
-def _scaler(halves: bool) -> Any:
-    @operation(int64, intp, intp, intp, intp, intp)
-    def scale(b: Any, x: Any, offset: Any, inverse: Any, count: Any, to: Any) -> Any:
-        """Write (x - offset) inverse of `count` numbers, a multiple of `LANES`; return the largest magnitude."""
-        most = cgutils.alloca_once_value(b, ir.Constant(ir.VectorType(I32, LANES), [0] * LANES))
+@operation(int64, intp, intp, intp, intp, intp, boolean)
+def scale_line(b: Any, x: Any, offset: Any, inverse: Any, count: Any, to: Any, halves: Any) -> Any:
+    """Write (x - offset) inverse of `count` numbers, a multiple of `LANES`; return the largest magnitude.
+
+    Numbers are float32, or bfloat16 if they are `halves`.
+    """
+    most = cgutils.alloca_once_value(b, ir.Constant(ir.VectorType(I32, LANES), [0] * LANES))
+
+    def build(kind: ir.Type) -> None:
         with cgutils.for_range(b, b.udiv(count, I64(LANES))) as loop:
             first = b.mul(loop.index, I64(LANES))
-            numbers = load(b, x, first, I16 if halves else F32, LANES)
-            if halves:
+            numbers = load(b, x, first, kind, LANES)
+            if kind == I16:
                 bits = b.zext(numbers, shaped(I32, numbers))
                 numbers = formulas.bits_float(b, b.shl(bits, constant(I32, 16, bits)))
             v = b.fmul(b.fsub(numbers, load(b, offset, first, F32, LANES)), load(b, inverse, first, F32, LANES))
             store(b, v, b.add(to, b.mul(first, I64(4))))
             bits = formulas.float_bits(b, formulas.magnitude(b, v))
             b.store(formulas.greater32(b, bits, b.load(most)), most)
-        name = f"llvm.vector.reduce.smax.v{LANES}i32"
-        kind = ir.FunctionType(I32, [ir.VectorType(I32, LANES)])
-        return b.zext(b.call(cgutils.get_or_insert_function(b.module, kind, name), [b.load(most)]), I64)
 
-    return scale
-
-
-scale_bf16, scale_float32 = _scaler(True), _scaler(False)
+    with b.if_else(halves) as (bfloat16, single):
+        with bfloat16:
+            build(I16)
+        with single:
+            build(F32)
+    name = f"llvm.vector.reduce.smax.v{LANES}i32"
+    kind = ir.FunctionType(I32, [ir.VectorType(I32, LANES)])
+    return b.zext(b.call(cgutils.get_or_insert_function(b.module, kind, name), [b.load(most)]), I64)
 
 
 @operation(none, intp, float32, float32, float32, intp, intp, intp, intp)
@@ -144,14 +151,12 @@ def numbers(
                         build(adds, ends)
 
 
-def _over(b: Any, width: Any) -> Any:
+@contextlib.contextmanager
+def _vectors(b: Any, width: Any) -> Iterator[Any]:
     """Emit a loop over vectors that cover `width` bytes, at least `LANES`; yields the start of each."""
-    return cgutils.for_range(b, b.udiv(b.add(width, I64(LANES - 1)), I64(LANES)))
-
-
-def _start(b: Any, index: Any, width: Any) -> Any:
-    first, most = b.mul(index, I64(LANES)), b.sub(width, I64(LANES))
-    return b.select(b.icmp_signed("<", first, most), first, most)
+    with cgutils.for_range(b, b.udiv(b.add(width, I64(LANES - 1)), I64(LANES))) as loop:
+        first, most = b.mul(loop.index, I64(LANES)), b.sub(width, I64(LANES))
+        yield b.select(b.icmp_signed("<", first, most), first, most)
 
 
 def _fields(p: int) -> ir.Constant:
@@ -159,51 +164,44 @@ def _fields(p: int) -> ir.Constant:
     return ir.Constant(WORDS, [((1 << p) - 1) * 0x0101010101010101] * (LANES // 8))
 
 
-def _packer(p: int) -> Any:
-    @operation(none, intp, intp, intp, intp)
-    def pack(b: Any, codes: Any, width: Any, done: Any, to: Any) -> None:
-        """Write a plane of p bits that is `width` bytes long, from codes with `done` bits below it."""
-        below = spread(b, done, LANES // 8)
-        with _over(b, width) as loop:
-            first, plane = _start(b, loop.index, width), None
-            for s in range(8 // p):
+@operation(none, intp, intp, intp, intp, intp)
+def _pack_plane(b: Any, codes: Any, p: Any, width: Any, done: Any, to: Any) -> None:
+    """Write a plane of p bits that is `width` bytes long, from codes with `done` bits below it."""
+    below = spread(b, done, LANES // 8)
+    for bits in PLANES:
+        with b.if_then(b.icmp_signed("==", p, I64(bits))), _vectors(b, width) as first:
+            plane = None
+            for s in range(8 // bits):
                 at = b.add(first, b.mul(width, I64(s)))
                 part = b.bitcast(load(b, codes, at, I8, LANES), WORDS)
-                part = b.shl(b.and_(b.lshr(part, below), _fields(p)), constant(I64, p * s, part))
+                part = b.shl(b.and_(b.lshr(part, below), _fields(bits)), constant(I64, bits * s, part))
                 plane = part if plane is None else b.or_(plane, part)
             store(b, b.bitcast(plane, BYTES), b.add(to, first))
 
-    return pack
 
+@operation(none, intp, intp, intp, intp, intp)
+def _unpack_plane(b: Any, plane: Any, p: Any, width: Any, done: Any, codes: Any) -> None:
+    """Inverse of `_pack_plane`: write codes, or add the plane's bits to codes that have lower bits."""
+    below = spread(b, done, LANES // 8)
 
-def _unpacker(p: int) -> Any:
-    @operation(none, intp, intp, intp, intp)
-    def unpack(b: Any, plane: Any, width: Any, done: Any, codes: Any) -> None:
-        """Inverse of `pack`: write codes, or add the plane's bits to codes that have lower bits."""
-        below = spread(b, done, LANES // 8)
+    def build(bits: int, adds: bool) -> None:
+        with _vectors(b, width) as first:
+            fields = b.bitcast(load(b, plane, first, I8, LANES), WORDS)
+            for s in range(8 // bits):
+                at = b.add(first, b.mul(width, I64(s)))
+                part = b.and_(b.lshr(fields, constant(I64, bits * s, fields)), _fields(bits))
+                if adds:
+                    before = b.bitcast(load(b, codes, at, I8, LANES), WORDS)
+                    part = b.or_(b.shl(part, below), before)
+                store(b, b.bitcast(part, BYTES), b.add(codes, at))
 
-        def build(adds: bool) -> None:
-            with _over(b, width) as loop:
-                first = _start(b, loop.index, width)
-                bits = b.bitcast(load(b, plane, first, I8, LANES), WORDS)
-                for s in range(8 // p):
-                    at = b.add(first, b.mul(width, I64(s)))
-                    part = b.and_(b.lshr(bits, constant(I64, p * s, bits)), _fields(p))
-                    if adds:
-                        before = b.bitcast(load(b, codes, at, I8, LANES), WORDS)
-                        part = b.or_(b.shl(part, below), before)
-                    store(b, b.bitcast(part, BYTES), b.add(codes, at))
-
-        with b.if_else(b.icmp_signed(">", done, I64(0))) as (add, write):
-            for branch, adds in ((add, True), (write, False)):
-                with branch:
-                    build(adds)
-
-    return unpack
-
-
-_pack_1, _pack_2, _pack_4, _pack_8 = (_packer(p) for p in (1, 2, 4, 8))
-_unpack_1, _unpack_2, _unpack_4, _unpack_8 = (_unpacker(p) for p in (1, 2, 4, 8))
+    above = b.icmp_signed(">", done, I64(0))
+    for bits in PLANES:
+        with b.if_then(b.icmp_signed("==", p, I64(bits))), b.if_else(above) as (add, write):
+            with add:
+                build(bits, True)
+            with write:
+                build(bits, False)
 
 
 @helper
@@ -221,14 +219,8 @@ def pack(codes, count, bits, to) -> None:
                     for s in range(8 // p):
                         value |= ((get_byte(codes, j + s * width) >> done) & ((1 << p) - 1)) << (p * s)
                     put_byte(to, j, value)
-            elif p == 8:
-                _pack_8(codes, width, done, to)
-            elif p == 4:
-                _pack_4(codes, width, done, to)
-            elif p == 2:
-                _pack_2(codes, width, done, to)
             else:
-                _pack_1(codes, width, done, to)
+                _pack_plane(codes, p, width, done, to)
             done, to = done + p, to + width
         p >>= 1
 
@@ -246,14 +238,8 @@ def unpack(planes, count, bits, codes) -> None:
                     for s in range(8 // p):
                         field, at = (value >> (p * s)) & ((1 << p) - 1), j + s * width
                         put_byte(codes, at, field if done == 0 else (field << done) | get_byte(codes, at))
-            elif p == 8:
-                _unpack_8(planes, width, done, codes)
-            elif p == 4:
-                _unpack_4(planes, width, done, codes)
-            elif p == 2:
-                _unpack_2(planes, width, done, codes)
             else:
-                _unpack_1(planes, width, done, codes)
+                _unpack_plane(planes, p, width, done, codes)
             done, planes = done + p, planes + width
         p >>= 1
 
@@ -324,18 +310,6 @@ def _bf16_of(x, kind, j):
     return to_bf16(value)
 
 
-@helper
-def _most_between(line, chosen, outliers, features):
-    """Bits of the largest magnitude without the outliers."""
-    begin, most = 0, np.int64(0)
-    for i in range(outliers + 1):
-        end = np.int64(get_int(chosen, i)) if i < outliers else features
-        for j in range(begin, end):
-            most = max(most, np.int64(float_bits(magnitude(get_float(line, j)))))
-        begin = end + 1
-    return most
-
-
 @kernel
 def _encode(
     source, kind, features, inverse, offset, order, outliers, bits, per_row, center, share, by_token,
@@ -353,17 +327,19 @@ def _encode(
             x = line
         for i in range(outliers):  # before scaled numbers overwrite float16 ones
             put_half(to_features, n * outliers + i, _bf16_of(x, kind, np.int64(get_int(chosen, i))))
-        if kind == BFLOAT16:
-            most = scale_bf16(x, offset, inverse, whole, line)
-        else:
-            most = scale_float32(x, offset, inverse, whole, line)
+        most = scale_line(x, offset, inverse, whole, line, kind == BFLOAT16)
         for j in range(whole, features):
             value = from_bf16(get_half(x, j)) if kind == BFLOAT16 else get_float(x, j)
             value = (value - get_float(offset, j)) * get_float(inverse, j)
             put_float(line, j, value)
             most = max(most, np.int64(float_bits(magnitude(value))))
         if most >= INFINITE_BITS:  # possibly of an outlier, which does not count
-            most = _most_between(line, chosen, outliers, features)
+            begin, most = 0, np.int64(0)
+            for i in range(outliers + 1):
+                end = np.int64(get_int(chosen, i)) if i < outliers else features
+                for j in range(begin, end):
+                    most = max(most, np.int64(float_bits(magnitude(get_float(line, j)))))
+                begin = end + 1
         finite, factor = most < INFINITE_BITS, ONE / share
         if by_token:
             largest = bits_float(most)

@@ -156,21 +156,15 @@ def _encode(
 
 
 @triton.jit
-def _add_plane(code, at, e, rest, keep, DONE: tl.constexpr, P: tl.constexpr):
-    """Add the bits of one more plane to the codes of elements `e` of a row; return them and the next plane's start."""
-    width = (rest * P + 7) // 8
-    byte = tl.load(at + e % width, mask=keep, other=0).to(tl.int32)
-    field = (byte >> (P * (e // width))) & ((1 << P) - 1)
-    return code | (field << DONE), at + width
-
-
-@triton.jit
 def _code(at, e, rest, keep, BITS: tl.constexpr):
     """The codes of elements `e` of the rows that begin at `at`."""
     code = tl.zeros(keep.shape, tl.int32)
     for p in tl.static_range(4):
         if BITS & (8 >> p):
-            code, at = _add_plane(code, at, e, rest, keep, BITS & (0xF0 >> p), 8 >> p)
+            width = (rest * (8 >> p) + 7) // 8
+            byte = tl.load(at + e % width, mask=keep, other=0).to(tl.int32)
+            field = (byte >> ((8 >> p) * (e // width))) & ((1 << (8 >> p)) - 1)
+            code, at = code | (field << (BITS & (0xF0 >> p))), at + width
     return code
 
 

@@ -133,7 +133,7 @@ def encode_groups(
 @helper
 def _parameters(low, high, groups, bits, symmetric, inverse, shift, top, scales, middle):
     """Compute each group's scale as it is sent, its inverse, middle, the addend to x / scale, and the largest code."""
-    cells, center = power_of_two(bits), _center(bits, symmetric)
+    cells, center = power_of_two(bits), power_of_two(bits - 1) - (ONE if symmetric else HALF)
     share, reach = ONE / center, center / (np.float32(127) * cells)
     unit, units = cells / np.float32(256), np.float32(256) / cells
     for g in range(groups):
@@ -154,12 +154,6 @@ def _parameters(low, high, groups, bits, symmetric, inverse, shift, top, scales,
         put_float(top, g, center + center if finite else ZERO)
 
 
-@helper
-def _center(bits, symmetric):
-    """The code of the middle."""
-    return power_of_two(bits - 1) - ONE if symmetric else power_of_two(bits - 1) - HALF
-
-
 @kernel
 def decode_groups(
     scales, mids, planes, target, kind, total,
@@ -167,7 +161,7 @@ def decode_groups(
 ) -> None:  # fmt: skip
     """Decode the groups from `start` to `stop`."""
     line, codes = scratch, scratch + 4 * group
-    center, unit = _center(bits, symmetric), power_of_two(bits - 8)
+    center, unit = power_of_two(bits - 1) - (ONE if symmetric else HALF), power_of_two(bits - 8)
     for g in range(start, stop):
         begin, at = g * group, planes + g * (group >> 3) * bits
         count = min(group, total - begin)

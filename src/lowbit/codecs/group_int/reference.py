@@ -5,8 +5,6 @@ Shape suffixes: N elements, G groups of L.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -43,7 +41,22 @@ def encode(x: Tensor, payload: Tensor, bits: int, group: int, symmetric: bool, s
     """x (N,) -> payload; with a seed it rounds stochastically. See `lowbit.codecs.GroupInt` for formulas and layout."""
     layout = group_int_layout(x.numel(), bits, group, symmetric)
     x_GL = _grouped(x.float(), group)
-    scale_G, inverse_G, mid_G, center = _group_parameters(x_GL, bits, symmetric)
+    low_G = x_GL.amin(-1).clamp(min=-LARGEST)
+    high_G = x_GL.amax(-1).clamp(max=LARGEST)
+    finite_G = x_GL.isfinite().all(-1)
+    mid_G = torch.zeros_like(low_G)
+    if symmetric:
+        center = 2.0 ** (bits - 1) - 1
+        extent_G = torch.maximum(high_G, -low_G)
+    else:
+        center = (2.0**bits - 1) / 2
+        mid_G = high_G * 0.5 + low_G * 0.5
+        half_G = high_G * 0.5 - low_G * 0.5
+        extent_G = torch.maximum(half_G, mid_G.abs() * (center / (127 * 2.0**bits)))
+    scale_G = (extent_G * (1 / center)).clamp(min=SMALLEST).bfloat16().float()
+    scale_G = torch.where(extent_G > 0, scale_G, 0.0)
+    inverse_G = inverse(scale_G)
+    mid_G = (mid_G * inverse_G * (256 * 2.0**-bits)).round().clamp(-32767, 32767)
     shift_G = center - mid_G * (2.0**bits / 256)
     v_GL = x_GL * inverse_G[:, None] + shift_G[:, None]
     if seed is None:
@@ -51,7 +64,6 @@ def encode(x: Tensor, payload: Tensor, bits: int, group: int, symmetric: bool, s
     else:
         v_GL = (v_GL + uniform(v_GL.numel(), seed, x.device).view_as(v_GL)).floor()
     top = 2 * center if symmetric else 2.0**bits - 1
-    finite_G = scale_G.isfinite()
     codes_GL = torch.where(finite_G[:, None], v_GL.clamp(0, top), 0).to(torch.uint8)
     # Written as bits: the NaN of a conversion to bfloat16 differs between machines.
     bits_G = torch.where(finite_G, scale_G.view(torch.int32) >> 16, NAN_SCALE)
@@ -95,23 +107,3 @@ def _grouped(x: Tensor, group: int) -> Tensor:
     """Pad with copies of the last element, which change neither minimum nor maximum of its group."""
     missing = -x.numel() % group
     return torch.cat([x, x[-1:].expand(missing)]).view(-1, group)
-
-
-def _group_parameters(x_GL: Tensor, bits: int, symmetric: bool) -> tuple[Tensor, Tensor, Tensor, float]:
-    low_G = x_GL.amin(-1).clamp(min=-LARGEST)
-    high_G = x_GL.amax(-1).clamp(max=LARGEST)
-    finite_G = x_GL.isfinite().all(-1)
-    mid_G = torch.zeros_like(low_G)
-    if symmetric:
-        center = 2.0 ** (bits - 1) - 1
-        extent_G = torch.maximum(high_G, -low_G)
-    else:
-        center = (2.0**bits - 1) / 2
-        mid_G = high_G * 0.5 + low_G * 0.5
-        half_G = high_G * 0.5 - low_G * 0.5
-        extent_G = torch.maximum(half_G, mid_G.abs() * (center / (127 * 2.0**bits)))
-    scale_G = (extent_G * (1 / center)).clamp(min=SMALLEST).bfloat16().float()
-    scale_G = torch.where(extent_G > 0, scale_G, 0.0)
-    inverse_G = inverse(scale_G)
-    mid_G = (mid_G * inverse_G * (256 * 2.0**-bits)).round().clamp(-32767, 32767)
-    return torch.where(finite_G, scale_G, math.nan), inverse_G, mid_G, center

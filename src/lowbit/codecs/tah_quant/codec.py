@@ -11,7 +11,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from lowbit.codecs.base import Summable
-from lowbit.codecs.checks import check_choice, check_fraction, check_int
+from lowbit.codecs.checks import check_choice, check_int
 from lowbit.codecs.tah_quant.reference import TAHGeometry, decode, encode, tah_geometry
 
 
@@ -87,8 +87,9 @@ class TAHQuant(Summable):
             raise ValueError(f"tile is {self.tile}; allowed: powers of two from 8 to 128")
         check_int("high_bits", self.high_bits, 2, 8)
         check_int("low_bits", self.low_bits, 2, self.high_bits)
-        check_fraction("high_fraction", self.high_fraction)
-        ratio = self.pivot_ratio
+        fraction, ratio = self.high_fraction, self.pivot_ratio
+        if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 <= fraction <= 1:
+            raise ValueError(f"high_fraction is {fraction!r}; allowed: 0 to 1")
         if ratio is not None and not (isinstance(ratio, int | float) and 1 < ratio < math.inf):
             raise ValueError(f"pivot_ratio is {ratio!r}; allowed: more than 1, or None")
         check_choice("allocation", self.allocation, ("range", "tile", "token"))

@@ -1,25 +1,438 @@
-"""Decode `TAHQuant` on the CPU; encoding is in `cpu_encode`."""
+"""`TAHQuant` on the CPU: encoding measures all tiles, chooses their widths, and writes their codes."""
 
 from __future__ import annotations
 
+import functools
+from collections import namedtuple
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lowbit.codecs.tah_quant.cpu_encode import count_flags, encode, read_checked_flags, rotate, swap
-from lowbit.codecs.tah_quant.reference import kernel_geometry
+from lowbit.codecs.tah_quant.reference import MID_SHARE, ROTATABLE, kernel_geometry
+from lowbit.kernels.cpu.formulas import INTEGER_BITS
 from lowbit.kernels.cpu.jit import helper, kernel
-from lowbit.kernels.cpu.lines import FLOAT32, KINDS, narrow, sections
-from lowbit.kernels.cpu.memory import get_byte, get_float, get_half, put_float
-from lowbit.kernels.cpu.operations import power_of_two, step_below
-from lowbit.kernels.cpu.runs import HALF, ONE, decode_run
+from lowbit.kernels.cpu.lines import FLOAT32, KINDS, narrow, sections, widen, zero_gaps
+from lowbit.kernels.cpu.memory import (
+    get_byte,
+    get_float,
+    get_half,
+    get_int,
+    get_word,
+    put_byte,
+    put_float,
+    put_half,
+    put_int,
+    put_word,
+)
+from lowbit.kernels.cpu.operations import (
+    add32,
+    bits_float,
+    byte_of_flags,
+    flags_of_byte,
+    float_bits,
+    greater,
+    greater32,
+    key_value,
+    lesser,
+    lesser32,
+    level,
+    log2,
+    magnitude,
+    order_key,
+    power_of_two,
+    round_signed,
+    step_below,
+    steps_below,
+    truncate,
+    weighted_log,
+)
+from lowbit.kernels.cpu.runs import (
+    HALF,
+    KEY_INFINITY,
+    LARGEST,
+    ONE,
+    SMALLEST,
+    ZERO,
+    are_finite,
+    decode_run,
+    encode_run,
+    put_extremes,
+)
 from lowbit.kernels.cpu.threads import over_rows
+from lowbit.kernels.cpu.words import entropy_sums_64
 
-__all__ = ["decode", "encode"]
+RANGE, TILE, TOKEN, NONE = 0, 1, 2, 3
+ALLOCATIONS = {"range": RANGE, "tile": TILE, "token": TOKEN}
+INFINITY, NAN = np.float32(np.inf), np.float32(np.nan)
 
-NAN = np.float32(np.nan)
+
+_Message = namedtuple(
+    "_Message",
+    "source kind rows channels tile tiles full mode high_bits low_bits width share ratio norm scope_rows scopes low "
+    "low_last flag_bytes row_bytes saved exponents scales mids pivots widths codes",
+)
+"""Addresses of a tensor and of the sections of its payload, and the numbers of its `TAHGeometry`."""
+
+
+def encode(x: Tensor, payload: Tensor, *settings: Any) -> None:
+    """The reference's bytes."""
+    geo, ratio = kernel_geometry(x.shape, *settings), settings[-1] or 0.0
+    at = sections(payload, geo.layout)
+    zero_gaps(payload, geo.layout)
+    message = _Message(
+        x.data_ptr(), KINDS[x.dtype], geo.rows, geo.channels, geo.tile, geo.tiles, geo.full,
+        ALLOCATIONS[geo.allocation] if geo.low else NONE, geo.high_bits, geo.low_bits, geo.mid_bytes,
+        MID_SHARE[geo.mid_bytes], ratio, geo.tile**-0.5,
+        geo.scope_rows, geo.scopes, geo.low, geo.low_last, geo.flag_bytes, geo.row_bytes, geo.saved,
+        *(at[name] for name in ("exponents", "scales", "mids", "pivots", "widths", "codes")),
+    )  # fmt: skip
+    nbytes = 4 * geo.channels + 20 * geo.tiles + 5 * geo.tile + 8
+
+    def notes(rows: int, scopes: int) -> tuple[Tensor, ...]:
+        """Allocate half ranges, middles, keys and flags for a number of tokens and scopes."""
+        tiles = torch.empty(2, rows * geo.tiles)
+        keys = torch.empty(scopes * geo.per_scope, dtype=torch.int32)
+        return *tiles, keys, torch.zeros(scopes * geo.flag_bytes * 8, dtype=torch.uint8)
+
+    def run(work: Any, kept: tuple[Tensor, ...], start: int, stop: int) -> None:
+        scratch = torch.empty(nbytes, dtype=torch.uint8)
+        work(message, *(t.data_ptr() for t in kept), scratch.data_ptr(), start, stop)
+
+    if geo.allocation == "token":  # a scope is a whole sequence: larger than a cache, and perhaps the only one
+        kept = notes(geo.rows, geo.scopes)
+        over_rows(functools.partial(run, _measure, kept), geo.rows, x.nbytes)
+        over_rows(functools.partial(run, _choose, kept), geo.scopes, x.nbytes)
+        over_rows(functools.partial(run, _code, kept), geo.rows, x.nbytes)
+    else:
+        over_rows(lambda *b: run(_encode, notes(geo.scope_rows, 1), *b), geo.scopes, x.nbytes)
+
+
+@kernel
+def _encode(m, extents, mids, keys, flags, scratch, start, stop) -> None:
+    """Encode scope after scope, so that a scope's tokens are still in the cache when they are coded."""
+    for scope in range(start, stop):
+        first = scope * m.scope_rows
+        last = min(m.rows, first + m.scope_rows)
+        # The notes hold one scope, but the phases index from the first scope of all.
+        notes = (
+            extents - 4 * first * m.tiles, mids - 4 * first * m.tiles,
+            keys - 4 * first * m.full, flags - 8 * scope * m.flag_bytes, scratch,
+        )  # fmt: skip
+        _measure(m, *notes, first, last)
+        _choose(m, *notes, scope, scope + 1)
+        _code(m, *notes, first, last)
+
+
+@kernel
+def _measure(m, extents, mids, keys, flags, scratch, start, stop) -> None:
+    """Compute half ranges and middles of tiles (Inf and 0 for NaN or Inf), pivots, and the keys for `choose`."""
+    channels, tile, tiles, full, mode = m.channels, m.tile, m.tiles, m.full, m.mode
+    line, low, high = scratch, scratch + 4 * channels, scratch + 4 * (channels + tiles)
+    sums = high + 4 * tiles
+    spun = sums + 8 * tiles
+    share, ratio, norm = np.float32(m.share), np.float32(m.ratio), np.float32(m.norm)
+    for row in range(start, stop):
+        x, first = m.source + 4 * row * channels, row * tiles
+        if m.kind != FLOAT32:
+            widen(m.source, m.kind, row * channels, channels, line)
+            x = line
+        for t in range(tiles):
+            put_extremes(x + 4 * t * tile, min(tile, channels - t * tile), low + 4 * t, high + 4 * t)
+        for t in range(tiles):
+            _put_extent(get_int(low, t), get_int(high, t), share, extents, mids, first + t)
+        if mode == TILE:
+            put_tile_keys(x, tile, full, low, high, keys + 4 * row * full, sums)
+        elif mode == TOKEN:
+            put_token_key(x, channels, tile, tiles, low, high, keys + 4 * row, sums)
+        if ratio > ZERO:
+            for t in range(tiles):
+                pivot, at = 0, x + 4 * t * tile
+                if t < full:
+                    pivot = _find_pivot(at, tile, get_int(low, t), get_int(high, t), ratio)
+                put_byte(m.pivots, first + t, pivot)
+                if pivot:
+                    spin(at, tile, pivot & 127, norm, spun)
+                    put_extremes(spun, tile, low + 4 * t, high + 4 * t)
+                    _put_extent(get_int(low, t), get_int(high, t), share, extents, mids, first + t)
+        if mode == RANGE:
+            for t in range(full):
+                put_int(keys, row * full + t, order_key(get_float(extents, first + t)))
+
+
+@kernel
+def _choose(m, extents, mids, keys, flags, scratch, start, stop) -> None:
+    """Set the flags of the scopes' candidates, and write their bitmaps."""
+    if m.mode == NONE:
+        return
+    in_row = 1 if m.mode == TOKEN else m.full
+    for scope in range(start, stop):
+        first = scope * m.scope_rows
+        candidates = (min(m.rows, first + m.scope_rows) - first) * in_row
+        chosen = flags + 8 * scope * m.flag_bytes
+        for i in range(candidates, 8 * m.flag_bytes):
+            put_byte(chosen, i, 0)
+        low = m.low if scope < m.scopes - 1 else m.low_last
+        choose(keys + 4 * first * in_row, candidates, low, chosen)
+        for i in range(m.flag_bytes):
+            put_byte(m.widths + scope * m.flag_bytes, i, byte_of_flags(get_word(chosen, i)))
+
+
+@helper
+def _put_extent(low, high, share, extents, mids, i):
+    least = greater(key_value(low), -LARGEST)
+    most = lesser(key_value(high), LARGEST)
+    half = most * HALF - least * HALF
+    mid = most * HALF + least * HALF
+    extent = greater(half, magnitude(mid) * share)
+    finite = are_finite(low, high)
+    put_float(extents, i, extent if finite else INFINITY)
+    put_float(mids, i, mid if finite else ZERO)
+
+
+@helper
+def _find_pivot(x, count, low, high, ratio) -> Any:
+    """128 + position of the tile's pivot, or 0."""
+    least, most = key_value(low), key_value(high)
+    first, other = greater(most, -least), lesser(most, -least)
+    # The other end of the range is a lower bound of the second magnitude, which decides most tiles.
+    if not (are_finite(low, high) and ZERO < first < ROTATABLE) or other * ratio > first:
+        return 0
+    top, second, equal = float_bits(first), np.int32(0), np.int32(0)
+    for j in range(count):
+        a = float_bits(magnitude(get_float(x, j)))
+        equal = add32(equal, a == top)
+        second = greater32(second, a if a < top else 0)
+    if equal > 1 or not first >= bits_float(second) * ratio:
+        return 0
+    position = 0
+    while magnitude(get_float(x, position)) != first:
+        position += 1
+    return 128 + position
+
+
+@kernel
+def _code(m, extents, mids, keys, flags, scratch, start, stop) -> None:
+    """Write parameters and codes of every tile."""
+    channels, tile, tiles, full, mode = m.channels, m.tile, m.tiles, m.full, m.mode
+    line, octave, bits = scratch, scratch + 4 * channels, scratch + 4 * (channels + tiles)
+    inverse, shift, middle = bits + 4 * tiles, bits + 8 * tiles, bits + 12 * tiles
+    spun = middle + 4 * tiles
+    codes = spun + 4 * tile
+    in_row = 0 if mode == NONE else 1 if mode == TOKEN else full
+    norm = np.float32(m.norm)
+    scope, begun = start // m.scope_rows, start % m.scope_rows
+    before = scope * m.low + count_flags(flags + 8 * scope * m.flag_bytes, begun * in_row)
+    to = m.codes + start * m.row_bytes - before * m.saved
+    for row in range(start, stop):
+        x, first = m.source + 4 * row * channels, row * tiles
+        if m.kind != FLOAT32:
+            widen(m.source, m.kind, row * channels, channels, line)
+            x = line
+        chosen = flags + 8 * (row // m.scope_rows) * m.flag_bytes + row % m.scope_rows * in_row
+        for t in range(tiles):
+            low = mode != NONE and t < full and get_byte(chosen, t) > 0
+            if mode == TOKEN:
+                low = get_byte(chosen, 0) > 0
+            put_int(bits, t, m.low_bits if low else m.high_bits)
+        exponent = _set_octaves(extents + 4 * first, tiles, bits, octave)
+        put_byte(m.exponents, row, exponent)
+        _parameters(
+            octave, exponent * 16 + 15, bits, extents + 4 * first, mids + 4 * first, tiles, m.width,
+            m.scales + first, inverse, shift, middle,
+        )  # fmt: skip
+        for t in range(tiles):
+            if m.width == 1:
+                put_byte(m.mids, first + t, get_int(middle, t))
+            else:
+                put_half(m.mids, first + t, get_int(middle, t))
+        for t in range(tiles):
+            at, count, b = x + 4 * t * tile, min(tile, channels - t * tile), get_int(bits, t)
+            top = power_of_two(b) - ONE if get_int(octave, t) else ZERO
+            pivot = get_byte(m.pivots, first + t) if m.width == 2 else 0
+            if pivot:
+                spin(at, tile, pivot & 127, norm, spun)
+                at = spun
+            factor, added = get_float(inverse, t), get_float(shift, t)
+            to = encode_run(at, count, factor, added, top, b, to, codes)
+
+
+@helper
+def _set_octaves(extents, tiles, bits, octave) -> Any:
+    """Set tiles' steps in sixteenths of an octave (0: all zero or not finite); return the largest float32 exponent."""
+    largest = np.int32(0)
+    for t in range(tiles):
+        extent, b = get_float(extents, t), get_int(bits, t)
+        step = greater(extent * power_of_two(1 - b), SMALLEST)
+        n = np.int32((float_bits(step) + (1 << 18 if b < 6 else (1 << 19) - 1)) >> 19)
+        n = n if ZERO < extent < INFINITY else np.int32(0)
+        put_int(octave, t, n)
+        largest = greater32(largest, n)
+    return np.int64(largest) >> 4
+
+
+@helper
+def _parameters(octave, top, bits, extents, mids, tiles, width, scales, inverse, shift, middle):
+    """Compute each tile's scale as it is sent, 1 / step, the addend to x / step, and its middle as an integer."""
+    units, limit = (np.float32(64), np.float32(127)) if width == 1 else (np.float32(256), np.float32(32767))
+    nan = -128 if width == 1 else -32768
+    for t in range(tiles):
+        below = steps_below(get_int(octave, t), top)
+        put_byte(scales, t, below)
+        size, cells = step_below(below, top), power_of_two(get_int(bits, t))
+        empty = size == ZERO
+        factor = ONE / (ONE if empty else size)
+        m = round_signed(get_float(mids, t) * factor * (units * power_of_two(-get_int(bits, t))))
+        m = lesser(greater(m, -limit), limit)
+        m = ZERO if empty else m
+        put_float(inverse, t, factor)
+        put_float(shift, t, (cells - ONE) * HALF - m * (cells * (ONE / units)))
+        put_int(middle, t, truncate(m) if get_float(extents, t) < INFINITY else nan)
+
+
+@helper
+def choose(keys, candidates, low, flags):
+    """Set the flags of the `low` smallest of a scope's int32 keys; of equal keys, the first ones.
+
+    The threshold is found by bisection: linear in the candidates, and the passes over them vectorise.
+    """
+    below, most = np.int32(2**31 - 1), np.int32(-(2**31))
+    for i in range(candidates):
+        below, most = lesser32(below, get_int(keys, i)), greater32(most, get_int(keys, i))
+    # At most `fewer` < low keys are <= below, and at least `low` are <= most.
+    below, most, fewer, at_most = np.int64(below) - 1, np.int64(most), 0, candidates
+    while most - below > 1 and at_most != low:
+        middle = (below + most) >> 1
+        count = np.int32(0)
+        for i in range(candidates):
+            count = add32(count, get_int(keys, i) <= middle)
+        if count >= low:
+            most, at_most = middle, np.int64(count)
+        else:
+            below, fewer = middle, np.int64(count)
+    if at_most == low:
+        for i in range(candidates):
+            put_byte(flags, i, get_int(keys, i) <= most)
+    else:
+        equal = low - fewer
+        for i in range(candidates):
+            tie = get_int(keys, i) == most and equal > 0
+            put_byte(flags, i, tie or get_int(keys, i) < most)
+            equal -= tie
+
+
+@helper
+def read_checked_flags(bitmap, size, candidates, low, flags):
+    """Read a scope's flags; return whether `low` of its candidates are set. If not, set the first `low` instead.
+
+    Flags determine the positions of codes: with a wrong number of them, these could be beyond the payload.
+    """
+    for i in range(size):
+        put_word(flags, i, flags_of_byte(get_byte(bitmap, i)))
+    intact = count_flags(flags, candidates) == low
+    if not intact:
+        for i in range(candidates):
+            put_byte(flags, i, i < low)
+    return intact
+
+
+@helper
+def count_flags(flags, stop):
+    """Count the set flags among the first `stop`."""
+    total = 0
+    for i in range(stop):
+        total += get_byte(flags, i)
+    return total
+
+
+@helper
+def spin(x, count, position, norm, s) -> None:
+    """Write the rotated tile, its pivot swapped to the front, to `s[:count]`."""
+    for j in range(count):
+        put_float(s, j, get_float(x, j))
+    swap(s, position)
+    rotate(s, count, norm)
+
+
+@helper
+def rotate(s, count, norm) -> None:
+    """Walsh-Hadamard transform of `s[:count]` in place, times `norm`."""
+    half = 1
+    while half < count:
+        for first in range(0, count, 2 * half):
+            for j in range(first, first + half):
+                a, b = get_float(s, j), get_float(s, j + half)
+                put_float(s, j, a + b)
+                put_float(s, j + half, a - b)
+        half *= 2
+    for j in range(count):
+        put_float(s, j, get_float(s, j) * norm)
+
+
+@helper
+def swap(s, position) -> None:
+    """Exchange `s[0]` and `s[position]`."""
+    first = get_float(s, 0)
+    put_float(s, 0, get_float(s, position))
+    put_float(s, position, first)
+
+
+@helper
+def put_tile_keys(x, tile, full, low, high, keys, sums) -> None:
+    """Write the keys of a token's full tiles."""
+    for t in range(full):
+        scale = _scale(get_int(low, t), get_int(high, t))
+        _put_sums(x + 4 * t * tile, tile, scale, sums + 4 * t, sums + 4 * (full + t))
+    for t in range(full):
+        total, terms = get_int(sums, t), get_int(sums, full + t)
+        key = _key(np.float32(greater32(total, 1)), np.float32(terms))
+        finite = are_finite(get_int(low, t), get_int(high, t))
+        put_int(keys, t, key if finite else KEY_INFINITY)
+
+
+@helper
+def put_token_key(x, channels, tile, tiles, low, high, key, sums) -> None:
+    """Write the key of a whole token."""
+    least, most = get_int(low, 0), get_int(high, 0)
+    for t in range(1, tiles):
+        least, most = lesser32(least, get_int(low, t)), greater32(most, get_int(high, t))
+    total, terms, scale = 0, 0, _scale(least, most)
+    for t in range(tiles):
+        count = min(tile, channels - t * tile)
+        _put_sums(x + 4 * t * tile, count, scale, sums, sums + 4)
+        total += get_int(sums, 0)
+        terms += get_int(sums, 1)
+    entropy = _key(np.float32(max(total, 1)), np.float32(terms))
+    put_int(key, 0, entropy if are_finite(least, most) else KEY_INFINITY)
+
+
+@helper
+def _scale(low, high) -> Any:
+    """The power of two that makes the largest magnitude a 15-bit integer."""
+    most = greater(key_value(high), -key_value(low))
+    exponent = min(max(float_bits(most) >> 23, 27), 254)
+    return bits_float((127 + 14 + 127 - exponent) << 23)
+
+
+@helper
+def _put_sums(x, count, scale, total, terms) -> None:
+    """Write the sums of up to 128 integers and of their weighted logarithms, which are below 2^31: 32 bits suffice."""
+    if count == 64:
+        entropy_sums_64(x, scale, total, terms)
+        return
+    integers, weighted = np.int32(0), np.int32(0)
+    for j in range(count):
+        scaled = level(get_float(x, j), scale)
+        integers = add32(integers, float_bits(scaled) - INTEGER_BITS)
+        weighted = add32(weighted, float_bits(weighted_log(scaled)) - 0x49000000)
+    put_int(total, 0, integers)
+    put_int(terms, 0, weighted)
+
+
+@helper
+def _key(weight, terms) -> Any:
+    return order_key(log2(weight) - terms * np.float32(0.0625) / weight)
 
 
 def decode(payload: Tensor, out: Tensor, *settings: Any) -> None:
@@ -69,7 +482,12 @@ def _decode(
             if by_token:
                 low = in_row > 0 and get_byte(chosen, 0) > 0
             bits, i = low_bits if low else high_bits, row * tiles + t
-            step, offset = _parameters(scales, mids, i, top, bits, pivot)
+            step, cells = step_below(get_byte(scales, i), top), power_of_two(bits)
+            if pivot:
+                m, nan, unit = np.int64(np.int16(get_half(mids, i))), -32768, np.float32(1 / 256)
+            else:
+                m, nan, unit = np.int64(np.int8(get_byte(mids, i))), -128, np.float32(1 / 64)
+            step, offset = NAN if m == nan else step, np.float32(m) * (cells * unit) - (cells - ONE) * HALF
             to, count = y + 4 * t * tile, min(tile, channels - t * tile)
             turned = get_byte(pivots, i) if pivot else 0
             if turned and not (128 <= turned < 128 + tile and t < full):
@@ -87,15 +505,3 @@ def _decode(
                 put_float(y, j, NAN)
         if not direct:
             narrow(line, target, kind, row * channels, channels, accumulate)
-
-
-@helper
-def _parameters(scales, mids, i, top, bits, pivot) -> Any:
-    """Return a tile's step, and the offset of its codes."""
-    step, cells = step_below(get_byte(scales, i), top), power_of_two(bits)
-    if pivot:
-        m, nan, unit = np.int64(np.int16(get_half(mids, i))), -32768, np.float32(1 / 256)
-    else:
-        m, nan, unit = np.int64(np.int8(get_byte(mids, i))), -128, np.float32(1 / 64)
-    step = NAN if m == nan else step
-    return step, np.float32(m) * (cells * unit) - (cells - ONE) * HALF

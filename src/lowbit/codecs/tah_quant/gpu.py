@@ -145,12 +145,19 @@ def _encode(
 
     candidate = exists & (t < C // TILE)
     if MODE == "tile":
-        key = _tile_keys(parts, tl.maximum(most, -least), finite)
+        scale = magnitude_scale(tl.maximum(most, -least))[:, None]
+        total, terms = tl.zeros(parts[0].shape, tl.int32), tl.zeros(parts[0].shape, tl.int32)
+        for k in tl.static_range(8):
+            some, more = entropy_terms(parts[k], scale)
+            total += some
+            terms += more
+        key = entropy_key(tl.sum(total, axis=1), tl.sum(terms, axis=1), finite)
     if MID_WIDTH == 2:
         pivot = find_pivots(parts, finite & candidate, j, TILE // 8, ratio)
         tl.store(section(payload, pivots_16) + index, pivot.to(tl.uint8), mask=exists)
         if tl.max(pivot, axis=0) > 0:
-            parts = rotate_pivots(parts, pivot, j, TILE // 8, norm, WIDTH, NT)
+            turned = rotated(swapped(parts, pivot, j, TILE // 8), norm, WIDTH, NT)
+            parts = _with_pivot(pivot, turned, parts)
             least, most, _ = eighths.extremes(parts, v, keep, count, j, RAGGED)
     least, most = tl.maximum(least, -LARGEST_), tl.minimum(most, LARGEST_)
     mid = most * 0.5 + least * 0.5
@@ -198,19 +205,6 @@ def _encode(
         zero_gap(payload, mids_end, pivots_16)
         zero_gap(payload, pivots_end, widths_16)
         zero_gap(payload, widths_end, codes_16)
-
-
-@triton.jit
-def _tile_keys(parts, largest, finite):
-    """Sort keys of tiles by entropy."""
-    scale = magnitude_scale(largest)[:, None]
-    total = tl.zeros(parts[0].shape, tl.int32)
-    terms = tl.zeros(parts[0].shape, tl.int32)
-    for k in tl.static_range(8):
-        some, more = entropy_terms(parts[k], scale)
-        total += some
-        terms += more
-    return entropy_key(tl.sum(total, axis=1), tl.sum(terms, axis=1), finite)
 
 
 @triton.jit
@@ -295,7 +289,7 @@ def _decode(
     y = [(number_of(code) + offset[:, None]) * step[:, None] for code in codes]
     if MID_WIDTH == 2:  # noqa: SIM102, because the other condition is not known at compile time
         if tl.max(pivot, axis=0) > 0:
-            y = restore_pivots(y, pivot, j, TILE // 8, norm, WIDTH, NT)
+            y = _with_pivot(pivot, swapped(rotated(y, norm, WIDTH, NT), pivot, j, TILE // 8), y)
     eighths.store_numbers(y, out, at, v, keep, count, j, RAGGED, ACCUMULATE)
 
 
@@ -370,18 +364,6 @@ def _across(parts, STEP: tl.constexpr):
         else:
             out = out + (parts[k - STEP] - parts[k],)
     return out
-
-
-@triton.jit
-def rotate_pivots(parts, pivot, j, v: tl.constexpr, norm, WIDTH: tl.constexpr, NT: tl.constexpr):
-    """Swap pivots to the front of their tiles, and rotate these tiles."""
-    return _with_pivot(pivot, rotated(swapped(parts, pivot, j, v), norm, WIDTH, NT), parts)
-
-
-@triton.jit
-def restore_pivots(parts, pivot, j, v: tl.constexpr, norm, WIDTH: tl.constexpr, NT: tl.constexpr):
-    """Inverse of `rotate_pivots`."""
-    return _with_pivot(pivot, swapped(rotated(parts, norm, WIDTH, NT), pivot, j, v), parts)
 
 
 @triton.jit

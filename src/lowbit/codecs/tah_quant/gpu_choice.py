@@ -30,13 +30,6 @@ def _counts(u, threshold, unit, DIGITS: tl.constexpr):
 
 
 @triton.jit
-def _raised(threshold, unit, one, two, three, low):
-    """Raise the threshold past those of the three that have fewer than `low` numbers below."""
-    below = (one < low).to(tl.uint32) + (two < low).to(tl.uint32) + (three < low).to(tl.uint32)
-    return threshold + below * unit
-
-
-@triton.jit
 def smallest(u, low):
     """Flag (int32) the `low` smallest numbers; of equal ones, the first."""
     DIGITS: tl.constexpr = 10 if u.shape[0] < 1024 else 21
@@ -44,7 +37,8 @@ def smallest(u, low):
     for i in range(16):
         unit = tl.full((), 1, tl.uint32) << (30 - 2 * i)
         one, two, three = _counts(u, threshold, unit, DIGITS)
-        threshold = _raised(threshold, unit, one, two, three, low)
+        below = (one < low).to(tl.uint32) + (two < low).to(tl.uint32) + (three < low).to(tl.uint32)
+        threshold += below * unit  # past those that have fewer than `low` numbers below
     below, equal = (u < threshold).to(tl.int32), (u == threshold).to(tl.int32)
     admitted = tl.cumsum(equal, axis=0) <= low - tl.sum(below)
     return below | (equal & admitted.to(tl.int32))
@@ -78,7 +72,7 @@ def choose(keys, widths, low, flag_bytes, per_scope):
             one, two, three = _counts(_load_keys(keys, start, per_scope), threshold, unit, 21)
             ones, twos, threes = ones + one, twos + two, threes + three
             start += CHUNK
-        threshold = _raised(threshold, unit, ones, twos, threes, low)
+        threshold += ((ones < low).to(tl.uint32) + (twos < low).to(tl.uint32) + (threes < low).to(tl.uint32)) * unit
     left = tl.full((), 0, tl.int64) + low
     start = tl.full((), 0, tl.int64)
     while start < per_scope:

@@ -32,6 +32,7 @@ from lowbit.kernels.packing import pack, pack_flags, unpack, unpack_flags
 SCOPE_TILES = 256  # tiles among which "range" chooses: a GPU's program holds them in registers
 ROTATABLE = 2.0**120  # larger pivots stay where they are: their rotation could overflow
 NAN_MID = {1: -128, 2: -32768}
+MID_DTYPE = {1: torch.int8, 2: torch.int16}
 MID_LIMIT = {1: 127, 2: 32767}
 MID_UNITS = {1: 64, 2: 256}  # units of a mid in one range (2^bits steps)
 MID_SHARE = {1: 0.2703, 2: 0.0042017}  # least half range for a |mid| of 1: 1 / limit, and a scale's rounding
@@ -150,13 +151,18 @@ def encode(
 ) -> None:  # fmt: skip
     """x (sequences, length, channels) -> payload; see `lowbit.codecs.TAHQuant` for formulas and layout."""
     geo = tah_geometry(x.shape, tile, high_bits, low_bits, low_fraction, allocation, pivot_ratio)
-    x_RTE = _tiled(x.float(), geo)
+    x_RC = x.float().reshape(geo.rows, geo.channels)
+    pad = x_RC[:, -1:].expand(-1, geo.tiles * geo.tile - geo.channels)  # does not change a ragged tile's range
+    x_RTE = torch.cat([x_RC, pad], 1).view(geo.rows, geo.tiles, geo.tile)
     finite_RT = x_RTE.isfinite().all(-1)
     y_RTE, pivot_RT = x_RTE, torch.zeros_like(finite_RT, dtype=torch.uint8)
     if pivot_ratio is not None:
         pivot_RT = find_pivots(x_RTE, finite_RT, geo, pivot_ratio)
         y_RTE = torch.where(pivot_RT[..., None] > 0, rotate(swap(x_RTE, pivot_RT)), x_RTE)
-    extent_RT, mid_RT = _extents(y_RTE, geo.mid_bytes)
+    low_RT, high_RT = y_RTE.amin(-1).clamp(min=-LARGEST), y_RTE.amax(-1).clamp(max=LARGEST)
+    half_RT, mid_RT = high_RT * 0.5 - low_RT * 0.5, high_RT * 0.5 + low_RT * 0.5
+    # A middle that is too large for its integer widens the cells instead of being clamped.
+    extent_RT = torch.maximum(half_RT, mid_RT.abs() * MID_SHARE[geo.mid_bytes])
     counts = torch.full((geo.scopes,), geo.low, device=x.device)
     counts[-1] = geo.low_last
     low = smallest(_keys(x_RTE, extent_RT, finite_RT, geo), counts)
@@ -170,7 +176,7 @@ def encode(
     layout.section(payload, "exponents").copy_(exponent_R)
     layout.section(payload, "scales").copy_(below_RT.reshape(-1))
     m_RT = torch.where(finite_RT, m_RT, float(NAN_MID[geo.mid_bytes]))
-    layout.section(payload, "mids", _mid_dtype(geo.mid_bytes)).copy_(m_RT.reshape(-1))
+    layout.section(payload, "mids", MID_DTYPE[geo.mid_bytes]).copy_(m_RT.reshape(-1))
     if pivot_ratio is not None:
         layout.section(payload, "pivots").copy_(pivot_RT.reshape(-1))
     if geo.low:
@@ -201,7 +207,7 @@ def decode(
     )
     exponent_R = layout.section(payload, "exponents").int()
     below_RT = layout.section(payload, "scales").view(geo.rows, geo.tiles).int()
-    mid_RT = layout.section(payload, "mids", _mid_dtype(width)).view(geo.rows, geo.tiles)
+    mid_RT = layout.section(payload, "mids", MID_DTYPE[width]).view(geo.rows, geo.tiles)
     step_RT = octave_steps(exponent_R, below_RT)
     step_RT = torch.where((mid_RT == NAN_MID[width]) | ~intact_R[:, None], math.nan, step_RT)
     if pivot:
@@ -237,23 +243,6 @@ def swap(x_RTE: Tensor, pivot_RT: Tensor) -> Tensor:
     first, pivot = x_RTE[..., :1], x_RTE.gather(-1, position)
     y = x_RTE.scatter(-1, position, first)
     return torch.cat([pivot, y[..., 1:]], -1)
-
-
-def _tiled(x: Tensor, geo: TAHGeometry) -> Tensor:
-    """(R, T, E), a ragged last tile padded with copies of its last element."""
-    x_RC = x.reshape(geo.rows, geo.channels)
-    pad = x_RC[:, -1:].expand(-1, geo.tiles * geo.tile - geo.channels)
-    return torch.cat([x_RC, pad], 1).view(geo.rows, geo.tiles, geo.tile)
-
-
-def _extents(x_RTE: Tensor, mid_bytes: int) -> tuple[Tensor, Tensor]:
-    """Compute half the range that a tile's 2^bits cells must cover, and the range's middle."""
-    low_RT = x_RTE.amin(-1).clamp(min=-LARGEST)
-    high_RT = x_RTE.amax(-1).clamp(max=LARGEST)
-    half_RT = high_RT * 0.5 - low_RT * 0.5
-    mid_RT = high_RT * 0.5 + low_RT * 0.5
-    # A middle that is too large for its integer widens the cells instead of being clamped.
-    return torch.maximum(half_RT, mid_RT.abs() * MID_SHARE[mid_bytes]), mid_RT
 
 
 def _keys(x_RTE: Tensor, extent_RT: Tensor, finite_RT: Tensor, geo: TAHGeometry) -> Tensor:
@@ -352,7 +341,3 @@ def _tile_codes(bytes_RTK: Tensor, geo: TAHGeometry, bits: int) -> Tensor:
 def _ragged(geo: TAHGeometry) -> int:
     """Elements that a ragged last tile takes in the payload."""
     return ceil_div(geo.channels - geo.full * geo.tile, 8) * 8
-
-
-def _mid_dtype(width: int) -> torch.dtype:
-    return torch.int8 if width == 1 else torch.int16

@@ -53,25 +53,6 @@ class Renewal(NamedTuple):
     lengths_M: Tensor
     codes_MC: Tensor
 
-    def applied(self, directions_KC: Tensor) -> Tensor:
-        """Return the basis with the new directions in it."""
-        new_MC = self.codes_MC.float() * self.lengths_M[:, None]
-        count = len(directions_KC)
-        index_M = torch.where(self.slots_M < 0, count, self.slots_M.long())
-        room = torch.cat([directions_KC, torch.zeros_like(directions_KC[:1])])  # last row: without slot
-        return room.index_copy(0, index_M, new_MC)[:count]
-
-    def fits(self, count: int) -> Tensor:
-        """Whether slots are valid for `count` directions and distinct, and lengths are valid; a boolean ().
-
-        A length that no direction of length 1 can have is refused; so is NaN, which would stay in the basis for good.
-        """
-        index_M = torch.where(self.slots_M < 0, count, self.slots_M.long()).clamp(max=count)
-        times_K = index_M.new_zeros(count + 1).index_add_(0, index_M, torch.ones_like(index_M))
-        within = (self.slots_M >= -1) & (self.slots_M < count)
-        sane = (self.slots_M < 0) | ((self.lengths_M >= 0) & (self.lengths_M <= LONGEST))  # false for NaN
-        return within.all() & (times_K[:count] <= 1).all() & sane.all()
-
     def digest(self) -> Tensor:
         """Digest, an int64 number of 31 bits, which differs after any change of one slot, one code or half a length.
 
@@ -129,10 +110,17 @@ def _follow(
     number: int,
     training: bool,
 ) -> None:
-    fits = renewal.fits(len(directions_KC))
+    count, (slots_M, lengths_M, codes_MC) = len(directions_KC), renewal
+    place_M = torch.where(slots_M < 0, count, slots_M.long()).clamp(max=count)  # the last one: without slot
+    times_K = place_M.new_zeros(count + 1).index_add_(0, place_M, torch.ones_like(place_M))
+    within = (slots_M >= -1) & (slots_M < count)
+    # A length that no direction of length 1 can have is refused; so is NaN, which would stay in the basis for good.
+    sane = (slots_M < 0) | ((lengths_M >= 0) & (lengths_M <= LONGEST))
+    fits = within.all() & (times_K[:count] <= 1).all() & sane.all()
     own = torch.where(fits, renewal.digest(), -1)
-    renewal = renewal._replace(slots_M=torch.where(fits, renewal.slots_M, -1))
-    next_directions_KC.copy_(renewal.applied(directions_KC))
+    room = torch.cat([directions_KC, torch.zeros_like(directions_KC[:1])])
+    room.index_copy_(0, torch.where(fits, place_M, count), codes_MC.float() * lengths_M[:, None])
+    next_directions_KC.copy_(room[:count])
     next_digest.copy_((digest * 31 + own) & 0x7FFFFFFF)
     header[0].fill_(number % (1 << 31))
     header[1].copy_(digest)
@@ -285,8 +273,3 @@ class Transform:
 def coefficients(x_RC: Tensor, directions_KC: Tensor) -> Tensor:
     """Coefficients of float32 tokens, (R, C)."""
     return implementation(transform_of, x_RC.device)(directions_KC).coefficients(x_RC)
-
-
-def tokens(z_RC: Tensor, directions_KC: Tensor, out: Tensor, factors_C: Tensor | None = None) -> None:
-    """Write the tokens of these coefficients, times channel factors if given, to `out`, (R, C), in its dtype."""
-    implementation(transform_of, z_RC.device)(directions_KC).tokens(z_RC, out, factors_C)

@@ -14,11 +14,22 @@ import torch
 from torch import Tensor
 
 from lowbit.codecs.base import Session, StatefulCodec
-from lowbit.codecs.transform_quant.basis import Basis, Transform, follow, renew, transform_of
+from lowbit.codecs.transform_quant.basis import Basis, Transform, coefficients, follow, leading, renew, transform_of
 from lowbit.codecs.transform_quant.memory import BAD_STREAMS, ONE, SEEN, Memory, factors, packed, sampled, sinks
-from lowbit.codecs.transform_quant.rate import bits_for_loss, coded_bits
-from lowbit.codecs.transform_quant.reference import TransformGeometry, decode, encode, transform_geometry
+from lowbit.codecs.transform_quant.reference import (
+    HIGHEST,
+    LOWEST,
+    NAN,
+    TransformGeometry,
+    costs,
+    decode,
+    encode,
+    fitted,
+    scales,
+    transform_geometry,
+)
 from lowbit.kernels import apart, implementation
+from lowbit.kernels.exact import SMALLEST
 from lowbit.kernels.layout import ALIGNMENT
 
 log = logging.getLogger(__name__)
@@ -27,6 +38,7 @@ MOST = 16.0  # bits
 CODED = {"token": 3.0, "message": 1.85}  # bits of an element for symbols, where no rate is set, by `step`
 GRAIN = 64  # selectable rates per bit
 DECIBELS = 30.0
+FINEST = 4 * 24  # the smallest step that is tried, in quarters of an octave below the largest coefficient
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,10 +56,11 @@ class TransformQuant(StatefulCodec):
     With step="message", the error y - x has variance step^2 / 12 in every direction, and is unbiased and independent of
     x, even where x is smaller than a step: on average, training still learns from small signals. With step="token", the
     receiver shrinks z' towards 0, by the factor of the best linear estimate for the scales of coordinate and token
-    (`tables.shares`), but not out of its cell. This leaves little error in places without signal. Activations tolerate
-    this bias, but gradients do not: with it, training was far worse. Coordinates get bits according to their energy
-    automatically. A useless basis costs accuracy at the same rate, never correctness. A message uses the smallest step
-    that fits its bytes, so that payloads of a shape have one size and a receiver can always post its buffer.
+    (`reference.shares`), but not out of its cell. This leaves little error in places without signal. Activations
+    tolerate this bias, but gradients do not: with it, training was far worse. Coordinates get bits according to their
+    energy automatically. A useless basis costs accuracy at the same rate, never correctness. A message uses the
+    smallest step that fits its bytes, so that payloads of a shape have one size and a receiver can always post its
+    buffer.
 
     Pretrained models have sinks: tokens, mostly the first, to which every later token attends and whose norm may be 100
     times that of others. With step="token", one of more than 4 times the median norm gets the step of the median, so
@@ -268,77 +281,64 @@ class TransformSession(Session):
         self._memory.end_step()
 
     def _encode(self, x: Tensor, payload: Tensor, training: bool) -> None:
-        device = self._memory.directions.device
+        memory, geo, device = self._memory, self._geometry, self._memory.directions.device
         if x.device != device:
             raise ValueError(f"x is on {x.device}; this session is for {device}")
         target = torch.empty_like(payload) if payload.data_ptr() % ALIGNMENT else payload
         target.zero_()  # also between sections
         with apart(device):
-            self._code(x.contiguous(), target, training)
+            x_RC = x.contiguous().view(geo.rows, geo.channels).float()
+            weights, factor_C = memory.weights(x_RC, own=geo.by_token)
+            geo.layout.section(target, "weights").copy_(weights)
+            if factor_C is not None:
+                x_RC = x_RC * factor_C
+            if self._note is not None:
+                gains = geo.layout.section(target, "gains").copy_(packed(self._note, 0))
+                if (factor_R := factors(gains, geo.rows, 0, inverse=False)) is not None:
+                    x_RC = x_RC * factor_R[:, None]
+            basis = Basis(memory.directions, memory.transform().inverse(), memory.digest)
+            new = Basis(*map(torch.empty_like, basis))
+            products_RK = implementation(renew, self.device)(x_RC, basis, target, new, memory.messages, training, geo)
+            transform = self._transform(target, new.directions_KC)
+            header = geo.layout.section(target, "header", torch.int32)
+            implementation(encode, self.device)(transform.coefficients(x_RC, products_RK), header, target, geo)
+            if training:
+                memory.keep(new.directions_KC, new.digest, transform)
             if target is not payload:
                 payload.copy_(target)
 
     def _decode(self, payload: Tensor, out: Tensor, training: bool) -> None:
-        device = self._memory.directions.device
+        memory, geo, device = self._memory, self._geometry, self._memory.directions.device
         if payload.device != device:
             raise ValueError(f"payload is on {payload.device}; expected {device}")
         payload = payload.clone() if payload.data_ptr() % ALIGNMENT else payload.contiguous()
         target = out.detach().contiguous()
         with apart(device):
-            self._follow(payload, target, training)
+            directions_KC, digest = map(torch.empty_like, (memory.directions, memory.digest))
+            expected = torch.empty(4, dtype=torch.int32, device=payload.device)
+            implementation(follow, self.device)(
+                payload, memory.directions, memory.digest, expected, directions_KC, digest, memory.messages, training,
+                geo,
+            )  # fmt: skip
+            z_RC = directions_KC.new_empty(geo.rows, geo.channels)
+            header = geo.layout.section(payload, "header", torch.int32)
+            whole = implementation(decode, self.device)(payload, header, z_RC, geo)
+            expected[3] = torch.where(whole, expected[3], BAD_STREAMS)
+            if not memory.headers.compare(header, expected):
+                # The host learns the outcome later: a wrong message decodes to NaN and does not change the directions.
+                wrong = ((header != expected) | (expected < 0)).any()
+                directions_KC = torch.where(wrong, memory.directions, directions_KC)
+                z_RC = torch.where(wrong, math.nan, z_RC)
+            gains, levels = (geo.layout.section(payload, name) for name in ("gains", "weights"))
+            if (factor_R := factors(gains, geo.rows, 0, inverse=True)) is not None:
+                z_RC *= factor_R[:, None]
+            factor_C = factors(levels, geo.channels, ONE, inverse=True)
+            transform = self._transform(payload, directions_KC)
+            transform.tokens(z_RC, target.view(geo.rows, geo.channels), factor_C)
+            if training:
+                memory.keep(directions_KC, digest, transform)
             if target.data_ptr() != out.data_ptr():
                 out.copy_(target)
-
-    def _code(self, x: Tensor, payload: Tensor, training: bool) -> None:
-        """Fill an aligned payload of zeros from contiguous `x`."""
-        memory, geo = self._memory, self._geometry
-        x_RC = x.view(geo.rows, geo.channels).float()
-        weights, factor_C = memory.weights(x_RC, own=geo.by_token)
-        geo.layout.section(payload, "weights").copy_(weights)
-        if factor_C is not None:
-            x_RC = x_RC * factor_C
-        if self._note is not None:
-            gains = geo.layout.section(payload, "gains").copy_(packed(self._note, 0))
-            if (factor_R := factors(gains, geo.rows, 0, inverse=False)) is not None:
-                x_RC = x_RC * factor_R[:, None]
-        basis = Basis(memory.directions, memory.transform().inverse(), memory.digest)
-        new = Basis(*map(torch.empty_like, basis))
-        products_RK = implementation(renew, self.device)(x_RC, basis, payload, new, memory.messages, training, geo)
-        transform = self._transform(payload, new.directions_KC)
-        header = geo.layout.section(payload, "header", torch.int32)
-        implementation(encode, self.device)(transform.coefficients(x_RC, products_RK), header, payload, geo)
-        if training:
-            memory.keep(new.directions_KC, new.digest, transform)
-
-    def _follow(self, payload: Tensor, out: Tensor, training: bool) -> None:
-        """Write the tensor in an aligned payload to contiguous `out`.
-
-        Raises:
-            ValueError: the header is wrong, and the host knows it already.
-        """
-        memory, geo = self._memory, self._geometry
-        directions_KC, digest = map(torch.empty_like, (memory.directions, memory.digest))
-        expected = torch.empty(4, dtype=torch.int32, device=payload.device)
-        implementation(follow, self.device)(
-            payload, memory.directions, memory.digest, expected, directions_KC, digest, memory.messages, training, geo
-        )
-        z_RC = directions_KC.new_empty(geo.rows, geo.channels)
-        header = geo.layout.section(payload, "header", torch.int32)
-        whole = implementation(decode, self.device)(payload, header, z_RC, geo)
-        expected[3] = torch.where(whole, expected[3], BAD_STREAMS)
-        if not memory.headers.compare(header, expected):
-            # The host learns the outcome later: a wrong message decodes to NaN and does not change the directions.
-            wrong = ((header != expected) | (expected < 0)).any()
-            directions_KC = torch.where(wrong, memory.directions, directions_KC)
-            z_RC = torch.where(wrong, math.nan, z_RC)
-        gains, levels = (geo.layout.section(payload, name) for name in ("gains", "weights"))
-        if (factor_R := factors(gains, geo.rows, 0, inverse=True)) is not None:
-            z_RC *= factor_R[:, None]
-        factor_C = factors(levels, geo.channels, ONE, inverse=True)
-        transform = self._transform(payload, directions_KC)
-        transform.tokens(z_RC, out.view(geo.rows, geo.channels), factor_C)
-        if training:
-            memory.keep(directions_KC, digest, transform)
 
     def _transform(self, payload: Tensor, directions_KC: Tensor) -> Transform:
         """Return the transform of the directions that a payload's new ones lead to."""
@@ -349,15 +349,9 @@ class TransformSession(Session):
         return self._memory.directions.nbytes + 16
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the directions, float32 (K, C), the number of messages so far, and the digest of their directions."""
         return self._memory.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the result of `state_dict`; an empty one is the state before the first message.
-
-        Raises:
-            ValueError: it has another number of directions, or another width.
-        """
         self._memory.load_state_dict(state, self.codec)
 
 
@@ -372,6 +366,93 @@ def _number(name: str, value: object, most: float, besides: str = "") -> float:
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= most:
         raise ValueError(f"{name} is {value!r}; allowed: a number above 0, at most {most:g}{besides}")
     return float(value)
+
+
+def coded_bits(x_RC: Tensor, decibels: float, geo: TransformGeometry) -> float | None:
+    """Bits per element, for the symbols of these tokens alone, as the tables predict.
+
+    The principal directions of every second token stand for the basis, which follows the tokens of a run with some
+    delay, and the other tokens are coded with it. None: unusable, because they are zeros or have NaN or Inf.
+    """
+    x_RC = x_RC.float()
+    most = float(x_RC.abs().amax())
+    if not SMALLEST <= most < math.inf:
+        return None
+    seen_RC, x_RC = (x_RC[::2], x_RC[1::2]) if len(x_RC) > 1 else (x_RC, x_RC)
+    z_RC = coefficients(x_RC, leading(seen_RC, geo.directions, torch.tensor(1 / most)))
+    level_C, token_R, _, level, _ = fitted(z_RC, geo)
+    scale_RC = scales(level_C, token_R, int(level))[token_R < NAN]
+    if not scale_RC.numel():
+        return None
+    if geo.by_token:
+        variance_RC, step = torch.exp2(0.5 * scale_RC.double()), int(scale_RC.amax()) + 8
+        while float(_errors(variance_RC, step).mean()) > 10 ** (-decibels / 10):
+            step -= 1
+    else:
+        power = float((z_RC / most).square().mean()) * most**2
+        step = round(2 * math.log2(12 * power) - 4 * decibels / (20 * math.log10(2)))
+    return _bits(scale_RC, step) / x_RC.numel()
+
+
+def bits_for_loss(x_RC: Tensor, gradient_RC: Tensor, nats: float, geo: TransformGeometry) -> float | None:
+    """Bits per element, for the symbols of these tokens alone, at which their error is expected to cost `nats`.
+
+    An error e of a boundary's activations, whose mean is zero, changes a loss by e' H e / 2. The empirical Fisher
+    matrix stands for H: with the gradient g of a loss that is the mean over N tokens, and errors that are independent
+    between tokens and alike in all channels, with the variance s_t^2 in token t,
+
+        cost = N / 2 * sum over t of (g_t . e_t)^2 = N / 2 * sum over t of |g_t|^2 s_t^2.
+
+    Each half of the tokens is coded with the principal directions of the other. None: activations or gradients are
+    unusable, because they are zeros or have NaN or Inf.
+    """
+    x_RC, gradient_RC = x_RC.float(), gradient_RC.float()
+    most, steepest = float(x_RC.abs().amax()), float(gradient_RC.abs().amax())
+    if not (SMALLEST <= most < math.inf and 0 < steepest < math.inf):
+        return None
+    halves = [(x_RC[::2], x_RC[1::2]), (x_RC[1::2], x_RC[::2])] if len(x_RC) > 1 else [(x_RC, x_RC)]
+    size = torch.tensor(1 / most)
+    z_RC = torch.cat([coefficients(coded, leading(seen, geo.directions, size)) for seen, coded in halves])
+    felt_RC = torch.cat([gradient_RC[1::2], gradient_RC[::2]]) if len(x_RC) > 1 else gradient_RC
+    level_C, token_R, norm_R, level, norm = fitted(z_RC, geo)
+    known_R = token_R < NAN
+    scale_RC = scales(level_C, token_R, int(level))[known_R]
+    # Steps are relative to norms, if there are any.
+    square_R = torch.exp2(0.5 * (norm - norm_R[known_R].double()) * geo.by_token)
+    weight_R = len(x_RC) / 2 * felt_RC[known_R].double().square().sum(1) * square_R
+    if not float(weight_R.sum()) > 0:
+        return None
+    variance_RC, first = torch.exp2(0.5 * scale_RC.double()), int(scale_RC.amax()) + 8
+    coarser = cost = 0.0
+    for step in range(first, first - FINEST, -1):
+        if geo.by_token:
+            cost = float(weight_R @ _errors(variance_RC, step).mean(1))
+        else:
+            cost = float(weight_R.sum()) * 2.0 ** (0.5 * step) / 12
+        if cost <= nats:
+            bits = _bits(scale_RC, step) / x_RC.numel()
+            if not coarser:
+                return bits
+            # Between two steps, costs and bits are both about linear in the step's logarithm.
+            share = math.log(nats / cost) / math.log(coarser / cost) if cost > 0 else 0.0
+            return bits + share * (_bits(scale_RC, step + 1) / x_RC.numel() - bits)
+        coarser = cost
+    return _bits(scale_RC, first - FINEST) / x_RC.numel()
+
+
+def _errors(variance_RC: Tensor, step: int) -> Tensor:
+    """Mean squares of the errors of coefficients of these variances, with a step in quarters of an octave.
+
+    Approximately: those of the best linear estimates under uniform noise.
+    """
+    square = 2.0 ** (0.5 * step)
+    return variance_RC * square / (12 * variance_RC + square)
+
+
+def _bits(scale_RC: Tensor, step: int) -> float:
+    """Bits of all symbols with this step, by the tables."""
+    cost = torch.from_numpy(costs()).to(scale_RC.device)
+    return float(cost[(scale_RC - step).clamp(LOWEST, HIGHEST) - LOWEST].sum())
 
 
 SHORT_NAMES = {"transform": TransformQuant, "transform-backward": partial(TransformQuant, step="message")}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lowbit.codecs.transform_quant.cpu_basis import follow, renew, transform_of
-from lowbit.codecs.transform_quant.cpu_fit import first_step, fitted, next_step, own_squares, token_steps
+from lowbit.codecs.transform_quant.cpu_fit import first_step, fitted, own_squares, token_steps
 from lowbit.codecs.transform_quant.cpu_symbols import (
     DEAD_TOKEN,
     NEUTRAL,
@@ -36,16 +36,18 @@ from lowbit.codecs.transform_quant.cpu_symbols import (
 )
 from lowbit.codecs.transform_quant.reference import (
     BEGIN,
+    CONTEXTS,
     ENTRY,
+    FINE,
     LANES,
     LEAST_STEP,
+    MIDDLE,
     MOST_LEVEL,
     MOST_STEP,
     SLACK,
     TransformGeometry,
     body_nbytes,
 )
-from lowbit.codecs.transform_quant.tables import CONTEXTS, MIDDLE
 from lowbit.kernels.cpu.jit import helper, kernel
 from lowbit.kernels.cpu.memory import get_byte, get_float, get_half, get_int, put_float, put_half, put_int
 from lowbit.kernels.cpu.room import Room, address
@@ -65,24 +67,24 @@ def encode(z: Tensor, header: Tensor, payload: Tensor, geo: TransformGeometry) -
     while True:
         steps = token_steps(fit.token, fit.norm, fit.largest, step, geo)
         rows, _, inverse = steps.at
-        streams = _coded(z, seed, fit.channel, rows, inverse, geo)
-        size = sum(body_nbytes(*stream.entry) for stream in streams)
+        table, rooms = _coded(z, seed, fit.channel, rows, inverse, geo)
+        size = sum(body_nbytes(*entry) for entry in table)
         if size <= room or step >= MOST_STEP:
             break
-        step = next_step(step, size - room, z.numel())
+        step = min(MOST_STEP, step + 1 + min(FINE, 8 * FINE * (size - room) // z.numel()))
     if size > room:
         raise AssertionError("the largest step leaves nothing but dead symbols, and the layout has room for them")
     start = payload.data_ptr() + geo.layout.offsets["streams"]
     scalars = (fit.highest, fit.largest, step, 0)
-    for to, numbers in ((payload.data_ptr() + geo.layout.offsets["scalars"], scalars), (start, _table(streams))):
+    for to, numbers in ((payload.data_ptr() + geo.layout.offsets["scalars"], scalars), (start, [*chain(*table)])):
         ctypes.memmove(to, struct.pack(f"<{len(numbers)}i", *numbers), 4 * len(numbers))
     start += 4 * ENTRY * geo.streams
-    for i, stream in enumerate(streams):
-        (words, beyond, raw), (codes, symbols, taken, states) = stream.entry, stream.room.at
+    for i, ((words, beyond, raw), held) in enumerate(zip(table, rooms, strict=True)):
+        (codes, symbols, taken, states), (first, last) = held.at, _rows_of(i, geo)
         ctypes.memmove(start, states, STATES)
-        ctypes.memmove(start + STATES, taken + 2 * (stream.count - words), 2 * words)
+        ctypes.memmove(start + STATES, taken + 2 * ((last - first) * geo.channels - words), 2 * words)
         start += STATES + 2 * words
-        _put_rest(codes, symbols, *_rows_of(i, geo), geo.channels, fit.channel, rows, start, beyond)
+        _put_rest(codes, symbols, first, last, geo.channels, fit.channel, rows, start, beyond)
         start += 2 * beyond + raw
 
 
@@ -135,45 +137,36 @@ def seed_of(header: Tensor) -> int:
     return (seed & 0xFFFFFFFF) - ((seed & 0x80000000) << 1)
 
 
-@dataclass(frozen=True)
-class _Stream:
-    """A coded stream of `count` symbols.
-
-    Attributes:
-        entry: its numbers of words, of codes beyond the symbols and of bytes of lowest bits.
-        room: its codes, its symbols, its words at the end of their place, and the states.
-    """
-
-    entry: tuple[int, int, int]
-    count: int
-    room: Room
-
-
-def _table(streams: list[_Stream]) -> list[int]:
-    return [number for stream in streams for number in stream.entry]
-
-
 def _rows_of(stream: int, geo: TransformGeometry) -> tuple[int, int]:
     return stream * geo.stream_rows, min(geo.rows, (stream + 1) * geo.stream_rows)
 
 
-def _coded(z: Tensor, seed: int, channel: int, rows: int, inverse: int, geo: TransformGeometry) -> list[_Stream]:
-    streams: list[Any] = [None] * geo.streams
+def _coded(
+    z: Tensor, seed: int, channel: int, rows: int, inverse: int, geo: TransformGeometry
+) -> tuple[list[tuple[int, int, int]], list[Room]]:
+    """Code streams.
+
+    Returns:
+        Of each, its numbers of words, of codes beyond the symbols and of bytes of lowest bits; and what holds its
+        codes, its symbols, its words at the end of their place, and the states.
+    """
+    table: list[Any] = [None] * geo.streams
+    rooms: list[Any] = [None] * geo.streams
 
     def work(begin: int, end: int) -> None:
         for i in range(begin, end):
             first, last = _rows_of(i, geo)
             count = (last - first) * geo.channels
-            room = Room(4 * count, 2 * count + 14, 2 * count, STATES)
-            codes, symbols, words, states = room.at
+            rooms[i] = Room(4 * count, 2 * count + 14, 2 * count, STATES)
+            codes, symbols, words, states = rooms[i].at
             bits, beyond = _symbols_of(
                 z.data_ptr(), first, last, geo.channels, channel, rows, inverse, seed, codes, symbols
             )
             used = _taken_in(symbols, count, address(shares), address(word_places), words, states)
-            streams[i] = _Stream((used, beyond, -(-bits // 16) * 2), count, room)
+            table[i] = used, beyond, -(-bits // 16) * 2
 
     over_rows(work, geo.streams, z.nbytes)
-    return streams
+    return table, rooms
 
 
 @kernel
@@ -306,11 +299,7 @@ def _given_out(states, word, words, limits, places, count, out, spare) -> Any:
 
 @kernel
 def _numbers_of(first, last, channels, channel, rows, steps, seed, draw, beyond, count, raw, out) -> Any:
-    """Replace the upper parts of codes by coefficients.
-
-    Returns:
-        The number of bytes of lowest bits, and of codes beyond the symbols.
-    """
+    """Replace upper parts of codes by coefficients; return the numbers of bytes of lowest bits, and of codes beyond."""
     low, bit, left = beyond + 2 * count, 0, count
     columns = np.empty(channels, np.int64)
     wide = _wide_columns(columns, channel, rows, first, last)

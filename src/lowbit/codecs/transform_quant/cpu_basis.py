@@ -49,18 +49,8 @@ from lowbit.kernels.cpu.memory import (
     put_int,
     put_word,
 )
-from lowbit.kernels.cpu.operations import (
-    bits_float,
-    float_bits,
-    greater,
-    greater32,
-    lesser,
-    magnitude,
-    round_signed,
-    truncate,
-)
+from lowbit.kernels.cpu.operations import greater, lesser, magnitude, round_signed, truncate
 from lowbit.kernels.cpu.runs import ONE, SMALLEST, ZERO
-from lowbit.kernels.cpu.threads import over_rows
 from lowbit.kernels.cpu.vectors import add, dot, largest, norm_of, squares
 from lowbit.kernels.exact import store
 
@@ -76,12 +66,14 @@ ON_ITS_AXIS = 1e-12  # share of a direction's length that is not on its own axis
 def renew(
     x: Tensor, basis: Basis, payload: Tensor, new: Basis, number: int, training: bool, geo: TransformGeometry
 ) -> Tensor:
-    """See `basis`; a message that yields no directions brings zeros."""
+    """See `basis`; the payload must be zeros, which is what a message that yields no directions brings."""
     at, rows, channels, rank, count = geo.layout.offsets, geo.rows, geo.channels, geo.directions, geo.renewed
     slots, lengths, codes = (payload.data_ptr() + at[n] for n in ("slots", "lengths", "directions"))
     x, kept = x.float(), basis.directions_KC
     products = torch.mm(kept, x.t())
-    scale = _factor_of(x)
+    low, high = map(np.float32, x.aminmax())
+    most = max(-low, high)
+    scale = float(ONE / most) if SMALLEST <= most <= FAR else 0.0  # 0 also for NaN
     fresh = torch.empty(count, channels, dtype=torch.float32, device="cpu")
     if scale:
         share, coefficients = torch.empty_like(basis.inverse_KK), torch.mm(basis.inverse_KK, products)
@@ -101,15 +93,11 @@ def renew(
             _orthonormal(fresh.data_ptr(), count, channels, scale)
         _put_directions(fresh.data_ptr(), lengths, codes, count, channels)
     else:
-        _put_nothing(slots, lengths, codes, count, channels)
-    _follow(
-        slots, lengths, codes, count, rank, channels,
-        basis.directions_KC.data_ptr(), basis.digest.data_ptr(), payload.data_ptr() + at["header"],
-        new.directions_KC.data_ptr(), new.digest.data_ptr(), number % (1 << 31), training,
-    )  # fmt: skip
+        geo.layout.section(payload, "slots", torch.int16).fill_(-1)
+    header = geo.layout.section(payload, "header", torch.int32)
+    follow(payload, kept, basis.digest, header, new.directions_KC, new.digest, number, training, geo)
     if scale:
-        along = torch.mm(fresh, x.t())
-        _put_rows(along.data_ptr(), slots, products.data_ptr(), count, rows)
+        products.index_copy_(0, geo.layout.section(payload, "slots", torch.int16).long(), torch.mm(fresh, x.t()))
     return products.t()
 
 
@@ -124,28 +112,6 @@ def follow(
         geo.channels, directions.data_ptr(), digest.data_ptr(), header.data_ptr(),
         next_directions.data_ptr(), next_digest.data_ptr(), number % (1 << 31), training,
     )  # fmt: skip
-
-
-def _factor_of(x: Tensor) -> float:
-    """Factor that scales tokens to at most 1; 0 if they are unusable."""
-    magnitudes: list[float] = []
-    start, (rows, channels) = x.data_ptr(), x.shape
-
-    def work(first: int, last: int) -> None:
-        magnitudes.append(_farthest(start + 4 * first * channels, (last - first) * channels))
-
-    over_rows(work, rows, x.nbytes)
-    most = np.float32(max(magnitudes))
-    return float(ONE / most) if SMALLEST <= most <= FAR else 0.0
-
-
-@kernel
-def _farthest(x, count) -> Any:
-    """The largest magnitude; Inf if there is NaN."""
-    most = np.int32(0)
-    for j in range(count):
-        most = greater32(most, float_bits(magnitude(get_float(x, j))))
-    return bits_float(most) if most <= 0x7F800000 else np.float32(np.inf)
 
 
 @kernel
@@ -226,20 +192,22 @@ def _put_directions(new, lengths, codes, count, channels) -> None:
 
 
 @kernel
-def _put_nothing(slots, lengths, codes, count, channels) -> None:
-    for m in range(count):
-        put_half(slots, m, -1)
-        put_float(lengths, m, ZERO)
-    for j in range(count * channels):
-        put_byte(codes, j, 0)
-
-
-@kernel
 def _follow(
     slots, lengths, codes, count, rank, channels,
     directions, digest, header, next_directions, next_digest, number, training,
 ) -> None:  # fmt: skip
-    own, fits = _digest(slots, lengths, codes, count, channels), True
+    # The digest (see `basis.Renewal`): sum of the values, with weights by position.
+    total, place = np.int64(0), 0
+    for m in range(count):
+        total += np.int64(np.int16(get_half(slots, m))) * (place % PLACES + 1)
+        place += 1
+    for i in range(2 * count):
+        total += np.int64(np.int16(get_half(lengths, i))) * (place % PLACES + 1)
+        place += 1
+    for j in range(count * channels):
+        total += np.int64(np.int8(get_byte(codes, j))) * (place % PLACES + 1)
+        place += 1
+    own, fits = (total * WEIGHT) & 0x7FFFFFFF, True
     taken = np.zeros(rank, np.uint8)
     for m in range(count):
         slot = np.int64(np.int16(get_half(slots, m)))
@@ -264,35 +232,6 @@ def _follow(
     put_int(header, 1, before)
     put_int(header, 2, training)
     put_int(header, 3, own)
-
-
-@helper
-def _digest(slots, lengths, codes, count, channels) -> Any:
-    """Digest of a renewal (see `basis.Renewal`): weighted sum of its values, with weights by position from 1 on."""
-    total, place = np.int64(0), 0
-    for m in range(count):
-        place += 1
-        total += np.int64(np.int16(get_half(slots, m))) * _weight(place)
-    for i in range(2 * count):
-        place += 1
-        total += np.int64(np.int16(get_half(lengths, i))) * _weight(place)
-    for j in range(count * channels):
-        place += 1
-        total += np.int64(np.int8(get_byte(codes, j))) * _weight(place)
-    return (total * WEIGHT) & 0x7FFFFFFF
-
-
-@helper
-def _weight(place) -> Any:
-    return (place - 1) % PLACES + 1
-
-
-@kernel
-def _put_rows(source, slots, target, count, rows) -> None:
-    for m in range(count):
-        to = target + 4 * np.int64(get_half(slots, m)) * rows
-        for r in range(rows):
-            put_float(to, r, get_float(source, m * rows + r))
 
 
 def transform_of(directions: Tensor, before: Transform | None = None, slots: Tensor | None = None) -> Transform:

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowbit.codecs.transform_quant import tables
 from lowbit.codecs.transform_quant.cpu_symbols import (
     DEAD_TOKEN,
     code_of,
@@ -24,7 +23,9 @@ from lowbit.codecs.transform_quant.memory import OWN_SEEN, OWN_SPREAD, OWN_TOKEN
 from lowbit.codecs.transform_quant.reference import (
     FINE,
     FURTHEST_BELOW,
+    HIGHEST,
     LEAST_STEP,
+    LOWEST,
     MOST_LOWERED,
     MOST_STEP,
     NAN,
@@ -34,20 +35,11 @@ from lowbit.codecs.transform_quant.reference import (
     ZERO,
     TransformGeometry,
     _mantissas,
+    costs,
+    symbol_costs,
 )
-from lowbit.codecs.transform_quant.tables import HIGHEST, LOWEST
 from lowbit.kernels.cpu.jit import helper, kernel, summing
-from lowbit.kernels.cpu.memory import (
-    get_byte,
-    get_double,
-    get_float,
-    get_int,
-    get_word,
-    put_byte,
-    put_double,
-    put_float,
-    put_int,
-)
+from lowbit.kernels.cpu.memory import get_byte, get_float, get_int, get_word, put_byte, put_double, put_float, put_int
 from lowbit.kernels.cpu.operations import float_bits, greater, greater32, magnitude, power_of_two
 from lowbit.kernels.cpu.room import Room, address
 from lowbit.kernels.cpu.runs import ONE, SMALLEST
@@ -111,14 +103,9 @@ def first_step(fit: Fit, z: Tensor, seed: int, room: int, geo: TransformGeometry
     every = max(1, min(rows * channels // SAMPLE, rows // LEAST_ROWS)) | 1  # most likely no divisor of a sequence
     return _first_step(
         z.data_ptr(), rows, channels, every, fit.level, fit.channel, fit.token, fit.norm, geo.by_token, fit.highest,
-        fit.largest, address(_powers), seed, address(costs), address(symbol_costs),
+        fit.largest, address(_powers), seed, address(_costs), address(_symbol_costs),
         8 * (room - geo.streams * STREAM_BYTES) * (1 - RESERVE),
     )  # fmt: skip
-
-
-def next_step(step: int, excess: int, size: int) -> int:
-    """Return a larger step, for streams of `size` numbers that are too long by `excess` bytes."""
-    return min(MOST_STEP, step + 1 + min(FINE, 8 * FINE * excess // size))
 
 
 def token_steps(token: int, norm: int, largest: int, step: int, geo: TransformGeometry) -> Room:
@@ -129,19 +116,13 @@ def token_steps(token: int, norm: int, largest: int, step: int, geo: TransformGe
 
 
 @functools.cache
-def costs() -> np.ndarray:
-    """Bits of a code by scale, from `LOWEST` to `HIGHEST`, with its lowest bits, float32."""
-    scale = np.arange(LOWEST, HIGHEST + 1)
-    return (tables.costs()[np.where(scale >= 0, scale & 3, scale) - LOWEST] + (scale.clip(0) >> 2)).astype(np.float32)
+def _costs() -> np.ndarray:
+    return costs().astype(np.float32)
 
 
 @functools.cache
-def symbol_costs() -> np.ndarray:
-    """Bits of each symbol of each table, float32, without the lowest bits."""
-    count = np.diff(tables.limits()[:, : tables.SYMBOLS + 1].astype(np.float64), axis=1)
-    bits = tables.PRECISION - np.log2(count)
-    bits[:, 0] += 16
-    return np.ascontiguousarray(bits, np.float32)
+def _symbol_costs() -> np.ndarray:
+    return symbol_costs().astype(np.float32)
 
 
 @functools.cache
@@ -316,13 +297,8 @@ def _size_of(norm, r, by_token, largest, step, powers) -> Any:
 @helper
 def _addend(below, step) -> Any:
     """What the scales of channels need for those of a token's coefficients, in quarters of an octave of a step."""
-    add = min(max(-_quarter(step) - below, DEAD_TOKEN + 1), -DEAD_TOKEN)
+    add = min(max(-((step + FINE // 8) >> 4) - below, DEAD_TOKEN + 1), -DEAD_TOKEN)
     return np.int64(DEAD_TOKEN) if below >= NAN else add
-
-
-@helper
-def _quarter(step) -> Any:
-    return (step + FINE // 8) >> 4
 
 
 @kernel
@@ -340,7 +316,7 @@ def _first_step(
                 add, size = _addend(below, step), _size_of(norm, r, by_token, largest, step, powers)
                 taken += _cost_of(z + 4 * r * channels, r * channels, channels, channel, add, ONE / size, seed, costs)
                 expected += _expected(channels, channel, add, mean)
-        at = _quarter(step)
+        at = (step + FINE // 8) >> 4
         bits = _bits_at(count, highest - at, mean)
         slope = (bits - _bits_at(count, highest - at - 1, mean)) / 16
         if expected > 0 and slope > 0:
@@ -423,7 +399,7 @@ def own_squares(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @kernel
 def _own_squares(x, rows, count, channels, out) -> Any:
-    used, total = 0, 0.0
+    used, total, squares = 0, 0.0, np.zeros(channels)
     for i in range(count):
         line = x + 4 * np.int64(get_word(rows, i)) * channels
         norm = np.float64(norm_of(line, channels))
@@ -431,15 +407,13 @@ def _own_squares(x, rows, count, channels, out) -> Any:
         scale = 1 / max(norm, TINY)
         for j in range(channels):
             value = np.float64(get_float(line, j)) * scale
-            put_double(out, j, get_double(out, j) + value * value)
+            squares[j] += value * value
     for j in range(channels):
-        put_double(out, j, get_double(out, j) / count)
-        total += get_double(out, j)
+        squares[j] /= count
+        put_double(out, j, squares[j])
+        total += squares[j]
     if not total < np.inf or used < OWN_TOKENS:
         return False
-    squares = np.empty(channels)
-    for j in range(channels):
-        squares[j] = get_double(out, j)
     ordered = np.sort(squares)
     median = ordered[(channels - 1) // 2]  # as PyTorch's
     mean, square = 0.0, 0.0

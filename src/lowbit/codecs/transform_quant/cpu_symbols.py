@@ -11,14 +11,15 @@ import numpy as np
 from llvmlite import ir
 from numba.types import float32, int32, int64
 
-from lowbit.codecs.transform_quant import tables
-from lowbit.codecs.transform_quant.reference import BEGIN, FARTHEST, LIMIT, WORD
-from lowbit.codecs.transform_quant.tables import (
+from lowbit.codecs.transform_quant.reference import (
+    BEGIN,
     BORDERS,
     CONTEXTS,
     DEAD,
     DITHERS,
+    FARTHEST,
     HIGHEST,
+    LIMIT,
     LOWEST,
     MIDDLE,
     NOISE,
@@ -27,6 +28,8 @@ from lowbit.codecs.transform_quant.tables import (
     STRIDE,
     SYMBOLS,
     TOTAL,
+    WORD,
+    limits,
 )
 from lowbit.kernels.cpu.formulas import greater, greater32, lesser, lesser32, magnitude, power_of_two
 from lowbit.kernels.cpu.jit import operation
@@ -213,13 +216,13 @@ def word_places() -> np.ndarray:
 @functools.cache
 def shares() -> np.ndarray:
     """Start | share << 16 of each symbol of each context, int32; the last context leaves a state as it is."""
-    limits = np.minimum(padded_limits()[:, : SYMBOLS + 1].astype(np.int32), TOTAL)
-    return np.ascontiguousarray(limits[:, :-1] | np.diff(limits, axis=1) << 16)
+    padded = np.minimum(padded_limits()[:, : SYMBOLS + 1].astype(np.int32), TOTAL)
+    return np.ascontiguousarray(padded[:, :-1] | np.diff(padded, axis=1) << 16)
 
 
 @functools.cache
 def padded_limits() -> np.ndarray:
-    """`tables.limits`, and a context that has one symbol, so that it leaves a state as it is."""
+    """`reference.limits`, and a context that has one symbol, so that it leaves a state as it is."""
     whole = np.full((1, STRIDE), 0xFFFF, np.uint16)
     whole[0, :2] = 0, TOTAL
-    return np.concatenate([tables.limits(), whole])
+    return np.concatenate([limits(), whole])

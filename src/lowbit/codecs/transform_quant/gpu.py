@@ -1,6 +1,7 @@
 """`TransformQuant` on a GPU: a warp for each stream; everything else by programs that take a chunk of a stream.
 
-The host never waits for the GPU, which decides itself which step fits: attempts that are not needed do nothing.
+The host never waits for the GPU, which decides itself which step fits: choices are int64 numbers in a plan on the
+device, which later kernels read, and attempts that are not needed do nothing.
 """
 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false
@@ -17,29 +18,19 @@ from torch import Tensor
 
 # PyTorch's matrix products and decomposition, with one row per direction.
 from lowbit.codecs.transform_quant.basis import follow, renew, transform_of
-from lowbit.codecs.transform_quant.gpu_fit import (
-    ATTEMPTS,
-    LAST,
-    LEVEL,
-    LEVELS,
-    NORM,
-    STEPS,
-    TOTALS,
-    attempt,
-    choose_step,
-    fitted,
-    note,
-)
 from lowbit.codecs.transform_quant.gpu_symbols import (
     ENTRY,
+    HIGHEST,
     LANES,
     LEAST_STEP,
+    LOWEST,
     MIDDLE,
     MOST_LEVEL,
     MOST_STEP,
     SLACK,
     STATES,
     SYMBOLS,
+    UNITS,
     body,
     coded,
     context_of,
@@ -56,7 +47,7 @@ from lowbit.codecs.transform_quant.gpu_symbols import (
     tables_on,
 )
 from lowbit.codecs.transform_quant.memory import own_squares
-from lowbit.codecs.transform_quant.reference import TransformGeometry
+from lowbit.codecs.transform_quant.reference import FINE, Fit, TransformGeometry, fitted
 from lowbit.kernels.gpu.launch import launch, power_of_two_from
 from lowbit.kernels.layout import ceil_div
 
@@ -64,32 +55,43 @@ __all__ = ["decode", "encode", "follow", "own_squares", "renew", "transform_of"]
 
 BLOCK = 1024  # coefficients of a chunk
 WARPS = 4
+ATTEMPTS = 4  # to fill the payload; those after one that fits take no time, and the last one always fits
+# Positions in a plan: the largest scale and norm; the bits that a larger step saves; for each attempt its step, its
+# largest scale and its bytes; and the sample's bits with each of the steps.
+LEVEL, NORM, SLOPE, STEPS = (tl.constexpr(i) for i in (0, 1, 2, 4))
+LEVELS, TOTALS, COSTS = (tl.constexpr(4 + i * ATTEMPTS) for i in (1, 2, 3))
+LAST = tl.constexpr(ATTEMPTS - 1)
+CANDIDATES = tl.constexpr(HIGHEST.value - LOWEST.value + 1)  # steps, by quarters of an octave
+SAMPLE = 1 << 17  # fewest sampled coefficients, if there are as many
+SAMPLED = 256  # coefficients of a sample per program
+RESERVE = 0.004  # share of the payload that the first attempt leaves free
+BEYOND_REACH = tl.constexpr(4096)  # quarters of an octave: a scale this much lower marks dead symbols
+FINE_ = tl.constexpr(FINE)
 
 
 def encode(z: Tensor, header: Tensor, payload: Tensor, geo: TransformGeometry) -> None:
     """Encode in the reference's format; the chosen steps may differ."""
-    fit, table, section = fitted(z, geo), tables_on(z.device), geo.layout.section
+    (fit, plan), table, section = planned(z, geo), tables_on(z.device), geo.layout.section
     section(payload, "levels").copy_(fit.levels)
     section(payload, "tokens").copy_(fit.tokens)
     if geo.by_token:
         section(payload, "norms").copy_(fit.norms)
     streams = section(payload, "streams").zero_()
     room = _end(geo) - 4 * ENTRY.value * geo.streams
-    choose_step(fit, z, header, room, geo)
-    shape, programs = _shape(geo)
+    choose_step(fit, plan, z, header, room, geo)
+    shape, programs, place = _shape(geo)
     by_chunk = [torch.empty(programs, dtype=torch.int32, device=z.device) for _ in range(2)]
     symbols, words = (torch.empty(z.numel(), dtype=torch.int16, device=z.device) for _ in range(2))
     states = torch.empty(geo.streams, LANES.value, dtype=torch.int32, device=z.device)
-    place = geo.rows, geo.stream_rows, shape.pop("chunks")
-    what = z, header, fit.levels, fit.tokens, fit.norms, table.inverses, fit.plan
+    what = z, header, fit.levels, fit.tokens, fit.norms, table.inverses, plan
     tokens, many = {"BY_TOKEN": geo.by_token}, {"CHUNKS": power_of_two_from(place[-1])}
     for number in range(ATTEMPTS):
         launch(_quantize, programs, WARPS, shape, *what, symbols, *by_chunk, number, room, *place, **tokens)
         launch(
-            _encode, geo.streams, 1, shape | many, symbols, table.shares, words, states, *by_chunk, streams, fit.plan,
+            _encode, geo.streams, 1, shape | many, symbols, table.shares, words, states, *by_chunk, streams, plan,
             number, room, *place,
         )  # fmt: skip
-    given = fit.plan, streams, room, geo.streams, _end(geo)
+    given = plan, streams, room, geo.streams, _end(geo)
     scalars = section(payload, "scalars", torch.int32)
     launch(_assemble, programs, WARPS, shape, words, states, scalars, *given, *place)
     launch(_pack, programs, WARPS, shape | many, *what, *by_chunk, *given[1:], *place, **tokens)
@@ -101,8 +103,7 @@ def decode(payload: Tensor, header: Tensor, z: Tensor, geo: TransformGeometry) -
     levels, tokens, scalars = section(payload, "levels"), section(payload, "tokens"), section(payload, "scalars")
     norms, streams = section(payload, "norms" if geo.by_token else "tokens"), section(payload, "streams")
     scalars, contexts = scalars.view(torch.int32), z.view(torch.int32)
-    shape, programs = _shape(geo)
-    place = geo.rows, geo.stream_rows, shape.pop("chunks")
+    shape, programs, place = _shape(geo)
     raws = torch.empty(programs, dtype=torch.int32, device=z.device)
     escapes = torch.zeros(programs, LANES.value, dtype=torch.int32, device=z.device)  # also of streams left out
     whole = torch.empty(geo.streams, dtype=torch.bool, device=z.device)
@@ -119,10 +120,10 @@ def decode(payload: Tensor, header: Tensor, z: Tensor, geo: TransformGeometry) -
     return whole.all()
 
 
-def _shape(geo: TransformGeometry) -> tuple[dict[str, Any], int]:
-    """Shape and number of the programs that take a chunk of a stream."""
+def _shape(geo: TransformGeometry) -> tuple[dict[str, Any], int, tuple[int, int, int]]:
+    """Shape and number of the programs that take a chunk of a stream, and what tells them their place."""
     chunks = ceil_div(geo.stream_rows * geo.channels, BLOCK)
-    return {"C": geo.channels, "BLOCK": BLOCK, "chunks": chunks}, chunks * geo.streams
+    return {"C": geo.channels, "BLOCK": BLOCK}, chunks * geo.streams, (geo.rows, geo.stream_rows, chunks)
 
 
 def _end(geo: TransformGeometry) -> int:
@@ -143,7 +144,8 @@ def _quantize(
     """Compute the symbols of a chunk, and count its codes beyond the symbols and its lowest bits."""
     needed, step, level, dead = attempt(plan, number, room)
     if tl.program_id(0) == 0:
-        note(plan, number, step, level)
+        tl.store(plan + STEPS + number, step.to(tl.int64))
+        tl.store(plan + LEVELS + number, level.to(tl.int64))
     if needed:
         _, index, row, column, exists = elements(rows, stream_rows, chunks, C, BLOCK)
         value, below, token, norm, dither = loaded(
@@ -339,3 +341,82 @@ def _numbers(
         value = drawn_of(value, kept, scale_of(channel, token, step))
     value *= step_of(mantissas, token, by_norm, step, False)
     tl.store(z + index, value, mask=exists)
+
+
+def planned(z: Tensor, geo: TransformGeometry) -> tuple[Fit, Tensor]:
+    """Fit scales with float32 sums, and put the largest ones into a new plan."""
+    fit = fitted(z, geo, torch.float32)
+    plan = torch.zeros(COSTS.value + CANDIDATES.value, dtype=torch.int64, device=z.device)
+    plan[LEVEL.value] = fit.highest
+    if geo.by_token:
+        plan[NORM.value] = fit.largest
+    return fit, plan
+
+
+def choose_step(fit: Fit, plan: Tensor, z: Tensor, header: Tensor, room: int, geo: TransformGeometry) -> None:
+    """Put the first attempt's step into the plan, from the bits of a sample that stands for the message."""
+    table = tables_on(z.device)
+    every = max(1, z.numel() // SAMPLE)
+    size = ceil_div(z.numel(), every)
+    launch(
+        _count, ceil_div(size, SAMPLED), 2, {"C": geo.channels, "BLOCK": SAMPLED}, z, header, fit.levels, fit.tokens,
+        fit.norms, table.inverses, table.costs, plan, z.numel(), every, BY_TOKEN=geo.by_token,
+    )  # fmt: skip
+    wanted = 8 * (room - 4 * LANES.value * geo.streams) * (1 - RESERVE)
+    launch(_choose, 1, 1, {}, plan, float(max(0.0, wanted)), z.numel() / size)
+
+
+@triton.jit(do_not_specialize=["count", "every"])
+def _count(
+    z, header, levels, tokens, norms, inverses, costs, plan, count, every,
+    BY_TOKEN: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Add up a sample block's bits with each candidate step: one coefficient at a random place of each run."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    h = place.to(tl.uint32) * 0x9E3779B1
+    h = (h ^ (h >> 15)) * 0x846CA68B
+    index = place * every + ((h >> 8) % every.to(tl.uint32)).to(tl.int64)
+    exists = index < count
+    row, column = (index // C).to(tl.int32), (index % C).to(tl.int32)
+    value, below, token, norm, dither = loaded(z, header, levels, tokens, norms, index, row, column, exists, BY_TOKEN)
+    level, largest_norm = tl.load(plan + LEVEL).to(tl.int32), tl.load(plan + NORM).to(tl.int32)
+    for k in range(CANDIDATES):
+        step = tl.minimum(tl.maximum((level - HIGHEST + k) * 16, LEAST_STEP), MOST_STEP)
+        code, context, raw = coded(value, below, token, norm, dither, inverses, level, largest_norm, step, False)
+        cost = tl.load(costs + symbol_of(code, context, raw)) + UNITS * raw
+        tl.atomic_add(plan + COSTS + k, tl.sum(tl.where(exists, cost, 0), axis=0).to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["wanted", "share"])
+def _choose(plan, wanted, share):
+    """Return the smallest step that takes at most `wanted` bits, by linear interpolation between candidates."""
+    k = tl.arange(0, 128)
+    bits = tl.load(plan + COSTS + k, mask=k < CANDIDATES, other=0).to(tl.float32) * (share / UNITS)
+    at = tl.min(tl.where((bits <= wanted) & (k < CANDIDATES), k, CANDIDATES - 1), axis=0)
+    here = tl.sum(tl.where(k == at, bits, 0.0), axis=0)
+    before = tl.sum(tl.where(k == at - 1, bits, 0.0), axis=0)
+    falling = tl.maximum(before - here, 1.0)
+    back = tl.minimum(tl.maximum((wanted - here) * 16 / falling, 0.0), 15.0)
+    level = tl.load(plan + LEVEL)
+    step = (level - HIGHEST + at) * 16 - tl.where(at > 0, back.to(tl.int32), 0)
+    tl.store(plan + SLOPE, tl.maximum(falling * (1 / 16), 1.0).to(tl.int64))
+    tl.store(plan + STEPS, tl.minimum(tl.maximum(step, LEAST_STEP), MOST_STEP))
+    tl.store(plan + LEVELS, level)
+
+
+@triton.jit
+def attempt(plan, number, room):
+    """Whether the attempt of this number is needed; its step, its largest scale, and whether no coefficient is coded.
+
+    The last one sends dead symbols alone.
+    """
+    before = tl.maximum(number - 1, 0)
+    step, level = tl.load(plan + STEPS + before).to(tl.int32), tl.load(plan + LEVELS + before).to(tl.int32)
+    excess = tl.load(plan + TOTALS + before) - room
+    needed = (number == 0) | (excess > 0)
+    if number > 0:
+        more = 1 + 8 * tl.maximum(excess, 0) // tl.load(plan + SLOPE)
+        more = tl.where(number == 1, tl.minimum(more, FINE_), FINE_).to(tl.int32)
+        step = tl.where(needed & (number < LAST), tl.minimum(step + more, MOST_STEP), step)
+    dead = needed & (number == LAST)
+    return needed, step, tl.where(dead, level - BEYOND_REACH, level), dead

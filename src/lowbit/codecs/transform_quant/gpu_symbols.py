@@ -17,23 +17,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowbit.codecs.transform_quant import reference, tables
+from lowbit.codecs.transform_quant import reference
 from lowbit.kernels.gpu.numbers import of_bits
 
 ZERO, NAN = tl.constexpr(reference.ZERO), tl.constexpr(reference.NAN)
-LOWEST, HIGHEST, DEAD = tl.constexpr(tables.LOWEST), tl.constexpr(tables.HIGHEST), tl.constexpr(tables.DEAD)
-DITHERS, MIDDLE, SYMBOLS = (tl.constexpr(n) for n in (tables.DITHERS, tables.MIDDLE, tables.SYMBOLS))
-B0, B1, B2, B3, B4, B5, B6 = (tl.constexpr(border) for border in tables.BORDERS)
+LOWEST, HIGHEST, DEAD = tl.constexpr(reference.LOWEST), tl.constexpr(reference.HIGHEST), tl.constexpr(reference.DEAD)
+DITHERS, MIDDLE, SYMBOLS = (tl.constexpr(n) for n in (reference.DITHERS, reference.MIDDLE, reference.SYMBOLS))
+B0, B1, B2, B3, B4, B5, B6 = (tl.constexpr(border) for border in reference.BORDERS)
 LEAST_STEP, MOST_STEP = tl.constexpr(reference.LEAST_STEP), tl.constexpr(reference.MOST_STEP)
 FARTHEST = tl.constexpr(float(reference.FARTHEST))
 MOST_LEVEL = tl.constexpr(reference.MOST_LEVEL)
 HALF_QUARTER = tl.constexpr(reference.FINE // 8)
-NOTHING = tl.constexpr(tables.CONTEXTS * tables.SYMBOLS)  # placeholder of a symbol that does not change a state
+NOTHING = tl.constexpr(reference.CONTEXTS * reference.SYMBOLS)  # placeholder of a symbol that does not change a state
 UNITS = tl.constexpr(256)  # of a bit, in `costs`
 LANES, SLACK = tl.constexpr(reference.LANES), tl.constexpr(reference.SLACK)
 ENTRY, BEGIN = tl.constexpr(reference.ENTRY), tl.constexpr(reference.BEGIN)
 STATES = tl.constexpr(4 * reference.LANES)  # bytes
-LIMIT, PRECISION, TOTAL = (tl.constexpr(n) for n in (reference.LIMIT, tables.PRECISION, tables.TOTAL))
+LIMIT, PRECISION, TOTAL = (tl.constexpr(n) for n in (reference.LIMIT, reference.PRECISION, reference.TOTAL))
 MANY = tl.constexpr(1024)  # streams whose sizes are summed at a time
 
 
@@ -46,7 +46,7 @@ class Tables(NamedTuple):
             divides by the symbol's share of the probability, its start (12), share (13), and shift. Last: `NOTHING`.
         quarters: int64, one per context: where its symbols 4, 8 and 12 begin, 16 bits each.
         within: int64, one per four symbols: where they begin, and the last place, 12 bits each.
-        kept: float32, `tables.shares`.
+        kept: float32, `reference.shares`.
         costs: int32, bits of each symbol of each context, and of what is sent with it, in `UNITS`.
     """
 
@@ -62,11 +62,9 @@ class Tables(NamedTuple):
 @functools.lru_cache(maxsize=8)
 def tables_on(device: torch.device) -> Tables:
     """All of them."""
-    limits = tables.limits()[:, : tables.SYMBOLS + 1].astype(np.int64)
+    limits = reference.limits()[:, : reference.SYMBOLS + 1].astype(np.int64)
     begin, share = limits[:, :-1].reshape(-1), np.diff(limits).reshape(-1)
-    bits = tables.PRECISION - np.log2(share)
-    bits.reshape(-1, tables.SYMBOLS)[:, 0] += 16
-    begin, share = np.append(begin, 0), np.append(share, tables.TOTAL)
+    begin, share = np.append(begin, 0), np.append(share, reference.TOTAL)
     shift = np.ceil(np.log2(share)).astype(np.int64)
     factor = -(-(1 << 31 + shift) // share)
     quarters = sum(limits[:, 4 * i] << 16 * (i - 1) for i in (1, 2, 3))
@@ -79,8 +77,8 @@ def tables_on(device: torch.device) -> Tables:
         factor | begin << 32 | share << 44 | shift << 57,
         quarters,
         within,
-        tables.shares(),
-        np.rint(bits * UNITS.value).astype(np.int32),
+        reference.shares(),
+        np.rint(reference.symbol_costs().reshape(-1) * UNITS.value).astype(np.int32),
     )
     return Tables(*(torch.as_tensor(table).to(device) for table in made))
 
@@ -252,7 +250,7 @@ def encode_stream(symbols, shares, top, states, length):
     state = tl.full((LANES,), BEGIN, tl.uint32)
     words = 0
     at = (length - 1) // LANES * LANES + lane
-    share = _share(symbols, shares, at, length)
+    share = tl.load(shares + _symbol(symbols, at, length))
     # Loads for the next steps are issued ahead.
     second = _symbol(symbols, at - LANES, length)
     third = _symbol(symbols, at - 2 * LANES, length)
@@ -277,13 +275,7 @@ def encode_stream(symbols, shares, top, states, length):
 
 @triton.jit
 def _symbol(symbols, at, length):
-    symbol = tl.load(symbols + at, mask=(at >= 0) & (at < length), other=NOTHING)
-    return symbol.to(tl.int32)
-
-
-@triton.jit
-def _share(symbols, shares, at, length):
-    return tl.load(shares + _symbol(symbols, at, length))
+    return tl.load(symbols + at, mask=(at >= 0) & (at < length), other=NOTHING).to(tl.int32)
 
 
 @triton.jit

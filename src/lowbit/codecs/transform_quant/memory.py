@@ -12,10 +12,11 @@ it, and the receiver divides:
 The fourth root was measured: the error of all parameters' gradients is less than with the root or without weights on
 three pretrained models together (docs/results/codecs.md). Weights travel with each message, in steps of half an octave,
 4 bits each, so that a receiver needs no statistics. Until something has been observed, all are 1, with one exception:
-if the channels of activations differ very much, the layers that read them compensate, and are least sensitive to errors
-in the largest. Without gradients, as in inference, weights are then channels' own root mean squares to the power -3/4
-(in Gemma 3 the logarithms spread by 1.2 to 1.6 octaves, and gradients fall by 0.6 to 1 octave for each; in SmolLM2 and
-Qwen2.5 they spread by 0.4 to 0.9, and gradients do not fall). Shape suffixes: R rows (tokens), C channels.
+if the channels of activations differ very much, as in Gemma 3, the layers that read them compensate, and are least
+sensitive to errors in the largest. Without gradients, weights are then channels' own root mean squares to the power
+-3/4 (in Gemma 3 the logarithms spread by 1.2 to 1.6 octaves, and gradients fall by 0.6 to 1 octave for each).
+
+Shape suffixes: R rows (tokens), C channels.
 """
 
 from __future__ import annotations
@@ -51,11 +52,7 @@ class Headers:
         self._coming: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
 
     def compare(self, received: Tensor, expected: Tensor) -> bool:
-        """Add two headers and check those that have arrived: on the CPU these, on a GPU usually earlier ones.
-
-        Returns:
-            Whether these two have been compared.
-        """
+        """Add two headers, check those that have arrived (on a GPU usually earlier ones); return whether these had."""
         both, event = torch.stack([received, expected]), None
         if both.is_cuda:
             host = torch.empty(both.shape, dtype=both.dtype, device="cpu", pin_memory=True)
@@ -82,9 +79,6 @@ class Headers:
                     "a message was lost, repeated or changed, or came in another order"
                 )
 
-    def clear(self) -> None:
-        self._coming.clear()
-
 
 class Memory:
     """One end's directions, the number and digest of the messages that brought them, and a sender's statistics.
@@ -102,7 +96,6 @@ class Memory:
 
     def __init__(self, directions: int, channels: int, device: torch.device, root: int) -> None:
         self._shape, self._device, self._root = (directions, channels), device, root
-        self.headers = Headers()
         self._reset()
 
     def _reset(self) -> None:
@@ -115,7 +108,7 @@ class Memory:
         """Set the state after `messages` training messages; the digest is int64 ()."""
         self.directions, self.messages, self.digest = directions, messages, digest
         self._transform: Transform | None = None
-        self.headers.clear()
+        self.headers = Headers()
 
     def transform(self) -> Transform:
         """The transform of the directions; call it inside `apart`."""

@@ -5,31 +5,42 @@ ends must agree on is integer arithmetic. A sender may choose any scales and ste
 suffixes: R rows (tokens), C channels, S streams, N steps of a stream's lanes, L lanes.
 
 Logarithms are integers: of scales and norms in quarters of an octave, of steps in 64ths.
+
+A coefficient of z steps gets the code floor(z + (dither + 1/2) / 256). Its upper part, code >> n, is a symbol, and its
+lowest n bits travel as they are: n is such that its standard deviation is below 2 units of the symbol. So one table of
+probabilities for each such scale, by quarters of an octave, and each class of dither is enough. Tables are identical on
+every machine to the last bit: they are computed in float64 with only sums, products and quotients, in a fixed order,
+because IEEE arithmetic defines their results exactly; it does not define those of a library's exponential function.
 """
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from lowbit.codecs.transform_quant import tables
-from lowbit.codecs.transform_quant.tables import (
-    DEAD,
-    DITHERS,
-    HIGHEST,
-    LOWEST,
-    MIDDLE,
-    PRECISION,
-    RAW,
-    SYMBOLS,
-    TOTAL,
-)
 from lowbit.kernels.layout import Layout, ceil_div
 
+PRECISION = 12  # bits of a probability
+TOTAL = 1 << PRECISION
+SYMBOLS = 16  # 1 to 15: codes -7 to 7; 0: a code beyond them, which is sent by itself
+MIDDLE = 8  # symbol of the code 0
+LOWEST = -24  # scale in quarters of an octave: 2^-6 of a step
+RAW = 20  # bits of a code that travel as they are, at most
+HIGHEST = 4 * RAW + 3  # scale
+SCALES = 4 - LOWEST  # up to 3, just below 2 steps
+DEAD = SCALES  # the next class: tokens of zeros or NaN, whose code is 0
+DITHERS = 16  # classes of the 256 values, finer where a small coefficient may turn the code
+BORDERS = (2, 4, 8, 16, 32, 48, 80)  # between classes: distance to the nearer end of the 256
+CONTEXTS = (SCALES + 1) * DITHERS
+ROOT = np.float32(2**0.5)
+NOISE = np.float32(1 / 12)  # of a step squared
+STRIDE = 32  # of a context's row of limits: 16 limits, `TOTAL`, and padding
 LANES = 32  # states that code the symbols of a stream in turn
 STREAM = 1 << 16  # fewest symbols of a stream, if there are as many
 STREAM_BYTES = 12 + 4 * LANES  # its entry in the table of streams, and its states
@@ -133,8 +144,8 @@ def transform_geometry(rows: int, channels: int, by_token: bool, bits: float | N
 def encode(z: Tensor, header: Tensor, payload: Tensor, geo: TransformGeometry) -> None:
     """Scalars, levels, tokens, norms and streams of coefficients z (R, C), float32; `header` chooses the dither."""
     z, header = z.cpu(), header.cpu()
-    level_C, token_R, norm_R, scalars = fitted(z, geo)
-    level, norm, _, _ = scalars
+    level_C, token_R, norm_R, *largest = fitted(z, geo)
+    level, norm = map(int, largest)
     scale_RC = scales(level_C, token_R, level)
     dither_RC = dither(header, z.shape)
     room, step = geo.layout.sizes["streams"] - SLACK, first_step(scale_RC, token_R, geo)
@@ -202,28 +213,39 @@ def decode(payload: Tensor, header: Tensor, z: Tensor, geo: TransformGeometry) -
     return torch.tensor(whole, device=z.device)
 
 
-def fitted(z: Tensor, geo: TransformGeometry) -> tuple[Tensor, Tensor, Tensor, list[int]]:
-    """Scales of channels (C,) and tokens (R,), norms (R,) for steps by token, in bytes as they travel; the scalars."""
+class Fit(NamedTuple):
+    """Scales of channels (C,) and tokens (R,), and norms (R,), uint8, as they travel; the largest scale, and norm."""
+
+    levels: Tensor
+    tokens: Tensor
+    norms: Tensor
+    highest: Tensor
+    largest: Tensor
+
+
+def fitted(z: Tensor, geo: TransformGeometry, dtype: torch.dtype = torch.float64) -> Fit:
+    """Fit scales of channels and tokens to coefficients, with sums in this dtype. The host does not wait for a GPU."""
     most_R = z.abs().amax(1)
     finite_R = most_R < LARGEST
-    usable_R = finite_R & most_R.ge(SMALLEST)
+    usable_R = finite_R & (most_R >= SMALLEST)
     exponent_R = torch.frexp(torch.where(usable_R, most_R, 1.0))[1] - 1
-    a_RC = torch.ldexp(torch.where(usable_R[:, None], z, 0.0), -exponent_R[:, None]).double().square()
+    factor_R = torch.ldexp(torch.ones_like(most_R), -exponent_R)
+    a_RC = torch.where(usable_R[:, None], z * factor_R[:, None], 0.0).to(dtype).square_()
     norm_R = _quarters(a_RC.mean(1)) if geo.by_token else torch.zeros_like(exponent_R)
-    a_RC = a_RC * torch.exp2(-0.5 * norm_R.double())[:, None]
+    if geo.by_token:
+        a_RC *= torch.exp2(-0.5 * norm_R.to(dtype))[:, None]
     count = usable_R.sum().clamp(min=1)
-    token_R = usable_R.double()
+    token_R = usable_R.to(dtype)
     for _ in range(ROUNDS + 1):
-        channel_C = (a_RC / torch.where(token_R > 0, token_R, 1.0)[:, None]).sum(0) / count
-        token_R = (a_RC / torch.where(channel_C > 0, channel_C, 1.0)).mean(1)
-    norm_R = norm_R + 4 * exponent_R
+        channel_C = torch.where(token_R > 0, token_R, 1.0).clamp(min=SMALLEST).reciprocal() @ a_RC / count
+        token_R = a_RC @ torch.where(channel_C > 0, channel_C, 1.0).clamp(min=SMALLEST).reciprocal() / geo.channels
+    norm_R += 4 * exponent_R
     lowered_R = lowered(norm_R, usable_R) if geo.by_token else norm_R
     tokens_R = _quarters(token_R) + (norm_R - lowered_R if geo.by_token else 4 * exponent_R)
-    level_C, level = _below(_quarters(channel_C), channel_C.gt(0), 255)
-    token_R, most = _below(tokens_R, usable_R, ZERO)
-    norm_R, norm = _below(lowered_R, usable_R, FURTHEST_BELOW)
-    token_R = torch.where(finite_R, token_R, NAN)
-    return level_C, token_R, norm_R if geo.by_token else torch.zeros_like(token_R), [level + most, norm, 0, 0]
+    levels, level = _below(_quarters(channel_C), channel_C.gt(0), 255)
+    tokens, token = _below(tokens_R, usable_R, ZERO)
+    norms, norm = _below(lowered_R, usable_R, FURTHEST_BELOW)
+    return Fit(levels, torch.where(finite_R, tokens, NAN).byte(), norms, level + token, norm)
 
 
 def _quarters(square: Tensor) -> Tensor:
@@ -231,11 +253,11 @@ def _quarters(square: Tensor) -> Tensor:
     return (torch.where(square > 0, square, 1.0).log2() * 2).round().int()
 
 
-def _below(quarters: Tensor, valid: Tensor, otherwise: int) -> tuple[Tensor, int]:
-    """Distances of the valid numbers below their maximum, and the maximum."""
-    most = int(torch.where(valid, quarters, -(1 << 20)).amax())
-    most = most if bool(valid.any()) else 0
-    return torch.where(valid, (most - quarters).clamp(max=FURTHEST_BELOW), otherwise), most
+def _below(quarters: Tensor, valid: Tensor, otherwise: int) -> tuple[Tensor, Tensor]:
+    """Distances of the valid numbers below their maximum, uint8, and the maximum."""
+    most = torch.where(valid, quarters, -(1 << 20)).amax()
+    most = torch.where(most > -(1 << 20), most, 0)
+    return torch.where(valid, (most - quarters).clamp(max=FURTHEST_BELOW), otherwise).byte(), most
 
 
 def lowered(norm_R: Tensor, usable_R: Tensor) -> Tensor:
@@ -292,7 +314,7 @@ def clipped(scale_RC: Tensor, step: int) -> Tensor:
 
 def drawn(middle_RC: Tensor, clipped_RC: Tensor) -> Tensor:
     """Middles of cells, in steps, drawn towards 0 to the best linear estimate, but not out of their cells."""
-    share_RC = torch.from_numpy(tables.shares()).to(middle_RC.device)[clipped_RC.long() - LOWEST]
+    share_RC = torch.from_numpy(shares()).to(middle_RC.device)[clipped_RC.long() - LOWEST]
     size_RC = middle_RC.abs()
     return torch.maximum(size_RC * share_RC, size_RC - 0.5).copysign(middle_RC)
 
@@ -304,7 +326,7 @@ def contexts(scale_RC: Tensor, token_R: Tensor, dither_RC: Tensor, step: int) ->
     class_RC = torch.where(clipped_RC >= 0, clipped_RC & 3, clipped_RC) - LOWEST
     class_RC = torch.where(token_R[:, None] >= NAN, DEAD, class_RC)
     raw_RC = torch.where(token_R[:, None] >= NAN, 0, raw_RC)
-    of_dither = torch.from_numpy(tables.dither_classes()).to(scale_RC.device)
+    of_dither = torch.from_numpy(dither_classes()).to(scale_RC.device)
     return class_RC * DITHERS + of_dither[dither_RC >> raw_RC], raw_RC
 
 
@@ -315,12 +337,10 @@ def first_step(scale_RC: Tensor, token_R: Tensor, geo: TransformGeometry) -> int
         return 0
     room = 8 * (geo.layout.sizes["streams"] - geo.streams * 140 - SLACK)
     low, count = int(coded_RC.amin()), torch.bincount((coded_RC - coded_RC.amin()).reshape(-1))
-    cost = torch.from_numpy(tables.costs())
+    cost = torch.from_numpy(costs())
     scale = low + torch.arange(len(count), device="cpu")
     for step in range(int(coded_RC.amax()) - HIGHEST, 8 * 256):
-        clipped = (scale - step).clamp(LOWEST, HIGHEST)
-        bits = cost[torch.where(clipped >= 0, clipped & 3, clipped) - LOWEST] + (clipped.clamp(min=0) >> 2)
-        if float((bits * count).sum()) <= room:
+        if float((cost[(scale - step).clamp(LOWEST, HIGHEST) - LOWEST] * count).sum()) <= room:
             return max(LEAST_STEP, step * 16)
     return MOST_STEP
 
@@ -343,8 +363,8 @@ def stream_of(code: Tensor, context: Tensor, raw: Tensor) -> tuple[tuple[int, in
     upper = (code >> raw).clamp(-(1 << 15), (1 << 15) - 1)
     symbol = upper + MIDDLE
     symbol = torch.where((symbol < 1) | (symbol >= SYMBOLS), 0, symbol).long()
-    limits = _limits()
-    begin_NL, end_NL = (_lanes(limits[context, symbol + i]) for i in (0, 1))
+    table = torch.from_numpy(limits().astype(np.int64))
+    begin_NL, end_NL = (_lanes(table[context, symbol + i]) for i in (0, 1))
     exists_NL = _lanes(torch.ones_like(symbol)) > 0
     state_L = torch.full((LANES,), BEGIN, dtype=torch.int64, device="cpu")
     words: list[Tensor] = []
@@ -368,11 +388,11 @@ def codes_of(body: Tensor, entry: list[int], context: Tensor, raw: Tensor) -> tu
     state, word, beyond, packed = body.split(count)
     state_L = state.clone().view(torch.int32).long() & 0xFFFFFFFF
     word = torch.cat([word.clone().view(torch.int16).long() & 0xFFFF, torch.zeros(1, dtype=torch.int64, device="cpu")])
-    limits, at, symbols = _limits(), 0, []
+    table, at, symbols = torch.from_numpy(limits().astype(np.int64)), 0, []
     context_NL, exists_NL = _lanes(context), _lanes(torch.ones_like(context)) > 0
     for context_L, exists_L in zip(context_NL, exists_NL, strict=True):
         slot_L = state_L & TOTAL - 1
-        row_LK = limits[context_L]
+        row_LK = table[context_L]
         symbol_L = (row_LK[:, :SYMBOLS] <= slot_L[:, None]).sum(1) - 1
         begin_L, end_L = (row_LK.gather(1, (symbol_L + i)[:, None])[:, 0] for i in (0, 1))
         next_L = (end_L - begin_L) * (state_L >> PRECISION) + slot_L - begin_L
@@ -391,10 +411,6 @@ def codes_of(body: Tensor, entry: list[int], context: Tensor, raw: Tensor) -> tu
     low, used = _unpacked(packed, raw)
     whole = at == entry[0] and int(escaped.sum()) == entry[1] and used == entry[2]
     return (upper << raw | low).to(torch.int32), whole and bool((state_L == BEGIN).all())
-
-
-def _limits() -> Tensor:
-    return torch.from_numpy(tables.limits().astype(np.int64))
 
 
 def _lanes(values: Tensor) -> Tensor:
@@ -420,3 +436,78 @@ def _unpacked(packed: Tensor, raw: Tensor) -> tuple[Tensor, int]:
     low = torch.zeros(taken.shape, dtype=torch.int64, device="cpu")
     low[taken] = bit
     return (low << torch.arange(RAW, device="cpu")).sum(1), -(-count // 16) * 2
+
+
+@functools.cache
+def limits() -> NDArray[np.uint16]:
+    """Cumulative probabilities, (CONTEXTS, STRIDE): of symbol s, from [s] to [s + 1]."""
+    quarters = np.arange(LOWEST, LOWEST + SCALES)
+    roots = np.array([1.0, 1.189207115002721, 1.4142135623730951, 1.681792830507429])
+    scale = roots[quarters & 3] * np.ldexp(1.0, quarters >> 2)
+    edge = np.arange(-7, 9, dtype=np.float64)  # lower ends of the codes -7 to 8
+    shift = (np.arange(256) + 0.5) / 256
+    below = _logistic((edge - shift[:, None]) / scale[:, None, None])  # SCALES, 256, 16
+    inside = below[..., 1:] - below[..., :-1]
+    # Means of each class, whose sums are in order.
+    inside = [sum(np.moveaxis(inside[:, dither_classes() == d], 1, 0)) for d in range(DITHERS)]
+    inside = np.stack(inside, 1) / np.bincount(dither_classes())[:, None]
+    probability = np.concatenate([1 - inside.sum(-1, keepdims=True), inside], -1)
+    dead = np.zeros((1, DITHERS, SYMBOLS))
+    dead[..., MIDDLE] = 1
+    probability = np.concatenate([probability, dead]).reshape(CONTEXTS, SYMBOLS)
+    count = np.maximum(np.floor(probability * (TOTAL - SYMBOLS) + 0.5), 1).astype(np.int64)
+    rows = np.arange(CONTEXTS)
+    count[rows, count.argmax(1)] += TOTAL - count.sum(1)
+    table = np.zeros((CONTEXTS, STRIDE), np.uint16)
+    table[:, 1 : SYMBOLS + 1] = count.cumsum(1)
+    table[:, SYMBOLS + 1 :] = 0xFFFF
+    return table
+
+
+@functools.cache
+def dither_classes() -> NDArray[np.int64]:
+    """The class of each value of dither, (256,)."""
+    value = np.arange(256)
+    near = np.searchsorted(np.array(BORDERS), np.minimum(value, 255 - value), side="right")
+    return np.where(value < 128, near, DITHERS - 1 - near)
+
+
+@functools.cache
+def costs() -> NDArray[np.float64]:
+    """Mean bits of a code by scale from `LOWEST` to `HIGHEST`, if scales are right: an estimate, for a sender alone."""
+    count = np.diff(limits()[:, : SYMBOLS + 1].astype(np.float64), axis=1)
+    share = np.where(count > 1, count, 0) / np.where(count > 1, count, 0).sum(1, keepdims=True)
+    bits = -(share * np.log2(count / TOTAL)).sum(1).reshape(SCALES + 1, DITHERS)
+    width = np.bincount(dither_classes(), minlength=DITHERS) / 256
+    scale = np.arange(LOWEST, HIGHEST + 1)
+    return (bits * width).sum(1)[np.where(scale >= 0, scale & 3, scale) - LOWEST] + (scale.clip(0) >> 2)
+
+
+@functools.cache
+def symbol_costs() -> NDArray[np.float64]:
+    """Bits of each symbol of each table, without the lowest bits, (CONTEXTS, SYMBOLS)."""
+    bits = PRECISION - np.log2(np.diff(limits()[:, : SYMBOLS + 1].astype(np.float64), axis=1))
+    bits[:, 0] += 16
+    return bits
+
+
+@functools.cache
+def shares() -> NDArray[np.float32]:
+    """Return the share of a cell's middle in the best linear estimate, by scale from `LOWEST` to `HIGHEST`.
+
+    The error of a middle has the variance `NOISE`. Every operation is float32, with an exactly defined result.
+    """
+    scale = np.arange(LOWEST, HIGHEST + 1)
+    square = np.ldexp(np.where(scale & 1, ROOT, np.float32(1)), scale >> 1)
+    return (square / (square + NOISE)).astype(np.float32)
+
+
+def _logistic(t: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Logistic distribution function of variance 1 at t: its tails lie between the normal's and Laplace's."""
+    small = np.minimum(np.maximum(t * -1.8137993642342178, -64.0), 64.0) * 2.0**-9
+    power = np.ones_like(t)
+    for n in range(12, 0, -1):  # series of the exponential at a small argument; the result is squared nine times
+        power = 1 + power * small / n
+    for _ in range(9):
+        power = power * power
+    return 1 / (1 + power)
