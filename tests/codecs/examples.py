@@ -16,6 +16,7 @@ An `examples.py` holds, each for the tests in brackets:
 from __future__ import annotations
 
 import importlib
+import math
 from types import ModuleType
 from typing import Any
 
@@ -25,17 +26,14 @@ from lowbit.codecs import Codec, names
 
 
 def rooms() -> list[ModuleType]:
-    """The examples of all formats."""
     return [importlib.import_module(f"tests.codecs.{folder}.examples") for folder in names.formats()]
 
 
 def room_of(codec: Codec) -> ModuleType:
-    """The examples of a codec's format."""
     return importlib.import_module(f"tests.codecs.{type(codec).__module__.split('.')[-2]}.examples")
 
 
 def every(name: str) -> list[Any]:
-    """What all formats have under a name."""
     return [example for room in rooms() for example in getattr(room, name, [])]
 
 
@@ -47,3 +45,8 @@ def bytes_of(codec: Codec, *shape: int) -> torch.Tensor:
 def encoded(codec: Codec, *shape: int) -> torch.Tensor:
     """A payload of Gaussian numbers."""
     return codec.encode(torch.randn(shape))
+
+
+def of_steps(bits: int, rounding: str = "nearest") -> float:
+    """Relative error that uniform noise of half a step gives, with a range of at most 6 deviations."""
+    return 6 / (2**bits - 1 - (bits == 2)) / math.sqrt(12 / (2 if rounding == "stochastic" else 1)) * 1.2

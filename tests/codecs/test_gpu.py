@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
-from types import ModuleType
 from typing import Literal
 
 import pytest
@@ -78,26 +78,33 @@ def check(codec: Codec, x: Tensor) -> None:
     assert all(same(*pair) for pair in zip(read["reference"], read["gpu"], strict=True))
 
 
-@pytest.mark.parametrize("room", [room for room in rooms() if hasattr(room, "CODECS")], ids=lambda room: room.__name__)
-def test_every_format(room: ModuleType) -> None:
-    for dtype in DTYPES:
-        check(room.CODECS[0], tensor((1, 3, 100), dtype, "hard"))
-    check(room.CODECS[-1], tensor((1, 3, 100), torch.float32, "hard"))
+def cases() -> Iterator[tuple[Codec, tuple[int, ...], torch.dtype, str]]:
+    for room in rooms():
+        codecs = getattr(room, "CODECS", [])
+        yield from ((codec, (1, 3, 100), dtype, "hard") for codec in codecs[:1] for dtype in DTYPES)
+        yield from ((codec, (1, 3, 100), torch.float32, "hard") for codec in codecs[-1:])
+    for index, codec in enumerate(TAH):
+        kinds = zip(
+            SHAPES, ("grid", "hard", "gaussian", "hard", "gaussian"), strict=True
+        )  # pivots are in the hard ones
+        for i, (shape, kind) in enumerate(kinds):
+            if i < 3 or index < 2 or DEVICE == "cuda":
+                yield codec, shape, DTYPES[(index + i) % 3], kind
+    sizes = (777, 5000, 4096, 1), (torch.float32, torch.bfloat16, torch.float16, torch.float32)
+    for codec in GROUP_INT:
+        for size, dtype, kind in zip(*sizes, ("hard", "grid", "gaussian", "grid"), strict=True):
+            yield codec, (1, size), dtype, kind
+    for symmetric in (False, True):
+        yield GroupInt(group=32, symmetric=symmetric, rounding="stochastic"), (3, 333), torch.float32, "gaussian"
+    for dtype in DTYPES[1:]:
+        yield GroupInt(bits=3, group=32), (2, 300), dtype, "hard"
+        yield TAHQuant(pivot_ratio=2.0), (1, 3, 300), dtype, "hard"
+    yield TAHQuant(tile=16), (3, 100, 16), torch.float32, "gaussian"  # scopes of 256 and 44 tiles
 
 
-@pytest.mark.parametrize("index", range(len(TAH)), ids=map(repr, TAH))
-def test_tah_quant(index: int) -> None:
-    for i, shape in enumerate(SHAPES if index < 2 or DEVICE == "cuda" else SHAPES[:3]):
-        kind = ("grid", "hard", "gaussian", "hard", "gaussian")[i]  # pivots are in the hard ones
-        check(TAH[index], tensor(shape, DTYPES[(index + i) % 3], kind))
-
-
-@pytest.mark.parametrize("codec", GROUP_INT, ids=repr)
-def test_group_int(codec: GroupInt) -> None:
-    check(codec, tensor((1, 777), torch.float32, "hard"))
-    check(codec, tensor((1, 5000), torch.bfloat16, "grid"))
-    check(codec, tensor((1, 4096), torch.float16, "gaussian"))
-    check(codec, tensor((1, 1), torch.float32, "grid"))
+@pytest.mark.parametrize(("codec", "shape", "dtype", "kind"), [*cases()])
+def test_bytes_and_numbers(codec: Codec, shape: tuple[int, ...], dtype: torch.dtype, kind: str) -> None:
+    check(codec, tensor(shape, dtype, kind))
 
 
 @pytest.mark.parametrize(
@@ -144,22 +151,6 @@ def test_feature_int(size: int, outliers: tuple[int, ...], bits: int, gain: Lite
                 sums = [codec.sum(payloads, out=torch.empty_like(parts[0]), divisor=d) for d in (1, 3)]
                 found.append([*payloads, *sums])
         assert all(same(*pair) for pair in zip(*found, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("codec", "shape", "dtype", "kind"),
-    [
-        (GroupInt(bits=4, group=32, rounding="stochastic"), (3, 333), torch.float32, "gaussian"),
-        (GroupInt(bits=4, group=32, symmetric=True, rounding="stochastic"), (3, 333), torch.float32, "gaussian"),
-        (GroupInt(bits=3, group=32), (2, 300), torch.bfloat16, "hard"),
-        (GroupInt(bits=3, group=32), (2, 300), torch.float16, "hard"),
-        (TAHQuant(pivot_ratio=2.0), (1, 3, 300), torch.bfloat16, "hard"),
-        (TAHQuant(pivot_ratio=2.0), (1, 3, 300), torch.float16, "hard"),
-        (TAHQuant(tile=16), (3, 100, 16), torch.float32, "gaussian"),  # scopes of 256 and 44 tiles
-    ],
-)
-def test_more_of_them(codec: Codec, shape: tuple[int, ...], dtype: torch.dtype, kind: str) -> None:
-    check(codec, tensor(shape, dtype, kind))
 
 
 def test_a_scope_longer_than_registers() -> None:

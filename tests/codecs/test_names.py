@@ -1,10 +1,25 @@
+"""Formats by name: lowbit's own and those of installed packages; and settings that are refused by a name's codec."""
+
 from __future__ import annotations
+
+import ast
+import math
+import re
+import shutil
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from torch import ones, tensor, zeros
 
-from lowbit.codecs import AQSGD, BlockFloat8, Cast, GroupInt, TAHQuant, TransformQuant, parse, parse_pair
+import lowbit
+from lowbit import codecs
+from lowbit.codecs import AQSGD, BlockFloat8, Cast, Codec, GroupInt, TAHQuant, TransformQuant, names, parse, parse_pair
 from lowbit.codecs.names import pair_name
+from tests.command_line import invoke
 
 
 def test_short_names() -> None:
@@ -99,3 +114,164 @@ def test_half_a_pair_is_an_error(text: str) -> None:
 def test_bad_names(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message.replace("(", r"\(")):
         parse(text)
+
+
+PACKAGE = Path(__file__).parent / "outside"
+
+
+def install(folder: Path, name: str, entry_points: dict[str, str]) -> None:
+    """What an installer leaves of a package without files: its name and its entry points."""
+    info = folder / f"{name}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    lines = [f"{short} = {value}" for short, value in entry_points.items()]
+    (info / "entry_points.txt").write_text("\n".join(["[lowbit.codecs]", *lines]))
+    names.outside.cache_clear()
+
+
+@pytest.fixture
+def sign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The package of the example, installed in a folder on the path."""
+    project = tomllib.loads((PACKAGE / "pyproject.toml").read_text())["project"]
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    shutil.copy(PACKAGE / "sign_codec.py", folder)
+    install(folder, project["name"], project["entry-points"]["lowbit.codecs"])
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, "sign_codec", raising=False)
+    yield folder
+    names.outside.cache_clear()
+
+
+def test_a_format_is_a_folder() -> None:
+    folders = {path.parent.name for path in Path(names.__file__).parent.glob("*/codec.py")}
+    assert set(names.formats()) == folders
+    assert all(issubclass(codec, Codec) for codec in names.formats().values())
+
+
+def test_an_installed_codec_is_named_like_ours(sign: Path) -> None:
+    codec = parse("sign")
+    assert repr(codec) == "Sign(scale=1.0)"
+    assert parse("Sign(scale=2.0)") != codec
+    assert parse(repr(codec)) == codec
+    assert parse("AQSGD(inner=Sign(scale=0.5))").inner == parse("Sign(scale=0.5)")  # pyright: ignore
+    assert parse_pair("sign") == (codec, GroupInt(bits=6, group=32, symmetric=True))
+    assert len({codec.fingerprint(), parse("Sign(scale=2.0)").fingerprint(), GroupInt().fingerprint()}) == 3
+    x = torch.tensor([3.0, -0.1])
+    assert codec.round_trip(x.repeat(2, 4)).tolist() == [[1.0, -1.0] * 4] * 2
+    with pytest.raises(ValueError, match="allowed: .*int4.*, sign, .*, TransformQuant, Sign with its arguments"):
+        parse("nothing")
+
+
+def test_in_benchmarks(sign: Path) -> None:
+    arguments = ("--data", "gaussian", "--dtype", "float32", "--shape", "1,4,64", "--thread", "1", "--rounds", "1")
+    result = invoke("bench", "codecs", "--codec", "Sign(scale=0.5)", *arguments, "--no-reference")
+    assert result.exit_code == 0, result.output
+    assert "Sign" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("points", "name", "message"),
+    [
+        ({"gone": "no_such_package:Gone"}, "gone", "gone = no_such_package:Gone of other cannot be loaded: ModuleNot"),
+        ({"gone": "math:gone"}, "gone", "of other cannot be loaded: AttributeError"),
+        ({"pi": "math:pi"}, "pi", r"pi = math:pi of other is 3\.14.*; allowed: a codec class"),
+        ({"dict": "builtins:dict"}, "dict", r"codec is 'dict', which gives \{\}; allowed: names of codecs"),
+        ({"int4": "sign_codec:Sign"}, "int4", "'int4' is ambiguous: .* of lowbit and of the entry point int4"),
+        ({"theirs": "theirs:GroupInt"}, "GroupInt(bits=4)", "'GroupInt' is ambiguous: .* of lowbit and of the entry"),
+        ({"sign": "theirs:Sign"}, "sign", "'sign' is ambiguous: .* sign_codec:Sign of sign-codec|theirs:Sign of other"),
+    ],
+)
+def test_what_is_wrong_with_an_entry_point_is_one_line(
+    sign: Path, points: dict[str, str], name: str, message: str
+) -> None:
+    install(sign, "other", points)
+    with pytest.raises(ValueError, match=message) as error:
+        parse(name)
+    assert "\n" not in str(error.value)
+    assert parse("int3") == GroupInt(bits=3, group=64), "ours go on working"
+
+
+def test_what_peers_send_names_no_codec() -> None:
+    """Entry points are code: only what the user names is looked up. Peers compare fingerprints."""
+    for package in ("collectives", "pipeline", "gradients", "tensor_parallel"):
+        for file in (Path(lowbit.__path__[0]) / package).glob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lowbit.codecs"):
+                    assert not {"parse", "parse_pair", "names"} & {alias.name for alias in node.names}, file
+                    assert node.module != "lowbit.codecs.names", file
+
+
+REFUSED = {
+    "AQSGD(inner=AQSGD())": "inner is AQSGD",
+    "BlockFloat8(format='e3m4')": "format is 'e3m4'; allowed: 'e4m3', 'e5m2'",
+    "BlockFloat8(block=16)": "block is 16; allowed: 32 to 65536",
+    "BlockFloat8(block=48)": "block is 48; allowed: 32 to 65536, multiples of 32",
+    "BlockFloat8(block=64.0)": r"block is 64\.0; allowed: an integer",
+    "BlockFloat8(rounding='up')": "rounding is 'up'; allowed: 'nearest', 'stochastic'",
+    "Cast(dtype=torch.int8)": r"dtype is torch\.int8; allowed: torch\.float32",
+    "GroupInt(bits=1)": "bits is 1; allowed: 2 to 8",
+    "GroupInt(bits=9)": "bits is 9; allowed: 2 to 8",
+    "GroupInt(bits=4.0)": r"bits is 4\.0; allowed: an integer",
+    "GroupInt(bits=True)": "bits is True",
+    "GroupInt(group=12)": "group is 12; allowed: 8 to 65536, multiples of 8",
+    "GroupInt(group=0)": "group is 0; allowed: 8 to 65536",
+    "GroupInt(symmetric=2)": "symmetric is 2",
+    "GroupInt(rounding='up')": "rounding is 'up'; allowed: 'nearest', 'stochastic'",
+    "TAHQuant(tile=48)": "tile is 48; allowed: powers of two from 8 to 128",
+    "TAHQuant(tile=256)": "tile is 256; allowed: 8 to 128",
+    "TAHQuant(high_bits=9)": "high_bits is 9; allowed: 2 to 8",
+    "TAHQuant(high_bits=3, low_bits=4)": "low_bits is 4; allowed: 2 to 3",
+    "TAHQuant(high_fraction=1.5)": r"high_fraction is 1\.5; allowed: 0 to 1",
+    "TAHQuant(high_fraction=nan)": "high_fraction is nan",
+    "TAHQuant(high_fraction='all')": "high_fraction is 'all'",
+    "TAHQuant(pivot_ratio=1.0)": r"pivot_ratio is 1\.0; allowed: more than 1",
+    "TAHQuant(allocation='row')": "allocation is 'row'; allowed: 'range'",
+    "TAHQuant.published(allocation='range')": "allocation is 'range'; allowed: 'tile', 'token'",
+    **{f"TransformQuant(bits={bad})": f"bits is {bad}; allowed: " for bad in ("0", "-1", "17", "True", "'much'")},
+    "TransformQuant(step='channel')": "step is 'channel'; allowed: 'token', 'message'",
+    **{
+        f"TransformQuant(bits='auto', nats={bad})": "nats is .*; allowed: a number above 0"
+        for bad in ("0", "0.0", "-1", "nan", "inf", "'0.1'", "True")
+    },
+    "TransformQuant(nats=0.01)": "nats is 0.01, and bits is None; allowed with nats: bits='auto'",
+    "TransformQuant(bits=3.0, nats=0.01)": "nats is 0.01, and bits is 3.0; allowed with nats: bits='auto'",
+    "TransformQuant(bits='auto', nats=0.01, decibels=34)": "nats is 0.01, and decibels is 34; allowed: one of them",
+}  # fmt: skip
+FEATURES = {"ranges": ones(2, 4), "total": ones(4), "features": ()}
+REFUSED_FEATURES = {
+    "ranges=ones(4)": r"ranges is \(4,\); allowed: a tensor of \(ranks, features\)",
+    "ranges=ones(2, 4).double()": r"ranges is torch\.float64; allowed: a float32 tensor",
+    "ranges=tensor([[1.0, 1], [1, 0]]), total=ones(2)":
+        r"ranges\[1, 1\], the range of feature 1, is 0; allowed: finite and above 0",
+    "ranges=tensor([[1, nan, 1, 1]])": "feature 1, is nan; allowed: finite",
+    "total=ones(3)": r"total has shape \(3,\); allowed: \(4,\)",
+    "total=tensor([1, 1, 1, inf])": r"total\[3\], the range of feature 3, is inf",
+    "features=[1]": r"features is \[1\]; allowed: a tuple of integers",
+    "features=(2, 1)": r"features is \(2, 1\); allowed: ascending, from 0 to 3",
+    "features=(1, 4)": r"features is \(1, 4\); allowed: ascending",
+    "features=(0, 1, 2, 3)": "features are 4; allowed: fewer than the 4 there are",
+    "bits=2": "bits is 2; allowed: 3 to 8",
+    "gain='row'": "gain is 'row'; allowed: 'token', 'static'",
+    "clip=0": "clip is 0; allowed: a number above 0 and at most 2, or None",
+    "offsets=zeros(2, 4)": "one of offsets and total_offset is None; allowed: both or neither",
+    "offsets=torch.full((2, 4), inf), total_offset=zeros(4)":
+        r"offsets\[0, 0\], the mean of feature 0, is inf; allowed: finite",
+    "rank=2": "rank is 2; allowed: 0 to 1",
+    "artifact=3": "artifact is 3",
+}  # fmt: skip
+
+
+def test_wrong_settings_are_refused() -> None:
+    """By an error that names the setting, its value and what is allowed."""
+    known = vars(codecs) | {"torch": torch, "nan": math.nan, "inf": math.inf}
+    known |= {"ones": ones, "zeros": zeros, "tensor": tensor, "FEATURES": FEATURES}
+    features = {f"FeatureInt(**FEATURES | dict({change}))": text for change, text in REFUSED_FEATURES.items()}
+    taken = []
+    for call, expected in (REFUSED | features).items():
+        try:
+            taken.append(f"{call}: {eval(call, known)!r}")
+        except (TypeError, ValueError) as error:
+            if not re.search(expected, str(error)):
+                taken.append(f"{call}: {error}")
+    assert not taken

@@ -44,11 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     add = parser.add_argument
     add("--minutes", type=float, help="how long (default: until --count)")
-    add(
-        "--count",
-        type=int,
-        help="how many cases, of one payload or four (default: 20000, or no limit with --minutes)",
-    )
+    add("--count", type=int, help="how many cases, of one payload or four (default: 20000, no limit with --minutes)")
     add("--seed", type=int, default=0, help="other payloads (default: 0)")
     add("--case", type=int, help="one case of the seed alone, as a fault names it")
     add("--only", default="", help="targets whose name contains this")

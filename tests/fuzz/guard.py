@@ -52,7 +52,6 @@ class Room:
 
     @property
     def content(self) -> bytes:
-        """The tensor's bytes."""
         return self._map[self._place]
 
     @content.setter
@@ -87,7 +86,6 @@ class Bench:
         self._placed.clear()
 
     def read_only(self, name: str, content: bytes, shape: Shape, dtype: torch.dtype) -> Tensor:
-        """A tensor that must not change."""
         room, tensor = self._place(name, len(content), shape, dtype, content)
         room.content = content
         return tensor
@@ -99,7 +97,6 @@ class Bench:
         return room, tensor
 
     def payload(self, content: bytes) -> Tensor:
-        """A payload to read."""
         return self.read_only("the payload", content, (len(content),), torch.uint8)
 
     def out(self, shape: Shape, dtype: torch.dtype, *, base: bytes | None = None) -> tuple[Room, Tensor]:
@@ -114,7 +111,6 @@ class Bench:
         return self._place("scratch", math.prod(sizes) * dtype.itemsize, sizes, dtype)[1]
 
     def zeros(self, *shape: Any, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
-        """Scratch of zeros."""
         return self.empty(*shape, dtype=dtype).zero_()
 
     def end(self) -> None:

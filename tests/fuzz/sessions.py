@@ -15,9 +15,8 @@ from lowbit.codecs.transform_quant.basis import follow
 from lowbit.codecs.transform_quant.codec import TransformSession
 from lowbit.codecs.transform_quant.reference import LARGEST, decode
 
-from .damage import damage
 from .guard import BEFORE, Bench, Shape
-from .targets import DTYPES, Case, as_bytes, as_tensor, hard, hostile_numbers, layout_of, spans_of
+from .targets import DTYPES, Case, as_bytes, as_tensor, damage, hard, hostile_numbers, layout_of, spans_of
 
 
 class TransformMessages:
@@ -41,7 +40,6 @@ class TransformMessages:
             receiver.decode(message)
 
     def case(self, rng: random.Random) -> Case:
-        """What the numbers at random make of it."""
         if not self._states:
             self._prepare()
         at, dtype, training = rng.randrange(3), rng.choice(DTYPES), rng.random() < 0.7
@@ -108,7 +106,6 @@ class TransformDecoding:
         self._valid: list[bytes] = []
 
     def case(self, rng: random.Random) -> Case:
-        """What the numbers at random make of it."""
         geo = self.codec.geometry(self._shape)
         if not self._valid:
             fixed = random.Random(repr(self._shape))
@@ -134,7 +131,6 @@ class TransformEncoding:
         self.codec, self.name, self._shape = codec, f"encode {codec!r} {shape}", shape
 
     def case(self, rng: random.Random) -> Case:
-        """What the numbers at random make of it."""
         shape, dtype = self._shape, rng.choice(DTYPES)
         kinds, contents = zip(*(hostile_numbers(rng, math.prod(shape), dtype) for _ in range(2)), strict=True)
 
@@ -167,7 +163,6 @@ class Differences:
         self.codec, self.name, self._shape = codec, f"{codec!r} {shape}", shape
 
     def case(self, rng: random.Random) -> Case:
-        """What the numbers at random make of it."""
         count, dtype = self._shape[0], rng.choice(DTYPES)
         samples = rng.sample(range(2 * count), count)
         known = {str(i): hard(random.Random(i), self._shape[1:]) for i in range(count)}

@@ -1,8 +1,9 @@
-"""What is attacked without a session: decoding, adding into, summing, adding to a payload, encoding."""
+"""Hostile payloads, and what is attacked with them without a session: decoding, adding into, summing, encoding."""
 
 from __future__ import annotations
 
 import random
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,7 +16,6 @@ from lowbit.codecs import Codec, GroupInt, Summable
 from lowbit.kernels.layout import Layout
 from tests.codecs.examples import room_of
 
-from .damage import SPECIAL, Span, damage
 from .guard import BEFORE, Bench, Room, Shape
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -29,6 +29,66 @@ EMPTY: list[Shape] = [(0,), (0, 64), (3, 0)]
 LARGE: list[Shape] = [(2, 64, 520), (40, 1000)]
 """More than a thread takes alone."""
 SHAPES = SMALL * 24 + EMPTY * 4 + LARGE
+SPECIAL = [
+    *(struct.pack("<H", n) for n in (0x7F80, 0xFF80, 0x7FC0, 0x7FA0, 0x7F7F, 0x0001, 0x8000, 0x7FFF)),
+    *(struct.pack("<f", v) for v in (float("inf"), float("-inf"), float("nan"), 3.4e38, 1e-45, -0.0)),
+    *(struct.pack("<i", n) for n in (0x7FA00001, -1, -(1 << 31), (1 << 31) - 1)),
+    *(bytes([n]) for n in (0, 1, 0x7F, 0x80, 0x81, 0xBF, 0xC0, 0xFE, 0xFF)),
+]
+"""Bit patterns of Inf, NaN (quiet and signalling), the largest, denormal numbers and limits of integers."""
+
+Span = tuple[int, int]
+"""A section of a payload: its first byte, and the one behind its last."""
+
+KINDS = {
+    "random": 6, "zeros": 1, "ones": 1, "flips": 3, "run": 3, "splice": 3,
+    "special": 6, "section": 8, "shuffled": 3, "flag": 6, "valid": 1,
+}  # fmt: skip
+"""Kinds of damage, and how frequent each is among the others."""
+IN_SECTION = ("special", "section", "shuffled", "flag")
+
+
+def damage(rng: random.Random, payload: bytes, spans: Sequence[Span]) -> tuple[str, bytes]:
+    """A hostile payload of the same length, and what kind it is.
+
+    Args:
+        rng: decides everything.
+        payload: a valid one. spans: its sections; those of no bytes left out.
+    """
+    if not payload:
+        return "empty", payload
+    size, data = len(payload), bytearray(payload)
+    (kind,) = rng.choices([*KINDS], [*KINDS.values()])
+    start, stop = rng.choice(spans or [(0, size)]) if kind in IN_SECTION else (0, size)
+    match kind:
+        case "random" | "section":
+            data[start:stop] = rng.randbytes(stop - start)
+        case "zeros" | "ones":
+            data[:] = {"zeros": b"\0", "ones": b"\xff"}[kind] * size
+        case "flips" | "flag":  # a flag more or less, or a pivot one further on
+            for _ in range(rng.randint(1, 8) if kind == "flips" else 1):
+                data[rng.randrange(start, stop)] ^= 1 << rng.randrange(8)
+        case "run":
+            at = rng.randrange(size)
+            count = min(size - at, rng.choice((1, 2, 4, 16, 64, 1024)))
+            data[at : at + count] = rng.choice((rng.randbytes(count), bytes(count), b"\xff" * count))
+        case "splice":  # bytes of the right kind at the wrong place
+            count = rng.randint(1, size)
+            source, to = (rng.randrange(size - count + 1) for _ in range(2))
+            data[to : to + count] = data[source : source + count]
+        case "shuffled":  # as many flags are set, but elsewhere
+            part = [*data[start : min(stop, start + 512)]]
+            rng.shuffle(part)
+            data[start : start + len(part)] = bytes(part)
+        case "special":
+            value = rng.choice(SPECIAL)
+            if rng.random() < 0.3:
+                data[start:stop] = (value * (stop - start))[: stop - start]
+            else:
+                for _ in range(rng.randint(1, 4)):
+                    at = start + rng.randrange(stop - start) // len(value) * len(value)
+                    data[at : min(stop, at + len(value))] = value[: stop - at]
+    return kind, bytes(data)
 
 
 @dataclass(frozen=True)
@@ -51,10 +111,9 @@ class Case:
 
 
 class Target(Protocol):
-    """What cases are made for."""
+    """What cases are made for, by numbers at random."""
 
-    @property
-    def name(self) -> str: ...
+    name: str
 
     def case(self, rng: random.Random) -> Case: ...
 
@@ -70,14 +129,12 @@ def same(a: Tensor, b: Tensor) -> Tensor:
 
 
 def as_tensor(content: bytes, dtype: torch.dtype) -> Tensor:
-    """A copy of bytes as numbers."""
     if not content:
         return torch.empty(0, dtype=dtype)
     return torch.from_numpy(np.frombuffer(content, np.uint8).copy()).view(dtype)
 
 
 def as_bytes(x: Tensor) -> bytes:
-    """A tensor's content."""
     return x.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if x.numel() else b""
 
 
@@ -113,7 +170,6 @@ class Decoding:
         self._valid: dict[Shape, tuple[list[bytes], list[Span]]] = {}
 
     def payload(self, rng: random.Random, shape: Shape) -> tuple[str, bytes]:
-        """A hostile one."""
         if shape not in self._valid:
             fixed = random.Random(repr(shape))
             made = [self.codec.encode(hard(fixed, shape)).numpy().tobytes() for _ in range(3)]
@@ -122,7 +178,6 @@ class Decoding:
         return damage(rng, rng.choice(valid), spans)
 
     def case(self, rng: random.Random) -> Case:
-        """What the numbers at random make of it."""
         shape, dtype, adds = rng.choice(self._shapes), rng.choice(DTYPES), rng.random() < 0.3
         kinds, payloads = zip(*(self.payload(rng, shape) for _ in range(AT_ONCE)), strict=True)
         base = base_of(dtype) if adds else None
@@ -187,7 +242,6 @@ class Encoding:
         self.codec, self.name, self._shapes = codec, f"encode {name or repr(codec)}", shapes
 
     def case(self, rng: random.Random) -> Case:
-        """What the numbers at random make of it."""
         shape, dtype, strided = rng.choice(self._shapes), rng.choice(DTYPES), rng.random() < 0.2
         wide = (*shape, 2) if strided else shape
         kind, content = hostile_numbers(rng, torch.Size(wide).numel(), dtype)
@@ -227,7 +281,6 @@ class Fused:
         self._codec = Decoding(GroupInt(bits=bits, group=group), ())
 
     def case(self, rng: random.Random) -> Case:
-        """What the numbers at random make of it."""
         shape, dtype = rng.choice(((2, 8), (3, 100), (5, 64), (2, 7))), rng.choice(DTYPES)
         made = [self._codec.payload(rng, shape) for _ in range(2)]
         gated, backward = self._operator.startswith("gated"), self._operator.endswith("backward")

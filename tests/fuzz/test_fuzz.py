@@ -16,9 +16,8 @@ from tests.codecs.tah_quant.examples import BY_TOKEN
 from tests.codecs.tah_quant.examples import GPU as TAH_QUANT
 
 from .attack import attack, carry_out, case_of, targets
-from .damage import damage
 from .guard import Bench, Shape, guarded
-from .targets import as_tensor, hard, layout_of, same, spans_of
+from .targets import as_tensor, damage, hard, layout_of, same, spans_of
 
 CASES = 3000
 

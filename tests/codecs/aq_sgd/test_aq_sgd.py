@@ -56,18 +56,13 @@ def test_messages_mix_new_and_known_samples_and_evaluation_keeps_nothing(trainin
     pair, x = ends(), torch.randn(SHAPE)
     crossed(pair, x, (0, 1))
     before = [{k: v.clone() for k, v in end.state_dict().items()} for end in pair]
+    assert len(encoded(pair[0], x, (1, 2), training=False)) == CODED + PLAIN
     y = crossed(pair, x + 0.01, (1, 2), training=training)
     assert torch.equal(y[1], x[1] + 0.01)
     assert torch.allclose(y, x + 0.01, atol=2.0)
     for end, kept in zip(pair, before, strict=True):
         state = end.state_dict()
         assert (state.keys() == kept.keys() and all(torch.equal(state[k], v) for k, v in kept.items())) != training
-
-
-def test_a_message_has_a_size_for_each_sample() -> None:
-    pair, x = ends(), torch.randn(SHAPE)
-    crossed(pair, x, (0, 1))
-    assert len(encoded(pair[0], x, (1, 2))) == CODED + PLAIN
 
 
 def test_state_grows_with_the_samples_and_survives_a_restart() -> None:

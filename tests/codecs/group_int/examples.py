@@ -9,9 +9,8 @@ import torch
 from lowbit.codecs import GroupInt
 from lowbit.codecs.group_int.reference import group_int_layout
 from lowbit.kernels.layout import Layout
-from tests.codecs.examples import bytes_of, encoded
+from tests.codecs.examples import bytes_of, encoded, of_steps
 from tests.codecs.golden import frozen
-from tests.codecs.noise import of_steps
 from tests.fuzz.targets import EMPTY, SHAPES, SMALL, Decoding, Encoding, Summing, Target
 
 STOCHASTIC = GroupInt(bits=3, group=64, rounding="stochastic")

@@ -8,9 +8,8 @@ import torch
 
 from lowbit.codecs import TAHQuant
 from lowbit.kernels.layout import Layout
-from tests.codecs.examples import bytes_of, encoded
+from tests.codecs.examples import bytes_of, encoded, of_steps
 from tests.codecs.golden import frozen
-from tests.codecs.noise import of_steps
 from tests.fuzz.targets import EMPTY, SHAPES, SMALL, AddingTo, Decoding, Encoding, Summing, Target
 
 PLAIN = TAHQuant(high_bits=5, low_bits=4, high_fraction=0.12, pivot_ratio=None)  # by range without rotation

@@ -5,14 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowbit.codecs import Codec, Session
+from lowbit.codecs import Codec, Session, TransformQuant
+
+SHAPE = (2, 40, 48)
 
 
-def ends(codec: Codec, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple[Session, Session]:
+def ends(
+    codec: Codec | None = None, shape: tuple[int, ...] = SHAPE, dtype: torch.dtype = torch.float32
+) -> tuple[Session, Session]:
+    codec = codec or TransformQuant()
     return codec.open(shape=shape, dtype=dtype), codec.open(shape=shape, dtype=dtype)
 
 
-def tokens(shape: tuple[int, ...], *, seed: int, directions: int = 4) -> Tensor:
+def tokens(shape: tuple[int, ...] = SHAPE, *, seed: int, directions: int = 4) -> Tensor:
     """Near a subspace that is the same for every seed, with a tenth of noise and far from the origin."""
     fixed, own = torch.Generator().manual_seed(7), torch.Generator().manual_seed(seed)
     span = torch.randn(directions, shape[-1], generator=fixed)

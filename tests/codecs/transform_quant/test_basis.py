@@ -11,23 +11,16 @@ from torch import Tensor
 
 from lowbit import kernels
 from lowbit.codecs.transform_quant.basis import Basis, follow, gram_inverse, renew, transform_of
+from lowbit.codecs.transform_quant.reference import TransformGeometry
 from lowbit.kernels.layout import Layout, ceil_div
 
 CPU = torch.device("cpu")
 
 
-class Geometry(NamedTuple):
-    rows: int
-    channels: int
-    directions: int
-    renewed: int
-    layout: Layout
-
-
-def geometry(rows: int, channels: int, directions: int, refresh: int) -> Geometry:
+def geometry(rows: int, channels: int, directions: int, refresh: int) -> TransformGeometry:
     renewed = min(rows, ceil_div(directions, refresh))
     layout = Layout.of(header=16, slots=2 * renewed, lengths=4 * renewed, directions=renewed * channels)
-    return Geometry(rows, channels, directions, renewed, layout)
+    return TransformGeometry(rows, channels, directions, renewed, True, 1, rows, layout)
 
 
 class Found(NamedTuple):

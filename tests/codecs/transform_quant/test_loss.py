@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit.codecs import TransformQuant, parse
+from lowbit.codecs import TransformQuant
 from lowbit.codecs.transform_quant.codec import bits_for_loss
-from tests.codecs.transform_quant.messages import crossed
-from tests.codecs.transform_quant.test_transform_quant import ends, tokens
+from tests.codecs.transform_quant.messages import crossed, ends, tokens
 
 ROWS, CHANNELS = 256, 64
 
@@ -93,10 +92,3 @@ def test_unusual_shapes_get_a_rate(shape: tuple[int, ...]) -> None:
     codec = TransformQuant(bits="auto", nats=0.01)
     settled = codec.settle(codec.choose(x, gradient, 1.0))
     crossed(*ends(settled, shape), x)
-
-
-def test_a_goal_is_part_of_the_name() -> None:
-    codec = TransformQuant(bits="auto", nats=0.005)
-    assert repr(codec) == "TransformQuant(bits='auto', step='token', nats=0.005)"
-    assert parse(repr(codec)) == codec
-    assert codec.for_gradients() == TransformQuant(bits="auto", nats=0.005, step="message")

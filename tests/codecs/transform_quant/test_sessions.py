@@ -1,4 +1,4 @@
-"""Ends that learn directions from the messages between them."""
+"""Ends that learn directions from the messages between them; lost, repeated, reordered or changed ones are errors."""
 
 from __future__ import annotations
 
@@ -8,21 +8,24 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 
 from lowbit import kernels
 from lowbit.codecs import TransformQuant
+from lowbit.codecs.base import Session
+from lowbit.codecs.transform_quant import reference
 from lowbit.codecs.transform_quant.basis import start
 from lowbit.codecs.transform_quant.memory import Headers
-from tests.codecs.transform_quant.messages import crossed, decibels, ends, same_state, tokens
+from lowbit.codecs.transform_quant.reference import ENTRY, LANES, TransformGeometry, body_nbytes
+from tests.codecs.transform_quant.messages import SHAPE, crossed, decibels, ends, same_state, tokens
 
-SHAPE = (2, 40, 48)
 CODEC = TransformQuant()
 
 
 def test_evaluation_of_another_shape_uses_the_basis_and_leaves_no_trace() -> None:
-    sender, receiver = ends(CODEC, SHAPE)
+    sender, receiver = ends()
     for seed in range(4):
-        crossed(sender, receiver, tokens(SHAPE, seed=seed))
+        crossed(sender, receiver, tokens(seed=seed))
     before = sender.state_dict()
     small = {"shape": (1, 30, 48), "dtype": torch.bfloat16}
     there, here = sender.sharing_state(**small), receiver.sharing_state(**small)
@@ -35,26 +38,26 @@ def test_evaluation_of_another_shape_uses_the_basis_and_leaves_no_trace() -> Non
         assert torch.equal(after["directions"], before["directions"])
         assert (after["messages"], after["digest"]) == (before["messages"], before["digest"])
     crossed(there, here, x)  # in training, the other shape's messages count among the first's
-    crossed(sender, receiver, tokens(SHAPE, seed=9))
+    crossed(sender, receiver, tokens(seed=9))
     assert sender.state_dict()["messages"] == before["messages"] + 2
     same_state(sender, receiver)
 
 
 def test_a_restart_continues_bit_for_bit() -> None:
-    sender, receiver = ends(CODEC, SHAPE)
+    sender, receiver = ends()
     for seed in range(3):
-        crossed(sender, receiver, tokens(SHAPE, seed=seed))
-    again = ends(CODEC, SHAPE)
+        crossed(sender, receiver, tokens(seed=seed))
+    again = ends()
     again[0].load_state_dict(sender.state_dict())
     again[1].load_state_dict(receiver.state_dict())
     for seed in range(3, 6):
-        payload = sender.encode(tokens(SHAPE, seed=seed))
-        assert torch.equal(payload, again[0].encode(tokens(SHAPE, seed=seed)))
+        payload = sender.encode(tokens(seed=seed))
+        assert torch.equal(payload, again[0].encode(tokens(seed=seed)))
         assert torch.equal(receiver.decode(payload), again[1].decode(payload))
-    fresh, _ = ends(CODEC, SHAPE)
+    fresh, _ = ends()
     sender.load_state_dict({})  # of before the first message
     same_state(sender, fresh)
-    assert torch.equal(sender.encode(tokens(SHAPE, seed=0)), fresh.encode(tokens(SHAPE, seed=0)))
+    assert torch.equal(sender.encode(tokens(seed=0)), fresh.encode(tokens(seed=0)))
     with pytest.raises(ValueError, match="it is not a state of TransformQuant"):
         sender.load_state_dict({"5": torch.zeros(2)})
     for shape in ((4, 64), (4, 16)):
@@ -76,8 +79,8 @@ def test_strided_tensors_and_outputs() -> None:
 
 
 def test_a_lost_repeated_or_misplaced_message_is_an_error() -> None:
-    sender, receiver = ends(CODEC, SHAPE)
-    first, second = (sender.encode(tokens(SHAPE, seed=s)) for s in range(2))
+    sender, receiver = ends()
+    first, second = (sender.encode(tokens(seed=s)) for s in range(2))
     with pytest.raises(ValueError, match=r"training message 1 .* expects training message 0"):
         receiver.decode(second)
     receiver.decode(first)
@@ -87,22 +90,24 @@ def test_a_lost_repeated_or_misplaced_message_is_an_error() -> None:
         receiver.decode(second, training=False)
     before = receiver.state_dict()
     receiver.decode(second)
-    other, _ = ends(CODEC, SHAPE)
+    other, _ = ends()
     for seed in (5, 6):
-        other.encode(tokens(SHAPE, seed=seed))
+        other.encode(tokens(seed=seed))
     with pytest.raises(ValueError, match=r"message 2 after directions .* expects training message 2"):
-        receiver.decode(other.encode(tokens(SHAPE, seed=2)))
+        receiver.decode(other.encode(tokens(seed=2)))
     receiver.load_state_dict(before)
     receiver.decode(second)
-    receiver.decode(sender.encode(tokens(SHAPE, seed=2)))
+    receiver.decode(sender.encode(tokens(seed=2)))
 
 
 def test_where_the_host_knows_late_a_wrong_message_is_nan_and_leaves_the_directions_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As on a GPU, whose headers the host compares a message later."""
-    sender, receiver = ends(CODEC, SHAPE)
-    payloads = [sender.encode(tokens(SHAPE, seed=s)) for s in range(4)]
+    sender, receiver = ends()
+    payloads = [sender.encode(tokens(seed=s)) for s in range(4)]
+    damaged = payloads[1].clone()
+    damaged[sender._geometry.layout.offsets["streams"] + 4 * ENTRY] ^= 1  # a state
     check = Headers.check
     monkeypatch.setattr(Headers, "check", lambda self, wait=False: check(self) if wait else None)
     assert receiver.decode(payloads[0]).isfinite().all()
@@ -115,8 +120,12 @@ def test_where_the_host_knows_late_a_wrong_message_is_nan_and_leaves_the_directi
     monkeypatch.undo()
     with pytest.raises(ValueError, match="training message 3 .* expects training message 2"):
         receiver.decode(payloads[1])
-    receiver.load_state_dict(ends(CODEC, SHAPE)[1].state_dict())
+    receiver.load_state_dict(ends()[1].state_dict())
     assert receiver.decode(payloads[0]).isfinite().all(), "a restored end starts afresh"
+    monkeypatch.setattr(Headers, "check", lambda self, wait=False: check(self) if wait else None)
+    assert receiver.decode(damaged).isnan().all()
+    with pytest.raises(ValueError, match="streams that end as expected"):
+        receiver.state_dict()
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 64), (2, 0, 130), (3, 0)])
@@ -130,7 +139,7 @@ def test_nothing_is_an_empty_message(shape: tuple[int, ...]) -> None:
 def test_bad_input() -> None:
     with pytest.raises(ValueError, match=r"use open\(\)"):
         CODEC.encode(torch.randn(4, 64))
-    sender, receiver = ends(CODEC, SHAPE)
+    sender, receiver = ends()
     with pytest.raises(ValueError, match=r"x has shape \(3,\)"):
         sender.encode(torch.randn(3))
     with pytest.raises(TypeError, match="float64"):
@@ -139,7 +148,7 @@ def test_bad_input() -> None:
         sender.encode(torch.empty(SHAPE, device="meta"))
     with pytest.raises(ValueError, match="expected .* bytes"):
         receiver.decode(torch.zeros(10, dtype=torch.uint8))
-    payload, room = sender.encode(tokens(SHAPE, seed=0)), torch.empty(SHAPE)
+    payload, room = sender.encode(tokens(seed=0)), torch.empty(SHAPE)
     with pytest.raises(TypeError, match="out has dtype torch.float64"):
         receiver.decode(payload, out=room.double())
     for out in (room[:1], room.view(80, 48), torch.empty(SHAPE, device="meta")):
@@ -171,16 +180,16 @@ def default_dtype():
 )
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_the_callers_modes_do_not_matter(caller: Callable[[], contextlib.AbstractContextManager], backend: str) -> None:
-    xs = [tokens(SHAPE, seed=seed) for seed in range(4)]
+    xs = [tokens(seed=seed) for seed in range(4)]
     start.cache_clear()
     with kernels.backend(backend):
         with torch.no_grad():
-            plain = ends(CODEC, SHAPE)
+            plain = ends()
             expected = [plain[0].encode(x) for x in xs]
             decoded = [plain[1].decode(payload) for payload in expected]
         start.cache_clear()
         with caller():
-            sender, receiver = ends(CODEC, SHAPE)
+            sender, receiver = ends()
             payloads = [sender.encode(x.clone().requires_grad_()) for x in xs[:3]]
             found = [receiver.decode(payload) for payload in payloads[:2]]
             out = torch.empty(40, 2, 48, device="cpu", dtype=torch.float32).transpose(0, 1)
@@ -192,3 +201,111 @@ def test_the_callers_modes_do_not_matter(caller: Callable[[], contextlib.Abstrac
     for a, b in zip(expected + decoded, payloads + found, strict=True):
         assert torch.equal(a, b)
         assert b is out or not b.requires_grad
+
+
+ALWAYS = ("header", "slots", "lengths", "directions", "table")
+"""Parts of which no change goes unnoticed."""
+NEARLY = {"states": 0.9, "words": 0.9, "levels": 0.3, "tokens": 0.5}
+"""Changes that lead to other symbols are noticed unless the states end as they must by chance.
+
+A level or token may have a scale of which no code depends: below the least that tables have, or of zeros.
+"""
+SILENT = ("scalars", "norms", "weights", "gains", "beyond", "lowest", "padding")
+"""Numbers that nothing else depends on. Of the scalars that is the largest norm, and the step's lowest bits."""
+
+
+MAYBE_EMPTY = ("norms", "gains", "beyond", "lowest")
+
+
+def parts(payload: Tensor, geo: TransformGeometry) -> dict[str, list[range]]:
+    """Where each kind of byte lies."""
+    at, sizes = geo.layout.offsets, geo.layout.sizes
+    found = {name: [range(at[name], at[name] + size)] for name, size in sizes.items() if name != "streams"}
+    start = at["streams"]
+    entries = geo.layout.section(payload, "streams")[: 4 * ENTRY * geo.streams].view(torch.int32).view(-1, ENTRY)
+    found["table"] = [range(start, start := start + 4 * ENTRY * geo.streams)]
+    for words, beyond, raw in entries.tolist():
+        names = ("states", "words", "beyond", "lowest")
+        for name, size in zip(names, (4 * LANES, 2 * words, 2 * beyond, raw), strict=True):
+            found.setdefault(name, []).append(range(start, start := start + size))
+        assert body_nbytes(words, beyond, raw) == 4 * LANES + 2 * words + 2 * beyond + raw
+    found["padding"] = [range(start, geo.layout.nbytes)]
+    return found
+
+
+@pytest.mark.parametrize("step", ["token", "message"])
+@pytest.mark.parametrize("training", [True, False])
+def test_changed_bytes(step: str, training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference, "STREAM", 1 << 10)  # two streams
+    shape = (64, 32)
+    sender, receiver = ends(TransformQuant(step=step), shape)
+    for seed in range(2):
+        crossed(sender, receiver, tokens(shape, seed=seed))
+    x = tokens(shape, seed=2)
+    x[5], x[9, 3] = 0, 1e4  # zeros, and an outlier beyond the symbols
+    x[:, 7] *= 300
+    state = receiver.state_dict()
+    payload = sender.encode(x, training=training)
+    geo, noticed = sender._geometry, {}
+    for name, spans in parts(payload, geo).items():
+        places = [i for span in spans for i in span]
+        results = []
+        for i in places[:: max(1, len(places) // 40)]:
+            for bit in (0, 5):
+                changed = payload.clone()
+                changed[i] ^= 1 << bit
+                results.append(refused(receiver, changed, training, state))
+        noticed[name] = results
+    assert not any(len(results) == 0 for name, results in noticed.items() if name not in MAYBE_EMPTY)
+    for name in ALWAYS:
+        assert all(noticed[name]), name
+    for name, share in NEARLY.items():
+        assert sum(noticed[name]) >= share * len(noticed[name]), (name, sum(noticed[name]), len(noticed[name]))
+    assert noticed.keys() == {*ALWAYS, *NEARLY, *SILENT}
+    assert not any(any(noticed[name]) for name in ("padding", "weights", *MAYBE_EMPTY))
+    receiver.decode(payload, training=training)
+    same_state(receiver, sender)
+
+
+def refused(receiver: Session, payload: Tensor, training: bool, state: dict) -> bool:
+    """Whether a message is an error that leaves no trace; else the state is put back."""
+    out, text = torch.full(receiver.shape, 7.0), ""
+    try:
+        receiver.decode(payload, out=out, training=training)
+    except ValueError as error:
+        text = str(error)
+    if text:
+        assert text.startswith("payload is ")
+        assert "this end expects " in text
+        assert "\n" not in text
+        assert (out == 7).all()
+        after = receiver.state_dict()
+        assert torch.equal(after["directions"], state["directions"])
+        assert (after["messages"], after["digest"]) == (state["messages"], state["digest"])
+        return True
+    receiver.load_state_dict(state)
+    return False
+
+
+def test_what_is_wrong_with_damaged_streams_is_said() -> None:
+    sender, receiver = ends(TransformQuant(), (40, 64))
+    payload = sender.encode(tokens((40, 64), seed=0))
+    start = sender._geometry.layout.offsets["streams"]
+    payload[start + 4 * ENTRY] ^= 1
+    with pytest.raises(ValueError, match="this end expects training message 0 .* with streams that end as expected"):
+        receiver.decode(payload)
+    payload[start : start + 4].view(torch.int32).fill_(-1)
+    for backend in ("reference", "cpu"):
+        with kernels.backend(backend), pytest.raises(ValueError, match="streams that end as expected"):
+            receiver.decode(payload)
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+@pytest.mark.parametrize("scalar", range(3))
+@pytest.mark.parametrize("value", [-(1 << 31), (1 << 31) - 1, 1 << 20, -9000])
+def test_scalars_of_any_size_harm_nothing(name: str, scalar: int, value: int) -> None:
+    sender, receiver = ends(TransformQuant(), (6, 40))
+    payload = sender.encode(tokens((6, 40), seed=0))
+    sender._geometry.layout.section(payload, "scalars", torch.int32)[scalar] = value
+    with kernels.backend(name), contextlib.suppress(ValueError):
+        receiver.decode(payload)

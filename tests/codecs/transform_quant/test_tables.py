@@ -25,11 +25,8 @@ def symbols(count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return (code | (n >> 3) % (1 << raw)).to(torch.int32), (n >> 9) % tables.CONTEXTS, raw
 
 
-def test_tables_are_the_same_everywhere() -> None:
+def test_tables_and_streams_are_the_same_everywhere() -> None:
     assert hashlib.sha256(tables.limits().astype("<u2").tobytes()).hexdigest() == TABLES
-
-
-def test_streams_are_the_same_everywhere() -> None:
     entry, body = stream_of(*symbols(5000))
     assert hashlib.sha256(body.numpy().tobytes()).hexdigest() == STREAM
     assert len(body) == 128 + 2 * entry[0] + 2 * entry[1] + entry[2]

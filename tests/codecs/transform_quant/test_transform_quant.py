@@ -13,15 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lowbit import kernels
-from lowbit.codecs import TransformQuant, parse
+from lowbit.codecs import TransformQuant
 from lowbit.codecs.base import Session
 from lowbit.codecs.transform_quant import reference
 from lowbit.codecs.transform_quant.basis import coefficients, transform_of
 from lowbit.codecs.transform_quant.reference import LARGEST, decode, dither, steps, suited
-from tests.codecs.transform_quant import messages
-from tests.codecs.transform_quant.messages import crossed, decibels, same_state
+from tests.codecs.transform_quant.messages import crossed, decibels, ends, same_state, tokens
 
-SHAPE = (2, 40, 48)
 STEPS = ("token", "message")
 BACKENDS = ("reference", "cpu")
 FORMS = [
@@ -29,16 +27,6 @@ FORMS = [
     (200, 12),
 ]  # fmt: skip
 """One token, one channel, one element, C that is no multiple of 32, more directions than tokens."""
-
-
-def ends(
-    codec: TransformQuant, shape: tuple[int, ...] = SHAPE, dtype: torch.dtype = torch.float32
-) -> tuple[Session, Session]:
-    return messages.ends(codec, shape, dtype)
-
-
-def tokens(shape: tuple[int, ...] = SHAPE, *, seed: int, directions: int = 4) -> Tensor:
-    return messages.tokens(shape, seed=seed, directions=directions)
 
 
 def coded(sender: Session, payload: Tensor) -> tuple[Tensor, Tensor]:
@@ -112,18 +100,6 @@ def test_every_byte_of_a_rate_is_used_and_no_more(bits: float, step: str) -> Non
     table = geo.layout.section(payload, "streams").view(torch.int16)[:6].view(torch.int32)
     used = 12 + 128 + int(table[0]) * 2 + int(table[1]) * 2 + int(table[2])
     assert 0 <= geo.layout.sizes["streams"] - used < 0.05 * len(payload) + 64
-
-
-def test_more_bits_less_error() -> None:
-    shape, found = (128, 96), []
-    for bits in (2.25, 3, 4, 6, 9, 12):
-        pair = ends(TransformQuant(bits=bits), shape)
-        for seed in range(4):
-            y = crossed(*pair, tokens(shape, seed=seed))
-        found.append(decibels(tokens(shape, seed=3), y))
-    assert found == sorted(found)
-    # A bit more halves the step: 6.02 dB, where all coordinates have more than a step.
-    assert found[-1] - found[-2] == pytest.approx(3 * 6.02, abs=1)
 
 
 CONTENTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -356,21 +332,6 @@ def test_a_stale_or_useless_basis_costs_precision_but_not_correctness(step: str)
     x = 1e3 * torch.randn(shape, generator=g) - 5
     fresh = crossed(*ends(TransformQuant(bits=4.5, step=step), shape), x)
     assert decibels(x, crossed(sender, receiver, x)) > decibels(x, fresh) - 1.5, "noise has no directions to lose"
-
-
-def test_a_rate_too_low_for_a_shape_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"bits is 0.5, which is .* bytes for messages of \(40, 64\); allowed: at least"
-    ):
-        TransformQuant(bits=0.5).open(shape=(40, 64), dtype=torch.float32)
-
-
-def test_names() -> None:
-    for codec in (TransformQuant(), TransformQuant(bits=3), TransformQuant(bits=2.5, step="message")):
-        assert parse(repr(codec)) == codec
-    assert parse("transform") == TransformQuant()
-    assert parse("transform-backward") == TransformQuant(step="message") == TransformQuant().for_gradients()
-    assert TransformQuant(bits=3) == TransformQuant(bits=3.0)
 
 
 def test_the_least_rate_is_enough() -> None:

@@ -100,12 +100,13 @@ def _encode_lanes(b: Any, x: Any, to: Any, inverse: Any, first: Any, seed: Any, 
         code = b.or_(code, b.and_(sign, constant(I32, 0x80, v)))
         formulas.store(b, b.trunc(code, shaped(I8, code)), to)
 
-    for form in FORMATS.values():
-        with b.if_then(b.icmp_signed("==", bits, I64(form.bits))), b.if_else(stochastic) as (random, nearest):
-            with random:
-                build(form, True)
-            with nearest:
-                build(form, False)
+    with b.if_else(b.icmp_signed("==", bits, I64(FORMATS["e4m3"].bits))) as branches:
+        for branch, form in zip(branches, FORMATS.values(), strict=True):
+            with branch, b.if_else(stochastic) as (random, nearest):
+                with random:
+                    build(form, True)
+                with nearest:
+                    build(form, False)
 
 
 @operation(none, intp, intp, float32, intp)
