@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lowbit import kernels
-from lowbit.codecs.transform_quant.basis import Basis, follow, gram_inverse, renew, transform_of
+from lowbit.codecs.transform_quant.basis import Basis, Transform, follow, gram_inverse, renew
 from lowbit.codecs.transform_quant.reference import TransformGeometry
 from lowbit.kernels.layout import Layout, ceil_div
 
@@ -182,5 +182,5 @@ def test_inverses(rank: int, channels: int) -> None:
     expected = torch.linalg.inv(basis.double() @ basis.double().t() + 1e-4 * torch.eye(rank)).float()
     for name in ("reference", "cpu"):
         with kernels.backend(name):
-            found = kernels.implementation(transform_of, CPU)(basis).inverse()
+            found = kernels.implementation(Transform, CPU)(basis).inverse()
         assert (found - expected).norm() < 2e-2 * expected.norm(), name

@@ -16,7 +16,7 @@ from lowbit import kernels
 from lowbit.codecs import TransformQuant
 from lowbit.codecs.base import Session
 from lowbit.codecs.transform_quant import reference
-from lowbit.codecs.transform_quant.basis import coefficients, transform_of
+from lowbit.codecs.transform_quant.basis import Transform, coefficients
 from lowbit.codecs.transform_quant.reference import LARGEST, decode, dither, steps, suited
 from tests.codecs.transform_quant.messages import crossed, decibels, ends, same_state, tokens
 
@@ -285,7 +285,7 @@ def test_both_backends_have_the_same_transform(change: Callable[[Tensor], object
     before = directions.clone()
     before[slots[slots >= 0].long()] = torch.randn(2, 80, generator=g)
     with kernels.backend("cpu"):
-        make = kernels.implementation(transform_of, x.device)
+        make = kernels.implementation(Transform, x.device)
         for transform in (make(directions), make(directions, make(before), slots)):
             assert torch.allclose(transform.coefficients(x), expected, rtol=0, atol=2e-5)
             assert torch.allclose(transform.coefficients(x, x @ directions.t()), expected, rtol=0, atol=2e-5)
@@ -304,7 +304,7 @@ def test_the_transform_is_orthonormal_and_begins_with_the_directions(backend: st
     x = torch.randn(30, channels, generator=g)
     with kernels.backend(backend):
         z, y = coefficients(x, directions), torch.empty_like(x)
-        transform = kernels.implementation(transform_of, x.device)(directions)
+        transform = kernels.implementation(Transform, x.device)(directions)
         transform.tokens(z, y)
         inside = coefficients(directions[:filled].contiguous(), directions)
         half = torch.empty(30, channels, dtype=torch.bfloat16)

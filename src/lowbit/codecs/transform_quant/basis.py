@@ -217,19 +217,14 @@ def gram_inverse(directions_KC: Tensor) -> Tensor:
     return torch.cholesky_inverse(torch.linalg.cholesky_ex(gram_KK)[0])
 
 
-def transform_of(directions: Tensor, before: Transform | None = None, slots: Tensor | None = None) -> Transform:
+class Transform:
     """The transform of directions (K, C), float32.
 
     Args:
         before: the transform of directions that differ at `slots` alone, int16 (M,), with -1 for none.
     """
-    return Transform(directions)
 
-
-class Transform:
-    """The transform of these directions, (K, C)."""
-
-    def __init__(self, directions_KC: Tensor) -> None:
+    def __init__(self, directions_KC: Tensor, before: Transform | None = None, slots: Tensor | None = None) -> None:
         self.directions_KC = directions_KC
 
     def coefficients(self, x_RC: Tensor, products_RK: Tensor | None = None) -> Tensor:
@@ -272,4 +267,4 @@ class Transform:
 
 def coefficients(x_RC: Tensor, directions_KC: Tensor) -> Tensor:
     """Coefficients of float32 tokens, (R, C)."""
-    return implementation(transform_of, x_RC.device)(directions_KC).coefficients(x_RC)
+    return implementation(Transform, x_RC.device)(directions_KC).coefficients(x_RC)

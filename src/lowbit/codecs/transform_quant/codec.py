@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lowbit.codecs.base import Session, StatefulCodec
-from lowbit.codecs.transform_quant.basis import Basis, Transform, coefficients, follow, leading, renew, transform_of
+from lowbit.codecs.transform_quant.basis import Basis, Transform, coefficients, follow, leading, renew
 from lowbit.codecs.transform_quant.memory import BAD_STREAMS, ONE, SEEN, Memory, factors, packed, sampled, sinks
 from lowbit.codecs.transform_quant.reference import (
     HIGHEST,
@@ -343,7 +343,7 @@ class TransformSession(Session):
     def _transform(self, payload: Tensor, directions_KC: Tensor) -> Transform:
         """Return the transform of the directions that a payload's new ones lead to."""
         slots = self._geometry.layout.section(payload, "slots", torch.int16)
-        return implementation(transform_of, self.device)(directions_KC, self._memory.transform(), slots)
+        return implementation(Transform, self.device)(directions_KC, self._memory.transform(), slots)
 
     def state_bytes(self) -> int:
         return self._memory.directions.nbytes + 16

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowbit.codecs.transform_quant.cpu_basis import follow, renew, transform_of
+from lowbit.codecs.transform_quant.cpu_basis import Transform, follow, renew
 from lowbit.codecs.transform_quant.cpu_fit import first_step, fitted, own_squares, token_steps
 from lowbit.codecs.transform_quant.cpu_symbols import (
     DEAD_TOKEN,
@@ -53,7 +53,7 @@ from lowbit.kernels.cpu.memory import get_byte, get_float, get_half, get_int, pu
 from lowbit.kernels.cpu.room import Room, address
 from lowbit.kernels.cpu.threads import over_rows
 
-__all__ = ["decode", "encode", "follow", "own_squares", "renew", "transform_of"]
+__all__ = ["Transform", "decode", "encode", "follow", "own_squares", "renew"]
 
 STATES = 4 * LANES
 BEYOND = -MIDDLE  # marks a code beyond the symbols

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lowbit.codecs.transform_quant import basis
 from lowbit.codecs.transform_quant.basis import (
     FARTHEST,
     LONGEST,
@@ -30,7 +31,6 @@ from lowbit.codecs.transform_quant.basis import (
     RIDGE,
     WEIGHT,
     Basis,
-    Transform,
     start,
     strides,
 )
@@ -234,29 +234,24 @@ def _follow(
     put_int(header, 3, own)
 
 
-def transform_of(directions: Tensor, before: Transform | None = None, slots: Tensor | None = None) -> Transform:
-    """See `basis`."""
-    rank, channels = directions.shape
-    if isinstance(before, Products) and slots is not None:
-        gram = before.gram_KK.clone()
-        _update(directions.data_ptr(), rank, channels, slots.data_ptr(), len(slots), gram.data_ptr())
-    else:
-        gram = torch.empty(rank, rank, dtype=torch.float64, device="cpu")
-        every = torch.arange(rank, dtype=torch.int16, device="cpu")
-        _update(directions.data_ptr(), rank, channels, every.data_ptr(), rank, gram.data_ptr())
-    return Products(directions, gram)
-
-
-class Products(Transform):
+class Transform(basis.Transform):
     """The transform of directions that are nearly orthogonal to each other, from their products, float64 (K, K).
 
     Directions of zeros must be the last ones. Others take the path of the reference.
     """
 
-    def __init__(self, directions_KC: Tensor, gram_KK: Tensor) -> None:
+    def __init__(
+        self, directions_KC: Tensor, before: basis.Transform | None = None, slots: Tensor | None = None
+    ) -> None:
         super().__init__(directions_KC)
-        self.gram_KK = gram_KK
         rank, channels = directions_KC.shape
+        if isinstance(before, Transform) and slots is not None:
+            gram_KK = before.gram_KK.clone()
+        else:
+            gram_KK = torch.empty(rank, rank, dtype=torch.float64, device="cpu")
+            slots = torch.arange(rank, dtype=torch.int16, device="cpu")
+        _update(directions_KC.data_ptr(), rank, channels, slots.data_ptr(), len(slots), gram_KK.data_ptr())
+        self.gram_KK = gram_KK
         first, second, triangle = torch.empty(3, rank * rank, dtype=torch.float32, device="cpu")
         scratch = torch.empty(3 * rank * rank + rank, dtype=torch.float64, device="cpu")
         count = _factored(
@@ -331,7 +326,7 @@ def _dot(x, y, count) -> Any:
 
 @kernel
 def _factored(gram, directions, rank, channels, first, second, triangle, scratch) -> Any:
-    """Compute A, M^-1 and S L'; return the number of directions, or -1 if they are not as `Products` needs them."""
+    """Compute A, M^-1 and S L'; return the number of directions, or -1 if they are not as `Transform` needs them."""
     count = 0
     while count < rank and get_double(gram, count * (rank + 1)) > 0:
         count += 1

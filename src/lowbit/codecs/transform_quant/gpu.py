@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 # PyTorch's matrix products and decomposition, with one row per direction.
-from lowbit.codecs.transform_quant.basis import follow, renew, transform_of
+from lowbit.codecs.transform_quant.basis import Transform, follow, renew
 from lowbit.codecs.transform_quant.gpu_symbols import (
     ENTRY,
     HIGHEST,
@@ -51,7 +51,7 @@ from lowbit.codecs.transform_quant.reference import FINE, Fit, TransformGeometry
 from lowbit.kernels.gpu.launch import launch, power_of_two_from
 from lowbit.kernels.layout import ceil_div
 
-__all__ = ["decode", "encode", "follow", "own_squares", "renew", "transform_of"]
+__all__ = ["Transform", "decode", "encode", "follow", "own_squares", "renew"]
 
 BLOCK = 1024  # coefficients of a chunk
 WARPS = 4

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.codecs.transform_quant.basis import Transform, transform_of
+from lowbit.codecs.transform_quant.basis import Transform
 from lowbit.codecs.transform_quant.reference import lowered
 from lowbit.kernels import implementation
 
@@ -112,7 +112,7 @@ class Memory:
 
     def transform(self) -> Transform:
         """The transform of the directions; call it inside `apart`."""
-        transform = self._transform or implementation(transform_of, self.directions.device)(self.directions)
+        transform = self._transform or implementation(Transform, self.directions.device)(self.directions)
         self._transform = transform
         return transform
 
