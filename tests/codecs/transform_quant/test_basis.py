@@ -127,21 +127,25 @@ def test_a_follower_has_the_senders_basis_to_the_last_bit(name: str) -> None:
     assert int(sent.digest) == (123456789 * 31 + int(header[3])) & 0x7FFFFFFF
 
 
-@pytest.mark.parametrize("slots", [(3, 1), (-1, -1), (-1, 4), (6, 0), (2, -2), (32767, 1), (0, -1)])
-def test_kernels_follow_as_the_reference_does(slots: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("slots", "length"),
+    [((3, 1), 0.25), ((-1, -1), 0.25), ((-1, 4), 0.25), ((6, 0), 0.25), ((2, -2), 0.25), ((32767, 1), 0.25),
+     ((0, -1), 0.25), ((2, 2), 0.25), ((3, 1), 1.5), ((3, 1), -0.5), ((3, 1), math.nan)],
+)  # fmt: skip
+def test_kernels_follow_as_the_reference_does(slots: tuple[int, int], length: float) -> None:
     g = torch.Generator().manual_seed(0)
     for channels, number in ((70, 3), (9, 2**31 + 4), (40000, 0)):
         basis = torch.randn(6, channels, generator=g)
         layout = geometry(4, channels, 6, 3).layout
         payload = torch.randint(0, 256, (layout.nbytes,), generator=g, dtype=torch.uint8)
         layout.section(payload, "slots", torch.int16).copy_(torch.tensor(slots))
-        layout.section(payload, "lengths", torch.float32).copy_(torch.tensor([0.25, 1e-3]))
+        layout.section(payload, "lengths", torch.float32).copy_(torch.tensor([length, 1e-3]))
         expected, found = (followed(name, payload, basis, 4, 3, number) for name in ("reference", "cpu"))
         for a, b in zip(expected, found, strict=True):
             assert torch.equal(a.nan_to_num(5), b.nan_to_num(5)), (slots, channels)
         header = found[0].tolist()
         assert header[:3] == [number % 2**31, 123456789, 1]
-        valid = all(-1 <= slot < 6 for slot in slots)
+        valid = all(-1 <= slot < 6 for slot in slots) and slots != (2, 2) and length == 0.25
         assert (header[3] >= 0) == valid
         assert torch.equal(found[1], basis) == (not valid or slots == (-1, -1))
 
