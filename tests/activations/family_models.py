@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tests.activations.models import causal_model
+
 Family = Literal[
     "llama", "qwen3", "gemma3", "phi3", "glm4", "cohere", "opt", "gpt-neox", "falcon", "gpt2", "megatron",
     "bloom", "gemma2-eager", "lora", "lora-dropout",
@@ -19,24 +21,22 @@ WIDE = {"opt": "ffn_dim", "gpt-neox": "intermediate_size", "falcon": "ffn_hidden
 """Families whose feed-forward block has two matrices, four times as wide as the model, and their setting for it."""
 
 
-def family_model(family: Family, *, dim: int, layers: int, vocab: int, sequence: int, seed: int = 0) -> Any:
+def family_model(family: Family, *, dim: int, layers: int, vocab: int, sequence: int) -> Any:
     """Make a causal language model in training mode, float32; with LoRA, bfloat16 and float32 adapters.
 
     It has a head for every 32 channels, and its configuration's default dropout, except in attention, which has none.
     """
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     if family == "megatron":
         return _Megatron(dim, layers, vocab, sequence).train()
     if family.startswith("lora"):
-        model = family_model("llama", dim=dim, layers=layers, vocab=vocab, sequence=sequence, seed=seed)
+        model = family_model("llama", dim=dim, layers=layers, vocab=vocab, sequence=sequence)
         dropout = 0.1 if family == "lora-dropout" else 0.0
         return _with_adapters(model.bfloat16(), dropout)
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     heads = max(1, dim // 32)
     sizes: dict[str, Any] = {
         "vocab_size": vocab, "max_position_embeddings": sequence, "hidden_size": dim, "num_hidden_layers": layers,
-        "num_attention_heads": heads, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+        "num_attention_heads": heads,
     }  # fmt: skip
     if family in WIDE:
         sizes |= {WIDE[family]: 4 * dim} | dict.fromkeys(("attention_dropout", "attn_pdrop"), 0.0)
@@ -45,10 +45,8 @@ def family_model(family: Family, *, dim: int, layers: int, vocab: int, sequence:
         sizes |= {"n_head": sizes.pop("num_attention_heads"), "n_layer": sizes.pop("num_hidden_layers")}
     else:
         sizes |= {"intermediate_size": 11 * dim // 4, "num_key_value_heads": max(1, heads // 2), "head_dim": 32}
-    config = AutoConfig.for_model(NAMES.get(family, family), **sizes)
     attention = "eager" if family in ("bloom", "gemma2-eager") else "sdpa"
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, trust_remote_code=False)
-    return model.float().train()
+    return causal_model(NAMES.get(family, family), attention, **sizes)
 
 
 def _with_adapters(model: Any, dropout: float) -> Any:

@@ -16,9 +16,9 @@ from torch.nn import functional
 from torch.utils.weak import TensorWeakRef
 
 from lowbit.activations.checkpoint import first_pass, product_needed
-from lowbit.activations.formats import WithRows
 from lowbit.activations.gated import reference as gated
 from lowbit.activations.norm import reference as norm_operators
+from lowbit.activations.policy import WithRows
 from lowbit.activations.recipes import (
     GatedOutput,
     Masked,
@@ -108,7 +108,7 @@ class NormFunction(torch.autograd.Function):
         grad_x = torch.empty(ctx.shape, dtype=ctx.dtype, device=grad_out.device)
         grad_weight = torch.empty_like(weight) if needs_weight else None
         norm_operators.backward(
-            coded, weight, None, _rows(grad_out), _rows(grad_x), grad_weight, bias, None,
+            coded, weight, _rows(grad_out), _rows(grad_x), grad_weight, bias,
             form.eps, form.norm.centred, form.norm.offset, codec.bits, codec.group,
         )  # fmt: skip
         if isinstance(form.codec, WithRows):
@@ -186,7 +186,13 @@ class ProductFunction(torch.autograd.Function):
         if needs_activation and _hands_on(ctx):
             grad_gate, grad_up = _gated_gradients(form, saved, ctx.dtypes, grad_out)
             assert grad_gate is not None
-            return _hand(ctx.next_functions[0][0], grad_gate), grad_up, None, None, None
+            zeros = grad_gate.new_zeros(()).expand(grad_gate.shape)  # what other readers send is added to these
+            # Stored by the number of the pass: others may run on the same graph at the same time, in other threads or
+            # from hooks, and an earlier one may have failed halfway.
+            node, task = ctx.next_functions[0][0], torch._C._current_graph_task_id()
+            _, others = node.handed.get(task, (None, None))  # of other products of the same activation
+            node.handed[task] = zeros, grad_gate if others is None else others + grad_gate
+            return zeros, grad_up, None, None, None
         gate, up = saved
         grad_activation = grad_up = None
         if needs_up:
@@ -206,19 +212,6 @@ def _hands_on(product: Any) -> bool:
     if product.observed or node.observed or (activation is not None and activation.retains_grad):
         return False
     return torch._C._will_engine_execute_node(leaf)  # pyright: ignore
-
-
-def _hand(node: Any, grad: Tensor) -> Tensor:
-    """Hand a gradient of gate to an activation's node; return the zeros to send there.
-
-    It is stored by the number of the pass: others may run on the same graph at the same time, in other threads or from
-    hooks, and an earlier one may have failed halfway.
-    """
-    sent = grad.new_zeros(()).expand(grad.shape)  # what other readers of the activation send is added to these
-    task = torch._C._current_graph_task_id()
-    _, others = node.handed.get(task, (None, None))  # of other products of the same activation
-    node.handed[task] = sent, grad if others is None else others + grad
-    return sent
 
 
 def _gated_gradients(
@@ -349,10 +342,10 @@ class MatmulFunction(torch.autograd.Function):
             grad_out = grad_out * ctx.alpha
         with torch.autocast(grad_out.device.type, enabled=False):
             if needs_x:
-                grad_x = grad_out @ second.get(saved[first.count :]).mT
+                grad_x = grad_out @ second.get(saved[first.count :], grad_out.dtype).mT
                 grad_x = grad_x.sum_to_size(first.shape).to(ctx.dtypes[0])
             if needs_y:
-                grad_y = first.get(saved[: first.count]).mT @ grad_out
+                grad_y = first.get(saved[: first.count], grad_out.dtype).mT @ grad_out
                 grad_y = grad_y.sum_to_size(second.shape).to(ctx.dtypes[1])
         return grad_x, grad_y, None, None, None, None
 

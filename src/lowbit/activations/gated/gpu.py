@@ -81,7 +81,7 @@ def _shape(numel: int, group: int) -> tuple[int, int, dict[str, int | bool]]:
 
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
-    """Values and slopes of float32 numbers by the formulas of `cpu_curves`, within the same errors; NaN for NaN.
+    """Values and slopes of float32 numbers by the formulas of `cpu.py`, within the same errors; NaN for NaN.
 
     The exponential and the division are the GPU's approximations: no byte of a payload depends on them.
     """

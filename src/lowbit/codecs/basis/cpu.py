@@ -24,7 +24,9 @@ from lowbit.codecs.basis.reference import (
     start,
     strides,
 )
-from lowbit.kernels.cpu.jit import helper, kernel, summing
+from lowbit.kernels.cpu.jit import helper, kernel, over_rows, summing
+from lowbit.kernels.cpu.lines import add_times as add
+from lowbit.kernels.cpu.lines import dot, largest, norm_of, squares
 from lowbit.kernels.cpu.memory import (
     get_byte,
     get_float,
@@ -47,8 +49,6 @@ from lowbit.kernels.cpu.operations import (
     truncate,
 )
 from lowbit.kernels.cpu.runs import ONE, SMALLEST, ZERO
-from lowbit.kernels.cpu.threads import over_rows
-from lowbit.kernels.cpu.vectors import add, dot, largest, norm_of, squares
 
 FAR, MOST = np.float32(FARTHEST), np.float32(127)
 INFINITE = np.float32(np.inf)

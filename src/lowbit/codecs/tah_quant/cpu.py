@@ -10,12 +10,11 @@ from torch import Tensor
 
 from lowbit.codecs.tah_quant.cpu_encode import count_flags, encode, read_checked_flags, rotate, swap
 from lowbit.codecs.tah_quant.layout import kernel_geometry
-from lowbit.kernels.cpu.jit import helper, kernel
+from lowbit.kernels.cpu.jit import helper, kernel, over_rows
 from lowbit.kernels.cpu.lines import FLOAT32, KINDS, narrow, sections
 from lowbit.kernels.cpu.memory import get_byte, get_float, get_half, put_float
 from lowbit.kernels.cpu.operations import power_of_two, step_below
 from lowbit.kernels.cpu.runs import HALF, ONE, decode_run
-from lowbit.kernels.cpu.threads import over_rows
 
 __all__ = ["decode", "encode"]
 

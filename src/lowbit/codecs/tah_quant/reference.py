@@ -12,7 +12,6 @@ from torch import Tensor
 
 from lowbit.codecs.tah_quant.layout import TAHGeometry, tah_geometry
 from lowbit.kernels import operator
-from lowbit.kernels.checks import check_bytes, check_numbers
 from lowbit.kernels.exact import (
     LARGEST,
     SMALLEST,
@@ -24,8 +23,8 @@ from lowbit.kernels.exact import (
     smallest,
     store,
 )  # fmt: skip
-from lowbit.kernels.layout import ceil_div, zero_gaps
-from lowbit.kernels.packing import pack, pack_flags, unpack, unpack_flags
+from lowbit.kernels.layout import ceil_div, pack, pack_flags, unpack, unpack_flags, zero_gaps
+from lowbit.kernels.operators import check_bytes, check_numbers
 
 ROTATABLE = 2.0**120  # larger pivots stay where they are: their rotation could overflow
 NAN_MID = {1: -128, 2: -32768}

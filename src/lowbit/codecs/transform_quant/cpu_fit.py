@@ -34,13 +34,11 @@ from lowbit.codecs.transform_quant.reference import (
     _mantissas,
 )
 from lowbit.codecs.transform_quant.tables import HIGHEST, LOWEST
-from lowbit.kernels.cpu.jit import helper, kernel, summing
-from lowbit.kernels.cpu.memory import get_byte, get_float, get_int, put_byte, put_float, put_int
+from lowbit.kernels.cpu.jit import helper, kernel, over_rows, summing
+from lowbit.kernels.cpu.lines import squares
+from lowbit.kernels.cpu.memory import Room, address, get_byte, get_float, get_int, put_byte, put_float, put_int
 from lowbit.kernels.cpu.operations import float_bits, greater, greater32, magnitude, power_of_two
-from lowbit.kernels.cpu.room import Room, address
 from lowbit.kernels.cpu.runs import ONE, SMALLEST
-from lowbit.kernels.cpu.threads import over_rows
-from lowbit.kernels.cpu.vectors import squares
 
 SAMPLE = 1 << 13  # approximate number of coefficients that measure how well the tables fit a message
 LEAST_ROWS = 32  # tokens among them, at least

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lowbit.codecs.transform_quant.weights import OWN_SEEN, OWN_SPREAD, OWN_TOKENS, ZEROS, sampled
 from lowbit.kernels.cpu.jit import kernel
+from lowbit.kernels.cpu.lines import norm_of
 from lowbit.kernels.cpu.memory import get_double, get_float, get_word, put_double
-from lowbit.kernels.cpu.vectors import norm_of
 
 TINY = float(torch.finfo(torch.float32).tiny)
 
