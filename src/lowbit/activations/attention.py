@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kernel
 
-from lowbit.activations.follow import TorchCall, encoded, handles, large_enough, say_once, source_of
+from lowbit.activations.follow import TorchCall, encoded, handles, say_once, source_of
 from lowbit.activations.functions import MatmulFunction, OutputFunction, first_order, owned
 from lowbit.activations.policy import coarser, finer
 from lowbit.activations.recipes import (
@@ -32,7 +32,6 @@ from lowbit.activations.recipes import (
     attach_until_backward,
     decoded,
     recipe_of,
-    release,
 )
 from lowbit.codecs import Codec
 
@@ -47,7 +46,7 @@ def attention(call: TorchCall, query: Tensor, key: Tensor, value: Tensor, *args:
     separately rounded output would not: at 8 bits that caused over half of the error of a small Llama's gradients.
     """
     codec = call.codec("attention")
-    if codec is None or not large_enough(query) or not call.saves(query, key, value):
+    if codec is None or not call.saves(query, key, value):
         return NotImplemented
     options = dict(zip(_NAMES, args, strict=False)) | kwargs
     if options.get("dropout_p") and query.device.type != "cpu":
@@ -139,9 +138,14 @@ class _Repeated(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
-        saved = ctx.saved_tensors
-        release(ctx)
-        return *ctx.repeat.gradients(saved, grad_out, ctx.needs_input_grad[:4]), None, None, None, None, None
+        return (
+            *ctx.repeat.gradients(ctx.saved_tensors, grad_out, ctx.needs_input_grad[:4]),
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def product_of_two(
@@ -156,7 +160,7 @@ def product_of_two(
     if added is not None and (added.requires_grad or added.is_inference()):
         return NotImplemented
     # PyTorch saves a factor only if the other one's gradient is needed; a constant factor is kept by reference.
-    if not (x.requires_grad and y.requires_grad and large_enough(x) and large_enough(y) and call.saves(x, y)):
+    if not (x.requires_grad and y.requires_grad and call.saves(x, y) and call.saves(y)):
         return NotImplemented
     codec = call.codec("attention")
     kwargs = {} if added is None else {"beta": beta, "alpha": alpha}

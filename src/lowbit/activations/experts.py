@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lowbit.activations import structure
-from lowbit.activations.follow import MARK, Layer, TorchCall, large_enough
+from lowbit.activations.follow import MARK, Layer, TorchCall
 from lowbit.activations.functions import first_order, needed_now
 from lowbit.activations.gated import reference as gated
 from lowbit.activations.recipes import Rebuilt, SavedTensors, is_fused, plain_gated, room
@@ -145,7 +145,7 @@ def _run(module: Any, layer: Layer, *args: Any, **kwargs: Any) -> Any:
     with torch._C.DisableTorchFunction():
         rebuilt, saved = call.source(x, dtype) if up.requires_grad else (None, ())
         return ExpertsFunction.apply(
-            x, weights, up, up_bias, down, down_bias, formula, layer.codec, dtype, routing, rebuilt, saved
+            x, weights, up, up_bias, down, down_bias, formula, call.codec(layer.kind), dtype, routing, rebuilt, saved
         )
 
 
@@ -172,9 +172,7 @@ def _inputs(own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
 def _routing(call: TorchCall, formula: Experts, x: Tensor, index: Tensor, weights: Tensor) -> Routing | None:
     """The routing of a call; None if the module's own forward has nothing to save, or has to raise an error."""
     tensors = [t for t in formula.weights(call.module) if t is not None]
-    if not large_enough(x) or tensors[0].shape[1 if formula.transposed else 2] != x.shape[1]:
-        return None
-    if not call.saves(x, weights, *tensors):
+    if tensors[0].shape[1 if formula.transposed else 2] != x.shape[1] or not call.saves(x, weights, *tensors):
         return None
     if {t.device for t in (x, index, weights, *tensors)} != {x.device}:
         return None
@@ -279,34 +277,33 @@ class ExpertsFunction(torch.autograd.Function):
         routing = Routing(order, ctx.ends, ctx.choices)
         needs_x, needs_weights, needs_up, needs_up_bias, needs_down, needs_down_bias = needed_now(ctx)
         grad_x = grad_weights = grad_up = grad_up_bias = grad_down = grad_down_bias = None
-        with torch.autocast(grad_out.device.type, enabled=False):
-            g_SI = routing.gather(grad_out.to(ctx.dtype))
-            weights_S1 = weights_NK.reshape(-1, 1).index_select(0, order).to(ctx.dtype)
-            unweighted_SF = product(g_SI, form.inputs_first(down).transpose(1, 2), routing)
-            grad_pre_SO, inner_SF = form.gate.backward(of_gate, ctx.codec, unweighted_SF * weights_S1, ctx.width)
-            if needs_weights:
-                along_S = (unweighted_SF * inner_SF).sum(-1, dtype=torch.float32)
-                if down_bias is not None:
-                    along_S += (g_SI * bias_rows(down_bias, routing)).sum(-1, dtype=torch.float32)
-                grad_weights = torch.zeros(weights_NK.numel(), dtype=torch.float32, device=grad_out.device)
-                grad_weights = grad_weights.index_copy_(0, order.long(), along_S).view_as(weights_NK)
-                grad_weights = grad_weights.to(weights_NK.dtype)
-            del unweighted_SF
-            g_SI *= weights_S1
-            if needs_down_bias and down_bias is not None:
-                grad_down_bias = bias_gradient(g_SI, down_bias, routing)
-            if needs_down:
-                grad_down = form.inputs_first(weight_gradient(inner_SF, g_SI, form.inputs_first(down), routing))
-            del g_SI, inner_SF
-            if needs_up_bias and up_bias is not None:
-                grad_up_bias = bias_gradient(grad_pre_SO, up_bias, routing)
-            if needs_up:
-                x_SI = routing.gather(ctx.rebuilt.get(saved, ctx.dtype).reshape(len(weights_NK), -1))
-                grad_up = form.inputs_first(weight_gradient(x_SI, grad_pre_SO, form.inputs_first(up), routing))
-                del x_SI
-            if needs_x:
-                grad_SI = product(grad_pre_SO, form.inputs_first(up).transpose(1, 2), routing)
-                grad_x = routing.sums(grad_SI, len(weights_NK)).to(ctx.x_dtype)
+        g_SI = routing.gather(grad_out.to(ctx.dtype))
+        weights_S1 = weights_NK.reshape(-1, 1).index_select(0, order).to(ctx.dtype)
+        unweighted_SF = product(g_SI, form.inputs_first(down).transpose(1, 2), routing)
+        grad_pre_SO, inner_SF = form.gate.backward(of_gate, ctx.codec, unweighted_SF * weights_S1, ctx.width)
+        if needs_weights:
+            along_S = (unweighted_SF * inner_SF).sum(-1, dtype=torch.float32)
+            if down_bias is not None:
+                along_S += (g_SI * bias_rows(down_bias, routing)).sum(-1, dtype=torch.float32)
+            grad_weights = torch.zeros(weights_NK.numel(), dtype=torch.float32, device=grad_out.device)
+            grad_weights = grad_weights.index_copy_(0, order.long(), along_S).view_as(weights_NK)
+            grad_weights = grad_weights.to(weights_NK.dtype)
+        del unweighted_SF
+        g_SI *= weights_S1
+        if needs_down_bias and down_bias is not None:
+            grad_down_bias = bias_gradient(g_SI, down_bias, routing)
+        if needs_down:
+            grad_down = form.inputs_first(weight_gradient(inner_SF, g_SI, form.inputs_first(down), routing))
+        del g_SI, inner_SF
+        if needs_up_bias and up_bias is not None:
+            grad_up_bias = bias_gradient(grad_pre_SO, up_bias, routing)
+        if needs_up:
+            x_SI = routing.gather(ctx.rebuilt.get(saved, ctx.dtype).reshape(len(weights_NK), -1))
+            grad_up = form.inputs_first(weight_gradient(x_SI, grad_pre_SO, form.inputs_first(up), routing))
+            del x_SI
+        if needs_x:
+            grad_SI = product(grad_pre_SO, form.inputs_first(up).transpose(1, 2), routing)
+            grad_x = routing.sums(grad_SI, len(weights_NK)).to(ctx.x_dtype)
         return grad_x, grad_weights, grad_up, grad_up_bias, grad_down, grad_down_bias, *[None] * 6
 
 

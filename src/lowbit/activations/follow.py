@@ -38,6 +38,7 @@ from lowbit.activations.recipes import (
     Recipe,
     SavedTensors,
     attach,
+    bits_of,
     checkpoint_hook,
     default_eps,
     plain_gated,
@@ -109,11 +110,6 @@ class Layer:
     formula: Any = None
     in_graphs: str | None = None
 
-    @property
-    def codec(self) -> Codec | None:
-        """The format for the layer type; None: saved unchanged, or the module has no layer type."""
-        return self.shared.codec(self.kind, self.name) if self.kind else None
-
 
 @dataclass(frozen=True)
 class TorchCall:
@@ -127,9 +123,10 @@ class TorchCall:
         """The format for the input of a layer type here; None: saved unchanged."""
         return self.layer.shared.codec(kind, self.layer.name, x)
 
-    def saves(self, *tensors: Tensor | None) -> bool:
-        """Whether autograd would save one of these tensors here, and it can be saved in few bits."""
-        if not any(t is not None and t.requires_grad for t in tensors):
+    def saves(self, first: Tensor, *others: Tensor | None) -> bool:
+        """Whether autograd would save one of these tensors here, and few bits of the first take fewer bytes."""
+        tensors = first, *others
+        if first.numel() < FEWEST or not any(t is not None and t.requires_grad for t in tensors):
             return False
         if not self.module.training:
             say_once(
@@ -152,20 +149,15 @@ class TorchCall:
 
 def source_of(x: Tensor, codec: Codec | None, dtype: torch.dtype) -> tuple[Rebuilt, SavedTensors]:
     """Return how backward rebuilds a tensor, by its recipe or from a payload in this format or one with more bits."""
-    own, recipe = Itself(x.shape, codec), recipe_of(x)
-    if recipe is None or (isinstance(recipe.form, Itself) and recipe.form.bits < own.bits):
+    recipe = recipe_of(x)
+    if recipe is None or (isinstance(recipe.form, Itself) and bits_of(recipe.form.codec) < bits_of(codec)):
         saved: SavedTensors = (x.to(dtype) if codec is None else encoded(codec, x),)
-        recipe = Recipe(own, saved, weak=True)
+        recipe = Recipe(Itself(x.shape, codec), saved, weak=True)
         attach(x, recipe)
     else:
         saved = recipe.saved() or ()
     recipe.rebuilt.add_user()
     return recipe.rebuilt, saved
-
-
-def large_enough(x: Tensor) -> bool:
-    """Whether a tensor is so large that few bits take fewer bytes."""
-    return x.numel() >= FEWEST
 
 
 def encoded(codec: Codec, x: Tensor) -> Tensor:

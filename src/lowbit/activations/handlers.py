@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from lowbit.activations.attention import elementwise, product_of_two
 from lowbit.activations.checkpoint import after_linear
-from lowbit.activations.follow import Layer, TorchCall, encoded, handles, large_enough, saved_recipe
+from lowbit.activations.follow import Layer, TorchCall, encoded, handles, saved_recipe
 from lowbit.activations.functions import (
     ActivationFunction,
     LinearFunction,
@@ -55,7 +55,7 @@ def linear(
     call: TorchCall, input: Tensor, weight: Tensor, bias: Tensor | None = None, *, transposed: bool = False
 ) -> Any:
     """A linear layer, which saves its input unless that has a recipe."""
-    if weight.dim() != 2 or input.dim() < 1 or not large_enough(input) or not call.saves(input, weight, bias):
+    if weight.dim() != 2 or input.dim() < 1 or not call.saves(input, weight, bias):
         return NotImplemented
     device = input.device.type
     autocast = torch.is_autocast_enabled(device)
@@ -120,7 +120,7 @@ def _norm(
     call: TorchCall, x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, norm: Norm
 ) -> Any:  # fmt: skip
     same = len({t.dtype for t in (x, weight, bias) if t is not None}) == 1
-    if not same or len(shape) != 1 or not large_enough(x) or not call.saves(x, weight, bias):
+    if not same or len(shape) != 1 or not call.saves(x, weight, bias):
         return NotImplemented
     on_cuda = x.is_cuda and torch.is_autocast_enabled("cuda")  # autocast computes norms in float32 there
     return _normalized(call, x, weight, bias, norm, torch.float32 if on_cuda else x.dtype)
@@ -159,7 +159,7 @@ def gelu(call: TorchCall, input: Tensor, approximate: str = "none") -> Any:
 
 def _activated(call: TorchCall, x: Tensor, activation: str) -> Any:
     """act(x); attaches a recipe to it for the product or layer that follows."""
-    if not large_enough(x) or not call.saves(x):
+    if not call.saves(x):
         return NotImplemented
     codec = call.codec("gate" if activation == "silu" else "mlp", x)
     if activation == "relu" and codec is not None:  # an exact mask, and the output in one bit less
@@ -197,7 +197,7 @@ def norm_or_activation(module: Any, layer: Layer, *args: Any, **kwargs: Any) -> 
     own = {n: t for n in ("weight", "bias") if isinstance(t := getattr(module, n, None), Tensor)}
 
     def run(input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Any:
-        if not large_enough(input) or not call.saves(input, weight, bias):
+        if not call.saves(input, weight, bias):
             return NotImplemented
         with torch._C.DisableTorchFunction():
             if layer.kind != "norm":
@@ -243,7 +243,7 @@ def product(call: TorchCall, input: Any, other: Any, **kwargs: Any) -> Any:
 @handles(functional.dropout, torch.dropout)
 def dropout(call: TorchCall, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
     """Dropout, which saves a bit for each element."""
-    if inplace or not training or not 0 < p < 1 or not large_enough(input) or not call.saves(input):
+    if inplace or not training or not 0 < p < 1 or not call.saves(input):
         return NotImplemented
     # The mask is drawn in the same way as by PyTorch, so that results are the same.
     with torch.no_grad():
@@ -315,7 +315,7 @@ def cross_entropy(
         return NotImplemented
     if reduction not in ("mean", "sum") or input.dim() != 2 or target.dim() != 1 or input.dtype != torch.float32:
         return NotImplemented
-    if not large_enough(input) or not call.saves(input):
+    if not call.saves(input):
         return NotImplemented
     with torch.no_grad():
         narrow = _narrow(input)

@@ -118,9 +118,9 @@ class WithRows(Summable):
         """
         assert isinstance(self.inner, GroupInt)
         index_K = self._write(x, payload)
-        layout, channels = _sections(self.inner, x.numel()), x.shape[-1]
-        zeros = torch.zeros(channels, device=x.device)
-        row, whole = _sections(self.inner, channels), self.inner.nearest().encode(zeros)
+        channels, settings = x.shape[-1], (self.inner.bits, self.inner.group, self.inner.symmetric)
+        layout, row = (group_int_layout(count, *settings) for count in (x.numel(), channels))
+        whole = self.inner.nearest().encode(torch.zeros(channels, device=x.device))
         for name in layout.sizes:
             part = row.section(whole, name)
             layout.section(payload, name).view(-1, len(part))[index_K] = part
@@ -175,10 +175,6 @@ def outliers_and_rest(x: Tensor) -> tuple[bool, Tensor]:
     rest = torch.ones(len(rows), dtype=torch.bool, device=x.device)
     rest[norms.topk(count).indices] = False
     return True, rows[rest]
-
-
-def _sections(codec: GroupInt, numel: int) -> Layout:
-    return group_int_layout(numel, codec.bits, codec.group, codec.symmetric)
 
 
 KINDS = ("norm", "mlp", "linear", "attention")

@@ -89,11 +89,6 @@ class Itself:
     shape: torch.Size
     codec: Codec | None
 
-    @property
-    def bits(self) -> int:
-        """Bits per element; a payload with more bits is also used by layers that ask for fewer."""
-        return bits_of(self.codec)
-
     def rebuild(self, saved: SavedTensors, dtype: torch.dtype) -> Tensor:
         x = saved[0]
         assert x is not None
@@ -301,13 +296,6 @@ class Recipe:
 
 def _version(x: Tensor | None) -> int:
     return 0 if x is None or x.is_inference() else x._version
-
-
-def release(node: Any) -> None:
-    """Drop the tensors in the recipe of a node's output; called in its backward."""
-    recipe: Recipe | None = getattr(node, "recipe", lambda: None)()
-    if recipe is not None:
-        recipe.release()
 
 
 _recipes = WeakTensorKeyDictionary()  # of living tensors: their versions and recipes

@@ -29,7 +29,6 @@ from lowbit.activations.follow import (
     Shared,
     TorchCall,
     followed_forward,
-    large_enough,
     name_of,
     say_once,
 )
@@ -207,7 +206,7 @@ def _asking(own: Callable[..., Any]) -> Callable[..., Any]:
 
 def _linear(call: TorchCall, input: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Any:
     """A column- or row-wise linear layer: Megatron's own forward and backward, which gets the rebuilt input."""
-    if not weight.requires_grad or not large_enough(input) or not call.saves(input, weight, bias):
+    if not weight.requires_grad or not call.saves(input, weight, bias):
         return NotImplemented
     return _Rebuilding.apply(input, weight, bias, call.func.function, rest, *call.source(input, input.dtype))
 
