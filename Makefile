@@ -13,7 +13,7 @@ SEED   ?= $(shell date +%s)
 AVX2   := TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/$(VENV)/inductor-avx2 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 NUMBA_CPU_NAME=haswell NUMBA_CPU_FEATURES=+avx2
 SSE2   := TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/$(VENV)/inductor-sse2 ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 NUMBA_CPU_NAME=generic
 CPU_TESTS := $(addprefix tests/,kernels codecs tensor_parallel lab/evaluate collectives/test_feature_int.py cli/test_app.py) \
-  $(addprefix tests/activations/test_,norm.py gated.py modules.py distributed.py) $(addprefix tests/train/test_,prepare.py loop.py activations.py)
+  $(addprefix tests/activations/test_,operators.py modules.py distributed.py) $(addprefix tests/train/test_,prepare.py loop.py activations.py)
 TORCH  ?= 2.15.0
 OTHER  := .venv-torch/$(TORCH)
 ENGINES := .venv-engines

@@ -17,6 +17,19 @@ from lowbit.codecs import GroupInt
 DIM, FFN, ROWS, LENGTH, VOCAB = 32, 72, 2, 20, 31
 
 
+class Runs(nn.Module):
+    """Calls a function with itself and its inputs; `parts`: its modules and parameters."""
+
+    def __init__(self, function: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self, *args, **kwargs)
+
+
 class Gated(nn.Module):
     """A gated feed-forward in plain PyTorch."""
 
@@ -40,22 +53,28 @@ class GatedBlock(nn.Module):
         return x + self.mlp(self.norm(x))
 
 
-def hugging_face(family: str, layers: int = 2) -> Any:
-    """A causal language model in training mode, weights from a fixed seed."""
+def causal_model(family: str, attention: str = "sdpa", **sizes: Any) -> Any:
+    """A causal language model of Hugging Face in training mode, float32, weights from a fixed seed."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
+    how = {"experts_implementation": sizes.pop("experts")} if "experts" in sizes else {}
+    none = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    config = AutoConfig.for_model(family, **none | sizes)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention, **how).float().train()
+
+
+def hugging_face(family: str, layers: int = 2, **more: Any) -> Any:
+    """A small causal language model."""
     sizes: dict[str, Any] = {
         "vocab_size": VOCAB, "max_position_embeddings": 64, "hidden_size": DIM, "num_hidden_layers": layers,
-        "num_attention_heads": 4, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+        "num_attention_heads": 4,
     }  # fmt: skip
     if family == "gpt2":
         sizes |= {"n_inner": FFN, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.1}
     else:
         sizes |= {"intermediate_size": FFN, "num_key_value_heads": 2, "head_dim": 8}
-    attention = "eager" if family == "gemma2" else "sdpa"
-    config = AutoConfig.for_model(family, **sizes)
-    return AutoModelForCausalLM.from_config(config, attn_implementation=attention).float().train()
+    return causal_model(family, "eager" if family == "gemma2" else "sdpa", **sizes | more)
 
 
 def tokens() -> Tensor:

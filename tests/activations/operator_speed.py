@@ -50,9 +50,7 @@ def norms(shape: tuple[int, int], dtype: torch.dtype, device: str) -> dict[str, 
         "norm_encode": lambda i: torch.ops.lowbit.norm_encode(x[i], w, None, p[i], o[i], *NORM, *CODE, None),
         "Llama's RMSNorm, backward": lambda i: torch.autograd.grad(graphs[i], [leaves[i], w], g[i], retain_graph=True),
         "norm_recompute": lambda i: torch.ops.lowbit.norm_recompute(p[i], w, None, o[i], *NORM, *CODE),
-        "norm_backward": lambda i: torch.ops.lowbit.norm_backward(
-            p[i], w, None, g[i], gx[i], gw, None, None, *NORM, *CODE
-        ),
+        "norm_backward": lambda i: torch.ops.lowbit.norm_backward(p[i], w, g[i], gx[i], gw, None, *NORM, *CODE),
     }
 
 

@@ -25,24 +25,12 @@ from lowbit.codecs import BlockFloat8, Cast
 from lowbit.collectives import all_reduce
 from lowbit.gradients import GradientStorage
 from lowbit.pipeline import LowBitStage
+from tests.activations.models import distance, hugging_face
 
 POLICIES = {"none": None, "ours": LayerAware(), "published": LayerAware.published()}
-VOCABULARY = 256
+VOCABULARY, LAYERS, LENGTH, ROWS, MICRO_BATCHES = 256, 2, 32, 2, 2
 FORMAT = BlockFloat8()
 Gradients = dict[str, Tensor]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """A model and its batches: `micro_batches` for each replica, of `rows` sequences."""
-
-    dim: int = 64
-    inner: int = 172
-    heads: int = 4
-    layers: int = 2
-    length: int = 32
-    rows: int = 2
-    micro_batches: int = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,22 +53,15 @@ class ParallelLayout:
 class LlamaStage(nn.Module):
     """Some of a Llama's layers; the first stage embeds tokens, the last one has the head."""
 
-    def __init__(self, sizes: Sizes, index: int = 0, count: int = 1) -> None:
-        from transformers import LlamaConfig, LlamaForCausalLM
-
+    def __init__(self, index: int = 0, count: int = 1) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        whole = LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=VOCABULARY, hidden_size=sizes.dim, intermediate_size=sizes.inner,
-                num_hidden_layers=sizes.layers, num_attention_heads=sizes.heads, num_key_value_heads=sizes.heads // 2,
-            )
-        ).train()  # fmt: skip
-        each = sizes.layers // count
+        sizes = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 172, "head_dim": 16}
+        whole = hugging_face("llama", LAYERS, **sizes)
+        each = LAYERS // count
         layers = list(whole.model.layers)[index * each : (index + 1) * each]
         self.embed = whole.model.embed_tokens if index == 0 else None
         self.layers = nn.ModuleDict({str(index * each + i): layer for i, layer in enumerate(layers)})
-        self.rotary, self.positions = whole.model.rotary_emb, torch.arange(sizes.length).unsqueeze(0)
+        self.rotary, self.positions = whole.model.rotary_emb, torch.arange(LENGTH).unsqueeze(0)
         last = index == count - 1
         self.norm, self.head = (whole.model.norm, whole.lm_head) if last else (None, None)
 
@@ -116,9 +97,9 @@ def shard_(stage: LlamaStage, mesh: DeviceMesh, *, sequence: bool) -> None:
         parallelize_module(layer, mesh, plan)
 
 
-def tokens(sizes: Sizes, replica: int) -> Tensor:
+def tokens(replica: int) -> Tensor:
     """Return all micro-batches of a replica."""
-    shape = (sizes.rows * sizes.micro_batches, sizes.length + 1)
+    shape = (ROWS * MICRO_BATCHES, LENGTH + 1)
     return torch.randint(VOCABULARY, shape, generator=torch.Generator().manual_seed(replica))
 
 
@@ -127,22 +108,22 @@ def loss_of(logits: Tensor, target: Tensor) -> Tensor:
     return functional.cross_entropy(logits.float().flatten(0, 1), target.flatten())
 
 
-def backward(stage: LlamaStage, sizes: Sizes, replica: int) -> int:
+def backward(stage: LlamaStage, replica: int) -> int:
     """Run all micro-batches of a replica, one after the other; return the most bytes that layers kept."""
     with counted(stage) as kept:
-        for part in tokens(sizes, replica).chunk(sizes.micro_batches):
-            (loss_of(stage(part[:, :-1]), part[:, 1:]) / sizes.micro_batches).backward()
+        for part in tokens(replica).chunk(MICRO_BATCHES):
+            (loss_of(stage(part[:, :-1]), part[:, 1:]) / MICRO_BATCHES).backward()
     return kept.total - kept.peak.get("loss", 0)
 
 
-def alone(sizes: Sizes, policy: str, replicas: int = 1, *, eight_bits: bool = False) -> tuple[Gradients, int]:
+def alone(policy: str, replicas: int, *, eight_bits: bool = False) -> tuple[Gradients, int]:
     """Return mean gradients of all replicas in one process, and bytes kept; `eight_bits`: stored and averaged so."""
-    stage = made(sizes, policy)
+    stage = made(policy)
     storage = GradientStorage(stage, codec=FORMAT) if eight_bits else None
     parts, kept = [], 0
     for replica in range(replicas):
         stage.zero_grad()
-        kept = backward(stage, sizes, replica)
+        kept = backward(stage, replica)
         read = storage.gradient if storage else (lambda p: p.grad)
         parts.append({name: read(p).clone() for name, p in stage.named_parameters()})  # pyright: ignore
     code = FORMAT.round_trip if eight_bits else (lambda x: x)
@@ -150,59 +131,47 @@ def alone(sizes: Sizes, policy: str, replicas: int = 1, *, eight_bits: bool = Fa
     return {name: code(code(x)) for name, x in mean.items()}, kept  # pyright: ignore
 
 
-def made(sizes: Sizes, policy: str, index: int = 0, count: int = 1) -> LlamaStage:
+def made(policy: str, index: int = 0, count: int = 1) -> LlamaStage:
     """Make a stage that keeps activations by this policy."""
-    stage, chosen = LlamaStage(sizes, index, count), POLICIES[policy]
+    stage, chosen = LlamaStage(index, count), POLICIES[policy]
     if chosen is not None:
         compress_saved_(stage, chosen)
     return stage
 
 
-def error_of(gradients: Gradients, exact: Gradients) -> float:
-    """Return the relative error of all these gradients together."""
-    wrong = sum((x.double() - exact[name]).square().sum() for name, x in gradients.items())
-    return float((wrong / sum(exact[name].double().square().sum() for name in gradients)) ** 0.5)
-
-
-def measured(sizes: Sizes, layout: ParallelLayout, policy: str) -> dict[str, Any]:
+def measured(layout: ParallelLayout, policy: str) -> dict[str, Any]:
     """Measure this rank's bytes and errors, and those of one process with the same data."""
     eight_bits = layout.data > 1
-    exact, _ = alone(sizes, "none", layout.data)
-    expected, kept_alone = alone(sizes, policy, layout.data, eight_bits=eight_bits)
+    exact, _ = alone("none", layout.data)
+    expected, kept_alone = alone(policy, layout.data, eight_bits=eight_bits)
     shape = (layout.pipeline, layout.data, layout.tensor)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pipeline", "data", "tensor"))
     place, replica = mesh.get_local_rank("pipeline"), mesh.get_local_rank("data")
-    stage = made(sizes, policy, place, layout.pipeline)
+    stage = made(policy, place, layout.pipeline)
     if layout.tensor > 1:
         shard_(stage, mesh["tensor"], sequence=layout.sequence)
     storage = GradientStorage(stage, codec=FORMAT) if eight_bits else None
-    kept = _pipelined(stage, sizes, mesh, place, replica) if layout.pipeline > 1 else backward(stage, sizes, replica)
+    kept = _pipelined(stage, mesh, place, replica) if layout.pipeline > 1 else backward(stage, replica)
     if storage is not None:
         group = mesh.get_group("data")
         storage.all_reduce(lambda flat: all_reduce(flat, FORMAT, group, "avg", small=1))
     read = storage.gradient if storage else (lambda p: p.grad)
-    own: Gradients = {name: _whole(read(p)) for name, p in stage.named_parameters()}
-    return {
-        "kept_bytes": kept,
-        "kept_alone": kept_alone,
-        "error": error_of(own, exact),
-        "error_alone": error_of({name: expected[name] for name in own}, exact),
-    }
+    own: dict[str, Any] = {name: read(p) for name, p in stage.named_parameters()}
+    own = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in own.items()}
+    exact, expected = ({name: grads[name] for name in own} for grads in (exact, expected))
+    errors = {"error": distance(own, exact), "error_alone": distance(expected, exact)}
+    return {"kept_bytes": kept, "kept_alone": kept_alone, **errors}
 
 
-def _pipelined(stage: LlamaStage, sizes: Sizes, mesh: DeviceMesh, place: int, replica: int) -> int:
+def _pipelined(stage: LlamaStage, mesh: DeviceMesh, place: int, replica: int) -> int:
     exact: Any = Cast(dtype=torch.float32)
     group = mesh.get_group("pipeline")
     count = dist.get_world_size(group)
     staged = LowBitStage(stage, place, count, "cpu", group=group, forward=exact, backward=exact)
-    schedule = Schedule1F1B(staged, sizes.micro_batches, loss_fn=loss_of)
-    batch = tokens(sizes, replica)
+    schedule = Schedule1F1B(staged, MICRO_BATCHES, loss_fn=loss_of)
+    batch = tokens(replica)
     with counted(stage) as kept:
         schedule.step(
             *((batch[:, :-1],) if place == 0 else ()), target=batch[:, 1:] if place == count - 1 else None
         )  # fmt: skip
     return kept.total - kept.peak.get("loss", 0)
-
-
-def _whole(x: Any) -> Tensor:
-    return x.full_tensor() if isinstance(x, DTensor) else x

@@ -12,6 +12,7 @@ from lowbit.activations.counting import counted, layer_type
 from lowbit.codecs import GroupInt
 from lowbit.train.config import ModelConfig
 from lowbit.train.model import build_model
+from tests.activations.models import Runs
 
 TOKENS = torch.randint(0, 64, (2, 24), generator=torch.Generator().manual_seed(0))
 TARGETS = TOKENS.roll(1)
@@ -106,16 +107,7 @@ def test_copies_of_weights_are_told_apart(model: Any):
 
 def test_checkpointed_parts_keep_their_inputs():
     inner = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8))
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.inner = nn.Tanh(), inner
-
-        def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(self.inner, self.first(x), use_reentrant=False)
-
-    model = Model()
+    model = Runs(lambda self, x: checkpoint(inner, self.first(x), use_reentrant=False), first=nn.Tanh(), inner=inner)
     with counted(model) as saved:
         y = model(torch.randn(4, 8, requires_grad=True))
         y.sum().backward()
@@ -158,16 +150,7 @@ def test_layer_types_by_where_they_are():
 
 @pytest.mark.parametrize(("linear", "types"), [(4, {"norm"}), (8, {"norm"}), (16, {"norm", "linear"})])
 def test_a_linear_layer_takes_what_a_norm_saves_in_more_bits(linear: int, types: set[str]):
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.linear = nn.LayerNorm(32), nn.Linear(32, 32)
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = x * 1
-            return self.norm(x) + self.linear(x)
-
-    both = Both()
+    both = Runs(lambda self, x: self.norm(y := x * 1) + self.linear(y), norm=nn.LayerNorm(32), linear=nn.Linear(32, 32))
     compress_saved_(both, LayerAware(linear=linear, smallest=0))
     with counted(both) as saved:
         both(torch.randn(3, 32, requires_grad=True))

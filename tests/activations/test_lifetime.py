@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from lowbit.activations import LayerAware, compress_saved_, follow, handlers, recipes
-from tests.activations.models import DIM, GatedBlock
+from tests.activations.models import DIM, GatedBlock, Runs
 
 
 class Storages:
@@ -69,12 +69,10 @@ def test_payloads_end_with_backward_while_the_loss_lives(storages: Storages):
 
 
 def test_payloads_of_attention_end_with_its_backward_while_the_graph_lives(storages: Storages):
-    class Attention(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            q, k, v = x.view(2, 16, 3, 4, 8).permute(2, 0, 3, 1, 4)
-            return nn.functional.scaled_dot_product_attention(q, k, v)
+    def attention(_: nn.Module, x: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(*x.view(2, 16, 3, 4, 8).permute(2, 0, 3, 1, 4))
 
-    ours = Attention()
+    ours = Runs(attention)
     compress_saved_(nn.ModuleList([ours, nn.Linear(8, 8)]))
     y = ours(torch.randn(2, 16, 96, requires_grad=True))
     assert storages.alive() == (3, 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,51 +13,48 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lowbit.activations import LayerAware, compress_saved_, restore_
+from lowbit.activations.recipes import Norm
+from lowbit.activations.structure import activation_like, norm_like
 from lowbit.codecs import GroupInt
-from tests.activations.models import DIM, FFN, Calls, Gated, distance, gradients, saved_bytes
+from tests.activations.models import DIM, FFN, Calls, Gated, Runs, distance, gradients, saved_bytes
 
 
-def inputs() -> Tensor:
+def rows() -> Tensor:
     return torch.randn(5, DIM, generator=torch.Generator().manual_seed(2)).requires_grad_()
 
 
 @pytest.mark.parametrize("training", [True, False])
 def test_calls_by_keyword(training: bool):
     for module in (nn.Linear(DIM, 4), nn.LayerNorm(DIM), nn.GELU()):
-        expected = module(inputs())
+        expected = module(rows())
         compress_saved_(module, LayerAware(smallest=0))
         module.train(training)
         with saved_bytes(module) as saved:
-            torch.testing.assert_close(module(input=inputs()), expected)
+            torch.testing.assert_close(module(input=rows()), expected)
         assert bool(saved[torch.uint8]) == training
         with pytest.raises(TypeError):
-            module(other=inputs())
+            module(other=rows())
         with pytest.raises(TypeError):
-            module(inputs(), inputs())
+            module(rows(), rows())
 
 
-class OlmoNorm(nn.Module):
+class OlmoNorm(Runs):
     """Without weight, as OLMo's, or with a bias alone."""
 
-    def __init__(self, bias: bool) -> None:
-        super().__init__()
-        self.normalized_shape = (DIM,)
-        if bias:
-            self.bias = nn.Parameter(torch.randn(DIM))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.layer_norm(x, (DIM,), None, getattr(self, "bias", None), eps=1e-5)
+    normalized_shape = (DIM,)
 
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("bits", [8, 16])
 def test_norms_without_weight(bias: bool, bits: int):
-    plain = nn.Sequential(nn.Linear(DIM, DIM), OlmoNorm(bias), nn.Linear(DIM, 8))
+    given = {"bias": nn.Parameter(torch.randn(DIM))} if bias else {}
+    norm = OlmoNorm(lambda self, x: functional.layer_norm(x, (DIM,), None, getattr(self, "bias", None)), **given)
+    plain = nn.Sequential(nn.Linear(DIM, DIM), norm, nn.Linear(DIM, 8))
     ours = copy.deepcopy(plain)
     compress_saved_(ours, LayerAware(bits=bits, norm=bits))
-    expected = gradients(plain, plain(inputs()).square().sum())
+    expected = gradients(plain, plain(rows()).square().sum())
     with Calls() as calls:
-        y = ours(inputs())
+        y = ours(rows())
     assert calls.count["norm_encode"] == (bits == 8)
     assert distance(gradients(ours, y.square().sum()), expected) < (0.03 if bits == 8 else 1e-6)
 
@@ -64,11 +62,11 @@ def test_norms_without_weight(bias: bool, bits: int):
 def test_linear_layers_with_another_forward_compute_that():
     model = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM))
     model[0].forward = lambda x: functional.linear(x, model[0].weight) * 3
-    expected = model(inputs())
+    expected = model(rows())
     grads = gradients(model, expected.square().sum())
     compress_saved_(model, LayerAware(bits=8, smallest=0))
     with saved_bytes(model) as saved:
-        y = model(inputs() * 1)
+        y = model(rows() * 1)
     assert saved[torch.uint8] == 2 * GroupInt(bits=8).nbytes((5, DIM))
     torch.testing.assert_close(y, expected)
     assert distance(gradients(model, y.square().sum()), grads) < 0.01
@@ -77,10 +75,10 @@ def test_linear_layers_with_another_forward_compute_that():
 def test_dropout_that_is_turned_on_later_drops():
     mlp = nn.Sequential(nn.Linear(DIM, 64), nn.GELU(), nn.Linear(64, DIM), nn.Dropout(0.0))
     compress_saved_(mlp, LayerAware(bits=4, smallest=0))
-    assert mlp(inputs()).all()
+    assert mlp(rows()).all()
     mlp[3].p = 0.5
     with saved_bytes(mlp) as saved:
-        y = mlp(inputs())
+        y = mlp(rows())
     assert (y == 0).float().mean() > 0.3
     mask = 5 * DIM // 8
     assert saved == {torch.uint8: GroupInt().nbytes((5, DIM)) + GroupInt().nbytes((5, 64)) + mask}
@@ -91,7 +89,7 @@ def test_a_norm_after_a_linear_layer_takes_what_that_saved_if_it_will_do(linear:
     plain = nn.LayerNorm(DIM)
     ours = nn.ModuleList([nn.Linear(DIM, 4), copy.deepcopy(plain)])
     compress_saved_(ours, LayerAware(linear=linear, norm=norm, smallest=0))
-    x, codecs = inputs(), [GroupInt(bits=bits, group=64) for bits in stored]
+    x, codecs = rows(), [GroupInt(bits=bits, group=64) for bits in stored]
     with saved_bytes(ours) as saved:
         first, y = ours[0](x), ours[1](x)
     assert saved[torch.uint8] == sum(codec.nbytes(x.shape) for codec in codecs)
@@ -108,7 +106,7 @@ def test_a_feed_forward_with_nothing_but_its_last_layer_to_train(bits: int):
     ours = Gated(DIM, FFN)
     for frozen in (ours.w1, ours.w3):
         frozen.requires_grad_(False)
-    x = inputs().detach()
+    x = rows().detach()
     product = (functional.silu(ours.w1(x)) * ours.w3(x)).detach()
     compress_saved_(ours, LayerAware(bits=bits, smallest=0))
     codec = GroupInt(bits=bits, group=64) if bits < 16 else None
@@ -131,14 +129,14 @@ def test_a_feed_forward_with_nothing_but_its_last_layer_to_train(bits: int):
 def test_dtypes_that_pytorch_refuses_are_refused(module: nn.Module, dtype: torch.dtype):
     compress_saved_(module)
     with pytest.raises(RuntimeError, match="dtype"):
-        module(inputs().to(dtype))
+        module(rows().to(dtype))
     with torch.autocast("cpu", torch.bfloat16):
-        assert module(inputs().to(dtype)).requires_grad
+        assert module(rows().to(dtype)).requires_grad
 
 
 def test_copies_are_given_back_their_own_forward():
     model = nn.Sequential(nn.Linear(DIM, DIM), nn.LayerNorm(DIM), Gated(DIM, 64), nn.GELU())
-    expected = model(inputs())
+    expected = model(rows())
     done = compress_saved_(model)
     written = io.BytesIO()
     torch.save(model, written)
@@ -150,11 +148,11 @@ def test_copies_are_given_back_their_own_forward():
         model[0].weight.zero_()  # the copies have their own
     for twin in copies:
         with Calls() as calls:
-            twin(inputs())
+            twin(rows())
         assert calls.count
         restore_(twin)
         with Calls() as calls:
-            assert torch.equal(twin(inputs()), expected)
+            assert torch.equal(twin(rows()), expected)
         assert not calls.count
         assert not any("forward" in vars(m) for m in twin.modules())
     compress_saved_(copies[0])
@@ -165,7 +163,106 @@ def test_outputs_may_be_changed_in_place(act: Any):
     plain = nn.Sequential(nn.LayerNorm(DIM), nn.Linear(DIM, 64), act(inplace=True), nn.Dropout(0.0), nn.Linear(64, DIM))
     ours = copy.deepcopy(plain)
     compress_saved_(ours, LayerAware(bits=8))
-    x = inputs().detach().view(1, 5, DIM)
+    x = rows().detach().view(1, 5, DIM)
     expected = gradients(plain, plain(x).square().sum())
     for _ in range(2):
         assert distance(gradients(ours, ours(x).square().sum()), expected) < 0.03
+
+
+class MyNorm(nn.Module):
+    """`mean` and `offset` make it one or the other of those that are known, `power` one that is not."""
+
+    def __init__(self, mean: bool = False, offset: float = 0.0, power: float = 0.5) -> None:
+        super().__init__()
+        self.weight, self.epsilon = nn.Parameter(torch.ones(24)), 1e-3
+        self.mean, self.offset, self.power = mean, offset, power
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x - x.mean(-1, keepdim=True) if self.mean else x
+        scale = (x.square().mean(-1, keepdim=True) + self.epsilon) ** -self.power
+        return x * scale * (self.weight + self.offset)
+
+
+class OtherRMSNorm(Runs):
+    """A norm that does not tell its epsilon, or adds it elsewhere."""
+
+    normalized_shape = (24,)
+
+
+@pytest.mark.parametrize(("module", "norm"), [
+    (MyNorm(), Norm(eps=1e-3)),
+    (MyNorm(offset=1.0), Norm(eps=1e-3, offset=1.0)),
+    (MyNorm(mean=True), Norm(eps=1e-3, centred=True)),
+    (MyNorm(power=0.25), None),
+    (MyNorm().to("meta"), Norm(eps=1e-3)),
+    (nn.RMSNorm(24), Norm(eps=None)),
+    (nn.LayerNorm(24, elementwise_affine=False), Norm(eps=1e-5, centred=True)),
+    (nn.LayerNorm(24, bias=False), Norm(eps=1e-5, centred=True)),
+    (nn.LayerNorm((3, 24)), None),
+    (nn.GroupNorm(1, 24), None),
+    (nn.BatchNorm1d(24), None),
+    (nn.Linear(24, 24), None),
+    (OtherRMSNorm(lambda _, x: functional.layer_norm(x, (24,), eps=1e-5)), Norm(eps=1e-5, centred=True)),
+    (OtherRMSNorm(lambda _, x: functional.rms_norm(x, (24,), eps=1e-6)), Norm(eps=1e-6)),
+    (OtherRMSNorm(lambda _, x: functional.rms_norm(x, (24,), eps=3e-7)), None),
+    (OtherRMSNorm(lambda _, x: x / (x.square().mean(-1, keepdim=True).sqrt() + 1e-5)), None),
+])  # fmt: skip
+def test_norms_are_known_by_what_they_compute(module: nn.Module, norm: Norm | None):
+    recognized = norm_like(module)
+    assert (recognized and replace(recognized, promotes=False)) == norm
+
+
+def test_defaults_of_dtype_do_not_matter():
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        recognized = norm_like(nn.LayerNorm(24)), activation_like(nn.GELU())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(recognized)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_default_epsilon_is_that_of_pytorch(dtype: torch.dtype):
+    x = torch.randn(4, 24).to(dtype) * 1e-3
+    y = Norm(eps=None).plain(x, None, None).to(dtype)
+    torch.testing.assert_close(y, nn.RMSNorm(24, dtype=dtype)(x))
+
+
+@pytest.mark.parametrize(("module", "name"), [
+    (nn.SiLU(), "silu"), (nn.GELU(), "gelu"), (nn.GELU(approximate="tanh"), "gelu_tanh"), (nn.ReLU(), "relu"),
+    (nn.ReLU(inplace=True), None), (nn.Tanh(), None), (nn.ReLU6(), None), (nn.Softmax(-1), None),
+])  # fmt: skip
+def test_activations_are_known_by_what_they_compute(module: nn.Module, name: str | None):
+    assert activation_like(module) == name
+
+
+def test_nobodys_hooks_see_what_is_made_up():
+    norm, activation, seen = nn.LayerNorm(8), nn.SiLU(), []
+    for module in (norm, activation):
+        module.register_forward_hook(lambda *given: seen.append(given))
+    assert norm_like(norm)
+    assert activation_like(activation)
+    assert not seen
+    activation(norm(torch.zeros(8)))
+    assert len(seen) == 2
+
+
+class MyGELU(torch.autograd.Function):
+    """GELU whose gradient is of its author's choice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return functional.gelu(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore
+        return grad.sign()
+
+
+def test_an_activation_of_somebodys_own_keeps_its_own_gradient():
+    model = nn.Sequential(nn.Linear(64, 64), Runs(lambda self, x: MyGELU.apply(x)))
+    x = torch.randn(32, 64, requires_grad=True)
+    (expected,) = torch.autograd.grad(model(x).square().sum(), x)
+    compress_saved_(model)
+    (found,) = torch.autograd.grad(model(x).square().sum(), x)
+    assert torch.equal(found, expected)

@@ -15,31 +15,18 @@ from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 from torch.nn.modules.module import register_module_forward_hook, register_module_full_backward_hook
 
 from lowbit.activations import LayerAware, compress_saved_
-from tests.activations.models import DIM, FFN, LENGTH, ROWS, VOCAB, GatedBlock, distance
+from tests.activations.models import DIM, FFN, LENGTH, ROWS, GatedBlock, distance, hugging_face
 
-FAMILIES = ("plain", "llama", "gpt2", "mixtral")
+MORE: dict[str, dict[str, Any]] = {
+    "llama": {}, "gpt2": {"resid_pdrop": 0.0}, "mixtral": {"num_local_experts": 2, "num_experts_per_tok": 2},
+}  # fmt: skip
+FAMILIES = ("plain", *MORE)
 
 
 @functools.cache
 def model_of(family: str) -> Any:
     """One layer of a family, from embedded tokens to hidden states."""
-    torch.manual_seed(0)
-    if family == "plain":
-        return GatedBlock(DIM, FFN)
-    from transformers import AutoConfig, AutoModel
-
-    sizes: dict[str, Any] = {
-        "vocab_size": VOCAB, "max_position_embeddings": 64, "hidden_size": DIM, "num_hidden_layers": 1,
-        "num_attention_heads": 4, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
-    }  # fmt: skip
-    if family == "gpt2":
-        sizes |= {"n_inner": FFN, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
-    else:
-        sizes |= {"intermediate_size": FFN, "num_key_value_heads": 2, "head_dim": 8}
-    if family == "mixtral":
-        sizes |= {"num_local_experts": 2, "num_experts_per_tok": 2}
-    config = AutoConfig.for_model(family, **sizes)
-    return AutoModel.from_config(config, attn_implementation="sdpa").float().train()
+    return GatedBlock(DIM, FFN) if family == "plain" else hugging_face(family, 1, **MORE[family]).base_model
 
 
 def forward(model: Any, x: Tensor) -> Tensor:
@@ -138,16 +125,15 @@ def full_hook_later(module: nn.Module, seen: Seen) -> None:
     LATER.append(lambda loss: [tensor_hook(x, seen) for x in outs] and None)
 
 
-def asked_for(module: nn.Module, seen: Seen) -> None:
-    outs: Seen = []
-    on_output(lambda x, _: outs.append(x))(module, seen)
-    LATER.append(lambda loss: seen.extend(torch.autograd.grad(loss, outs, retain_graph=True)))
+def asked_for(of: Callable[[Tensor], Any]) -> Callable[[nn.Module, Seen], None]:
+    """Ask for the gradients of outputs, or of their edges, alone."""
 
+    def install(module: nn.Module, seen: Seen) -> None:
+        outs: list[Any] = []
+        on_output(lambda x, _: outs.append(of(x)))(module, seen)
+        LATER.append(lambda loss: seen.extend(torch.autograd.grad(loss, outs, retain_graph=True)))
 
-def edge_asked_for(module: nn.Module, seen: Seen) -> None:
-    edges: list[Any] = []
-    on_output(lambda x, _: edges.append(get_gradient_edge(x)))(module, seen)
-    LATER.append(lambda loss: seen.extend(torch.autograd.grad(loss, edges, retain_graph=True)))
+    return install
 
 
 def read_twice(module: nn.Module, seen: Seen) -> None:
@@ -170,7 +156,7 @@ ON_OUTPUTS: dict[str, Any] = {
 }  # fmt: skip
 ON_MODULES = ON_OUTPUTS | {
     "full hook": full_hook, "full pre-hook": full_pre_hook, "hook after forward": full_hook_later,
-    "autograd.grad": asked_for, "edge": edge_asked_for, "another reader": read_twice,
+    "autograd.grad": asked_for(lambda x: x), "edge": asked_for(get_gradient_edge), "another reader": read_twice,
 }  # fmt: skip
 PLACEMENTS: dict[str, tuple[str, Any]] = (
     {f"activation: {name}": ("act", install) for name, install in ON_MODULES.items()}

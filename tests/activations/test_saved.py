@@ -20,6 +20,7 @@ from tests.activations.models import (
     ROWS,
     Calls,
     GatedBlock,
+    Runs,
     distance,
     gradients,
     hugging_face,
@@ -120,17 +121,11 @@ def test_what_is_not_finite_stays_visible(bad: float):
 
 
 def test_what_several_layers_save_is_stored_once():
-    class Parallel(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.c = (nn.Linear(DIM, DIM) for _ in range(3))
-            self.norm = nn.LayerNorm(DIM)
+    def several(self: Runs, x: Tensor) -> Tensor:
+        x = x * 2
+        return self.a(x) + self.b(x) + self.norm(x) + self.c(x.view(-1, DIM)).view_as(x)
 
-        def forward(self, x: Tensor) -> Tensor:
-            x = x * 2
-            return self.a(x) + self.b(x) + self.norm(x) + self.c(x.view(-1, DIM)).view_as(x)
-
-    model = Parallel()
+    model = Runs(several, **{name: nn.Linear(DIM, DIM) for name in "abc"}, norm=nn.LayerNorm(DIM))
     compress_saved_(model, LayerAware(bits=4, norm=4, smallest=0))
     with saved_bytes(model) as saved:
         model(inputs())
@@ -172,17 +167,11 @@ def test_weights_that_autocast_casts_are_not_saved():
 
 
 def test_attention_is_known_in_plain_modules_by_its_results():
-    class Mixer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.qkv, self.out = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
+    def mix(self: Runs, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (4, 8)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        return self.out(functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
-        def forward(self, x: Tensor) -> Tensor:
-            q, k, v = (t.unflatten(-1, (4, 8)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
-            y = functional.scaled_dot_product_attention(q, k, v)
-            return self.out(y.transpose(1, 2).flatten(2))
-
-    model = Mixer()
+    model = Runs(mix, qkv=nn.Linear(DIM, 3 * DIM), out=nn.Linear(DIM, DIM))
     compress_saved_(model, LayerAware(bits=4, attention=16, smallest=0))
     with saved_bytes(model) as saved:
         model(inputs() * 1)
@@ -309,3 +298,65 @@ def test_mistakes_are_named():
     compress_saved_(model)
     with pytest.raises(ValueError, match="compressed already"):
         compress_saved_(nn.Sequential(model))
+
+
+PLACES, WORDS = 24, 96
+
+
+def loss_model(dtype: torch.dtype, **kwargs: Any) -> Runs:
+    """Logits in a dtype, cast to float32 as Hugging Face's models do."""
+
+    def loss(self: Any, x: Tensor, target: Tensor) -> Tensor:
+        return functional.cross_entropy((x * self.scale).to(dtype).float(), target, **kwargs).sum()
+
+    return Runs(loss, scale=nn.Parameter(torch.ones(WORDS)), kwargs=kwargs)
+
+
+def both(model: nn.Module, *, ignored: slice = slice(None, None, 5)) -> tuple[dict[Any, int], Any, Any]:
+    """Bytes that the compressed model saves by dtype; losses and gradients of the plain and the compressed one."""
+    generator = torch.Generator().manual_seed(3)
+    data, target = torch.randn(PLACES, WORDS, generator=generator) * 4, torch.arange(PLACES)
+    data[0] = data[0].bfloat16()  # the first row alone does not tell
+    target[ignored] = model.kwargs.get("ignore_index", -100)
+    losses, grads, sizes = [], [], []
+    for each in (model, copy.deepcopy(model)):
+        if each is not model:
+            compress_saved_(nn.ModuleList([each, nn.Linear(4, 4)]))
+        x = data.clone().requires_grad_()
+        with saved_bytes(each) as saved:
+            loss = each(x, target)
+        (loss * 3).backward()
+        losses.append(loss.detach())
+        sizes.append(saved)
+        grads.append(x.grad)
+    return sizes[1], losses, grads
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kwargs", [{}, {"reduction": "sum"}, {"ignore_index": 7}], ids=str)
+@pytest.mark.parametrize("chunk", [1 << 22, 200])
+def test_logits_are_saved_in_16_bits(dtype: torch.dtype, kwargs: Any, chunk: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("lowbit.activations.handlers._CHUNK", chunk)
+    saved, losses, grads = both(loss_model(dtype, **kwargs))
+    assert torch.equal(*losses)
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-2 if dtype == torch.bfloat16 else 2e-3, atol=1e-7)
+    assert saved[dtype] == 2 * PLACES * WORDS
+
+
+@pytest.mark.parametrize("kwargs", [{"label_smoothing": 0.1}, {"reduction": "none"}, {"weight": torch.ones(WORDS)}, {}])
+def test_other_losses_and_logits_are_pytorchs(kwargs: Any):
+    saved, losses, grads = both(loss_model(torch.bfloat16 if kwargs else torch.float32, **kwargs))
+    assert torch.equal(*losses)
+    assert torch.equal(*grads)
+    assert torch.bfloat16 not in saved
+
+
+def test_not_a_number_stays_visible():
+    _, losses, grads = both(loss_model(torch.bfloat16), ignored=slice(None))
+    assert losses[1].isnan()
+    assert torch.equal(*grads)  # none for rows that are all ignored
+    model = loss_model(torch.bfloat16)
+    model.scale.data[3] = float("nan")
+    _, losses, grads = both(model)
+    assert losses[1].isnan()
+    assert torch.equal(grads[1].isnan(), grads[0].isnan())

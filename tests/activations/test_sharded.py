@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -16,8 +17,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional
 
 from lowbit.activations import LayerAware, compress_saved_, follow
-from tests.activations.models import Calls
-from tests.processes import on_ranks
+from tests.activations.models import Calls, Runs
+from tests.activations.split_llama import ParallelLayout, measured
+from tests.processes import Ranks, on_ranks
 
 WIDTH, INNER, HEADS, LENGTH = 36, 75, 3, 7
 """None of which two ranks share evenly, but for the width."""
@@ -98,13 +100,10 @@ def test_attention_of_local_heads() -> None:
     mesh = init_device_mesh("cpu", (2,))
     given = [torch.randn(2, HEADS, LENGTH, 16, generator=torch.Generator().manual_seed(i)) for i in range(3)]
 
-    class Attention(nn.Module):
-        def forward(self, *x: Tensor) -> Tensor:
-            return functional.scaled_dot_product_attention(*x, is_causal=True)
-
+    attention = Runs(lambda self, *x: functional.scaled_dot_product_attention(*x, is_causal=True))
     plain = [t.clone().requires_grad_() for t in given]
-    Attention()(*plain).square().sum().backward()
-    model = nn.Sequential(Attention(), nn.Linear(1, 1))
+    attention(*plain).square().sum().backward()
+    model = nn.Sequential(attention, nn.Linear(1, 1))
     compress_saved_(model, LayerAware(attention=8))
     cut: Any = [distribute_tensor(t, mesh, [Shard(1)]).requires_grad_() for t in given]  # heads: 2 and 1
     with Calls() as calls:
@@ -158,3 +157,35 @@ def test_passes_for_some_gradients() -> None:
     up = every[1 + names.index("up.weight")]
     assert torch.allclose(some[0].full_tensor(), up.full_tensor(), rtol=1e-5)
     dist.barrier()
+
+
+def check(ranks: Ranks, layout: ParallelLayout, policy: str) -> None:
+    """Gradients and bytes of each rank against those of one process."""
+    plain, coded = (ranks.run(measured, layout, kind, ranks=layout.ranks) for kind in ("none", policy))
+    for before, after in zip(plain, coded, strict=True):
+        assert after["error"] == pytest.approx(after["error_alone"], rel=0.05)
+        share, share_alone = (after[key] / before[key] for key in ("kept_bytes", "kept_alone"))
+        assert share < 1.05 * share_alone, (share, share_alone)
+
+
+@pytest.mark.parametrize(("layout", "policy"), [
+    (ParallelLayout(tensor=2), "ours"),
+    (ParallelLayout(tensor=2, sequence=True), "published"),
+    (ParallelLayout(data=2), "published"),
+], ids=str)  # fmt: skip
+def test_gradients_and_bytes_are_those_of_one_process(ranks: Ranks, layout: ParallelLayout, policy: str):
+    check(ranks, layout, policy)
+
+
+@pytest.fixture(scope="module")
+def eight_ranks() -> Iterator[Ranks]:
+    processes = Ranks(8)
+    yield processes
+    processes.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sequence", [False, True])
+def test_eight_ranks_in_three_dimensions(eight_ranks: Ranks, sequence: bool):
+    """Two stages, cut over two ranks each, in two replicas with data of their own; gradients stored and sent in FP8."""
+    check(eight_ranks, ParallelLayout(pipeline=2, tensor=2, data=2, sequence=sequence), "published")

@@ -298,11 +298,11 @@ class Fused:
             ones = base_of(dtype)
             rows = bench.read_only("grad_out", ones * (shape[0] * shape[1]), shape, dtype)
             weight, bias = (bench.read_only(n, ones * shape[1], shape[1:], dtype) for n in ("weight", "bias"))
-            arguments: list[Any] = [*payloads] if gated else [*payloads, weight, bias]
+            arguments: list[Any] = [*payloads] if gated else [*payloads, weight, *([] if backward else [bias])]
             arguments += [rows] if backward else []
             arguments += [out() for _ in range(1 + 2 * backward * gated)]
             if backward and not gated:
-                arguments += [out(shape[1:]), out(shape[1:]), out()]
+                arguments += [out(shape[1:]), out(shape[1:])]
             arguments += [activation] if gated else [1e-6, centred, 0.0]
             getattr(torch.ops.lowbit, self._operator)(*arguments, *self._settings)
             return b"".join(room.content for room in rooms)

@@ -87,7 +87,7 @@ KERNELS: dict[str, Call] = {
 FUSED: dict[str, Call] = {
     "RMSNorm + GroupInt() encode": (norm, "encode", (M, V, None, P, M, *NORM, None)),
     "RMSNorm recompute": (norm, "recompute", (P, V, None, M, *NORM)),
-    "RMSNorm backward": (norm, "backward", (P, V, None, M, M, V, None, None, *NORM)),
+    "RMSNorm backward": (norm, "backward", (P, V, M, M, V, None, *NORM)),
     "SwiGLU + GroupInt() encode": (gated, "encode", (M, M, P, P, M, "silu", 4, 64, None)),
     "SwiGLU recompute": (gated, "recompute", (P, P, M, "silu", 4, 64)),
     "SwiGLU backward": (gated, "backward", (P, P, M, M, M, None, "silu", 4, 64)),

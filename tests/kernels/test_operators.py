@@ -13,9 +13,11 @@ from torch.library import opcheck
 
 from lowbit import kernels
 from lowbit.activations import LayerAware
-from lowbit.activations.compiled import name_of
+from lowbit.activations.follow import name_of
 from lowbit.codecs import Cast, GroupInt, TAHQuant
 from lowbit.kernels import operators
+from lowbit.kernels.exact import log2, smallest, uniform
+from lowbit.kernels.layout import pack, pack_flags, unpack, unpack_flags
 from tests.codecs.examples import bytes_of, encoded, rooms
 from tests.codecs.feature_int.examples import FEATURES
 
@@ -39,8 +41,8 @@ CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
         *(made(3, 70), torch.randn(70), torch.randn(70), torch.empty(3, 70)), *NORM, 4, 64,
     ),
     "norm_backward": lambda: (
-        *(made(3, 70), torch.randn(70), None, torch.randn(3, 70)),
-        *(torch.empty(3, 70), torch.empty(70), None, torch.empty(3, 70)), *NORM, 4, 64,
+        *(made(3, 70), torch.randn(70), torch.randn(3, 70)),
+        *(torch.empty(3, 70), torch.empty(70), None), *NORM, 4, 64,
     ),
     "gated_encode": lambda: (
         *(torch.randn(3, 70), torch.randn(3, 70), saved(3, 70), saved(3, 70), torch.empty(3, 70)),
@@ -149,25 +151,20 @@ def test_wrong_tensors_by_name_are_refused(name: str) -> None:
                 call(i, torch.empty(210))
 
 
-def test_wrong_tables_of_features_are_refused() -> None:
-    x, payload, inverse, offset, order, outliers, *how = CASES["feature_int_encode"]()
-    encode = torch.ops.lowbit.feature_int_encode
-    with pytest.raises(ValueError, match=r"scales is torch.float32 \(1, 69\).*float32 \(1, 70\)"):
-        encode(x, payload, inverse[:69], offset, order, outliers, *how)
-    with pytest.raises(ValueError, match=r"offset is torch.float32 \(69,\).*float32 \(70,\)"):
-        encode(x, payload, inverse, offset[:69], order, outliers, *how)
-    with pytest.raises(ValueError, match=r"order is torch.int64 .*expected contiguous torch.int32"):
-        encode(x, payload, inverse, offset, order.long(), outliers, *how)
-    with pytest.raises(ValueError, match="outliers is 70 of 70 features"):
-        encode(x, payload, inverse, offset, order, 70, *how)
-    with pytest.raises(ValueError, match="bits 9, .*allowed: .* 3 to 8"):
-        encode(x, payload, inverse, offset, order, outliers, 9, *how[1:])
-    payloads, out, scales, offset, order, outliers, bits, gain, divisor, accumulate = CASES["feature_int_decode"]()
-    decode = torch.ops.lowbit.feature_int_decode
-    with pytest.raises(ValueError, match=r"scales is torch.float32 \(3, 70\).*\(2, 70\)"):
-        decode(payloads[:2], out, scales, offset, order, outliers, bits, gain, divisor, accumulate)
-    with pytest.raises(ValueError, match="divisor 0, payloads 3; allowed"):
-        decode(payloads, out, scales, offset, order, outliers, bits, gain, 0, accumulate)
+@pytest.mark.parametrize(("way", "index", "change", "message"), [
+    ("encode", 2, lambda scales: scales[:69], r"scales is torch.float32 \(1, 69\)"),
+    ("encode", 3, lambda offset: offset[:69], r"offset is torch.float32 \(69,\)"),
+    ("encode", 4, torch.Tensor.long, "order is torch.int64"),
+    ("encode", 5, lambda _: 70, "outliers is 70 of 70"),
+    ("encode", 6, lambda _: 9, "bits 9, .*allowed: .* 3 to 8"),
+    ("decode", 0, lambda payloads: payloads[:2], r"scales is torch.float32 \(3, 70\)"),
+    ("decode", 8, lambda _: 0, "divisor 0, payloads 3"),
+])  # fmt: skip
+def test_wrong_tables_of_features_are_refused(way: str, index: int, change: Any, message: str) -> None:
+    given = [*CASES[f"feature_int_{way}"]()]
+    given[index] = change(given[index])
+    with pytest.raises(ValueError, match=message):
+        getattr(torch.ops.lowbit, f"feature_int_{way}")(*given)
 
 
 def test_wrong_settings_are_refused() -> None:
@@ -208,3 +205,64 @@ def test_a_missing_backend_is_said_once_or_refused(
     assert [r.message for r in caplog.records if "slow reference" in r.message] == [caplog.records[0].message]
     with kernels.backend("cpu"), pytest.raises(RuntimeError, match="backend 'cpu' needs numba"):
         GroupInt().encode(x)
+
+
+def test_log2_is_within_its_bound() -> None:
+    x = torch.logspace(-30, 30, 5001, base=2.0).float()
+    assert (log2(x) - x.double().log2()).abs().max() < 4e-6
+    assert log2(torch.tensor(8.0)) == 3
+
+
+def test_smallest_takes_the_first_of_equals() -> None:
+    key = torch.tensor([[2.0, 1.0, 1.0, float("inf"), 1.0], [0.0, 0.0, 0.0, 0.0, 0.0]])
+    assert smallest(key, torch.tensor([2, 2])).tolist() == [
+        [False, True, True, False, False],
+        [True, True, False, False, False],
+    ]
+    assert not smallest(key, torch.tensor([0, 0])).any()
+    assert smallest(key, torch.tensor([5, 5])).all()
+
+
+def test_uniform_numbers_are_uniform_and_differ_by_seed() -> None:
+    u = uniform(100_000, 1, torch.device("cpu"))
+    assert 0 <= u.min() < 1e-4
+    assert 1 - 1e-4 < u.max() < 1
+    # Six deviations of the mean and of the lag-one correlation of that many uniform numbers.
+    assert abs(u.mean() - 0.5) < 6 * (1 / 12 / 100_000) ** 0.5
+    assert abs(((u[1:] - 0.5) * (u[:-1] - 0.5)).mean()) < 6 / 12 / 100_000**0.5
+    assert not torch.equal(u, uniform(100_000, 2, torch.device("cpu")))
+
+
+def packed_one_by_one(codes: list[int], bits: int) -> list[int]:
+    """The definition, bit by bit: planes of 8, 4, 2 and 1 bits, low bits first, neighbours w bytes apart."""
+    out: list[int] = []
+    done = 0
+    for p in (8, 4, 2, 1):
+        if not bits & p:
+            continue
+        plane = [0] * (len(codes) * p // 8)
+        for i, code in enumerate(codes):
+            part = code >> done & (2**p - 1)
+            plane[i % len(plane)] |= part << (i // len(plane) * p)
+        out, done = out + plane, done + p
+    return out
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize("count", [8, 32, 64, 104])
+def test_pack_is_its_definition(bits: int, count: int) -> None:
+    codes = torch.randint(0, 2**bits, (3, count), dtype=torch.uint8, generator=torch.Generator().manual_seed(bits))
+    packed = pack(codes, bits)
+    assert packed.shape == (3, count * bits // 8)
+    assert packed.tolist() == [packed_one_by_one(row, bits) for row in codes.tolist()]
+    assert torch.equal(unpack(packed, bits), codes)
+
+
+@pytest.mark.parametrize("count", [0, 1, 8, 77])
+def test_flags(count: int) -> None:
+    flags = torch.rand(3, count, generator=torch.Generator().manual_seed(count)) < 0.3
+    packed = pack_flags(flags)
+    assert packed.shape == (3, -(-count // 8))
+    assert torch.equal(unpack_flags(packed, count), flags)
+    for row, bits in zip(packed, flags, strict=True):
+        assert all(bool(row[i // 8] >> (i % 8) & 1) == bool(f) for i, f in enumerate(bits))

@@ -1,8 +1,8 @@
 """Saves activations, which autograd keeps from forward to backward, in few bits (AGoQ, arXiv 2605.00539).
 
 A new model family needs changes only for what it computes differently: `structure` recognizes norms and activation
-functions, `experts` layers of experts, and `python_functions` autograd functions of other packages; `handlers` defines
-what a torch function saves, and `recipes` how backward rebuilds a tensor.
+functions, and `experts` layers of experts; `saved` lets autograd functions of other packages be followed; `handlers`
+defines what a torch function saves, and `recipes` how backward rebuilds a tensor.
 """
 
 from lowbit.activations.checkpoint import checkpoint_

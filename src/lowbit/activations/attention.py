@@ -9,7 +9,7 @@ dtypes of the forward pass, in which a mask with the lowest float32 stays finite
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,12 +19,11 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kernel
 
-from lowbit.activations.follow import TorchCall, encoded, handles, large_enough, say_once, source_of
-from lowbit.activations.formats import coarser, finer
+from lowbit.activations.follow import TorchCall, encoded, handles, say_once, source_of
 from lowbit.activations.functions import MatmulFunction, OutputFunction, first_order, owned
+from lowbit.activations.policy import coarser, finer
 from lowbit.activations.recipes import (
     Computed,
-    Derived,
     Form,
     Operand,
     Recipe,
@@ -33,7 +32,6 @@ from lowbit.activations.recipes import (
     attach_until_backward,
     decoded,
     recipe_of,
-    release,
 )
 from lowbit.codecs import Codec
 
@@ -48,7 +46,7 @@ def attention(call: TorchCall, query: Tensor, key: Tensor, value: Tensor, *args:
     separately rounded output would not: at 8 bits that caused over half of the error of a small Llama's gradients.
     """
     codec = call.codec("attention")
-    if codec is None or not large_enough(query) or not call.saves(query, key, value):
+    if codec is None or not call.saves(query, key, value):
         return NotImplemented
     options = dict(zip(_NAMES, args, strict=False)) | kwargs
     if options.get("dropout_p") and query.device.type != "cpu":
@@ -70,7 +68,7 @@ def attention(call: TorchCall, query: Tensor, key: Tensor, value: Tensor, *args:
     payloads = [encoded(c, x) for c, x in zip(codecs, inputs, strict=True)]
     repeated = _Repeated.apply(*inputs, mask, out, repeat, *payloads)
     saved = (*payloads, None if mask is None else mask.detach())
-    attach_until_backward(repeated, Recipe(AttentionOutput(repeat), saved))
+    attach_until_backward(repeated, Recipe(repeat, saved))
     return repeated
 
 
@@ -117,20 +115,12 @@ class _Repeat:
         gradients = iter(torch.autograd.grad(out, wanted, grad_out))
         return [next(gradients) if is_needed else None for is_needed in needed]
 
-
-@dataclass(frozen=True)
-class AttentionOutput:
-    """Rebuilds attention's output from saved q, k, v and mask."""
-
-    repeat: _Repeat
-
     def rebuild(self, saved: SavedTensors, dtype: torch.dtype) -> Tensor:
-        """Run attention on the rounded inputs; attention's own backward, which follows, uses the same graph."""
-        repeat = self.repeat
-        if not repeat.ready:
-            repeat.ready.append(repeat.run(saved, (True, True, True, repeat.mask_is_trained)))
-            torch.autograd.Variable._execution_engine.queue_callback(repeat.ready.clear)  # pyright: ignore
-        return repeat.ready[0][1].detach().to(dtype)
+        """Attention's output; attention's own backward, which follows, uses the same graph."""
+        if not self.ready:
+            self.ready.append(self.run(saved, (True, True, True, self.mask_is_trained)))
+            torch.autograd.Variable._execution_engine.queue_callback(self.ready.clear)  # pyright: ignore
+        return self.ready[0][1].detach().to(dtype)
 
 
 class _Repeated(torch.autograd.Function):
@@ -148,9 +138,14 @@ class _Repeated(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
-        saved = ctx.saved_tensors
-        release(ctx)
-        return *ctx.repeat.gradients(saved, grad_out, ctx.needs_input_grad[:4]), None, None, None, None, None
+        return (
+            *ctx.repeat.gradients(ctx.saved_tensors, grad_out, ctx.needs_input_grad[:4]),
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def product_of_two(
@@ -165,7 +160,7 @@ def product_of_two(
     if added is not None and (added.requires_grad or added.is_inference()):
         return NotImplemented
     # PyTorch saves a factor only if the other one's gradient is needed; a constant factor is kept by reference.
-    if not (x.requires_grad and y.requires_grad and large_enough(x) and large_enough(y) and call.saves(x, y)):
+    if not (x.requires_grad and y.requires_grad and call.saves(x, y) and call.saves(y)):
         return NotImplemented
     codec = call.codec("attention")
     kwargs = {} if added is None else {"beta": beta, "alpha": alpha}
@@ -174,10 +169,10 @@ def product_of_two(
     # Softmax amplifies errors of q and k, so they get more bits than v.
     fine = codec if codec is None or any(map(_is_softmax, (x, y))) else finer(codec)
     found = [(t, *source_of(t, fine, out.dtype)) for t in (x, y)]
-    parts = tuple(Operand(rebuilt, t.shape, out.dtype, len(saved)) for t, rebuilt, saved in found)
+    parts = tuple(Operand(rebuilt, t.shape, len(saved), out.dtype) for t, rebuilt, saved in found)
     saved = (*found[0][2], *found[1][2])
     rest = () if added is None or not beta else (added.detach(),)  # unused if beta is 0, and may be overwritten
-    form = Computed(parts, functools.partial(_product, beta, alpha), len(rest))
+    form = Computed(parts, functools.partial(_product, beta, alpha))
     out = MatmulFunction.apply(x, y, out, parts, alpha, saved)
     attach_until_backward(out, Recipe(form, (*saved, *rest)))
     return out
@@ -202,23 +197,17 @@ def baddbmm(
 def _recipe_of(x: Any) -> Recipe | None:
     """The recipe of `x` if it is derived from a product of two activations."""
     recipe = recipe_of(x) if isinstance(x, Tensor) and x.requires_grad else None
-    return recipe if recipe is not None and isinstance(recipe.form, Computed) else None
+    is_ours = recipe is not None and isinstance(recipe.form, Computed) and recipe.form.parts[0].dtype is not None
+    return recipe if is_ours else None
 
 
 def _is_softmax(x: Tensor) -> bool:
     """Whether a tensor is softmax's output, perhaps after dropout."""
     recipe = recipe_of(x)
     form: Form | None = None if recipe is None else recipe.form
-    while isinstance(form, Derived):
-        form = form.parent.form
-    return isinstance(form, Computed) and isinstance(form.function, _Softmax)
-
-
-def _then(recipe: Recipe, x: Tensor, function: Callable[..., Tensor], *tensors: Tensor) -> Recipe:
-    """The recipe of a function of `x`, whose own recipe is given, and of other tensors."""
-    saved = recipe.saved() or ()
-    part = Operand(recipe.rebuilt, x.shape, x.dtype, len(saved))
-    return Recipe(Computed((part,), function, len(tensors)), tensors, parent=recipe)
+    while isinstance(form, Computed) and form.parts[0].dtype is None:
+        form = form.parts[0].rebuilt.form
+    return isinstance(form, Computed) and getattr(form.function, "func", None) is torch.softmax
 
 
 _IN_PLACE = {
@@ -245,7 +234,7 @@ def elementwise(call: TorchCall, input: Any, other: Any, *value: Any) -> Any:
         return NotImplemented
     places = tuple(_GIVEN if isinstance(arg, Tensor) else arg for arg in (other, *value))
     function = functools.partial(_with, _IN_PLACE.get(call.func, call.func), places)
-    before = _then(recipe, input, function, *tensors)
+    before = recipe.derived(input.shape, function, *tensors, dtype=input.dtype)
     out = call.func(input, other, *value)
     if isinstance(out, Tensor) and out.shape == input.shape:
         attach(out, before)
@@ -278,22 +267,11 @@ def functional_softmax(
 @handles(torch.softmax, Tensor.softmax)
 def softmax(call: TorchCall, input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
     """Handle `torch.softmax` and the method like `functional.softmax`."""
-    function = _Softmax(dim)
-    return _output(call, input, {"dim": dim, "dtype": dtype}, function, function.gradient)
 
+    def gradient(grad_out: Tensor, out: Tensor) -> Tensor:
+        return torch.ops.aten._softmax_backward_data(grad_out, out, dim, out.dtype)
 
-class _Softmax:
-    """Softmax over a dimension, in the dtype of its forward."""
-
-    def __init__(self, dim: int) -> None:
-        self.dim = dim
-        self.dtype: torch.dtype | None = None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return torch.softmax(x, self.dim, dtype=self.dtype)
-
-    def gradient(self, grad_out: Tensor, out: Tensor) -> Tensor:
-        return torch.ops.aten._softmax_backward_data(grad_out, out, self.dim, out.dtype)
+    return _output(call, input, {"dim": dim, "dtype": dtype}, torch.softmax, gradient)
 
 
 def _output(call: TorchCall, x: Tensor, kwargs: dict[str, Any], function: Any, gradient: Any) -> Any:
@@ -303,9 +281,9 @@ def _output(call: TorchCall, x: Tensor, kwargs: dict[str, Any], function: Any, g
         return NotImplemented
     with torch.no_grad():
         out = call.func(x.detach(), **kwargs)
-    if isinstance(function, _Softmax):
-        function.dtype = out.dtype
-    own = _then(recipe, x, function)
+    if kwargs:  # autocast may have chosen another dtype
+        function = functools.partial(function, **kwargs | {"dtype": out.dtype})
+    own = recipe.derived(x.shape, function, dtype=x.dtype)
     own.rebuilt.add_user()
     out = OutputFunction.apply(x, out, own.rebuilt, gradient, own.saved())
     attach_until_backward(out, own)

@@ -7,13 +7,12 @@ Every slot is emptied when it is read; reading it once more makes the layer run 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -28,16 +27,8 @@ from lowbit.codecs.checks import FLOATS
 
 log = logging.getLogger(__name__)
 MARK = "_lowbit_checkpointed"
+"""The attribute of a checkpointed layer that holds its own forward."""
 _now = threading.local()
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class CheckpointedLayer:
-    """A checkpointed layer: its name, its own forward, and the format of its input; None: unchanged."""
-
-    name: str
-    own: Callable[..., Any]
-    codec: Codec | None
 
 
 def checkpoint_(layer: nn.Module, *, codec: Codec | None = None, name: str = "") -> None:
@@ -57,23 +48,28 @@ def checkpoint_(layer: nn.Module, *, codec: Codec | None = None, name: str = "")
     Raises:
         ValueError: the layer is checkpointed already, by this function or by Hugging Face.
     """
-    if MARK in vars(layer) or getattr(layer, "gradient_checkpointing", False):
+    if is_checkpointed(layer) or getattr(layer, "gradient_checkpointing", False):
         raise ValueError(
             f"layer {name!r} is checkpointed already; allowed: restore_(model), and "
             "model.gradient_checkpointing_disable() of Hugging Face, first"
         )
-    mark = CheckpointedLayer(name=name, own=layer.forward, codec=codec)
-    layer.forward = functools.partial(_checkpointed_forward, layer, mark)
-    setattr(layer, MARK, mark)
+    own = layer.forward
+    layer.forward = functools.partial(_checkpointed_forward, layer, own, codec, name)
+    setattr(layer, MARK, own)
+
+
+def is_checkpointed(layer: nn.Module) -> bool:
+    """Whether `checkpoint_` has changed this module."""
+    return MARK in vars(layer)
 
 
 def restore_checkpointed(layer: nn.Module) -> None:
     """Undo `checkpoint_`; other modules are not changed."""
-    mark: CheckpointedLayer | None = vars(layer).pop(MARK, None)
-    if mark is not None:
+    own = vars(layer).pop(MARK, None)
+    if own is not None:
         del layer.forward
-        if layer.forward != mark.own:
-            layer.forward = mark.own
+        if layer.forward != own:
+            layer.forward = own
 
 
 def first_pass() -> bool:
@@ -132,9 +128,9 @@ class _Call:
             something after it. saved_at_last: number of slots after it had run.
     """
 
-    def __init__(self, layer: CheckpointedLayer, x: Tensor, run: Callable[[Tensor], Any]) -> None:
-        self.layer, self.run, self.x, self.wants_grad = layer, run, x, x.requires_grad
-        codec = layer.codec if x.dtype in FLOATS and x.numel() and not hasattr(x, "to_local") else None
+    def __init__(self, name: str, codec: Codec | None, x: Tensor, run: Callable[[Tensor], Any]) -> None:
+        self.name, self.run, self.x, self.wants_grad = name, run, x, x.requires_grad
+        codec = codec if x.dtype in FLOATS and x.numel() and not hasattr(x, "to_local") else None
         self.codec, self.shape, self.dtype = codec, x.shape, x.dtype
         self.kept = x.detach() if codec is None else codec.encode(x.detach())
         self.version = self.kept._version
@@ -152,13 +148,19 @@ class _Call:
 
     def first(self, given: list[Tensor]) -> Any:
         """Run the layer, with slots in place of what it saves; `given`: the tensors among its arguments."""
+
+        def reserve(value: Tensor) -> _Slot:
+            slot = _Slot(self)
+            self.slots.append(weakref.ref(slot))
+            return slot
+
         versions = [t._version for t in given]
-        with self._active(), saved_tensors_hooks(self._reserve, _Slot.take):
+        with self._active(), saved_tensors_hooks(reserve, _Slot.take):
             out = self.run(self.x)
         del self.x
         if versions != [t._version for t in given]:
             raise RuntimeError(
-                f"layer {self.layer.name!r} changes an argument in place, so it cannot run again from it; "
+                f"layer {self.name!r} changes an argument in place, so it cannot run again from it; "
                 "allowed: keep or low-bit for this layer, or a layer that leaves its arguments as they are"
             )
         if len(self.slots) > self.saved_at_last:
@@ -170,7 +172,7 @@ class _Call:
     def run_again(self) -> None:
         if self.codec is None and self.kept._version != self.version:
             raise RuntimeError(
-                f"the input of layer {self.layer.name!r} was changed in place after the layer ran, so it cannot run "
+                f"the input of layer {self.name!r} was changed in place after the layer ran, so it cannot run "
                 "again from it; allowed: a low-bit input for this layer, or no changes in place"
             )
         x = self.kept
@@ -192,23 +194,27 @@ class _Call:
 
         self.again, self.linears = True, 0
         try:
-            with self._as_before(), self._active(), torch.enable_grad(), saved_tensors_hooks(fill, lambda value: value):
-                self.run(x)
+            with ExitStack() as stack:
+                for kind, dtype, enabled in self.autocast:
+                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
+                if self.random is not None:
+                    stack.enter_context(torch.random.fork_rng(self.devices, device_type=self.device))
+                    torch.set_rng_state(self.random)
+                    if self.devices:
+                        set_device_states(self.devices, self.states, device_type=self.device)
+                stack.enter_context(self._active())
+                with torch.enable_grad(), saved_tensors_hooks(fill, lambda value: value):
+                    self.run(x)
         except _Filled:
             return
         finally:
             self.again = False
         raise RuntimeError(
-            f"layer {self.layer.name!r} saved {len(self.slots)} tensors for backward, but {position} when it ran "
+            f"layer {self.name!r} saved {len(self.slots)} tensors for backward, but {position} when it ran "
             "again; allowed: layers that compute the same both times"
         )
 
-    def _reserve(self, value: Tensor) -> _Slot:
-        slot = _Slot(self)
-        self.slots.append(weakref.ref(slot))
-        return slot
-
-    @contextlib.contextmanager
+    @contextmanager
     def _active(self) -> Iterator[None]:
         """Make this the current call; keep autocast from caching casts of weights until the model's forward ends."""
         before, _now.call = getattr(_now, "call", None), self
@@ -220,37 +226,34 @@ class _Call:
             torch.set_autocast_cache_enabled(cached)
             _now.call = before
 
-    @contextlib.contextmanager
-    def _as_before(self) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            for kind, dtype, enabled in self.autocast:
-                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
-            if self.random is not None:
-                stack.enter_context(torch.random.fork_rng(self.devices, device_type=self.device))
-                torch.set_rng_state(self.random)
-                if self.devices:
-                    set_device_states(self.devices, self.states, device_type=self.device)
-            yield
-
 
 @torch.compiler.disable(reason="a layer checkpointed by lowbit runs again from the input that it kept")
-def _checkpointed_forward(module: nn.Module, layer: CheckpointedLayer, *args: Any, **kwargs: Any) -> Any:
+def _checkpointed_forward(
+    module: nn.Module, own: Callable[..., Any], codec: Codec | None, name: str, *args: Any, **kwargs: Any
+) -> Any:
     if not (torch.is_grad_enabled() and module.training):
-        return layer.own(*args, **kwargs)
+        return own(*args, **kwargs)
     given: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
     tensors = [t for t in tree_leaves(given) if isinstance(t, Tensor)]
     if not any(t.requires_grad for t in (*tensors, *module.parameters())):
-        return layer.own(*args, **kwargs)
-    key = _key_of_input(layer, given)
+        return own(*args, **kwargs)
+    floats = {k: t for k, t in given.items() if isinstance(t, Tensor) and t.is_floating_point()}
+    if not floats:
+        raise RuntimeError(
+            f"layer {name!r} is checkpointed, but none of its arguments is a tensor of floats; allowed: keep or "
+            "low-bit for this layer, or one that takes its input as an argument of its own"
+        )
+    first = "hidden_states" if "hidden_states" in floats else next(iter(floats))
+    key = next((k for k, t in floats.items() if t.requires_grad), first)  # of the tensor to keep
     given = {k: None if hasattr(value, "get_seq_length") else value for k, value in given.items()}
     if any(given[k] is not value for k, value in enumerate(args)) or any(given[k] is not kwargs[k] for k in kwargs):
         _say_no_cache()
 
     def run(x: Tensor) -> Any:
         values = given | {key: x}
-        return layer.own(*(values[k] for k in range(len(args))), **{k: values[k] for k in kwargs})
+        return own(*(values[k] for k in range(len(args))), **{k: values[k] for k in kwargs})
 
-    return _Call(layer, given[key], run).first(tensors)
+    return _Call(name, codec, given[key], run).first(tensors)
 
 
 @functools.cache
@@ -259,15 +262,3 @@ def _say_no_cache() -> None:
         "checkpointed layers run again, so they leave out the cache of keys and values that they are given; "
         "allowed: use_cache=False in training"
     )
-
-
-def _key_of_input(layer: CheckpointedLayer, given: dict[int | str, Any]) -> int | str:
-    """Position or name of the tensor to keep: the first one with a gradient, or else the first one of floats."""
-    floats = {k: t for k, t in given.items() if isinstance(t, Tensor) and t.is_floating_point()}
-    if not floats:
-        raise RuntimeError(
-            f"layer {layer.name!r} is checkpointed, but none of its arguments is a tensor of floats; allowed: keep or "
-            "low-bit for this layer, or one that takes its input as an argument of its own"
-        )
-    first = "hidden_states" if "hidden_states" in floats else next(iter(floats))
-    return next((k for k, t in floats.items() if t.requires_grad), first)

@@ -1,12 +1,13 @@
-"""Counts the bytes that autograd saves for backward, by layer type."""
+"""Counts the bytes that autograd saves for backward, by layer type, and names functions that save whole tensors."""
 
 from __future__ import annotations
 
+import re
 import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -75,7 +76,8 @@ class SavedBytes:
     def reset(self) -> None:
         """Reset the peak to the bytes that are held now; counting continues."""
         with self._lock:
-            self._remember()
+            self.peak = {kind: size for kind, size in self.held.items() if size}
+            self.modules = {name: size for name, size in self._by_module.items() if size}
 
     def _add(self, key: int, size: int, kind: str, module: str) -> None:
         with self._lock:
@@ -85,7 +87,7 @@ class SavedBytes:
                 self.held[kind] += size
                 self._by_module[kind, module] += size
                 if self.now >= self.total:
-                    self._remember()
+                    self.reset()
 
     def _release(self, key: int) -> None:
         with self._lock:
@@ -95,10 +97,6 @@ class SavedBytes:
                 _, size, kind, module = self._storages.pop(key)
                 self.held[kind] -= size
                 self._by_module[kind, module] -= size
-
-    def _remember(self) -> None:
-        self.peak = {kind: size for kind, size in self.held.items() if size}
-        self.modules = {name: size for name, size in self._by_module.items() if size}
 
 
 def _without_weights(sizes: Mapping[str, int]) -> int:
@@ -118,7 +116,7 @@ class _Packed:
             self._saved._release(key)
 
 
-class ModuleWatch:
+class _Watch:
     """Follows which module of a model is running, and counts the tensors that it saves."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -126,24 +124,19 @@ class ModuleWatch:
         self.path: list[tuple[str, nn.Module]] = []
         self._inputs: set[int] = set()
         self._own = {key_of(t) for t in [*model.parameters(), *model.buffers()] for t in parts_of(t)}
-        self._handles: list[Any] = []
+        self.handles: list[Any] = []
         for name, module in model.named_modules():
-            self._handles += [
-                module.register_forward_pre_hook(self._enter(name), with_kwargs=True),
+            # Not a functools.partial: `experts` recognizes hooks of this library by their module.
+            def enter(module: nn.Module, *inputs: Any, name: str = name) -> None:
+                if not self.path:
+                    tensors = [t for t in tree_leaves(inputs) if isinstance(t, Tensor)]
+                    self._inputs = {key_of(part) for t in tensors for part in parts_of(t)}
+                self.path.append((name, module))
+
+            self.handles += [
+                module.register_forward_pre_hook(enter, with_kwargs=True),
                 module.register_forward_hook(self._leave, always_call=True),
             ]
-
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        """Count tensors saved in the block, and stop following modules at its end."""
-        _watching.append(self)
-        try:
-            with saved_tensors_hooks(self._pack, lambda packed: packed.tensor):
-                yield
-        finally:
-            _watching.remove(self)
-            for handle in self._handles:
-                handle.remove()
 
     def count(self, tensor: Tensor) -> list[int]:
         if torch._C._current_graph_task_id() != -1:  # recomputed in backward, so not kept from forward
@@ -161,29 +154,19 @@ class ModuleWatch:
             keys.append(key)
         return keys
 
-    def _enter(self, name: str) -> Any:
-        # Not a functools.partial: `structure.passive` recognizes hooks of this library by their module.
-        def enter(module: nn.Module, *inputs: Any) -> None:
-            if not self.path:
-                tensors = [t for t in tree_leaves(inputs) if isinstance(t, Tensor)]
-                self._inputs = {key_of(part) for t in tensors for part in parts_of(t)}
-            self.path.append((name, module))
-
-        return enter
-
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self.path.pop()
         if not self.path:
             self._inputs = set()  # their memory may be reused, so their keys are no longer valid
 
-    def _pack(self, tensor: Tensor) -> _Packed:
+    def pack(self, tensor: Tensor) -> _Packed:
         # Detach outputs, which would form a cycle with the graph. Keep other tensors as the same object, by which
         # lowbit's own functions recognize payloads that are saved already.
         held = tensor.detach() if tensor.requires_grad else tensor
         return _Packed(held, self.saved, self.count(tensor))
 
 
-_watching: list[ModuleWatch] = []
+_watching: list[_Watch] = []
 
 
 @contextmanager
@@ -210,9 +193,15 @@ def counted(model: nn.Module) -> Iterator[SavedBytes]:
     Yields:
         The count, which is still updated after the block for tensors saved inside.
     """
-    watch = ModuleWatch(model)
-    with watch.active():
-        yield watch.saved
+    watch = _Watch(model)
+    _watching.append(watch)
+    try:
+        with saved_tensors_hooks(watch.pack, lambda packed: packed.tensor):
+            yield watch.saved
+    finally:
+        _watching.remove(watch)
+        for handle in watch.handles:
+            handle.remove()
 
 
 def note(packed: object, tensors: Iterable[Tensor]) -> None:
@@ -248,3 +237,52 @@ def copies_a_weight(tensor: Tensor, module: nn.Module) -> bool:
         for part in parts_of(parameter.detach())
         for x in (tensor.detach(), tensor.detach().t())
     )
+
+
+_EXPECTED = ("ScaledDotProduct", "LogSoftmax", "NllLoss", "CrossEntropy", "CheckpointFunction")
+_WORTH_NAMING = 0.1  # share of what is kept
+
+
+def uncompressed(module: nn.Module, inputs: Any, output: Any) -> list[str] | None:
+    """Functions whose whole tensors are more than a tenth of what a graph keeps, largest first; None: it keeps nothing.
+
+    Parameters, buffers and inputs do not count, nor what hooks on saved tensors keep elsewhere. Reading the graph,
+    unlike hooks, changes nothing, and runs no checkpointed layer again.
+    """
+    given = [t for t in tree_leaves(inputs) if isinstance(t, Tensor)]
+    seen = {key_of(part) for t in [*module.parameters(), *module.buffers(), *given] for part in parts_of(t)}
+    nodes = {None, *(t.grad_fn for t in given)}  # what computed the inputs is not the module's
+    saved: list[tuple[bool, str, Tensor]] = []
+    # A result that is a dataclass may be unknown to PyTorch.
+    results = tree_leaves([output, getattr(output, "__dict__", None)])
+    new: list[Any] = [t.grad_fn for t in results if isinstance(t, Tensor)]
+    while new:
+        if (node := new.pop()) in nodes:
+            continue
+        nodes.add(node)
+        new += [function for function, _ in node.next_functions]
+        ours = getattr(type(node), "_forward_cls", type(node)).__module__.startswith("lowbit.")
+        expected = ours or any(word in node.name() for word in _EXPECTED)
+        saved += [(expected, re.sub(r"Backward\d*$", "", node.name()), tensor) for tensor in _saved_by(node)]
+    kept, whole = 0, Counter()
+    for expected, name, tensor in sorted(saved, key=lambda each: not each[0]):  # who saves these too adds nothing
+        if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):  # FSDP creates its own late
+            continue
+        for part in parts_of(tensor):
+            if key_of(part) not in seen:
+                seen.add(key_of(part))
+                size = part.untyped_storage().nbytes()
+                kept += size
+                whole[name] += size if part.is_floating_point() and not expected else 0
+    return [name for name, size in whole.most_common() if size > _WORTH_NAMING * kept] if kept else None
+
+
+def _saved_by(node: Any) -> list[Tensor]:
+    found: list[Any] = []
+    with suppress(RuntimeError):  # a backward inside the forward pass has freed them
+        for name in dir(node):
+            if name.startswith("_raw_saved_"):
+                value = getattr(node, name)
+                found += value if isinstance(value, tuple | list) else [value]
+    held = (getattr(each.data, "tensor", each.data) for each in found)  # `counted` holds tensors in an object
+    return [each for each in held if isinstance(each, Tensor)]

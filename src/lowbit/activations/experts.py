@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lowbit.activations import structure
-from lowbit.activations.follow import MARK, Layer, TorchCall, large_enough
+from lowbit.activations.follow import MARK, Layer, TorchCall
 from lowbit.activations.functions import first_order, needed_now
 from lowbit.activations.gated import reference as gated
 from lowbit.activations.recipes import Rebuilt, SavedTensors, is_fused, plain_gated, room
@@ -38,16 +38,19 @@ _ROWS = 4096  # rows at a time, where float32 copies are needed
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """The formula of a layer: names of the weights, whether they are (E, inputs, outputs), and the gate."""
+    """The formula of a layer: the name of the first weights, whether they are (E, inputs, outputs), and the gate."""
 
     up: str
-    down: str
     transposed: bool
     gate: Gate
 
     def weights(self, module: Any) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-        up, down = getattr(module, self.up), getattr(module, self.down)
-        return up, getattr(module, f"{self.up}_bias", None), down, getattr(module, f"{self.down}_bias", None)
+        up, down = getattr(module, self.up), getattr(module, _DOWN)
+        return up, getattr(module, f"{self.up}_bias", None), down, getattr(module, f"{_DOWN}_bias", None)
+
+    def inputs_first(self, weight: Tensor) -> Tensor:
+        """Convert a weight, or its gradient, to (E, I, O), or back."""
+        return weight if self.transposed else weight.transpose(1, 2)
 
 
 def experts_like(module: nn.Module) -> Experts | None:
@@ -64,7 +67,7 @@ def experts_like(module: nn.Module) -> Experts | None:
         outputs, inner = own[up].shape[2 if transposed else 1], own[_DOWN].shape[1 if transposed else 2]
         gate = _gate(module, outputs == 2 * inner) if outputs in (inner, 2 * inner) else None
         if gate is not None:
-            experts = Experts(up=up, down=_DOWN, transposed=transposed, gate=gate)
+            experts = Experts(up=up, transposed=transposed, gate=gate)
             if all(_computes(module, experts, scale) for scale in (0.1, 1.0)):
                 return experts
     return None
@@ -97,7 +100,7 @@ def _computes(module: nn.Module, experts: Experts, scale: float) -> bool:
     """Whether a module computes this formula with weights of this scale."""
     numbers = functools.partial(torch.randn, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
     outputs, count = _INNER * (2 if experts.gate.has_up else 1), len(getattr(module, experts.up))
-    sizes = {experts.up: (_INPUTS, outputs), experts.down: (_INNER, _INPUTS)}
+    sizes = {experts.up: (_INPUTS, outputs), _DOWN: (_INNER, _INPUTS)}
     small = {
         name: numbers(count, *(size if experts.transposed else size[::-1])) * scale for name, size in sizes.items()
     }
@@ -112,10 +115,9 @@ def _computes(module: nn.Module, experts: Experts, scale: float) -> bool:
     routing = Routing.of(index, count)
     if y is None or y.shape != x.shape or routing is None:
         return False
-    form = ExpertsLayout(gate=experts.gate, codec=None, transposed=experts.transposed, dtype=torch.float32)
     first, last = ((small[name], small.get(f"{name}_bias")) for name in sizes)
     with torch.no_grad():
-        expected = ExpertsFunction.apply(x, weights, *first, *last, form, routing, None, ())
+        expected = ExpertsFunction.apply(x, weights, *first, *last, experts, None, x.dtype, routing, None, ())
     return torch.allclose(y, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 
 
@@ -131,19 +133,20 @@ def _run(module: Any, layer: Layer, *args: Any, **kwargs: Any) -> Any:
     """A mixture-of-experts layer that saves hidden states, once, and what the gate gets, in few bits."""
     formula: Experts = layer.formula
     call = TorchCall(layer.own, module, layer)
-    inputs = _inputs(layer.own, args, kwargs)
-    routing = None
-    if inputs is not None and _is_passive(module):
-        routing = _routing(call, formula, *inputs)
+    inputs = _inputs(layer.own, args, kwargs) if _is_passive(module) else None
+    routing = None if inputs is None else _routing(call, formula, *inputs)
     if inputs is None or routing is None:
         return layer.own(*args, **kwargs)
     x, _, weights = inputs
     up, up_bias, down, down_bias = formula.weights(module)
-    dtype = _compute_dtype(module, x, up)
-    form = ExpertsLayout(gate=formula.gate, codec=layer.codec, transposed=formula.transposed, dtype=dtype)
+    dtype, way = up.dtype, getattr(getattr(module, "config", None), "_experts_implementation", None)
+    if torch.is_autocast_enabled(x.device.type) and way != "grouped_mm":  # it does not know autocast
+        dtype = torch.get_autocast_dtype(x.device.type)
     with torch._C.DisableTorchFunction():
         rebuilt, saved = call.source(x, dtype) if up.requires_grad else (None, ())
-        return ExpertsFunction.apply(x, weights, up, up_bias, down, down_bias, form, routing, rebuilt, saved)
+        return ExpertsFunction.apply(
+            x, weights, up, up_bias, down, down_bias, formula, call.codec(layer.kind), dtype, routing, rebuilt, saved
+        )
 
 
 def _run_as_it_is(module: Any, layer: Layer, *args: Any, **kwargs: Any) -> Any:
@@ -169,9 +172,7 @@ def _inputs(own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
 def _routing(call: TorchCall, formula: Experts, x: Tensor, index: Tensor, weights: Tensor) -> Routing | None:
     """The routing of a call; None if the module's own forward has nothing to save, or has to raise an error."""
     tensors = [t for t in formula.weights(call.module) if t is not None]
-    if not large_enough(x) or tensors[0].shape[1 if formula.transposed else 2] != x.shape[1]:
-        return None
-    if not call.saves(x, weights, *tensors):
+    if tensors[0].shape[1 if formula.transposed else 2] != x.shape[1] or not call.saves(x, weights, *tensors):
         return None
     if {t.device for t in (x, index, weights, *tensors)} != {x.device}:
         return None
@@ -187,15 +188,6 @@ def _is_passive(module: nn.Module) -> bool:
     hooks = [hook for c in module.children() for kind in structure._HOOKS for hook in getattr(c, kind).values()]
     drops = any(isinstance(c, nn.Dropout) and c.training and c.p > 0 for c in module.children())
     return not drops and all(getattr(hook, "__module__", "").startswith("lowbit.activations") for hook in hooks)
-
-
-def _compute_dtype(module: Any, x: Tensor, weight: Tensor) -> torch.dtype:
-    """The dtype of the products: autocast's, which PyTorch's grouped product does not know."""
-    config = getattr(module, "config", None)
-    is_grouped = getattr(config, "_experts_implementation", None) == "grouped_mm"
-    if is_grouped or not torch.is_autocast_enabled(x.device.type):
-        return weight.dtype
-    return torch.get_autocast_dtype(x.device.type)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,20 +237,6 @@ class Gate:
         return grad, out
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExpertsLayout:
-    """Layout and dtype of a layer: `transposed` weights are (E, I, O), others (E, O, I); products are in `dtype`."""
-
-    gate: Gate
-    codec: Codec | None
-    transposed: bool
-    dtype: torch.dtype
-
-    def inputs_first(self, weight: Tensor) -> Tensor:
-        """Convert a weight, or its gradient, to (E, I, O), or back."""
-        return weight if self.transposed else weight.transpose(1, 2)
-
-
 class ExpertsFunction(torch.autograd.Function):
     """sum over a token's choices of weight * down_e(gate(up_e(x))), where e is the expert that it chose."""
 
@@ -266,18 +244,19 @@ class ExpertsFunction(torch.autograd.Function):
     def forward(
         ctx: Any, x_NI: Tensor, weights_NK: Tensor,
         up: Tensor, up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None,
-        form: ExpertsLayout, routing: Routing, rebuilt: Rebuilt | None, saved: SavedTensors,
+        form: Experts, codec: Codec | None, dtype: torch.dtype,
+        routing: Routing, rebuilt: Rebuilt | None, saved: SavedTensors,
     ) -> Tensor:  # fmt: skip
-        """`rebuilt`: x in backward, from `saved`; None if `up` is frozen."""
+        """`codec`: of the gate; `dtype`: of products; `rebuilt`: x in backward, from `saved`; None: `up` is frozen."""
         ctx.present = (True, True, True, up_bias is not None, True, down_bias is not None)
-        ctx.form, ctx.rebuilt, ctx.ends, ctx.choices = form, rebuilt, routing.ends, routing.choices
-        ctx.x_dtype = x_NI.dtype
+        ctx.form, ctx.codec, ctx.rebuilt, ctx.ends, ctx.choices = form, codec, rebuilt, routing.ends, routing.choices
+        ctx.x_dtype, ctx.dtype = x_NI.dtype, dtype
         with torch.autocast(x_NI.device.type, enabled=False):
-            pre_SO = product(routing.gather(x_NI).to(form.dtype), form.inputs_first(up), routing)
+            pre_SO = product(routing.gather(x_NI).to(dtype), form.inputs_first(up), routing)
             ctx.width = pre_SO.shape[1]
             if up_bias is not None:
                 pre_SO = pre_SO + bias_rows(up_bias, routing)
-            inner_SF, of_gate = form.gate.encode(pre_SO, form.codec, form.dtype)
+            inner_SF, of_gate = form.gate.encode(pre_SO, codec, dtype)
             del pre_SO
             out_SI = product(inner_SF, form.inputs_first(down), routing)
             del inner_SF
@@ -294,39 +273,38 @@ class ExpertsFunction(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
         weights_NK, up, down, up_bias, down_bias, order, *rest = ctx.saved_tensors
         of_gate, saved = tuple(rest[: ctx.of_gate]), tuple(rest[ctx.of_gate :])
-        form: ExpertsLayout = ctx.form
+        form: Experts = ctx.form
         routing = Routing(order, ctx.ends, ctx.choices)
         needs_x, needs_weights, needs_up, needs_up_bias, needs_down, needs_down_bias = needed_now(ctx)
         grad_x = grad_weights = grad_up = grad_up_bias = grad_down = grad_down_bias = None
-        with torch.autocast(grad_out.device.type, enabled=False):
-            g_SI = routing.gather(grad_out.to(form.dtype))
-            weights_S1 = weights_NK.reshape(-1, 1).index_select(0, order).to(form.dtype)
-            unweighted_SF = product(g_SI, form.inputs_first(down).transpose(1, 2), routing)
-            grad_pre_SO, inner_SF = form.gate.backward(of_gate, form.codec, unweighted_SF * weights_S1, ctx.width)
-            if needs_weights:
-                along_S = (unweighted_SF * inner_SF).sum(-1, dtype=torch.float32)
-                if down_bias is not None:
-                    along_S += (g_SI * bias_rows(down_bias, routing)).sum(-1, dtype=torch.float32)
-                grad_weights = torch.zeros(weights_NK.numel(), dtype=torch.float32, device=grad_out.device)
-                grad_weights = grad_weights.index_copy_(0, order.long(), along_S).view_as(weights_NK)
-                grad_weights = grad_weights.to(weights_NK.dtype)
-            del unweighted_SF
-            g_SI *= weights_S1
-            if needs_down_bias and down_bias is not None:
-                grad_down_bias = bias_gradient(g_SI, down_bias, routing)
-            if needs_down:
-                grad_down = form.inputs_first(weight_gradient(inner_SF, g_SI, form.inputs_first(down), routing))
-            del g_SI, inner_SF
-            if needs_up_bias and up_bias is not None:
-                grad_up_bias = bias_gradient(grad_pre_SO, up_bias, routing)
-            if needs_up:
-                x_SI = routing.gather(ctx.rebuilt.get(saved, form.dtype).reshape(len(weights_NK), -1))
-                grad_up = form.inputs_first(weight_gradient(x_SI, grad_pre_SO, form.inputs_first(up), routing))
-                del x_SI
-            if needs_x:
-                grad_SI = product(grad_pre_SO, form.inputs_first(up).transpose(1, 2), routing)
-                grad_x = routing.sums(grad_SI, len(weights_NK)).to(ctx.x_dtype)
-        return grad_x, grad_weights, grad_up, grad_up_bias, grad_down, grad_down_bias, None, None, None, None
+        g_SI = routing.gather(grad_out.to(ctx.dtype))
+        weights_S1 = weights_NK.reshape(-1, 1).index_select(0, order).to(ctx.dtype)
+        unweighted_SF = product(g_SI, form.inputs_first(down).transpose(1, 2), routing)
+        grad_pre_SO, inner_SF = form.gate.backward(of_gate, ctx.codec, unweighted_SF * weights_S1, ctx.width)
+        if needs_weights:
+            along_S = (unweighted_SF * inner_SF).sum(-1, dtype=torch.float32)
+            if down_bias is not None:
+                along_S += (g_SI * bias_rows(down_bias, routing)).sum(-1, dtype=torch.float32)
+            grad_weights = torch.zeros(weights_NK.numel(), dtype=torch.float32, device=grad_out.device)
+            grad_weights = grad_weights.index_copy_(0, order.long(), along_S).view_as(weights_NK)
+            grad_weights = grad_weights.to(weights_NK.dtype)
+        del unweighted_SF
+        g_SI *= weights_S1
+        if needs_down_bias and down_bias is not None:
+            grad_down_bias = bias_gradient(g_SI, down_bias, routing)
+        if needs_down:
+            grad_down = form.inputs_first(weight_gradient(inner_SF, g_SI, form.inputs_first(down), routing))
+        del g_SI, inner_SF
+        if needs_up_bias and up_bias is not None:
+            grad_up_bias = bias_gradient(grad_pre_SO, up_bias, routing)
+        if needs_up:
+            x_SI = routing.gather(ctx.rebuilt.get(saved, ctx.dtype).reshape(len(weights_NK), -1))
+            grad_up = form.inputs_first(weight_gradient(x_SI, grad_pre_SO, form.inputs_first(up), routing))
+            del x_SI
+        if needs_x:
+            grad_SI = product(grad_pre_SO, form.inputs_first(up).transpose(1, 2), routing)
+            grad_x = routing.sums(grad_SI, len(weights_NK)).to(ctx.x_dtype)
+        return grad_x, grad_weights, grad_up, grad_up_bias, grad_down, grad_down_bias, *[None] * 6
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,10 @@
 The outermost module of a compressed model that is called enters a `TorchFunctionMode`. It sees every torch function
 inside, whichever module calls it. A function with a handler saves payloads; all others run unchanged. `recipes.attach`
 records for later functions how a tensor was computed.
+
+In graphs of `torch.compile` functions cannot be followed. There norms, activation functions and linear layers that are
+modules each save a payload of their own input. They share no table of recipes; if several layers save the same tensor,
+the compiler computes the payload once.
 """
 
 from __future__ import annotations
@@ -18,27 +22,33 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from lowbit.activations.checkpoint import first_pass
-from lowbit.activations.compiled import compiled_forward
+from lowbit.activations.counting import uncompressed
+from lowbit.activations.gated.reference import ACTIVATIONS
 from lowbit.activations.policy import LayerAware
 from lowbit.activations.recipes import (
     FEWEST,
     Itself,
+    Norm,
     Rebuilt,
     Recipe,
     SavedTensors,
     attach,
+    bits_of,
     checkpoint_hook,
+    default_eps,
+    plain_gated,
     recipe_of,
     room,
     takes,
 )
 from lowbit.activations.sharded import on_shards
-from lowbit.activations.uncompressed import uncompressed
 from lowbit.codecs import Codec
+from lowbit.codecs.checks import FLOATS
 
 log = logging.getLogger(__name__)
 
@@ -100,11 +110,6 @@ class Layer:
     formula: Any = None
     in_graphs: str | None = None
 
-    @property
-    def codec(self) -> Codec | None:
-        """The format for the layer type; None: saved unchanged, or the module has no layer type."""
-        return self.shared.codec(self.kind, self.name) if self.kind else None
-
 
 @dataclass(frozen=True)
 class TorchCall:
@@ -118,9 +123,10 @@ class TorchCall:
         """The format for the input of a layer type here; None: saved unchanged."""
         return self.layer.shared.codec(kind, self.layer.name, x)
 
-    def saves(self, *tensors: Tensor | None) -> bool:
-        """Whether autograd would save one of these tensors here, and it can be saved in few bits."""
-        if not any(t is not None and t.requires_grad for t in tensors):
+    def saves(self, first: Tensor, *others: Tensor | None) -> bool:
+        """Whether autograd would save one of these tensors here, and few bits of the first take fewer bytes."""
+        tensors = first, *others
+        if first.numel() < FEWEST or not any(t is not None and t.requires_grad for t in tensors):
             return False
         if not self.module.training:
             say_once(
@@ -143,20 +149,15 @@ class TorchCall:
 
 def source_of(x: Tensor, codec: Codec | None, dtype: torch.dtype) -> tuple[Rebuilt, SavedTensors]:
     """Return how backward rebuilds a tensor, by its recipe or from a payload in this format or one with more bits."""
-    own, recipe = Itself(x.shape, codec), recipe_of(x)
-    if recipe is None or (isinstance(recipe.form, Itself) and recipe.form.bits < own.bits):
+    recipe = recipe_of(x)
+    if recipe is None or (isinstance(recipe.form, Itself) and bits_of(recipe.form.codec) < bits_of(codec)):
         saved: SavedTensors = (x.to(dtype) if codec is None else encoded(codec, x),)
-        recipe = Recipe(own, saved, weak=True)
+        recipe = Recipe(Itself(x.shape, codec), saved, weak=True)
         attach(x, recipe)
     else:
         saved = recipe.saved() or ()
     recipe.rebuilt.add_user()
     return recipe.rebuilt, saved
-
-
-def large_enough(x: Tensor) -> bool:
-    """Whether a tensor is so large that few bits take fewer bytes."""
-    return x.numel() >= FEWEST
 
 
 def encoded(codec: Codec, x: Tensor) -> Tensor:
@@ -204,7 +205,7 @@ def followed_forward(module: nn.Module, layer: Layer, *args: Any, **kwargs: Any)
     if not torch.is_grad_enabled():
         return layer.own(*args, **kwargs)
     if torch.compiler.is_compiling():
-        return compiled_forward(module, layer, *args, **kwargs)
+        return _compiled_forward(module, layer, *args, **kwargs)
     if not _threads.running:
         return _outermost(module, layer, *args, **kwargs)
     return _run(module, layer, *args, **kwargs)
@@ -240,7 +241,7 @@ class Following(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         modules = _threads.running
-        # A graph of `torch.compile` inside cannot see recipes of tensors (`compiled_forward` runs there).
+        # A graph of `torch.compile` inside cannot see recipes of tensors (`_compiled_forward` runs there).
         if torch.compiler.is_compiling() or not modules or not torch.is_grad_enabled():
             out = func(*args, **kwargs)
             if func is Tensor.view_as and modules and (recipe := recipe_of(args[0])) is not None:
@@ -248,20 +249,16 @@ class Following(TorchFunctionMode):
             return out
         module, layer, checkpoint = modules[-1]
         handler = HANDLERS.get(func)
+        if handler is None or not _fits(handler, len(args), tuple(kwargs)):
+            return func(*args, **kwargs)
         # The second run of a checkpoint that began in this module's forward calls functions without the module.
-        if handler is not None and checkpoint_hook() is checkpoint and not selective():
-            fits = _fits(handler, len(args), tuple(kwargs))
-            out = _handled(handler, TorchCall(func, module, layer), args, kwargs) if fits else NotImplemented
+        if checkpoint_hook() is checkpoint and not selective():
+            handler = functools.partial(handler, TorchCall(func, module, layer))
+            sharded = any(isinstance(arg, DTensor) for arg in args)
+            out = on_shards(func, handler, *args, **kwargs) if sharded else handler(*args, **kwargs)
             if out is not NotImplemented:
                 return out
         return func(*args, **kwargs)
-
-
-def _handled(handler: Callable[..., Any], call: TorchCall, args: Any, kwargs: Any) -> Any:
-    handler = functools.partial(handler, call)
-    if any(isinstance(arg, DTensor) for arg in args):
-        return on_shards(call.func, handler, *args, **kwargs)
-    return handler(*args, **kwargs)
 
 
 @functools.cache  # binding takes longer than a view, and most calls are views
@@ -291,3 +288,163 @@ _SELECTIVE = ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
 def say_once(text: str) -> None:
     """Log a line, but only once."""
     log.warning(text)
+
+
+_codecs: dict[str, Codec] = {}
+
+
+@torch.library.custom_op("lowbit::saved_encode", mutates_args=())
+def _encode(x: Tensor, codec: str) -> Tensor:
+    return _codecs[codec].encode(x)
+
+
+@_encode.register_fake
+def _(x: Tensor, codec: str) -> Tensor:
+    return x.new_empty(_codecs[codec].nbytes(x.shape), dtype=torch.uint8)
+
+
+@torch.library.custom_op("lowbit::saved_decode", mutates_args=())
+def _decode(payload: Tensor, shape: list[int], dtype: torch.dtype, codec: str) -> Tensor:
+    return _codecs[codec].decode(payload, shape=shape, dtype=dtype)
+
+
+@_decode.register_fake
+def _(payload: Tensor, shape: list[int], dtype: torch.dtype, codec: str) -> Tensor:
+    return payload.new_empty(shape, dtype=dtype)
+
+
+def name_of(policy: LayerAware, kind: str, name: str) -> str | None:
+    """Name of a layer's format for operators in graphs; None: its input is saved unchanged."""
+    codec = policy.codec(policy.bits_of(kind, name)) if kind in ("norm", "mlp", "gate", "linear") else None
+    if codec is None:
+        return None
+    _codecs[repr(codec)] = codec
+    return repr(codec)
+
+
+class _Linear(torch.autograd.Function):
+    """x times the transposed weight, plus bias."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, codec: str) -> Tensor:
+        ctx.save_for_backward(torch.ops.lowbit.saved_encode(x, codec), weight)
+        ctx.shape, ctx.x_dtype, ctx.dtype, ctx.codec = x.shape, x.dtype, dtype, codec
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return functional.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        payload, weight = ctx.saved_tensors
+        x = torch.ops.lowbit.saved_decode(payload, ctx.shape, ctx.dtype, ctx.codec)
+        grad_NO, x_NI = grad_out.flatten(0, -2), x.flatten(0, -2)
+        grad_x = (grad_out @ weight.to(ctx.dtype)).to(ctx.x_dtype)
+        grad_weight = (grad_NO.t() @ x_NI).to(weight.dtype)
+        grad_bias = None if ctx.bias_dtype is None else grad_NO.sum(0).to(ctx.bias_dtype)
+        return grad_x, grad_weight, grad_bias, None, None
+
+
+class _Norm(torch.autograd.Function):
+    """A norm over the last dimension, with `scale` and `shift` in float32."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, scale: Tensor | None, shift: Tensor | None, centred: bool, eps: float,
+        dtype: torch.dtype, codec: str,
+    ) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(torch.ops.lowbit.saved_encode(x, codec), scale)
+        ctx.shape, ctx.dtype, ctx.codec, ctx.centred, ctx.eps = x.shape, x.dtype, codec, centred, eps
+        ctx.has_shift = shift is not None
+        out, _ = _normal(x, centred, eps)
+        out = out if scale is None else out * scale
+        return (out if shift is None else out + shift).to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        payload, scale = ctx.saved_tensors
+        x = torch.ops.lowbit.saved_decode(payload, ctx.shape, torch.float32, ctx.codec)
+        normal, factor = _normal(x, ctx.centred, ctx.eps)
+        grad = grad_out.float()
+        rows = tuple(range(grad.dim() - 1))
+        grad_scale = None if scale is None else (grad * normal).sum(rows)
+        grad_shift = grad.sum(rows) if ctx.has_shift else None
+        grad = grad if scale is None else grad * scale
+        along = grad - normal * (grad * normal).mean(-1, keepdim=True)
+        if ctx.centred:
+            along = along - grad.mean(-1, keepdim=True)
+        return (along * factor).to(ctx.dtype), grad_scale, grad_shift, None, None, None, None
+
+
+def _normal(x: Tensor, centred: bool, eps: float) -> tuple[Tensor, Tensor]:
+    """Normalize rows to a mean square of 1, and to a mean of 0 if `centred`; also return the factors."""
+    x = x.float()
+    x = x - x.mean(-1, keepdim=True) if centred else x
+    factor = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return x * factor, factor
+
+
+class _Activation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, activation: str, codec: str) -> Tensor:
+        ctx.save_for_backward(torch.ops.lowbit.saved_encode(x, codec))
+        ctx.shape, ctx.dtype, ctx.activation, ctx.codec = x.shape, x.dtype, activation, codec
+        return plain_gated(x, None, activation, wide=False)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (payload,) = ctx.saved_tensors
+        x = torch.ops.lowbit.saved_decode(payload, ctx.shape, ctx.dtype, ctx.codec)
+        if ctx.activation == "silu":
+            return torch.ops.aten.silu_backward(grad_out, x), None, None
+        if ctx.activation == "relu":
+            return torch.ops.aten.threshold_backward(grad_out, x, 0), None, None
+        kind = "tanh" if ctx.activation == "gelu_tanh" else "none"
+        return torch.ops.aten.gelu_backward(grad_out, x, approximate=kind), None, None
+
+
+@torch.compiler.assume_constant_result  # so that these run while the graph is made
+def _default_eps(dtype: torch.dtype, device: str) -> float:
+    return default_eps(dtype, device)
+
+
+@torch.compiler.assume_constant_result
+@functools.cache
+def _say_left() -> None:
+    log.warning("activations are saved in full where graphs of torch.compile have DTensors")
+
+
+def _compiled_forward(module: nn.Module, layer: Layer, *args: Any, **kwargs: Any) -> Any:
+    x = args[0] if len(args) == 1 and not kwargs else None
+    codec: str | None = layer.in_graphs
+    if codec is None or not isinstance(x, Tensor) or not module.training or x.dtype not in FLOATS or x.dim() < 2:
+        return layer.own(*args, **kwargs)
+    if isinstance(x, DTensor):
+        _say_left()
+        return layer.own(x)
+    if layer.kind == "linear":
+        return _linear(module, layer, x, codec)
+    if x.numel() < FEWEST:
+        return layer.own(x)
+    if layer.kind == "norm":
+        return _norm(module, layer.formula, x, codec)
+    supported = layer.formula in ACTIVATIONS
+    return _Activation.apply(x, layer.formula, codec) if supported and x.requires_grad else layer.own(x)
+
+
+def _linear(module: Any, layer: Layer, x: Tensor, codec: str) -> Tensor:
+    weight, bias = module.weight, module.bias
+    plain = type(module).forward is nn.Linear.forward and weight.requires_grad and weight.dtype in FLOATS
+    if not plain or x.numel() < max(FEWEST, layer.shared.policy.smallest):
+        return layer.own(x)
+    dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+    return _Linear.apply(x, weight, bias, dtype, codec)
+
+
+def _norm(module: Any, norm: Norm, x: Tensor, codec: str) -> Tensor:
+    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+    eps = _default_eps(x.dtype, x.device.type) if norm.eps is None else norm.eps
+    scale = None if weight is None else weight.float() + norm.offset
+    shift = None if bias is None else bias.float()
+    dtype = x.dtype
+    if norm.promotes and weight is not None:
+        dtype = torch.promote_types(x.dtype, weight.dtype)
+    return _Norm.apply(x, scale, shift, norm.centred, eps, dtype, codec)

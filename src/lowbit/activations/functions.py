@@ -16,27 +16,27 @@ from torch.nn import functional
 from torch.utils.weak import TensorWeakRef
 
 from lowbit.activations.checkpoint import first_pass, product_needed
-from lowbit.activations.formats import WithRows
 from lowbit.activations.gated import reference as gated
 from lowbit.activations.norm import reference as norm_operators
+from lowbit.activations.policy import WithRows
 from lowbit.activations.recipes import (
     GatedOutput,
     Masked,
     NormOutput,
     Operand,
     Rebuilt,
+    Recipe,
     SavedTensors,
     check_present,
     decoded,
     is_fused,
     plain_gated,
-    release,
 )
 from lowbit.codecs.checks import draw_seed
 
 
 def first_order(backward: Any) -> Any:
-    """Make a backward that refuses to be differentiated.
+    """Make a backward that refuses to be differentiated, drops the output's recipe and runs without autocast.
 
     `once_differentiable` would not raise in a second pass that only needs gradients of inputs: its results have no path
     to them, so they would silently get 0, or None.
@@ -49,7 +49,11 @@ def first_order(backward: Any) -> Any:
                 "create_graph=True in a model whose saved activations are compressed, which have no second "
                 "derivatives; allowed: create_graph=False, or restore_(model) before the forward pass"
             )
-        return backward(ctx, grad_out)
+        recipe: Recipe | None = getattr(ctx, "recipe", lambda: None)()
+        if recipe is not None:
+            recipe.release()
+        with torch.autocast(grad_out.device.type, enabled=False):
+            return backward(ctx, grad_out)
 
     return checked
 
@@ -93,7 +97,6 @@ class NormFunction(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
         saved, weight = ctx.saved_tensors
-        release(ctx)
         form: NormOutput = ctx.form
         check_present(weight)
         _, needs_weight, needs_bias = needed_now(ctx)
@@ -108,7 +111,7 @@ class NormFunction(torch.autograd.Function):
         grad_x = torch.empty(ctx.shape, dtype=ctx.dtype, device=grad_out.device)
         grad_weight = torch.empty_like(weight) if needs_weight else None
         norm_operators.backward(
-            coded, weight, None, _rows(grad_out), _rows(grad_x), grad_weight, bias, None,
+            coded, weight, _rows(grad_out), _rows(grad_x), grad_weight, bias,
             form.eps, form.norm.centred, form.norm.offset, codec.bits, codec.group,
         )  # fmt: skip
         if isinstance(form.codec, WithRows):
@@ -147,7 +150,6 @@ class ActivationFunction(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
         (saved,) = ctx.saved_tensors
-        release(ctx)
         sent, handed = ctx.handed.pop(torch._C._current_graph_task_id(), (None, None))
         if handed is not None and grad_out is sent:
             return handed, None, None
@@ -180,13 +182,18 @@ class ProductFunction(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
         saved = ctx.saved_tensors
-        release(ctx)
         form: GatedOutput = ctx.form
         needs_activation, needs_up = needed_now(ctx)[:2]
         if needs_activation and _hands_on(ctx):
             grad_gate, grad_up = _gated_gradients(form, saved, ctx.dtypes, grad_out)
             assert grad_gate is not None
-            return _hand(ctx.next_functions[0][0], grad_gate), grad_up, None, None, None
+            zeros = grad_gate.new_zeros(()).expand(grad_gate.shape)  # what other readers send is added to these
+            # Stored by the number of the pass: others may run on the same graph at the same time, in other threads or
+            # from hooks, and an earlier one may have failed halfway.
+            node, task = ctx.next_functions[0][0], torch._C._current_graph_task_id()
+            _, others = node.handed.get(task, (None, None))  # of other products of the same activation
+            node.handed[task] = zeros, grad_gate if others is None else others + grad_gate
+            return zeros, grad_up, None, None, None
         gate, up = saved
         grad_activation = grad_up = None
         if needs_up:
@@ -206,19 +213,6 @@ def _hands_on(product: Any) -> bool:
     if product.observed or node.observed or (activation is not None and activation.retains_grad):
         return False
     return torch._C._will_engine_execute_node(leaf)  # pyright: ignore
-
-
-def _hand(node: Any, grad: Tensor) -> Tensor:
-    """Hand a gradient of gate to an activation's node; return the zeros to send there.
-
-    It is stored by the number of the pass: others may run on the same graph at the same time, in other threads or from
-    hooks, and an earlier one may have failed halfway.
-    """
-    sent = grad.new_zeros(()).expand(grad.shape)  # what other readers of the activation send is added to these
-    task = torch._C._current_graph_task_id()
-    _, others = node.handed.get(task, (None, None))  # of other products of the same activation
-    node.handed[task] = sent, grad if others is None else others + grad
-    return sent
 
 
 def _gated_gradients(
@@ -281,7 +275,6 @@ class MaskFunction(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
         (mask,) = ctx.saved_tensors
-        release(ctx)
         return Masked(ctx.scale)(grad_out, mask), None, None, None
 
 
@@ -311,17 +304,16 @@ class LinearFunction(torch.autograd.Function):
         weight, *saved = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = needed_now(ctx)
         grad_x = grad_weight = grad_bias = None
-        with torch.autocast(grad_out.device.type, enabled=False):
-            if needs_x:
-                w = weight.to(ctx.dtype)
-                grad_x = (grad_out @ (w.t() if ctx.transposed else w)).to(ctx.x_dtype)
-            g_NO = grad_out.reshape(-1, grad_out.shape[-1])
-            if needs_weight:
-                x_NI = ctx.rebuilt.get(tuple(saved), ctx.dtype).reshape(len(g_NO), -1)
-                product = x_NI.t() @ g_NO if ctx.transposed else g_NO.t() @ x_NI
-                grad_weight = product.to(weight.dtype)
-            if needs_bias:
-                grad_bias = g_NO.sum(0).to(ctx.bias_dtype)
+        if needs_x:
+            w = weight.to(ctx.dtype)
+            grad_x = (grad_out @ (w.t() if ctx.transposed else w)).to(ctx.x_dtype)
+        g_NO = grad_out.reshape(-1, grad_out.shape[-1])
+        if needs_weight:
+            x_NI = ctx.rebuilt.get(tuple(saved), ctx.dtype).reshape(len(g_NO), -1)
+            product = x_NI.t() @ g_NO if ctx.transposed else g_NO.t() @ x_NI
+            grad_weight = product.to(weight.dtype)
+        if needs_bias:
+            grad_bias = g_NO.sum(0).to(ctx.bias_dtype)
         return grad_x, grad_weight, grad_bias, None, None, None, None
 
 
@@ -341,19 +333,17 @@ class MatmulFunction(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
         saved = ctx.saved_tensors
-        release(ctx)
         first, second = ctx.parts
         needs_x, needs_y = needed_now(ctx)
         grad_x = grad_y = None
         if ctx.alpha != 1:
             grad_out = grad_out * ctx.alpha
-        with torch.autocast(grad_out.device.type, enabled=False):
-            if needs_x:
-                grad_x = grad_out @ second.get(saved[first.count :]).mT
-                grad_x = grad_x.sum_to_size(first.shape).to(ctx.dtypes[0])
-            if needs_y:
-                grad_y = first.get(saved[: first.count]).mT @ grad_out
-                grad_y = grad_y.sum_to_size(second.shape).to(ctx.dtypes[1])
+        if needs_x:
+            grad_x = grad_out @ second.get(saved[first.count :], grad_out.dtype).mT
+            grad_x = grad_x.sum_to_size(first.shape).to(ctx.dtypes[0])
+        if needs_y:
+            grad_y = first.get(saved[: first.count], grad_out.dtype).mT @ grad_out
+            grad_y = grad_y.sum_to_size(second.shape).to(ctx.dtypes[1])
         return grad_x, grad_y, None, None, None, None
 
 
@@ -373,7 +363,6 @@ class OutputFunction(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
         saved = tuple(ctx.saved_tensors)
-        release(ctx)
         out = ctx.rebuilt.get(saved, ctx.dtypes[1]).reshape(ctx.shape)
         return ctx.gradient(grad_out, out).to(ctx.dtypes[0]), None, None, None, None
 
@@ -403,7 +392,7 @@ def _rows(x: Tensor) -> Tensor:
 
 def _differentiate(formula: Any, *inputs: Tensor | None, grad_out: Tensor) -> list[Tensor | None]:
     """Gradients of a formula at these inputs by PyTorch's autograd; None for inputs that are None."""
-    with torch.enable_grad(), torch.autocast(grad_out.device.type, enabled=False):
+    with torch.enable_grad():
         leaves = [None if t is None else t.detach().requires_grad_() for t in inputs]
         out = formula(*leaves)
     gradients = iter(torch.autograd.grad(out, [leaf for leaf in leaves if leaf is not None], grad_out.to(out.dtype)))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from lowbit.activations.attention import elementwise, product_of_two
 from lowbit.activations.checkpoint import after_linear
-from lowbit.activations.follow import Layer, TorchCall, encoded, handles, large_enough, saved_recipe
+from lowbit.activations.follow import Layer, TorchCall, encoded, handles, saved_recipe
 from lowbit.activations.functions import (
     ActivationFunction,
     LinearFunction,
@@ -55,7 +55,7 @@ def linear(
     call: TorchCall, input: Tensor, weight: Tensor, bias: Tensor | None = None, *, transposed: bool = False
 ) -> Any:
     """A linear layer, which saves its input unless that has a recipe."""
-    if weight.dim() != 2 or input.dim() < 1 or not large_enough(input) or not call.saves(input, weight, bias):
+    if weight.dim() != 2 or input.dim() < 1 or not call.saves(input, weight, bias):
         return NotImplemented
     device = input.device.type
     autocast = torch.is_autocast_enabled(device)
@@ -67,9 +67,9 @@ def linear(
     return after_linear(LinearFunction.apply(input, weight, bias, transposed, dtype, rebuilt, saved))
 
 
-@handles(torch.mm, Tensor.mm)
+@handles(torch.mm, Tensor.mm, torch.bmm, Tensor.bmm)
 def mm(call: TorchCall, input: Tensor, mat2: Tensor, **kwargs: Any) -> Any:
-    """Handle `mm` like `matmul`; PyTorch names its second argument `mat2`."""
+    """Handle `mm` and `bmm` like `matmul`; PyTorch names their second argument `mat2`."""
     return matmul(call, input, mat2, **kwargs)
 
 
@@ -89,12 +89,6 @@ def addmm(call: TorchCall, input: Tensor, mat1: Tensor, mat2: Tensor, **kwargs: 
     if kwargs or not _is_parameter(mat2) or input.dim() != 1:
         return NotImplemented
     return linear(call, mat1, mat2, input, transposed=True)
-
-
-@handles(torch.bmm, Tensor.bmm)
-def bmm(call: TorchCall, input: Tensor, mat2: Tensor) -> Any:
-    """A product of two activations."""
-    return product_of_two(call, input, mat2, (input, mat2))
 
 
 def _is_parameter(x: Any) -> bool:
@@ -126,7 +120,7 @@ def _norm(
     call: TorchCall, x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, norm: Norm
 ) -> Any:  # fmt: skip
     same = len({t.dtype for t in (x, weight, bias) if t is not None}) == 1
-    if not same or len(shape) != 1 or not large_enough(x) or not call.saves(x, weight, bias):
+    if not same or len(shape) != 1 or not call.saves(x, weight, bias):
         return NotImplemented
     on_cuda = x.is_cuda and torch.is_autocast_enabled("cuda")  # autocast computes norms in float32 there
     return _normalized(call, x, weight, bias, norm, torch.float32 if on_cuda else x.dtype)
@@ -165,12 +159,10 @@ def gelu(call: TorchCall, input: Tensor, approximate: str = "none") -> Any:
 
 def _activated(call: TorchCall, x: Tensor, activation: str) -> Any:
     """act(x); attaches a recipe to it for the product or layer that follows."""
-    if not large_enough(x) or not call.saves(x):
+    if not call.saves(x):
         return NotImplemented
     codec = call.codec("gate" if activation == "silu" else "mlp", x)
-    if (
-        activation == "relu" and codec is not None
-    ):  # an exact mask of one bit per element, and the output in one bit less
+    if activation == "relu" and codec is not None:  # an exact mask, and the output in one bit less
         with torch.no_grad():
             out = x.relu()
             mask = packed_bits(out)
@@ -190,51 +182,35 @@ def _activated(call: TorchCall, x: Tensor, activation: str) -> Any:
     return out
 
 
-def _of_one_tensor(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a forward for calls with one tensor that save something for backward; other calls use the module's own."""
+def norm_or_activation(module: Any, layer: Layer, *args: Any, **kwargs: Any) -> Any:
+    """Forward of a norm or an activation function for calls with one tensor; other calls use the module's own."""
+    inputs = [*args, *kwargs.values()]
+    if len(inputs) != 1 or not isinstance(inputs[0], Tensor):
+        return layer.own(*args, **kwargs)
+    named_right = not kwargs or [*kwargs] == [*inspect.signature(layer.own).parameters][:1]
+    x, call = inputs[0], TorchCall(layer.own, module, layer)
+    weights = [*module.parameters(recurse=False)]
+    # PyTorch refuses mixtures of dtypes in LayerNorm: leave the error to its own functions.
+    mixed = isinstance(module, nn.LayerNorm) and len({t.dtype for t in (x, *weights)}) > 1
+    if (mixed and not torch.is_autocast_enabled(x.device.type)) or not named_right:
+        return layer.own(*args, **kwargs)
+    own = {n: t for n in ("weight", "bias") if isinstance(t := getattr(module, n, None), Tensor)}
 
-    @functools.wraps(forward)
-    def called(module: Any, layer: Layer, *args: Any, **kwargs: Any) -> Any:
-        inputs = [*args, *kwargs.values()]
-        if len(inputs) != 1 or not isinstance(inputs[0], Tensor):
-            return layer.own(*args, **kwargs)
-        named_right = not kwargs or [*kwargs] == [*inspect.signature(layer.own).parameters][:1]
-        x, call = inputs[0], TorchCall(layer.own, module, layer)
-        weights = [*module.parameters(recurse=False)]
-        # PyTorch refuses mixtures of dtypes in LayerNorm: leave the error to its own functions.
-        mixed = isinstance(module, nn.LayerNorm) and len({t.dtype for t in (x, *weights)}) > 1
-        if (mixed and not torch.is_autocast_enabled(x.device.type)) or not named_right:
-            return layer.own(*args, **kwargs)
-        own = {n: t for n in ("weight", "bias") if isinstance(t := getattr(module, n, None), Tensor)}
+    def run(input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Any:
+        if not call.saves(input, weight, bias):
+            return NotImplemented
+        with torch._C.DisableTorchFunction():
+            if layer.kind != "norm":
+                return _activated(call, input, layer.formula)
+            dtype = input.dtype
+            if input.is_cuda and torch.is_autocast_enabled("cuda") and isinstance(module, _FLOAT32_ON_CUDA):
+                dtype = torch.float32
+            elif layer.formula.promotes and weight is not None:
+                dtype = torch.promote_types(dtype, weight.dtype)
+            return _normalized(call, input, weight, bias, layer.formula, dtype)
 
-        def run(input: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Any:
-            if not large_enough(input) or not call.saves(input, weight, bias):
-                return NotImplemented
-            with torch._C.DisableTorchFunction():
-                return forward(call, input, weight, bias)
-
-        out = on_shards(layer.kind, run, x, **own) if isinstance(x, DTensor) else run(x, **own)
-        return layer.own(*args, **kwargs) if out is NotImplemented else out
-
-    return called
-
-
-@_of_one_tensor
-def norm_forward(call: TorchCall, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """A norm over the last dimension."""
-    norm: Norm = call.layer.formula
-    dtype = x.dtype
-    if x.is_cuda and torch.is_autocast_enabled("cuda") and isinstance(call.module, _FLOAT32_ON_CUDA):
-        dtype = torch.float32
-    elif norm.promotes and weight is not None:
-        dtype = torch.promote_types(x.dtype, weight.dtype)
-    return _normalized(call, x, weight, bias, norm, dtype)
-
-
-@_of_one_tensor
-def activation_forward(call: TorchCall, x: Tensor, *weights: Tensor | None) -> Tensor:
-    """An activation function."""
-    return _activated(call, x, call.layer.formula)
+    out = on_shards(layer.kind, run, x, **own) if isinstance(x, DTensor) else run(x, **own)
+    return layer.own(*args, **kwargs) if out is NotImplemented else out
 
 
 @handles(torch.mul, torch.multiply, Tensor.mul, Tensor.multiply, Tensor.__mul__, Tensor.__rmul__)
@@ -251,28 +227,23 @@ def product(call: TorchCall, input: Any, other: Any, **kwargs: Any) -> Any:
         saved = recipe.saved()
         if saved is None or saved[1] is not None or not up.requires_grad or not call.saves(gate, up):
             continue
-        return _gated(gate, up, recipe.form, saved[0])
+        form, second = recipe.form, up
+        if form.codec is not None:
+            before = itself(up, form.codec)
+            second = before[0][0] if before and before[1] == form.codec else encoded(form.codec, up)
+            if recipe_of(up) is None:
+                attach(up, Recipe(Itself(up.shape, form.codec), (second,), weak=True))
+        both = (saved[0], second)
+        out = ProductFunction.apply(gate, up, nobodys(up.device), form, both)
+        attach_until_backward(out, Recipe(form, both))
+        return out
     return NotImplemented
-
-
-def _gated(activation: Tensor, up: Tensor, form: GatedOutput, payload: Tensor | None) -> Tensor:
-    if form.codec is None:
-        second: Tensor | None = up
-    else:
-        before = itself(up, form.codec)
-        second = before[0][0] if before and before[1] == form.codec else encoded(form.codec, up)
-        if recipe_of(up) is None:
-            attach(up, Recipe(Itself(up.shape, form.codec), (second,), weak=True))
-    saved = (payload, second)
-    out = ProductFunction.apply(activation, up, nobodys(up.device), form, saved)
-    attach_until_backward(out, Recipe(form, saved))
-    return out
 
 
 @handles(functional.dropout, torch.dropout)
 def dropout(call: TorchCall, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
     """Dropout, which saves a bit for each element."""
-    if inplace or not training or not 0 < p < 1 or not large_enough(input) or not call.saves(input):
+    if inplace or not training or not 0 < p < 1 or not call.saves(input):
         return NotImplemented
     # The mask is drawn in the same way as by PyTorch, so that results are the same.
     with torch.no_grad():
@@ -344,7 +315,7 @@ def cross_entropy(
         return NotImplemented
     if reduction not in ("mean", "sum") or input.dim() != 2 or target.dim() != 1 or input.dtype != torch.float32:
         return NotImplemented
-    if not large_enough(input) or not call.saves(input):
+    if not call.saves(input):
         return NotImplemented
     with torch.no_grad():
         narrow = _narrow(input)

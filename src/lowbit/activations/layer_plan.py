@@ -15,9 +15,9 @@ from typing import Any
 
 from torch import nn
 
-from lowbit.activations.checkpoint import MARK, checkpoint_, restore_checkpointed
-from lowbit.activations.policy import WHOLE, Format, LayerAware
-from lowbit.activations.saved import Compressed, compress
+from lowbit.activations.checkpoint import checkpoint_
+from lowbit.activations.policy import WHOLE, LayerAware
+from lowbit.activations.saved import Compressed, check_new, compress
 from lowbit.activations.structure import linear_like, norm_like
 from lowbit.codecs import Codec, StatefulCodec, parse
 from lowbit.codecs.checks import check_int
@@ -172,7 +172,7 @@ class LayerPlan:
     def _policy(self, choice: LayerChoice, rounding: str) -> LayerAware:
         return LayerAware(**choice.bits, group=self.group, rounding=rounding)
 
-    def apply_(self, model: nn.Module, *, stage: int = 0, rounding: str = "nearest") -> Applied:
+    def apply_(self, model: nn.Module, *, stage: int = 0, rounding: str = "nearest") -> Compressed:
         """Make a model, or the module of a stage, save its activations as planned; called by `compress_saved_`.
 
         Raises:
@@ -181,11 +181,13 @@ class LayerPlan:
         check_int("stage", stage, 0, len(self.stages) - 1)
         layers, choices, rest = layers_of(model), self.stages[stage], self.rest[stage]
         self._check(layers, choices)
-        applied = Applied(model)
+        check_new(model)
+        applied = Compressed(model, {})
 
         def code(choice: LayerChoice, parts: Mapping[str, nn.Module]) -> None:
-            for name, module in parts.items() if choice.is_coded else ():
-                applied.add(name, compress(module, self._policy(choice, rounding)))
+            for prefix, module in parts.items() if choice.is_coded else ():
+                done = compress(module, self._policy(choice, rounding))
+                applied.bits.update({f"{prefix}.{name}".strip("."): bits for name, bits in done.bits.items()})
 
         try:
             if self._choice_of(stage):  # compress it as a whole, so that functions between the layers are included
@@ -246,35 +248,6 @@ class LayerPlan:
         raise ValueError(
             f"{path} is not a memory plan: it lacks made_for, group, rest or stages, or has more than these"
         )
-
-
-class Applied:
-    """The changes that a plan made to a model.
-
-    Attributes:
-        bits: layer type and bits of each module that was changed, by name, as in `Compressed`.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._compressed: list[Compressed] = []
-        self.bits: dict[str, tuple[str, Format]] = {}
-
-    def add(self, prefix: str, compressed: Compressed) -> None:
-        """Add the changes that `compress_saved_` made to a part of the model."""
-        self._compressed.append(compressed)
-        self.bits |= {f"{prefix}.{name}".strip("."): value for name, value in compressed.bits.items()}
-
-    def remove(self) -> None:
-        """Restore the modules' own forward."""
-        for module in self._model.modules():
-            restore_checkpointed(module)
-        for compressed in self._compressed:
-            compressed.remove()
-
-    def __repr__(self) -> str:
-        checkpointed = sum(MARK in vars(module) for module in self._model.modules())
-        return f"Applied({checkpointed} x checkpoint, {len(self.bits)} modules in few bits)"
 
 
 def layers_of(model: nn.Module) -> dict[str, nn.Module]:

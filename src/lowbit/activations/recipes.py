@@ -20,12 +20,12 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lowbit.activations.formats import WithRows
 from lowbit.activations.gated import reference as gated
 from lowbit.activations.norm import reference as norm_operators
-from lowbit.activations.policy import WHOLE
+from lowbit.activations.policy import WHOLE, WithRows
 from lowbit.codecs import Codec, GroupInt
 from lowbit.codecs.checks import FLOATS
+from lowbit.kernels.layout import pack_flags, unpack_flags
 
 SavedTensors = tuple[Tensor | None, ...]
 _CHECKPOINTS = ("torch.utils.checkpoint", "lowbit.activations.checkpoint")
@@ -89,17 +89,10 @@ class Itself:
     shape: torch.Size
     codec: Codec | None
 
-    @property
-    def bits(self) -> int:
-        """Bits per element; a payload with more bits is also used by layers that ask for fewer."""
-        return bits_of(self.codec)
-
     def rebuild(self, saved: SavedTensors, dtype: torch.dtype) -> Tensor:
         x = saved[0]
         assert x is not None
-        if self.codec is None:
-            return x.to(dtype)
-        return self.codec.decode(x, shape=self.shape, dtype=dtype)
+        return decoded(self.codec, x, self.shape, dtype).to(dtype)
 
 
 @dataclass(frozen=True)
@@ -183,8 +176,6 @@ class Rebuilt:
         """Count one more layer that will read the tensor in backward."""
         self.users += 1
         if self.users == 1:
-            if isinstance(self.form, Derived):
-                self.form.parent.add_user()
             for part in self.form.parts if isinstance(self.form, Computed) else ():
                 part.rebuilt.add_user()
 
@@ -212,48 +203,37 @@ class Rebuilt:
 
 
 @dataclass(frozen=True)
-class Derived:
-    """Rebuilds a function of another tensor, in `shape`, and of the last `count` of the saved tensors."""
-
-    parent: Rebuilt
-    shape: torch.Size
-    function: Callable[..., Tensor]
-    count: int = 0
-
-    def rebuild(self, saved: SavedTensors, dtype: torch.dtype) -> Tensor:
-        split = len(saved) - self.count
-        return self.function(self.parent.get(saved[:split], dtype).reshape(self.shape), *saved[split:])
-
-
-@dataclass(frozen=True)
 class Operand:
-    """An input of a `Computed` tensor: how it is rebuilt, its shape and dtype, and the number of its saved tensors."""
+    """An input of a `Computed` tensor: how it is rebuilt, its shape, and the number of its saved tensors.
+
+    `dtype`: that of the forward pass; None: the dtype that is asked for.
+    """
 
     rebuilt: Rebuilt
     shape: torch.Size
-    dtype: torch.dtype
     count: int
+    dtype: torch.dtype | None = None
 
-    def get(self, saved: SavedTensors) -> Tensor:
-        """Return the tensor, in backward. Each reader decodes a payload: a shared copy would displace another's."""
+    def get(self, saved: SavedTensors, dtype: torch.dtype) -> Tensor:
+        """Return the tensor, in backward."""
         form = self.rebuilt.form
-        x = form.rebuild(saved, self.dtype) if isinstance(form, Itself) else self.rebuilt.get(saved, self.dtype)
-        return x.reshape(self.shape)
+        if self.dtype is not None and isinstance(form, Itself):  # a shared copy would displace another's
+            return form.rebuild(saved, self.dtype).reshape(self.shape)
+        return self.rebuilt.get(saved, self.dtype or dtype).reshape(self.shape)
 
 
 @dataclass(frozen=True)
 class Computed:
-    """Rebuilds a function of several tensors and of the last `count` saved tensors, in the dtypes of forward."""
+    """Rebuilds a function of several tensors and of the saved tensors that follow theirs."""
 
     parts: tuple[Operand, ...]
     function: Callable[..., Tensor]
-    count: int = 0
 
     def rebuild(self, saved: SavedTensors, dtype: torch.dtype) -> Tensor:
         values = []
         rest = saved
         for part in self.parts:
-            values.append(part.get(rest[: part.count]))
+            values.append(part.get(rest[: part.count], dtype))
             rest = rest[part.count :]
         with torch.autocast(values[0].device.type, enabled=False):
             return self.function(*values, *rest).to(dtype)
@@ -306,20 +286,16 @@ class Recipe:
             return False
         return not (self._weak and hook is not None) and self.saved() is not None
 
-    def derived(self, shape: torch.Size, function: Callable[..., Tensor], *tensors: Tensor) -> Recipe:
-        """The recipe of a function of this tensor, in this shape, and of tensors without a gradient."""
-        return Recipe(Derived(self.rebuilt, shape, function, len(tensors)), tensors, parent=self)
+    def derived(
+        self, shape: torch.Size, function: Callable[..., Tensor], *tensors: Tensor, dtype: torch.dtype | None = None
+    ) -> Recipe:
+        """The recipe of a function of this tensor, in this shape and dtype, and of tensors without a gradient."""
+        part = Operand(self.rebuilt, shape, len(self.saved() or ()), dtype)
+        return Recipe(Computed((part,), function), tensors, parent=self)
 
 
 def _version(x: Tensor | None) -> int:
     return 0 if x is None or x.is_inference() else x._version
-
-
-def release(node: Any) -> None:
-    """Drop the tensors in the recipe of a node's output; called in its backward."""
-    recipe: Recipe | None = getattr(node, "recipe", lambda: None)()
-    if recipe is not None:
-        recipe.release()
 
 
 _recipes = WeakTensorKeyDictionary()  # of living tensors: their versions and recipes
@@ -374,8 +350,7 @@ def itself(x: Tensor, codec: Codec | None) -> tuple[SavedTensors, Codec | None] 
 
 def packed_bits(x: Tensor) -> Tensor:
     """One bit for each element, set if the element is not 0."""
-    bits = functional.pad((x != 0).flatten(), (0, -x.numel() % 8)).view(-1, 8)
-    return (bits << torch.arange(8, dtype=torch.uint8, device=x.device)).sum(1, dtype=torch.uint8)
+    return pack_flags((x != 0).reshape(1, -1))[0]
 
 
 @dataclass(frozen=True)
@@ -385,8 +360,7 @@ class Masked:
     scale: float = 1.0
 
     def __call__(self, x: Tensor, mask: Tensor) -> Tensor:
-        bits = (mask.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8, device=x.device)) & 1
-        return x * (bits.flatten()[: x.numel()].view(x.shape).to(x.dtype) * self.scale)
+        return x * (unpack_flags(mask[None], x.numel()).view(x.shape).to(x.dtype) * self.scale)
 
 
 def takes(*tensors: Tensor | None) -> bool:

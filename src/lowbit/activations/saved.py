@@ -1,36 +1,48 @@
 """`compress_saved_`: saves quantized activations for backward, and recomputes the rest from them.
 
-It only replaces the forward of each module.
+It replaces the forward of each module, and lets the mode that follows a model see Megatron-Core's linear layers and
+gates: PyTorch does not pass it autograd functions written in Python, but `apply` of these classes does. Megatron is not
+imported: functions that are not loaded are not used.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, overload
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import handle_torch_function, has_torch_function
 
-from lowbit.activations import handlers
-from lowbit.activations.checkpoint import restore_checkpointed
-from lowbit.activations.compiled import name_of
+from lowbit.activations.checkpoint import is_checkpointed, restore_checkpointed
 from lowbit.activations.experts import experts
-from lowbit.activations.follow import MARK, Layer, Shared, followed_forward
+from lowbit.activations.follow import (
+    HANDLERS,
+    MARK,
+    Following,
+    Layer,
+    Shared,
+    TorchCall,
+    followed_forward,
+    name_of,
+    say_once,
+)
+from lowbit.activations.functions import first_order
+from lowbit.activations.handlers import norm_or_activation
 from lowbit.activations.policy import Format, LayerAware
-from lowbit.activations.python_functions import ask_first
+from lowbit.activations.recipes import Rebuilt, SavedTensors
 from lowbit.activations.structure import activation_like, linear_like, norm_like
 
 if TYPE_CHECKING:
-    from lowbit.activations.layer_plan import Applied, LayerPlan
+    from lowbit.activations.layer_plan import LayerPlan
 
 
-@overload
-def compress_saved_(model: nn.Module, policy: LayerAware | None = None) -> Compressed: ...
-@overload
-def compress_saved_(model: nn.Module, policy: LayerPlan) -> Applied: ...
-def compress_saved_(model: nn.Module, policy: LayerAware | LayerPlan | None = None) -> Compressed | Applied:
+def compress_saved_(model: nn.Module, policy: LayerAware | LayerPlan | None = None) -> Compressed:
     """Save a model's activations for backward in few bits; changes the model in place.
 
     Forward uses unrounded activations. Its results are unchanged, except for the last bits where norms and activation
@@ -68,22 +80,50 @@ def compress_saved_(model: nn.Module, policy: LayerAware | LayerPlan | None = No
             match no module.
     """
     if policy is None or isinstance(policy, LayerAware):
-        return compress(model, policy)
+        return compress(model, policy or LayerAware())
     if not hasattr(policy, "apply_"):  # importing LayerPlan here would be circular, because plans call `compress`
         raise TypeError(f"policy is {type(policy).__name__}; allowed: LayerAware or LayerPlan")
     return policy.apply_(model)
 
 
-def compress(model: nn.Module, policy: LayerAware | None = None) -> Compressed:
+def compress(model: nn.Module, policy: LayerAware) -> Compressed:
     """`compress_saved_` with a policy."""
-    policy = LayerAware() if policy is None else policy
+    check_new(model)
+    _ask_first()
+    bits: dict[str, tuple[str, Format]] = {}
+    shared = Shared(policy)
+    modules = {n: m for n, m in model.named_modules() if _can_run(m) and MARK not in vars(m)}
+    policy.check_layers(modules)
+    for name, module in modules.items():
+        kind, forward, formula = _replacement(name, module, model)
+        format_of = "gate" if kind == "mlp" and formula == "silu" else kind
+        layer = Layer(
+            name=name, own=module.forward, shared=shared, forward=forward, kind=kind, formula=formula,
+            in_graphs=name_of(policy, format_of, name),
+        )  # fmt: skip
+        if kind:
+            bits[name] = (kind, policy.bits_of(format_of, name))
+        # Keep the signature of the module's own forward, which callers such as trainers inspect.
+        module.forward = functools.update_wrapper(
+            functools.partial(followed_forward, module, layer), module.forward, updated=()
+        )
+        setattr(module, MARK, layer)
+    if not bits and next(model.parameters(), None) is None:
+        restore_(model)
+        raise ValueError(
+            f"model ({type(model).__name__}) has no module to compress; allowed: norms, linear layers, activations"
+        )
+    return Compressed(model, bits)
+
+
+def check_new(model: nn.Module) -> None:
+    """Raise TypeError or ValueError unless this is a module of which no part is compressed."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is {type(model).__name__}; allowed: Module")
     # Modules that only run functions may be shared: the stages of a rank share rotary embeddings.
     marked = {n: layer for n, m in model.named_modules() if (layer := vars(m).get(MARK)) is not None}
     if twice := [name for name, layer in marked.items() if layer.kind or not name]:
         raise ValueError(f"model is compressed already ({twice[0] or 'itself'!r}); allowed: restore_(model) first")
-    return Compressed(model, policy)
 
 
 def restore_(model: nn.Module) -> None:
@@ -106,35 +146,12 @@ class Compressed:
 
     Attributes:
         bits: layer type and bits (or codec) of each norm, activation function and linear layer, by name. A linear layer
-            uses its bits only where its input cannot be rebuilt from another layer's payloads.
+            uses its bits only where its input cannot be rebuilt from another layer's payloads. With a `LayerPlan`: of
+            modules in few bits.
     """
 
-    def __init__(self, model: nn.Module, policy: LayerAware) -> None:
-        self.bits: dict[str, tuple[str, Format]] = {}
-        self._model = model
-        ask_first()
-        shared = Shared(policy)
-        modules = {n: m for n, m in model.named_modules() if _can_run(m) and MARK not in vars(m)}
-        policy.check_layers(modules)
-        for name, module in modules.items():
-            kind, forward, formula = _replacement(name, module, model)
-            format_of = "gate" if kind == "mlp" and formula == "silu" else kind
-            layer = Layer(
-                name=name, own=module.forward, shared=shared, forward=forward, kind=kind, formula=formula,
-                in_graphs=name_of(policy, format_of, name),
-            )  # fmt: skip
-            if kind:
-                self.bits[name] = (kind, policy.bits_of(format_of, name))
-            # Keep the signature of the module's own forward, which callers such as trainers inspect.
-            module.forward = functools.update_wrapper(
-                functools.partial(followed_forward, module, layer), module.forward, updated=()
-            )
-            setattr(module, MARK, layer)
-        if not self.bits and next(model.parameters(), None) is None:
-            restore_(model)
-            raise ValueError(
-                f"model ({type(model).__name__}) has no module to compress; allowed: norms, linear layers, activations"
-            )
+    def __init__(self, model: nn.Module, bits: dict[str, tuple[str, Format]]) -> None:
+        self.bits, self._model = bits, model
 
     def remove(self) -> None:
         """Restore the modules' own forward."""
@@ -142,7 +159,8 @@ class Compressed:
 
     def __repr__(self) -> str:
         kinds = Counter(f"{kind} in {f'{b} bits' if isinstance(b, int) else b}" for kind, b in self.bits.values())
-        text = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+        kinds["checkpoint"] = sum(is_checkpointed(module) for module in self._model.modules())
+        text = ", ".join(f"{count} x {kind}" for kind, count in kinds.items() if count)
         return f"Compressed({text})"
 
 
@@ -151,9 +169,9 @@ def _replacement(name: str, module: nn.Module, model: nn.Module) -> tuple[str, C
     if change := experts(name, module, model):
         return change
     if norm := norm_like(module):
-        return "norm", handlers.norm_forward, norm
+        return "norm", norm_or_activation, norm
     if activation := activation_like(module):
-        return "mlp", handlers.activation_forward, activation
+        return "mlp", norm_or_activation, activation
     return ("linear" if linear_like(module) else ""), None, None
 
 
@@ -161,3 +179,95 @@ def _can_run(module: nn.Module) -> bool:
     """Whether a module has its own forward, unlike a container."""
     forward = getattr(module.forward, "__func__", module.forward)
     return forward is not nn.modules.module._forward_unimplemented and not isinstance(module, torch.jit.ScriptModule)
+
+
+def _ask_first() -> None:
+    """Pass calls of the functions below to the mode, if they are loaded; outside of followed models nothing changes."""
+    for (module, name), handler in _KNOWN.items():
+        owner: Any = sys.modules.get(module)
+        own = getattr(owner, name, None)
+        if isinstance(own, type):
+            owner, name, own = own, "apply", own.apply  # pyright: ignore
+        if own is not None and own not in HANDLERS:
+            asking = _asking(own)
+            HANDLERS[asking] = handler
+            setattr(owner, name, staticmethod(asking) if isinstance(owner, type) else asking)
+
+
+def _asking(own: Callable[..., Any]) -> Callable[..., Any]:
+    def apply(*args: Any) -> Any:
+        tensors = tuple(arg for arg in args if isinstance(arg, Tensor))
+        return handle_torch_function(apply, tensors, *args) if has_torch_function(tensors) else own(*args)
+
+    apply.__name__ = getattr(own, "__self__", own).__name__  # of the class
+    apply.function = getattr(own, "__self__", None)  # pyright: ignore
+    return apply
+
+
+def _linear(call: TorchCall, input: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Any:
+    """A column- or row-wise linear layer: Megatron's own forward and backward, which gets the rebuilt input."""
+    if not weight.requires_grad or not call.saves(input, weight, bias):
+        return NotImplemented
+    return _Rebuilding.apply(input, weight, bias, call.func.function, rest, *call.source(input, input.dtype))
+
+
+class _Rebuilding(torch.autograd.Function):
+    """Wraps another function of x, weight and bias; saves tensors that rebuild x instead of x."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, function: Any, rest: tuple[Any, ...],
+        rebuilt: Rebuilt, saved: SavedTensors,
+    ) -> Tensor:  # fmt: skip
+        """`function`: the class, which also gets `rest`; `rebuilt`: x in backward, from `saved`."""
+        given: list[Tensor] = []
+        ctx.own = SimpleNamespace(save_for_backward=lambda *tensors: given.extend(tensors))
+        out = function.forward(ctx.own, x, weight, bias, *rest)
+        del ctx.own.save_for_backward
+        ctx.is_x, ctx.function = [t is x for t in given], function
+        ctx.rebuilt, ctx.shape, ctx.dtype = rebuilt, x.shape, x.dtype
+        ctx.save_for_backward(*saved, *(t for t in given if t is not x))
+        return out
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
+        split = len(ctx.saved_tensors) - ctx.is_x.count(False)
+        saved, others = ctx.saved_tensors[:split], iter(ctx.saved_tensors[split:])
+        x = ctx.rebuilt.get(saved, ctx.dtype).reshape(ctx.shape)
+        own = SimpleNamespace(**vars(ctx.own), needs_input_grad=ctx.needs_input_grad[:3])
+        own.saved_tensors = tuple(x if is_x else next(others) for is_x in ctx.is_x)
+        return *ctx.function.backward(own, grad_out)[:3], None, None, None, None
+
+
+def _gate(call: TorchCall, x: Tensor, *rest: Any, activation: Callable[..., Tensor], has_up: bool = True) -> Any:
+    """Compute act(gate) * up, or act(gate), by torch functions, which are followed.
+
+    `rest`: a bias of `x`, if there is one, and for SwiGLU whether Megatron saves in FP8 or moves to the CPU.
+    """
+    if any(arg is True for arg in rest):
+        say_once("gates that Megatron saves in FP8 or moves to the CPU are left to it")
+        return NotImplemented
+    bias = next((arg for arg in rest if isinstance(arg, Tensor)), None)
+    if not call.saves(x, bias):
+        return NotImplemented
+    with Following():
+        x = x if bias is None else x + bias
+        if not has_up:
+            return activation(x)
+        gate, up = torch.chunk(x, 2, -1)
+        return activation(gate) * up
+
+
+_gelu = functools.partial(functional.gelu, approximate="tanh")
+_swiglu, _geglu = (functools.partial(_gate, activation=each) for each in (functional.silu, _gelu))
+_FUSIONS = "megatron.core.fusions.fused_bias_"
+_KNOWN: dict[tuple[str, str], Callable[..., Any]] = {
+    ("megatron.core.tensor_parallel.layers", "LinearWithGradAccumulationAndAsyncCommunication"): _linear,
+    (f"{_FUSIONS}swiglu", "SwiGLUFunction"): _swiglu,
+    (f"{_FUSIONS}swiglu", "BiasSwiGLUFunction"): _swiglu,
+    (f"{_FUSIONS}geglu", "GeGLUFunction"): _geglu,
+    (f"{_FUSIONS}geglu", "BiasGeGLUFunction"): _geglu,
+    # It is bound when Megatron is imported.
+    ("megatron.core.transformer.mlp", "bias_gelu_impl"): functools.partial(_geglu, has_up=False),
+}

@@ -7,6 +7,7 @@ local shape saves. The gradients have the same placements as with DTensor's own 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Sequence
@@ -44,7 +45,12 @@ def on_shards(func: Any, handler: Callable[..., Any], *args: Any, **kwargs: Any)
     """
     bound = inspect.signature(handler).bind(*args, **kwargs)
     tensors = {name: x for name, x in bound.arguments.items() if isinstance(x, Tensor)}
-    split = _split_of(func, tensors)
+    rule = _RULES.get(func)
+    meshes = {x.device_mesh if isinstance(x, DTensor) else None for x in tensors.values()}
+    split = None
+    if rule is not None and len(meshes) == 1 and None not in meshes:
+        first, *others = map(_smallest, tensors.values())  # over all ranks, so that they decide the same
+        split = rule(**tensors) if first >= FEWEST and 0 not in others else None
     if split is None:
         return handler(*args, **kwargs)
     parts = _shards(split, tensors)
@@ -54,17 +60,17 @@ def on_shards(func: Any, handler: Callable[..., Any], *args: Any, **kwargs: Any)
         recipe = recipe_of(part)
         if recipe is not None:
             attach(base_of(part), recipe)
-    return out if out is NotImplemented else _joined(split, next(iter(tensors.values())), out)
-
-
-def _split_of(func: Any, tensors: dict[str, Any]) -> Sharding | None:
-    """The sharding for this function of these tensors; None if it cannot run on shards."""
-    rule = _RULES.get(func)
-    meshes = {x.device_mesh if isinstance(x, DTensor) else None for x in tensors.values()}
-    if rule is None or len(meshes) != 1 or None in meshes:
-        return None
-    first, *others = map(_smallest, tensors.values())  # over all ranks, so that they decide the same
-    return rule(**tensors) if first >= FEWEST and 0 not in others else None
+    if out is NotImplemented:
+        return out
+    shape, mesh = torch.Size(split.shape), next(iter(meshes))
+    strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+    whole = DTensor.from_local(out, mesh, split.out, run_check=False, shape=shape, stride=strides)
+    # The node holds the recipe, because the life of a tensor may depend on Python's garbage collector, and ranks must
+    # agree. Not in a checkpoint, where that would keep what the checkpoint drops.
+    recipe = recipe_of(out)
+    if recipe is not None and whole.grad_fn is not None and checkpoint_hook() is None:
+        setattr(whole.grad_fn, _HELD, recipe)
+    return whole
 
 
 def _shards(split: Sharding, tensors: dict[str, Any]) -> dict[str, Tensor]:
@@ -83,18 +89,6 @@ def _shards(split: Sharding, tensors: dict[str, Any]) -> dict[str, Tensor]:
             attach(shard, recipe)
         found[name] = shard
     return found
-
-
-def _joined(split: Sharding, like: Any, out: Any) -> Any:
-    shape = torch.Size(split.shape)
-    strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-    whole = DTensor.from_local(out, like.device_mesh, split.out, run_check=False, shape=shape, stride=strides)
-    # The node holds the recipe, because the life of a tensor may depend on Python's garbage collector, and ranks must
-    # agree. Not in a checkpoint, where that would keep what the checkpoint drops.
-    recipe = recipe_of(out)
-    if recipe is not None and whole.grad_fn is not None and checkpoint_hook() is None:
-        setattr(whole.grad_fn, _HELD, recipe)
-    return whole
 
 
 def _smallest(x: Any) -> int:
@@ -194,7 +188,7 @@ def _recipe_behind(x: Any) -> Recipe | None:
         if recipe is not None:
             if source is None or not recipe.holds():
                 return None
-            return recipe.derived(torch.Size((-1,)), _Gathered(source))
+            return recipe.derived(torch.Size((-1,)), functools.partial(_gather, source))
         name = node.name()
         if name == "RedistributeBackward":
             spec: Any = node.current_spec
@@ -212,15 +206,10 @@ def _recipe_behind(x: Any) -> Recipe | None:
     return None
 
 
-class _Gathered:
-    def __init__(self, spec: Any) -> None:
-        self.mesh, self.placements = spec.mesh, spec.placements
-        self.shape, self.stride = spec.tensor_meta.shape, spec.tensor_meta.stride
-
-    def __call__(self, x: Tensor) -> Tensor:
-        dim = next(p.dim for p in self.placements if p.is_shard())
-        x = x.reshape(*self.shape[:dim], -1, *self.shape[dim + 1 :])
-        whole = DTensor.from_local(
-            x, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
-        )  # fmt: skip
-        return whole.full_tensor()
+def _gather(spec: Any, x: Tensor) -> Tensor:
+    shape, dim = spec.tensor_meta.shape, next(p.dim for p in spec.placements if p.is_shard())
+    x = x.reshape(*shape[:dim], -1, *shape[dim + 1 :])
+    whole = DTensor.from_local(
+        x, spec.mesh, spec.placements, run_check=False, shape=shape, stride=spec.tensor_meta.stride
+    )  # fmt: skip
+    return whole.full_tensor()

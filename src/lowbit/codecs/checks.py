@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lowbit.kernels.checks import FLOATS
+from lowbit.kernels.operators import FLOATS
 
 
 def check_int(name: str, value: object, low: int, high: int, multiple: int = 1) -> None:

@@ -30,15 +30,7 @@ def encode(
     activation: str, bits: int, group: int, seed: int | None,
 ) -> None:  # fmt: skip
     """The reference's payloads; out = act(gate) * up."""
-    layout = group_int_layout(gate.numel(), bits, group, symmetric=False)
-    launch(
-        _encode, *_shape(gate.numel(), group), gate, gate if up is None else up,
-        payload_gate, payload_gate if payload_up is None else payload_up, out,
-        gate.numel(), (seed or 0) % 2**32, ((seed or 0) + 1) % 2**32,
-        *starts(layout, "mids", "codes"), *ends(layout, "scales", "mids"),
-        ACTIVATION=ACTIVATIONS.index(activation), GATED=up is not None,
-        BITS=bits, GROUP=group, STOCHASTIC=seed is not None,
-    )  # fmt: skip
+    _run_forward(gate, up, payload_gate, payload_up, out, activation, bits, group, seed)
 
 
 def recompute(
@@ -46,13 +38,21 @@ def recompute(
     activation: str, bits: int, group: int,
 ) -> None:  # fmt: skip
     """out = act(gate') * up'."""
+    _run_forward(None, None, payload_gate, payload_up, out, activation, bits, group, None)
+
+
+def _run_forward(
+    gate: Tensor | None, up: Tensor | None, payload_gate: Tensor, payload_up: Tensor | None, out: Tensor,
+    activation: str, bits: int, group: int, seed: int | None,
+) -> None:  # fmt: skip
     layout = group_int_layout(out.numel(), bits, group, symmetric=False)
     launch(
-        _recompute, *_shape(out.numel(), group), payload_gate,
-        payload_gate if payload_up is None else payload_up, out,
-        out.numel(), *starts(layout, "mids", "codes"),
-        ACTIVATION=ACTIVATIONS.index(activation), GATED=payload_up is not None,
-        BITS=bits, GROUP=group,
+        _forward, *_shape(out.numel(), group), out if gate is None else gate, out if up is None else up,
+        payload_gate, payload_gate if payload_up is None else payload_up, out,
+        out.numel(), (seed or 0) % 2**32, ((seed or 0) + 1) % 2**32,
+        *starts(layout, "mids", "codes"), *ends(layout, "scales", "mids"),
+        DECODING=gate is None, ACTIVATION=ACTIVATIONS.index(activation), GATED=payload_up is not None,
+        BITS=bits, GROUP=group, STOCHASTIC=seed is not None,
     )  # fmt: skip
 
 
@@ -81,7 +81,7 @@ def _shape(numel: int, group: int) -> tuple[int, int, dict[str, int | bool]]:
 
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
-    """Values and slopes of float32 numbers by the formulas of `cpu_curves`, within the same errors; NaN for NaN.
+    """Values and slopes of float32 numbers by the formulas of `cpu.py`, within the same errors; NaN for NaN.
 
     The exponential and the division are the GPU's approximations: no byte of a payload depends on them.
     """
@@ -106,59 +106,52 @@ def activate(x, ACTIVATION: tl.constexpr):
     return x * share, tl.fma(near * (e * half * half), steepness, share)
 
 
+@triton.jit
+def _read(
+    x, payload, seed, group, exists, at, count, j, v, keep, mids_16, codes_16, scales_end, mids_end,
+    DECODING: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, STOCHASTIC: tl.constexpr, RAGGED: tl.constexpr,
+):  # fmt: skip
+    """Decode a payload to eight float32 tensors, or load and encode them."""
+    if DECODING:
+        parts = decode_parts(payload, group, exists, j, v, keep, mids_16, codes_16, BITS, GROUP, False)
+    else:
+        parts = eighths.load(x, at, v, keep, count, j, RAGGED)
+        encode_parts(
+            parts, payload, group, exists, at, count, j, v, keep, seed, mids_16, codes_16,
+            BITS, GROUP, False, STOCHASTIC, RAGGED,
+        )  # fmt: skip
+        zero_gaps(payload, mids_16, codes_16, scales_end, mids_end)
+    return parts
+
+
 @triton.jit(do_not_specialize=[
     "numel", "gate_seed", "up_seed", "mids_16", "codes_16", "scales_end", "mids_end",
 ])  # fmt: skip
-def _encode(
+def _forward(
     gate, up, payload_gate, payload_up, out, numel, gate_seed, up_seed,
     mids_16, codes_16, scales_end, mids_end,
-    ACTIVATION: tl.constexpr, GATED: tl.constexpr,
+    DECODING: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
     BITS: tl.constexpr, GROUP: tl.constexpr, STOCHASTIC: tl.constexpr,
     GROUPS: tl.constexpr, WIDTH: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
     group, at, count, j, v, keep = lanes(numel, GROUP, GROUPS, WIDTH, RAGGED)
     exists = group * GROUP < numel
-    x = eighths.load(gate, at, v, keep, count, j, RAGGED)
-    encode_parts(
-        x, payload_gate, group, exists, at, count, j, v, keep, gate_seed, mids_16, codes_16,
-        BITS, GROUP, False, STOCHASTIC, RAGGED,
+    x = _read(
+        gate, payload_gate, gate_seed, group, exists, at, count, j, v, keep, mids_16, codes_16, scales_end, mids_end,
+        DECODING, BITS, GROUP, STOCHASTIC, RAGGED,
     )  # fmt: skip
-    zero_gaps(payload_gate, mids_16, codes_16, scales_end, mids_end)
     z = [activate(part, ACTIVATION)[0] for part in x]
     if GATED:
-        y = eighths.load(up, at, v, keep, count, j, RAGGED)
-        encode_parts(
-            y, payload_up, group, exists, at, count, j, v, keep, up_seed, mids_16, codes_16,
-            BITS, GROUP, False, STOCHASTIC, RAGGED,
+        y = _read(
+            up, payload_up, up_seed, group, exists, at, count, j, v, keep, mids_16, codes_16, scales_end, mids_end,
+            DECODING, BITS, GROUP, STOCHASTIC, RAGGED,
         )  # fmt: skip
-        zero_gaps(payload_up, mids_16, codes_16, scales_end, mids_end)
         product = ()
         for k in tl.static_range(8):
             product = product + (z[k] * y[k],)
         eighths.store(product, out, at, v, keep, count, j, RAGGED)
     else:
         eighths.store(z, out, at, v, keep, count, j, RAGGED)
-
-
-@triton.jit(do_not_specialize=["numel", "mids_16", "codes_16"])
-def _recompute(
-    payload_gate, payload_up, out, numel, mids_16, codes_16,
-    ACTIVATION: tl.constexpr, GATED: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
-    GROUPS: tl.constexpr, WIDTH: tl.constexpr, RAGGED: tl.constexpr,
-):  # fmt: skip
-    group, at, count, j, v, keep = lanes(numel, GROUP, GROUPS, WIDTH, RAGGED)
-    exists = group * GROUP < numel
-    x = decode_parts(payload_gate, group, exists, j, v, keep, mids_16, codes_16, BITS, GROUP, False)
-    y = x
-    if GATED:
-        y = decode_parts(payload_up, group, exists, j, v, keep, mids_16, codes_16, BITS, GROUP, False)
-    z = ()
-    for k in tl.static_range(8):
-        value, _ = activate(x[k], ACTIVATION)
-        if GATED:
-            value = value * y[k]
-        z = z + (value,)
-    eighths.store(z, out, at, v, keep, count, j, RAGGED)
 
 
 @triton.jit(do_not_specialize=["numel", "mids_16", "codes_16"])

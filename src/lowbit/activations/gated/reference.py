@@ -2,11 +2,7 @@
 
 act(gate) * up; `up` may be None, with its payload and gradient: act(gate).
 
-Forward computes from its inputs and keeps `GroupInt` payloads (asymmetric) of them; backward decodes these and
-recomputes everything else in float32 (AGoQ, arXiv 2605.00539). x' is the decoded payload of x.
-Payloads are the same bytes on every backend. Sums and functions of real numbers are not: backends round and order them
-differently, within a few float32 steps. Unlike in decoders of messages, results beyond float16 become Inf, which loss
-scalers look for. Tensors of one call may differ in dtype, not in shape. Shape suffixes: N rows, C channels.
+Payloads, precision and dtypes: as in `lowbit.activations.norm.reference`.
 """
 
 from __future__ import annotations
@@ -20,7 +16,7 @@ from torch.nn import functional
 from lowbit.codecs.group_int import reference as group_int
 from lowbit.codecs.group_int.reference import check_asymmetric, check_settings, decoded
 from lowbit.kernels import operator
-from lowbit.kernels.checks import check_pair, check_shapes
+from lowbit.kernels.operators import check_pair, check_shapes
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 ERFC = 0.3275911, (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)

@@ -18,12 +18,10 @@ from torch import Tensor
 from lowbit.codecs.group_int import cpu as group_int
 from lowbit.codecs.group_int.cpu import decode_groups, decode_scratch, encode_groups, encode_scratch, parts
 from lowbit.codecs.group_int.reference import group_int_layout
-from lowbit.kernels.cpu.jit import helper, kernel, summing
-from lowbit.kernels.cpu.lines import LINE, NO, element, output_line, read_line, write_line, zero_gaps
+from lowbit.kernels.cpu.jit import helper, kernel, over_rows, summing
+from lowbit.kernels.cpu.lines import LINE, NO, dot, element, output_line, read_line, write_line, zero_gaps
 from lowbit.kernels.cpu.memory import get_float, put_float
 from lowbit.kernels.cpu.runs import ONE, ZERO
-from lowbit.kernels.cpu.threads import over_rows
-from lowbit.kernels.cpu.vectors import dot
 
 AT_ONCE = 1024  # elements whose groups are encoded together
 PLAIN, ENCODE, DECODE = range(3)
@@ -39,17 +37,7 @@ def encode(
         zero_gaps(payload, group_int_layout(x.numel(), bits, group, symmetric=False))
     else:
         group_int.encode(x.view(-1), payload, bits, group, False, seed)
-    factor, added = _affine(weight, bias, offset, x.shape[1])
-
-    def work(scratch: Tensor, start: int, stop: int) -> None:
-        _forward(
-            mode, *element(x), *element(out), x.numel(), x.shape[1],
-            parts(payload, x, bits, group), bits, group, seed is not None, (seed or 0) % 2**32,
-            factor.data_ptr(), added.data_ptr(), eps, centred,
-            scratch.data_ptr(), start, stop,
-        )  # fmt: skip
-
-    _over_rows(work, x, group, 2)
+    _run_forward(mode, x, weight, bias, payload, out, eps, centred, offset, bits, group, seed)
 
 
 def recompute(
@@ -57,12 +45,19 @@ def recompute(
     eps: float, centred: bool, offset: float, bits: int, group: int,
 ) -> None:  # fmt: skip
     """out = norm(x')."""
+    _run_forward(DECODE, None, weight, bias, payload, out, eps, centred, offset, bits, group, None)
+
+
+def _run_forward(
+    mode: int, x: Tensor | None, weight: Tensor | None, bias: Tensor | None, payload: Tensor, out: Tensor,
+    eps: float, centred: bool, offset: float, bits: int, group: int, seed: int | None,
+) -> None:  # fmt: skip
     factor, added = _affine(weight, bias, offset, out.shape[1])
 
     def work(scratch: Tensor, start: int, stop: int) -> None:
         _forward(
-            DECODE, *element(None), *element(out), out.numel(), out.shape[1],
-            parts(payload, out, bits, group), bits, group, False, 0,
+            mode, *element(x), *element(out), out.numel(), out.shape[1],
+            parts(payload, out, bits, group), bits, group, seed is not None, (seed or 0) % 2**32,
             factor.data_ptr(), added.data_ptr(), eps, centred,
             scratch.data_ptr(), start, stop,
         )  # fmt: skip
@@ -71,13 +66,13 @@ def recompute(
 
 
 def backward(
-    payload: Tensor, weight: Tensor | None, bias: Tensor | None, grad_out: Tensor,
-    grad_x: Tensor, grad_weight: Tensor | None, grad_bias: Tensor | None, out: Tensor | None,
+    payload: Tensor, weight: Tensor | None, grad_out: Tensor,
+    grad_x: Tensor, grad_weight: Tensor | None, grad_bias: Tensor | None,
     eps: float, centred: bool, offset: float, bits: int, group: int,
 ) -> None:  # fmt: skip
-    """Gradients of norm at x', and norm(x') if `out` is given."""
+    """Gradients of norm at x'."""
     channels = grad_x.shape[1]
-    factor, added = _affine(weight, bias, offset, channels)
+    factor, _ = _affine(weight, None, offset, channels)
     sums: dict[int, Tensor] = {}  # by range of rows, to add them in order whichever ends first
     lock = threading.Lock()
 
@@ -86,13 +81,13 @@ def backward(
         with lock:
             sums[start] = partial
         _backward(
-            *element(grad_out), *element(grad_x), *element(out), grad_x.numel(), channels,
+            *element(grad_out), *element(grad_x), grad_x.numel(), channels,
             parts(payload, grad_x, bits, group), bits, group,
-            factor.data_ptr(), added.data_ptr(), partial.data_ptr(), eps, centred,
+            factor.data_ptr(), partial.data_ptr(), eps, centred,
             scratch.data_ptr(), start, stop,
         )  # fmt: skip
 
-    _over_rows(work, grad_x, group, 4)
+    _over_rows(work, grad_x, group, 3)
     weight_sum, bias_sum = torch.stack([sums[start] for start in sorted(sums)]).sum(0)
     if grad_weight is not None:
         grad_weight.copy_(weight_sum)
@@ -109,18 +104,13 @@ def _affine(weight: Tensor | None, bias: Tensor | None, offset: float, channels:
 def _over_rows(work: Callable[[Tensor, int, int], None], x: Tensor, group: int, lines: int) -> None:
     """Call `work` on ranges of rows, with scratch for `lines` lines and for coding."""
     per_block = max(1, AT_ONCE // group)
-    nbytes = lines * _line(x.shape[1], group)
+    nbytes = lines * 4 * (x.shape[1] + 2 * group)  # a row, and the rest of its first and last group
     nbytes += max(encode_scratch(group, per_block), decode_scratch(group))
 
     def run(start: int, stop: int) -> None:
         work(torch.empty(nbytes, dtype=torch.uint8), start, stop)
 
     over_rows(run, x.shape[0], x.nbytes)
-
-
-def _line(channels: int, group: int) -> int:
-    """Bytes of a line that holds a row and the rest of its first and last group."""
-    return 4 * (channels + 2 * group)
 
 
 @kernel
@@ -147,19 +137,20 @@ def _forward(
         mean = _mean(x, channels) if centred else ZERO
         inverse = _inverse_root(_squares(x, channels, mean), channels, eps)
         to = output_line(out, out_kind, begin, out_line)
-        _put_affine(x, channels, mean, inverse, factor, added, to)
+        for j in range(channels):
+            normal = (get_float(x, j) - mean) * inverse
+            put_float(to, j, normal * get_float(factor, j) + get_float(added, j))
         write_line(to, out, out_kind, begin, channels)
 
 
 @kernel
 def _backward(
-    grad_out, kind, grad_x, x_kind, out, out_kind, total, channels,
+    grad_out, kind, grad_x, x_kind, total, channels,
     parts, bits, group,
-    factor, added, sums, eps, centred, scratch, start, stop,
+    factor, sums, eps, centred, scratch, start, stop,
 ) -> None:  # fmt: skip
     size = 4 * (channels + 2 * group)
-    line, grad_line, rest = scratch, scratch + size, scratch + 4 * size
-    x_line, out_line = scratch + 2 * size, scratch + 3 * size
+    line, grad_line, x_line, rest = scratch, scratch + size, scratch + 2 * size, scratch + 3 * size
     weight_sum, bias_sum = sums, sums + 4 * channels
     for row in range(start, stop):
         begin = row * channels
@@ -178,10 +169,6 @@ def _backward(
             grad = grad * get_float(factor, j) - level - normal * along
             put_float(to_x, j, grad * inverse)
         write_line(to_x, grad_x, x_kind, begin, channels)
-        if out_kind >= 0:
-            to = output_line(out, out_kind, begin, out_line)
-            _put_affine(x, channels, mean, inverse, factor, added, to)
-            write_line(to, out, out_kind, begin, channels)
 
 
 @helper
@@ -191,13 +178,6 @@ def _decoded(line, parts, begin, count, total, bits, group, rest) -> Any:
     start = line - 4 * first * group
     decode_groups(*parts, start, LINE, total, bits, group, NO, NO, rest, first, last)
     return start + 4 * begin
-
-
-@helper
-def _put_affine(x, count, mean, inverse, factor, added, to) -> None:
-    for j in range(count):
-        normal = (get_float(x, j) - mean) * inverse
-        put_float(to, j, normal * get_float(factor, j) + get_float(added, j))
 
 
 @helper

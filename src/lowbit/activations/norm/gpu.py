@@ -70,13 +70,13 @@ def recompute(
 
 
 def backward(
-    payload: Tensor, weight: Tensor | None, bias: Tensor | None, grad_out: Tensor,
-    grad_x: Tensor, grad_weight: Tensor | None, grad_bias: Tensor | None, out: Tensor | None,
+    payload: Tensor, weight: Tensor | None, grad_out: Tensor,
+    grad_x: Tensor, grad_weight: Tensor | None, grad_bias: Tensor | None,
     eps: float, centred: bool, offset: float, bits: int, group: int,
 ) -> None:  # fmt: skip
-    """Gradients of norm at x', and norm(x') if `out` is given."""
+    """Gradients of norm at x'."""
     if _is_wide(grad_x):
-        tensors = payload, weight, bias, grad_out, grad_x, grad_weight, grad_bias, out
+        tensors = payload, weight, grad_out, grad_x, grad_weight, grad_bias
         reference.backward.definition(*tensors, eps, centred, offset, bits, group)
         return
     layout = group_int_layout(grad_x.numel(), bits, group, symmetric=False)
@@ -87,11 +87,10 @@ def backward(
     wanted = grad_weight is not None, grad_bias is not None
     sums = [torch.empty(programs if want else 1, channels, device=grad_x.device) for want in wanted]
     launch(
-        _backward, programs, warps, shape, grad_out, x, payload, *_given(weight, bias, grad_out),
-        grad_x, *sums, grad_x if out is None else out,
-        rows, channels, blocks, *starts(layout, "mids", "codes"), eps, offset,
-        MODE=mode.value, WEIGHT=weight is not None, BIAS=bias is not None, CENTRED=centred,
-        BITS=bits, GROUP=group, OF_WEIGHT=wanted[0], OF_BIAS=wanted[1], AGAIN=out is not None,
+        _backward, programs, warps, shape, grad_out, x, payload, grad_out if weight is None else weight,
+        grad_x, *sums, rows, channels, blocks, *starts(layout, "mids", "codes"), eps, offset,
+        MODE=mode.value, WEIGHT=weight is not None, CENTRED=centred,
+        BITS=bits, GROUP=group, OF_WEIGHT=wanted[0], OF_BIAS=wanted[1],
     )  # fmt: skip
     if grad_weight is not None:
         grad_weight.copy_(sums[0].sum(0))
@@ -104,16 +103,12 @@ def _forward_of(
     out: Tensor, *numbers: Any, GROUP: int, **settings: Any,
 ) -> None:  # fmt: skip
     rows, channels = out.shape
+    given = out if weight is None else weight, out if bias is None else bias  # a missing one needs a valid pointer
     launch(
-        _forward, *_shape(rows, channels, GROUP), x, *_given(weight, bias, out), payload, out, rows, channels,
+        _forward, *_shape(rows, channels, GROUP), x, *given, payload, out, rows, channels,
         *numbers, MODE=mode.value, WEIGHT=weight is not None, BIAS=bias is not None, GROUP=GROUP,
         **settings,
     )  # fmt: skip
-
-
-def _given(weight: Tensor | None, bias: Tensor | None, instead: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both, with `instead` as a valid pointer for a missing one."""
-    return instead if weight is None else weight, instead if bias is None else bias
 
 
 def _source(payload: Tensor, like: Tensor, bits: int, group: int) -> tuple[Tensor, tl.constexpr, int]:
@@ -250,11 +245,10 @@ def _forward(
     "rows", "channels", "blocks", "mids_16", "codes_16", "eps", "offset",
 ])  # fmt: skip
 def _backward(
-    grad_out, x, payload, weight, bias, grad_x, weight_sums, bias_sums, out,
+    grad_out, x, payload, weight, grad_x, weight_sums, bias_sums,
     rows, channels, blocks, mids_16, codes_16, eps, offset,
-    MODE: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, CENTRED: tl.constexpr,
-    BITS: tl.constexpr, GROUP: tl.constexpr,
-    OF_WEIGHT: tl.constexpr, OF_BIAS: tl.constexpr, AGAIN: tl.constexpr,
+    MODE: tl.constexpr, WEIGHT: tl.constexpr, CENTRED: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, OF_WEIGHT: tl.constexpr, OF_BIAS: tl.constexpr,
     ROWS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
     size = channels.to(tl.float32)
@@ -273,10 +267,7 @@ def _backward(
             of_weight = _added(of_weight, grads, normal)
         if OF_BIAS:
             of_bias = _added(of_bias, grads, None)
-        if AGAIN:
-            again = _affine(normal, weight, bias, offset, column, keep, count, j, WEIGHT, BIAS, GROUP, RAGGED)
-            eighths.store(again, out, at, GROUP // 8, keep, count, j, RAGGED)
-        scaled = _affine(grads, weight, bias, offset, column, keep, count, j, WEIGHT, False, GROUP, RAGGED)
+        scaled = _affine(grads, weight, weight, offset, column, keep, count, j, WEIGHT, False, GROUP, RAGGED)
         along, level = zeros, zeros
         for k in tl.static_range(8):
             along = tl.fma(scaled[k], normal[k], along)

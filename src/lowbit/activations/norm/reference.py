@@ -19,7 +19,7 @@ from torch import Tensor
 from lowbit.codecs.group_int import reference as group_int
 from lowbit.codecs.group_int.reference import check_asymmetric, check_settings, decoded
 from lowbit.kernels import operator
-from lowbit.kernels.checks import check_shapes
+from lowbit.kernels.operators import check_shapes
 
 
 def _check(
@@ -45,12 +45,12 @@ def _check_recompute(payload, weight, bias, out, eps, centred, offset, bits, gro
 
 
 def _check_backward(
-    payload, weight, bias, grad_out, grad_x, grad_weight, grad_bias, out, eps, centred, offset, bits, group
+    payload, weight, grad_out, grad_x, grad_weight, grad_bias, eps, centred, offset, bits, group
 ) -> None:
     _check(
         grad_x, payload, eps, bits, group,
-        rows={"grad_x": grad_x, "grad_out": grad_out, "out": out},
-        channels={"weight": weight, "bias": bias, "grad_weight": grad_weight, "grad_bias": grad_bias},
+        rows={"grad_x": grad_x, "grad_out": grad_out},
+        channels={"weight": weight, "grad_weight": grad_weight, "grad_bias": grad_bias},
     )  # fmt: skip
 
 
@@ -75,17 +75,15 @@ def recompute(
     out.copy_(_affine(normal_NC, weight, bias, offset))
 
 
-@operator(writes=("grad_x", "grad_weight", "grad_bias", "out"), check=_check_backward)
+@operator(writes=("grad_x", "grad_weight", "grad_bias"), check=_check_backward)
 def backward(
-    payload: Tensor, weight: Tensor | None, bias: Tensor | None, grad_out: Tensor,
-    grad_x: Tensor, grad_weight: Tensor | None, grad_bias: Tensor | None, out: Tensor | None,
+    payload: Tensor, weight: Tensor | None, grad_out: Tensor,
+    grad_x: Tensor, grad_weight: Tensor | None, grad_bias: Tensor | None,
     eps: float, centred: bool, offset: float, bits: int, group: int,
 ) -> None:  # fmt: skip
-    """Gradients of norm at x'; `out`, if given, gets norm(x') itself, which needs `bias`."""
+    """Gradients of norm at x'."""
     normal_NC, inverse_N1 = _normalized(decoded(payload, grad_x.shape, bits, group), eps, centred)
     g_NC = grad_out.float()
-    if out is not None:
-        out.copy_(_affine(normal_NC, weight, bias, offset))
     if grad_weight is not None:
         grad_weight.copy_((g_NC * normal_NC).sum(0))
     if grad_bias is not None:

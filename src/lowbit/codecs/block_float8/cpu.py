@@ -21,11 +21,10 @@ from lowbit.codecs.block_float8.reference import (
 )
 from lowbit.kernels.cpu import formulas
 from lowbit.kernels.cpu.formulas import INTEGER_BITS, MAGNITUDE, TO_INTEGER, constant, shaped
-from lowbit.kernels.cpu.jit import helper, kernel, operation
+from lowbit.kernels.cpu.jit import helper, kernel, operation, over_rows
 from lowbit.kernels.cpu.lines import FLOAT32, KINDS, add, narrow, sections, widen, zero_gaps
 from lowbit.kernels.cpu.memory import F32, I8, I32, I64, get_byte, get_float, put_byte, put_float
 from lowbit.kernels.cpu.operations import bits_float
-from lowbit.kernels.cpu.threads import over_rows
 from lowbit.kernels.layout import ceil_div
 
 LANES = 32  # elements in registers at a time; blocks are multiples of it

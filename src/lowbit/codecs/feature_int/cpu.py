@@ -21,7 +21,7 @@ from torch import Tensor
 from lowbit.codecs.feature_int.reference import LARGEST_BF16, NAN_BF16, center_of, feature_int_layout
 from lowbit.kernels.cpu import formulas
 from lowbit.kernels.cpu.formulas import constant, load, shaped, spread, store
-from lowbit.kernels.cpu.jit import helper, kernel, operation
+from lowbit.kernels.cpu.jit import helper, kernel, operation, over_rows
 from lowbit.kernels.cpu.lines import BFLOAT16, FLOAT16, FLOAT32, KINDS, narrow, sections, widen, zero_gaps
 from lowbit.kernels.cpu.memory import (
     F32,
@@ -50,8 +50,7 @@ from lowbit.kernels.cpu.operations import (
     to_bf16,
 )
 from lowbit.kernels.cpu.runs import ONE, SMALLEST, ZERO
-from lowbit.kernels.cpu.threads import over_rows
-from lowbit.kernels.packing import planes_nbytes
+from lowbit.kernels.layout import planes_nbytes
 
 LANES = 32  # elements in registers at a time
 PLANES = (1, 2, 4, 8)  # bits of a plane

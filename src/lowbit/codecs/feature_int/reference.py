@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from lowbit.kernels import exact, operator
-from lowbit.kernels.checks import check_bytes, check_numbers, check_table
 from lowbit.kernels.exact import store
-from lowbit.kernels.layout import Layout, zero_gaps
-from lowbit.kernels.packing import pack, planes_nbytes, unpack
+from lowbit.kernels.layout import Layout, pack, planes_nbytes, unpack, zero_gaps
+from lowbit.kernels.operators import check_bytes, check_numbers, check_table
 
 FEWEST, MOST = 3, 8  # bits of a code
 LARGEST_BF16 = 2.0**127 * (2 - 2.0**-7)

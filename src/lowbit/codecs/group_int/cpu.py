@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lowbit.codecs.group_int.reference import NAN_SCALE, group_int_layout
-from lowbit.kernels.cpu.jit import helper, kernel
+from lowbit.kernels.cpu.jit import helper, kernel, over_rows
 from lowbit.kernels.cpu.lines import FLOAT32, KINDS, narrow, sections, widen, zero_gaps
 from lowbit.kernels.cpu.memory import get_float, get_half, get_int, put_byte, put_float, put_half, put_int
 from lowbit.kernels.cpu.operations import (
@@ -36,7 +36,6 @@ from lowbit.kernels.cpu.runs import (
     pack,
     put_extremes,
 )
-from lowbit.kernels.cpu.threads import over_rows
 from lowbit.kernels.layout import ceil_div
 
 BLOCK = 4096  # elements whose parameters are computed together: few enough to stay in the first cache

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from lowbit.kernels import operator
-from lowbit.kernels.checks import check_bytes, check_numbers
 from lowbit.kernels.exact import LARGEST, SMALLEST, inverse, store, uniform
-from lowbit.kernels.layout import Layout, ceil_div, packed_nbytes, zero_gaps
-from lowbit.kernels.packing import pack_groups, unpack_groups
+from lowbit.kernels.layout import Layout, ceil_div, pack_groups, packed_nbytes, unpack_groups, zero_gaps
+from lowbit.kernels.operators import check_bytes, check_numbers
 
 NAN_SCALE = 0x7FC0  # the bfloat16 scale of a group with NaN or Inf, whose codes and middle are zero
 

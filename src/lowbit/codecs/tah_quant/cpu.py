@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowbit.codecs.tah_quant.reference import MID_SHARE, ROTATABLE, kernel_geometry
 from lowbit.kernels.cpu.formulas import INTEGER_BITS
-from lowbit.kernels.cpu.jit import helper, kernel
+from lowbit.kernels.cpu.jit import helper, kernel, over_rows
 from lowbit.kernels.cpu.lines import FLOAT32, KINDS, narrow, sections, widen, zero_gaps
 from lowbit.kernels.cpu.memory import (
     get_byte,
@@ -58,10 +58,9 @@ from lowbit.kernels.cpu.runs import (
     are_finite,
     decode_run,
     encode_run,
+    entropy_sums_64,
     put_extremes,
 )
-from lowbit.kernels.cpu.threads import over_rows
-from lowbit.kernels.cpu.words import entropy_sums_64
 
 RANGE, TILE, TOKEN, NONE = 0, 1, 2, 3
 ALLOCATIONS = {"range": RANGE, "tile": TILE, "token": TOKEN}

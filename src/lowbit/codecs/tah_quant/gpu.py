@@ -39,7 +39,7 @@ from lowbit.codecs.tah_quant.reference import (
 )
 from lowbit.kernels.exact import LARGEST, SMALLEST
 from lowbit.kernels.gpu import eighths
-from lowbit.kernels.gpu.lanes import lanes, row_maximum, step_of
+from lowbit.kernels.gpu.eighths import lanes, row_maximum, step_of
 from lowbit.kernels.gpu.launch import ends, launch, power_of_two_from, starts, warn_once, warps_for
 from lowbit.kernels.gpu.numbers import (
     bits_of,

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from lowbit.kernels import operator
-from lowbit.kernels.checks import check_bytes, check_numbers
 from lowbit.kernels.exact import (
     LARGEST,
     SMALLEST,
@@ -26,8 +25,8 @@ from lowbit.kernels.exact import (
     smallest,
     store,
 )  # fmt: skip
-from lowbit.kernels.layout import Layout, ceil_div, zero_gaps
-from lowbit.kernels.packing import pack, pack_flags, unpack, unpack_flags
+from lowbit.kernels.layout import Layout, ceil_div, pack, pack_flags, unpack, unpack_flags, zero_gaps
+from lowbit.kernels.operators import check_bytes, check_numbers
 
 SCOPE_TILES = 256  # tiles among which "range" chooses: a GPU's program holds them in registers
 ROTATABLE = 2.0**120  # larger pivots stay where they are: their rotation could overflow

@@ -48,10 +48,18 @@ from lowbit.codecs.transform_quant.reference import (
     TransformGeometry,
     body_nbytes,
 )
-from lowbit.kernels.cpu.jit import helper, kernel
-from lowbit.kernels.cpu.memory import get_byte, get_float, get_half, get_int, put_float, put_half, put_int
-from lowbit.kernels.cpu.room import Room, address
-from lowbit.kernels.cpu.threads import over_rows
+from lowbit.kernels.cpu.jit import helper, kernel, over_rows
+from lowbit.kernels.cpu.memory import (
+    Room,
+    address,
+    get_byte,
+    get_float,
+    get_half,
+    get_int,
+    put_float,
+    put_half,
+    put_int,
+)
 
 __all__ = ["Transform", "decode", "encode", "follow", "own_squares", "renew"]
 

@@ -36,6 +36,7 @@ from lowbit.codecs.transform_quant.basis import (
 )
 from lowbit.codecs.transform_quant.reference import TransformGeometry
 from lowbit.kernels.cpu.jit import helper, kernel, summing
+from lowbit.kernels.cpu.lines import dot, largest, norm_of, squares
 from lowbit.kernels.cpu.memory import (
     get_byte,
     get_double,
@@ -51,7 +52,6 @@ from lowbit.kernels.cpu.memory import (
 )
 from lowbit.kernels.cpu.operations import greater, lesser, magnitude, round_signed, truncate
 from lowbit.kernels.cpu.runs import ONE, SMALLEST, ZERO
-from lowbit.kernels.cpu.vectors import add, dot, largest, norm_of, squares
 from lowbit.kernels.exact import store
 
 FAR, MOST = np.float32(FARTHEST), np.float32(127)
@@ -167,7 +167,7 @@ def _orthonormal(new, count, channels, scale) -> None:
             for _ in range(2):  # the second pass removes what rounding leaves in the first
                 for n in range(m):
                     other = new + 4 * n * channels
-                    add(line, other, -dot(line, other, channels), channels)
+                    add_times(line, other, -dot(line, other, channels), channels)
             left = norm_of(line, channels)
             if left > ROUNDED * length and left > SMALLEST:
                 break

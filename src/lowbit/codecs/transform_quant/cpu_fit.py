@@ -38,13 +38,22 @@ from lowbit.codecs.transform_quant.reference import (
     costs,
     symbol_costs,
 )
-from lowbit.kernels.cpu.jit import helper, kernel, summing
-from lowbit.kernels.cpu.memory import get_byte, get_float, get_int, get_word, put_byte, put_double, put_float, put_int
+from lowbit.kernels.cpu.jit import helper, kernel, over_rows, summing
+from lowbit.kernels.cpu.lines import norm_of, squares
+from lowbit.kernels.cpu.memory import (
+    Room,
+    address,
+    get_byte,
+    get_float,
+    get_int,
+    get_word,
+    put_byte,
+    put_double,
+    put_float,
+    put_int,
+)
 from lowbit.kernels.cpu.operations import float_bits, greater, greater32, magnitude, power_of_two
-from lowbit.kernels.cpu.room import Room, address
 from lowbit.kernels.cpu.runs import ONE, SMALLEST
-from lowbit.kernels.cpu.threads import over_rows
-from lowbit.kernels.cpu.vectors import norm_of, squares
 
 SAMPLE = 1 << 13  # approximate number of coefficients that measure how well the tables fit a message
 LEAST_ROWS = 32  # tokens among them, at least

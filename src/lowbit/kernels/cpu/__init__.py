@@ -1,9 +1,10 @@
 """Building blocks of CPU kernels, compiled by numba: the reference's bytes at the speed of memory.
 
-- `jit`: compiles kernels (`kernel`) and functions inlined into them (`helper`). Kernels take addresses.
-- `memory`: reads and writes single elements at an address. `lines`: converts elements of any dtype from and to float32.
+- `jit`: compiles kernels (`kernel`) and functions inlined into them (`helper`), and runs them on threads. Kernels take
+  addresses.
+- `memory`: reads and writes single elements at an address. `lines`: converts elements of any dtype from and to float32,
+  and sums them in any order.
 - `operations`: formulas on one number, for loops in Python. `formulas`: the same on vectors, for LLVM code.
 - `runs`: extremes of a group or tile, `pack` and `unpack` for codes of any meaning. For uniform quantization,
-  `encode_run` and `decode_run` compute and pack the codes as vectors, made by `words`.
-- `threads`: distributes ranges of rows over threads. `vectors`: sums in any order.
+  `encode_run` and `decode_run` compute and pack the codes as vectors.
 """

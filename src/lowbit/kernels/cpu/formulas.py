@@ -37,6 +37,16 @@ def constant(kind: ir.Type, value: float, like: Any) -> ir.Constant:
     return ir.Constant(shape, [value] * shape.count if isinstance(shape, ir.VectorType) else value)
 
 
+def f32(value: float, like: Any) -> ir.Constant:
+    """Make a float32 constant."""
+    return constant(F32, value, like)
+
+
+def i32(value: int, like: Any) -> ir.Constant:
+    """Make a constant of 32 bits."""
+    return constant(I32, value, like)
+
+
 def float_bits(b: Any, x: Float) -> Int:
     """The bits of float32 numbers."""
     return b.bitcast(x, shaped(I32, x))
@@ -94,22 +104,22 @@ def magnitude(b: Any, x: Float) -> Float:
 
 def power_of_two(b: Any, exponent: Int) -> Float:
     """2^exponent, for normal numbers."""
-    return bits_float(b, b.shl(b.add(exponent, constant(I32, 127, exponent)), _i32(23, exponent)))
+    return bits_float(b, b.shl(b.add(exponent, constant(I32, 127, exponent)), i32(23, exponent)))
 
 
 def round_signed(b: Any, v: Float) -> Float:
     """The nearest integer, ties to even, of |v| < 2^22."""
-    return b.fsub(b.fadd(v, _f32(TO_SIGNED, v)), _f32(TO_SIGNED, v))
+    return b.fsub(b.fadd(v, f32(TO_SIGNED, v)), f32(TO_SIGNED, v))
 
 
 def round_bf16(b: Any, x: Float) -> Float:
     """The nearest bfloat16 of a finite number, ties to even, as float32."""
-    return bits_float(b, b.and_(_carry(b, float_bits(b, x), 16), _i32(-0x10000, x)))
+    return bits_float(b, b.and_(_carry(b, float_bits(b, x), 16), i32(-0x10000, x)))
 
 
 def code(b: Any, v: Float, top: Float) -> Byte:
     """Round to nearest even and clamp to [0, top], as bytes."""
-    rounded = b.fadd(_cut(b, v, top), _f32(TO_INTEGER, v))
+    rounded = b.fadd(_cut(b, v, top), f32(TO_INTEGER, v))
     return b.trunc(float_bits(b, rounded), shaped(I8, v))
 
 
@@ -126,53 +136,53 @@ def restored(b: Any, codes: Byte, offset: Float, step: Float) -> Float:
 
 def level(b: Any, x: Float, scale: Float) -> Float:
     """2^23 + |x| * scale, the product rounded to an integer (see `lowbit.kernels.exact.entropy`)."""
-    return b.fadd(b.fmul(magnitude(b, x), scale), _f32(TO_INTEGER, x))
+    return b.fadd(b.fmul(magnitude(b, x), scale), f32(TO_INTEGER, x))
 
 
 def weighted_log(b: Any, level: Float) -> Float:
     """2^19 + a log2(a), the product rounded to 1/16, for a level 2^23 + a."""
-    a = b.fsub(level, _f32(TO_INTEGER, level))
+    a = b.fsub(level, f32(TO_INTEGER, level))
     # float32 numbers from 2^19 on are multiples of 1/16. For a = 0 the logarithm is -127 here, and the product 0.
-    return b.fadd(b.fmul(a, quick_log2(b, a)), _f32(2.0**19, a))
+    return b.fadd(b.fmul(a, quick_log2(b, a)), f32(2.0**19, a))
 
 
 def log2(b: Any, x: Float) -> Float:
     """`lowbit.kernels.exact.log2`."""
     bits = float_bits(b, x)
-    exponent = b.sub(b.ashr(bits, _i32(23, x)), _i32(127, x))
-    fraction = b.or_(b.and_(bits, _i32(0x7FFFFF, x)), _i32(0x3F800000, x))
-    t = b.fsub(bits_float(b, fraction), _f32(1, x))
-    p = _f32(LOG2_COEFFICIENTS[-1], x)
+    exponent = b.sub(b.ashr(bits, i32(23, x)), i32(127, x))
+    fraction = b.or_(b.and_(bits, i32(0x7FFFFF, x)), i32(0x3F800000, x))
+    t = b.fsub(bits_float(b, fraction), f32(1, x))
+    p = f32(LOG2_COEFFICIENTS[-1], x)
     for c in LOG2_COEFFICIENTS[-2::-1]:
-        p = b.fadd(b.fmul(p, t), _f32(c, x))
+        p = b.fadd(b.fmul(p, t), f32(c, x))
     return b.fadd(b.sitofp(exponent, shaped(F32, x)), b.fmul(p, t))
 
 
 def quick_log2(b: Any, x: Any) -> Any:
     """`lowbit.kernels.exact.quick_log2`."""
     bits = float_bits(b, x)
-    shifted = b.sitofp(b.sub(bits, _i32(0x3F800000, x)), shaped(F32, x))
-    fraction = b.or_(b.and_(bits, _i32(0x7FFFFF, x)), _i32(0x3F800000, x))
-    t = b.fsub(bits_float(b, fraction), _f32(1, x))
-    bend = b.fadd(b.fmul(t, _f32(TILT, x)), _f32(BEND, x))
-    straight = b.fmul(shifted, _f32(2.0**-23, x))
+    shifted = b.sitofp(b.sub(bits, i32(0x3F800000, x)), shaped(F32, x))
+    fraction = b.or_(b.and_(bits, i32(0x7FFFFF, x)), i32(0x3F800000, x))
+    t = b.fsub(bits_float(b, fraction), f32(1, x))
+    bend = b.fadd(b.fmul(t, f32(TILT, x)), f32(BEND, x))
+    straight = b.fmul(shifted, f32(2.0**-23, x))
     return b.fadd(straight, b.fmul(b.fsub(t, b.fmul(t, t)), bend))
 
 
 def steps_below(b: Any, octave: Int, top: Int) -> Int:
     """Distance of a step below the top of its token in sixteenths of an octave, as a byte; 255 for no step."""
     below = b.sub(top, octave)
-    below = lesser32(b, greater32(b, below, _i32(0, below)), _i32(254, below))
-    is_zero = b.icmp_signed("==", octave, _i32(0, octave))
-    return b.select(is_zero, _i32(255, below), below)
+    below = lesser32(b, greater32(b, below, i32(0, below)), i32(254, below))
+    is_zero = b.icmp_signed("==", octave, i32(0, octave))
+    return b.select(is_zero, i32(255, below), below)
 
 
 def step_below(b: Any, below: Int, top: Int) -> Float:
     """`lowbit.kernels.exact.octave_steps`."""
-    octave = greater32(b, b.sub(top, below), _i32(16, below))
-    is_zero = b.icmp_signed("==", below, _i32(255, below))
-    step = bits_float(b, b.shl(octave, _i32(19, octave)))
-    return b.select(is_zero, _f32(0, below), step)
+    octave = greater32(b, b.sub(top, below), i32(16, below))
+    is_zero = b.icmp_signed("==", below, i32(255, below))
+    step = bits_float(b, b.shl(octave, i32(19, octave)))
+    return b.select(is_zero, f32(0, below), step)
 
 
 def uniform(b: Any, index: Word, seed: Word) -> Float:
@@ -237,8 +247,8 @@ def to_fp16(b: Any, x: Float) -> Half:
 
 def overflown(b: Any, x: Float) -> Float:
     """Replace numbers that round to more than float16's largest by Inf."""
-    beyond = b.fcmp_ordered(">=", magnitude(b, x), _f32(65520, x))
-    infinity = b.or_(b.and_(float_bits(b, x), _i32(-0x80000000, x)), _i32(0x7F800000, x))
+    beyond = b.fcmp_ordered(">=", magnitude(b, x), f32(65520, x))
+    infinity = b.or_(b.and_(float_bits(b, x), i32(-0x80000000, x)), i32(0x7F800000, x))
     return b.select(beyond, bits_float(b, infinity), x)
 
 
@@ -258,24 +268,16 @@ def spread(b: Any, value: Any, count: int) -> Any:
     return b.shuffle_vector(one, one, ir.Constant(ir.VectorType(I32, count), [0] * count))
 
 
-def _f32(value: float, like: Any) -> ir.Constant:
-    return constant(F32, value, like)
-
-
-def _i32(value: int, like: Any) -> ir.Constant:
-    return constant(I32, value, like)
-
-
 def _flip(b: Any, bits: Any) -> Any:
     """Invert all bits of negative numbers except the sign."""
-    return b.xor(bits, b.and_(b.ashr(bits, _i32(31, bits)), _i32(MAGNITUDE, bits)))
+    return b.xor(bits, b.and_(b.ashr(bits, i32(31, bits)), i32(MAGNITUDE, bits)))
 
 
 def _carry(b: Any, bits: Any, dropped: int) -> Any:
     """Add a carry so that cutting off the `dropped` low bits rounds to nearest even."""
-    odd = b.and_(b.lshr(bits, _i32(dropped, bits)), _i32(1, bits))
-    return b.add(b.add(bits, _i32((1 << (dropped - 1)) - 1, bits)), odd)
+    odd = b.and_(b.lshr(bits, i32(dropped, bits)), i32(1, bits))
+    return b.add(b.add(bits, i32((1 << (dropped - 1)) - 1, bits)), odd)
 
 
 def _cut(b: Any, v: Any, top: Any) -> Any:
-    return lesser(b, greater(b, v, _f32(0, v)), top)
+    return lesser(b, greater(b, v, f32(0, v)), top)

@@ -1,10 +1,11 @@
-"""Compile and cache kernels, and make functions for them from LLVM instructions that Python cannot express.
+"""Compile, cache and run kernels, and make functions for them from LLVM instructions that Python cannot express.
 
 Kernels run without the interpreter's lock and without fast-math: if steps were fused or reordered, their bytes would
 differ from the reference's (`summing` is for results that the other end does not recompute). Numba's front end takes
 most of the compile time, widens arithmetic on small integers to 64 bits, and counts references to arrays in inner
 loops. So kernels take addresses instead of arrays, and elementwise formulas are built as LLVM instructions
-(`operation`); loops stay in Python.
+(`operation`); loops stay in Python. `over_rows` runs ranges of rows on a pool of Python threads, because kernels hold
+no lock, and a busy host slows them no further.
 """
 
 from __future__ import annotations
@@ -13,16 +14,19 @@ import contextlib
 import functools
 import hashlib
 import inspect
+import itertools
 import logging
 import os
 import platform
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numba
+import torch
 from numba.core import config
 from numba.core.compiler_lock import global_compiler_lock
 from numba.extending import intrinsic
@@ -138,3 +142,36 @@ def operation(result: Any, *parameters: Any) -> Callable[[Callable[..., Any]], A
         return intrinsic(define)
 
     return decorate
+
+
+SMALL = 1 << 16  # bytes; for less, starting threads costs more than it saves
+
+
+def over_rows(work: Callable[[int, int], object], rows: int, nbytes: int) -> None:
+    """Call `work(start, stop)` on disjoint ranges that cover `rows`, on `torch.get_num_threads()` threads.
+
+    Args:
+        work: must not access memory that another range accesses.
+        rows: number of rows.
+        nbytes: size of the tensor; a small one stays on the calling thread.
+    """
+    threads = min(torch.get_num_threads(), rows) if nbytes >= SMALL else 1
+    if threads == 1:
+        work(0, rows)
+        return
+    bounds = [rows * i // threads for i in range(threads + 1)]
+    others = [_workers().submit(work, *b) for b in itertools.pairwise(bounds[1:])]
+    try:
+        work(bounds[0], bounds[1])
+    finally:
+        for other in others:
+            other.result()
+
+
+@functools.cache
+def _workers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="lowbit")
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_workers.cache_clear)  # a forked child does not inherit threads

@@ -1,6 +1,7 @@
 """Access to float32, bfloat16 and float16 elements, so that one compiled kernel serves all three.
 
-Other dtypes than float32 are converted through a line of float32 numbers that stays in the cache.
+Other dtypes than float32 are converted through a line of float32 numbers that stays in the cache. At the end: sums over
+such lines, which may be computed in any order.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowbit.kernels.cpu.jit import helper
+from lowbit.kernels.cpu.jit import helper, summing
 from lowbit.kernels.cpu.memory import get_float, get_half, put_float, put_half
-from lowbit.kernels.cpu.operations import from_bf16, from_fp16, overflown, to_bf16, to_fp16
+from lowbit.kernels.cpu.operations import from_bf16, from_fp16, greater, magnitude, overflown, to_bf16, to_fp16
+from lowbit.kernels.cpu.runs import ONE, SMALLEST, ZERO
 from lowbit.kernels.layout import Layout
 
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
@@ -108,3 +110,45 @@ def add(y, kind, start, count, line) -> None:
     else:
         for j in range(count):
             put_float(line, j, from_fp16(get_half(y, start + j)) + get_float(line, j))
+
+
+@summing
+def dot(x, y, count) -> Any:
+    """Sum of x y."""
+    total = ZERO
+    for j in range(count):
+        total += get_float(x, j) * get_float(y, j)
+    return total
+
+
+@summing
+def squares(x, count, scale) -> Any:
+    """Sum of (scale x)^2."""
+    total = ZERO
+    for j in range(count):
+        value = get_float(x, j) * scale
+        total += value * value
+    return total
+
+
+@helper
+def largest(x, count) -> Any:
+    """Largest magnitude."""
+    most = ZERO
+    for j in range(count):
+        most = greater(magnitude(get_float(x, j)), most)
+    return most
+
+
+@helper
+def norm_of(x, count) -> Any:
+    """Euclidean norm, computed without overflow or underflow of squares."""
+    most = greater(largest(x, count), SMALLEST)
+    return np.float32(np.sqrt(squares(x, count, ONE / most))) * most
+
+
+@summing
+def add_times(x, y, factor, count) -> Any:
+    """x += factor y."""
+    for j in range(count):
+        put_float(x, j, get_float(x, j) + factor * get_float(y, j))

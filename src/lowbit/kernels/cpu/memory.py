@@ -1,12 +1,16 @@
 """Access to memory by address and index, for kernels: `get_float(x, j)` is x[j] of the float32 numbers at address x.
 
-Addresses need not be aligned, because the sections of a payload may start at any byte of a message.
+Addresses need not be aligned, because the sections of a payload may start at any byte of a message. Scratch memory and
+tables are passed as addresses, too: asking NumPy for one costs more than a small kernel.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba.types import float32, float64, int32, intp, none, uint8, uint16, uint64
 
@@ -42,3 +46,28 @@ get_int, put_int = _reader(int32, I32), _writer(int32, I32)
 get_float, put_float = _reader(float32, F32), _writer(float32, F32)
 get_word, put_word = _reader(uint64, I64), _writer(uint64, I64)
 get_double, put_double = _reader(float64, F64), _writer(float64, F64)
+
+
+CACHE_LINE = 64  # bytes
+
+
+class Room:
+    """Scratch memory in one piece.
+
+    Attributes:
+        at: an address for each of the sizes, in bytes; valid as long as the object lives.
+    """
+
+    def __init__(self, *sizes: int) -> None:
+        starts = [CACHE_LINE]
+        for size in sizes:
+            starts.append(starts[-1] + (size + CACHE_LINE - 1 & -CACHE_LINE))
+        self._bytes = np.empty(starts[-1] + CACHE_LINE, np.uint8)
+        first = self._bytes.ctypes.data & -CACHE_LINE
+        self.at = [first + start for start in starts[:-1]]
+
+
+@functools.cache
+def address(table: Callable[[], np.ndarray]) -> int:
+    """Address of a table, which a cached function returns."""
+    return table().ctypes.data

@@ -1,9 +1,10 @@
 """Runs of elements that share a scale (tiles, groups), cut into eight parts, one element of each in the same lane.
 
-A run of n elements, n a multiple of 8, has codes in bit planes (see `lowbit.kernels.packing`): byte j of a plane of p
+A run of n elements, n a multiple of 8, has codes in bit planes (see `lowbit.kernels.layout`): byte j of a plane of p
 bits holds elements j, j + w, j + 2 w, ... with w = n p / 8. With v = n / 8, element k v + j is element j of eighth k,
 and byte m v + j of the plane holds eighths m, m + p, m + 2 p, ... So eight tensors (runs, v) pack and unpack lane by
-lane, whatever the widths, and a lane that holds whole runs needs no other lane.
+lane, whatever the widths, and a lane that holds whole runs needs no other lane. A program for whole tokens has a lane
+for each of their tiles, token after token (`lanes`).
 """
 
 from __future__ import annotations
@@ -96,19 +97,12 @@ def store_codes(to, codes, v, bits, keep, WIDTHS: tl.constexpr):
 
 
 @triton.jit
-def load_plane(at, v, done, keep, P: tl.constexpr):
-    """The P parts of a plane, as int32 tensors."""
-    parts = ()
-    for m in tl.static_range(P):
-        byte = tl.load(at + m * v + v * done, mask=keep, other=0)
-        parts = parts + (byte.to(tl.int32),)
-    return parts
-
-
-@triton.jit
 def add_plane(codes, at, v, done, keep, P: tl.constexpr):
     """Add the bits of one more plane to the codes."""
-    plane = load_plane(at, v, done, keep, P)
+    plane = ()
+    for m in tl.static_range(P):
+        byte = tl.load(at + m * v + v * done, mask=keep, other=0)
+        plane = plane + (byte.to(tl.int32),)
     added = ()
     for k in tl.static_range(8):
         field = (plane[k % P] >> (P * (k // P))) & ((1 << P) - 1)
@@ -144,3 +138,50 @@ def store(y, out, at, v, keep, count, j, RAGGED: tl.constexpr):
     for k in tl.static_range(8):
         mask = present(k, v, keep, count, j, RAGGED)
         tl.store(out + at + k * v, rounded(y[k], out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def lanes(
+    rows, C: tl.constexpr, TILE: tl.constexpr, T: tl.constexpr, ROWS: tl.constexpr,
+    NT: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Compute a program's first token and its tiles.
+
+    Returns:
+        The first token; for each tile, (NT,): its token, counted from the first, its position in it, whether it exists;
+        for element j of an eighth, (NT, WIDTH) or a shape that broadcasts to it: j, its offset in the tensor, the
+        tile's elements, the length of its eighths, and whether the element exists.
+    """
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    i = tl.arange(0, NT)
+    row, t = i // T, i % T
+    exists = (row < ROWS) & (first + row < rows)
+    j = tl.arange(0, WIDTH)[None, :]
+    at = ((first + row) * C + t * TILE)[:, None] + j
+    count = tl.full((NT, 1), TILE, tl.int32)
+    v = tl.full((1, 1), TILE // 8, tl.int32)
+    if C % TILE > 0:
+        count = tl.where(t < C // TILE, TILE, C % TILE)[:, None]
+        v = (count + 7) // 8
+    return first, row, t, exists, j, at, count, v, exists[:, None] & (j < v)
+
+
+@triton.jit
+def row_maximum(value, row, T: tl.constexpr, ROWS: tl.constexpr, NT: tl.constexpr, RP: tl.constexpr):
+    """Maximum of each token's values, which must not be negative, repeated for each of its tiles."""
+    if ROWS == 1:
+        return tl.full((NT,), 0, tl.int32) + tl.max(value, axis=0)
+    elif ROWS * T == NT:
+        largest = tl.max(tl.reshape(value, (ROWS, T)), axis=1)
+        return tl.reshape(tl.broadcast_to(largest[:, None], (ROWS, T)), (NT,))
+    else:
+        of_row = row[None, :] == tl.arange(0, RP)[:, None]
+        largest = tl.max(tl.where(of_row, value[None, :], 0), axis=1)
+        return tl.max(tl.where(of_row, largest[:, None], 0), axis=0)
+
+
+@triton.jit
+def step_of(below, exponent):
+    """Bits of float32 steps (see `lowbit.kernels.exact.octave_steps`)."""
+    octave = tl.maximum(exponent * 16 + 15 - below, 16)
+    return tl.where(below == 255, 0, octave << 19)

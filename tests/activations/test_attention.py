@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -10,10 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from lowbit.activations import LayerAware, compress_saved_, counted
-from tests.activations.models import distance, gradients
+from tests.activations.models import Runs, distance, gradients
 
 DIM, HEADS, LENGTH = 64, 4, 96
 
@@ -135,27 +138,55 @@ def test_probabilities_of_routers_stay_as_they_are():
     assert out.grad_fn.name() == "SoftmaxBackward0"
 
 
-class Masked(nn.Module):
+def masked(self: Runs, x: Tensor, how: str) -> Tensor:
     """One head, whose mask is written again before softmax runs, or made in inference mode."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.qkv, self.proj, self.how = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM), how
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).chunk(3, -1)
-        with torch.inference_mode(self.how == "inference"):
-            mask = torch.full((1, LENGTH, LENGTH), -torch.inf).triu(1)
-        scores = torch.baddbmm(mask, q, k.mT, alpha=1 / 8) if self.how == "baddbmm" else q @ k.mT / 8 + mask
-        if self.how != "inference":
-            mask.zero_()
-        return self.proj(scores.softmax(-1) @ v)
+    q, k, v = self.qkv(x).chunk(3, -1)
+    with torch.inference_mode(how == "inference"):
+        mask = torch.full((1, LENGTH, LENGTH), -torch.inf).triu(1)
+    scores = torch.baddbmm(mask, q, k.mT, alpha=1 / 8) if how == "baddbmm" else q @ k.mT / 8 + mask
+    if how != "inference":
+        mask.zero_()
+    return self.proj(scores.softmax(-1) @ v)
 
 
 @pytest.mark.parametrize("how", ["add", "baddbmm", "inference"])
 def test_a_mask_that_cannot_be_read_again(how: str):
-    plain = Masked(how)
+    plain = Runs(functools.partial(masked, how=how), qkv=nn.Linear(DIM, 3 * DIM), proj=nn.Linear(DIM, DIM))
     ours = copy.deepcopy(plain)
     compress_saved_(ours, LayerAware(bits=16))
     assert distance(gradients(ours, loss_of(ours)), gradients(plain, loss_of(plain))) < 1e-4
+
+
+class Fused:
+    """Fused attention of one tensor, which runs again with `seen` in the place of PyTorch's function."""
+
+    def __init__(self) -> None:
+        self.backends: list[Any] = []
+        self.inputs: list[Any] = []
+        self.layer = Runs(lambda self, x: functional.scaled_dot_product_attention(x, x, x))
+        compress_saved_(nn.ModuleList([self.layer, nn.Linear(8, 8)]))
+
+    def __call__(self) -> Tensor:
+        y: Any = self.layer(2 * torch.randn(2, 4, 32, 16, requires_grad=True))
+        object.__setattr__(y.grad_fn.repeat, "func", self.seen)
+        return y
+
+    def seen(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.backends.append(_cur_sdpa_kernel_backends())
+        self.inputs.extend(map(weakref.ref, args))
+        return functional.scaled_dot_product_attention(*args, **kwargs)
+
+
+def test_kernels_that_are_chosen_in_forward_serve_backward():
+    fused = Fused()
+    with sdpa_kernel(SDPBackend.MATH):
+        y = fused()
+    y.sum().backward()
+    assert fused.backends == [[SDPBackend.MATH]]
+
+
+def test_no_casts_stay_in_the_cache_of_an_outer_autocast():
+    fused = Fused()
+    with torch.autocast("cpu", torch.bfloat16):
+        fused().float().sum().backward()
+        assert [reference() for reference in fused.inputs] == [None] * 3
