@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lowbit.train import connections as module
-from lowbit.train.connections import Connections
+from lowbit.train import links as module
+from lowbit.train.links import Connections
 from lowbit.train.metrics import read_metrics
 from lowbit.wire.connections import connections_of
 from lowbit.wire.sockets import Segments

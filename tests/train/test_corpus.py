@@ -6,7 +6,7 @@ import pytest
 
 from lowbit.config import ConfigError
 from lowbit.train.config import DataConfig
-from lowbit.train.corpus import capped, documents, library_files
+from lowbit.train.data import capped, documents, library_files
 
 
 @pytest.fixture

@@ -76,7 +76,7 @@ def test_token_ids_are_kept_and_not_worked_out_again(tmp_path, folder, monkeypat
     config = DataConfig(text=(str(tmp_path / "text.txt"),), tokenizer=folder, sequence=4, batch=2, held_out_share=0)
     first = load_data(config, cache=tmp_path / "cache")
     assert first.train.tokens[:4].tolist() == [2, 3, 2, 3]
-    monkeypatch.setattr("lowbit.train.corpus.encode", lambda *_: pytest.fail("encoded again"))
+    monkeypatch.setattr("lowbit.train.data.encode", lambda *_: pytest.fail("encoded again"))
     again = load_data(config, cache=tmp_path / "cache")
     assert again.fingerprint() == first.fingerprint()
     assert again.train.batch(torch.tensor([0]))[0].tolist() == [[2, 3, 2, 3]]

@@ -12,7 +12,7 @@ import torch
 from lowbit.gradients import GradientStorage
 from lowbit.train import ConfigError, TrainConfig
 from lowbit.train.checkpoints.manifest import newest_step, read_manifest, step_name
-from lowbit.train.checkpoints.share import Reader
+from lowbit.train.checkpoints.save import Reader
 from lowbit.train.metrics import read_metrics
 from lowbit.train.prepare import prepare
 from tests.processes import Ranks

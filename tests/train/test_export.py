@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowbit.collectives import DamagedError
-from lowbit.train import TrainConfig, export, train
+from lowbit.train import TrainConfig, loop, model, train
+from lowbit.train.model import gather_weights
 from lowbit.wire.messages import Messages
 from tests.damage import Flip, on_the_way
 from tests.processes import Ranks
@@ -39,8 +40,8 @@ def gathered(change: Any = None, alien: str = "") -> Any:
         module.names = {torch.nn.Parameter(torch.zeros(2)): alien}
     messages = Messages(None, "saving", timeout=10)
     try:
-        with mock.patch.object(export, "_PIECE_BYTES", 64), on_the_way(2, change or (lambda count, message: None)):
-            return export.gather_weights({0: module}, messages)
+        with mock.patch.object(model, "_PIECE_BYTES", 64), on_the_way(2, change or (lambda count, message: None)):
+            return gather_weights({0: module}, messages)
     except DamagedError as error:
         return str(error), error.rank
 
@@ -73,7 +74,7 @@ def _train_with_a_slow_disk(config: TrainConfig, seconds: float) -> int:
         time.sleep(seconds)
         (folder / "config.json").write_text("{}")
 
-    with mock.patch.object(export, "save_model", save):
+    with mock.patch.object(loop, "save_model", save):
         return train(config).steps
 
 

@@ -12,9 +12,9 @@ import pytest
 import torch.distributed as dist
 
 from lowbit.codecs import Cast, TransformQuant, parse
-from lowbit.train import ConfigError, TrainConfig, goal, train
+from lowbit.train import ConfigError, TrainConfig, evaluate, train
 from lowbit.train.config import FULL_PRECISION
-from lowbit.train.goal import Check, judged, wanted_nats
+from lowbit.train.evaluate import Check, judged, wanted_nats
 from lowbit.train.metrics import EVALUATION
 from lowbit.train.prepare import prepare
 from tests.processes import Ranks
@@ -56,9 +56,9 @@ def test_the_strictest_goal_counts_and_set_rates_have_none() -> None:
 def outcome(config: TrainConfig, after: tuple[int, ...], cost: float | None = None, failing: int = 0) -> Any:
     """What a run chose, and its checks; `cost` in place of what is measured."""
     checks: list[Check] = []
-    check = goal.Goal.check
+    check = evaluate.Goal.check
 
-    def noted(self: goal.Goal, done: int) -> Check:
+    def noted(self: evaluate.Goal, done: int) -> Check:
         checks.append(check(self, done))
         return checks[-1]
 
@@ -69,7 +69,7 @@ def outcome(config: TrainConfig, after: tuple[int, ...], cost: float | None = No
     patches: dict[str, Any] = {"check": noted}
     if cost is not None:
         patches["_differences"] = lambda _: [(cost * dist.get_rank(), 1.0)] * 2
-    with mock.patch.object(goal, "AFTER", after), mock.patch.multiple(goal.Goal, **patches):
+    with mock.patch.object(evaluate, "AFTER", after), mock.patch.multiple(evaluate.Goal, **patches):
         summary = train(config, on_step=stop)
     assert summary.held_out_loss is not None
     assert summary.held_out_loss_codecs is not None

@@ -3,8 +3,7 @@ from __future__ import annotations
 from lowbit.codecs import TransformQuant, parse
 from lowbit.train.config import PipelineConfig, RunConfig, TrainConfig
 from lowbit.train.layout import make_layout
-from lowbit.train.metrics import StepMetrics, Work, step_metrics
-from lowbit.train.summary import Summary, summarize
+from lowbit.train.metrics import StepMetrics, Summary, Work, step_metrics, summarize
 
 CHOSEN = {"boundary 0 forward, tensor 0, width 256": "TransformQuant(bits=5.0)"}
 

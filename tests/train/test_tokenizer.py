@@ -5,7 +5,7 @@ from tokenizers import Tokenizer as Fast
 from tokenizers import models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from lowbit.train.tokenizer import ByteTokenizer, load_tokenizer
+from lowbit.train.pretrained import ByteTokenizer, load_tokenizer
 
 WORDS = {"<unk>": 0, "<end>": 1, "few": 2, "bits": 3}
 

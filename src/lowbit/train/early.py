@@ -26,7 +26,7 @@ def check_early(config: TrainConfig) -> None:
         ConfigError: something would keep the run from starting. ModuleNotFoundError: an optional package is missing.
     """
     from lowbit.train.boundaries import make_codecs  # these import PyTorch, and little else
-    from lowbit.train.corpus import files_named
+    from lowbit.train.data import files_named
     from lowbit.train.device import choose_device
     from lowbit.train.layout import make_layout
     from lowbit.train.model import count_layers

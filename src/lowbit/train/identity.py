@@ -21,10 +21,9 @@ from lowbit.train.boundaries import in_full
 from lowbit.train.config import FULL_PRECISION, TrainConfig
 from lowbit.train.data import Data, Windows
 from lowbit.train.layout import PipelineLayout
-from lowbit.train.lora import targets_of
-from lowbit.train.model import architecture
+from lowbit.train.model import architecture, targets_of
+from lowbit.train.pretrained import definition
 from lowbit.train.tied import tied_codec
-from lowbit.train.tokenizer import definition
 
 FIXED = (
     "model.family", "model.dim", "model.layers", "model.heads", "model.kv_heads", "model.ffn", "model.vocab",

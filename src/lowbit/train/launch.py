@@ -12,7 +12,7 @@ from lowbit.job.process import USAGE, RankProgram
 from lowbit.train.checkpoints.manifest import newest_step
 from lowbit.train.config import TrainConfig
 from lowbit.train.early import check_early
-from lowbit.train.summary import Summary, read_summary
+from lowbit.train.metrics import Summary, read_summary
 
 
 def run(config: TrainConfig) -> Summary | None:

@@ -22,27 +22,25 @@ from lowbit.config import atomic
 from lowbit.job.process_group import joined, world
 from lowbit.report.results import machine
 from lowbit.report.training import write_report
-from lowbit.train import export
 from lowbit.train.auto import Auto, FormatChoice, described
 from lowbit.train.boundaries import in_full
 from lowbit.train.checkpoints import state
 from lowbit.train.checkpoints.resume import resume
 from lowbit.train.checkpoints.save import Checkpoints, raise_everywhere, together
 from lowbit.train.config import TrainConfig
-from lowbit.train.connections import Connections
 from lowbit.train.device import local_rank, threads_per_rank
 from lowbit.train.early import FILES, IN_USE
+from lowbit.train.evaluate import Goal, wanted_nats
 from lowbit.train.folder import RunFolder
-from lowbit.train.goal import Goal, wanted_nats
 from lowbit.train.identity import CHOSEN
 from lowbit.train.layout import Pair
-from lowbit.train.lora import save_adapters
-from lowbit.train.metrics import EVALUATION, TIED, Recorder, StepMetrics
+from lowbit.train.links import Connections
+from lowbit.train.metrics import EVALUATION, TIED, Recorder, StepMetrics, Summary, from_json, summarize
+from lowbit.train.model import gather_weights, save_adapters, save_model
 from lowbit.train.prepare import prepare
 from lowbit.train.progress import Progress, phase
 from lowbit.train.run_info import FILE as RANKS
 from lowbit.train.run_info import describe_machines, memory_of
-from lowbit.train.summary import Summary, from_json, summarize
 from lowbit.train.tracing import Tracing, traced_steps
 from lowbit.train.trainer import Trainer
 from lowbit.wire.json_values import gather_json
@@ -259,7 +257,7 @@ class Run:
         if model is not None:
             first = trainer.replicas.index == 0
             with phase("gathering the model on rank 0", trainer.rank, show=show):
-                weights = export.gather_weights(trainer.modules, self._messages("saving")) if first else {}
+                weights = gather_weights(trainer.modules, self._messages("saving")) if first else {}
                 together(partial(self._save_model, weights), trainer.side)
         chosen = trainer.chosen()
         sent = trainer.sent_outside_steps() | ({EVALUATION: self.checked_bytes} if self.checked_bytes else {})
@@ -293,7 +291,7 @@ class Run:
             if self.config.lora.rank:
                 save_adapters(part, weights, self.config, tokenizer)
             else:
-                export.save_model(part, weights, self.trainer.model_config, tokenizer)
+                save_model(part, weights, self.trainer.model_config, tokenizer)
             names = [path.relative_to(part).as_posix() for path in part.rglob("*") if path.is_file()]
             self.folder.note(*(f"model/{name}" for name in names))
             for name in names:

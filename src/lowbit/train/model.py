@@ -1,4 +1,4 @@
-"""Build Hugging Face causal language models, and cut them into the modules of pipeline stages.
+"""Build Hugging Face causal language models, add LoRA adapters, cut them into pipeline stages, and save them.
 
 A stage's module is the model's own decoder without the layers of other stages. Hugging Face's `forward` makes masks,
 positions and rotary embeddings exactly as for the whole model. A stage without the embedding takes activations instead
@@ -8,7 +8,10 @@ of token ids; in a stage without the final norm, the identity replaces it.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,8 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowbit.config import ConfigError
-from lowbit.train.config import FAMILIES, ModelConfig
-from lowbit.train.pretrained import check_weights, load, read_config, transformers_config
+from lowbit.train.config import FAMILIES, ModelConfig, TrainConfig
+from lowbit.train.pretrained import Tokenizer, check_weights, load, read_config, transformers_config
+from lowbit.wire.messages import Messages
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -37,6 +41,10 @@ class Anatomy:
 _ANATOMY = {family: Anatomy() for family in FAMILIES} | {
     "gpt2": Anatomy(layers="h", norm="ln_f", embedding="wte", positions="wpe", dropout="drop")
 }
+ALL = "all-linear"
+_PIECE_BYTES = 8 << 20
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
+_OVER = object()
 
 
 def count_layers(model: ModelConfig) -> int:
@@ -274,3 +282,129 @@ def _dropouts(family: str, value: float) -> dict[str, float]:
     if family == "gpt2":
         return dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), value)
     return {"attention_dropout": value}
+
+
+def check_lora(config: TrainConfig) -> None:
+    """Check the adapters of a run, if it has any.
+
+    Raises:
+        ConfigError: PEFT is missing, or no layer has the name of a target.
+    """
+    if not config.lora.rank:
+        return
+    _peft(config.lora.rank)
+    targets_of(config)
+
+
+@lru_cache(maxsize=4)
+def targets_of(config: TrainConfig) -> tuple[str, ...]:
+    """Return the names, within a decoder layer, of the linear layers that get an adapter.
+
+    Raises:
+        ConfigError: no layer has the name of a target.
+    """
+    names = linear_layers(config.model)
+    chosen: set[str] = set()
+    for target in config.lora.targets:
+        matches = {name for name in names if target == ALL or f".{name}".endswith(f".{target}")}
+        if not matches:
+            raise ConfigError(
+                f"lora.targets has {target!r}, which no decoder layer has; allowed: {ALL}, {', '.join(names)}, "
+                "or the last part of such a name"
+            )
+        chosen |= matches
+    return tuple(name for name in names if name in chosen)
+
+
+def add_adapters(model: PreTrainedModel, config: TrainConfig) -> None:
+    """Add adapters in place, initialized from `run.seed` alone, and freeze all other weights."""
+    torch.manual_seed(config.run.seed)
+    _peft(config.lora.rank).inject_adapter_in_model(_peft_config(config), model)
+
+
+def save_adapters(folder: Path, weights: Mapping[str, Tensor], config: TrainConfig, tokenizer: Tokenizer) -> None:
+    """Write adapters and tokenizer so that `PeftModel.from_pretrained(model, folder)` loads them.
+
+    Args:
+        weights: the adapters, by their names in the whole model.
+    """
+    from safetensors.torch import save_file
+
+    named = {f"base_model.model.{name.replace('.default.', '.')}": w.contiguous() for name, w in weights.items()}
+    save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    saved = _peft_config(config)
+    saved.inference_mode = True
+    saved.save_pretrained(str(folder))
+    tokenizer.hugging_face().save_pretrained(folder)
+
+
+def _peft_config(config: TrainConfig) -> Any:
+    lora = config.lora
+    pretrained, family = Path(config.model.pretrained), architecture(config.model, vocab=0)["family"]
+    return _peft(lora.rank).LoraConfig(
+        r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=list(targets_of(config)),
+        fan_in_fan_out=family == "gpt2", task_type="CAUSAL_LM", base_model_name_or_path=str(pretrained.resolve()),
+    )  # fmt: skip
+
+
+def _peft(rank: int) -> Any:  # PEFT, of an optional package
+    try:
+        import peft
+    except ImportError as error:
+        raise ConfigError(f"lora.rank is {rank}, which needs: pip install 'lowbit[frameworks]'") from error
+    return peft
+
+
+def gather_weights(modules: dict[int, StageModule], messages: Messages | None = None) -> dict[str, Tensor]:
+    """Gather all trained parameters on the CPU of a pipeline's first rank, by their names in the whole model.
+
+    The last stage's copy of a tied embedding, equal to the first's, is left out. The other ranks get nothing. Each rank
+    in turn sends a piece of 8 MiB, so that no wait is longer than one piece of every rank takes, and only rank 0 needs
+    memory for more than its own weights.
+
+    Args:
+        modules: of this rank. messages: between the ranks of the pipeline; None: this rank is the only one.
+
+    Raises:
+        DamagedError: a piece did not arrive as it was sent.
+        PeerError: a rank ended or does not answer.
+        ValueError: a rank describes weights that it cannot have.
+    """
+    named = [(p, n) for m in modules.values() for p, n in m.names.items() if n not in m.aliases]
+    weights = {name: parameter.detach().cpu() for parameter, name in named if parameter.requires_grad}
+    if messages is None:
+        return weights
+    if messages.rank != 0:
+        described = [(n, list(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in weights.items()]
+        messages.send_json(described, 0)
+        for tensor in weights.values():
+            for piece in tensor.contiguous().view(-1).view(torch.uint8).split(_PIECE_BYTES):
+                messages.send(piece, 0).wait()
+        return {}
+    arriving = [_receive_all(weights, messages, rank) for rank in range(1, messages.ranks)]
+    while arriving:
+        arriving = [pieces for pieces in arriving if next(pieces, _OVER) is not _OVER]
+    return weights
+
+
+def _receive_all(weights: dict[str, Tensor], messages: Messages, rank: int) -> Iterator[None]:
+    """Receive a rank's weights into `weights`; yield after each piece."""
+    for name, shape, dtype in messages.receive_json(rank, "names of weights"):
+        if dtype not in _DTYPES or name in weights:
+            raise ValueError(f"rank {rank} of the pipeline has {name} in {dtype}; allowed: new names in {_DTYPES}")
+        weights[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+        for piece in weights[name].view(-1).view(torch.uint8).split(_PIECE_BYTES):
+            piece.copy_(messages.receive(piece.numel(), rank, name))
+            yield
+
+
+def save_model(folder: Path, weights: dict[str, Tensor], config: PretrainedConfig, tokenizer: Tokenizer) -> None:
+    """Write model and tokenizer so that `from_pretrained(folder)` loads both."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    logging.disable_progress_bar()
+    model.save_pretrained(folder, state_dict=weights)
+    tokenizer.hugging_face().save_pretrained(folder)

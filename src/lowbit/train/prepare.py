@@ -20,13 +20,11 @@ from lowbit.train.data import Data, load_data
 from lowbit.train.device import choose_autocast, choose_backend, choose_device
 from lowbit.train.early import check_output, shares_newest_first
 from lowbit.train.elastic import check_elastic
-from lowbit.train.gradients import storage_codec
+from lowbit.train.gradients import all_reduce_codec, storage_codec
 from lowbit.train.identity import changes_between, check_allowed, layout_of, refuse, run_identity, versions
 from lowbit.train.layout import PipelineLayout, make_layout
-from lowbit.train.lora import check_lora
-from lowbit.train.model import check_pretrained, count_layers, hidden_size, vocabulary
+from lowbit.train.model import check_lora, check_pretrained, count_layers, hidden_size, vocabulary
 from lowbit.train.optim import check_torchao
-from lowbit.train.replicas import all_reduce_codec
 from lowbit.train.tied import tied_codec
 
 

@@ -22,10 +22,10 @@ from lowbit.codecs import Cast, Codec
 from lowbit.collectives.checks import check_flat, check_summable
 from lowbit.train.boundaries import codec_of
 from lowbit.train.config import PipelineConfig
+from lowbit.train.gradients import ReplicaGroups
 from lowbit.train.layout import PipelineLayout
 from lowbit.train.metrics import Work
 from lowbit.train.model import StageModule
-from lowbit.train.replicas import ReplicaGroups
 from lowbit.wire.checksum import sealed_bytes
 from lowbit.wire.messages import Expected, Messages, Sent
 

@@ -21,15 +21,13 @@ from lowbit.train.boundaries import stock_dtype
 from lowbit.train.data import Order
 from lowbit.train.elastic import Elastic, seed_of
 from lowbit.train.evaluate import HeldOutEvaluation, evaluated
-from lowbit.train.gradients import Gradients
+from lowbit.train.gradients import Gradients, ReplicaGroups
 from lowbit.train.identity import compared
 from lowbit.train.links import OUTSIDE, Links
-from lowbit.train.lora import add_adapters
 from lowbit.train.metrics import COORDINATION, EVALUATION, TIED, StepMetrics, Work, step_metrics
-from lowbit.train.model import StageModule, build_model
+from lowbit.train.model import StageModule, add_adapters, build_model
 from lowbit.train.prepare import Prepared
 from lowbit.train.progress import machine_name
-from lowbit.train.replicas import ReplicaGroups
 from lowbit.train.stages import Pipeline
 from lowbit.train.tied import TiedWeights
 from lowbit.wire.checksum import secret_facts

@@ -22,9 +22,8 @@ from lowbit.train import ConfigError, TrainConfig, early
 from lowbit.train.auto import described
 from lowbit.train.config import AUTO, OptimizerConfig
 from lowbit.train.folder import RunFolder
-from lowbit.train.metrics import read_metrics
+from lowbit.train.metrics import read_metrics, read_summary
 from lowbit.train.pretrained import load
-from lowbit.train.summary import read_summary
 from lowbit_lab.bench.curves import curve, seconds_until
 from lowbit_lab.bench.pipeline import PipelineBenchmark
 from lowbit_lab.bench.progress import step_bars

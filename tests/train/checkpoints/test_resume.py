@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from lowbit.train import ConfigError, StepMetrics, TrainConfig, launch, run, train
 from lowbit.train import prepare as preparation
-from lowbit.train.checkpoints import exchange
+from lowbit.train.checkpoints import resume
 from lowbit.train.checkpoints.manifest import newest_step
 from lowbit.train.checkpoints.search import Search
-from lowbit.train.summary import read_summary
+from lowbit.train.metrics import read_summary
 from tests.processes import Ranks
 from tests.train.checkpoints.test_save import save
 from tests.train.runs import LIMIT, RESUME, again, curve, losses, tiny
@@ -89,7 +89,7 @@ def test_a_run_goes_on_in_any_layout(ranks: Ranks, tmp_path: Path):
 
 def _resume_on_two_disks(config: TrainConfig) -> None:
     rank = dist.get_rank()
-    with mock.patch.object(exchange, "_PIECE_BYTES", 100):
+    with mock.patch.object(resume, "_PIECE_BYTES", 100):
         train(again(config, run=RESUME | {"output": f"{config.run.output}-{rank}", "steps": 4}))
 
 
@@ -116,15 +116,15 @@ def _exchange_slowly(folder: Path, limit: float) -> list[str]:
     group = dist.new_group(timeout=timedelta(seconds=limit))
     found = Search(folder / str(rank) / "checkpoints", group).newest()
     assert found is not None
-    send = exchange.Messages.send
+    send = resume.Messages.send
 
     def slowly(*args: Any) -> Any:
         time.sleep(0.3)
         return send(*args)
 
     names = [(0, name) for name in found.shares[0].tensors] if rank == 1 else []
-    with mock.patch.object(exchange, "_PIECE_BYTES", 100), mock.patch.object(exchange.Messages, "send", slowly):
-        got = exchange.ShareExchange(found, folder / str(rank) / "checkpoints", group, limit).run(names)
+    with mock.patch.object(resume, "_PIECE_BYTES", 100), mock.patch.object(resume.Messages, "send", slowly):
+        got = resume.ShareExchange(found, folder / str(rank) / "checkpoints", group, limit).run(names)
     return [name for _, name in got]
 
 

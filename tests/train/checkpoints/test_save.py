@@ -14,11 +14,10 @@ import torch
 import torch.distributed as dist
 
 from lowbit.train.checkpoints import save as saving
-from lowbit.train.checkpoints import search, share
+from lowbit.train.checkpoints import search
 from lowbit.train.checkpoints.manifest import MANIFEST, TENSORS, Manifest, newest_step, step_name
-from lowbit.train.checkpoints.save import Checkpoints
+from lowbit.train.checkpoints.save import Checkpoints, Reader
 from lowbit.train.checkpoints.search import SavedStep, Search
-from lowbit.train.checkpoints.share import Reader
 from lowbit.train.checkpoints.state import Snapshot
 from lowbit.train.folder import MARK, RunFolder
 from tests.processes import Ranks
@@ -214,13 +213,13 @@ def test_of_equal_pipelines_one_suffices(ranks: Ranks, tmp_path: Path):
 
 def _save_where_one_fails(folder: Path, failing: int) -> None:
     save(folder, [2, 4])
-    write = share.write_file
+    write = saving.write_file
 
     def full(path: Path, chunks: Any) -> None:
         write(path, list(chunks)[:1])
         raise OSError(28, "No space left on device")
 
-    with mock.patch.object(share, "write_file", full if dist.get_rank() == failing else write):
+    with mock.patch.object(saving, "write_file", full if dist.get_rank() == failing else write):
         save(folder, [6])
 
 

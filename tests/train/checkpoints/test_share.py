@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from lowbit.train.checkpoints.manifest import MANIFEST, TENSORS, DamagedShareError
-from lowbit.train.checkpoints.share import DTYPES, Reader, commit_share, stage_share, verify_share
+from lowbit.train.checkpoints.save import DTYPES, Reader, commit_share, stage_share, verify_share
 from tests.train.checkpoints.test_manifest import manifest
 
 FLIPS = 300

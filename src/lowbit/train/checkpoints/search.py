@@ -22,8 +22,7 @@ from lowbit.train.checkpoints.manifest import (
     step_name,
     steps_in,
 )  # fmt: skip
-from lowbit.train.checkpoints.save import raise_everywhere, together
-from lowbit.train.checkpoints.share import commit_share, verify_share
+from lowbit.train.checkpoints.save import commit_share, raise_everywhere, together, verify_share
 from lowbit.wire.json_values import gather_json
 
 log = logging.getLogger(__name__)
