@@ -29,9 +29,8 @@ from lowbit.train.checkpoints.resume import resume
 from lowbit.train.checkpoints.save import Checkpoints, raise_everywhere, together
 from lowbit.train.config import TrainConfig
 from lowbit.train.device import local_rank, threads_per_rank
-from lowbit.train.early import FILES, IN_USE
 from lowbit.train.evaluate import Goal, wanted_nats
-from lowbit.train.folder import RunFolder
+from lowbit.train.folder import FILES, IN_USE, RunFolder
 from lowbit.train.identity import CHOSEN
 from lowbit.train.layout import Pair
 from lowbit.train.links import Connections
@@ -39,8 +38,6 @@ from lowbit.train.metrics import EVALUATION, TIED, Recorder, StepMetrics, Summar
 from lowbit.train.model import gather_weights, save_adapters, save_model
 from lowbit.train.prepare import prepare
 from lowbit.train.progress import Progress, phase
-from lowbit.train.run_info import FILE as RANKS
-from lowbit.train.run_info import describe_machines, memory_of
 from lowbit.train.tracing import Tracing, traced_steps
 from lowbit.train.trainer import Trainer
 from lowbit.wire.json_values import gather_json
@@ -122,7 +119,7 @@ class Run:
         self.mbit.update(trainer.links.by_link(self.rates))
         gathered = gather_json([secrets.token_hex(8), machine()], trainer.side)
         attempt = gathered[0][0]  # every checkpoint of this process group carries rank 0's token
-        self.about = describe_machines(trainer, [each for _, each in gathered], self.mbit, self.round_trip)
+        self.about = trainer.describe_machines([each for _, each in gathered], self.round_trip)
         self.about |= self.connections.facts
         self.manifest = trainer.prepared.manifest(attempt, rank=trainer.rank, ranks=trainer.ranks)
         self.auto = Auto(trainer) if self.config.pipeline.is_auto else None
@@ -261,7 +258,7 @@ class Run:
                 together(partial(self._save_model, weights), trainer.side)
         chosen = trainer.chosen()
         sent = trainer.sent_outside_steps() | ({EVALUATION: self.checked_bytes} if self.checked_bytes else {})
-        gathered = gather_json([memory_of(trainer), sent], trainer.side)
+        gathered = gather_json([trainer.memory(), sent], trainer.side)
         summary: dict[str, Any] = {}
         if self.recorder is not None:  # it also has the steps of earlier attempts
             evaluations = self.recorder.evaluations
@@ -280,7 +277,7 @@ class Run:
         return from_json(gather_json(summary, trainer.side)[0])
 
     def _write_about(self) -> None:
-        atomic.write(self.output / RANKS, json.dumps(self.about, indent=1) + "\n")
+        atomic.write(self.output / "ranks.json", json.dumps(self.about, indent=1) + "\n")
 
     def _save_model(self, weights: dict[str, Tensor]) -> None:
         """Write the trained model on rank 0, which may take longer than the time limit."""

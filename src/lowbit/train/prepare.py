@@ -14,12 +14,19 @@ from lowbit.codecs import Codec
 from lowbit.config import ConfigError
 from lowbit.train.activations import Policies, StageOfPlan, check_schedule, planned_settings, saved_policies
 from lowbit.train.boundaries import Codecs, check_codecs, make_codecs
-from lowbit.train.checkpoints.manifest import FOLDER, NO_CHECKPOINT, DamagedShareError, Manifest, read_manifest
+from lowbit.train.checkpoints.manifest import (
+    FOLDER,
+    NO_CHECKPOINT,
+    DamagedShareError,
+    Manifest,
+    read_manifest,
+    shares_newest_first,
+)
 from lowbit.train.config import TrainConfig
 from lowbit.train.data import Data, load_data
 from lowbit.train.device import choose_autocast, choose_backend, choose_device
-from lowbit.train.early import check_output, shares_newest_first
 from lowbit.train.elastic import check_elastic
+from lowbit.train.folder import check_output
 from lowbit.train.gradients import all_reduce_codec, storage_codec
 from lowbit.train.identity import changes_between, check_allowed, layout_of, refuse, run_identity, versions
 from lowbit.train.layout import PipelineLayout, make_layout

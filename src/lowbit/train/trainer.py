@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import resource
 import time
 from collections import Counter
 from dataclasses import astuple, fields
@@ -23,7 +24,7 @@ from lowbit.train.elastic import Elastic, seed_of
 from lowbit.train.evaluate import HeldOutEvaluation, evaluated
 from lowbit.train.gradients import Gradients, ReplicaGroups
 from lowbit.train.identity import compared
-from lowbit.train.links import OUTSIDE, Links
+from lowbit.train.links import OUTSIDE, Links, link_name
 from lowbit.train.metrics import COORDINATION, EVALUATION, TIED, StepMetrics, Work, step_metrics
 from lowbit.train.model import StageModule, add_adapters, build_model
 from lowbit.train.prepare import Prepared
@@ -262,6 +263,46 @@ class Trainer:
             if purpose not in (EVALUATION, SUMS, TIED):
                 parts[_OUTSIDE_STEPS.get(purpose, COORDINATION)] += nbytes
         return dict(parts)
+
+    def describe_machines(self, machines: list[dict[str, Any]], round_trip: float | None) -> dict[str, Any]:
+        """Describe the machines of a run: `lowbit.report.machine` of each rank, Mbit/s by link, and seconds."""
+        machine_of, rates, autocast = self.links.machine_of, self.links.rates, self.prepared.autocast
+        return {
+            "machines": [
+                {"machine": first, "ranks": [r for r, own in enumerate(machine_of) if own == first], **machines[first]}
+                for first in self.links.machines
+            ],
+            "links": [{"link": link_name(*pair), "mbit": rates.get(link_name(*pair))} for pair in self.links.pairs],
+            "round_trip_seconds": round_trip,
+            "backend": self.prepared.backend,
+            "device": self.prepared.device.type,
+            "precision": "fp32" if autocast is None else str(autocast).removeprefix("torch."),
+        }
+
+    def memory(self) -> dict[str, Any]:
+        """Measure the bytes that this rank's stages take after the last step."""
+        lowbit_stages = self.pipeline.lowbit_stages
+        stages = [
+            {
+                "stage": index,
+                "layers": len(self.layout.layers_of(index)),
+                "weights": sum(p.nbytes for p in module.parameters()),
+                "codec_states": lowbit_stages[index].state_bytes() if index in lowbit_stages else 0,
+                "messages": lowbit_stages[index].traffic.peak_bytes if index in lowbit_stages else 0,
+            }
+            for index, module in self.modules.items()
+        ]
+        states = (value for state in self.optimizer.state.values() for value in state.values())
+        memory: dict[str, Any] = {
+            "rank": self.rank,
+            "stages": stages,
+            "optimizer": sum(x.nbytes for value in states for x in optim.parts_of(value).values()),
+            "saved_activations": self.saved_bytes,
+            "process": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        }
+        if self.prepared.device.type == "cuda":
+            memory["gpu"] = torch.cuda.max_memory_allocated(self.prepared.device)
+        return memory
 
     def _agree(self) -> None:
         """Compare configuration, text and versions of all ranks before the first byte."""

@@ -200,6 +200,11 @@ def staged_in(step: Path) -> dict[int, Path]:
     return _numbered(step, _STAGED)
 
 
+def shares_newest_first(folder: Path) -> list[Path]:
+    """List shares of checkpoints, those of the newest step first."""
+    return [share for step in reversed(steps_in(folder).values()) for share in shares_in(step).values()]
+
+
 def newest_step(folder: Path) -> int | None:
     """Guess from manifests alone which step a resume will begin with; None without checkpoints.
 
