@@ -39,9 +39,9 @@ def _bytes_held(config: TrainConfig) -> tuple[list[float], float]:
     ratios: list[float] = []
     finish = Gradients.finish
 
-    def counting(self: Gradients) -> None:
+    def counting(self: Gradients, microbatches: int) -> None:
         assert self.storage is None or all(isinstance(p.grad, StoredGradient | None) for p in self.parameters)
-        finish(self)
+        finish(self, microbatches)
         plain = sum(p.grad.nbytes for p in self.parameters if p.grad is not None)
         nbytes = self.storage.nbytes if self.storage is not None else plain
         ratios.append(nbytes / sum(p.numel() for p in self.parameters))

@@ -12,7 +12,7 @@ import contextlib
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, NamedTuple
@@ -23,11 +23,11 @@ from torch import Tensor
 
 from lowbit.codecs import Cast, Codec, Session, StatefulCodec
 from lowbit.codecs.foreign import open_session
-from lowbit.pipeline import LowBitStage
 from lowbit.train.answers import IGNORED, Answers
 from lowbit.train.data import Windows
 from lowbit.train.layout import PipelineLayout
-from lowbit.train.model import StageModule, next_token_loss
+from lowbit.train.model import next_token_loss
+from lowbit.train.stages import Pipeline
 from lowbit.wire.checksum import sealed_bytes
 from lowbit.wire.json_values import gather_json
 from lowbit.wire.messages import Expected, Messages, Sent
@@ -74,32 +74,21 @@ class HeldOutEvaluation:
     """Forward passes outside the training schedule that change neither training's codec states nor its counters.
 
     Args:
-        modules: this rank's modules by stage. stages: its pipeline stages, whose codecs' states evaluation uses.
-        width: elements of an activation. group: Gloo group of the pipeline, not the one of the training traffic.
-        timeout: seconds to wait for a peer. checksums: add them to messages.
+        pipeline: this rank's stages, whose codecs' states evaluation uses.
+        group: Gloo group of the pipeline, not the one of the training traffic.
 
     Raises:
         DamagedError, PeerError: (in `loss`) as `Messages`.
     """
 
-    def __init__(
-        self,
-        layout: PipelineLayout,
-        modules: dict[int, StageModule],
-        *,
-        stages: Mapping[int, LowBitStage],
-        width: int,
-        device: torch.device,
-        group: dist.ProcessGroup | None,
-        timeout: float = 120.0,
-        checksums: bool = True,
-    ) -> None:
-        self._layout, self._modules, self._stages = layout, modules, stages
-        self._width, self._device = width, device
-        self._messages = Messages(group, "evaluation", timeout=timeout, checksums=checksums)
+    def __init__(self, pipeline: Pipeline, group: dist.ProcessGroup | None) -> None:
+        run = pipeline.config.run
+        self._layout, self._modules, self._stages = pipeline.layout, pipeline.modules, pipeline.lowbit_stages
+        self._width, self._device = pipeline.width, pipeline.device
+        self._messages = Messages(group, "evaluation", timeout=run.timeout_seconds, checksums=run.checksums)
         self._legs: list[list[int]] = []  # runs of stages without a message in between
-        for stage in modules:
-            if stage and not layout.crosses(stage - 1):
+        for stage in self._modules:
+            if stage and not self._layout.crosses(stage - 1):
                 self._legs[-1].append(stage)
             else:
                 self._legs.append([stage])

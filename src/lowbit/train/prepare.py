@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 
 from lowbit.codecs import Codec
+from lowbit.collectives.checks import check_summable
 from lowbit.config import ConfigError
 from lowbit.train.activations import Policies, StageOfPlan, check_schedule, planned_settings, saved_policies
-from lowbit.train.boundaries import Codecs, check_codecs, make_codecs
+from lowbit.train.boundaries import Codecs, check_codecs, codec_of, make_codecs
 from lowbit.train.checkpoints.manifest import (
     FOLDER,
     NO_CHECKPOINT,
@@ -27,7 +28,7 @@ from lowbit.train.data import Data, load_data
 from lowbit.train.device import choose_autocast, choose_backend, choose_device
 from lowbit.train.elastic import check_elastic
 from lowbit.train.folder import check_output
-from lowbit.train.gradients import all_reduce_codec, storage_codec
+from lowbit.train.gradients import storage_codec
 from lowbit.train.identity import changes_between, check_allowed, layout_of, refuse, run_identity, versions
 from lowbit.train.layout import PipelineLayout, make_layout
 from lowbit.train.model import check_lora, check_pretrained, count_layers, hidden_size, vocabulary
@@ -99,7 +100,8 @@ def prepare(config: TrainConfig, *, ranks: int) -> Prepared:
     backend = choose_backend(config, device, ranks)
     if config.optimizer.states == "8bit":
         check_torchao()
-    storage, all_reduce = storage_codec(config.gradients), all_reduce_codec(config.gradients)
+    storage = storage_codec(config.gradients)
+    all_reduce = codec_of("gradients.all_reduce", config.gradients.all_reduce, check_summable)
     tied_rows = tied_codec(config.pipeline)
     check_output(config)
     check_pretrained(config.model, config.data.sequence)

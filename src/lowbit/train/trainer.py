@@ -66,32 +66,17 @@ class Trainer:
             torch.cuda.set_device(device)  # NCCL and kernels use the current device
         self._agree()
         self.side = new_group(timeout=run.timeout_seconds)  # for all messages except the training traffic
-        self.replicas = ReplicaGroups(
-            self.layout.ranks, self.config.pipeline.data_parallel, codec=prepared.all_reduce,
-            timeout=run.timeout_seconds, side=self.side, checksums=run.checksums,
-        )  # fmt: skip
+        self.replicas = ReplicaGroups(self.config, self.layout.ranks, prepared.all_reduce, self.side)
         self.modules, is_tied = self._build_modules()
-        self.tied = TiedWeights(
-            self.modules, self.layout, self.replicas, tied=is_tied and not self.config.lora.rank,
-            codec=prepared.tied_rows, timeout=run.timeout_seconds, checksums=run.checksums,
-        )  # fmt: skip
+        self.tied = TiedWeights(prepared, self.modules, self.replicas, tied=is_tied and not self.config.lora.rank)
         trained = [(p, m) for m in self.modules.values() for p in m.parameters() if p.requires_grad]
         owned = [(p, m) for p, m in trained if p is not self.tied.follower]
         self.parameters = [p for p, _ in owned]
-        self.gradients = Gradients(
-            self.parameters, prepared.storage, microbatches=self.config.pipeline.microbatches,
-            others=[p for p, _ in trained if p is self.tied.follower],
-        )  # fmt: skip
-        self.pipeline = Pipeline(
-            self.config, self.layout, self.modules, prepared.codecs, device, self.gradients.storage,
-            self.replicas.pipeline,
-        )  # fmt: skip
+        others = [p for p, _ in trained if p is self.tied.follower]
+        self.gradients = Gradients(self.parameters, prepared.storage, others=others)
+        self.pipeline = Pipeline(prepared, self.modules, self.gradients.storage, self.replicas.pipeline)
         self.pipeline.followed = self.tied.state
-        self.width = next(iter(self.modules.values())).width
-        self.evaluation = HeldOutEvaluation(
-            self.layout, self.modules, stages=self.pipeline.lowbit_stages, width=self.width, device=device,
-            group=self.replicas.side, timeout=run.timeout_seconds, checksums=run.checksums,
-        )  # fmt: skip
+        self.evaluation = HeldOutEvaluation(self.pipeline, self.replicas.side)
         names, lighthouse = gather_json(machine_name(), self.side), self.config.elastic.lighthouse
         self.links = Links(self.layout, self.replicas.count, names, elastic=bool(lighthouse))
         count = 2 + len(fields(Work)) + self.links.count
@@ -108,9 +93,7 @@ class Trainer:
         self.saved_bytes: int | None = None
         self.elastic: Elastic | None = None
         if lighthouse:
-            self.elastic = Elastic(
-                self.config, prepared.all_reduce, prepared.identity, self.pipeline, self.optimizer, self.side
-            )
+            self.elastic = Elastic(prepared, self.pipeline, self.optimizer, self.side)
         torch.manual_seed(run.seed + 1 + self.rank)  # for dropout, each rank has its own
 
     def step(self, done: int) -> StepMetrics:
@@ -144,7 +127,7 @@ class Trainer:
                 inputs, targets, ids, positions=train.positions(ids), learned=train.learned(of_all)
             )  # fmt: skip
         self.work = work
-        self.gradients.finish()
+        self.gradients.finish(self.config.pipeline.microbatches)
         self._exchange_gradients(work)
         if self.elastic is not None and not self.elastic.commit():
             self.gradients.drop()

@@ -145,16 +145,14 @@ def together(work: Callable[[], Any], group: dist.ProcessGroup | None = None) ->
             return [each["value"] for each in outcomes]
 
 
-def raise_everywhere(
-    problem: str, group: dist.ProcessGroup | None = None, kind: type[CheckpointError] = CheckpointError
-) -> None:
+def raise_everywhere(problem: str, group: dist.ProcessGroup | None = None) -> None:
     """Raise the first rank's problem on every rank, if any rank has one; every rank must call it.
 
     Raises:
-        CheckpointError: with the printable part of that text; or another `kind`.
+        CheckpointError: with the printable part of that text.
     """
     if problems := [text for text in gather_json(problem, group) if text]:
-        raise kind(lines(problems[0]))
+        raise CheckpointError(lines(problems[0]))
 
 
 def stage_share(target: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
