@@ -8,11 +8,11 @@ from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from lowbit.gradients import GradientStorage
 from lowbit.train import ConfigError, TrainConfig
-from lowbit.train.checkpoints.manifest import newest_step, read_manifest, step_name
-from lowbit.train.checkpoints.save import Reader
+from lowbit.train.checkpoints.manifest import TENSORS, newest_step, step_name
 from lowbit.train.metrics import read_metrics
 from lowbit.train.prepare import prepare
 from tests.processes import Ranks
@@ -25,8 +25,7 @@ def weights(config: TrainConfig, rank: int) -> dict[str, torch.Tensor]:
     """Of a rank's newest checkpoint."""
     folder = Path(config.run.output) / "checkpoints"
     share = folder / step_name(newest_step(folder) or 0) / f"rank-{rank}"
-    names = (name for name in read_manifest(share).tensors if name.startswith("model/"))
-    return {name: Reader(share)(name) for name in names}
+    return {name: x for name, x in load_file(share / TENSORS).items() if name.startswith("model/")}
 
 
 def run(ranks: Ranks, config: TrainConfig) -> list[float]:

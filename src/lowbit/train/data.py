@@ -131,12 +131,22 @@ def load_data(data: DataConfig, *, cache: Path | None = None) -> Data:
     notes: tuple[str, ...] = ()
     if any(text.endswith(".jsonl") for text in data.text):
         notes = ("data.text names .jsonl files and data.format is text: the model learns their lines as they are",)
-    loaded = Data(
-        train=Windows(tokens, data.sequence), held_out=Windows(held_out, data.sequence), tokenizer=tokenizer,
-        notes=notes,
-    )  # fmt: skip
-    _check_lengths(data, loaded)
-    return loaded
+    train, evaluated = Windows(tokens, data.sequence), Windows(held_out, data.sequence)
+    if not len(train):
+        raise ConfigError(
+            f"data.sequence is {data.sequence}; {_source(data)} has {len(tokens)} tokens to train on; "
+            f"allowed: at most {max(0, len(tokens) - 1)}"
+        )
+    if len(train) < data.batch:
+        raise ConfigError(
+            f"data.batch is {data.batch}; {_source(data)} has {len(train)} windows of {data.sequence} tokens to train "
+            "on; allowed: at most as many"
+        )
+    if data.held_out and not len(evaluated):
+        raise ConfigError(
+            f"data.held_out has {len(held_out)} tokens; allowed: more than data.sequence ({data.sequence})"
+        )
+    return Data(train=train, held_out=evaluated, tokenizer=tokenizer, notes=notes)
 
 
 def _load_samples(data: DataConfig, tokenizer: Tokenizer) -> Data:
@@ -174,25 +184,6 @@ def _load_samples(data: DataConfig, tokenizer: Tokenizer) -> Data:
         cause = f" ({'; '.join(too_long)})" if too_long else ""
         raise ConfigError(f"data.held_out has no sample to evaluate on{cause}; allowed: at least one")
     return loaded
-
-
-def _check_lengths(data: DataConfig, loaded: Data) -> None:
-    assert isinstance(loaded.train, Windows)
-    assert isinstance(loaded.held_out, Windows)
-    length, windows = len(loaded.train.tokens), len(loaded.train)
-    if not windows:
-        raise ConfigError(
-            f"data.sequence is {data.sequence}; {_source(data)} has {length} tokens to train on; "
-            f"allowed: at most {max(0, length - 1)}"
-        )
-    if windows < data.batch:
-        raise ConfigError(
-            f"data.batch is {data.batch}; {_source(data)} has {windows} windows of {data.sequence} tokens to train on; "
-            "allowed: at most as many"
-        )
-    if data.held_out and not len(loaded.held_out):
-        length = len(loaded.held_out.tokens)
-        raise ConfigError(f"data.held_out has {length} tokens; allowed: more than data.sequence ({data.sequence})")
 
 
 def _source(data: DataConfig) -> str:

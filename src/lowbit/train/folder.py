@@ -151,7 +151,15 @@ def check_output(config: TrainConfig) -> None:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"{name} cannot be written to: {reason}") from error
     folder = RunFolder(output)
-    if foreign := _in_the_way(config, folder):
+    files = [*FILES]
+    if run.save_model:
+        # Others, such as a tokenizer's files, would keep the model in its staging folder.
+        files += ["model/config.json", "model/model.safetensors", "model/adapter_model.safetensors"]
+    files += [each for each in _FOLDERS if (output / each).is_file()]
+    if not run.resume:  # a resume may begin with shares that the user copied here
+        shares = shares_newest_first(output / FOLDER)
+        files += [str(file.relative_to(output)) for share in shares for file in sorted(share.iterdir())]
+    if foreign := folder.foreign(files):
         unknown = "" if folder.marked else f" (there is no {MARK}: lowbit has not run here)"
         raise ConfigError(
             f"{name} holds {', '.join(foreign)}, which lowbit has no record of making{unknown}; "
@@ -163,16 +171,3 @@ def check_output(config: TrainConfig) -> None:
             f"{name} holds a run already ({', '.join(earlier)}); allowed: another folder, run.resume=true (--resume) "
             "to continue from its newest checkpoint, or run.overwrite=true (--overwrite) to delete it"
         )
-
-
-def _in_the_way(config: TrainConfig, folder: RunFolder) -> list[str]:
-    """Return files that lowbit did not make, at paths that this run would write or read."""
-    files = [*FILES]
-    if config.run.save_model:
-        # Others, such as a tokenizer's files, would keep the model in its staging folder.
-        files += ["model/config.json", "model/model.safetensors", "model/adapter_model.safetensors"]
-    files += [name for name in _FOLDERS if (folder.path / name).is_file()]
-    if not config.run.resume:  # a resume may begin with shares that the user copied here
-        shares = shares_newest_first(folder.path / FOLDER)
-        files += [str(file.relative_to(folder.path)) for share in shares for file in sorted(share.iterdir())]
-    return folder.foreign(files)

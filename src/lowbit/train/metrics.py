@@ -155,7 +155,9 @@ class Recorder:
 
     def __init__(self, folder: Path, *, start: int, tensorboard: bool) -> None:
         path, self._evaluations = folder / "metrics.jsonl", folder / EVALUATIONS
-        before, kept = (_rewritten(each, start) for each in (path, self._evaluations))
+        before, kept = ([line for line in read_metrics(p) if line["step"] <= start] for p in (path, self._evaluations))
+        for file, lines in ((path, before), (self._evaluations, kept)):
+            atomic.write(file, "".join(json.dumps(line) + "\n" for line in lines))
         self.history = list(filter(None, map(_restored, before)))
         if (missing := start - len(self.history)) > 0:
             log.warning(
@@ -215,13 +217,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     if bad:
         log.warning("%s: left out lines that cannot be read: %s", path, ", ".join(bad))
     return lines
-
-
-def _rewritten(path: Path, start: int) -> list[dict[str, Any]]:
-    """Drop the lines of steps after `start` from a file, and return the others."""
-    kept = [line for line in read_metrics(path) if line["step"] <= start]
-    atomic.write(path, "".join(json.dumps(line) + "\n" for line in kept))
-    return kept
 
 
 def _scalars(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

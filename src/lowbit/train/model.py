@@ -11,6 +11,7 @@ import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +45,6 @@ _ANATOMY = {family: Anatomy() for family in FAMILIES} | {
 ALL = "all-linear"
 _PIECE_BYTES = 8 << 20
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
-_OVER = object()
 
 
 def count_layers(model: ModelConfig) -> int:
@@ -149,27 +149,6 @@ def hugging_face_config(model: ModelConfig, *, vocab: int, sequence: int) -> Pre
         values["num_key_value_heads"] = model.kv_heads or model.heads
         values["head_dim"] = model.dim // model.heads
     return AutoConfig.for_model(model.family, **values, **_dropouts(model.family, model.dropout))
-
-
-def linear_layers(model: ModelConfig) -> list[str]:
-    """Return the names of linear layers within a decoder layer of a pretrained model, without loading it.
-
-    Raises:
-        ConfigError: `model.pretrained` is not a folder with a supported model.
-    """
-    from transformers import AutoModelForCausalLM
-    from transformers.pytorch_utils import Conv1D
-
-    if not read_config(model.pretrained):
-        return []
-    config: Any = hugging_face_config(model, vocab=0, sequence=0)
-    config.num_hidden_layers = 1
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:1]
-    with torch.device("meta"):
-        whole = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    layer = getattr(whole.base_model, _ANATOMY[config.model_type].layers)[0]
-    return [name for name, module in layer.named_modules() if isinstance(module, nn.Linear | Conv1D)]
 
 
 def next_token_loss(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
@@ -301,9 +280,19 @@ def targets_of(config: TrainConfig) -> tuple[str, ...]:
     """Return the names, within a decoder layer, of the linear layers that get an adapter.
 
     Raises:
-        ConfigError: no layer has the name of a target.
+        ConfigError: no layer has the name of a target, or the folder has no supported model.
     """
-    names = linear_layers(config.model)
+    from transformers import AutoModelForCausalLM
+    from transformers.pytorch_utils import Conv1D
+
+    one: Any = hugging_face_config(config.model, vocab=0, sequence=0)
+    one.num_hidden_layers = 1
+    if getattr(one, "layer_types", None):
+        one.layer_types = one.layer_types[:1]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(one, trust_remote_code=False)
+    layer = getattr(model.base_model, _ANATOMY[one.model_type].layers)[0]
+    names = [name for name, module in layer.named_modules() if isinstance(module, nn.Linear | Conv1D)]
     chosen: set[str] = set()
     for target in config.lora.targets:
         matches = {name for name in names if target == ALL or f".{name}".endswith(f".{target}")}
@@ -381,9 +370,8 @@ def gather_weights(modules: dict[int, StageModule], messages: Messages | None = 
             for piece in tensor.contiguous().view(-1).view(torch.uint8).split(_PIECE_BYTES):
                 messages.send(piece, 0).wait()
         return {}
-    arriving = [_receive_all(weights, messages, rank) for rank in range(1, messages.ranks)]
-    while arriving:
-        arriving = [pieces for pieces in arriving if next(pieces, _OVER) is not _OVER]
+    for _ in zip_longest(*(_receive_all(weights, messages, rank) for rank in range(1, messages.ranks))):
+        pass  # a piece of each rank in turn
     return weights
 
 

@@ -11,7 +11,7 @@ import logging
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -239,6 +239,9 @@ def _shards(given: str, index: Path) -> list[Path]:
 
 
 def _headers(given: str, files: Iterable[Path]) -> _Shapes:
+    """Read the headers of files, without running code in them or reading weights."""
+    from safetensors import safe_open
+
     shapes: _Shapes = {}
     for path in files:
         try:
@@ -247,48 +250,28 @@ def _headers(given: str, files: Iterable[Path]) -> _Shapes:
             with path.open("rb") as file:
                 if file.read(len(_LFS)) == _LFS:
                     raise ValueError("it is a pointer of Git LFS; `git lfs pull` brings the file")
-            shapes |= _header(path)
+            if path.suffix == ".safetensors":
+                with safe_open(path, "pt") as file:
+                    slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+                    shapes |= {name: (tuple(each.get_shape()), each.get_dtype()) for name, each in slices.items()}
+                continue
+            content = torch.load(path, weights_only=True, map_location="meta", mmap=True)
+            if not isinstance(content, Mapping):
+                raise ValueError(f"it holds {type(content).__name__}; allowed: weights by name")
+            tensors = {name: x for name, x in content.items() if isinstance(name, str) and isinstance(x, torch.Tensor)}
+            shapes |= {name: (tuple(x.shape), str(x.dtype)) for name, x in tensors.items()}
         except Exception as error:  # from safetensors, zipfile or pickle
             why = f"it has {path.stat().st_size} bytes; {reason(error)}" if path.is_file() else reason(error)
             raise ConfigError(f"{given}; {path} is cut short or cannot be read: {why}") from error
     return shapes
 
 
-def _header(path: Path) -> _Shapes:
-    """Read the header of a file, without running code in it or reading weights."""
-    from safetensors import safe_open
-
-    if path.suffix == ".safetensors":
-        with safe_open(path, "pt") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            return {name: (tuple(each.get_shape()), each.get_dtype()) for name, each in slices.items()}
-    content = torch.load(path, weights_only=True, map_location="meta", mmap=True)
-    if not isinstance(content, Mapping):
-        raise ValueError(f"it holds {type(content).__name__}; allowed: weights by name")
-    tensors = {name: x for name, x in content.items() if isinstance(name, str) and isinstance(x, torch.Tensor)}
-    return {name: (tuple(x.shape), str(x.dtype)) for name, x in tensors.items()}
-
-
 def _few(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-class Tokenizer(Protocol):
-    """A tokenizer for training. size: entries of the vocabulary."""
-
-    size: int
-
-    def encode(self, document: bytes) -> np.ndarray:
-        """Return the token ids of a document: one dimension, unsigned integers."""
-        ...
-
-    def hugging_face(self) -> PreTrainedTokenizerBase:
-        """Return the same tokenizer as Hugging Face's class, to save with a model."""
-        ...
-
-
 class ByteTokenizer:
-    """A tokenizer whose tokens are bytes; a token's id is the byte's value."""
+    """A tokenizer whose tokens are bytes; a token's id is the byte's value. size: entries of the vocabulary."""
 
     size = 256
 
@@ -337,6 +320,9 @@ class FolderTokenizer:
     def hugging_face(self) -> PreTrainedTokenizerBase:
         """Return the tokenizer as it was loaded."""
         return self._tokenizer
+
+
+Tokenizer = ByteTokenizer | FolderTokenizer
 
 
 def load_tokenizer(name: str, *, key: str = "data.tokenizer") -> Tokenizer:

@@ -129,9 +129,7 @@ class Manifest:
         return manifest
 
 
-@functools.cache
-def _manifests() -> TypeAdapter[Manifest]:
-    return TypeAdapter(Manifest)
+_manifests = functools.cache(lambda: TypeAdapter(Manifest))
 
 
 def seal(values: Mapping[str, Any]) -> bytes:
@@ -190,14 +188,9 @@ def steps_in(folder: Path) -> dict[int, Path]:
     return _numbered(folder, _STEP)
 
 
-def shares_in(step: Path) -> dict[int, Path]:
-    """Folders of shares in the folder of a step, by rank, in ascending order."""
-    return _numbered(step, _RANK)
-
-
-def staged_in(step: Path) -> dict[int, Path]:
-    """Folders of shares that were not moved into place, by rank."""
-    return _numbered(step, _STAGED)
+def shares_in(step: Path, *, staged: bool = False) -> dict[int, Path]:
+    """Folders of shares in the folder of a step (or `staged`: not yet moved into place), by rank, ascending."""
+    return _numbered(step, _STAGED if staged else _RANK)
 
 
 def shares_newest_first(folder: Path) -> list[Path]:

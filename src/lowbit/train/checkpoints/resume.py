@@ -11,6 +11,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowbit.codecs import StatefulCodec, parse
-from lowbit.train.checkpoints.manifest import NO_CHECKPOINT, Manifest, step_name
-from lowbit.train.checkpoints.save import DTYPES, Checkpoints, Reader, raise_everywhere, together
+from lowbit.train.checkpoints.manifest import NO_CHECKPOINT, TENSORS, Manifest, step_name
+from lowbit.train.checkpoints.save import DTYPES, Checkpoints, raise_everywhere, together
 from lowbit.train.checkpoints.search import SavedStep, Search
 from lowbit.train.checkpoints.state import FOLLOWED, End, aliases_of, ends_of, parameters_of, restore
 from lowbit.train.config import RunConfig
@@ -35,7 +36,6 @@ Item = tuple[int, str]
 """A tensor in a checkpoint: the rank that wrote the share, and the tensor's name in it."""
 
 _PIECE_BYTES = 8 << 20  # of a tensor that is sent
-_OVER = object()
 
 
 def resume(
@@ -284,8 +284,11 @@ class ShareExchange:
         self._saved, self._group = saved, group
         self._messages = Messages(group, "checkpoints", timeout=timeout)
         self._rank = self._messages.rank
+        from safetensors import safe_open
+
         own = [share for share, holder in saved.holders.items() if holder == self._rank]
-        self._readers = {share: Reader(folder / step_name(saved.step) / f"rank-{share}") for share in own}
+        files = {share: folder / step_name(saved.step) / f"rank-{share}" / TENSORS for share in own}
+        self._readers = {share: safe_open(path, framework="pt") for share, path in files.items()}
         self._received: dict[Item, Tensor] = {}
 
     def run(self, wanted: list[Item]) -> dict[Item, Tensor]:
@@ -297,9 +300,8 @@ class ShareExchange:
         wanted_by_rank = gather_json(wanted, self._group)
 
         def transfer() -> None:
-            under_way = [self._pieces(receiver, items) for receiver, items in enumerate(wanted_by_rank)]
-            while under_way:
-                under_way = [pieces for pieces in under_way if next(pieces, _OVER) is not _OVER]
+            for _ in zip_longest(*(self._pieces(receiver, items) for receiver, items in enumerate(wanted_by_rank))):
+                pass  # a piece to each receiver in turn
 
         together(transfer, self._group)
         return self._received
@@ -309,7 +311,7 @@ class ShareExchange:
         for share, name in items:
             holder, entry = self._saved.holders[share], self._saved.shares[share].tensors[name]
             if self._rank == holder:
-                tensor = self._readers[share](name)
+                tensor = self._readers[share].get_tensor(name).clone()
             else:  # neither sends nor receives: this rank only keeps the order, without memory for the tensor
                 device = "cpu" if self._rank == receiver else "meta"
                 tensor = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]], device=device)

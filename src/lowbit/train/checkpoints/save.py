@@ -213,6 +213,8 @@ def verify_share(share: Path) -> Manifest:
     Raises:
         DamagedShareError: a file was changed or added, or is missing.
     """
+    from safetensors import SafetensorError, safe_open
+
     manifest = read_manifest(share)
     try:
         if foreign := sorted({path.name for path in share.iterdir()} - set(FILES)):
@@ -227,15 +229,7 @@ def verify_share(share: Path) -> Manifest:
         raise DamagedShareError(f"cannot be read: {error.strerror}") from error
     if digest != manifest.file["sha256"]:
         raise DamagedShareError(f"has a {TENSORS} that was changed")
-    _check_entries(path, manifest)
-    return manifest
-
-
-def _check_entries(path: Path, manifest: Manifest) -> None:
-    """Raise unless the file holds the tensors that the manifest lists: ranks make room for them by that list."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
+    try:  # ranks make room for tensors as the manifest lists them
         with safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
             entries = {name: {"dtype": s.get_dtype(), "shape": list(s.get_shape())} for name, s in slices.items()}
@@ -245,19 +239,7 @@ def _check_entries(path: Path, manifest: Manifest) -> None:
         raise DamagedShareError(f"has other tensors in {TENSORS} than its manifest lists")
     if unknown := {entry["dtype"] for entry in entries.values()} - DTYPES.keys():
         raise DamagedShareError(f"has tensors of unknown dtypes: {', '.join(sorted(unknown))}")
-
-
-class Reader:
-    """Tensors of a verified share, by name, one at a time."""
-
-    def __init__(self, share: Path) -> None:
-        from safetensors import safe_open
-
-        self._file = safe_open(share / TENSORS, framework="pt")
-
-    def __call__(self, name: str) -> Tensor:
-        """Read a tensor into CPU memory of its own. Raises SafetensorError: no tensor has that name."""
-        return self._file.get_tensor(name).clone()
+    return manifest
 
 
 def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> None:

@@ -18,7 +18,6 @@ from lowbit.train.checkpoints.manifest import (
     Manifest,
     read_manifest,
     shares_in,
-    staged_in,
     step_name,
     steps_in,
 )  # fmt: skip
@@ -163,7 +162,7 @@ def _commit_remaining(folder: Path, group: dist.ProcessGroup | None) -> None:
     own = [(step, share["attempt"]) for step, _, share in _inventory(folder) if "attempt" in share]
     begun = {tuple(key) for keys in gather_json(own, group) for key in keys}
     for step, path in steps_in(folder).items():
-        for rank, share in staged_in(path).items():
+        for rank, share in shares_in(path, staged=True).items():
             with contextlib.suppress(DamagedShareError, OSError):  # or another rank was faster
                 if (step, read_manifest(share).attempt) in begun:
                     commit_share(path / f"rank-{rank}")
