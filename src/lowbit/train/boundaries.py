@@ -123,32 +123,6 @@ def in_full(pipeline: PipelineConfig) -> PipelineConfig:
     return replace(pipeline, forward=forward, backward=backward)
 
 
-def check_codecs(codecs: Codecs, *, shape: tuple[int, ...] | None, warmup_steps: int) -> None:
-    """Check that codecs fit the model and the warm-up.
-
-    Args:
-        shape: (rows, sequence, width) of a micro-batch's activations; None: unknown.
-        warmup_steps: steps at full precision.
-
-    Raises:
-        ConfigError: a codec cannot take this shape, or needs a warm-up and has none.
-    """
-    from lowbit.pipeline.arguments import check_warm_up  # takes seconds, which `check_early` must not
-
-    for name, each in (("forward", codecs.forward), ("backward", codecs.backward)):
-        for codec in each:
-            try:
-                check_warm_up(f"pipeline.{name}", codec, warmup_steps, "pipeline.")
-            except ValueError as error:
-                raise ConfigError(str(error)) from error
-            if shape is None or not codec.settled:
-                continue
-            try:
-                codec.nbytes(shape)
-            except ValueError as error:
-                raise ConfigError(f"pipeline.{name}: {error}") from error
-
-
 def stock_dtype(pipeline: PipelineConfig) -> torch.dtype:
     """Return the dtype in which stages hand over activations: bfloat16 for "stock-bf16", otherwise float32."""
     return torch.bfloat16 if pipeline.boundary == "stock-bf16" else torch.float32

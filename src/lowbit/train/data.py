@@ -201,10 +201,13 @@ def _tokens(documents: Iterator[bytes], tokenizer: Tokenizer, cache: Path | None
     for text in texts:
         digest.update(len(text).to_bytes(8, "little") + text)
     path = cache / f"tokens-{digest.hexdigest()[:16]}.npy"
-    tokens = _read(path)
-    if tokens is None:
-        tokens = encode_documents(texts, tokenizer)
-        _write(path, tokens)
+    if (tokens := _read(path)) is not None:
+        return tokens
+    tokens = encode_documents(texts, tokenizer)
+    RunFolder(path.parent.parent).note(f"{path.parent.name}/{path.name}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic.replacing(path) as part:  # as other ranks may read
+        np.save(part, tokens)
     return tokens
 
 
@@ -221,14 +224,6 @@ def _read(path: Path) -> np.ndarray | None:
         problem = str(error)
     log.warning("%s cannot be used and is written again: %s", path, printable(problem))
     return None
-
-
-def _write(path: Path, tokens: np.ndarray) -> None:
-    """Write token ids atomically, as other ranks may read."""
-    RunFolder(path.parent.parent).note(f"{path.parent.name}/{path.name}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic.replacing(path) as part:
-        np.save(part, tokens)
 
 
 def documents(data: DataConfig) -> Iterator[bytes]:

@@ -8,7 +8,6 @@ to the square of the error.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import statistics
 from collections import deque
@@ -117,23 +116,17 @@ class HeldOutEvaluation:
     def sums(
         self, windows: Windows | Answers, *, batch: int, batches: int, codecs: Sequence[Codec] | None = None
     ) -> list[Tensor]:
-        """Yield `_sums_of` each batch, float64 (4,), the same on every rank; arguments as for `scores`."""
+        """Return `_sums_of` each batch, float64 (4,), the same on every rank; arguments as for `scores`."""
         chosen = codecs or (Cast(dtype=torch.float32),) * (self._layout.stages - 1)
         ids = evaluated(windows, batch=batch, batches=batches)
         if not len(ids):
             return []
-        with self._evaluating():
-            return list(self._sums(windows, ids.split(batch), chosen))
-
-    @contextlib.contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        """Switch dropout off, and hand float32 activations to the codecs, whatever training's boundary dtype."""
         before = [(module, module.training, module.boundary_dtype) for module in self._modules.values()]
         for module in self._modules.values():
             module.eval()
-            module.boundary_dtype = torch.float32
+            module.boundary_dtype = torch.float32  # for codecs, whatever training's
         try:
-            yield
+            return list(self._sums(windows, ids.split(batch), chosen))
         finally:
             for module, training, dtype in before:
                 module.train(training)
@@ -197,8 +190,10 @@ class HeldOutEvaluation:
                     current.own_sums.append(sums)
                     others = (rank for rank in range(self._messages.ranks) if rank != self._messages.rank)
                     current.sent.extend(self._messages.send(sums, rank) for rank in others)
-                else:
-                    current.sent.append(self._send(leg[-1], batch, x, codecs[leg[-1]]))
+                    continue
+                session = self._session(leg[-1], codecs[leg[-1]], x.shape, outgoing=True)
+                payload = session.encode(x.float(), training=False)
+                current.sent.append(self._messages.send(payload, self._layout.rank_of(leg[-1] + 1)))
 
     def _close(self, done: _Round) -> Iterator[Tensor]:
         """Yield the sums of a round's batches, and wait until all messages of the round have been sent."""
@@ -207,11 +202,6 @@ class HeldOutEvaluation:
             yield message.wait().view(torch.float64)
         for sent in done.sent:
             sent.wait()
-
-    def _send(self, boundary: int, batch: _Batch, x: Tensor, codec: Codec) -> Sent:
-        session = self._session(boundary, codec, x.shape, outgoing=True)
-        payload = session.encode(x.float(), training=False)
-        return self._messages.send(payload, self._layout.rank_of(boundary + 1))
 
     def _session(self, boundary: int, codec: Codec, shape: Sequence[int], *, outgoing: bool) -> Session:
         """Return training's session if it serves all shapes (float32 while it is empty), or a new one."""

@@ -95,8 +95,7 @@ class Links:
     def _ends(self, route: tuple[int, int]) -> tuple[int, int]:
         return self.machine_of[route[0]], OUTSIDE if route[1] == OUTSIDE else self.machine_of[route[1]]
 
-    def _routes(self) -> Iterator[tuple[int, int]]:
-        """Yield the pairs (sender, receiver) of ranks."""
+    def _routes(self) -> Iterator[tuple[int, int]]:  # (sender, receiver)
         ranks = self._layout.ranks
         for first in range(0, self._pipelines * ranks, ranks):
             for boundary in range(self._layout.stages - 1):

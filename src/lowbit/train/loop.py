@@ -112,11 +112,8 @@ class Run:
         self.trips = self._measure_distance()
         self.connections = Connections(trainer, self._slowest_rate, self._say)
         self.mbit = trainer.links.rates  # changed in place, for metrics and the progress display
-        self.rates = self._measure_links()
-        rates = self.rates
-        if not self.connections.look():
-            self.rates = rates  # not those of what was tried and left
-        self.mbit.update(trainer.links.by_link(self.rates))
+        self._update_rates()
+        self._look()
         gathered = gather_json([secrets.token_hex(8), machine()], trainer.side)
         attempt = gathered[0][0]  # every checkpoint of this process group carries rank 0's token
         self.about = trainer.describe_machines([each for _, each in gathered], self.round_trip)
@@ -180,11 +177,7 @@ class Run:
         """Do what is due after a step: choose formats, save a checkpoint, evaluate."""
         run, trainer, done = self.config.run, self.trainer, metrics.step
         if self.connections.due(done):
-            rates = self.rates
-            if not self.connections.look(done):
-                self.rates = rates
-            else:
-                self.mbit.update(trainer.links.by_link(self.rates))
+            if self._look(done):
                 self.about |= self.connections.facts
                 if trainer.rank == 0:
                     self._write_about()
@@ -207,7 +200,6 @@ class Run:
 
     @property
     def _watchers(self) -> list[Recorder | Progress]:
-        """This rank's recorder and progress, if it has them."""
         return [watcher for watcher in (self.recorder, self.progress) if watcher is not None]
 
     def _begin(self) -> int:
@@ -364,6 +356,19 @@ class Run:
                         own.append((first + sender, first + receiver, rate))
         return {(source, target): rate for each in gather_json(own, self.trainer.side) for source, target, rate in each}
 
+    def _update_rates(self) -> None:
+        self.rates = self._measure_links()
+        self.mbit.update(self.trainer.links.by_link(self.rates))
+
+    def _look(self, done: int = 0) -> bool:
+        """Look at the connections after `done` steps; returns whether they changed, and with them the rates."""
+        rates = self.rates
+        if acted := self.connections.look(done):
+            self.mbit.update(self.trainer.links.by_link(self.rates))
+        else:
+            self.rates = rates  # not those of what was tried and left
+        return acted
+
     def _slowest_rate(self) -> float:
         """Measure the links again, and return the lowest rate in Mbit/s; 0 if no pipeline crosses one."""
         self.rates = self._measure_links(seconds=_TRIAL_SECONDS)
@@ -380,8 +385,7 @@ class Run:
         before = auto.choice
         if before is not None:
             begin = time.perf_counter()
-            self.rates = self._measure_links()
-            self.mbit.update(self.trainer.links.by_link(self.rates))
+            self._update_rates()
             if not auto.looked(self.mbit, time.perf_counter() - begin):
                 return
             self.trips = self._measure_distance()

@@ -180,7 +180,6 @@ class Pipeline:
                         warm_up(codec, shape, stock_dtype(self.config.pipeline), self.device)
 
     def _work(self, seconds: float) -> Work:
-        """Return the work of a step that took `seconds`."""
         work = Work()
         if self.config.pipeline.boundary == "lowbit":
             for index, stage in self.lowbit_stages.items():

@@ -143,7 +143,12 @@ class TiedWeights:
         self._ids, self._format = tokens.unique(), _EXACT if exact else self._codec
         if self.follower is None:
             self._expected = self._expect(self._first_rank, "gradients")
-            self._send_weights()
+            (weight,), rows = self.copies, next(iter(self.state.values()), None)
+            whole = rows is None or self._format == _EXACT
+            self._send(weight, self._first_rank, since=None if whole else rows)
+            if whole and rows is not None:
+                for ids in self._pieces(weight):
+                    rows[ids] = weight.detach()[ids]
         else:
             self._take_weights()
 
@@ -168,14 +173,6 @@ class TiedWeights:
             yield
         finally:
             self.follower.data[ids] = before
-
-    def _send_weights(self) -> None:
-        (weight,), rows = self.copies, next(iter(self.state.values()), None)
-        whole = rows is None or self._format == _EXACT
-        self._send(weight, self._first_rank, since=None if whole else rows)
-        if whole and rows is not None:
-            for ids in self._pieces(weight):
-                rows[ids] = weight.detach()[ids]
 
     def _take_weights(self) -> None:
         (weight,) = self.copies

@@ -192,7 +192,6 @@ class Trainer:
         return loss, work
 
     def _exchange_gradients(self, work: Work) -> None:
-        """Average gradients over replicas, and sum those of tied weights."""
         with span(self.trace, "all-reduce"):
             if self.tied.apart:  # averages include only the last stage's copy
                 self._sum_tied(work)

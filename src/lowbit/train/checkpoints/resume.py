@@ -257,7 +257,7 @@ def _memories(saved: SavedStep) -> dict[int, dict[End, _Memory]]:
     for rank, manifest in saved.shares.items():
         of_pipeline = memories.setdefault(rank // places, {})
         for unit in manifest.codecs:
-            end = End.of(unit)
+            end = End(unit["after_layer"], unit["direction"], unit["outgoing"])
             items = {n.removeprefix(end.prefix): (rank, n) for n in manifest.tensors if n.startswith(end.prefix)}
             of_pipeline[end] = _Memory(codec=unit["codec"], values=unit["values"], items=items)
     return memories

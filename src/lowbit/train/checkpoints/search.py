@@ -146,7 +146,6 @@ class Search:
         return outcomes
 
     def _why(self, step: int) -> str:
-        """Say why a step is not intact."""
         damaged = self._reasons.get(step, {})
         reasons = [f"{share} {reason}" for share, reason in sorted(damaged.items())]
         for key, holders in ((key, holders) for key, holders in self._holders.items() if key[0] == step):

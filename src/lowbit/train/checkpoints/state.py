@@ -46,11 +46,6 @@ class End:
     direction: str
     outgoing: bool
 
-    @classmethod
-    def of(cls, unit: Mapping[str, Any]) -> End:
-        """Make the end that an entry of a manifest's `codecs` describes."""
-        return cls(unit["after_layer"], unit["direction"], unit["outgoing"])
-
     @property
     def prefix(self) -> str:
         """Prefix of the names of this end's tensors."""
