@@ -147,7 +147,7 @@ def _evaluates_in_between(config: TrainConfig) -> Any:
                 chosen = trainer.chosen()
             if often:
                 found.append(trainer.evaluate())
-        states.append(state.collect(trainer.pipeline, trainer.optimizer).tensors)
+        states.append(state.collect(trainer.pipeline, trainer.optimizer)[0])
         held_out = trainer.prepared.data.held_out
         other = trainer.evaluation.scores(held_out, batch=8, batches=2, codecs=[TransformQuant(bits=9)])[0]
         run.folder.unlock()

@@ -86,11 +86,7 @@ def planned_settings(config: TrainConfig, layout: PipelineLayout, vocab: int) ->
 
 
 def written_out(config: ActivationsConfig) -> tuple[ActivationsConfig, str | None]:
-    """Replace a plan by stage with its bits; of a plan by layer, return a digest of its content in place of the path.
-
-    Raises:
-        ConfigError: the file holds no plan, or bits are given as well.
-    """
+    """Replace a plan by stage with its bits; of a plan by layer, also return a digest in place of the path."""
     if not config.plan:
         return config, None
     _check_alone(config)
@@ -115,11 +111,7 @@ def _check_alone(config: ActivationsConfig) -> None:
 
 
 def compress(module: nn.Module, policy: LayerAware | StageOfPlan | None, device: torch.device) -> None:
-    """Make a stage's module compress its saved activations, and compile the kernels before a peer waits.
-
-    Raises:
-        ConfigError: the plan was made for other layers.
-    """
+    """Make a stage's module compress its saved activations, and compile the kernels before a peer waits."""
     if policy is None:
         return
     if isinstance(policy, StageOfPlan):

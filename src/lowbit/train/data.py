@@ -113,9 +113,6 @@ def load_data(data: DataConfig, *, cache: Path | None = None) -> Data:
 
     Args:
         cache: folder that keeps the token ids of a Hugging Face tokenizer, so that they are computed only once.
-
-    Raises:
-        ConfigError: the tokenizer is missing, or text is missing, empty or shorter than one batch of windows.
     """
     tokenizer = load_tokenizer(data.tokenizer)
     if data.format == "jsonl":
@@ -227,11 +224,7 @@ def _read(path: Path) -> np.ndarray | None:
 
 
 def documents(data: DataConfig) -> Iterator[bytes]:
-    """Yield the training documents, always in the same order; of files, at most `data.max_bytes` bytes in total.
-
-    Raises:
-        ConfigError: a path or dataset does not exist or cannot be read.
-    """
+    """Yield the training documents, always in the same order; of files, at most `data.max_bytes` bytes in total."""
     if data.dataset:
         rows = _open_dataset(data)
         if data.column not in rows.column_names:
@@ -276,11 +269,7 @@ def held_out_start(length: int, share: float) -> int:
 
 
 def files_named(patterns: tuple[str, ...], key: str) -> list[Path]:
-    """Expand patterns to files, in the order of the patterns and sorted within each; `key`: the setting, for errors.
-
-    Raises:
-        ConfigError: a path does not exist.
-    """
+    """Expand patterns to files, in the order of the patterns and sorted within each; `key`: the setting, for errors."""
     files: list[Path] = []
     for pattern in patterns:
         path = Path(pattern).expanduser()

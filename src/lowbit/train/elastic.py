@@ -41,11 +41,7 @@ _COMPARED = ("model.", "lora.", "optimizer.", "data.sequence", "data.tokenizer",
 
 
 def check_elastic(config: TrainConfig, codecs: tuple[Codec, ...]) -> None:
-    """Check a configuration with a lighthouse, before ranks start.
-
-    Raises:
-        ConfigError: torchft is missing, the replica has no name, or settings contradict each other.
-    """
+    """Check a configuration with a lighthouse, before ranks start."""
     if not config.elastic.lighthouse:
         return
     if config.pipeline.is_auto:
@@ -238,7 +234,7 @@ class Elastic:
 
     def _save(self) -> dict[str, Any]:
         """Return what a replica behind takes over; "param_groups" exempts moments, empty at first, from checks."""
-        tensors = collect(self._pipeline, self._optimizer).tensors
+        tensors, _ = collect(self._pipeline, self._optimizer)
         weights = {name: x for name, x in tensors.items() if name.startswith("model/")}
         moments = {name: x for name, x in tensors.items() if name.startswith("optimizer/")}
         return {"model": weights, "optimizer": {"state": moments, "param_groups": []}}

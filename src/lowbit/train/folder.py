@@ -136,11 +136,7 @@ class RunFolder:
 
 
 def check_output(config: TrainConfig) -> None:
-    """Check that `run.output` is writable and holds no files of others in the way.
-
-    Raises:
-        ConfigError: the folder cannot be used.
-    """
+    """Check that `run.output` is writable and holds no files of others in the way."""
     run, output = config.run, Path(config.run.output)
     name = f"run.output {str(output)!r}"
     try:

@@ -30,11 +30,7 @@ _WARM = 1 << 10  # elements to encode once, which compiles kernels before a peer
 
 
 def storage_codec(config: GradientsConfig) -> Codec | None:
-    """Return the codec of stored gradients; None if they stay in `.grad`.
-
-    Raises:
-        ConfigError: the codec's name or argument is invalid, or the codec has state.
-    """
+    """Return the codec of stored gradients; None if they stay in `.grad`."""
     if config.storage == FULL_PRECISION:
         return None
     codec = codec_of("gradients.storage", config.storage)

@@ -25,13 +25,14 @@ from lowbit.report.training import write_report
 from lowbit.train.auto import Auto, FormatChoice, described
 from lowbit.train.boundaries import in_full
 from lowbit.train.checkpoints import state
+from lowbit.train.checkpoints.manifest import Manifest
 from lowbit.train.checkpoints.resume import resume
 from lowbit.train.checkpoints.save import Checkpoints, raise_everywhere, together
 from lowbit.train.config import TrainConfig
 from lowbit.train.device import local_rank, threads_per_rank
 from lowbit.train.evaluate import Goal, wanted_nats
 from lowbit.train.folder import FILES, IN_USE, RunFolder
-from lowbit.train.identity import CHOSEN
+from lowbit.train.identity import CHOSEN, layout_of, versions
 from lowbit.train.layout import Pair
 from lowbit.train.links import Connections
 from lowbit.train.metrics import EVALUATION, TIED, Recorder, StepMetrics, Summary, from_json, summarize
@@ -118,7 +119,13 @@ class Run:
         attempt = gathered[0][0]  # every checkpoint of this process group carries rank 0's token
         self.about = trainer.describe_machines([each for _, each in gathered], self.round_trip)
         self.about |= self.connections.facts
-        self.manifest = trainer.prepared.manifest(attempt, rank=trainer.rank, ranks=trainer.ranks)
+        prepared = trainer.prepared
+        precision = "fp32" if prepared.autocast is None else "bf16"
+        self.manifest = Manifest(  # with what all of this rank's checkpoints share
+            rank=trainer.rank, ranks=trainer.ranks, attempt=attempt,
+            layout=layout_of(self.config, trainer.layout),  # pyright: ignore[reportArgumentType]  # pydantic makes it
+            identity=prepared.identity | {"run.precision": precision}, versions=versions(),
+        )  # fmt: skip
         self.auto = Auto(trainer) if self.config.pipeline.is_auto else None
         nats = wanted_nats(trainer.pipeline.codecs.forward)
         self.goal = None if nats is None else Goal(trainer, nats)
@@ -191,10 +198,11 @@ class Run:
         if self.connections.due(done + 1):  # no receive may be posted when the number of connections changes
             trainer.pipeline.look_ahead(False)
         if run.checkpoint_every and (done % run.checkpoint_every == 0 or last):
-            snapshot, manifest = state.collect(trainer.pipeline, trainer.optimizer), self.manifest
+            tensors, codecs = state.collect(trainer.pipeline, trainer.optimizer)
+            manifest = replace(self.manifest, codecs=codecs, aliases=state.aliases_of(trainer.pipeline))
             if self.auto is not None and self.auto.choice is not None:
                 manifest = replace(manifest, identity=manifest.identity | {CHOSEN: asdict(self.auto.choice)})
-            self.checkpoints.save(done, snapshot, manifest, trainer.side)
+            self.checkpoints.save(done, tensors, manifest, trainer.side)
         if run.eval_every and done % run.eval_every == 0 and not last:
             self._evaluate(done)
 

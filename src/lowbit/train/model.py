@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import zip_longest
 from pathlib import Path
@@ -28,31 +27,18 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 
-@dataclass(frozen=True, kw_only=True)
-class Anatomy:
-    """Names of an architecture's modules, inside its decoder."""
-
-    layers: str = "layers"
-    norm: str = "norm"
-    embedding: str = "embed_tokens"
-    positions: str = ""
-    dropout: str = ""
-
-
-_ANATOMY = {family: Anatomy() for family in FAMILIES} | {
-    "gpt2": Anatomy(layers="h", norm="ln_f", embedding="wte", positions="wpe", dropout="drop")
-}
+# Names of the modules in a decoder; GPT-2 also has "wpe" (positions) and "drop" (dropout).
+_LAYERS, _NORM, _EMBEDDING = (
+    dict.fromkeys(FAMILIES, usual) | {"gpt2": gpt2}
+    for usual, gpt2 in (("layers", "h"), ("norm", "ln_f"), ("embed_tokens", "wte"))
+)
 ALL = "all-linear"
 _PIECE_BYTES = 8 << 20
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def count_layers(model: ModelConfig) -> int:
-    """Return the number of decoder layers, without loading the model.
-
-    Raises:
-        ConfigError: `model.pretrained` is not a folder with a supported model.
-    """
+    """Return the number of decoder layers, without loading the model."""
     return int(_size(model, "num_hidden_layers", "n_layer") or 0) if model.pretrained else model.layers
 
 
@@ -92,11 +78,7 @@ def architecture(model: ModelConfig, *, vocab: int) -> dict[str, Any]:
 
 
 def build_model(model: ModelConfig, *, vocab: int, sequence: int, seed: int) -> PreTrainedModel:
-    """Build the whole model in float32 on the CPU, with pretrained weights or random ones from `seed` alone.
-
-    Raises:
-        ConfigError: Hugging Face cannot load the folder.
-    """
+    """Build the whole model in float32 on the CPU, with pretrained weights or random ones from `seed` alone."""
     from transformers import AutoModelForCausalLM
 
     config = hugging_face_config(model, vocab=vocab, sequence=sequence)
@@ -112,11 +94,7 @@ def build_model(model: ModelConfig, *, vocab: int, sequence: int, seed: int) -> 
 
 
 def check_pretrained(model: ModelConfig, sequence: int) -> None:
-    """Check a pretrained model, if there is one, as far as possible without loading it.
-
-    Raises:
-        ConfigError: its folder is damaged or incomplete, or the model is not supported, or knows fewer positions.
-    """
+    """Check a pretrained model, if there is one, as far as possible without loading it."""
     if not model.pretrained:
         return
     check_weights(model.pretrained, hugging_face_config(model, vocab=0, sequence=0))
@@ -220,7 +198,7 @@ class StageModule(nn.Module):
 
 def _cut(model: PreTrainedModel, layers: range, *, first: bool, last: bool) -> nn.Module:
     """Return the decoder with these layers only; it shares its modules with `model`."""
-    anatomy = _ANATOMY[model.config.model_type]
+    family = model.config.model_type
     decoder = copy.copy(model.base_model)
     decoder._modules = dict(decoder._modules)
     config: Any = copy.copy(decoder.config)
@@ -228,15 +206,14 @@ def _cut(model: PreTrainedModel, layers: range, *, first: bool, last: bool) -> n
     if getattr(config, "layer_types", None):
         config.layer_types = [config.layer_types[i] for i in layers]
     decoder.config = config
-    every = getattr(decoder, anatomy.layers)
-    setattr(decoder, anatomy.layers, nn.ModuleList([every[i] for i in layers]))
+    every = getattr(decoder, _LAYERS[family])
+    setattr(decoder, _LAYERS[family], nn.ModuleList([every[i] for i in layers]))
     if not first:
-        setattr(decoder, anatomy.embedding, None)
-        if anatomy.positions:
-            setattr(decoder, anatomy.positions, _Zero())
-            setattr(decoder, anatomy.dropout, nn.Identity())
+        setattr(decoder, _EMBEDDING[family], None)
+        if family == "gpt2":
+            decoder.wpe, decoder.drop = _Zero(), nn.Identity()
     if not last:
-        setattr(decoder, anatomy.norm, nn.Identity())
+        setattr(decoder, _NORM[family], nn.Identity())
     return decoder
 
 
@@ -264,11 +241,7 @@ def _dropouts(family: str, value: float) -> dict[str, float]:
 
 
 def check_lora(config: TrainConfig) -> None:
-    """Check the adapters of a run, if it has any.
-
-    Raises:
-        ConfigError: PEFT is missing, or no layer has the name of a target.
-    """
+    """Check the adapters of a run, if it has any."""
     if not config.lora.rank:
         return
     _peft(config.lora.rank)
@@ -291,7 +264,7 @@ def targets_of(config: TrainConfig) -> tuple[str, ...]:
         one.layer_types = one.layer_types[:1]
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(one, trust_remote_code=False)
-    layer = getattr(model.base_model, _ANATOMY[one.model_type].layers)[0]
+    layer = getattr(model.base_model, _LAYERS[one.model_type])[0]
     names = [name for name, module in layer.named_modules() if isinstance(module, nn.Linear | Conv1D)]
     chosen: set[str] = set()
     for target in config.lora.targets:

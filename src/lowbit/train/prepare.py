@@ -20,7 +20,6 @@ from lowbit.train.checkpoints.manifest import (
     FOLDER,
     NO_CHECKPOINT,
     DamagedShareError,
-    Manifest,
     read_manifest,
     shares_newest_first,
 )
@@ -30,7 +29,7 @@ from lowbit.train.device import choose_autocast, choose_backend, choose_device
 from lowbit.train.elastic import check_elastic
 from lowbit.train.folder import check_output
 from lowbit.train.gradients import storage_codec
-from lowbit.train.identity import changes_between, check_allowed, layout_of, refuse, run_identity, versions
+from lowbit.train.identity import changes_between, check_allowed, refuse, run_identity
 from lowbit.train.layout import PipelineLayout, make_layout
 from lowbit.train.model import check_lora, check_pretrained, count_layers, hidden_size, vocabulary
 from lowbit.train.optim import check_torchao
@@ -69,26 +68,9 @@ class Prepared:
         """Dtype of matrix products; None: that of the weights. Only valid in the process that computes."""
         return choose_autocast(self.config.run.precision, self.device)
 
-    def manifest(self, attempt: str, *, rank: int, ranks: int) -> Manifest:
-        """Return a manifest with the fields that all of this rank's checkpoints share; called where it computes.
-
-        Args:
-            attempt: unique name of this attempt, the same on all ranks. ranks: ranks of the whole run.
-        """
-        precision = "fp32" if self.autocast is None else "bf16"
-        return Manifest(
-            rank=rank, ranks=ranks, attempt=attempt,
-            layout=layout_of(self.config, self.layout),  # pyright: ignore[reportArgumentType]  # pydantic makes it
-            identity=self.identity | {"run.precision": precision}, versions=versions(),
-        )  # fmt: skip
-
 
 def prepare(config: TrainConfig, *, ranks: int) -> Prepared:
-    """Check a configuration for a run of `ranks` ranks, and read its text.
-
-    Raises:
-        ConfigError: something would keep the run from starting.
-    """
+    """Check a configuration for a run of `ranks` ranks, and read its text."""
     pipelines = config.pipeline.data_parallel
     if ranks % pipelines:
         raise ConfigError(

@@ -47,11 +47,7 @@ _Shapes = dict[str, tuple[tuple[int, ...], str]]  # shape and type of a weight, 
 
 
 def read_config(folder: str, key: str = "model.pretrained") -> dict[str, Any]:
-    """Read the `config.json` of a model that `lowbit train` supports; `key`: the setting, for errors.
-
-    Raises:
-        ConfigError: it is missing or invalid.
-    """
+    """Read the `config.json` of a model that `lowbit train` supports; `key`: the setting, for errors."""
     given, path = f"{key} is {folder!r}", Path(folder) / "config.json"
     try:
         values = read_json(path)
@@ -98,11 +94,7 @@ def read_json(path: Path) -> Any:
 
 
 def transformers_config(folder: str, key: str) -> PreTrainedConfig:
-    """Load the configuration of any model that Transformers supports.
-
-    Raises:
-        ConfigError: it is missing, or Transformers refuses it.
-    """
+    """Load the configuration of any model that Transformers supports."""
     from transformers import AutoConfig
 
     path = Path(folder) / "config.json"
@@ -129,11 +121,7 @@ def hint(name: str) -> str:
 
 
 def check_files(folder: str, key: str) -> _Shapes:
-    """Read shapes and types of a folder's weights from the headers of their files.
-
-    Raises:
-        ConfigError: the folder has no weights, or a file is missing, cut short or invalid.
-    """
+    """Read shapes and types of a folder's weights from the headers of their files."""
     given, place = f"{key} is {folder!r}", Path(folder)
     for name in _FILES:
         if (place / name).exists():
@@ -144,11 +132,7 @@ def check_files(folder: str, key: str) -> _Shapes:
 
 
 def check_weights(folder: str, config: Any, key: str = "model.pretrained") -> None:
-    """Check that a folder has the weights of a model of this configuration (Transformers' class), and no other layers.
-
-    Raises:
-        ConfigError: weights are missing, do not fit or are not floating-point numbers.
-    """
+    """Check that a folder has the weights of a model of this configuration (Transformers'), and no other layers."""
     from transformers import AutoModelForCausalLM
 
     given, stored_weights = f"{key} is {folder!r}", check_files(folder, key)
@@ -326,11 +310,7 @@ Tokenizer = ByteTokenizer | FolderTokenizer
 
 
 def load_tokenizer(name: str, *, key: str = "data.tokenizer") -> Tokenizer:
-    """Load the tokenizer with this name; `key` is the setting, for errors.
-
-    Raises:
-        ConfigError: neither "bytes" nor a folder with a tokenizer.
-    """
+    """Load the tokenizer with this name; `key` is the setting, for errors."""
     if name == "bytes":
         return ByteTokenizer()
     if not Path(name).is_dir():

@@ -19,7 +19,6 @@ from lowbit.train.checkpoints import search
 from lowbit.train.checkpoints.manifest import MANIFEST, TENSORS, Manifest, newest_step, step_name
 from lowbit.train.checkpoints.save import Checkpoints
 from lowbit.train.checkpoints.search import SavedStep, Search
-from lowbit.train.checkpoints.state import Snapshot
 from lowbit.train.folder import MARK, RunFolder
 from tests.processes import Ranks
 from tests.train.checkpoints.test_manifest import manifest
@@ -38,8 +37,7 @@ def save(folder: Path, steps: list[int], **changes: Any) -> None:
     ranks = changes.pop("ranks", dist.get_world_size())
     checkpoints = Checkpoints(folder, rank=dist.get_rank(), keep=2)
     for step in steps:
-        snapshot = Snapshot(tensors=tensors(step), codecs=[], aliases={})
-        checkpoints.save(step, snapshot, run_manifest(ranks, **changes))
+        checkpoints.save(step, tensors(step), run_manifest(ranks, **changes))
 
 
 def newest(folder: Path) -> tuple[SavedStep | None, list[str]]:
@@ -246,7 +244,7 @@ def test_a_disk_that_is_really_full(tmp_path: Path, alone: None):
         pytest.skip("needs the right to mount")
     try:
         save(small, [2])
-        big = Snapshot(tensors={"model/a": torch.zeros(1 << 16)}, codecs=[], aliases={})
+        big = {"model/a": torch.zeros(1 << 16)}
         with pytest.raises(saving.TransientError, match=r"step 4, .*: No space left on device"):
             Checkpoints(small, rank=0, keep=2).save(4, big, run_manifest(1))
         assert shares(small) == ["step-00000002/rank-0"]

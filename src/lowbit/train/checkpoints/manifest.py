@@ -152,11 +152,7 @@ def unseal(data: bytes) -> dict[str, Any]:
 
 
 def read_manifest(share: Path) -> Manifest:
-    """Read the manifest of a share, without checking its tensors.
-
-    Raises:
-        DamagedShareError: the manifest is missing, was changed, or has another format.
-    """
+    """Read the manifest of a share, not its tensors. Raises DamagedShareError: it is missing, or was changed."""
     try:
         check_regular(share / MANIFEST)
         with (share / MANIFEST).open("rb") as file:

@@ -35,7 +35,6 @@ from lowbit.train.checkpoints.manifest import (
     step_name,
     steps_in,
 )  # fmt: skip
-from lowbit.train.checkpoints.state import Snapshot
 from lowbit.train.folder import RunFolder
 from lowbit.wire.json_values import gather_json
 
@@ -69,24 +68,26 @@ class Checkpoints:
         self.folder, self.rank, self.keep = output / FOLDER, rank, keep
         self._output = RunFolder(output)
 
-    def save(self, step: int, snapshot: Snapshot, run: Manifest, group: dist.ProcessGroup | None = None) -> None:
+    def save(
+        self, step: int, tensors: Mapping[str, Tensor], run: Manifest, group: dist.ProcessGroup | None = None
+    ) -> None:
         """Write this rank's share of a step, and drop steps older than the last `keep`.
 
         Shares move into place only once those of all ranks are on disk. So if any of them is in place after a crash,
         the step is complete, and `Search` moves the others.
 
         Args:
-            step: steps done so far. run: the manifest without the fields of a step.
+            step: steps done so far. run: the manifest without `step`, `file` and `tensors`.
 
         Raises:
             TransientError: a rank could not write its share. Older steps stay; all shares of this one are removed.
         """
         target = self.folder / step_name(step) / f"rank-{self.rank}"
-        manifest = replace(run, step=step, rank=self.rank, codecs=snapshot.codecs, aliases=snapshot.aliases)
+        manifest = replace(run, step=step, rank=self.rank)
 
         def stage() -> None:
             self._output.note(*(self._name(share / file) for share in (target, staged(target)) for file in FILES))
-            stage_share(target, manifest, snapshot.tensors)
+            stage_share(target, manifest, tensors)
 
         def attempt(work: Callable[[], None]) -> str:
             try:
@@ -146,11 +147,7 @@ def together(work: Callable[[], Any], group: dist.ProcessGroup | None = None) ->
 
 
 def raise_everywhere(problem: str, group: dist.ProcessGroup | None = None) -> None:
-    """Raise the first rank's problem on every rank, if any rank has one; every rank must call it.
-
-    Raises:
-        CheckpointError: with the printable part of that text.
-    """
+    """Raise the first rank's problem on every rank, if any rank has one; every rank must call it."""
     if problems := [text for text in gather_json(problem, group) if text]:
         raise CheckpointError(lines(problems[0]))
 

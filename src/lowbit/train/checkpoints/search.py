@@ -84,9 +84,6 @@ class Search:
 
         A step with all shares is intact. If there is none, so is one with the whole model that lacks some pipelines.
         Rank 0 logs a line for each step that is skipped.
-
-        Raises:
-            CheckpointError: there are steps, and none is intact.
         """
         if not self._holders and not self._reasons:
             return None
