@@ -12,8 +12,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from lowbit.train import ConfigError, StepMetrics, TrainConfig, launch, run, train
-from lowbit.train import prepare as preparation
+from lowbit.train import ConfigError, StepMetrics, TrainConfig, launch, loop, run, train
 from lowbit.train.checkpoints import resume
 from lowbit.train.checkpoints.manifest import newest_step
 from lowbit.train.checkpoints.search import Search
@@ -270,7 +269,7 @@ def test_keys_that_can_not_be_allowed(written: TrainConfig):
 
 def test_other_versions_are_told_and_recorded(written: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     shutil.copytree(written.run.output, tmp_path / "run")
-    monkeypatch.setattr(preparation, "versions", lambda: {"torch": "9.9"})
+    monkeypatch.setattr(loop, "versions", lambda: {"torch": "9.9"})
     config = again(written, run={"output": str(tmp_path / "run")})
     lines = part(config, 100)
     assert any(line.endswith("and is 9.9 now") for line in lines), lines
