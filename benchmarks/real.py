@@ -24,7 +24,7 @@ from lowbit.codecs import parse_pair
 from lowbit.config import ConfigError, Positive, section
 from lowbit.pipeline import emulate_
 from lowbit.report import Column, Command, Row, Table
-from lowbit.train.corpus import files_named, library_files
+from lowbit.train.data import files_named, library_files
 from lowbit.train.pretrained import check_files
 from lowbit_lab.bench.settings import Names, formats_of
 from lowbit_lab.bench.training import boundary_modules

@@ -16,8 +16,7 @@ from pathlib import Path
 
 from lowbit.cli.train import Train
 from lowbit.train import TrainConfig, train
-from lowbit.train.metrics import read_metrics
-from lowbit.train.summary import read_summary
+from lowbit.train.metrics import read_metrics, read_summary
 from lowbit.wire import probe
 from lowbit_lab.network import SlowLink, delay
 from tests.forked import CONTEXT

@@ -27,8 +27,8 @@ from lowbit.cli.app import COMMANDS
 from lowbit.cli.group import Group
 from lowbit.plan.cluster import Cluster
 from lowbit.train import ConfigError, from_mapping
-from lowbit.train.export import save_model
-from lowbit.train.tokenizer import ByteTokenizer
+from lowbit.train.model import save_model
+from lowbit.train.pretrained import ByteTokenizer
 from tests.forked import run_script
 
 ROOT = Path(__file__).parents[1]

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from lowbit.train.metrics import read_metrics
-from lowbit.train.summary import Summary, read_summary
+from lowbit.train.metrics import Summary, read_metrics, read_summary
 from lowbit_lab.network import SlowLink
 from tests.torture.plan import Shape
 from tests.torture.rank import Command

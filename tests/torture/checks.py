@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from lowbit.train.summary import Summary
+from lowbit.train.metrics import Summary
 from tests.torture.attempt import Attempt, Curve
 from tests.torture.faults import Fault
 from tests.torture.plan import EVERY, GRACE, REJOIN_GONE, STEPS, TIMEOUT

@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from lowbit.train import connections, from_mapping
+from lowbit.train import from_mapping, links
 from lowbit.train.loop import Run
 from lowbit.train.metrics import StepMetrics
 from lowbit.train.prepare import prepare
@@ -24,8 +24,8 @@ class Runs:
             if dist.get_rank() == 0:
                 report_progress(dataclasses.asdict(metrics))
 
-        change = connections.set_congestion_control if permitted else lambda name, others: False
-        with mock.patch.object(connections, "set_congestion_control", change):
+        change = links.set_congestion_control if permitted else lambda name, others: False
+        with mock.patch.object(links, "set_congestion_control", change):
             trainer = Trainer(prepare(from_mapping(config), ranks=dist.get_world_size()))
             Run(trainer).finish(report)
 

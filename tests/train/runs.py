@@ -43,9 +43,8 @@ def tiny(folder: Path, **sections: dict[str, Any]) -> TrainConfig:
 
 def base(folder: Path, family: str = "llama", *, seed: int = 7, **model: Any) -> str:
     """A folder with a model of random weights."""
-    from lowbit.train.export import save_model
-    from lowbit.train.model import build_model, hugging_face_config
-    from lowbit.train.tokenizer import ByteTokenizer
+    from lowbit.train.model import build_model, hugging_face_config, save_model
+    from lowbit.train.pretrained import ByteTokenizer
 
     config = tiny(folder, model={"family": family, **model}).model
     built = build_model(config, vocab=256, sequence=24, seed=seed)

@@ -126,15 +126,13 @@ def test_the_optimizer_has_8_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     from torchao.optim import AdamW8bit  # pyright: ignore[reportMissingImports]
     from torchao.optim.subclass_8bit import OptimState8bit  # pyright: ignore[reportMissingImports]
 
-    from lowbit.train.run_info import memory_of
-
     trainer, _ = trained(agoq(tmp_path, pipeline=ONE, model=LARGE), monkeypatch)
     assert isinstance(trainer.optimizer, AdamW8bit)
     for parameter in trainer.parameters:
         moments = (trainer.optimizer.state[parameter][key] for key in ("exp_avg", "exp_avg_sq"))
         assert {isinstance(m, OptimState8bit) for m in moments} == {parameter.numel() >= 4096}
     weights = sum(p.nbytes for p in trainer.parameters)
-    assert memory_of(trainer)["optimizer"] < 0.7 * weights, "8 bytes a weight otherwise"
+    assert trainer.memory()["optimizer"] < 0.7 * weights, "8 bytes a weight otherwise"
 
 
 @needs_torchao

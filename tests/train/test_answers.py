@@ -29,7 +29,7 @@ from lowbit.train.answers import (
 from lowbit.train.data import Data, Order, load_data
 from lowbit.train.model import build_model
 from lowbit.train.prepare import prepare
-from lowbit.train.tokenizer import ByteTokenizer, FolderTokenizer
+from lowbit.train.pretrained import ByteTokenizer, FolderTokenizer
 from tests.processes import Ranks
 from tests.train.runs import ONE, RESUME, again, answering, losses, tiny
 

@@ -7,12 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer as Fast
+from tokenizers import models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from lowbit.config import ConfigError
 from lowbit.train.config import DataConfig
-from lowbit.train.data import Order, Windows, load_data
+from lowbit.train.data import Order, Windows, capped, documents, library_files, load_data
 from lowbit.train.folder import RunFolder
-from tests.train.test_tokenizer import folder
+from lowbit.train.pretrained import ByteTokenizer, load_tokenizer
 
 __all__ = ["folder"]  # a fixture
 
@@ -76,7 +79,7 @@ def test_token_ids_are_kept_and_not_worked_out_again(tmp_path, folder, monkeypat
     config = DataConfig(text=(str(tmp_path / "text.txt"),), tokenizer=folder, sequence=4, batch=2, held_out_share=0)
     first = load_data(config, cache=tmp_path / "cache")
     assert first.train.tokens[:4].tolist() == [2, 3, 2, 3]
-    monkeypatch.setattr("lowbit.train.corpus.encode", lambda *_: pytest.fail("encoded again"))
+    monkeypatch.setattr("lowbit.train.data.encode_documents", lambda *_: pytest.fail("encoded again"))
     again = load_data(config, cache=tmp_path / "cache")
     assert again.fingerprint() == first.fingerprint()
     assert again.train.batch(torch.tensor([0]))[0].tolist() == [[2, 3, 2, 3]]
@@ -141,3 +144,102 @@ def test_no_more_of_a_large_file_is_read_than_is_used(tmp_path: Path, kind: str)
     assert [note.split(" were not")[0] for note in loaded.notes] == (
         [f"samples of {(1 << 28) - 4000 // len(line) * len(line)} bytes"] if kind == "jsonl" else []
     )
+
+
+WORDS = {"<unk>": 0, "<end>": 1, "few": 2, "bits": 3}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A word tokenizer with an end-of-text token, in Hugging Face format."""
+    fast = Fast(models.WordLevel(WORDS, unk_token="<unk>"))
+    fast.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=fast, unk_token="<unk>", eos_token="<end>", additional_special_tokens=[]
+    )
+    tokenizer.save_pretrained(tmp_path / "words")
+    return str(tmp_path / "words")
+
+
+def test_bytes_are_their_own_ids_and_hugging_face_agrees(tmp_path):
+    text = "Grüße,\n\t 你好 \x00 it's  1234"
+    ByteTokenizer().hugging_face().save_pretrained(tmp_path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    ids = ByteTokenizer().encode(text.encode()).tolist()
+    assert ids == list(text.encode()) == theirs(text)["input_ids"]
+    assert theirs.decode(ids) == text
+    assert len(theirs) == ByteTokenizer.size == 256
+
+
+def test_a_folder_tokenizer_ends_documents(folder):
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.size == 4
+    assert tokenizer.encode(b"few bits \xff few").tolist() == [2, 3, 0, 2, 1]
+
+
+@pytest.fixture
+def texts(tmp_path):
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "2.txt").write_bytes(b"two")
+    (tmp_path / "1.txt").write_bytes(b"one")
+    (tmp_path / "3.md").write_bytes(b"three")
+    (tmp_path / ".hidden").write_bytes(b"no")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["1.txt"], [b"one"]),
+        (["."], [b"one", b"three", b"two"]),
+        (["**/*.txt"], [b"one", b"two"]),
+        (["*.md", "1.txt"], [b"three", b"one"]),
+    ],
+)
+def test_files_folders_and_patterns(texts, names, expected):
+    text = tuple(str(texts / name) for name in names)
+    assert list(documents(DataConfig(text=text))) == expected
+
+
+@pytest.mark.parametrize("name", ["absent.txt", "*.none"])
+def test_a_path_without_files_is_named(texts, name):
+    with pytest.raises(ConfigError, match=r"data\.text has '.*" + name.replace("*", r"\*")):
+        list(documents(DataConfig(text=(str(texts / name),))))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_an_unreadable_file_is_named(texts):
+    (texts / "1.txt").chmod(0)
+    with pytest.raises(ConfigError, match=r"1\.txt: Permission denied"):
+        list(documents(DataConfig(text=(str(texts / "1.txt"),))))
+
+
+def test_the_default_is_the_standard_library_and_always_the_same():
+    names = [path.name for path in library_files()]
+    assert names == [path.name for path in library_files()]
+    assert "dataclasses.py" in names
+    assert names != sorted(names)
+    assert not any("site-packages" in str(path) for path in library_files())
+    assert next(iter(documents(DataConfig()))) == library_files()[0].read_bytes()
+
+
+def test_text_is_cut_at_the_limit():
+    assert list(capped(iter([b"abc", b"de", b"f"]), 4)) == [b"abc", b"d"]
+    assert list(capped(iter([b"abc", b"de"]), 3)) == [b"abc"]
+
+
+def test_a_dataset_on_disk(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"text": ["one", "zwölf"], "label": [0, 1]})
+    datasets.DatasetDict({"train": rows, "rest": rows.select([1])}).save_to_disk(tmp_path / "both")
+    rows.save_to_disk(tmp_path / "one")
+    both, one = str(tmp_path / "both"), str(tmp_path / "one")
+    assert list(documents(DataConfig(dataset=one))) == [b"one", "zwölf".encode()]
+    assert list(documents(DataConfig(dataset=both))) == [b"one", "zwölf".encode()]
+    assert list(documents(DataConfig(dataset=both, dataset_split="rest"))) == ["zwölf".encode()]
+    with pytest.raises(ConfigError, match=r"data.column is 'body'; .* has: text, label"):
+        list(documents(DataConfig(dataset=one, column="body")))
+    with pytest.raises(ConfigError, match=r"data.dataset_split is 'test'; .* has: train, rest"):
+        list(documents(DataConfig(dataset=both, dataset_split="test")))
+    with pytest.raises(ConfigError, match=r"data.dataset '.*' cannot be opened"):
+        list(documents(DataConfig(dataset=str(tmp_path))))

@@ -12,7 +12,7 @@ from lowbit.train import TrainConfig, from_mapping
 from lowbit.train.data import load_data
 from lowbit.train.identity import FIXED, Change, changes_between, layout_of, run_identity
 from lowbit.train.layout import make_layout
-from lowbit.train.tokenizer import ByteTokenizer
+from lowbit.train.pretrained import ByteTokenizer
 from tests.train.runs import again, tiny
 
 LOCAL = {

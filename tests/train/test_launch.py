@@ -16,8 +16,7 @@ import pytest
 from lowbit.codecs import TransformQuant, parse
 from lowbit.config import to_toml
 from lowbit.train.checkpoints.manifest import newest_step
-from lowbit.train.metrics import read_metrics
-from lowbit.train.summary import read_summary
+from lowbit.train.metrics import read_metrics, read_summary
 from lowbit.wire.checksum import CHECKSUM_BYTES
 from lowbit_lab.network import SlowLink
 from tests.processes import Ranks

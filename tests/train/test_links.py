@@ -1,16 +1,25 @@
-"""Traffic by link and waiting by machine."""
+"""The links between machines: traffic and waiting on each, and what a run does about those that lose packets."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from lowbit.train import StepMetrics, TrainConfig, train, trainer
+from lowbit.train import links as module
 from lowbit.train.config import PipelineConfig
 from lowbit.train.layout import make_layout
-from lowbit.train.links import OUTSIDE, Links, link_name
+from lowbit.train.links import OUTSIDE, Connections, Links, link_name
+from lowbit.train.metrics import read_metrics
+from lowbit.wire.connections import connections_of
+from lowbit.wire.sockets import Segments
+from lowbit_lab.bench.workers import Workers
+from lowbit_lab.network import Link, SlowLink
 from tests.processes import Ranks
 from tests.train.runs import tiny
 
@@ -77,3 +86,180 @@ def test_bytes_of_links_add_up_to_those_sent(ranks: Ranks, tmp_path: Path):
         assert sum(metrics.links.values()) == metrics.bytes_sent
         assert sum(metrics.waiting.values()) == pytest.approx(2 * metrics.wait_seconds)
         assert (metrics.links, metrics.waiting) == (other.links, other.waiting)
+
+
+class Fake:
+    """A run of two ranks. `rates`: Mbit/s by the number of connections, or with BBR."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, rates: dict[Any, float], **own: Any) -> None:
+        self.lines: list[str] = []
+        self.counts: list[int] = []
+        self.control, self.seen = own.get("control", "cubic"), Segments(0, 0)
+        side = object()
+        replicas = SimpleNamespace(pipeline=side, side=side, across=None)
+        run = SimpleNamespace(timeout_seconds=9.0, connections=own.get("connections", "auto"))
+        trainer: Any = SimpleNamespace(
+            config=SimpleNamespace(run=run), side=side, replicas=replicas, links=SimpleNamespace(pairs=[(0, 1)])
+        )
+        monkeypatch.setattr(module, "connect_more", lambda group, count, timeout: self.counts.append(count))
+        monkeypatch.setattr(module, "segments", lambda: self.seen)
+        monkeypatch.setattr(module, "congestion_control", lambda: self.control)
+        self.permitted, other = own.get("permitted", False), own.get("other_permitted", own.get("permitted", False))
+        monkeypatch.setattr(module, "set_congestion_control", self.change)
+        theirs = [0.0, 0, own.get("other", self.control)]
+        monkeypatch.setattr(
+            module, "gather_json", lambda value, group: [value, other] if isinstance(value, bool) else [value, theirs]
+        )
+        rate = lambda: rates[self.control if self.control in rates else (self.counts or [1])[-1]]  # noqa: E731
+        self.connections = Connections(trainer, rate, self.lines.append)
+
+    def change(self, name: str, others: Any) -> bool:
+        self.control = name if self.permitted else self.control
+        return self.permitted
+
+    def look(self, sent: int, again: int, done: int = 0) -> bool:
+        self.seen = Segments(self.seen.sent + sent, self.seen.again + again)
+        return self.connections.look(done)
+
+
+def test_links_that_lose_nothing_keep_one_connection(monkeypatch: pytest.MonkeyPatch):
+    run = Fake(monkeypatch, {})
+    assert [step for step in range(1, 202) if run.connections.due(step)] == [3, 10, 30, 100, 200]
+    assert not run.look(10_000, 0)
+    assert not run.look(10_000, 1)
+    assert not run.look(1_000_000, 40)
+    assert (run.counts, run.lines, run.connections.facts) == ([], [], {"connections": 1, "congestion_control": "cubic"})
+    assert run.connections.due(300)
+
+
+def test_bbr_comes_first_where_all_machines_permit_it(monkeypatch: pytest.MonkeyPatch):
+    run = Fake(monkeypatch, {1: 13.0, "bbr": 91.0}, permitted=True)
+    assert run.look(10_000, 10)
+    assert run.lines == ["TCP sends up to 0.1 % of packets again: BBR in place of CUBIC, 13 -> 91 Mbit/s"]
+    assert run.connections.facts == {"connections": 1, "congestion_control": "bbr"}
+    assert run.connections.due(100)
+
+
+def test_bbr_that_is_slower_is_not_kept(monkeypatch: pytest.MonkeyPatch):
+    run = Fake(monkeypatch, {"cubic": 86.0, "bbr": 1.0}, permitted=True)
+    assert not run.look(10_000, 100)
+    assert (run.control, run.connections.facts) == ("cubic", {"connections": 1, "congestion_control": "cubic"})
+    assert run.lines[0].startswith("TCP sends up to 1 % of packets again, and CUBIC slows down for each: more conn")
+
+
+def test_losses_that_come_back_are_acted_on_again_but_not_over_and_over(monkeypatch: pytest.MonkeyPatch):
+    rates = {1: 90.0, 4: 91.0, 16: 92.0}
+    run = Fake(monkeypatch, rates)
+    tries = []
+    for done in range(100, 3001, 100):
+        assert not run.look(1000, 10, done)
+        tries.append(len(run.counts))
+    assert [100 * (i + 1) for i, (a, b) in enumerate(zip([0, *tries], tries, strict=False)) if b > a] == [
+        100, 300, 700, 1500
+    ]  # fmt: skip
+    assert len(run.lines) == 1
+    rates |= {1: 10.0, 4: 40.0, 16: 40.0}
+    assert not run.look(1000, 10, 3090), "it waits for twice as long as the last time"
+    assert run.look(1000, 10, 3100)
+    assert run.connections.count == 4
+    assert not run.look(1000, 0, 3200)
+    rates[16] = 80.0
+    assert run.look(1000, 10, 3300), "what helped is not the end"
+    assert run.connections.count == 16
+    assert not run.look(1000, 10, 3400)
+    assert run.counts[-1] == 16, "never fewer"
+
+
+def test_bbr_that_is_not_enough_gets_more_connections(monkeypatch: pytest.MonkeyPatch):
+    rates = {1: 13.0, "bbr": 91.0}
+    run = Fake(monkeypatch, rates, permitted=True, other="bbr")
+    assert run.look(10_000, 10)
+    del rates["bbr"]
+    rates |= {4: 60.0, 16: 61.0}
+    assert run.look(1000, 50, 100)
+    assert (run.control, run.connections.count) == ("bbr", 4)
+    assert run.lines[1] == "TCP sends up to 5 % of packets again: 4 connections for each pair of ranks, 13 -> 60 Mbit/s"
+
+
+def test_losses_that_cannot_be_read_are_mentioned_once(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "can_count", lambda: False)
+    run = Fake(monkeypatch, {})
+    assert not run.look(0, 0)
+    assert not run.look(0, 0, 10)
+    assert run.lines == ["lost packets cannot be counted (Linux only): if a link loses any, set run.connections"]
+    fixed = Fake(monkeypatch, {}, connections=2)
+    assert not fixed.look(0, 0)
+    assert fixed.lines == []
+
+
+@pytest.mark.parametrize(
+    ("rates", "count", "tried"),
+    [
+        ({1: 13.0, 4: 44.0, 16: 91.0}, 16, [4, 16]),
+        ({1: 90.0, 4: 91.0}, 1, [4, 1]),
+    ],
+)
+def test_otherwise_as_many_connections_as_pay(
+    monkeypatch: pytest.MonkeyPatch, rates: dict[int, float], count: int, tried: list[int]
+):
+    run = Fake(monkeypatch, rates, permitted=False, other_permitted=True)
+    assert run.look(1000, 10) == (count > 1)
+    assert run.connections.count == count
+    assert run.counts == tried
+    (line,) = run.lines
+    assert line.startswith("TCP sends up to 1 % of packets again, and CUBIC slows down for each: ")
+    assert "sudo sysctl -w net.ipv4.tcp_congestion_control=bbr on every machine" in line
+
+
+def test_bbr_that_is_there_already_is_enough(monkeypatch: pytest.MonkeyPatch):
+    run = Fake(monkeypatch, {"bbr": 91.0}, control="bbr")
+    assert not run.look(1000, 10)
+    assert run.lines == [
+        "TCP sends up to 1 % of packets again; their congestion control is BBR, which single losses hardly slow down"
+    ]
+
+
+def counted(config: Any) -> tuple[list[float], int]:
+    from lowbit.train import train
+
+    losses: list[float] = []
+    train(config, on_step=lambda metrics: losses.append(metrics.loss))
+    return losses, len(connections_of(dist.group.WORLD))  # type: ignore[arg-type]
+
+
+def test_losses_do_not_depend_on_the_number_of_connections(ranks: Ranks, tmp_path: Path):
+    one, several = (
+        tiny(tmp_path / str(count), model={"dim": 128}, data={"sequence": 128}, run={"steps": 3, "connections": count})
+        for count in (1, 3)
+    )
+    first, second = ranks.run(counted, one), ranks.run(counted, several)
+    assert [losses for losses, _ in first] == [losses for losses, _ in second]
+    assert [count for _, count in (*first, *second)] == [1, 1, 3, 3]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(SlowLink.available(distance=True) is not None, reason="no shaped link here")
+@pytest.mark.parametrize("permitted", [True, False])
+def test_a_link_that_begins_to_lose_packets_is_noticed_while_receives_are_posted_ahead(tmp_path: Path, permitted: bool):
+    config = tiny(
+        tmp_path, model={"dim": 256}, data={"sequence": 128, "held_out_share": 0.0}, pipeline={"forward": "fp32"},
+        run={"steps": 34},
+    )  # fmt: skip
+    clean, lossy = Link(50.0, rtt_ms=20), Link(50.0, rtt_ms=20, loss=0.01)
+    with (
+        SlowLink(2, rtt_ms=20) as network,
+        Workers("tests.train.connections_rank", 2, grouped=True, network=network) as workers,
+    ):
+        network.set_link(clean)
+
+        def report(metrics: dict[str, Any]) -> None:
+            if metrics["step"] == 5:
+                network.set_link(lossy)
+
+        settings = json.loads(config.to_json())
+        workers.ask("train", config=settings, permitted=permitted, on_progress=report)
+    assert len(read_metrics(Path(config.run.output) / "metrics.jsonl")) == 34
+    about = json.loads((Path(config.run.output) / "ranks.json").read_text())
+    assert about["congestion_control"] == ("bbr" if permitted else "cubic")
+    assert (about["connections"] > 1) == (not permitted)

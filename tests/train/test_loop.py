@@ -16,9 +16,8 @@ from lowbit.train import StepMetrics, TrainConfig, loop, train
 from lowbit.train.checkpoints import state
 from lowbit.train.checkpoints.manifest import newest_step
 from lowbit.train.loop import Run
-from lowbit.train.metrics import read_metrics
+from lowbit.train.metrics import read_metrics, read_summary
 from lowbit.train.prepare import prepare
-from lowbit.train.summary import read_summary
 from lowbit.train.trainer import Trainer
 from lowbit.wire.checksum import CHECKSUM_BYTES
 from tests.damage import Flip, on_the_way, secret
@@ -148,7 +147,7 @@ def _evaluates_in_between(config: TrainConfig) -> Any:
                 chosen = trainer.chosen()
             if often:
                 found.append(trainer.evaluate())
-        states.append(state.collect(trainer.pipeline, trainer.optimizer).tensors)
+        states.append(state.collect(trainer.pipeline, trainer.optimizer)[0])
         held_out = trainer.prepared.data.held_out
         other = trainer.evaluation.scores(held_out, batch=8, batches=2, codecs=[TransformQuant(bits=9)])[0]
         run.folder.unlock()

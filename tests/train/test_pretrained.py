@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from lowbit.train.config import ModelConfig
 from lowbit.train.model import build_model
-from lowbit.train.tokenizer import ByteTokenizer
+from lowbit.train.pretrained import ByteTokenizer
 from tests.command_line import invoke
 
 WEIGHTS = "model.safetensors"

@@ -11,7 +11,7 @@ import pytest
 
 from lowbit.job.process import ALONE, DIVERGED, FAILED, USAGE
 from lowbit.train import ConfigError, LaunchError, TrainConfig, launch, run
-from lowbit.train.supervise import Attempts, supervise
+from lowbit.train.launch import Attempts, supervise
 from tests.processes import Ranks
 from tests.train.runs import LIMIT, again, curve, losses, tiny
 from tests.train.test_launch import _process_of_rank, _wait_for_lines

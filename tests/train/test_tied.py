@@ -22,7 +22,7 @@ from lowbit.wire.messages import Messages
 from tests.damage import on_the_way
 from tests.processes import Failure, Ranks
 from tests.train.runs import LIMIT, RESUME, again, curve, losses, tiny
-from tests.train.test_data_parallel import stops_after, weights
+from tests.train.test_gradients import stops_after, weights
 
 ONE = {"ranks": 1, "stages_per_rank": 1, "schedule": "GPipe", "layers": ()}
 THREE = {"ranks": 3, "layers": (1, 2, 1)}

@@ -14,9 +14,8 @@ import torch.distributed as dist
 from lowbit.codecs import parse
 from lowbit.train import Summary, TrainConfig, train
 from lowbit.train.data import Order
-from lowbit.train.metrics import read_metrics
+from lowbit.train.metrics import read_metrics, read_summary
 from lowbit.train.prepare import prepare
-from lowbit.train.summary import read_summary
 from lowbit.train.tied import row_bytes
 from lowbit_lab.network import SlowLink
 from tests.interfaces import train_on_hosts

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 from lowbit.cli.text import print_pairs
 from lowbit.config import to_toml
 from lowbit.train.boundaries import AUTO_FORMATS, codecs_of, usable
-from lowbit.train.goal import AFTER, wanted_nats
-from lowbit.train.lora import targets_of
-from lowbit.train.model import hidden_size
+from lowbit.train.evaluate import AFTER, wanted_nats
+from lowbit.train.model import hidden_size, targets_of
 from lowbit.train.prepare import Prepared, prepare
 from lowbit.wire.pytorch import check_torch
 

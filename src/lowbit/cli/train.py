@@ -77,7 +77,7 @@ class Train(Config):
         """Train, or only check the run."""
         config, options = self.parser(program).resolve(words, "config")
         if options.get("dry_run"):
-            from lowbit.train.early import check_early
+            from lowbit.train.launch import check_early
 
             check_early(config)
             from lowbit.cli.dry_run import dry_run

@@ -20,7 +20,7 @@ from lowbit.train.boundaries import AUTO_FORMATS, usable
 from lowbit.train.config import AUTO
 from lowbit.train.device import choose_autocast, choose_device, threads_per_rank
 from lowbit.train.model import hidden_size, vocabulary
-from lowbit.train.tokenizer import load_tokenizer
+from lowbit.train.pretrained import load_tokenizer
 
 
 def speed(settings: DoctorSettings) -> Speed:

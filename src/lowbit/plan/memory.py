@@ -38,7 +38,7 @@ from lowbit.train.config import (
 )
 from lowbit.train.layout import PipelineLayout, make_layout
 from lowbit.train.model import count_layers, vocabulary
-from lowbit.train.tokenizer import load_tokenizer
+from lowbit.train.pretrained import load_tokenizer
 
 _LEAST_BUDGET = 1_000_000  # bytes; less is a unit that was forgotten
 _LOW_BIT = LayerChoice(norm=8, mlp=4, linear=4)

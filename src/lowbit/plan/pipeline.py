@@ -23,7 +23,7 @@ from lowbit.train import load
 from lowbit.train.config import DataConfig, ModelConfig, RunConfig, Schedule, TrainConfig
 from lowbit.train.layout import even
 from lowbit.train.model import vocabulary
-from lowbit.train.tokenizer import load_tokenizer
+from lowbit.train.pretrained import load_tokenizer
 
 _PLAIN = ("fp32", "bf16")
 _MOST_MICRO_BATCHES = 64

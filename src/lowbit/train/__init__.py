@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lowbit.config import ConfigError
 from lowbit.train.config import TrainConfig, from_mapping, load
 from lowbit.train.launch import LaunchError, run
-from lowbit.train.metrics import StepMetrics
-from lowbit.train.summary import Summary
+from lowbit.train.metrics import StepMetrics, Summary
 
 if TYPE_CHECKING:
     from lowbit.train.loop import train

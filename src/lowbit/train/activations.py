@@ -19,7 +19,6 @@ from lowbit.config import ConfigError
 from lowbit.train.config import FULL_PRECISION, ActivationsConfig, TrainConfig
 from lowbit.train.layout import PipelineLayout, even
 from lowbit.train.model import architecture
-from lowbit.wire.pytorch import version
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,9 +32,6 @@ class StageOfPlan:
 
 _BITS = ("bits", *PLANNED, "attention")
 Policies = tuple[LayerAware | StageOfPlan | None, ...]
-
-_SPLITTING = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
-_SPLITS_SINCE = 2, 13
 
 
 def saved_policies(config: ActivationsConfig, stages: int, settings: Mapping[str, Any]) -> Policies:
@@ -62,7 +58,7 @@ def saved_policies(config: ActivationsConfig, stages: int, settings: Mapping[str
         if not plan.is_by_stage:
             _check_alone(config)
             return tuple(StageOfPlan(plan=plan, stage=stage, rounding=config.rounding) for stage in range(stages))
-    config = written_out(config)
+    config, _ = written_out(config)
     values = {name: _each(config, name, stages) for name in _BITS}
     return tuple(
         _policy(config, {name: each[stage] for name, each in values.items() if each}) for stage in range(stages)
@@ -89,36 +85,23 @@ def planned_settings(config: TrainConfig, layout: PipelineLayout, vocab: int) ->
     }
 
 
-def written_out(config: ActivationsConfig) -> ActivationsConfig:
-    """Replace a plan by stage with its bits; of a plan by layer only the path is dropped (see `planned_layers`).
-
-    Raises:
-        ConfigError: the file holds no plan, or bits are given as well.
-    """
+def written_out(config: ActivationsConfig) -> tuple[ActivationsConfig, str | None]:
+    """Replace a plan by stage with its bits; of a plan by layer, also return a digest in place of the path."""
     if not config.plan:
-        return config
+        return config, None
     _check_alone(config)
     plan = _read(config.plan)
     if not plan.is_by_stage:
-        return replace(config, plan="")
+        values = asdict(replace(plan, made_for={}))
+        return replace(config, plan=""), hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
     policies = [plan.policy(stage) for stage in range(len(plan.stages))]
     bits: dict[str, Any] = {kind: tuple(policy.bits_of(kind) for policy in policies) for kind in _BITS[1:]}
     if len(set(bits["attention"])) == 1:  # as a user would write it
         bits["attention"] = bits["attention"][:1]
-    return replace(config, plan="", group=plan.group, **bits)
-
-
-def planned_layers(config: ActivationsConfig) -> str | None:
-    """Return a digest of the content of a plan by layer; None if the configuration names no such plan."""
-    plan = _read(config.plan) if config.plan else None
-    if plan is None or plan.is_by_stage:
-        return None
-    values = asdict(replace(plan, made_for={}))
-    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
+    return replace(config, plan="", group=plan.group, **bits), None
 
 
 def _check_alone(config: ActivationsConfig) -> None:
-    """Raise ConfigError if bits are given together with a plan."""
     defaults = ActivationsConfig()
     for name in (*_BITS, "group"):
         if (value := getattr(config, name)) != getattr(defaults, name):
@@ -127,27 +110,8 @@ def _check_alone(config: ActivationsConfig) -> None:
             )
 
 
-def check_schedule(policies: Policies, schedule: str) -> None:
-    """Check that this PyTorch can run the schedule with compressed activations.
-
-    Before 2.13 it frees the saved tensors of a `torch.autograd.Function` between the passes for inputs and for weights.
-
-    Raises:
-        ConfigError: the schedule splits the backward pass, and PyTorch is older.
-    """
-    if any(policies) and schedule in _SPLITTING and version() < _SPLITS_SINCE:
-        raise ConfigError(
-            f"pipeline.schedule is {schedule!r}; with activations.bits below 16 it needs PyTorch 2.13 or newer, here is"
-            f" {torch.__version__}; allowed: a schedule without weight passes, such as 1F1B"
-        )
-
-
 def compress(module: nn.Module, policy: LayerAware | StageOfPlan | None, device: torch.device) -> None:
-    """Make a stage's module compress its saved activations, and compile the kernels before a peer waits.
-
-    Raises:
-        ConfigError: the plan was made for other layers.
-    """
+    """Make a stage's module compress its saved activations, and compile the kernels before a peer waits."""
     if policy is None:
         return
     if isinstance(policy, StageOfPlan):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lowbit.config import ConfigError
-from lowbit.train.tokenizer import ByteTokenizer, Tokenizer
+from lowbit.train.pretrained import ByteTokenizer, Tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -258,7 +258,7 @@ class Auto:
         self._trainer, self._config = trainer, trainer.config
         self._layout = trainer.layout
         self.choice: FormatChoice | None = None
-        shape = (self._config.rows, self._config.data.sequence, trainer.width)
+        shape = (self._config.rows, self._config.data.sequence, trainer.pipeline.width)
         self._formats = usable(AUTO_FORMATS, shape)
         self._sizes = self._formats | usable((FULL_PRECISION,), shape)
         device = trainer.prepared.device

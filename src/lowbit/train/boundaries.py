@@ -53,11 +53,7 @@ class Codecs:
 
 
 def codec_of(key: str, text: str, check: Callable[[Codec], Any] | None = None) -> Any:
-    """Parse the codec that a setting names, and return the result of `check` on it.
-
-    Raises:
-        ConfigError: an invalid name or argument, or `check` raises a TypeError or ValueError.
-    """
+    """Parse the codec that a setting names, and return the result of `check` on it."""
     try:
         return parse(text) if check is None else check(parse(text))
     except (TypeError, ValueError) as error:
@@ -81,11 +77,7 @@ def make_codecs(pipeline: PipelineConfig, boundaries: int) -> Codecs:
 
 
 def codecs_of(pairs: Sequence[str]) -> Codecs:
-    """Make the codecs from a pair of formats ("int4 / int6") for each boundary.
-
-    Raises:
-        ValueError: from `parse_pair`.
-    """
+    """Make the codecs from a pair of formats ("int4 / int6") for each boundary."""
     both = [parse_pair(text) for text in pairs]
     return Codecs(forward=tuple(forward for forward, _ in both), backward=tuple(backward for _, backward in both))
 
@@ -94,9 +86,6 @@ def backward_formats(pipeline: PipelineConfig) -> tuple[str, ...]:
     """Return `pipeline.backward`, or the default backward format of each format in `pipeline.forward`.
 
     PyTorch's own stage has no codecs; for it, `pipeline.backward` is returned as it is.
-
-    Raises:
-        ValueError: from `parse`, for a name in `pipeline.forward`.
     """
     if pipeline.is_auto:
         return (AUTO,)
@@ -109,9 +98,6 @@ def in_full(pipeline: PipelineConfig) -> PipelineConfig:
     """Write formats in full, as `repr` does, for files: the meaning of names and defaults may change.
 
     PyTorch's own stage has no codecs; for it, the configuration is returned as it is. "auto" stays.
-
-    Raises:
-        ValueError: from `parse`.
     """
     if pipeline.is_auto:
         return replace(pipeline, backward=(AUTO,))
@@ -121,32 +107,6 @@ def in_full(pipeline: PipelineConfig) -> PipelineConfig:
         tuple(repr(parse(text)) for text in texts) for texts in (pipeline.forward, backward_formats(pipeline))
     )
     return replace(pipeline, forward=forward, backward=backward)
-
-
-def check_codecs(codecs: Codecs, *, shape: tuple[int, ...] | None, warmup_steps: int) -> None:
-    """Check that codecs fit the model and the warm-up.
-
-    Args:
-        shape: (rows, sequence, width) of a micro-batch's activations; None: unknown.
-        warmup_steps: steps at full precision.
-
-    Raises:
-        ConfigError: a codec cannot take this shape, or needs a warm-up and has none.
-    """
-    from lowbit.pipeline.arguments import check_warm_up  # takes seconds, which `check_early` must not
-
-    for name, each in (("forward", codecs.forward), ("backward", codecs.backward)):
-        for codec in each:
-            try:
-                check_warm_up(f"pipeline.{name}", codec, warmup_steps, "pipeline.")
-            except ValueError as error:
-                raise ConfigError(str(error)) from error
-            if shape is None or not codec.settled:
-                continue
-            try:
-                codec.nbytes(shape)
-            except ValueError as error:
-                raise ConfigError(f"pipeline.{name}: {error}") from error
 
 
 def stock_dtype(pipeline: PipelineConfig) -> torch.dtype:

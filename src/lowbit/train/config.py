@@ -374,7 +374,6 @@ class TrainConfig:
             )
 
     def _with(self, name: str, values: Mapping[str, Any]) -> Any:
-        """Return a section with the settings of `run.method`."""
         given = getattr(self, name)
         for key, value in values.items():
             if (own := getattr(given, key)) not in (value, getattr(type(given)(), key)):

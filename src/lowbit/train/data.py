@@ -1,4 +1,6 @@
-"""Cut tokens into numbered windows, in a seeded order.
+"""Read documents, and cut their tokens into numbered windows, in a seeded order.
+
+Documents come from files, a Hugging Face dataset or Python's standard library.
 
 Every rank computes the sample ids of a step from the seed and the step number. So nothing about the data is sent,
 and a run that resumes at step N sees exactly the samples that it would have seen.
@@ -6,12 +8,16 @@ and a run that resumes at step N sees exactly the samples that it would have see
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import logging
-from collections.abc import Iterator
+import os
+import sysconfig
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,13 +25,15 @@ from torch import Tensor
 
 from lowbit.config import ConfigError, atomic
 from lowbit.terminal import printable
-from lowbit.train import corpus
 from lowbit.train.answers import Answers, encode, fit, fit_held_out, read_samples
 from lowbit.train.config import DataConfig
 from lowbit.train.folder import RunFolder
-from lowbit.train.tokenizer import ByteTokenizer, Tokenizer, definition, load_tokenizer
+from lowbit.train.pretrained import ByteTokenizer, Tokenizer, definition, load_tokenizer
 
 log = logging.getLogger(__name__)
+
+_PIECE_BYTES = 16 << 20
+_NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
 
 
 class Windows:
@@ -105,40 +113,47 @@ def load_data(data: DataConfig, *, cache: Path | None = None) -> Data:
 
     Args:
         cache: folder that keeps the token ids of a Hugging Face tokenizer, so that they are computed only once.
-
-    Raises:
-        ConfigError: the tokenizer is missing, or text is missing, empty or shorter than one batch of windows.
     """
     tokenizer = load_tokenizer(data.tokenizer)
     if data.format == "jsonl":
         return _load_samples(data, tokenizer)
-    tokens = _tokens(corpus.capped(corpus.documents(data), data.max_bytes), tokenizer, cache)
+    tokens = _tokens(capped(documents(data), data.max_bytes), tokenizer, cache)
     if not len(tokens):
         raise ConfigError(f"{_source(data)} is empty; allowed: text with at least one token")
     if data.held_out:
-        texts = corpus.read_files(corpus.files_named(data.held_out, "data.held_out"), data.max_bytes)
-        held_out = _tokens(corpus.capped(texts, data.max_bytes), tokenizer, cache)
+        texts = read_files(files_named(data.held_out, "data.held_out"), data.max_bytes)
+        held_out = _tokens(capped(texts, data.max_bytes), tokenizer, cache)
     else:
-        tokens, held_out = np.split(tokens, [corpus.held_out_start(len(tokens), data.held_out_share)])
+        tokens, held_out = np.split(tokens, [held_out_start(len(tokens), data.held_out_share)])
     notes: tuple[str, ...] = ()
     if any(text.endswith(".jsonl") for text in data.text):
         notes = ("data.text names .jsonl files and data.format is text: the model learns their lines as they are",)
-    loaded = Data(
-        train=Windows(tokens, data.sequence), held_out=Windows(held_out, data.sequence), tokenizer=tokenizer,
-        notes=notes,
-    )  # fmt: skip
-    _check_lengths(data, loaded)
-    return loaded
+    train, evaluated = Windows(tokens, data.sequence), Windows(held_out, data.sequence)
+    if not len(train):
+        raise ConfigError(
+            f"data.sequence is {data.sequence}; {_source(data)} has {len(tokens)} tokens to train on; "
+            f"allowed: at most {max(0, len(tokens) - 1)}"
+        )
+    if len(train) < data.batch:
+        raise ConfigError(
+            f"data.batch is {data.batch}; {_source(data)} has {len(train)} windows of {data.sequence} tokens to train "
+            "on; allowed: at most as many"
+        )
+    if data.held_out and not len(evaluated):
+        raise ConfigError(
+            f"data.held_out has {len(held_out)} tokens; allowed: more than data.sequence ({data.sequence})"
+        )
+    return Data(train=train, held_out=evaluated, tokenizer=tokenizer, notes=notes)
 
 
 def _load_samples(data: DataConfig, tokenizer: Tokenizer) -> Data:
     inner = None if isinstance(tokenizer, ByteTokenizer) else tokenizer.hugging_face()
-    samples, left_out = read_samples(corpus.files_named(data.text, "data.text"), limit=data.max_bytes, tokenizer=inner)
+    samples, left_out = read_samples(files_named(data.text, "data.text"), limit=data.max_bytes, tokenizer=inner)
     if data.held_out:
-        files = corpus.files_named(data.held_out, "data.held_out")
+        files = files_named(data.held_out, "data.held_out")
         held_out, more = read_samples(files, limit=data.max_bytes, tokenizer=inner)
     else:
-        start = corpus.held_out_start(len(samples), data.held_out_share)
+        start = held_out_start(len(samples), data.held_out_share)
         samples, held_out, more = samples[:start], samples[start:], 0
     notes: list[str] = []
     if left_out + more:
@@ -168,25 +183,6 @@ def _load_samples(data: DataConfig, tokenizer: Tokenizer) -> Data:
     return loaded
 
 
-def _check_lengths(data: DataConfig, loaded: Data) -> None:
-    assert isinstance(loaded.train, Windows)
-    assert isinstance(loaded.held_out, Windows)
-    length, windows = len(loaded.train.tokens), len(loaded.train)
-    if not windows:
-        raise ConfigError(
-            f"data.sequence is {data.sequence}; {_source(data)} has {length} tokens to train on; "
-            f"allowed: at most {max(0, length - 1)}"
-        )
-    if windows < data.batch:
-        raise ConfigError(
-            f"data.batch is {data.batch}; {_source(data)} has {windows} windows of {data.sequence} tokens to train on; "
-            "allowed: at most as many"
-        )
-    if data.held_out and not len(loaded.held_out):
-        length = len(loaded.held_out.tokens)
-        raise ConfigError(f"data.held_out has {length} tokens; allowed: more than data.sequence ({data.sequence})")
-
-
 def _source(data: DataConfig) -> str:
     if data.dataset:
         return f"data.dataset {data.dataset!r}"
@@ -196,16 +192,19 @@ def _source(data: DataConfig) -> str:
 def _tokens(documents: Iterator[bytes], tokenizer: Tokenizer, cache: Path | None) -> np.ndarray:
     """Return the token ids of all documents, from the cache if it has them."""
     if cache is None or isinstance(tokenizer, ByteTokenizer):
-        return corpus.encode(documents, tokenizer)
+        return encode_documents(documents, tokenizer)
     texts, inner = list(documents), tokenizer.hugging_face()
     digest = hashlib.sha256(f"{inner!r} {definition(inner)}".encode())
     for text in texts:
         digest.update(len(text).to_bytes(8, "little") + text)
     path = cache / f"tokens-{digest.hexdigest()[:16]}.npy"
-    tokens = _read(path)
-    if tokens is None:
-        tokens = corpus.encode(texts, tokenizer)
-        _write(path, tokens)
+    if (tokens := _read(path)) is not None:
+        return tokens
+    tokens = encode_documents(texts, tokenizer)
+    RunFolder(path.parent.parent).note(f"{path.parent.name}/{path.name}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic.replacing(path) as part:  # as other ranks may read
+        np.save(part, tokens)
     return tokens
 
 
@@ -224,9 +223,99 @@ def _read(path: Path) -> np.ndarray | None:
     return None
 
 
-def _write(path: Path, tokens: np.ndarray) -> None:
-    """Write token ids atomically, as other ranks may read."""
-    RunFolder(path.parent.parent).note(f"{path.parent.name}/{path.name}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic.replacing(path) as part:
-        np.save(part, tokens)
+def documents(data: DataConfig) -> Iterator[bytes]:
+    """Yield the training documents, always in the same order; of files, at most `data.max_bytes` bytes in total."""
+    if data.dataset:
+        rows = _open_dataset(data)
+        if data.column not in rows.column_names:
+            columns = ", ".join(rows.column_names)
+            raise ConfigError(f"data.column is {data.column!r}; dataset {data.dataset!r} has: {columns}")
+        return (row[data.column].encode() for row in rows)
+    return read_files(files_named(data.text, "data.text") if data.text else library_files(), data.max_bytes)
+
+
+def library_files() -> list[Path]:
+    """List the sources of Python's standard library: real text that every machine has.
+
+    They are ordered by a hash of their names, so that any part of them is a fair sample of the whole.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    names: list[Path] = []
+    for folder, subfolders, files in os.walk(root):
+        subfolders[:] = set(subfolders) - _NOT_LIBRARY
+        names += [Path(folder, file).relative_to(root) for file in files if file.endswith(".py")]
+    names.sort(key=lambda name: hashlib.sha256(name.as_posix().encode()).digest())
+    return [root / name for name in names]
+
+
+def capped(texts: Iterable[bytes], limit: int) -> Iterator[bytes]:
+    """Yield documents up to `limit` bytes in total, cutting the last one short."""
+    for document in texts:
+        yield document[:limit]
+        limit -= len(document)
+        if limit <= 0:
+            return
+
+
+def encode_documents(texts: Iterable[bytes], tokenizer: Tokenizer) -> np.ndarray:
+    """Encode documents, one after the other: one dimension, unsigned integers."""
+    parts = [tokenizer.encode(document) for document in texts]
+    return np.concatenate(parts) if parts else np.empty(0, np.uint8)
+
+
+def held_out_start(length: int, share: float) -> int:
+    """Return the index at which the held-out end of `length` tokens, bytes or samples begins."""
+    return length - int(length * share)
+
+
+def files_named(patterns: tuple[str, ...], key: str) -> list[Path]:
+    """Expand patterns to files, in the order of the patterns and sorted within each; `key`: the setting, for errors."""
+    files: list[Path] = []
+    for pattern in patterns:
+        path = Path(pattern).expanduser()
+        if path.is_dir():
+            matches = sorted(p for p in path.rglob("*") if p.is_file() and not p.name.startswith("."))
+        elif path.exists():
+            matches = [path]
+        else:
+            matches = sorted(Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file())
+        if not matches:
+            allowed = "a folder with a file" if path.is_dir() else "a file, a folder, or a pattern that matches a file"
+            raise ConfigError(f"{key} has {pattern!r}, where there is no file; allowed: {allowed}")
+        files.extend(matches)
+    return files
+
+
+def read_files(files: Iterable[Path], limit: int) -> Iterator[bytes]:
+    """Yield the files' contents, `limit` bytes in total; nothing beyond is read, however large a file is."""
+    for path in files:
+        try:
+            with path.open("rb") as file:
+                pieces = []
+                while limit > 0 and (piece := file.read(min(limit, _PIECE_BYTES))):
+                    pieces.append(piece)
+                    limit -= len(piece)
+        except OSError as error:
+            raise ConfigError(f"text file {path}: {error.strerror}") from error
+        yield b"".join(pieces)
+        if limit <= 0:
+            return
+
+
+def _open_dataset(data: DataConfig) -> Any:  # a datasets.Dataset, of an optional package
+    try:
+        import datasets
+    except ImportError as error:
+        raise ConfigError(f"data.dataset is {data.dataset!r}, which needs: pip install 'lowbit[datasets]'") from error
+    try:
+        if not Path(data.dataset).is_dir():
+            return datasets.load_dataset(data.dataset, data.dataset_config or None, split=data.dataset_split)
+        opened = datasets.load_from_disk(data.dataset)
+    except Exception as error:  # the package raises errors of its own and of its storage
+        raise ConfigError(f"data.dataset {data.dataset!r} cannot be opened: {str(error).splitlines()[0]}") from error
+    if isinstance(opened, datasets.Dataset):
+        return opened
+    if data.dataset_split not in opened:  # a DatasetDict
+        splits = ", ".join(map(str, opened))
+        raise ConfigError(f"data.dataset_split is {data.dataset_split!r}; {data.dataset!r} has: {splits}")
+    return opened[data.dataset_split]

@@ -40,9 +40,6 @@ def choose_device(name: str, ranks: int, *, key: str = "run.device") -> torch.de
     """Choose the device of this rank of `ranks`; `key` is the setting, for messages.
 
     With "cuda", ranks of a machine take its devices in turn; with "auto", each has its own, or computes on the CPU.
-
-    Raises:
-        ConfigError: CUDA is requested, and this machine has no device.
     """
     devices, local = torch.cuda.device_count(), local_ranks(ranks)
     if name == "auto" and 0 < devices < local:

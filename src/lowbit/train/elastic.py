@@ -10,7 +10,7 @@ import time
 import urllib.request
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import torch.distributed as dist
@@ -29,6 +29,9 @@ from lowbit.wire.errors import AgreementError, first_line
 from lowbit.wire.json_values import gather_json
 from lowbit.wire.traffic import note_sent
 
+if TYPE_CHECKING:
+    from lowbit.train.prepare import Prepared
+
 log = logging.getLogger(__name__)
 
 _PAUSE = 0.5  # seconds between two checks for enough replicas
@@ -38,11 +41,7 @@ _COMPARED = ("model.", "lora.", "optimizer.", "data.sequence", "data.tokenizer",
 
 
 def check_elastic(config: TrainConfig, codecs: tuple[Codec, ...]) -> None:
-    """Check a configuration with a lighthouse, before ranks start.
-
-    Raises:
-        ConfigError: torchft is missing, the replica has no name, or settings contradict each other.
-    """
+    """Check a configuration with a lighthouse, before ranks start."""
     if not config.elastic.lighthouse:
         return
     if config.pipeline.is_auto:
@@ -117,9 +116,9 @@ class Elastic:
     """This rank's part of a replica among others; every rank of the replica makes one.
 
     Args:
-        codec: for gradients between replicas. side: a group of the ranks of this replica.
-        identity: of the run (`lowbit.train.identity`); a part of it must be equal on all replicas.
+        prepared: with a part of the identity that must be equal on all replicas.
         pipeline, optimizer: hold the state that a replica that is behind takes over from another.
+        side: a group of the ranks of this replica.
 
     Attributes:
         replicas: number of replicas that share the current step.
@@ -128,21 +127,14 @@ class Elastic:
         ConnectionError: torchft does not reach the lighthouse.
     """
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        codec: Codec,
-        identity: Mapping[str, Any],
-        pipeline: Pipeline,
-        optimizer: Any,
-        side: dist.ProcessGroup | None,
-    ) -> None:
+    def __init__(self, prepared: Prepared, pipeline: Pipeline, optimizer: Any, side: dist.ProcessGroup | None) -> None:
         _import_torchft()
         from torchft.process_group import ProcessGroupGloo  # pyright: ignore[reportMissingImports]
 
         from lowbit.integrations.torchft import LowBitManager
 
-        self._codec, self._pipeline, self._optimizer = codec, pipeline, optimizer
+        config, identity = prepared.config, prepared.identity
+        self._codec, self._pipeline, self._optimizer = prepared.all_reduce, pipeline, optimizer
         self._rank, self._ranks, self._checksums = dist.get_rank(), dist.get_world_size(), config.run.checksums
         self.replicas, self._at_least, self._patience = 0, config.elastic.at_least, config.run.rejoin_seconds
         self._elements = self._bytes = 0.0
@@ -160,7 +152,7 @@ class Elastic:
         self._store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False) if self._rank == 0 else None
         port = gather_json(self._store and self._store.port, side)[0]
         self.manager: Any = LowBitManager(
-            ProcessGroupGloo(timeout=limit), codec=codec, error_feedback=config.elastic.error_feedback,
+            ProcessGroupGloo(timeout=limit), codec=self._codec, error_feedback=config.elastic.error_feedback,
             checksums=config.run.checksums, facts={k: str(v) for k, v in identity.items() if k.startswith(_COMPARED)},
             load_state_dict=self._load, state_dict=self._save, min_replica_size=config.elastic.at_least,
             use_async_quorum=False, timeout=limit, connect_timeout=limit,
@@ -242,7 +234,7 @@ class Elastic:
 
     def _save(self) -> dict[str, Any]:
         """Return what a replica behind takes over; "param_groups" exempts moments, empty at first, from checks."""
-        tensors = collect(self._pipeline, self._optimizer).tensors
+        tensors, _ = collect(self._pipeline, self._optimizer)
         weights = {name: x for name, x in tensors.items() if name.startswith("model/")}
         moments = {name: x for name, x in tensors.items() if name.startswith("optimizer/")}
         return {"model": weights, "optimizer": {"state": moments, "param_groups": []}}

@@ -1,14 +1,20 @@
-"""Compute the held-out loss in the pipeline, with any codecs at the boundaries or none."""
+"""Compute the held-out loss in the pipeline, with any codecs at the boundaries or none; check a goal in loss.
+
+`TransformQuant(bits="auto", nats=...)` chooses its rates by a forecast. So after some steps of training with them, a
+few batches are evaluated with and without codecs. If the loss is higher by more than the goal and the standard error
+of the difference, all ranks raise the rates together: half a bit for each factor of 2, since the cost is proportional
+to the square of the error.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import math
+import statistics
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,17 +22,26 @@ from torch import Tensor
 
 from lowbit.codecs import Cast, Codec, Session, StatefulCodec
 from lowbit.codecs.foreign import open_session
-from lowbit.pipeline import LowBitStage
 from lowbit.train.answers import IGNORED, Answers
 from lowbit.train.data import Windows
 from lowbit.train.layout import PipelineLayout
-from lowbit.train.model import StageModule, next_token_loss
+from lowbit.train.model import next_token_loss
+from lowbit.train.stages import Pipeline
 from lowbit.wire.checksum import sealed_bytes
+from lowbit.wire.json_values import gather_json
 from lowbit.wire.messages import Expected, Messages, Sent
+
+if TYPE_CHECKING:
+    from lowbit.train.trainer import Trainer
+
 
 _ROUND_BYTES = 1 << 27
 """Most float32 activations that a rank sends or receives in a round; up to two rounds are under way each way."""
 SUMS_BYTES = 32
+AFTER = (16, 32, 64)
+"""Steps after the warm-up at which the cost is measured."""
+BATCHES = 16
+"""Most batches to evaluate. Each has the windows of a micro-batch, so that messages are as long as in training."""
 
 
 class _Batch(NamedTuple):
@@ -58,32 +73,21 @@ class HeldOutEvaluation:
     """Forward passes outside the training schedule that change neither training's codec states nor its counters.
 
     Args:
-        modules: this rank's modules by stage. stages: its pipeline stages, whose codecs' states evaluation uses.
-        width: elements of an activation. group: Gloo group of the pipeline, not the one of the training traffic.
-        timeout: seconds to wait for a peer. checksums: add them to messages.
+        pipeline: this rank's stages, whose codecs' states evaluation uses.
+        group: Gloo group of the pipeline, not the one of the training traffic.
 
     Raises:
         DamagedError, PeerError: (in `loss`) as `Messages`.
     """
 
-    def __init__(
-        self,
-        layout: PipelineLayout,
-        modules: dict[int, StageModule],
-        *,
-        stages: Mapping[int, LowBitStage],
-        width: int,
-        device: torch.device,
-        group: dist.ProcessGroup | None,
-        timeout: float = 120.0,
-        checksums: bool = True,
-    ) -> None:
-        self._layout, self._modules, self._stages = layout, modules, stages
-        self._width, self._device = width, device
-        self._messages = Messages(group, "evaluation", timeout=timeout, checksums=checksums)
+    def __init__(self, pipeline: Pipeline, group: dist.ProcessGroup | None) -> None:
+        run = pipeline.config.run
+        self._layout, self._modules, self._stages = pipeline.layout, pipeline.modules, pipeline.lowbit_stages
+        self._width, self._device = pipeline.width, pipeline.device
+        self._messages = Messages(group, "evaluation", timeout=run.timeout_seconds, checksums=run.checksums)
         self._legs: list[list[int]] = []  # runs of stages without a message in between
-        for stage in modules:
-            if stage and not layout.crosses(stage - 1):
+        for stage in self._modules:
+            if stage and not self._layout.crosses(stage - 1):
                 self._legs[-1].append(stage)
             else:
                 self._legs.append([stage])
@@ -112,23 +116,17 @@ class HeldOutEvaluation:
     def sums(
         self, windows: Windows | Answers, *, batch: int, batches: int, codecs: Sequence[Codec] | None = None
     ) -> list[Tensor]:
-        """Yield `_sums_of` each batch, float64 (4,), the same on every rank; arguments as for `scores`."""
+        """Return `_sums_of` each batch, float64 (4,), the same on every rank; arguments as for `scores`."""
         chosen = codecs or (Cast(dtype=torch.float32),) * (self._layout.stages - 1)
         ids = evaluated(windows, batch=batch, batches=batches)
         if not len(ids):
             return []
-        with self._evaluating():
-            return list(self._sums(windows, ids.split(batch), chosen))
-
-    @contextlib.contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        """Switch dropout off, and hand float32 activations to the codecs, whatever training's boundary dtype."""
         before = [(module, module.training, module.boundary_dtype) for module in self._modules.values()]
         for module in self._modules.values():
             module.eval()
-            module.boundary_dtype = torch.float32
+            module.boundary_dtype = torch.float32  # for codecs, whatever training's
         try:
-            yield
+            return list(self._sums(windows, ids.split(batch), chosen))
         finally:
             for module, training, dtype in before:
                 module.train(training)
@@ -192,8 +190,10 @@ class HeldOutEvaluation:
                     current.own_sums.append(sums)
                     others = (rank for rank in range(self._messages.ranks) if rank != self._messages.rank)
                     current.sent.extend(self._messages.send(sums, rank) for rank in others)
-                else:
-                    current.sent.append(self._send(leg[-1], batch, x, codecs[leg[-1]]))
+                    continue
+                session = self._session(leg[-1], codecs[leg[-1]], x.shape, outgoing=True)
+                payload = session.encode(x.float(), training=False)
+                current.sent.append(self._messages.send(payload, self._layout.rank_of(leg[-1] + 1)))
 
     def _close(self, done: _Round) -> Iterator[Tensor]:
         """Yield the sums of a round's batches, and wait until all messages of the round have been sent."""
@@ -202,11 +202,6 @@ class HeldOutEvaluation:
             yield message.wait().view(torch.float64)
         for sent in done.sent:
             sent.wait()
-
-    def _send(self, boundary: int, batch: _Batch, x: Tensor, codec: Codec) -> Sent:
-        session = self._session(boundary, codec, x.shape, outgoing=True)
-        payload = session.encode(x.float(), training=False)
-        return self._messages.send(payload, self._layout.rank_of(boundary + 1))
 
     def _session(self, boundary: int, codec: Codec, shape: Sequence[int], *, outgoing: bool) -> Session:
         """Return training's session if it serves all shapes (float32 while it is empty), or a new one."""
@@ -251,3 +246,93 @@ def _sums_of(logits: Tensor, targets: Tensor, positions: Tensor | None) -> Tenso
         mistakes = torch.bincount(sample[learned & wrong], minlength=answers)
         sums[2:] = [int(((asked > 0) & (mistakes == 0)).sum()), int((asked > 0).sum())]
     return torch.tensor(sums, dtype=torch.float64)
+
+
+def wanted_nats(codecs: Iterable[Codec]) -> float | None:
+    """Return the strictest goal in loss among codecs; None without a goal."""
+    goals = (codec.wanted_nats for codec in codecs if isinstance(codec, StatefulCodec) and not codec.settled)
+    return min((nats for nats in goals if nats is not None), default=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """The cost of the formats after `step` steps: mean difference in loss and its standard error, in nats.
+
+    Attributes:
+        bits: how much to raise the rates; 0: the goal is met, or the measurement is inconclusive.
+        reached: False if the goal is missed even with the most bits.
+    """
+
+    step: int
+    goal: float
+    cost: float
+    error: float
+    bits: float
+    reached: bool = True
+
+    def __str__(self) -> str:
+        cost = f"goal of {self.goal:g} nats: the codecs cost {self.cost:.2g} ± {self.error:.1g} after step {self.step}"
+        if not math.isfinite(self.cost):
+            return f"{cost}, which is inconclusive"
+        if not self.bits:
+            return f"{cost}, which meets it"
+        if self.reached:
+            return f"{cost}; rates raised by {self.bits:.2f} bits"
+        return f"{cost} at the most bits: it cannot be met; training continues with these"
+
+
+def judged(step: int, goal: float, differences: list[tuple[float, float]]) -> Check:
+    """Make a check from the loss differences of batches, each with its number of tokens."""
+    tokens = sum(count for _, count in differences)
+    cost = sum(difference * count for difference, count in differences) / tokens if tokens else math.nan
+    values = [difference for difference, _ in differences]
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 and math.isfinite(cost) else 0.0
+    missed = math.isfinite(cost) and cost - error > goal
+    return Check(step=step, goal=goal, cost=cost, error=error, bits=math.log2(cost / goal) / 2 if missed else 0.0)
+
+
+class Goal:
+    """Checks the goal of a run; every rank makes one and calls the same methods."""
+
+    def __init__(self, trainer: Trainer, nats: float) -> None:
+        self._trainer, self._nats = trainer, nats
+        warmup, steps = trainer.config.codec_warmup_steps, trainer.config.run.steps
+        self._steps = [warmup + after for after in AFTER if warmup + after < steps]
+
+    def due(self, done: int) -> bool:
+        """Return whether to measure the cost after `done` steps; the same on all ranks.
+
+        A check is announced one step ahead: the step before it must not post receives, whose sizes may change.
+        """
+        if done + 1 in self._steps:
+            self._trainer.pipeline.look_ahead(False)
+        return done in self._steps
+
+    def check(self, done: int) -> Check:
+        """Measure the cost, and raise the rates of all ranks if it is too high."""
+        trainer = self._trainer
+        own = judged(done, self._nats, self._differences())
+        # Each pipeline has its own codecs and so its own cost; the worst counts for all.
+        costs = gather_json([own.cost, own.error, own.bits], trainer.side)
+        cost, error, bits = max(costs, key=lambda each: (each[2], each[0]))
+        reached = True
+        if bits:
+            before = trainer.chosen()
+            trainer.pipeline.raise_rates(bits)
+            reached = trainer.chosen() != before
+        trainer.pipeline.look_ahead(True)
+        return Check(step=done, goal=self._nats, cost=cost, error=error, bits=bits, reached=reached)
+
+    def _differences(self) -> list[tuple[float, float]]:
+        """Return each batch's loss increase by codecs, in nats, and its tokens; the same on all ranks of a pipeline."""
+        trainer, data, rows = self._trainer, self._trainer.prepared.data, self._trainer.config.rows
+        windows = data.held_out if len(data.held_out) >= rows else data.train
+        if not (batches := min(BATCHES, len(windows) // rows)):
+            return []
+        with trainer.tied.exact(windows.batch(evaluated(windows, batch=rows, batches=batches))[0]):
+            exact, coded = (
+                trainer.evaluation.sums(windows, batch=rows, batches=batches, codecs=codecs)
+                for codecs in (None, trainer.pipeline.codecs.forward)
+            )
+        pairs = [(float(a[0]), float(b[0]), float(a[1])) for a, b in zip(exact, coded, strict=True)]
+        return [((b - a) / count, count) for a, b, count in pairs if count]

@@ -13,16 +13,25 @@ import json
 import logging
 import os
 import socket
+import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from lowbit.config import ConfigError
 from lowbit.terminal import printable
+from lowbit.train.checkpoints.manifest import FOLDER, shares_newest_first
+from lowbit.train.config import TrainConfig
 
 log = logging.getLogger(__name__)
 
 MARK = "lowbit-run.jsonl"
+FILES = (
+    "metrics.jsonl", "evaluations.jsonl", "summary.json", "config.json", "ranks.json", "report.html",
+)  # fmt: skip
+IN_USE = "run.output {!r} is in use by {}; allowed: another folder, or to wait until it has ended"
+_FOLDERS = (FOLDER, "tensorboard", "trace", "model")
 _KEPT = "cache/"  # files there depend on text and tokenizer only, and are named by a digest of both
 _PATIENCE_SECONDS = 5.0  # for the previous run to end: a process that was killed may take a moment
 _TURN_SECONDS = 0.1
@@ -124,3 +133,37 @@ class RunFolder:
                 return False
             log.warning("%s cannot be locked (%s): make sure that no other run writes there", self.path, error.strerror)
         return True
+
+
+def check_output(config: TrainConfig) -> None:
+    """Check that `run.output` is writable and holds no files of others in the way."""
+    run, output = config.run, Path(config.run.output)
+    name = f"run.output {str(output)!r}"
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=output):
+            pass
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(f"{name} cannot be written to: {reason}") from error
+    folder = RunFolder(output)
+    files = [*FILES]
+    if run.save_model:
+        # Others, such as a tokenizer's files, would keep the model in its staging folder.
+        files += ["model/config.json", "model/model.safetensors", "model/adapter_model.safetensors"]
+    files += [each for each in _FOLDERS if (output / each).is_file()]
+    if not run.resume:  # a resume may begin with shares that the user copied here
+        shares = shares_newest_first(output / FOLDER)
+        files += [str(file.relative_to(output)) for share in shares for file in sorted(share.iterdir())]
+    if foreign := folder.foreign(files):
+        unknown = "" if folder.marked else f" (there is no {MARK}: lowbit has not run here)"
+        raise ConfigError(
+            f"{name} holds {', '.join(foreign)}, which lowbit has no record of making{unknown}; "
+            "nothing was touched; allowed: another folder, or to move these away"
+        )
+    earlier = [each for each in (*FILES, *_FOLDERS) if (output / each).exists()]
+    if folder.marked and earlier and not (run.resume or run.overwrite):
+        raise ConfigError(
+            f"{name} holds a run already ({', '.join(earlier)}); allowed: another folder, run.resume=true (--resume) "
+            "to continue from its newest checkpoint, or run.overwrite=true (--overwrite) to delete it"
+        )

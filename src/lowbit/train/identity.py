@@ -15,16 +15,15 @@ import lowbit
 from lowbit.codecs import parse
 from lowbit.config import ConfigError
 from lowbit.terminal import printable, suggestion
-from lowbit.train.activations import planned_layers, written_out
+from lowbit.train.activations import written_out
 from lowbit.train.answers import Answers
 from lowbit.train.boundaries import in_full
 from lowbit.train.config import FULL_PRECISION, TrainConfig
 from lowbit.train.data import Data, Windows
 from lowbit.train.layout import PipelineLayout
-from lowbit.train.lora import targets_of
-from lowbit.train.model import architecture
+from lowbit.train.model import architecture, targets_of
+from lowbit.train.pretrained import definition
 from lowbit.train.tied import tied_codec
-from lowbit.train.tokenizer import definition
 
 FIXED = (
     "model.family", "model.dim", "model.layers", "model.heads", "model.kv_heads", "model.ffn", "model.vocab",
@@ -98,10 +97,11 @@ def run_identity(config: TrainConfig, *, data: Data, vocab: int) -> dict[str, An
     tied, several = identity["model.tied"] is not False and not lora.rank, pipeline.data_parallel > 1 or elastic
     identity["pipeline.tied_rows"] = repr(tied_codec(pipeline)) if tied else None
     identity["gradients.all_reduce"] = repr(parse(config.gradients.all_reduce)) if several else None
-    for name, section in {"activations": written_out(config.activations), "optimizer": config.optimizer}.items():
+    activations, layers = written_out(config.activations)
+    for name, section in {"activations": activations, "optimizer": config.optimizer}.items():
         identity |= {f"{name}.{key}": value for key, value in vars(section).items()}
     del identity["activations.plan"]  # the bits represent it
-    identity["activations.layers"] = planned_layers(config.activations)
+    identity["activations.layers"] = layers
     return json.loads(json.dumps(identity))
 
 

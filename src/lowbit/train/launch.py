@@ -1,18 +1,33 @@
-"""Start a run: as a rank of torchrun, alone in this process, or as several local processes."""
+"""Start a run: as a rank of torchrun, alone in this process, as several local processes, or supervised.
+
+A supervisor does not train. It starts the ranks of this machine (or the one that the environment names) as processes
+of their own and, when they fail, restarts them with `run.resume = "auto"`. Several machines need no common
+supervisor: the ranks of each attempt meet as at the first start, and early ones wait for the others.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
+from lowbit.config import ConfigError
 from lowbit.job.launch import LaunchError, start_all, start_one
-from lowbit.job.process import USAGE, RankProgram
-from lowbit.train.checkpoints.manifest import newest_step
+from lowbit.job.process import ALONE, DIVERGED, USAGE, RankProgram
+from lowbit.train.checkpoints.manifest import FOLDER, NO_CHECKPOINT, newest_step, shares_newest_first
 from lowbit.train.config import TrainConfig
-from lowbit.train.early import check_early
-from lowbit.train.summary import Summary, read_summary
+from lowbit.train.folder import check_output
+from lowbit.train.metrics import Summary, read_summary
+
+log = logging.getLogger(__name__)
+
+_LONGEST_PAUSE = 30.0
 
 
 def run(config: TrainConfig) -> Summary | None:
@@ -20,7 +35,7 @@ def run(config: TrainConfig) -> Summary | None:
 
     Under torchrun (RANK etc. are set) this process is one rank of the run. Otherwise it starts `config.ranks` processes
     on this machine, or trains by itself if there is only one rank. With `run.supervise` it starts processes that train,
-    and restarts them when they fail (`lowbit.train.supervise`).
+    and restarts them when they fail (`supervise`).
 
     Returns:
         The summary; None from the supervisor of a rank other than 0, whose machine has no summary.
@@ -39,8 +54,6 @@ def run(config: TrainConfig) -> Summary | None:
     one_rank = "RANK" in os.environ or config.ranks == 1
     summary = Path(config.run.output) / "summary.json"
     if config.run.supervise:
-        from lowbit.train.supervise import supervise
-
         supervise(config, partial(start_ranks, one=True) if one_rank else start_ranks)
         return read_summary(summary) if summary.exists() else None
     if one_rank:
@@ -53,12 +66,42 @@ def run(config: TrainConfig) -> Summary | None:
     try:
         start_ranks(config)
     except LaunchError as error:
-        step = newest_step(Path(config.run.output) / "checkpoints")
+        step = newest_step(Path(config.run.output) / FOLDER)
         if step is None or error.code == USAGE:  # resuming cannot help
             raise
         advice = f"{error}; --resume continues from step {step}"
         raise LaunchError(advice, error.code, interrupted=error.interrupted) from None
     return read_summary(summary)
+
+
+def check_early(config: TrainConfig) -> None:
+    """Check what `prepare` checks without the modules that take seconds to import; ranks of a launcher check the rest.
+
+    So a slip on the command line is refused within seconds.
+
+    Raises:
+        ConfigError: something would keep the run from starting. ModuleNotFoundError: an optional package is missing.
+    """
+    from lowbit.train.boundaries import make_codecs  # these import PyTorch, and little else
+    from lowbit.train.data import files_named
+    from lowbit.train.device import choose_device
+    from lowbit.train.layout import make_layout
+    from lowbit.train.model import count_layers
+
+    for name in ("transformers", "safetensors"):
+        if find_spec(name) is None:  # or else each rank would end with a traceback
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+    run, data, layers = config.run, config.data, count_layers(config.model)
+    if "RANK" not in os.environ:
+        make_layout(config.pipeline, ranks=config.pipeline.ranks, layers=layers)
+        choose_device(run.device, config.ranks)
+    make_codecs(config.pipeline, len(config.pipeline.forward))
+    if not run.supervise:  # which resumes by itself
+        check_output(config)
+    if run.resume is True and not shares_newest_first(Path(run.output) / FOLDER) and "RANK" not in os.environ:
+        raise ConfigError(NO_CHECKPOINT.format(Path(run.output) / FOLDER))
+    files_named(data.text, "data.text")
+    files_named(data.held_out, "data.held_out")
 
 
 def start_ranks(config: TrainConfig, *, one: bool = False) -> None:
@@ -78,3 +121,81 @@ def start_ranks(config: TrainConfig, *, one: bool = False) -> None:
         return start_one(program)
     # Replicas authenticate each other's messages with a secret that the user gives to all of them.
     start_all(program, config.ranks, secret=os.environ.get(SECRET, "") if config.elastic.lighthouse else None)
+
+
+def supervise(config: TrainConfig, start: Callable[[TrainConfig], None]) -> None:
+    """Train until the last step, in as many attempts as it takes.
+
+    It gives up if another attempt cannot help: the configuration cannot work, the loss is NaN or infinite twice after
+    the same checkpoint, ranks do not come within `run.rejoin_seconds`, or `run.restarts` consecutive attempts brought
+    no new checkpoint.
+
+    `start` runs the ranks of one attempt until they are done, or raises `LaunchError`.
+
+    Raises:
+        ConfigError: (before any process starts) the configuration cannot work.
+        LaunchError: from the last attempt, with how to continue.
+    """
+    from lowbit.job.process_group import world
+    from lowbit.train.prepare import prepare
+
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise ConfigError(
+            "run.supervise is true under torchrun, which restarts ranks itself; "
+            "allowed: torchrun --max-restarts with run.resume=auto"
+        )
+    resuming = replace(config, run=replace(config.run, resume="auto"))
+    config = config if config.run.resume else resuming
+    one_rank = "RANK" in os.environ or config.ranks == 1
+    ranks = world()[1] if one_rank else config.ranks
+    prepare(config, ranks=ranks)
+    checkpoints = Path(config.run.output) / FOLDER
+    attempts = Attempts(config.run.restarts, newest_step(checkpoints))
+    while True:
+        try:
+            start(config)
+            return
+        except LaunchError as error:
+            if error.interrupted:
+                raise
+            step = newest_step(checkpoints)
+            place = "the start" if step is None else f"step {step}"
+            if error.code == ALONE and step == config.run.steps:
+                log.warning("%s. All %d steps are done: the other ranks must have finished", error, step)
+                return
+            if reason := attempts.give_up(error.code, step):
+                how = "" if error.code == USAGE else f". The same command continues from {place}"
+                raise LaunchError(f"{error}; {reason}{how}", error.code) from error
+            log.warning(
+                "%s. Starting again from %s (attempt %d without a new checkpoint, at most %d)",
+                error, place, attempts.in_vain, config.run.restarts,
+            )  # fmt: skip
+            time.sleep(attempts.pause)
+            config = resuming
+
+
+class Attempts:
+    """Counts consecutive attempts that brought no new checkpoint; `step`: of the newest one, None without any."""
+
+    def __init__(self, most: int, step: int | None) -> None:
+        self._most, self._step, self._diverged = most, step, False
+        self.in_vain = 0
+
+    @property
+    def pause(self) -> float:
+        """Seconds before the next attempt: a machine that is gone may need time to come back."""
+        return min(_LONGEST_PAUSE, 2.0 ** (self.in_vain - 1))
+
+    def give_up(self, code: int, step: int | None) -> str:
+        """Count an attempt that ended with this exit code and newest checkpoint; return why to stop, or ""."""
+        if step != self._step:
+            self._step, self._diverged, self.in_vain = step, False, 0
+        self.in_vain += 1
+        again, self._diverged = self._diverged, self._diverged or code == DIVERGED
+        if code == USAGE:
+            return "another attempt would end in the same way"
+        if code == ALONE:
+            return "not all machines came back in time"
+        if code == DIVERGED and again:
+            return "the attempt before ended likewise, after the same checkpoint"
+        return f"gave up after {self.in_vain} attempts" if self.in_vain > self._most else ""

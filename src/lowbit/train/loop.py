@@ -22,27 +22,23 @@ from lowbit.config import atomic
 from lowbit.job.process_group import joined, world
 from lowbit.report.results import machine
 from lowbit.report.training import write_report
-from lowbit.train import export
 from lowbit.train.auto import Auto, FormatChoice, described
 from lowbit.train.boundaries import in_full
 from lowbit.train.checkpoints import state
+from lowbit.train.checkpoints.manifest import Manifest
 from lowbit.train.checkpoints.resume import resume
 from lowbit.train.checkpoints.save import Checkpoints, raise_everywhere, together
 from lowbit.train.config import TrainConfig
-from lowbit.train.connections import Connections
 from lowbit.train.device import local_rank, threads_per_rank
-from lowbit.train.early import FILES, IN_USE
-from lowbit.train.folder import RunFolder
-from lowbit.train.goal import Goal, wanted_nats
-from lowbit.train.identity import CHOSEN
+from lowbit.train.evaluate import Goal, wanted_nats
+from lowbit.train.folder import FILES, IN_USE, RunFolder
+from lowbit.train.identity import CHOSEN, layout_of, versions
 from lowbit.train.layout import Pair
-from lowbit.train.lora import save_adapters
-from lowbit.train.metrics import EVALUATION, TIED, Recorder, StepMetrics
+from lowbit.train.links import Connections
+from lowbit.train.metrics import EVALUATION, TIED, Recorder, StepMetrics, Summary, from_json, summarize
+from lowbit.train.model import gather_weights, save_adapters, save_model
 from lowbit.train.prepare import prepare
 from lowbit.train.progress import Progress, phase
-from lowbit.train.run_info import FILE as RANKS
-from lowbit.train.run_info import describe_machines, memory_of
-from lowbit.train.summary import Summary, from_json, summarize
 from lowbit.train.tracing import Tracing, traced_steps
 from lowbit.train.trainer import Trainer
 from lowbit.wire.json_values import gather_json
@@ -117,16 +113,19 @@ class Run:
         self.trips = self._measure_distance()
         self.connections = Connections(trainer, self._slowest_rate, self._say)
         self.mbit = trainer.links.rates  # changed in place, for metrics and the progress display
-        self.rates = self._measure_links()
-        rates = self.rates
-        if not self.connections.look():
-            self.rates = rates  # not those of what was tried and left
-        self.mbit.update(trainer.links.by_link(self.rates))
+        self._update_rates()
+        self._look()
         gathered = gather_json([secrets.token_hex(8), machine()], trainer.side)
         attempt = gathered[0][0]  # every checkpoint of this process group carries rank 0's token
-        self.about = describe_machines(trainer, [each for _, each in gathered], self.mbit, self.round_trip)
+        self.about = trainer.describe_machines([each for _, each in gathered], self.round_trip)
         self.about |= self.connections.facts
-        self.manifest = trainer.prepared.manifest(attempt, rank=trainer.rank, ranks=trainer.ranks)
+        prepared = trainer.prepared
+        precision = "fp32" if prepared.autocast is None else "bf16"
+        self.manifest = Manifest(  # with what all of this rank's checkpoints share
+            rank=trainer.rank, ranks=trainer.ranks, attempt=attempt,
+            layout=layout_of(self.config, trainer.layout),  # pyright: ignore[reportArgumentType]  # pydantic makes it
+            identity=prepared.identity | {"run.precision": precision}, versions=versions(),
+        )  # fmt: skip
         self.auto = Auto(trainer) if self.config.pipeline.is_auto else None
         nats = wanted_nats(trainer.pipeline.codecs.forward)
         self.goal = None if nats is None else Goal(trainer, nats)
@@ -185,11 +184,7 @@ class Run:
         """Do what is due after a step: choose formats, save a checkpoint, evaluate."""
         run, trainer, done = self.config.run, self.trainer, metrics.step
         if self.connections.due(done):
-            rates = self.rates
-            if not self.connections.look(done):
-                self.rates = rates
-            else:
-                self.mbit.update(trainer.links.by_link(self.rates))
+            if self._look(done):
                 self.about |= self.connections.facts
                 if trainer.rank == 0:
                     self._write_about()
@@ -203,16 +198,16 @@ class Run:
         if self.connections.due(done + 1):  # no receive may be posted when the number of connections changes
             trainer.pipeline.look_ahead(False)
         if run.checkpoint_every and (done % run.checkpoint_every == 0 or last):
-            snapshot, manifest = state.collect(trainer.pipeline, trainer.optimizer), self.manifest
+            tensors, codecs = state.collect(trainer.pipeline, trainer.optimizer)
+            manifest = replace(self.manifest, codecs=codecs, aliases=state.aliases_of(trainer.pipeline))
             if self.auto is not None and self.auto.choice is not None:
                 manifest = replace(manifest, identity=manifest.identity | {CHOSEN: asdict(self.auto.choice)})
-            self.checkpoints.save(done, snapshot, manifest, trainer.side)
+            self.checkpoints.save(done, tensors, manifest, trainer.side)
         if run.eval_every and done % run.eval_every == 0 and not last:
             self._evaluate(done)
 
     @property
     def _watchers(self) -> list[Recorder | Progress]:
-        """This rank's recorder and progress, if it has them."""
         return [watcher for watcher in (self.recorder, self.progress) if watcher is not None]
 
     def _begin(self) -> int:
@@ -259,11 +254,11 @@ class Run:
         if model is not None:
             first = trainer.replicas.index == 0
             with phase("gathering the model on rank 0", trainer.rank, show=show):
-                weights = export.gather_weights(trainer.modules, self._messages("saving")) if first else {}
+                weights = gather_weights(trainer.modules, self._messages("saving")) if first else {}
                 together(partial(self._save_model, weights), trainer.side)
         chosen = trainer.chosen()
         sent = trainer.sent_outside_steps() | ({EVALUATION: self.checked_bytes} if self.checked_bytes else {})
-        gathered = gather_json([memory_of(trainer), sent], trainer.side)
+        gathered = gather_json([trainer.memory(), sent], trainer.side)
         summary: dict[str, Any] = {}
         if self.recorder is not None:  # it also has the steps of earlier attempts
             evaluations = self.recorder.evaluations
@@ -282,7 +277,7 @@ class Run:
         return from_json(gather_json(summary, trainer.side)[0])
 
     def _write_about(self) -> None:
-        atomic.write(self.output / RANKS, json.dumps(self.about, indent=1) + "\n")
+        atomic.write(self.output / "ranks.json", json.dumps(self.about, indent=1) + "\n")
 
     def _save_model(self, weights: dict[str, Tensor]) -> None:
         """Write the trained model on rank 0, which may take longer than the time limit."""
@@ -293,7 +288,7 @@ class Run:
             if self.config.lora.rank:
                 save_adapters(part, weights, self.config, tokenizer)
             else:
-                export.save_model(part, weights, self.trainer.model_config, tokenizer)
+                save_model(part, weights, self.trainer.model_config, tokenizer)
             names = [path.relative_to(part).as_posix() for path in part.rglob("*") if path.is_file()]
             self.folder.note(*(f"model/{name}" for name in names))
             for name in names:
@@ -369,6 +364,19 @@ class Run:
                         own.append((first + sender, first + receiver, rate))
         return {(source, target): rate for each in gather_json(own, self.trainer.side) for source, target, rate in each}
 
+    def _update_rates(self) -> None:
+        self.rates = self._measure_links()
+        self.mbit.update(self.trainer.links.by_link(self.rates))
+
+    def _look(self, done: int = 0) -> bool:
+        """Look at the connections after `done` steps; returns whether they changed, and with them the rates."""
+        rates = self.rates
+        if acted := self.connections.look(done):
+            self.mbit.update(self.trainer.links.by_link(self.rates))
+        else:
+            self.rates = rates  # not those of what was tried and left
+        return acted
+
     def _slowest_rate(self) -> float:
         """Measure the links again, and return the lowest rate in Mbit/s; 0 if no pipeline crosses one."""
         self.rates = self._measure_links(seconds=_TRIAL_SECONDS)
@@ -385,8 +393,7 @@ class Run:
         before = auto.choice
         if before is not None:
             begin = time.perf_counter()
-            self.rates = self._measure_links()
-            self.mbit.update(self.trainer.links.by_link(self.rates))
+            self._update_rates()
             if not auto.looked(self.mbit, time.perf_counter() - begin):
                 return
             self.trips = self._measure_distance()

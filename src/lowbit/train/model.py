@@ -1,4 +1,4 @@
-"""Build Hugging Face causal language models, and cut them into the modules of pipeline stages.
+"""Build Hugging Face causal language models, add LoRA adapters, cut them into pipeline stages, and save them.
 
 A stage's module is the model's own decoder without the layers of other stages. Hugging Face's `forward` makes masks,
 positions and rotary embeddings exactly as for the whole model. A stage without the embedding takes activations instead
@@ -8,7 +8,10 @@ of token ids; in a stage without the final norm, the identity replaces it.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from itertools import zip_longest
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,35 +19,26 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowbit.config import ConfigError
-from lowbit.train.config import FAMILIES, ModelConfig
-from lowbit.train.pretrained import check_weights, load, read_config, transformers_config
+from lowbit.train.config import FAMILIES, ModelConfig, TrainConfig
+from lowbit.train.pretrained import Tokenizer, check_weights, load, read_config, transformers_config
+from lowbit.wire.messages import Messages
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 
-@dataclass(frozen=True, kw_only=True)
-class Anatomy:
-    """Names of an architecture's modules, inside its decoder."""
-
-    layers: str = "layers"
-    norm: str = "norm"
-    embedding: str = "embed_tokens"
-    positions: str = ""
-    dropout: str = ""
-
-
-_ANATOMY = {family: Anatomy() for family in FAMILIES} | {
-    "gpt2": Anatomy(layers="h", norm="ln_f", embedding="wte", positions="wpe", dropout="drop")
-}
+# Names of the modules in a decoder; GPT-2 also has "wpe" (positions) and "drop" (dropout).
+_LAYERS, _NORM, _EMBEDDING = (
+    dict.fromkeys(FAMILIES, usual) | {"gpt2": gpt2}
+    for usual, gpt2 in (("layers", "h"), ("norm", "ln_f"), ("embed_tokens", "wte"))
+)
+ALL = "all-linear"
+_PIECE_BYTES = 8 << 20
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def count_layers(model: ModelConfig) -> int:
-    """Return the number of decoder layers, without loading the model.
-
-    Raises:
-        ConfigError: `model.pretrained` is not a folder with a supported model.
-    """
+    """Return the number of decoder layers, without loading the model."""
     return int(_size(model, "num_hidden_layers", "n_layer") or 0) if model.pretrained else model.layers
 
 
@@ -84,11 +78,7 @@ def architecture(model: ModelConfig, *, vocab: int) -> dict[str, Any]:
 
 
 def build_model(model: ModelConfig, *, vocab: int, sequence: int, seed: int) -> PreTrainedModel:
-    """Build the whole model in float32 on the CPU, with pretrained weights or random ones from `seed` alone.
-
-    Raises:
-        ConfigError: Hugging Face cannot load the folder.
-    """
+    """Build the whole model in float32 on the CPU, with pretrained weights or random ones from `seed` alone."""
     from transformers import AutoModelForCausalLM
 
     config = hugging_face_config(model, vocab=vocab, sequence=sequence)
@@ -104,11 +94,7 @@ def build_model(model: ModelConfig, *, vocab: int, sequence: int, seed: int) -> 
 
 
 def check_pretrained(model: ModelConfig, sequence: int) -> None:
-    """Check a pretrained model, if there is one, as far as possible without loading it.
-
-    Raises:
-        ConfigError: its folder is damaged or incomplete, or the model is not supported, or knows fewer positions.
-    """
+    """Check a pretrained model, if there is one, as far as possible without loading it."""
     if not model.pretrained:
         return
     check_weights(model.pretrained, hugging_face_config(model, vocab=0, sequence=0))
@@ -141,27 +127,6 @@ def hugging_face_config(model: ModelConfig, *, vocab: int, sequence: int) -> Pre
         values["num_key_value_heads"] = model.kv_heads or model.heads
         values["head_dim"] = model.dim // model.heads
     return AutoConfig.for_model(model.family, **values, **_dropouts(model.family, model.dropout))
-
-
-def linear_layers(model: ModelConfig) -> list[str]:
-    """Return the names of linear layers within a decoder layer of a pretrained model, without loading it.
-
-    Raises:
-        ConfigError: `model.pretrained` is not a folder with a supported model.
-    """
-    from transformers import AutoModelForCausalLM
-    from transformers.pytorch_utils import Conv1D
-
-    if not read_config(model.pretrained):
-        return []
-    config: Any = hugging_face_config(model, vocab=0, sequence=0)
-    config.num_hidden_layers = 1
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:1]
-    with torch.device("meta"):
-        whole = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    layer = getattr(whole.base_model, _ANATOMY[config.model_type].layers)[0]
-    return [name for name, module in layer.named_modules() if isinstance(module, nn.Linear | Conv1D)]
 
 
 def next_token_loss(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
@@ -233,7 +198,7 @@ class StageModule(nn.Module):
 
 def _cut(model: PreTrainedModel, layers: range, *, first: bool, last: bool) -> nn.Module:
     """Return the decoder with these layers only; it shares its modules with `model`."""
-    anatomy = _ANATOMY[model.config.model_type]
+    family = model.config.model_type
     decoder = copy.copy(model.base_model)
     decoder._modules = dict(decoder._modules)
     config: Any = copy.copy(decoder.config)
@@ -241,15 +206,14 @@ def _cut(model: PreTrainedModel, layers: range, *, first: bool, last: bool) -> n
     if getattr(config, "layer_types", None):
         config.layer_types = [config.layer_types[i] for i in layers]
     decoder.config = config
-    every = getattr(decoder, anatomy.layers)
-    setattr(decoder, anatomy.layers, nn.ModuleList([every[i] for i in layers]))
+    every = getattr(decoder, _LAYERS[family])
+    setattr(decoder, _LAYERS[family], nn.ModuleList([every[i] for i in layers]))
     if not first:
-        setattr(decoder, anatomy.embedding, None)
-        if anatomy.positions:
-            setattr(decoder, anatomy.positions, _Zero())
-            setattr(decoder, anatomy.dropout, nn.Identity())
+        setattr(decoder, _EMBEDDING[family], None)
+        if family == "gpt2":
+            decoder.wpe, decoder.drop = _Zero(), nn.Identity()
     if not last:
-        setattr(decoder, anatomy.norm, nn.Identity())
+        setattr(decoder, _NORM[family], nn.Identity())
     return decoder
 
 
@@ -274,3 +238,134 @@ def _dropouts(family: str, value: float) -> dict[str, float]:
     if family == "gpt2":
         return dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), value)
     return {"attention_dropout": value}
+
+
+def check_lora(config: TrainConfig) -> None:
+    """Check the adapters of a run, if it has any."""
+    if not config.lora.rank:
+        return
+    _peft(config.lora.rank)
+    targets_of(config)
+
+
+@lru_cache(maxsize=4)
+def targets_of(config: TrainConfig) -> tuple[str, ...]:
+    """Return the names, within a decoder layer, of the linear layers that get an adapter.
+
+    Raises:
+        ConfigError: no layer has the name of a target, or the folder has no supported model.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.pytorch_utils import Conv1D
+
+    one: Any = hugging_face_config(config.model, vocab=0, sequence=0)
+    one.num_hidden_layers = 1
+    if getattr(one, "layer_types", None):
+        one.layer_types = one.layer_types[:1]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(one, trust_remote_code=False)
+    layer = getattr(model.base_model, _LAYERS[one.model_type])[0]
+    names = [name for name, module in layer.named_modules() if isinstance(module, nn.Linear | Conv1D)]
+    chosen: set[str] = set()
+    for target in config.lora.targets:
+        matches = {name for name in names if target == ALL or f".{name}".endswith(f".{target}")}
+        if not matches:
+            raise ConfigError(
+                f"lora.targets has {target!r}, which no decoder layer has; allowed: {ALL}, {', '.join(names)}, "
+                "or the last part of such a name"
+            )
+        chosen |= matches
+    return tuple(name for name in names if name in chosen)
+
+
+def add_adapters(model: PreTrainedModel, config: TrainConfig) -> None:
+    """Add adapters in place, initialized from `run.seed` alone, and freeze all other weights."""
+    torch.manual_seed(config.run.seed)
+    _peft(config.lora.rank).inject_adapter_in_model(_peft_config(config), model)
+
+
+def save_adapters(folder: Path, weights: Mapping[str, Tensor], config: TrainConfig, tokenizer: Tokenizer) -> None:
+    """Write adapters and tokenizer so that `PeftModel.from_pretrained(model, folder)` loads them.
+
+    Args:
+        weights: the adapters, by their names in the whole model.
+    """
+    from safetensors.torch import save_file
+
+    named = {f"base_model.model.{name.replace('.default.', '.')}": w.contiguous() for name, w in weights.items()}
+    save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    saved = _peft_config(config)
+    saved.inference_mode = True
+    saved.save_pretrained(str(folder))
+    tokenizer.hugging_face().save_pretrained(folder)
+
+
+def _peft_config(config: TrainConfig) -> Any:
+    lora = config.lora
+    pretrained, family = Path(config.model.pretrained), architecture(config.model, vocab=0)["family"]
+    return _peft(lora.rank).LoraConfig(
+        r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=list(targets_of(config)),
+        fan_in_fan_out=family == "gpt2", task_type="CAUSAL_LM", base_model_name_or_path=str(pretrained.resolve()),
+    )  # fmt: skip
+
+
+def _peft(rank: int) -> Any:  # PEFT, of an optional package
+    try:
+        import peft
+    except ImportError as error:
+        raise ConfigError(f"lora.rank is {rank}, which needs: pip install 'lowbit[frameworks]'") from error
+    return peft
+
+
+def gather_weights(modules: dict[int, StageModule], messages: Messages | None = None) -> dict[str, Tensor]:
+    """Gather all trained parameters on the CPU of a pipeline's first rank, by their names in the whole model.
+
+    The last stage's copy of a tied embedding, equal to the first's, is left out. The other ranks get nothing. Each rank
+    in turn sends a piece of 8 MiB, so that no wait is longer than one piece of every rank takes, and only rank 0 needs
+    memory for more than its own weights.
+
+    Args:
+        modules: of this rank. messages: between the ranks of the pipeline; None: this rank is the only one.
+
+    Raises:
+        DamagedError: a piece did not arrive as it was sent.
+        PeerError: a rank ended or does not answer.
+        ValueError: a rank describes weights that it cannot have.
+    """
+    named = [(p, n) for m in modules.values() for p, n in m.names.items() if n not in m.aliases]
+    weights = {name: parameter.detach().cpu() for parameter, name in named if parameter.requires_grad}
+    if messages is None:
+        return weights
+    if messages.rank != 0:
+        described = [(n, list(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in weights.items()]
+        messages.send_json(described, 0)
+        for tensor in weights.values():
+            for piece in tensor.contiguous().view(-1).view(torch.uint8).split(_PIECE_BYTES):
+                messages.send(piece, 0).wait()
+        return {}
+    for _ in zip_longest(*(_receive_all(weights, messages, rank) for rank in range(1, messages.ranks))):
+        pass  # a piece of each rank in turn
+    return weights
+
+
+def _receive_all(weights: dict[str, Tensor], messages: Messages, rank: int) -> Iterator[None]:
+    """Receive a rank's weights into `weights`; yield after each piece."""
+    for name, shape, dtype in messages.receive_json(rank, "names of weights"):
+        if dtype not in _DTYPES or name in weights:
+            raise ValueError(f"rank {rank} of the pipeline has {name} in {dtype}; allowed: new names in {_DTYPES}")
+        weights[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+        for piece in weights[name].view(-1).view(torch.uint8).split(_PIECE_BYTES):
+            piece.copy_(messages.receive(piece.numel(), rank, name))
+            yield
+
+
+def save_model(folder: Path, weights: dict[str, Tensor], config: PretrainedConfig, tokenizer: Tokenizer) -> None:
+    """Write model and tokenizer so that `from_pretrained(folder)` loads both."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    logging.disable_progress_bar()
+    model.save_pretrained(folder, state_dict=weights)
+    tokenizer.hugging_face().save_pretrained(folder)

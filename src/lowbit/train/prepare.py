@@ -11,23 +11,32 @@ import torch
 import torch.distributed as dist
 
 from lowbit.codecs import Codec
+from lowbit.collectives.checks import check_summable
 from lowbit.config import ConfigError
-from lowbit.train.activations import Policies, StageOfPlan, check_schedule, planned_settings, saved_policies
-from lowbit.train.boundaries import Codecs, check_codecs, make_codecs
-from lowbit.train.checkpoints.manifest import FOLDER, NO_CHECKPOINT, DamagedShareError, Manifest, read_manifest
+from lowbit.pipeline.arguments import check_warm_up
+from lowbit.train.activations import Policies, StageOfPlan, planned_settings, saved_policies
+from lowbit.train.boundaries import Codecs, codec_of, make_codecs
+from lowbit.train.checkpoints.manifest import (
+    FOLDER,
+    NO_CHECKPOINT,
+    DamagedShareError,
+    read_manifest,
+    shares_newest_first,
+)
 from lowbit.train.config import TrainConfig
 from lowbit.train.data import Data, load_data
 from lowbit.train.device import choose_autocast, choose_backend, choose_device
-from lowbit.train.early import check_output, shares_newest_first
 from lowbit.train.elastic import check_elastic
+from lowbit.train.folder import check_output
 from lowbit.train.gradients import storage_codec
-from lowbit.train.identity import changes_between, check_allowed, layout_of, refuse, run_identity, versions
+from lowbit.train.identity import changes_between, check_allowed, refuse, run_identity
 from lowbit.train.layout import PipelineLayout, make_layout
-from lowbit.train.lora import check_lora
-from lowbit.train.model import check_pretrained, count_layers, hidden_size, vocabulary
+from lowbit.train.model import check_lora, check_pretrained, count_layers, hidden_size, vocabulary
 from lowbit.train.optim import check_torchao
-from lowbit.train.replicas import all_reduce_codec
 from lowbit.train.tied import tied_codec
+from lowbit.wire.pytorch import version
+
+_SPLITTING = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")  # the backward pass, in two
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,26 +68,9 @@ class Prepared:
         """Dtype of matrix products; None: that of the weights. Only valid in the process that computes."""
         return choose_autocast(self.config.run.precision, self.device)
 
-    def manifest(self, attempt: str, *, rank: int, ranks: int) -> Manifest:
-        """Return a manifest with the fields that all of this rank's checkpoints share; called where it computes.
-
-        Args:
-            attempt: unique name of this attempt, the same on all ranks. ranks: ranks of the whole run.
-        """
-        precision = "fp32" if self.autocast is None else "bf16"
-        return Manifest(
-            rank=rank, ranks=ranks, attempt=attempt,
-            layout=layout_of(self.config, self.layout),  # pyright: ignore[reportArgumentType]  # pydantic makes it
-            identity=self.identity | {"run.precision": precision}, versions=versions(),
-        )  # fmt: skip
-
 
 def prepare(config: TrainConfig, *, ranks: int) -> Prepared:
-    """Check a configuration for a run of `ranks` ranks, and read its text.
-
-    Raises:
-        ConfigError: something would keep the run from starting.
-    """
+    """Check a configuration for a run of `ranks` ranks, and read its text."""
     pipelines = config.pipeline.data_parallel
     if ranks % pipelines:
         raise ConfigError(
@@ -88,13 +80,16 @@ def prepare(config: TrainConfig, *, ranks: int) -> Prepared:
     codecs = make_codecs(config.pipeline, layout.stages - 1)
     width = hidden_size(config.model)
     shape = None if width is None else (config.rows, config.data.sequence, width)
-    check_codecs(codecs, shape=shape, warmup_steps=config.codec_warmup_steps)
+    for direction in ("forward", "backward"):
+        for codec in getattr(codecs, direction):
+            _check_codec(f"pipeline.{direction}", codec, shape, config.codec_warmup_steps)
     check_elastic(config, (*codecs.forward, *codecs.backward))
     device = choose_device(config.run.device, ranks)
     backend = choose_backend(config, device, ranks)
     if config.optimizer.states == "8bit":
         check_torchao()
-    storage, all_reduce = storage_codec(config.gradients), all_reduce_codec(config.gradients)
+    storage = storage_codec(config.gradients)
+    all_reduce = codec_of("gradients.all_reduce", config.gradients.all_reduce, check_summable)
     tied_rows = tied_codec(config.pipeline)
     check_output(config)
     check_pretrained(config.model, config.data.sequence)
@@ -102,7 +97,13 @@ def prepare(config: TrainConfig, *, ranks: int) -> Prepared:
     data = load_data(config.data, cache=Path(config.run.output) / "cache")
     vocab = vocabulary(config.model, data.tokenizer.size)
     activations = saved_policies(config.activations, layout.stages, planned_settings(config, layout, vocab))
-    check_schedule(activations, config.pipeline.schedule)
+    schedule = config.pipeline.schedule
+    # Before 2.13, PyTorch frees the saved tensors of a `torch.autograd.Function` between the two parts of a split pass.
+    if any(activations) and schedule in _SPLITTING and version() < (2, 13):
+        raise ConfigError(
+            f"pipeline.schedule is {schedule!r}; with activations.bits below 16 it needs PyTorch 2.13 or newer, here is"
+            f" {torch.__version__}; allowed: a schedule without weight passes, such as 1F1B"
+        )
     if config.run.method == "agoq" and config.activations.plan:
         if any(isinstance(policy, StageOfPlan) for policy in activations):
             raise ConfigError(
@@ -122,8 +123,19 @@ def prepare(config: TrainConfig, *, ranks: int) -> Prepared:
     )  # fmt: skip
 
 
+def _check_codec(name: str, codec: Codec, shape: tuple[int, ...] | None, warmup_steps: int) -> None:
+    try:
+        check_warm_up(name, codec, warmup_steps, "pipeline.")
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    try:
+        if shape is not None and codec.settled:
+            codec.nbytes(shape)
+    except ValueError as error:
+        raise ConfigError(f"{name}: {error}") from error
+
+
 def _check_resume(config: TrainConfig, identity: dict[str, Any]) -> None:
-    """Compare the run with the newest manifest in this folder."""
     folder, run = Path(config.run.output) / FOLDER, config.run
     comparable = {key: value for key, value in identity.items() if key != "run.precision"}
     shares = shares_newest_first(folder)

@@ -1,4 +1,4 @@
-"""Check and load folders with a pretrained model, which may be foreign or incomplete.
+"""Check and load folders with a pretrained model or a tokenizer, which may be foreign or incomplete.
 
 The checks come before any communication: the configuration, and names, shapes and types of all weights, read from the
 headers of their files. Code in a folder is never run, whatever its files ask for, and nothing is downloaded.
@@ -13,13 +13,15 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from lowbit.config import ConfigError
 from lowbit.train.config import FAMILIES
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
 
 log = logging.getLogger(__name__)
 
@@ -45,11 +47,7 @@ _Shapes = dict[str, tuple[tuple[int, ...], str]]  # shape and type of a weight, 
 
 
 def read_config(folder: str, key: str = "model.pretrained") -> dict[str, Any]:
-    """Read the `config.json` of a model that `lowbit train` supports; `key`: the setting, for errors.
-
-    Raises:
-        ConfigError: it is missing or invalid.
-    """
+    """Read the `config.json` of a model that `lowbit train` supports; `key`: the setting, for errors."""
     given, path = f"{key} is {folder!r}", Path(folder) / "config.json"
     try:
         values = read_json(path)
@@ -96,11 +94,7 @@ def read_json(path: Path) -> Any:
 
 
 def transformers_config(folder: str, key: str) -> PreTrainedConfig:
-    """Load the configuration of any model that Transformers supports.
-
-    Raises:
-        ConfigError: it is missing, or Transformers refuses it.
-    """
+    """Load the configuration of any model that Transformers supports."""
     from transformers import AutoConfig
 
     path = Path(folder) / "config.json"
@@ -127,11 +121,7 @@ def hint(name: str) -> str:
 
 
 def check_files(folder: str, key: str) -> _Shapes:
-    """Read shapes and types of a folder's weights from the headers of their files.
-
-    Raises:
-        ConfigError: the folder has no weights, or a file is missing, cut short or invalid.
-    """
+    """Read shapes and types of a folder's weights from the headers of their files."""
     given, place = f"{key} is {folder!r}", Path(folder)
     for name in _FILES:
         if (place / name).exists():
@@ -142,11 +132,7 @@ def check_files(folder: str, key: str) -> _Shapes:
 
 
 def check_weights(folder: str, config: Any, key: str = "model.pretrained") -> None:
-    """Check that a folder has the weights of a model of this configuration (Transformers' class), and no other layers.
-
-    Raises:
-        ConfigError: weights are missing, do not fit or are not floating-point numbers.
-    """
+    """Check that a folder has the weights of a model of this configuration (Transformers'), and no other layers."""
     from transformers import AutoModelForCausalLM
 
     given, stored_weights = f"{key} is {folder!r}", check_files(folder, key)
@@ -237,6 +223,9 @@ def _shards(given: str, index: Path) -> list[Path]:
 
 
 def _headers(given: str, files: Iterable[Path]) -> _Shapes:
+    """Read the headers of files, without running code in them or reading weights."""
+    from safetensors import safe_open
+
     shapes: _Shapes = {}
     for path in files:
         try:
@@ -245,27 +234,91 @@ def _headers(given: str, files: Iterable[Path]) -> _Shapes:
             with path.open("rb") as file:
                 if file.read(len(_LFS)) == _LFS:
                     raise ValueError("it is a pointer of Git LFS; `git lfs pull` brings the file")
-            shapes |= _header(path)
+            if path.suffix == ".safetensors":
+                with safe_open(path, "pt") as file:
+                    slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+                    shapes |= {name: (tuple(each.get_shape()), each.get_dtype()) for name, each in slices.items()}
+                continue
+            content = torch.load(path, weights_only=True, map_location="meta", mmap=True)
+            if not isinstance(content, Mapping):
+                raise ValueError(f"it holds {type(content).__name__}; allowed: weights by name")
+            tensors = {name: x for name, x in content.items() if isinstance(name, str) and isinstance(x, torch.Tensor)}
+            shapes |= {name: (tuple(x.shape), str(x.dtype)) for name, x in tensors.items()}
         except Exception as error:  # from safetensors, zipfile or pickle
             why = f"it has {path.stat().st_size} bytes; {reason(error)}" if path.is_file() else reason(error)
             raise ConfigError(f"{given}; {path} is cut short or cannot be read: {why}") from error
     return shapes
 
 
-def _header(path: Path) -> _Shapes:
-    """Read the header of a file, without running code in it or reading weights."""
-    from safetensors import safe_open
-
-    if path.suffix == ".safetensors":
-        with safe_open(path, "pt") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            return {name: (tuple(each.get_shape()), each.get_dtype()) for name, each in slices.items()}
-    content = torch.load(path, weights_only=True, map_location="meta", mmap=True)
-    if not isinstance(content, Mapping):
-        raise ValueError(f"it holds {type(content).__name__}; allowed: weights by name")
-    tensors = {name: x for name, x in content.items() if isinstance(name, str) and isinstance(x, torch.Tensor)}
-    return {name: (tuple(x.shape), str(x.dtype)) for name, x in tensors.items()}
-
-
 def _few(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+class ByteTokenizer:
+    """A tokenizer whose tokens are bytes; a token's id is the byte's value. size: entries of the vocabulary."""
+
+    size = 256
+
+    def encode(self, document: bytes) -> np.ndarray:
+        """Return the bytes themselves, uint8."""
+        return np.frombuffer(document, dtype=np.uint8)
+
+    def hugging_face(self) -> PreTrainedTokenizerBase:
+        """Return a byte-level tokenizer without merges, with the same ids."""
+        from tokenizers import Tokenizer as Fast
+        from tokenizers import decoders, models, pre_tokenizers
+        from transformers import PreTrainedTokenizerFast
+
+        # Byte-level tokenizers write each byte as a printable character (GPT-2's table).
+        printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+        others = [byte for byte in range(256) if byte not in printable]
+        vocabulary = {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+        fast = Fast(models.BPE(vocab=vocabulary, merges=[]))
+        fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        fast.decoder = decoders.ByteLevel()
+        return PreTrainedTokenizerFast(tokenizer_object=fast, clean_up_tokenization_spaces=False)
+
+
+class FolderTokenizer:
+    """A Hugging Face tokenizer; documents end with its end-of-text token, if it has one."""
+
+    def __init__(self, folder: str, *, key: str = "data.tokenizer") -> None:
+        from transformers import AutoTokenizer
+
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # of many kinds; panics of the package tokenizers are not an `Exception`
+            raise ConfigError(f"{key} {folder!r} cannot be loaded: {reason(error)}") from error
+        self.size = len(self._tokenizer)
+
+    def encode(self, document: bytes) -> np.ndarray:
+        """Return token ids, uint32; bytes that are not UTF-8 become the replacement character."""
+        text = document.decode("utf-8", errors="replace")
+        ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        if self._tokenizer.eos_token_id is not None:
+            ids.append(self._tokenizer.eos_token_id)
+        return np.asarray(ids, dtype=np.uint32)
+
+    def hugging_face(self) -> PreTrainedTokenizerBase:
+        """Return the tokenizer as it was loaded."""
+        return self._tokenizer
+
+
+Tokenizer = ByteTokenizer | FolderTokenizer
+
+
+def load_tokenizer(name: str, *, key: str = "data.tokenizer") -> Tokenizer:
+    """Load the tokenizer with this name; `key` is the setting, for errors."""
+    if name == "bytes":
+        return ByteTokenizer()
+    if not Path(name).is_dir():
+        raise ConfigError(f"{key} is {name!r}; allowed: bytes, or a folder that exists{hint(name)}")
+    return FolderTokenizer(name, key=key)
+
+
+def definition(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return vocabulary and rules as text; `repr` shows the folder instead."""
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    return fast.to_str() if fast is not None else repr(sorted(tokenizer.get_vocab().items()))

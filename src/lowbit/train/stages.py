@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,10 +16,11 @@ from lowbit.gradients import GradientStorage
 from lowbit.pipeline import LowBitStage
 from lowbit.pipeline.boundary import warm_up
 from lowbit.train.boundaries import Codecs, stock_dtype
-from lowbit.train.config import TrainConfig
-from lowbit.train.layout import PipelineLayout
 from lowbit.train.metrics import Work
 from lowbit.train.model import StageModule, next_token_loss
+
+if TYPE_CHECKING:
+    from lowbit.train.prepare import Prepared
 
 _COUNTED = (  # fields that a stage's traffic shares with `Work`
     "forward_bytes", "forward_elements", "backward_bytes", "backward_elements", "checksum_seconds", "wait_seconds",
@@ -49,35 +50,33 @@ class Pipeline:
     """This rank's stages with the schedule that runs them.
 
     Args:
-        modules: this rank's modules by stage, on `device`. group: the ranks of this pipeline; None: the default group.
+        modules: this rank's modules by stage, on the device. group: the ranks of this pipeline; None: the default one.
         storage: holds the gradients instead of `.grad`; the schedule then does not divide them by the micro-batches.
 
     Attributes:
+        width: elements of an activation.
         followed: copies of parameters that follow another rank of this pipeline, by name; equal on both ranks.
     """
 
     def __init__(
         self,
-        config: TrainConfig,
-        layout: PipelineLayout,
+        prepared: Prepared,
         modules: dict[int, StageModule],
-        codecs: Codecs,
-        device: torch.device,
-        storage: GradientStorage | None = None,
-        group: dist.ProcessGroup | None = None,
+        storage: GradientStorage | None,
+        group: dist.ProcessGroup | None,
     ) -> None:
-        self.config, self.layout, self.modules, self.codecs = config, layout, modules, codecs
-        self.device, self._group = device, group
+        self.config, self.layout, self.modules, self.codecs = prepared.config, prepared.layout, modules, prepared.codecs
+        self.device, self._group, self.width = prepared.device, group, next(iter(modules.values())).width
         self._loss = _Loss()  # a method of this object would keep it alive in a cycle with the schedule
         self.stages = [self._stage(index) for index in modules]
         if storage is not None:
             for stage in self.stages:
                 _absorb_weight_passes(stage, storage)
-        kind = get_schedule_class(config.pipeline.schedule)
+        kind = get_schedule_class(self.config.pipeline.schedule)
         several = issubclass(kind, PipelineScheduleMulti)
         self.schedule = kind(
             self.stages if several else self.stages[0],  # pyright: ignore[reportArgumentType]
-            n_microbatches=config.pipeline.microbatches,
+            n_microbatches=self.config.pipeline.microbatches,
             loss_fn=self._loss,
             scale_grads=storage is None,
         )
@@ -173,8 +172,7 @@ class Pipeline:
 
     def _compile_kernels(self) -> None:
         """Use the codecs of this rank's boundaries once, so that no step waits for compilation."""
-        width = next(iter(self.modules.values())).width
-        shape = torch.Size((self.config.rows, self.config.data.sequence, width))
+        shape = torch.Size((self.config.rows, self.config.data.sequence, self.width))
         for boundary in {each for index in self.modules for each in (index - 1, index)}:
             if 0 <= boundary < self.layout.stages - 1 and self.layout.crosses(boundary):
                 for codec in (self.codecs.forward[boundary], self.codecs.backward[boundary]):
@@ -182,7 +180,6 @@ class Pipeline:
                         warm_up(codec, shape, stock_dtype(self.config.pipeline), self.device)
 
     def _work(self, seconds: float) -> Work:
-        """Return the work of a step that took `seconds`."""
         work = Work()
         if self.config.pipeline.boundary == "lowbit":
             for index, stage in self.lowbit_stages.items():

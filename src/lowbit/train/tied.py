@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +23,14 @@ from lowbit.codecs import Cast, Codec
 from lowbit.collectives.checks import check_flat, check_summable
 from lowbit.train.boundaries import codec_of
 from lowbit.train.config import PipelineConfig
-from lowbit.train.layout import PipelineLayout
-from lowbit.train.metrics import Work
+from lowbit.train.gradients import ReplicaGroups
+from lowbit.train.metrics import TIED, Work
 from lowbit.train.model import StageModule
-from lowbit.train.replicas import ReplicaGroups
 from lowbit.wire.checksum import sealed_bytes
 from lowbit.wire.messages import Expected, Messages, Sent
+
+if TYPE_CHECKING:
+    from lowbit.train.prepare import Prepared
 
 _EXACT = Cast(dtype=torch.float32)
 _PIECE_BYTES = 8 << 20  # of float32 in a message, which bounds every wait
@@ -35,11 +38,7 @@ _DISTINCT, _GROWTH = 2.43, 0.717  # of WikiText-2 in SmolLM2's tokens, within 15
 
 
 def tied_codec(config: PipelineConfig) -> Codec:
-    """Return the codec of a tied embedding's rows; float32 with PyTorch's own stages.
-
-    Raises:
-        ConfigError: the codec's name or argument is invalid, or the codec has state or is only for activations.
-    """
+    """Return the codec of a tied embedding's rows; float32 with PyTorch's own stages."""
     codec = codec_of("pipeline.tied_rows", config.tied_rows, check_summable)
     codec_of("pipeline.tied_rows", config.tied_rows, check_flat)
     return codec if config.boundary == "lowbit" else _EXACT
@@ -67,7 +66,7 @@ class TiedWeights:
 
     Args:
         modules: this rank's modules, by stage. replicas: the pipelines, each of which has its own two copies.
-        tied: whether the model ties its embedding, and trains it. codec: for the rows.
+        tied: whether the model ties its embedding, and trains it.
 
     Attributes:
         copies: of the weight on this rank. follower: the one that follows another rank's, if any.
@@ -78,18 +77,16 @@ class TiedWeights:
 
     def __init__(
         self,
+        prepared: Prepared,
         modules: dict[int, StageModule],
-        layout: PipelineLayout,
         replicas: ReplicaGroups,
         *,
         tied: bool,
-        codec: Codec = _EXACT,
-        timeout: float = 120.0,
-        checksums: bool = True,
     ) -> None:
+        layout, codec, run = prepared.layout, prepared.tied_rows, prepared.config.run
         last = layout.stages - 1
         self._first_rank, self._last_rank = layout.rank_of(0), layout.rank_of(last)
-        self._codec, self._checksums = codec, checksums
+        self._codec, self._checksums = codec, run.checksums
         self._messages: Messages | None = None
         self._sent: list[Sent] = []
         self._expected: list[Expected] = []
@@ -107,7 +104,7 @@ class TiedWeights:
             self.copies.append(modules[last].head.weight)  # pyright: ignore
         if self._first_rank == self._last_rank:
             return
-        self._messages = Messages(replicas.side, "tied embedding", timeout=timeout, checksums=checksums)
+        self._messages = Messages(replicas.side, TIED, timeout=run.timeout_seconds, checksums=run.checksums)
         ends = {self._first_rank: self._last_rank, self._last_rank: self._first_rank}
         if replicas.place in ends:
             self.peer = replicas.members(replicas.index)[ends[replicas.place]]
@@ -142,7 +139,12 @@ class TiedWeights:
         self._ids, self._format = tokens.unique(), _EXACT if exact else self._codec
         if self.follower is None:
             self._expected = self._expect(self._first_rank, "gradients")
-            self._send_weights()
+            (weight,), rows = self.copies, next(iter(self.state.values()), None)
+            whole = rows is None or self._format == _EXACT
+            self._send(weight, self._first_rank, since=None if whole else rows)
+            if whole and rows is not None:
+                for ids in self._pieces(weight):
+                    rows[ids] = weight.detach()[ids]
         else:
             self._take_weights()
 
@@ -167,14 +169,6 @@ class TiedWeights:
             yield
         finally:
             self.follower.data[ids] = before
-
-    def _send_weights(self) -> None:
-        (weight,), rows = self.copies, next(iter(self.state.values()), None)
-        whole = rows is None or self._format == _EXACT
-        self._send(weight, self._first_rank, since=None if whole else rows)
-        if whole and rows is not None:
-            for ids in self._pieces(weight):
-                rows[ids] = weight.detach()[ids]
 
     def _take_weights(self) -> None:
         (weight,) = self.copies

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import resource
 import time
 from collections import Counter
 from dataclasses import astuple, fields
@@ -21,15 +22,13 @@ from lowbit.train.boundaries import stock_dtype
 from lowbit.train.data import Order
 from lowbit.train.elastic import Elastic, seed_of
 from lowbit.train.evaluate import HeldOutEvaluation, evaluated
-from lowbit.train.gradients import Gradients
+from lowbit.train.gradients import Gradients, ReplicaGroups
 from lowbit.train.identity import compared
-from lowbit.train.links import OUTSIDE, Links
-from lowbit.train.lora import add_adapters
+from lowbit.train.links import OUTSIDE, Links, link_name
 from lowbit.train.metrics import COORDINATION, EVALUATION, TIED, StepMetrics, Work, step_metrics
-from lowbit.train.model import StageModule, build_model
+from lowbit.train.model import StageModule, add_adapters, build_model
 from lowbit.train.prepare import Prepared
 from lowbit.train.progress import machine_name
-from lowbit.train.replicas import ReplicaGroups
 from lowbit.train.stages import Pipeline
 from lowbit.train.tied import TiedWeights
 from lowbit.wire.checksum import secret_facts
@@ -67,32 +66,17 @@ class Trainer:
             torch.cuda.set_device(device)  # NCCL and kernels use the current device
         self._agree()
         self.side = new_group(timeout=run.timeout_seconds)  # for all messages except the training traffic
-        self.replicas = ReplicaGroups(
-            self.layout.ranks, self.config.pipeline.data_parallel, codec=prepared.all_reduce,
-            timeout=run.timeout_seconds, side=self.side, checksums=run.checksums,
-        )  # fmt: skip
+        self.replicas = ReplicaGroups(self.config, self.layout.ranks, prepared.all_reduce, self.side)
         self.modules, is_tied = self._build_modules()
-        self.tied = TiedWeights(
-            self.modules, self.layout, self.replicas, tied=is_tied and not self.config.lora.rank,
-            codec=prepared.tied_rows, timeout=run.timeout_seconds, checksums=run.checksums,
-        )  # fmt: skip
+        self.tied = TiedWeights(prepared, self.modules, self.replicas, tied=is_tied and not self.config.lora.rank)
         trained = [(p, m) for m in self.modules.values() for p in m.parameters() if p.requires_grad]
         owned = [(p, m) for p, m in trained if p is not self.tied.follower]
         self.parameters = [p for p, _ in owned]
-        self.gradients = Gradients(
-            self.parameters, prepared.storage, microbatches=self.config.pipeline.microbatches,
-            others=[p for p, _ in trained if p is self.tied.follower],
-        )  # fmt: skip
-        self.pipeline = Pipeline(
-            self.config, self.layout, self.modules, prepared.codecs, device, self.gradients.storage,
-            self.replicas.pipeline,
-        )  # fmt: skip
+        others = [p for p, _ in trained if p is self.tied.follower]
+        self.gradients = Gradients(self.parameters, prepared.storage, others=others)
+        self.pipeline = Pipeline(prepared, self.modules, self.gradients.storage, self.replicas.pipeline)
         self.pipeline.followed = self.tied.state
-        self.width = next(iter(self.modules.values())).width
-        self.evaluation = HeldOutEvaluation(
-            self.layout, self.modules, stages=self.pipeline.lowbit_stages, width=self.width, device=device,
-            group=self.replicas.side, timeout=run.timeout_seconds, checksums=run.checksums,
-        )  # fmt: skip
+        self.evaluation = HeldOutEvaluation(self.pipeline, self.replicas.side)
         names, lighthouse = gather_json(machine_name(), self.side), self.config.elastic.lighthouse
         self.links = Links(self.layout, self.replicas.count, names, elastic=bool(lighthouse))
         count = 2 + len(fields(Work)) + self.links.count
@@ -109,9 +93,7 @@ class Trainer:
         self.saved_bytes: int | None = None
         self.elastic: Elastic | None = None
         if lighthouse:
-            self.elastic = Elastic(
-                self.config, prepared.all_reduce, prepared.identity, self.pipeline, self.optimizer, self.side
-            )
+            self.elastic = Elastic(prepared, self.pipeline, self.optimizer, self.side)
         torch.manual_seed(run.seed + 1 + self.rank)  # for dropout, each rank has its own
 
     def step(self, done: int) -> StepMetrics:
@@ -145,7 +127,7 @@ class Trainer:
                 inputs, targets, ids, positions=train.positions(ids), learned=train.learned(of_all)
             )  # fmt: skip
         self.work = work
-        self.gradients.finish()
+        self.gradients.finish(self.config.pipeline.microbatches)
         self._exchange_gradients(work)
         if self.elastic is not None and not self.elastic.commit():
             self.gradients.drop()
@@ -210,7 +192,6 @@ class Trainer:
         return loss, work
 
     def _exchange_gradients(self, work: Work) -> None:
-        """Average gradients over replicas, and sum those of tied weights."""
         with span(self.trace, "all-reduce"):
             if self.tied.apart:  # averages include only the last stage's copy
                 self._sum_tied(work)
@@ -264,6 +245,46 @@ class Trainer:
             if purpose not in (EVALUATION, SUMS, TIED):
                 parts[_OUTSIDE_STEPS.get(purpose, COORDINATION)] += nbytes
         return dict(parts)
+
+    def describe_machines(self, machines: list[dict[str, Any]], round_trip: float | None) -> dict[str, Any]:
+        """Describe the machines of a run: `lowbit.report.machine` of each rank, Mbit/s by link, and seconds."""
+        machine_of, rates, autocast = self.links.machine_of, self.links.rates, self.prepared.autocast
+        return {
+            "machines": [
+                {"machine": first, "ranks": [r for r, own in enumerate(machine_of) if own == first], **machines[first]}
+                for first in self.links.machines
+            ],
+            "links": [{"link": link_name(*pair), "mbit": rates.get(link_name(*pair))} for pair in self.links.pairs],
+            "round_trip_seconds": round_trip,
+            "backend": self.prepared.backend,
+            "device": self.prepared.device.type,
+            "precision": "fp32" if autocast is None else str(autocast).removeprefix("torch."),
+        }
+
+    def memory(self) -> dict[str, Any]:
+        """Measure the bytes that this rank's stages take after the last step."""
+        lowbit_stages = self.pipeline.lowbit_stages
+        stages = [
+            {
+                "stage": index,
+                "layers": len(self.layout.layers_of(index)),
+                "weights": sum(p.nbytes for p in module.parameters()),
+                "codec_states": lowbit_stages[index].state_bytes() if index in lowbit_stages else 0,
+                "messages": lowbit_stages[index].traffic.peak_bytes if index in lowbit_stages else 0,
+            }
+            for index, module in self.modules.items()
+        ]
+        states = (value for state in self.optimizer.state.values() for value in state.values())
+        memory: dict[str, Any] = {
+            "rank": self.rank,
+            "stages": stages,
+            "optimizer": sum(x.nbytes for value in states for x in optim.parts_of(value).values()),
+            "saved_activations": self.saved_bytes,
+            "process": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        }
+        if self.prepared.device.type == "cuda":
+            memory["gpu"] = torch.cuda.max_memory_allocated(self.prepared.device)
+        return memory
 
     def _agree(self) -> None:
         """Compare configuration, text and versions of all ranks before the first byte."""

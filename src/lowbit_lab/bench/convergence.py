@@ -29,10 +29,8 @@ from lowbit.pipeline.arguments import check_warm_up
 from lowbit.report import Baseline, Column, Command, Row, Table
 from lowbit.terminal import console
 from lowbit.train.config import DataConfig, LoraConfig, ModelConfig, OptimizerConfig, TrainConfig
-from lowbit.train.corpus import library_files
-from lowbit.train.data import load_data
-from lowbit.train.lora import check_lora
-from lowbit.train.model import hidden_size, vocabulary
+from lowbit.train.data import library_files, load_data
+from lowbit.train.model import check_lora, hidden_size, vocabulary
 from lowbit_lab.bench.progress import step_bars
 from lowbit_lab.bench.settings import Device, EachOnce, check_device, check_shape
 from lowbit_lab.bench.training import RANKS, TrainingRecipe, formats_in

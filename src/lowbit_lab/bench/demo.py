@@ -18,13 +18,13 @@ from rich.console import Console
 
 from lowbit import terminal
 from lowbit.report import Baseline, Column, Report, Row, Table, compare, machine
-from lowbit.train import ConfigError, TrainConfig, early
+from lowbit.train import ConfigError, TrainConfig
 from lowbit.train.auto import described
 from lowbit.train.config import AUTO, OptimizerConfig
 from lowbit.train.folder import RunFolder
-from lowbit.train.metrics import read_metrics
+from lowbit.train.folder import check_output as check_run_output
+from lowbit.train.metrics import read_metrics, read_summary
 from lowbit.train.pretrained import load
-from lowbit.train.summary import read_summary
 from lowbit_lab.bench.curves import curve, seconds_until
 from lowbit_lab.bench.pipeline import PipelineBenchmark
 from lowbit_lab.bench.progress import step_bars
@@ -171,7 +171,7 @@ def check_output(output: Path) -> None:
             "allowed: another folder, or moving these away"
         )
     for link, boundary in product((*LINKS, UNLIMITED), CONTESTANTS):
-        early.check_output(recipe(link, boundary, output))
+        check_run_output(recipe(link, boundary, output))
 
 
 def folder(link: Link, boundary: str, output: Path) -> Path:

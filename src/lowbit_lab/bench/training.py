@@ -34,8 +34,7 @@ from lowbit.train.config import (
 )
 from lowbit.train.data import Data, Windows, load_data
 from lowbit.train.layout import make_layout
-from lowbit.train.lora import add_adapters
-from lowbit.train.model import build_model, vocabulary
+from lowbit.train.model import add_adapters, build_model, vocabulary
 from lowbit.train.optim import eight_bit_adamw, make_optimizer
 from lowbit.train.single_process import model_loss, train_single_process
 from lowbit_lab.bench.worker import report_progress, serve

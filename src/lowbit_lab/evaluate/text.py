@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from lowbit.config import ConfigError
-from lowbit.train import corpus
+from lowbit.train import data as corpus
 from lowbit.train.config import DataConfig
-from lowbit.train.tokenizer import FolderTokenizer, Tokenizer, load_tokenizer
+from lowbit.train.pretrained import FolderTokenizer, Tokenizer, load_tokenizer
 from lowbit_lab.evaluate.settings import InferenceConfig
 
 log = logging.getLogger(__name__)
@@ -120,7 +120,7 @@ def read(settings: InferenceConfig, *, held_out: bool = False, encoder: bool = F
         encoder: the model reads a text between two special tokens.
     """
     tokenizer = load_tokenizer(settings.tokenizer or settings.model, key="tokenizer")
-    tokens = corpus.encode(documents(settings, held_out=held_out), tokenizer)
+    tokens = corpus.encode_documents(documents(settings, held_out=held_out), tokenizer)
     source = ", ".join(settings.text) or LIBRARY
     if len(tokens) < 2:
         raise ConfigError(f"{source} has {len(tokens)} tokens; allowed: at least 2")

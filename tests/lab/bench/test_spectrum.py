@@ -11,7 +11,7 @@ from lowbit.codecs import GroupInt
 from lowbit.report import run
 from lowbit.train.config import ModelConfig
 from lowbit.train.model import build_model
-from lowbit.train.tokenizer import ByteTokenizer
+from lowbit.train.pretrained import ByteTokenizer
 from lowbit_lab.bench import spectrum
 from lowbit_lab.bench.spectrum import COMMAND, SpectrumBenchmark
 from tests.lab.bench.shown import shown

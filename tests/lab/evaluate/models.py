@@ -4,7 +4,7 @@ from pathlib import Path
 
 from lowbit.train.config import ModelConfig
 from lowbit.train.model import build_model
-from lowbit.train.tokenizer import ByteTokenizer
+from lowbit.train.pretrained import ByteTokenizer
 
 TEXT = "The cat sat on the mat; 12 dogs, however, did not. Whether they would? Perhaps.\n" * 40
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from lowbit.config import ConfigError
 from lowbit.report import run
-from lowbit.train.tokenizer import load_tokenizer
+from lowbit.train.pretrained import load_tokenizer
 from lowbit_lab.evaluate import CalibrationConfig, EvaluationConfig, loading
 from lowbit_lab.evaluate.commands import CALIBRATE, EVALUATE
 from lowbit_lab.evaluate.neighbours import agreement, embed

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from lowbit.config import ConfigError
 from lowbit.report import run
-from lowbit.train.tokenizer import ByteTokenizer
+from lowbit.train.pretrained import ByteTokenizer
 from lowbit_lab.evaluate import EvaluationConfig, choices, task_files
 from lowbit_lab.evaluate.choices import LocalTask, Metric
 from lowbit_lab.evaluate.commands import EVALUATE

@@ -12,14 +12,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 from lowbit.train.checkpoints import save as saving
-from lowbit.train.checkpoints import search, share
+from lowbit.train.checkpoints import search
 from lowbit.train.checkpoints.manifest import MANIFEST, TENSORS, Manifest, newest_step, step_name
 from lowbit.train.checkpoints.save import Checkpoints
 from lowbit.train.checkpoints.search import SavedStep, Search
-from lowbit.train.checkpoints.share import Reader
-from lowbit.train.checkpoints.state import Snapshot
 from lowbit.train.folder import MARK, RunFolder
 from tests.processes import Ranks
 from tests.train.checkpoints.test_manifest import manifest
@@ -38,8 +37,7 @@ def save(folder: Path, steps: list[int], **changes: Any) -> None:
     ranks = changes.pop("ranks", dist.get_world_size())
     checkpoints = Checkpoints(folder, rank=dist.get_rank(), keep=2)
     for step in steps:
-        snapshot = Snapshot(tensors=tensors(step), codecs=[], aliases={})
-        checkpoints.save(step, snapshot, run_manifest(ranks, **changes))
+        checkpoints.save(step, tensors(step), run_manifest(ranks, **changes))
 
 
 def newest(folder: Path) -> tuple[SavedStep | None, list[str]]:
@@ -214,13 +212,13 @@ def test_of_equal_pipelines_one_suffices(ranks: Ranks, tmp_path: Path):
 
 def _save_where_one_fails(folder: Path, failing: int) -> None:
     save(folder, [2, 4])
-    write = share.write_file
+    write = saving.write_file
 
     def full(path: Path, chunks: Any) -> None:
         write(path, list(chunks)[:1])
         raise OSError(28, "No space left on device")
 
-    with mock.patch.object(share, "write_file", full if dist.get_rank() == failing else write):
+    with mock.patch.object(saving, "write_file", full if dist.get_rank() == failing else write):
         save(folder, [6])
 
 
@@ -246,13 +244,13 @@ def test_a_disk_that_is_really_full(tmp_path: Path, alone: None):
         pytest.skip("needs the right to mount")
     try:
         save(small, [2])
-        big = Snapshot(tensors={"model/a": torch.zeros(1 << 16)}, codecs=[], aliases={})
+        big = {"model/a": torch.zeros(1 << 16)}
         with pytest.raises(saving.TransientError, match=r"step 4, .*: No space left on device"):
             Checkpoints(small, rank=0, keep=2).save(4, big, run_manifest(1))
         assert shares(small) == ["step-00000002/rank-0"]
         saved, _ = newest(small)
         assert saved is not None
-        assert Reader(small / "checkpoints" / step_name(2) / "rank-0")("model/a")[0, 0] == 2
+        assert load_file(small / "checkpoints" / step_name(2) / "rank-0" / TENSORS)["model/a"][0, 0] == 2
     finally:
         subprocess.run(["umount", str(small)], check=True)
 

@@ -129,9 +129,7 @@ class Manifest:
         return manifest
 
 
-@functools.cache
-def _manifests() -> TypeAdapter[Manifest]:
-    return TypeAdapter(Manifest)
+_manifests = functools.cache(lambda: TypeAdapter(Manifest))
 
 
 def seal(values: Mapping[str, Any]) -> bytes:
@@ -154,11 +152,7 @@ def unseal(data: bytes) -> dict[str, Any]:
 
 
 def read_manifest(share: Path) -> Manifest:
-    """Read the manifest of a share, without checking its tensors.
-
-    Raises:
-        DamagedShareError: the manifest is missing, was changed, or has another format.
-    """
+    """Read the manifest of a share, not its tensors. Raises DamagedShareError: it is missing, or was changed."""
     try:
         check_regular(share / MANIFEST)
         with (share / MANIFEST).open("rb") as file:
@@ -190,14 +184,14 @@ def steps_in(folder: Path) -> dict[int, Path]:
     return _numbered(folder, _STEP)
 
 
-def shares_in(step: Path) -> dict[int, Path]:
-    """Folders of shares in the folder of a step, by rank, in ascending order."""
-    return _numbered(step, _RANK)
+def shares_in(step: Path, *, staged: bool = False) -> dict[int, Path]:
+    """Folders of shares in the folder of a step (or `staged`: not yet moved into place), by rank, ascending."""
+    return _numbered(step, _STAGED if staged else _RANK)
 
 
-def staged_in(step: Path) -> dict[int, Path]:
-    """Folders of shares that were not moved into place, by rank."""
-    return _numbered(step, _STAGED)
+def shares_newest_first(folder: Path) -> list[Path]:
+    """List shares of checkpoints, those of the newest step first."""
+    return [share for step in reversed(steps_in(folder).values()) for share in shares_in(step).values()]
 
 
 def newest_step(folder: Path) -> int | None:

@@ -11,6 +11,8 @@ import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,17 +20,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowbit.codecs import StatefulCodec, parse
-from lowbit.train.checkpoints.exchange import Item, ShareExchange
-from lowbit.train.checkpoints.manifest import NO_CHECKPOINT, Manifest, step_name
-from lowbit.train.checkpoints.save import Checkpoints, raise_everywhere
+from lowbit.train.checkpoints.manifest import NO_CHECKPOINT, TENSORS, Manifest, step_name
+from lowbit.train.checkpoints.save import DTYPES, Checkpoints, raise_everywhere, together
 from lowbit.train.checkpoints.search import SavedStep, Search
-from lowbit.train.checkpoints.share import DTYPES
 from lowbit.train.checkpoints.state import FOLLOWED, End, aliases_of, ends_of, parameters_of, restore
 from lowbit.train.config import RunConfig
 from lowbit.train.identity import CHOSEN, Change, changes_between, refuse
 from lowbit.train.stages import Pipeline
+from lowbit.wire.json_values import gather_json
+from lowbit.wire.messages import Messages
 
 log = logging.getLogger(__name__)
+
+Item = tuple[int, str]
+"""A tensor in a checkpoint: the rank that wrote the share, and the tensor's name in it."""
+
+_PIECE_BYTES = 8 << 20  # of a tensor that is sent
 
 
 def resume(
@@ -250,7 +257,7 @@ def _memories(saved: SavedStep) -> dict[int, dict[End, _Memory]]:
     for rank, manifest in saved.shares.items():
         of_pipeline = memories.setdefault(rank // places, {})
         for unit in manifest.codecs:
-            end = End.of(unit)
+            end = End(unit["after_layer"], unit["direction"], unit["outgoing"])
             items = {n.removeprefix(end.prefix): (rank, n) for n in manifest.tensors if n.startswith(end.prefix)}
             of_pipeline[end] = _Memory(codec=unit["codec"], values=unit["values"], items=items)
     return memories
@@ -261,3 +268,59 @@ def _same(one: str, other: str) -> bool:
         return parse(one) == parse(other)
     except (TypeError, ValueError, RecursionError):
         return False
+
+
+class ShareExchange:
+    """Reads tensors from this rank's disk, or receives them from a rank that has the share on its disk.
+
+    All ranks take part in all transfers in the same order, one piece to each receiver in turn. So there is no deadlock,
+    and no wait is longer than sending one piece to every rank takes. The whole exchange may exceed the time limit.
+
+    Args:
+        folder: of checkpoints on this rank's disk. timeout: seconds to wait for a piece.
+    """
+
+    def __init__(self, saved: SavedStep, folder: Path, group: dist.ProcessGroup | None, timeout: float) -> None:
+        self._saved, self._group = saved, group
+        self._messages = Messages(group, "checkpoints", timeout=timeout)
+        self._rank = self._messages.rank
+        from safetensors import safe_open
+
+        own = [share for share, holder in saved.holders.items() if holder == self._rank]
+        files = {share: folder / step_name(saved.step) / f"rank-{share}" / TENSORS for share in own}
+        self._readers = {share: safe_open(path, framework="pt") for share, path in files.items()}
+        self._received: dict[Item, Tensor] = {}
+
+    def run(self, wanted: list[Item]) -> dict[Item, Tensor]:
+        """Return the tensors that this rank wants, on the CPU; every rank must call it.
+
+        Raises:
+            DamagedError: a tensor arrived damaged. PeerError: a rank ended or does not answer.
+        """
+        wanted_by_rank = gather_json(wanted, self._group)
+
+        def transfer() -> None:
+            for _ in zip_longest(*(self._pieces(receiver, items) for receiver, items in enumerate(wanted_by_rank))):
+                pass  # a piece to each receiver in turn
+
+        together(transfer, self._group)
+        return self._received
+
+    def _pieces(self, receiver: int, items: list[Item]) -> Iterator[None]:
+        """Do this rank's part in sending `items` to a receiver; yield after each piece."""
+        for share, name in items:
+            holder, entry = self._saved.holders[share], self._saved.shares[share].tensors[name]
+            if self._rank == holder:
+                tensor = self._readers[share].get_tensor(name).clone()
+            else:  # neither sends nor receives: this rank only keeps the order, without memory for the tensor
+                device = "cpu" if self._rank == receiver else "meta"
+                tensor = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]], device=device)
+            if holder != receiver:
+                for piece in tensor.view(-1).view(torch.uint8).split(_PIECE_BYTES):
+                    if self._rank == holder:
+                        self._messages.send(piece, receiver).wait()
+                    elif self._rank == receiver:
+                        piece.copy_(self._messages.receive(piece.numel(), holder, name))
+                    yield
+            if self._rank == receiver:
+                self._received[share, name] = tensor

@@ -18,12 +18,10 @@ from lowbit.train.checkpoints.manifest import (
     Manifest,
     read_manifest,
     shares_in,
-    staged_in,
     step_name,
     steps_in,
 )  # fmt: skip
-from lowbit.train.checkpoints.save import raise_everywhere, together
-from lowbit.train.checkpoints.share import commit_share, verify_share
+from lowbit.train.checkpoints.save import commit_share, raise_everywhere, together, verify_share
 from lowbit.wire.json_values import gather_json
 
 log = logging.getLogger(__name__)
@@ -86,9 +84,6 @@ class Search:
 
         A step with all shares is intact. If there is none, so is one with the whole model that lacks some pipelines.
         Rank 0 logs a line for each step that is skipped.
-
-        Raises:
-            CheckpointError: there are steps, and none is intact.
         """
         if not self._holders and not self._reasons:
             return None
@@ -148,7 +143,6 @@ class Search:
         return outcomes
 
     def _why(self, step: int) -> str:
-        """Say why a step is not intact."""
         damaged = self._reasons.get(step, {})
         reasons = [f"{share} {reason}" for share, reason in sorted(damaged.items())]
         for key, holders in ((key, holders) for key, holders in self._holders.items() if key[0] == step):
@@ -164,7 +158,7 @@ def _commit_remaining(folder: Path, group: dist.ProcessGroup | None) -> None:
     own = [(step, share["attempt"]) for step, _, share in _inventory(folder) if "attempt" in share]
     begun = {tuple(key) for keys in gather_json(own, group) for key in keys}
     for step, path in steps_in(folder).items():
-        for rank, share in staged_in(path).items():
+        for rank, share in shares_in(path, staged=True).items():
             with contextlib.suppress(DamagedShareError, OSError):  # or another rank was faster
                 if (step, read_manifest(share).attempt) in begun:
                     commit_share(path / f"rank-{rank}")

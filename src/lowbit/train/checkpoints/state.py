@@ -23,21 +23,6 @@ from lowbit.train.stages import Pipeline
 FOLLOWED = "tied/"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Snapshot:
-    """The content of a rank's share.
-
-    Attributes:
-        tensors: by name; weights and moments are not copied.
-        codecs: for each end of a boundary whose codec has state: place, format, and all values that are not tensors.
-        aliases: for parameters that are copies, the name of the original.
-    """
-
-    tensors: dict[str, Tensor]
-    codecs: list[dict[str, Any]]
-    aliases: dict[str, str]
-
-
 @dataclass(frozen=True)
 class End:
     """One end of one direction of a boundary, by its place in the model."""
@@ -45,11 +30,6 @@ class End:
     after_layer: int
     direction: str
     outgoing: bool
-
-    @classmethod
-    def of(cls, unit: Mapping[str, Any]) -> End:
-        """Make the end that an entry of a manifest's `codecs` describes."""
-        return cls(unit["after_layer"], unit["direction"], unit["outgoing"])
 
     @property
     def prefix(self) -> str:
@@ -74,8 +54,13 @@ def ends_of(layout: PipelineLayout, codecs: Codecs, stage: int) -> Iterator[tupl
             yield f"boundary {boundary} {direction}", End(after, direction, outgoing), repr(each[boundary])
 
 
-def collect(pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> Snapshot:
-    """Collect weights, optimizer moments, and the states of codecs and random generators."""
+def collect(pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+    """Collect weights, optimizer moments, and the states of codecs and random generators.
+
+    Returns:
+        Tensors by name (weights and moments are not copied); and for each end of a boundary whose codec has state:
+        place, format, and all values that are not tensors.
+    """
     tensors = {"random/cpu": torch.get_rng_state()}
     if pipeline.device.type == "cuda":
         tensors["random/cuda"] = torch.cuda.get_rng_state(pipeline.device)
@@ -93,7 +78,7 @@ def collect(pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> Snapshot:
                 tensors |= {end.prefix + path: value for path, value in flat.items() if isinstance(value, Tensor)}
                 values = {path: value for path, value in flat.items() if not isinstance(value, Tensor)}
                 codecs.append(vars(end) | {"codec": codec, "values": values})
-    return Snapshot(tensors=tensors, codecs=codecs, aliases=aliases_of(pipeline))
+    return tensors, codecs
 
 
 def restore(
@@ -107,7 +92,7 @@ def restore(
     """Load a snapshot into the pipeline, the optimizer and the random generators.
 
     Args:
-        tensors: by the names of a `Snapshot`; generators and `Pipeline.followed` may be missing.
+        tensors: by the names of `collect`; generators and `Pipeline.followed` may be missing.
         lanes: states of the codecs at this rank's boundaries, by the names of `ends_of`, flat.
         steps: done so far.
     """
