@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks.__main__ import BENCHMARKS
-from lowbit.cli.app import COMMANDS
-from lowbit.cli.group import Group
+from lowbit.cli.app import COMMANDS, Group
 
 
 def every(command: Any, program: str) -> Iterator[tuple[str, Any]]:

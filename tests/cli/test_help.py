@@ -12,8 +12,7 @@ import pytest
 
 import lowbit.cli.app
 from benchmarks.__main__ import BENCHMARKS
-from lowbit.cli.app import COMMANDS
-from lowbit.cli.group import Group
+from lowbit.cli.app import COMMANDS, Group
 from lowbit.cli.parser import shown
 from lowbit.config import Setting, settings_of
 from tests.cli.test_examples import every

@@ -10,7 +10,7 @@ import pytest
 from pydantic import Field
 
 from lowbit.config import ConfigError, Positive, build, section, settings_of, to_toml
-from lowbit.config.types import Text
+from lowbit.config.section import Text
 
 
 @section("inner")

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
+from lowbit.doctor.facts import Facts, Speed
 from lowbit.doctor.findings import findings
-from lowbit.doctor.messages import Facts, Measured, Speed
-from lowbit.doctor.ports import DROPPED, OPEN
 from lowbit.doctor.settings import DoctorSettings
-from lowbit.doctor.survey import MachineSurvey, SurveyedMachine, _named
+from lowbit.doctor.survey import DROPPED, OPEN, MachineSurvey, Measured, SurveyedMachine, _named
 
 ADDRESSES = "10.0.0.1", "10.0.0.2"
 

@@ -22,14 +22,12 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from lowbit.config import ConfigError
-from lowbit.doctor import meeting, ports
+from lowbit.doctor import meeting, survey
 from lowbit.doctor.command import write_output
-from lowbit.doctor.facts import facts, gloo
+from lowbit.doctor.facts import Facts, StatementError, _coding, busy_seconds, facts, gloo, read
 from lowbit.doctor.meeting import FirstMachineError, Meeting
-from lowbit.doctor.messages import Facts, StatementError, read
-from lowbit.doctor.ports import DROPPED, OPEN, OTHER, REFUSED, Ports, probe
 from lowbit.doctor.settings import DoctorSettings
-from lowbit.doctor.speed import _coding, busy_seconds
+from lowbit.doctor.survey import DROPPED, OPEN, OTHER, REFUSED, Ports, probe
 from lowbit.train import from_mapping
 from tests.command_line import invoke
 from tests.doctor.machines import start
@@ -90,7 +88,7 @@ def _small() -> None:
         "model": {"dim": 32, "layers": 2, "heads": 2}, "data": {"sequence": 32, "batch": 4},
         "pipeline": {"forward": "bf16", "backward": "bf16"},
     })  # fmt: skip
-    mock.patch("lowbit.doctor.speed.TrainConfig", return_value=config).start()
+    mock.patch("lowbit.doctor.facts.TrainConfig", return_value=config).start()
 
 
 def test_another_program_has_the_port(tmp_path: Path):
@@ -115,7 +113,7 @@ def test_another_program_has_the_port(tmp_path: Path):
 
 
 def test_ports_are_told_apart(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(ports, "_ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr(survey, "_ANSWER_SECONDS", 1.0)
     own = Ports(41000, 41070)
     own.answer("word")
     with answering(lambda _: time.sleep(8)) as mute, answering(lambda c: c.sendall(b"word\n" * 99)) as other:
@@ -136,7 +134,7 @@ def test_a_program_that_drips_has_a_limit(monkeypatch: pytest.MonkeyPatch):
             connection.sendall(b"x")
             time.sleep(0.05)
 
-    monkeypatch.setattr(ports, "_ANSWER_SECONDS", 0.4)
+    monkeypatch.setattr(survey, "_ANSWER_SECONDS", 0.4)
     with answering(drip) as port:
         begin = time.monotonic()
         assert probe([(1, "127.0.0.1", port)], {1: "word"}) == ([OTHER], set())
@@ -210,7 +208,7 @@ def test_a_file_of_the_user_is_kept(tmp_path: Path):
 
 
 def test_a_recipe_that_chooses_its_formats_has_them_measured(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("lowbit.doctor.speed.coding_speed", lambda codec, *_: (1e9, 1e9))  # compiling takes long
+    monkeypatch.setattr("lowbit.doctor.facts.coding_speed", lambda codec, *_: (1e9, 1e9))  # compiling takes long
     config = from_mapping({"pipeline": {"forward": "auto"}})
     found = _coding(DoctorSettings(), config, (1, 32, 32), torch.device("cpu"))
     assert [text for text in found if "TransformQuant" in text]

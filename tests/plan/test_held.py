@@ -16,8 +16,7 @@ from lowbit.codecs import Cast
 from lowbit.pipeline import LowBitStage
 from lowbit.plan import actions_of, in_flight
 from lowbit.plan.budget import plan_bits
-from lowbit.plan.memory import MemorySettings
-from lowbit.plan.stages import StageMeter
+from lowbit.plan.memory import MemorySettings, StageMeter
 from lowbit.train.config import DataConfig, ModelConfig, PipelineConfig
 from lowbit.train.model import StageModule, build_model, next_token_loss
 from lowbit.wire.pytorch import version

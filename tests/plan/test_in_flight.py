@@ -2,7 +2,7 @@
 
 import pytest
 
-from lowbit.plan.in_flight import Moment, in_flight
+from lowbit.plan.budget import Moment, in_flight
 from lowbit.simulate.orders import order_of
 
 

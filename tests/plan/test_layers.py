@@ -11,7 +11,7 @@ import torch
 
 from lowbit.activations import LayerChoice, LayerPlan, compress_saved_
 from lowbit.plan.layers import LayerCost, StepCosts, choose_layers, measure_layers, plan_layers, predictions
-from lowbit.plan.trace import traced_peak
+from lowbit.plan.measure import traced_peak
 from lowbit.train.config import ModelConfig
 from lowbit.train.model import build_model
 from lowbit.train.single_process import model_loss

@@ -10,9 +10,8 @@ import torch
 
 from lowbit.activations import LayerAware, LayerPlan, compress_saved_
 from lowbit.config import build
-from lowbit.plan.memory import COMMAND, MemorySettings
+from lowbit.plan.memory import COMMAND, MemorySettings, StageMeter
 from lowbit.plan.sizes import parse_bytes
-from lowbit.plan.stages import StageMeter
 from lowbit.report import execute, run
 from lowbit.train import from_mapping
 from lowbit.train.activations import planned_settings

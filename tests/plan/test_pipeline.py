@@ -12,8 +12,7 @@ import pytest
 
 from lowbit.config import ConfigError, to_toml
 from lowbit.plan.cluster import Cluster, ClusterLink, Machine
-from lowbit.plan.predict import MemoryShort, PipelineChoice, Predictor
-from lowbit.plan.search import best_split, search
+from lowbit.plan.predict import MemoryShort, PipelineChoice, Predictor, best_split, search
 from lowbit.plan.sizes import ModelSizes
 from lowbit.train import load
 from tests.command_line import invoke

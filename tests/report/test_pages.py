@@ -17,10 +17,9 @@ import pytest
 
 pytest.importorskip("plotly")
 
-from lowbit.cli.report import write
-from lowbit.report.page.figures import thinned
-from lowbit.report.page.steps import own_times
-from lowbit.report.verdict import verdict
+from lowbit.cli.commands import write
+from lowbit.report.figures import own_times, thinned
+from lowbit.report.training import verdict
 from tests.command_line import invoke
 from tests.reports import HOSTILE, make_results, make_run, make_trace
 

@@ -7,9 +7,8 @@ import sys
 from collections.abc import Sequence
 
 from lowbit import __version__
-from lowbit.cli.app import COMMANDS
+from lowbit.cli.app import COMMANDS, CliCommand
 from lowbit.cli.errors import one_line_errors
-from lowbit.cli.group import CliCommand
 from lowbit.terminal import filtered
 
 __all__ = ["main"]

@@ -14,7 +14,7 @@ from typing import Any, Literal, NoReturn
 from lowbit.cli.text import examples_in_help, listed, wrapped
 from lowbit.config import ConfigError, Setting, resolve, settings_of
 from lowbit.config.files import in_toml
-from lowbit.config.types import choices_of, element_of, union_of
+from lowbit.config.section import choices_of, element_of, union_of
 
 _METAVARS = {int: "INTEGER", float: "NUMBER"}
 

@@ -10,8 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lowbit.config.section import ConfigError, Setting, build, settings_of
-from lowbit.config.types import Text
+from lowbit.config.section import ConfigError, Setting, Text, build, settings_of
 from lowbit.terminal import printable
 
 _Class = TypeVar("_Class")

@@ -11,10 +11,10 @@ from typing import Any
 
 from lowbit.config.atomic import check_written, write_unless_changed
 from lowbit.config.files import in_toml
+from lowbit.doctor.facts import Described
 from lowbit.doctor.findings import findings, rounded
-from lowbit.doctor.messages import Described, Measured
 from lowbit.doctor.settings import DoctorSettings, check_place
-from lowbit.doctor.survey import MachineSurvey, take
+from lowbit.doctor.survey import MachineSurvey, Measured, take
 from lowbit.plan.cluster import Cluster
 from lowbit.report import Column, Command, Row, Table, check_output
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from itertools import combinations, groupby
 
-from lowbit.doctor import ports as doors
-from lowbit.doctor.messages import Facts, Finding, Measured
-from lowbit.doctor.survey import MachineSurvey, SurveyedMachine
+from lowbit.doctor.facts import Facts
+from lowbit.doctor.survey import DROPPED, OPEN, OTHER, REFUSED, UNREACHABLE, MachineSurvey, Measured, SurveyedMachine
 from lowbit.wire.checksum import SECRET
 from lowbit.wire.sockets import ADVICE, FASTER
 
@@ -23,11 +23,26 @@ _VPN = (
     "them, or one that needs no forwarded port, such as Tailscale; then meet at an address of the VPN"
 )
 _WORDS = {
-    doors.DROPPED: "nothing answers: packets are dropped",
-    doors.REFUSED: "connections are refused",
-    doors.UNREACHABLE: "it cannot be reached",
-    doors.OTHER: "another machine or program answers",
+    DROPPED: "nothing answers: packets are dropped",
+    REFUSED: "connections are refused",
+    UNREACHABLE: "it cannot be reached",
+    OTHER: "another machine or program answers",
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """A problem that the user should know before the training starts.
+
+    Attributes:
+        level: "stop" if the training would not start, or would hang; "warning", "note".
+        machine: where it is. what: the problem. fix: how to fix it.
+    """
+
+    level: str
+    machine: str = ""
+    what: str
+    fix: str = ""
 
 
 def rounded(mbit: float) -> str:
@@ -233,7 +248,7 @@ def _closed(survey: MachineSurvey, caller: int, called: int) -> dict[int, str]:
     """Ports of `called` at Gloo's address that `caller` cannot use, with the state that it found there."""
     own = survey.machines[called].facts
     found = survey.states.get((caller, called), {})
-    return {p: state for (address, p), state in found.items() if address == own.gloo_address and state != doors.OPEN}
+    return {p: state for (address, p), state in found.items() if address == own.gloo_address and state != OPEN}
 
 
 def _closed_ports(caller: SurveyedMachine, called: SurveyedMachine, states: Mapping[int, str]) -> Iterator[Finding]:

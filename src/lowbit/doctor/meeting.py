@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import Store
 
-from lowbit.doctor.messages import StatementError, read
+from lowbit.doctor.facts import StatementError, read
 from lowbit.doctor.settings import DoctorSettings
 from lowbit.job.meeting import MeetingError, prove, reach
 from lowbit.wire.checksum import begin_attempt, run_secret

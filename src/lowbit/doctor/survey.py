@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import selectors
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import combinations
 
 from torch._C._distributed_c10d import PrefixStore, ProcessGroup
 
-from lowbit.doctor.facts import facts, now_ns
+from lowbit.config import NonNegative
+from lowbit.doctor.facts import Facts, Number, Share, Speed, Text, facts, message, now_ns, read, speed
 from lowbit.doctor.meeting import FirstMachineError, Meeting, say
-from lowbit.doctor.messages import Facts, Joined, Measured, ProbeResults, Speed, read
-from lowbit.doctor.ports import OPEN, Ports, probe
 from lowbit.doctor.settings import DoctorSettings
-from lowbit.doctor.speed import speed
 from lowbit.job.meeting import MeetingError
 from lowbit.job.process_group import connect, joined
 from lowbit.terminal import one_line
@@ -35,6 +39,49 @@ _MESSAGE_SECONDS = 30.0  # for a message of a probe to arrive
 _FAR_TRIPS, _FAR_SECONDS = 100, 6.0
 _CONNECTIONS = 16  # that `lowbit train` tries where BBR is not permitted
 _SPEED_SECONDS = 1200.0  # the first call of a format compiles it
+
+
+@message
+class ProbeResults:
+    """Results of connecting to the ports of the other machines: machine, address, port, and state.
+
+    Attributes:
+        seen: source addresses of this machine's connections, as the others saw them.
+    """
+
+    states: tuple[tuple[int, Text, int, Text], ...]
+    seen: tuple[Text, ...] = ()
+
+
+@message
+class Joined:
+    """Whether a machine joined the process group. problem: why it did not."""
+
+    problem: Text = ""
+
+
+@message
+class Measured:
+    """Measurements of the link from this machine to another one.
+
+    Attributes:
+        ahead_ms: how far this machine's clock is ahead of the other one's.
+        loss: share of TCP segments that were sent again; again: their number.
+        control: congestion control of its connections, such as "cubic".
+        better_mbit, better_loss: measured once more because segments were sent again, in another `way`: with BBR
+            where all machines permit it, otherwise over several connections. permitted: whether this machine does.
+    """
+
+    mbit: Number = 0.0
+    rtt_ms: Number = 0.0
+    ahead_ms: float = 0.0
+    loss: Share | None = None
+    again: NonNegative = 0
+    control: Text = ""
+    better_mbit: Number = 0.0
+    better_loss: Share = 0.0
+    way: Text = ""
+    permitted: bool = True
 
 
 @dataclass
@@ -225,3 +272,93 @@ def _measure(survey: MachineSurvey, messages: Messages, pair: tuple[int, int]) -
         mbit=mbit, rtt_ms=1e3 * trip.seconds, ahead_ms=ahead / 1e6, control=congestion_control(),
         loss=min(1.0, after.since(before)), again=max(0, after.again - before.again),
     )  # fmt: skip
+
+
+OPEN, DROPPED, REFUSED, UNREACHABLE, OTHER = "open", "dropped", "refused", "unreachable", "other"
+"""Results of connecting to a port: the expected machine, no answer, refused, no route, another program or machine."""
+_PORTS = 8
+_PORT_SECONDS = 4.0  # in which a lost first packet is sent again twice
+_ANSWER_SECONDS = 5.0
+_MOST_BYTES = 200  # of an answer
+_AT_ONCE = 64
+
+
+class Ports:
+    """Listens at some of the ports that the system assigns, and answers every connection.
+
+    It reads nothing that the other end sends. An answer is the machine's word and the connection's source address.
+
+    Args:
+        low, high: range of ports to choose from.
+
+    Attributes:
+        numbers: the chosen ports.
+    """
+
+    def __init__(self, low: int, high: int) -> None:
+        self._word = ""
+        self._selector = selectors.DefaultSelector()
+        self._ended = False
+        self._listeners: list[socket.socket] = []
+        step = max(1, (high - low) // (_PORTS - 1))
+        for wanted in (*range(low, high, step), high):
+            for port in range(wanted, min(wanted + 20, high + 1)):
+                with contextlib.suppress(OSError):
+                    self._listeners.append(socket.create_server(("", port), backlog=64))
+                    self._selector.register(self._listeners[-1], selectors.EVENT_READ)
+                    break
+        self.numbers = tuple(sorted({each.getsockname()[1] for each in self._listeners}))
+
+    def answer(self, word: str) -> None:
+        """Answer with this word, which the others know, from now on."""
+        self._word = word
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        """Close the ports."""
+        self._ended = True
+        for listener in self._listeners:
+            listener.close()
+
+    def _accept(self) -> None:
+        while not self._ended:
+            for key, _ in self._selector.select(0.2):
+                with contextlib.suppress(OSError, ValueError):
+                    connection, (address, *_) = key.fileobj.accept()  # pyright: ignore
+                    with connection:
+                        connection.setblocking(False)  # the answer fits into the buffer of a new connection
+                        connection.sendall(f"{self._word} {address}\n".encode())
+
+
+def probe(places: list[tuple[int, str, int]], words: dict[int, str]) -> tuple[list[str], set[str]]:
+    """Connect to each place (machine, address, port); return its state, and the source addresses that the others saw.
+
+    `words`: the expected answer of each machine.
+    """
+    seen: set[str] = set()
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        states = pool.map(lambda place: _state(place[1:], words[place[0]], seen), places)
+        return list(states), seen
+
+
+def _state(place: tuple[str, int], word: str, seen: set[str]) -> str:
+    try:
+        with socket.create_connection(place, timeout=_PORT_SECONDS) as connection:
+            answer, deadline = b"", time.monotonic() + _ANSWER_SECONDS
+            with contextlib.suppress(OSError):
+                while not answer.endswith(b"\n") and len(answer) < _MOST_BYTES:
+                    connection.settimeout(max(0.001, deadline - time.monotonic()))
+                    if not (part := connection.recv(_MOST_BYTES)):
+                        break
+                    answer += part
+    except TimeoutError:
+        return DROPPED
+    except ConnectionRefusedError:
+        return REFUSED
+    except OSError:
+        return UNREACHABLE
+    received, _, address = answer.decode(errors="replace").strip().partition(" ")
+    if received != word:
+        return OTHER
+    seen.add(address)
+    return OPEN

@@ -19,8 +19,7 @@ from torch import nn
 
 from lowbit.activations.layer_plan import KEEP, LayerChoice, LayerPlan, layers_of
 from lowbit.plan.budget import SLOWER
-from lowbit.plan.measure import ORDER_OF_SUMS, compressed, gradients, relative_error
-from lowbit.plan.trace import StepTrace, trace_step
+from lowbit.plan.measure import ORDER_OF_SUMS, StepTrace, compressed, gradients, relative_error, trace_step
 
 Step = Callable[[], Any]
 Runs = tuple[tuple[LayerChoice, int], ...]

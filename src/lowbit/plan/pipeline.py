@@ -15,8 +15,7 @@ from lowbit.codecs.names import pair_name
 from lowbit.config import ConfigError, NonNegative, Positive, section, to_toml
 from lowbit.config.atomic import check_written, write_unless_changed
 from lowbit.plan.cluster import Cluster
-from lowbit.plan.predict import PipelineChoice, Prediction, Predictor
-from lowbit.plan.search import search
+from lowbit.plan.predict import PipelineChoice, Prediction, Predictor, search
 from lowbit.plan.sizes import measure_sizes
 from lowbit.report import Column, Command, Row, Table, check_output
 from lowbit.train import load

@@ -5,10 +5,8 @@ One `Command` declares a command: settings, a function that measures, columns an
 
 from __future__ import annotations
 
-from lowbit.report.command import Command, check_output, execute, run
-from lowbit.report.results import Report, machine
-from lowbit.report.rows import Baseline, Row, Value, compare, spread, summary
-from lowbit.report.tables import Column, Table
+from lowbit.report.command import Command, Report, check_output, execute, machine, run
+from lowbit.report.tables import Baseline, Column, Row, Table, Value, compare, spread, summary
 
 __all__ = [
     "Baseline",

@@ -18,7 +18,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from lowbit.report.results import plain
+from lowbit.report.command import plain
 from lowbit.terminal import lines
 
 GENERATOR = "lowbit report"
@@ -69,7 +69,7 @@ def render(page: Page) -> str:
     """Render the page as HTML. Raises ModuleNotFoundError: the extra "report" is not installed."""
     import jinja2
 
-    files = resources.files("lowbit.report.page")
+    files = resources.files("lowbit.report")
     environment = jinja2.Environment(
         loader=jinja2.FunctionLoader(lambda name: files.joinpath(name).read_text("utf-8")), autoescape=True,
         trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined,
