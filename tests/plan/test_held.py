@@ -87,7 +87,7 @@ def check(name: str) -> None:
     settings = settings_of(name)
     layout, rank = settings.layout, dist.get_rank()
     meter = StageMeter(settings)
-    costs = [meter.stage(layout, stage).cost for stage in range(layout.stages)]
+    costs = [meter.stage(layout, stage)[0] for stage in range(layout.stages)]
     held = settings.held
     most = plan_bits(held, costs, ERRORS, device_bytes=1 << 50)
     plan = plan_bits(held, costs, ERRORS, device_bytes=most.least + (max(most.device_bytes.values()) - most.least) // 2)

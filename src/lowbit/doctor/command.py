@@ -42,8 +42,7 @@ def rows_from(survey: MachineSurvey) -> list[Row]:
     machines, links = [], []
     auto = {machine.facts.connections for machine in survey.machines.values()} == {"auto"}
 
-    def rate(link: Measured) -> float | None:
-        """What training will get."""
+    def rate(link: Measured) -> float | None:  # that training will reach
         return max(link.mbit, link.better_mbit if auto else 0.0) or None
 
     for machine in survey.machines.values():
@@ -80,21 +79,19 @@ def cluster_toml(rows: Sequence[Row]) -> str:
         row for row in rows
         if row["kind"] == "link" and row["mbit"] and row["back_mbit"] and {row["first"], row["second"]} <= names
     ]  # fmt: skip
-    return "".join(f"\n{line}\n" for row in (*machines, *links) for line in ["\n".join(_toml_lines(row))])
+    return "".join(map(_table, (*machines, *links)))
 
 
-def _toml_lines(row: Row) -> Iterator[str]:
-    values: dict[str, Any]
-    yield f"[[{row['kind']}]]"
+def _table(row: Row) -> str:
     if row["kind"] == "link":
         values, names = {"between": (row["first"], row["second"])}, ("mbit", "back_mbit", "rtt_ms")
     else:
         values = {"name": row["name"], "address": row["address"], "cores": max(1, row["cores"]), "gpus": row["gpus"]}
         values["memory"] = f"{row['memory_bytes'] / 1e9:.1f}gb" if row["memory_bytes"] >= 1e8 else ""
         names = ("layer_seconds", "layer_tokens", "layer_overhead", "tflops", "optimizer_ns", "coding")
-    for name, value in {**values, **{name: row[name] for name in names}}.items():
-        if value not in (None, "", 0, ()):
-            yield f"{name} = {in_toml(float(f'{value:.4g}') if isinstance(value, float) else value)}"
+    values |= {name: float(f"{row[name]:.4g}") if isinstance(row[name], float) else row[name] for name in names}
+    lines = [f"{name} = {in_toml(value)}" for name, value in values.items() if value not in (None, "", 0, ())]
+    return "\n".join(["", f"[[{row['kind']}]]", *lines, ""])
 
 
 def measure(settings: DoctorSettings, earlier: Sequence[Row] = ()) -> Iterator[Sequence[Row]]:

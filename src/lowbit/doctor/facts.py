@@ -162,11 +162,6 @@ _NO_LINK_LAYER = 65534  # ARPHRD_NONE: WireGuard, and TUN devices such as those 
 _BRIDGING_VPN = re.compile("tap|zt")  # VPNs with an Ethernet of their own, such as ZeroTier's
 
 
-def now_ns() -> int:
-    """Nanoseconds of this machine's clock."""
-    return time.time_ns()
-
-
 def versions() -> dict[str, str]:
     """Versions that are compared."""
     return {"lowbit": lowbit.__version__, "torch": torch.__version__, "python": platform.python_version()}
@@ -194,16 +189,20 @@ def facts(settings: DoctorSettings) -> Facts:
         gpu = choose_device(config.run.device, 1).type == "cuda"
     except ValueError as error:
         gpu, problem = False, problem or str(error)
-    address = address_towards(host)
+    address, meet_address = address_towards(host), _resolved(host)
     interface = interface_towards(host) or ""
-    low, high = _port_range()
+    kind = struct.unpack_from("H", _asked(interface, _SIOCGIFHWADDR))[0]
+    low, high = 32768, 60999  # the range from which the system assigns ports to programs that ask for any free one
+    with contextlib.suppress(OSError, ValueError):
+        low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     return Facts(
         name=(settings.name or socket.gethostname())[:60], **versions(),
         torch_problem=torch_problem, device=torch.cuda.get_device_name() if gpu else "CPU",
         cores=len(os.sched_getaffinity(0)), gpus=torch.cuda.device_count() if gpu else 0,
         memory_bytes=float(torch.cuda.mem_get_info()[0] if gpu else _free_memory()), address=address,
         interface=interface, **gloo(interface),
-        meet_address=_resolved(host), near=_near(_resolved(host)), vpn=_is_vpn(interface),
+        meet_address=meet_address, near=_near(meet_address),
+        vpn=kind == _NO_LINK_LAYER or bool(_BRIDGING_VPN.match(interface)),
         machine=_kernel(), network=_network(),
         firewall=next((name for name in _FIREWALLS if shutil.which(name)), ""),
         secret=bool(run_secret()), recipe=settings.recipe, recipe_problem=problem, text=text,
@@ -237,11 +236,6 @@ def _asked(interface: str, request: int) -> bytes:
     return bytes(16)
 
 
-def _is_vpn(interface: str) -> bool:
-    kind = struct.unpack_from("H", _asked(interface, _SIOCGIFHWADDR))[0]
-    return kind == _NO_LINK_LAYER or bool(_BRIDGING_VPN.match(interface))
-
-
 def _near(address: str) -> bool:
     """Whether an address is in a network to which this machine is attached."""
     for name, own in interfaces().items():
@@ -265,14 +259,6 @@ def _network() -> str:
     with contextlib.suppress(OSError):
         return str(os.stat("/proc/self/ns/net").st_ino)
     return ""
-
-
-def _port_range() -> tuple[int, int]:
-    """The range from which the system assigns ports to programs that ask for any free one."""
-    with contextlib.suppress(OSError, ValueError):
-        low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
-        return low, high
-    return 32768, 60999
 
 
 def _free_memory() -> int:

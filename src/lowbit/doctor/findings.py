@@ -111,7 +111,8 @@ def _versions(survey: MachineSurvey) -> Iterator[Finding]:
         if own.python.rsplit(".", 1)[0] != first.python.rsplit(".", 1)[0]:
             what = f"Python is {own.python}, and {first.python} on {first.name}"
             yield _warn(own.name, what, "the same version is safer")
-        cores = machine.speed.busy - _own_cores(survey, own)
+        alike = [each for each in survey.machines.values() if own.machine == each.facts.machine != ""]  # containers
+        cores = machine.speed.busy - sum(each.speed.own for each in alike or [machine])
         if cores > _BUSY * own.cores and not own.gpus:
             what = f"other programs use {cores:.1f} of its {own.cores} cores, so it was measured slower than it is"
             yield _warn(own.name, what, f"end these programs (top on {own.name} lists them), and check again")
@@ -274,19 +275,14 @@ def _router(own: Facts) -> str:
     """Why a router may keep this machine from the first one, to be followed by a remedy; empty within one network."""
     if own.near or own.vpn or not own.meet_address:
         return ""
-    if not _is_private(own.meet_address):
+    if _is_private(own.meet_address):
         return (
-            f"{own.meet_address} may be the address of a router (NAT), which lets nothing through to the first machine"
-            + (
-                f"; if this is the first machine, it has {own.address} and is behind one"
-                if _is_private(own.address)
-                else ""
-            )
+            f"{own.meet_address} is a private address of another network than this machine's ({own.address}); if a "
+            "router joins both, check that the first machine runs and that its firewall lets the port pass, otherwise"
         )
-    return (
-        f"{own.meet_address} is a private address of another network than this machine's ({own.address}); if a router "
-        "joins both, check that the first machine runs and that its firewall lets the port pass, otherwise"
-    )
+    why = f"{own.meet_address} may be the address of a router (NAT), which lets nothing through to the first machine"
+    is_first = f"; if this is the first machine, it has {own.address} and is behind one"
+    return why + (is_first if _is_private(own.address) else "")
 
 
 def _is_private(address: str) -> bool:
@@ -294,14 +290,6 @@ def _is_private(address: str) -> bool:
         return not ipaddress.ip_address(address).is_global
     except ValueError:
         return False
-
-
-def _own_cores(survey: MachineSurvey, own: Facts) -> float:
-    """Cores that this check itself uses on a machine; several of its containers may take part."""
-    alike = (
-        each for each in survey.machines.values() if each.facts is own or (own.machine == each.facts.machine != "")
-    )
-    return sum(each.speed.own for each in alike)
 
 
 def _every(survey: MachineSurvey) -> list[Facts]:

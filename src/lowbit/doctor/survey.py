@@ -12,11 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import combinations
+from time import time_ns
 
 from torch._C._distributed_c10d import PrefixStore, ProcessGroup
 
 from lowbit.config import NonNegative
-from lowbit.doctor.facts import Facts, Number, Share, Speed, Text, facts, message, now_ns, read, speed
+from lowbit.doctor.facts import Facts, Number, Share, Speed, Text, facts, message, read, speed
 from lowbit.doctor.meeting import FirstMachineError, Meeting, say
 from lowbit.doctor.settings import DoctorSettings
 from lowbit.job.meeting import MeetingError
@@ -225,10 +226,14 @@ def _measure_links(survey: MachineSurvey, side: ProcessGroup | None) -> None:
     """Measure each pair's link in turn; those that lose packets once more, as `lowbit train` would then use them."""
     say("measuring clocks and links")
     messages = Messages(None, "doctor", timeout=_MESSAGE_SECONDS)
+
+    def measured(pair: tuple[int, int]) -> list[Measured]:
+        own = _measure(survey, messages, pair) if messages.rank in pair else Measured()
+        return [read(Measured, each) for each in gather_json(vars(own), side)]
+
     pairs = [*combinations(range(messages.ranks), 2)]
     for pair in pairs:
-        own = _measure(survey, messages, pair) if messages.rank in pair else Measured()
-        found = [read(Measured, each) for each in gather_json(vars(own), side)]
+        found = measured(pair)
         survey.links.update({(a, b): found[a] for a, b in (pair, pair[::-1])})
         if pair[0] == 0:
             survey.machines[pair[1]].clock_ms = found[pair[1]].ahead_ms
@@ -242,8 +247,7 @@ def _measure_links(survey: MachineSurvey, side: ProcessGroup | None) -> None:
         way = f"{_CONNECTIONS} connections"
         connect_more(None, _CONNECTIONS)
     for pair in pairs:
-        own = _measure(survey, messages, pair) if messages.rank in pair else Measured()
-        again = [read(Measured, each) for each in gather_json(vars(own), side)]
+        again = measured(pair)
         for a, b in (pair, pair[::-1]):
             better = {"better_mbit": again[a].mbit, "better_loss": again[a].loss or 0.0, "way": way}
             survey.links[a, b] = replace(survey.links[a, b], **better, permitted=permitted[a])
@@ -253,7 +257,7 @@ def _measure(survey: MachineSurvey, messages: Messages, pair: tuple[int, int]) -
     """Measure this machine's link to the other one of a pair."""
     direction = pair
     try:
-        trip = round_trip(messages, pair[0] + pair[1] - messages.rank, now_ns)
+        trip = round_trip(messages, pair[0] + pair[1] - messages.rank, time_ns)
         seconds = max(survey.settings.seconds, min(_FAR_SECONDS, _FAR_TRIPS * trip.seconds))
         mbit, before, after = 0.0, Segments(0, 0), Segments(0, 0)
         for direction in (pair, (pair[1], pair[0])):
@@ -296,7 +300,7 @@ class Ports:
     """
 
     def __init__(self, low: int, high: int) -> None:
-        self._word = ""
+
         self._selector = selectors.DefaultSelector()
         self._ended = False
         self._listeners: list[socket.socket] = []
@@ -311,23 +315,23 @@ class Ports:
 
     def answer(self, word: str) -> None:
         """Answer with this word, which the others know, from now on."""
-        self._word = word
-        threading.Thread(target=self._accept, daemon=True).start()
+
+        def accept() -> None:
+            while not self._ended:
+                for key, _ in self._selector.select(0.2):
+                    with contextlib.suppress(OSError, ValueError):
+                        connection, (address, *_) = key.fileobj.accept()  # pyright: ignore
+                        with connection:
+                            connection.setblocking(False)  # the answer fits into the buffer of a new connection
+                            connection.sendall(f"{word} {address}\n".encode())
+
+        threading.Thread(target=accept, daemon=True).start()
 
     def close(self) -> None:
         """Close the ports."""
         self._ended = True
         for listener in self._listeners:
             listener.close()
-
-    def _accept(self) -> None:
-        while not self._ended:
-            for key, _ in self._selector.select(0.2):
-                with contextlib.suppress(OSError, ValueError):
-                    connection, (address, *_) = key.fileobj.accept()  # pyright: ignore
-                    with connection:
-                        connection.setblocking(False)  # the answer fits into the buffer of a new connection
-                        connection.sendall(f"{self._word} {address}\n".encode())
 
 
 def probe(places: list[tuple[int, str, int]], words: dict[int, str]) -> tuple[list[str], set[str]]:

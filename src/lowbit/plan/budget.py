@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -24,6 +24,7 @@ SLOWER = 0.01
 """Plans whose seconds differ by less count as equally fast, because measured times are not more exact."""
 _MOST_STAGES = 18  # of a rank; combinations of its stages' options: at most 2^18
 
+_Item = TypeVar("_Item")
 Bits = Mapping[str, int]
 Sensitivities = Mapping[str, Mapping[int, float]]
 """Relative error of the gradient by layer type and bits: |g' - g| / |g| if only this type has these bits."""
@@ -304,15 +305,19 @@ def _options(cost: StageCost, errors: Sensitivities, layers: int) -> list[Option
     return sorted(options, key=lambda option: -sum(option.what.values()))
 
 
+def undominated(items: Iterable[_Item], numbers: Callable[[_Item], tuple[float, ...]]) -> list[_Item]:
+    """The items that no other one matches or undercuts in all numbers, ordered by these; of equal ones the first."""
+    found: list[tuple[tuple[float, ...], _Item]] = []
+    for item in sorted(items, key=numbers):  # whatever undercuts an item comes before it
+        own = numbers(item)
+        if not any(all(a <= b for a, b in zip(other, own, strict=True)) for other, _ in found):
+            found.append((own, item))
+    return [item for _, item in found]
+
+
 def _front(options: Sequence[Option], most: int) -> list[Option]:
     """The options that no other beats in every respect, fewest bytes first; at most `most`, evenly spaced."""
-    front: list[Option] = []
-    numbers: list[tuple[float, ...]] = []
-    for option in sorted(options, key=lambda one: (one.held + one.extra, one.seconds, one.loss)):
-        mine = (option.held, option.extra, option.seconds, option.loss)
-        if not any(all(a <= b for a, b in zip(other, mine, strict=True)) for other in numbers):
-            front.append(option)
-            numbers.append(mine)
+    front = undominated(options, lambda one: (one.held + one.extra, one.seconds, one.loss, one.held, one.extra))
     if len(front) <= max(2, most):
         return front
     last, parts = len(front) - 1, max(2, most) - 1
@@ -330,19 +335,13 @@ class Moment:
     held: Mapping[int, int]
     halfway: Mapping[int, int]
 
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """For each stage: micro-batches before their backward, and halfway ones."""
-        whole = (self.held[stage] - self.halfway[stage] for stage in self.held)
-        return (*whole, *self.halfway.values())
-
 
 @dataclass(frozen=True, kw_only=True)
 class InFlight:
     """Micro-batches that the stages of a pipeline hold.
 
-    `moments`: by rank, those that no other exceeds in all `numbers`. However many bytes a micro-batch takes, the rank's
-    memory is highest at one of these.
+    `moments`: by rank, those that no other exceeds at every stage, in whole and in halfway micro-batches. However many
+    bytes a micro-batch takes, the rank's memory is highest at one of these.
     """
 
     moments: Mapping[int, tuple[Moment, ...]]
@@ -389,7 +388,7 @@ def in_flight(order: Order) -> InFlight:
     Raises:
         ValueError: a stage on several ranks, or one whose backwards do not match its forwards.
     """
-    every = {rank: _most(_walk(rank, actions)) for rank, actions in order.items()}
+    every = {rank: tuple(undominated(_walk(rank, actions), _counts)) for rank, actions in order.items()}
     every = {rank: moments for rank, moments in every.items() if moments}
     stages = [stage for moments in every.values() for stage in moments[0].held]
     if not stages or len(set(stages)) < len(stages):
@@ -420,11 +419,7 @@ def _walk(rank: int, actions: Sequence[Any]) -> Iterator[Moment]:
             raise ValueError(f"order of rank {rank} leaves {count} micro-batches of stage {stage} without backward")
 
 
-def _most(moments: Iterator[Moment]) -> tuple[Moment, ...]:
-    """The moments that no other exceeds in all numbers, each once, in chronological order."""
-    different = {moment.numbers: moment for moment in moments}
-
-    def exceeded(numbers: tuple[int, ...]) -> bool:
-        return any(n != numbers and all(b >= a for a, b in zip(numbers, n, strict=True)) for n in different)
-
-    return tuple(moment for numbers, moment in different.items() if not exceeded(numbers))
+def _counts(moment: Moment) -> tuple[int, ...]:
+    """For each stage, micro-batches before their backward, and halfway ones; negative, because the most count."""
+    held, halfway = moment.held, moment.halfway
+    return (*(halfway[stage] - held[stage] for stage in held), *(-count for count in halfway.values()))

@@ -5,8 +5,8 @@ Bytes are counted on two decoder layers of the real shape for each kind of stage
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
@@ -102,7 +102,7 @@ class MemorySettings:
     def __post_init__(self) -> None:
         if self.gradients.storage != FULL_PRECISION:
             parse(self.gradients.storage)
-        if self.budget and parse_bytes(self.budget) < _LEAST_BUDGET:
+        if self.budget and self.budget_bytes < _LEAST_BUDGET:
             raise ConfigError(f"budget is {self.budget!r}, less than a megabyte; allowed: more, such as 24gb or 800mb")
         _ = self.layout, self.vocab, self.recipe
         if self.method == "agoq":
@@ -110,6 +110,11 @@ class MemorySettings:
                 raise ConfigError("by is 'layer', with attention in 8 bits, and method is 'agoq'; allowed: stage")
             object.__setattr__(self, "optimizer", "adamw-8bit")
             object.__setattr__(self, "gradients", self.recipe.gradients)
+
+    @property
+    def budget_bytes(self) -> int:
+        """Bytes of a device; 0 if `budget` is omitted."""
+        return parse_bytes(self.budget) if self.budget else 0
 
     @property
     def recipe(self) -> TrainConfig:
@@ -129,9 +134,8 @@ class MemorySettings:
     def held(self) -> InFlight:
         """Micro-batches that the stages hold."""
         run = self.pipeline
-        return in_flight(
-            order_of(run.schedule, ranks=run.ranks, stages_per_rank=run.stages_per_rank, microbatches=run.microbatches)
-        )
+        counts = {"ranks": run.ranks, "stages_per_rank": run.stages_per_rank, "microbatches": run.microbatches}
+        return in_flight(order_of(run.schedule, **counts))
 
     @property
     def layout(self) -> PipelineLayout:
@@ -160,7 +164,11 @@ def measure(settings: MemorySettings, earlier: Sequence[Row] = ()) -> Iterator[S
     check_output(Path(settings.out) if settings.out else None)
     layout, meter = settings.layout, StageMeter(settings)
     measured = [meter.stage(layout, stage) for stage in range(layout.stages)]
-    plan, rows = (_by_layer if settings.by == "layer" else _by_stage)(settings, meter, measured)
+    costs = [cost for cost, _ in measured]
+    if settings.by == "layer":
+        plan, rows = _by_layer(settings, meter, costs)
+    else:
+        plan, rows = _by_stage(settings, costs, [plain for _, plain in measured])
     if settings.out:
         made_for = planned_settings(settings.recipe, layout, settings.vocab)
         replace(plan, made_for={**plan.made_for, **made_for, "weights": settings.weights}).write(settings.out)
@@ -168,14 +176,14 @@ def measure(settings: MemorySettings, earlier: Sequence[Row] = ()) -> Iterator[S
 
 
 def _by_stage(
-    settings: MemorySettings, meter: StageMeter, measured: Sequence[MeasuredStage]
+    settings: MemorySettings, costs: Sequence[StageCost], plain: Sequence[int]
 ) -> tuple[LayerPlan, list[Row]]:
-    held, costs = settings.held, [stage.cost for stage in measured]
+    held = settings.held
     errors = sensitivities(*sample_model(settings), group=settings.group)
     plan_for = partial(plan_bits, held, sensitivities=errors, group=settings.group)
     only_4 = [replace(cost, saved={kind: {4: cost.saved[kind][4]} for kind in PLANNED}) for cost in costs]
     int4 = plan_for(only_4, device_bytes=1 << 62)
-    plan = plan_for(costs, device_bytes=_budget(settings, int4.device_bytes))
+    plan = plan_for(costs, device_bytes=settings.budget_bytes or max(int4.device_bytes.values()))
     return plan.bits, [
         {
             "stage": one.stage,
@@ -185,7 +193,7 @@ def _by_stage(
             **one.bits,
             "saved_bytes": one.saved_bytes,
             "int4_bytes": int4.stages[one.stage].saved_bytes,
-            "bf16_bytes": one.held * measured[one.stage].plain,
+            "bf16_bytes": one.held * plain[one.stage],
             "fixed_bytes": costs[one.stage].fixed,
             "pipeline_bytes": max(
                 outside_autograd(held, moment, costs, [one.stage]) for moment in held.moments[one.rank]
@@ -201,10 +209,8 @@ def _by_stage(
     ]
 
 
-def _by_layer(
-    settings: MemorySettings, meter: StageMeter, measured: Sequence[MeasuredStage]
-) -> tuple[LayerPlan, list[Row]]:
-    held, costs, layers = settings.held, [stage.cost for stage in measured], LayerMeter(settings, meter)
+def _by_layer(settings: MemorySettings, meter: StageMeter, costs: Sequence[StageCost]) -> tuple[LayerPlan, list[Row]]:
+    held, layers = settings.held, LayerMeter(settings, meter)
     total = sum(cost.layers for cost in costs)
 
     def option(stage: int, one: LayersPrediction) -> Option:
@@ -214,7 +220,7 @@ def _by_layer(
     choose_among = partial(choose, held, costs, least_with=f"with max_error {settings.max_error}")
     low = [layers.predict(stage, _LOW_BIT) for stage in held.stages]
     of_low = choose_among([[option(stage, one)] for stage, one in enumerate(low)], device_bytes=1 << 62)
-    budget = _budget(settings, of_low.device_bytes)
+    budget = settings.budget_bytes or max(of_low.device_bytes.values())
     every = [[option(stage, one) for one in layers.predictions(stage)] for stage in held.stages]
     chosen = choose_among(every, device_bytes=budget)
     best: list[LayersPrediction] = [option.what for option in chosen.options]
@@ -240,11 +246,6 @@ def _by_layer(
     ]
 
 
-def _budget(settings: MemorySettings, low: Mapping[int, int]) -> int:
-    """The bytes that every device has; if omitted, what the fullest device needs with 4 bits everywhere."""
-    return parse_bytes(settings.budget, "budget") if settings.budget else max(low.values())
-
-
 def _megabytes(size: float) -> str:
     return f"{size / 1e6:,.0f}" if size >= 1e8 else f"{size / 1e6:.1f}"
 
@@ -259,14 +260,6 @@ def _title(rows: Sequence[Row]) -> str:
         f"Saved activations {_within(one)}\n"
         f"relative error of the gradient: {one['error_all']:.4f}, with 4 bits everywhere {one['error_int4']:.4f}"
     )
-
-
-def _kind(by: str) -> Callable[[Sequence[Row]], Sequence[Row]]:
-    return lambda rows: [row for row in rows if ("choices" in row) == (by == "layer")]
-
-
-def _title_by_layer(rows: Sequence[Row]) -> str:
-    return f"What each layer keeps, {_within(rows[0])}"
 
 
 _BYTES = {
@@ -292,7 +285,7 @@ COMMAND = Command(
                 Column("error", "error", "{:.4f}"),
             ),
             title=_title,
-            rows=_kind("stage"),
+            rows=lambda rows: [row for row in rows if "choices" not in row],
         ),
         Table(
             columns=(
@@ -302,8 +295,8 @@ COMMAND = Command(
                 Column("low-bit\nms", "low_bit_seconds", lambda seconds: f"{1e3 * seconds:.1f}"),
                 Column("error", "error", "{:.4f}"),
             ),
-            title=_title_by_layer,
-            rows=_kind("layer"),
+            title=lambda rows: f"What each layer keeps, {_within(rows[0])}",
+            rows=lambda rows: [row for row in rows if "choices" in row],
         ),
     ),
 )
@@ -311,14 +304,6 @@ COMMAND = Command(
 
 _STATE_BYTES = {"adamw": 8.0, "adamw-8bit": 2 + 2 * 4 / 256}
 """Bytes of state for each parameter: two in float32, or torchao's in 8 bits with a float32 scale for each 256."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MeasuredStage:
-    """A stage's bytes with every number of bits; `plain`: bytes saved of a micro-batch in plain BF16."""
-
-    cost: StageCost
-    plain: int
 
 
 class StageMeter:
@@ -336,7 +321,8 @@ class StageMeter:
         self.dtype = torch.float32 if self.mixed else torch.bfloat16  # of the stages' outputs
         self._measured: dict[tuple[bool, bool], _TwoLayers] = {}
 
-    def stage(self, layout: PipelineLayout, stage: int) -> MeasuredStage:
+    def stage(self, layout: PipelineLayout, stage: int) -> tuple[StageCost, int]:
+        """A stage's bytes with every number of bits, and the bytes saved of a micro-batch in plain BF16."""
         kind = kind_of(layout, stage)
         if kind not in self._measured:
             self._measured[kind] = _TwoLayers(self, *kind)
@@ -390,10 +376,10 @@ class _TwoLayers:
         self.inputs = self.received if meter.splits else 0
         self.gradients = [meter.between_passes(layers, first, last) for layers in (1, 2)]
 
-    def with_layers(self, layers: int) -> MeasuredStage:
+    def with_layers(self, layers: int) -> tuple[StageCost, int]:
         whole = self.by_width[max(self.by_width)]
         not_planned = {kind for kind, _ in whole.modules} - {*PLANNED, "weights"}
-        parameters = self.module.named_parameters()
+
         one, two = self.gradients
         cost = StageCost(
             layers=layers,
@@ -407,14 +393,13 @@ class _TwoLayers:
             received=self.received,
             early=self._bytes(whole, layers, {"loss"}) + self.output if self.module.last else 0,
             gradients=one + (layers - 1) * (two - one),
-            fixed=round(sum(self._fixed(p) * self._copies(name, layers) for name, p in parameters)),
+            fixed=round(sum(self._fixed(p) * self._copies(name, layers) for name, p in self.module.named_parameters())),
         )
         kinds = {kind for kind, _ in self.plain.modules} - {"weights"}
-        return MeasuredStage(cost=cost, plain=self._bytes(self.plain, layers, kinds))
+        return cost, self._bytes(self.plain, layers, kinds)
 
     def _bytes(self, saved: SavedBytes, layers: int, kinds: Collection[str]) -> int:
-        sizes = saved.modules.items()
-        return sum(size * self._copies(name, layers) for (kind, name), size in sizes if kind in kinds)
+        return sum(n * self._copies(name, layers) for (kind, name), n in saved.modules.items() if kind in kinds)
 
     def _copies(self, name: str, layers: int) -> int:
         """Number of copies of this module or parameter in a stage with `layers` layers."""
@@ -450,12 +435,16 @@ class LayerMeter:
             self._costs[kind] = with_errors(costs, errors)
 
     def predictions(self, stage: int) -> list[LayersPrediction]:
-        layers = len(self._layout.layers_of(stage))
-        return predictions(self._costs[kind_of(self._layout, stage)], layers, max_error=self._max_error)
+        costs, layers = self._of(stage)
+        return predictions(costs, layers, max_error=self._max_error)
 
     def predict(self, stage: int, choice: LayerChoice) -> LayersPrediction:
         """Predict a stage with one choice for all of its layers."""
-        return self._costs[kind_of(self._layout, stage)].predict(((choice, len(self._layout.layers_of(stage))),))
+        costs, layers = self._of(stage)
+        return costs.predict(((choice, layers),))
+
+    def _of(self, stage: int) -> tuple[StepCosts, int]:
+        return self._costs[kind_of(self._layout, stage)], len(self._layout.layers_of(stage))
 
 
 def kind_of(layout: PipelineLayout, stage: int) -> tuple[bool, bool]:

@@ -93,7 +93,6 @@ class Predictor:
         self.machines = cluster.of_ranks
         self._speed = functools.cache(coding_speed)
         self._own_optimizer = functools.cache(optimizer_ns)
-        self._schedule = functools.cache(_schedule)
 
     def rows(self, choice: PipelineChoice) -> int:
         """Windows of a micro-batch; ConfigError if the batch cannot be divided into these micro-batches."""
@@ -127,7 +126,7 @@ class Predictor:
         step = self._step(choice, layout)
         return Prediction(choice=choice, step=step, memory=memory, bits=bits, tied_bytes=tied_bytes)
 
-    def bytes_outside_steps(self, choice: PipelineChoice, *, evaluations: int, batches: int, saved: bool) -> float:
+    def bytes_outside_steps(self, choice: PipelineChoice, evaluations: int, *, batches: int, saved: bool) -> float:
         """Bytes that all ranks send outside of steps: for evaluations of `batches` batches, and to save the model."""
         layout = self.layout(choice)
         exact, shapes = parse("fp32"), [(self.batch, self.sequence, self.sizes.width)] * batches
@@ -146,7 +145,7 @@ class Predictor:
     def rank_bytes(self, choice: PipelineChoice, counts: Sequence[int], rank: int) -> float:
         """Memory of a rank with `counts` layers on its stages: weights, gradients, optimizer and saved activations."""
         layout = self.layout(replace(choice, layers=()))
-        held = self._schedule(choice.schedule, layout.ranks, choice.stages_per_rank, choice.microbatches)[1]
+        held = _schedule(choice.schedule, layout.ranks, choice.stages_per_rank, choice.microbatches)[1]
         tokens, last, sizes = self.rows(choice) * self.sequence, layout.stages - 1, self.sizes
         saved = {
             s: tokens * (counts[s] * sizes.layer_saved + (s == last) * sizes.last_saved + 4 * sizes.width)
@@ -178,7 +177,7 @@ class Predictor:
             return forward.nbytes(shape), backward.nbytes(shape)
 
         return predicted_step(
-            self._schedule(choice.schedule, layout.ranks, choice.stages_per_rank, choice.microbatches)[0],
+            _schedule(choice.schedule, layout.ranks, choice.stages_per_rank, choice.microbatches)[0],
             [count * self.layer_seconds(machines[rank], tokens) for count, rank in zip(layers, ranks, strict=True)],
             ranks,
             self._network(layout),
@@ -221,18 +220,15 @@ class Predictor:
 
     def _parameters(self, layout: PipelineLayout, rank: int) -> int:
         last, stages = layout.stages - 1, layout.stages_of(rank)
-        follows = self._followed(layout) and 0 in stages
-        return sum(
-            self.sizes.parameters(layout.layer_counts[s], first=s == 0, last=s == last) for s in stages
-        ) - (follows * self.sizes.tied)  # fmt: skip
+        copied = self.sizes.tied * (self._followed(layout) and 0 in stages)
+        each = (self.sizes.parameters(layout.layer_counts[s], first=s == 0, last=s == last) for s in stages)
+        return sum(each) - copied
 
     def _tied_seconds(self, layout: PipelineLayout, rank: int) -> float:
         """Seconds of sending a tied embedding's rows to the first rank, and their gradients back."""
         ends = layout.rank_of(0), layout.rank_of(layout.stages - 1)
-        if not self._followed(layout) or rank not in ends:
-            return 0.0
         link = self.cluster.link(*(self.machines[end].name for end in ends))
-        if link is None:
+        if link is None or not self._followed(layout) or rank not in ends:
             return 0.0
         byte = (2 if link.half_duplex else 1) * 8e-6 / min(link.mbit, link.back_mbit or link.mbit)
         return 2 * (self._step_rows() * byte + link.rtt_ms / 2000)
@@ -277,6 +273,7 @@ def _every(formats: tuple[str, ...], boundaries: int) -> tuple[str, ...]:
     return formats * boundaries if len(formats) == 1 else formats
 
 
+@functools.cache
 def _schedule(name: str, ranks: int, stages_per_rank: int, microbatches: int) -> tuple[Actions, InFlight]:
     order = order_of(name, ranks=ranks, stages_per_rank=stages_per_rank, microbatches=microbatches)
     return actions_from(order), in_flight(order)
@@ -352,8 +349,7 @@ def search(
             continue  # the same as 1F1B or GPipe
         plain = PipelineChoice(schedule=schedule, stages_per_rank=each, microbatches=cut)
         try:
-            shapes = list(_splits(predictor, plain))
-            for name, layers in product(formats, shapes):
+            for name, layers in product(formats, _splits(predictor, plain)):
                 found = predictor.predict(replace(plain, layers=layers, formats=(name,)))
                 if name not in best or found.seconds < best[name].seconds:
                     best[name] = found
@@ -369,40 +365,33 @@ def search(
     return [_by_boundary(predictor, first, formats, as_fast), *(found for found in order if found is not first)]
 
 
-def _splits(predictor: Predictor, choice: PipelineChoice) -> Iterator[tuple[int, ...]]:
-    """Yield the split whose slowest rank is fastest, and the even one if that also fits."""
+def _splits(predictor: Predictor, choice: PipelineChoice) -> list[tuple[int, ...]]:
+    """Return the split whose slowest rank is fastest, and the even one, written as (), if that also fits."""
     layout, sizes = predictor.layout(choice), predictor.sizes
-    tokens = predictor.rows(choice) * predictor.sequence
-
-    def cost(rank: int) -> Callable[[int], float]:
-        each_layer = predictor.layer_seconds(predictor.machines[rank], tokens)
-        extra = (rank == layout.rank_of(layout.stages - 1)) * sizes.last_flops / sizes.layer_flops
-        return lambda layers: each_layer * (layers + extra)
-
-    each = choice.stages_per_rank
-    ranks = range(layout.ranks)
-    most = [sizes.layers] * layout.ranks
-    fastest = best_split([cost(rank) for rank in ranks], sizes.layers, least=each, most=most)
+    tokens, head = predictor.rows(choice) * predictor.sequence, sizes.last_flops / sizes.layer_flops
+    seconds = [predictor.layer_seconds(machine, tokens) for machine in predictor.machines]
+    costs: list[Callable[[int], float]] = [lambda layers, each=each: each * layers for each in seconds]
+    last = layout.rank_of(layout.stages - 1)
+    costs[last] = lambda layers: seconds[last] * (layers + head)
+    fastest = best_split(costs, sizes.layers, least=choice.stages_per_rank)
     assert fastest is not None  # there are at least as many layers as stages
     even = layout.layer_counts
     found = dict.fromkeys((_over_stages(fastest, choice, predictor), even))
-    fitting = [layers for layers in found if all(predictor.fits(choice, layers, rank) for rank in ranks)]
-    if not fitting:
-        fitting = list(_within_memory(predictor, choice, [cost(rank) for rank in ranks]))
-    yield from (() if layers == even else layers for layers in fitting)
+    fitting = [layers for layers in found if all(predictor.fits(choice, layers, rank) for rank in range(layout.ranks))]
+    fitting = fitting or [_within_memory(predictor, choice, costs)]
+    return [() if layers == even else layers for layers in fitting]
 
 
 def _within_memory(
     predictor: Predictor, choice: PipelineChoice, costs: Sequence[Callable[[int], float]]
-) -> Iterator[tuple[int, ...]]:
-    """Yield the fastest split whose ranks have no more layers than fit into their memory, or raise MemoryShort."""
+) -> tuple[int, ...]:
+    """Return the fastest split whose ranks have no more layers than fit into their memory, or raise MemoryShort."""
     layers, ranks, each = predictor.sizes.layers, len(costs), choice.stages_per_rank
     most = []
     for rank in range(ranks):
         limit = each - 1
         for count in range(each, layers - each * (ranks - 1) + 1):
-            others = [each] * ranks
-            others[rank] = count
+            others = [count if one == rank else each for one in range(ranks)]
             if not predictor.fits(choice, _over_stages(others, choice, predictor), rank):
                 break
             limit = count
@@ -411,7 +400,7 @@ def _within_memory(
     if shares is None:
         predictor.predict(choice)  # raises with the numbers of the even split
         raise MemoryShort("the model does not fit into the memory of the cluster")
-    yield _over_stages(shares, choice, predictor)
+    return _over_stages(shares, choice, predictor)
 
 
 def _over_stages(shares: Sequence[int], choice: PipelineChoice, predictor: Predictor) -> tuple[int, ...]:
@@ -449,10 +438,9 @@ def _by_boundary(predictor: Predictor, found: Prediction, formats: Sequence[str]
     def seconds(mix: tuple[str, ...]) -> float:
         return math.inf if (one := predicted(mix)) is None else one.seconds
 
-    uniform = {name: predicted((name,) * boundaries) for name in formats}
-    names = [name for name, one in uniform.items() if one is not None]
-    names.sort(key=lambda name: -uniform[name].total_bits)  # pyright: ignore[reportOptionalMemberAccess]
-    start = found.choice.formats * (boundaries if len(found.choice.formats) == 1 else 1)
+    bits = {name: one.total_bits for name in formats if (one := predicted((name,) * boundaries))}
+    names = sorted(bits, key=lambda name: -bits[name])
+    start = _every(found.choice.formats, boundaries)
     mix, _ = choose_formats(seconds, names, range(boundaries), start, as_fast=as_fast)
     return predicted(mix) or found
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lowbit.config.atomic import write
 from lowbit.report.tables import Baseline, Row, Table, compare
 from lowbit.terminal import console, filtered_again
 
@@ -126,7 +127,7 @@ def _shown(command: Command) -> Iterator[Callable[[Sequence[Row]], None]]:
         return
     began = last = time.monotonic()
 
-    def write(rows: Sequence[Row]) -> None:
+    def log(rows: Sequence[Row]) -> None:
         nonlocal last
         if (now := time.monotonic()) - last >= _LOG_SECONDS:
             last = now
@@ -134,7 +135,7 @@ def _shown(command: Command) -> Iterator[Callable[[Sequence[Row]], None]]:
             sys.stderr.write(f"{command.name}: {count} after {now - began:.0f} s\n")
             sys.stderr.flush()
 
-    yield write
+    yield log
 
 
 def check_output(path: Path | None) -> None:
@@ -178,12 +179,7 @@ class Report:
         """
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f"{path.name}.{os.getpid()}.part")
-        try:
-            part.write_text(json.dumps(plain(vars(self)), indent=1, allow_nan=False) + "\n", "utf-8")
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
+        write(path, json.dumps(plain(vars(self)), indent=1, allow_nan=False) + "\n")
 
     @classmethod
     def read_json(cls, path: Path | str, *, command: str = "", fields: Collection[str] = ()) -> Report:
@@ -214,8 +210,11 @@ def machine() -> dict[str, Any]:
 
     import lowbit
 
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text("utf-8").splitlines() if info.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     about = {
-        "cpu": _cpu_model(),
+        "cpu": next(names, platform.processor() or platform.machine()),
         "cores": len(os.sched_getaffinity(0)),
         "simd": torch.backends.cpu.get_cpu_capability(),
         "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
@@ -243,10 +242,3 @@ def plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
     return value if value is None or isinstance(value, str | int) else str(value)
-
-
-def _cpu_model() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text("utf-8").splitlines() if info.exists() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())

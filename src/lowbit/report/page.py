@@ -11,13 +11,13 @@ import functools
 import gzip
 import hashlib
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from lowbit.config.atomic import write
 from lowbit.report.command import plain
 from lowbit.terminal import lines
 
@@ -96,15 +96,11 @@ def write_page(page: Page, path: Path) -> None:
     text = render(page)
     if (path.exists() or path.is_symlink()) and not is_ours(path):
         raise ValueError(f"{path} is in the way: it is not a page of lowbit; allowed: another name, or to move it away")
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(text, encoding="utf-8", errors="replace")
-        part.replace(path)
+        write(path, text.encode(errors="replace"))
     except OSError as error:
         raise ValueError(f"{path} cannot be written: {error.strerror}") from error
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def try_to_write(make: Callable[[], Page], path: Path) -> None:
