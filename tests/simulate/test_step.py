@@ -1,3 +1,5 @@
+"""The simulation of a step: orders of PyTorch, steps by hand, and every moment of a slow simulator."""
+
 from __future__ import annotations
 
 import random
@@ -7,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowbit.simulate import Channel, Network, StageTimes, actions, actions_from, simulate
+from lowbit.simulate.predict import predicted_step
 from tests.simulate.reference import seconds_of
 
 FREE = Channel()
@@ -150,3 +153,41 @@ def test_wrong_numbers_are_refused():
         simulate(order, [TIMES] * 2, Network(channels=[], routes={}))
     with pytest.raises(ValueError, match="optimizer and averaging have -1"):
         simulate(order, [TIMES] * 2, chain(2), optimizer=-1)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "each", "kinds"),
+    [
+        ("GPipe", 1, "FB"), ("1F1B", 1, "FB"), ("Interleaved1F1B", 2, "FB"), ("LoopedBFS", 2, "FB"),
+        ("InterleavedZeroBubble", 2, "FBIW"),
+        ("ZBVZeroBubble", 2, "FBIW"), ("DualPipeV", 2, "FBIW"),
+    ],
+)  # fmt: skip
+def test_schedules_are_read_from_pytorch(schedule: str, each: int, kinds: str):
+    found = actions(schedule, ranks=2, stages_per_rank=each, microbatches=4)
+    names = [name for rank in range(2) for name in found.names(rank)]
+    assert {name.strip("0123456789") for name in names} <= set(kinds)
+    assert sum("F" in name for name in names) == 4 * 2 * each
+    assert len(set(names)) == len(names)
+
+
+def test_numbers_that_pytorch_does_not_take_are_refused():
+    with pytest.raises(ValueError, match="stages_per_rank is 2; allowed with 1F1B: 1"):
+        actions("1F1B", ranks=2, stages_per_rank=2, microbatches=4)
+    with pytest.raises(ValueError, match="microbatches"):
+        actions("GPipe", ranks=2, microbatches=0)
+    with pytest.raises(ValueError, match="ranks is 0"):
+        actions("1F1B", ranks=0, microbatches=4)
+    with pytest.raises(ValueError, match="Unknown schedule name '2F2B'"):
+        actions("2F2B", ranks=2, microbatches=4)
+
+
+def test_each_end_codes_and_each_way_takes_its_own_bytes():
+    network = Network(channels=[Channel(bytes_per_second=1000.0)] * 2, routes={(0, 1): 0, (1, 0): 1})
+    coding = {0: (0.1, 9.0, 9.0, 0.4), 1: (9.0, 0.2, 0.3, 9.0)}
+    step = predicted_step(
+        actions("GPipe", ranks=2, microbatches=1), [3.0, 3.0], [0, 1], network, formats=["x"],
+        sizes=lambda text: (1000, 500), coding=lambda rank, text: coding[rank], checksum=100,
+    )  # fmt: skip
+    assert step.nbytes.tolist() == [1100, 600]
+    assert step.seconds == pytest.approx(1 + 0.1 + 1.1 + 0.2 + 1 + 2 + 0.3 + 0.6 + 0.4 + 2)
