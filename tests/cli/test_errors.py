@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from lowbit.cli import describe, exit_code, one_line_errors
 from lowbit.cli.app import COMMANDS as APP
-from lowbit.cli.errors import describe, exit_code, one_line_errors
 from lowbit.pipeline import PeerError
 from lowbit_lab.bench import COMMANDS
 from tests.command_line import invoke
@@ -73,7 +73,7 @@ import sys
 from lowbit.cli import main
 from lowbit_lab.bench import COMMANDS
 from lowbit.cli.app import COMMANDS as APP
-from lowbit.cli.errors import EXTRAS
+from lowbit.cli import EXTRAS
 
 sys.modules |= dict.fromkeys(EXTRAS)
 for line in sys.stdin.read().splitlines():

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from lowbit.doctor.command import findings
 from lowbit.doctor.facts import Facts, Speed
-from lowbit.doctor.findings import findings
 from lowbit.doctor.settings import DoctorSettings
 from lowbit.doctor.survey import DROPPED, OPEN, MachineSurvey, Measured, SurveyedMachine, _named
 

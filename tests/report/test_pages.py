@@ -18,7 +18,7 @@ import pytest
 pytest.importorskip("plotly")
 
 from lowbit.cli.commands import write
-from lowbit.report.figures import own_times, thinned
+from lowbit.report.page import own_times, thinned
 from lowbit.report.training import verdict
 from tests.command_line import invoke
 from tests.reports import HOSTILE, make_results, make_run, make_trace

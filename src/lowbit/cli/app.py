@@ -6,25 +6,10 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, metadata
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any
 
 from lowbit.cli.commands import Config, Doctor, MakeReport, Measurement, Train, extension
-from lowbit.cli.text import columns, examples_in_help, listed, wrapped
-from lowbit.terminal import suggestion
-
-
-class CliCommand(Protocol):
-    """A command of the command line."""
-
-    @property
-    def summary(self) -> str: ...  # one line for lists of commands
-
-    @property
-    def examples(self) -> tuple[str, ...]: ...  # whole command lines for its help
-
-    def __call__(self, program: str, words: Sequence[str]) -> None:
-        """Run the command; `words`: the command line after its name."""
-        ...
+from lowbit.terminal import columns, examples_in_help, listed, suggestion, wrapped
 
 
 class Group:
@@ -60,7 +45,7 @@ class Group:
         else:
             raise ValueError(f"{program} has no {words[0]!r}; {suggestion(words[0], commands)}")
 
-    def _help(self, program: str, commands: Mapping[str, CliCommand]) -> Iterator[str]:
+    def _help(self, program: str, commands: Mapping[str, Any]) -> Iterator[str]:
         yield from (f"usage: {program} COMMAND [options]", "")
         yield from wrapped(self.summary, columns())
         yield from ("", "commands:")
@@ -99,7 +84,6 @@ _ORDER = ("demo", "train", "config", "doctor", "plan", "calibrate", "evaluate", 
 
 
 def _commands() -> dict[str, Any]:
-    """Return the library's commands and those of the laboratory, by name."""
     added = extension("commands")
     commands: dict[str, Any] = dict.fromkeys(_ORDER, _Missing())
     commands |= {

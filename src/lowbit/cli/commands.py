@@ -14,16 +14,12 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowbit.cli.text import columns, print_pairs, wrapped
-from lowbit.terminal import console
+from lowbit.terminal import columns, console, print_pairs, wrapped
 
 if TYPE_CHECKING:
     from lowbit.cli.parser import Parser
     from lowbit.report import Command, Row
     from lowbit.train import Summary
-
-
-GROUP = "lowbit.cli"
 
 
 def extension(name: str) -> Any | None:
@@ -34,7 +30,7 @@ def extension(name: str) -> Any | None:
             pages of results).
     """
     try:
-        points = distribution("lowbit").entry_points.select(group=GROUP, name=name)
+        points = distribution("lowbit").entry_points.select(group="lowbit.cli", name=name)
     except PackageNotFoundError:  # a plain checkout on PYTHONPATH
         return None
     return next((point.load() for point in points), None)
@@ -83,12 +79,11 @@ class Measurement:
         from lowbit.cli.parser import Parser
 
         parser = Parser(program, self.command.summary, self.command.settings, examples=self.examples)
-        parser.add_argument(
-            "--json", metavar="FILE", type=Path, help="Write the rows to this file, and a page next to it (.html)."
-        )
-        parser.add_argument(
-            "--png", metavar="FILE", type=Path, help="Draw a chart into this file (.png, .svg or .pdf)."
-        )
+        for option, about in (
+            ("--json", "Write the rows to this file, and a page next to it (.html)."),
+            ("--png", "Draw a chart into this file (.png, .svg or .pdf)."),
+        ):
+            parser.add_argument(option, metavar="FILE", type=Path, help=about)
         return parser
 
     def __call__(self, program: str, words: Sequence[str]) -> None:
@@ -110,19 +105,11 @@ class Measurement:
                 results.write_results(command, json)
 
 
-_SHORT = {
-    "pipeline.ranks": "--ranks",
-    "run.resume": "--resume",
-    "run.allow_change": "--allow-change",
-    "run.overwrite": "--overwrite",
-    "run.supervise": "--supervise",
-    "run.trace": "--trace",
+_SHORT = {  # the word alone
+    key: f"--{key.rpartition('.')[2].replace('_', '-')}"
+    for key in ("pipeline.ranks", "run.resume", "run.allow_change", "run.overwrite", "run.supervise", "run.trace")
 }
-
-
-_COMMON = (
-    "model.pretrained", "data.text", "pipeline.forward", "run.output", "run.steps", "run.device",
-)  # fmt: skip
+_COMMON = ("model.pretrained", "data.text", "pipeline.forward", "run.output", "run.steps", "run.device")
 
 
 class Config:
@@ -136,9 +123,7 @@ class Config:
         from lowbit.cli.parser import Parser
         from lowbit.train import TrainConfig
 
-        parser = Parser(
-            program, self.summary, TrainConfig, short=_SHORT, common=_COMMON, examples=self.examples
-        )  # fmt: skip
+        parser = Parser(program, self.summary, TrainConfig, short=_SHORT, common=_COMMON, examples=self.examples)
         parser.add_argument("config", metavar="CONFIG", nargs="?", help="TOML file; options override it.")
         return parser
 
@@ -162,11 +147,8 @@ class Train(Config):
     def parser(self, program: str) -> Parser:
         """Make the parser of the command line."""
         parser = super().parser(program)
-        parser.add_argument(
-            "--dry-run",
-            action="store_true",
-            help="Check the run as far as one machine can, print it, and start nothing.",
-        )
+        about = "Check the run as far as one machine can, print it, and start nothing."
+        parser.add_argument("--dry-run", action="store_true", help=about)
         return parser
 
     def __call__(self, program: str, words: Sequence[str]) -> None:
@@ -234,9 +216,8 @@ class Doctor:
         from lowbit.doctor.settings import DoctorSettings
 
         parser = Parser(program, self.summary, DoctorSettings, arguments=("recipe",), examples=self.examples)
-        parser.add_argument(
-            "--json", metavar="FILE", help="Write the rows to this file, and a page next to it (.html). -: print them."
-        )
+        about = "Write the rows to this file, and a page next to it (.html). -: print them."
+        parser.add_argument("--json", metavar="FILE", help=about)
         return parser
 
     def __call__(self, program: str, words: Sequence[str]) -> None:
@@ -250,33 +231,32 @@ class Doctor:
         from lowbit.job.output import end
         from lowbit.report import Report, check_output, machine
 
-        file = options.get("json")
-        check_output(Path(file) if file and file != "-" else None)
+        printed = options.get("json") == "-"
+        file = Path(options["json"]) if options.get("json") and not printed else None
+        check_output(file)
         rows, writes = examine(settings)
         report = Report(command=COMMAND.name, settings=settings, machine=machine(), rows=rows)
         ending = write_output(settings, rows) if writes else ""
-        if file == "-":
+        if printed:
             json.dump({"rows": rows}, sys.stdout)
         else:
             _show(rows, COMMAND.tables[1:], ending)
-        if file and file != "-":
+        if file:
             report.write_json(file)
             if results := extension("results"):
-                results.write_results(COMMAND, Path(file))
+                results.write_results(COMMAND, file)
         stops = any(row["kind"] == "finding" and row["level"] == "stop" for row in rows)
         end(int(stops))  # skips destructors: those of a broken process group can wait for machines that are gone
 
 
 def _show(rows: Sequence[Row], tables: Sequence[Any], ending: str) -> None:
-    """Print one page: problems with their fixes, then the machines and links."""
     findings = [row for row in rows if row["kind"] == "finding"]
     count = sum(row["level"] == "stop" for row in findings)
     print("Nothing would stop the training." if not count else f"{count} of these would stop the training:")
     for row in findings:
         where = f"{row['machine']}: " if row["machine"] else ""
-        print("\n".join(wrapped(f"{_HEADINGS[row['level']]:<8}{where}{row['what']}", columns(), 8)))
-        if row["fix"]:
-            print("\n".join(wrapped(f"        → {row['fix']}", columns(), 10)))
+        text = wrapped(f"{_HEADINGS[row['level']]:<8}{where}{row['what']}", columns(), 8)
+        print("\n".join(text + (wrapped(f"        → {row['fix']}", columns(), 10) if row["fix"] else [])))
     print()
     for table in tables:
         console().print(table.render(rows))
@@ -285,7 +265,6 @@ def _show(rows: Sequence[Row], tables: Sequence[Any], ending: str) -> None:
 
 
 _COMPARISON = Path("comparison.html")
-
 log = logging.getLogger(__name__)
 
 
@@ -313,9 +292,8 @@ class MakeReport:
             `comparison.html` for several."""
 
         parser = Parser(program, self.summary, ReportConfig, examples=self.examples)
-        parser.add_argument(
-            "run", metavar="RUN", nargs="+", help="Folder of `lowbit train`, or file that `--json` wrote."
-        )
+        about = "Folder of `lowbit train`, or file that `--json` wrote."
+        parser.add_argument("run", metavar="RUN", nargs="+", help=about)
         return parser
 
     def __call__(self, program: str, words: Sequence[str]) -> None:

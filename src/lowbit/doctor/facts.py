@@ -262,7 +262,6 @@ def _network() -> str:
 
 
 def _free_memory() -> int:
-    """Bytes of memory that programs can still allocate."""
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with contextlib.suppress(OSError, ValueError):
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())

@@ -167,7 +167,6 @@ def _join(settings: DoctorSettings) -> tuple[int, Store]:
 
 
 def _is_own(host: str) -> bool:
-    """Whether an address is one of this machine's."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_STREAM) as own:
         own.bind((host, 0))
         return True

@@ -198,7 +198,6 @@ def _named(facts: dict[int, Facts]) -> dict[int, SurveyedMachine]:
 
 
 def _probe_ports(survey: MachineSurvey, meeting: Meeting) -> None:
-    """Have all machines connect to all others."""
     places = [
         (rank, address, port)
         for rank, machine in survey.machines.items() if rank != meeting.rank
@@ -254,7 +253,6 @@ def _measure_links(survey: MachineSurvey, side: ProcessGroup | None) -> None:
 
 
 def _measure(survey: MachineSurvey, messages: Messages, pair: tuple[int, int]) -> Measured:
-    """Measure this machine's link to the other one of a pair."""
     direction = pair
     try:
         trip = round_trip(messages, pair[0] + pair[1] - messages.rank, time_ns)

@@ -278,7 +278,6 @@ class _Rank:
 
 
 def _errors(cost: StageCost, sensitivities: Sensitivities) -> Sensitivities:
-    """Relative errors for the widths that a stage can have."""
     errors: dict[str, dict[int, float]] = {}
     for kind in PLANNED:
         known, widths = {16: 0.0, **sensitivities.get(kind, {})}, cost.saved[kind]

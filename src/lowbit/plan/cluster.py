@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field
 
 from lowbit.config import ConfigError, NonNegative, Positive, build, section
-from lowbit.config.files import read_toml
+from lowbit.config.section import read_toml
 from lowbit.plan.sizes import parse_bytes
 
 _Part = TypeVar("_Part")

@@ -5,8 +5,22 @@ One `Command` declares a command: settings, a function that measures, columns an
 
 from __future__ import annotations
 
-from lowbit.report.command import Command, Report, check_output, execute, machine, run
-from lowbit.report.tables import Baseline, Column, Row, Table, Value, compare, spread, summary
+from lowbit.report.command import (
+    Baseline,
+    Column,
+    Command,
+    Report,
+    Row,
+    Table,
+    Value,
+    check_output,
+    compare,
+    execute,
+    machine,
+    run,
+    spread,
+    summary,
+)
 
 __all__ = [
     "Baseline",

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lowbit.report.figures import lines, shares_part, stacks, timeline_part
-from lowbit.report.page import Page, Part, try_to_write
+from lowbit.report.page import Page, Part, lines, shares_part, stacks, timeline_part, try_to_write
 from lowbit.report.run_files import RunFiles, number, read_run
 
 PAGE = "report.html"
@@ -101,7 +100,6 @@ def _subtitle(run: RunFiles) -> str:
 
 
 def _curve_parts(runs: Mapping[str, RunFiles]) -> Iterator[Part]:
-    """Plot the loss by step, time and traffic, and the speed."""
     by_step = {name: _curve(run.steps, "loss") for name, run in runs.items()}
     held_out = {name: _held_out(run) for name, run in runs.items()}
     if any(by_step.values()):
@@ -164,7 +162,6 @@ def _outcome(run: RunFiles) -> dict[str, Any]:
 
 
 def _traffic(run: RunFiles) -> Iterator[Part]:
-    """What all ranks sent, by part."""
     each = Counter[str]()
     for line in run.steps:
         each.update(line.get("parts") or {})

@@ -251,7 +251,6 @@ def simulate(
 def _messages(
     stages: Sequence[StageTimes], network: Network, owner: Sequence[int], count: int, beside: bool
 ) -> list[_Message]:
-    """Make the messages of all micro-batches at the boundaries between ranks."""
     messages: list[_Message] = []
     for backward, boundary in itertools.product((False, True), range(len(stages) - 1)):
         source, target = (boundary + 1, boundary) if backward else (boundary, boundary + 1)
@@ -334,7 +333,6 @@ def _run(programs: Sequence[list[_Task]], channels: int) -> list[float]:
 
 
 def _stuck(actions: Actions, tasks: Sequence[_Task]) -> str:
-    """The error message for ranks that wait for each other."""
     action, sender = next(
         (i, task.needs.sender) for i, task in enumerate(tasks) if math.isnan(task.begin) and task.needs is not None
     )
