@@ -133,10 +133,7 @@ def test_overrides_win_over_the_file_and_the_file_over_defaults(tmp_path):
     [
         ("pipeline.forward=['int4', 'int3']", ("int4", "int3")),
         ("pipeline.forward='int4'", ("int4",)),
-        (
-            "pipeline.forward=GroupInt(bits=6, group=32, symmetric=True)",
-            ("GroupInt(bits=6, group=32, symmetric=True)",),
-        ),
+        ("pipeline.forward=GroupInt(bits=6, group=32)", ("GroupInt(bits=6, group=32)",)),
     ],
 )
 def test_overrides_may_be_toml_or_bare_strings(text, expected):

@@ -92,14 +92,9 @@ def read(text: str, hint: Any) -> Any:
     kinds = union_of(hint)
     if isinstance(value, str) or (type(value) in kinds and type(value) is not float):
         return value
-    return str(text) if any(map(_takes_text, kinds)) else value
-
-
-def _takes_text(kind: Any) -> bool:
-    """Whether a member of a union is text, is parsed from text, or is a choice with a text value."""
-    if typing.get_origin(kind) is Literal:
-        return any(isinstance(choice, str) for choice in typing.get_args(kind))
-    return kind is str or hasattr(kind, "parse")
+    choices = {choice for kind in kinds if typing.get_origin(kind) is Literal for choice in typing.get_args(kind)}
+    texts = any(isinstance(choice, str) for choice in choices)
+    return str(text) if texts or any(kind is str or hasattr(kind, "parse") for kind in kinds) else value
 
 
 def _split(text: str) -> list[str]:

@@ -14,17 +14,7 @@ from lowbit.config.atomic import check_written, write_unless_changed
 from lowbit.config.section import in_toml
 from lowbit.doctor.facts import Described, Facts
 from lowbit.doctor.settings import DoctorSettings, check_place
-from lowbit.doctor.survey import (
-    DROPPED,
-    OPEN,
-    OTHER,
-    REFUSED,
-    UNREACHABLE,
-    MachineSurvey,
-    Measured,
-    SurveyedMachine,
-    take,
-)
+from lowbit.doctor.survey import OPEN, WORDS, MachineSurvey, Measured, SurveyedMachine, take
 from lowbit.plan.cluster import Cluster
 from lowbit.report import Column, Command, Row, Table, check_output
 from lowbit.wire.checksum import SECRET
@@ -40,12 +30,6 @@ _VPN = (
     "connect the machines by a VPN (docs/security.md): WireGuard, with its UDP port forwarded by the router of one of "
     "them, or one that needs no forwarded port, such as Tailscale; then meet at an address of the VPN"
 )
-_WORDS = {
-    DROPPED: "nothing answers: packets are dropped",
-    REFUSED: "connections are refused",
-    UNREACHABLE: "it cannot be reached",
-    OTHER: "another machine or program answers",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,7 +261,7 @@ def _closed_ports(caller: SurveyedMachine, called: SurveyedMachine, states: Mapp
         fix = f"on {own.name}: {_open(own.firewall, source, f'{own.port_low}:{own.port_high}')}"
         if behind := _behind(caller):
             fix = f"{caller.facts.name} is behind a router (NAT), as {behind}: {_VPN}"
-        yield _stop(own.name, f"{what}: {_WORDS.get(state, 'an unknown state')}", fix)
+        yield _stop(own.name, f"{what}: {WORDS.get(state, 'an unknown state')}", fix)
 
 
 def _behind(machine: SurveyedMachine) -> str:
@@ -342,6 +326,8 @@ _PROGRAM = "lowbit doctor"
 def examine(settings: DoctorSettings) -> tuple[list[Row], bool]:
     """Check the machines; return the rows of the page, equal on all of them, and whether this one writes `output`.
 
+    Rows have the kinds "finding", "machine" and "link", and None where nothing could be measured.
+
     Raises:
         ConfigError: no place to meet, or an output that somebody has changed.
         ConnectionError: the machines cannot meet there.
@@ -352,11 +338,6 @@ def examine(settings: DoctorSettings) -> tuple[list[Row], bool]:
         check_output(Path(settings.output))
         check_written(settings.output, _PROGRAM, overwrite=settings.overwrite)
     survey = take(settings)
-    return rows_from(survey), survey.first
-
-
-def rows_from(survey: MachineSurvey) -> list[Row]:
-    """The rows of the page, of the kinds "finding", "machine" and "link"; None where nothing could be measured."""
     machines, links = [], []
     auto = {machine.facts.connections for machine in survey.machines.values()} == {"auto"}
 
@@ -374,30 +355,27 @@ def rows_from(survey: MachineSurvey) -> list[Row]:
             "kind": "link", "first": first.facts.name, "second": second.facts.name, "mbit": rate(there),
             "back_mbit": rate(back), "rtt_ms": there.rtt_ms or None, "loss": there.loss, "back_loss": back.loss,
         })  # fmt: skip
-    return [*({"kind": "finding", **vars(each)} for each in findings(survey)), *machines, *links]
+    rows = [*({"kind": "finding", **vars(each)} for each in findings(survey)), *machines, *links]
+    return rows, survey.first
 
 
 def write_output(settings: DoctorSettings, rows: Sequence[Row]) -> str:
     """Write `output`, and return a line that says what it contains; empty without an output."""
     if not settings.output:
         return ""
-    if not (text := cluster_toml(rows)):
-        return f"{settings.output} was not written: the speed of no machine is known."
-    Cluster.from_mapping(tomllib.loads(text))
-    write_unless_changed(settings.output, _PROGRAM, text, overwrite=settings.overwrite)
-    recipe = f" --recipe {settings.recipe}" if settings.recipe else ""
-    return f"{settings.output} has the machines and links: lowbit plan pipeline {settings.output}{recipe}"
-
-
-def cluster_toml(rows: Sequence[Row]) -> str:
-    """The text of the file; empty if the speed of no machine is known."""
     machines = [row for row in rows if row["kind"] == "machine" and (row["layer_seconds"] or row["tflops"])]
     names = {machine["name"] for machine in machines}
     links = [
         row for row in rows
         if row["kind"] == "link" and row["mbit"] and row["back_mbit"] and {row["first"], row["second"]} <= names
     ]  # fmt: skip
-    return "".join(map(_table, (*machines, *links)))
+    if not machines:
+        return f"{settings.output} was not written: the speed of no machine is known."
+    text = "".join(map(_table, (*machines, *links)))
+    Cluster.from_mapping(tomllib.loads(text))
+    write_unless_changed(settings.output, _PROGRAM, text, overwrite=settings.overwrite)
+    recipe = f" --recipe {settings.recipe}" if settings.recipe else ""
+    return f"{settings.output} has the machines and links: lowbit plan pipeline {settings.output}{recipe}"
 
 
 def _table(row: Row) -> str:

@@ -278,6 +278,12 @@ def _measure(survey: MachineSurvey, messages: Messages, pair: tuple[int, int]) -
 
 OPEN, DROPPED, REFUSED, UNREACHABLE, OTHER = "open", "dropped", "refused", "unreachable", "other"
 """Results of connecting to a port: the expected machine, no answer, refused, no route, another program or machine."""
+WORDS = {
+    DROPPED: "nothing answers: packets are dropped",
+    REFUSED: "connections are refused",
+    UNREACHABLE: "it cannot be reached",
+    OTHER: "another machine or program answers",
+}
 _PORTS = 8
 _PORT_SECONDS = 4.0  # in which a lost first packet is sent again twice
 _ANSWER_SECONDS = 5.0

@@ -224,7 +224,13 @@ def simulate(
     whole = _between_sums(programs, network, before.tolist(), after.tolist())
     busy = _run(whole, len(network.channels) + 1)
     if any(math.isnan(program[-1].end) for program in whole):
-        raise ValueError(_stuck(actions, tasks))
+        stuck = ((i, task.needs) for i, task in enumerate(tasks) if math.isnan(task.begin) and task.needs is not None)
+        action, message = next(stuck)
+        raise ValueError(
+            f"the ranks wait for each other forever: rank {actions.rank[action]} cannot begin {actions.name(action)}, "
+            f"because rank {message.sender} never reaches the action that sends its input; allowed: an order without "
+            "cycles"
+        )
 
     def each(name: str, dtype: Any, of: Sequence[_Message | _Task] = messages) -> NDArray[Any]:
         return np.array([getattr(one, name) for one in of], dtype)
@@ -330,16 +336,6 @@ def _run(programs: Sequence[list[_Task]], channels: int) -> list[float]:
             if sent.awaited:
                 begin(sent.receiver, now)
     return busy
-
-
-def _stuck(actions: Actions, tasks: Sequence[_Task]) -> str:
-    action, sender = next(
-        (i, task.needs.sender) for i, task in enumerate(tasks) if math.isnan(task.begin) and task.needs is not None
-    )
-    return (
-        f"the ranks wait for each other forever: rank {actions.rank[action]} cannot begin {actions.name(action)}, "
-        f"because rank {sender} never reaches the action that sends its input; allowed: an order without cycles"
-    )
 
 
 def _checked(actions: Actions, stages: int) -> tuple[int, NDArray[np.int32]]:
