@@ -24,15 +24,9 @@ from tests.command_line import invoke
         (FileNotFoundError(2, "No such file", "text.txt"), 2, "text.txt: No such file"),
         (ConnectionError("no rank 1 at 127.0.0.1:1"), 1, "no rank 1 at 127.0.0.1:1"),
         (PeerError("rank 1 (stage 1) closed its connection", 1), 1, "rank 1 (stage 1) closed its connection"),
-        (
-            ModuleNotFoundError("No module named 'datasets'", name="datasets.arrow"),
-            2,
-            'datasets.arrow is missing; install it with: pip install "lowbit[datasets]"',
-        ),
-        (
-            ModuleNotFoundError("No module named 'rich'", name="rich"),
-            2,
-            'rich is missing; install it with: pip install "lowbit[train]"',
+        *(
+            (ModuleNotFoundError(name=name), 2, f'{name} is missing; install it with: pip install "lowbit[{extra}]"')
+            for name, extra in (("datasets.arrow", "datasets"), ("rich", "train"))
         ),
     ],
 )
@@ -49,22 +43,18 @@ def test_ctrl_c_is_a_word_and_a_code(capsys: pytest.CaptureFixture[str]):
     assert (ended.value.code, capsys.readouterr().err) == (130, "interrupted\n")
 
 
-@pytest.mark.parametrize("error", [ValueError("bits is 9"), PeerError("gone", 1)])
-def test_the_traceback_can_be_had(error: Exception):
-    with pytest.raises(type(error)), one_line_errors(traceback=True):
-        raise error
-
-
 @pytest.mark.parametrize(
-    "error",
+    ("error", "traceback"),
     [
-        KeyError("fault"),
-        RuntimeError("of PyTorch"),
-        ModuleNotFoundError("No module named 'lowbit.fault'", name="lowbit.fault"),
+        (ValueError("bits is 9"), True),
+        (PeerError("gone", 1), True),
+        (KeyError("fault"), False),
+        (RuntimeError("of PyTorch"), False),
+        (ModuleNotFoundError("No module named 'lowbit.fault'", name="lowbit.fault"), False),
     ],
 )
-def test_a_fault_is_not_hidden(error: Exception):
-    with pytest.raises(type(error)), one_line_errors(traceback=False):
+def test_the_traceback_of_a_fault_is_shown_and_that_of_others_if_requested(error: Exception, traceback: bool):
+    with pytest.raises(type(error)), one_line_errors(traceback):
         raise error
 
 

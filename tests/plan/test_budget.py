@@ -150,14 +150,13 @@ def test_bits_that_change_nothing_are_not_taken_away():
 
 
 def test_wrong_input_is_refused():
-    flight = held("1F1B", 2)
-    with pytest.raises(ValueError, match="costs has 1 stages; allowed: 2"):
-        plan_bits(flight, [cost()], ERRORS, device_bytes=1 << 40)
-    with pytest.raises(ValueError, match="sensitivities has no error for 'mlp' at 2, 3, 4, 5, 6, 7, 8 bits"):
-        plan_bits(flight, [cost(), cost()], {**ERRORS, "mlp": {}}, device_bytes=1 << 40)
-    bad = {**ERRORS, "norm": ERRORS["norm"] | {2: math.nan}}
-    with pytest.raises(ValueError, match="sensitivities is nan for 'norm' at 2 bits"):
-        plan_bits(flight, [cost(), cost()], bad, device_bytes=1 << 40)
+    for count, errors, message in (
+        (1, {}, "costs has 1 stages; allowed: 2"),
+        (2, {"mlp": {}}, "sensitivities has no error for 'mlp' at 2, 3, 4, 5, 6, 7, 8 bits"),
+        (2, {"norm": ERRORS["norm"] | {2: math.nan}}, "sensitivities is nan for 'norm' at 2 bits"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            plan_bits(held("1F1B", 2), [cost()] * count, ERRORS | errors, device_bytes=1 << 40)
     with pytest.raises(ValueError, match="saved has norm; allowed"):
         StageCost(layers=1, saved={"norm": {4: 1}})
     with pytest.raises(ValueError, match="fixed is -1"):
@@ -204,11 +203,10 @@ def test_gradients_wait_between_the_passes_for_inputs_and_weights():
     both, later = (Moment(held={1: 2}, halfway={1: halfway}) for halfway in (2, 1))
     assert held.moments == {0: (later, both)}
     assert held.splits
-    first = in_flight({0: ["0F0", "0I0", "0W0"]})  # where I does nothing
-    assert not first.splits
-    assert not in_flight(order_of("1F1B", ranks=2, stages_per_rank=1, microbatches=4)).splits
-    zero_bubble = order_of("ZBVZeroBubble", ranks=2, stages_per_rank=2, microbatches=8)
-    assert in_flight(zero_bubble).splits
+    assert not in_flight({0: ["0F0", "0I0", "0W0"]}).splits, "on the first stage I does nothing"
+    for schedule, each in {"1F1B": 1, "ZBVZeroBubble": 2}.items():
+        order = order_of(schedule, ranks=2, stages_per_rank=each, microbatches=8)
+        assert in_flight(order).splits == (each == 2)
 
 
 def test_inputs_and_weights_apart_end_with_the_weights():
@@ -229,8 +227,5 @@ def test_inputs_and_weights_apart_end_with_the_weights():
 def test_wrong_lists_are_refused(order: dict, message: str):
     with pytest.raises(ValueError, match=message):
         in_flight(order)
-
-
-def test_an_unknown_stage_is_refused():
     with pytest.raises(ValueError, match="stage is 5; allowed: 0, 1"):
         in_flight(order_of("1F1B", ranks=2, stages_per_rank=1, microbatches=4)).rank_of(5)

@@ -66,11 +66,7 @@ def test_a_run_has_its_losses_settings_and_versions(tmp_path: Path):
 @pytest.mark.parametrize(
     ("seconds", "nbytes", "said"),
     [
-        (
-            (0.2, 0.1, 1.7),
-            22e6,
-            ("ranks waited 1.7 for messages: the busiest link carried 88% of its rate", "Fewer bits"),
-        ),
+        ((0.2, 0.1, 1.7), 22e6, ("ranks waited 1.7 for messages: the busiest link carried 88%", "Fewer bits")),
         ((0.2, 0.1, 1.7), 1e6, ("though the busiest link carried only 4% of its rate", "Round trips or uneven stages")),
         ((0.2, 0.1, 1.7), None, ("or for each other", "lowbit plan pipeline")),
         ((1.0, 0.9, 0.1), 1e6, ("Coding took 0.9 of 2 seconds", "A cheaper format")),
@@ -237,8 +233,7 @@ def test_a_wrong_call_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     make_run(tmp_path / "run")
     make_results(tmp_path / "speed.json")
     outcome = invoke("report", *words)
-    assert outcome.exit_code == 2
-    assert len(outcome.stderr.splitlines()) == 1
+    assert (outcome.exit_code, len(outcome.stderr.splitlines())) == (2, 1)
     assert said in outcome.stderr
     assert (tmp_path / "mine.html").read_text() == "<p>mine"
 

@@ -237,13 +237,9 @@ def _marking(layers: list[nn.Module]) -> Iterator[None]:
             handle.remove()
 
 
-@contextlib.contextmanager
-def _profiled() -> Iterator[Any]:
-    activities = [ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        activities.append(ProfilerActivity.CUDA)
-    with profile(activities=activities, profile_memory=True) as profiler:
-        yield profiler
+def _profiled() -> Any:
+    devices = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+    return profile(activities=devices, profile_memory=True)
 
 
 def _events(profiler: Any) -> Any:
