@@ -2,8 +2,8 @@
 
 from benchmarks.figures import Figures
 from lowbit.cli import main
-from lowbit.cli.group import Group
-from lowbit.cli.reports import measurements
+from lowbit.cli.app import Group
+from lowbit.cli.commands import measurements
 
 BENCHMARKS = Group(
     "Measurements that only developers of lowbit need, and the figures of the documentation.",

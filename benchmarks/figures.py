@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowbit.cli.reports import measurements
+from lowbit.cli.commands import measurements
 from lowbit.config import section
 from lowbit.report import Command, Report, Row
 from lowbit_lab.bench.settings import link_name

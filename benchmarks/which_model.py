@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lowbit.plan.cluster import Cluster, ClusterLink, Machine
-from lowbit.plan.predict import MemoryShort, Predictor
-from lowbit.plan.search import search
+from lowbit.plan.predict import MemoryShort, Predictor, search
 from lowbit.plan.sizes import STATE_BYTES, ModelSizes, measure_sizes, two_layers
 from lowbit.report import Row
 from lowbit.train.config import ModelConfig

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from lowbit.cli.train import Train
+from lowbit.cli.commands import Train
 from lowbit.train import TrainConfig, train
 from lowbit.train.metrics import read_metrics, read_summary
 from lowbit.wire import probe

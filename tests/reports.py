@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from lowbit.cli.report import write
+from lowbit.cli.commands import write
 from tests.browser import chromium, faults, tell
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>"

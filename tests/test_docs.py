@@ -23,8 +23,7 @@ from markdown_it import MarkdownIt
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.__main__ import BENCHMARKS
-from lowbit.cli.app import COMMANDS
-from lowbit.cli.group import Group
+from lowbit.cli.app import COMMANDS, Group
 from lowbit.plan.cluster import Cluster
 from lowbit.train import ConfigError, from_mapping
 from lowbit.train.model import save_model

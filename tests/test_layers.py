@@ -12,7 +12,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "terminal": set(),
     "kernels": set(),
     "config": {"terminal"},
-    "report": {"terminal"},
+    "report": {"terminal", "config"},
     "codecs": {"kernels"},
     "wire": {"terminal"},
     "job": {"wire", "config", "terminal"},

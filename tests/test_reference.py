@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from docs.hooks.reference import FOLDER, pages
-from lowbit.cli.app import COMMANDS
-from lowbit.cli.group import Group
+from lowbit.cli.app import COMMANDS, Group
 from lowbit.config import settings_of
 from lowbit.train import TrainConfig
 from tests.test_import import PUBLIC

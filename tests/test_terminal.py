@@ -16,7 +16,7 @@ import pytest
 from rich.live import Live
 
 from lowbit.config import to_toml
-from lowbit.config.files import read_toml, resolve
+from lowbit.config.section import read_toml, resolve
 from lowbit.terminal import MOST_CHARACTERS, console, filtered, filtered_again, lines, one_line, printable
 from lowbit.train import TrainConfig
 from lowbit.wire.errors import AgreementError, PeerError

@@ -18,8 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from benchmarks.concepts.draw import PICTURES, figure_of, themed
-from lowbit.report.results import Report, machine
-from lowbit.report.rows import Row
+from lowbit.report.command import Report, Row, machine
 from lowbit.train.config import DataConfig, ModelConfig
 from lowbit.train.data import load_data
 from lowbit.train.model import build_model, vocabulary

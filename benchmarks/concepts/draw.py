@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.concepts.timeline import LANES, Interval, TwoStageStep, message_seconds
 from lowbit.codecs import GroupInt, TAHQuant, backward_codec
-from lowbit.report.rows import Row
+from lowbit.report.command import Row
 from lowbit_lab.charts.style import SMALL, TEXT, TITLE, WIDTH, Theme, family, mixed, title_of
 
 if TYPE_CHECKING:

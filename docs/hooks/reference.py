@@ -14,12 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lowbit.cli.app import COMMANDS
-from lowbit.cli.group import Group
+from lowbit.cli.app import COMMANDS, Group
 from lowbit.cli.parser import in_usage
 from lowbit.config import Setting, settings_of
-from lowbit.config.files import in_toml
-from lowbit.config.types import choices_of, element_of, kind_of, range_of, union_of
+from lowbit.config.section import choices_of, element_of, in_toml, kind_of, range_of, union_of
 from lowbit.train import TrainConfig
 
 FOLDER = Path(__file__).parents[1] / "reference"

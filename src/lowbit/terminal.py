@@ -19,15 +19,18 @@ from __future__ import annotations
 import contextlib
 import difflib
 import logging
+import re
+import shutil
 import sys
+import textwrap
 import traceback
 import unicodedata
-from collections.abc import Iterable, Iterator
-from types import TracebackType
+from collections.abc import Iterable, Iterator, Sequence
 from typing import IO, TYPE_CHECKING, Any, TextIO, cast
 
 if TYPE_CHECKING:
     from rich.console import Console
+
 
 MOST_CHARACTERS = 8000
 """Longest error or warning; the rest is left out."""
@@ -37,9 +40,12 @@ _JOINERS = "\u200c\u200d"  # Persian, Indian scripts and emoji need these
 _UP = "\x1b[A"  # moves up a line, for progress bars of other packages (tqdm): dropped
 
 
-def printable(text: str) -> str:
-    r"""Escape all characters that a terminal would act upon (as "\x1b"), including newlines and tabs."""
-    return _escaped(text, "")
+def printable(text: str, kept: str = "") -> str:
+    r"""Escape all characters that a terminal would act upon (as "\x1b"), including newlines and tabs, but `kept`."""
+    if text.isprintable():
+        return text
+    harmless = kept + _JOINERS
+    return "".join(c if c in harmless or unicodedata.category(c) not in _ACTED_UPON else ascii(c)[1:-1] for c in text)
 
 
 def one_line(text: str, most: int = MOST_CHARACTERS) -> str:
@@ -57,7 +63,7 @@ def suggestion(word: str, known: Iterable[str], prefix: str = "") -> str:
 
 def lines(text: str) -> str:
     """Escape the text as `printable` does, but keep newlines and tabs."""
-    return _escaped(text, "\n\t")
+    return printable(text, kept="\n\t")
 
 
 @contextlib.contextmanager
@@ -66,13 +72,13 @@ def filtered() -> Iterator[None]:
 
     The traceback of an error that ends the process after this block is filtered too.
     """
-    before, hook, formatter = (sys.stdout, sys.stderr), sys.excepthook, getattr(logging.lastResort, "formatter", None)
-    sys.stdout, sys.stderr = (cast("TextIO", Filter(stream)) for stream in before)
-    sys.excepthook = _print_traceback
+    hook, formatter = sys.excepthook, getattr(logging.lastResort, "formatter", None)
+    sys.excepthook = lambda *error: sys.stderr.write(lines("".join(traceback.format_exception(*error))))
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(_OneLine())
     try:
-        yield
+        with _filtered_streams():
+            yield
     except Exception:
         raise  # keeps the hook, which prints this traceback
     except BaseException:
@@ -81,7 +87,6 @@ def filtered() -> Iterator[None]:
     else:
         sys.excepthook = hook
     finally:
-        sys.stdout, sys.stderr = before
         if logging.lastResort is not None:
             logging.lastResort.setFormatter(formatter)
 
@@ -92,10 +97,15 @@ def filtered_again() -> Iterator[None]:
 
     Outside of `filtered()` nothing changes: a program that uses lowbit as a library may color what it prints.
     """
-    before = sys.stdout, sys.stderr
-    if not any(isinstance(getattr(stream, "rich_proxied_file", None), Filter) for stream in before):
+    streams = sys.stdout, sys.stderr
+    within = any(isinstance(getattr(stream, "rich_proxied_file", None), Filter) for stream in streams)
+    with _filtered_streams() if within else contextlib.nullcontext():
         yield
-        return
+
+
+@contextlib.contextmanager
+def _filtered_streams() -> Iterator[None]:
+    before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (cast("TextIO", Filter(stream)) for stream in before)
     try:
         yield
@@ -141,18 +151,51 @@ def console(*, stderr: bool = False) -> Console:
     return Filtered(stderr=stderr, markup=False, emoji=False)
 
 
-def _escaped(text: str, kept: str) -> str:
-    if text.isprintable():
-        return text
-    harmless = kept + _JOINERS
-    return "".join(c if c in harmless or unicodedata.category(c) not in _ACTED_UPON else ascii(c)[1:-1] for c in text)
-
-
 class _OneLine(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         text = one_line(record.getMessage())
         return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
 
 
-def _print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    sys.stderr.write(lines("".join(traceback.format_exception(kind, error, trace))))
+_ELEMENTS = re.compile("[^,]+,?|,")
+
+
+def wrapped(text: str, width: int, indent: int = 0) -> list[str]:
+    """Wrap to lines of at most `width` characters, all but the first indented; split words after commas only."""
+    options: dict[str, Any] = {"break_on_hyphens": False, "break_long_words": False}
+    return _Wrapper(width, subsequent_indent=" " * indent, **options).wrap(text)
+
+
+class _Wrapper(textwrap.TextWrapper):
+    def _split(self, text: str) -> list[str]:
+        """Split a text into words; the elements of a list that is longer than a line count as words."""
+        room = self.width - len(self.subsequent_indent)
+        words = textwrap.TextWrapper._split(self, text)  # pyright: ignore[reportAttributeAccessIssue]
+        return [part for word in words for part in (_ELEMENTS.findall(word) if len(word) > room else [word])]
+
+
+def listed(pairs: Iterable[tuple[str, str]]) -> list[str]:
+    """List names with a text next to each, as wide as the terminal."""
+    pairs = list(pairs)
+    column = 4 + max(len(name) for name, _ in pairs)
+    return [line for name, text in pairs for line in wrapped(f"  {name:<{column - 2}}{text}", columns(), column)]
+
+
+def examples_in_help(examples: Sequence[str]) -> list[str]:
+    """Return command lines under a heading; empty without examples."""
+    return ["examples:", *(f"  {example}" for example in examples)] if examples else []
+
+
+def columns() -> int:
+    """Return the usable width of the terminal: like argparse, two characters less than its own."""
+    return shutil.get_terminal_size().columns - 2
+
+
+def print_pairs(pairs: Iterable[tuple[str, str]]) -> None:
+    """Print names and values as a table."""
+    from rich.table import Table
+
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for name, value in pairs:
+        table.add_row(name, value)
+    console().print(table)

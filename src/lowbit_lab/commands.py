@@ -7,8 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowbit.cli.group import Group
-from lowbit.cli.reports import Measurement, measurements
+from lowbit.cli.app import Group
+from lowbit.cli.commands import Measurement, measurements
 
 if TYPE_CHECKING:
     from lowbit.cli.parser import Parser

@@ -1,14 +1,19 @@
 """What a user can fix is one line; a fault in lowbit keeps its traceback."""
 
+from __future__ import annotations
+
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from lowbit.cli import describe, exit_code, one_line_errors
 from lowbit.cli.app import COMMANDS as APP
-from lowbit.cli.errors import describe, exit_code, one_line_errors
 from lowbit.pipeline import PeerError
 from lowbit_lab.bench import COMMANDS
+from tests.command_line import invoke
 
 
 @pytest.mark.parametrize(
@@ -19,15 +24,9 @@ from lowbit_lab.bench import COMMANDS
         (FileNotFoundError(2, "No such file", "text.txt"), 2, "text.txt: No such file"),
         (ConnectionError("no rank 1 at 127.0.0.1:1"), 1, "no rank 1 at 127.0.0.1:1"),
         (PeerError("rank 1 (stage 1) closed its connection", 1), 1, "rank 1 (stage 1) closed its connection"),
-        (
-            ModuleNotFoundError("No module named 'datasets'", name="datasets.arrow"),
-            2,
-            'datasets.arrow is missing; install it with: pip install "lowbit[datasets]"',
-        ),
-        (
-            ModuleNotFoundError("No module named 'rich'", name="rich"),
-            2,
-            'rich is missing; install it with: pip install "lowbit[train]"',
+        *(
+            (ModuleNotFoundError(name=name), 2, f'{name} is missing; install it with: pip install "lowbit[{extra}]"')
+            for name, extra in (("datasets.arrow", "datasets"), ("rich", "train"))
         ),
     ],
 )
@@ -44,22 +43,18 @@ def test_ctrl_c_is_a_word_and_a_code(capsys: pytest.CaptureFixture[str]):
     assert (ended.value.code, capsys.readouterr().err) == (130, "interrupted\n")
 
 
-@pytest.mark.parametrize("error", [ValueError("bits is 9"), PeerError("gone", 1)])
-def test_the_traceback_can_be_had(error: Exception):
-    with pytest.raises(type(error)), one_line_errors(traceback=True):
-        raise error
-
-
 @pytest.mark.parametrize(
-    "error",
+    ("error", "traceback"),
     [
-        KeyError("fault"),
-        RuntimeError("of PyTorch"),
-        ModuleNotFoundError("No module named 'lowbit.fault'", name="lowbit.fault"),
+        (ValueError("bits is 9"), True),
+        (PeerError("gone", 1), True),
+        (KeyError("fault"), False),
+        (RuntimeError("of PyTorch"), False),
+        (ModuleNotFoundError("No module named 'lowbit.fault'", name="lowbit.fault"), False),
     ],
 )
-def test_a_fault_is_not_hidden(error: Exception):
-    with pytest.raises(type(error)), one_line_errors(traceback=False):
+def test_the_traceback_of_a_fault_is_shown_and_that_of_others_if_requested(error: Exception, traceback: bool):
+    with pytest.raises(type(error)), one_line_errors(traceback):
         raise error
 
 
@@ -68,7 +63,7 @@ import sys
 from lowbit.cli import main
 from lowbit_lab.bench import COMMANDS
 from lowbit.cli.app import COMMANDS as APP
-from lowbit.cli.errors import EXTRAS
+from lowbit.cli import EXTRAS
 
 sys.modules |= dict.fromkeys(EXTRAS)
 for line in sys.stdin.read().splitlines():
@@ -106,3 +101,87 @@ def test_ctrl_c_ends_a_command_without_a_traceback():
     assert ended.value.code == 130
     with pytest.raises(KeyboardInterrupt), one_line_errors(True):
         raise KeyboardInterrupt
+
+
+LINES = [
+    ("train --a.b.c=1", "unknown option --a.b.c; "),
+    ("train --run.output.x 1", "unknown option --run.output.x; did you mean --run.output?; see lowbit train --help"),
+    ("train missing.toml", "error: configuration file missing.toml: No such file or directory"),
+    ("train --steps 3", "error: unknown option --steps; did you mean --run.steps?; see lowbit train --help"),
+    ("train --resume --overwrite", "run.resume and run.overwrite are both true; allowed: one of the two"),
+    ("train --data.text folder", "data.text has 'folder', where there is no file; allowed: a folder with a file"),
+    ("bench pipeline --link -25mbit", "link is '-25mbit': cannot read '-25mbit'; allowed:"),
+    ("plan pipeline cluster.toml", "machine 'desk': machine.tflops is -1; allowed: at least 0"),
+    ("plan memory --budget 24", "budget is '24', less than a megabyte; allowed: more, such as 24gb or 800mb"),
+    ("train --allow-change run.steps", "run.allow_change is ['run.steps'] and run.resume is false"),
+    ("bench convergence --seed a", "seeds is ['a']; allowed: an integer or a list of integers"),
+    ("train a.toml b.toml", "unexpected argument 'b.toml'; see lowbit train --help"),
+    ("demo --steps 10", "error: unknown option --steps; see lowbit demo --help"),
+    ("report nowhere", "error: nowhere does not exist; allowed: the folder of a run or a file of results"),
+    ("trian", "lowbit has no 'trian'; did you mean train?"),
+    ("bench nonsense", "lowbit bench has no 'nonsense'; known: pipeline, codecs,"),
+    ("evaluate", "the following arguments are required: MODEL; see lowbit evaluate --help"),
+    ("train folder", "configuration file folder: Is a directory"),
+    ("train --model.pretrained list", "list/config.json does not hold a JSON object"),
+    ("train --model.pretrained text.txt", "text.txt/config.json: Not a directory"),
+    ("bench codecs --data real --activations text.txt", "activations are 'text.txt'; allowed: a folder with a model"),
+    ("bench spectrum list text.txt", "list/config.json does not hold a JSON object"),
+    ("bench codecs --json folder", "folder cannot be written: it is a folder or a device"),
+    ("evaluate odd", "model is 'odd'; odd/config.json cannot be read: Validation error"),
+    ("evaluate list", "model is 'list'; list/config.json cannot be read: Unrecognized model"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, config in {"list": [], "odd": {"model_type": "llama", "hidden_size": "x"}}.items():
+        Path(name).mkdir()
+        Path(name, "config.json").write_text(json.dumps(config))
+    Path("folder").mkdir()
+    Path("cluster.toml").write_text('[[machine]]\nname = "desk"\ntflops = -1\n')
+    Path("text.txt").write_text("no tensor")
+    Path("text.pt").write_text("no tensor")
+
+
+@pytest.mark.parametrize(("command", "line"), LINES)
+def test_bad_input_is_one_line(command: str, line: str):
+    result = invoke(*command.split(), columns=200)
+    assert result.exit_code == 2, (result.output, result.exception)
+    assert line in result.stderr
+    assert result.stderr.strip().startswith("error: ")  # after a bar of progress, where there was one
+    assert result.stderr.strip().count("\n") == 0
+
+
+def test_a_package_that_is_missing_is_one_line(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    result = invoke("train")
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert result.stderr.startswith('error: transformers is missing; install it with: pip install "lowbit[train]"')
+
+
+EARLY = [
+    "train --ranks 9",
+    "train --pipeline.forward transfrom",
+    "train --data.text nowhere",
+    "train --data.held_out nowhere",
+    "train --model.pretrained Qwen/Qwen2.5-0.5B",
+    "train --run.device cuda:7",
+    "train --resume",
+    "doctor",
+    "doctor --meet nosuchhost.invalid:29400",
+]
+
+
+def test_slips_are_refused_before_the_slow_imports():
+    """`torch._dynamo`, which lowbit's stages and activations import, takes as long as PyTorch itself."""
+    script = """import sys
+from lowbit.cli import main
+for line in sys.argv[1:]:
+    try:
+        main(line.split())
+    except SystemExit as end:
+        print(end.code, "torch._dynamo" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", script, *EARLY], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["2 False"] * len(EARLY), done.stderr

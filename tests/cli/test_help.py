@@ -5,19 +5,27 @@ from __future__ import annotations
 import dataclasses
 import email.message
 import importlib.metadata
+import shlex
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 
 import lowbit.cli.app
 from benchmarks.__main__ import BENCHMARKS
-from lowbit.cli.app import COMMANDS
-from lowbit.cli.group import Group
+from lowbit.cli.app import COMMANDS, Group
 from lowbit.cli.parser import shown
 from lowbit.config import Setting, settings_of
-from tests.cli.test_examples import every
-from tests.command_line import Outcome, invoke
+from tests.command_line import invoke
+
+
+def every(command: Any, program: str) -> Iterator[tuple[str, Any]]:
+    yield program, command
+    if isinstance(command, Group):
+        for name, each in command.commands().items():
+            yield from every(each, f"{program} {name}")
+
 
 COMMANDS_BY_NAME = {**dict(every(COMMANDS, "lowbit")), **dict(every(BENCHMARKS, "python -m benchmarks"))}
 GROUPS = [name for name, command in COMMANDS_BY_NAME.items() if isinstance(command, Group)]
@@ -37,16 +45,12 @@ def _in_one_line(text: str) -> str:
     return " ".join(text.split()).replace(", ", ",")
 
 
-@pytest.fixture
-def _address(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_fits_a_screen_and_says_where_to_begin(monkeypatch: pytest.MonkeyPatch):
     installed = email.message.Message()
     installed["Project-URL"] = "Repository, https://lowbit.example/source"
     installed["Project-URL"] = f"Documentation, {ADDRESS}"
     monkeypatch.setattr(lowbit.cli.app, "metadata", {"lowbit": installed}.__getitem__)
 
-
-@pytest.mark.usefixtures("_address")
-def test_help_fits_a_screen_and_says_where_to_begin():
     shown = invoke("--help", columns=80).stdout
     assert shown == invoke(columns=80).stdout == invoke("-h", columns=80).stdout == invoke("help", columns=80).stdout
     lines = shown.splitlines()
@@ -59,10 +63,7 @@ def test_help_fits_a_screen_and_says_where_to_begin():
 
 
 def test_help_needs_no_installation(monkeypatch: pytest.MonkeyPatch):
-    def missing(name: str) -> None:
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(lowbit.cli.app, "metadata", missing)
+    monkeypatch.setattr(lowbit.cli.app, "metadata", mock.Mock(side_effect=importlib.metadata.PackageNotFoundError))
     assert "where to begin:" in invoke("--help").stdout
 
 
@@ -111,9 +112,26 @@ def test_help_says_all_of_every_option(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_help_of_train_is_short():
-    def lines(outcome: Outcome) -> int:
-        return outcome.stdout.count("\n")
-
-    assert lines(invoke("train", "--help", columns=80)) <= 73
-    assert "--help-all" in invoke("train", "--help", columns=80).stdout
+    short = invoke("train", "--help", columns=80).stdout
+    assert short.count("\n") <= 73
+    assert "--help-all" in short
     assert "--optimizer.beta2 NUMBER" in invoke("train", "--help-all", columns=80).stdout
+
+
+@pytest.mark.parametrize("program", COMMANDS_BY_NAME)
+def test_every_example_is_understood(program: str):
+    command = COMMANDS_BY_NAME[program]
+    assert isinstance(command.examples, tuple)
+    assert command.examples or program == "lowbit", "which says where to begin instead"
+    for example in command.examples:
+        assert len(example) <= 76, "it fits a line of the help"
+        words = shlex.split(example.removeprefix("torchrun --nproc-per-node 2 -m ").partition(" > ")[0])
+        named = len(program.split())
+        assert words[:named] == program.split()
+        chosen, words = command, words[named:]
+        while isinstance(chosen, Group):
+            chosen, words = chosen.commands()[words[0]], words[1:]
+        parser = chosen.parser(program)
+        _, options = parser.read(words)
+        if "config" not in options and "my_model" not in example:  # files of the reader's
+            parser.resolve(words)

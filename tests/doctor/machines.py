@@ -12,7 +12,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from unittest import mock
 
-from lowbit.doctor.messages import Speed
+from lowbit.doctor.facts import Speed
 from lowbit_lab.network import SlowLink, delay
 from tests.forked import CONTEXT
 
@@ -114,7 +114,7 @@ def _run(folder, words, space, variables, before, arguments, speed) -> None:
     import lowbit.doctor.command  # noqa: F401
     from lowbit.cli import main
 
-    mock.patch("lowbit.doctor.speed.busy_seconds", return_value=0.0).start()
+    mock.patch("lowbit.doctor.facts.busy_seconds", return_value=0.0).start()
     if not speed:
         mock.patch("lowbit.doctor.survey.speed", return_value=Speed(layer_seconds=0.1, layer_tokens=64)).start()
     if before:

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from lowbit.doctor.findings import findings
-from lowbit.doctor.messages import Facts, Measured, Speed
-from lowbit.doctor.ports import DROPPED, OPEN
+from lowbit.doctor.command import findings
+from lowbit.doctor.facts import Facts, Speed
 from lowbit.doctor.settings import DoctorSettings
-from lowbit.doctor.survey import MachineSurvey, SurveyedMachine, _named
+from lowbit.doctor.survey import DROPPED, OPEN, MachineSurvey, Measured, SurveyedMachine, _named
 
 ADDRESSES = "10.0.0.1", "10.0.0.2"
 
@@ -204,23 +203,17 @@ def test_machines_with_one_name_are_told_apart_and_both_lack_a_secret():
     assert second.startswith("note vm-2: another machine has the same name, vm, so this page calls this one vm-2 -> ")
 
 
-def test_a_first_machine_in_the_same_network_may_have_a_firewall():
-    text = said(survey(facts=({"meet_address": "10.0.0.1"},), alone="port 29400 cannot be reached from here"))
-    assert "open the port there: sudo iptables -I INPUT -p tcp -s 10.0.0.1 --dport 29400 -j ACCEPT" in text
-
-
-def test_a_closed_port_of_a_machine_that_is_seen_at_its_own_address():
+def test_what_the_machines_stated_leads_to_a_fix():
     found = survey(states=CLOSED)
     found.machines[1].seen |= {"203.0.113.7", ADDRESSES[1]}
-    assert "iptables -I INPUT -p tcp -s 10.0.0.1 --dport 32768:60999 -j ACCEPT" in said(found)
-
-
-def test_an_invalid_setting_of_the_recipe_is_to_be_corrected():
-    found = survey(facts=({"recipe": "a.toml", "recipe_problem": "run.connections is 0; allowed: 1 to 32"},))
-    assert "stop m0: run.connections is 0; allowed: 1 to 32 -> correct a.toml, or copy it" in said(found)
-
-
-def test_a_speed_that_is_missing_is_a_warning():
-    found = survey()
-    found.machines[0].speed = Speed(problem="no such model")
-    assert said(found) == "warning m0: its speed was not measured: no such model -> without it, no plan"
+    slow = survey()
+    slow.machines[0].speed = Speed(problem="no such model")
+    alone = survey(facts=({"meet_address": "10.0.0.1"},), alone="port 29400 cannot be reached from here")
+    recipe = survey(facts=({"recipe": "a.toml", "recipe_problem": "run.connections is 0; allowed: 1 to 32"},))
+    for each, line in (
+        (found, "iptables -I INPUT -p tcp -s 10.0.0.1 --dport 32768:60999 -j ACCEPT"),
+        (slow, "warning m0: its speed was not measured: no such model -> without it, no plan"),
+        (alone, "open the port there: sudo iptables -I INPUT -p tcp -s 10.0.0.1 --dport 29400 -j ACCEPT"),
+        (recipe, "stop m0: run.connections is 0; allowed: 1 to 32 -> correct a.toml, or copy it"),
+    ):
+        assert line in said(each)

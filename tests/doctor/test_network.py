@@ -145,7 +145,7 @@ def _differ() -> None:
     """Have other versions, and a clock that is ahead."""
     other = {"lowbit": "9.9", "torch": "1.0", "python": "2.7.1"}
     mock.patch.object(facts, "versions", return_value=other).start()
-    mock.patch.object(survey, "now_ns", side_effect=lambda: time.time_ns() + 93 * 10**9).start()
+    mock.patch.object(survey, "time_ns", side_effect=lambda: time.time_ns() + 93 * 10**9).start()
 
 
 def test_a_slow_direction(link: SlowLink, tmp_path: Path):

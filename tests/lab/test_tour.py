@@ -4,7 +4,7 @@ import importlib
 import json
 from pathlib import Path
 
-from lowbit.cli.reports import Measurement
+from lowbit.cli.commands import Measurement
 from lowbit_lab.bench import COMMANDS
 from tests.command_line import invoke
 

@@ -1,4 +1,6 @@
-"""Bits within a budget: compared with all combinations there are."""
+"""Micro-batches in flight, and bits within a budget, compared with all combinations there are."""
+
+from __future__ import annotations
 
 import itertools
 import math
@@ -8,7 +10,7 @@ import pytest
 
 from lowbit.activations.layer_plan import PLANNED
 from lowbit.plan import in_flight, order_of
-from lowbit.plan.budget import WIDTHS, Option, StageCost, choose, plan_bits
+from lowbit.plan.budget import WIDTHS, Moment, Option, StageCost, choose, plan_bits
 
 ERRORS = {
     kind: {bits: scale * 2.0**-bits for bits in WIDTHS[:-1]} for kind, scale in zip(PLANNED, (3, 1, 2), strict=True)
@@ -148,15 +150,82 @@ def test_bits_that_change_nothing_are_not_taken_away():
 
 
 def test_wrong_input_is_refused():
-    flight = held("1F1B", 2)
-    with pytest.raises(ValueError, match="costs has 1 stages; allowed: 2"):
-        plan_bits(flight, [cost()], ERRORS, device_bytes=1 << 40)
-    with pytest.raises(ValueError, match="sensitivities has no error for 'mlp' at 2, 3, 4, 5, 6, 7, 8 bits"):
-        plan_bits(flight, [cost(), cost()], {**ERRORS, "mlp": {}}, device_bytes=1 << 40)
-    bad = {**ERRORS, "norm": ERRORS["norm"] | {2: math.nan}}
-    with pytest.raises(ValueError, match="sensitivities is nan for 'norm' at 2 bits"):
-        plan_bits(flight, [cost(), cost()], bad, device_bytes=1 << 40)
+    for count, errors, message in (
+        (1, {}, "costs has 1 stages; allowed: 2"),
+        (2, {"mlp": {}}, "sensitivities has no error for 'mlp' at 2, 3, 4, 5, 6, 7, 8 bits"),
+        (2, {"norm": ERRORS["norm"] | {2: math.nan}}, "sensitivities is nan for 'norm' at 2 bits"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            plan_bits(held("1F1B", 2), [cost()] * count, ERRORS | errors, device_bytes=1 << 40)
     with pytest.raises(ValueError, match="saved has norm; allowed"):
         StageCost(layers=1, saved={"norm": {4: 1}})
     with pytest.raises(ValueError, match="fixed is -1"):
         cost(fixed=-1)
+
+
+def peaks(schedule: str, ranks: int, each: int, microbatches: int) -> list[int]:
+    order = order_of(schedule, ranks=ranks, stages_per_rank=each, microbatches=microbatches)
+    held = in_flight(order)
+    return [held.peak(stage) for stage in held.stages]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("microbatches", [4, 7])
+def test_schedules_that_are_known_by_heart(ranks: int, microbatches: int):
+    assert peaks("1F1B", ranks, 1, microbatches) == [ranks - stage for stage in range(ranks)]
+    assert peaks("GPipe", ranks, 1, microbatches) == [microbatches] * ranks
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "each", "microbatches", "expected"),
+    [
+        ("Interleaved1F1B", 2, 2, 4, [4, 3, 2, 1]),
+        ("LoopedBFS", 2, 2, 4, [4, 4, 4, 4]),
+        ("InterleavedZeroBubble", 2, 2, 4, [4, 4, 2, 2]),
+        ("zbvzerobubble", 4, 2, 16, [8, 7, 6, 5, 4, 3, 2, 1]),
+        ("DualPipeV", 2, 2, 4, [4, 3, 2, 1]),
+    ],
+)
+def test_schedules_of_several_stages(schedule: str, ranks: int, each: int, microbatches: int, expected: list[int]):
+    assert peaks(schedule, ranks, each, microbatches) == expected
+
+
+def test_a_list_by_hand():
+    held = in_flight({3: ["0F0", None, "1F0", "0F1", "0B0", "1SEND_B0", "1I0", "1F1", "1W0", "1B1", "0B1"]})
+    none = {0: 0, 1: 0}
+    first, last = (Moment(held={0: 2, 1: 1}, halfway=none), Moment(held={0: 1, 1: 2}, halfway={0: 0, 1: 1}))
+    assert held.moments == {3: (first, last)}
+    assert (held.stages, held.peak(0), held.peak(1), held.rank_of(1)) == ([0, 1], 2, 2, 3)
+
+
+def test_gradients_wait_between_the_passes_for_inputs_and_weights():
+    held = in_flight({0: ["1F0", "1I0", "1F1", "1I1", "1W0", "1F2", "1B2", "1W1"]})
+    both, later = (Moment(held={1: 2}, halfway={1: halfway}) for halfway in (2, 1))
+    assert held.moments == {0: (later, both)}
+    assert held.splits
+    assert not in_flight({0: ["0F0", "0I0", "0W0"]}).splits, "on the first stage I does nothing"
+    for schedule, each in {"1F1B": 1, "ZBVZeroBubble": 2}.items():
+        order = order_of(schedule, ranks=2, stages_per_rank=each, microbatches=8)
+        assert in_flight(order).splits == (each == 2)
+
+
+def test_inputs_and_weights_apart_end_with_the_weights():
+    assert in_flight({0: ["0F0", "0I0", "0F1", "0I1", "0W0", "0W1"]}).peak(0) == 2
+    assert in_flight({0: ["0F0", "0I0", "0W0", "0F1", "0I1", "0W1"]}).peak(0) == 1
+    assert in_flight({0: ["0F0", "(0F1;0B0)OVERLAP_F_B", "0B1"]}).peak(0) == 2
+
+
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [
+        ({0: ["0F0"]}, "leaves 1 micro-batches of stage 0 without backward"),
+        ({0: ["0F0", "0B0", "0B1"]}, "order of rank 0 ends more micro-batches of stage 0"),
+        ({0: ["0F0", "0B0"], 1: ["0F0", "0B0"]}, r"order has stages \[0, 0\]; allowed: each on one"),
+        ({0: [None]}, r"order has stages \[\]"),
+    ],
+)
+def test_wrong_lists_are_refused(order: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        in_flight(order)
+    with pytest.raises(ValueError, match="stage is 5; allowed: 0, 1"):
+        in_flight(order_of("1F1B", ranks=2, stages_per_rank=1, microbatches=4)).rank_of(5)

@@ -16,8 +16,7 @@ from lowbit.codecs import Cast
 from lowbit.pipeline import LowBitStage
 from lowbit.plan import actions_of, in_flight
 from lowbit.plan.budget import plan_bits
-from lowbit.plan.memory import MemorySettings
-from lowbit.plan.stages import StageMeter
+from lowbit.plan.memory import MemorySettings, StageMeter
 from lowbit.train.config import DataConfig, ModelConfig, PipelineConfig
 from lowbit.train.model import StageModule, build_model, next_token_loss
 from lowbit.wire.pytorch import version
@@ -88,7 +87,7 @@ def check(name: str) -> None:
     settings = settings_of(name)
     layout, rank = settings.layout, dist.get_rank()
     meter = StageMeter(settings)
-    costs = [meter.stage(layout, stage).cost for stage in range(layout.stages)]
+    costs = [meter.stage(layout, stage)[0] for stage in range(layout.stages)]
     held = settings.held
     most = plan_bits(held, costs, ERRORS, device_bytes=1 << 50)
     plan = plan_bits(held, costs, ERRORS, device_bytes=most.least + (max(most.device_bytes.values()) - most.least) // 2)

@@ -10,9 +10,8 @@ import torch
 
 from lowbit.activations import LayerAware, LayerPlan, compress_saved_
 from lowbit.config import build
-from lowbit.plan.memory import COMMAND, MemorySettings
+from lowbit.plan.memory import COMMAND, MemorySettings, StageMeter
 from lowbit.plan.sizes import parse_bytes
-from lowbit.plan.stages import StageMeter
 from lowbit.report import execute, run
 from lowbit.train import from_mapping
 from lowbit.train.activations import planned_settings
@@ -78,15 +77,14 @@ def test_each_layer_is_planned_and_trains(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_stages_of_bfloat16_weights_can_be_planned():
-    (first, last) = run(COMMAND, tiny(weights="bf16", group=32, model={"layers": 2})).rows
+    rows = run(COMMAND, tiny(weights="bf16", group=32, model={"layers": 2})).rows
     activation, logits = 2 * 32 * 64, 2 * 32 * 256
-    assert first["pipeline_bytes"] == 2 * activation
-    assert last["pipeline_bytes"] == logits + activation
+    assert [row["pipeline_bytes"] for row in rows] == [2 * activation, logits + activation]
 
 
 def test_gradients_and_optimizer_in_8_bits_take_less():
     small = tiny(gradients={"storage": "fp8"}, optimizer="adamw-8bit")
-    wide, narrow = (StageMeter(s).stage(s.layout, 0).cost.fixed for s in (tiny(), small))
+    wide, narrow = (StageMeter(s).stage(s.layout, 0)[0].fixed for s in (tiny(), small))
     assert narrow / wide == pytest.approx((4 + 1.01 + 2.03) / 16, rel=0.02)
 
 
@@ -104,16 +102,9 @@ def test_agoq_by_name_is_8_bits_for_both_and_a_plan_that_its_run_takes(tmp_path:
     monkeypatch.setattr("lowbit.train.prepare.check_torchao", lambda: None)
     policies = prepare(config, ranks=2).activations
     assert all(policy is None or (isinstance(policy, LayerAware) and policy.attention == 16) for policy in policies)
+    plain = {"run": replace(config.run, method="none"), "gradients": GradientsConfig(), "optimizer": OptimizerConfig()}
     with pytest.raises(ValueError, match="activations.plan: .* was made for gradients.storage|for optimizer"):
-        prepare(
-            replace(
-                config,
-                run=replace(config.run, method="none"),
-                gradients=GradientsConfig(),
-                optimizer=OptimizerConfig(),
-            ),
-            ranks=2,
-        )
+        prepare(replace(config, **plain), ranks=2)
 
 
 def test_dropout_saves_masks_but_does_not_blur_errors():
@@ -154,7 +145,5 @@ def test_wrong_settings_are_refused(wrong: dict[str, Any], message: str):
 def test_a_plan_is_for_the_layers_of_each_stage():
     uneven, even, by_default = (tiny(pipeline={"layers": layers}) for layers in ([2, 3], [3, 2], []))
     assert uneven.layout.layer_counts == (2, 3)
-    recorded = [
-        planned_settings(each.recipe, each.layout, 256)["pipeline.layers"] for each in (uneven, even, by_default)
-    ]
-    assert recorded == ["2, 3", None, None]
+    recorded = [planned_settings(each.recipe, each.layout, 256) for each in (uneven, even, by_default)]
+    assert [each["pipeline.layers"] for each in recorded] == ["2, 3", None, None]

@@ -1,5 +1,8 @@
+"""Clusters, and the plan for one."""
+
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 from dataclasses import replace
@@ -12,8 +15,7 @@ import pytest
 
 from lowbit.config import ConfigError, to_toml
 from lowbit.plan.cluster import Cluster, ClusterLink, Machine
-from lowbit.plan.predict import MemoryShort, PipelineChoice, Predictor
-from lowbit.plan.search import best_split, search
+from lowbit.plan.predict import MemoryShort, PipelineChoice, Predictor, best_split, search
 from lowbit.plan.sizes import ModelSizes
 from lowbit.train import load
 from tests.command_line import invoke
@@ -91,11 +93,8 @@ def test_the_first_choice_is_the_fastest_of_all_there_are():
             choice = PipelineChoice(
                 schedule=schedule, stages_per_rank=1, microbatches=cut, layers=layers, formats=("int4",)
             )
-            try:
+            with contextlib.suppress(ConfigError) if (schedule, cut) == ("1F1B", 2) else contextlib.nullcontext():
                 every.append(of.predict(choice).seconds)
-            except ConfigError:
-                assert schedule == "1F1B"
-                assert cut == 2
     assert best.seconds == pytest.approx(min(every), rel=0.01)
 
 
@@ -134,7 +133,7 @@ def test_memory_bounds_the_layers_of_a_machine():
     need = roomy.rank_bytes(choice, (2, 6), 0)
     small = predictor(machine("a", memory=str(int(need))), machine("b"))
     assert plan(small, schedules=("GPipe",), microbatches=(4,))[0].choice.layers == (2, 6)
-    with pytest.raises(MemoryShort, match="machine 'a' has 0.0 MB and needs .* allowed: more memory, more machines"):
+    with pytest.raises(MemoryShort, match="machine 'a' has 0.0 MB and needs"):
         plan(predictor(machine("a", memory="1kb"), machine("b")))
     with pytest.raises(MemoryShort, match="machine 'a' has"):
         small.predict(PipelineChoice(schedule="GPipe", stages_per_rank=1, microbatches=4, layers=(3, 5)))
@@ -272,3 +271,84 @@ def test_impossible_clusters_are_one_line_of_the_command(tmp_path: Path, monkeyp
         assert result.exit_code == 2
         assert message in result.stderr
         assert len([line for line in result.stderr.splitlines() if line.startswith("error")]) == 1, result.stderr
+
+
+TWO = """
+[[machine]]
+name = "desk"
+cores = 8
+memory = "16gb"
+tflops = 0.5
+coding = ["transform=0.9/1.6"]
+
+[[machine]]
+name = "server"
+gpus = 2
+layer_seconds = 0.01
+"""
+
+
+def read(folder: Path, text: str) -> Cluster:
+    (folder / "cluster.toml").write_text(text)
+    return Cluster.read(folder / "cluster.toml")
+
+
+def test_machines_and_links_are_read(tmp_path: Path):
+    cluster = read(tmp_path, TWO + '[[link]]\nbetween = ["server", "desk"]\nmbit = 50\nback_mbit = 20\nrtt_ms = 40\n')
+    desk, server = cluster.machines
+    assert (desk.bytes, desk.ranks, server.ranks) == (16e9, 1, 2)
+    assert desk.coding_speeds == {"transform": (0.9e9, 1.6e9)}
+    assert [machine.name for machine in cluster.of_ranks] == ["desk", "server", "server"]
+    link = cluster.link("desk", "server")
+    assert link is not None
+    assert (link.mbit, link.back_mbit, link.rtt_ms) == (50, 20, 40)
+    assert cluster.link("server", "server") is None
+
+
+def test_a_link_between_nobody_is_of_all_other_pairs(tmp_path: Path):
+    third = '[[machine]]\nname = "laptop"\ntflops = 0.1\n'
+    links = '[[link]]\nmbit = 10\n[[link]]\nbetween = ["desk", "server"]\nmbit = 1000\n'
+    cluster = read(tmp_path, TWO + third + links)
+    found = [cluster.link(*pair) for pair in (("desk", "server"), ("laptop", "desk"))]
+    assert [link.mbit for link in found if link] == [1000, 10]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ('[[link]]\nbetween = ["desk", "sever"]\nmbit = 1', "there is no machine 'sever'; known: desk, server"),
+        ('[[link]]\nbetween = ["desk"]\nmbit = 1', "link.between is .* allowed: two machines, or nothing"),
+        ('[[link]]\nbetween = ["desk", "desk"]\nmbit = 1', "link.between is .* allowed: two machines, or nothing"),
+        ('[[link]]\nbetween = ["desk", "server"]', "link.mbit is missing"),
+        ("[[link]]\nmbit = 0", "link.mbit is 0; allowed: more than 0"),
+        ("[[link]]\nmbit = 1\n[[link]]\nmbit = 2", "two links between all other pairs"),
+        ("[[link]]\nmbit = 1\nback_mbit = 2\nhalf_duplex = true", "link.half_duplex is true; allowed: one rate"),
+        ("[[link]]\nmbit = 1\nmbits = 2", "unknown key link.mbits; did you mean link.mbit"),
+        ('[[machine]]\nname = "desk"\ntflops = 1', "machines .* allowed: at least one, each with its own name"),
+        ('[[machine]]\ntflops = 1\nname = ""', "machine.name is empty"),
+        ('[[machine]]\nname = "c"', "machine 'c' has no speed; allowed: layer_seconds or tflops"),
+        ('[[machine]]\nname = "c"\nlayer_seconds = 1\nlayer_overhead = 2', "machine 'c' has layer_overhead 2; allowed"),
+        ('[[machine]]\nname = "c"\ntflops = 1\nmemory = "lots"', "machine 'c': memory is 'lots'; allowed: bytes"),
+        ('[[machine]]\nname = "c"\ntflops = 1\ncoding = ["int4"]', "machine 'c' has coding 'int4'; allowed: such as"),
+        (
+            '[[link]]\nmbit = 1\nshared = "x"\n[[link]]\nbetween = ["desk", "server"]\nmbit = 2\nshared = "x"',
+            "share 'x'",
+        ),
+        ("[machines]\na = 1", r"has machines; known: \[\[machine\]\], \[\[link\]\]"),
+        ("[link]\nmbit = 1", r"has \[link\]; allowed: \[\[link\]\], once for each"),
+        ("a = [", "is not TOML"),
+    ],
+)
+def test_mistakes_are_named_in_one_line(tmp_path: Path, more: str, message: str):
+    with pytest.raises(ConfigError, match=message) as caught:
+        read(tmp_path, TWO + more + "\n")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_or_link_is_named(tmp_path: Path):
+    with pytest.raises(ConfigError, match="configuration file .*: No such file"):
+        Cluster.read(tmp_path / "nothing.toml")
+    with pytest.raises(ConfigError, match="the cluster has no link between desk and server"):
+        read(tmp_path, TWO).link("desk", "server")
+    with pytest.raises(ConfigError, match="at least one, each with its own name"):
+        read(tmp_path, "")

@@ -1,11 +1,17 @@
 """The runner that all commands share: rows as they come, files that are gone on with, comparisons."""
 
+from __future__ import annotations
+
+import io
 import json
+import math
+import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from lowbit.report import (
     Baseline,
@@ -17,6 +23,7 @@ from lowbit.report import (
     check_output,
     compare,
     execute,
+    machine,
     run,
     spread,
     summary,
@@ -26,6 +33,12 @@ from lowbit.report import (
 @dataclass(frozen=True)
 class Sizes:
     dim: int = 2
+
+
+@dataclass(frozen=True)
+class Rates:
+    rates: tuple[float | None, ...] = (100.0, None)
+    folder: Path = Path("runs")
 
 
 @dataclass(frozen=True)
@@ -106,9 +119,8 @@ def test_an_outcome_that_cannot_be_written_is_said_before_the_run(tmp_path: Path
 def test_comparisons_are_with_the_row_that_is_alike():
     rows = [{"format": f, "link": link, "ms": ms} for f, link, ms in (("a", 1, 2.0), ("b", 1, 4.0), ("b", 2, 8.0))]
     base = Baseline(field="x", value="ms", to={"format": "a"}, alike=("link",))
-    assert [row["x"] for row in compare(rows, [base])] == [1.0, 2.0, None]
-    assert [row["x"] for row in compare(rows, [replace(base, way="under")])] == [1.0, 0.5, None]
-    assert [row["x"] for row in compare(rows, [replace(base, way="minus")])] == [0.0, 2.0, None]
+    for way, expected in {"over": [1.0, 2.0], "under": [1.0, 0.5], "minus": [0.0, 2.0]}.items():
+        assert [row["x"] for row in compare(rows, [replace(base, way=way)])] == [*expected, None]
     assert compare([{"format": "a", "link": 1}], [base])[0]["x"] is None
 
 
@@ -116,3 +128,72 @@ def test_spread_is_the_interquartile_range_over_the_median():
     assert spread([1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx(2 / 3)
     assert spread([1.0]) == 0
     assert summary([1.0, 3.0, 2.0], "ms") == {"ms": 2.0, "ms_low": 1.0, "ms_high": 3.0, "spread": 0.5, "rounds": 3}
+
+
+def report(**row: object) -> Report:
+    return Report(command="bench x", settings=Rates(), machine={"cores": 2}, rows=[row])
+
+
+def test_json_has_the_four_parts(tmp_path: Path):
+    report(boundary="int4", loss=1.5, link_mbit=None).write_json(tmp_path / "new" / "r.json")
+    assert json.loads((tmp_path / "new" / "r.json").read_text()) == {
+        "command": "bench x",
+        "settings": {"rates": [100.0, None], "folder": "runs"},
+        "machine": {"cores": 2},
+        "rows": [{"boundary": "int4", "loss": 1.5, "link_mbit": None}],
+    }
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["r.json"]
+
+
+def test_json_is_read_back(tmp_path: Path):
+    values = {1.5: 1.5, math.nan: None, math.inf: None, -math.inf: None}  # JSON has no such numbers
+    for value, read in values.items():
+        report(loss=value, curve=[(1, value)]).write_json(tmp_path / "r.json")
+        assert Report.read_json(tmp_path / "r.json").rows == [{"loss": read, "curve": [[1, read]]}]
+    (tmp_path / "other.json").write_text('{"rows": []}')
+    with pytest.raises(ValueError, match="does not hold a report"):
+        Report.read_json(tmp_path / "other.json")
+
+
+def test_machine_is_described_but_not_identified():
+    about = machine()
+    assert {"cpu", "cores", "torch", "python", "lowbit", "date"} <= set(about)
+    text = json.dumps(about)
+    for secret in (socket.gethostname(), str(Path.cwd())):
+        assert secret not in text
+
+
+def test_a_narrow_terminal_folds_words_and_no_numbers():
+    names = [f"number\n{i}" for i in range(8)]
+    columns = [Column("a format", "name"), *(Column(n, n) for n in names)]
+    name = "GroupInt(bits=4, group=64, symmetric=True)"
+    text = shown(Table(columns=columns), [{"name": name} | dict.fromkeys(names, 123.45)], 80)
+    assert text.count("123.45") == text.count("number") == 8
+    assert "…" not in text
+    assert "".join(line[:24].strip() for line in text.splitlines()[4:]).replace(" ", "") == (name.replace(" ", ""))
+
+
+def shown(table: Table, rows: list[Row], width: int = 60) -> str:
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(table.render(rows))
+    return console.export_text()
+
+
+def test_table_shows_values_and_gaps():
+    columns = [Column("Boundary", "boundary"), Column("Loss", lambda row: row["loss"], "{:.2f}")]
+    rows = [{"boundary": "int4", "loss": 1.234}, {"boundary": "bf16", "loss": None}]
+    text = shown(Table(columns=columns, title="Formats"), rows)
+    assert "Formats" in text
+    assert text.splitlines()[-3:-1] == [" int4      1.23 ", " bf16         – "]
+
+
+def test_a_table_for_each_value_with_a_title_and_without_empty_columns():
+    rows = [{"link": "a", "ms": 1, "gone": None}, {"link": "b", "ms": 2, "gone": None}]
+    table = Table(
+        columns=lambda rows: [Column("ms", "ms"), Column("gone", "gone")], title=lambda rows: rows[0]["link"] * 3,
+        each="link", rows=lambda rows: rows[::-1],
+    )  # fmt: skip
+    text = shown(table, rows)
+    assert text.index("bbb") < text.index("aaa")
+    assert "gone" not in text
+    assert not Table(columns=[]).render([]).renderables

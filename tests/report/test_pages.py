@@ -17,10 +17,9 @@ import pytest
 
 pytest.importorskip("plotly")
 
-from lowbit.cli.report import write
-from lowbit.report.page.figures import thinned
-from lowbit.report.page.steps import own_times
-from lowbit.report.verdict import verdict
+from lowbit.cli.commands import write
+from lowbit.report.page import own_times, thinned
+from lowbit.report.training import verdict
 from tests.command_line import invoke
 from tests.reports import HOSTILE, make_results, make_run, make_trace
 
@@ -67,11 +66,7 @@ def test_a_run_has_its_losses_settings_and_versions(tmp_path: Path):
 @pytest.mark.parametrize(
     ("seconds", "nbytes", "said"),
     [
-        (
-            (0.2, 0.1, 1.7),
-            22e6,
-            ("ranks waited 1.7 for messages: the busiest link carried 88% of its rate", "Fewer bits"),
-        ),
+        ((0.2, 0.1, 1.7), 22e6, ("ranks waited 1.7 for messages: the busiest link carried 88%", "Fewer bits")),
         ((0.2, 0.1, 1.7), 1e6, ("though the busiest link carried only 4% of its rate", "Round trips or uneven stages")),
         ((0.2, 0.1, 1.7), None, ("or for each other", "lowbit plan pipeline")),
         ((1.0, 0.9, 0.1), 1e6, ("Coding took 0.9 of 2 seconds", "A cheaper format")),
@@ -83,12 +78,13 @@ def test_a_run_is_told_in_short(
 ):
     line = {"seconds": 2.0, "links": {"0 to 1": nbytes} if nbytes else {}}
     links = [{"link": "0 to 1", "mbit": 100.0}]
-    run: Any = SimpleNamespace(steps=[line] * 4, ranks={"links": links})
     named = zip(("compute_seconds", "codec_seconds", "wait_seconds"), seconds, strict=True)
-    text = verdict(run, {"steps_here": 40, "held_out_loss": 2.1213, "tokens_per_second": 1402.0, **dict(named)}).text
+    summary = {"held_out_loss": 2.1213, "tokens_per_second": 1402.0, **dict(named)}
+    run: Any = SimpleNamespace(steps=[line] * 40, summary=summary, ranks={"links": links})
+    (part,) = verdict(run)
     for each in ("40 steps ended with a held-out loss of 2.1213 nats, at 1,402 tokens a second.", *said):
-        assert each in text
-    assert verdict(run, {}).text == ""
+        assert each in part.text
+    assert next(verdict(SimpleNamespace(steps=[], summary={}, ranks={}))).text == ""  # pyright: ignore
 
 
 def test_nothing_is_fetched(tmp_path: Path):
@@ -237,8 +233,7 @@ def test_a_wrong_call_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     make_run(tmp_path / "run")
     make_results(tmp_path / "speed.json")
     outcome = invoke("report", *words)
-    assert outcome.exit_code == 2
-    assert len(outcome.stderr.splitlines()) == 1
+    assert (outcome.exit_code, len(outcome.stderr.splitlines())) == (2, 1)
     assert said in outcome.stderr
     assert (tmp_path / "mine.html").read_text() == "<p>mine"
 

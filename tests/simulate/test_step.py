@@ -1,3 +1,5 @@
+"""The simulation of a step: orders of PyTorch, steps by hand, and every moment of a slow simulator."""
+
 from __future__ import annotations
 
 import random
@@ -7,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowbit.simulate import Channel, Network, StageTimes, actions, actions_from, simulate
+from lowbit.simulate.predict import predicted_step
 from tests.simulate.reference import seconds_of
 
 FREE = Channel()
@@ -140,13 +143,43 @@ def test_lists_that_are_no_step_are_refused(order, stages: int, message: str):
 
 def test_wrong_numbers_are_refused():
     order = actions("1F1B", ranks=2, microbatches=2)
-    with pytest.raises(ValueError, match="bytes_per_second is 0"):
-        Channel(bytes_per_second=0)
-    with pytest.raises(ValueError, match="latency is -1"):
-        Channel(latency=-1)
-    with pytest.raises(ValueError, match="forward is -1; allowed: at least 0"):
-        StageTimes(forward=-1, backward=0)
-    with pytest.raises(ValueError, match="rank 0 sends to rank 1, and there is no channel"):
-        simulate(order, [TIMES] * 2, Network(channels=[], routes={}))
-    with pytest.raises(ValueError, match="optimizer and averaging have -1"):
-        simulate(order, [TIMES] * 2, chain(2), optimizer=-1)
+    for make, message in (
+        (lambda: Channel(bytes_per_second=0), "bytes_per_second is 0"),
+        (lambda: Channel(latency=-1), "latency is -1"),
+        (lambda: StageTimes(forward=-1, backward=0), "forward is -1"),
+        (lambda: simulate(order, [TIMES] * 2, Network(channels=[], routes={})), "rank 0 sends to rank 1"),
+        (lambda: simulate(order, [TIMES] * 2, chain(2), optimizer=-1), "optimizer and averaging have -1"),
+        (lambda: actions("1F1B", ranks=2, stages_per_rank=2, microbatches=4), "stages_per_rank is 2; allowed .*: 1"),
+        (lambda: actions("GPipe", ranks=2, microbatches=0), "microbatches"),
+        (lambda: actions("1F1B", ranks=0, microbatches=4), "ranks is 0"),
+        (lambda: actions("2F2B", ranks=2, microbatches=4), "Unknown schedule name '2F2B'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "each", "kinds"),
+    [
+        ("GPipe", 1, "FB"), ("1F1B", 1, "FB"), ("Interleaved1F1B", 2, "FB"), ("LoopedBFS", 2, "FB"),
+        ("InterleavedZeroBubble", 2, "FBIW"),
+        ("ZBVZeroBubble", 2, "FBIW"), ("DualPipeV", 2, "FBIW"),
+    ],
+)  # fmt: skip
+def test_schedules_are_read_from_pytorch(schedule: str, each: int, kinds: str):
+    found = actions(schedule, ranks=2, stages_per_rank=each, microbatches=4)
+    names = [name for rank in range(2) for name in found.names(rank)]
+    assert {name.strip("0123456789") for name in names} <= set(kinds)
+    assert sum("F" in name for name in names) == 4 * 2 * each
+    assert len(set(names)) == len(names)
+
+
+def test_each_end_codes_and_each_way_takes_its_own_bytes():
+    network = Network(channels=[Channel(bytes_per_second=1000.0)] * 2, routes={(0, 1): 0, (1, 0): 1})
+    coding = {0: (0.1, 9.0, 9.0, 0.4), 1: (9.0, 0.2, 0.3, 9.0)}
+    step = predicted_step(
+        actions("GPipe", ranks=2, microbatches=1), [3.0, 3.0], [0, 1], network, formats=["x"],
+        sizes=lambda text: (1000, 500), coding=lambda rank, text: coding[rank], checksum=100,
+    )  # fmt: skip
+    assert step.nbytes.tolist() == [1100, 600]
+    assert step.seconds == pytest.approx(1 + 0.1 + 1.1 + 0.2 + 1 + 2 + 0.3 + 0.6 + 0.4 + 2)

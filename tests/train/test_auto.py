@@ -18,7 +18,7 @@ from benchmarks.changing_link import follow
 from lowbit.codecs import Cast, parse_pair
 from lowbit.codecs.speed import coding_speed
 from lowbit.config import ConfigError
-from lowbit.report.page.run import read_run
+from lowbit.report.run_files import read_run
 from lowbit.report.training import run_page
 from lowbit.simulate.predict import share_of_rates
 from lowbit.train import TrainConfig, auto, loop, train, trainer

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from lowbit import __version__
 from lowbit.cli.app import COMMANDS
-from lowbit.cli.errors import one_line_errors
-from lowbit.cli.group import CliCommand
-from lowbit.terminal import filtered
+from lowbit.terminal import filtered, one_line
 
 __all__ = ["main"]
 
 
-def main(words: Sequence[str] | None = None, *, program: str = "lowbit", command: CliCommand = COMMANDS) -> None:
+def main(
+    words: Sequence[str] | None = None, *, program: str = "lowbit", command: Callable[[str, list[str]], None] = COMMANDS
+) -> None:
     """Run the `lowbit` command.
 
     Args:
@@ -34,3 +35,76 @@ def main(words: Sequence[str] | None = None, *, program: str = "lowbit", command
             print(f"lowbit {__version__}")
         else:
             command(program, [word for word in given if word != "--traceback"])
+
+
+TRAIN = "train"
+"""The extra that every command needs."""
+_TRAIN = ("pydantic", "transformers", "tokenizers", "safetensors", "rich", "tensorboard")
+EXTRAS = dict.fromkeys(_TRAIN, TRAIN) | {
+    "matplotlib": "lab",
+    "datasets": "datasets",
+    "pyarrow": "datasets",
+    "torchao": "8bit",
+    "lm_eval": "tasks",
+    "accelerate": "tasks",
+    "plotly": "report",
+    "jinja2": "report",
+}
+USAGE, FAILURE, INTERRUPTED = 2, 1, 130
+
+
+@contextmanager
+def one_line_errors(traceback: bool) -> Iterator[None]:
+    """Turn an expected error into one line and an exit code.
+
+    A wrong value, a bad file or a missing extra exits with 2, a failed run with 1, Ctrl-C with 130. Anything else is a
+    bug in lowbit and keeps its traceback.
+
+    Args:
+        traceback: let every error through.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        if traceback:
+            raise
+        sys.stderr.write("interrupted\n")
+        raise SystemExit(INTERRUPTED) from None
+    except Exception as error:
+        code = exit_code(error)
+        if traceback or code is None:
+            raise
+        rank = os.environ.get("RANK")
+        sys.stderr.write(f"{f'rank {rank}: ' if rank else ''}error: {describe(error)}\n")
+        sys.stderr.flush()
+        if rank:
+            # Skip destructors: those of a broken process group can wait for peers that are gone.
+            sys.stdout.flush()
+            os._exit(code)
+        raise SystemExit(code) from None
+
+
+def exit_code(error: Exception) -> int | None:
+    """Return the exit code of an error; None for a bug in lowbit."""
+    if isinstance(error, ModuleNotFoundError):
+        return USAGE if _extra(error) else None
+    if isinstance(error, ConnectionError | ChildProcessError | TimeoutError):
+        return FAILURE
+    if isinstance(error, ValueError | TypeError | OSError):
+        return USAGE
+    if isinstance(error, RuntimeError) and type(error).__module__.startswith("lowbit."):
+        return FAILURE
+    return None
+
+
+def describe(error: Exception) -> str:
+    """Describe an error on one line."""
+    if isinstance(error, ModuleNotFoundError):
+        return f'{error.name} is missing; install it with: pip install "lowbit[{_extra(error)}]"'
+    if isinstance(error, OSError) and error.filename is not None:
+        return one_line(f"{os.fsdecode(error.filename)}: {error.strerror}")
+    return one_line(str(error))
+
+
+def _extra(error: ModuleNotFoundError) -> str | None:
+    return EXTRAS.get((error.name or "").partition(".")[0])

@@ -1,20 +1,59 @@
-"""The commands of `lowbit`."""
+"""The commands of `lowbit`, and groups of commands under one word."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, metadata
 from importlib.util import find_spec
 from typing import Any
 
-from lowbit.cli.doctor import Doctor
-from lowbit.cli.extensions import extension
-from lowbit.cli.group import Group
-from lowbit.cli.report import MakeReport
-from lowbit.cli.reports import Measurement
-from lowbit.cli.text import listed
-from lowbit.cli.train import Config, Train
+from lowbit.cli.commands import Config, Doctor, MakeReport, Measurement, Train, extension
+from lowbit.terminal import columns, examples_in_help, listed, suggestion, wrapped
+
+
+class Group:
+    """Commands under one word, such as `lowbit bench`.
+
+    Args:
+        summary: one line about the group.
+        commands: returns the commands by name; called only when a command or help is requested.
+        examples: whole command lines for the help. ending: more lines for the end of the help.
+    """
+
+    def __init__(
+        self,
+        summary: str,
+        commands: Callable[[], Mapping[str, Any]],
+        *,
+        examples: tuple[str, ...] = (),
+        ending: Callable[[], Sequence[str]] = tuple,
+    ) -> None:
+        self.summary, self.commands, self.examples, self._ending = summary, commands, examples, ending
+
+    def __call__(self, program: str, words: Sequence[str]) -> None:
+        """Hand the words to the command that the first word names; without words, show help.
+
+        Raises:
+            ValueError: no command has this name.
+        """
+        commands = self.commands()
+        if not words or words[0] in ("--help", "-h", "help"):
+            print("\n".join(self._help(program, commands)))
+        elif words[0] in commands:
+            commands[words[0]](f"{program} {words[0]}", words[1:])
+        else:
+            raise ValueError(f"{program} has no {words[0]!r}; {suggestion(words[0], commands)}")
+
+    def _help(self, program: str, commands: Mapping[str, Any]) -> Iterator[str]:
+        yield from (f"usage: {program} COMMAND [options]", "")
+        yield from wrapped(self.summary, columns())
+        yield from ("", "commands:")
+        yield from listed((name, command.summary) for name, command in commands.items())
+        if self.examples:
+            yield from ("", *examples_in_help(self.examples))
+        yield from ("", *self._ending())
+        yield f"{program} COMMAND --help explains a command and shows examples."
 
 
 def _where_to_begin() -> list[str]:
@@ -45,7 +84,6 @@ _ORDER = ("demo", "train", "config", "doctor", "plan", "calibrate", "evaluate", 
 
 
 def _commands() -> dict[str, Any]:
-    """Return the library's commands and those of the laboratory, by name."""
     added = extension("commands")
     commands: dict[str, Any] = dict.fromkeys(_ORDER, _Missing())
     commands |= {

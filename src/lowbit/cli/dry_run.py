@@ -8,8 +8,8 @@ from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
-from lowbit.cli.text import print_pairs
 from lowbit.config import to_toml
+from lowbit.terminal import print_pairs
 from lowbit.train.boundaries import AUTO_FORMATS, codecs_of, usable
 from lowbit.train.evaluate import AFTER, wanted_nats
 from lowbit.train.model import hidden_size, targets_of

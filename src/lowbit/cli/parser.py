@@ -11,10 +11,9 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, NoReturn
 
-from lowbit.cli.text import examples_in_help, listed, wrapped
 from lowbit.config import ConfigError, Setting, resolve, settings_of
-from lowbit.config.files import in_toml
-from lowbit.config.types import choices_of, element_of, union_of
+from lowbit.config.section import choices_of, element_of, in_toml, union_of
+from lowbit.terminal import examples_in_help, listed, wrapped
 
 _METAVARS = {int: "INTEGER", float: "NUMBER"}
 

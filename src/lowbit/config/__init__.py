@@ -10,8 +10,17 @@ resolve(ModelConfig, "model.toml", [("dim", "128")])
 
 from __future__ import annotations
 
-from lowbit.config.files import resolve, to_toml
-from lowbit.config.section import ConfigError, NonNegative, Positive, Setting, build, section, settings_of
+from lowbit.config.section import (
+    ConfigError,
+    NonNegative,
+    Positive,
+    Setting,
+    build,
+    resolve,
+    section,
+    settings_of,
+    to_toml,
+)
 
 __all__ = [
     "ConfigError",

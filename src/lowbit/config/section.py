@@ -1,20 +1,130 @@
-"""Sections of a configuration: frozen values that pydantic checks on construction, with one-line errors."""
+"""Sections of a configuration: frozen values that pydantic checks on construction, read from TOML and written as it."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import inspect
+import json
+import textwrap
+import tomllib
+import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
-from lowbit.config.types import Text, as_type, choices_of, kind_of, range_of, read
-from lowbit.terminal import suggestion
+from lowbit.terminal import printable, suggestion
+
+_KINDS = {
+    int: ["an integer"],
+    float: ["a finite number"],
+    bool: ["true", "false"],
+    str: ["a string"],
+    type(None): ["nothing"],
+}
+_PLURALS = {int: "integers", float: "finite numbers", str: "strings"}
+_BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
+
+
+class Text(str):
+    """A word of a command line; the annotation of its setting determines its value."""
+
+
+def element_of(hint: Any) -> Any:
+    """Return the type of a tuple's elements; None for other annotations."""
+    hint = _bare(hint)
+    return typing.get_args(hint)[0] if typing.get_origin(hint) is tuple else None
+
+
+def union_of(hint: Any) -> tuple[Any, ...]:
+    """Return the members of a union; another annotation is its only member."""
+    hint = _bare(hint)
+    members = typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
+    return tuple(map(_bare, members))
+
+
+def choices_of(hint: Any) -> list[str]:
+    """Return the values of a `Literal[...]`, or of a tuple of them; empty for other annotations."""
+    bare = _bare(hint if (element := element_of(hint)) is None else element)
+    return [str(value) for value in typing.get_args(bare)] if typing.get_origin(bare) is Literal else []
+
+
+def kind_of(hint: Any) -> str:
+    """Describe what an annotation takes, without its range: "an integer or nothing"."""
+    if (element := element_of(hint)) is not None:
+        return f"{kind_of(element)} or a list of {_PLURALS.get(_bare(element), 'them')}"
+    if choices := choices_of(hint):
+        return ", ".join(choices)
+    kinds = [word for kind in union_of(hint) for word in choices_of(kind) or _KINDS.get(kind) or [f"a {kind.__name__}"]]
+    return " or ".join(filter(None, (", ".join(kinds[:-1]), kinds[-1])))
+
+
+def range_of(hint: Any) -> str:
+    """Describe the range of an annotation: "at least 0 and at most 1"; empty if it has none."""
+    return " and ".join(f"{_BOUNDS[name]} {limit}" for name, limit in _limits(hint))
+
+
+def as_type(value: Any, hint: Any) -> Any:
+    """Convert a value for a field: make a tuple of a list or a single element, and call `parse`."""
+    if (element := element_of(hint)) is None:
+        return _parsed(value, hint)
+    items = tuple(value) if isinstance(value, list | tuple) else (value,)
+    return () if items == ("",) else tuple(_parsed(item, element) for item in items)
+
+
+def read(text: str, hint: Any) -> Any:
+    """Parse text as TOML; return the text itself if it is not TOML, or if the annotation takes text.
+
+    A list is TOML's or separated by commas; commas within parentheses belong to an element, as in
+    "int4,GroupInt(bits=6, group=32)".
+    """
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except (ValueError, RecursionError):
+        value = str(text)
+    if (element := element_of(hint)) is not None:
+        return value if isinstance(value, list) else [read(part, element) for part in _split(text)]
+    kinds = union_of(hint)
+    if isinstance(value, str) or (type(value) in kinds and type(value) is not float):
+        return value
+    choices = {choice for kind in kinds if typing.get_origin(kind) is Literal for choice in typing.get_args(kind)}
+    texts = any(isinstance(choice, str) for choice in choices)
+    return str(text) if texts or any(kind is str or hasattr(kind, "parse") for kind in kinds) else value
+
+
+def _split(text: str) -> list[str]:
+    parts, depth = [""], 0
+    for character in text:
+        depth += (character == "(") - (character == ")")
+        if character == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return [part.strip() for part in parts if part.strip()]
+
+
+def _parsed(value: Any, hint: Any) -> Any:
+    parse = next((kind.parse for kind in union_of(hint) if hasattr(kind, "parse")), None)
+    return parse(value) if parse and isinstance(value, str) else value
+
+
+def _limits(hint: Any) -> Iterator[tuple[str, float]]:
+    if typing.get_origin(hint) is Annotated:
+        for note in hint.__metadata__:
+            for limit in getattr(note, "metadata", [note]):  # pydantic's `Field` keeps its limits there
+                yield from ((name, getattr(limit, name)) for name in _BOUNDS if hasattr(limit, name))
+    for part in typing.get_args(hint):  # of an annotated type, a tuple or a union
+        yield from _limits(part)
+
+
+def _bare(hint: Any) -> Any:
+    return hint.__origin__ if typing.get_origin(hint) is Annotated else hint
+
 
 Positive = Annotated[int, Field(ge=1)]
 """An integer of at least 1."""
@@ -186,3 +296,72 @@ def _in_one_line(
     if any(out_of_range) and not all(out_of_range):  # a number, of a union with other types
         allowed += f", {range_of(hint)}"
     return ConfigError(f"{prefix}{key} is {values[key]!r}; allowed: {allowed}")
+
+
+_WIDTH = 80
+
+
+def resolve(cls: type[_Class], path: str | Path | None = None, overrides: Iterable[tuple[str, str]] = ()) -> _Class:
+    """Read a section from a TOML file, if there is one, and apply overrides such as ("pipeline.forward", "int4").
+
+    Raises:
+        ConfigError: a missing or invalid TOML file, an unknown key (the closest valid one is named), or a wrong value.
+    """
+    values = read_toml(Path(path)) if path is not None else {}
+    return build(cls, {**values, **{key: Text(text) for key, text in overrides}})
+
+
+def to_toml(config: Any, *, meanings: bool = True) -> str:
+    """Write a section as TOML that `resolve` reads back; fields that are None are left out.
+
+    Args:
+        meanings: write above each key its meaning, allowed values, and the default if it differs.
+    """
+    return "\n".join(_lines(config, settings_of(type(config)), "", meanings)).strip() + "\n"
+
+
+def in_toml(value: Any) -> str:
+    """Format a value as TOML, which equals JSON for all values of fields.
+
+    Characters that a terminal would act upon are escaped.
+    """
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(in_toml, value))}]"
+    text = json.dumps(value if isinstance(value, str | int | float) else str(value), ensure_ascii=False)
+    if text.isprintable():
+        return text
+    return "".join(c if printable(c) == c else f"\\U{ord(c):08x}" for c in text)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Read the values of a TOML file. Raises ConfigError: the file is missing or not TOML."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"configuration file {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"configuration file {path} is not TOML: {error}") from error
+
+
+def _lines(config: Any, settings: Mapping[str, Setting], prefix: str, meanings: bool) -> Iterator[str]:
+    for setting in settings.values():
+        if setting.is_section:
+            continue
+        value = getattr(config, setting.name)
+        if meanings:
+            changed = setting.default not in (value, None, dataclasses.MISSING)
+            yield from _comment(setting.explained(f"default: {in_toml(setting.default)}" if changed else ""))
+        if value is not None:
+            yield f"{setting.name} = {in_toml(value)}"
+        elif meanings:
+            yield f"# {setting.name} = ..."
+    for setting in settings.values():
+        if setting.is_section:
+            yield from ["", *(_comment(setting.meaning) if meanings else ())]
+            yield f"[{prefix}{setting.name}]"
+            within = settings_of(setting.hint, setting.default)
+            yield from _lines(getattr(config, setting.name), within, f"{prefix}{setting.name}.", meanings)
+
+
+def _comment(text: str) -> list[str]:
+    return textwrap.wrap(text, _WIDTH, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False)

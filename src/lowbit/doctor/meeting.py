@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import Store
 
-from lowbit.doctor.messages import StatementError, read
+from lowbit.doctor.facts import StatementError, read
 from lowbit.doctor.settings import DoctorSettings
 from lowbit.job.meeting import MeetingError, prove, reach
 from lowbit.wire.checksum import begin_attempt, run_secret
@@ -64,7 +64,7 @@ class Meeting:
             raise too_late
         self._call(self.store.set, f"hello/{self.rank}", secrets.token_hex(16))
         self._call(self.store.set, f"name/{self.rank}", name)
-        self.ranks = self._open(settings) if self.rank == 0 else self._await_opening()
+        self.ranks = self._count(settings)
         if self.rank >= self.ranks:
             raise too_late
         try:
@@ -105,8 +105,13 @@ class Meeting:
             self._call(self.store.set, keys[self.rank], "1")
             wait_until(lambda: self._call(self.store.check, keys), _END_SECONDS, pause=_PAUSE)
 
-    def _open(self, settings: DoctorSettings) -> int:
-        """Wait for the other machines, and announce how many have come."""
+    def _count(self, settings: DoctorSettings) -> int:
+        """How many machines have come: the first waits for the others, and announces it."""
+        if self.rank:
+            say("met the first machine, which waits for the others")
+            wait_until(lambda: self._call(self.store.check, ["ranks"]), _OPEN_SECONDS, pause=_PAUSE)
+            text = self._call(peek, self.store, "ranks")
+            return int(text) if text.isdigit() and len(text) < 4 else 0
         if settings.count > 1:
             say(f"waiting up to {settings.wait:.0f} s for {settings.count - 1} more to start it with {settings.where}")
         joined = partial(self._call, self.store.add, "seats", 0)
@@ -115,18 +120,8 @@ class Meeting:
         self._call(self.store.set, "ranks", str(ranks))
         return ranks
 
-    def _await_opening(self) -> int:
-        say("met the first machine, which waits for the others")
-        wait_until(lambda: self._call(self.store.check, ["ranks"]), _OPEN_SECONDS, pause=_PAUSE)
-        text = self._call(peek, self.store, "ranks")
-        return int(text) if text.isdigit() and len(text) < 4 else 0
-
     def _call(self, call: Callable[..., Any], *args: Any) -> Any:
-        """Call a method of the store, with a time limit.
-
-        Raises:
-            FirstMachineError: no answer, or the connection has ended.
-        """
+        """Call a method of the store, with a time limit; FirstMachineError: no answer, or the connection has ended."""
         try:
             return bounded(lambda: call(*args), _CALL_SECONDS)
         except (TimeoutError, RuntimeError) as error:
@@ -172,7 +167,6 @@ def _join(settings: DoctorSettings) -> tuple[int, Store]:
 
 
 def _is_own(host: str) -> bool:
-    """Whether an address is one of this machine's."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_STREAM) as own:
         own.bind((host, 0))
         return True

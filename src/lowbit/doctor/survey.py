@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import selectors
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import combinations
+from time import time_ns
 
 from torch._C._distributed_c10d import PrefixStore, ProcessGroup
 
-from lowbit.doctor.facts import facts, now_ns
+from lowbit.config import NonNegative
+from lowbit.doctor.facts import Facts, Number, Share, Speed, Text, facts, message, read, speed
 from lowbit.doctor.meeting import FirstMachineError, Meeting, say
-from lowbit.doctor.messages import Facts, Joined, Measured, ProbeResults, Speed, read
-from lowbit.doctor.ports import OPEN, Ports, probe
 from lowbit.doctor.settings import DoctorSettings
-from lowbit.doctor.speed import speed
 from lowbit.job.meeting import MeetingError
 from lowbit.job.process_group import connect, joined
 from lowbit.terminal import one_line
@@ -35,6 +40,49 @@ _MESSAGE_SECONDS = 30.0  # for a message of a probe to arrive
 _FAR_TRIPS, _FAR_SECONDS = 100, 6.0
 _CONNECTIONS = 16  # that `lowbit train` tries where BBR is not permitted
 _SPEED_SECONDS = 1200.0  # the first call of a format compiles it
+
+
+@message
+class ProbeResults:
+    """Results of connecting to the ports of the other machines: machine, address, port, and state.
+
+    Attributes:
+        seen: source addresses of this machine's connections, as the others saw them.
+    """
+
+    states: tuple[tuple[int, Text, int, Text], ...]
+    seen: tuple[Text, ...] = ()
+
+
+@message
+class Joined:
+    """Whether a machine joined the process group. problem: why it did not."""
+
+    problem: Text = ""
+
+
+@message
+class Measured:
+    """Measurements of the link from this machine to another one.
+
+    Attributes:
+        ahead_ms: how far this machine's clock is ahead of the other one's.
+        loss: share of TCP segments that were sent again; again: their number.
+        control: congestion control of its connections, such as "cubic".
+        better_mbit, better_loss: measured once more because segments were sent again, in another `way`: with BBR
+            where all machines permit it, otherwise over several connections. permitted: whether this machine does.
+    """
+
+    mbit: Number = 0.0
+    rtt_ms: Number = 0.0
+    ahead_ms: float = 0.0
+    loss: Share | None = None
+    again: NonNegative = 0
+    control: Text = ""
+    better_mbit: Number = 0.0
+    better_loss: Share = 0.0
+    way: Text = ""
+    permitted: bool = True
 
 
 @dataclass
@@ -150,7 +198,6 @@ def _named(facts: dict[int, Facts]) -> dict[int, SurveyedMachine]:
 
 
 def _probe_ports(survey: MachineSurvey, meeting: Meeting) -> None:
-    """Have all machines connect to all others."""
     places = [
         (rank, address, port)
         for rank, machine in survey.machines.items() if rank != meeting.rank
@@ -178,10 +225,14 @@ def _measure_links(survey: MachineSurvey, side: ProcessGroup | None) -> None:
     """Measure each pair's link in turn; those that lose packets once more, as `lowbit train` would then use them."""
     say("measuring clocks and links")
     messages = Messages(None, "doctor", timeout=_MESSAGE_SECONDS)
+
+    def measured(pair: tuple[int, int]) -> list[Measured]:
+        own = _measure(survey, messages, pair) if messages.rank in pair else Measured()
+        return [read(Measured, each) for each in gather_json(vars(own), side)]
+
     pairs = [*combinations(range(messages.ranks), 2)]
     for pair in pairs:
-        own = _measure(survey, messages, pair) if messages.rank in pair else Measured()
-        found = [read(Measured, each) for each in gather_json(vars(own), side)]
+        found = measured(pair)
         survey.links.update({(a, b): found[a] for a, b in (pair, pair[::-1])})
         if pair[0] == 0:
             survey.machines[pair[1]].clock_ms = found[pair[1]].ahead_ms
@@ -195,18 +246,16 @@ def _measure_links(survey: MachineSurvey, side: ProcessGroup | None) -> None:
         way = f"{_CONNECTIONS} connections"
         connect_more(None, _CONNECTIONS)
     for pair in pairs:
-        own = _measure(survey, messages, pair) if messages.rank in pair else Measured()
-        again = [read(Measured, each) for each in gather_json(vars(own), side)]
+        again = measured(pair)
         for a, b in (pair, pair[::-1]):
             better = {"better_mbit": again[a].mbit, "better_loss": again[a].loss or 0.0, "way": way}
             survey.links[a, b] = replace(survey.links[a, b], **better, permitted=permitted[a])
 
 
 def _measure(survey: MachineSurvey, messages: Messages, pair: tuple[int, int]) -> Measured:
-    """Measure this machine's link to the other one of a pair."""
     direction = pair
     try:
-        trip = round_trip(messages, pair[0] + pair[1] - messages.rank, now_ns)
+        trip = round_trip(messages, pair[0] + pair[1] - messages.rank, time_ns)
         seconds = max(survey.settings.seconds, min(_FAR_SECONDS, _FAR_TRIPS * trip.seconds))
         mbit, before, after = 0.0, Segments(0, 0), Segments(0, 0)
         for direction in (pair, (pair[1], pair[0])):
@@ -225,3 +274,99 @@ def _measure(survey: MachineSurvey, messages: Messages, pair: tuple[int, int]) -
         mbit=mbit, rtt_ms=1e3 * trip.seconds, ahead_ms=ahead / 1e6, control=congestion_control(),
         loss=min(1.0, after.since(before)), again=max(0, after.again - before.again),
     )  # fmt: skip
+
+
+OPEN, DROPPED, REFUSED, UNREACHABLE, OTHER = "open", "dropped", "refused", "unreachable", "other"
+"""Results of connecting to a port: the expected machine, no answer, refused, no route, another program or machine."""
+WORDS = {
+    DROPPED: "nothing answers: packets are dropped",
+    REFUSED: "connections are refused",
+    UNREACHABLE: "it cannot be reached",
+    OTHER: "another machine or program answers",
+}
+_PORTS = 8
+_PORT_SECONDS = 4.0  # in which a lost first packet is sent again twice
+_ANSWER_SECONDS = 5.0
+_MOST_BYTES = 200  # of an answer
+_AT_ONCE = 64
+
+
+class Ports:
+    """Listens at some of the ports that the system assigns, and answers every connection.
+
+    It reads nothing that the other end sends. An answer is the machine's word and the connection's source address.
+
+    Args:
+        low, high: range of ports to choose from.
+
+    Attributes:
+        numbers: the chosen ports.
+    """
+
+    def __init__(self, low: int, high: int) -> None:
+
+        self._selector = selectors.DefaultSelector()
+        self._ended = False
+        self._listeners: list[socket.socket] = []
+        step = max(1, (high - low) // (_PORTS - 1))
+        for wanted in (*range(low, high, step), high):
+            for port in range(wanted, min(wanted + 20, high + 1)):
+                with contextlib.suppress(OSError):
+                    self._listeners.append(socket.create_server(("", port), backlog=64))
+                    self._selector.register(self._listeners[-1], selectors.EVENT_READ)
+                    break
+        self.numbers = tuple(sorted({each.getsockname()[1] for each in self._listeners}))
+
+    def answer(self, word: str) -> None:
+        """Answer with this word, which the others know, from now on."""
+
+        def accept() -> None:
+            while not self._ended:
+                for key, _ in self._selector.select(0.2):
+                    with contextlib.suppress(OSError, ValueError):
+                        connection, (address, *_) = key.fileobj.accept()  # pyright: ignore
+                        with connection:
+                            connection.setblocking(False)  # the answer fits into the buffer of a new connection
+                            connection.sendall(f"{word} {address}\n".encode())
+
+        threading.Thread(target=accept, daemon=True).start()
+
+    def close(self) -> None:
+        """Close the ports."""
+        self._ended = True
+        for listener in self._listeners:
+            listener.close()
+
+
+def probe(places: list[tuple[int, str, int]], words: dict[int, str]) -> tuple[list[str], set[str]]:
+    """Connect to each place (machine, address, port); return its state, and the source addresses that the others saw.
+
+    `words`: the expected answer of each machine.
+    """
+    seen: set[str] = set()
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        states = pool.map(lambda place: _state(place[1:], words[place[0]], seen), places)
+        return list(states), seen
+
+
+def _state(place: tuple[str, int], word: str, seen: set[str]) -> str:
+    try:
+        with socket.create_connection(place, timeout=_PORT_SECONDS) as connection:
+            answer, deadline = b"", time.monotonic() + _ANSWER_SECONDS
+            with contextlib.suppress(OSError):
+                while not answer.endswith(b"\n") and len(answer) < _MOST_BYTES:
+                    connection.settimeout(max(0.001, deadline - time.monotonic()))
+                    if not (part := connection.recv(_MOST_BYTES)):
+                        break
+                    answer += part
+    except TimeoutError:
+        return DROPPED
+    except ConnectionRefusedError:
+        return REFUSED
+    except OSError:
+        return UNREACHABLE
+    received, _, address = answer.decode(errors="replace").strip().partition(" ")
+    if received != word:
+        return OTHER
+    seen.add(address)
+    return OPEN

@@ -1,7 +1,6 @@
 """Memory of the devices of a pipeline, and the bits of saved activations that fit into it."""
 
-from lowbit.plan.budget import MemoryPlan, StageCost, plan_bits
-from lowbit.plan.in_flight import InFlight, in_flight
+from lowbit.plan.budget import InFlight, MemoryPlan, StageCost, in_flight, plan_bits
 from lowbit.plan.layers import choose_layers, measure_layers, plan_layers
 from lowbit.simulate.orders import actions_of, order_of
 

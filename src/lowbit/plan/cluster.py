@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field
 
 from lowbit.config import ConfigError, NonNegative, Positive, build, section
-from lowbit.config.files import read_toml
+from lowbit.config.section import read_toml
 from lowbit.plan.sizes import parse_bytes
 
 _Part = TypeVar("_Part")
@@ -83,9 +83,8 @@ class Machine:
             except ValueError:
                 encode = decode = 0.0
             if not (name and encode > 0 and decode > 0):
-                raise ConfigError(
-                    f"machine {self.name!r} has coding {text!r}; allowed: such as transform=0.9/1.6, more than 0"
-                )
+                allowed = "such as transform=0.9/1.6, more than 0"
+                raise ConfigError(f"machine {self.name!r} has coding {text!r}; allowed: {allowed}")
             speeds[name] = (encode * 1e9, decode * 1e9)
         return speeds
 
@@ -155,10 +154,12 @@ class Cluster:
         """Build a cluster from the values of such a file; `path` is its name in errors."""
         if unknown := set(values) - {"machine", "link"}:
             raise ConfigError(f"{path} has {', '.join(sorted(unknown))}; known: [[machine]], [[link]]")
-        machines, links = (_list(values, name, path) for name in ("machine", "link"))
+        for name, found in values.items():
+            if not isinstance(found, list):
+                raise ConfigError(f"{path} has [{name}]; allowed: [[{name}]], once for each")
         return cls(
-            machines=tuple(_built(Machine, each, "machine", "name") for each in machines),
-            links=tuple(_built(ClusterLink, each, "link", "between") for each in links),
+            machines=tuple(_built(Machine, each, "machine", "name") for each in values.get("machine", ())),
+            links=tuple(_built(ClusterLink, each, "link", "between") for each in values.get("link", ())),
         )
 
     @cached_property
@@ -170,9 +171,10 @@ class Cluster:
         """The link between two machines; None for a machine and itself; ConfigError if the cluster has none."""
         if a == b:
             return None
-        for link in (*(link for link in self.links if {a, b} == set(link.between)), *self.links):
-            if {a, b} == set(link.between) or not link.between:
-                return link
+        for ends in ({a, b}, set[str]()):  # a link of these two, or else the one for all
+            for link in self.links:
+                if set(link.between) == ends:
+                    return link
         raise ConfigError(f"the cluster has no link between {a} and {b}; allowed: one, or one without between for all")
 
 
@@ -183,10 +185,3 @@ def _built(cls: type[_Part], values: Any, kind: str, name: str) -> _Part:
     except ConfigError as error:
         named = values.get(name) if isinstance(values, Mapping) else None
         raise ConfigError(f"{kind} {named!r}: {error}" if named else str(error)) from None
-
-
-def _list(values: Mapping[str, Any], name: str, path: str) -> list[Any]:
-    found = values.get(name, [])
-    if not isinstance(found, list):
-        raise ConfigError(f"{path} has [{name}]; allowed: [[{name}]], once for each")
-    return found

@@ -18,9 +18,8 @@ import torch
 from torch import nn
 
 from lowbit.activations.layer_plan import KEEP, LayerChoice, LayerPlan, layers_of
-from lowbit.plan.budget import SLOWER
-from lowbit.plan.measure import ORDER_OF_SUMS, compressed, gradients, relative_error
-from lowbit.plan.trace import StepTrace, trace_step
+from lowbit.plan.budget import SLOWER, undominated
+from lowbit.plan.measure import ORDER_OF_SUMS, StepTrace, compressed, gradients, relative_error, trace_step
 
 Step = Callable[[], Any]
 Runs = tuple[tuple[LayerChoice, int], ...]
@@ -145,7 +144,13 @@ def measure_layers(
     model.zero_grad(set_to_none=True)
     extra = {choice: min(times[choice]) - min(times[KEEP]) for choice in choices}  # other programs only add time
     inner = len(layers) - 1  # the last layer, because the first may differ from the rest
-    costs = {choice: _cost(traces[choice], inner, extra[choice] / len(layers)) for choice in choices}
+    costs = {}
+    for choice, trace in traces.items():
+        there, back = trace.forward[inner], trace.backward[inner]
+        costs[choice] = LayerCost(
+            kept=back.start - back.end, forward=there.peak - there.start, backward=back.peak - back.end,
+            seconds=extra[choice] / len(layers),
+        )  # fmt: skip
     least = min(choices, key=lambda choice: traces[choice].peak)
     lean, kept = traces[least], costs[least].kept
     return StepCosts(
@@ -195,10 +200,12 @@ def predictions(costs: StepCosts, layers: int, *, max_error: float, held: int = 
     With many layers, not every number of them is tried. ValueError: all errors are larger; it names the smallest.
     """
     tried: dict[Runs, None] = {}
-    useful = _useful(costs)
+    cost = costs.layers
+    numbers = {c: (k.kept, k.forward, k.backward, k.seconds, k.error) for c, k in cost.items()}
+    useful = undominated(cost, numbers.__getitem__)
     step = max(1, layers // 16)
     for three in itertools.combinations(useful, min(3, len(useful))):
-        ordered = sorted(three, key=lambda c: costs.layers[c].kept - costs.layers[c].backward)
+        ordered = sorted(three, key=lambda c: cost[c].kept - cost[c].backward)
         for cut in itertools.combinations_with_replacement([*range(0, layers, step), layers], len(ordered) - 1):
             ends = (0, *cut, layers)
             counts = [end - start for start, end in itertools.pairwise(ends)]
@@ -209,16 +216,6 @@ def predictions(costs: StepCosts, layers: int, *, max_error: float, held: int = 
         least = min(one.error for one in every)
         raise ValueError(f"max_error is {max_error}; allowed: at least {least:.4f} with these choices")
     return exact
-
-
-def _useful(costs: StepCosts) -> list[LayerChoice]:
-    """The choices that no other beats in every respect."""
-    numbers = {c: (k.kept, k.forward, k.backward, k.seconds, k.error) for c, k in costs.layers.items()}
-
-    def beaten(mine: tuple[float, ...]) -> bool:
-        return any(n != mine and all(a <= b for a, b in zip(n, mine, strict=True)) for n in numbers.values())
-
-    return [choice for choice, mine in numbers.items() if not beaten(mine)]
 
 
 def plan_layers(
@@ -273,14 +270,6 @@ def with_errors(costs: StepCosts, errors: Mapping[LayerChoice, float]) -> StepCo
 def described(choices: Sequence[LayerChoice]) -> str:
     """The choices in words."""
     return "; ".join(f"{count} x {choice}" for choice, count in Counter(choices).items())
-
-
-def _cost(trace: StepTrace, layer: int, seconds: float) -> LayerCost:
-    there, back = trace.forward[layer], trace.backward[layer]
-    return LayerCost(
-        kept=back.start - back.end, forward=there.peak - there.start, backward=back.peak - back.end,
-        seconds=seconds,
-    )  # fmt: skip
 
 
 def seconds(step: Step, device: torch.device | None = None) -> float:

@@ -5,23 +5,35 @@ Bytes are counted on two decoder layers of the real shape for each kind of stage
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
+import torch
 from pydantic import Field
+from torch import Tensor, nn
 
-from lowbit.activations.layer_plan import PLANNED, LayerChoice, LayerPlan
+from lowbit.activations import LayerAware, counted
+from lowbit.activations.counting import SavedBytes
+from lowbit.activations.layer_plan import PLANNED, LayerChoice, LayerPlan, layers_of
 from lowbit.codecs import parse
 from lowbit.config import ConfigError, NonNegative, section
-from lowbit.plan.budget import Option, choose, outside_autograd, plan_bits
-from lowbit.plan.in_flight import InFlight, in_flight
-from lowbit.plan.layers import LayersPrediction, described
-from lowbit.plan.measure import sensitivities
-from lowbit.plan.sizes import parse_bytes
-from lowbit.plan.stages import LayerMeter, MeasuredStage, StageMeter, sample_model
+from lowbit.plan.budget import InFlight, Option, StageCost, choose, in_flight, outside_autograd, plan_bits
+from lowbit.plan.layers import (
+    CHOICES,
+    LayersPrediction,
+    StepCosts,
+    choice_errors,
+    described,
+    layer_settings,
+    measure_layers,
+    predictions,
+    with_errors,
+)
+from lowbit.plan.measure import bytes_between_passes, bytes_by_width, compressed, sensitivities
+from lowbit.plan.sizes import parse_bytes, two_layers
 from lowbit.report import Column, Command, Row, Table, check_output
 from lowbit.simulate.orders import order_of
 from lowbit.train.activations import planned_settings
@@ -36,9 +48,11 @@ from lowbit.train.config import (
     RunConfig,
     TrainConfig,
 )
+from lowbit.train.data import Order, load_data
 from lowbit.train.layout import PipelineLayout, make_layout
-from lowbit.train.model import count_layers, vocabulary
+from lowbit.train.model import StageModule, build_model, count_layers, next_token_loss, vocabulary
 from lowbit.train.pretrained import load_tokenizer
+from lowbit.train.single_process import model_loss, train_single_process
 
 _LEAST_BUDGET = 1_000_000  # bytes; less is a unit that was forgotten
 _LOW_BIT = LayerChoice(norm=8, mlp=4, linear=4)
@@ -88,7 +102,7 @@ class MemorySettings:
     def __post_init__(self) -> None:
         if self.gradients.storage != FULL_PRECISION:
             parse(self.gradients.storage)
-        if self.budget and parse_bytes(self.budget) < _LEAST_BUDGET:
+        if self.budget and self.budget_bytes < _LEAST_BUDGET:
             raise ConfigError(f"budget is {self.budget!r}, less than a megabyte; allowed: more, such as 24gb or 800mb")
         _ = self.layout, self.vocab, self.recipe
         if self.method == "agoq":
@@ -96,6 +110,11 @@ class MemorySettings:
                 raise ConfigError("by is 'layer', with attention in 8 bits, and method is 'agoq'; allowed: stage")
             object.__setattr__(self, "optimizer", "adamw-8bit")
             object.__setattr__(self, "gradients", self.recipe.gradients)
+
+    @property
+    def budget_bytes(self) -> int:
+        """Bytes of a device; 0 if `budget` is omitted."""
+        return parse_bytes(self.budget) if self.budget else 0
 
     @property
     def recipe(self) -> TrainConfig:
@@ -115,9 +134,8 @@ class MemorySettings:
     def held(self) -> InFlight:
         """Micro-batches that the stages hold."""
         run = self.pipeline
-        return in_flight(
-            order_of(run.schedule, ranks=run.ranks, stages_per_rank=run.stages_per_rank, microbatches=run.microbatches)
-        )
+        counts = {"ranks": run.ranks, "stages_per_rank": run.stages_per_rank, "microbatches": run.microbatches}
+        return in_flight(order_of(run.schedule, **counts))
 
     @property
     def layout(self) -> PipelineLayout:
@@ -146,7 +164,11 @@ def measure(settings: MemorySettings, earlier: Sequence[Row] = ()) -> Iterator[S
     check_output(Path(settings.out) if settings.out else None)
     layout, meter = settings.layout, StageMeter(settings)
     measured = [meter.stage(layout, stage) for stage in range(layout.stages)]
-    plan, rows = (_by_layer if settings.by == "layer" else _by_stage)(settings, meter, measured)
+    costs = [cost for cost, _ in measured]
+    if settings.by == "layer":
+        plan, rows = _by_layer(settings, meter, costs)
+    else:
+        plan, rows = _by_stage(settings, costs, [plain for _, plain in measured])
     if settings.out:
         made_for = planned_settings(settings.recipe, layout, settings.vocab)
         replace(plan, made_for={**plan.made_for, **made_for, "weights": settings.weights}).write(settings.out)
@@ -154,14 +176,14 @@ def measure(settings: MemorySettings, earlier: Sequence[Row] = ()) -> Iterator[S
 
 
 def _by_stage(
-    settings: MemorySettings, meter: StageMeter, measured: Sequence[MeasuredStage]
+    settings: MemorySettings, costs: Sequence[StageCost], plain: Sequence[int]
 ) -> tuple[LayerPlan, list[Row]]:
-    held, costs = settings.held, [stage.cost for stage in measured]
+    held = settings.held
     errors = sensitivities(*sample_model(settings), group=settings.group)
     plan_for = partial(plan_bits, held, sensitivities=errors, group=settings.group)
     only_4 = [replace(cost, saved={kind: {4: cost.saved[kind][4]} for kind in PLANNED}) for cost in costs]
     int4 = plan_for(only_4, device_bytes=1 << 62)
-    plan = plan_for(costs, device_bytes=_budget(settings, int4.device_bytes))
+    plan = plan_for(costs, device_bytes=settings.budget_bytes or max(int4.device_bytes.values()))
     return plan.bits, [
         {
             "stage": one.stage,
@@ -171,7 +193,7 @@ def _by_stage(
             **one.bits,
             "saved_bytes": one.saved_bytes,
             "int4_bytes": int4.stages[one.stage].saved_bytes,
-            "bf16_bytes": one.held * measured[one.stage].plain,
+            "bf16_bytes": one.held * plain[one.stage],
             "fixed_bytes": costs[one.stage].fixed,
             "pipeline_bytes": max(
                 outside_autograd(held, moment, costs, [one.stage]) for moment in held.moments[one.rank]
@@ -187,10 +209,8 @@ def _by_stage(
     ]
 
 
-def _by_layer(
-    settings: MemorySettings, meter: StageMeter, measured: Sequence[MeasuredStage]
-) -> tuple[LayerPlan, list[Row]]:
-    held, costs, layers = settings.held, [stage.cost for stage in measured], LayerMeter(settings, meter)
+def _by_layer(settings: MemorySettings, meter: StageMeter, costs: Sequence[StageCost]) -> tuple[LayerPlan, list[Row]]:
+    held, layers = settings.held, LayerMeter(settings, meter)
     total = sum(cost.layers for cost in costs)
 
     def option(stage: int, one: LayersPrediction) -> Option:
@@ -200,7 +220,7 @@ def _by_layer(
     choose_among = partial(choose, held, costs, least_with=f"with max_error {settings.max_error}")
     low = [layers.predict(stage, _LOW_BIT) for stage in held.stages]
     of_low = choose_among([[option(stage, one)] for stage, one in enumerate(low)], device_bytes=1 << 62)
-    budget = _budget(settings, of_low.device_bytes)
+    budget = settings.budget_bytes or max(of_low.device_bytes.values())
     every = [[option(stage, one) for one in layers.predictions(stage)] for stage in held.stages]
     chosen = choose_among(every, device_bytes=budget)
     best: list[LayersPrediction] = [option.what for option in chosen.options]
@@ -226,11 +246,6 @@ def _by_layer(
     ]
 
 
-def _budget(settings: MemorySettings, low: Mapping[int, int]) -> int:
-    """The bytes that every device has; if omitted, what the fullest device needs with 4 bits everywhere."""
-    return parse_bytes(settings.budget, "budget") if settings.budget else max(low.values())
-
-
 def _megabytes(size: float) -> str:
     return f"{size / 1e6:,.0f}" if size >= 1e8 else f"{size / 1e6:.1f}"
 
@@ -245,14 +260,6 @@ def _title(rows: Sequence[Row]) -> str:
         f"Saved activations {_within(one)}\n"
         f"relative error of the gradient: {one['error_all']:.4f}, with 4 bits everywhere {one['error_int4']:.4f}"
     )
-
-
-def _kind(by: str) -> Callable[[Sequence[Row]], Sequence[Row]]:
-    return lambda rows: [row for row in rows if ("choices" in row) == (by == "layer")]
-
-
-def _title_by_layer(rows: Sequence[Row]) -> str:
-    return f"What each layer keeps, {_within(rows[0])}"
 
 
 _BYTES = {
@@ -278,7 +285,7 @@ COMMAND = Command(
                 Column("error", "error", "{:.4f}"),
             ),
             title=_title,
-            rows=_kind("stage"),
+            rows=lambda rows: [row for row in rows if "choices" not in row],
         ),
         Table(
             columns=(
@@ -288,8 +295,175 @@ COMMAND = Command(
                 Column("low-bit\nms", "low_bit_seconds", lambda seconds: f"{1e3 * seconds:.1f}"),
                 Column("error", "error", "{:.4f}"),
             ),
-            title=_title_by_layer,
-            rows=_kind("layer"),
+            title=lambda rows: f"What each layer keeps, {_within(rows[0])}",
+            rows=lambda rows: [row for row in rows if "choices" in row],
         ),
     ),
 )
+
+
+_STATE_BYTES = {"adamw": 8.0, "adamw-8bit": 2 + 2 * 4 / 256}
+"""Bytes of state for each parameter: two in float32, or torchao's in 8 bits with a float32 scale for each 256."""
+
+
+class StageMeter:
+    """Counts bytes on one stage of each kind, with two decoder layers of the real width and the real micro-batch.
+
+    The second layer represents all later ones; the first may differ, because a stage's input is not counted.
+    """
+
+    def __init__(self, settings: MemorySettings) -> None:
+        self.settings, self.splits = settings, settings.held.splits
+        torch.manual_seed(settings.seed)
+        model, _ = two_layers(settings.model, settings.vocab, settings.data.sequence)
+        self.mixed = settings.weights == "fp32"
+        self.model = model if self.mixed else model.bfloat16()
+        self.dtype = torch.float32 if self.mixed else torch.bfloat16  # of the stages' outputs
+        self._measured: dict[tuple[bool, bool], _TwoLayers] = {}
+
+    def stage(self, layout: PipelineLayout, stage: int) -> tuple[StageCost, int]:
+        """A stage's bytes with every number of bits, and the bytes saved of a micro-batch in plain BF16."""
+        kind = kind_of(layout, stage)
+        if kind not in self._measured:
+            self._measured[kind] = _TwoLayers(self, *kind)
+        return self._measured[kind].with_layers(len(layout.layers_of(stage)))
+
+    def module(self, layers: int, first: bool, last: bool) -> StageModule:
+        return StageModule(
+            self.model, layers=range(layers), first=first, last=last,
+            autocast=torch.bfloat16 if self.mixed else None, boundary_dtype=self.dtype,
+        ).train()  # fmt: skip
+
+    def batch(self, module: StageModule) -> tuple[Tensor, Tensor]:
+        """Token ids of a micro-batch, and the stage's input for it."""
+        shape = (self.settings.recipe.rows, self.settings.data.sequence)
+        ids = torch.randint(module.vocab, shape, generator=torch.Generator().manual_seed(0))
+        if module.first:
+            return ids, ids
+        return ids, torch.randn(*shape, module.width, dtype=self.dtype, requires_grad=True)
+
+    def between_passes(self, layers: int, first: bool, last: bool) -> int:
+        """Bytes that a stage of `layers` layers holds between two passes of backward; the first has only one."""
+        if first or not self.splits:
+            return 0
+        module = self.module(layers, first, last)
+        ids, inputs = self.batch(module)
+        with compressed(module, LayerAware(group=self.settings.group)):
+            output = module(inputs)
+            gradient = None if last else torch.ones_like(output)
+            output = next_token_loss(output, ids) if last else output
+            return bytes_between_passes(output, gradient, inputs, module.parameters())
+
+
+class _TwoLayers:
+    """A stage with two decoder layers, measured."""
+
+    def __init__(self, meter: StageMeter, first: bool, last: bool) -> None:
+        self.settings, self.module = meter.settings, meter.module(2, first, last)
+        ids, inputs = meter.batch(self.module)
+
+        def forward() -> Tensor:
+            output = self.module(inputs)
+            return next_token_loss(output, ids) if last else output
+
+        with counted(self.module) as self.plain:
+            graph = forward()
+        del graph
+        with torch.no_grad():
+            self.output = self.module(inputs).nbytes
+        self.by_width = bytes_by_width(self.module, forward, group=self.settings.group)
+        self.received = 0 if first else inputs.nbytes
+        self.inputs = self.received if meter.splits else 0
+        self.gradients = [meter.between_passes(layers, first, last) for layers in (1, 2)]
+
+    def with_layers(self, layers: int) -> tuple[StageCost, int]:
+        whole = self.by_width[max(self.by_width)]
+        not_planned = {kind for kind, _ in whole.modules} - {*PLANNED, "weights"}
+
+        one, two = self.gradients
+        cost = StageCost(
+            layers=layers,
+            saved={
+                kind: {bits: self._bytes(saved, layers, {kind}) for bits, saved in self.by_width.items()}
+                for kind in PLANNED
+            },
+            other=self._bytes(whole, layers, not_planned),
+            output=self.output,
+            inputs=self.inputs,
+            received=self.received,
+            early=self._bytes(whole, layers, {"loss"}) + self.output if self.module.last else 0,
+            gradients=one + (layers - 1) * (two - one),
+            fixed=round(sum(self._fixed(p) * self._copies(name, layers) for name, p in self.module.named_parameters())),
+        )
+        kinds = {kind for kind, _ in self.plain.modules} - {"weights"}
+        return cost, self._bytes(self.plain, layers, kinds)
+
+    def _bytes(self, saved: SavedBytes, layers: int, kinds: Collection[str]) -> int:
+        return sum(n * self._copies(name, layers) for (kind, name), n in saved.modules.items() if kind in kinds)
+
+    def _copies(self, name: str, layers: int) -> int:
+        """Number of copies of this module or parameter in a stage with `layers` layers."""
+        lists = (n for n, m in self.module.named_modules() if isinstance(m, nn.ModuleList))
+        return layers - 1 if f"{name}.".startswith(f"{next(lists)}.1.") else 1
+
+    def _fixed(self, parameter: nn.Parameter) -> float:
+        storage = self.settings.gradients.storage
+        gradient = parameter.nbytes if storage == FULL_PRECISION else parse(storage).nbytes(parameter.shape)
+        return parameter.nbytes + gradient + _STATE_BYTES[self.settings.optimizer] * parameter.numel()
+
+
+class LayerMeter:
+    """Measures what each choice costs in the layers of each stage, on two layers."""
+
+    def __init__(self, settings: MemorySettings, meter: StageMeter) -> None:
+        self._layout, self._max_error = settings.layout, settings.max_error
+        # Between a backward's two passes a checkpointed layer holds what it has computed again.
+        choices = [choice for choice in CHOICES if not (meter.splits and choice.checkpoint)]
+        errors = choice_errors(*sample_model(settings), choices, group=settings.group)
+        self._costs: dict[tuple[bool, bool], StepCosts] = {}
+        for kind in dict.fromkeys(kind_of(self._layout, stage) for stage in range(self._layout.stages)):
+            module = meter.module(2, *kind)
+            self.made_for = layer_settings(next(iter(layers_of(module).values())))
+            ids, inputs = meter.batch(module)
+
+            def step(module: StageModule = module, ids: Tensor = ids, inputs: Tensor = inputs) -> None:
+                output = module(inputs)
+                loss = next_token_loss(output, ids) if module.last else output
+                loss.backward(torch.ones_like(loss))
+
+            costs = measure_layers(module, step, choices=choices, group=settings.group, repeats=settings.repeats)
+            self._costs[kind] = with_errors(costs, errors)
+
+    def predictions(self, stage: int) -> list[LayersPrediction]:
+        costs, layers = self._of(stage)
+        return predictions(costs, layers, max_error=self._max_error)
+
+    def predict(self, stage: int, choice: LayerChoice) -> LayersPrediction:
+        """Predict a stage with one choice for all of its layers."""
+        costs, layers = self._of(stage)
+        return costs.predict(((choice, layers),))
+
+    def _of(self, stage: int) -> tuple[StepCosts, int]:
+        return self._costs[kind_of(self._layout, stage)], len(self._layout.layers_of(stage))
+
+
+def kind_of(layout: PipelineLayout, stage: int) -> tuple[bool, bool]:
+    """Whether a stage is the first, and whether it is the last: stages of one kind differ only in their length."""
+    return stage == 0, stage == layout.stages - 1
+
+
+def sample_model(settings: MemorySettings) -> tuple[nn.Module, Callable[[], Tensor]]:
+    """The whole model, in float32 without dropout, and its loss on one short sample of text, for gradient errors."""
+    tokenizer = settings.data.tokenizer
+    if settings.model.pretrained and tokenizer == "bytes":
+        tokenizer = settings.model.pretrained
+    data = load_data(replace(settings.data, tokenizer=tokenizer, sequence=settings.error_tokens, batch=1))
+    vocab = vocabulary(settings.model, data.tokenizer.size)
+    sequence = max(settings.data.sequence, settings.error_tokens)
+    exact = replace(settings.model, dropout=0.0)
+    model = build_model(exact, vocab=vocab, sequence=sequence, seed=settings.seed).train()
+    steps = 0 if settings.model.pretrained else settings.error_steps
+    constant = OptimizerConfig(lr_warmup_steps=0, lr_end=1, clip=0)
+    train_single_process(model, data.train, constant, steps=steps, batch=1, seed=settings.seed)
+    sample = data.train.batch(Order(samples=len(data.train), batch=1, seed=settings.seed).ids(steps))
+    return model, lambda: model_loss(model, *sample)

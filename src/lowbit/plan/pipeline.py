@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,8 +15,7 @@ from lowbit.codecs.names import pair_name
 from lowbit.config import ConfigError, NonNegative, Positive, section, to_toml
 from lowbit.config.atomic import check_written, write_unless_changed
 from lowbit.plan.cluster import Cluster
-from lowbit.plan.predict import PipelineChoice, Prediction, Predictor
-from lowbit.plan.search import search
+from lowbit.plan.predict import PipelineChoice, Prediction, Predictor, search
 from lowbit.plan.sizes import measure_sizes
 from lowbit.report import Column, Command, Row, Table, check_output
 from lowbit.train import load
@@ -125,12 +124,12 @@ def measure(settings: PipelinePlanSettings, earlier: Sequence[Row] = ()) -> Iter
     predictor = Predictor(cluster, sizes, sequence=settings.data.sequence, batch=settings.data.batch)
     batch = settings.data.batch
     divisors = tuple(count for count in range(1, min(batch, _MOST_MICRO_BATCHES) + 1) if batch % count == 0)
-    options: dict[str, Any] = {
-        "schedules": settings.schedules, "stages_per_rank": settings.stages_per_rank,
-        "microbatches": settings.microbatch_counts or divisors,
-    }  # fmt: skip
-    found = search(predictor, formats=settings.formats, **options)
-    plain = {name: search(predictor, formats=(name,), **options)[0] for name in _PLAIN}
+    find = partial(
+        search, predictor, schedules=settings.schedules, stages_per_rank=settings.stages_per_rank,
+        microbatches=settings.microbatch_counts or divisors,
+    )  # fmt: skip
+    found = find(formats=settings.formats)
+    plain = {name: find(formats=(name,))[0] for name in _PLAIN}
     if settings.output:
         text = to_toml(train_settings(settings, predictor, found[0].choice), meanings=False)
         write_unless_changed(settings.output, _PROGRAM, text, overwrite=settings.overwrite)
@@ -158,9 +157,7 @@ def _row(settings: PipelinePlanSettings, predictor: Predictor, found: Prediction
     exact = found if choice.formats == ("fp32",) else predictor.predict(replace(choice, formats=("fp32",)))
     rest, run = settings.steps - warm, settings.run
     evaluations = 1 + ((settings.steps - 1) // run.eval_every if run.eval_every else 0)
-    outside = predictor.bytes_outside_steps(
-        choice, evaluations=evaluations, batches=run.eval_batches, saved=run.save_model
-    )  # fmt: skip
+    outside = predictor.bytes_outside_steps(choice, evaluations, batches=run.eval_batches, saved=run.save_model)
     return {
         "choice": number,
         "formats": list(dict.fromkeys(choice.formats)),
@@ -203,12 +200,10 @@ def _title(rows: Sequence[Row]) -> str:
 
 
 def _by_machine(rows: Sequence[Row]) -> list[Row]:
-    one = rows[0]
+    each = zip(rows[0]["machines"], rows[0]["memory_bytes"], rows[0]["rank_layers"], strict=True)
     return [
-        {"rank": number, "machine": machine, "layers": " and ".join(map(str, layers)), "memory_bytes": size}
-        for number, (machine, size, layers) in enumerate(
-            zip(one["machines"], one["memory_bytes"], one["rank_layers"], strict=True)
-        )
+        {"rank": rank, "machine": machine, "layers": " and ".join(map(str, layers)), "memory_bytes": size}
+        for rank, (machine, size, layers) in enumerate(each)
     ]
 
 
@@ -242,9 +237,7 @@ COMMAND = Command(
             title="The first choice, by rank",
             rows=_by_machine,
             columns=(
-                Column("rank", "rank"),
-                Column("machine", "machine"),
-                Column("layers", "layers"),
+                *(Column(name, name) for name in ("rank", "machine", "layers")),
                 Column("memory", "memory_bytes", _bytes),
             ),
         ),

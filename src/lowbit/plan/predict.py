@@ -1,21 +1,24 @@
-"""Predicts the time and memory of one choice of stages, schedule and formats on a cluster."""
+"""Predicts time and memory of a choice of stages, schedule and formats on a cluster, and searches for the best."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
+from operator import attrgetter
 
 from lowbit.codecs import Codec, parse, parse_pair
 from lowbit.codecs.speed import coding_speed
 from lowbit.config import ConfigError
+from lowbit.plan.budget import InFlight, in_flight
 from lowbit.plan.cluster import Cluster, Machine
-from lowbit.plan.in_flight import InFlight, in_flight
 from lowbit.plan.sizes import MOMENT_BYTES, STATE_BYTES, ModelSizes, optimizer_ns
 from lowbit.simulate import Actions, Channel, Network, Step, actions_from
 from lowbit.simulate.orders import order_of
-from lowbit.simulate.predict import predicted_step
+from lowbit.simulate.predict import choose_formats, predicted_step
 from lowbit.train.config import PipelineConfig, Schedule
 from lowbit.train.evaluate import evaluation_bytes
 from lowbit.train.layout import PipelineLayout, make_layout
@@ -90,7 +93,6 @@ class Predictor:
         self.machines = cluster.of_ranks
         self._speed = functools.cache(coding_speed)
         self._own_optimizer = functools.cache(optimizer_ns)
-        self._schedule = functools.cache(_schedule)
 
     def rows(self, choice: PipelineChoice) -> int:
         """Windows of a micro-batch; ConfigError if the batch cannot be divided into these micro-batches."""
@@ -124,7 +126,7 @@ class Predictor:
         step = self._step(choice, layout)
         return Prediction(choice=choice, step=step, memory=memory, bits=bits, tied_bytes=tied_bytes)
 
-    def bytes_outside_steps(self, choice: PipelineChoice, *, evaluations: int, batches: int, saved: bool) -> float:
+    def bytes_outside_steps(self, choice: PipelineChoice, evaluations: int, *, batches: int, saved: bool) -> float:
         """Bytes that all ranks send outside of steps: for evaluations of `batches` batches, and to save the model."""
         layout = self.layout(choice)
         exact, shapes = parse("fp32"), [(self.batch, self.sequence, self.sizes.width)] * batches
@@ -143,7 +145,7 @@ class Predictor:
     def rank_bytes(self, choice: PipelineChoice, counts: Sequence[int], rank: int) -> float:
         """Memory of a rank with `counts` layers on its stages: weights, gradients, optimizer and saved activations."""
         layout = self.layout(replace(choice, layers=()))
-        held = self._schedule(choice.schedule, layout.ranks, choice.stages_per_rank, choice.microbatches)[1]
+        held = _schedule(choice.schedule, layout.ranks, choice.stages_per_rank, choice.microbatches)[1]
         tokens, last, sizes = self.rows(choice) * self.sequence, layout.stages - 1, self.sizes
         saved = {
             s: tokens * (counts[s] * sizes.layer_saved + (s == last) * sizes.last_saved + 4 * sizes.width)
@@ -175,7 +177,7 @@ class Predictor:
             return forward.nbytes(shape), backward.nbytes(shape)
 
         return predicted_step(
-            self._schedule(choice.schedule, layout.ranks, choice.stages_per_rank, choice.microbatches)[0],
+            _schedule(choice.schedule, layout.ranks, choice.stages_per_rank, choice.microbatches)[0],
             [count * self.layer_seconds(machines[rank], tokens) for count, rank in zip(layers, ranks, strict=True)],
             ranks,
             self._network(layout),
@@ -218,18 +220,15 @@ class Predictor:
 
     def _parameters(self, layout: PipelineLayout, rank: int) -> int:
         last, stages = layout.stages - 1, layout.stages_of(rank)
-        follows = self._followed(layout) and 0 in stages
-        return sum(
-            self.sizes.parameters(layout.layer_counts[s], first=s == 0, last=s == last) for s in stages
-        ) - (follows * self.sizes.tied)  # fmt: skip
+        copied = self.sizes.tied * (self._followed(layout) and 0 in stages)
+        each = (self.sizes.parameters(layout.layer_counts[s], first=s == 0, last=s == last) for s in stages)
+        return sum(each) - copied
 
     def _tied_seconds(self, layout: PipelineLayout, rank: int) -> float:
         """Seconds of sending a tied embedding's rows to the first rank, and their gradients back."""
         ends = layout.rank_of(0), layout.rank_of(layout.stages - 1)
-        if not self._followed(layout) or rank not in ends:
-            return 0.0
         link = self.cluster.link(*(self.machines[end].name for end in ends))
-        if link is None:
+        if link is None or not self._followed(layout) or rank not in ends:
             return 0.0
         byte = (2 if link.half_duplex else 1) * 8e-6 / min(link.mbit, link.back_mbit or link.mbit)
         return 2 * (self._step_rows() * byte + link.rtt_ms / 2000)
@@ -274,6 +273,194 @@ def _every(formats: tuple[str, ...], boundaries: int) -> tuple[str, ...]:
     return formats * boundaries if len(formats) == 1 else formats
 
 
+@functools.cache
 def _schedule(name: str, ranks: int, stages_per_rank: int, microbatches: int) -> tuple[Actions, InFlight]:
     order = order_of(name, ranks=ranks, stages_per_rank=stages_per_rank, microbatches=microbatches)
     return actions_from(order), in_flight(order)
+
+
+_LAPS = ("Interleaved1F1B", "LoopedBFS")
+_AS_FAST = 1.01  # times the fastest: up to this, formats with more bits are preferred
+_FEW_STAGES = 4
+_SECONDS = attrgetter("seconds")
+_MOST_MOVES = 8  # moves of a layer from one stage to another
+
+
+def best_split(
+    costs: Sequence[Callable[[int], float]], layers: int, *, least: int = 1, most: Sequence[int] | None = None
+) -> tuple[int, ...] | None:
+    """Share layers among ranks so that the slowest rank is as fast as possible; None if they do not fit.
+
+    Among splits with equally slow ranks, the one with the least total time is chosen: it fills the pipeline soonest.
+    Both are exact. `costs`: for each rank, seconds by number of layers. `least`: of any rank. `most`: of each rank.
+    """
+    most = most or [layers] * len(costs)
+    slowest = _share(costs, layers, least, most, max)
+    if slowest is None:
+        return None
+    limit = slowest[0]
+    bounded = [lambda count, cost=cost: cost(count) if cost(count) <= limit else math.inf for cost in costs]
+    found = _share(bounded, layers, least, most, float.__add__)
+    assert found is not None
+    return found[1]
+
+
+def _share(
+    costs: Sequence[Callable[[int], float]], layers: int, least: int, most: Sequence[int], both: Callable[..., float]
+) -> tuple[float, tuple[int, ...]] | None:
+    """The least cost and its split; `both` combines two costs. Among equals, earlier ranks get more layers."""
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
+    for cost, limit in zip(costs, most, strict=True):
+        following: dict[int, tuple[float, tuple[int, ...]]] = {}
+        for used, (total, shares) in best.items():
+            for count in range(least, min(limit, layers - used) + 1):
+                found = both(total, float(cost(count))), (*shares, count)
+                known = following.get(used + count)
+                if known is None or found[0] < known[0] or (found[0] == known[0] and found[1] > known[1]):
+                    following[used + count] = found
+        best = following
+    return best.get(layers)
+
+
+def search(
+    predictor: Predictor,
+    *,
+    formats: Sequence[str],
+    schedules: Sequence[Schedule],
+    stages_per_rank: Sequence[int],
+    microbatches: Sequence[int],
+) -> list[Prediction]:
+    """Predict every combination, and improve the best of each format; the first is the recommended one.
+
+    Combinations that `lowbit train` would refuse are left out, and so are those that do not fit into the memory.
+
+    Returns:
+        The fastest choice of each format, in the order of speed, except that among those within 1 % of the fastest the
+        one with the most bits is first.
+
+    Raises:
+        ConfigError: no combination is possible; the text gives the reason for one of them.
+    """
+    best: dict[str, Prediction] = {}
+    problem: ConfigError | None = None
+    largest_first = sorted(microbatches, reverse=True)  # so that an error is not about too few micro-batches
+    for schedule, each, cut in product(schedules, stages_per_rank, largest_first):
+        if schedule in _LAPS and each == 1 and "1F1B" in schedules:
+            continue  # the same as 1F1B or GPipe
+        plain = PipelineChoice(schedule=schedule, stages_per_rank=each, microbatches=cut)
+        try:
+            for name, layers in product(formats, _splits(predictor, plain)):
+                found = predictor.predict(replace(plain, layers=layers, formats=(name,)))
+                if name not in best or found.seconds < best[name].seconds:
+                    best[name] = found
+        except ConfigError as error:
+            if problem is None or isinstance(error, MemoryShort):
+                problem = error
+    if not best:
+        assert problem is not None
+        raise problem
+    order = sorted((_improve(predictor, found) for found in best.values()), key=_SECONDS)
+    first = max((found for found in order if found.seconds <= _AS_FAST * order[0].seconds), key=lambda f: f.total_bits)
+    as_fast = _AS_FAST * order[0].seconds / first.seconds  # what the choice of `first` leaves of the tolerance
+    return [_by_boundary(predictor, first, formats, as_fast), *(found for found in order if found is not first)]
+
+
+def _splits(predictor: Predictor, choice: PipelineChoice) -> list[tuple[int, ...]]:
+    """Return the split whose slowest rank is fastest, and the even one, written as (), if that also fits."""
+    layout, sizes = predictor.layout(choice), predictor.sizes
+    tokens, head = predictor.rows(choice) * predictor.sequence, sizes.last_flops / sizes.layer_flops
+    seconds = [predictor.layer_seconds(machine, tokens) for machine in predictor.machines]
+    costs: list[Callable[[int], float]] = [lambda layers, each=each: each * layers for each in seconds]
+    last = layout.rank_of(layout.stages - 1)
+    costs[last] = lambda layers: seconds[last] * (layers + head)
+    fastest = best_split(costs, sizes.layers, least=choice.stages_per_rank)
+    assert fastest is not None  # there are at least as many layers as stages
+    even = layout.layer_counts
+    found = dict.fromkeys((_over_stages(fastest, choice, predictor), even))
+    fitting = [layers for layers in found if all(predictor.fits(choice, layers, rank) for rank in range(layout.ranks))]
+    fitting = fitting or [_within_memory(predictor, choice, costs)]
+    return [() if layers == even else layers for layers in fitting]
+
+
+def _within_memory(
+    predictor: Predictor, choice: PipelineChoice, costs: Sequence[Callable[[int], float]]
+) -> tuple[int, ...]:
+    """Return the fastest split whose ranks have no more layers than fit into their memory, or raise MemoryShort."""
+    layers, ranks, each = predictor.sizes.layers, len(costs), choice.stages_per_rank
+    most = []
+    for rank in range(ranks):
+        limit = each - 1
+        for count in range(each, layers - each * (ranks - 1) + 1):
+            others = [count if one == rank else each for one in range(ranks)]
+            if not predictor.fits(choice, _over_stages(others, choice, predictor), rank):
+                break
+            limit = count
+        most.append(limit)
+    shares = best_split(costs, layers, least=each, most=most)
+    if shares is None:
+        predictor.predict(choice)  # raises with the numbers of the even split
+        raise MemoryShort("the model does not fit into the memory of the cluster")
+    return _over_stages(shares, choice, predictor)
+
+
+def _over_stages(shares: Sequence[int], choice: PipelineChoice, predictor: Predictor) -> tuple[int, ...]:
+    """The layers of each stage if those of a rank are shared evenly among its stages."""
+    layout = predictor.layout(choice)
+    counts = [0] * layout.stages
+    for rank, share in enumerate(shares):
+        stages = layout.stages_of(rank)
+        each, extra = divmod(share, len(stages))
+        for place, stage in enumerate(stages):
+            counts[stage] = each + (place < extra)
+    return tuple(counts)
+
+
+def _improve(predictor: Predictor, found: Prediction) -> Prediction:
+    """Move single layers as long as that makes a step faster."""
+    for _ in range(_MOST_MOVES):
+        better = min(_predicted(predictor, _moves(predictor, found)), key=_SECONDS, default=found)
+        if better.seconds >= found.seconds * (1 - 1e-9):
+            break
+        found = better
+    return found
+
+
+def _by_boundary(predictor: Predictor, found: Prediction, formats: Sequence[str], as_fast: float) -> Prediction:
+    """Change the format of single boundaries if that is faster, or about as fast with more bits."""
+    boundaries = predictor.layout(found.choice).stages - 1
+    if boundaries < 2:
+        return found
+
+    @functools.cache
+    def predicted(mix: tuple[str, ...]) -> Prediction | None:
+        return next(_predicted(predictor, [replace(found.choice, formats=mix)]), None)
+
+    def seconds(mix: tuple[str, ...]) -> float:
+        return math.inf if (one := predicted(mix)) is None else one.seconds
+
+    bits = {name: one.total_bits for name in formats if (one := predicted((name,) * boundaries))}
+    names = sorted(bits, key=lambda name: -bits[name])
+    start = _every(found.choice.formats, boundaries)
+    mix, _ = choose_formats(seconds, names, range(boundaries), start, as_fast=as_fast)
+    return predicted(mix) or found
+
+
+def _predicted(predictor: Predictor, choices: Iterable[PipelineChoice]) -> Iterator[Prediction]:
+    for choice in choices:
+        with contextlib.suppress(ConfigError):
+            yield predictor.predict(choice)
+
+
+def _moves(predictor: Predictor, found: Prediction) -> Iterator[PipelineChoice]:
+    """Yield choices with one layer moved from the busiest rank; with few stages, from any rank."""
+    choice = found.choice
+    layout = predictor.layout(choice)
+    counts, sources = layout.layer_counts, range(layout.stages)
+    if layout.stages > _FEW_STAGES:
+        sources = layout.stages_of(int((found.step.compute + found.step.coding).argmax()))
+    for source, target in product(sources, range(layout.stages)):
+        if source != target and counts[source] > 1:
+            moved = list(counts)
+            moved[source] -= 1
+            moved[target] += 1
+            yield replace(choice, layers=tuple(moved))

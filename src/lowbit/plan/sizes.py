@@ -155,16 +155,12 @@ def _usual(*works: Callable[[], object], device: torch.device | None = None, rou
     times: list[list[float]] = [[] for _ in works]
     while len(times[0]) <= rounds or sum(sum(each[1:]) for each in times) < _LEAST_SECONDS * len(works):
         for each, work in zip(times, works, strict=True):
-            each.append(_seconds(work, device))
+            start = time.perf_counter()
+            work()
+            if device is not None and device.type == "cuda":
+                torch.cuda.synchronize(device)
+            each.append(time.perf_counter() - start)
     return [statistics.median(each[1:]) for each in times]
-
-
-def _seconds(work: Callable[[], object], device: torch.device | None) -> float:
-    start = time.perf_counter()
-    work()
-    if device is not None and device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start
 
 
 def _saved(module: StageModule, tokens: int) -> float:

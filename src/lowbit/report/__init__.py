@@ -5,10 +5,22 @@ One `Command` declares a command: settings, a function that measures, columns an
 
 from __future__ import annotations
 
-from lowbit.report.command import Command, check_output, execute, run
-from lowbit.report.results import Report, machine
-from lowbit.report.rows import Baseline, Row, Value, compare, spread, summary
-from lowbit.report.tables import Column, Table
+from lowbit.report.command import (
+    Baseline,
+    Column,
+    Command,
+    Report,
+    Row,
+    Table,
+    Value,
+    check_output,
+    compare,
+    execute,
+    machine,
+    run,
+    spread,
+    summary,
+)
 
 __all__ = [
     "Baseline",

@@ -9,11 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lowbit.report.page import Page, Part, try_to_write
-from lowbit.report.page.figures import lines, stacks
-from lowbit.report.page.run import RunFiles, number, read_run
-from lowbit.report.page.steps import shares_part, timeline_part
-from lowbit.report.verdict import used_shares, verdict
+from lowbit.report.page import Page, Part, lines, shares_part, stacks, timeline_part, try_to_write
+from lowbit.report.run_files import RunFiles, number, read_run
 
 PAGE = "report.html"
 _HELD_OUT = ("held_out_loss_codecs", "held_out_loss")
@@ -65,11 +62,11 @@ def comparison_page(runs: Sequence[RunFiles], problems: Sequence[str] = ()) -> P
 
 
 def _run_parts(run: RunFiles) -> Iterator[Part]:
-    yield from _undamaged(run, _verdict)
+    yield from _undamaged(run, verdict)
     yield from _curve_parts({run.folder.name: run})
     yield _outcomes({run.folder.name: run})
     parts = {"compute": "compute_seconds", "coding": "codec_seconds", "waiting": "wait_seconds"}
-    curves = {name: _curve(run, field) for name, field in parts.items()}
+    curves = {name: _curve(run.steps, field) for name, field in parts.items()}
     if any(curves.values()):
         figure = lines(curves, x="step", y="seconds")
         yield Part(title="Seconds of a step", text="Mean over the ranks.", figure=figure)
@@ -92,10 +89,6 @@ def _undamaged(run: RunFiles, make: Callable[[RunFiles], Iterator[Part]]) -> Ite
         run.problems.append(f"The {what} of this run cannot be shown and are left out: {error!r:.200}")
 
 
-def _verdict(run: RunFiles) -> Iterator[Part]:
-    yield verdict(run, _outcome(run))
-
-
 def _subtitle(run: RunFiles) -> str:
     try:
         pipeline, model = run.config["pipeline"], run.config["model"]
@@ -107,8 +100,7 @@ def _subtitle(run: RunFiles) -> str:
 
 
 def _curve_parts(runs: Mapping[str, RunFiles]) -> Iterator[Part]:
-    """Plot the loss by step, time and traffic, and the speed."""
-    by_step = {name: _curve(run, "loss") for name, run in runs.items()}
+    by_step = {name: _curve(run.steps, "loss") for name, run in runs.items()}
     held_out = {name: _held_out(run) for name, run in runs.items()}
     if any(by_step.values()):
         text = "Training loss; a dot is the held-out loss." if any(held_out.values()) else "Training loss."
@@ -126,23 +118,19 @@ def _curve_parts(runs: Mapping[str, RunFiles]) -> Iterator[Part]:
         curves = {name: [(x / size, loss) for x, loss in curve] for name, curve in sums.items()}
         if largest:
             yield Part(title=f"Loss by {what}", figure=lines(curves, x=f"{what}, {unit}", y="loss, nats per token"))
-    speeds = {name: _curve(run, "tokens_per_second") for name, run in runs.items()}
+    speeds = {name: _curve(run.steps, "tokens_per_second") for name, run in runs.items()}
     if any(speeds.values()):
         yield Part(title="Speed", figure=lines(speeds, x="step", y="tokens per second"))
 
 
-def _curve(run: RunFiles, field: str) -> _Curve:
-    values = ((line["step"], number(line.get(field))) for line in run.steps)
-    return [(step, value) for step, value in values if value is not None]
+def _curve(steps: Sequence[Mapping[str, Any]], field: str) -> _Curve:
+    return [(line["step"], value) for line in steps if (value := number(line.get(field))) is not None]
 
 
 def _held_out(run: RunFiles) -> _Curve:
     """Return held-out losses, with the codecs if there are any."""
-    for name in _HELD_OUT:
-        values = [(line["step"], number(line.get(name))) for line in run.evaluations]
-        if curve := [(step, value) for step, value in values if value is not None]:
-            return curve
-    return []
+    curves = (_curve(run.evaluations, name) for name in _HELD_OUT)
+    return next(filter(None, curves), [])
 
 
 def _outcomes(runs: Mapping[str, RunFiles]) -> Part:
@@ -167,14 +155,13 @@ def _outcome(run: RunFiles) -> dict[str, Any]:
         return dict(run.summary) | whole | {"bytes_sent": run.summary.get("bytes_sent", sums["bytes_sent"])}
     recent = run.steps[-max(10, len(run.steps) // 2) :]
     fields = ("tokens_per_second", "compute_seconds", "codec_seconds", "wait_seconds", "bits_forward", "bits_backward")
-    values = {field: [v for line in recent if (v := number(line.get(field))) is not None] for field in fields}
-    outcome: dict[str, Any] = {field: statistics.median(each) for field, each in values.items() if each}
-    last = [loss for line in run.steps[-10:] if (loss := number(line.get("loss"))) is not None]
+    curves = {field: _curve(recent, field) for field in fields}
+    outcome: dict[str, Any] = {name: statistics.median(y for _, y in curve) for name, curve in curves.items() if curve}
+    last = [loss for _, loss in _curve(run.steps[-10:], "loss")]
     return outcome | whole | {"loss": statistics.fmean(last) if last else None}
 
 
 def _traffic(run: RunFiles) -> Iterator[Part]:
-    """What all ranks sent, by part."""
     each = Counter[str]()
     for line in run.steps:
         each.update(line.get("parts") or {})
@@ -191,7 +178,7 @@ def _links(run: RunFiles) -> Iterator[Part]:
     """What crossed between machines, and what the links can carry."""
     rates = {row["link"]: row.get("mbit") for row in run.ranks.get("links") or ()}  # of the start
     rates |= (run.steps[-1].get("rates") or {}) if run.steps else {}
-    recent = [line for line in run.steps[-max(1, len(run.steps) // 2) :] if line.get("links")]
+    recent = _recent(run)
     shares = used_shares(run)
     rows = []
     for name in dict.fromkeys(key for line in recent for key in line["links"]):
@@ -212,8 +199,8 @@ def _links(run: RunFiles) -> Iterator[Part]:
     for name in names:
         sent = [(line["step"], line["links"][name], line["seconds"]) for line in run.steps if name in line["links"]]
         curves[f"{name}, used"] = [(step, 8 * nbytes / seconds / 1e6) for step, nbytes, seconds in sent]
-        measured = [(line["step"], number((line.get("rates") or {}).get(name))) for line in run.steps]
-        curves[f"{name}, measured"] = [(step, rate) for step, rate in measured if rate is not None]
+        rates_then = [{"step": line["step"], **(line.get("rates") or {})} for line in run.steps]
+        curves[f"{name}, measured"] = _curve(rates_then, name)
     yield Part(
         title="Rates of links by step",
         text="Used: averaged over the step. Measured: the last time before the step." if names else "",
@@ -223,7 +210,7 @@ def _links(run: RunFiles) -> Iterator[Part]:
 
 def _formats(run: RunFiles) -> Iterator[Part]:
     """Show the choices of a run with `pipeline.forward = "auto"`, the reasons, and the bits of each step."""
-    rows, bits = [], {"forward": _curve(run, "bits_forward"), "backward": _curve(run, "bits_backward")}
+    rows, bits = [], {"forward": _curve(run.steps, "bits_forward"), "backward": _curve(run.steps, "bits_backward")}
     for choice in run.ranks.get("formats") or ():
         seconds = ", ".join(f"{name}: {value:.3f}" for name, value in choice["predicted"].items() if number(value))
         links = ", ".join(f"{name}: {rate:,.1f}" for name, rate in choice["mbit"].items() if rate)
@@ -247,9 +234,8 @@ def _memory(run: RunFiles) -> Iterator[Part]:
     rows, bars, parts = [], [], {name: list[float]() for name in ("weights", "optimizer", "messages", "codec states")}
     for rank in ranks:
         stages, optimizer = rank["stages"], rank.get("optimizer")
-        weights, messages, states = (
-            sum(stage[field] for stage in stages) for field in ("weights", "messages", "codec_states")
-        )
+        sums = (sum(stage[field] for stage in stages) for field in ("weights", "messages", "codec_states"))
+        weights, messages, states = sums
         bars.append(f"rank {rank['rank']}")
         for part, value in zip(parts.values(), (weights, optimizer or 0, messages, states), strict=True):
             part.append(value / 1e6)
@@ -267,9 +253,8 @@ def _memory(run: RunFiles) -> Iterator[Part]:
     )  # fmt: skip
     layers = [
         (str(rank["rank"]), layer, f"{size:,.0f}")
-        for rank in ranks
-        for layer, size in (rank.get("saved_by_layer") or {}).items()
-    ]
+        for rank in ranks for layer, size in (rank.get("saved_by_layer") or {}).items()
+    ]  # fmt: skip
     yield Part(title="Saved activations by layer, bytes at the peak", head=("rank", "layer", "bytes"), rows=layers)
 
 
@@ -284,11 +269,8 @@ def _machines(run: RunFiles) -> Iterator[Part]:
 def differences(settings: Mapping[str, Mapping[str, str]]) -> Part:
     """Make a table of the settings that differ."""
     keys = dict.fromkeys(key for each in settings.values() for key in each)
-    rows = [
-        (key, *(each.get(key, "–") for each in settings.values()))
-        for key in keys
-        if len({each.get(key) for each in settings.values()}) > 1
-    ]
+    values = {key: [each.get(key, "–") for each in settings.values()] for key in keys}
+    rows = [(key, *each) for key, each in values.items() if len(set(each)) > 1]
     return Part(title="Settings that differ", head=("setting", *settings), rows=rows)
 
 
@@ -306,3 +288,73 @@ def shown(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     return "–" if value is None or value == "" else str(value)
+
+
+_WAITS = 0.3  # share of a step from which on ranks wait too much
+_BUSY = 0.6  # share of a link's rate from which on it is full: a step does not send all the time
+_CODES = 0.25  # share of a step from which on a cheaper format may pay
+
+
+def verdict(run: RunFiles) -> Iterator[Part]:
+    """Yield three sentences about a run, as far as its files tell; without text if they tell nothing."""
+    outcome = _outcome(run)
+    yield Part(title="In short", text=" ".join([*_ending(outcome), *_reason(run, outcome)]))
+
+
+def _ending(outcome: Mapping[str, Any]) -> Iterator[str]:
+    steps, loss = number(outcome.get("steps_here")), number(outcome.get("held_out_loss"))
+    kind = "a held-out loss" if loss is not None else "a training loss"
+    loss = number(outcome.get("loss")) if loss is None else loss
+    if not steps or loss is None:
+        return
+    speed = number(outcome.get("tokens_per_second"))
+    at = f", at {speed:,.0f} tokens a second" if speed else ""
+    yield f"{steps:,.0f} steps ended with {kind} of {loss:.4f} nats{at}."
+
+
+def _reason(run: RunFiles, outcome: Mapping[str, Any]) -> Iterator[str]:
+    values = [number(outcome.get(f"{name}_seconds")) for name in ("compute", "codec", "wait")]
+    if any(value is None for value in values) or not (whole := sum(filter(None, values))):
+        return
+    compute, codec, wait = (value or 0.0 for value in values)
+    share = max(used_shares(run).values(), default=None)
+    if wait >= _WAITS * whole:
+        waited = f"Of {whole:.2g} seconds of a step, ranks waited {wait:.2g} for messages"
+        if share is None:
+            yield f"{waited}, or for each other: other schedules and splits may wait less (lowbit plan pipeline)."
+        elif share >= _BUSY:
+            yield f"{waited}: the busiest link carried {share:.0%} of its rate."
+            yield 'Fewer bits pay here: pipeline.forward = "auto" or "transform".'
+        else:
+            yield f"{waited}, though the busiest link carried only {share:.0%} of its rate."
+            yield (
+                "Round trips or uneven stages cost that time, not bits: try more micro-batches, one stage a rank, "
+                "and the split of lowbit plan pipeline."
+            )
+    elif codec >= _CODES * whole:
+        yield f"Coding took {codec:.2g} of {whole:.2g} seconds of a step, waiting {wait:.2g}."
+        yield 'A cheaper format may be faster: "tah-quant" or "int4", or pipeline.forward = "auto".'
+    else:
+        yield f"Computing took {compute:.2g} of {whole:.2g} seconds of a step, waiting {wait:.2g}."
+        yield "The network is not what limits this run: more bits would cost little time, fewer would gain little."
+
+
+def _recent(run: RunFiles) -> list[dict[str, Any]]:
+    """The later half of the steps, as far as they have links."""
+    return [line for line in run.steps[-max(1, len(run.steps) // 2) :] if line.get("links")]
+
+
+def used_shares(run: RunFiles) -> dict[str, float]:
+    """Return the share of its measured rate that each link carried, in the median of the later half of the steps."""
+    rates = {row.get("link"): row.get("mbit") for row in run.ranks.get("links") or ()}  # of the start
+    recent = _recent(run)
+    shares: dict[str, float] = {}
+    for name in dict.fromkeys(key for line in recent for key in line["links"]):
+        used = [
+            8 * line["links"][name] / line["seconds"] / 1e6 / rate
+            for line in recent
+            if name in line["links"] and (rate := number((line.get("rates") or rates).get(name)))
+        ]
+        if used:
+            shares[name] = statistics.median(used)
+    return shares

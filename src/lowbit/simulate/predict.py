@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lowbit.simulate.orders import Actions
-from lowbit.simulate.parts import Network, StageTimes
-from lowbit.simulate.step import Step, simulate
+from lowbit.simulate.step import Network, StageTimes, Step, simulate
 
 Coding = Sequence[float]
 """Seconds to encode and to decode activations, and the same for gradients."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from heapq import heappop, heappush
 from typing import Any
 
@@ -17,7 +17,73 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowbit.simulate.orders import KINDS, Actions, B, F, I, W
-from lowbit.simulate.parts import Network, StageTimes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Channel:
+    """A link in one direction, or both directions of a half-duplex link: it carries one message at a time.
+
+    Args:
+        bytes_per_second: rate of payloads; infinite by default.
+        latency: seconds from the end of sending to the receiver.
+
+    Raises:
+        ValueError: a rate that is not positive, or a negative latency.
+    """
+
+    bytes_per_second: float = math.inf
+    latency: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.bytes_per_second > 0:
+            raise ValueError(f"bytes_per_second is {self.bytes_per_second}; allowed: more than 0")
+        if not 0 <= self.latency < math.inf:
+            raise ValueError(f"latency is {self.latency}; allowed: at least 0 and finite")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageTimes:
+    """Seconds and bytes of one micro-batch on a stage.
+
+    Args:
+        forward, backward: seconds of computing. The two passes of a split backward take half of it each.
+        encode_forward: encoding activations for the next stage. decode_forward: decoding those of the previous one.
+        encode_backward: encoding gradients for the previous stage. decode_backward: decoding those of the next one.
+        forward_bytes, backward_bytes: of the messages that this stage sends.
+
+    Raises:
+        ValueError: a value that is negative or not finite.
+    """
+
+    forward: float
+    backward: float
+    encode_forward: float = 0.0
+    decode_forward: float = 0.0
+    encode_backward: float = 0.0
+    decode_backward: float = 0.0
+    forward_bytes: int = 0
+    backward_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if not 0 <= (value := getattr(self, field.name)) < math.inf:
+                raise ValueError(f"{field.name} is {value}; allowed: at least 0 and finite")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """The channels between ranks.
+
+    Args:
+        channels: all of them. A channel that several pairs of ranks use is shared; one that both directions of a pair
+            use is half-duplex.
+        routes: index of the channel by (sender, receiver). Ranks that exchange activations need one. The metrics sent
+            at the end of a step use it, too; without one they take the longest latency of any channel.
+    """
+
+    channels: Sequence[Channel]
+    routes: Mapping[tuple[int, int], int]
+
 
 Floats = NDArray[np.float64]
 
@@ -158,7 +224,13 @@ def simulate(
     whole = _between_sums(programs, network, before.tolist(), after.tolist())
     busy = _run(whole, len(network.channels) + 1)
     if any(math.isnan(program[-1].end) for program in whole):
-        raise ValueError(_stuck(actions, tasks))
+        stuck = ((i, task.needs) for i, task in enumerate(tasks) if math.isnan(task.begin) and task.needs is not None)
+        action, message = next(stuck)
+        raise ValueError(
+            f"the ranks wait for each other forever: rank {actions.rank[action]} cannot begin {actions.name(action)}, "
+            f"because rank {message.sender} never reaches the action that sends its input; allowed: an order without "
+            "cycles"
+        )
 
     def each(name: str, dtype: Any, of: Sequence[_Message | _Task] = messages) -> NDArray[Any]:
         return np.array([getattr(one, name) for one in of], dtype)
@@ -185,7 +257,6 @@ def simulate(
 def _messages(
     stages: Sequence[StageTimes], network: Network, owner: Sequence[int], count: int, beside: bool
 ) -> list[_Message]:
-    """Make the messages of all micro-batches at the boundaries between ranks."""
     messages: list[_Message] = []
     for backward, boundary in itertools.product((False, True), range(len(stages) - 1)):
         source, target = (boundary + 1, boundary) if backward else (boundary, boundary + 1)
@@ -265,17 +336,6 @@ def _run(programs: Sequence[list[_Task]], channels: int) -> list[float]:
             if sent.awaited:
                 begin(sent.receiver, now)
     return busy
-
-
-def _stuck(actions: Actions, tasks: Sequence[_Task]) -> str:
-    """The error message for ranks that wait for each other."""
-    action, sender = next(
-        (i, task.needs.sender) for i, task in enumerate(tasks) if math.isnan(task.begin) and task.needs is not None
-    )
-    return (
-        f"the ranks wait for each other forever: rank {actions.rank[action]} cannot begin {actions.name(action)}, "
-        f"because rank {sender} never reaches the action that sends its input; allowed: an order without cycles"
-    )
 
 
 def _checked(actions: Actions, stages: int) -> tuple[int, NDArray[np.int32]]:

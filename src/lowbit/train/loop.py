@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lowbit.config import atomic
 from lowbit.job.process_group import joined, world
-from lowbit.report.results import machine
+from lowbit.report.command import machine
 from lowbit.report.training import write_report
 from lowbit.train.auto import Auto, FormatChoice, described
 from lowbit.train.boundaries import in_full

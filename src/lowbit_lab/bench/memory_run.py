@@ -1,7 +1,7 @@
 """The measurements of `lowbit bench memory`, in its own process: methods, training steps, and depths.
 
-Bytes of models by depth are PyTorch's own allocations, so they are exact (`lowbit.plan.trace`). For these, all methods
-run on the same model and tokens in turn, so that their times can be compared.
+Bytes of models by depth are PyTorch's own allocations, so they are exact (`lowbit.plan.measure`). For these, all
+methods run on the same model and tokens in turn, so that their times can be compared.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ from lowbit.plan.layers import (
     seconds,
     with_errors,
 )
-from lowbit.plan.measure import gradients, relative_error
-from lowbit.plan.trace import traced_peak
+from lowbit.plan.measure import gradients, relative_error, traced_peak
 from lowbit.train.config import OptimizerConfig
 from lowbit.train.data import Order, load_data
 from lowbit.train.model import build_model, vocabulary

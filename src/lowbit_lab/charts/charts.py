@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowbit.report.rows import Row, Value, distinct, value_of
+from lowbit.report.command import Row, Value, distinct, value_of
 from lowbit_lab.charts.style import LIGHT, TEXT, TITLE, WIDTH, Palette, Theme
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lowbit.report.rows import Row, Value, distinct, value_of
+from lowbit.report.command import Row, Value, distinct, value_of
 from lowbit_lab.charts.charts import Chart, Finish, columns, ink, wrapped
 from lowbit_lab.charts.labels import Label, along, place, write_column
 from lowbit_lab.charts.style import SMALL, TEXT, Palette, title_of

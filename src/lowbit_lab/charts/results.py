@@ -9,13 +9,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from lowbit.cli.reports import Measurement
+from lowbit.cli.commands import Measurement
 from lowbit.codecs.names import pair_name
-from lowbit.report.command import Command, check_output, flat
-from lowbit.report.page import Page, Part, try_to_write
-from lowbit.report.page.figures import lines
-from lowbit.report.results import Report
-from lowbit.report.rows import Row, distinct
+from lowbit.report.command import Command, Report, Row, check_output, distinct, flat
+from lowbit.report.page import Page, Part, lines, try_to_write
 from lowbit.report.training import differences, distinct_names, shown
 from lowbit_lab.bench import COMMANDS
 from lowbit_lab.charts.bars import Bars

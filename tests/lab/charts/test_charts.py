@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from lowbit.cli.reports import Measurement
+from lowbit.cli.commands import Measurement
 from lowbit_lab.charts import Bars, Heights, Lines, Points
 from lowbit_lab.charts.charts import Chart, draw, figure
 from lowbit_lab.charts.results import check_picture, draw_results

@@ -36,7 +36,7 @@ from lowbit.codecs.transform_quant.basis import (
 )
 from lowbit.codecs.transform_quant.reference import TransformGeometry
 from lowbit.kernels.cpu.jit import helper, kernel, summing
-from lowbit.kernels.cpu.lines import dot, largest, norm_of, squares
+from lowbit.kernels.cpu.lines import add_times, dot, largest, norm_of, squares
 from lowbit.kernels.cpu.memory import (
     get_byte,
     get_double,
