@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from lowbit.collectives.calls import CollectiveCall, Transport, queue_of
 from lowbit.collectives.exchange import PayloadExchange, Scratch
-from lowbit.wire.groups import default_group
+from lowbit.wire.pytorch import default_group
 from tests.processes import Ranks
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lowbit.codecs import BlockFloat8
 from lowbit.gradients import GradientStorage
-from lowbit.gradients.view import StoredGradient
+from lowbit.gradients.stored import StoredGradient
 
 CODEC = BlockFloat8()
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from lowbit.codecs import BlockFloat8, GroupInt
 from lowbit.gradients import GradientStorage, LowBitReduceScatter
-from lowbit.gradients.view import StoredGradient
+from lowbit.gradients.stored import StoredGradient
 from tests.processes import Ranks, on_ranks
 
 CODEC = BlockFloat8()

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from lowbit.codecs import AQSGD, BlockFloat8, GroupInt
 from lowbit.gradients import GradientStorage
-from lowbit.gradients.view import StoredGradient
+from lowbit.gradients.stored import StoredGradient
 from tests.refused import refused
 
 CODEC = BlockFloat8()

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 from lowbit.config import ConfigError
-from lowbit.job.meeting import AloneError, MeetingError, listen, master_port, meet, new_secret, prove
-from lowbit.wire.groups import default_group
+from lowbit.job.process_group import AloneError, MeetingError, listen, master_port, meet, new_secret, prove
+from lowbit.wire.pytorch import default_group
 from lowbit.wire.store import of_attempt
 from tests.forked import CONTEXT
 from tests.processes import Failure, Ranks
@@ -56,7 +56,7 @@ def test_a_port_that_is_taken_is_an_error_at_once(port: int):
 def test_a_rank_that_waits_says_for_whom_and_where(
     port: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr("lowbit.job.meeting._QUIET_SECONDS", 0.3)
+    monkeypatch.setattr("lowbit.job.process_group._QUIET_SECONDS", 0.3)
     begin = time.monotonic()
     with caplog.at_level(logging.WARNING):
         with pytest.raises(AloneError, match="rank 1 did not meet all 2 ranks .* nobody answers"):
@@ -108,7 +108,7 @@ def test_an_open_run_is_warned_of(
 ):
     monkeypatch.delenv("LOWBIT_SECRET", raising=False)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", kept_elsewhere)
-    monkeypatch.setattr("lowbit.job.meeting._LOOPBACK", ("localhost",))
+    monkeypatch.setattr("lowbit.job.process_group._LOOPBACK", ("localhost",))
     with pytest.raises(MeetingError) if kept_elsewhere else contextlib.nullcontext():
         meet(0, 2, timeout=5, patience=0.2 if kept_elsewhere else 5)
     assert "LOWBIT_SECRET is not set: whoever reaches 127.0.0.1:" in caplog.text

@@ -7,12 +7,12 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 from lowbit.collectives import PeerError
-from lowbit.job.meeting import AloneError, MeetingError
+from lowbit.job.output import ALONE, FAILED
 from lowbit.job.peers import AbsentError, Alarm, Cause, Peers
-from lowbit.job.process import ALONE, FAILED
+from lowbit.job.process_group import AloneError, MeetingError
 from lowbit.train.worker import exit_code
 from lowbit.wire.errors import first_line
-from lowbit.wire.groups import default_group
+from lowbit.wire.pytorch import default_group
 from tests.processes import Failure, Ranks, on_ranks
 
 SECRET = b"known to the ranks"

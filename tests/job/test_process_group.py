@@ -6,8 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from lowbit.config import ConfigError
-from lowbit.job.meeting import MeetingError
-from lowbit.job.process_group import interface_towards, joined, world
+from lowbit.job.process_group import MeetingError, interface_towards, joined, world
 
 WHOLE = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 

@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 
 from lowbit.codecs import Cast, GroupInt, TAHQuant
-from lowbit.pipeline import LowBitStage, side_streams
-from lowbit.pipeline.side_streams import CudaStreams
-from lowbit.pipeline.transport import Staged
+from lowbit.pipeline import LowBitStage, transport
+from lowbit.pipeline.transport import CudaStreams, Staged
 from tests.pipeline import toy
 from tests.processes import Ranks
 
@@ -51,7 +50,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         yield
         log.append(f"off {stream.name}")
 
-    cuda = side_streams.torch.cuda
+    cuda = transport.torch.cuda
     monkeypatch.setattr(cuda, "Stream", lambda device, priority: Stream(next(names), log))
     monkeypatch.setattr(cuda, "current_stream", lambda device: Stream("computation", log))
     monkeypatch.setattr(cuda, "stream", on)
@@ -81,10 +80,10 @@ def test_what_arrives_waits_for_a_fence_only_and_is_waited_for(log: list[str]):
 
 def test_where_a_payload_lands_is_kept_for_the_computation(log: list[str], monkeypatch: pytest.MonkeyPatch):
     streams, layout = CudaStreams(CUDA), torch.empty(2, 3, device="meta")
-    monkeypatch.setattr(side_streams.torch, "empty_strided", lambda *args, **kwargs: Tensor(log))
+    monkeypatch.setattr(transport.torch, "empty_strided", lambda *args, **kwargs: Tensor(log))
     with streams.arriving():
         # As within the block: what is current there is the arriving stream.
-        monkeypatch.setattr(side_streams.torch.cuda, "current_stream", lambda device: Stream("arriving", log))
+        monkeypatch.setattr(transport.torch.cuda, "current_stream", lambda device: Stream("arriving", log))
         streams.landing(layout)
     assert log == ["on arriving", "x is read by computation", "off arriving", "computation waits for arriving"]
 

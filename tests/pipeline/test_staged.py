@@ -23,8 +23,8 @@ from lowbit.pipeline.transport import Early, Staged
 from lowbit.wire import mailbox
 from lowbit.wire.checksum import Checksums
 from lowbit.wire.failure import FailureBoard
-from lowbit.wire.groups import default_group
 from lowbit.wire.mailbox import Route
+from lowbit.wire.pytorch import default_group
 from tests.pipeline import toy
 from tests.processes import Ranks, on_ranks
 

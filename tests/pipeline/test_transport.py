@@ -26,8 +26,8 @@ from lowbit.pipeline.transport import WINDOW_BYTES, WINDOW_MESSAGES, Early, InOr
 from lowbit.wire.checksum import Checksums
 from lowbit.wire.errors import PeerError
 from lowbit.wire.failure import FailureBoard
-from lowbit.wire.groups import default_group
 from lowbit.wire.mailbox import Route
+from lowbit.wire.pytorch import default_group
 from tests.pipeline import toy
 from tests.pipeline.toy import INT4, INT6
 from tests.processes import Ranks, on_ranks

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from lowbit.train import connections as module
 from lowbit.train.connections import Connections
 from lowbit.train.metrics import read_metrics
-from lowbit.wire.connections import connections_of
-from lowbit.wire.sockets import Segments
+from lowbit.wire.connections import Segments, connections_of
 from lowbit_lab.bench.workers import Workers
 from lowbit_lab.network import Link, SlowLink
 from tests.processes import Ranks

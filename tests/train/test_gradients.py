@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lowbit.codecs import BlockFloat8
-from lowbit.gradients.view import StoredGradient
+from lowbit.gradients.stored import StoredGradient
 from lowbit.train import ConfigError, StepMetrics, TrainConfig, train
 from lowbit.train.config import GradientsConfig
 from lowbit.train.gradients import Gradients, storage_codec

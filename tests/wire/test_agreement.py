@@ -18,7 +18,7 @@ from torch.distributed import FileStore, HashStore, PrefixStore  # pyright: igno
 
 from lowbit.collectives import AgreementError, PeerError, agree
 from lowbit.wire.agreement import Agreement, contradictions
-from lowbit.wire.groups import default_group
+from lowbit.wire.pytorch import default_group
 from tests.processes import Failure, Ranks, on_ranks
 
 SAME = {"version": "1", "codec": "int4"}

@@ -18,8 +18,8 @@ from lowbit.collectives import DamagedError, PeerError, all_reduce
 from lowbit.wire import mailbox, tags
 from lowbit.wire.connections import LEAST_PIECE, MOST_CONNECTIONS, connect_more, connections_of, pieces
 from lowbit.wire.errors import AgreementError
-from lowbit.wire.groups import default_group
 from lowbit.wire.messages import Messages
+from lowbit.wire.pytorch import default_group
 from tests.damage import Flip, on_the_way
 from tests.pipeline import toy
 from tests.processes import Ranks

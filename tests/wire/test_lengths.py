@@ -15,9 +15,9 @@ from lowbit.collectives.exchange import PayloadExchange
 from lowbit.pipeline.boundary import Lane
 from lowbit.wire.checksum import Checksums
 from lowbit.wire.errors import PeerError
-from lowbit.wire.groups import default_group
 from lowbit.wire.mailbox import Mailbox, Route
 from lowbit.wire.messages import Messages
+from lowbit.wire.pytorch import default_group
 from tests.pipeline import toy
 from tests.processes import Ranks
 

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from lowbit.wire import sockets
-from lowbit.wire.sockets import Segments, congestion_control, ends, is_lossy, segments, set_congestion_control
+from lowbit.wire import connections
+from lowbit.wire.connections import Segments, congestion_control, ends, is_lossy, segments, set_congestion_control
 
 ALLOWED = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control")
 
@@ -46,7 +46,9 @@ def test_segments_that_arrived_twice_were_not_lost(monkeypatch: pytest.MonkeyPat
     info = bytearray(220)
     for offset, value in ((100, 10), (156, 5000), (216, 7)):
         struct.pack_into("I", info, offset, value)
-    monkeypatch.setattr(sockets, "_connections", lambda: [SimpleNamespace(getsockopt=lambda *_: bytes(info[:known]))])
+    monkeypatch.setattr(
+        connections, "_connections", lambda: [SimpleNamespace(getsockopt=lambda *_: bytes(info[:known]))]
+    )
     assert segments() == (5000, again)
 
 
@@ -81,7 +83,7 @@ def test_looking_leaves_the_connections_and_no_file_open(pair: tuple[socket.sock
 
 
 def test_without_connections_there_is_nothing_to_say(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sockets, "_connections", lambda: iter(()))
+    monkeypatch.setattr(connections, "_connections", lambda: iter(()))
     assert (segments(), congestion_control(), set_congestion_control("cubic")) == ((0, 0), "", False)
 
 

@@ -28,7 +28,7 @@ from lowbit.wire.agreement import Agreement
 from lowbit.wire.checksum import Checksums, secret_facts
 from lowbit.wire.errors import AgreementError
 from lowbit.wire.failure import FailureBoard
-from lowbit.wire.groups import rank_names
+from lowbit.wire.pytorch import rank_names
 
 _IDLE = 5.0  # seconds without calls after which the threads of a queue end
 _SLOW, _LOOK = 2.0, 0.5  # seconds until a call first checks whether the others are in the same one, and between checks

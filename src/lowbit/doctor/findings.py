@@ -10,7 +10,7 @@ from lowbit.doctor import ports as doors
 from lowbit.doctor.messages import Facts, Finding, Measured
 from lowbit.doctor.survey import MachineSurvey, SurveyedMachine
 from lowbit.wire.checksum import SECRET
-from lowbit.wire.sockets import ADVICE, FASTER
+from lowbit.wire.connections import ADVICE, FASTER
 
 _CLOCK_MS = 1000.0
 _SLOW_DIRECTION = 3.0  # times the other one

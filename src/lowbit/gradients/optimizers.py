@@ -11,8 +11,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lowbit.gradients.stored import local, portions
-from lowbit.gradients.view import decoded
+from lowbit.gradients.stored import decoded, local, portions
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:

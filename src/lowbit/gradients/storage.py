@@ -14,14 +14,15 @@ from torch import Tensor, nn
 from lowbit.codecs import BlockFloat8
 from lowbit.codecs.base import Codec
 from lowbit.codecs.sums import Summable
-from lowbit.collectives.checks import check_call
-from lowbit.collectives.reduce import TIMEOUT
+from lowbit.collectives.reduce import TIMEOUT, check_call
 from lowbit.gradients.average import agree_on, average
 from lowbit.gradients.optimizers import check_optimizer, finish, storages, under_way, watch_optimizers
 from lowbit.gradients.stored import (
     Stored,
+    StoredGradient,
     as_shard,
     check_parameter,
+    is_stored,
     local,
     named,
     parts,
@@ -30,8 +31,7 @@ from lowbit.gradients.stored import (
     sums_of,
     total,
 )
-from lowbit.gradients.view import StoredGradient, is_stored
-from lowbit.wire.groups import plain
+from lowbit.wire.pytorch import plain
 
 BUCKET_BYTES = 16 << 20
 

@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import json
 import math
+import os
 import sys
 import threading
 import time
@@ -18,9 +19,7 @@ from typing import Any, NamedTuple
 
 from torch._C._distributed_c10d import Store
 
-from lowbit.job.meeting import launcher_keeps_store
-from lowbit.job.output import end
-from lowbit.job.process import ALONE, FAILED
+from lowbit.job.output import ALONE, FAILED, end
 from lowbit.terminal import MOST_CHARACTERS, lines, one_line
 from lowbit.wire.checksum import is_signed, signature, this_attempt
 from lowbit.wire.errors import AgreementError, PeerError, first_line
@@ -32,6 +31,11 @@ _LONGEST_TURN = 1.0  # seconds of a turn that count: if it took longer, this pro
 _SHARE = 0.9  # share of the time limit after which silence ends the run, so that it has ended within the limit
 _CLOSE_SECONDS = 0.5  # to wait for each thread, which the store may be blocking
 _GRACE_SECONDS = 5.0  # most seconds from an alarm to the end of a process that is still blocked
+
+
+def launcher_keeps_store() -> bool:
+    """Whether torchrun or our launcher hosts the store, so that it outlives the ranks."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 class Cause(NamedTuple):

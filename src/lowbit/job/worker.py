@@ -14,7 +14,8 @@ import time
 from collections.abc import Callable
 from typing import Any, Never
 
-from lowbit.job.process import FAILED, PULSE
+from lowbit.job.launch import PULSE
+from lowbit.job.output import FAILED
 
 _PULSE_SECONDS = 0.5
 
@@ -60,8 +61,8 @@ def _report_failure(error: Exception) -> None:
 
 def _sound_alarm(rank: int, text: str) -> None:
     """Alert the launcher and other ranks, in case this rank failed before it watched them; the first cause counts."""
-    from lowbit.job.meeting import launcher_keeps_store, reach
-    from lowbit.job.peers import Alarm, Cause
+    from lowbit.job.peers import Alarm, Cause, launcher_keeps_store
+    from lowbit.job.process_group import reach
     from lowbit.wire.checksum import run_secret, this_attempt
 
     if not launcher_keeps_store():

@@ -22,8 +22,7 @@ from lowbit.pipeline.arguments import (
     codec_at,
     default_backward,
 )
-from lowbit.pipeline.boundary import Direction, Lane
-from lowbit.pipeline.states import Look, States
+from lowbit.pipeline.boundary import Direction, Lane, Look, States
 from lowbit.wire.checksum import CHECKSUM_BYTES
 from lowbit.wire.traffic import Traffic
 

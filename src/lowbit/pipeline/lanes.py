@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowbit.pipeline.arguments import Codecs, StepKind, codec_at
-from lowbit.pipeline.boundary import Direction, Lane
+from lowbit.pipeline.boundary import Direction, Lane, Look, Slot
 from lowbit.pipeline.layouts import Batch, Configuration, Layouts
-from lowbit.pipeline.states import Look, Slot
 from lowbit.pipeline.transport import Transport
 from lowbit.wire.failure import FailureBoard
 from lowbit.wire.mailbox import Route

@@ -30,8 +30,7 @@ from lowbit.pipeline.layouts import Batch, pipeline_number
 from lowbit.pipeline.passes import Passes
 from lowbit.pipeline.transport import choose
 from lowbit.wire.checksum import Checksums, check_checksums
-from lowbit.wire.groups import default_group
-from lowbit.wire.pytorch import check_torch
+from lowbit.wire.pytorch import check_torch, default_group
 from lowbit.wire.traffic import Traffic
 
 

@@ -12,20 +12,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lowbit.wire.connections import connect_more
-from lowbit.wire.groups import default_group
-from lowbit.wire.json_values import gather_json
-from lowbit.wire.sockets import (
+from lowbit.wire.connections import (
     ADVICE,
     FASTER,
     Segments,
     can_count,
     congestion_control,
+    connect_more,
     ends,
     is_lossy,
     segments,
     set_congestion_control,
 )
+from lowbit.wire.json_values import gather_json
+from lowbit.wire.pytorch import default_group
 
 if TYPE_CHECKING:
     from lowbit.train.trainer import Trainer

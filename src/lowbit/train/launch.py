@@ -7,8 +7,8 @@ import os
 from functools import partial
 from pathlib import Path
 
-from lowbit.job.launch import LaunchError, start_all, start_one
-from lowbit.job.process import USAGE, RankProgram
+from lowbit.job.launch import LaunchError, RankProgram, start_all, start_one
+from lowbit.job.output import USAGE
 from lowbit.train.checkpoints.manifest import newest_step
 from lowbit.train.config import TrainConfig
 from lowbit.train.early import check_early

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from lowbit.codecs import Codec
 from lowbit.collectives import Pending, all_reduce, all_reduce_bytes
-from lowbit.collectives.checks import check_summable
+from lowbit.collectives.reduce import check_summable
 from lowbit.gradients.average import average_bytes
 from lowbit.train.boundaries import codec_of
 from lowbit.train.config import GradientsConfig
 from lowbit.train.gradients import Gradients, travels_as_stored
 from lowbit.train.metrics import Work
-from lowbit.wire.groups import new_group
+from lowbit.wire.pytorch import new_group
 
 _WARM = 1 << 10  # elements to encode once, which compiles kernels before a peer waits
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from lowbit.config import ConfigError
 from lowbit.job.launch import LaunchError
-from lowbit.job.process import ALONE, DIVERGED, USAGE
+from lowbit.job.output import ALONE, DIVERGED, USAGE
 from lowbit.train.checkpoints.manifest import newest_step
 from lowbit.train.config import TrainConfig
 

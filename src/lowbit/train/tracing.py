@@ -13,7 +13,7 @@ from lowbit.train.folder import RunFolder
 from lowbit.wire.json_values import gather_json
 from lowbit.wire.messages import Messages
 from lowbit.wire.probe import Trip, round_trip
-from lowbit.wire.trace import Trace
+from lowbit.wire.traffic import Trace
 
 if TYPE_CHECKING:
     from lowbit.train.trainer import Trainer

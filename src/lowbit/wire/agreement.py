@@ -21,7 +21,7 @@ from typing import Any, Never
 import torch.distributed as dist
 
 from lowbit.wire.errors import AgreementError
-from lowbit.wire.groups import next_round, plain, rank_names
+from lowbit.wire.pytorch import next_round, plain, rank_names
 from lowbit.wire.store import Board, BoundedStore, is_kept_here, wait_until
 
 _LINGER = 5.0  # seconds that the rank with the store stays before it raises, so that the others can read the outcome

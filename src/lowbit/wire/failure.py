@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from lowbit.wire.checksum import is_signed, run_secret, signature, this_attempt
 from lowbit.wire.errors import AgreementError, PeerError, described
-from lowbit.wire.groups import is_known, job_ranks
+from lowbit.wire.pytorch import is_known, job_ranks
 from lowbit.wire.store import Board, bounded, wait_until
 
 _CLOSED_GRACE = 0.5  # seconds to wait for the note of a suspect that has itself given up on another rank

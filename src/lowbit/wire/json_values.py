@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowbit.wire import pytorch
-from lowbit.wire.groups import is_known, plain
+from lowbit.wire.pytorch import is_known, plain
 from lowbit.wire.traffic import note_sent
 
 MOST_BYTES = 64 << 20
