@@ -192,7 +192,7 @@ def test_a_device_that_fails_is_not_the_peers_fault() -> None:
 def test_a_send_that_can_not_start_names_the_peer() -> None:
     if dist.get_rank() == 0:
         transport = opened(Late())
-        with mock.patch.object(mailbox, "_started", return_value=mailbox._Failed(RuntimeError("reset"))):
+        with mock.patch.object(mailbox, "_started", return_value=RuntimeError("reset")):
             with transport.leaving(torch.ones(8)):
                 transport.send(Route(1, 0), torch.zeros(8, dtype=torch.uint8))
             with pytest.raises(PeerError, match="rank 1 closed its connection") as caught:

@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from lowbit.codecs.sums import Summable
 from lowbit.collectives.exchange import PayloadExchange
+
+Put = Callable[[slice, Tensor], None]
+"""Writes the payload of a piece of a tensor to memory of its size."""
+Take = Callable[[slice, Tensor], None]
+"""Replaces a piece of a tensor by the elements of a payload."""
 
 _ALIGN = 16  # elements: shards start at multiples of it, for vector registers
 _MOST_CHUNKS = 1 << 13  # so that two messages for each chunk have distinct tags
@@ -106,37 +111,22 @@ def two_shot(
     _two_shot(put, take, codec, exchange, shards, _total(x.device, shards), divisor, note_loss)
 
 
-class Coded(Protocol):
-    """A tensor that is stored as payloads of a codec, which can be cut at multiples of the codec's `unit`.
-
-    Attributes:
-        numel: elements, a multiple of the unit. device: device of the payloads.
-    """
-
-    numel: int
-    device: torch.device
-
-    def put(self, piece: slice, box: Tensor) -> None:
-        """Copy the payload of these elements, whose first index is a multiple of the unit, to `box`."""
-        ...
-
-    def take(self, piece: slice, payload: Tensor) -> None:
-        """Replace these elements by those of a payload."""
-        ...
-
-
-def two_shot_coded(x: Coded, codec: Summable, exchange: PayloadExchange, *, chunk: int, divisor: int) -> None:
+def two_shot_coded(
+    put: Put, take: Take, codec: Summable, exchange: PayloadExchange, *, numel: int, chunk: int, divisor: int,
+    device: torch.device,
+) -> None:  # fmt: skip
     """`two_shot` for an encoded tensor: its payloads are sent unchanged, and those of the sum are stored unchanged.
 
-    Only the sum is encoded here, and only one chunk of it exists in float32 at a time.
+    Only the sum is encoded here, and only one chunk of it exists in float32 at a time. Pieces begin at multiples of the
+    codec's `unit`. `device`: of the payloads.
     """
-    shards = Shards(numel=x.numel, ranks=exchange.ranks, chunk=chunk, grain=codec.unit)
-    _two_shot(x.put, x.take, codec, exchange, shards, _total(x.device, shards), divisor)
+    shards = Shards(numel=numel, ranks=exchange.ranks, chunk=chunk, grain=codec.unit)
+    _two_shot(put, take, codec, exchange, shards, _total(device, shards), divisor)
 
 
 def _two_shot(
-    put: Callable[[slice, Tensor], None],
-    take: Callable[[slice, Tensor], None],
+    put: Put,
+    take: Take,
     codec: Summable,
     exchange: PayloadExchange,
     shards: Shards,
@@ -144,7 +134,6 @@ def _two_shot(
     divisor: int,
     note_loss: Callable[[int, Tensor, Tensor], None] = lambda *_: None,
 ) -> None:
-    """Run both shots: `put` fills the box for a piece, `take` gets the payload of the piece's sum."""
     rank, ranks, whole = exchange.rank, exchange.ranks, codec.whole()
     # Post all receives first: a sender starts only once it knows of the receive, and that notice would queue behind
     # everything that this rank sends to it.
@@ -213,7 +202,7 @@ def _open_scatter(codec: Summable, exchange: PayloadExchange, shards: Shards) ->
         exchange.open(k, [sizes[exchange.rank]] * exchange.ranks, sizes)
 
 
-def _scatter(put: Callable[[slice, Tensor], None], exchange: PayloadExchange, shards: Shards, k: int) -> None:
+def _scatter(put: Put, exchange: PayloadExchange, shards: Shards, k: int) -> None:
     """Send chunk k of every rank's shard to that rank, on lane k."""
     for step in range(1, exchange.ranks + 1):  # each rank begins with its successor and ends with itself
         to = (exchange.rank + step) % exchange.ranks

@@ -17,12 +17,15 @@ from lowbit.codecs.base import Codec
 from lowbit.codecs.checks import FLOATS, check_choice, check_int, check_timeout
 from lowbit.codecs.sums import Summable
 from lowbit.collectives import algorithms
-from lowbit.collectives.algorithms import CHUNK, SMALL, Coded, Shards
+from lowbit.collectives.algorithms import CHUNK, SMALL, Put, Shards, Take
 from lowbit.collectives.calls import TIMEOUT, CollectiveCall, Pending, Transport, queue_of
 from lowbit.collectives.exchange import PayloadExchange
 from lowbit.wire import pytorch
 from lowbit.wire.checksum import check_checksums, sealed_bytes
 from lowbit.wire.pytorch import plain
+
+Op = Literal["sum", "avg"]
+Algorithm = Literal["two_shot", "one_shot", "auto"]
 
 
 def described(x: Tensor) -> str:
@@ -102,29 +105,6 @@ def _check_written(name: str, x: Tensor) -> None:
         )
 
 
-def check_errors(errors: Tensor | None, tensor: Tensor) -> None:
-    """Raise unless the quantization errors of `tensor` can be written to `errors`."""
-    if errors is None:
-        return
-    if errors.dtype != torch.float32 or errors.shape != tensor.shape or not errors.is_contiguous():
-        raise ValueError(f"errors is {described(errors)}; allowed: contiguous float32 {tuple(tensor.shape)}")
-    _check_written("errors", errors)
-
-
-def check_pair(part_name: str, part: Tensor, whole_name: str, whole: Tensor, ranks: int) -> None:
-    """Raise unless the sizes of these tensors are those of a rank's share and of the whole."""
-    if part.numel() * ranks != whole.numel() or part.device != whole.device:
-        raise ValueError(
-            f"{part_name} has {part.numel()} elements on {part.device}, "
-            f"{whole_name} {whole.numel()} on {whole.device}; "
-            f"allowed: {ranks} times as many in {whole_name}, one share for each of the {ranks} ranks"
-        )
-
-
-Op = Literal["sum", "avg"]
-Algorithm = Literal["two_shot", "one_shot", "auto"]
-
-
 def all_reduce(
     tensor: Tensor,
     codec: Codec,
@@ -189,7 +169,10 @@ def all_reduce(
         checksums=checksums,
     )  # fmt: skip
     check_tensor("tensor", tensor, codec, ranks, written=True)
-    check_errors(errors, tensor)
+    if errors is not None:
+        if errors.dtype != torch.float32 or errors.shape != tensor.shape or not errors.is_contiguous():
+            raise ValueError(f"errors is {described(errors)}; allowed: contiguous float32 {tuple(tensor.shape)}")
+        _check_written("errors", errors)
     flat = tensor.detach().reshape(-1)  # the tensor itself if it is contiguous, otherwise a copy
     rest = None if errors is None else errors.view(-1)
     coded = ranks > 1 and tensor.numel() >= max(1, small)
@@ -199,10 +182,15 @@ def all_reduce(
     sums = partial(kind, codec=codec, chunk=chunk, divisor=divisor)
 
     def work(exchange: PayloadExchange) -> None:
-        if not coded:
-            _sum_uncoded(flat, group, ranks, divisor, rest, timeout)
-        else:
+        if coded:
             sums(flat, exchange=exchange, errors=rest)
+        else:
+            if ranks > 1 and flat.numel():
+                total = flat.float()
+                pytorch.finish(pytorch.total(total, group), group, timeout)
+                flat.copy_(total.div_(divisor) if divisor > 1 else total)
+            if rest is not None:
+                rest.zero_()
         _copy_back(flat, tensor)
 
     facts = _facts("all_reduce", tensor, codec, op=op, chunk=chunk, small=small, algorithm=algorithm)
@@ -240,22 +228,21 @@ def all_reduce_bytes(
 
 
 def average_coded(
-    x: Coded, codec: Summable, group: dist.ProcessGroup | None = None, *, timeout: float = TIMEOUT,
-    transport: Transport = "auto", checksums: bool = True,
+    put: Put, take: Take, codec: Summable, group: dist.ProcessGroup, *, numel: int, device: torch.device,
+    timeout: float, checksums: bool,
 ) -> Pending:  # fmt: skip
     """Start to replace a tensor that is stored as payloads by its mean over all ranks; bit-identical on all of them.
 
     This is `all_reduce` by two_shot without its first encoding: stored payloads are sent, the mean's are stored.
 
-    `x` has the same number of elements on all ranks, of which there must be several. `codec`: of its payloads, with a
-    `unit`. Others: as for `all_reduce`.
+    `numel`: the same on all ranks, of which there must be several; a multiple of the codec's `unit`.
     """
-    group = plain(group)
-    sums = partial(algorithms.two_shot_coded, x, codec, chunk=CHUNK, divisor=group.size())
-    facts = {"collective": "average of coded tensors", "tensor": f"{x.numel} elements", "codec": codec.identity()}
+    sums = partial(
+        algorithms.two_shot_coded, put, take, codec, numel=numel, chunk=CHUNK, divisor=group.size(), device=device
+    )
+    facts = {"collective": "average of coded tensors", "tensor": f"{numel} elements", "codec": codec.identity()}
     call = CollectiveCall(
-        facts=facts, group=group, device=x.device, timeout=timeout, work=sums, transport=transport,
-        checksums=checksums,
+        facts=facts, group=group, device=device, timeout=timeout, work=sums, checksums=checksums,
     )  # fmt: skip
     return queue_of(group).submit(call)
 
@@ -363,7 +350,13 @@ def _copying_call(
     tensors = {"output": output, "input": input}
     for name, x in tensors.items():
         check_tensor(name, x, codec, ranks, written=name == "output")
-    check_pair(part, tensors[part], whole, tensors[whole], ranks)
+    share, all_shares = tensors[part], tensors[whole]
+    if share.numel() * ranks != all_shares.numel() or share.device != all_shares.device:
+        raise ValueError(
+            f"{part} has {share.numel()} elements on {share.device}, "
+            f"{whole} {all_shares.numel()} on {all_shares.device}; "
+            f"allowed: {ranks} times as many in {whole}, one share for each of the {ranks} ranks"
+        )
     flat, target = input.detach().reshape(-1), output.detach().reshape(-1)
 
     def work(exchange: PayloadExchange) -> None:
@@ -387,17 +380,6 @@ def _started(call: CollectiveCall, async_op: bool) -> Pending | None:
 
 def _chosen(algorithm: Algorithm, numel: int, codec: Summable, ranks: int) -> Algorithm:
     return algorithms.choose(ranks, codec.nbytes((numel,))) if algorithm == "auto" else algorithm
-
-
-def _sum_uncoded(
-    flat: Tensor, group: dist.ProcessGroup, ranks: int, divisor: int, errors: Tensor | None, timeout: float
-) -> None:
-    if ranks > 1 and flat.numel():
-        total = flat.float()
-        pytorch.finish(pytorch.total(total, group), group, timeout)
-        flat.copy_(total.div_(divisor) if divisor > 1 else total)
-    if errors is not None:
-        errors.zero_()
 
 
 def _copy_back(flat: Tensor, x: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,7 +16,7 @@ from lowbit.codecs import BlockFloat8
 from lowbit.codecs.base import Codec
 from lowbit.codecs.sums import Summable
 from lowbit.collectives.reduce import TIMEOUT, check_call
-from lowbit.gradients.average import agree_on, average
+from lowbit.gradients.average import average
 from lowbit.gradients.optimizers import check_optimizer, finish, storages, under_way, watch_optimizers
 from lowbit.gradients.stored import (
     Stored,
@@ -31,6 +32,7 @@ from lowbit.gradients.stored import (
     sums_of,
     total,
 )
+from lowbit.wire.agreement import agree
 from lowbit.wire.pytorch import plain
 
 BUCKET_BYTES = 16 << 20
@@ -218,7 +220,15 @@ class GradientStorage:
             return
         gradients = [(stored, local(p)) for p, stored in self._stored.items()]
         if group not in self._agreed:
-            agree_on(self._nearest, gradients, group, timeout=timeout, checksums=checksums)
+            shapes = repr([(stored.name, *x.shape) for stored, x in gradients])
+            digest = hashlib.sha256(shapes.encode()).hexdigest()[:16]
+            numel = sum(x.numel() for _, x in gradients)
+            facts = {
+                "codec": self._nearest.identity(),
+                "parameters": f"{len(gradients)} of {numel} elements, names and shapes {digest}",
+                "checksums": "on" if checksums else "off",
+            }
+            agree(group, facts, timeout, topic="stored gradients")
             self._agreed.add(group)
         if gradients:
             average(self._nearest, gradients, group, timeout=timeout, checksums=checksums)

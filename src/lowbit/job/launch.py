@@ -40,15 +40,14 @@ class Process:
     """The process of a local rank, watched for signs of life; `environment` adds to this process's own."""
 
     def __init__(self, program: RankProgram, rank: int, environment: Mapping[str, str]) -> None:
-        self.rank, self.silence, self._limit = rank, 0.0, program.timeout
+        self.rank, self._silence, self._limit = rank, 0.0, program.timeout
         self.hung, self._heard = False, False
         self._pulse, theirs = os.pipe()
         os.set_blocking(self._pulse, False)
         defaults = {"OMP_NUM_THREADS": str(program.threads), "TORCH_CPP_LOG_LEVEL": "ERROR"}  # else 15 lines of C++
-        variables = {**defaults, **os.environ, **environment, PULSE: str(theirs)}
         self.process = subprocess.Popen(
             [sys.executable, "-m", program.module],
-            env=variables,
+            env={**defaults, **os.environ, **environment, PULSE: str(theirs)},
             stdin=subprocess.PIPE,
             text=True,
             start_new_session=True,  # Ctrl-C reaches only this process, which forwards it once
@@ -74,11 +73,11 @@ class Process:
         """Look for signs of life, `seconds` after the last look; kill a process that has given none for too long."""
         with suppress(BlockingIOError):
             if os.read(self._pulse, 1 << 16):
-                self.silence, self._heard = 0.0, True
+                self._silence, self._heard = 0.0, True
                 return
-        self.silence += seconds
+        self._silence += seconds
         limit = self._limit if self._heard else max(self._limit, _STARTUP_SECONDS)
-        if self.silence > limit and self.code is None:
+        if self._silence > limit and self.code is None:
             self.hung = True
             self.process.kill()
 
@@ -91,8 +90,13 @@ class Process:
             return f"rank {self.rank} was ended by {signal.Signals(-code).name if named else f'signal {-code}'}"
         return f"rank {self.rank} ended with exit code {code}"
 
-    def close(self) -> None:
-        """Close its pipes; call this once it has ended."""
+    def end(self, seconds: float) -> None:
+        """Wait at most this long until it has ended by itself, kill it otherwise, and close its pipes."""
+        try:
+            self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
         os.close(self._pulse)
         if self.process.stdin is not None:
             with suppress(BrokenPipeError):
@@ -120,14 +124,10 @@ class LaunchError(RuntimeError):
 
 
 def start_all(program: RankProgram, ranks: int, *, secret: str | None = None) -> None:
-    """Run all ranks of a run on this machine until they are done.
+    """Run all ranks of a run on this machine until they are done; LaunchError: one of them failed, and all have ended.
 
     This process hosts their store, on the loopback interface and a port that the system chooses, so that it outlives
-    all ranks, and gives them a secret (None: a new one), so that nobody else can take part. Signals that would end this
-    process end them.
-
-    Raises:
-        LaunchError: one of them failed; all have ended.
+    all ranks, and gives them a secret (None: a new one), so that nobody else can take part.
     """
     from lowbit.job.peers import Alarm
     from lowbit.job.process_group import listen, new_secret
@@ -153,12 +153,18 @@ def start_one(program: RankProgram) -> None:
 
 
 def _watch(processes: list[Process], alarm: Alarm | None = None) -> None:
-    """Wait for all processes; once one fails, the others have a limited time to end, and LaunchError is raised."""
+    """Wait for all processes, and end them with SIGTERM when SIGINT or SIGTERM arrives; LaunchError: one failed.
+
+    Once one has failed, the others have a limited time to end.
+    """
     try:
         with _signals_noted(processes) as signals:
             failed = _wait(processes, alarm, signals)
     finally:
-        _stop(processes)
+        _terminate(processes)
+        deadline = time.monotonic() + _TERMINATE_SECONDS
+        for process in processes:
+            process.end(max(0.0, deadline - time.monotonic()))
     if signals:
         reason = f"interrupted by {signals[0].name}"
     elif failed is None:
@@ -194,23 +200,14 @@ def _first_failed(processes: list[Process]) -> Process | None:
     return min(bad, key=lambda process: not process.killed_or_stopped, default=None)
 
 
-def _stop(processes: list[Process]) -> None:
+def _terminate(processes: list[Process]) -> None:
     for process in processes:
         if process.code is None:
-            process.process.terminate()
-    deadline = time.monotonic() + _TERMINATE_SECONDS
-    for process in processes:
-        try:
-            process.process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.process.kill()
-            process.process.wait()
-        process.close()
+            process.process.terminate()  # not SIGINT, which is lost or prints a traceback during imports
 
 
 @contextmanager
 def _signals_noted(processes: list[Process]) -> Iterator[list[signal.Signals]]:
-    """End the ranks with SIGTERM when SIGINT or SIGTERM arrives. Yields a list of the signals that arrived."""
     came: list[signal.Signals] = []
     if threading.current_thread() is not threading.main_thread():
         yield came
@@ -218,9 +215,7 @@ def _signals_noted(processes: list[Process]) -> Iterator[list[signal.Signals]]:
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         came.append(signal.Signals(number))
-        for process in processes:
-            if process.code is None:
-                process.process.terminate()  # not SIGINT, which is lost or prints a traceback during imports
+        _terminate(processes)
 
     before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

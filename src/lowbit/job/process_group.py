@@ -56,10 +56,9 @@ def new_secret() -> str:
 
 
 def listen(host: str, port: int, timeout: float) -> TCPStore:
-    """Host a store, on one interface only; port 0 lets the system choose. `timeout`: of calls that wait.
+    """Host a store, on one interface only; OSError: the port is in use, or this machine cannot listen there.
 
-    Raises:
-        OSError: the port is in use, or this machine cannot listen on the address.
+    `port`: 0 lets the system choose. `timeout`: of calls that wait.
     """
     family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     if str(address[0]).startswith("127.") and not host.startswith(_LOOPBACK):
@@ -97,8 +96,9 @@ def meet(rank: int, ranks: int, *, timeout: float, patience: float, number: int 
         AloneError: no such store answered in time.
         MeetingError: this process cannot host the store there.
     """
-    if rank == 0:
-        _warn_without_secret()
+    if rank == 0 and not run_secret() and not os.environ["MASTER_ADDR"].startswith(_LOOPBACK):
+        text = "%s is not set: whoever reaches %s can take part in this run (docs/security.md)"
+        log.warning(text, SECRET, _where())
     deadline = time.monotonic() + patience
     hello, left = secrets.token_hex(16).encode(), patience
     quiet = True
@@ -155,15 +155,13 @@ def prove(
         AloneError: a rank did not come in time.
         MeetingError: a rank does not know the secret, or has already met other ranks at the same store.
     """
-    numbers = _everybody(store, "hello", rank, ranks, patience)
-    run = hashlib.sha256(b"|".join(numbers)).digest()
+    run = hashlib.sha256(b"|".join(_everybody(store, "hello", rank, ranks, patience))).digest()
     if known is not None:
         known(run.hex())
-    store.set(f"proof/{rank}", _proof(secret, run, rank))
+    expected = [hmac.new(secret, run + str(r).encode(), hashlib.sha256).hexdigest() for r in range(ranks)]
+    store.set(f"proof/{rank}", expected[rank])
     proofs = _everybody(store, "proof", rank, ranks, patience)
-    strangers = tuple(
-        r for r, proof in enumerate(proofs) if not hmac.compare_digest(proof, _proof(secret, run, r).encode())
-    )
+    strangers = tuple(r for r in range(ranks) if not hmac.compare_digest(proofs[r], expected[r].encode()))
     if strangers:
         names = ", ".join(f"rank {r}" for r in strangers)
         error = MeetingError(
@@ -175,28 +173,25 @@ def prove(
     return run.hex()
 
 
-def _proof(secret: bytes, run: bytes, rank: int) -> str:
-    return hmac.new(secret, run + str(rank).encode(), hashlib.sha256).hexdigest()
-
-
 def _everybody(store: Store, name: str, rank: int, ranks: int, patience: float) -> list[bytes]:
     """Wait until every rank has written its key of this name, and return the values in the order of the ranks."""
     keys = [f"{name}/{r}" for r in range(ranks)]
+
+    def missing() -> str:
+        return ", ".join(f"rank {r}" for r, key in enumerate(keys) if not store.check([key]))
+
     left = patience
     if patience > _QUIET_SECONDS and not wait_until(lambda: store.check(keys), _QUIET_SECONDS):
         left -= _QUIET_SECONDS
-        absent = ", ".join(f"rank {r}" for r, key in enumerate(keys) if not store.check([key]))
-        log.warning("rank %d waits up to %.0f s for %s to come to %s", rank, left, absent or "others", _where())
+        log.warning("rank %d waits up to %.0f s for %s to come to %s", rank, left, missing() or "others", _where())
     if not wait_until(lambda: store.check(keys), left):
-        missing = ", ".join(f"rank {r}" for r, key in enumerate(keys) if not store.check([key]))
-        raise _alone(rank, ranks, patience, f"{missing} did not join")
+        raise _alone(rank, ranks, patience, f"{missing()} did not join")
     return [bytes(value) for value in store.multi_get(keys)]
 
 
 def _connected(host: str, port: int, timeout: float, patience: float) -> TCPStore:
     limit = max(0.1, min(timeout, patience))
-    wait = timedelta(seconds=limit)
-    connect = partial(TCPStore, host, port, is_master=False, wait_for_workers=False, timeout=wait)
+    connect = partial(TCPStore, host, port, wait_for_workers=False, timeout=timedelta(seconds=limit))
     try:
         # While it waits for a listener, PyTorch prints warnings all the time.
         socket.create_connection((host, port), timeout=min(5.0, limit)).close()
@@ -207,12 +202,6 @@ def _connected(host: str, port: int, timeout: float, patience: float) -> TCPStor
         raise TimeoutError(f"nobody answers there ({reason})") from None
     store.set_timeout(timedelta(seconds=timeout))
     return store
-
-
-def _warn_without_secret() -> None:
-    if not run_secret() and not os.environ["MASTER_ADDR"].startswith(_LOOPBACK):
-        text = "%s is not set: whoever reaches %s can take part in this run (docs/security.md)"
-        log.warning(text, SECRET, _where())
 
 
 def _alone(rank: int, ranks: int, patience: float, reason: str) -> AloneError:
@@ -305,9 +294,10 @@ def joined(timeout: float, *, backend: str = "gloo", patience: float | None = No
             yield
     except BaseException:
         with contextlib.suppress(Exception):  # destructors of a broken group can wait for peers that are gone
-            bounded(_leave, _LEAVE_SECONDS)
+            bounded(dist.destroy_process_group, _LEAVE_SECONDS)
         raise
-    _leave()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def connect(backend: str, store: Store, rank: int, ranks: int, limit: timedelta) -> None:
@@ -320,11 +310,6 @@ def connect(backend: str, store: Store, rank: int, ranks: int, limit: timedelta)
             f"rank {rank} did not connect to all {ranks} ranks within {limit.total_seconds():g} s: "
             f"{str(error).splitlines()[0]}; allowed: firewalls that let the ranks connect to each other, on all ports"
         ) from error
-
-
-def _leave() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 @contextlib.contextmanager

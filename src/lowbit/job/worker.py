@@ -44,7 +44,10 @@ def work(do: Callable[[Any], object], exit_code: Callable[[Exception], int]) -> 
 
 
 def _report_failure(error: Exception) -> None:
-    """Print which rank failed and why, with a traceback if the kind of error is unexpected, and sound the alarm."""
+    """Print which rank failed and why, with a traceback if the kind of error is unexpected, and sound the alarm.
+
+    The alarm is for the launcher and other ranks, in case this rank failed before it watched them; the first counts.
+    """
     from lowbit.terminal import one_line
     from lowbit.wire.errors import AgreementError, PeerError
 
@@ -56,19 +59,14 @@ def _report_failure(error: Exception) -> None:
     text, rank = one_line(str(error)), int(os.environ.get("RANK", "0"))
     with contextlib.suppress(OSError):
         sys.stderr.write(f"rank {rank}: error: {text}\n")
-    _sound_alarm(rank, text if names_its_cause else f"rank {rank}: {text}")
-
-
-def _sound_alarm(rank: int, text: str) -> None:
-    """Alert the launcher and other ranks, in case this rank failed before it watched them; the first cause counts."""
     from lowbit.job.peers import Alarm, Cause, launcher_keeps_store
     from lowbit.job.process_group import reach
     from lowbit.wire.checksum import run_secret, this_attempt
 
-    if not launcher_keeps_store():
-        return
-    with contextlib.suppress(RuntimeError, OSError):  # the store is gone, too
-        Alarm(reach(rank, timeout=5, patience=5), run_secret(), [this_attempt()]).sound(Cause(rank, text))
+    cause = Cause(rank, text if names_its_cause else f"rank {rank}: {text}")
+    if launcher_keeps_store():
+        with contextlib.suppress(RuntimeError, OSError):  # the store is gone, too
+            Alarm(reach(rank, timeout=5, patience=5), run_secret(), [this_attempt()]).sound(cause)
 
 
 def _end(code: int) -> Never:

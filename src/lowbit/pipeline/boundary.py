@@ -85,7 +85,6 @@ class States:
             self._proposals[name] = self._chosen(x, gradient, part, backward=backward)
 
     def raise_rates(self, bits: float) -> None:
-        """Raise the chosen rates by `bits` per element; sessions keep their state."""
         if self._codec.settled or not isinstance(self._codec, StatefulCodec):
             return
         states = self.state_dict()
@@ -94,7 +93,6 @@ class States:
         self.load_state_dict(states)
 
     def observe(self, index: int, slot: Slot, x: Tensor) -> Tensor | None:
-        """Show a sender's session the tensor that crossed the other way; see `Session.observe`."""
         if x.is_floating_point() and self.is_settled(index, slot):
             return self.session(index, slot).observe(x)
         return None
@@ -112,14 +110,12 @@ class States:
             raise ValueError(f"{self._lane}: {name} was set to {earlier} before, and the sender now states {choice}")
 
     def chosen(self) -> dict[str, Codec]:
-        """Return the settled codecs by state ("tensor 0, width 256"), if the codec leaves a parameter open."""
         return {name: self._settled(name) for name in self._choices}
 
     def nbytes(self) -> int:
         return sum(session.state_bytes() for session in self._shared.values())
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """Return all states that are not empty, by name."""
         states = {name: session.state_dict() for name, session in self._shared.items()}
         states = self._restored | {name: state for name, state in states.items() if state}
         for name, choice in self._choices.items():
@@ -130,14 +126,13 @@ class States:
 
     def load_state_dict(self, states: Mapping[str, dict[str, Any]]) -> None:
         """Restore a `state_dict`, for sessions that are open and those that will be opened later."""
-        self._restored = {name: state for name, state in states.items() if state}
         if not self._codec.settled:
             self._choices = {name: int(state[CHOICE]) for name, state in states.items() if CHOICE in state}
             self._proposals = {name: int(state[PROPOSAL]) for name, state in states.items() if PROPOSAL in state}
-            without = {name: _own(state) for name, state in states.items()}
-            self._restored = {name: state for name, state in without.items() if state}
+            states = {name: {k: v for k, v in s.items() if k not in (CHOICE, PROPOSAL)} for name, s in states.items()}
             self._sessions.clear()  # of other choices
             self._shared.clear()
+        self._restored = {name: state for name, state in states.items() if state}
         # A session without a saved state is dropped and starts empty: `state_dict` leaves empty states out.
         self._sessions = {key: session for key, session in self._sessions.items() if self._name(*key) in self._restored}
         self._shared = {name: session for name, session in self._shared.items() if name in self._restored}
@@ -145,7 +140,6 @@ class States:
             session.load_state_dict(self._restored.pop(name))
 
     def digest(self) -> str:
-        """Return a digest of all states, which is the same at both ends if they belong together."""
         digest = xxhash.xxh3_64()
         for name, state in sorted(self.state_dict().items()):
             # A state with a digest of its messages is compared by that: computed numbers may differ in the last bits.
@@ -185,10 +179,6 @@ def described(slot: Slot) -> str:
     return f"{str(slot[1]).removeprefix('torch.')} {tuple(slot[0])}"
 
 
-def _own(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in state.items() if key not in (CHOICE, PROPOSAL)}
-
-
 class Look:
     """Collects activations and gradients for the two directions of a boundary, at one end.
 
@@ -199,7 +189,7 @@ class Look:
     def __init__(self, boundaries: int) -> None:
         self._boundaries = boundaries
         self._states: list[tuple[States, bool]] = []
-        self._learned: Sequence[Sequence[int]] = ()  # by micro-batch
+        self.learned: Sequence[Sequence[int]] = ()  # by micro-batch: tensors that get gradients, in their order
         # By tensor and width: a micro-batch, and its activations until their gradient has crossed.
         self._kept: dict[tuple[int, int], tuple[int, Tensor | None]] = {}
 
@@ -208,31 +198,24 @@ class Look:
         if isinstance(codec, StatefulCodec) and not codec.settled and codec.wanted_nats is not None:
             self._states.append((states, backward))
 
-    def use(self, learned: Sequence[Sequence[int]]) -> None:
-        """Set which of the tensors that cross with each micro-batch get gradients, in this order."""
-        self._learned = learned
-
     def activations(self, index: int, micro_batch: int, x: Tensor) -> None:
-        """Look at activations that cross: tensor `index` of their micro-batch."""
-        if self._states and index in self._learned[micro_batch]:
+        if self._states and index in self.learned[micro_batch]:
             key = index, x.shape[-1] if x.dim() else 1
             if key not in self._kept:
                 self._kept[key] = micro_batch, x.detach().clone()
 
     def gradient(self, index: int, micro_batch: int, gradient: Tensor) -> None:
-        """Look at a gradient that crosses: number `index` of those of its micro-batch."""
         if not self._states:
             return
-        tensor = self._learned[micro_batch][index]
+        tensor = self.learned[micro_batch][index]
         key = tensor, gradient.shape[-1] if gradient.dim() else 1
         kept_from, x = self._kept.get(key, (None, None))
         if x is None or kept_from != micro_batch:
             return
         self._kept[key] = micro_batch, None
-        slot = x.shape, x.dtype
-        part = 1 / (self._boundaries * len(self._learned[micro_batch]))
+        part = 1 / (self._boundaries * len(self.learned[micro_batch]))
         for states, backward in self._states:
-            states.propose(index if backward else tensor, slot, x, gradient, part, backward=backward)
+            states.propose(index if backward else tensor, (x.shape, x.dtype), x, gradient, part, backward=backward)
 
 
 Direction = Literal["forward", "backward"]
@@ -286,7 +269,6 @@ class Lane:
                 self.states.session(index, slot)
 
     def use(self, slots: Sequence[Sequence[Slot]]) -> None:
-        """From now on, these tensors cross with each micro-batch; all have been prepared."""
         self._slots = slots
 
     def warm_up(self, slots: Sequence[Slot]) -> None:
@@ -306,12 +288,8 @@ class Lane:
     ) -> Tensor:
         """Return the bytes of tensor `index`: uint8, one dimension, in new memory; empty if there is nothing to send.
 
-        Args:
-            room: bytes to leave free behind its own.
-            note: what `observe` returned for the activations whose gradient this is.
-
-        Raises:
-            ValueError: shape or dtype differ from what the boundary was prepared for.
+        `room`: bytes to leave free behind its own. `note`: what `observe` returned for the activations whose gradient
+        this is. ValueError: shape or dtype differ from what the boundary was prepared for.
         """
         slot = self._slots[micro_batch][index]
         if (x.shape, x.dtype) != slot:
@@ -352,15 +330,11 @@ class Lane:
                 self._look_at(index, step, micro_batch, out)
 
     def observe(self, index: int, micro_batch: int, x: Tensor) -> Tensor | None:
-        """Show this sender the tensor that crossed the other way: a gradient of its activations, or activations.
-
-        For activations, returns a note to pass to `encode` with their gradient, if the codec wants one.
-        """
+        """Show this sender the tensor that crossed the other way; return a note for `encode`, if the codec has one."""
         with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
             return self.states.observe(index, self._slots[micro_batch][index], x.detach())
 
     def facts(self, slots: Sequence[Slot]) -> dict[str, str]:
-        """Facts that both ends must share before the first message with these tensors."""
         sessions = [
             self.states.session(index, slot) if self.states.is_settled(index, slot) else None
             for index, slot in enumerate(slots)

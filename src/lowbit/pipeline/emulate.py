@@ -141,7 +141,7 @@ class Emulation:
 
     def _insert(self, module: nn.Module, boundary: int, boundaries: int, forward: Codec, backward: Codec) -> None:
         look = Look(boundaries)
-        look.use([[0]])
+        look.learned = [[0]]
         activations = _LanePair(boundary, "forward", forward, self.traffic, look)
         gradients = _LanePair(boundary, "backward", backward, self.traffic, look)
         recomputed = _LanePair(boundary, "forward", forward, Traffic(), look)

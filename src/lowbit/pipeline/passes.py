@@ -26,16 +26,12 @@ from lowbit.wire.checksum import Checksums, agreed_facts
 from lowbit.wire.errors import AgreementError, PeerError, described
 from lowbit.wire.failure import FailureBoard
 from lowbit.wire.mailbox import Expected, Mailbox, Route, Sent
-from lowbit.wire.store import BoundedStore
+from lowbit.wire.store import BoundedStore, peek
 from lowbit.wire.tags import ANNOUNCEMENTS, PIPELINES
 
 
 class Passes:
-    """All passes of the stages of one pipeline that this rank holds.
-
-    Args:
-        stages: all of this rank, ascending. number: of the pipeline in its group. limit: seconds to wait.
-    """
+    """All passes of the `stages` of pipeline `number` that this rank holds, ascending. `limit`: seconds to wait."""
 
     def __init__(
         self, stages: Sequence[HookedStage], group: dist.ProcessGroup, number: int, limit: float, checksums: Checksums
@@ -67,15 +63,9 @@ class Passes:
         self._broken = ""
 
     def run(self, stages: Sequence[HookedStage], batch: Batch, body: Callable[[], None], *, ahead: bool) -> None:
-        """Run a pass: what the ranks must agree on, then `body`, the schedule's part.
+        """Run a pass: what the ranks must agree on, then `body`, the schedule's part; errors as of `LowBitStage`.
 
         `ahead`: whether to post receives of the next pass at the end.
-
-        Raises:
-            ValueError: a batch that cannot be split into the schedule's micro-batches, or tensors that a codec cannot
-                take. It is raised on all ranks.
-            AgreementError: the ranks do not agree on the pass or its layouts. It is raised on all ranks.
-            RuntimeError: an earlier pass ended in an error.
         """
         if self._broken:
             raise RuntimeError(
@@ -168,8 +158,11 @@ class Passes:
     def _announced(self, batch: Batch, seen: Any, problem: str) -> int | None:
         """Announce or receive the number of this pass's configuration; None if it is new."""
         if self._announcements is None:
-            group, source, board, channel = self._group, self._source, self._board, self._announced_on
-            self._announcements = _announcements(group, source, board, self._checksums, channel)
+            if "gloo" in dist.get_backend_config(self._group):
+                mailbox = Mailbox(self._group, self._checksums, self._board)
+                self._announcements = _Direct(mailbox, self._source, self._announced_on)
+            else:
+                self._announcements = _ThroughStore(self._group, self._source, self._board)
         facts, traffic = self._facts(batch), self._stages[0].lanes.transport.traffic
         if self._is_source:
             number = self._known.get(seen)
@@ -197,8 +190,13 @@ class Passes:
         facts = {stage.stage_index: self._identity(stage.lanes) | self._facts(batch) for stage in self._stages}
         for index, layouts in declared.items():
             facts[index][f"declared by stage {index}"] = str(bool(layouts))
-        if self._is_source:
-            facts[0] |= _source_facts(seen, problem, self._stages[0].declared)
+        if self._is_source:  # only it knows the inputs; alike: for each micro-batch, the first one like it
+            keys, first = seen[1:], self._stages[0].declared
+            as_declared = first is not None and all(
+                [x[:2] for x in given] == [(x.shape, x.dtype) for x in first.inputs] for given, _ in keys
+            )
+            alike = json.dumps([keys.index(key) for key in keys])
+            facts[0] |= {"alike": alike, "as declared": str(as_declared), "problem": problem}
         stated, fault = self._exchange(facts, declared, batch.training)
         if problem := stated[0].get("problem", ""):
             self._refuse(problem)
@@ -289,16 +287,6 @@ def _checked(announcement: Any, source: int) -> tuple[int | None, str, dict[str,
     raise ValueError(f"rank {source} announced {str(announcement)[:80]}; allowed: a configuration")
 
 
-def _source_facts(seen: tuple[Any, ...], problem: str, declared: Layouts | None) -> dict[str, str]:
-    """Return the facts that only the first stage's rank knows. alike: for each micro-batch, the first one like it."""
-    keys = seen[1:]
-    as_declared = declared is not None and all(
-        [x[:2] for x in given] == [(x.shape, x.dtype) for x in declared.inputs] for given, _ in keys
-    )
-    alike = [keys.index(key) for key in keys]
-    return {"alike": json.dumps(alike), "as declared": str(as_declared), "problem": problem}
-
-
 def _alike(stated: Mapping[str, str], micro_batches: int) -> list[int]:
     alike = json.loads(stated["alike"])
     fits = isinstance(alike, list) and len(alike) == micro_batches
@@ -314,15 +302,6 @@ _AHEAD = 4  # receives posted ahead: the first stage may be this many passes ahe
 # Seconds between two reads of the store: a share of the time waited so far, within these limits.
 _SHORTEST, _LONGEST, _SHARE = 0.0005, 0.01, 0.05
 _KEPT_PASSES = 1024  # messages kept in the store: the first stage may be this many passes ahead there
-
-
-def _announcements(
-    group: dist.ProcessGroup, source: int, board: FailureBoard, checksums: Checksums, channel: int
-) -> _Direct | _ThroughStore:
-    """Return the announcements of rank `source`: Gloo messages, or through the store if the group has no Gloo."""
-    if "gloo" in dist.get_backend_config(group):
-        return _Direct(Mailbox(group, checksums, board), source, channel)
-    return _ThroughStore(group, source, board)
 
 
 class _Direct:
@@ -375,7 +354,7 @@ class _ThroughStore:
 
     def receive(self, number: int) -> Any:
         start = time.monotonic()
-        while not (text := self._store.read(self._key(number))):
+        while not (text := peek(self._store, self._key(number))):
             waited = time.monotonic() - start
             if waited > self._limit:
                 raise PeerError(f"rank {self._source} announced no step within {self._limit:g} s", self._source)

@@ -72,7 +72,7 @@ class CudaStreams:
         return tensor
 
     def host_buffer(self, nbytes: int) -> Tensor:
-        """Allocate pinned host memory, which the device copies from and to by itself: uint8 (nbytes,)."""
+        """Allocate pinned host memory, which the device copies from and to by itself."""
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def to_host(self, payload: Tensor, room: int) -> tuple[Tensor, torch.cuda.Event]:

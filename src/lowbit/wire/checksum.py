@@ -109,9 +109,7 @@ class Verdicts:
     def settle(self) -> None:
         """Wait for all outcomes, and clear them; DamagedError for the first damaged message."""
         noted, self._noted = self._noted, []
-        if not noted:
-            return
-        outcomes = torch.cat([damage for damage, _, _ in noted]).tolist()
+        outcomes = torch.cat([damage for damage, _, _ in noted]).tolist() if noted else []
         for (_, about, rank), changed in zip(noted, outcomes, strict=True):
             if changed:
                 raise damaged(about, rank)

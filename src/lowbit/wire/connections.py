@@ -98,6 +98,7 @@ def pieces(group: dist.ProcessGroup, channel: int, nbytes: int) -> Iterator[tupl
 
 
 _CONGESTION = getattr(socket, "TCP_CONGESTION", 13)
+_INTERNET = (socket.AF_INET, socket.AF_INET6)
 _NAME_BYTES = 16
 # `struct tcp_info` of <linux/tcp.h>: total_retrans, data_segs_out of Linux 4.6 or later, dsack_dups of 4.19 or later
 _INFO_BYTES, _RETRANSMITTED, _SEGMENTS, _NEEDLESS = 220, 100, 156, 216
@@ -185,7 +186,8 @@ def _connections() -> Iterator[socket.socket]:
             with contextlib.suppress(OSError):
                 if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                     with socket.socket(fileno=os.dup(int(name))) as connection:
-                        if _leads_elsewhere(connection):
+                        is_tcp = connection.type == socket.SOCK_STREAM and connection.family in _INTERNET
+                        if is_tcp and connection.getpeername()[0] != connection.getsockname()[0]:
                             yield connection
 
 
@@ -196,9 +198,3 @@ def _ends(connection: socket.socket) -> tuple[str, str]:
         for address, port, *_ in (connection.getsockname(), connection.getpeername())
     )
     return here, there
-
-
-def _leads_elsewhere(connection: socket.socket) -> bool:
-    if connection.type != socket.SOCK_STREAM or connection.family not in (socket.AF_INET, socket.AF_INET6):
-        return False
-    return connection.getpeername()[0] != connection.getsockname()[0]

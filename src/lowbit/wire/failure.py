@@ -43,24 +43,16 @@ class FailureBoard:
         # Groups not made by torch.distributed (torchft's) join processes of several runs, each with its own attempts.
         self._place = (this_attempt() if is_known(group) else "", key)
         self.topic = topic
-        self._names = list(names)
-        self._rank = group.rank()
+        self._rank, self._names = group.rank(), list(names)
+        self.own_name = self._names[self._rank]
         self._timeout = timeout
+        # Time limit of a wait; the rest of the timeout is for finding the rank to blame.
+        self.patience = timedelta(seconds=0.8 * timeout)
         self._blames = self._gave_up = False  # whether this rank has written on whom, or why, it gave up
         self.letters: weakref.WeakKeyDictionary[Letter, None] = weakref.WeakKeyDictionary()  # under way; oldest first
         # If no launcher hosts the store, the job's first rank does; that rank need not be in this group.
         ranks = job_ranks(group)
         self._host = ranks.index(0) if 0 in ranks else None
-
-    @property
-    def own_name(self) -> str:
-        """Name of this rank in errors."""
-        return self._names[self._rank]
-
-    @property
-    def patience(self) -> timedelta:
-        """Time limit of a wait; the rest of the timeout is for finding the rank to blame."""
-        return timedelta(seconds=0.8 * self._timeout)
 
     @contextlib.contextmanager
     def blaming(self, peer: int) -> Iterator[None]:
@@ -120,7 +112,7 @@ class FailureBoard:
             text += f"; so did the store, which {host} hosts unless a launcher does"
         # Remove the source position and the advice that Gloo puts around the reason.
         reason = re.sub(r"^\[[^]]*\] |\. This is typically.*", "", str(cause or "its note"))
-        return PeerError(f"{text} (seen by {self._names[self._rank]}: {reason})", culprit)
+        return PeerError(f"{text} (seen by {self.own_name}: {reason})", culprit)
 
     def _follow(self, trace: _Trace, silent: bool) -> None:
         """Extend the chain while new notes may arrive, and keep the reason that its last rank wrote."""

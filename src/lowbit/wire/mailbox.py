@@ -98,27 +98,20 @@ class Mailbox:
         return Expected(self.board, route, nbytes, True, self.group, works, self, memory, place)
 
 
-class _Failed:
-    """Work that could not start because the peer has ended; `wait` raises the error."""
-
-    def __init__(self, error: RuntimeError) -> None:
-        self._error = error
-
-    def wait(self, timeout: timedelta) -> None:
-        raise self._error
-
-
-def _started(start: Callable[..., dist.Work], *args: Any) -> dist.Work | _Failed:
+def _started(start: Callable[..., dist.Work], *args: Any) -> dist.Work | RuntimeError:
+    """Start to send or receive; an error, of a peer that has ended, is for the wait to raise."""
     try:
         return start(*args)
     except RuntimeError as error:
-        return _Failed(error)
+        return error
 
 
-def _wait(works: Sequence[dist.Work | _Failed], patience: timedelta, group: dist.ProcessGroup) -> None:
+def _wait(works: Sequence[dist.Work | RuntimeError], patience: timedelta, group: dist.ProcessGroup) -> None:
     begin, left = time.monotonic(), patience
     try:
         for work in works:
+            if isinstance(work, RuntimeError):
+                raise work
             work.wait(left)
             left = max(_SHORTEST, patience - timedelta(seconds=time.monotonic() - begin))  # together, not each
     except RuntimeError as error:
@@ -133,7 +126,7 @@ class Sent(Letter):
     """A message that is being sent. Gloo reads from `message` until `wait` has returned."""
 
     group: dist.ProcessGroup
-    works: list[dist.Work | _Failed]
+    works: list[dist.Work | RuntimeError]
     message: Tensor
 
     def wait(self) -> None:
@@ -152,7 +145,7 @@ class Expected(Letter):
     """A message whose receive is posted. `place`: as for `Mailbox.send`."""
 
     group: dist.ProcessGroup
-    works: list[dist.Work | _Failed]
+    works: list[dist.Work | RuntimeError]
     mailbox: Mailbox
     memory: Tensor
     place: tuple[int, ...]
@@ -234,7 +227,7 @@ class Outbox:
         self._nbytes = 0
         self._last = 0.0  # when the last send finished
         self._draining = self._closed = False
-        self._thread: threading.Thread | None = None
+        self.thread: threading.Thread | None = None
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -247,9 +240,9 @@ class Outbox:
         with self._changed:
             self._entries.append(_Entry(group, start, peer, nbytes, traffic))
             self._nbytes += nbytes
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._reap, name="lowbit-outbox", daemon=True)
-                self._thread.start()
+            if self.thread is None:
+                self.thread = threading.Thread(target=self._reap, name="lowbit-outbox", daemon=True)
+                self.thread.start()
                 _running.add(self)
             if self._nbytes >= _BATCH_BYTES or traffic.trace is not None:
                 self._changed.notify_all()
@@ -295,13 +288,6 @@ class Outbox:
             self._closed = True
             self._changed.notify_all()
 
-    def end(self) -> None:
-        """Abandon the messages that have not been sent, and wait until the thread has ended."""
-        self.close()
-        self.sever()
-        if self._thread is not None:
-            self._thread.join(_EXIT_SECONDS)
-
     def _reap(self) -> None:
         while True:
             with self._changed:
@@ -313,7 +299,7 @@ class Outbox:
                 self._finish(waiting.pop(0))
 
     def _is_decided(self) -> bool:
-        """Whether `drain` can return or raise: nothing is left, or the oldest message failed."""
+        # Whether `drain` can return or raise: nothing is left, or the oldest message failed.
         return not self._entries or self._entries[0].group is None
 
     def _has_work(self) -> bool:
@@ -360,5 +346,9 @@ def outbox_of(group: dist.ProcessGroup) -> Outbox:
 
 @atexit.register
 def _end_all() -> None:
+    """Abandon the messages that have not been sent, and wait until the threads have ended."""
     for outbox in list(_running):
-        outbox.end()
+        outbox.close()
+        outbox.sever()
+        if outbox.thread is not None:
+            outbox.thread.join(_EXIT_SECONDS)

@@ -37,10 +37,6 @@ class BoundedStore:
         """Append to the value of a key, which is created if missing; a TCPStore does not wait for an answer."""
         self._call(lambda: self._store.append(key, value))
 
-    def read(self, key: str) -> bytes:
-        """Return the value of a key, or an empty one; one round trip."""
-        return peek(self, key)
-
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         """See `torch.distributed.Store.compare_set`."""
         return self._call(lambda: self._store.compare_set(key, expected, desired))

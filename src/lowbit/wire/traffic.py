@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
+_lock = threading.Lock()  # the outbox's thread also releases messages
+_sent: Counter[str] = Counter()
 _PASSES = {"forward_one_chunk": "forward", "backward_one_chunk": "backward", "backward_weight_one_chunk": "weight"}
-_NOTHING = nullcontext()
 
 
 class Span(NamedTuple):
@@ -48,12 +48,6 @@ class Trace:
         self.spans.append(Span("send", peer, first, end, {"bytes": nbytes, "queued_us": (first - begin) / 1e3}))
 
     @contextmanager
-    def span(self, name: str, **about: Any) -> Iterator[None]:
-        begin = time.perf_counter_ns()
-        yield
-        self.add(name, begin, time.perf_counter_ns(), **about)
-
-    @contextmanager
     def passes(self, stage: Any) -> Iterator[None]:
         """Record the forward and backward passes of a pipeline stage while the block runs."""
         before = {name: vars(stage).get(name) for name in _PASSES}
@@ -75,12 +69,13 @@ class Trace:
         return traced
 
 
-def span(trace: Trace | None, name: str, **about: Any) -> AbstractContextManager[None]:
-    """Context manager that records its block in `trace`; does nothing if `trace` is None."""
-    return _NOTHING if trace is None else trace.span(name, **about)
-
-
-_holding = threading.Lock()  # the outbox's thread also releases messages
+@contextmanager
+def span(trace: Trace | None, name: str, **about: Any) -> Iterator[None]:
+    """Record the block in `trace`, if there is one."""
+    begin = time.perf_counter_ns()
+    yield
+    if trace is not None:
+        trace.add(name, begin, time.perf_counter_ns(), **about)
 
 
 @dataclass
@@ -118,7 +113,7 @@ class Traffic:
     def __post_init__(self) -> None:
         self.trace: Trace | None = None  # not a dataclass field: `reset` sets all fields
 
-    @contextlib.contextmanager
+    @contextmanager
     def timing(self, name: str, span: str = "", **about: Any) -> Iterator[None]:
         """Add a block's seconds to the counter `name`, and a span (named "wait" for "wait_seconds") to the trace."""
         start = time.perf_counter_ns()
@@ -140,7 +135,7 @@ class Traffic:
 
     def reset(self) -> None:
         """Set all counters to zero, and the peak to what is held now."""
-        with _holding:
+        with _lock:
             for field in fields(self):
                 if field.name != "held_bytes":
                     setattr(self, field.name, field.default)
@@ -148,7 +143,7 @@ class Traffic:
 
     def hold(self, nbytes: int) -> None:
         """Add `nbytes` (may be negative) to the bytes held; thread-safe."""
-        with _holding:
+        with _lock:
             self.held_bytes += nbytes
             self.peak_bytes = max(self.peak_bytes, self.held_bytes)
 
@@ -156,10 +151,6 @@ class Traffic:
         """Count a message that was sent "forward" or "backward"."""
         for name, more in ((f"{direction}_bytes", nbytes), (f"{direction}_elements", elements)):
             setattr(self, name, getattr(self, name) + more)
-
-
-_lock = threading.Lock()
-_sent: Counter[str] = Counter()
 
 
 def note_sent(purpose: str, nbytes: int) -> None:
