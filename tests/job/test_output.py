@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -194,7 +193,7 @@ def test_what_is_written_just_before_the_end_arrives(monkeypatch: pytest.MonkeyP
 def test_what_follows_dropped_output_begins_with_a_line(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(output, "_MOST", 12)
     passing = output._Passing.__new__(output._Passing)
-    passing._pieces, passing._size, passing._left_out = deque(), 0, 0
+    passing._kept, passing._left_out = bytearray(), 0
     passing._changed, passing._complete = threading.Condition(), True
     for piece in (b"a line", b" in four", b" pie", b"ces\nend\n"):
         passing._keep(piece)

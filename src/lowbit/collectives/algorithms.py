@@ -47,7 +47,6 @@ class Shards:
 
     @property
     def chunks(self) -> int:
-        """Chunks of a whole shard."""
         return -(-self.length // self.chunk) if self.length else 0
 
     def piece(self, rank: int, index: int) -> slice:

@@ -44,13 +44,10 @@ Transport = Literal["auto", "messages", "collectives"]
 class CollectiveCall:
     """One call of a collective, on one rank.
 
-    Args:
-        facts: everything that must be equal on all ranks; "collective" is the name of the call.
-        timeout: seconds within which the failure of a peer is noticed.
-        work: the algorithm; the queue waits for its sends afterwards.
-        transport: "auto" means messages if the backend has tags, which is Gloo between CPUs.
-        layer: layer that makes this call. Calls that differ only in it share an agreement; a rank in another layer is
-            detected by the messages' tags or, without messages, by the checksums.
+    `facts`: everything that must be equal on all ranks; "collective" is the name of the call. `work`: the algorithm;
+    the queue waits for its sends afterwards. `transport`: "auto" means messages if the backend has tags, which is Gloo
+    between CPUs. `layer`: calls that differ only in it share an agreement; a rank in another layer is detected by the
+    messages' tags or, without messages, by the checksums.
     """
 
     facts: Mapping[str, str]
@@ -70,7 +67,6 @@ class CollectiveCall:
 
     @property
     def stated(self) -> dict[str, str]:
-        """The facts that define the kind of this call."""
         transport = "messages" if self.as_messages else "collectives"
         return {**self.facts, "transport": transport, "checksums": "on" if self.checksums else "off"}
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lowbit.codecs import BlockFloat8
 from lowbit.codecs.base import Codec
+from lowbit.codecs.checks import FLOATS
 from lowbit.codecs.sums import Summable
 from lowbit.collectives.reduce import TIMEOUT, check_call
 from lowbit.gradients.average import average
@@ -22,8 +23,6 @@ from lowbit.gradients.stored import (
     Stored,
     StoredGradient,
     as_shard,
-    check_parameter,
-    is_stored,
     local,
     named,
     parts,
@@ -87,7 +86,14 @@ class GradientStorage:
         self._frozen = [(name, p) for name, p in pairs if not p.requires_grad]
         self._module = weakref.ref(parameters) if isinstance(parameters, nn.Module) else lambda: None
         for parameter, stored in self._stored.items():
-            check_parameter(stored.name, parameter)
+            if parameter.dtype not in FLOATS:
+                allowed = ", ".join(map(str, FLOATS))
+                raise TypeError(f"parameter {stored.name!r} has dtype {parameter.dtype}; allowed: {allowed}")
+            if hasattr(parameter, "main_grad"):
+                raise TypeError(
+                    f"parameter {stored.name!r} has a main_grad, a full-precision gradient of Megatron's "
+                    "DistributedDataParallel; allowed: a model without that wrapper, and average of the storage"
+                )
         self._hooks = [p.register_post_accumulate_grad_hook(self._absorb) for p in self._stored]
         self._closed = False
         self._agreed: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # groups that `average` has checked
@@ -335,7 +341,7 @@ class GradientStorage:
         if gradient is None:
             stored.drop()
             return
-        if is_stored(gradient):  # backward has added to it
+        if isinstance(local(gradient), StoredGradient):  # backward has added to it
             return
         if gradient.requires_grad:
             raise RuntimeError(

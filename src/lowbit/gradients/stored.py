@@ -100,17 +100,6 @@ def named(parameters: nn.Module | Iterable[nn.Parameter]) -> list[tuple[str, nn.
     return list({p: (name, p) for name, p in reversed(pairs)}.values())[::-1]
 
 
-def check_parameter(name: str, parameter: nn.Parameter) -> None:
-    """Raise a TypeError for a parameter whose dtype codecs do not support, or in Megatron's DDP."""
-    if parameter.dtype not in FLOATS:
-        raise TypeError(f"parameter {name!r} has dtype {parameter.dtype}; allowed: {', '.join(map(str, FLOATS))}")
-    if hasattr(parameter, "main_grad"):
-        raise TypeError(
-            f"parameter {name!r} has a main_grad, a full-precision gradient of Megatron's DistributedDataParallel; "
-            "allowed: a model without that wrapper, and average of the storage"
-        )
-
-
 def portions(parameters: list[nn.Parameter], limit: int) -> list[list[nn.Parameter]]:
     """Split parameters into successive ones on one device, with at most `limit` elements or a single parameter."""
     grouped: list[list[nn.Parameter]] = []
@@ -278,11 +267,6 @@ def _of_decoded(name: str) -> Any:
 
 for _name in ("numpy", "tolist", "__reduce_ex__", "__deepcopy__", "__dlpack__"):
     setattr(StoredGradient, _name, _of_decoded(_name))
-
-
-def is_stored(gradient: Tensor | None) -> bool:
-    """Whether a `.grad` shows a stored gradient, or a shard's stored gradient."""
-    return gradient is not None and isinstance(local(gradient), StoredGradient)
 
 
 def decoded(gradient: Tensor, parameter: Tensor) -> Tensor:

@@ -1,7 +1,13 @@
-"""Start the ranks of a run as local processes, wait for them, and name the one that failed first."""
+"""Start the ranks of a run as local processes, wait for them, and name the one that failed first; and be one (`work`).
+
+A rank's order is a line on standard input, which stays open: when the launcher ends, it closes, and the rank ends, too.
+A rank writes signs of life to a pipe twice a second.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import secrets
 import signal
@@ -9,23 +15,23 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Never
 
-from lowbit.job.output import FAILED
+from lowbit.job.output import FAILED, end
 
 PULSE = "LOWBIT_PULSE"
 """Environment variable with the file descriptor to which a rank writes signs of life."""
 
+_PULSE_SECONDS = 0.5
 _STARTUP_SECONDS = 30.0  # until the first sign of life: Python has to start
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankProgram:
-    """The program of each rank of a run: a module that calls `lowbit.job.worker.work`, and its order, a line of JSON.
+    """The program of each rank of a run: a module that calls `work`, and its order, a line of JSON.
 
     `timeout`: seconds without a sign of life after which a rank is killed. `threads`: unless OMP_NUM_THREADS is set.
     """
@@ -55,7 +61,7 @@ class Process:
         )
         os.close(theirs)
         assert self.process.stdin is not None
-        with suppress(BrokenPipeError):  # it has already ended; its exit code shows how
+        with contextlib.suppress(BrokenPipeError):  # it has already ended; its exit code shows how
             self.process.stdin.write(program.order + "\n")
             self.process.stdin.flush()
 
@@ -71,7 +77,7 @@ class Process:
 
     def listen(self, seconds: float) -> None:
         """Look for signs of life, `seconds` after the last look; kill a process that has given none for too long."""
-        with suppress(BlockingIOError):
+        with contextlib.suppress(BlockingIOError):
             if os.read(self._pulse, 1 << 16):
                 self._silence, self._heard = 0.0, True
                 return
@@ -99,7 +105,7 @@ class Process:
             self.process.wait()
         os.close(self._pulse)
         if self.process.stdin is not None:
-            with suppress(BrokenPipeError):
+            with contextlib.suppress(BrokenPipeError):
                 self.process.stdin.close()
 
 
@@ -206,7 +212,7 @@ def _terminate(processes: list[Process]) -> None:
             process.process.terminate()  # not SIGINT, which is lost or prints a traceback during imports
 
 
-@contextmanager
+@contextlib.contextmanager
 def _signals_noted(processes: list[Process]) -> Iterator[list[signal.Signals]]:
     came: list[signal.Signals] = []
     if threading.current_thread() is not threading.main_thread():
@@ -223,3 +229,66 @@ def _signals_noted(processes: list[Process]) -> Iterator[list[signal.Signals]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def work(do: Callable[[Any], object], exit_code: Callable[[Exception], int]) -> Never:
+    """Execute the parsed order; after an error, print it on one line and exit with its exit code.
+
+    Do slow imports in `do`, because the launcher waits for signs of life.
+    """
+    from lowbit.terminal import filtered
+
+    filtered().__enter__()  # until the end of the process
+    order = json.loads(sys.stdin.readline())
+    for target in (_end_with_launcher, _pulse):
+        threading.Thread(target=target, name=f"lowbit-{target.__name__[1:]}", daemon=True).start()
+    try:
+        do(order)
+    except Exception as error:
+        from lowbit.wire.agreement import stay
+
+        _report_failure(error)
+        sys.stderr.flush()
+        stay()  # keeps a store that this process hosts reachable for ranks that come late
+        end(exit_code(error))
+    end(0)  # without destructors: a rank that is killed in them would be restarted, and wait for the others
+
+
+def _report_failure(error: Exception) -> None:
+    """Print which rank failed and why, with a traceback if the kind of error is unexpected, and sound the alarm.
+
+    The alarm is for the launcher and other ranks, in case this rank failed before it watched them; the first counts.
+    """
+    from lowbit.terminal import one_line
+    from lowbit.wire.errors import AgreementError, PeerError
+
+    names_its_cause = isinstance(error, AgreementError | PeerError) or hasattr(error, "on_all_ranks")
+    if not names_its_cause and not isinstance(error, ValueError | OSError):
+        import traceback
+
+        traceback.print_exception(error)
+    text, rank = one_line(str(error)), int(os.environ.get("RANK", "0"))
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"rank {rank}: error: {text}\n")
+    from lowbit.job.peers import Alarm, Cause, launcher_keeps_store
+    from lowbit.job.process_group import reach
+    from lowbit.wire.checksum import run_secret, this_attempt
+
+    cause = Cause(rank, text if names_its_cause else f"rank {rank}: {text}")
+    if launcher_keeps_store():
+        with contextlib.suppress(RuntimeError, OSError):  # the store is gone, too
+            Alarm(reach(rank, timeout=5, patience=5), run_secret(), [this_attempt()]).sound(cause)
+
+
+def _pulse() -> None:
+    if PULSE not in os.environ:
+        return
+    with contextlib.suppress(OSError):
+        while True:
+            os.write(int(os.environ[PULSE]), b".")
+            time.sleep(_PULSE_SECONDS)
+
+
+def _end_with_launcher() -> None:
+    sys.stdin.read()
+    end(FAILED)

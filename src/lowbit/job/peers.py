@@ -49,7 +49,6 @@ class Cause(NamedTuple):
     alone: bool = False
 
     def signed(self, secret: bytes, attempt: str) -> str:
-        """Return the signed text for the store."""
         return json.dumps([*self, signature(secret, attempt, *self)])
 
     @classmethod
@@ -93,9 +92,8 @@ class AbsentError(PeerError):
 class Peers:
     """This rank's beat and guard threads; every rank has one such object, on the same store.
 
-    Args:
-        store: this attempt's part of the store; cloned for a separate connection.
-        timeout: seconds of silence of a peer or the store within which the run ends.
+    `store`: this attempt's part, cloned for a separate connection. `timeout`: seconds of silence of a peer or the store
+    within which the run ends.
     """
 
     def __init__(self, store: Store, *, rank: int, ranks: int, timeout: float, secret: bytes = b"") -> None:
@@ -133,7 +131,6 @@ class Peers:
         del self._attempts[:-1]
 
     def close(self) -> None:
-        """Stop watching; the run is over."""
         self._closed.set()
         # A thread that is inside PyTorch when the interpreter ends can abort the process; the store may never answer.
         for thread in self._threads:

@@ -87,14 +87,11 @@ def listen(host: str, port: int, timeout: float) -> TCPStore:
 def meet(rank: int, ranks: int, *, timeout: float, patience: float, number: int = 0) -> Store:
     """Wait for this run's store and return it, once one answers in which this rank has not joined yet.
 
-    Args:
-        timeout: seconds for each later call that waits. patience: seconds to wait for the store.
-        number: how many meetings this process has had before; the same on all ranks.
+    `timeout`: seconds for each later call that waits. `patience`: seconds to wait for the store. `number`: how many
+    meetings this process has had before; the same on all ranks.
 
-    Raises:
-        ConfigError: MASTER_PORT is not a valid port.
-        AloneError: no such store answered in time.
-        MeetingError: this process cannot host the store there.
+    ConfigError: MASTER_PORT is not a valid port. AloneError: no such store answered in time. MeetingError: this process
+    cannot host the store there.
     """
     if rank == 0 and not run_secret() and not os.environ["MASTER_ADDR"].startswith(_LOOPBACK):
         text = "%s is not set: whoever reaches %s can take part in this run (docs/security.md)"
@@ -151,9 +148,7 @@ def prove(
     another run or by another rank proves nothing. Returns the name of this attempt, a digest of the
     numbers; `known` is called with it before the other ranks can see that this one knows it.
 
-    Raises:
-        AloneError: a rank did not come in time.
-        MeetingError: a rank does not know the secret, or has already met other ranks at the same store.
+    AloneError: a rank did not come in time. MeetingError: a rank does not know the secret, or has already met others.
     """
     run = hashlib.sha256(b"|".join(_everybody(store, "hello", rank, ranks, patience))).digest()
     if known is not None:
@@ -229,8 +224,7 @@ _SIOCGIFADDR = 0x8915  # Linux ioctl: get the IPv4 address of an interface
 def world() -> tuple[int, int]:
     """Return this rank and the number of ranks, from the process group or the environment; (0, 1) without either.
 
-    Raises:
-        ConfigError: only some of the variables that a launcher sets are there, or their values are invalid.
+    ConfigError: only some of the variables that a launcher sets are there, or their values are invalid.
     """
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
@@ -260,14 +254,11 @@ def joined(timeout: float, *, backend: str = "gloo", patience: float | None = No
     Every wait has a limit: calls of the group and of its store have their own; for everything else a watchdog ends this
     process once another rank has been silent for `timeout` seconds or has failed (`lowbit.job.peers`).
 
-    Args:
-        timeout: seconds within which the failure of a peer ends every rank.
-        backend: "gloo" or "nccl" for tensors on GPUs; Gloo carries those on the CPU in either case.
-        patience: seconds to wait for all ranks to come; None: `timeout`.
+    `backend`: "gloo" or "nccl" for tensors on GPUs; Gloo carries those on the CPU in either case. `patience`: seconds
+    to wait for all ranks to come; None: `timeout`.
 
-    Raises:
-        ConnectionError: the other ranks did not come in time, or one of them does not know the run's secret.
-        PeerError: another rank was the cause of an error in the block.
+    ConnectionError: the other ranks did not come in time, or one of them does not know the run's secret. PeerError:
+    another rank was the cause of an error in the block.
     """
     rank, ranks = world()
     if dist.is_initialized():

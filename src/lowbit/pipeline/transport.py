@@ -10,11 +10,10 @@ from __future__ import annotations
 import contextlib
 import weakref
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -174,9 +173,12 @@ def choose(
 
 @dataclass
 class _Window:
-    """Messages expected together; number and bytes of those whose receives are posted."""
+    """Messages expected together: payload bytes of those whose receives are not posted yet, in order.
 
-    later: deque[Route] = field(default_factory=deque)
+    `messages`, `nbytes`: of those whose receives are posted, as they travel.
+    """
+
+    later: dict[Route, int]
     messages: int = 0
     nbytes: int = 0
 
@@ -190,24 +192,22 @@ class Inbox:
 
     def __init__(self, mailbox: Mailbox, buffer: Callable[[int], Tensor] | None = None) -> None:
         self._mailbox, self._traffic, self._buffer = mailbox, mailbox.traffic, buffer
-        self._expected: dict[Route, tuple[int, _Window]] = {}  # not posted yet; payload bytes and window of each
-        self._posted: dict[Route, tuple[Expected, _Window]] = {}
+        self._windows: dict[Route, _Window] = {}
+        self._posted: dict[Route, Expected] = {}
 
     def expect(self, messages: Iterable[tuple[Route, int]]) -> None:
         """Post as many receives as fit into a new window, and the others as these messages are taken."""
-        window = _Window()
-        for route, size in messages:
-            self._expected[route] = size, window
-            window.later.append(route)
+        window = _Window(dict(messages))
+        self._windows |= dict.fromkeys(window.later, window)
         self._fill(window)
 
     @contextlib.contextmanager
     def taking(self, route: Route, size: int) -> Iterator[Expected]:
         """Yield a message for the block to wait for; its receive is posted first if it is not yet."""
-        if route not in self._posted:
-            _, window = self._expected.pop(route, (size, _Window()))
-            self._start(route, size, window)
-        message, window = self._posted.pop(route)
+        window = self._windows.pop(route, None) or _Window({route: size})
+        if route in window.later:
+            self._start(route, window)
+        message = self._posted.pop(route)
         try:
             yield message
         finally:
@@ -218,19 +218,14 @@ class Inbox:
 
     def _fill(self, window: _Window) -> None:
         while window.later:
-            route = window.later[0]
-            if route in self._expected:  # not already taken out of order
-                size, _ = self._expected[route]
-                whole = size + self._mailbox.checksums.room
-                if window.messages >= WINDOW_MESSAGES and window.nbytes + whole > WINDOW_BYTES:
-                    return
-                del self._expected[route]
-                self._start(route, size, window)
-            window.later.popleft()
+            route, size = next(iter(window.later.items()))
+            whole = size + self._mailbox.checksums.room
+            if window.messages >= WINDOW_MESSAGES and window.nbytes + whole > WINDOW_BYTES:
+                return
+            self._start(route, window)
 
-    def _start(self, route: Route, size: int, window: _Window) -> None:
-        message = self._mailbox.expect(route, size, buffer=self._buffer)
-        self._posted[route] = message, window
+    def _start(self, route: Route, window: _Window) -> None:
+        message = self._posted[route] = self._mailbox.expect(route, window.later.pop(route), buffer=self._buffer)
         window.messages += 1
         window.nbytes += message.nbytes
         self._traffic.hold(message.nbytes)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from lowbit.job.launch import work
 from lowbit.job.output import ALONE, DIVERGED, FAILED, USAGE
-from lowbit.job.worker import work
 
 
 def _train(config: dict[str, Any]) -> None:

@@ -61,10 +61,8 @@ def agree(
 class Agreement:
     """One comparison among members. A rank may speak for several of them (the stages of a pipeline), or for none.
 
-    Args:
-        group: its store carries the facts. topic: "series/name", unique among the group's agreements, the same on every
-            rank. A rank makes the agreements of a series one after the other.
-        timeout: seconds to wait for the other ranks, and limit of each call of the store.
+    `topic`: "series/name", unique among the group's agreements, the same on every rank; a rank makes those of a series
+    one after the other. `timeout`: seconds to wait for the other ranks, and limit of each call of the store.
     """
 
     def __init__(self, group: dist.ProcessGroup, topic: str, timeout: float) -> None:
@@ -83,10 +81,8 @@ class Agreement:
         """State facts, wait for those of all ranks, and compare them; every rank of the group calls this once.
 
         `facts`: of all members that this rank speaks for, by number; those of all are returned. `names`: of all.
-
-        Raises:
-            AgreementError: a contradiction, or members stated nothing in time; the same text on every rank.
-            PeerError: the store did not answer in time.
+        AgreementError, the same on every rank: a contradiction, or members stated nothing in time. PeerError: nor did
+        the store.
         """
         self._state(facts, names)
         return self._conclude(names)
@@ -245,7 +241,6 @@ class Statements:
 
     @property
     def complete(self) -> bool:
-        """Whether every rank has stated something."""
         return len(self.stated) == len(self.ranks)
 
     def members(self) -> dict[int, tuple[str, Facts]]:

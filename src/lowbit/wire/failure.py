@@ -32,9 +32,8 @@ _LINGER = 5.0  # most seconds that the rank with the store stays so that the oth
 class FailureBoard:
     """Notes about failed peers, in the store of a process group.
 
-    Args:
-        topic: unique among the boards of this group, and the same on every rank. names: of its ranks, for errors.
-        timeout: seconds from the start of a failed wait to the error.
+    `topic`: unique among the boards of this group, and the same on every rank. `names`: of its ranks, for errors.
+    `timeout`: seconds from the start of a failed wait to the error.
     """
 
     def __init__(self, group: dist.ProcessGroup, topic: str, names: Sequence[str], timeout: float) -> None:
@@ -214,7 +213,6 @@ class Letter:
         self.board.letters[self] = None
 
     def done(self) -> None:
-        """Take the message off the board's list: it has arrived."""
         self.board.letters.pop(self, None)
 
 

@@ -22,15 +22,11 @@ AGREEING = "values of all ranks"
 def gather_json(value: Any, group: dist.ProcessGroup | None = None, *, timeout: float | None = None) -> list[Any]:
     """Return the values of all ranks, in the order of the ranks; every rank calls this.
 
-    This takes two of PyTorch's collectives, in which every rank sends as many bytes as the longest text has.
+    This takes two of PyTorch's collectives, in which every rank sends as many bytes as the longest text has. Tuples
+    arrive as lists. `timeout`: seconds for each collective, as for `pytorch.finish`; None: the group's own.
 
-    Args:
-        value: as for `json.dumps` (NaN and infinity, too). Tuples arrive as lists.
-        timeout: seconds for each collective, as for `pytorch.finish`; None: the group's own.
-
-    Raises:
-        ValueError: a text is longer than 64 MiB (on all ranks), or a peer sent something that is not JSON.
-        PeerError: with `timeout`, a rank ended or did not take part in time.
+    ValueError: a text is longer than 64 MiB (on all ranks), or a peer sent something that is not JSON. PeerError: with
+    `timeout`, a rank ended or did not take part in time.
     """
     group = plain(group)
     ranks, device = group.size(), _device(group)

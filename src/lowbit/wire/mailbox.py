@@ -40,12 +40,10 @@ _MOST_DEVICES = 8  # network devices of a Gloo group, each with its own connecti
 
 
 class Mailbox:
-    """Sends and receives messages of one conversation within a group.
+    """Sends and receives messages of one conversation within a Gloo group, on the CPU.
 
-    Args:
-        group: over Gloo; messages are on the CPU.
-        board: finds the rank that failed; may be set later, but before the first message.
-        traffic: counts the seconds of checksums and waits.
+    `board`: finds the rank that failed; may be set later, but before the first message. `traffic`: counts the seconds
+    of checksums and waits.
     """
 
     def __init__(
@@ -62,10 +60,9 @@ class Mailbox:
     def send(self, message: Tensor, place: tuple[int, ...], *routes: Route, expected: int | None = None) -> list[Sent]:
         """Seal a message and start to send it to one or several ranks.
 
-        Args:
-            message: 1-D uint8 whose last bytes are free for the checksum; do not write to it until it has been sent.
-            place: identifies the message in the conversation; the receiver passes the same.
-            expected: bytes that the receiver has posted its receive for; None: the length of this message.
+        `message`: 1-D uint8 whose last bytes are free for the checksum; do not write to it until it has been sent.
+        `place`: identifies it in the conversation; the receiver passes the same. `expected`: bytes that the receiver
+        has posted its receive for; None: the length of this message.
         """
         with self.traffic.timing("checksum_seconds"):
             self.checksums.seal(message, *place)
@@ -83,9 +80,8 @@ class Mailbox:
     ) -> Expected:
         """Post the receive of a message of `nbytes` of payload; one that is posted late costs another round trip.
 
-        Args:
-            place: as for `send`; may be set later, but before the wait.
-            buffer: called with a number of bytes, returns at least as much memory to receive in: 1-D uint8 on the CPU.
+        `place`: as for `send`; may be set later, but before the wait. `buffer`: called with a number of bytes, returns
+        at least as much memory to receive in: 1-D uint8 on the CPU.
         """
         nbytes += self.checksums.room
         # Without checksums nothing would show that a longer message was cut off: then Gloo has to end the process.
@@ -153,9 +149,7 @@ class Expected(Letter):
     def wait(self, nbytes: int | None = None) -> Tensor:
         """Wait for the message and return its payload: 1-D uint8 on the CPU, of `nbytes` if shorter than expected.
 
-        Raises:
-            DamagedError: the message did not arrive as it was sent.
-            PeerError: the peer ended, or did not send in time, or sent another length.
+        DamagedError: it did not arrive as it was sent. PeerError: the peer ended, was late, or sent another length.
         """
         checksums, timing = self.mailbox.checksums, self.mailbox.traffic.timing
         with self.board.blaming(self.route.peer), timing("wait_seconds", message=self.route.about):
@@ -223,14 +217,11 @@ class Outbox:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._entries: deque[_Entry] = deque()
+        self.entries: deque[_Entry] = deque()
         self._nbytes = 0
         self._last = 0.0  # when the last send finished
         self._draining = self._closed = False
         self.thread: threading.Thread | None = None
-
-    def __len__(self) -> int:
-        return len(self._entries)
 
     def put(
         self, group: dist.ProcessGroup, start: Callable[[], Sent], peer: int, nbytes: int, traffic: Traffic
@@ -238,7 +229,7 @@ class Outbox:
         """Hold a message until its peer has it; returns at once. The arguments are attributes of `_Entry`."""
         traffic.hold(nbytes)
         with self._changed:
-            self._entries.append(_Entry(group, start, peer, nbytes, traffic))
+            self.entries.append(_Entry(group, start, peer, nbytes, traffic))
             self._nbytes += nbytes
             if self.thread is None:
                 self.thread = threading.Thread(target=self._reap, name="lowbit-outbox", daemon=True)
@@ -264,11 +255,11 @@ class Outbox:
                     if left <= 0:
                         break
                 self._draining = False
-                if not self._entries:
+                if not self.entries:
                     return
-                entry = self._entries[0]
+                entry = self.entries[0]
                 if entry.group is None:
-                    self._entries.popleft()
+                    self.entries.popleft()
             with contextlib.nullcontext() if entry.ours else blaming(entry.peer):
                 if entry.group is not None:
                     self.sever()
@@ -277,8 +268,7 @@ class Outbox:
                     raise entry.error
 
     def sever(self) -> None:
-        """Abandon the messages that have not been sent."""
-        group = next((entry.group for entry in list(self._entries) if entry.group), None)
+        group = next((entry.group for entry in list(self.entries) if entry.group), None)
         if group is not None:
             sever(group)
 
@@ -292,7 +282,7 @@ class Outbox:
         while True:
             with self._changed:
                 self._changed.wait_for(self._has_work)
-                waiting = [entry for entry in self._entries if entry.group is not None]
+                waiting = [entry for entry in self.entries if entry.group is not None]
                 if not waiting:
                     return
             while waiting:  # `pop`: keep no reference to a message that has been sent
@@ -300,10 +290,10 @@ class Outbox:
 
     def _is_decided(self) -> bool:
         # Whether `drain` can return or raise: nothing is left, or the oldest message failed.
-        return not self._entries or self._entries[0].group is None
+        return not self.entries or self.entries[0].group is None
 
     def _has_work(self) -> bool:
-        under_way = [entry for entry in self._entries if entry.group]
+        under_way = [entry for entry in self.entries if entry.group]
         traced = any(entry.traffic.trace is not None for entry in under_way)  # to record when it was sent
         enough = self._nbytes >= _BATCH_BYTES or self._draining or traced
         return self._closed or (enough and bool(under_way))
@@ -326,8 +316,8 @@ class Outbox:
             entry.group = None
             self._nbytes -= nbytes
             self._last = time.monotonic()
-            while self._entries and (first := self._entries[0]).group is None and not first.error:
-                self._entries.popleft()
+            while self.entries and (first := self.entries[0]).group is None and not first.error:
+                self.entries.popleft()
             if self._is_decided():
                 self._changed.notify_all()
 

@@ -29,11 +29,8 @@ _SIZE_BYTES = 8
 class Messages:
     """Messages for one purpose; all ranks of the group must create these objects in the same order.
 
-    Args:
-        group: the ranks, over Gloo; None: the default group.
-        purpose: such as "evaluation", for errors and for the count of sent bytes (`lowbit.wire.traffic`).
-        timeout: seconds after which a peer that does not answer is an error.
-        checksums: whether an 8-byte checksum follows each payload; the same on all ranks.
+    `group`: over Gloo; None: the default group. `purpose`: such as "evaluation", for errors and for the count of sent
+    bytes (`lowbit.wire.traffic`). `timeout`: seconds after which a peer that does not answer is an error.
     """
 
     def __init__(

@@ -69,11 +69,7 @@ def send_rate(messages: Messages, peer: int, *, trip: float = 0.0, seconds: floa
     """Measure Mbit/s to another rank, which calls `take_rate`.
 
     Messages grow until one takes 0.15 s and eight round trips, or has 16 MiB. That size is repeated for `seconds`. A
-    message's time is measured from its start until the peer's answer arrives, minus one round trip.
-
-    Args:
-        trip: seconds of a round trip, to subtract.
-        seconds: least total time of the messages that count; 0: one message.
+    message's time is measured from its start until the peer's answer arrives, minus one round trip (`trip` seconds).
     """
     step, nbytes, elapsed = 0, 0, 0.0
     while nbytes == 0 or elapsed < seconds:

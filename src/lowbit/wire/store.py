@@ -34,15 +34,12 @@ class BoundedStore:
         self._silent = False
 
     def append(self, key: str, value: str) -> None:
-        """Append to the value of a key, which is created if missing; a TCPStore does not wait for an answer."""
         self._call(lambda: self._store.append(key, value))
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """See `torch.distributed.Store.compare_set`."""
         return self._call(lambda: self._store.compare_set(key, expected, desired))
 
     def delete_key(self, key: str) -> None:
-        """Remove a value; one round trip."""
         self._call(lambda: self._store.delete_key(key))
 
     def _call(self, call: Callable[[], T]) -> T:
@@ -84,7 +81,6 @@ class Board:
         return peek(self._store, self._key).splitlines()
 
     def entries(self) -> list[dict[str, Any]]:
-        """The lines that are JSON objects, parsed."""
         entries = []
         for line in self.lines():
             try:

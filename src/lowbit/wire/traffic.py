@@ -38,7 +38,6 @@ class Trace:
         self._left: dict[int, int] = {}  # when the last send to each peer finished
 
     def add(self, name: str, begin: int, end: int, **about: Any) -> None:
-        """Add a span of the rank's own thread."""
         self.spans.append(Span(name, None, begin, end, about))
 
     def add_sent(self, peer: int, begin: int, end: int, nbytes: int) -> None:
