@@ -18,7 +18,7 @@ from lowbit.cli.train import Train
 from lowbit.train import TrainConfig, train
 from lowbit.train.metrics import read_metrics
 from lowbit.train.summary import read_summary
-from lowbit.wire import probe
+from lowbit.wire import messages
 from lowbit_lab.network import SlowLink, delay
 from tests.forked import CONTEXT
 
@@ -73,7 +73,7 @@ def _train(config: TrainConfig, pid: int, kinds: tuple[str, ...], environment: d
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     os.environ.update(environment)
     _rename_host(environment["HOST"])
-    probe._SIZES = (1 << 18,)
+    messages._SIZES = (1 << 18,)
     try:
         train(config)
     except BaseException as error:

@@ -13,11 +13,10 @@ import torch
 import torch.distributed as dist
 
 from lowbit.collectives import DamagedError, PeerError
-from lowbit.wire import json_values, probe
+from lowbit.wire import json_values
 from lowbit.wire import messages as module
 from lowbit.wire.json_values import MOST_BYTES, gather_json, gather_tensor
-from lowbit.wire.messages import Messages
-from lowbit.wire.probe import Trip, neighbours, round_trip, send_rate, take_rate
+from lowbit.wire.messages import Messages, Trip, neighbours, round_trip, send_rate, take_rate
 from tests.damage import Flip, Replay, on_the_way
 from tests.processes import Ranks, on_ranks
 
@@ -153,7 +152,7 @@ def _rate(trip: float, rate: float, seconds: float) -> tuple[float | None, list[
     with (
         mock.patch.object(Messages, "send", slow),
         mock.patch.object(Messages, "expect", counted),
-        mock.patch.object(probe, "time", SimpleNamespace(perf_counter=lambda: now[0])),
+        mock.patch.object(module, "time", SimpleNamespace(perf_counter=lambda: now[0])),
     ):
         if messages.rank:
             take_rate(messages, 0)
@@ -186,11 +185,11 @@ def test_neighbours_measure_in_turn():
 
 def _lies(nbytes: int) -> str:
     messages = Messages(None, "test", timeout=20)
-    with mock.patch.object(probe, "_MOST_MESSAGES", 2):
+    with mock.patch.object(module, "_MOST_MESSAGES", 2):
         if messages.rank:
-            for _ in range(2 if nbytes in probe._SIZES else 1):
+            for _ in range(2 if nbytes in module._SIZES else 1):
                 messages.send(torch.tensor([nbytes]), 0).wait()
-                if nbytes in probe._SIZES:
+                if nbytes in module._SIZES:
                     messages.receive(8, 0)
                     messages.send(torch.zeros(nbytes, dtype=torch.uint8), 0).wait()
                     messages.receive(8, 0)
