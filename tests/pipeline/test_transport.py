@@ -274,32 +274,20 @@ def test_payloads_land_on_the_device_of_the_tensors(ranks: Ranks):
     assert ranks.run(lands, "meta", ranks=1) == [("meta", torch.bfloat16)]
 
 
-def in_order() -> Any:
-    before = stage_module.choose
-    stage_module.choose = InOrder
-    try:
-        coded = toy.Run("1f1b", toy.lowbit(forward=INT4, backward=INT6))
-        looped = toy.Run("interleaved-2", toy.lowbit(forward=INT4, backward=INT6))
-    finally:
-        stage_module.choose = before
-    for step in range(2):
-        coded.train(step)
-        coded.evaluate(step)
-        looped.train(step)
-    assert isinstance(coded.stages[0].lanes.transport, InOrder)
-    return coded.losses, looped.losses
-
-
-def with_tags() -> Any:
-    runs = [toy.Run(name, toy.lowbit(forward=INT4, backward=INT6)) for name in ("1f1b", "interleaved-2")]
+def trained(kind: Any) -> Any:
+    """Losses of two schedules over a transport, with evaluations between the steps of the first."""
+    with mock.patch.object(stage_module, "choose", kind):
+        runs = [toy.Run(name, toy.lowbit(forward=INT4, backward=INT6)) for name in ("1f1b", "interleaved-2")]
     for step in range(2):
         for run in runs:
             run.train(step)
+        runs[0].evaluate(step)
+    assert isinstance(runs[0].stages[0].lanes.transport, InOrder if kind is InOrder else Early)
     return [run.losses for run in runs]
 
 
 def test_the_schedules_order_gives_the_same_losses(ranks: Ranks):
-    for found, expected in zip(ranks.run(in_order)[1], ranks.run(with_tags)[1], strict=True):
+    for found, expected in zip(ranks.run(trained, InOrder)[1], ranks.run(trained, choose)[1], strict=True):
         assert len(found) == 2 * toy.MICRO_BATCHES
         assert torch.equal(torch.stack(found), torch.stack(expected))
 
