@@ -158,10 +158,7 @@ def _two_shot(
 def one_shot(
     x: Tensor, codec: Summable, exchange: PayloadExchange, *, chunk: int, divisor: int, errors: Tensor | None = None
 ) -> None:
-    """Replace `x` by the sum over all ranks, divided by `divisor`: one quantization, but all data go to all ranks.
-
-    Every rank decodes all payloads, its own included, and adds them up in float32 in the order of the ranks.
-    """
+    """Replace `x` by the sum over all ranks, divided by `divisor`: one quantization, but all data go to all ranks."""
     shards = Shards(numel=x.numel(), ranks=1, chunk=chunk, grain=codec.grain)
     _gather(x, codec, exchange, shards, errors)
     total = _total(x.device, shards)
@@ -229,10 +226,7 @@ def _total(device: torch.device, shards: Shards) -> Tensor:
 def _add_up(
     out: Tensor, codec: Summable, exchange: PayloadExchange, lane: int, divisor: int, scratch: Tensor | None = None
 ) -> Tensor:
-    """Decode the payloads of a lane and write their sum to `out`, in the order of the ranks.
-
-    `scratch`: at least as many float32 elements, where `out` is not float32.
-    """
+    """Decode the payloads of a lane and write their sum to `out`, in the order of the ranks."""
     if out.numel():
         payloads = (exchange.take(lane, source) for source in range(exchange.ranks))
         codec.sum(payloads, out=out, divisor=divisor, scratch=None if scratch is None else scratch[: out.numel()])

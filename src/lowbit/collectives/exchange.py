@@ -197,10 +197,7 @@ class MessageExchange(PayloadExchange):
 
 
 class CollectiveExchange(PayloadExchange):
-    """Runs one of PyTorch's collectives for each lane, on any backend; rows are padded to the longest.
-
-    Checksums are computed and compared on the payloads' device; the host reads the outcomes in `finish`.
-    """
+    """Runs one of PyTorch's collectives for each lane, on any backend; checksums stay on the device until `finish`."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, scratch: Scratch, marks: Marks) -> None:
         super().__init__(group, device, scratch, marks)

@@ -80,10 +80,7 @@ def check_call(
 
 
 def check_tensor(name: str, x: object, codec: Summable, ranks: int, *, written: bool) -> None:
-    """Raise unless the codec, which may be made for a number of ranks and for whole rows, can encode `x`.
-
-    written: whether the call writes to `x`, which the caller's inference mode may forbid.
-    """
+    """Raise unless the codec, which may be made for a number of ranks and for whole rows, can encode `x`."""
     if not isinstance(x, Tensor) or x.dtype not in FLOATS:
         kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(f"{name} is {kind}; allowed: a tensor of {', '.join(map(str, FLOATS))}")

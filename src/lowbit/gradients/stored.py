@@ -18,10 +18,7 @@ from lowbit.codecs.sums import Summable
 
 @dataclass(slots=True)
 class Stored:
-    """A parameter's gradient: the decoded `payload` times `factor`, if `held`; otherwise there is none.
-
-    For a sharded parameter (DTensor), it is the gradient of the local shard.
-    """
+    """The gradient of a parameter, or of its local shard: the decoded `payload` times `factor`; none unless `held`."""
 
     name: str
     payload: Tensor | None = None

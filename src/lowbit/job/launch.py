@@ -159,10 +159,7 @@ def start_one(program: RankProgram) -> None:
 
 
 def _watch(processes: list[Process], alarm: Alarm | None = None) -> None:
-    """Wait for all processes, and end them with SIGTERM when SIGINT or SIGTERM arrives; LaunchError: one failed.
-
-    Once one has failed, the others have a limited time to end.
-    """
+    """Wait for all processes; end them when a signal arrives, or once one has failed, which is a LaunchError."""
     try:
         with _signals_noted(processes) as signals:
             failed = _wait(processes, alarm, signals)

@@ -29,8 +29,8 @@ _open: list[Callable[[float | None], None]] = []  # each ends a `passed_on`; arg
 def passed_on() -> Iterator[None]:
     """Forward all output of the block, also of processes started in it, without waiting for the reader.
 
-    Output to terminals is left alone. Of output that nobody reads, the last MiB is kept; a line reports how much was
-    dropped. At the end it waits until the reader has read what is kept, as every program does.
+    Not to terminals. Of output that nobody reads, the last MiB is kept; a line reports how much was dropped. At the end
+    it waits until the reader has read what is kept, as every program does.
     """
     passing: dict[tuple[int, int], _Passing] = {}  # one per file: two streams to one file keep the order of lines
     saved: list[tuple[int, int]] = []

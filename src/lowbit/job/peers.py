@@ -120,10 +120,7 @@ class Peers:
             thread.start()
 
     def enter(self, attempt: str) -> None:
-        """Sign alarms with this attempt's name, which the ranks have agreed on; earlier alarms count until `settle`.
-
-        Call it before the other ranks can see that this one knows the name.
-        """
+        """Sign alarms with the name agreed on, before other ranks know it; earlier alarms count until `settle`."""
         self._attempts.append(attempt)
 
     def settle(self) -> None:
@@ -158,8 +155,7 @@ class Peers:
     def explain(self, error: BaseException) -> PeerError | None:
         """Return the error that names the cause of a failed call; None if `error` names it itself.
 
-        Takes a few seconds at most, enough to receive a heartbeat from a living peer. Afterwards all ranks that can
-        reach the store know the cause.
+        Within a few seconds, enough to receive a heartbeat. Then all ranks that can reach the store know the cause.
         """
         names_ranks = isinstance(error, ConnectionError)
         text = lines(str(error) if names_ranks else f"rank {self.rank} failed: {first_line(error)}")[:MOST_CHARACTERS]

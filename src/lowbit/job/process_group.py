@@ -88,10 +88,7 @@ def meet(rank: int, ranks: int, *, timeout: float, patience: float, number: int 
     """Wait for this run's store and return it, once one answers in which this rank has not joined yet.
 
     `timeout`: seconds for each later call that waits. `patience`: seconds to wait for the store. `number`: how many
-    meetings this process has had before; the same on all ranks.
-
-    ConfigError: MASTER_PORT is not a valid port. AloneError: no such store answered in time. MeetingError: this process
-    cannot host the store there.
+    meetings this process has had before; the same on all ranks. AloneError: no such store answered in time.
     """
     if rank == 0 and not run_secret() and not os.environ["MASTER_ADDR"].startswith(_LOOPBACK):
         text = "%s is not set: whoever reaches %s can take part in this run (docs/security.md)"
@@ -119,13 +116,20 @@ def meet(rank: int, ranks: int, *, timeout: float, patience: float, number: int 
 
 
 def reach(rank: int, *, timeout: float, patience: float, number: int = 0) -> Store:
-    """Connect once to this run's store at MASTER_ADDR and MASTER_PORT, and return its part for this attempt.
-
-    TimeoutError: no store answered there in time; others as `meet`.
-    """
+    """Connect once to this run's store, and return its part for this attempt; TimeoutError, or errors as of `meet`."""
     host, port = os.environ["MASTER_ADDR"], master_port()
     if rank or launcher_keeps_store():
-        store = _connected(host, port, timeout, patience)
+        limit = max(0.1, min(timeout, patience))
+        connect = partial(TCPStore, host, port, wait_for_workers=False, timeout=timedelta(seconds=limit))
+        try:
+            # While it waits for a listener, PyTorch prints warnings all the time.
+            socket.create_connection((host, port), timeout=min(5.0, limit)).close()
+            # The kernel accepts connections for a stopped process; PyTorch would wait forever for the first answer.
+            store = bounded(connect, limit)
+        except (OSError, RuntimeError) as error:
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+            raise TimeoutError(f"nobody answers there ({reason})") from None
+        store.set_timeout(timedelta(seconds=timeout))
     elif (host, port) in _kept:
         store = _kept[host, port]
     else:
@@ -184,21 +188,6 @@ def _everybody(store: Store, name: str, rank: int, ranks: int, patience: float) 
     return [bytes(value) for value in store.multi_get(keys)]
 
 
-def _connected(host: str, port: int, timeout: float, patience: float) -> TCPStore:
-    limit = max(0.1, min(timeout, patience))
-    connect = partial(TCPStore, host, port, wait_for_workers=False, timeout=timedelta(seconds=limit))
-    try:
-        # While it waits for a listener, PyTorch prints warnings all the time.
-        socket.create_connection((host, port), timeout=min(5.0, limit)).close()
-        # The kernel accepts connections for a stopped process; PyTorch would then wait forever for the first answer.
-        store = bounded(connect, limit)
-    except (OSError, RuntimeError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise TimeoutError(f"nobody answers there ({reason})") from None
-    store.set_timeout(timedelta(seconds=timeout))
-    return store
-
-
 def _alone(rank: int, ranks: int, patience: float, reason: str) -> AloneError:
     return AloneError(f"rank {rank} did not meet all {ranks} ranks at {_where()} within {patience:g} s: {reason}")
 
@@ -222,10 +211,7 @@ _SIOCGIFADDR = 0x8915  # Linux ioctl: get the IPv4 address of an interface
 
 
 def world() -> tuple[int, int]:
-    """Return this rank and the number of ranks, from the process group or the environment; (0, 1) without either.
-
-    ConfigError: only some of the variables that a launcher sets are there, or their values are invalid.
-    """
+    """Return this rank and the number of ranks, from the process group or the environment; (0, 1) without either."""
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -255,10 +241,8 @@ def joined(timeout: float, *, backend: str = "gloo", patience: float | None = No
     process once another rank has been silent for `timeout` seconds or has failed (`lowbit.job.peers`).
 
     `backend`: "gloo" or "nccl" for tensors on GPUs; Gloo carries those on the CPU in either case. `patience`: seconds
-    to wait for all ranks to come; None: `timeout`.
-
-    ConnectionError: the other ranks did not come in time, or one of them does not know the run's secret. PeerError:
-    another rank was the cause of an error in the block.
+    to wait for all ranks to come; None: `timeout`. ConnectionError: they did not, or a rank does not know the secret.
+    PeerError: another rank was the cause of an error in the block.
     """
     rank, ranks = world()
     if dist.is_initialized():

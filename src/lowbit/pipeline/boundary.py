@@ -48,8 +48,7 @@ class States:
     def session(self, index: int, slot: Slot) -> Session:
         """Return the session of a tensor; both ends open the same.
 
-        ValueError: a shape that the codec does not take, a restored state of another format, or an open parameter that
-        the warm-up has not settled. CodecError: a codec of another package failed.
+        ValueError: a shape that the codec does not take, a restored state of another format, or an open parameter.
         """
         if (index, slot) not in self._sessions:
             (shape, dtype), name = slot, self._name(index, slot)

@@ -42,10 +42,7 @@ class HookedStage(PipelineStage):
 
     @abstractmethod
     def _run_pass(self, stages: Sequence[HookedStage], batch: Batch, body: Callable[[], None]) -> None:
-        """Run a pass, training or not: `use` layouts in all stages, then call `body`, the schedule's part.
-
-        stages: all of this rank, ascending; the method is called on the first.
-        """
+        """Run a pass of all stages of this rank, ascending: `use` layouts, then call `body`, the schedule's part."""
 
     # Overrides of PyTorch's methods, in the order of a step.
 

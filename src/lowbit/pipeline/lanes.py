@@ -57,10 +57,7 @@ class Lanes:
     def begin(
         self, board: FailureBoard, number: int, batch: Batch, peers: Mapping[int, int], ranks: Sequence[str]
     ) -> None:
-        """Begin pass `number`, whose configuration is not known yet; ValueError if sample ids are missing.
-
-        `ranks`: names of all ranks, for errors.
-        """
+        """Begin pass `number`, whose configuration is not known yet; ValueError if sample ids are missing."""
         self._notes.clear()
         for lane in self.by_name(outgoing_only=True).values():
             lane.states.end_step()  # before other streams of a GPU wait for this one

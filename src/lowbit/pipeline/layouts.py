@@ -54,10 +54,7 @@ def layout_of(x: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class Batch:
-    """A call of `schedule.step` or `schedule.eval` on this rank, and its inputs by micro-batch.
-
-    `args`: positional, empty tuples on a rank without the first stage. `kwargs`: by keyword, of any stage.
-    """
+    """A call of `schedule.step` or `eval` on this rank, and its positional and keyword inputs by micro-batch."""
 
     training: bool
     micro_batches: int
@@ -90,10 +87,7 @@ class Batch:
 def send_layouts(
     layouts: Sequence[Tensor], group: dist.ProcessGroup | None, peer: int, device: torch.device, timeout: float
 ) -> None:
-    """Send layouts of tensors to a peer, which must call `receive_layouts`; ValueError: too many for the message.
-
-    `device`: where tensors must be for the group to carry them. Only Gloo supports the time limit.
-    """
+    """Send layouts of tensors to a peer, which must call `receive_layouts`; ValueError: too many for the message."""
     stated = [
         {"shape": [*x.shape], "stride": [*x.stride()], "dtype": _NAMES[x.dtype], "requires_grad": x.requires_grad}
         for x in layouts

@@ -50,7 +50,6 @@ class Passes:
             for rank, stages in zip(ranks, self._held, strict=True)
         ]
         self._stage_names = [f"rank {ranks[self._placement[i]]} (stage {i})" for i in range(len(self._placement))]
-        self._own_name = self._names[self._rank]
         self._board = FailureBoard(group, self._topic, self._names, limit)
         self._checksums = checksums
         self._announcements: _Direct | _ThroughStore | None = None
@@ -63,10 +62,7 @@ class Passes:
         self._broken = ""
 
     def run(self, stages: Sequence[HookedStage], batch: Batch, body: Callable[[], None], *, ahead: bool) -> None:
-        """Run a pass: what the ranks must agree on, then `body`, the schedule's part; errors as of `LowBitStage`.
-
-        `ahead`: whether to post receives of the next pass at the end.
-        """
+        """Run a pass: what the ranks must agree on, then `body`, then, if `ahead`, receives of the next pass."""
         if self._broken:
             raise RuntimeError(
                 f"a step of this pipeline ended early ({self._broken}); start again with a new process group"
@@ -78,10 +74,10 @@ class Passes:
             except _Refused as error:
                 refusal = str(error)
             except Exception as error:  # the other ranks wait for this rank's statement
-                if isinstance(error, _Conflict):
-                    self._next_agreement().give_up(str(error))
-                elif not getattr(error, "on_all_ranks", False):
-                    self._next_agreement().give_up(f"{self._own_name} gave up: {described(error)}")
+                conflict = isinstance(error, _Conflict)
+                if conflict or not getattr(error, "on_all_ranks", False):
+                    why = str(error) if conflict else f"{self._board.own_name} gave up: {described(error)}"
+                    Agreement(self._group, f"{self._topic}/{self._rounds}", self._limit).give_up(why)
                 raise
             else:
                 body()
@@ -171,7 +167,7 @@ class Passes:
             with traffic.timing("wait_seconds", message="the announcement of the pass"):
                 announcement = self._announcements.receive(self._passes)
             number, problem, theirs = _checked(announcement, self._source)
-            source, own = self._names[self._source], self._own_name
+            source, own = self._names[self._source], self._board.own_name
             if conflict := contradictions({source: theirs, own: facts}):
                 raise _Conflict(conflict)
             if number is not None and self._loaded:
@@ -233,12 +229,9 @@ class Passes:
                 more, fault = stage.lanes.prepare(layouts, training)
                 facts[stage.stage_index] |= more
                 faults.append(fault)
-        self._agreement = self._next_agreement()
+        self._agreement = Agreement(self._group, f"{self._topic}/{self._rounds}", self._limit)
         self._rounds += 1
         return self._agreement.exchange(facts, self._stage_names), "; ".join(filter(None, faults))
-
-    def _next_agreement(self) -> Agreement:
-        return Agreement(self._group, f"{self._topic}/{self._rounds}", self._limit)
 
     def _refuse(self, problem: str) -> Never:
         self._agreement.linger()

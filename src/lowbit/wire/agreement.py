@@ -81,17 +81,13 @@ class Agreement:
         """State facts, wait for those of all ranks, and compare them; every rank of the group calls this once.
 
         `facts`: of all members that this rank speaks for, by number; those of all are returned. `names`: of all.
-        AgreementError, the same on every rank: a contradiction, or members stated nothing in time. PeerError: nor did
-        the store.
+        AgreementError, the same on every rank: a contradiction, or members stated nothing in time.
         """
         self._state(facts, names)
         return self._conclude(names)
 
     def look(self, facts: Mapping[int, Facts], names: Sequence[str]) -> None:
-        """State facts, and compare them with those that others have stated so far, without waiting for any.
-
-        For use during a call that should end by itself. Call `forget` afterwards. Raises as `exchange`.
-        """
+        """State facts, and compare them with those stated so far, without waiting; call `forget` afterwards."""
         if not self._stated:
             self._state(facts, names)
         statements = Statements.read(self._board, self._ranks)
@@ -105,8 +101,7 @@ class Agreement:
     def linger(self) -> None:
         """Note that this rank has read the outcome; if this process keeps the store, stay until the others have, too.
 
-        Every rank calls it after an `exchange` that failed. It returns once all ranks that came have read the outcome;
-        the process then ends once all ranks have (`stay`).
+        Every rank calls it after an `exchange` that failed. It waits for ranks that have come; `stay` for all others.
         """
         with contextlib.suppress(RuntimeError):  # the store has gone already
             self._board.append(left=self._rank)
@@ -164,10 +159,7 @@ class Agreement:
 
 @atexit.register
 def stay() -> None:
-    """Before this process ends, keep its store reachable for ranks that have yet to read of a failed agreement.
-
-    For each agreement, wait at most until its own time limit is over.
-    """
+    """Keep this process, and so its store, for ranks that have yet to read of a failed agreement within its time limit."""
     start = time.monotonic()
     with contextlib.suppress(RuntimeError, KeyboardInterrupt):
         while _unread:
@@ -195,9 +187,8 @@ Facts = Mapping[str, str]
 class Statements:
     """The lines of an agreement, in order; `ranks` are the names of the group's ranks, for errors.
 
-    `stated`: what ranks stated before the end: the number of members, and name and facts of each that the rank speaks
-    for. `ended`: why the agreement failed early; empty if it did not. `came`, `left`: ranks that stated anything, and
-    those that have read the outcome.
+    `stated`: before the end, by rank: the number of members, and name and facts of its own. `ended`: why the agreement
+    failed early; empty if it did not. `came`, `left`: ranks that stated anything, and that have read the outcome.
     """
 
     ranks: Sequence[str]

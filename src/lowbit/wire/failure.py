@@ -69,10 +69,7 @@ class FailureBoard:
         return next((rank for rank in notes if rank != self._rank), None)
 
     def give_up(self, error: BaseException, sever: Callable[[], None]) -> None:
-        """Write why this rank cannot continue, then close its connections, so that the others look for the reason.
-
-        The reason is not written if this rank has blamed another, or given up before.
-        """
+        """Write why this rank cannot continue, then close its connections, so that the others look for the reason."""
         if self._blames or self._gave_up:
             return sever()
         self._gave_up = True
@@ -85,10 +82,7 @@ class FailureBoard:
             _within(0.2 * self._timeout, lambda: self._linger(self._rank, min(_LINGER, 0.1 * self._timeout)))
 
     def blame(self, suspect: int, cause: Exception | None) -> RuntimeError:
-        """Find the rank that failed, after communication with `suspect` failed with `cause` (None: it has given up).
-
-        Returns a `PeerError`, or an `AgreementError` if that is why the first rank gave up.
-        """
+        """Return an error that names the first rank that failed, after communication with `suspect` failed."""
         self._blames, silent = True, "timed out" in str(cause or "").lower()
         trace = _Trace([suspect])
         limit = 0.2 * self._timeout if silent else _CLOSED_GRACE + 0.5 * self._timeout

@@ -22,11 +22,8 @@ AGREEING = "values of all ranks"
 def gather_json(value: Any, group: dist.ProcessGroup | None = None, *, timeout: float | None = None) -> list[Any]:
     """Return the values of all ranks, in the order of the ranks; every rank calls this.
 
-    This takes two of PyTorch's collectives, in which every rank sends as many bytes as the longest text has. Tuples
-    arrive as lists. `timeout`: seconds for each collective, as for `pytorch.finish`; None: the group's own.
-
-    ValueError: a text is longer than 64 MiB (on all ranks), or a peer sent something that is not JSON. PeerError: with
-    `timeout`, a rank ended or did not take part in time.
+    This takes two of PyTorch's collectives, in which every rank sends as many bytes as the longest text has. `timeout`:
+    seconds for each, as for `pytorch.finish`. ValueError: a text is longer than 64 MiB (on all ranks), or not JSON.
     """
     group = plain(group)
     ranks, device = group.size(), _device(group)

@@ -42,8 +42,7 @@ _MOST_DEVICES = 8  # network devices of a Gloo group, each with its own connecti
 class Mailbox:
     """Sends and receives messages of one conversation within a Gloo group, on the CPU.
 
-    `board`: finds the rank that failed; may be set later, but before the first message. `traffic`: counts the seconds
-    of checksums and waits.
+    `board`: finds the rank that failed; may be set later, but before the first message.
     """
 
     def __init__(
@@ -168,10 +167,7 @@ class Expected(Letter):
 
 
 def sever(group: dist.ProcessGroup) -> None:
-    """Close all of this rank's connections in a Gloo group, even a destroyed one; waits on them fail at once.
-
-    The process continues, and the store of the group stays usable.
-    """
+    """Close all of this rank's connections in a Gloo group, even a destroyed one, but not its store's: waits fail."""
     # A Gloo wait that times out closes the connections to all peers, so that no half of a message is left behind.
     # A wait on a connection that is closed already fails without that effect, so the next peer is tried.
     others = [rank for rank in range(group.size()) if rank != group.rank()]
@@ -194,12 +190,10 @@ _EXIT_SECONDS = 5.0
 
 @dataclass(eq=False)
 class _Entry:
-    """A message that is being sent.
+    """A message that is being sent: `group` carries it, until it has been sent, or has failed (None).
 
-    Attributes:
-        group: carries it; None once it has been sent, or has failed.
-        start: waits until the send has started, and returns it; its errors are raised unchanged.
-        begin: of `put`, in nanoseconds. ours: whether to raise `error` unchanged instead of blaming the peer.
+    `start`: waits until the send has started, and returns it; its errors are raised unchanged. `begin`: of `put`, in
+    nanoseconds. `ours`: whether to raise `error` unchanged instead of blaming the peer.
     """
 
     group: dist.ProcessGroup | None
@@ -239,10 +233,7 @@ class Outbox:
                 self._changed.notify_all()
 
     def drain(self, patience: timedelta, blaming: Callable[[int], AbstractContextManager[None]]) -> None:
-        """Wait until everything has been sent, at most `patience` for one message.
-
-        `blaming` turns a peer's error into the one to raise; an error of this rank's device is raised unchanged.
-        """
+        """Wait until everything has been sent, at most `patience` for each; `blaming` explains a peer's error."""
         limit = patience.total_seconds()
         while True:
             start = time.monotonic()

@@ -65,10 +65,7 @@ class Messages:
         return sent
 
     def expect(self, nbytes: int, source: int, about: str = "") -> Expected:
-        """Post the receive of a rank's next message, of `nbytes` of payload; `about` is its name in errors.
-
-        A message whose receive is not posted when it is sent takes another round trip.
-        """
+        """Post the receive of a rank's next message, of `nbytes` of payload, before it is sent: else it takes a round trip more."""
         number = self._expected[source]
         self._expected[source] += 1
         route = self._route(source, number, about or "message", source)
@@ -105,9 +102,9 @@ SUMS = "sums"
 
 
 class Sums:
-    """Add up the same few numbers of every rank, in the order of the ranks.
+    """Add up the same `count` numbers of every rank, in the order of the ranks, over Gloo.
 
-    `group`: over Gloo. `count`: how many numbers. `sent_to`: bytes that this rank sends to each other rank for a sum.
+    `sent_to`: bytes that this rank sends to each other rank for a sum.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, count: int, *, timeout: float, checksums: bool) -> None:

@@ -63,11 +63,7 @@ class BoundedStore:
 
 
 class Board:
-    """Lines of JSON under one key of a store. All ranks read them in the same order, so the first one can decide.
-
-    The lines are untrusted: anybody who reaches the store may have written them. `store`: a PyTorch store, whose calls
-    may block, or a `BoundedStore`.
-    """
+    """Lines of JSON under one key of a store, untrusted. All ranks read them in the same order, so the first one can decide."""
 
     def __init__(self, store: Any, key: str) -> None:
         self._store, self._key = store, key
@@ -103,11 +99,7 @@ def of_attempt(store: Store, attempt: str = "0/0") -> PrefixStore:
 
 
 def peek(store: Any, key: str) -> bytes:
-    """Return the value of a key, or an empty one, without waiting for the key.
-
-    It takes one round trip; `check` and `get` would take three: a `compare_set` that changes nothing returns the value,
-    or the expected one if there is none.
-    """
+    """Return the value of a key, or an empty one, without waiting for the key: one round trip."""
     value = store.compare_set(key, _NOTHING, _NOTHING)
     return b"" if value == _NOTHING.encode() else value
 
