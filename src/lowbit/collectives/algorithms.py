@@ -199,7 +199,6 @@ def _open_scatter(codec: Summable, exchange: PayloadExchange, shards: Shards) ->
 
 
 def _scatter(put: Put, exchange: PayloadExchange, shards: Shards, k: int) -> None:
-    """Send chunk k of every rank's shard to that rank, on lane k."""
     for step in range(1, exchange.ranks + 1):  # each rank begins with its successor and ends with itself
         to = (exchange.rank + step) % exchange.ranks
         piece = shards.piece(to, k)
@@ -209,7 +208,6 @@ def _scatter(put: Put, exchange: PayloadExchange, shards: Shards, k: int) -> Non
 
 
 def _gather(x: Tensor, codec: Summable, exchange: PayloadExchange, shards: Shards, errors: Tensor | None) -> None:
-    """Encode `x` (a single shard) and send it to all ranks, chunk k on lane k."""
     for k in range(shards.chunks):
         size = codec.nbytes((shards.size(0, k),))
         exchange.open(k, [size] * exchange.ranks, [size])

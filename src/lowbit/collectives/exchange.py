@@ -111,7 +111,6 @@ class PayloadExchange(ABC):
         self._lanes[number] = _LaneBuffers(received, sent, incoming, outgoing)
 
     def box(self, lane: int, to: int = 0) -> Tensor:
-        """Memory to write the payload for a rank to: uint8, as many bytes as announced."""
         row, size = self._outgoing(self._lanes[lane], to)
         return row[:size]
 

@@ -114,7 +114,6 @@ def average_bytes(
 
 
 def _padded(codec: Summable, shapes: Iterable[torch.Size]) -> list[int]:
-    """Elements of each shape, padded to whole units."""
     return [-(-shape.numel() // codec.unit) * codec.unit for shape in shapes]
 
 

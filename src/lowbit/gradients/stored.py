@@ -40,19 +40,16 @@ class Stored:
         self.held, self.factor, self.view = False, 1.0, None
 
     def write(self, codec: Summable, part: Tensor) -> None:
-        """Write the gradient to a float32 tensor of zeros with the parameter's shape."""
         if self.held and self.payload is not None:
             codec.decode(self.payload, shape=part.shape, out=part)
             if self.factor != 1:
                 part.mul_(self.factor)
 
     def replace(self, codec: Summable, gradient: Tensor, device: torch.device) -> None:
-        """Store another gradient, on the parameter's current device."""
         self.payload = codec.encode(gradient, out=self._room(device))
         self.factor, self.held = 1.0, True
 
     def add(self, codec: Summable, gradient: Tensor, device: torch.device) -> None:
-        """Add to the stored gradient, or store this one if there is none."""
         room = self._room(device)
         if not self.held or room is None:
             self.payload = codec.encode(gradient, out=room)

@@ -67,7 +67,6 @@ class Process:
 
     @property
     def code(self) -> int | None:
-        """Exit code, negative for a signal; None while it runs."""
         return self.process.poll()
 
     @property

@@ -124,7 +124,6 @@ class Peers:
         self._attempts.append(attempt)
 
     def settle(self) -> None:
-        """Ignore alarms without the attempt's name from now on: all ranks know it."""
         del self._attempts[:-1]
 
     def close(self) -> None:

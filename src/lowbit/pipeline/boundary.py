@@ -314,7 +314,6 @@ class Lane:
         return message
 
     def decode(self, index: int, step: StepKind, micro_batch: int, payload: Tensor, out: Tensor) -> None:
-        """Write the tensor in `payload` to `out`, which has the shape and dtype of this slot."""
         with self._isolated("decode", micro_batch):
             out, slot = out.detach(), self._slots[micro_batch][index]
             session, _ = self._coding(index, step, micro_batch)

@@ -35,7 +35,15 @@ class HookedStage(PipelineStage):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.declared = self._declared(*args, **kwargs)
+        given = inspect.signature(PipelineStage.__init__).bind(self, *args, **kwargs).arguments
+        inputs, outputs = given.get("input_args"), given.get("output_args")
+        self.declared: Layouts | None = None
+        if inputs is not None and outputs is not None:
+            layouts = [tuple(map(layout_of, _as_tuple(part))) for part in (inputs, outputs)]
+            if not hasattr(self, "_stage_meta"):  # PyTorch 2.11 assumes that all of them need gradients
+                for layout in (*(() if self.is_first else layouts[0]), *layouts[1]):
+                    layout.requires_grad_(layout.is_floating_point())
+            self.declared = Layouts(*layouts)
         self._runtime_validate = False  # PyTorch would compare with its own preparation, which never runs
         self._layouts: Sequence[Layouts] = ()  # by micro-batch
         self._handed_over: dict[tuple[Direction, int], tuple[Tensor | None, ...]] = {}
@@ -137,17 +145,6 @@ class HookedStage(PipelineStage):
 
     def _validate_fwd_outputs(self, outputs: Any) -> None:
         pass
-
-    def _declared(self, *args: Any, **kwargs: Any) -> Layouts | None:
-        given = inspect.signature(PipelineStage.__init__).bind(self, *args, **kwargs).arguments
-        inputs, outputs = given.get("input_args"), given.get("output_args")
-        if inputs is None or outputs is None:
-            return None
-        layouts = [tuple(map(layout_of, _as_tuple(part))) for part in (inputs, outputs)]
-        if not hasattr(self, "_stage_meta"):  # PyTorch 2.11 assumes that all of them need gradients
-            for layout in (*(() if self.is_first else layouts[0]), *layouts[1]):
-                layout.requires_grad_(layout.is_floating_point())
-        return Layouts(*layouts)
 
     def _real(self, x: Any) -> Any:
         """Return an input of a trial run, detached from the graph; zeros in the place of a layout."""

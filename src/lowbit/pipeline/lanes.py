@@ -139,7 +139,6 @@ class Lanes:
         return [op for route, nbytes in messages for op in self.transport.receive(route, nbytes)]
 
     def take(self, direction: Direction, micro_batch: int, layouts: Sequence[Tensor]) -> list[Tensor]:
-        """Wait for the tensors that the neighbour sent, with these layouts, and decode them."""
         lane, tensors = self._lanes[direction, False], []
         for index, layout in enumerate(layouts):
             with self.transport.arriving():
@@ -151,7 +150,6 @@ class Lanes:
         return tensors
 
     def _observe(self, direction: Direction, index: int, micro_batch: int, tensor: Tensor) -> None:
-        """Show a tensor that arrived to the lane that leads back."""
         if direction == "backward":
             sent = self._looks[self._stage].learned[micro_batch][index]
             self._lanes["forward", True].observe(sent, micro_batch, tensor)
@@ -177,7 +175,6 @@ class Lanes:
             lane.states.load_state_dict(states.get(name, {}))
 
     def forward(self, outgoing: bool) -> Lane:
-        """Return the lane of activations; ValueError if there is none."""
         if ("forward", outgoing) not in self._lanes:
             raise ValueError(f"outgoing is {outgoing}; stage {self._stage} has no neighbour on that side")
         return self._lanes["forward", outgoing]

@@ -72,7 +72,6 @@ class Batch:
         return ""
 
     def mode(self) -> tuple[Any, ...]:
-        """Return the settings, other than inputs, that layouts depend on."""
         kinds = {x.device.type for x in tree_leaves(self.args) if isinstance(x, Tensor)}
         cast = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]
         return self.training, *sorted(cast)

@@ -159,7 +159,7 @@ class Agreement:
 
 @atexit.register
 def stay() -> None:
-    """Keep this process, and so its store, for ranks that have yet to read of a failed agreement within its time limit."""
+    """Keep this process, and so its store, for ranks that may read of a failed agreement within its time limit."""
     start = time.monotonic()
     with contextlib.suppress(RuntimeError, KeyboardInterrupt):
         while _unread:
@@ -199,7 +199,6 @@ class Statements:
 
     @classmethod
     def read(cls, board: Board, ranks: Sequence[str]) -> Statements:
-        """Parse the statements on a board, up to the end of the agreement."""
         statements = cls(ranks)
         for line in board.lines():
             try:

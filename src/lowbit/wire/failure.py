@@ -108,7 +108,6 @@ class FailureBoard:
         return PeerError(f"{text} (seen by {self.own_name}: {reason})", culprit)
 
     def _follow(self, trace: _Trace, silent: bool) -> None:
-        """Extend the chain while new notes may arrive, and keep the reason that its last rank wrote."""
         chain = trace.chain
         # Not by iterating over the dictionary, which other threads change meanwhile.
         under_way = [letter for ref in self.letters.keyrefs() if (letter := ref()) is not None]

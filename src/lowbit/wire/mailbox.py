@@ -264,7 +264,6 @@ class Outbox:
             sever(group)
 
     def close(self) -> None:
-        """Let the thread end once it has nothing to wait for."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -65,7 +65,7 @@ class Messages:
         return sent
 
     def expect(self, nbytes: int, source: int, about: str = "") -> Expected:
-        """Post the receive of a rank's next message, of `nbytes` of payload, before it is sent: else it takes a round trip more."""
+        """Post the receive of a rank's next message, of `nbytes` of payload; if late, it takes another round trip."""
         number = self._expected[source]
         self._expected[source] += 1
         route = self._route(source, number, about or "message", source)
@@ -76,7 +76,6 @@ class Messages:
         return Route(peer, self._channels[number % len(self._channels)], name)
 
     def receive(self, nbytes: int, source: int, about: str = "") -> Tensor:
-        """Post the receive of a rank's next message and wait for it; see `expect` and `Expected.wait`."""
         return self.expect(nbytes, source, about).wait()
 
     def send_json(self, value: Any, to: int) -> None:

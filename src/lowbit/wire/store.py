@@ -63,7 +63,7 @@ class BoundedStore:
 
 
 class Board:
-    """Lines of JSON under one key of a store, untrusted. All ranks read them in the same order, so the first one can decide."""
+    """Untrusted lines of JSON under a key of a store. All ranks read them in one order, so the first one can decide."""
 
     def __init__(self, store: Any, key: str) -> None:
         self._store, self._key = store, key
@@ -73,7 +73,6 @@ class Board:
         self._store.append(self._key, json.dumps(line) + "\n")
 
     def lines(self) -> list[bytes]:
-        """All lines so far; one round trip."""
         return peek(self._store, self._key).splitlines()
 
     def entries(self) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, NamedTuple
 
 _lock = threading.Lock()  # the outbox's thread also releases messages
@@ -49,23 +50,21 @@ class Trace:
     @contextmanager
     def passes(self, stage: Any) -> Iterator[None]:
         """Record the forward and backward passes of a pipeline stage while the block runs."""
+
+        def traced(function: Callable[..., Any], name: str, /, *args: Any, **kwargs: Any) -> Any:
+            begin, chunk = time.perf_counter_ns(), args[0] if args else None
+            result = function(*args, **kwargs)
+            self.add(name, begin, time.perf_counter_ns(), stage=stage.stage_index, micro_batch=chunk)
+            return result
+
         before = {name: vars(stage).get(name) for name in _PASSES}
         for method, name in _PASSES.items():
-            setattr(stage, method, self._traced(getattr(stage, method), name, stage.stage_index))
+            setattr(stage, method, partial(traced, getattr(stage, method), name))
         try:
             yield
         finally:
             for method, own in before.items():
                 delattr(stage, method) if own is None else setattr(stage, method, own)
-
-    def _traced(self, function: Callable[..., Any], name: str, stage: int) -> Callable[..., Any]:
-        def traced(*args: Any, **kwargs: Any) -> Any:
-            begin = time.perf_counter_ns()
-            result = function(*args, **kwargs)
-            self.add(name, begin, time.perf_counter_ns(), stage=stage, micro_batch=args[0] if args else None)
-            return result
-
-        return traced
 
 
 @contextmanager
