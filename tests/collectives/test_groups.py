@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lowbit.codecs import GroupInt
 from lowbit.collectives import AgreementError, PeerError, agree, algorithms, all_gather, all_reduce, reduce_scatter
 from lowbit.gradients import all_reduce_hook
-from lowbit.wire.json_values import gather_json
+from lowbit.wire.messages import gather_json
 from tests.processes import Ranks, on_ranks
 
 INT8 = GroupInt(bits=8, group=128, symmetric=True)

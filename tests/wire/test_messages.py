@@ -13,10 +13,18 @@ import torch
 import torch.distributed as dist
 
 from lowbit.collectives import DamagedError, PeerError
-from lowbit.wire import json_values
 from lowbit.wire import messages as module
-from lowbit.wire.json_values import MOST_BYTES, gather_json, gather_tensor
-from lowbit.wire.messages import Messages, Trip, neighbours, round_trip, send_rate, take_rate
+from lowbit.wire.messages import (
+    MOST_BYTES,
+    Messages,
+    Trip,
+    gather_json,
+    gather_tensor,
+    neighbours,
+    round_trip,
+    send_rate,
+    take_rate,
+)
 from tests.damage import Flip, Replay, on_the_way
 from tests.processes import Ranks, on_ranks
 
@@ -254,11 +262,11 @@ def hostile(length: int, text: bytes) -> str:
             gather_json({"fair": True})
         return str(caught.value)
     sizes = torch.empty(2, dtype=torch.int64)
-    json_values.pytorch.gather(sizes, torch.tensor([length]), dist.group.WORLD)
+    module.pytorch.gather(sizes, torch.tensor([length]), dist.group.WORLD)
     longest = int(sizes.max())
     if 0 < length <= MOST_BYTES:
         message = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8)
-        json_values.pytorch.gather(torch.empty(2 * longest, dtype=torch.uint8), message, dist.group.WORLD)
+        module.pytorch.gather(torch.empty(2 * longest, dtype=torch.uint8), message, dist.group.WORLD)
     return ""
 
 

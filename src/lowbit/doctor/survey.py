@@ -20,8 +20,7 @@ from lowbit.terminal import one_line
 from lowbit.wire.checksum import run_secret, signature
 from lowbit.wire.connections import FASTER, Segments, congestion_control, connect_more, segments, set_congestion_control
 from lowbit.wire.errors import PeerError
-from lowbit.wire.json_values import gather_json
-from lowbit.wire.messages import Messages, round_trip, send_rate, take_rate
+from lowbit.wire.messages import Messages, gather_json, round_trip, send_rate, take_rate
 from lowbit.wire.pytorch import new_group
 
 _EXCHANGE_SECONDS = 60.0

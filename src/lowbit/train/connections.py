@@ -24,7 +24,7 @@ from lowbit.wire.connections import (
     segments,
     set_congestion_control,
 )
-from lowbit.wire.json_values import gather_json
+from lowbit.wire.messages import gather_json
 from lowbit.wire.pytorch import default_group
 
 if TYPE_CHECKING:

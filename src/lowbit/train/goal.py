@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from lowbit.codecs import Codec, StatefulCodec
 from lowbit.train.evaluate import evaluated
-from lowbit.wire.json_values import gather_json
+from lowbit.wire.messages import gather_json
 
 if TYPE_CHECKING:
     from lowbit.train.trainer import Trainer

@@ -45,8 +45,7 @@ from lowbit.train.run_info import describe_machines, memory_of
 from lowbit.train.summary import Summary, from_json, summarize
 from lowbit.train.tracing import Tracing, traced_steps
 from lowbit.train.trainer import Trainer
-from lowbit.wire.json_values import gather_json
-from lowbit.wire.messages import Messages, neighbours, round_trip, send_rate, take_rate
+from lowbit.wire.messages import Messages, gather_json, neighbours, round_trip, send_rate, take_rate
 from lowbit.wire.pytorch import check_torch
 from lowbit.wire.traffic import sent_so_far
 

@@ -33,8 +33,7 @@ from lowbit.train.replicas import ReplicaGroups
 from lowbit.train.stages import Pipeline
 from lowbit.train.tied import TiedWeights
 from lowbit.wire.checksum import secret_facts
-from lowbit.wire.json_values import gather_json
-from lowbit.wire.messages import SUMS, Sums
+from lowbit.wire.messages import SUMS, Sums, gather_json
 from lowbit.wire.pytorch import new_group
 from lowbit.wire.traffic import Trace, sent_so_far, span
 

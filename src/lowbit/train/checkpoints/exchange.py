@@ -13,8 +13,7 @@ from lowbit.train.checkpoints.manifest import step_name
 from lowbit.train.checkpoints.save import together
 from lowbit.train.checkpoints.search import SavedStep
 from lowbit.train.checkpoints.share import DTYPES, Reader
-from lowbit.wire.json_values import gather_json
-from lowbit.wire.messages import Messages
+from lowbit.wire.messages import Messages, gather_json
 
 Item = tuple[int, str]
 """A tensor in a checkpoint: the rank that wrote the share, and the tensor's name in it."""

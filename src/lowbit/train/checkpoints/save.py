@@ -18,7 +18,7 @@ from lowbit.train.checkpoints.manifest import FILES, FOLDER, Manifest, shares_in
 from lowbit.train.checkpoints.share import commit_share, remove_share, stage_share, staged
 from lowbit.train.checkpoints.state import Snapshot
 from lowbit.train.folder import RunFolder
-from lowbit.wire.json_values import gather_json
+from lowbit.wire.messages import gather_json
 
 _BEAT_SECONDS = 1.0
 

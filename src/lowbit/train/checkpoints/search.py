@@ -24,7 +24,7 @@ from lowbit.train.checkpoints.manifest import (
 )  # fmt: skip
 from lowbit.train.checkpoints.save import raise_everywhere, together
 from lowbit.train.checkpoints.share import commit_share, verify_share
-from lowbit.wire.json_values import gather_json
+from lowbit.wire.messages import gather_json
 
 log = logging.getLogger(__name__)
 
