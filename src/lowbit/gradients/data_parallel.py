@@ -67,7 +67,17 @@ def all_reduce_hook(
     check_call(codec, algorithm=algorithm, small=small, timeout=timeout, checksums=checksums)
     if not isinstance(error_feedback, bool):
         raise TypeError(f"error_feedback is {error_feedback!r}; allowed: True or False")
-    own = _own_group(members, timeout) if is_known(members) else group
+    own = group
+    if is_known(members):
+        # Only the members synchronize: other ranks may be making other groups at the same time.
+        own = dist.new_group(
+            dist.get_process_group_ranks(members), timeout=timedelta(seconds=timeout), use_local_synchronization=True
+        )
+        # Never freed: DDP and the hook outlive `destroy_process_group`, and the destructor of a group that ends with
+        # them would wait, with the interpreter's lock, for threads that may need it.
+        for each in (members, own):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
+        assert isinstance(own, dist.ProcessGroup)
     feedback = _QuantizationErrors() if error_feedback else None
 
     def hook(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -100,19 +110,6 @@ def all_reduce_hook(
         return future
 
     return hook
-
-
-def _own_group(group: dist.ProcessGroup, timeout: float) -> dist.ProcessGroup:
-    # Only the members synchronize: other ranks may be making other groups at the same time.
-    own = dist.new_group(
-        dist.get_process_group_ranks(group), timeout=timedelta(seconds=timeout), use_local_synchronization=True
-    )
-    # Never freed: DDP and the hook outlive `destroy_process_group`, and the destructor of a group that ends with them
-    # would wait, with the interpreter's lock, for threads that may need it.
-    for each in (group, own):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
-    assert isinstance(own, dist.ProcessGroup)
-    return own
 
 
 class _QuantizationErrors:
