@@ -15,16 +15,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from lowbit.codecs.base import Codec
-from lowbit.collectives.reduce import (
-    CHUNK,
-    SMALL,
-    TIMEOUT,
-    Algorithm,
-    all_reduce,
-    check_call,
-    check_flat,
-    reduce_scatter,
-)
+from lowbit.collectives import reduce
 from lowbit.wire.pytorch import is_known, plain
 
 Hook = Callable[[object, GradBucket], torch.futures.Future[Tensor]]
@@ -35,9 +26,9 @@ def all_reduce_hook(
     *,
     error_feedback: bool = False,
     group: dist.ProcessGroup | None = None,
-    algorithm: Algorithm = "two_shot",
-    small: int = SMALL,
-    timeout: float = TIMEOUT,
+    algorithm: reduce.Algorithm = "two_shot",
+    small: int = reduce.SMALL,
+    timeout: float = reduce.TIMEOUT,
     checksums: bool = True,
 ) -> Hook:
     """Return a hook for `ddp.register_comm_hook(None, hook)` that averages gradients over all ranks in few bits.
@@ -63,8 +54,8 @@ def all_reduce_hook(
         TypeError, ValueError: as `all_reduce`, but raised here.
     """
     members = plain(group)
-    check_flat(codec)
-    check_call(codec, algorithm=algorithm, small=small, timeout=timeout, checksums=checksums)
+    reduce.check_flat(codec)
+    reduce.check_call(codec, algorithm=algorithm, small=small, timeout=timeout, checksums=checksums)
     if not isinstance(error_feedback, bool):
         raise TypeError(f"error_feedback is {error_feedback!r}; allowed: True or False")
     own = group
@@ -92,9 +83,9 @@ def all_reduce_hook(
         if feedback is not None:
             errors = feedback.of(bucket.parameters(), buffer)
             buffer.add_(errors)
-        pending = all_reduce(
+        pending = reduce.all_reduce(
             buffer, codec, own, "avg", algorithm, True,
-            chunk=CHUNK, small=small, timeout=timeout, errors=errors, checksums=checksums,
+            chunk=reduce.CHUNK, small=small, timeout=timeout, errors=errors, checksums=checksums,
         )  # fmt: skip
         assert pending is not None
         devices: list[int | str | torch.device] = [buffer.device] if buffer.is_cuda else []
@@ -151,9 +142,9 @@ class LowBitReduceScatter(ReduceScatter):
         TypeError, ValueError: a codec that cannot be summed, or an invalid time limit.
     """
 
-    def __init__(self, codec: Codec, *, timeout: float = TIMEOUT, checksums: bool = True) -> None:
-        check_flat(codec)
-        check_call(codec, timeout=timeout, checksums=checksums)
+    def __init__(self, codec: Codec, *, timeout: float = reduce.TIMEOUT, checksums: bool = True) -> None:
+        reduce.check_flat(codec)
+        reduce.check_call(codec, timeout=timeout, checksums=checksums)
         self._codec, self._timeout, self._checksums = codec, timeout, checksums
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -175,7 +166,7 @@ class LowBitReduceScatter(ReduceScatter):
                 f"op is {op}; allowed: SUM and AVG (set_gradient_divide_factor asks for another; on Gloo, "
                 "set_force_sum_reduction_for_comms(True) makes it a SUM)"
             )
-        return reduce_scatter(
+        return reduce.reduce_scatter(
             output_tensor, input_tensor, self._codec, group, "sum" if is_sum else "avg", async_op,
-            chunk=CHUNK, timeout=self._timeout, checksums=self._checksums,
+            chunk=reduce.CHUNK, timeout=self._timeout, checksums=self._checksums,
         )  # fmt: skip

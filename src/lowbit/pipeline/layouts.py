@@ -71,16 +71,14 @@ class Batch:
                 return f"micro-batch {i} of {count} is empty; {allowed}"
         return ""
 
-    def mode(self) -> tuple[Any, ...]:
+    def keys(self) -> tuple[Any, ...]:
+        """Return what layouts depend on: settings (training, autocast), and properties of each micro-batch's inputs."""
         kinds = {x.device.type for x in tree_leaves(self.args) if isinstance(x, Tensor)}
         cast = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]
-        return self.training, *sorted(cast)
-
-    def keys(self) -> list[tuple[Any, Any]]:
-        """Return what layouts depend on, by micro-batch: properties of its positional and of its keyword inputs."""
         given = [[layout_of(x) for x in args if isinstance(x, Tensor)] for args in self.args]
         named = [tree_leaves(sorted(kwargs.items())) for kwargs in self.kwargs]
-        return [(_key(layouts), _key(leaves)) for layouts, leaves in zip(given, named, strict=True)]
+        inputs = [(_key(layouts), _key(leaves)) for layouts, leaves in zip(given, named, strict=True)]
+        return (self.training, *sorted(cast)), *inputs
 
 
 def send_layouts(

@@ -108,7 +108,7 @@ class Passes:
             self._loaded = bool(self._agreed)
         seen, problem = (), ""
         if self._is_source and not (problem := batch.problem()):
-            seen = batch.mode(), *batch.keys()
+            seen = batch.keys()
         number = self._announced(batch, seen, problem) if self._agreed else None
         if number is None:
             self._agreed.append(self._agree(batch, seen, problem))

@@ -171,9 +171,8 @@ class Sums:
     def __init__(self, group: dist.ProcessGroup | None, count: int, *, timeout: float, checksums: bool) -> None:
         self._messages = Messages(group, SUMS, timeout=timeout, checksums=checksums)
         self._nbytes = count * torch.float64.itemsize
-        self._others = range(1, self._messages.ranks)
-        receivers = self._others if self._messages.rank == _FIRST else [_FIRST]
-        self.sent_to = dict.fromkeys(receivers, sealed_bytes(self._nbytes, checksums))
+        self._others = [_FIRST] if self._messages.rank != _FIRST else range(1, self._messages.ranks)
+        self.sent_to = dict.fromkeys(self._others, sealed_bytes(self._nbytes, checksums))
         self._sent: list[Sent] = []
         self._expected: list[Expected] = []
         self._expect()
@@ -198,8 +197,7 @@ class Sums:
 
     def _expect(self) -> None:
         """Post the next receives: a message that is not expected takes another round trip."""
-        sources = self._others if self._messages.rank == _FIRST else [_FIRST]
-        self._expected = [self._messages.expect(self._nbytes, rank) for rank in sources if self._messages.ranks > 1]
+        self._expected = [self._messages.expect(self._nbytes, rank) for rank in self._others]
 
 
 _PINGS = 9
