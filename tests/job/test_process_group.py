@@ -44,15 +44,12 @@ def port(monkeypatch: pytest.MonkeyPatch) -> int:
     return found
 
 
-def test_a_store_listens_where_it_was_asked_to_only():
+def test_a_store_listens_where_it_was_asked_to_only(caplog: pytest.LogCaptureFixture):
     store = listen("127.0.0.1", 0, timeout=5)
     socket.create_connection(("127.0.0.1", store.port), timeout=5).close()
     with pytest.raises(ConnectionRefusedError):  # another address of this machine
         socket.create_connection(("127.0.0.2", store.port), timeout=5)
-
-
-def test_an_address_of_another_machine_is_said_to_be_one(caplog: pytest.LogCaptureFixture):
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING):  # unless that is no address of this machine
         store = listen("192.0.2.1", 0, timeout=5)
     assert "192.0.2.1 is not an address of this machine" in caplog.text
     socket.create_connection(("127.0.0.2", store.port), timeout=5).close()
@@ -142,9 +139,13 @@ def _proves(secrets: dict[int, bytes], patience: float = 20) -> None:
         prove(store, rank, ranks, secret=secrets[rank], patience=patience)
 
 
-def test_ranks_with_one_secret_meet(ranks: Ranks):
+def test_ranks_with_one_secret_meet_and_who_does_not_come_is_named(ranks: Ranks):
     ranks.run(_proves, dict.fromkeys(range(3), b"a"), ranks=3)
     ranks.run(_proves, dict.fromkeys(range(2), b""))
+    first, second, third = ranks.outcomes(_proves, {0: b"a", 2: b"a"}, 1, ranks=3)
+    assert first.kind == third.kind == "AloneError"
+    assert first.text.endswith("within 1 s: rank 1 did not join")
+    assert second is None
 
 
 def test_who_does_not_know_the_secret_is_named_on_all_ranks(ranks: Ranks):
@@ -183,13 +184,6 @@ def test_a_store_survives_what_is_no_message():
         assert store.get("key") == said
 
 
-def test_who_does_not_come_is_named(ranks: Ranks):
-    first, second, third = ranks.outcomes(_proves, {0: b"a", 2: b"a"}, 1, ranks=3)
-    assert first.kind == third.kind == "AloneError"
-    assert first.text.endswith("within 1 s: rank 1 did not join")
-    assert second is None
-
-
 def test_a_launcher_keeps_the_secret_that_it_was_given(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("LOWBIT_SECRET", raising=False)
     assert len(new_secret()) == 64
@@ -219,16 +213,13 @@ def environment(monkeypatch: pytest.MonkeyPatch):
     return monkeypatch
 
 
-def test_the_launcher_tells_the_rank(environment: pytest.MonkeyPatch):
+def test_the_launcher_tells_the_rank_and_half_an_environment_is_refused(environment: pytest.MonkeyPatch):
     assert world() == (0, 1)
     for name, value in WHOLE.items():
         environment.setenv(name, value)
     assert world() == (1, 3)
-
-
-def test_half_an_environment_is_refused(environment: pytest.MonkeyPatch):
-    environment.setenv("RANK", "0")
-    environment.setenv("MASTER_ADDR", "127.0.0.1")
+    for name in ("WORLD_SIZE", "MASTER_PORT"):
+        environment.delenv(name)
     with pytest.raises(ConfigError, match="has RANK, MASTER_ADDR but not WORLD_SIZE, MASTER_PORT"):
         world()
 

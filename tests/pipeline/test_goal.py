@@ -68,10 +68,6 @@ def in_one_process(codec: TransformQuant = GOAL) -> Any:
     return losses, emulation.chosen()
 
 
-def equal(a: list[Tensor], b: list[Tensor]) -> bool:
-    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
 def bits(codec: Any) -> float:
     return codec.bits
 
@@ -79,7 +75,7 @@ def bits(codec: Any) -> float:
 def test_both_ends_choose_by_loss_and_raise_together(ranks: Ranks) -> None:
     first, last = ranks.run(in_pipeline, "1f1b")
     [(expected, chosen)] = ranks.run(in_one_process, ranks=1)
-    assert equal(last[0], expected)
+    assert toy.same(last[0], expected)
     assert chosen == first[1][1] | last[1][1]
     (forward, raised), (backward, more) = (
         [next(iter(each.values())) for each in outcome[1]] for outcome in (first, last)
@@ -106,7 +102,7 @@ def test_schedules_choose_alike(ranks: Ranks, schedule: str) -> None:
 def test_a_restart_keeps_what_was_seen_chosen_and_raised(ranks: Ranks, stop: int) -> None:
     through, resumed = ranks.run(in_pipeline, "1f1b"), ranks.run(in_pipeline, "1f1b", (stop,))
     for a, b in zip(through, resumed, strict=True):
-        assert equal(a[0], b[0])
+        assert toy.same(a[0], b[0])
         assert a[1:] == b[1:]
 
 
@@ -226,7 +222,7 @@ def weighted_alone() -> Any:
 def test_senders_feel_what_crosses_the_other_way_and_an_emulation_is_the_same(ranks: Ranks) -> None:
     (_, first), (losses, last) = ranks.run(weighted, "1f1b")
     [(expected, emulated)] = ranks.run(weighted_alone, ranks=1)
-    assert equal(losses, expected)
+    assert toy.same(losses, expected)
     assert all("sender" in path for path in emulated)
     (gradients,), (activations,) = first[0].values(), last[0].values()
     for own, same in zip((gradients, activations), emulated.values(), strict=True):
@@ -266,7 +262,7 @@ def test_a_restart_loses_nothing(ranks: Ranks, schedule: str) -> None:
     through, resumed = (ranks.run(weighted, schedule, stop) for stop in (-1, 2))
     assert any(through[0][1])
     for (a, felt_a), (b, felt_b) in zip(through, resumed, strict=True):
-        assert equal(a, b)
+        assert toy.same(a, b)
         for x, y in zip(felt_a, felt_b, strict=True):
             assert x.keys() == y.keys()
             assert all(torch.equal(x[path], y[path]) for path in x)

@@ -237,10 +237,7 @@ def dies(schedule: str, rank: int, seconds: float, timeout: float) -> float:
 
 @pytest.mark.parametrize(("schedule", "rank"), [("1f1b", 2), ("interleaved-2", 0)])
 def test_a_rank_that_dies_is_named_by_all_others(ranks: Ranks, schedule: str, rank: int):
-    ranks.start(3)
-    start = time.monotonic()
-    outcomes = ranks.outcomes(dies, schedule, rank, 0.0, 40.0, ranks=3, timeout=40)
-    assert time.monotonic() - start < 35
+    outcomes = toy.timely(ranks, dies, schedule, rank, 0.0, 40.0, count=3, limit=35)
     assert outcomes[rank] == Failure("ended", "exit code 7")
     stages = f"stages {rank}, {rank + 3}" if schedule == "interleaved-2" else f"stage {rank}"
     for outcome in outcomes[:rank] + outcomes[rank + 1 :]:
@@ -249,10 +246,7 @@ def test_a_rank_that_dies_is_named_by_all_others(ranks: Ranks, schedule: str, ra
 
 
 def test_a_rank_that_hangs_is_named_within_the_timeout(ranks: Ranks):
-    ranks.start(3)
-    start = time.monotonic()
-    outcomes = ranks.outcomes(dies, "1f1b", 2, 6.0, 3.0, ranks=3, timeout=40)
-    assert time.monotonic() - start < 40
+    outcomes = toy.timely(ranks, dies, "1f1b", 2, 6.0, 3.0, count=3, limit=40)
     for outcome in outcomes[:2]:
         assert outcome.kind == "PeerError"
         assert "rank 2 (stage 2)" in outcome.text, outcome.text

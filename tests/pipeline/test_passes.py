@@ -20,7 +20,7 @@ from lowbit.pipeline import LowBitStage
 from lowbit.wire.agreement import Agreement
 from lowbit.wire.errors import PeerError, described
 from tests.pipeline import toy
-from tests.pipeline.test_stage import OLD, same
+from tests.pipeline.test_stage import OLD
 from tests.pipeline.toy import FP32, INT6
 from tests.processes import Ranks, on_ranks
 
@@ -111,13 +111,13 @@ def equal(schedule: str, plan: Sequence[Pass], static: bool = False) -> int:
         expected = in_one_process(ours, training, n, x, target)
         assert (found[0] is None) == (expected[0] is None)
         assert found[0] is None or torch.equal(found[0], expected[0])
-        assert same(found[1], expected[1])
+        assert toy.same(found[1], expected[1])
         torch.testing.assert_close(found[2], expected[2])  # autograd adds up in another order
         if training and rows % n == 0:  # the only batches that PyTorch's stages take
             stock = toy.Run(schedule, PipelineStage)
             _, losses, grads = taken(stock, stock.another(n), training, x, target)
-            assert same(found[1], losses)
-            assert same(found[2], grads)
+            assert toy.same(found[1], losses)
+            assert toy.same(found[2], grads)
             assert len(grads) == 2 * len(ours.stages)
     return len(plan)
 
@@ -291,7 +291,7 @@ def test_fewer_rows_than_micro_batches_are_refused_everywhere(passes_before: int
     )
     x, target = data(9, ROWS, 3)
     found, expected = (taken(run, run.runner, True, x, target), in_one_process(run, True, N, x, target))
-    assert same(found[1], expected[1])
+    assert toy.same(found[1], expected[1])
     torch.testing.assert_close(found[2], expected[2])
 
 
@@ -437,7 +437,7 @@ def test_a_trial_run_leaves_buffers_that_the_model_replaces() -> None:
     expected = [
         toy.loss_of(model(part), wanted) for part, wanted in zip(x.tensor_split(N), target.tensor_split(N), strict=True)
     ]
-    assert same(found[1], expected if run.last else [])
+    assert toy.same(found[1], expected if run.last else [])
     mean = model[dist.get_rank()].mean
     assert torch.equal(run.stages[0].submod.mean, mean)  # type: ignore[arg-type]
 
@@ -533,7 +533,7 @@ def other_formats(schedule: str) -> Any:
                     (p for stage in fresh.stages for p in stage.submod.parameters()), weights, strict=True
                 ):
                     parameter.copy_(value)
-            assert same(fresh.train(step), grads), "states start empty"
+            assert toy.same(fresh.train(step), grads), "states start empty"
     return bits, left
 
 

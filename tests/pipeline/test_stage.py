@@ -25,10 +25,6 @@ from tests.refused import refused
 OLD = not hasattr(PipelineStage, "_is_same_rank")
 
 
-def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
 # ------------------------------------------------------------------------------------------------ FP32 wire
 
 
@@ -45,7 +41,7 @@ def in_subgroups() -> list[Tensor]:
 def test_pipelines_side_by_side_in_groups_of_their_own(ranks: Ranks):
     _, _, first, second = ranks.run(in_subgroups, ranks=4)
     assert len(first) == 2 * toy.MICRO_BATCHES
-    assert same(first, second)
+    assert toy.same(first, second)
 
 
 # ------------------------------------------------------------------------------------------------ codecs
@@ -85,7 +81,7 @@ def test_gradients_get_the_format_beside_that_of_each_boundary(ranks: Ranks):
     beside = {i: backward_codec(codec) for i, codec in codecs.items()}
     outcome, expected = (ranks.run(trains_with, "1f1b", codecs, backward, ranks=4) for backward in (None, beside))
     for (losses, _, _), (expected_losses, _, _) in zip(outcome, expected, strict=True):
-        assert same(losses, expected_losses)
+        assert toy.same(losses, expected_losses)
     sent = [[(t.forward_bytes, t.backward_bytes) for _, [t], _ in each] for each in (outcome, expected)]
     assert sent[0] == sent[1]
     shape, n = (toy.ROWS, 8, toy.WIDTH), 2 * toy.MICRO_BATCHES
@@ -104,7 +100,7 @@ def warms_up() -> tuple[list[Tensor], list[int]]:
         run.evaluate(step)  # does not count as a training step
         run.stages[0].traffic.reset()
         if step < 2:
-            assert same(grads, expected)
+            assert toy.same(grads, expected)
     return run.losses, sizes
 
 
@@ -237,7 +233,7 @@ def keyed(codec: Codec, stop_after: int | None = None, backward: Codec = INT6) -
 
 def test_a_codec_that_remembers_samples_resumes_exactly(ranks: Ranks):
     through, resumed = (ranks.run(keyed, AQSGD(inner=INT4), stop) for stop in (None, 3))
-    assert same(through[1][0], resumed[1][0])
+    assert toy.same(through[1][0], resumed[1][0])
     sample = 8 * toy.WIDTH
     for _, _, state, _ in through:
         assert state == 16 * sample * 4  # all samples, in float32, at both ends
@@ -256,7 +252,7 @@ def test_directions_are_learned_alike_at_both_ends_and_resume_exactly(ranks: Ran
     through = ranks.run(keyed, codec, None, backward)
     for stop in (1, 3) if auto else (3,):
         resumed = ranks.run(keyed, codec, stop, backward)
-        assert same(through[1][0], resumed[1][0])
+        assert toy.same(through[1][0], resumed[1][0])
         assert [o[3] for o in resumed] == [o[3] for o in through]
     if auto:
         ((there,), (back,)) = (list(outcome[3].items()) for outcome in through)

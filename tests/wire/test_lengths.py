@@ -49,11 +49,6 @@ def conversed(sent: int, expected: int) -> str:
     return ""
 
 
-@pytest.mark.parametrize(("sent", "expected"), LENGTHS)
-def test_of_a_single_message(ranks: Ranks, sent: int, expected: int):
-    said(ranks.run(conversed, sent, expected), sent, expected)
-
-
 def collected(sent: int, expected: int) -> str:
     """Rank 0 and rank 1 exchange payloads; rank 0's has a length that rank 1 does not expect."""
     rank = dist.get_rank()
@@ -80,9 +75,10 @@ def collected(sent: int, expected: int) -> str:
     return ""
 
 
+@pytest.mark.parametrize("kind", [conversed, collected])
 @pytest.mark.parametrize(("sent", "expected"), LENGTHS)
-def test_of_a_collectives_message(ranks: Ranks, sent: int, expected: int):
-    said(ranks.run(collected, sent, expected), sent, expected)
+def test_of_a_single_message_and_a_collectives(ranks: Ranks, kind: Any, sent: int, expected: int):
+    said(ranks.run(kind, sent, expected), sent, expected)
 
 
 def piped(more: int) -> str:
