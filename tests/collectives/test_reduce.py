@@ -16,7 +16,7 @@ from torch import Tensor
 from lowbit.codecs import AQSGD, Cast, Codec, GroupInt, TAHQuant
 from lowbit.collectives import PeerError, all_gather, all_reduce, all_reduce_bytes, reduce_scatter
 from lowbit.collectives import calls as queue
-from tests.collectives.traffic import sent_bytes
+from tests.collectives.traffic import equal_everywhere, sent_bytes
 from tests.pipeline import toy
 from tests.processes import Ranks, on_ranks
 from tests.refused import refused
@@ -30,12 +30,6 @@ PIECES = {"chunk": 4096, "small": 0}  # several chunks even of a small tensor
 def data(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
     generator = torch.Generator().manual_seed(100 + rank)
     return torch.randn(numel, generator=generator).to(dtype)
-
-
-def equal_everywhere(x: Tensor) -> bool:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, x.detach().float().numpy().tobytes())
-    return len(set(found)) == 1
 
 
 def exact(ranks: int, numel: int, dtype: torch.dtype, op: str) -> Tensor:
