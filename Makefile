@@ -23,7 +23,7 @@ TORCH_TESTS := $(addprefix tests/,pipeline train/test_loop.py activations/test_d
   $(addprefix tests/test_docs.py::,test_python_runs test_scripts_for_several_ranks_run)
 # Not on the terminal: what the theme's authors have to say of MkDocs 2.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
-GPU_TESTS := $(addprefix tests/,codecs/test_gpu.py pipeline/test_side_streams.py train/test_device.py lab/bench/test_convergence.py)
+GPU_TESTS := $(addprefix tests/,codecs/test_gpu.py pipeline/test_staged.py train/test_device.py lab/bench/test_convergence.py)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-lab test-integrations test-slow test-cpus test-torch test-docs fuzz torture gpu-test gpu-report docs docs-serve docs-browser reports-browser real-models reference package lint format clean

@@ -27,7 +27,7 @@ LONG = [
     *("lab/network/test_distance.py", "kernels/test_jit.py", "train/test_loop.py", "train/test_progress.py"),
     *("pipeline/test_transport.py", "train/test_supervise.py", "cli/test_app.py", "job/test_peers.py"),
     *("train/checkpoints/test_resume.py", "train/checkpoints/test_save.py", "lab/bench/test_memory.py"),
-    *("collectives/test_reduce.py", "collectives/test_checksum.py", "pipeline/test_guard.py", "train/test_model.py"),
+    *("collectives/test_reduce.py", "collectives/test_exchange.py", "pipeline/test_guard.py", "train/test_model.py"),
 ]
 """Files that take longest. A file is one worker's: the last one to start keeps the others waiting."""
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from lowbit.cli.commands import Train
 from lowbit.train import TrainConfig, train
 from lowbit.train.metrics import read_metrics, read_summary
-from lowbit.wire import probe
+from lowbit.wire import messages
 from lowbit_lab.network import SlowLink, delay
 from tests.forked import CONTEXT
 
@@ -72,7 +72,7 @@ def _train(config: TrainConfig, pid: int, kinds: tuple[str, ...], environment: d
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     os.environ.update(environment)
     _rename_host(environment["HOST"])
-    probe._SIZES = (1 << 18,)
+    messages._SIZES = (1 << 18,)
     try:
         train(config)
     except BaseException as error:

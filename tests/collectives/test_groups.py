@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lowbit.codecs import GroupInt
 from lowbit.collectives import AgreementError, PeerError, agree, algorithms, all_gather, all_reduce, reduce_scatter
 from lowbit.gradients import all_reduce_hook
-from lowbit.wire.json_values import gather_json
+from lowbit.wire.messages import gather_json
 from tests.processes import Ranks, on_ranks
 
 INT8 = GroupInt(bits=8, group=128, symmetric=True)
@@ -106,11 +106,6 @@ def test_a_hook_follows_a_wrapper_to_its_next_group() -> None:
         assert (grad - mean).abs().max() < 0.05  # type: ignore[operator]
 
 
-def test_a_rank_that_dies_is_named(ranks: Ranks):
-    outcomes = ranks.outcomes(die, ranks=3)
-    assert [getattr(outcome, "kind", outcome) for outcome in outcomes] == [None, None, "ended"]
-
-
 def die() -> None:
     group, job = bare("die", [2, 1, 0]), dist.get_rank()
     all_reduce(data(job), INT8, group, timeout=TIMEOUT)
@@ -121,11 +116,6 @@ def die() -> None:
         all_reduce(data(job), INT8, group, timeout=TIMEOUT)
     assert caught.value.rank == 0
     assert time.monotonic() - start < TIMEOUT
-
-
-def test_ranks_that_wait_for_each_other_notice_that_a_third_died(ranks: Ranks):
-    outcomes = ranks.outcomes(die_between, ranks=3)
-    assert [getattr(outcome, "kind", outcome) for outcome in outcomes] == [None, None, "ended"]
 
 
 def die_between() -> None:
@@ -148,3 +138,9 @@ def die_between() -> None:
         all_reduce(data(job), INT8, small=0, timeout=patient)
     assert caught.value.rank == 2
     assert time.monotonic() - start < 0.3 * patient
+
+
+@pytest.mark.parametrize("dying", [die, die_between])
+def test_a_rank_that_dies_is_named(ranks: Ranks, dying: Any):
+    outcomes = ranks.outcomes(dying, ranks=3)
+    assert [getattr(outcome, "kind", outcome) for outcome in outcomes] == [None, None, "ended"]

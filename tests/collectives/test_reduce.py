@@ -16,7 +16,8 @@ from torch import Tensor
 from lowbit.codecs import AQSGD, Cast, Codec, GroupInt, TAHQuant
 from lowbit.collectives import PeerError, all_gather, all_reduce, all_reduce_bytes, reduce_scatter
 from lowbit.collectives import calls as queue
-from tests.collectives.traffic import sent_bytes
+from tests.collectives.traffic import equal_everywhere, sent_bytes
+from tests.pipeline import toy
 from tests.processes import Ranks, on_ranks
 from tests.refused import refused
 
@@ -29,12 +30,6 @@ PIECES = {"chunk": 4096, "small": 0}  # several chunks even of a small tensor
 def data(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
     generator = torch.Generator().manual_seed(100 + rank)
     return torch.randn(numel, generator=generator).to(dtype)
-
-
-def equal_everywhere(x: Tensor) -> bool:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, x.detach().float().numpy().tobytes())
-    return len(set(found)) == 1
 
 
 def exact(ranks: int, numel: int, dtype: torch.dtype, op: str) -> Tensor:
@@ -209,13 +204,7 @@ def differs(calls: list[list[tuple[int, Codec]]]) -> None:
     ],
 )
 def test_different_calls_are_the_same_error_on_all(ranks: Ranks, calls: Any, message: str):
-    ranks.start(2)
-    start = time.monotonic()
-    outcomes = ranks.outcomes(differs, calls)
-    assert time.monotonic() - start < 30
-    assert {o.kind for o in outcomes} == {"AgreementError"}, outcomes
-    assert len({o.text for o in outcomes}) == 1
-    assert message in outcomes[0].text
+    assert message in toy.disagreement(toy.timely(ranks, differs, calls))
 
 
 def dies(transport: str) -> None:
@@ -228,11 +217,8 @@ def dies(transport: str) -> None:
 
 
 def test_a_rank_that_dies_is_named(ranks: Ranks):
-    ranks.start(3)
-    start = time.monotonic()
-    first, second, dead = ranks.outcomes(dies, "messages", ranks=3)
+    first, second, dead = toy.timely(ranks, dies, "messages", count=3)
     assert dead.kind == "ended"
-    assert time.monotonic() - start < 30
     for outcome in (first, second):
         assert outcome.kind == "PeerError"
         assert "rank 2" in outcome.text

@@ -1,4 +1,4 @@
-"""Count the messages that a rank sends."""
+"""Count the messages that a rank sends, and compare what all ranks have."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import torch.distributed as dist
 from torch import Tensor
 
 from lowbit.wire.mailbox import Mailbox, Route
@@ -23,3 +24,10 @@ def sent_bytes() -> Iterator[list[int]]:
 
     with mock.patch.object(Mailbox, "send", counted):
         yield sent
+
+
+def equal_everywhere(*tensors: Tensor) -> bool:
+    """Whether all ranks have the same bits."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, [x.detach().float().numpy().tobytes() for x in tensors])
+    return all(each == found[0] for each in found)

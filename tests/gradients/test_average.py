@@ -20,7 +20,7 @@ from lowbit.collectives import AgreementError, PeerError, algorithms, reduce
 from lowbit.gradients import GradientStorage, average
 from lowbit.gradients.average import average_bytes
 from lowbit.wire import pytorch
-from tests.collectives.traffic import sent_bytes
+from tests.collectives.traffic import equal_everywhere, sent_bytes
 from tests.processes import Ranks, on_ranks
 
 FP8 = BlockFloat8()
@@ -75,12 +75,6 @@ def expected(factors: list[float], dtype: torch.dtype) -> Iterator[Tensor | None
         yield None if missing else coded(total / len(factors)) * common
 
 
-def equal_everywhere(storage: GradientStorage) -> bool:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, [(name, p.numpy().tobytes()) for name, p in payloads(storage).items()])
-    return all(each == found[0] for each in found)
-
-
 def means(factors: list[float], bucket: int, chunk: int, messages: bool = True, checksums: bool = True) -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     storage, parameters = stored(rank, factor=factors[rank])
@@ -90,7 +84,7 @@ def means(factors: list[float], bucket: int, chunk: int, messages: bool = True, 
             storage.average(checksums=checksums)
         nbytes = average_bytes(present, FP8, count=len(SHAPES), rank=rank, ranks=ranks, checksums=checksums)
         assert sum(sent) == (nbytes if messages else 0)
-    assert equal_everywhere(storage)
+    assert equal_everywhere(*payloads(storage).values())
     references = zip(expected(factors, torch.float32), expected(factors, torch.float64), strict=True)
     for index, (mean, exact) in enumerate(references):
         mine: Any = storage.gradient(parameters[index])
@@ -120,7 +114,7 @@ def test_factors_that_differ_other_transports_and_rounding() -> None:
         means([0.5] * ranks, 4096, 512, messages=False)
     storage, _ = stored(dist.get_rank(), [BlockFloat8(rounding="stochastic"), FP8][dist.get_rank() % 2])
     storage.average()
-    assert equal_everywhere(storage)
+    assert equal_everywhere(*payloads(storage).values())
 
 
 class Floats(TorchDispatchMode):
@@ -222,6 +216,6 @@ def test_the_next_backward_works_after_an_average_in_inference_mode() -> None:
     storage, parameters = stored(dist.get_rank())
     with torch.inference_mode():
         storage.average()
-    assert equal_everywhere(storage)
+    assert equal_everywhere(*payloads(storage).values())
     for parameter in parameters:  # as in the next step
         parameter.sum().backward()

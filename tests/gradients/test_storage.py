@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from lowbit.codecs import AQSGD, BlockFloat8, GroupInt
 from lowbit.gradients import GradientStorage
-from lowbit.gradients.view import StoredGradient
+from lowbit.gradients.stored import StoredGradient
 from tests.refused import refused
 
 CODEC = BlockFloat8()
@@ -144,6 +144,16 @@ def test_no_full_precision_copy_of_the_whole_ever_exists() -> None:
     assert peak(lambda: storage.step(optimizer)) < few
 
 
+class CountsInGroups(torch.optim.SGD):
+    """Keeps its step count with the hyperparameters, as some optimizers do."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            group["lr"] = 0.1 / group["count"]
+        return super().step(closure)
+
+
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
@@ -159,6 +169,7 @@ OPTIMIZERS = {
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
     "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
     "adadelta": lambda p: torch.optim.Adadelta(p),
+    "counts-in-groups": lambda p: CountsInGroups(p, lr=0.1),
 }
 
 
@@ -194,20 +205,6 @@ def assert_steps_equal(make: Callable[[list[dict]], torch.optim.Optimizer], step
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_step_in_portions_is_the_whole_step(name: str) -> None:
     assert_steps_equal(OPTIMIZERS[name])
-
-
-class CountsInGroups(torch.optim.SGD):
-    """Keeps its step count with the hyperparameters, as some optimizers do."""
-
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            group["count"] = group.get("count", 0) + 1
-            group["lr"] = 0.1 / group["count"]
-        return super().step(closure)
-
-
-def test_counters_in_parameter_groups_count_steps_not_portions() -> None:
-    assert_steps_equal(lambda groups: CountsInGroups(groups, lr=0.1))
 
 
 @pytest.mark.parametrize("package", ["torchao.optim", "bitsandbytes.optim"])
@@ -412,14 +409,6 @@ def test_what_no_rank_has_stays_missing() -> None:
     assert storage.gradient(model.unused.weight) is None
     GradientStorage([]).all_reduce(lambda flat: flat)
     assert GradientStorage([]).norm() == 0
-
-
-def test_closing_leaves_gradients_where_they_were() -> None:
-    model = Toy()
-    storage = filled(model)
-    storage.close()
-    loss(model, 1).backward()
-    assert model.gain.grad is not None
 
 
 def test_what_cannot_be_stored_is_refused() -> None:

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -80,20 +79,15 @@ def test_a_pipe_that_does_not_block_gets_all(tmp_path: Path):
     assert [f"out {number} {'.' * 100}" for number in range(2000)] == text.splitlines()[:2000]
 
 
-def test_a_reader_that_is_gone_stops_nothing(tmp_path: Path):
+def test_a_reader_that_is_gone_and_a_full_disk_stop_nothing(tmp_path: Path):
     reader, writer = os.pipe()
     os.close(reader)
-    process = start(tmp_path, 2000, stdout=writer, stderr=writer)
-    os.close(writer)
-    await_done(tmp_path, process)
-    process.wait(60)
-
-
-def test_a_full_disk_stops_nothing(tmp_path: Path):
-    with open("/dev/full", "w") as full:
-        process = start(tmp_path, 2000, stdout=full.fileno(), stderr=subprocess.PIPE)
-        await_done(tmp_path, process)
-        assert process.communicate(timeout=60)[1].decode().startswith("err 0\n")
+    with os.fdopen(writer, "w") as gone, open("/dev/full", "w") as full:
+        for name, file in (("gone", gone), ("full", full)):
+            (tmp_path / name).mkdir()
+            process = start(tmp_path / name, 2000, stdout=file.fileno(), stderr=subprocess.PIPE)
+            await_done(tmp_path / name, process)
+            assert process.communicate(timeout=60)[1].decode().startswith("err 0\n")
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
@@ -194,7 +188,7 @@ def test_what_is_written_just_before_the_end_arrives(monkeypatch: pytest.MonkeyP
 def test_what_follows_dropped_output_begins_with_a_line(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(output, "_MOST", 12)
     passing = output._Passing.__new__(output._Passing)
-    passing._pieces, passing._size, passing._left_out = deque(), 0, 0
+    passing._kept, passing._left_out = bytearray(), 0
     passing._changed, passing._complete = threading.Condition(), True
     for piece in (b"a line", b" in four", b" pie", b"ces\nend\n"):
         passing._keep(piece)

@@ -7,12 +7,12 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 from lowbit.collectives import PeerError
-from lowbit.job.meeting import AloneError, MeetingError
+from lowbit.job.output import ALONE, FAILED
 from lowbit.job.peers import AbsentError, Alarm, Cause, Peers
-from lowbit.job.process import ALONE, FAILED
+from lowbit.job.process_group import AloneError, MeetingError
 from lowbit.train.worker import exit_code
 from lowbit.wire.errors import first_line
-from lowbit.wire.groups import default_group
+from lowbit.wire.pytorch import default_group
 from tests.processes import Failure, Ranks, on_ranks
 
 SECRET = b"known to the ranks"
@@ -118,7 +118,7 @@ def _read(written: bytes, secret: bytes = SECRET, attempts: tuple[str, ...] = ("
     return Cause.read(written, secret, attempts)
 
 
-def test_causes_are_signed():
+def test_causes_are_signed_for_an_attempt_and_safe_to_print():
     cause = Cause(3, "rank 3 is gone")
     written = cause.signed(SECRET, "second").encode()
     assert _read(written) == cause
@@ -139,24 +139,13 @@ def test_causes_are_signed():
     ):
         assert _read(damaged) is None
     assert _read('[0, "a", "\u00e4"]'.encode()) is None
-
-
-def test_an_alarm_belongs_to_an_attempt():
-    """Whoever reads the store can keep an alarm, and write it again in the next attempt."""
-    kept = Cause(3, "rank 3 is gone").signed(SECRET, "first").encode()
+    # Whoever reads the store can keep an alarm, and write it again in the next attempt.
+    kept = cause.signed(SECRET, "first").encode()
     assert _read(kept) is None
     assert _read(kept, attempts=("first", "second")) is not None, "until all ranks know the attempt's name"
-
-
-def test_a_cause_is_safe_to_print():
-    cause = Cause(3, "gone \x1b[2J\u202e" + "x" * 100_000)
-    read = _read(cause.signed(SECRET, "second").encode())
-    assert read is not None
-    assert read.text.startswith("gone \\x1b[2J\\u202exxx")
-    assert len(read.text) < 10_000
-
-
-def test_errors_are_told_in_one_line():
+    unsafe = _read(Cause(3, "gone \x1b[2J\u202e" + "x" * 100_000).signed(SECRET, "second").encode())
+    assert unsafe.text.startswith("gone \\x1b[2J\\u202exxx")
+    assert len(unsafe.text) < 10_000
     assert first_line(ValueError("a\nb")) == "ValueError: a"
 
 

@@ -1,13 +1,207 @@
+"""Ranks that meet at a store, prove that they belong to a run, and join."""
+
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
+import signal
+import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 
 import pytest
 import torch.distributed as dist
+from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 from lowbit.config import ConfigError
-from lowbit.job.meeting import MeetingError
-from lowbit.job.process_group import interface_towards, joined, world
+from lowbit.job.process_group import (
+    AloneError,
+    MeetingError,
+    interface_towards,
+    joined,
+    listen,
+    master_port,
+    meet,
+    new_secret,
+    prove,
+    world,
+)
+from lowbit.wire.pytorch import default_group
+from lowbit.wire.store import of_attempt
+from tests.forked import CONTEXT
+from tests.processes import Failure, Ranks
+
+
+@pytest.fixture
+def port(monkeypatch: pytest.MonkeyPatch) -> int:
+    """A free port, where the ranks of a run meet."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        found = free.getsockname()[1]
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(found))
+    return found
+
+
+def test_a_store_listens_where_it_was_asked_to_only(caplog: pytest.LogCaptureFixture):
+    store = listen("127.0.0.1", 0, timeout=5)
+    socket.create_connection(("127.0.0.1", store.port), timeout=5).close()
+    with pytest.raises(ConnectionRefusedError):  # another address of this machine
+        socket.create_connection(("127.0.0.2", store.port), timeout=5)
+    with caplog.at_level(logging.WARNING):  # unless that is no address of this machine
+        store = listen("192.0.2.1", 0, timeout=5)
+    assert "192.0.2.1 is not an address of this machine" in caplog.text
+    socket.create_connection(("127.0.0.2", store.port), timeout=5).close()
+
+
+def test_a_port_that_is_taken_is_an_error_at_once(port: int):
+    with (
+        socket.create_server(("127.0.0.1", port)),
+        pytest.raises(MeetingError, match="rank 0 cannot listen at .*Address already in use"),
+    ):
+        meet(0, 2, timeout=5, patience=5)
+
+
+def test_a_rank_that_waits_says_for_whom_and_where(
+    port: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr("lowbit.job.process_group._QUIET_SECONDS", 0.3)
+    begin = time.monotonic()
+    with caplog.at_level(logging.WARNING):
+        with pytest.raises(AloneError, match="rank 1 did not meet all 2 ranks .* nobody answers"):
+            meet(1, 2, timeout=5, patience=1.2)
+        assert time.monotonic() - begin < 4
+        store = meet(0, 2, timeout=5, patience=1)
+        with pytest.raises(AloneError, match="within 1.2 s"):
+            prove(store, 0, 2, secret=b"", patience=1.2)
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line for line in lines if line.startswith("rank 1 waits up to 1 s for rank 0 at 127.0.0.1:")] == lines[:1]
+    assert lines[1:] == [f"rank 0 waits up to 1 s for rank 1 to come to 127.0.0.1:{port}"]
+
+
+def test_a_store_that_does_not_answer_is_tried_again(port: int):
+    """Its keeper was stopped, then killed, and started again."""
+    with ThreadPoolExecutor(1) as pool:
+        with socket.create_server(("127.0.0.1", port)):
+            met = pool.submit(meet, 1, 2, timeout=1, patience=20)
+            time.sleep(1.5)
+        kept = listen("127.0.0.1", port, timeout=5)
+        met.result(timeout=20).set("key", "value")
+        assert of_attempt(kept).get("key") == b"value"
+
+
+def _keep(port: Connection) -> None:
+    store = listen("127.0.0.1", 0, timeout=5)
+    port.send(store.port)
+    time.sleep(60)
+
+
+def test_a_keeper_that_was_stopped_is_an_error_in_time(monkeypatch: pytest.MonkeyPatch):
+    """Its kernel accepts connections, and PyTorch waits for an answer for ever."""
+    ours, theirs = CONTEXT.Pipe()
+    keeper = CONTEXT.Process(target=_keep, args=(theirs,), daemon=True)
+    keeper.start()
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(ours.recv()))
+    os.kill(keeper.pid or 0, signal.SIGSTOP)
+    begin = time.monotonic()
+    with pytest.raises(AloneError, match="within 2 s: no"):
+        meet(1, 2, timeout=5, patience=2)
+    assert time.monotonic() - begin < 6
+    keeper.kill()
+
+
+@pytest.mark.parametrize("kept_elsewhere", ["", "True"])  # by torchrun
+def test_an_open_run_is_warned_of(
+    port: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kept_elsewhere: str
+):
+    monkeypatch.delenv("LOWBIT_SECRET", raising=False)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", kept_elsewhere)
+    monkeypatch.setattr("lowbit.job.process_group._LOOPBACK", ("localhost",))
+    with pytest.raises(MeetingError) if kept_elsewhere else contextlib.nullcontext():
+        meet(0, 2, timeout=5, patience=0.2 if kept_elsewhere else 5)
+    assert "LOWBIT_SECRET is not set: whoever reaches 127.0.0.1:" in caplog.text
+
+
+@pytest.mark.parametrize("port", ["", "x", "-1", "65536", "29400.0"])
+def test_a_port_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, port: str):
+    monkeypatch.setenv("MASTER_PORT", port)
+    with pytest.raises(ConfigError, match=f"MASTER_PORT is '{port}'; allowed: 0 to 65535"):
+        master_port()
+
+
+def _proves(secrets: dict[int, bytes], patience: float = 20) -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    if rank in secrets:
+        store = PrefixStore("prove", default_group().get_group_store())
+        store.set(f"hello/{rank}", str(rank))
+        prove(store, rank, ranks, secret=secrets[rank], patience=patience)
+
+
+def test_ranks_with_one_secret_meet_and_who_does_not_come_is_named(ranks: Ranks):
+    ranks.run(_proves, dict.fromkeys(range(3), b"a"), ranks=3)
+    ranks.run(_proves, dict.fromkeys(range(2), b""))
+    first, second, third = ranks.outcomes(_proves, {0: b"a", 2: b"a"}, 1, ranks=3)
+    assert first.kind == third.kind == "AloneError"
+    assert first.text.endswith("within 1 s: rank 1 did not join")
+    assert second is None
+
+
+def test_who_does_not_know_the_secret_is_named_on_all_ranks(ranks: Ranks):
+    outcomes = ranks.outcomes(_proves, {0: b"a", 1: b"", 2: b"a"}, ranks=3)
+    assert [o.kind for o in outcomes] == ["MeetingError"] * 3
+    for rank, strangers in ((0, "rank 1"), (1, "rank 0, rank 2"), (2, "rank 1")):
+        expected = f"{strangers} did not prove knowledge of this run's secret to rank {rank}"
+        assert outcomes[rank].text.startswith(expected)
+
+
+def _pretends(garbage: bytes) -> None:
+    """Rank 1 writes these bytes; without any, the proof of rank 0."""
+    store = PrefixStore("pretends", default_group().get_group_store())
+    if dist.get_rank() == 0:
+        store.set("hello/0", "1" * 32)
+        prove(store, 0, 2, secret=b"a", patience=20)
+    else:
+        store.set("hello/1", garbage or "0" * 32)
+        store.set("proof/1", garbage or store.get("proof/0"))
+
+
+@pytest.mark.parametrize("garbage", [b"", b"\xff\0[" * 1000], ids=["replayed", "garbage"])
+def test_the_proof_of_another_rank_and_garbage_prove_nothing(ranks: Ranks, garbage: bytes):
+    first, second = ranks.outcomes(_pretends, garbage)
+    assert isinstance(first, Failure)
+    assert first.text.startswith("rank 1 did not prove knowledge of this run's secret to rank 0")
+    assert second is None
+
+
+def test_a_store_survives_what_is_no_message():
+    store = listen("127.0.0.1", 0, timeout=5)
+    for said in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 4096, bytes(4096), b""):
+        with socket.create_connection(("127.0.0.1", store.port), timeout=5) as stranger:
+            stranger.sendall(said)
+        store.set("key", said)
+        assert store.get("key") == said
+
+
+def test_a_launcher_keeps_the_secret_that_it_was_given(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("LOWBIT_SECRET", raising=False)
+    assert len(new_secret()) == 64
+    assert new_secret() != new_secret()
+    monkeypatch.setenv("LOWBIT_SECRET", "mine")
+    assert new_secret() == os.environ["LOWBIT_SECRET"]
+
+
+def test_a_process_may_meet_again_and_a_rank_be_there_once(port: int):
+    """A second run in the same processes has the store for itself; a rank that was started twice is told."""
+    for number in range(2):
+        first = meet(0, 2, timeout=5, patience=5, number=number)
+        meet(1, 2, timeout=5, patience=5, number=number)
+        first.set("number", str(number))
+    assert meet(0, 2, timeout=5, patience=5, number=2).check(["number"]) is False
+    with pytest.raises(AloneError, match="another process has joined as rank 1 already; was it"):
+        meet(1, 2, timeout=5, patience=1, number=1)
+
 
 WHOLE = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 
@@ -19,16 +213,13 @@ def environment(monkeypatch: pytest.MonkeyPatch):
     return monkeypatch
 
 
-def test_the_launcher_tells_the_rank(environment: pytest.MonkeyPatch):
+def test_the_launcher_tells_the_rank_and_half_an_environment_is_refused(environment: pytest.MonkeyPatch):
     assert world() == (0, 1)
     for name, value in WHOLE.items():
         environment.setenv(name, value)
     assert world() == (1, 3)
-
-
-def test_half_an_environment_is_refused(environment: pytest.MonkeyPatch):
-    environment.setenv("RANK", "0")
-    environment.setenv("MASTER_ADDR", "127.0.0.1")
+    for name in ("WORLD_SIZE", "MASTER_PORT"):
+        environment.delenv(name)
     with pytest.raises(ConfigError, match="has RANK, MASTER_ADDR but not WORLD_SIZE, MASTER_PORT"):
         world()
 

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from lowbit.codecs import AQSGD, Cast, Codec, GroupInt, TransformQuant
 from lowbit.pipeline.arguments import StepKind
-from lowbit.pipeline.boundary import Lane
-from lowbit.pipeline.states import Slot
+from lowbit.pipeline.boundary import Lane, Slot
 from lowbit.wire.traffic import Traffic
 from tests.pipeline.toy import INT4
 

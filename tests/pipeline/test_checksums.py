@@ -35,14 +35,16 @@ def over(transport: str) -> Any:
             stage_module.choose = before
 
 
-def trained(transport: str, sender: int, change: Any) -> tuple[str, str, int, int]:
-    """An evaluation and steps until something that a rank sends is changed on its way."""
+def trained(transport: str, sender: int, change: Any, evaluated: bool = False) -> tuple[str, str, int, int]:
+    """Steps, or a step and evaluations, until something that a rank sends is changed on its way."""
     with over(transport):
         run = toy.Run("1f1b", toy.lowbit(forward=INT4, backward=INT6, timeout=10))
+    if evaluated:
+        run.train(0)
     with on_the_way(sender, change):
         for step in range(3):
             try:
-                run.train(step)
+                (run.evaluate if evaluated else run.train)(step)
             except RuntimeError as error:
                 return type(error).__name__, str(error), getattr(error, "rank", -1), step
     return "", "", -1, 3
@@ -76,21 +78,9 @@ def test_a_message_of_another_step_or_place_is_noticed(ranks: Ranks, transport: 
     assert text.startswith("boundary 0 forward, micro-batch 1, tensor 0, step 2: ")
 
 
-def evaluated(transport: str) -> str:
-    with over(transport):
-        run = toy.Run("1f1b", toy.lowbit(forward=INT4, backward=INT6, timeout=10))
-    run.train(0)
-    with on_the_way(0, Flip(4)):  # the first is the announcement
-        try:
-            run.evaluate(0)
-        except DamagedError as error:
-            return str(error)
-    return ""
-
-
 @pytest.mark.parametrize("transport", ["early", "in order"])
 def test_evaluation_is_checked_too(ranks: Ranks, transport: str):
-    text = ranks.run(evaluated, transport)[1]
+    _, text, _, _ = ranks.run(trained, transport, 0, Flip(4), True)[1]  # the first is the announcement
     assert text.startswith("boundary 0 forward, micro-batch 3, tensor 0, evaluation after step 1:")
 
 

@@ -20,10 +20,11 @@ from lowbit.pipeline import LowBitStage
 from lowbit.wire.agreement import Agreement
 from lowbit.wire.errors import PeerError, described
 from tests.pipeline import toy
-from tests.pipeline.test_stage import OLD, same
+from tests.pipeline.test_stage import OLD
 from tests.pipeline.toy import FP32, INT6
 from tests.processes import Ranks, on_ranks
 
+PLAIN = toy.lowbit(forward=FP32, backward=FP32, timeout=30)
 N, ROWS = toy.MICRO_BATCHES, toy.ROWS * toy.MICRO_BATCHES
 
 Pass = tuple[str, bool, int, int, int]
@@ -110,13 +111,13 @@ def equal(schedule: str, plan: Sequence[Pass], static: bool = False) -> int:
         expected = in_one_process(ours, training, n, x, target)
         assert (found[0] is None) == (expected[0] is None)
         assert found[0] is None or torch.equal(found[0], expected[0])
-        assert same(found[1], expected[1])
+        assert toy.same(found[1], expected[1])
         torch.testing.assert_close(found[2], expected[2])  # autograd adds up in another order
         if training and rows % n == 0:  # the only batches that PyTorch's stages take
             stock = toy.Run(schedule, PipelineStage)
             _, losses, grads = taken(stock, stock.another(n), training, x, target)
-            assert same(found[1], losses)
-            assert same(found[2], grads)
+            assert toy.same(found[1], losses)
+            assert toy.same(found[2], grads)
             assert len(grads) == 2 * len(ours.stages)
     return len(plan)
 
@@ -189,7 +190,7 @@ def test_codecs_go_on_from_shape_to_shape(ranks: Ranks, codec: Codec):
 @on_ranks
 def test_a_pass_that_has_been_there_before_costs_no_exchange() -> None:
     """Exchanges and operations of the store, in passes of new configurations and of known ones."""
-    run = toy.Run("1f1b", toy.lowbit(forward=FP32, backward=FP32, timeout=30))
+    run = toy.Run("1f1b", PLAIN)
     counts: Counter[str] = Counter()
     kinds = dist.Store, dist.PrefixStore, dist.TCPStore  # pyright: ignore
     reads = ("get", "check", "wait", "multi_get")
@@ -224,7 +225,7 @@ def test_a_pass_that_has_been_there_before_costs_no_exchange() -> None:
 @on_ranks
 def test_receives_are_posted_for_the_next_pass_of_the_same_kind() -> None:
     """After a training step that evaluations came before."""
-    run = toy.Run("1f1b", toy.lowbit(forward=FP32, backward=FP32, timeout=30))
+    run = toy.Run("1f1b", PLAIN)
     for run_pass in (run.train, run.train, run.evaluate, run.evaluate, run.train):
         run_pass(0)
     stage: Any = run.stages[0]
@@ -237,7 +238,7 @@ def test_a_pipeline_that_is_dropped_lets_go_of_its_connections() -> None:
     """Without the garbage collector."""
     gc.disable()
     try:
-        run = toy.Run("1f1b", toy.lowbit(forward=FP32, backward=FP32, timeout=30))
+        run = toy.Run("1f1b", PLAIN)
         run.train(0)
         stage: Any = run.stages[0]
         left = [weakref.ref(x) for x in (stage, run.runner, stage.lanes.transport, stage._passes)]
@@ -258,7 +259,7 @@ class Masked(toy.Block):
 @pytest.mark.parametrize("by", ["autocast", "a nested keyword argument"])
 @on_ranks
 def test_dtypes_that_change_from_pass_to_pass_are_agreed_on(by: str) -> None:
-    run = toy.Run("1f1b", toy.lowbit(forward=FP32, backward=FP32, timeout=30), kind=Masked)
+    run = toy.Run("1f1b", PLAIN, kind=Masked)
     x, target = data(0, ROWS, 3)
     for dtype in (torch.float32, torch.bfloat16, torch.float32, torch.bfloat16):
         low = by == "autocast" and dtype == torch.bfloat16
@@ -278,7 +279,7 @@ def test_dtypes_that_change_from_pass_to_pass_are_agreed_on(by: str) -> None:
 @pytest.mark.parametrize("passes_before", [0, 1])
 @on_ranks
 def test_fewer_rows_than_micro_batches_are_refused_everywhere(passes_before: int) -> None:
-    run = toy.Run("1f1b", toy.lowbit(forward=FP32, backward=FP32, timeout=30))
+    run = toy.Run("1f1b", PLAIN)
     for number in range(passes_before):
         taken(run, run.runner, True, *data(number, ROWS, 3))
     start = time.monotonic()
@@ -290,21 +291,15 @@ def test_fewer_rows_than_micro_batches_are_refused_everywhere(passes_before: int
     )
     x, target = data(9, ROWS, 3)
     found, expected = (taken(run, run.runner, True, x, target), in_one_process(run, True, N, x, target))
-    assert same(found[1], expected[1])
+    assert toy.same(found[1], expected[1])
     torch.testing.assert_close(found[2], expected[2])
 
 
 def too_few_targets() -> None:
-    run = toy.Run("1f1b", toy.lowbit(forward=FP32, backward=FP32, timeout=30))
+    run = toy.Run("1f1b", PLAIN)
     for rows in (N, N - 1):
         x, target = data(0, N, 3)
         taken(run, run.runner, True, x, target[:rows])
-
-
-def test_fewer_targets_than_micro_batches_are_told_to_all(ranks: Ranks):
-    first, last = toy.timely(ranks, too_few_targets)
-    assert last.kind == "ValueError"
-    assert first.text == f"rank 1 (stage 1) gave up: ValueError: {last.text}"
 
 
 class Raising(toy.Block):
@@ -321,7 +316,7 @@ class Raising(toy.Block):
 
 def raising() -> None:
     Raising.calls = 0
-    run = toy.Run("1f1b", toy.lowbit(forward=FP32, backward=FP32, timeout=30), kind=Raising)
+    run = toy.Run("1f1b", PLAIN, kind=Raising)
     run.train(0)
     with pytest.raises(RuntimeError) as caught:
         run.train(1)
@@ -357,22 +352,10 @@ def unfit() -> None:
     toy.Run("1f1b", toy.lowbit(forward=FP32, backward=FP32, timeout=60), kind=Unfit).train(0)
 
 
-def test_a_model_that_raises_in_its_trial_is_told_to_all(ranks: Ranks):
-    first, culprit, last = toy.timely(ranks, unfit, count=3)
-    assert culprit.kind == "ZeroDivisionError"
-    for outcome in (first, last):
-        assert outcome.text == "rank 1 (stage 1) gave up: ZeroDivisionError: no such width"
-
-
 def differs_where_the_batch_is_new() -> None:
     run = toy.Run("1f1b", toy.lowbit(forward=FP32, backward=FP32, timeout=60))
     run.train(0)
     taken(run, run.runner, run.first, *data(0, ROWS, 5))
-
-
-def test_a_rank_in_another_pass_is_the_same_error_where_the_batch_is_new(ranks: Ranks):
-    text = toy.disagreement(toy.timely(ranks, differs_where_the_batch_is_new))
-    assert "kind of pass: training on rank 0 (stage 0); evaluation on" in text
 
 
 def without_samples() -> None:
@@ -380,12 +363,6 @@ def without_samples() -> None:
     if run.first:
         run.stages[0].set_samples(range(ROWS))  # type: ignore[attr-defined]
     run.train(0)
-
-
-def test_samples_that_a_rank_lacks_in_the_first_step_are_told_to_all(ranks: Ranks):
-    first, last = toy.timely(ranks, without_samples)
-    assert last.kind == "ValueError"
-    assert first.text == f"rank 1 (stage 1) gave up: ValueError: {last.text}"
 
 
 class Scaled(toy.Block):
@@ -412,18 +389,31 @@ def test_declared_layouts_stand_whatever_keywords_look_like() -> None:
 
 
 def unfrozen() -> None:
-    run = toy.Run("1f1b", toy.lowbit(forward=FP32, backward=FP32, timeout=30))
+    run = toy.Run("1f1b", PLAIN)
     frozen = run.stages[0].submod.requires_grad_(run.last)
     run.train(0)
     frozen.requires_grad_()
     run.train(1)
 
 
-def test_parameters_that_are_unfrozen_between_steps_are_named(ranks: Ranks):
-    first, last = toy.timely(ranks, unfrozen)
-    assert first.kind == "ValueError"
-    assert "stage 0 requires a gradient" in first.text
-    assert last.text == f"rank 0 (stage 0) gave up: ValueError: {first.text}"
+@pytest.mark.parametrize(
+    ("function", "culprit", "count", "kind", "said"),
+    [
+        (too_few_targets, 1, 2, "ValueError", ""),
+        (unfit, 1, 3, "ZeroDivisionError", "no such width"),
+        (without_samples, 1, 2, "ValueError", "set_samples"),
+        (unfrozen, 0, 2, "ValueError", "stage 0 requires a gradient"),
+    ],
+)
+def test_an_error_of_one_rank_is_told_to_all(
+    ranks: Ranks, function: Any, culprit: int, count: int, kind: str, said: str
+):
+    outcomes = toy.timely(ranks, function, count=count)
+    own = outcomes.pop(culprit)
+    assert own.kind == kind
+    assert said in own.text
+    expected = f"rank {culprit} (stage {culprit}) gave up: {kind}: {own.text}"
+    assert {outcome.text for outcome in outcomes} == {expected}
 
 
 class Replacing(toy.Block):
@@ -440,14 +430,14 @@ class Replacing(toy.Block):
 
 @on_ranks
 def test_a_trial_run_leaves_buffers_that_the_model_replaces() -> None:
-    run = toy.Run("1f1b", toy.lowbit(forward=FP32, backward=FP32, timeout=30), kind=Replacing)
+    run = toy.Run("1f1b", PLAIN, kind=Replacing)
     x, target = data(0, ROWS, 3)
     found = taken(run, run.runner, True, x, target)
     model = nn.Sequential(*toy.blocks(2, Replacing))
     expected = [
         toy.loss_of(model(part), wanted) for part, wanted in zip(x.tensor_split(N), target.tensor_split(N), strict=True)
     ]
-    assert same(found[1], expected if run.last else [])
+    assert toy.same(found[1], expected if run.last else [])
     mean = model[dist.get_rank()].mean
     assert torch.equal(run.stages[0].submod.mean, mean)  # type: ignore[arg-type]
 
@@ -505,15 +495,18 @@ def loads_alone() -> None:
     run.train(1)
 
 
-def test_a_rank_that_loads_alone_is_the_same_error_everywhere(ranks: Ranks):
-    text = toy.disagreement(toy.timely(ranks, loads_alone))
-    assert "codec state: loaded on rank 1 (stage 1)" in text
-
-
-@pytest.mark.parametrize("codec", [TransformQuant(), AQSGD()], ids=["transform", "aq"])
-def test_states_of_different_runs_are_the_same_error_everywhere(ranks: Ranks, codec: Codec):
-    text = toy.disagreement(toy.timely(ranks, mixed, codec))
-    assert "boundary 0 forward state: " in text
+@pytest.mark.parametrize(
+    ("function", "args", "said"),
+    [
+        (differs_where_the_batch_is_new, (), "kind of pass: training on rank 0 (stage 0); evaluation on"),
+        (loads_alone, (), "codec state: loaded on rank 1 (stage 1)"),
+        (mixed, (TransformQuant(),), "boundary 0 forward state: "),
+        (mixed, (AQSGD(),), "boundary 0 forward state: "),
+    ],
+    ids=["pass", "loaded", "transform", "aq"],
+)
+def test_ranks_that_differ_get_the_same_error(ranks: Ranks, function: Any, args: Any, said: str):
+    assert said in toy.disagreement(toy.timely(ranks, function, *args))
 
 
 def other_formats(schedule: str) -> Any:
@@ -540,7 +533,7 @@ def other_formats(schedule: str) -> Any:
                     (p for stage in fresh.stages for p in stage.submod.parameters()), weights, strict=True
                 ):
                     parameter.copy_(value)
-            assert same(fresh.train(step), grads), "states start empty"
+            assert toy.same(fresh.train(step), grads), "states start empty"
     return bits, left
 
 

@@ -25,10 +25,6 @@ from tests.refused import refused
 OLD = not hasattr(PipelineStage, "_is_same_rank")
 
 
-def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
 # ------------------------------------------------------------------------------------------------ FP32 wire
 
 
@@ -45,21 +41,21 @@ def in_subgroups() -> list[Tensor]:
 def test_pipelines_side_by_side_in_groups_of_their_own(ranks: Ranks):
     _, _, first, second = ranks.run(in_subgroups, ranks=4)
     assert len(first) == 2 * toy.MICRO_BATCHES
-    assert same(first, second)
+    assert toy.same(first, second)
 
 
 # ------------------------------------------------------------------------------------------------ codecs
 
 
-def trains_with(schedule: str, forward: Codec, backward: Codec, steps: int) -> Any:
+def trains_with(schedule: str, forward: Any, backward: Any) -> Any:
     run = toy.Run(schedule, toy.lowbit(forward=forward, backward=backward, timeout=30))
-    for step in range(steps):
-        run.train(step % 2)
+    for step in range(2):
+        run.train(step)
     return (run.losses, [stage.traffic for stage in run.stages], [s.state_bytes() for s in run.stages])
 
 
 def test_every_byte_is_counted(ranks: Ranks):
-    outcome = ranks.run(trains_with, "interleaved-2", INT4, INT6, 2)
+    outcome = ranks.run(trains_with, "interleaved-2", INT4, INT6)
     shape = (toy.ROWS, 8, toy.WIDTH)
     messages, numel = 2 * toy.MICRO_BATCHES, toy.ROWS * 8 * toy.WIDTH
     for rank, (_, traffic, state) in enumerate(outcome):
@@ -80,25 +76,17 @@ def test_every_byte_is_counted(ranks: Ranks):
         assert state == [0, 0]
 
 
-def trains_for_two_steps(codecs: dict[str, Any]) -> tuple[list[Tensor], list[tuple[int, int]]]:
-    run = toy.Run("1f1b", toy.lowbit(**codecs))
-    for step in range(2):
-        run.train(step)
-    return run.losses, [(s.traffic.forward_bytes, s.traffic.backward_bytes) for s in run.stages]
-
-
 def test_gradients_get_the_format_beside_that_of_each_boundary(ranks: Ranks):
     codecs = {0: INT4, 1: FP32, 2: TransformQuant()}
-    outcome = ranks.run(trains_for_two_steps, {"forward": codecs}, ranks=4)
     beside = {i: backward_codec(codec) for i, codec in codecs.items()}
-    expected = ranks.run(trains_for_two_steps, {"forward": codecs, "backward": beside}, ranks=4)
-    for (losses, sent), (expected_losses, expected_sent) in zip(outcome, expected, strict=True):
-        assert same(losses, expected_losses)
-        assert sent == expected_sent
+    outcome, expected = (ranks.run(trains_with, "1f1b", codecs, backward, ranks=4) for backward in (None, beside))
+    for (losses, _, _), (expected_losses, _, _) in zip(outcome, expected, strict=True):
+        assert toy.same(losses, expected_losses)
+    sent = [[(t.forward_bytes, t.backward_bytes) for _, [t], _ in each] for each in (outcome, expected)]
+    assert sent[0] == sent[1]
     shape, n = (toy.ROWS, 8, toy.WIDTH), 2 * toy.MICRO_BATCHES
     sizes = [[n * (c.nbytes(shape) + CHECKSUM_BYTES) for c in each.values()] for each in (codecs, beside)]
-    assert [forward for _, [(forward, _)] in outcome] == [*sizes[0], 0]
-    assert [backward for _, [(_, backward)] in outcome] == [0, *sizes[1]]
+    assert sent[0] == list(zip([*sizes[0], 0], [0, *sizes[1]], strict=True))
 
 
 def warms_up() -> tuple[list[Tensor], list[int]]:
@@ -112,7 +100,7 @@ def warms_up() -> tuple[list[Tensor], list[int]]:
         run.evaluate(step)  # does not count as a training step
         run.stages[0].traffic.reset()
         if step < 2:
-            assert same(grads, expected)
+            assert toy.same(grads, expected)
     return run.losses, sizes
 
 
@@ -245,7 +233,7 @@ def keyed(codec: Codec, stop_after: int | None = None, backward: Codec = INT6) -
 
 def test_a_codec_that_remembers_samples_resumes_exactly(ranks: Ranks):
     through, resumed = (ranks.run(keyed, AQSGD(inner=INT4), stop) for stop in (None, 3))
-    assert same(through[1][0], resumed[1][0])
+    assert toy.same(through[1][0], resumed[1][0])
     sample = 8 * toy.WIDTH
     for _, _, state, _ in through:
         assert state == 16 * sample * 4  # all samples, in float32, at both ends
@@ -264,7 +252,7 @@ def test_directions_are_learned_alike_at_both_ends_and_resume_exactly(ranks: Ran
     through = ranks.run(keyed, codec, None, backward)
     for stop in (1, 3) if auto else (3,):
         resumed = ranks.run(keyed, codec, stop, backward)
-        assert same(through[1][0], resumed[1][0])
+        assert toy.same(through[1][0], resumed[1][0])
         assert [o[3] for o in resumed] == [o[3] for o in through]
     if auto:
         ((there,), (back,)) = (list(outcome[3].items()) for outcome in through)

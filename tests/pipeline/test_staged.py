@@ -1,4 +1,4 @@
-"""Payloads that pass through the host's memory, on streams that run late: no GPU is needed to get this wrong."""
+"""Payloads that pass through the host's memory on streams that run late, and on those of a GPU where there is one."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit.codecs import AQSGD, GroupInt
+from lowbit.codecs import AQSGD, Cast, GroupInt, TAHQuant
 from lowbit.collectives import PeerError
-from lowbit.pipeline import LowBitStage, Traffic
+from lowbit.pipeline import LowBitStage, Traffic, transport
 from lowbit.pipeline import stage as stage_module
 from lowbit.pipeline.layouts import receive_layouts, send_layouts
-from lowbit.pipeline.transport import Early, Staged
+from lowbit.pipeline.transport import CudaStreams, Early, Staged
 from lowbit.wire import mailbox
 from lowbit.wire.checksum import Checksums
 from lowbit.wire.failure import FailureBoard
-from lowbit.wire.groups import default_group
 from lowbit.wire.mailbox import Route
+from lowbit.wire.pytorch import default_group
 from tests.pipeline import toy
 from tests.processes import Ranks, on_ranks
 
@@ -123,7 +123,7 @@ def trained(schedule: str, staged: tuple[int, ...], options: Any) -> Any:
     for stage in run.stages:
         assert isinstance(stage, LowBitStage)
         assert isinstance(stage.lanes.transport, Staged if dist.get_rank() in staged else Early)
-        assert len(stage.lanes.transport._outbox) == 0
+        assert len(stage.lanes.transport._outbox.entries) == 0
     return run.losses, [y for y in outputs if y is not None]
 
 
@@ -173,7 +173,7 @@ def test_the_schedule_does_not_wait_for_copies() -> None:
             assert transport.landing(torch.empty(2, 3, dtype=torch.float16, device="meta")).dtype == torch.float16
             assert transport.take(Route(other, tag), 64).unique().tolist() == [7 + tag]
     transport.drain()
-    assert len(transport._outbox) == 0
+    assert len(transport._outbox.entries) == 0
     assert late.log == ["fence", "fence", "arrival", "arrival"]  # the pass, and what it brings
 
 
@@ -192,7 +192,7 @@ def test_a_device_that_fails_is_not_the_peers_fault() -> None:
 def test_a_send_that_can_not_start_names_the_peer() -> None:
     if dist.get_rank() == 0:
         transport = opened(Late())
-        with mock.patch.object(mailbox, "_started", return_value=mailbox._Failed(RuntimeError("reset"))):
+        with mock.patch.object(mailbox, "_started", return_value=RuntimeError("reset")):
             with transport.leaving(torch.ones(8)):
                 transport.send(Route(1, 0), torch.zeros(8, dtype=torch.uint8))
             with pytest.raises(PeerError, match="rank 1 closed its connection") as caught:
@@ -212,3 +212,157 @@ def test_layouts_travel_where_the_process_group_can_reach_them() -> None:
     [found] = receive_layouts(None, 0, stage.lanes.transport.device, 20)
     facts = [(x.shape, x.stride(), x.dtype, x.requires_grad) for x in (found, layout)]
     assert facts[0] == facts[1]
+
+
+CUDA = torch.device("cuda", 0)
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+
+
+class Stream:
+    """Notes what a stream is told."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+
+    def wait_stream(self, other: Stream) -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+
+class Logged:
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+
+    def record_stream(self, stream: Stream) -> None:
+        self.log.append(f"x is read by {stream.name}")
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    log: list[str] = []
+    names = iter(("leaving", "arriving"))
+
+    @contextlib.contextmanager
+    def on(stream: Stream) -> Iterator[None]:
+        log.append(f"on {stream.name}")
+        yield
+        log.append(f"off {stream.name}")
+
+    cuda = transport.torch.cuda
+    monkeypatch.setattr(cuda, "Stream", lambda device, priority: Stream(next(names), log))
+    monkeypatch.setattr(cuda, "current_stream", lambda device: Stream("computation", log))
+    monkeypatch.setattr(cuda, "stream", on)
+    return log
+
+
+def test_what_leaves_waits_for_the_computation_and_never_the_other_way(log: list[str]):
+    with CudaStreams(CUDA).leaving(Logged(log)):
+        log.append("encode")
+    assert sorted(log[:2]) == ["leaving waits for computation", "x is read by leaving"]
+    assert log[2:] == ["on leaving", "encode", "off leaving"]
+
+
+def test_what_arrives_waits_for_a_fence_only_and_is_waited_for(log: list[str]):
+    streams = CudaStreams(CUDA)
+    streams.fence()
+    with streams.arriving():
+        log.append("decode")
+    assert log == [
+        "arriving waits for computation",
+        "on arriving",
+        "decode",
+        "off arriving",
+        "computation waits for arriving",
+    ]
+
+
+def test_where_a_payload_lands_is_kept_for_the_computation(log: list[str], monkeypatch: pytest.MonkeyPatch):
+    streams, layout = CudaStreams(CUDA), torch.empty(2, 3, device="meta")
+    monkeypatch.setattr(transport.torch, "empty_strided", lambda *args, **kwargs: Logged(log))
+    with streams.arriving():
+        # As within the block: what is current there is the arriving stream.
+        monkeypatch.setattr(transport.torch.cuda, "current_stream", lambda device: Stream("arriving", log))
+        streams.landing(layout)
+    assert log == ["on arriving", "x is read by computation", "off arriving", "computation waits for arriving"]
+
+
+@needs_gpu
+def test_bytes_reach_the_host_and_come_back_while_the_device_computes():
+    streams, busy = CudaStreams(CUDA), torch.randn(4096, 4096, device=CUDA)
+    x_bytes = 1 << 20
+    back = torch.zeros(x_bytes, dtype=torch.uint8, device=CUDA)
+    streams.fence()
+    for value in range(5):
+        for _ in range(20):
+            busy = busy @ busy * 1e-4
+        x = torch.full((x_bytes,), value, dtype=torch.uint8, device=CUDA)
+        with streams.leaving(x):
+            host, copied = streams.to_host(x + 1, 8)
+        del x
+        copied.synchronize()
+        assert host.is_pinned()
+        assert host.shape == (x_bytes + 8,)
+        assert host[:x_bytes].unique().tolist() == [value + 1]
+        with streams.arriving():
+            landed = streams.landing(torch.empty(x_bytes, dtype=torch.uint8, device="meta"))
+            landed.copy_(streams.to_device(host[:x_bytes]) + 1)
+        back.copy_(landed)
+        del host, landed
+        assert back.unique().tolist() == [value + 2]
+
+
+def on_one_gpu(schedule: str, options: Any) -> Any:
+    run = toy.Run(schedule, toy.lowbit(**options), device=CUDA)
+    for step in range(3):
+        run.train(step)
+        run.evaluate(step)
+    for stage in run.stages:
+        assert isinstance(stage, LowBitStage)
+        assert isinstance(stage.lanes.transport, Staged)
+    return [loss.cpu() for loss in run.losses]
+
+
+def on_the_cpu(schedule: str, options: Any) -> Any:
+    run = toy.Run(schedule, toy.lowbit(**options))
+    for step in range(3):
+        run.train(step)
+        run.evaluate(step)
+    return run.losses
+
+
+@needs_gpu
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-2", "zbv"])
+@pytest.mark.parametrize(
+    ("forward", "backward", "tolerance"),
+    [
+        (Cast(), Cast(), 1e-5),
+        # A last bit that differs may fall to the other side of a rounding.
+        (TAHQuant(), GroupInt(bits=6, group=32, symmetric=True), 1e-2),
+    ],
+)
+def test_gloo_between_ranks_that_share_a_gpu_trains_as_on_the_cpu(
+    ranks: Ranks, schedule: str, forward: Any, backward: Any, tolerance: float
+):
+    options = {"forward": forward, "backward": backward}
+    found = ranks.run(on_one_gpu, schedule, options, timeout=120)
+    expected = ranks.run(on_the_cpu, schedule, options)
+    for ours, theirs in zip(chain(*found), chain(*expected), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+def over_nccl() -> list[torch.Tensor]:
+    """A group of its own over NCCL, a device for each rank."""
+    device = torch.device("cuda", dist.get_rank())
+    torch.cuda.set_device(device)
+    group = dist.new_group(backend="nccl")
+    run = toy.Run("1f1b", toy.lowbit(forward=Cast(), backward=Cast()), group=group, device=device)
+    for step in range(3):
+        run.train(step)
+    return [loss.cpu() for loss in run.losses]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2 or not dist.is_nccl_available(), reason="NCCL needs two CUDA devices")
+def test_nccl_carries_payloads_directly(ranks: Ranks):
+    found = ranks.run(over_nccl, timeout=120)
+    expected = ranks.run(on_the_cpu, "1f1b", {"forward": Cast(), "backward": Cast()})
+    for ours, theirs in zip(found[1], expected[1], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)

@@ -39,9 +39,8 @@ from lowbit.train.prepare import prepare
 from lowbit.wire import connections as pieces
 from lowbit_lab.network import SlowLink
 from tests.torture import plan as plans
-from tests.torture import report
 from tests.torture.plan import FAULTS, SHAPES, plan
-from tests.torture.trial import Outcome, reference, run
+from tests.torture.trial import Outcome, reference, run, summary_line, table
 
 _CLONE_NEWNS = 0x20000
 _PR_SET_PDEATHSIG = 1
@@ -72,7 +71,7 @@ def main() -> int:
             error = future.exception()
             broken = Outcome(trial=futures[future], wrong=[f"harness: {error!r}"])
             outcomes.append(broken if error else future.result())
-            print(f"{count}/{len(trials)} {report.line(outcomes[-1])}", flush=True)
+            print(f"{count}/{len(trials)} {summary_line(outcomes[-1])}", flush=True)
             if outcomes[-1].passed:
                 shutil.rmtree(asked.folder / outcomes[-1].trial.name)
             if asked.json:
@@ -80,7 +79,7 @@ def main() -> int:
                 rows = [dataclasses.asdict(outcome) | {"passed": outcome.passed} for outcome in outcomes]
                 seconds = round(time.monotonic() - began)
                 asked.json.write_text(json.dumps(header | {"seconds": seconds, "rows": rows}, indent=2) + "\n")
-    print(report.table(outcomes))
+    print(table(outcomes))
     failed = sum(not outcome.passed for outcome in outcomes)
     if failed:
         print(f"{failed} of {len(outcomes)} failed; what they left: {asked.folder}")

@@ -1,19 +1,154 @@
-"""One start of a whole run: its processes on their hosts, when and how they ended, and their files."""
+"""One start of a whole run: its processes on their hosts, when and how they ended, their files, and what hits them.
+
+The processes run the command `lowbit` as forks of this one, which has imported all that they need in seconds. A fork
+has its own session, environment, open files and host, and ends as an interpreter ends. What a supervisor starts by
+`subprocess` is forked from the supervisor.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import inspect
+import itertools
 import os
+import runpy
 import signal
+import subprocess
+import sys
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
 
 from lowbit.train.metrics import Summary, read_metrics, read_summary
+from lowbit.train.model import StageModule
 from lowbit_lab.network import SlowLink
-from tests.torture.plan import Shape
-from tests.torture.rank import Command
+from tests.torture.plan import Shape, Trial
+
+PAUSE = 0.03  # seconds in each forward pass of the first stage: a run should last long enough to be hit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """One `lowbit` command: words of its command line, and variables in addition to this process's own.
+
+    Attributes:
+        log: path of what it prints, without ".out" and ".err", to which it appends. The file that ends in ".started"
+            gets the id of each process that it starts with `python -m`.
+        nan: forward pass of the training that yields NaN, counted from 0; no second time where `nan_at` exists, which
+            then holds the time at which it was.
+    """
+
+    words: tuple[str, ...]
+    environment: dict[str, str]
+    host: int
+    log: Path
+    nan: int | None = None
+    nan_at: Path
+
+    def fork(self, link: SlowLink) -> int:
+        """Start it; returns its process id. It is a child of this process."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        return os.fork() or _become_a_program(lambda: self._run(link))
+
+    def _run(self, link: SlowLink) -> None:
+        from lowbit.cli import main
+
+        os.setsid()
+        link.enter(self.host)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(os.open(f"{self.log}.out", flags, 0o644), 1)
+        os.dup2(os.open(f"{self.log}.err", flags, 0o644), 2)
+        os.closerange(3, 4096)
+        os.environ.update(self.environment)
+        _Forked.started = Path(f"{self.log}.started")
+        subprocess.Popen = _Forked
+        _slow_down(self.nan, self.nan_at)
+        sys.argv = ["lowbit", *self.words]
+        main()
+
+
+def _become_a_program(main: Callable[[], object]) -> NoReturn:
+    """End as an interpreter ends that has run this."""
+    code = 0
+    try:
+        main()
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except KeyboardInterrupt:
+        code = 130
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    ctypes.pythonapi.Py_Exit(code)
+    raise AssertionError
+
+
+class _Forked(subprocess.Popen):
+    """`subprocess.Popen`, of which `python -m module` is a fork of this process."""
+
+    started: Path
+
+    def _execute_child(self, *given: Any) -> None:
+        values = dict(zip(_NAMES, given, strict=True))
+        argv = values["args"]
+        if list(argv[:2]) != [sys.executable, "-m"]:
+            return super()._execute_child(*given)
+        self.pid = os.fork() or _become_a_program(lambda: self._run(values))
+        self._child_created = True
+        with self.started.open("a") as file:
+            file.write(f"{self.pid}\n")
+        self._close_pipe_fds(*(values[name] for name in _PIPES))
+        return None
+
+    def _run(self, values: dict[str, Any]) -> None:
+        if values["start_new_session"]:
+            os.setsid()
+        for target, name in enumerate(("p2cread", "c2pwrite", "errwrite")):
+            if values[name] != -1:
+                os.dup2(values[name], target)
+        for before, after in itertools.pairwise([2, *sorted(values["pass_fds"]), 4096]):
+            os.closerange(before + 1, after)
+        os.environ.clear()
+        os.environ.update(values["env"])
+        sys.stdin = os.fdopen(0)
+        sys.argv = values["args"][2:]
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+
+
+_NAMES = [*inspect.signature(subprocess.Popen._execute_child).parameters][1:]
+_PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+
+
+def _slow_down(nan: int | None, nan_at: Path) -> None:
+    """Let the first stage take its time, and one forward pass of the training go wrong."""
+    forward, count = StageModule.forward, -1
+
+    def wrapped(self: StageModule, x: torch.Tensor) -> torch.Tensor:
+        nonlocal count
+        if self.first:
+            time.sleep(PAUSE)
+        y = forward(self, x)
+        if not torch.is_grad_enabled():
+            return y
+        count += 1
+        if count == nan:
+            with contextlib.suppress(FileExistsError), nan_at.open("x") as file:
+                file.write(str(time.monotonic()))
+                return y * float("nan")
+        return y
+
+    StageModule.forward = wrapped
+
 
 POLL = 0.05
 Curve = list[tuple[int, float, float]]
@@ -132,3 +267,73 @@ class Attempt:
             nan=self.nan.get(rank),
             nan_at=self.nan_at,
         )  # fmt: skip
+
+
+CUT_SECONDS = 40.0  # of a supervised run
+_SECONDS = {"stop20": 20.0, "cut5": 5.0}
+_SECONDS_SUPERVISED = {"cut": CUT_SECONDS, "disk": 8.0}
+
+
+class Fault:
+    """A fault of a trial, in its attempt. `silenced`: ranks that cannot be expected to report anything."""
+
+    def __init__(self, trial: Trial, attempt: Attempt) -> None:
+        self.trial, self.attempt, self.kind = trial, attempt, trial.fault
+        self.began: float | None = None
+        self.ended: float | None = None
+        self.host = attempt.shape.host(trial.victim)
+        self.disk = attempt.output(trial.victim).parent
+        self.silenced = {trial.victim} if self.kind in ("kill", "machine", "stop") else set()
+        if self.kind == "gone":
+            self.silenced = {r for r in range(attempt.shape.ranks) if attempt.shape.host(r) == self.host}
+        # None: for ever, or until the survivors have ended.
+        self._seconds = _SECONDS.get(self.kind)
+        if trial.supervised:
+            self._seconds = (_SECONDS | _SECONDS_SUPERVISED | {"machine": trial.pause}).get(self.kind)
+
+    def begin(self) -> None:
+        victim, attempt = self.trial.victim, self.attempt
+        match self.kind:
+            case "kill" | "machine":
+                attempt.signal(victim, signal.SIGKILL, whole=self.kind == "machine")
+            case "stop" | "stop20":
+                attempt.signal(victim, signal.SIGSTOP)
+            case "cut" | "cut5" | "gone":
+                attempt.link.cut(self.host)
+            case "disk":
+                fill(self.disk)
+        if self.kind == "gone":
+            for rank in self.silenced:
+                attempt.signal(rank, signal.SIGKILL, whole=True)
+        self.began = time.monotonic()
+
+    def tick(self, now: float) -> None:
+        if self.began is None:
+            return
+        over = self._seconds is not None and now >= self.began + self._seconds
+        if over or (self.kind == "stop" and self.attempt.running() == [self.trial.victim]):
+            self.end()
+
+    def end(self) -> None:
+        if self.ended is not None or self.began is None:
+            return
+        self.ended = time.monotonic()
+        victim, attempt = self.trial.victim, self.attempt
+        match self.kind:
+            case "stop" | "stop20":
+                attempt.signal(victim, signal.SIGKILL if self.kind == "stop" else signal.SIGCONT)
+            case "cut" | "cut5" | "gone":
+                attempt.link.restore(self.host)
+            case "disk":
+                (self.disk / "filler").unlink(missing_ok=True)
+            case "machine":
+                attempt.running()
+                attempt.start_rank(victim)
+
+
+def fill(disk: Path) -> None:
+    with contextlib.suppress(OSError), (disk / "filler").open("ab", buffering=0) as file:
+        for size in (1 << 20, 1 << 12, 1):
+            with contextlib.suppress(OSError):
+                while True:
+                    file.write(bytes(size))

@@ -9,12 +9,9 @@ from typing import Any, cast
 
 import pytest
 
-from tests.torture import report
-from tests.torture.attempt import Attempt, End
-from tests.torture.checks import LIMIT, complaints, endings, gave_up
-from tests.torture.faults import Fault
+from tests.torture.attempt import Attempt, End, Fault
 from tests.torture.plan import FAULTS, PLAIN, SHAPES, STEPS, Trial, plan
-from tests.torture.trial import Outcome
+from tests.torture.trial import LIMIT, Outcome, complaints, endings, gave_up, table
 
 
 def _plan(trials: int, *, supervised: bool, seed: int = 0) -> list[Trial]:
@@ -54,11 +51,7 @@ def _broken(fault: str, tmp_path: Path, said: dict[int, str], after: dict[int, f
 
 
 def _complaints(fault: Fault) -> list[str]:
-    return [each.partition(":")[0] for each in complaints(fault.attempt, fault, _ends(fault))]
-
-
-def _ends(fault: Fault) -> list[Any]:
-    return endings(fault.attempt, fault)
+    return [each.partition(":")[0] for each in complaints(fault.attempt, fault, endings(fault.attempt, fault))]
 
 
 GOOD = "step 3 loss 5\nrank 0: error: rank 1 stopped answering\n"
@@ -91,7 +84,7 @@ def test_who_was_stopped_has_its_own_clock_and_cause(tmp_path: Path):
 def test_ranks_that_hear_each_other_say_the_same(tmp_path: Path):
     fault = _broken("disk", tmp_path, {0: GOOD, 1: "rank 1: error: rank 1: full\n"}, {0: 2.0, 1: 1.0})
     assert _complaints(fault) == ["causes"]
-    ends = _ends(fault)
+    ends = endings(fault.attempt, fault)
     ends[0].errors, ends[1].errors = ["rank 1 failed: OSError: full"], ["full"]
     assert not complaints(fault.attempt, fault, ends)
 
@@ -99,8 +92,9 @@ def test_ranks_that_hear_each_other_say_the_same(tmp_path: Path):
 def test_who_waits_for_a_machine_says_how_to_go_on(tmp_path: Path):
     way = "not all machines came back in time. The same command continues from step 4"
     said = f"{GOOD}error: rank 0 ended with exit code 4; {way}\n"
-    assert not gave_up(_ends(_broken("gone", tmp_path / "well", {0: said}, {0: 30.0})))
-    (wrong,) = gave_up(_ends(_broken("gone", tmp_path / "badly", {0: GOOD}, {0: 30.0})))
+    well, badly = (_broken("gone", tmp_path / name, {0: x}, {0: 30.0}) for name, x in (("well", said), ("badly", GOOD)))
+    assert not gave_up(endings(well.attempt, well))
+    (wrong,) = gave_up(endings(badly.attempt, badly))
     assert wrong.startswith("words: the last of rank 0: rank 1 stopped")
 
 
@@ -108,6 +102,6 @@ def test_outcomes_make_a_table():
     trials = _plan(1, supervised=False) + _plan(2, supervised=True)
     outcomes = [Outcome(trial=trial, to_error=4.0 + trial.number) for trial in trials]
     outcomes[2].wrong = ["hang: rank 0 did not end by itself"]
-    lines = report.table(outcomes).splitlines()
+    lines = table(outcomes).splitlines()
     assert lines[1] == "kill,2,plain,1,1,1 ended,4.0,4.0,,"
     assert lines[3].startswith('stop20,2,supervised,1,0,"1 ended, 1 FAILED hang"')

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from lowbit.codecs import BlockFloat8
 from lowbit.gradients import GradientStorage
-from lowbit.gradients.view import StoredGradient
+from lowbit.gradients.stored import StoredGradient
 from lowbit.train import ConfigError, StepMetrics, TrainConfig, train
 from lowbit.train.checkpoints.manifest import TENSORS, newest_step, step_name
 from lowbit.train.config import GradientsConfig

@@ -121,7 +121,7 @@ def _torchrun(node: int, address: str, config: Path, output: Path) -> list[str]:
 
 PASS_ON = """
 import os, signal, subprocess, sys
-import lowbit.job.meeting  # PyTorch starts programs when it is imported
+import lowbit.job.process_group  # PyTorch starts programs when it is imported
 from lowbit.job import launch
 from lowbit.train import LaunchError, from_mapping
 from lowbit.train.launch import start_ranks

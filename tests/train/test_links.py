@@ -16,8 +16,7 @@ from lowbit.train.config import PipelineConfig
 from lowbit.train.layout import make_layout
 from lowbit.train.links import OUTSIDE, Connections, Links, link_name
 from lowbit.train.metrics import read_metrics
-from lowbit.wire.connections import connections_of
-from lowbit.wire.sockets import Segments
+from lowbit.wire.connections import Segments, connections_of
 from lowbit_lab.bench.workers import Workers
 from lowbit_lab.network import Link, SlowLink
 from tests.processes import Ranks

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lowbit.job.meeting import new_secret
+from lowbit.job.process_group import new_secret
 from lowbit.train import progress as module
 from lowbit.train import train
 from lowbit.train.metrics import StepMetrics, Work, step_metrics

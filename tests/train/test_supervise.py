@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lowbit.job.process import ALONE, DIVERGED, FAILED, USAGE
+from lowbit.job.output import ALONE, DIVERGED, FAILED, USAGE
 from lowbit.train import ConfigError, LaunchError, TrainConfig, launch, run
 from lowbit.train.launch import Attempts, supervise
 from tests.processes import Ranks

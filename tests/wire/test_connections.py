@@ -1,11 +1,14 @@
-"""Messages over several connections for each pair of ranks."""
+"""Messages over several connections for each pair of ranks; what connections lose, and how they control congestion."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import socket
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -15,11 +18,11 @@ import torch.distributed as dist
 
 from lowbit.codecs import Cast, GroupInt, TransformQuant
 from lowbit.collectives import DamagedError, PeerError, all_reduce
-from lowbit.wire import mailbox, tags
-from lowbit.wire.connections import LEAST_PIECE, MOST_CONNECTIONS, connect_more, connections_of, pieces
+from lowbit.wire import connections, mailbox, tags
+from lowbit.wire.connections import LEAST_PIECE, MOST_CONNECTIONS, Segments, connect_more, connections_of, segments
 from lowbit.wire.errors import AgreementError
-from lowbit.wire.groups import default_group
 from lowbit.wire.messages import Messages
+from lowbit.wire.pytorch import default_group
 from tests.damage import Flip, on_the_way
 from tests.pipeline import toy
 from tests.processes import Ranks
@@ -72,13 +75,11 @@ def test_pieces_cover_the_class_once_each_over_another_connection():
     class Group:
         pass
 
-    from lowbit.wire import connections
-
     group: Any = Group()
     connections._more[group], connections._used[group] = [Group() for _ in range(6)], 5  # type: ignore[list-item]
     for nbytes in (1, 300, 70_000, 98_304, 98_305, 1 << 20, (1 << 24) + 1):
         for channel in (0, 1, 7):
-            found = list(pieces(group, channel, nbytes))
+            found = list(connections.pieces(group, channel, nbytes))
             if nbytes <= 300:
                 assert found == [(group, slice(0, None))]
                 continue
@@ -196,7 +197,7 @@ def silent(which: int) -> str:
             lambda send, *args: (
                 started(send, *args)
                 if send.__self__ is not connections_of(default_group())[which]
-                else mailbox._Failed(RuntimeError("dropped"))
+                else RuntimeError("dropped")
             ),
         ):
             messages.send(torch.zeros(200_000, dtype=torch.uint8), 0)
@@ -230,3 +231,89 @@ def own_number() -> str:
 def test_ranks_agree_on_the_number(ranks: Ranks):
     for text in ranks.run(own_number):
         assert "connections" in text
+
+
+ALLOWED = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control")
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """A connection between two addresses, as between two machines, and one within an address."""
+    with socket.socket() as listener, socket.socket() as caller:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        caller.bind(("127.0.0.2", 0))
+        with socket.create_connection(listener.getsockname()):
+            listener.accept()[0].close()
+            caller.connect(listener.getsockname())
+            with listener.accept()[0] as called:
+                yield caller, called
+
+
+def test_segments_of_connections_to_other_addresses_are_counted(pair: tuple[socket.socket, socket.socket]):
+    before = segments()
+    for _ in range(20):
+        pair[0].sendall(bytes(1000))
+        pair[1].recv(1000)
+    sent, again = segments()
+    assert 1 <= sent - before.sent <= 20
+    assert again - before.again <= 1
+
+
+@pytest.mark.parametrize(("known", "again"), [(220, 3), (192, 10)])
+def test_segments_that_arrived_twice_were_not_lost(monkeypatch: pytest.MonkeyPatch, known: int, again: int):
+    info = bytearray(220)
+    for offset, value in ((100, 10), (156, 5000), (216, 7)):
+        struct.pack_into("I", info, offset, value)
+    monkeypatch.setattr(
+        connections, "_connections", lambda: [SimpleNamespace(getsockopt=lambda *_: bytes(info[:known]))]
+    )
+    assert segments() == (5000, again)
+
+
+def test_congestion_control_is_that_of_the_connection_and_can_be_changed(pair: tuple[socket.socket, socket.socket]):
+    allowed = ALLOWED.read_text().split()
+    for name in allowed:
+        assert connections.set_congestion_control(name)
+        assert connections.congestion_control() == name
+        assert pair[0].getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode() == name
+    assert not connections.set_congestion_control("nosuch")
+    assert connections.congestion_control() == allowed[-1]
+
+
+def test_connections_that_no_other_process_names_are_left_alone(pair: tuple[socket.socket, socket.socket]):
+    (here, there), *_ = connections.ends()
+    first, *_, last = ALLOWED.read_text().split()
+    assert connections.set_congestion_control(first)
+    assert not connections.set_congestion_control(last, [["127.0.0.2 1", "127.0.0.1 1"]])
+    assert connections.congestion_control() == first
+    assert connections.set_congestion_control(last, [[there, here]])
+    assert connections.congestion_control() == last
+
+
+def test_looking_leaves_the_connections_and_no_file_open(pair: tuple[socket.socket, socket.socket]):
+    before = os.listdir("/proc/self/fd")
+    assert segments().sent >= 0
+    assert connections.congestion_control()
+    assert not connections.set_congestion_control("nosuch")
+    assert os.listdir("/proc/self/fd") == before
+    pair[0].sendall(b"there")
+    assert pair[1].recv(9) == b"there"
+
+
+def test_without_connections_there_is_nothing_to_say(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(connections, "_connections", lambda: iter(()))
+    assert (segments(), connections.congestion_control(), connections.set_congestion_control("cubic")) == (
+        (0, 0),
+        "",
+        False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("sent", "again", "lossy"),
+    [(0, 0, False), (11_000, 3, False), (20_000, 10, True), (1_000_000, 49, False), (1_000_000, 50, True)],
+)
+def test_a_few_segments_sent_again_mean_nothing(sent: int, again: int, lossy: bool):
+    now = Segments(500 + sent, 7 + again)
+    assert connections.is_lossy(now.since(Segments(500, 7)), again) == lossy

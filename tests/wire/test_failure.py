@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lowbit.collectives import PeerError
 from lowbit.wire.checksum import signature
 from lowbit.wire.failure import FailureBoard
-from lowbit.wire.groups import default_group
+from lowbit.wire.pytorch import default_group
 from lowbit.wire.store import Board
 from tests.processes import Ranks
 

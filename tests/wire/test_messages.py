@@ -1,9 +1,12 @@
-"""Single messages between two ranks."""
+"""Single messages between two ranks, what is measured with them, and values of all ranks."""
 
 from __future__ import annotations
 
+import math
 import time
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,9 +14,19 @@ import torch.distributed as dist
 
 from lowbit.collectives import DamagedError, PeerError
 from lowbit.wire import messages as module
-from lowbit.wire.messages import Messages
+from lowbit.wire.messages import (
+    MOST_BYTES,
+    Messages,
+    Trip,
+    gather_json,
+    gather_tensor,
+    neighbours,
+    round_trip,
+    send_rate,
+    take_rate,
+)
 from tests.damage import Flip, Replay, on_the_way
-from tests.processes import Ranks
+from tests.processes import Ranks, on_ranks
 
 VALUE = {"names": ["a", "ü"], "shape": [3, 4], "none": None, "nan": float("inf")}
 
@@ -105,3 +118,182 @@ def test_what_a_peer_tells_is_read_with_care(ranks: Ranks):
     assert ranks.run(told, 3, b"[1,")[0].startswith("rank 1 sent text that is not JSON: ")
     deep = b"[" * 100_000
     assert ranks.run(told, len(deep), deep)[0].startswith("rank 1 sent text that is not JSON: ")
+
+
+DELAY = 0.04  # seconds that a message takes longer
+AHEAD = 7_000_000_000  # nanoseconds of rank 1's clock
+
+
+def _trip() -> Trip:
+    messages, send = Messages(None, "test", timeout=20), Messages.send
+
+    def late(*args: Any) -> Any:
+        time.sleep(DELAY)
+        return send(*args)
+
+    with mock.patch.object(Messages, "send", late):
+        return round_trip(messages, 1 - messages.rank, lambda: time.time_ns() + AHEAD * messages.rank)
+
+
+def test_both_ranks_learn_the_round_trip_and_the_offset_of_their_clocks(ranks: Ranks):
+    first, second = ranks.run(_trip)
+    assert first == second
+    assert first.seconds >= 2 * DELAY
+    assert abs(first.offset + AHEAD) <= first.error
+    assert first.error >= 1e9 * DELAY
+
+
+def _rate(trip: float, rate: float, seconds: float) -> tuple[float | None, list[int]]:
+    """The rate that is measured, and the sizes of what arrives, on a clock that only messages of a probe move on."""
+    messages, sizes, now = Messages(None, "test", timeout=60), list[int](), [0.0]
+    send, expect = Messages.send, Messages.expect
+
+    def slow(self: Messages, payload: torch.Tensor, to: int) -> Any:
+        if payload.nbytes > 8:
+            now[0] += trip + 8e-6 * payload.nbytes / rate
+        return send(self, payload, to)
+
+    def counted(self: Messages, nbytes: int, *args: Any) -> Any:
+        sizes.append(nbytes)
+        return expect(self, nbytes, *args)
+
+    with (
+        mock.patch.object(Messages, "send", slow),
+        mock.patch.object(Messages, "expect", counted),
+        mock.patch.object(module, "time", SimpleNamespace(perf_counter=lambda: now[0])),
+    ):
+        if messages.rank:
+            take_rate(messages, 0)
+            return None, [size for size in sizes if size > 8]
+        return send_rate(messages, 1, trip=trip, seconds=seconds), []
+
+
+@pytest.mark.parametrize(
+    ("trip", "rate", "seconds", "sizes"),
+    [
+        (0.0, 25.0, 0.0, [1 << 18, 1 << 19]),
+        (0.04, 100.0, 0.0, [1 << 18, 1 << 21, 1 << 22]),
+        (0.0, 50.0, 0.4, [1 << 18, 1 << 20, 1 << 20, 1 << 20]),
+        (0.0, 9000.0, 0.0, [1 << 18, 1 << 24]),
+    ],
+)
+def test_messages_grow_until_their_rate_counts(
+    ranks: Ranks, trip: float, rate: float, seconds: float, sizes: list[int]
+):
+    (found, _), (_, arrived) = ranks.run(_rate, trip, rate, seconds)
+    assert arrived == sizes
+    assert found == pytest.approx(rate)
+
+
+def test_neighbours_measure_in_turn():
+    assert neighbours(1) == []
+    assert neighbours(2) == [(0, 1)]
+    assert neighbours(4) == [(0, 1), (2, 3), (1, 2), (3, 0)]
+
+
+def _lies(nbytes: int) -> str:
+    messages = Messages(None, "test", timeout=20)
+    with mock.patch.object(module, "_MOST_MESSAGES", 2):
+        if messages.rank:
+            for _ in range(2 if nbytes in module._SIZES else 1):
+                messages.send(torch.tensor([nbytes]), 0).wait()
+                if nbytes in module._SIZES:
+                    messages.receive(8, 0)
+                    messages.send(torch.zeros(nbytes, dtype=torch.uint8), 0).wait()
+                    messages.receive(8, 0)
+            return ""
+        try:
+            take_rate(messages, 1)
+        except ValueError as error:
+            return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "said"),
+    [
+        (-1, "announces a probe of -1 bytes; allowed: "),
+        (1 << 40, "announces a probe of"),
+        (1 << 18, "more than 2 messages"),
+    ],
+)
+def test_a_sender_that_lies_is_named(ranks: Ranks, nbytes: int, said: str):
+    assert said in ranks.run(_lies, nbytes)[0]
+
+
+VALUES = [
+    None,
+    {},
+    [],
+    "",
+    {"name": [1, -(2**70), 0.1, 1e-310, True], "ü": {"": []}},
+    [math.inf, -math.inf, 5e-324],
+    "long " * 5000,
+]
+
+
+def states(count: int) -> Any:
+    rank = dist.get_rank()
+    return [gather_json(VALUES[(rank + i) % len(VALUES)]) for i in range(count)]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_values_of_any_size_and_kind_arrive_as_they_are(ranks: Ranks, size: int):
+    expected = [[VALUES[(rank + i) % len(VALUES)] for rank in range(size)] for i in range(7)]
+    assert ranks.run(states, 7, ranks=size) == [expected] * size
+
+
+@on_ranks(3)
+def test_nan_arrives_tuples_become_lists_and_a_group_may_be_a_part() -> None:
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        gather_json(object())
+    stated = gather_json((dist.get_rank(), math.nan))
+    assert [first for first, _ in stated] == [0, 1, 2]
+    assert all(math.isnan(second) for _, second in stated)
+    pair = dist.new_group([0, 1])
+    if dist.get_rank() < 2:
+        assert gather_json("only two", pair) == ["only two"] * 2
+
+
+def hostile(length: int, text: bytes) -> str:
+    """Rank 1 announces a length and sends a text of its own; what rank 0 says of it."""
+    if dist.get_rank() == 0:
+        with pytest.raises(ValueError, match="rank") as caught:
+            gather_json({"fair": True})
+        return str(caught.value)
+    sizes = torch.empty(2, dtype=torch.int64)
+    module.pytorch.gather(sizes, torch.tensor([length]), dist.group.WORLD)
+    longest = int(sizes.max())
+    if 0 < length <= MOST_BYTES:
+        message = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8)
+        module.pytorch.gather(torch.empty(2 * longest, dtype=torch.uint8), message, dist.group.WORLD)
+    return ""
+
+
+PICKLE = b"cos\nsystem\n(S'false'\ntR."
+
+
+@pytest.mark.parametrize(
+    ("length", "text", "message"),
+    [
+        (len(PICKLE), PICKLE, "what rank 1 of the group stated is not JSON: Expecting value"),
+        (4, b"\xff\xfe\x00\x01", "what rank 1 of the group stated is not JSON"),
+        (40000, b"[" * 40000, "what rank 1 of the group stated is not JSON"),
+        (5000, b"9" * 5000, "what rank 1 of the group stated is not JSON"),
+        (2**62, b"", f"ranks state [14, {2**62}] bytes; allowed: 1 to {MOST_BYTES} each"),
+        (-1, b"", "ranks state [14, -1] bytes"),
+        (0, b"", "ranks state [14, 0] bytes"),
+    ],
+)
+def test_a_peer_that_sends_something_else_is_an_error(ranks: Ranks, length: int, text: bytes, message: str):
+    assert ranks.run(hostile, length, text)[0].startswith(message)
+
+
+@on_ranks
+def test_tensors_arrive_bit_for_bit() -> None:
+    x = torch.full((2, 3), math.nan if dist.get_rank() else 0.1).T
+    stacked = gather_tensor(x)
+    assert stacked.shape == (2, 3, 2)
+    assert torch.equal(stacked[0], torch.full((3, 2), 0.1))
+    assert stacked[1].isnan().all()
+    assert gather_tensor(torch.empty(0)).shape == (2, 0)

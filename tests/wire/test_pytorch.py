@@ -1,5 +1,6 @@
 """Which versions of PyTorch are taken, and what a user of another one reads before any rank starts."""
 
+import platform
 import subprocess
 import tomllib
 from pathlib import Path
@@ -51,7 +52,8 @@ def test_the_package_asks_for_the_same_versions():
 def test_commands_say_so_before_any_rank_starts(command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     Path("train.json").write_text(tiny(tmp_path).to_json())
-    SlowLink.available()  # starts processes at its first call only, which are no ranks
+    SlowLink.available()  # this and the next start processes at their first call only, which are no ranks
+    platform.processor()
     monkeypatch.setattr(torch, "__version__", "2.16.0")
     monkeypatch.setattr(subprocess, "Popen", None)
     result = invoke(*command)

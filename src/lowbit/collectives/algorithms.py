@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from lowbit.codecs.base import Summable
 from lowbit.collectives.exchange import PayloadExchange
+
+Put = Callable[[slice, Tensor], None]
+"""Writes the payload of a piece of a tensor to memory of its size."""
+Take = Callable[[slice, Tensor], None]
+"""Replaces a piece of a tensor by the elements of a payload."""
 
 _ALIGN = 16  # elements: shards start at multiples of it, for vector registers
 _MOST_CHUNKS = 1 << 13  # so that two messages for each chunk have distinct tags
@@ -42,7 +47,6 @@ class Shards:
 
     @property
     def chunks(self) -> int:
-        """Chunks of a whole shard."""
         return -(-self.length // self.chunk) if self.length else 0
 
     def piece(self, rank: int, index: int) -> slice:
@@ -106,37 +110,22 @@ def two_shot(
     _two_shot(put, take, codec, exchange, shards, _total(x.device, shards), divisor, note_loss)
 
 
-class Coded(Protocol):
-    """A tensor that is stored as payloads of a codec, which can be cut at multiples of the codec's `unit`.
-
-    Attributes:
-        numel: elements, a multiple of the unit. device: device of the payloads.
-    """
-
-    numel: int
-    device: torch.device
-
-    def put(self, piece: slice, box: Tensor) -> None:
-        """Copy the payload of these elements, whose first index is a multiple of the unit, to `box`."""
-        ...
-
-    def take(self, piece: slice, payload: Tensor) -> None:
-        """Replace these elements by those of a payload."""
-        ...
-
-
-def two_shot_coded(x: Coded, codec: Summable, exchange: PayloadExchange, *, chunk: int, divisor: int) -> None:
+def two_shot_coded(
+    put: Put, take: Take, codec: Summable, exchange: PayloadExchange, *, numel: int, chunk: int, divisor: int,
+    device: torch.device,
+) -> None:  # fmt: skip
     """`two_shot` for an encoded tensor: its payloads are sent unchanged, and those of the sum are stored unchanged.
 
-    Only the sum is encoded here, and only one chunk of it exists in float32 at a time.
+    Only the sum is encoded here, and only one chunk of it exists in float32 at a time. Pieces begin at multiples of the
+    codec's `unit`. `device`: of the payloads.
     """
-    shards = Shards(numel=x.numel, ranks=exchange.ranks, chunk=chunk, grain=codec.unit)
-    _two_shot(x.put, x.take, codec, exchange, shards, _total(x.device, shards), divisor)
+    shards = Shards(numel=numel, ranks=exchange.ranks, chunk=chunk, grain=codec.unit)
+    _two_shot(put, take, codec, exchange, shards, _total(device, shards), divisor)
 
 
 def _two_shot(
-    put: Callable[[slice, Tensor], None],
-    take: Callable[[slice, Tensor], None],
+    put: Put,
+    take: Take,
     codec: Summable,
     exchange: PayloadExchange,
     shards: Shards,
@@ -144,7 +133,6 @@ def _two_shot(
     divisor: int,
     note_loss: Callable[[int, Tensor, Tensor], None] = lambda *_: None,
 ) -> None:
-    """Run both shots: `put` fills the box for a piece, `take` gets the payload of the piece's sum."""
     rank, ranks, whole = exchange.rank, exchange.ranks, codec.whole()
     # Post all receives first: a sender starts only once it knows of the receive, and that notice would queue behind
     # everything that this rank sends to it.
@@ -170,10 +158,7 @@ def _two_shot(
 def one_shot(
     x: Tensor, codec: Summable, exchange: PayloadExchange, *, chunk: int, divisor: int, errors: Tensor | None = None
 ) -> None:
-    """Replace `x` by the sum over all ranks, divided by `divisor`: one quantization, but all data go to all ranks.
-
-    Every rank decodes all payloads, its own included, and adds them up in float32 in the order of the ranks.
-    """
+    """Replace `x` by the sum over all ranks, divided by `divisor`: one quantization, but all data go to all ranks."""
     shards = Shards(numel=x.numel(), ranks=1, chunk=chunk, grain=codec.grain)
     _gather(x, codec, exchange, shards, errors)
     total = _total(x.device, shards)
@@ -213,8 +198,7 @@ def _open_scatter(codec: Summable, exchange: PayloadExchange, shards: Shards) ->
         exchange.open(k, [sizes[exchange.rank]] * exchange.ranks, sizes)
 
 
-def _scatter(put: Callable[[slice, Tensor], None], exchange: PayloadExchange, shards: Shards, k: int) -> None:
-    """Send chunk k of every rank's shard to that rank, on lane k."""
+def _scatter(put: Put, exchange: PayloadExchange, shards: Shards, k: int) -> None:
     for step in range(1, exchange.ranks + 1):  # each rank begins with its successor and ends with itself
         to = (exchange.rank + step) % exchange.ranks
         piece = shards.piece(to, k)
@@ -224,7 +208,6 @@ def _scatter(put: Callable[[slice, Tensor], None], exchange: PayloadExchange, sh
 
 
 def _gather(x: Tensor, codec: Summable, exchange: PayloadExchange, shards: Shards, errors: Tensor | None) -> None:
-    """Encode `x` (a single shard) and send it to all ranks, chunk k on lane k."""
     for k in range(shards.chunks):
         size = codec.nbytes((shards.size(0, k),))
         exchange.open(k, [size] * exchange.ranks, [size])
@@ -241,10 +224,7 @@ def _total(device: torch.device, shards: Shards) -> Tensor:
 def _add_up(
     out: Tensor, codec: Summable, exchange: PayloadExchange, lane: int, divisor: int, scratch: Tensor | None = None
 ) -> Tensor:
-    """Decode the payloads of a lane and write their sum to `out`, in the order of the ranks.
-
-    `scratch`: at least as many float32 elements, where `out` is not float32.
-    """
+    """Decode the payloads of a lane and write their sum to `out`, in the order of the ranks."""
     if out.numel():
         payloads = (exchange.take(lane, source) for source in range(exchange.ranks))
         codec.sum(payloads, out=out, divisor=divisor, scratch=None if scratch is None else scratch[: out.numel()])

@@ -28,7 +28,7 @@ from lowbit.wire.agreement import Agreement
 from lowbit.wire.checksum import Checksums, secret_facts
 from lowbit.wire.errors import AgreementError
 from lowbit.wire.failure import FailureBoard
-from lowbit.wire.groups import rank_names
+from lowbit.wire.pytorch import rank_names
 
 _IDLE = 5.0  # seconds without calls after which the threads of a queue end
 _SLOW, _LOOK = 2.0, 0.5  # seconds until a call first checks whether the others are in the same one, and between checks
@@ -44,13 +44,10 @@ Transport = Literal["auto", "messages", "collectives"]
 class CollectiveCall:
     """One call of a collective, on one rank.
 
-    Args:
-        facts: everything that must be equal on all ranks; "collective" is the name of the call.
-        timeout: seconds within which the failure of a peer is noticed.
-        work: the algorithm; the queue waits for its sends afterwards.
-        transport: "auto" means messages if the backend has tags, which is Gloo between CPUs.
-        layer: layer that makes this call. Calls that differ only in it share an agreement; a rank in another layer is
-            detected by the messages' tags or, without messages, by the checksums.
+    `facts`: everything that must be equal on all ranks; "collective" is the name of the call. `work`: the algorithm;
+    the queue waits for its sends afterwards. `transport`: "auto" means messages if the backend has tags, which is Gloo
+    between CPUs. `layer`: calls that differ only in it share an agreement; a rank in another layer is detected by the
+    messages' tags or, without messages, by the checksums.
     """
 
     facts: Mapping[str, str]
@@ -70,7 +67,6 @@ class CollectiveCall:
 
     @property
     def stated(self) -> dict[str, str]:
-        """The facts that define the kind of this call."""
         transport = "messages" if self.as_messages else "collectives"
         return {**self.facts, "transport": transport, "checksums": "on" if self.checksums else "off"}
 
@@ -127,7 +123,7 @@ class CallQueue:
 
     def __init__(self) -> None:
         self.scratch = Scratch()
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self.jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._current: _Job | None = None
         self._calls = 0
@@ -135,7 +131,7 @@ class CallQueue:
         self._slow: list[Agreement] = []
         self._failure: BaseException | None = None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._threads: list[threading.Thread] = []
+        self.threads: list[threading.Thread] = []
 
     def submit(self, call: CollectiveCall) -> Pending:
         with self._lock:
@@ -146,28 +142,22 @@ class CallQueue:
                 job.event = torch.cuda.Event()
                 job.event.record(torch.cuda.current_stream(call.device))
             self._calls += 1
-            self._jobs.put(job)
+            self.jobs.put(job)
             if self not in _busy:
                 _busy.add(self)
                 ended = threading.Event()
-                self._threads = [
+                self.threads = [
                     threading.Thread(target=target, args=(ended,), name=f"lowbit-{name}", daemon=True)
                     for name, target in (("calls", self._work), ("watch", self._watch))
                 ]
-                for thread in self._threads:
+                for thread in self.threads:
                     thread.start()
         return Pending(job)
-
-    def end(self) -> None:
-        """End the threads; those that wait for a peer may stay."""
-        self._jobs.put(None)
-        for thread in self._threads:
-            thread.join(_LAST)
 
     def _work(self, ended: threading.Event) -> None:
         while True:
             try:
-                job = self._jobs.get(timeout=_IDLE)
+                job = self.jobs.get(timeout=_IDLE)
             except queue.Empty:
                 job = None
             if job is not None:
@@ -179,7 +169,7 @@ class CallQueue:
                 del future, error
                 continue
             with self._lock:
-                if self._jobs.empty():
+                if self.jobs.empty():
                     _busy.discard(self)
                     ended.set()
                     return
@@ -261,7 +251,9 @@ _busy: set[CallQueue] = set()  # queues with running threads, even after their g
 def _end_all() -> None:
     """End all threads: one that is inside PyTorch when the interpreter ends would abort the process."""
     for calls in list(_busy):
-        calls.end()
+        calls.jobs.put(None)
+        for thread in calls.threads:  # those that wait for a peer may stay
+            thread.join(_LAST)
 
 
 def queue_of(group: dist.ProcessGroup) -> CallQueue:

@@ -35,7 +35,6 @@ class Scratch:
         self._most: dict[torch.device, int] = {}
 
     def reset(self) -> None:
-        """Free all memory for reuse."""
         for device, used in self._used.items():
             self._most[device] = max(self._most.get(device, 0), sum(used))
             if len(used) > 1:
@@ -58,7 +57,6 @@ class Scratch:
         return blocks[-1][:nbytes]
 
     def nbytes(self) -> int:
-        """Bytes held."""
         return sum(block.numel() for blocks in self._blocks.values() for block in blocks)
 
 
@@ -113,7 +111,6 @@ class PayloadExchange(ABC):
         self._lanes[number] = _LaneBuffers(received, sent, incoming, outgoing)
 
     def box(self, lane: int, to: int = 0) -> Tensor:
-        """Memory to write the payload for a rank to: uint8, as many bytes as announced."""
         row, size = self._outgoing(self._lanes[lane], to)
         return row[:size]
 
@@ -123,10 +120,7 @@ class PayloadExchange(ABC):
 
     @abstractmethod
     def take(self, lane: int, source: int) -> Tensor:
-        """Wait for the payload from a rank: uint8, as many bytes as announced.
-
-        Raises a DamagedError if it did not arrive as it was sent; some exchanges raise this only in `finish`.
-        """
+        """Wait for a rank's payload: uint8, as many bytes as announced; it, or `finish`, raises a DamagedError."""
 
     @abstractmethod
     def finish(self) -> None:
@@ -202,10 +196,7 @@ class MessageExchange(PayloadExchange):
 
 
 class CollectiveExchange(PayloadExchange):
-    """Runs one of PyTorch's collectives for each lane, on any backend; rows are padded to the longest.
-
-    Checksums are computed and compared on the payloads' device; the host reads the outcomes in `finish`.
-    """
+    """Runs one of PyTorch's collectives for each lane, on any backend; checksums stay on the device until `finish`."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, scratch: Scratch, marks: Marks) -> None:
         super().__init__(group, device, scratch, marks)
@@ -244,10 +235,7 @@ class CollectiveExchange(PayloadExchange):
         return row[:size]
 
     def damaged(self) -> Tensor | None:
-        """Whether a payload that was taken is damaged: bool () on the device, None if unknown. Replaces `finish`.
-
-        The host does not wait for it.
-        """
+        """Whether a payload that was taken is damaged: bool () on the device, None if unknown. Replaces `finish`."""
         return self._verdicts.together()
 
     def finish(self) -> None:

@@ -1,4 +1,7 @@
-"""`all_reduce`, `reduce_scatter` and `all_gather` in few bits."""
+"""`all_reduce`, `reduce_scatter` and `all_gather` in few bits.
+
+Arguments are checked in the caller: an error on the calls' thread would end the group.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +9,96 @@ from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lowbit.codecs.base import Codec, Summable
+from lowbit.codecs.checks import FLOATS, check_choice, check_int, check_timeout
 from lowbit.collectives import algorithms
-from lowbit.collectives.algorithms import CHUNK, SMALL, Coded, Shards
+from lowbit.collectives.algorithms import CHUNK, SMALL, Put, Shards, Take
 from lowbit.collectives.calls import TIMEOUT, CollectiveCall, Pending, Transport, queue_of
-from lowbit.collectives.checks import check_call, check_errors, check_pair, check_summable, check_tensor, described
 from lowbit.collectives.exchange import PayloadExchange
 from lowbit.wire import pytorch
-from lowbit.wire.checksum import sealed_bytes
-from lowbit.wire.groups import plain
+from lowbit.wire.checksum import check_checksums, sealed_bytes
+from lowbit.wire.pytorch import plain
 
 Op = Literal["sum", "avg"]
 Algorithm = Literal["two_shot", "one_shot", "auto"]
+
+
+def described(x: Tensor) -> str:
+    """Format dtype and shape."""
+    return f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}"
+
+
+def check_summable(codec: object) -> Summable:
+    """Return the codec if it can encode flat pieces of any tensor in any order; otherwise raise a TypeError."""
+    if not isinstance(codec, Codec):
+        raise TypeError(f"codec is {codec!r}; allowed: a codec such as lowbit.codecs.GroupInt(bits=8)")
+    if not isinstance(codec, Summable) or codec.shaped:
+        reason = "keeps state between messages" if codec.stateful else "is made for the tokens of activations"
+        raise TypeError(
+            f"codec is {codec}, which {reason}: it cannot be summed; allowed: a codec without state whose format "
+            "does not depend on the tensor's shape, such as GroupInt or Cast"
+        )
+    return codec
+
+
+def check_flat(codec: object) -> None:
+    """Raise unless the codec can be summed and accepts flat pieces of any length, such as gradients."""
+    grain = check_summable(codec).grain
+    if grain > 1:
+        raise ValueError(
+            f"codec is {codec}, for rows of {grain} elements; allowed for gradients: formats for any length, "
+            "such as GroupInt"
+        )
+
+
+def check_call(
+    codec: object,
+    *,
+    op: object = "sum",
+    algorithm: object = "two_shot",
+    transport: object = "auto",
+    small: object = SMALL,
+    chunk: object = CHUNK,
+    timeout: object = TIMEOUT,
+    checksums: object = True,
+) -> Summable:
+    """Check the arguments of a collective, except its tensors; returns the codec."""
+    summable = check_summable(codec)
+    check_checksums(checksums)
+    check_choice("op", op, ("sum", "avg"))
+    check_choice("algorithm", algorithm, ("two_shot", "one_shot", "auto"))
+    check_choice("transport", transport, ("auto", "messages", "collectives"))
+    check_int("small", small, 0, 1 << 60)
+    check_int("chunk", chunk, 16, 1 << 30, multiple=16)
+    check_timeout(timeout)
+    return summable
+
+
+def check_tensor(name: str, x: object, codec: Summable, ranks: int, *, written: bool) -> None:
+    """Raise unless the codec, which may be made for a number of ranks and for whole rows, can encode `x`."""
+    if not isinstance(x, Tensor) or x.dtype not in FLOATS:
+        kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"{name} is {kind}; allowed: a tensor of {', '.join(map(str, FLOATS))}")
+    if codec.ranks not in (None, ranks):
+        raise ValueError(f"codec is {codec}; allowed in a group of {ranks}: one for {ranks} ranks")
+    if x.numel() % codec.grain or (x.dim() > 1 and codec.grain > 1 and x.shape[-1] != codec.grain):
+        raise ValueError(
+            f"{name} is {described(x)}; allowed with {codec}: (..., {codec.grain}), or flat in multiples of it"
+        )
+    if written:
+        _check_written(name, x)
+
+
+def _check_written(name: str, x: Tensor) -> None:
+    if x.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError(
+            f"{name} was made in inference mode, which is off now; "
+            "allowed: a tensor made outside it, or a call inside it"
+        )
 
 
 def all_reduce(
@@ -87,7 +165,10 @@ def all_reduce(
         checksums=checksums,
     )  # fmt: skip
     check_tensor("tensor", tensor, codec, ranks, written=True)
-    check_errors(errors, tensor)
+    if errors is not None:
+        if errors.dtype != torch.float32 or errors.shape != tensor.shape or not errors.is_contiguous():
+            raise ValueError(f"errors is {described(errors)}; allowed: contiguous float32 {tuple(tensor.shape)}")
+        _check_written("errors", errors)
     flat = tensor.detach().reshape(-1)  # the tensor itself if it is contiguous, otherwise a copy
     rest = None if errors is None else errors.view(-1)
     coded = ranks > 1 and tensor.numel() >= max(1, small)
@@ -97,10 +178,15 @@ def all_reduce(
     sums = partial(kind, codec=codec, chunk=chunk, divisor=divisor)
 
     def work(exchange: PayloadExchange) -> None:
-        if not coded:
-            _sum_uncoded(flat, group, ranks, divisor, rest, timeout)
-        else:
+        if coded:
             sums(flat, exchange=exchange, errors=rest)
+        else:
+            if ranks > 1 and flat.numel():
+                total = flat.float()
+                pytorch.finish(pytorch.total(total, group), group, timeout)
+                flat.copy_(total.div_(divisor) if divisor > 1 else total)
+            if rest is not None:
+                rest.zero_()
         _copy_back(flat, tensor)
 
     facts = _facts("all_reduce", tensor, codec, op=op, chunk=chunk, small=small, algorithm=algorithm)
@@ -138,22 +224,21 @@ def all_reduce_bytes(
 
 
 def average_coded(
-    x: Coded, codec: Summable, group: dist.ProcessGroup | None = None, *, timeout: float = TIMEOUT,
-    transport: Transport = "auto", checksums: bool = True,
+    put: Put, take: Take, codec: Summable, group: dist.ProcessGroup, *, numel: int, device: torch.device,
+    timeout: float, checksums: bool,
 ) -> Pending:  # fmt: skip
     """Start to replace a tensor that is stored as payloads by its mean over all ranks; bit-identical on all of them.
 
     This is `all_reduce` by two_shot without its first encoding: stored payloads are sent, the mean's are stored.
 
-    `x` has the same number of elements on all ranks, of which there must be several. `codec`: of its payloads, with a
-    `unit`. Others: as for `all_reduce`.
+    `numel`: the same on all ranks, of which there must be several; a multiple of the codec's `unit`.
     """
-    group = plain(group)
-    sums = partial(algorithms.two_shot_coded, x, codec, chunk=CHUNK, divisor=group.size())
-    facts = {"collective": "average of coded tensors", "tensor": f"{x.numel} elements", "codec": codec.identity()}
+    sums = partial(
+        algorithms.two_shot_coded, put, take, codec, numel=numel, chunk=CHUNK, divisor=group.size(), device=device
+    )
+    facts = {"collective": "average of coded tensors", "tensor": f"{numel} elements", "codec": codec.identity()}
     call = CollectiveCall(
-        facts=facts, group=group, device=x.device, timeout=timeout, work=sums, transport=transport,
-        checksums=checksums,
+        facts=facts, group=group, device=device, timeout=timeout, work=sums, checksums=checksums,
     )  # fmt: skip
     return queue_of(group).submit(call)
 
@@ -261,7 +346,13 @@ def _copying_call(
     tensors = {"output": output, "input": input}
     for name, x in tensors.items():
         check_tensor(name, x, codec, ranks, written=name == "output")
-    check_pair(part, tensors[part], whole, tensors[whole], ranks)
+    share, all_shares = tensors[part], tensors[whole]
+    if share.numel() * ranks != all_shares.numel() or share.device != all_shares.device:
+        raise ValueError(
+            f"{part} has {share.numel()} elements on {share.device}, "
+            f"{whole} {all_shares.numel()} on {all_shares.device}; "
+            f"allowed: {ranks} times as many in {whole}, one share for each of the {ranks} ranks"
+        )
     flat, target = input.detach().reshape(-1), output.detach().reshape(-1)
 
     def work(exchange: PayloadExchange) -> None:
@@ -285,17 +376,6 @@ def _started(call: CollectiveCall, async_op: bool) -> Pending | None:
 
 def _chosen(algorithm: Algorithm, numel: int, codec: Summable, ranks: int) -> Algorithm:
     return algorithms.choose(ranks, codec.nbytes((numel,))) if algorithm == "auto" else algorithm
-
-
-def _sum_uncoded(
-    flat: Tensor, group: dist.ProcessGroup, ranks: int, divisor: int, errors: Tensor | None, timeout: float
-) -> None:
-    if ranks > 1 and flat.numel():
-        total = flat.float()
-        pytorch.finish(pytorch.total(total, group), group, timeout)
-        flat.copy_(total.div_(divisor) if divisor > 1 else total)
-    if errors is not None:
-        errors.zero_()
 
 
 def _copy_back(flat: Tensor, x: Tensor) -> None:

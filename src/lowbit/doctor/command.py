@@ -18,7 +18,7 @@ from lowbit.doctor.survey import OPEN, WORDS, MachineSurvey, Measured, SurveyedM
 from lowbit.plan.cluster import Cluster
 from lowbit.report import Column, Command, Row, Table, check_output
 from lowbit.wire.checksum import SECRET
-from lowbit.wire.sockets import ADVICE, FASTER
+from lowbit.wire.connections import ADVICE, FASTER
 
 _CLOCK_MS = 1000.0
 _SLOW_DIRECTION = 3.0  # times the other one

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import Store
 
 from lowbit.doctor.facts import StatementError, read
 from lowbit.doctor.settings import DoctorSettings
-from lowbit.job.meeting import MeetingError, prove, reach
+from lowbit.job.process_group import MeetingError, prove, reach
 from lowbit.wire.checksum import begin_attempt, run_secret
 from lowbit.wire.errors import first_line
 from lowbit.wire.store import bounded, peek, wait_until

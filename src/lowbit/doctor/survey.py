@@ -20,17 +20,13 @@ from lowbit.config import NonNegative
 from lowbit.doctor.facts import Facts, Number, Share, Speed, Text, facts, message, read, speed
 from lowbit.doctor.meeting import FirstMachineError, Meeting, say
 from lowbit.doctor.settings import DoctorSettings
-from lowbit.job.meeting import MeetingError
-from lowbit.job.process_group import connect, joined
+from lowbit.job.process_group import MeetingError, connect, joined
 from lowbit.terminal import one_line
 from lowbit.wire.checksum import run_secret, signature
-from lowbit.wire.connections import connect_more
+from lowbit.wire.connections import FASTER, Segments, congestion_control, connect_more, segments, set_congestion_control
 from lowbit.wire.errors import PeerError
-from lowbit.wire.groups import new_group
-from lowbit.wire.json_values import gather_json
-from lowbit.wire.messages import Messages
-from lowbit.wire.probe import round_trip, send_rate, take_rate
-from lowbit.wire.sockets import FASTER, Segments, congestion_control, segments, set_congestion_control
+from lowbit.wire.messages import Messages, gather_json, round_trip, send_rate, take_rate
+from lowbit.wire.pytorch import new_group
 
 _EXCHANGE_SECONDS = 60.0
 _CONNECT_SECONDS = 20.0

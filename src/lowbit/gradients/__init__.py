@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from lowbit.gradients.ddp import all_reduce_hook
-from lowbit.gradients.fsdp import LowBitReduceScatter
+from lowbit.gradients.data_parallel import LowBitReduceScatter, all_reduce_hook
 from lowbit.gradients.storage import GradientStorage
 
 __all__ = ["GradientStorage", "LowBitReduceScatter", "all_reduce_hook"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import hashlib
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -17,7 +16,6 @@ from lowbit.codecs.base import Summable
 from lowbit.collectives.calls import Pending
 from lowbit.collectives.reduce import all_gather, average_coded, average_coded_bytes
 from lowbit.gradients.stored import Stored
-from lowbit.wire.agreement import agree
 from lowbit.wire.checksum import sealed_bytes
 
 Gradient = tuple[Stored, Tensor]
@@ -76,17 +74,6 @@ class StoredElements:
                 yield stored, shape, skipped, begin + skipped - start, count
 
 
-def agree_on(
-    codec: Summable, gradients: Sequence[Gradient], group: dist.ProcessGroup, *, timeout: float, checksums: bool
-) -> None:
-    """Raise AgreementError unless all ranks store the same parameters in the same format."""
-    names = repr([(stored.name, *x.shape) for stored, x in gradients])
-    digest = hashlib.sha256(names.encode()).hexdigest()[:16]
-    count = f"{len(gradients)} of {sum(x.numel() for _, x in gradients)} elements, names and shapes {digest}"
-    facts = {"codec": codec.identity(), "parameters": count, "checksums": "on" if checksums else "off"}
-    agree(group, facts, timeout, topic="stored gradients")
-
-
 def average(
     codec: Summable, gradients: Sequence[Gradient], group: dist.ProcessGroup, *, timeout: float, checksums: bool
 ) -> None:
@@ -104,7 +91,12 @@ def average(
         some = [(stored, x.shape) for stored, x, _ in together]
         for start, stop in _buckets(codec, [shape for _, shape in some]):
             elements = StoredElements(codec, some, start, stop)
-            pending.append(average_coded(elements, codec, group, timeout=timeout, checksums=checksums))
+            pending.append(
+                average_coded(
+                    elements.put, elements.take, codec, group, numel=elements.numel, device=elements.device,
+                    timeout=timeout, checksums=checksums,
+                )
+            )  # fmt: skip
     for each in pending:
         each.wait()
     for stored, _, factor in means:
@@ -122,7 +114,6 @@ def average_bytes(
 
 
 def _padded(codec: Summable, shapes: Iterable[torch.Size]) -> list[int]:
-    """Elements of each shape, padded to whole units."""
     return [-(-shape.numel() // codec.unit) * codec.unit for shape in shapes]
 
 

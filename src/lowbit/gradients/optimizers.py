@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +12,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lowbit.gradients.stored import local, portions
-from lowbit.gradients.view import decoded
+from lowbit.gradients.stored import decoded, local, portions
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
@@ -44,7 +44,7 @@ def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     if not storages or any(isinstance(value, torch.optim.Optimizer) for value in vars(optimizer).values()):
         return None
     if id(optimizer) in under_way:
-        under_way[id(optimizer)].enter()
+        under_way[id(optimizer)].depth += 1
         return None
     every: list[nn.Parameter] = [p for group in optimizer.param_groups for p in group["params"]]
     if True not in [storage.check_step(every) for storage in list(storages)]:
@@ -66,9 +66,10 @@ def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
 
 
 def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    step = under_way.get(id(optimizer))
-    if step is not None and step.leave():
-        finish(step)
+    if (step := under_way.get(id(optimizer))) is not None:
+        step.depth -= 1
+        if step.depth == 0:
+            finish(step)
 
 
 def finish(*steps: Portions) -> None:
@@ -109,16 +110,7 @@ class Portions:
         self._settings = [{k: v for k, v in group.items() if k != "params"} for group in groups]
         largest = max((local(p).numel() for p in self.shown), default=0)
         self._portions = portions(list(self.shown), largest) or [[]]
-        self._recursive, self._depth = True, 0
-
-    def enter(self) -> None:
-        """Enter a nested `step` of the optimizer: a portion's, or `super().step()`."""
-        self._depth += not self._recursive
-
-    def leave(self) -> bool:
-        """Leave a `step` of the optimizer; return whether it was the outermost one."""
-        self._depth -= not self._recursive
-        return not self._recursive and self._depth == 0
+        self.depth = math.inf  # of the optimizer's `step`, from the last portion on: earlier ones end nothing
 
     def all_but_last(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Step with all portions but the last, prepare the step with the last one, and return arguments for it."""
@@ -132,7 +124,7 @@ class Portions:
             for parameter in portion:
                 parameter.grad = None
         self._prepare(self._portions[-1])
-        self._recursive, self._depth = False, 1
+        self.depth = 1
         return args, kwargs
 
     def _prepare(self, portion: list[nn.Parameter]) -> None:

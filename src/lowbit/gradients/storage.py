@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,14 +14,14 @@ from torch import Tensor, nn
 
 from lowbit.codecs import BlockFloat8
 from lowbit.codecs.base import Codec, Summable
-from lowbit.collectives.checks import check_call
-from lowbit.collectives.reduce import TIMEOUT
-from lowbit.gradients.average import agree_on, average
+from lowbit.codecs.checks import FLOATS
+from lowbit.collectives.reduce import TIMEOUT, check_call
+from lowbit.gradients.average import average
 from lowbit.gradients.optimizers import check_optimizer, finish, storages, under_way, watch_optimizers
 from lowbit.gradients.stored import (
     Stored,
+    StoredGradient,
     as_shard,
-    check_parameter,
     local,
     named,
     parts,
@@ -29,8 +30,8 @@ from lowbit.gradients.stored import (
     sums_of,
     total,
 )
-from lowbit.gradients.view import StoredGradient, is_stored
-from lowbit.wire.groups import plain
+from lowbit.wire.agreement import agree
+from lowbit.wire.pytorch import plain
 
 BUCKET_BYTES = 16 << 20
 
@@ -84,7 +85,14 @@ class GradientStorage:
         self._frozen = [(name, p) for name, p in pairs if not p.requires_grad]
         self._module = weakref.ref(parameters) if isinstance(parameters, nn.Module) else lambda: None
         for parameter, stored in self._stored.items():
-            check_parameter(stored.name, parameter)
+            if parameter.dtype not in FLOATS:
+                allowed = ", ".join(map(str, FLOATS))
+                raise TypeError(f"parameter {stored.name!r} has dtype {parameter.dtype}; allowed: {allowed}")
+            if hasattr(parameter, "main_grad"):
+                raise TypeError(
+                    f"parameter {stored.name!r} has a main_grad, a full-precision gradient of Megatron's "
+                    "DistributedDataParallel; allowed: a model without that wrapper, and average of the storage"
+                )
         self._hooks = [p.register_post_accumulate_grad_hook(self._absorb) for p in self._stored]
         self._closed = False
         self._agreed: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # groups that `average` has checked
@@ -217,7 +225,15 @@ class GradientStorage:
             return
         gradients = [(stored, local(p)) for p, stored in self._stored.items()]
         if group not in self._agreed:
-            agree_on(self._nearest, gradients, group, timeout=timeout, checksums=checksums)
+            shapes = repr([(stored.name, *x.shape) for stored, x in gradients])
+            digest = hashlib.sha256(shapes.encode()).hexdigest()[:16]
+            numel = sum(x.numel() for _, x in gradients)
+            facts = {
+                "codec": self._nearest.identity(),
+                "parameters": f"{len(gradients)} of {numel} elements, names and shapes {digest}",
+                "checksums": "on" if checksums else "off",
+            }
+            agree(group, facts, timeout, topic="stored gradients")
             self._agreed.add(group)
         if gradients:
             average(self._nearest, gradients, group, timeout=timeout, checksums=checksums)
@@ -324,7 +340,7 @@ class GradientStorage:
         if gradient is None:
             stored.drop()
             return
-        if is_stored(gradient):  # backward has added to it
+        if isinstance(local(gradient), StoredGradient):  # backward has added to it
             return
         if gradient.requires_grad:
             raise RuntimeError(

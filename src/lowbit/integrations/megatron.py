@@ -26,8 +26,8 @@ from lowbit.wire import pytorch
 from lowbit.wire.agreement import agree
 from lowbit.wire.checksum import Checksums, agreed_facts, check_checksums, damaged
 from lowbit.wire.failure import FailureBoard
-from lowbit.wire.groups import next_round, rank_names
 from lowbit.wire.mailbox import Mailbox, Route, Sent
+from lowbit.wire.pytorch import next_round, rank_names
 from lowbit.wire.tags import ENGINES
 
 __all__ = ["LowBitP2PCommunicator"]

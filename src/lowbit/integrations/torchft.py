@@ -24,8 +24,7 @@ from lowbit import __version__
 from lowbit.codecs.base import Codec
 from lowbit.codecs.checks import FLOATS
 from lowbit.collectives.calls import Pending
-from lowbit.collectives.checks import check_call, check_flat
-from lowbit.collectives.reduce import SMALL, all_reduce
+from lowbit.collectives.reduce import SMALL, all_reduce, check_call, check_flat
 from lowbit.integrations import engine, part
 from lowbit.wire.agreement import Facts, listed
 from lowbit.wire.errors import AgreementError

@@ -1,6 +1,3 @@
-"""From a command line to a process group: start the processes of a run, let them meet, watch and end them.
-
-No name is public here. Importing this package loads no PyTorch.
-"""
+"""From a command line to a process group; no name is public, and importing it loads no PyTorch."""
 
 __all__: list[str] = []

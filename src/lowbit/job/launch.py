@@ -1,19 +1,112 @@
-"""Start the ranks of a run as local processes, wait for them, and name the one that failed first."""
+"""Start the ranks of a run as local processes, wait for them, and name the one that failed first; and be one (`work`).
+
+A rank's order is a line on standard input, which stays open: when the launcher ends, it closes, and the rank ends, too.
+A rank writes signs of life to a pipe twice a second.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import secrets
 import signal
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Never
 
-from lowbit.job.process import FAILED, Process, RankProgram
+from lowbit.job.output import FAILED, end
+
+PULSE = "LOWBIT_PULSE"
+"""Environment variable with the file descriptor to which a rank writes signs of life."""
+
+_PULSE_SECONDS = 0.5
+_STARTUP_SECONDS = 30.0  # until the first sign of life: Python has to start
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankProgram:
+    """The program of each rank of a run: a module that calls `work`, and its order, a line of JSON.
+
+    `timeout`: seconds without a sign of life after which a rank is killed. `threads`: unless OMP_NUM_THREADS is set.
+    """
+
+    module: str
+    order: str
+    timeout: float
+    threads: int
+
+
+class Process:
+    """The process of a local rank, watched for signs of life; `environment` adds to this process's own."""
+
+    def __init__(self, program: RankProgram, rank: int, environment: Mapping[str, str]) -> None:
+        self.rank, self._silence, self._limit = rank, 0.0, program.timeout
+        self.hung, self._heard = False, False
+        self._pulse, theirs = os.pipe()
+        os.set_blocking(self._pulse, False)
+        defaults = {"OMP_NUM_THREADS": str(program.threads), "TORCH_CPP_LOG_LEVEL": "ERROR"}  # else 15 lines of C++
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", program.module],
+            env={**defaults, **os.environ, **environment, PULSE: str(theirs)},
+            stdin=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # Ctrl-C reaches only this process, which forwards it once
+            pass_fds=[theirs],
+        )
+        os.close(theirs)
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has already ended; its exit code shows how
+            self.process.stdin.write(program.order + "\n")
+            self.process.stdin.flush()
+
+    @property
+    def code(self) -> int | None:
+        return self.process.poll()
+
+    @property
+    def killed_or_stopped(self) -> bool:
+        """Whether it was killed or hung, so that it could not report itself why it ended."""
+        return self.hung or (self.code or 0) < 0
+
+    def listen(self, seconds: float) -> None:
+        """Look for signs of life, `seconds` after the last look; kill a process that has given none for too long."""
+        with contextlib.suppress(BlockingIOError):
+            if os.read(self._pulse, 1 << 16):
+                self._silence, self._heard = 0.0, True
+                return
+        self._silence += seconds
+        limit = self._limit if self._heard else max(self._limit, _STARTUP_SECONDS)
+        if self._silence > limit and self.code is None:
+            self.hung = True
+            self.process.kill()
+
+    def outcome(self) -> str:
+        if self.hung:
+            return f"rank {self.rank} gave no sign of life for {self._limit:g} s and was killed"
+        code = self.code or 0
+        if code < 0:
+            named = -code in signal.Signals.__members__.values()
+            return f"rank {self.rank} was ended by {signal.Signals(-code).name if named else f'signal {-code}'}"
+        return f"rank {self.rank} ended with exit code {code}"
+
+    def end(self, seconds: float) -> None:
+        """Wait at most this long until it has ended by itself, kill it otherwise, and close its pipes."""
+        try:
+            self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        os.close(self._pulse)
+        if self.process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self.process.stdin.close()
+
 
 if TYPE_CHECKING:
     from lowbit.job.peers import Alarm  # imports PyTorch: slow for a command that starts no ranks
@@ -36,17 +129,13 @@ class LaunchError(RuntimeError):
 
 
 def start_all(program: RankProgram, ranks: int, *, secret: str | None = None) -> None:
-    """Run all ranks of a run on this machine until they are done.
+    """Run all ranks of a run on this machine until they are done; LaunchError: one of them failed, and all have ended.
 
     This process hosts their store, on the loopback interface and a port that the system chooses, so that it outlives
-    all ranks, and gives them a secret (None: a new one), so that nobody else can take part. Signals that would end this
-    process end them.
-
-    Raises:
-        LaunchError: one of them failed; all have ended.
+    all ranks, and gives them a secret (None: a new one), so that nobody else can take part.
     """
-    from lowbit.job.meeting import listen, new_secret
     from lowbit.job.peers import Alarm
+    from lowbit.job.process_group import listen, new_secret
     from lowbit.wire.checksum import ATTEMPT, SECRET
     from lowbit.wire.store import of_attempt
 
@@ -69,12 +158,15 @@ def start_one(program: RankProgram) -> None:
 
 
 def _watch(processes: list[Process], alarm: Alarm | None = None) -> None:
-    """Wait for all processes; once one fails, the others have a limited time to end, and LaunchError is raised."""
+    """Wait for all processes; end them when a signal arrives, or once one has failed, which is a LaunchError."""
     try:
         with _signals_noted(processes) as signals:
             failed = _wait(processes, alarm, signals)
     finally:
-        _stop(processes)
+        _terminate(processes)
+        deadline = time.monotonic() + _TERMINATE_SECONDS
+        for process in processes:
+            process.end(max(0.0, deadline - time.monotonic()))
     if signals:
         reason = f"interrupted by {signals[0].name}"
     elif failed is None:
@@ -110,23 +202,14 @@ def _first_failed(processes: list[Process]) -> Process | None:
     return min(bad, key=lambda process: not process.killed_or_stopped, default=None)
 
 
-def _stop(processes: list[Process]) -> None:
+def _terminate(processes: list[Process]) -> None:
     for process in processes:
         if process.code is None:
-            process.process.terminate()
-    deadline = time.monotonic() + _TERMINATE_SECONDS
-    for process in processes:
-        try:
-            process.process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.process.kill()
-            process.process.wait()
-        process.close()
+            process.process.terminate()  # not SIGINT, which is lost or prints a traceback during imports
 
 
-@contextmanager
+@contextlib.contextmanager
 def _signals_noted(processes: list[Process]) -> Iterator[list[signal.Signals]]:
-    """End the ranks with SIGTERM when SIGINT or SIGTERM arrives. Yields a list of the signals that arrived."""
     came: list[signal.Signals] = []
     if threading.current_thread() is not threading.main_thread():
         yield came
@@ -134,9 +217,7 @@ def _signals_noted(processes: list[Process]) -> Iterator[list[signal.Signals]]:
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         came.append(signal.Signals(number))
-        for process in processes:
-            if process.code is None:
-                process.process.terminate()  # not SIGINT, which is lost or prints a traceback during imports
+        _terminate(processes)
 
     before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -144,3 +225,66 @@ def _signals_noted(processes: list[Process]) -> Iterator[list[signal.Signals]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def work(do: Callable[[Any], object], exit_code: Callable[[Exception], int]) -> Never:
+    """Execute the parsed order; after an error, print it on one line and exit with its exit code.
+
+    Do slow imports in `do`, because the launcher waits for signs of life.
+    """
+    from lowbit.terminal import filtered
+
+    filtered().__enter__()  # until the end of the process
+    order = json.loads(sys.stdin.readline())
+    for target in (_end_with_launcher, _pulse):
+        threading.Thread(target=target, name=f"lowbit-{target.__name__[1:]}", daemon=True).start()
+    try:
+        do(order)
+    except Exception as error:
+        from lowbit.wire.agreement import stay
+
+        _report_failure(error)
+        sys.stderr.flush()
+        stay()  # keeps a store that this process hosts reachable for ranks that come late
+        end(exit_code(error))
+    end(0)  # without destructors: a rank that is killed in them would be restarted, and wait for the others
+
+
+def _report_failure(error: Exception) -> None:
+    """Print which rank failed and why, with a traceback if the kind of error is unexpected, and sound the alarm.
+
+    The alarm is for the launcher and other ranks, in case this rank failed before it watched them; the first counts.
+    """
+    from lowbit.terminal import one_line
+    from lowbit.wire.errors import AgreementError, PeerError
+
+    names_its_cause = isinstance(error, AgreementError | PeerError) or hasattr(error, "on_all_ranks")
+    if not names_its_cause and not isinstance(error, ValueError | OSError):
+        import traceback
+
+        traceback.print_exception(error)
+    text, rank = one_line(str(error)), int(os.environ.get("RANK", "0"))
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"rank {rank}: error: {text}\n")
+    from lowbit.job.peers import Alarm, Cause, launcher_keeps_store
+    from lowbit.job.process_group import reach
+    from lowbit.wire.checksum import run_secret, this_attempt
+
+    cause = Cause(rank, text if names_its_cause else f"rank {rank}: {text}")
+    if launcher_keeps_store():
+        with contextlib.suppress(RuntimeError, OSError):  # the store is gone, too
+            Alarm(reach(rank, timeout=5, patience=5), run_secret(), [this_attempt()]).sound(cause)
+
+
+def _pulse() -> None:
+    if PULSE not in os.environ:
+        return
+    with contextlib.suppress(OSError):
+        while True:
+            os.write(int(os.environ[PULSE]), b".")
+            time.sleep(_PULSE_SECONDS)
+
+
+def _end_with_launcher() -> None:
+    sys.stdin.read()
+    end(FAILED)

@@ -11,9 +11,11 @@ import os
 import select
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Never
+
+FAILED, USAGE, DIVERGED, ALONE = 1, 2, 3, 4
+"""Exit codes: failed, may be retried; wrong usage, do not retry; the loss diverged; other ranks did not come."""
 
 _MOST = 1 << 20  # most bytes that wait for a reader
 _PIECE = 4096  # bytes written at once: up to this size a pipe accepts a write as a whole
@@ -27,8 +29,8 @@ _open: list[Callable[[float | None], None]] = []  # each ends a `passed_on`; arg
 def passed_on() -> Iterator[None]:
     """Forward all output of the block, also of processes started in it, without waiting for the reader.
 
-    Output to terminals is left alone. Of output that nobody reads, the last MiB is kept; a line reports how much was
-    dropped. At the end it waits until the reader has read what is kept, as every program does.
+    Not to terminals. Of output that nobody reads, the last MiB is kept; a line reports how much was dropped. At the end
+    it waits until the reader has read what is kept, as every program does.
     """
     passing: dict[tuple[int, int], _Passing] = {}  # one per file: two streams to one file keep the order of lines
     saved: list[tuple[int, int]] = []
@@ -65,7 +67,10 @@ def passed_on() -> Iterator[None]:
 
 
 def end(code: int) -> Never:
-    """End this process without destructors, from any thread, after a reader that reads has got all output."""
+    """End this process, from any thread, after a reader that reads has got all output.
+
+    Without destructors: those of a broken process group can wait for peers that are gone.
+    """
     while _open:
         _open.pop()(_END_SECONDS)
     _flush()
@@ -79,17 +84,12 @@ def _flush() -> None:
 
 
 class _Passing:
-    """A pipe, a thread that keeps it empty, and a thread that writes its content to the target.
-
-    Attributes:
-        entry: the descriptor to write to.
-    """
+    """A pipe to write to (`entry`), a thread that keeps it empty, and one that writes its content to the target."""
 
     def __init__(self, target: int) -> None:
         self._exit, self.entry = os.pipe()
         self._target = target
-        self._pieces: deque[bytes] = deque()
-        self._size = self._left_out = 0
+        self._kept, self._left_out = bytearray(), 0
         self._closing, self._complete = threading.Event(), False
         self._changed = threading.Condition()
         self._threads = [
@@ -125,32 +125,25 @@ class _Passing:
 
     def _keep(self, piece: bytes) -> None:
         with self._changed:
-            self._pieces.append(piece)
-            self._size += len(piece)
-            while self._size > _MOST:
-                oldest = self._pieces.popleft()
-                self._size -= len(oldest)
-                self._left_out += len(oldest)
+            self._kept += piece
+            more = max(0, len(self._kept) - _MOST)
+            del self._kept[:more]
+            self._left_out += more
             self._changed.notify()
 
     def _next(self) -> bytes:
         """Return the next piece, from the beginning of a line on if output before it was dropped; empty at the end."""
         with self._changed:
-            self._changed.wait_for(lambda: self._pieces or self._complete)
-            if not self._pieces:
-                return b""
-            piece = self._pieces.popleft()
-            self._size -= len(piece)
-            while self._left_out and b"\n" not in piece and self._pieces:  # the rest of a line that lost its beginning
-                self._left_out += len(piece)
-                piece = self._pieces.popleft()
-                self._size -= len(piece)
-            left_out, self._left_out = self._left_out, 0
-        if not left_out:
-            return piece
-        rest = piece[piece.find(b"\n") + 1 :]
-        left_out += len(piece) - len(rest)
-        return b"\n[%d bytes of output that nobody read are left out]\n" % left_out + rest
+            self._changed.wait_for(lambda: self._kept or self._complete)
+            note = b""
+            if self._left_out:
+                torn = self._kept.find(b"\n") + 1  # the rest of a line that lost its beginning
+                del self._kept[:torn]
+                note = b"\n[%d bytes of output that nobody read are left out]\n" % (self._left_out + torn)
+                self._left_out = 0
+            piece = bytes(self._kept[:_PIECE])
+            del self._kept[:_PIECE]
+        return note + piece
 
     def _write(self) -> None:
         while piece := self._next():

@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import json
 import math
+import os
 import sys
 import threading
 import time
@@ -18,9 +19,7 @@ from typing import Any, NamedTuple
 
 from torch._C._distributed_c10d import Store
 
-from lowbit.job.meeting import launcher_keeps_store
-from lowbit.job.output import end
-from lowbit.job.process import ALONE, FAILED
+from lowbit.job.output import ALONE, FAILED, end
 from lowbit.terminal import MOST_CHARACTERS, lines, one_line
 from lowbit.wire.checksum import is_signed, signature, this_attempt
 from lowbit.wire.errors import AgreementError, PeerError, first_line
@@ -34,6 +33,11 @@ _CLOSE_SECONDS = 0.5  # to wait for each thread, which the store may be blocking
 _GRACE_SECONDS = 5.0  # most seconds from an alarm to the end of a process that is still blocked
 
 
+def launcher_keeps_store() -> bool:
+    """Whether torchrun or our launcher hosts the store, so that it outlives the ranks."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 class Cause(NamedTuple):
     """Why a run ends: the rank that failed first (-1: none in particular), and a sentence that describes the failure.
 
@@ -45,7 +49,6 @@ class Cause(NamedTuple):
     alone: bool = False
 
     def signed(self, secret: bytes, attempt: str) -> str:
-        """Return the signed text for the store."""
         return json.dumps([*self, signature(secret, attempt, *self)])
 
     @classmethod
@@ -67,21 +70,16 @@ class Alarm:
     """
 
     def __init__(self, store: Store, secret: bytes, attempts: Sequence[str]) -> None:
-        self._board, self._secret, self._attempts = Board(store, "alarm"), secret, attempts
+        self.board, self._secret, self._attempts = Board(store, "alarm"), secret, attempts
 
     def sound(self, cause: Cause) -> Cause | None:
         """Write a cause, and return the first one on the board, with which all ranks end."""
-        self._board.append(cause=cause.signed(self._secret, self._attempts[-1]))
+        self.board.append(cause=cause.signed(self._secret, self._attempts[-1]))
         return self.read()[0]  # waits for an answer: then the store has the line, and this process may end
-
-    def acknowledge(self, rank: int) -> None:
-        """Record that a rank has read the cause."""
-        self._board.append(read=rank)
 
     def read(self) -> tuple[Cause | None, set[int]]:
         """Return the first cause, if any, and the ranks that have read it; one round trip."""
-        entries = self._board.entries()
-        attempts = tuple(self._attempts)
+        entries, attempts = self.board.entries(), tuple(self._attempts)
         causes = (Cause.read(entry["cause"], self._secret, attempts) for entry in entries if "cause" in entry)
         readers = {entry["read"] for entry in entries if isinstance(entry.get("read"), int)}
         return next((cause for cause in causes if cause), None), readers
@@ -94,9 +92,8 @@ class AbsentError(PeerError):
 class Peers:
     """This rank's beat and guard threads; every rank has one such object, on the same store.
 
-    Args:
-        store: this attempt's part of the store; cloned for a separate connection.
-        timeout: seconds of silence of a peer or the store within which the run ends.
+    `store`: this attempt's part, cloned for a separate connection. `timeout`: seconds of silence of a peer or the store
+    within which the run ends.
     """
 
     def __init__(self, store: Store, *, rank: int, ranks: int, timeout: float, secret: bytes = b"") -> None:
@@ -123,18 +120,13 @@ class Peers:
             thread.start()
 
     def enter(self, attempt: str) -> None:
-        """Sign alarms with this attempt's name, which the ranks have agreed on; earlier alarms count until `settle`.
-
-        Call it before the other ranks can see that this one knows the name.
-        """
+        """Sign alarms with the name agreed on, before other ranks know it; earlier alarms count until `settle`."""
         self._attempts.append(attempt)
 
     def settle(self) -> None:
-        """Ignore alarms without the attempt's name from now on: all ranks know it."""
         del self._attempts[:-1]
 
     def close(self) -> None:
-        """Stop watching; the run is over."""
         self._closed.set()
         # A thread that is inside PyTorch when the interpreter ends can abort the process; the store may never answer.
         for thread in self._threads:
@@ -162,16 +154,15 @@ class Peers:
     def explain(self, error: BaseException) -> PeerError | None:
         """Return the error that names the cause of a failed call; None if `error` names it itself.
 
-        It takes a few seconds at most, enough to receive a heartbeat from a living peer. Afterwards all ranks that can
-        reach the store know the cause.
+        Within a few seconds, enough to receive a heartbeat. Then all ranks that can reach the store know the cause.
         """
         names_ranks = isinstance(error, ConnectionError)
         text = lines(str(error) if names_ranks else f"rank {self.rank} failed: {first_line(error)}")[:MOST_CHARACTERS]
-        mine = Cause(self.rank, text, getattr(error, "alone", False))
+        cause = mine = Cause(self.rank, text, getattr(error, "alone", False))
         if isinstance(error, PeerError):  # the cause is known already
             cause = Cause(error.rank, str(error))
-        else:
-            cause = (None if mine.alone else self._silent_peer()) or mine
+        elif not mine.alone:
+            cause = self._silent_peer() or mine
         self._proposed = cause
         if self._known.wait(self._patience) and self._cause is not None:
             cause = self._cause
@@ -194,20 +185,17 @@ class Peers:
         return None
 
     def _silent_for(self, seconds: float) -> Cause | None:
-        silences = list(self._silence.items())  # a copy: the beat thread adds peers meanwhile
-        silent = sorted(rank for rank, quiet in silences if quiet > seconds)
+        # A copy, because the beat thread adds peers meanwhile.
+        silent = sorted(rank for rank, quiet in list(self._silence.items()) if quiet > seconds)
         if not silent or self._store_silence > seconds / 2:  # no peer could be heard
             return None
         names = " and ".join(f"rank {rank}" for rank in silent)
-        text = f"{names} stopped answering: killed or stopped, or its machine or network is gone"
-        return Cause(silent[0], text)
+        return Cause(silent[0], f"{names} stopped answering: killed or stopped, or its machine or network is gone")
 
     def _store_gone(self) -> Cause:
         if self.rank == 0:
             return Cause(-1, "the store where the ranks meet stopped answering: its launcher is gone")
         return Cause(0, "rank 0 stopped answering: it, its launcher, or the network to its machine is gone")
-
-    # The beat.
 
     def _beat(self) -> None:
         try:
@@ -228,19 +216,17 @@ class Peers:
         cause, readers = alarm.read()
         if self._cause is None and cause is not None:
             self._cause = cause
-            alarm.acknowledge(self.rank)
+            alarm.board.append(read=self.rank)
             self._known.set()
         others = [rank for rank in range(self.ranks) if rank != self.rank]
         heard = [r for r in others if r in self._beats or store.check([f"beat/{r}"])]
-        if heard:
-            for rank, beat in zip(heard, store.multi_get([f"beat/{r}" for r in heard]), strict=True):
-                if self._beats.get(rank) != beat:
-                    self._beats[rank], self._silence[rank] = beat, 0.0
+        beats = store.multi_get([f"beat/{r}" for r in heard]) if heard else []
+        for rank, beat in zip(heard, beats, strict=True):
+            if self._beats.get(rank) != beat:
+                self._beats[rank], self._silence[rank] = beat, 0.0
         waiting = {rank for rank in others if self._silence.get(rank, math.inf) < self._patience}
         if self._cause is not None and waiting <= readers:
             self._read_by_all.set()
-
-    # The guard.
 
     def _guard(self) -> None:
         last, known = time.monotonic(), 0.0
@@ -252,11 +238,9 @@ class Peers:
                 self._silence[rank] += turn
             known += turn if self._known.is_set() or self._store_lost else 0.0
             if known > self._grace or self._store_silence > self._limit:
-                return self._end(self._cause or self._store_gone())
+                break
             self._proposed = self._proposed or self._silent_for(self._limit)
-
-    def _end(self, cause: Cause) -> None:
-        if self._closed.is_set():
-            return
-        sys.stderr.write(f"rank {self.rank}: error: {one_line(cause.text)}\n")
-        end(ALONE if cause.alone else FAILED)
+        if not self._closed.is_set():
+            cause = self._cause or self._store_gone()
+            sys.stderr.write(f"rank {self.rank}: error: {one_line(cause.text)}\n")
+            end(ALONE if cause.alone else FAILED)

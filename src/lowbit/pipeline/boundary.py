@@ -1,24 +1,219 @@
 """A lane: one direction of one boundary, at one of its ends. Tensors go in and bytes come out, or the other way round.
 
-Nothing here depends on processes, so a pipeline and its emulation in one process run this same code.
+Its `States` last between messages: sessions, and the parameters that the sender chose. Nothing here depends on
+processes, so a pipeline and its emulation in one process run this same code.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
+import xxhash
 from torch import Tensor
 
-from lowbit.codecs.base import Codec, Session
+from lowbit.codecs.base import Codec, Session, StatefulCodec
 from lowbit.codecs.checks import FLOATS
-from lowbit.codecs.foreign import check_ends, is_own, open_session
+from lowbit.codecs.foreign import CHOICE, COMPARED, DIGEST, PROPOSAL, call, check_ends, is_own, open_session
 from lowbit.pipeline.arguments import StepKind
-from lowbit.pipeline.states import Look, Slot, States, described
 from lowbit.wire.traffic import Traffic
+
+log = logging.getLogger(__name__)
+
+Slot = tuple[torch.Size, torch.dtype]
+"""Shape and dtype of one of the tensors that cross a boundary together."""
+
+
+class States:
+    """Sessions of a codec at one end of one direction of a boundary; `lane` is its name in errors and the log.
+
+    Each tensor has a state for each of its shapes and dtypes, or one for all shapes that share it
+    (`StatefulCodec.shared_by`). If the codec leaves a parameter open (`Codec.settled`), each state has its own choice.
+    """
+
+    def __init__(self, lane: str, codec: Codec, device: torch.device) -> None:
+        self._lane, self._codec, self._device = lane, codec, device
+        self._sessions: dict[tuple[int, Slot], Session] = {}
+        self._shared: dict[str, Session] = {}  # by state, one of the sessions that share it
+        self._restored: dict[str, dict[str, Any]] = {}  # for sessions that are not open yet
+        self._choices: dict[str, int] = {}  # by state
+        self._proposals: dict[str, int] = {}  # by state: choices that have not been sent yet
+
+    def session(self, index: int, slot: Slot) -> Session:
+        """Return the session of a tensor; both ends open the same.
+
+        ValueError: a shape that the codec does not take, a restored state of another format, or an open parameter.
+        """
+        if (index, slot) not in self._sessions:
+            (shape, dtype), name = slot, self._name(index, slot)
+            if name in self._shared:
+                session = self._shared[name].sharing_state(shape=shape, dtype=dtype)
+            else:
+                codec = self._settled(name)
+                session = open_session(codec, shape=shape, dtype=dtype, device=self._device, about=self._lane)
+                if name in self._restored:
+                    session.load_state_dict(self._restored[name])
+                    del self._restored[name]
+                self._shared[name] = session
+            self._sessions[index, slot] = session
+        return self._sessions[index, slot]
+
+    def is_settled(self, index: int, slot: Slot) -> bool:
+        """Whether a session for this tensor can be opened: the codec leaves nothing open, or the sender has chosen."""
+        return self._codec.settled or self._name(index, slot) in self._choices
+
+    def choose(self, index: int, slot: Slot, x: Tensor) -> int:
+        """Return the sender's choice for tensors like `x`: proposed earlier, or made from the first of them."""
+        name = self._name(index, slot)
+        if name not in self._choices:
+            choice = self._proposals.pop(name, None)
+            self._choices[name] = self._chosen(x) if choice is None else choice
+            log.info("%s: %s: %s", self._lane, name, self._settled(name))
+        return self._choices[name]
+
+    def propose(self, index: int, slot: Slot, x: Tensor, gradient: Tensor, part: float, *, backward: bool) -> None:
+        """Propose a choice for a tensor from activations and their gradient, unless it already has one."""
+        name = self._name(index, slot)
+        if name not in self._choices and name not in self._proposals:
+            self._proposals[name] = self._chosen(x, gradient, part, backward=backward)
+
+    def raise_rates(self, bits: float) -> None:
+        if self._codec.settled or not isinstance(self._codec, StatefulCodec):
+            return
+        states = self.state_dict()
+        for name, choice in self._choices.items():
+            states[name][CHOICE] = call(self._codec, "raised", self._codec.raised, choice, bits, about=self._lane)
+        self.load_state_dict(states)
+
+    def observe(self, index: int, slot: Slot, x: Tensor) -> Tensor | None:
+        if x.is_floating_point() and self.is_settled(index, slot):
+            return self.session(index, slot).observe(x)
+        return None
+
+    def end_step(self) -> None:
+        for session in self._shared.values():
+            session.end_step()
+
+    def adopt(self, index: int, slot: Slot, choice: int) -> None:
+        """Take over the sender's choice; ValueError if it differs from an earlier one."""
+        name = self._name(index, slot)
+        self._proposals.pop(name, None)
+        earlier = self._choices.setdefault(name, choice)
+        if earlier != choice:
+            raise ValueError(f"{self._lane}: {name} was set to {earlier} before, and the sender now states {choice}")
+
+    def chosen(self) -> dict[str, Codec]:
+        return {name: self._settled(name) for name in self._choices}
+
+    def nbytes(self) -> int:
+        return sum(session.state_bytes() for session in self._shared.values())
+
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        states = {name: session.state_dict() for name, session in self._shared.items()}
+        states = self._restored | {name: state for name, state in states.items() if state}
+        for name, choice in self._choices.items():
+            states[name] = states.get(name, {}) | {CHOICE: choice}
+        for name, choice in self._proposals.items():
+            states[name] = states.get(name, {}) | {PROPOSAL: choice}
+        return states
+
+    def load_state_dict(self, states: Mapping[str, dict[str, Any]]) -> None:
+        """Restore a `state_dict`, for sessions that are open and those that will be opened later."""
+        if not self._codec.settled:
+            self._choices = {name: int(state[CHOICE]) for name, state in states.items() if CHOICE in state}
+            self._proposals = {name: int(state[PROPOSAL]) for name, state in states.items() if PROPOSAL in state}
+            states = {name: {k: v for k, v in s.items() if k not in (CHOICE, PROPOSAL)} for name, s in states.items()}
+            self._sessions.clear()  # of other choices
+            self._shared.clear()
+        self._restored = {name: state for name, state in states.items() if state}
+        # A session without a saved state is dropped and starts empty: `state_dict` leaves empty states out.
+        self._sessions = {key: session for key, session in self._sessions.items() if self._name(*key) in self._restored}
+        self._shared = {name: session for name, session in self._shared.items() if name in self._restored}
+        for name, session in self._shared.items():
+            session.load_state_dict(self._restored.pop(name))
+
+    def digest(self) -> str:
+        digest = xxhash.xxh3_64()
+        for name, state in sorted(self.state_dict().items()):
+            # A state with a digest of its messages is compared by that: computed numbers may differ in the last bits.
+            keys = {*COMPARED, CHOICE} if DIGEST in state else state
+            for key in sorted((state.keys() & keys) - {PROPOSAL}):  # proposals differ between the ends until sent
+                value = state[key]
+                digest.update(f"{name}/{key}".encode())
+                if isinstance(value, Tensor):
+                    digest.update(value.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+                else:
+                    digest.update(str(value).encode())
+        return digest.hexdigest()
+
+    def _chosen(self, *args: Any, **kwargs: Any) -> int:
+        assert isinstance(self._codec, StatefulCodec)  # others leave nothing open
+        return call(self._codec, "choose", self._codec.choose, *args, about=self._lane, **kwargs)
+
+    def _name(self, index: int, slot: Slot) -> str:
+        shared = None
+        if isinstance(self._codec, StatefulCodec):
+            shared = call(self._codec, "shared_by", self._codec.shared_by, slot[0], about=self._lane)
+        return f"tensor {index}, {described(slot) if shared is None else f'width {shared}'}"
+
+    def _settled(self, name: str) -> Codec:
+        if self._codec.settled or not isinstance(self._codec, StatefulCodec):
+            return self._codec
+        if name not in self._choices:
+            raise ValueError(
+                f"{name}: {self._codec} chooses a parameter in the last step of the warm-up, and has not done so here; "
+                "allowed: warmup_steps of at least 1, and states that were saved after the warm-up"
+            )
+        return call(self._codec, "settle", self._codec.settle, self._choices[name], about=self._lane)
+
+
+def described(slot: Slot) -> str:
+    """Return dtype and shape as text."""
+    return f"{str(slot[1]).removeprefix('torch.')} {tuple(slot[0])}"
+
+
+class Look:
+    """Collects activations and gradients for the two directions of a boundary, at one end.
+
+    For each tensor that gets a gradient, it keeps the activations of the first micro-batch until their gradient has
+    crossed. Each of the pipeline's `boundaries` gets an equal part of the goal.
+    """
+
+    def __init__(self, boundaries: int) -> None:
+        self._boundaries = boundaries
+        self._states: list[tuple[States, bool]] = []
+        self.learned: Sequence[Sequence[int]] = ()  # by micro-batch: tensors that get gradients, in their order
+        # By tensor and width: a micro-batch, and its activations until their gradient has crossed.
+        self._kept: dict[tuple[int, int], tuple[int, Tensor | None]] = {}
+
+    def add(self, codec: object, states: States, *, backward: bool) -> None:
+        """Add a direction if its codec has a goal in loss."""
+        if isinstance(codec, StatefulCodec) and not codec.settled and codec.wanted_nats is not None:
+            self._states.append((states, backward))
+
+    def activations(self, index: int, micro_batch: int, x: Tensor) -> None:
+        if self._states and index in self.learned[micro_batch]:
+            key = index, x.shape[-1] if x.dim() else 1
+            if key not in self._kept:
+                self._kept[key] = micro_batch, x.detach().clone()
+
+    def gradient(self, index: int, micro_batch: int, gradient: Tensor) -> None:
+        if not self._states:
+            return
+        tensor = self.learned[micro_batch][index]
+        key = tensor, gradient.shape[-1] if gradient.dim() else 1
+        kept_from, x = self._kept.get(key, (None, None))
+        if x is None or kept_from != micro_batch:
+            return
+        self._kept[key] = micro_batch, None
+        part = 1 / (self._boundaries * len(self.learned[micro_batch]))
+        for states, backward in self._states:
+            states.propose(index if backward else tensor, (x.shape, x.dtype), x, gradient, part, backward=backward)
+
 
 Direction = Literal["forward", "backward"]
 
@@ -71,7 +266,6 @@ class Lane:
                 self.states.session(index, slot)
 
     def use(self, slots: Sequence[Sequence[Slot]]) -> None:
-        """From now on, these tensors cross with each micro-batch; all have been prepared."""
         self._slots = slots
 
     def warm_up(self, slots: Sequence[Slot]) -> None:
@@ -91,12 +285,8 @@ class Lane:
     ) -> Tensor:
         """Return the bytes of tensor `index`: uint8, one dimension, in new memory; empty if there is nothing to send.
 
-        Args:
-            room: bytes to leave free behind its own.
-            note: what `observe` returned for the activations whose gradient this is.
-
-        Raises:
-            ValueError: shape or dtype differ from what the boundary was prepared for.
+        `room`: bytes to leave free behind its own. `note`: what `observe` returned for the activations whose gradient
+        this is. ValueError: shape or dtype differ from what the boundary was prepared for.
         """
         slot = self._slots[micro_batch][index]
         if (x.shape, x.dtype) != slot:
@@ -122,7 +312,6 @@ class Lane:
         return message
 
     def decode(self, index: int, step: StepKind, micro_batch: int, payload: Tensor, out: Tensor) -> None:
-        """Write the tensor in `payload` to `out`, which has the shape and dtype of this slot."""
         with self._isolated("decode", micro_batch):
             out, slot = out.detach(), self._slots[micro_batch][index]
             session, _ = self._coding(index, step, micro_batch)
@@ -137,15 +326,11 @@ class Lane:
                 self._look_at(index, step, micro_batch, out)
 
     def observe(self, index: int, micro_batch: int, x: Tensor) -> Tensor | None:
-        """Show this sender the tensor that crossed the other way: a gradient of its activations, or activations.
-
-        For activations, returns a note to pass to `encode` with their gradient, if the codec wants one.
-        """
+        """Show this sender the tensor that crossed the other way; return a note for `encode`, if the codec has one."""
         with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
             return self.states.observe(index, self._slots[micro_batch][index], x.detach())
 
     def facts(self, slots: Sequence[Slot]) -> dict[str, str]:
-        """Facts that both ends must share before the first message with these tensors."""
         sessions = [
             self.states.session(index, slot) if self.states.is_settled(index, slot) else None
             for index, slot in enumerate(slots)

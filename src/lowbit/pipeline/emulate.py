@@ -13,17 +13,9 @@ from torch.utils.hooks import RemovableHandle
 from lowbit.codecs.base import Codec
 from lowbit.codecs.checks import check_int
 from lowbit.codecs.defaults import RECOMMENDED
-from lowbit.pipeline.arguments import (
-    Codecs,
-    StepKind,
-    check_raise,
-    check_warm_up,
-    checked_samples,
-    codec_at,
-    default_backward,
-)
-from lowbit.pipeline.boundary import Direction, Lane
-from lowbit.pipeline.states import Look, States
+from lowbit.pipeline import arguments
+from lowbit.pipeline.arguments import Codecs, StepKind, codec_at
+from lowbit.pipeline.boundary import Direction, Lane, Look, States
 from lowbit.wire.checksum import CHECKSUM_BYTES
 from lowbit.wire.traffic import Traffic
 
@@ -71,12 +63,12 @@ def emulate_(
         raise ValueError(f"at has {unknown}, which the model does not have; it has names such as {_some(modules)}")
     if len(set(at)) != len(at):
         raise ValueError(f"at is {list(at)}; a name must not occur twice")
-    backward = default_backward(forward) if backward is None else backward
+    backward = arguments.default_backward(forward) if backward is None else backward
     codecs = [
         (codec_at("forward", forward, i, len(at)), codec_at("backward", backward, i, len(at))) for i in range(len(at))
     ]
-    check_warm_up("forward", forward, warmup_steps)
-    check_warm_up("backward", backward, warmup_steps)
+    arguments.check_warm_up("forward", forward, warmup_steps)
+    arguments.check_warm_up("backward", backward, warmup_steps)
     emulation = Emulation(warmup_steps, in_evaluation)
     for boundary, (name, pair) in enumerate(zip(at, codecs, strict=True)):
         emulation._insert(modules[name], boundary, len(at), *pair)
@@ -114,7 +106,7 @@ class Emulation:
         Raises:
             TypeError, ValueError: not integers, not one dimension, or not all different.
         """
-        self._samples = checked_samples(ids).tolist()
+        self._samples = arguments.checked_samples(ids).tolist()
 
     def state_bytes(self) -> int:
         """Bytes that the codecs of both ends of all boundaries keep between steps."""
@@ -122,7 +114,12 @@ class Emulation:
 
     def chosen(self) -> dict[str, Codec]:
         """Return the codecs that the warm-up settled, by boundary, direction and tensor; see `LowBitStage.chosen`."""
-        return {name: codec for pair in self._pairs for name, codec in pair.chosen().items()}
+        return {
+            f"{pair.name}, {tensor}": codec
+            for pair in self._pairs
+            for sender, _ in pair.lanes.values()
+            for tensor, codec in sender.states.chosen().items()
+        }
 
     def raise_rates(self, bits: float) -> None:
         """Raise the rates that the warm-up chose by `bits` per element, as `LowBitStage.raise_rates` does.
@@ -130,7 +127,7 @@ class Emulation:
         Raises:
             ValueError: not a number above 0, or the warm-up is not over.
         """
-        check_raise(bits, self._steps < self._warmup_steps)
+        arguments.check_raise(bits, self._steps < self._warmup_steps)
         for pair in self._pairs:
             for states in pair.every_state():
                 states.raise_rates(bits)
@@ -142,7 +139,7 @@ class Emulation:
 
     def _insert(self, module: nn.Module, boundary: int, boundaries: int, forward: Codec, backward: Codec) -> None:
         look = Look(boundaries)
-        look.use([[0]])
+        look.learned = [[0]]
         activations = _LanePair(boundary, "forward", forward, self.traffic, look)
         gradients = _LanePair(boundary, "backward", backward, self.traffic, look)
         recomputed = _LanePair(boundary, "forward", forward, Traffic(), look)
@@ -200,10 +197,6 @@ class _LanePair:
 
     def every_state(self) -> list[States]:
         return [lane.states for ends in self.lanes.values() for lane in ends]
-
-    def chosen(self) -> dict[str, Codec]:
-        chosen = [sender.states.chosen() for sender, _ in self.lanes.values()]
-        return {f"{self.name}, {tensor}": codec for each in chosen for tensor, codec in each.items()}
 
 
 class _Crossing(torch.autograd.Function):

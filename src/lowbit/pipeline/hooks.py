@@ -11,7 +11,7 @@ import inspect
 import sys
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -35,26 +35,37 @@ class HookedStage(PipelineStage):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.declared = self._declared(*args, **kwargs)
+        given = inspect.signature(PipelineStage.__init__).bind(self, *args, **kwargs).arguments
+        inputs, outputs = given.get("input_args"), given.get("output_args")
+        self.declared: Layouts | None = None
+        if inputs is not None and outputs is not None:
+            layouts = [tuple(map(layout_of, _as_tuple(part))) for part in (inputs, outputs)]
+            if not hasattr(self, "_stage_meta"):  # PyTorch 2.11 assumes that all of them need gradients
+                for layout in (*(() if self.is_first else layouts[0]), *layouts[1]):
+                    layout.requires_grad_(layout.is_floating_point())
+            self.declared = Layouts(*layouts)
         self._runtime_validate = False  # PyTorch would compare with its own preparation, which never runs
         self._layouts: Sequence[Layouts] = ()  # by micro-batch
         self._handed_over: dict[tuple[Direction, int], tuple[Tensor | None, ...]] = {}
 
     @abstractmethod
     def _run_pass(self, stages: Sequence[HookedStage], batch: Batch, body: Callable[[], None]) -> None:
-        """Run a pass, training or not: `use` layouts in all stages, then call `body`, the schedule's part.
-
-        stages: all of this rank, ascending; the method is called on the first.
-        """
+        """Run a pass of all stages of this rank, ascending: `use` layouts, then call `body`, the schedule's part."""
 
     # Overrides of PyTorch's methods, in the order of a step.
 
     def clear_runtime_states(self) -> None:
         super().clear_runtime_states()
         self._handed_over.clear()
-        step = _calling_step()
-        _take_over(step["self"])
-        _refuse_few_targets(step)
+        frame = sys._getframe(1)
+        while not isinstance((step := frame.f_locals).get("self"), _PipelineSchedule):
+            if (frame := frame.f_back) is None:
+                raise RuntimeError("a LowBitStage can only be run by `step` or `eval` of a schedule of PyTorch's")
+        schedule, target = step["self"], step.get("target")
+        _take_over(schedule)
+        # Raise the error of too few targets within a pass, so that all ranks learn of it; PyTorch raises it before one.
+        if isinstance(target, Tensor) and target.dim() and len(target) < schedule._n_microbatches:
+            schedule._step_microbatches(*schedule._split_inputs(step["args"], step["kwargs"]), list(target))
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         if self.stage_index - 1 not in self.lanes.peers:
@@ -117,8 +128,7 @@ class HookedStage(PipelineStage):
     # V schedules: between stages of one rank.
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
-        outputs = tuple(x.detach() for x in _as_tuple(prev_stage_outputs))
-        self._handed_over["forward", mb_index] = outputs
+        self._handed_over["forward", mb_index] = tuple(x.detach() for x in _as_tuple(prev_stage_outputs))
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
         # V schedules ask for gradients in evaluation too, where PyTorch's own method raises.
@@ -135,17 +145,6 @@ class HookedStage(PipelineStage):
 
     def _validate_fwd_outputs(self, outputs: Any) -> None:
         pass
-
-    def _declared(self, *args: Any, **kwargs: Any) -> Layouts | None:
-        given = inspect.signature(PipelineStage.__init__).bind(self, *args, **kwargs).arguments
-        inputs, outputs = given.get("input_args"), given.get("output_args")
-        if inputs is None or outputs is None:
-            return None
-        layouts = [tuple(map(layout_of, _as_tuple(part))) for part in (inputs, outputs)]
-        if not hasattr(self, "_stage_meta"):  # PyTorch 2.11 assumes that all of them need gradients
-            for layout in (*(() if self.is_first else layouts[0]), *layouts[1]):
-                layout.requires_grad_(layout.is_floating_point())
-        return Layouts(*layouts)
 
     def _real(self, x: Any) -> Any:
         """Return an input of a trial run, detached from the graph; zeros in the place of a layout."""
@@ -198,15 +197,6 @@ def use(stage: HookedStage, layouts: Sequence[Layouts]) -> None:
         stage._stage_meta.inputs = _utils.extract_tensor_metas(layouts[0].inputs)
 
 
-def _calling_step() -> Mapping[str, Any]:
-    frame = sys._getframe(1)
-    while frame is not None:
-        if isinstance(frame.f_locals.get("self"), _PipelineSchedule):
-            return frame.f_locals
-        frame = frame.f_back
-    raise RuntimeError("a LowBitStage can only be run by `step` or `eval` of a torch.distributed.pipelining schedule")
-
-
 # This relies on two things, which hold for PyTorch 2.11 to 2.15. `clear_runtime_states` is the first method of a stage
 # that `schedule.step` calls, and `_step_microbatches` does everything after the batch is split. A schedule prepares its
 # stages unless `_stage(s)_forward_initialized` and `_stage(s)_backward_initialized` are set.
@@ -233,14 +223,6 @@ def _take_over(schedule: _PipelineSchedule) -> None:
 
     setattr(schedule, "_step_microbatches", run_hooked)  # noqa: B010 (pyright)
     setattr(schedule, "_runs_hooked", True)  # noqa: B010
-
-
-def _refuse_few_targets(step: Mapping[str, Any]) -> None:
-    """Raise the error of too few targets within a pass, so that all ranks learn of it; PyTorch raises it before one."""
-    schedule, target = step["self"], step.get("target")
-    if isinstance(target, Tensor) and target.dim() and len(target) < schedule._n_microbatches:
-        inputs = schedule._split_inputs(step["args"], step["kwargs"])
-        schedule._step_microbatches(*inputs, list(target))
 
 
 def _as_tuple(values: Any) -> tuple[Any, ...]:

@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowbit.pipeline.arguments import Codecs, StepKind, codec_at
-from lowbit.pipeline.boundary import Direction, Lane
+from lowbit.pipeline.boundary import Direction, Lane, Look, Slot
 from lowbit.pipeline.layouts import Batch, Configuration, Layouts
-from lowbit.pipeline.states import Look, Slot
 from lowbit.pipeline.transport import Transport
 from lowbit.wire.failure import FailureBoard
 from lowbit.wire.mailbox import Route
@@ -40,7 +39,6 @@ class Lanes:
         self.set_codecs(forward, backward)
 
     def set_codecs(self, forward: Codecs, backward: Codecs) -> None:
-        """Replace all lanes by new ones."""
         lanes: dict[tuple[Direction, bool], Lane] = {}  # by direction, and whether they lead out of the stage
         looks: dict[int, Look] = {}  # by boundary
         directions: list[tuple[Direction, Codecs]] = [("forward", forward), ("backward", backward)]
@@ -52,7 +50,6 @@ class Lanes:
                 traffic, overhead = self.transport.traffic, self.transport.overhead
                 lanes[direction, outgoing] = Lane(boundary, direction, codec, self._device, traffic, overhead, look)
         self._lanes, self._looks, self.changed = lanes, looks, True
-        self._learned: dict[int, list[list[int]]] = {}  # by boundary and micro-batch: tensors that get gradients
         self._routes: dict[Lane, list[list[Route]]] = {}  # of this pass, by micro-batch and tensor
         self._notes: dict[tuple[int, int], Tensor] = {}  # for gradients to send, by tensor and micro-batch
         self._expected: set[tuple[Direction, int, int]] = set()  # posted receives: direction, configuration, phase
@@ -60,10 +57,7 @@ class Lanes:
     def begin(
         self, board: FailureBoard, number: int, batch: Batch, peers: Mapping[int, int], ranks: Sequence[str]
     ) -> None:
-        """Begin pass `number`, whose configuration is not known yet; ValueError if sample ids are missing.
-
-        `ranks`: names of all ranks, for errors.
-        """
+        """Begin pass `number`, whose configuration is not known yet; ValueError if sample ids are missing."""
         self._notes.clear()
         for lane in self.by_name(outgoing_only=True).values():
             lane.states.end_step()  # before other streams of a GPU wait for this one
@@ -114,8 +108,7 @@ class Lanes:
         layouts = configuration.layouts[self._stage]
         for boundary, look in self._looks.items():
             crossing = [each.outputs if boundary == self._stage else each.inputs for each in layouts]
-            self._learned[boundary] = [[i for i, x in enumerate(each) if x.requires_grad] for each in crossing]
-            look.use(self._learned[boundary])
+            look.learned = [[i for i, x in enumerate(each) if x.requires_grad] for each in crossing]
         now = configuration.number, self._step.phase
         for (direction, outgoing), lane in self._lanes.items():
             lane.use([self._slots(lane, each, configuration.training) for each in layouts])
@@ -130,7 +123,6 @@ class Lanes:
             self.steps += configuration.training
 
     def send(self, direction: Direction, micro_batch: int, tensors: Sequence[Tensor]) -> list[dist.P2POp]:
-        """Send tensors to the neighbour; return operations for the schedule to run."""
         lane, ops = self._lanes[direction, True], []
         for index, tensor in enumerate(tensors):
             with self.transport.leaving(tensor):
@@ -143,12 +135,10 @@ class Lanes:
         return ops
 
     def receive(self, direction: Direction, micro_batch: int) -> list[dist.P2POp]:
-        """Prepare to receive; return operations for the schedule to run and wait for."""
         messages = self._messages(self._lanes[direction, False], micro_batch)
         return [op for route, nbytes in messages for op in self.transport.receive(route, nbytes)]
 
     def take(self, direction: Direction, micro_batch: int, layouts: Sequence[Tensor]) -> list[Tensor]:
-        """Wait for the tensors that the neighbour sent, with these layouts, and decode them."""
         lane, tensors = self._lanes[direction, False], []
         for index, layout in enumerate(layouts):
             with self.transport.arriving():
@@ -160,18 +150,17 @@ class Lanes:
         return tensors
 
     def _observe(self, direction: Direction, index: int, micro_batch: int, tensor: Tensor) -> None:
-        """Show a tensor that arrived to the lane that leads back."""
         if direction == "backward":
-            sent = self._learned[self._stage][micro_batch][index]
+            sent = self._looks[self._stage].learned[micro_batch][index]
             self._lanes["forward", True].observe(sent, micro_batch, tensor)
-        elif self._step.training and index in (learned := self._learned[self._stage - 1][micro_batch]):
+        elif self._step.training and index in (learned := self._looks[self._stage - 1].learned[micro_batch]):
             place = learned.index(index)
             note = self._lanes["backward", True].observe(place, micro_batch, tensor)
             if note is not None:
                 self._notes[place, micro_batch] = note
 
     def raise_rates(self, bits: float) -> None:
-        """Raise the rates that were chosen by `bits` per element. No receives may be posted ahead."""
+        """Raise the rates that were chosen. No receives may be posted ahead."""
         for lane in self._lanes.values():
             lane.states.raise_rates(bits)
         self.changed = True
@@ -186,13 +175,11 @@ class Lanes:
             lane.states.load_state_dict(states.get(name, {}))
 
     def forward(self, outgoing: bool) -> Lane:
-        """Return the lane of activations to the next stage, or from the one before; ValueError if there is none."""
         if ("forward", outgoing) not in self._lanes:
             raise ValueError(f"outgoing is {outgoing}; stage {self._stage} has no neighbour on that side")
         return self._lanes["forward", outgoing]
 
     def by_name(self, *, outgoing_only: bool = False) -> dict[str, Lane]:
-        """Return all lanes, or only those that lead out of this stage, by name."""
         return {lane.name: lane for (_, out), lane in self._lanes.items() if out or not outgoing_only}
 
     def _slots(self, lane: Lane, layouts: Layouts, training: bool) -> list[Slot]:
@@ -208,7 +195,6 @@ class Lanes:
         return self.peers.get(self._stage + 1 if lane.boundary == self._stage else self._stage - 1)
 
     def _messages(self, lane: Lane, micro_batch: int) -> list[tuple[Route, int]]:
-        """Return the routes and sizes of a micro-batch's messages, except empty ones."""
         routes = enumerate(self._routes[lane][micro_batch])
         sized = [(route, lane.nbytes(index, self._step, micro_batch)) for index, route in routes]
         return [(route, nbytes) for route, nbytes in sized if nbytes]

@@ -28,6 +28,7 @@ MOST_ELEMENTS = 1 << 40
 """Largest tensor, and largest distance between its first and last element."""
 
 _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if type(d) is torch.dtype}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -53,10 +54,7 @@ def layout_of(x: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class Batch:
-    """A call of `schedule.step` or `schedule.eval` on this rank, and its inputs by micro-batch.
-
-    `args`: positional, empty tuples on a rank without the first stage. `kwargs`: by keyword, of any stage.
-    """
+    """A call of `schedule.step` or `eval` on this rank, and its positional and keyword inputs by micro-batch."""
 
     training: bool
     micro_batches: int
@@ -73,34 +71,23 @@ class Batch:
                 return f"micro-batch {i} of {count} is empty; {allowed}"
         return ""
 
-    def mode(self) -> tuple[Any, ...]:
-        """Return the settings, other than inputs, that layouts depend on: training or not, and autocast's dtypes."""
+    def keys(self) -> tuple[Any, ...]:
+        """Return what layouts depend on: settings (training, autocast), and properties of each micro-batch's inputs."""
         kinds = {x.device.type for x in tree_leaves(self.args) if isinstance(x, Tensor)}
         cast = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]
-        return self.training, *sorted(cast)
-
-    def keys(self) -> list[tuple[Any, Any]]:
-        """Return what layouts depend on, by micro-batch: properties of its positional and of its keyword inputs."""
         given = [[layout_of(x) for x in args if isinstance(x, Tensor)] for args in self.args]
         named = [tree_leaves(sorted(kwargs.items())) for kwargs in self.kwargs]
-        return [(_key(layouts), _key(leaves)) for layouts, leaves in zip(given, named, strict=True)]
+        inputs = [(_key(layouts), _key(leaves)) for layouts, leaves in zip(given, named, strict=True)]
+        return (self.training, *sorted(cast)), *inputs
 
 
 def send_layouts(
     layouts: Sequence[Tensor], group: dist.ProcessGroup | None, peer: int, device: torch.device, timeout: float
 ) -> None:
-    """Send layouts of tensors to a peer, which must call `receive_layouts`; ValueError: too many for the message.
-
-    `device`: where tensors must be for the group to carry them. Only Gloo supports the time limit.
-    """
+    """Send layouts of tensors to a peer, which must call `receive_layouts`; ValueError: too many for the message."""
     stated = [
-        {
-            "shape": list(layout.shape),
-            "stride": list(layout.stride()),
-            "dtype": str(layout.dtype).removeprefix("torch."),
-            "requires_grad": layout.requires_grad,
-        }
-        for layout in layouts
+        {"shape": [*x.shape], "stride": [*x.stride()], "dtype": _NAMES[x.dtype], "requires_grad": x.requires_grad}
+        for x in layouts
     ]
     text = json.dumps(stated).encode()
     if len(text) > MESSAGE_BYTES:
@@ -113,11 +100,7 @@ def send_layouts(
 
 
 def receive_layouts(group: dist.ProcessGroup | None, peer: int, device: torch.device, timeout: float) -> list[Tensor]:
-    """Receive the layouts that a peer sent by `send_layouts`.
-
-    Raises:
-        PeerError: the peer sent something else. RuntimeError: it ended, or sent nothing in time.
-    """
+    """Receive what a peer sent by `send_layouts`; PeerError: it sent something else; RuntimeError: nothing in time."""
     message = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8, device=device)
     _run(dist.irecv, message, group, peer, timeout)
     try:
@@ -207,7 +190,7 @@ def pipeline_number(group: dist.ProcessGroup, num_stages: int, ranks: int) -> in
     """Number the pipeline of a new stage: the first one of this length that still lacks stages here, or a new one.
 
     Ranks that begin their pipelines in the same order get the same numbers, even if they disagree about a length, so
-    that their agreement can report it. RuntimeError if the group has no channels left for another pipeline.
+    that their agreement can report it. RuntimeError if the group has no channels left.
     """
     begun = _pipelines.setdefault(group, [])
     for number, (length, missing) in enumerate(begun):

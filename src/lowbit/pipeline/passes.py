@@ -26,16 +26,12 @@ from lowbit.wire.checksum import Checksums, agreed_facts
 from lowbit.wire.errors import AgreementError, PeerError, described
 from lowbit.wire.failure import FailureBoard
 from lowbit.wire.mailbox import Expected, Mailbox, Route, Sent
-from lowbit.wire.store import BoundedStore
+from lowbit.wire.store import BoundedStore, peek
 from lowbit.wire.tags import ANNOUNCEMENTS, PIPELINES
 
 
 class Passes:
-    """All passes of the stages of one pipeline that this rank holds.
-
-    Args:
-        stages: all of this rank, ascending. number: of the pipeline in its group. limit: seconds to wait.
-    """
+    """All passes of the `stages` of pipeline `number` that this rank holds, ascending. `limit`: seconds to wait."""
 
     def __init__(
         self, stages: Sequence[HookedStage], group: dist.ProcessGroup, number: int, limit: float, checksums: Checksums
@@ -54,7 +50,6 @@ class Passes:
             for rank, stages in zip(ranks, self._held, strict=True)
         ]
         self._stage_names = [f"rank {ranks[self._placement[i]]} (stage {i})" for i in range(len(self._placement))]
-        self._own_name = self._names[self._rank]
         self._board = FailureBoard(group, self._topic, self._names, limit)
         self._checksums = checksums
         self._announcements: _Direct | _ThroughStore | None = None
@@ -67,16 +62,7 @@ class Passes:
         self._broken = ""
 
     def run(self, stages: Sequence[HookedStage], batch: Batch, body: Callable[[], None], *, ahead: bool) -> None:
-        """Run a pass: what the ranks must agree on, then `body`, the schedule's part.
-
-        `ahead`: whether to post receives of the next pass at the end.
-
-        Raises:
-            ValueError: a batch that cannot be split into the schedule's micro-batches, or tensors that a codec cannot
-                take. It is raised on all ranks.
-            AgreementError: the ranks do not agree on the pass or its layouts. It is raised on all ranks.
-            RuntimeError: an earlier pass ended in an error.
-        """
+        """Run a pass: what the ranks must agree on, then `body`, then, if `ahead`, receives of the next pass."""
         if self._broken:
             raise RuntimeError(
                 f"a step of this pipeline ended early ({self._broken}); start again with a new process group"
@@ -88,10 +74,10 @@ class Passes:
             except _Refused as error:
                 refusal = str(error)
             except Exception as error:  # the other ranks wait for this rank's statement
-                if isinstance(error, _Conflict):
-                    self._next_agreement().give_up(str(error))
-                elif not getattr(error, "on_all_ranks", False):
-                    self._next_agreement().give_up(f"{self._own_name} gave up: {described(error)}")
+                conflict = isinstance(error, _Conflict)
+                if conflict or not getattr(error, "on_all_ranks", False):
+                    why = str(error) if conflict else f"{self._board.own_name} gave up: {described(error)}"
+                    Agreement(self._group, f"{self._topic}/{self._rounds}", self._limit).give_up(why)
                 raise
             else:
                 body()
@@ -122,7 +108,7 @@ class Passes:
             self._loaded = bool(self._agreed)
         seen, problem = (), ""
         if self._is_source and not (problem := batch.problem()):
-            seen = batch.mode(), *batch.keys()
+            seen = batch.keys()
         number = self._announced(batch, seen, problem) if self._agreed else None
         if number is None:
             self._agreed.append(self._agree(batch, seen, problem))
@@ -168,8 +154,11 @@ class Passes:
     def _announced(self, batch: Batch, seen: Any, problem: str) -> int | None:
         """Announce or receive the number of this pass's configuration; None if it is new."""
         if self._announcements is None:
-            group, source, board, channel = self._group, self._source, self._board, self._announced_on
-            self._announcements = _announcements(group, source, board, self._checksums, channel)
+            if "gloo" in dist.get_backend_config(self._group):
+                mailbox = Mailbox(self._group, self._checksums, self._board)
+                self._announcements = _Direct(mailbox, self._source, self._announced_on)
+            else:
+                self._announcements = _ThroughStore(self._group, self._source, self._board)
         facts, traffic = self._facts(batch), self._stages[0].lanes.transport.traffic
         if self._is_source:
             number = self._known.get(seen)
@@ -178,7 +167,7 @@ class Passes:
             with traffic.timing("wait_seconds", message="the announcement of the pass"):
                 announcement = self._announcements.receive(self._passes)
             number, problem, theirs = _checked(announcement, self._source)
-            source, own = self._names[self._source], self._own_name
+            source, own = self._names[self._source], self._board.own_name
             if conflict := contradictions({source: theirs, own: facts}):
                 raise _Conflict(conflict)
             if number is not None and self._loaded:
@@ -197,8 +186,13 @@ class Passes:
         facts = {stage.stage_index: self._identity(stage.lanes) | self._facts(batch) for stage in self._stages}
         for index, layouts in declared.items():
             facts[index][f"declared by stage {index}"] = str(bool(layouts))
-        if self._is_source:
-            facts[0] |= _source_facts(seen, problem, self._stages[0].declared)
+        if self._is_source:  # only it knows the inputs; alike: for each micro-batch, the first one like it
+            keys, first = seen[1:], self._stages[0].declared
+            as_declared = first is not None and all(
+                [x[:2] for x in given] == [(x.shape, x.dtype) for x in first.inputs] for given, _ in keys
+            )
+            alike = json.dumps([keys.index(key) for key in keys])
+            facts[0] |= {"alike": alike, "as declared": str(as_declared), "problem": problem}
         stated, fault = self._exchange(facts, declared, batch.training)
         if problem := stated[0].get("problem", ""):
             self._refuse(problem)
@@ -235,12 +229,9 @@ class Passes:
                 more, fault = stage.lanes.prepare(layouts, training)
                 facts[stage.stage_index] |= more
                 faults.append(fault)
-        self._agreement = self._next_agreement()
+        self._agreement = Agreement(self._group, f"{self._topic}/{self._rounds}", self._limit)
         self._rounds += 1
         return self._agreement.exchange(facts, self._stage_names), "; ".join(filter(None, faults))
-
-    def _next_agreement(self) -> Agreement:
-        return Agreement(self._group, f"{self._topic}/{self._rounds}", self._limit)
 
     def _refuse(self, problem: str) -> Never:
         self._agreement.linger()
@@ -289,16 +280,6 @@ def _checked(announcement: Any, source: int) -> tuple[int | None, str, dict[str,
     raise ValueError(f"rank {source} announced {str(announcement)[:80]}; allowed: a configuration")
 
 
-def _source_facts(seen: tuple[Any, ...], problem: str, declared: Layouts | None) -> dict[str, str]:
-    """Return the facts that only the first stage's rank knows. alike: for each micro-batch, the first one like it."""
-    keys = seen[1:]
-    as_declared = declared is not None and all(
-        [x[:2] for x in given] == [(x.shape, x.dtype) for x in declared.inputs] for given, _ in keys
-    )
-    alike = [keys.index(key) for key in keys]
-    return {"alike": json.dumps(alike), "as declared": str(as_declared), "problem": problem}
-
-
 def _alike(stated: Mapping[str, str], micro_batches: int) -> list[int]:
     alike = json.loads(stated["alike"])
     fits = isinstance(alike, list) and len(alike) == micro_batches
@@ -314,15 +295,6 @@ _AHEAD = 4  # receives posted ahead: the first stage may be this many passes ahe
 # Seconds between two reads of the store: a share of the time waited so far, within these limits.
 _SHORTEST, _LONGEST, _SHARE = 0.0005, 0.01, 0.05
 _KEPT_PASSES = 1024  # messages kept in the store: the first stage may be this many passes ahead there
-
-
-def _announcements(
-    group: dist.ProcessGroup, source: int, board: FailureBoard, checksums: Checksums, channel: int
-) -> _Direct | _ThroughStore:
-    """Return the announcements of rank `source`: Gloo messages, or through the store if the group has no Gloo."""
-    if "gloo" in dist.get_backend_config(group):
-        return _Direct(Mailbox(group, checksums, board), source, channel)
-    return _ThroughStore(group, source, board)
 
 
 class _Direct:
@@ -375,7 +347,7 @@ class _ThroughStore:
 
     def receive(self, number: int) -> Any:
         start = time.monotonic()
-        while not (text := self._store.read(self._key(number))):
+        while not (text := peek(self._store, self._key(number))):
             waited = time.monotonic() - start
             if waited > self._limit:
                 raise PeerError(f"rank {self._source} announced no step within {self._limit:g} s", self._source)

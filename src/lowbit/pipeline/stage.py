@@ -15,13 +15,9 @@ from torch import Tensor
 
 from lowbit.codecs.base import Codec, Session
 from lowbit.codecs.defaults import RECOMMENDED
+from lowbit.pipeline import arguments
 from lowbit.pipeline.arguments import (
     Codecs,
-    check_numbers,
-    check_raise,
-    check_warm_up,
-    checked_samples,
-    default_backward,
 )
 from lowbit.pipeline.hooks import HookedStage
 from lowbit.pipeline.lanes import Lanes
@@ -29,8 +25,7 @@ from lowbit.pipeline.layouts import Batch, pipeline_number
 from lowbit.pipeline.passes import Passes
 from lowbit.pipeline.transport import choose
 from lowbit.wire.checksum import Checksums, check_checksums
-from lowbit.wire.groups import default_group
-from lowbit.wire.pytorch import check_torch
+from lowbit.wire.pytorch import check_torch, default_group
 from lowbit.wire.traffic import Traffic
 
 
@@ -88,11 +83,11 @@ class LowBitStage(HookedStage):
         checksums: bool = True,
         **kwargs: Any,
     ) -> None:
-        check_numbers(warmup_steps, timeout)
+        arguments.check_numbers(warmup_steps, timeout)
         check_checksums(checksums)
-        backward = default_backward(forward) if backward is None else backward
-        check_warm_up("forward", forward, warmup_steps)
-        check_warm_up("backward", backward, warmup_steps)
+        backward = arguments.default_backward(forward) if backward is None else backward
+        arguments.check_warm_up("forward", forward, warmup_steps)
+        arguments.check_warm_up("backward", backward, warmup_steps)
         check_torch()
         super().__init__(submodule, stage_index, num_stages, torch.device(device), *args, **kwargs)
         self.traffic = Traffic()
@@ -117,7 +112,7 @@ class LowBitStage(HookedStage):
         Raises:
             TypeError, ValueError: not integers, not one dimension, or not all different.
         """
-        self.lanes.samples = checked_samples(ids)
+        self.lanes.samples = arguments.checked_samples(ids)
 
     def set_codecs(self, forward: Codecs, backward: Codecs) -> None:
         """Change the formats from the next step on; call it with the same on every stage of the pipeline.
@@ -132,7 +127,7 @@ class LowBitStage(HookedStage):
             TypeError, ValueError: an invalid argument.
         """
         for name, codecs in (("forward", forward), ("backward", backward)):
-            check_warm_up(name, codecs, max(0, self.warmup_steps - self.lanes.steps))
+            arguments.check_warm_up(name, codecs, max(0, self.warmup_steps - self.lanes.steps))
         self.lanes.set_codecs(forward, backward)
 
     def raise_rates(self, bits: float) -> None:
@@ -145,7 +140,7 @@ class LowBitStage(HookedStage):
         Raises:
             ValueError: not a number above 0, or the warm-up is not over.
         """
-        check_raise(bits, self.in_warmup)
+        arguments.check_raise(bits, self.in_warmup)
         self.lanes.raise_rates(bits)
 
     @property

@@ -1,26 +1,92 @@
-"""How payloads travel between two ranks: with tags and early (Gloo), or in the order of the schedule (NCCL)."""
+"""How payloads travel between two ranks: with tags and early (Gloo), or in the order of the schedule (NCCL).
+
+On a GPU over Gloo, payloads are coded and copied to and from the host on side streams while it computes. The host waits
+for none of them, except in the thread that sends: bytes cannot leave before they are on the host. `Staged` has the
+rules without CUDA; `CudaStreams` only the CUDA part, so that tests can replace it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import weakref
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit.pipeline.side_streams import CudaStreams
 from lowbit.wire.checksum import Checksums, Verdicts
 from lowbit.wire.failure import FailureBoard
-from lowbit.wire.mailbox import Expected, Mailbox, Route, Sent, sever
-from lowbit.wire.outbox import outbox_of
+from lowbit.wire.mailbox import Expected, Mailbox, Route, Sent, outbox_of, sever
 from lowbit.wire.traffic import Traffic
+
+_PRIORITY = -1  # first: these kernels are short, and a peer or the next computation waits for them
+
+
+class CudaStreams:
+    """The two side streams of a CUDA device, with an index or the current one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._out = torch.cuda.Stream(device, priority=_PRIORITY)
+        self._in = torch.cuda.Stream(device, priority=_PRIORITY)
+        self._computation: torch.cuda.Stream | None = None  # within `arriving`
+
+    @contextlib.contextmanager
+    def leaving(self, source: Tensor) -> Iterator[None]:
+        """Run a block that reads `source` after the computation launched so far, and does not delay what follows."""
+        self._out.wait_stream(torch.cuda.current_stream(self._device))
+        # The computation may release the tensor while this stream still reads it.
+        source.record_stream(self._out)
+        with torch.cuda.stream(self._out):
+            yield
+
+    @contextlib.contextmanager
+    def arriving(self) -> Iterator[None]:
+        """Run a block in parallel with the computation launched so far; computation launched later waits for it."""
+        computation = self._computation = torch.cuda.current_stream(self._device)
+        try:
+            with torch.cuda.stream(self._in):
+                yield
+        finally:  # what was launched before an error may still write to the computation's memory
+            self._computation = None
+            computation.wait_stream(self._in)
+
+    def fence(self) -> None:
+        """Make arriving work wait, from now on, for the computation launched so far."""
+        self._in.wait_stream(torch.cuda.current_stream(self._device))
+
+    def landing(self, layout: Tensor) -> Tensor:
+        """Within `arriving`: allocate device memory to decode to; the computation uses it after the block."""
+        assert self._computation is not None
+        # The memory belongs to the arriving stream, which is current. Without the record, PyTorch would reuse it there
+        # as soon as the tensor is gone, and the next arrival would overwrite it while the computation, which runs
+        # behind the host, still reads it. With it, PyTorch waits for the computation launched by then.
+        tensor = torch.empty_strided(layout.shape, layout.stride(), dtype=layout.dtype, device=self._device)
+        tensor.record_stream(self._computation)
+        return tensor
+
+    def host_buffer(self, nbytes: int) -> Tensor:
+        """Allocate pinned host memory, which the device copies from and to by itself."""
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def to_host(self, payload: Tensor, room: int) -> tuple[Tensor, torch.cuda.Event]:
+        """Within `leaving`: start copying to a host buffer with `room` free bytes at its end; done at the event."""
+        host = self.host_buffer(payload.numel() + room)
+        host[: payload.numel()].copy_(payload, non_blocking=True)
+        event = torch.cuda.Event(blocking=True)  # the sending thread sleeps instead of spinning
+        event.record(self._out)
+        return host, event
+
+    def to_device(self, host: Tensor) -> Tensor:
+        """Within `arriving`: start copying; the host buffer may be released at once."""
+        # PyTorch reuses pinned memory only after the copies from it.
+        return host.to(self._device, non_blocking=True)
+
 
 WINDOW_BYTES = 16 << 20
 WINDOW_MESSAGES = 4  # fewest messages in a window, whatever their size
@@ -107,9 +173,12 @@ def choose(
 
 @dataclass
 class _Window:
-    """Messages expected together; number and bytes of those whose receives are posted."""
+    """Messages expected together: payload bytes of those whose receives are not posted yet, in order.
 
-    later: deque[Route] = field(default_factory=deque)
+    `messages`, `nbytes`: of those whose receives are posted, as they travel.
+    """
+
+    later: dict[Route, int]
     messages: int = 0
     nbytes: int = 0
 
@@ -123,24 +192,22 @@ class Inbox:
 
     def __init__(self, mailbox: Mailbox, buffer: Callable[[int], Tensor] | None = None) -> None:
         self._mailbox, self._traffic, self._buffer = mailbox, mailbox.traffic, buffer
-        self._expected: dict[Route, tuple[int, _Window]] = {}  # not posted yet; payload bytes and window of each
-        self._posted: dict[Route, tuple[Expected, _Window]] = {}
+        self._windows: dict[Route, _Window] = {}
+        self._posted: dict[Route, Expected] = {}
 
     def expect(self, messages: Iterable[tuple[Route, int]]) -> None:
         """Post as many receives as fit into a new window, and the others as these messages are taken."""
-        window = _Window()
-        for route, size in messages:
-            self._expected[route] = size, window
-            window.later.append(route)
+        window = _Window(dict(messages))
+        self._windows |= dict.fromkeys(window.later, window)
         self._fill(window)
 
     @contextlib.contextmanager
     def taking(self, route: Route, size: int) -> Iterator[Expected]:
         """Yield a message for the block to wait for; its receive is posted first if it is not yet."""
-        if route not in self._posted:
-            _, window = self._expected.pop(route, (size, _Window()))
-            self._start(route, size, window)
-        message, window = self._posted.pop(route)
+        window = self._windows.pop(route, None) or _Window({route: size})
+        if route in window.later:
+            self._start(route, window)
+        message = self._posted.pop(route)
         try:
             yield message
         finally:
@@ -151,19 +218,14 @@ class Inbox:
 
     def _fill(self, window: _Window) -> None:
         while window.later:
-            route = window.later[0]
-            if route in self._expected:  # not already taken out of order
-                size, _ = self._expected[route]
-                whole = size + self._mailbox.checksums.room
-                if window.messages >= WINDOW_MESSAGES and window.nbytes + whole > WINDOW_BYTES:
-                    return
-                del self._expected[route]
-                self._start(route, size, window)
-            window.later.popleft()
+            route, size = next(iter(window.later.items()))
+            whole = size + self._mailbox.checksums.room
+            if window.messages >= WINDOW_MESSAGES and window.nbytes + whole > WINDOW_BYTES:
+                return
+            self._start(route, window)
 
-    def _start(self, route: Route, size: int, window: _Window) -> None:
-        message = self._mailbox.expect(route, size, buffer=self._buffer)
-        self._posted[route] = message, window
+    def _start(self, route: Route, window: _Window) -> None:
+        message = self._posted[route] = self._mailbox.expect(route, window.later.pop(route), buffer=self._buffer)
         window.messages += 1
         window.nbytes += message.nbytes
         self._traffic.hold(message.nbytes)

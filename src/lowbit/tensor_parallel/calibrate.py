@@ -39,7 +39,7 @@ from lowbit.tensor_parallel.plan import Plan
 from lowbit.tensor_parallel.reduce import SumSettings
 from lowbit.tensor_parallel.rowwise import Installed, Watch, install
 from lowbit.tensor_parallel.sums import ModelSum, model_sums
-from lowbit.wire.json_values import gather_json
+from lowbit.wire.messages import gather_json
 
 _log = logging.getLogger("lowbit.tensor_parallel")
 _SAMPLES, _TRIED = 4, 4  # rows of a held-out sequence; sequences for measuring the effect of coding on the outputs

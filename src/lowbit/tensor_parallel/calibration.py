@@ -25,7 +25,7 @@ from lowbit.tensor_parallel.identity import identity
 from lowbit.tensor_parallel.inputs import input_format
 from lowbit.tensor_parallel.observe import AVERAGES
 from lowbit.tensor_parallel.sums import ModelSum, model_sums
-from lowbit.wire.json_values import gather_json
+from lowbit.wire.messages import gather_json
 
 _FORMAT = "lowbit-calibration"
 SHARE = 64

@@ -29,7 +29,7 @@ from lowbit.tensor_parallel.plan import (
 from lowbit.tensor_parallel.reduce import SumSettings, check_inference
 from lowbit.tensor_parallel.rowwise import LayerSum, local, sum_forward
 from lowbit.tensor_parallel.sums import planned_sums, real_sums
-from lowbit.wire.groups import default_group
+from lowbit.wire.pytorch import default_group
 
 
 def tensor_parallel_(

@@ -14,7 +14,7 @@ from torch import Tensor
 from lowbit.codecs import FeatureInt
 from lowbit.codecs.base import Codec
 from lowbit.codecs.checks import check_int
-from lowbit.wire.json_values import gather_json
+from lowbit.wire.messages import gather_json
 
 ROWS = 4
 """Number of rows in a sample."""

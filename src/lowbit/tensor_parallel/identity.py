@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lowbit.tensor_parallel.plan import shards, text_config
 from lowbit.tensor_parallel.sums import ModelSum
-from lowbit.wire.json_values import gather_json
+from lowbit.wire.messages import gather_json
 
 _SIZES = (
     "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from lowbit.codecs import Cast, GroupInt
 from lowbit.codecs.base import Summable
-from lowbit.collectives.checks import check_flat
+from lowbit.collectives.reduce import check_flat
 from lowbit.tensor_parallel import op
 from lowbit.tensor_parallel.plan import shards
 from lowbit.tensor_parallel.reduce import check_inference, sum_in_process, sum_over_ranks

@@ -17,7 +17,7 @@ from lowbit.codecs.base import Codec
 from lowbit.tensor_parallel.reduce import SumSettings, sum_over_ranks
 from lowbit.tensor_parallel.thresholds import Choice, Steps, Thresholds, kind_of
 from lowbit.wire import pytorch
-from lowbit.wire.json_values import gather_json
+from lowbit.wire.messages import gather_json
 
 ROWS = 1, 8, 32, 128, 512, 2048
 """Numbers of rows that are measured. Sums with another number of rows use the result of the next smaller one."""

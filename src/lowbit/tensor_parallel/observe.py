@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowbit.collectives import agree
-from lowbit.wire.json_values import gather_tensor
+from lowbit.wire.messages import gather_tensor
 
 AVERAGES = ("low", "high", "mean")
 MOST_ROWS = 128

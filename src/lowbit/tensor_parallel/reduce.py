@@ -16,12 +16,12 @@ from lowbit.codecs.checks import check_choice, check_int, check_timeout
 from lowbit.collectives import all_reduce
 from lowbit.collectives.algorithms import CHUNK, Shards, choose, one_shot, two_shot
 from lowbit.collectives.calls import TIMEOUT
-from lowbit.collectives.checks import check_summable
 from lowbit.collectives.exchange import CollectiveExchange, Marks, Scratch
+from lowbit.collectives.reduce import check_summable
 from lowbit.tensor_parallel.thresholds import Choice, Thresholds, kind_of
 from lowbit.wire import pytorch
 from lowbit.wire.checksum import Checksums, check_checksums
-from lowbit.wire.groups import rank_names
+from lowbit.wire.pytorch import rank_names
 
 SMALL = 1 << 15
 """With emulated ranks, where no link can be measured, sums of fewer elements stay in the model's dtype."""

@@ -27,7 +27,7 @@ from lowbit.train.config import FULL_PRECISION, PipelineConfig
 from lowbit.train.layout import Pair, PipelineLayout
 from lowbit.train.metrics import StepMetrics
 from lowbit.wire.checksum import CHECKSUM_BYTES
-from lowbit.wire.json_values import gather_json
+from lowbit.wire.messages import gather_json
 
 if TYPE_CHECKING:
     from lowbit.train.trainer import Trainer

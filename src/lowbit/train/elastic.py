@@ -26,7 +26,7 @@ from lowbit.train.config import TrainConfig
 from lowbit.train.metrics import Work
 from lowbit.train.stages import Pipeline
 from lowbit.wire.errors import AgreementError, first_line
-from lowbit.wire.json_values import gather_json
+from lowbit.wire.messages import gather_json
 from lowbit.wire.traffic import note_sent
 
 if TYPE_CHECKING:

@@ -28,8 +28,7 @@ from lowbit.train.layout import PipelineLayout
 from lowbit.train.model import next_token_loss
 from lowbit.train.stages import Pipeline
 from lowbit.wire.checksum import sealed_bytes
-from lowbit.wire.json_values import gather_json
-from lowbit.wire.messages import Expected, Messages, Sent
+from lowbit.wire.messages import Expected, Messages, Sent, gather_json
 
 if TYPE_CHECKING:
     from lowbit.train.trainer import Trainer

@@ -24,7 +24,7 @@ from lowbit.train import optim
 from lowbit.train.boundaries import codec_of
 from lowbit.train.config import FULL_PRECISION, GradientsConfig, TrainConfig
 from lowbit.train.metrics import Work
-from lowbit.wire.groups import new_group
+from lowbit.wire.pytorch import new_group
 
 _WARM = 1 << 10  # elements to encode once, which compiles kernels before a peer waits
 

@@ -18,8 +18,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from lowbit.config import ConfigError
-from lowbit.job.launch import LaunchError, start_all, start_one
-from lowbit.job.process import ALONE, DIVERGED, USAGE, RankProgram
+from lowbit.job.launch import LaunchError, RankProgram, start_all, start_one
+from lowbit.job.output import ALONE, DIVERGED, USAGE
 from lowbit.train.checkpoints.manifest import FOLDER, NO_CHECKPOINT, newest_step, shares_newest_first
 from lowbit.train.config import TrainConfig
 from lowbit.train.folder import check_output

@@ -14,20 +14,20 @@ from itertools import permutations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lowbit.train.layout import PipelineLayout
-from lowbit.wire.connections import connect_more
-from lowbit.wire.groups import default_group
-from lowbit.wire.json_values import gather_json
-from lowbit.wire.sockets import (
+from lowbit.wire.connections import (
     ADVICE,
     FASTER,
     Segments,
     can_count,
     congestion_control,
+    connect_more,
     ends,
     is_lossy,
     segments,
     set_congestion_control,
 )
+from lowbit.wire.messages import gather_json
+from lowbit.wire.pytorch import default_group
 
 if TYPE_CHECKING:
     from lowbit.train.trainer import Trainer

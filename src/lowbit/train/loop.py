@@ -41,9 +41,7 @@ from lowbit.train.prepare import prepare
 from lowbit.train.progress import Progress, phase
 from lowbit.train.tracing import Tracing, traced_steps
 from lowbit.train.trainer import Trainer
-from lowbit.wire.json_values import gather_json
-from lowbit.wire.messages import Messages
-from lowbit.wire.probe import neighbours, round_trip, send_rate, take_rate
+from lowbit.wire.messages import Messages, gather_json, neighbours, round_trip, send_rate, take_rate
 from lowbit.wire.pytorch import check_torch
 from lowbit.wire.traffic import sent_so_far
 

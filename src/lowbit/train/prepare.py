@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lowbit.codecs import Codec
-from lowbit.collectives.checks import check_summable
+from lowbit.collectives.reduce import check_summable
 from lowbit.config import ConfigError
 from lowbit.pipeline.arguments import check_warm_up
 from lowbit.train.activations import Policies, StageOfPlan, planned_settings, saved_policies

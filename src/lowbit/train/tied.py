@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.codecs import Cast, Codec
-from lowbit.collectives.checks import check_flat, check_summable
+from lowbit.collectives.reduce import check_flat, check_summable
 from lowbit.train.boundaries import codec_of
 from lowbit.train.config import PipelineConfig
 from lowbit.train.gradients import ReplicaGroups

@@ -32,11 +32,9 @@ from lowbit.train.progress import machine_name
 from lowbit.train.stages import Pipeline
 from lowbit.train.tied import TiedWeights
 from lowbit.wire.checksum import secret_facts
-from lowbit.wire.groups import new_group
-from lowbit.wire.json_values import gather_json
-from lowbit.wire.sums import SUMS, Sums
-from lowbit.wire.trace import Trace, span
-from lowbit.wire.traffic import sent_so_far
+from lowbit.wire.messages import SUMS, Sums, gather_json
+from lowbit.wire.pytorch import new_group
+from lowbit.wire.traffic import Trace, sent_so_far, span
 
 _OUTSIDE_STEPS = {  # parts of the traffic outside of steps, by purpose of messages; all others are coordination
     "saving": "saving the model", "probe": "link probes", "distance": "link probes", "checkpoints": "checkpoints",

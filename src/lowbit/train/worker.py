@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from lowbit.job.process import ALONE, DIVERGED, FAILED, USAGE
-from lowbit.job.worker import work
+from lowbit.job.launch import work
+from lowbit.job.output import ALONE, DIVERGED, FAILED, USAGE
 
 
 def _train(config: dict[str, Any]) -> None:
@@ -18,8 +18,8 @@ def _train(config: dict[str, Any]) -> None:
 def exit_code(error: Exception) -> int:
     """Return the exit code of an error, by which a supervisor decides whether another attempt can help."""
     from lowbit.config import ConfigError
-    from lowbit.job.meeting import AloneError
     from lowbit.job.peers import AbsentError
+    from lowbit.job.process_group import AloneError
     from lowbit.train.checkpoints.save import TransientError
     from lowbit.train.trainer import DivergedError
     from lowbit.wire.pytorch import TorchVersionError

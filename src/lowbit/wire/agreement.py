@@ -13,7 +13,7 @@ import json
 import logging
 import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Never
@@ -21,7 +21,7 @@ from typing import Any, Never
 import torch.distributed as dist
 
 from lowbit.wire.errors import AgreementError
-from lowbit.wire.groups import next_round, plain, rank_names
+from lowbit.wire.pytorch import next_round, plain, rank_names
 from lowbit.wire.store import Board, BoundedStore, is_kept_here, wait_until
 
 _LINGER = 5.0  # seconds that the rank with the store stays before it raises, so that the others can read the outcome
@@ -61,10 +61,8 @@ def agree(
 class Agreement:
     """One comparison among members. A rank may speak for several of them (the stages of a pipeline), or for none.
 
-    Args:
-        group: its store carries the facts. topic: "series/name", unique among the group's agreements, the same on every
-            rank. A rank makes the agreements of a series one after the other.
-        timeout: seconds to wait for the other ranks, and limit of each call of the store.
+    `topic`: "series/name", unique among the group's agreements, the same on every rank; a rank makes those of a series
+    one after the other. `timeout`: seconds to wait for the other ranks, and limit of each call of the store.
     """
 
     def __init__(self, group: dist.ProcessGroup, topic: str, timeout: float) -> None:
@@ -83,22 +81,16 @@ class Agreement:
         """State facts, wait for those of all ranks, and compare them; every rank of the group calls this once.
 
         `facts`: of all members that this rank speaks for, by number; those of all are returned. `names`: of all.
-
-        Raises:
-            AgreementError: a contradiction, or members stated nothing in time; the same text on every rank.
-            PeerError: the store did not answer in time.
+        AgreementError, the same on every rank: a contradiction, or members stated nothing in time.
         """
         self._state(facts, names)
         return self._conclude(names)
 
     def look(self, facts: Mapping[int, Facts], names: Sequence[str]) -> None:
-        """State facts, and compare them with those that others have stated so far, without waiting for any.
-
-        For use during a call that should end by itself. Call `forget` afterwards. Raises as `exchange`.
-        """
+        """State facts, and compare them with those stated so far, without waiting; call `forget` afterwards."""
         if not self._stated:
             self._state(facts, names)
-        statements = _read(self._board, self._ranks)
+        statements = Statements.read(self._board, self._ranks)
         if statements.ended or statements.problem():
             self._conclude(names)
 
@@ -109,15 +101,14 @@ class Agreement:
     def linger(self) -> None:
         """Note that this rank has read the outcome; if this process keeps the store, stay until the others have, too.
 
-        Every rank calls it after an `exchange` that failed. It returns once all ranks that came have read the outcome;
-        the process then ends once all ranks have (`stay`).
+        Every rank calls it after an `exchange` that failed. It waits for ranks that have come; `stay` for all others.
         """
         with contextlib.suppress(RuntimeError):  # the store has gone already
             self._board.append(left=self._rank)
         # A rank that has left reads no more. If the store went before, PyTorch would print lines of C++ in the others.
         if is_kept_here(self._kept):
             board = Board(self._kept, self._key)  # without threads, which cannot start while this process ends
-            seen = partial(_read, board, self._ranks)
+            seen = partial(Statements.read, board, self._ranks)
             wait_until(lambda: (statements := seen()).came <= statements.left, _LINGER, pause=_SHORTEST)
             if _strangers(board, self._ranks):
                 _unread.append((board, self._ranks, self._deadline))
@@ -137,7 +128,7 @@ class Agreement:
         start = time.monotonic()
         deadline, in_conflict, given_up = start + self._timeout, False, ""
         while True:
-            statements = _read(self._board, self._ranks)
+            statements = Statements.read(self._board, self._ranks)
             problem = statements.problem()
             if statements.complete:
                 if missing := statements.missing(names):
@@ -168,10 +159,7 @@ class Agreement:
 
 @atexit.register
 def stay() -> None:
-    """Before this process ends, keep its store reachable for ranks that have yet to read of a failed agreement.
-
-    For each agreement, wait at most until its own time limit is over.
-    """
+    """Keep this process, and so its store, for ranks that may read of a failed agreement within its time limit."""
     start = time.monotonic()
     with contextlib.suppress(RuntimeError, KeyboardInterrupt):
         while _unread:
@@ -186,56 +174,33 @@ def stay() -> None:
 
 def _strangers(board: Board, ranks: Sequence[str]) -> list[str]:
     """Names of ranks that have not read the outcome of an agreement; empty if its board is gone."""
-    statements = _read(board, ranks)
-    return statements.absent() if statements.came or statements.ended else []
-
-
-def _read(board: Board, ranks: Sequence[str]) -> Statements:
-    return Statements.read(board.lines(), ranks)
+    statements = Statements.read(board, ranks)
+    left = statements.left if statements.came or statements.ended else range(len(ranks))
+    return [name for rank, name in enumerate(ranks) if rank not in left]
 
 
 Facts = Mapping[str, str]
 """Values by name. Members may state different names, but must state the same values under common ones."""
 
 
-@dataclass(frozen=True)
-class _Statement:
-    """A rank's statement: number of members, names and facts of its own members."""
-
-    count: int
-    members: dict[int, tuple[str, Facts]]
-
-    @classmethod
-    def read(cls, line: dict[str, Any]) -> _Statement:
-        count = int(line["count"])
-        members = {}
-        for member, (name, facts) in line["members"].items():
-            texts = [name, *facts.keys(), *facts.values()]
-            if not all(isinstance(text, str) for text in texts) or not 0 <= int(member) < count:
-                raise ValueError(member)
-            members[int(member)] = name, facts
-        return cls(count, members)
-
-
 @dataclass
 class Statements:
     """The lines of an agreement, in order; `ranks` are the names of the group's ranks, for errors.
 
-    `stated`: statements before the end, by rank. `ended`: why the agreement failed early; empty if it did not. `came`,
-    `left`: ranks that stated anything, and those that have read the outcome.
+    `stated`: before the end, by rank: the number of members, and name and facts of its own. `ended`: why the agreement
+    failed early; empty if it did not. `came`, `left`: ranks that stated anything, and that have read the outcome.
     """
 
     ranks: Sequence[str]
-    stated: dict[int, _Statement] = field(default_factory=dict)
+    stated: dict[int, tuple[int, dict[int, tuple[str, Facts]]]] = field(default_factory=dict)
     ended: str = ""
     came: set[int] = field(default_factory=set)
     left: set[int] = field(default_factory=set)
 
     @classmethod
-    def read(cls, lines: Iterable[bytes], ranks: Sequence[str]) -> Statements:
-        """Parse the statements in these lines, up to the end of the agreement."""
+    def read(cls, board: Board, ranks: Sequence[str]) -> Statements:
         statements = cls(ranks)
-        for line in lines:
+        for line in board.lines():
             try:
                 statements._add(json.loads(line))
             except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError):
@@ -248,12 +213,17 @@ class Statements:
         elif "left" in line:
             self.left.add(int(line["left"]))
         else:
-            rank, statement = int(line["rank"]), _Statement.read(line)
+            rank, count, members = int(line["rank"]), int(line["count"]), {}
+            for member, (name, facts) in line["members"].items():
+                texts = [name, *facts.keys(), *facts.values()]
+                if not all(isinstance(text, str) for text in texts) or not 0 <= int(member) < count:
+                    raise ValueError(member)
+                members[int(member)] = name, facts
             if not 0 <= rank < len(self.ranks):
                 raise ValueError(rank)
             self.came.add(rank)
             if not self.ended:
-                self.stated.setdefault(rank, statement)
+                self.stated.setdefault(rank, (count, members))
 
     def _end(self, why: str) -> None:
         if not self.complete:
@@ -261,32 +231,27 @@ class Statements:
 
     @property
     def complete(self) -> bool:
-        """Whether every rank has stated something."""
         return len(self.stated) == len(self.ranks)
 
     def members(self) -> dict[int, tuple[str, Facts]]:
-        return {m: named for statement in self.stated.values() for m, named in statement.members.items()}
+        return {m: named for _, members in self.stated.values() for m, named in members.items()}
 
     def problem(self) -> str:
         """Describe how the statements so far contradict each other; empty if they do not."""
         stated = sorted(
             (member, self.ranks[rank], *name_and_facts)
-            for rank, statement in self.stated.items()
-            for member, name_and_facts in statement.members.items()
+            for rank, (_, members) in self.stated.items()
+            for member, name_and_facts in members.items()
         )
         if problem := contradictions({name: facts for _, _, name, facts in stated}):
             return problem
-        counts = {self.ranks[rank]: {"members": str(s.count)} for rank, s in sorted(self.stated.items())}
+        counts = {self.ranks[rank]: {"members": str(count)} for rank, (count, _) in sorted(self.stated.items())}
         if problem := contradictions(counts):
             return problem
         for (member, rank, name, _), (other, another, _, _) in itertools.pairwise(stated):
             if member == other:
                 return f"{rank} and {another} both report for {name}"
         return ""
-
-    def absent(self) -> list[str]:
-        """Names of all ranks that have not read the outcome."""
-        return [name for rank, name in enumerate(self.ranks) if rank not in self.left]
 
     def missing(self, names: Sequence[str]) -> list[str]:
         """Members that no rank has spoken for; if there are none, ranks that have stated nothing."""

@@ -55,7 +55,6 @@ class Checksums:
             view[-self.room :] = self._digest(view, place)
 
     def intact(self, message: Tensor, *place: int) -> bool:
-        """Whether a host message is as it was sent, and belongs to this place."""
         if not self.enabled:
             return True
         view = message.numpy().data
@@ -109,9 +108,7 @@ class Verdicts:
     def settle(self) -> None:
         """Wait for all outcomes, and clear them; DamagedError for the first damaged message."""
         noted, self._noted = self._noted, []
-        if not noted:
-            return
-        outcomes = torch.cat([damage for damage, _, _ in noted]).tolist()
+        outcomes = torch.cat([damage for damage, _, _ in noted]).tolist() if noted else []
         for (_, about, rank), changed in zip(noted, outcomes, strict=True):
             if changed:
                 raise damaged(about, rank)
@@ -179,7 +176,6 @@ def is_signed(written: object, secret: bytes, *said: Any) -> bool:
 
 @functools.cache
 def _key_of(secret: bytes) -> int:
-    """Derive a 64-bit key from a secret; 0 without one."""
     return int.from_bytes(hashlib.sha256(b"lowbit checksums" + secret).digest()[:8]) if secret else 0
 
 

@@ -1,16 +1,23 @@
-"""Several connections between the ranks of a group, so that a lost packet slows only a part of what is sent.
+"""The TCP connections between ranks: several for a group, what they lose, and how they control congestion.
 
-Each carries a piece of every large message: TCP halves its rate after a loss. The connections are Gloo groups. Both
-ends cut a message by its size class (`lowbit.wire.tags`), so a wrong length never changes a piece's place.
+With several, a lost packet slows only a part of what is sent, because TCP halves its rate after a loss: each carries a
+piece of every large message. They are Gloo groups. Both ends cut a message by its size class (`lowbit.wire.tags`), so a
+wrong length never changes a piece's place. Gloo does not show its connections, so they are found among the open files
+of the process (Linux only).
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import socket
+import struct
 import weakref
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,7 +25,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from lowbit.wire import tags
 from lowbit.wire.agreement import agree
-from lowbit.wire.groups import plain
+from lowbit.wire.pytorch import plain
 from lowbit.wire.store import bounded
 
 Carrier = Any  # a group, or a Gloo backend, whose types lack `send` and `recv`
@@ -88,3 +95,106 @@ def pieces(group: dist.ProcessGroup, channel: int, nbytes: int) -> Iterator[tupl
     carriers = connections_of(group)
     for i, start in enumerate(range(0, capacity, size)):
         yield carriers[(channel + i) % used], slice(start, start + size)
+
+
+_CONGESTION = getattr(socket, "TCP_CONGESTION", 13)
+_INTERNET = (socket.AF_INET, socket.AF_INET6)
+_NAME_BYTES = 16
+# `struct tcp_info` of <linux/tcp.h>: total_retrans, data_segs_out of Linux 4.6 or later, dsack_dups of 4.19 or later
+_INFO_BYTES, _RETRANSMITTED, _SEGMENTS, _NEEDLESS = 220, 100, 156, 216
+FASTER = "bbr"
+"""Congestion control that does not take a lost packet for a sign of congestion."""
+ADVICE = f"sudo modprobe tcp_{FASTER} && sudo sysctl -w net.ipv4.tcp_congestion_control={FASTER} on every machine"
+_LOSSY = 5e-5  # share of segments sent again from which on TCP is much slower than a distant link
+_FEWEST = 10  # segments sent again before the share means something
+
+
+class Segments(NamedTuple):
+    """TCP segments with data that connections have sent, and how many of them were sent again and had to be."""
+
+    sent: int
+    again: int
+
+    def since(self, before: Segments) -> float:
+        """Share of segments that were sent again; 0 if none was sent."""
+        return max(0.0, (self.again - before.again) / max(1, self.sent - before.sent))
+
+
+def is_lossy(share: float, again: int) -> bool:
+    """Whether a link loses so much that it matters: a share of segments sent again, and their number."""
+    return share >= _LOSSY and again >= _FEWEST
+
+
+def can_count() -> bool:
+    """Whether this machine tells what its connections lose."""
+    return hasattr(socket, "TCP_INFO") and os.path.isdir("/proc/self/fd")
+
+
+def segments() -> Segments:
+    """Count the segments of all connections to other machines."""
+    sent = again = 0
+    for connection in _connections():
+        with contextlib.suppress(OSError, struct.error):
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
+            again += struct.unpack_from("I", info, _RETRANSMITTED)[0]
+            if len(info) >= _INFO_BYTES:  # the first copy had arrived: it was late, not lost
+                again -= struct.unpack_from("I", info, _NEEDLESS)[0]
+            sent += struct.unpack_from("I", info, _SEGMENTS)[0]
+    return Segments(sent, again)
+
+
+def congestion_control() -> str:
+    """Return the congestion control of most connections to other machines, such as "cubic"; "" if there are none."""
+    names: Counter[str] = Counter()
+    for connection in _connections():
+        with contextlib.suppress(OSError):
+            name = connection.getsockopt(socket.IPPROTO_TCP, _CONGESTION, _NAME_BYTES)
+            names[name.split(b"\0")[0].decode(errors="replace")] += 1
+    return names.most_common(1)[0][0] if names else ""
+
+
+def ends() -> list[list[str]]:
+    """Return both ends of all connections to other machines: address and port here, and those of the peer."""
+    found: list[list[str]] = []
+    for connection in _connections():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            found.append(list(_ends(connection)))
+    return found
+
+
+def set_congestion_control(name: str, others: Collection[Sequence[str]] | None = None) -> bool:
+    """Change the congestion control of what this process sends; returns whether all connections, if any, have it now.
+
+    `others`: what `ends` returns in other processes; only connections to these are changed. None: all.
+    """
+    known = None if others is None else {tuple(pair) for pair in others}
+    outcomes: list[bool] = []
+    for connection in _connections():
+        try:
+            if known is None or _ends(connection)[::-1] in known:
+                connection.setsockopt(socket.IPPROTO_TCP, _CONGESTION, name.encode())
+                outcomes.append(True)
+        except OSError:
+            outcomes.append(False)
+    return bool(outcomes) and all(outcomes)
+
+
+def _connections() -> Iterator[socket.socket]:
+    """Yield the TCP connections between this machine and others, each open during its turn."""
+    with contextlib.suppress(OSError):
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                    with socket.socket(fileno=os.dup(int(name))) as connection:
+                        is_tcp = connection.type == socket.SOCK_STREAM and connection.family in _INTERNET
+                        if is_tcp and connection.getpeername()[0] != connection.getsockname()[0]:
+                            yield connection
+
+
+def _ends(connection: socket.socket) -> tuple[str, str]:
+    """Return address and port here and of the peer; an IPv4 address may be written as an IPv6 one on one side only."""
+    here, there = (
+        f"{address.removeprefix('::ffff:')} {port}"
+        for address, port, *_ in (connection.getsockname(), connection.getpeername())
+    )
+    return here, there

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from lowbit.wire.checksum import is_signed, run_secret, signature, this_attempt
 from lowbit.wire.errors import AgreementError, PeerError, described
-from lowbit.wire.groups import is_known, job_ranks
+from lowbit.wire.pytorch import is_known, job_ranks
 from lowbit.wire.store import Board, bounded, wait_until
 
 _CLOSED_GRACE = 0.5  # seconds to wait for the note of a suspect that has itself given up on another rank
@@ -32,9 +32,8 @@ _LINGER = 5.0  # most seconds that the rank with the store stays so that the oth
 class FailureBoard:
     """Notes about failed peers, in the store of a process group.
 
-    Args:
-        topic: unique among the boards of this group, and the same on every rank. names: of its ranks, for errors.
-        timeout: seconds from the start of a failed wait to the error.
+    `topic`: unique among the boards of this group, and the same on every rank. `names`: of its ranks, for errors.
+    `timeout`: seconds from the start of a failed wait to the error.
     """
 
     def __init__(self, group: dist.ProcessGroup, topic: str, names: Sequence[str], timeout: float) -> None:
@@ -43,24 +42,16 @@ class FailureBoard:
         # Groups not made by torch.distributed (torchft's) join processes of several runs, each with its own attempts.
         self._place = (this_attempt() if is_known(group) else "", key)
         self.topic = topic
-        self._names = list(names)
-        self._rank = group.rank()
+        self._rank, self._names = group.rank(), list(names)
+        self.own_name = self._names[self._rank]
         self._timeout = timeout
+        # Time limit of a wait; the rest of the timeout is for finding the rank to blame.
+        self.patience = timedelta(seconds=0.8 * timeout)
         self._blames = self._gave_up = False  # whether this rank has written on whom, or why, it gave up
         self.letters: weakref.WeakKeyDictionary[Letter, None] = weakref.WeakKeyDictionary()  # under way; oldest first
         # If no launcher hosts the store, the job's first rank does; that rank need not be in this group.
         ranks = job_ranks(group)
         self._host = ranks.index(0) if 0 in ranks else None
-
-    @property
-    def own_name(self) -> str:
-        """Name of this rank in errors."""
-        return self._names[self._rank]
-
-    @property
-    def patience(self) -> timedelta:
-        """Time limit of a wait; the rest of the timeout is for finding the rank to blame."""
-        return timedelta(seconds=0.8 * self._timeout)
 
     @contextlib.contextmanager
     def blaming(self, peer: int) -> Iterator[None]:
@@ -78,10 +69,7 @@ class FailureBoard:
         return next((rank for rank in notes if rank != self._rank), None)
 
     def give_up(self, error: BaseException, sever: Callable[[], None]) -> None:
-        """Write why this rank cannot continue, then close its connections, so that the others look for the reason.
-
-        The reason is not written if this rank has blamed another, or given up before.
-        """
+        """Write why this rank cannot continue, then close its connections, so that the others look for the reason."""
         if self._blames or self._gave_up:
             return sever()
         self._gave_up = True
@@ -94,10 +82,7 @@ class FailureBoard:
             _within(0.2 * self._timeout, lambda: self._linger(self._rank, min(_LINGER, 0.1 * self._timeout)))
 
     def blame(self, suspect: int, cause: Exception | None) -> RuntimeError:
-        """Find the rank that failed, after communication with `suspect` failed with `cause` (None: it has given up).
-
-        Returns a `PeerError`, or an `AgreementError` if that is why the first rank gave up.
-        """
+        """Return an error that names the first rank that failed, after communication with `suspect` failed."""
         self._blames, silent = True, "timed out" in str(cause or "").lower()
         trace = _Trace([suspect])
         limit = 0.2 * self._timeout if silent else _CLOSED_GRACE + 0.5 * self._timeout
@@ -120,10 +105,9 @@ class FailureBoard:
             text += f"; so did the store, which {host} hosts unless a launcher does"
         # Remove the source position and the advice that Gloo puts around the reason.
         reason = re.sub(r"^\[[^]]*\] |\. This is typically.*", "", str(cause or "its note"))
-        return PeerError(f"{text} (seen by {self._names[self._rank]}: {reason})", culprit)
+        return PeerError(f"{text} (seen by {self.own_name}: {reason})", culprit)
 
     def _follow(self, trace: _Trace, silent: bool) -> None:
-        """Extend the chain while new notes may arrive, and keep the reason that its last rank wrote."""
         chain = trace.chain
         # Not by iterating over the dictionary, which other threads change meanwhile.
         under_way = [letter for ref in self.letters.keyrefs() if (letter := ref()) is not None]
@@ -222,7 +206,6 @@ class Letter:
         self.board.letters[self] = None
 
     def done(self) -> None:
-        """Take the message off the board's list: it has arrived."""
         self.board.letters.pop(self, None)
 
 

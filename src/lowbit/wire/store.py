@@ -34,19 +34,12 @@ class BoundedStore:
         self._silent = False
 
     def append(self, key: str, value: str) -> None:
-        """Append to the value of a key, which is created if missing; a TCPStore does not wait for an answer."""
         self._call(lambda: self._store.append(key, value))
 
-    def read(self, key: str) -> bytes:
-        """Return the value of a key, or an empty one; one round trip."""
-        return peek(self, key)
-
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """See `torch.distributed.Store.compare_set`."""
         return self._call(lambda: self._store.compare_set(key, expected, desired))
 
     def delete_key(self, key: str) -> None:
-        """Remove a value; one round trip."""
         self._call(lambda: self._store.delete_key(key))
 
     def _call(self, call: Callable[[], T]) -> T:
@@ -70,11 +63,7 @@ class BoundedStore:
 
 
 class Board:
-    """Lines of JSON under one key of a store. All ranks read them in the same order, so the first one can decide.
-
-    The lines are untrusted: anybody who reaches the store may have written them. `store`: a PyTorch store, whose calls
-    may block, or a `BoundedStore`.
-    """
+    """Untrusted lines of JSON under a key of a store. All ranks read them in one order, so the first one can decide."""
 
     def __init__(self, store: Any, key: str) -> None:
         self._store, self._key = store, key
@@ -84,11 +73,9 @@ class Board:
         self._store.append(self._key, json.dumps(line) + "\n")
 
     def lines(self) -> list[bytes]:
-        """All lines so far; one round trip."""
         return peek(self._store, self._key).splitlines()
 
     def entries(self) -> list[dict[str, Any]]:
-        """The lines that are JSON objects, parsed."""
         entries = []
         for line in self.lines():
             try:
@@ -111,11 +98,7 @@ def of_attempt(store: Store, attempt: str = "0/0") -> PrefixStore:
 
 
 def peek(store: Any, key: str) -> bytes:
-    """Return the value of a key, or an empty one, without waiting for the key.
-
-    It takes one round trip; `check` and `get` would take three: a `compare_set` that changes nothing returns the value,
-    or the expected one if there is none.
-    """
+    """Return the value of a key, or an empty one, without waiting for the key: one round trip."""
     value = store.compare_set(key, _NOTHING, _NOTHING)
     return b"" if value == _NOTHING.encode() else value
 

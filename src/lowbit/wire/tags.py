@@ -38,7 +38,6 @@ class Kind:
 
     @property
     def end(self) -> int:
-        """The first channel after this kind's."""
         return self.first + self.members * self.width
 
 

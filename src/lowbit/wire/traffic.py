@@ -1,18 +1,79 @@
-"""Counters of what a stage sent, and of the time and memory it took."""
+"""Counters of what a stage sent, and of the time and memory it took; and the trace of a rank: when it did what."""
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
-from lowbit.wire.trace import Trace
+_lock = threading.Lock()  # the outbox's thread also releases messages
+_sent: Counter[str] = Counter()
+_PASSES = {"forward_one_chunk": "forward", "backward_one_chunk": "backward", "backward_weight_one_chunk": "weight"}
 
-_holding = threading.Lock()  # the outbox's thread also releases messages
+
+class Span(NamedTuple):
+    """A timed interval, in nanoseconds of `time.perf_counter_ns`, with details such as {"micro_batch": 0}.
+
+    `name`: "forward", "backward", "weight", "encode", "decode", "checksum", "wait" or "send"; others from a trainer.
+    `peer`: the rank, within the group, that a message is sent to; None for spans of the rank's own thread, which are
+    nested or follow each other.
+    """
+
+    name: str
+    peer: int | None
+    begin: int
+    end: int
+    about: dict[str, Any]
+
+
+class Trace:
+    """Spans of the stages that have this object as `traffic.trace`, in the order in which they ended."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+        self._left: dict[int, int] = {}  # when the last send to each peer finished
+
+    def add(self, name: str, begin: int, end: int, **about: Any) -> None:
+        self.spans.append(Span(name, None, begin, end, about))
+
+    def add_sent(self, peer: int, begin: int, end: int, nbytes: int) -> None:
+        """Add a message that was queued at `begin` and sent by `end`; messages to a peer are sent in order."""
+        first = min(end, max(begin, self._left.get(peer, begin)))
+        self._left[peer] = end
+        self.spans.append(Span("send", peer, first, end, {"bytes": nbytes, "queued_us": (first - begin) / 1e3}))
+
+    @contextmanager
+    def passes(self, stage: Any) -> Iterator[None]:
+        """Record the forward and backward passes of a pipeline stage while the block runs."""
+
+        def traced(function: Callable[..., Any], name: str, /, *args: Any, **kwargs: Any) -> Any:
+            begin, chunk = time.perf_counter_ns(), args[0] if args else None
+            result = function(*args, **kwargs)
+            self.add(name, begin, time.perf_counter_ns(), stage=stage.stage_index, micro_batch=chunk)
+            return result
+
+        before = {name: vars(stage).get(name) for name in _PASSES}
+        for method, name in _PASSES.items():
+            setattr(stage, method, partial(traced, getattr(stage, method), name))
+        try:
+            yield
+        finally:
+            for method, own in before.items():
+                delattr(stage, method) if own is None else setattr(stage, method, own)
+
+
+@contextmanager
+def span(trace: Trace | None, name: str, **about: Any) -> Iterator[None]:
+    """Record the block in `trace`, if there is one."""
+    begin = time.perf_counter_ns()
+    yield
+    if trace is not None:
+        trace.add(name, begin, time.perf_counter_ns(), **about)
 
 
 @dataclass
@@ -50,7 +111,7 @@ class Traffic:
     def __post_init__(self) -> None:
         self.trace: Trace | None = None  # not a dataclass field: `reset` sets all fields
 
-    @contextlib.contextmanager
+    @contextmanager
     def timing(self, name: str, span: str = "", **about: Any) -> Iterator[None]:
         """Add a block's seconds to the counter `name`, and a span (named "wait" for "wait_seconds") to the trace."""
         start = time.perf_counter_ns()
@@ -72,7 +133,7 @@ class Traffic:
 
     def reset(self) -> None:
         """Set all counters to zero, and the peak to what is held now."""
-        with _holding:
+        with _lock:
             for field in fields(self):
                 if field.name != "held_bytes":
                     setattr(self, field.name, field.default)
@@ -80,7 +141,7 @@ class Traffic:
 
     def hold(self, nbytes: int) -> None:
         """Add `nbytes` (may be negative) to the bytes held; thread-safe."""
-        with _holding:
+        with _lock:
             self.held_bytes += nbytes
             self.peak_bytes = max(self.peak_bytes, self.held_bytes)
 
@@ -88,10 +149,6 @@ class Traffic:
         """Count a message that was sent "forward" or "backward"."""
         for name, more in ((f"{direction}_bytes", nbytes), (f"{direction}_elements", elements)):
             setattr(self, name, getattr(self, name) + more)
-
-
-_lock = threading.Lock()
-_sent: Counter[str] = Counter()
 
 
 def note_sent(purpose: str, nbytes: int) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from lowbit.codecs import Codec, parse
-from lowbit.collectives.checks import check_summable
+from lowbit.collectives.reduce import check_summable
 from lowbit.config import ConfigError, NonNegative, Positive, section
 from lowbit.report import Baseline, Column, Command, Row, Table
 from lowbit.train.config import ModelConfig

@@ -17,7 +17,7 @@ from lowbit.collectives.calls import payload_bytes, queue_of
 from lowbit.gradients import GradientStorage, all_reduce_hook
 from lowbit.train.config import ModelConfig
 from lowbit.train.model import build_model, next_token_loss, vocabulary
-from lowbit.wire.groups import default_group
+from lowbit.wire.pytorch import default_group
 from lowbit_lab.bench.gradients import ENGINE, MATRIX, POWER_RANK, STORED, codec_of
 from lowbit_lab.bench.memory_run import Meter
 from lowbit_lab.bench.sums import error_of_sum, timed

@@ -16,7 +16,7 @@ from lowbit.train.loop import Run
 from lowbit.train.metrics import StepMetrics
 from lowbit.train.prepare import Prepared, prepare
 from lowbit.train.trainer import Trainer
-from lowbit.wire.json_values import gather_json
+from lowbit.wire.messages import gather_json
 from lowbit_lab.bench.device import Device, Recording
 from lowbit_lab.bench.worker import TIMEOUT_SECONDS, report_progress, serve
 

@@ -20,7 +20,7 @@ from lowbit.tensor_parallel.rowwise import local
 from lowbit.tensor_parallel.thresholds import Choice
 from lowbit.train.config import ModelConfig
 from lowbit.train.model import build_model, vocabulary
-from lowbit.wire.groups import default_group
+from lowbit.wire.pytorch import default_group
 from lowbit_lab.bench.sums import error_of_sum, timed
 from lowbit_lab.bench.tensor_parallel import Format, codec_of, sample
 from lowbit_lab.bench.worker import serve

@@ -19,8 +19,8 @@ import torch
 
 from lowbit.job.process_group import joined
 from lowbit.train.device import threads_per_rank
+from lowbit.wire.connections import congestion_control, set_congestion_control
 from lowbit.wire.errors import first_line
-from lowbit.wire.sockets import congestion_control, set_congestion_control
 
 TIMEOUT_SECONDS = 600.0
 CONGESTION = "use_congestion_control"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lowbit.codecs import parse
 from lowbit.codecs.base import Summable
 from lowbit.collectives import agree
-from lowbit.collectives.checks import check_summable
+from lowbit.collectives.reduce import check_summable
 from lowbit.config import ConfigError
 from lowbit.job.process_group import world
 from lowbit.report import check_output

@@ -19,7 +19,7 @@ from lowbit.tensor_parallel.plan import ENCODERS
 from lowbit.terminal import console, filtered_again
 from lowbit.train.device import choose_autocast, choose_device
 from lowbit.train.pretrained import check_files, load, transformers_config
-from lowbit.wire.groups import default_group
+from lowbit.wire.pytorch import default_group
 from lowbit_lab.evaluate.settings import InferenceConfig
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from lowbit.tensor_parallel import (
     low_bit_,
 )
 from lowbit.tensor_parallel.reduce import SMALL
-from lowbit.wire.json_values import gather_json
+from lowbit.wire.messages import gather_json
 from lowbit_lab.evaluate import calibrate, loading, neighbours, text
 from lowbit_lab.evaluate.choices import Metric
 from lowbit_lab.evaluate.errors import SumErrors, root_mean_square

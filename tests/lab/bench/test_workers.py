@@ -12,7 +12,7 @@ from lowbit_lab.network import Link, SlowLink
 from tests.lab.network.test_shape import all_gone
 
 ECHO = """
-from lowbit.wire.sockets import congestion_control
+from lowbit.wire.connections import congestion_control
 from lowbit_lab.bench.worker import serve, report_progress
 
 

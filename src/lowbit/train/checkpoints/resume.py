@@ -27,8 +27,7 @@ from lowbit.train.checkpoints.state import FOLLOWED, End, aliases_of, ends_of, p
 from lowbit.train.config import RunConfig
 from lowbit.train.identity import CHOSEN, Change, changes_between, refuse
 from lowbit.train.stages import Pipeline
-from lowbit.wire.json_values import gather_json
-from lowbit.wire.messages import Messages
+from lowbit.wire.messages import Messages, gather_json
 
 log = logging.getLogger(__name__)
 

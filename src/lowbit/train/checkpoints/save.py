@@ -36,7 +36,7 @@ from lowbit.train.checkpoints.manifest import (
     steps_in,
 )  # fmt: skip
 from lowbit.train.folder import RunFolder
-from lowbit.wire.json_values import gather_json
+from lowbit.wire.messages import gather_json
 
 _BEAT_SECONDS = 1.0
 DTYPES = {

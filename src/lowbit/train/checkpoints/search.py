@@ -22,7 +22,7 @@ from lowbit.train.checkpoints.manifest import (
     steps_in,
 )  # fmt: skip
 from lowbit.train.checkpoints.save import commit_share, raise_everywhere, together, verify_share
-from lowbit.wire.json_values import gather_json
+from lowbit.wire.messages import gather_json
 
 log = logging.getLogger(__name__)
 

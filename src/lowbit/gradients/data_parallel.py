@@ -1,19 +1,22 @@
-"""`all_reduce_hook`: low-bit averaging of `DistributedDataParallel` gradients during the backward pass."""
+"""Low-bit averages of gradients under PyTorch's `DistributedDataParallel` and FSDP2 (`fully_shard`)."""
 
 # No `from __future__ import annotations`: DDP compares the hook's annotations with the class objects.
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 
+# `FSDPModule.set_custom_reduce_scatter` and the interface of its argument are public; the base class is not.
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+
 from lowbit.codecs.base import Codec
-from lowbit.collectives.checks import check_call, check_flat
-from lowbit.collectives.reduce import CHUNK, SMALL, TIMEOUT, Algorithm, all_reduce
-from lowbit.wire.groups import is_known, plain
+from lowbit.collectives import reduce
+from lowbit.wire.pytorch import is_known, plain
 
 Hook = Callable[[object, GradBucket], torch.futures.Future[Tensor]]
 
@@ -23,9 +26,9 @@ def all_reduce_hook(
     *,
     error_feedback: bool = False,
     group: dist.ProcessGroup | None = None,
-    algorithm: Algorithm = "two_shot",
-    small: int = SMALL,
-    timeout: float = TIMEOUT,
+    algorithm: reduce.Algorithm = "two_shot",
+    small: int = reduce.SMALL,
+    timeout: float = reduce.TIMEOUT,
     checksums: bool = True,
 ) -> Hook:
     """Return a hook for `ddp.register_comm_hook(None, hook)` that averages gradients over all ranks in few bits.
@@ -51,11 +54,21 @@ def all_reduce_hook(
         TypeError, ValueError: as `all_reduce`, but raised here.
     """
     members = plain(group)
-    check_flat(codec)
-    check_call(codec, algorithm=algorithm, small=small, timeout=timeout, checksums=checksums)
+    reduce.check_flat(codec)
+    reduce.check_call(codec, algorithm=algorithm, small=small, timeout=timeout, checksums=checksums)
     if not isinstance(error_feedback, bool):
         raise TypeError(f"error_feedback is {error_feedback!r}; allowed: True or False")
-    own = _own_group(members, timeout) if is_known(members) else group
+    own = group
+    if is_known(members):
+        # Only the members synchronize: other ranks may be making other groups at the same time.
+        own = dist.new_group(
+            dist.get_process_group_ranks(members), timeout=timedelta(seconds=timeout), use_local_synchronization=True
+        )
+        # Never freed: DDP and the hook outlive `destroy_process_group`, and the destructor of a group that ends with
+        # them would wait, with the interpreter's lock, for threads that may need it.
+        for each in (members, own):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
+        assert isinstance(own, dist.ProcessGroup)
     feedback = _QuantizationErrors() if error_feedback else None
 
     def hook(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -70,9 +83,9 @@ def all_reduce_hook(
         if feedback is not None:
             errors = feedback.of(bucket.parameters(), buffer)
             buffer.add_(errors)
-        pending = all_reduce(
+        pending = reduce.all_reduce(
             buffer, codec, own, "avg", algorithm, True,
-            chunk=CHUNK, small=small, timeout=timeout, errors=errors, checksums=checksums,
+            chunk=reduce.CHUNK, small=small, timeout=timeout, errors=errors, checksums=checksums,
         )  # fmt: skip
         assert pending is not None
         devices: list[int | str | torch.device] = [buffer.device] if buffer.is_cuda else []
@@ -88,19 +101,6 @@ def all_reduce_hook(
         return future
 
     return hook
-
-
-def _own_group(group: dist.ProcessGroup, timeout: float) -> dist.ProcessGroup:
-    # Only the members synchronize: other ranks may be making other groups at the same time.
-    own = dist.new_group(
-        dist.get_process_group_ranks(group), timeout=timedelta(seconds=timeout), use_local_synchronization=True
-    )
-    # Never freed: DDP and the hook outlive `destroy_process_group`, and the destructor of a group that ends with them
-    # would wait, with the interpreter's lock, for threads that may need it.
-    for each in (group, own):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
-    assert isinstance(own, dist.ProcessGroup)
-    return own
 
 
 class _QuantizationErrors:
@@ -123,3 +123,50 @@ class _QuantizationErrors:
             # Drop buckets that have been rebuilt; `_parts` still holds errors of parameters not yet seen in a new one.
             self._flats = {old: errors for old, errors in self._flats.items() if not set(old) & set(key)} | {key: flat}
         return self._flats[key]
+
+
+# `FSDPModule.set_custom_reduce_scatter` and the interface of its argument are public; the base class is not.
+
+
+class LowBitReduceScatter(ReduceScatter):
+    """Reduce gradients of FSDP2 in few bits: set one on each module that went through `fully_shard`.
+
+    Every rank encodes its part of each shard, and the shard's owner adds the parts up in float32: there is one
+    quantization, and each of W ranks sends (W - 1) / W n b / 8 bytes for n gradient elements of b bits. FSDP2 gathers
+    parameters at full precision, as always. Sums or means are those of `lowbit.collectives.reduce_scatter`.
+
+    Args:
+        codec, timeout, checksums: as for `lowbit.collectives.reduce_scatter`.
+
+    Raises:
+        TypeError, ValueError: a codec that cannot be summed, or an invalid time limit.
+    """
+
+    def __init__(self, codec: Codec, *, timeout: float = reduce.TIMEOUT, checksums: bool = True) -> None:
+        reduce.check_flat(codec)
+        reduce.check_call(codec, timeout=timeout, checksums=checksums)
+        self._codec, self._timeout, self._checksums = codec, timeout, checksums
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Allocate memory for inputs and outputs."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> Any:
+        """Reduce-scatter `input_tensor` to `output_tensor`.
+
+        Raises:
+            ValueError: an operation other than SUM and AVG, which FSDP2 uses only if the program configures it.
+            AgreementError, PeerError: as `lowbit.collectives.reduce_scatter`.
+        """
+        is_sum = op == dist.ReduceOp.SUM
+        if not is_sum and not op == dist.ReduceOp.AVG:
+            raise ValueError(
+                f"op is {op}; allowed: SUM and AVG (set_gradient_divide_factor asks for another; on Gloo, "
+                "set_force_sum_reduction_for_comms(True) makes it a SUM)"
+            )
+        return reduce.reduce_scatter(
+            output_tensor, input_tensor, self._codec, group, "sum" if is_sum else "avg", async_op,
+            chunk=reduce.CHUNK, timeout=self._timeout, checksums=self._checksums,
+        )  # fmt: skip
