@@ -21,8 +21,8 @@ from lowbit.tensor_parallel import (
     calibrate,
     emulate_tensor_parallel_,
 )
+from lowbit.tensor_parallel.calibrate import MOST_ROWS, Observer, sampling
 from lowbit.tensor_parallel.calibration import WIDTHS, digest_of, spend, tables_of
-from lowbit.tensor_parallel.observe import MOST_ROWS, Observer, sampling
 from tests.refused import refused
 from tests.tensor_parallel.models import LAYERS, WIDTH, Toy, calibrated, logits, sequences
 

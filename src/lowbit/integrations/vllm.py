@@ -266,7 +266,7 @@ class RowSums:
         """Choose the formats of all layers, and compare them with those of other ranks, during vLLM's trial run."""
         from lowbit.tensor_parallel import Calibration, Traffic
         from lowbit.tensor_parallel.low_bit import load_agreed
-        from lowbit.tensor_parallel.measure import SumSample, measured
+        from lowbit.tensor_parallel.reduce import SumSample, measured
         from lowbit.tensor_parallel.rowwise import LayerSum
 
         settings, cpu_group = self.settings, self._group.cpu_group

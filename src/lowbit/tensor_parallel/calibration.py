@@ -23,11 +23,11 @@ from lowbit.codecs.feature_int.reference import FEWEST, MOST
 from lowbit.codecs.sums import Summable
 from lowbit.tensor_parallel.identity import identity
 from lowbit.tensor_parallel.inputs import input_format
-from lowbit.tensor_parallel.observe import AVERAGES
 from lowbit.tensor_parallel.sums import ModelSum, model_sums
 from lowbit.wire.json_values import gather_json
 
 _FORMAT = "lowbit-calibration"
+AVERAGES = ("low", "high", "mean")
 SHARE = 64
 """By default one feature in this many is sent as bfloat16: with 4-bit codes (16 + 4 * 63) / 64 = 4.1875 bits per value,
 and 16 for each row."""

@@ -21,10 +21,9 @@ from torch.distributed.tensor import DTensor
 from lowbit.codecs import Cast, GroupInt
 from lowbit.codecs.sums import Summable
 from lowbit.collectives.checks import check_flat
-from lowbit.tensor_parallel import op
 from lowbit.tensor_parallel.plan import shards
 from lowbit.tensor_parallel.reduce import check_inference, sum_in_process, sum_over_ranks
-from lowbit.tensor_parallel.rowwise import LAYER_SUM, Installed, LayerSum, local, own_input
+from lowbit.tensor_parallel.rowwise import LAYER_SUM, Installed, LayerSum, local, own_input, register, tp_linear
 from lowbit.tensor_parallel.sums import ModelSum, mark
 
 _ROWS = 64  # rows of the message whose bits are counted
@@ -152,7 +151,7 @@ class InputGather:
 
     def __post_init__(self) -> None:
         self.slices = Slices(codec=self.codec, width=self.layer.in_features, world=self.sums.ranks)
-        self.number = op.register(self)
+        self.number = register(self)
 
     def real_forward(self, whole: Tensor, rank: int) -> Callable[[Tensor], Tensor]:
         """Make the layer's forward on a real rank that keeps its `whole` weight."""
@@ -162,7 +161,7 @@ class InputGather:
             check_inference(sums.name, x, layer.weight)
             weight = local(layer.weight)
             x = own_input(x, layer, weight, sums.ranks, rank)
-            total = op.tp_linear(x, weight, whole, self.number, sums.group_name)
+            total = tp_linear(x, weight, whole, self.number, sums.group_name)
             return total if layer.bias is None else total + local(layer.bias)
 
         return forward

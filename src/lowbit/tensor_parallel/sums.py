@@ -12,16 +12,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from lowbit.tensor_parallel.experts import bias_of_first_rank, check_experts, routes_of_rank, width_of
 from lowbit.tensor_parallel.plan import (
     COLUMN,
     EMBEDDING,
     GATHERED,
     Plan,
+    bias_of_first_rank,
+    check_experts,
     is_cut_by_input,
     is_quantized,
     is_sum,
     plan_of,
+    routes_of_rank,
+    width_of,
 )
 
 SUM = "lowbit_model_sum"

@@ -15,7 +15,7 @@ from lowbit.config import ConfigError
 from lowbit.job.process_group import world
 from lowbit.report import check_output
 from lowbit.tensor_parallel import Calibration, calibrate
-from lowbit_lab.evaluate import loading, text
+from lowbit_lab.evaluate import loading
 from lowbit_lab.evaluate.settings import CalibrationConfig
 
 if TYPE_CHECKING:
@@ -50,17 +50,17 @@ def measure(settings: CalibrationConfig) -> list[dict[str, Any]]:
     return [_row(calibration, name) for name in calibration.ranges]
 
 
-def read(settings: CalibrationConfig) -> text.Sequences:
+def read(settings: CalibrationConfig) -> loading.Sequences:
     """Read the text that sequences are drawn from; ConfigError if it is missing or shorter than one sequence."""
     encoder = loading.model_kind(settings.model) != loading.CAUSAL
-    sequences, _ = text.read(settings, encoder=encoder)
+    sequences, _ = loading.read_text(settings, encoder=encoder)
     sequences.draw(1, settings.seed)
     return sequences
 
 
 def make(
     model: PreTrainedModel,
-    sequences: text.Sequences,
+    sequences: loading.Sequences,
     settings: CalibrationConfig,
     *,
     start: Calibration | None = None,

@@ -49,7 +49,7 @@ def _ranges_title(rows: Sequence[Row]) -> str:
 
 
 def _kind(row: Row) -> str:
-    return importlib.import_module("lowbit_lab.evaluate.errors").kind_of(row["layer"])
+    return importlib.import_module("lowbit_lab.evaluate.score").kind_of(row["layer"])
 
 
 def _few(features: Sequence[int]) -> str:
@@ -120,7 +120,7 @@ def _title(measured: str) -> Callable[[Sequence[Row]], str]:
 
 
 def _layer_columns(rows: Sequence[Row]) -> list[Column]:
-    kinds = importlib.import_module("lowbit_lab.evaluate.errors").by_kind
+    kinds = importlib.import_module("lowbit_lab.evaluate.score").by_kind
     names = dict.fromkeys(name for row in rows for name in kinds(row["layers"]))
     columns = [
         Column(name.replace(".", "\n"), lambda row, name=name: kinds(row["layers"]).get(name), "{:.2%}")

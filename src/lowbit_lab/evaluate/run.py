@@ -24,10 +24,19 @@ from lowbit.tensor_parallel import (
 )
 from lowbit.tensor_parallel.reduce import SMALL
 from lowbit.wire.json_values import gather_json
-from lowbit_lab.evaluate import calibrate, loading, neighbours, text
-from lowbit_lab.evaluate.choices import Metric
-from lowbit_lab.evaluate.errors import SumErrors, root_mean_square
-from lowbit_lab.evaluate.score import Reference, generate, perplexity, same_tokens
+from lowbit_lab.evaluate import calibrate, loading
+from lowbit_lab.evaluate.score import (
+    NEAREST,
+    Reference,
+    SumErrors,
+    agreement,
+    embed,
+    generate,
+    perplexity,
+    root_mean_square,
+    same_tokens,
+    sentences,
+)
 from lowbit_lab.evaluate.settings import (
     BASELINE,
     LOW_BIT,
@@ -36,7 +45,7 @@ from lowbit_lab.evaluate.settings import (
     EvaluationConfig,
     default_calibration,
 )
-from lowbit_lab.evaluate.tasks import Tasks
+from lowbit_lab.evaluate.tasks import Metric, Tasks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,7 +72,7 @@ def measure(settings: EvaluationConfig) -> Iterator[list[dict[str, Any]]]:
         Models that predict tokens add `perplexity` (NaN if a sum was), `loss`,
         `tokens`, `logits_error` (relative to the first row: one rank, or on real ranks bf16) and `logits` (digits of
         the first batch's bits). Encoders add `sentences`, `nearest`, `nearest_10` and `rank_correlation`, compared with
-        the first row (`neighbours.agreement`). `generate` adds `same_tokens`, `tokens_before`, `same_texts`, compared
+        the first row (`agreement`). `generate` adds `same_tokens`, `tokens_before`, `same_texts`, compared
         with the first row (`score.same_tokens`). Tasks add `scores` (by task and metric), `scores_error` (their
         standard errors), `score` (their mean) and, unless nothing was coded, `score_kept` (each over bf16's on the same
         number of ranks), `score_kept_error` and `scores_kept_error` (standard errors).
@@ -100,7 +109,7 @@ class Evaluation:
         self.encoder = self.kind != loading.CAUSAL
         self._check_measures()
         self.tasks = Tasks(settings)
-        self.sequences, self.tokenizer = text.read(settings, held_out=True, encoder=self.encoder)
+        self.sequences, self.tokenizer = loading.read_text(settings, held_out=True, encoder=self.encoder)
         if settings.task_files:
             self.tasks.encode(self.tokenizer.hugging_face())
         self.sentences = self._sentences() if self.encoder else []
@@ -147,11 +156,11 @@ class Evaluation:
 
     def _sentences(self) -> list[str]:
         wanted = self.settings.sentences
-        chosen = neighbours.sentences(text.documents(self.settings, held_out=True), wanted, self.settings.seed)
-        if len(chosen) < min(wanted, neighbours.NEAREST + 2):
+        chosen = sentences(loading.documents(self.settings, held_out=True), wanted, self.settings.seed)
+        if len(chosen) < min(wanted, NEAREST + 2):
             raise ConfigError(
                 f"{self.sequences.source} has {len(chosen)} sentences of 40 to 400 characters; "
-                f"allowed: at least {neighbours.NEAREST + 2}"
+                f"allowed: at least {NEAREST + 2}"
             )
         if len(chosen) < wanted and self.rank == 0:
             log.warning("sentences is %d, and %s has %d: using all of them", wanted, self.sequences.source, len(chosen))
@@ -212,7 +221,7 @@ class Evaluation:
         if self.rank == 0:
             log.warning(
                 "no calibration for %d ranks is given: making one from %s (lowbit calibrate keeps it)",
-                tp, ", ".join(wanted.text) or text.LIBRARY,
+                tp, ", ".join(wanted.text) or loading.LIBRARY,
             )  # fmt: skip
         return calibrate.make(model, calibrate.read(wanted), wanted)
 
@@ -280,14 +289,14 @@ class Evaluation:
     def _neighbours(self, model: PreTrainedModel, case: _Case) -> dict[str, Any]:
         """Compare the nearest neighbours of sentences with those of the first case."""
         with loading.progress_bar(f"{case}, sentences", len(self.sentences)) as progress:
-            vectors = neighbours.embed(
+            vectors = embed(
                 model, self.tokenizer.hugging_face(), self.sentences, batch=8 * self.settings.batch,
                 device=self.device, progress=progress,
             )  # fmt: skip
         if not bool(vectors.isfinite().all()) and self.rank == 0:
             log.warning("%s: a sentence's vector is NaN or infinite: a sum over ranks was", case)
         self.vectors = vectors if self.vectors is None else self.vectors
-        return {"sentences": len(self.sentences), **neighbours.agreement(self.vectors, vectors)}
+        return {"sentences": len(self.sentences), **agreement(self.vectors, vectors)}
 
     def _install(self, model: PreTrainedModel, case: _Case, errors: SumErrors) -> Installed:
         """Make the model add up its partial sums in the format of the case."""

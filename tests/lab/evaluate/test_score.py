@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit_lab.evaluate import Sequences, perplexity, score
-from lowbit_lab.evaluate.errors import SumErrors
-from lowbit_lab.evaluate.score import Reference
+from lowbit_lab.evaluate.score import Reference, SumErrors
 
 
 class Bigram(nn.Module):

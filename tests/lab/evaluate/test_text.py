@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lowbit.config import ConfigError
-from lowbit_lab.evaluate import EvaluationConfig, Sequences, text
+from lowbit_lab.evaluate import EvaluationConfig, Sequences, loading
 
 
 def sequences(count: int, length: int, begin: int | None = None) -> Sequences:
@@ -63,7 +63,7 @@ def test_text_shorter_than_a_sequence_is_refused():
 
 def test_the_end_of_the_library_is_held_out():
     settings = EvaluationConfig(model="m", tokenizer="bytes", max_bytes=10**9)
-    rest, held_out = (text.read(settings, held_out=held_out)[0].tokens for held_out in (False, True))
+    rest, held_out = (loading.read_text(settings, held_out=held_out)[0].tokens for held_out in (False, True))
     assert len(held_out) / (len(rest) + len(held_out)) == pytest.approx(0.05, abs=1e-4)
     assert rest[-1000:].tobytes() not in held_out.tobytes()
 
@@ -78,4 +78,4 @@ def test_the_end_of_the_library_is_held_out():
 )
 def test_missing_text_and_tokenizers_are_named(setting: dict[str, Any], error: str):
     with pytest.raises(ConfigError, match=error):
-        text.read(EvaluationConfig(**{"model": "m", "tokenizer": "bytes", **setting}))
+        loading.read_text(EvaluationConfig(**{"model": "m", "tokenizer": "bytes", **setting}))
