@@ -38,7 +38,7 @@ from lowbit.tensor_parallel.identity import identity
 from lowbit.tensor_parallel.inputs import input_numbers, layers_with_inputs
 from lowbit.tensor_parallel.plan import Plan
 from lowbit.tensor_parallel.reduce import SumSettings
-from lowbit.tensor_parallel.rowwise import Installed, Watch, install
+from lowbit.tensor_parallel.rowwise import Watch, install
 from lowbit.tensor_parallel.sums import ModelSum, model_sums
 from lowbit.wire.json_values import gather_json, gather_tensor
 
@@ -116,7 +116,12 @@ class Observer:
                     rows = values["rows"].new_zeros(self.ranks, *values["rows"].shape) if rows is None else rows
                     rows[rank] = values["rows"]
             assert rows is not None
-            self.samples[name] = self._thinned(self.samples[name], rows)
+            # Keep rows spread over all sequences, including these: the more sequences, the fewer of each.
+            start = self.count - self.before
+            (before_rows, before_every), (kept_rows, every) = sampling(start), sampling(start + batch)
+            kept = self.samples[name][:, :: every // before_every, :: before_rows // kept_rows]
+            chosen = [i for i in range(batch) if (start + i) % every == 0]
+            self.samples[name] = torch.cat([kept, rows[:, chosen, :: _PER_SEQUENCE // kept_rows]], 1)
             seen.clear()
         self.count += batch
 
@@ -132,22 +137,18 @@ class Observer:
         for name in widths:
             self.samples[name] = gather_tensor(self.samples[name][rank], group)
 
-    def resume(self, averages: Mapping[str, Mapping[str, Tensor]], count: int) -> None:
-        """Continue from the averages of an earlier run over `count` sequences."""
-        for kind, by_layer in averages.items():
+    def resume(self, start: Calibration, model: str) -> None:
+        """Continue from the averages of an earlier run for this model, or raise CalibrationError."""
+        for what, earlier, now in (
+            ("the model", start.model, model), ("a world of", start.world, self.ranks),
+            ("a momentum of", start.momentum, self.momentum),
+        ):  # fmt: skip
+            if earlier != now:
+                raise CalibrationError(f"start is a calibration for {what} {earlier}, this one is for {now}")
+        for kind, by_layer in start.averages.items():
             for name, average in by_layer.items():
                 self.averages[kind][name].copy_(average)
-        self.count = self.before = count
-
-    def _thinned(self, kept: Tensor, new: Tensor) -> Tensor:
-        """Return rows spread over all sequences, including those of `new`, (ranks, batch, rows, E)."""
-        start = self.count - self.before
-        stop = start + new.shape[1]
-        rows, every = sampling(stop)
-        before_rows, before_every = sampling(start)
-        kept = kept[:, :: every // before_every, :: before_rows // rows]
-        chosen = [i for i in range(new.shape[1]) if (start + i) % every == 0]
-        return torch.cat([kept, new[:, chosen, :: _PER_SEQUENCE // rows]], 1)
+        self.count = self.before = start.count
 
 
 _log = logging.getLogger("lowbit.tensor_parallel")
@@ -226,20 +227,15 @@ def calibrate(
         check_choice("gain", gain, GAINS)
         if not isinstance(momentum, int | float) or not 0 <= momentum < 1:
             raise ValueError(f"momentum is {momentum!r}; allowed: a number from 0 to below 1")
-        sent.update(_sent(inputs, layers, _world(ranks, group)))
+        world = _world(ranks, group)
+        sent.update(_sent(inputs, layers, world))
         check_budget(
             bits, widths, {layer: outlier_count(layer, k, width) for layer, width in widths.items()},
             {layer: row for layer, (_, _, row) in sent.items()}, gain,
         )  # fmt: skip
-        observer = Observer(widths, ranks=_world(ranks, group), momentum=momentum)
+        observer = Observer(widths, ranks=world, momentum=momentum)
         if start is not None:
-            for what, earlier, now in (
-                ("the model", start.model, name), ("a world of", start.world, observer.ranks),
-                ("a momentum of", start.momentum, momentum),
-            ):  # fmt: skip
-                if earlier != now:
-                    raise CalibrationError(f"start is a calibration for {what} {earlier}, this one is for {now}")
-            observer.resume(start.averages, start.count)
+            observer.resume(start, name)
         return observer
 
     settings = {
@@ -280,10 +276,8 @@ def calibrate(
 
 def _curves(calibration: Calibration, observer: Observer, group: dist.ProcessGroup | None) -> dict[str, Curve]:
     """Measure the errors of all layers' formats; on real ranks, use those of the first rank."""
-    curves = {
-        layer: curve_of(calibration.codec(layer), rows.flatten(1, 2).float())
-        for layer, rows in observer.samples.items()
-    }
+    rows = {layer: samples.flatten(1, 2).float() for layer, samples in observer.samples.items()}
+    curves = {layer: curve_of(calibration.codec(layer), x) for layer, x in rows.items()}
     if group is None:
         return curves
     # All ranks compute them from the same rows, but results may differ in the last bits between processors.
@@ -302,7 +296,7 @@ def _effects(run: _Run, codecs: Mapping[str, Codec], batches: Sequence[Tensor]) 
     """
 
     def outputs(coded: Mapping[str, Codec]) -> list[Tensor]:
-        with run.installed(coded, _CODED):
+        with run.coding(coded, _CODED):
             return [plain(run.output(batch)).float().flatten(0, -2) for batch in batches]
 
     def plain(y: Any) -> Tensor:
@@ -392,14 +386,12 @@ def _sent(inputs: Summable | None, layers: Mapping[str, ModelSum], ranks: int) -
 
 
 def _world(ranks: int | None, group: dist.ProcessGroup | None) -> int:
-    if group is not None:
-        size = dist.get_world_size(group)
-        if ranks not in (None, size):
-            raise ValueError(f"ranks is {ranks} and the model is on {size}; allowed: {size}, or None")
-        return size
-    check_int("ranks", ranks, 1, 1 << 16)
-    assert ranks is not None
-    return ranks
+    world = ranks if group is None else dist.get_world_size(group)
+    check_int("ranks", world, 1, 1 << 16)
+    assert world is not None
+    if ranks not in (None, world):
+        raise ValueError(f"ranks is {ranks} and the model is on {world}; allowed: {world}, or None")
+    return world
 
 
 def _prepare_agreed(
@@ -412,8 +404,11 @@ def _prepare_agreed(
     error: Exception | None = None
     stated = {name: str(value) for name, value in settings.items()}
     try:
-        observer = prepare()
-        stated |= {"sequences": _digest(sequences), "ready": "yes"}
+        observer, digest = prepare(), hashlib.sha256()
+        for batch in sequences:
+            digest.update(f"/{batch.dtype}/{tuple(batch.shape)}/".encode())
+            digest.update(batch.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        stated |= {"sequences": digest.hexdigest()[:16], "ready": "yes"}
     except Exception as failure:  # of any kind: the other ranks wait for this one's statement
         error, stated["ready"] = failure, f"no ({failure})"
     agree(group, stated, topic="calibration")
@@ -422,17 +417,9 @@ def _prepare_agreed(
     return observer
 
 
-def _digest(sequences: Iterable[Tensor]) -> str:
-    digest = hashlib.sha256()
-    for batch in sequences:
-        digest.update(f"/{batch.dtype}/{tuple(batch.shape)}/".encode())
-        digest.update(batch.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
 @dataclass(frozen=True)
 class _Run:
-    """A model in evaluation mode whose partial sums are observed; as a rank's number, `ranks` means their total."""
+    """A model whose partial sums are observed; as a rank's number, `ranks` means their total."""
 
     model: nn.Module
     layers: Mapping[str, ModelSum]
@@ -444,8 +431,21 @@ class _Run:
         self, batches: Iterable[Tensor], look: Callable[[str, int, Tensor], None], after: Callable[[int], None]
     ) -> None:
         """Call `look` with the partial sums of all batches, by layer and rank, and `after` with each batch's length."""
-        with self._watched(look):
+        shape = torch.Size((1, 1))
+        first = 0 if self.group is None else dist.get_rank(self.group)
+
+        def by_sequence(x: Tensor) -> Tensor:
+            """Undo the reshaping for experts, which get all sequences as one, some once for each expert."""
+            return x.view(-1, *shape, x.shape[-1]).transpose(0, 1).reshape(shape[0], -1, x.shape[-1])
+
+        def see(layer: str, partials: Sequence[Tensor], total: Tensor) -> None:
+            for rank, partial in enumerate(partials, first):
+                look(layer, rank, by_sequence(partial))
+            look(layer, self.ranks, by_sequence(total))
+
+        with self.coding({}, SumSettings(), see):
             for batch in batches:
+                shape = batch.shape
                 self.output(batch)
                 after(len(batch))
 
@@ -453,37 +453,19 @@ class _Run:
         options = {"use_cache": False} if hasattr(self.model, "config") else {}
         return self.model(batch.to(next(self.model.parameters()).device), **options)
 
-    def installed(self, codecs: Mapping[str, Codec], settings: SumSettings, watch: Watch | None = None) -> Installed:
-        """Code the sums of these layers, and show all sums to `watch`, on real or emulated ranks."""
-        if self.group is not None:
-            return install(self.layers, codecs, self.group, settings, watch=watch)
-        return emulate_tensor_parallel_(self.model, self.ranks, codecs, settings=settings, plan=self.plan, watch=watch)
-
     @contextlib.contextmanager
-    def _watched(self, look: Callable[[str, int, Tensor], None]) -> Iterator[None]:
-        batch = torch.Size((1, 1))
-        first = 0 if self.group is None else dist.get_rank(self.group)
-
-        def note(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-            nonlocal batch
-            batch = args[0].shape
-
-        def by_sequence(x: Tensor) -> Tensor:
-            """Undo the reshaping for experts, which get all sequences as one, some once for each expert."""
-            return x.view(-1, *batch, x.shape[-1]).transpose(0, 1).reshape(batch[0], -1, x.shape[-1])
-
-        def see(layer: str, partials: Sequence[Tensor], total: Tensor) -> None:
-            for rank, partial in enumerate(partials, first):
-                look(layer, rank, by_sequence(partial))
-            look(layer, self.ranks, by_sequence(total))
-
-        training = {module: module.training for module in self.model.modules()}
-        self.model.eval()
-        hook = self.model.register_forward_pre_hook(note)
+    def coding(self, codecs: Mapping[str, Codec], settings: SumSettings, watch: Watch | None = None) -> Iterator[None]:
+        """Code the sums of these layers, and show all sums to `watch`, on real or emulated ranks."""
+        model, ranks = self.model, self.ranks
+        training = {module: module.training for module in model.modules()}
+        model.eval()
+        if self.group is not None:
+            installed = install(self.layers, codecs, self.group, settings, watch=watch)
+        else:
+            installed = emulate_tensor_parallel_(model, ranks, codecs, settings=settings, plan=self.plan, watch=watch)
         try:
-            with self.installed({}, SumSettings(), see):
+            with installed:
                 yield
         finally:
-            hook.remove()
             for module, mode in training.items():
                 module.training = mode

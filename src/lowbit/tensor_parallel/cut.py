@@ -15,10 +15,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lowbit.codecs.base import Codec
 from lowbit.codecs.checks import check_int
+from lowbit.codecs.sums import Summable
 from lowbit.collectives.calls import TIMEOUT
 from lowbit.tensor_parallel.calibration import Calibration
 from lowbit.tensor_parallel.drift import Drift
-from lowbit.tensor_parallel.inputs import emulate_inputs
+from lowbit.tensor_parallel.inputs import InputGather
 from lowbit.tensor_parallel.plan import (
     EMBEDDING,
     EXPERTS,
@@ -40,7 +41,7 @@ from lowbit.tensor_parallel.plan import (
 )
 from lowbit.tensor_parallel.reduce import SumSettings, check_inference
 from lowbit.tensor_parallel.rowwise import Installed, LayerSum, Watch, counting, local, sum_forward, tp_all_gather
-from lowbit.tensor_parallel.sums import ModelSum, counted, planned_sums, real_sums
+from lowbit.tensor_parallel.sums import counted, planned_sums, real_sums
 from lowbit.wire.groups import default_group
 
 
@@ -127,20 +128,14 @@ def _column_forward(
         check_inference(name, x, layer.weight)
         bias = None if layer.bias is None else local(layer.bias)
         y = F.linear(x, local(layer.weight), bias)
-        return _gather(y, layer.out_features, group) if gathered else y
+        if not gathered or (ranks := dist.get_world_size(group)) == 1:
+            return y
+        width = layer.out_features
+        padded = F.pad(y, (0, -(-width // ranks) - y.shape[-1])).contiguous()  # the last ranks may have less
+        parts = tp_all_gather(padded, group.group_name, TIMEOUT)
+        return torch.cat(parts.unbind(), -1)[..., :width]
 
     return forward
-
-
-def _gather(y: Tensor, width: int, group: dist.ProcessGroup) -> Tensor:
-    """Return all ranks' outputs side by side; the last ranks may have fewer than the others."""
-    ranks = dist.get_world_size(group)
-    if ranks == 1:
-        return y
-    length = -(-width // ranks)
-    padded = F.pad(y, (0, length - y.shape[-1])).contiguous()
-    parts = tp_all_gather(padded, group.group_name, TIMEOUT)
-    return torch.cat(parts.unbind(), -1)[..., :width]
 
 
 _T = TypeVar("_T")
@@ -191,28 +186,28 @@ def emulate_tensor_parallel_(
     rules = rules_of(model, plan)
     planned = plan_of(model, rules)
     check_heads(model, ranks, planned)
+    layers, emulation = planned_sums(model, rules), Installed()
+    inputs: dict[str, Summable] = {}
     if isinstance(low_bit, Calibration):
-        low_bit.check(model, ranks, planned_sums(model, rules))
-    emulation = Installed()
-
-    def sum_of(summed: ModelSum) -> LayerSum:
-        return LayerSum(
-            name=summed.name, width=summed.width, device=summed.device,
-            codec=_codec_of(low_bit, summed.name),
+        low_bit.check(model, ranks, layers)
+        codecs, inputs = {name: low_bit.codec(name) for name in layers}, low_bit.inputs_codecs()
+    else:
+        codecs = low_bit if isinstance(low_bit, Mapping) else dict.fromkeys(layers, low_bit)
+    sums = {
+        name: LayerSum(
+            name=name, width=summed.width, device=summed.device, codec=codecs.get(name),
             settings=settings or SumSettings(), ranks=ranks, traffic=emulation.traffic, watch=watch, drift=drift,
-        )  # fmt: skip
-
-    sums = {name: sum_of(summed) for name, summed in planned_sums(model, rules).items()}
+        )
+        for name, summed in layers.items()
+    }  # fmt: skip
     forwards = {  # complete before the first layer is changed
-        module: _emulated(name, module, style, rules, ranks, sums.get(name))
+        module: _emulated(name, module, style, rules, ranks, sums.get(name), inputs.get(name))
         for name, (module, style) in planned.items()
         if style != EMBEDDING
     }
     for module, forward in forwards.items():
         emulation.replace(module, forward)
     emulation.sums = list(sums.values())
-    if isinstance(low_bit, Calibration):
-        emulate_inputs(emulation, {name: module for name, (module, _) in planned.items()}, low_bit.inputs_codecs())
     for module, gathers in counted(model, rules):
         emulation.replace(module, counting(module.forward, emulation.traffic, ranks, gathers=gathers))
     for name, (module, style) in planned.items():
@@ -221,17 +216,17 @@ def emulate_tensor_parallel_(
     return emulation
 
 
-def _codec_of(low_bit: Calibration | Codec | Mapping[str, Codec] | None, name: str) -> Codec | None:
-    if isinstance(low_bit, Mapping):
-        return low_bit.get(name)
-    return low_bit.codec(name) if isinstance(low_bit, Calibration) else low_bit
-
-
 def _emulated(
-    name: str, module: nn.Module, style: str, rules: Plan, ranks: int, layer_sum: LayerSum | None
+    name: str,
+    module: nn.Module,
+    style: str,
+    rules: Plan,
+    ranks: int,
+    layer_sum: LayerSum | None,
+    inputs: Summable | None,
 ) -> Callable[..., Tensor]:
     if isinstance(module, nn.Linear):
-        return _emulated_column(module, ranks) if layer_sum is None else _emulated_row(module, layer_sum)
+        return _emulated_column(module, ranks) if layer_sum is None else _emulated_row(module, layer_sum, inputs)
     assert layer_sum is not None  # all other styles are sums
     own, cuts = module.forward, cuts_of(name, module, rules, ranks)
     parameters = tuple(module.parameters(recurse=False))
@@ -270,14 +265,18 @@ def _copies(parameters: Callable[[], list[Tensor]], copy: Callable[..., list[_T]
     return current
 
 
-def _emulated_row(layer: nn.Linear, layer_sum: LayerSum) -> Callable[[Tensor], Tensor]:
+def _emulated_row(layer: nn.Linear, layer_sum: LayerSum, inputs: Summable | None) -> Callable[[Tensor], Tensor]:
     ranks = layer_sum.ranks
+    gather = None if inputs is None else InputGather(sums=layer_sum, layer=layer, codec=inputs)
     columns = _copies(lambda: [layer.weight], lambda weight: [part.clone() for part in shards(weight, ranks, 1)])
 
     def forward(x: Tensor) -> Tensor:
         check_inference(layer_sum.name, x, layer.weight)
-        parts = zip(shards(x, ranks, -1), columns(), strict=True)
-        total = layer_sum([F.linear(part.contiguous(), own) for part, own in parts])
+        parts = [part.contiguous() for part in shards(x, ranks, -1)]
+        if gather is None:
+            total = layer_sum(list(map(F.linear, parts, columns())))
+        else:
+            total = gather.emulated(parts, columns())
         return total if layer.bias is None else total + layer.bias
 
     return forward

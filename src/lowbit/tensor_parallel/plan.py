@@ -30,6 +30,8 @@ _EXACT = (
 )  # fmt: skip
 """Styles that do not change results, not even in the last bit."""
 
+_ON_RANKS = " (quantized layers: calibrate and run them on real ranks, as Transformers shards them)"
+
 _BERT = {
     **{f"*encoder.layer.*.attention.self.{name}": "colwise" for name in ("query", "key", "value")},
     "*encoder.layer.*.intermediate.dense": "colwise",
@@ -81,12 +83,21 @@ def plan_of(model: nn.Module, plan: Plan | None = None) -> dict[str, tuple[nn.Mo
     planned: dict[str, tuple[nn.Module, str]] = {}
     for name, module in model.named_modules():
         style = style_of(name, rules)
-        if style is None:
-            _check_parameters(name, module, rules)
+        for key, _ in module.named_parameters(prefix=name, recurse=False) if style is None else ():
+            if (cut := style_of(key, rules)) not in (None, *_EXACT):
+                raise ValueError(
+                    f"{key} has the style {cut!r}, but {name} ({type(module).__name__}) has none that defines its "
+                    f"output; allowed: {', '.join((*EXPERTS, 'local_params'))}"
+                )
         if style is None or style in _EXACT:
             continue
         if style in COLUMN or is_row(style):
-            check_linear(name, module)
+            if type(module) is not nn.Linear:
+                kind = type(module).__name__
+                raise ValueError(f"{name} is {kind}; allowed for tensor parallelism here: torch.nn.Linear{_ON_RANKS}")
+            if is_quantized(module.weight):
+                kind = type(module.weight.data).__name__
+                raise ValueError(f"{name} has quantized weights ({kind}); allowed in a whole model: floats{_ON_RANKS}")
         elif style not in (*EXPERTS, EMBEDDING):
             known = ", ".join((*COLUMN, *ROW, *ROW_OF_WHOLE_INPUT, *EXPERTS, EMBEDDING, *_EXACT))
             raise ValueError(f"{name} has the style {style!r}; allowed: {known}")
@@ -100,37 +111,12 @@ def plan_of(model: nn.Module, plan: Plan | None = None) -> dict[str, tuple[nn.Mo
     return planned
 
 
-def _check_parameters(name: str, module: nn.Module, rules: Plan) -> None:
-    """Raise ValueError if a module without a style has parameters that the plan cuts: its output is unknown."""
-    for key, _ in module.named_parameters(prefix=name, recurse=False):
-        style = style_of(key, rules)
-        if style not in (None, *_EXACT):
-            raise ValueError(
-                f"{key} has the style {style!r}, but {name} ({type(module).__name__}) has none that defines its "
-                f"output; allowed: {', '.join((*EXPERTS, 'local_params'))}"
-            )
-
-
 def style_of(name: str, rules: Plan) -> str | None:
     """Return the style of a module or parameter from the rule with its name, else from the first that matches."""
     generic = re.sub(r"\.\d+(?=\.|$)", ".*", name)
     if generic in rules:
         return rules[generic]
     return next((style for rule, style in rules.items() if fnmatch.fnmatchcase(name, rule)), None)
-
-
-def check_linear(name: str, module: nn.Module) -> None:
-    """Raise ValueError unless a module is a `Linear` whose weight can be cut here."""
-    if type(module) is not nn.Linear:
-        raise ValueError(
-            f"{name} is {type(module).__name__}; allowed for tensor parallelism here: torch.nn.Linear{_ON_RANKS}"
-        )
-    if is_quantized(module.weight):
-        kind = type(module.weight.data).__name__
-        raise ValueError(f"{name} has quantized weights ({kind}); allowed in a whole model: floats{_ON_RANKS}")
-
-
-_ON_RANKS = " (quantized layers: calibrate and run them on real ranks, as Transformers shards them)"
 
 
 def is_quantized(weight: Tensor) -> bool:
@@ -171,6 +157,11 @@ def check_heads(model: nn.Module, ranks: int, planned: Mapping[str, tuple[nn.Mod
             raise ValueError(f"ranks is {ranks} and the model has {key} {heads}; allowed: a divisor of it")
 
 
+def local(x: Tensor) -> Tensor:
+    """Return this rank's part of a `DTensor`, any other tensor as it is."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
 def shards(x: Tensor, ranks: int, dim: int) -> list[Tensor]:
     """Cut a tensor as `DTensor` does: equal parts, but the last ones may be smaller or empty."""
     size = x.shape[dim]
@@ -203,7 +194,21 @@ def cuts_of(name: str, module: nn.Module, rules: Plan, ranks: int) -> dict[str, 
     cuts: dict[str, Cut] = {}
     for key, parameter in module.named_parameters(recurse=False):
         style = style_of(f"{name}.{key}", rules)
-        if style is None or (cut := _cut_of(f"{name}.{key}", style, parameter.dim())) is None:
+        if style is None:
+            continue
+        dims = parameter.dim()
+        outputs = max(dims - 2, 0)
+        known = {  # as Transformers cuts; None: not at all
+            "colwise": Cut(outputs),
+            "rowwise": Cut(dims - 1),
+            "packed_colwise": Cut(outputs, 1 if dims == 1 else 2),
+            "packed_rowwise": None if dims == 1 else Cut(dims - 1, 2),
+            "grouped_gemm": Cut(0),
+            "replicate": None,
+        }
+        if style not in known:
+            raise ValueError(f"{name}.{key} has the style {style!r}; allowed for a parameter: {', '.join(known)}")
+        if (cut := known[style]) is None:
             continue
         size = parameter.shape[cut.dim]
         if size % (ranks * cut.blocks):
@@ -213,22 +218,6 @@ def cuts_of(name: str, module: nn.Module, rules: Plan, ranks: int) -> dict[str, 
             )
         cuts[key] = cut
     return cuts
-
-
-def _cut_of(name: str, style: str, dims: int) -> Cut | None:
-    """Return how Transformers cuts a parameter of `dims` dimensions by this style; None: not at all."""
-    outputs = max(dims - 2, 0)
-    cuts = {
-        "colwise": Cut(outputs),
-        "rowwise": Cut(dims - 1),
-        "packed_colwise": Cut(outputs, 1 if dims == 1 else 2),
-        "packed_rowwise": None if dims == 1 else Cut(dims - 1, 2),
-        "grouped_gemm": Cut(0),
-        "replicate": None,
-    }
-    if style not in cuts:
-        raise ValueError(f"{name} has the style {style!r}; allowed for a parameter: {', '.join(cuts)}")
-    return cuts[style]
 
 
 def check_experts(name: str, module: nn.Module, style: str) -> None:
@@ -267,8 +256,7 @@ def bias_of_first_rank(module: nn.Module, rank: int) -> Iterator[None]:
     if bias is None or not whole or rank == 0:
         yield
         return
-    zeros = torch.zeros_like(bias.to_local() if isinstance(bias, DTensor) else bias)
-    with parameters_of_rank(module, {BIAS: zeros}):
+    with parameters_of_rank(module, {BIAS: torch.zeros_like(local(bias))}):
         yield
 
 

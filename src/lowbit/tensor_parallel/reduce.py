@@ -348,8 +348,21 @@ def measured(
             cache[key] = _times(sample, group, settings, _SECONDS / len(kinds))
     results = {kind: cache[kind, settings.algorithm, settings.checksums] for kind in kinds}
     times = {kind: times for kind, (times, _) in results.items()}
-    date = max(date for _, date in results.values())
-    thresholds = _thresholds(kinds, times, dist.get_world_size(group), date)
+    milliseconds = {
+        kind: {
+            str(rows): {name: round(1e3 * statistics.median(turns), 3) for name, turns in by_choice.items()}
+            for rows, by_choice in by_rows.items()
+        }
+        for kind, by_rows in times.items()
+    }
+    ranks, (kind, sample) = dist.get_world_size(group), next(iter(kinds.items()))
+    rows = max(times[kind])
+    nbytes = 2 * (ranks - 1) / ranks * rows * sample.width * sample.dtype.itemsize
+    thresholds = Thresholds(
+        ranks=ranks, steps={kind: steps_of(by_rows) for kind, by_rows in times.items()}, milliseconds=milliseconds,
+        mbit=round(8e-6 * nbytes / statistics.median(times[kind][rows]["plain"]), 1),
+        date=max(date for _, date in results.values()),
+    )  # fmt: skip
     if dist.get_rank(group) == 0:
         _log.info("all-reduces of partial sums: %s", thresholds)
     return replace(settings, small=thresholds)
@@ -387,24 +400,6 @@ def _turn(x: torch.Tensor, codec: Codec, choice: Choice, group: dist.ProcessGrou
     sum_over_ranks(x, codec, group, choice, settings)
     wait(x.device)
     return time.perf_counter() - start
-
-
-def _thresholds(kinds: Mapping[str, SumSample], times: Mapping[str, Times], ranks: int, date: str) -> Thresholds:
-    milliseconds = {
-        kind: {
-            str(rows): {name: round(1e3 * statistics.median(turns), 3) for name, turns in by_choice.items()}
-            for rows, by_choice in by_rows.items()
-        }
-        for kind, by_rows in times.items()
-    }
-    kind, sample = next(iter(kinds.items()))
-    rows = max(times[kind])
-    nbytes = 2 * (ranks - 1) / ranks * rows * sample.width * sample.dtype.itemsize
-    return Thresholds(
-        ranks=ranks, steps={kind: steps_of(by_rows) for kind, by_rows in times.items()}, milliseconds=milliseconds,
-        mbit=round(8e-6 * nbytes / statistics.median(times[kind][rows]["plain"]), 1),
-        date=date,
-    )  # fmt: skip
 
 
 def steps_of(times: Times) -> Steps:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lowbit.codecs.base import Codec
 from lowbit.tensor_parallel.drift import Drift
-from lowbit.tensor_parallel.plan import shards
+from lowbit.tensor_parallel.plan import local, shards
 from lowbit.tensor_parallel.reduce import (
     Choice,
     SumSample,
@@ -325,29 +325,27 @@ def sum_forward(summed: ModelSum, layer_sum: LayerSum) -> Callable[..., Tensor]:
     return mark(forward, summed)
 
 
-def row_forward(layer: nn.Linear, layer_sum: LayerSum, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
-    """Make a forward for a row-wise layer that maps its rank's part of the input, or all of it, to the whole output."""
+def row_forward(
+    layer: nn.Linear,
+    layer_sum: LayerSum,
+    group: dist.ProcessGroup,
+    product: Callable[[Tensor, Tensor], Tensor] | None = None,
+) -> Callable[[Tensor], Tensor]:
+    """Make a forward for a row-wise layer that maps its rank's part of the input, or all of it, to the whole output.
+
+    `product`: computes the whole product from the rank's parts of input and weight; None: `layer_sum` adds them up.
+    """
     ranks, rank = layer_sum.ranks, dist.get_rank(group)
 
     def forward(x: Tensor) -> Tensor:
         check_inference(layer_sum.name, x, layer.weight)
         weight = local(layer.weight)
-        total = layer_sum([F.linear(own_input(x, layer, weight, ranks, rank), weight)])
+        if isinstance(x, DTensor):
+            x = x.redistribute(placements=[Shard(-1)]).to_local()
+        elif x.shape[-1] == layer.in_features != weight.shape[1]:
+            x = shards(x, ranks, -1)[rank].contiguous()
+        total = layer_sum([F.linear(x, weight)]) if product is None else product(x, weight)
         return total if layer.bias is None else total + local(layer.bias)
 
     setattr(forward, LAYER_SUM, layer_sum)
     return forward
-
-
-def own_input(x: Tensor, layer: nn.Linear, weight: Tensor, ranks: int, rank: int) -> Tensor:
-    """Return the part of a row-wise layer's input that belongs to this rank, given this part or the whole input."""
-    if isinstance(x, DTensor):
-        return x.redistribute(placements=[Shard(-1)]).to_local()
-    if x.shape[-1] == layer.in_features != weight.shape[1]:
-        return shards(x, ranks, -1)[rank].contiguous()
-    return x
-
-
-def local(x: Tensor) -> Tensor:
-    """Return this rank's part of a `DTensor`, any other tensor as it is."""
-    return x.to_local() if isinstance(x, DTensor) else x

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowbit.codecs import parse
-from lowbit.codecs.sums import Summable
 from lowbit.collectives import agree
 from lowbit.collectives.checks import check_summable
 from lowbit.config import ConfigError
@@ -73,7 +72,9 @@ def make(
     if start is not None and not settings.features:
         k = start.settings.get("k")
     gain = settings.gain or (start.gain if start is not None else "token")
-    inputs = _inputs(settings, start)
+    inputs = check_summable(parse(settings.inputs)) if settings.inputs else None
+    if start is not None and not settings.inputs:
+        inputs = next(iter(start.inputs_codecs().values()), None)
     bits = start.settings.get("bits") if start is not None and settings.bits is None else settings.bits
     description = (
         f"{len(drawn)} of {settings.length} tokens from {sequences.source}, seed {settings.seed}, "
@@ -93,14 +94,6 @@ def make(
             start=start,
             progress=progress,
         )
-
-
-def _inputs(settings: CalibrationConfig, start: Calibration | None) -> Summable | None:
-    """Return the requested format of inputs, or that of the calibration to continue."""
-    if settings.inputs:
-        return check_summable(parse(settings.inputs))
-    earlier = start.inputs_codecs() if start is not None else {}
-    return next(iter(earlier.values()), None)
 
 
 def _row(calibration: Calibration, layer: str) -> dict[str, Any]:

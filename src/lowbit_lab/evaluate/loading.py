@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 log = logging.getLogger(__name__)
+TIMEOUT = 300.0
+CAUSAL, ENCODER = "causal language model", "encoder"
 LIBRARY = "Python's standard library"
 
 
@@ -92,10 +95,8 @@ class Sequences:
 
     def batches(self, indices: list[int], size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield inputs and targets of these windows, (up to `size`, length) each; a shorter window comes alone."""
-        full = [i for i in indices if i < self.whole]
-        groups = [full[i : i + size] for i in range(0, len(full), size)]
-        groups += [[i] for i in indices if i >= self.whole]
-        for group in groups:
+        full, shorter = [i for i in indices if i < self.whole], [[i] for i in indices if i >= self.whole]
+        for group in [*(full[i : i + size] for i in range(0, len(full), size)), *shorter]:
             inputs, targets = zip(*map(self.window, group), strict=True)
             yield torch.stack(inputs), torch.stack(targets)
 
@@ -140,44 +141,28 @@ def read_text(
     source = ", ".join(settings.text) or LIBRARY
     if len(tokens) < 2:
         raise ConfigError(f"{source} has {len(tokens)} tokens; allowed: at least 2")
-    special = _special(tokenizer, encoder=encoder)
-    return Sequences(tokens=tokens, length=settings.length, source=source, **special), tokenizer
+    ends: Any = None, None  # the ids that the tokenizer puts around every text
+    if isinstance(tokenizer, FolderTokenizer):
+        own = tokenizer.hugging_face()
+        around = own("a")["input_ids"]
+        ends = (own.cls_token_id, own.sep_token_id) if encoder else (own.bos_token_id, None)
+        if ends[0] is None or around[:1] != [ends[0]] or (encoder and around[-1:] != [ends[1]]):
+            ends = None, None
+    sequences = Sequences(tokens=tokens, length=settings.length, begin=ends[0], end=ends[1], source=source)
+    return sequences, tokenizer
 
 
 def documents(settings: InferenceConfig, *, held_out: bool = False) -> Iterator[bytes]:
-    """Return the documents of the settings, up to `max_bytes`."""
+    """Return the documents of the settings, up to `max_bytes`; of the standard library one part (`held_out`)."""
     data = DataConfig(text=settings.text, max_bytes=settings.max_bytes)
     texts: Iterable[bytes] = corpus.documents(data)
-    return corpus.capped(texts if data.text else _share(list(texts), data.held_out_share, held_out), data.max_bytes)
-
-
-def _special(tokenizer: Tokenizer, *, encoder: bool) -> dict[str, Any]:
-    """Return the ids that the tokenizer puts around every text."""
-    if not isinstance(tokenizer, FolderTokenizer):
-        return {}
-    hugging_face = tokenizer.hugging_face()
-    around = hugging_face("a")["input_ids"]
-    begin, end = (hugging_face.cls_token_id, hugging_face.sep_token_id) if encoder else (hugging_face.bos_token_id, 0)
-    if begin is None or end is None or around[:1] != [begin]:
-        return {}
-    if not encoder:
-        return {"begin": begin}
-    return {"begin": begin, "end": end} if around[-1:] == [end] else {}
-
-
-def _share(documents: list[bytes], share: float, held_out: bool) -> Iterator[bytes]:
-    """Yield the last share of the bytes of all documents, or the bytes before it."""
-    split = corpus.held_out_start(sum(map(len, documents)), share)
-    for document in documents:
-        inside = min(max(split, 0), len(document))
-        split -= len(document)
-        part = document[inside:] if held_out else document[:inside]
-        if part:
-            yield part
-
-
-TIMEOUT = 300.0
-CAUSAL, ENCODER = "causal language model", "encoder"
+    if not data.text:
+        texts = list(texts)
+        split = corpus.held_out_start(sum(map(len, texts)), data.held_out_share)
+        starts = itertools.accumulate(map(len, texts), initial=0)
+        cuts = [(text, max(split - start, 0)) for text, start in zip(texts, starts, strict=False)]
+        texts = filter(None, (text[cut:] if held_out else text[:cut] for text, cut in cuts))
+    return corpus.capped(texts, data.max_bytes)
 
 
 def prepare(settings: InferenceConfig) -> torch.device:
@@ -216,7 +201,9 @@ def load_model(folder: str, dtype: str, device: torch.device) -> PreTrainedModel
     from transformers import AutoModel, AutoModelForCausalLM
 
     auto: Any = AutoModelForCausalLM if model_kind(folder) == CAUSAL else AutoModel
-    model, missing = load(auto, folder, "model", complete=False, dtype=choose_dtype(dtype, device))
+    # "auto": bfloat16 if the device has instructions for it.
+    kind = choose_autocast("auto", device) or torch.float32 if dtype == "auto" else getattr(torch, dtype)
+    model, missing = load(auto, folder, "model", complete=False, dtype=kind)
     if any(name.startswith("pooler.") for name in missing):  # the pooler is not needed
         model.pooler, missing = None, [name for name in missing if not name.startswith("pooler.")]
     if missing:
@@ -245,13 +232,6 @@ def model_kind(folder: str) -> str:
     return CAUSAL
 
 
-def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the dtype of the computation; "auto": bfloat16 if the device has instructions for it, else float32."""
-    if name == "auto":
-        return choose_autocast("auto", device) or torch.float32
-    return getattr(torch, name)
-
-
 def model_config(folder: str) -> PreTrainedConfig:
     """Return the config of the checkpoint's text model, with the defaults of its architecture."""
     return transformers_config(folder, "model").get_text_config()
@@ -272,11 +252,12 @@ def check_ranks(key: str, ranks: int, folder: str) -> None:
 
 def load_calibrations(files: tuple[str, ...]) -> dict[int, Calibration]:
     """Load calibrations, at most one for each number of ranks, and return them by number (`load_calibration`)."""
-    loaded = [load_calibration(file) for file in files]
-    worlds = [calibration.world for calibration in loaded]
-    if twice := next((world for world in worlds if worlds.count(world) > 1), None):
-        raise ConfigError(f"calibration has two files for {twice} ranks; allowed: one for each number of ranks")
-    return dict(zip(worlds, loaded, strict=True))
+    loaded: dict[int, Calibration] = {}
+    for calibration in map(load_calibration, files):
+        if (ranks := calibration.world) in loaded:
+            raise ConfigError(f"calibration has two files for {ranks} ranks; allowed: one for each number of ranks")
+        loaded[ranks] = calibration
+    return loaded
 
 
 def load_calibration(path: str | Path) -> Calibration:

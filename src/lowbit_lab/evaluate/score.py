@@ -6,8 +6,9 @@ import hashlib
 import math
 import random
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from lowbit.tensor_parallel.reduce import plain_sum
 from lowbit_lab.evaluate.loading import Sequences
 
 REMEMBERED = 2**28
-"""Bytes of logits that a `Reference` keeps."""
+"""Most bytes of logits that are kept as a reference."""
 PROMPTS = 16
 
 
@@ -45,26 +46,6 @@ class Score:
         return math.inf if self.loss >= 700 else math.exp(self.loss)
 
 
-@dataclass
-class Reference:
-    """Logits of the first batches, to compare those of other formats with.
-
-    Attributes:
-        batches: float32 on the CPU, up to `REMEMBERED` bytes, but at least one.
-        full: a batch did not fit; later ones are also left out, so that the kept ones are the first.
-    """
-
-    batches: list[Tensor] = field(default_factory=list)
-    full: bool = False
-
-    def remember(self, logits: Tensor) -> None:
-        """Keep this batch's logits if there is room."""
-        size = 4 * sum(t.numel() for t in [*self.batches, logits])
-        self.full = self.full or (bool(self.batches) and size > REMEMBERED)
-        if not self.full:
-            self.batches.append(logits.detach().float().cpu())
-
-
 @torch.no_grad()
 def perplexity(
     model: nn.Module,
@@ -72,7 +53,7 @@ def perplexity(
     *,
     count: int = 0,
     batch: int = 4,
-    reference: Reference | None = None,
+    reference: list[Tensor] | None = None,
     device: torch.device | str = "cpu",
     progress: Callable[[int], None] | None = None,
 ) -> Score:
@@ -83,7 +64,8 @@ def perplexity(
         sequences: the text.
         count: number of windows, evenly spread (0: all).
         batch: windows at a time.
-        reference: if empty, it stores this model's logits; otherwise they are compared with it.
+        reference: logits of the first batches, float32 on the CPU. If empty, those of this model are added, at least
+            one batch; otherwise they are compared with it.
         device: of the model.
         progress: called with the number of windows done.
 
@@ -93,24 +75,26 @@ def perplexity(
     indices = sequences.spread(count)
     if not indices:
         raise ValueError(f"{sequences.source} has no tokens to predict; allowed: at least one")
-    remembers = reference is not None and not reference.batches
-    compared = iter(reference.batches if reference is not None and not remembers else ())
+    stored = reference if not reference else None
+    compared, room = iter(reference or ()), REMEMBERED
     options: dict[str, Any] = {"use_cache": False} if hasattr(model, "config") else {}
-    total, tokens, windows, digest = 0.0, 0, 0, ""
-    error, power = 0.0, 0.0
+    total, tokens, windows, digest, error, power = 0.0, 0, 0, "", 0.0, 0.0
     training = model.training
     model.eval()
     try:
         for inputs, targets in sequences.batches(indices, batch):
             logits = model(inputs.to(device), **options).logits
-            digest = digest or _digest(logits)
+            if not digest:
+                data = logits.cpu().contiguous().flatten().view(torch.uint8)
+                digest = hashlib.sha256(data.numpy().tobytes()).hexdigest()[:16]
             targets = targets.to(device)
             losses = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
             total += float(losses.double().sum())
             tokens += targets.numel()
             windows += len(inputs)
-            if remembers and reference is not None:
-                reference.remember(logits)
+            if stored is not None and (room >= 4 * logits.numel() or not stored):
+                stored.append(logits.float().cpu())
+            room -= 4 * logits.numel()  # below 0 from the first batch that did not fit
             if (expected := next(compared, None)) is not None:
                 error += _square(logits.float().cpu() - expected)
                 power += _square(expected - expected.mean(-1, keepdim=True))
@@ -155,21 +139,6 @@ def _square(x: Tensor) -> float:
     return float(x.square().sum(dtype=torch.float64))
 
 
-def _digest(logits: Tensor) -> str:
-    data = logits.detach().cpu().contiguous().flatten().view(torch.uint8)
-    return hashlib.sha256(data.numpy().tobytes()).hexdigest()[:16]
-
-
-@dataclass
-class _Squares:
-    """Squared errors and squared sums of one layer, and their mean shares by token."""
-
-    error: float = 0.0
-    power: float = 0.0
-    by_token: float = 0.0
-    tokens: int = 0
-
-
 class SumErrors:
     """Errors of sums over emulated ranks, for `emulate_tensor_parallel_(watch=...)`.
 
@@ -178,26 +147,23 @@ class SumErrors:
     """
 
     def __init__(self) -> None:
-        self._layers: dict[str, _Squares] = {}
+        self._layers: dict[str, Tensor] = {}  # squared errors and sums; of tokens: shares of these, and their number
 
     def __call__(self, layer: str, partials: Sequence[Tensor], total: Tensor) -> None:
         exact = plain_sum([partial.float() for partial in partials])
         error = (total.float() - exact).square().sum(-1, dtype=torch.float64)
         power = exact.square().sum(-1, dtype=torch.float64)
-        squares = self._layers.setdefault(layer, _Squares())
-        squares.error += float(error.sum())
-        squares.power += float(power.sum())
         used = power > 0
-        squares.by_token += float((error[used] / power[used]).sum())
-        squares.tokens += int(used.sum())
+        found = torch.stack([error.sum(), power.sum(), (error[used] / power[used]).sum(), used.sum()]).cpu()
+        self._layers[layer] = self._layers[layer] + found if layer in self._layers else found
 
     def relative(self) -> dict[str, float]:
         """Return the error of each layer."""
-        return {name: math.sqrt(s.error / s.power) if s.power else 0.0 for name, s in self._layers.items()}
+        return {name: float((s[0] / s[1]).sqrt()) if s[1] else 0.0 for name, s in self._layers.items()}
 
     def by_token(self) -> dict[str, float]:
         """Return the error of each layer, with each token's error relative to its own sum, so all count equally."""
-        return {name: math.sqrt(s.by_token / s.tokens) if s.tokens else 0.0 for name, s in self._layers.items()}
+        return {name: float((s[2] / s[3]).sqrt()) if s[3] else 0.0 for name, s in self._layers.items()}
 
     def mean(self) -> float | None:
         """Return the root mean square over the layers; None without calls."""
@@ -207,22 +173,7 @@ class SumErrors:
 def root_mean_square(errors: Iterable[float]) -> float | None:
     """Return the root mean square; None without errors."""
     squares = [error * error for error in errors]
-    return math.sqrt(sum(squares) / len(squares)) if squares else None
-
-
-def by_kind(errors: Mapping[str, float]) -> dict[str, float]:
-    """Return the root mean square over layers whose names differ only in numbers, by name without the numbers."""
-    kinds: dict[str, list[float]] = {}
-    for name, error in errors.items():
-        kinds.setdefault(kind_of(name), []).append(error)
-    return {kind: root_mean_square(values) or 0.0 for kind, values in kinds.items()}
-
-
-def kind_of(layer: str) -> str:
-    """Return `mlp.down_proj` for model.layers.3.mlp.down_proj."""
-    parts = layer.split(".")
-    numbers = [i for i, part in enumerate(parts) if part.isdecimal()]
-    return ".".join(parts[numbers[-1] + 1 :] if numbers else parts)
+    return math.sqrt(statistics.fmean(squares)) if squares else None
 
 
 NEAREST = 10

@@ -81,11 +81,6 @@ def read_questions(name: str, file: str, limit: int = 0) -> list[Question]:
     return questions
 
 
-def fingerprint(questions: list[Question]) -> str:
-    """Return 16 hexadecimal digits of the questions."""
-    return hashlib.sha256(repr(questions).encode()).hexdigest()[:16]
-
-
 def _lines(task: str, path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
@@ -282,7 +277,9 @@ def score(
         logits: Tensor = model(padded.to(device), use_cache=False).logits
         for row, inputs in zip(logits, group, strict=True):
             for choice in by_inputs[inputs]:
-                found[choice] = _log_likelihood(row[: len(inputs)], choice)
+                targets = torch.tensor(choice.targets, device=row.device)
+                last = row[len(inputs) - len(targets) : len(inputs)].float().log_softmax(-1)
+                found[choice] = float(last.gather(1, targets[:, None]).sum())
         if progress is not None:
             progress(start + len(group))
     return {name: metric for task in tasks for name, metric in task.metrics(found).items()}
@@ -291,13 +288,6 @@ def score(
 def count_inputs(tasks: Sequence[LocalTask]) -> int:
     """Return how many inputs the model reads for these tasks."""
     return len({choice.inputs for task in tasks for choices in task.choices for choice in choices})
-
-
-def _log_likelihood(logits: Tensor, choice: Choice) -> float:
-    """Add up the log-probabilities of the targets, which come last: `logits` have no padding at the end."""
-    targets = torch.tensor(choice.targets, device=logits.device)
-    log_probabilities = logits[-len(targets) :].float().log_softmax(-1)
-    return float(log_probabilities.gather(1, targets[:, None]).sum())
 
 
 def mean_score(scores: Mapping[str, float]) -> float:
@@ -362,9 +352,10 @@ class Tasks:
         ]
 
     def facts(self) -> str:
-        """Name all tasks, with the contents of files instead of their paths."""
-        files = (f"{name}={fingerprint(questions)}" for name, questions in self._questions.items())
-        return ", ".join((*files, *self._settings.harness_tasks))
+        """Name all tasks, with digests of the questions instead of the paths of files."""
+        digests = {name: hashlib.sha256(repr(asked).encode()).hexdigest() for name, asked in self._questions.items()}
+        local = [f"{name}={digest[:16]}" for name, digest in digests.items()]
+        return ", ".join([*local, *self._settings.harness_tasks])
 
     def score(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, device: torch.device, title: str
@@ -403,11 +394,7 @@ class Tasks:
 
 
 def load_tasks(settings: EvaluationConfig) -> dict[str, Any]:
-    """Load tasks and their data; lm-eval is imported only if there are any.
-
-    Args:
-        settings: tasks, and the folder of YAML files with more of them (whose data may be local: `dataset_path: json`).
-    """
+    """Load tasks of lm-eval, also of the folder's YAML files (whose data may be local: `dataset_path: json`)."""
     tasks, folder = settings.harness_tasks, settings.task_folder
     if not tasks:
         return {}
@@ -417,8 +404,7 @@ def load_tasks(settings: EvaluationConfig) -> dict[str, Any]:
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # its warnings concern options of lm-eval's command line
     manager = TaskManager(include_path=folder or None)
-    known = set(manager.all_tasks)
-    if unknown := [task for task in tasks if task not in known]:
+    if unknown := [task for task in tasks if task not in manager.all_tasks]:
         where = f" or {folder}" if folder else ""
         raise ConfigError(f"task is {unknown[0]!r}; allowed: a task of lm-eval{where}")
     try:
@@ -434,33 +420,16 @@ def load_tasks(settings: EvaluationConfig) -> dict[str, Any]:
 def zero_shot(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: EvaluationConfig, loaded: dict[str, Any]
 ) -> dict[str, Metric]:
-    """Return scores of a loaded model by "task metric": "arc_easy acc", "arc_easy acc_norm".
-
-    lm-eval makes the prompts, asks the model through its own Hugging Face wrapper, and computes scores. All real
-    tensor-parallel ranks ask the same questions and get the same scores.
-
-    Args:
-        model: whole, with emulated ranks, or on real ones. tokenizer: the model's.
-        settings: examples, batch size, and the most tokens of a question with answer. loaded: result of `load_tasks`.
-    """
+    """Return lm-eval's scores of a model by "task metric"; real ranks ask the same and get the same scores."""
     from lm_eval import evaluate  # pyright: ignore[reportMissingImports]
     from lm_eval.models.huggingface import HFLM  # pyright: ignore[reportMissingImports]
 
     if tokenizer.eos_token_id is None:  # lm-eval pads with it; padding is masked
         tokenizer.add_special_tokens({"eos_token": tokenizer.convert_ids_to_tokens(0)})
-    build: Any = HFLM
-    wrapped = build(
-        pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=settings.batch, max_length=settings.length
-    )
-    run: Any = evaluate
-    outcome = run(
-        lm=wrapped, task_dict=loaded, limit=settings.limit or None, bootstrap_iters=_DRAWS, log_samples=True
-    )  # fmt: skip
-    return _metrics(outcome)
-
-
-def _metrics(outcome: dict[str, Any]) -> dict[str, Metric]:
-    """Return lm-eval's metrics for which higher is better, by "task metric", with standard errors and examples."""
+    lengths = {"batch_size": settings.batch, "max_length": settings.length}
+    lm = HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", **lengths)
+    options = {"limit": settings.limit or None, "bootstrap_iters": _DRAWS, "log_samples": True}
+    outcome: Any = evaluate(lm=lm, task_dict=loaded, **options)
     metrics: dict[str, Metric] = {}
     for task, values in outcome["results"].items():
         for key, value in values.items():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit_lab.evaluate import Sequences, perplexity, score
-from lowbit_lab.evaluate.score import Reference, SumErrors
+from lowbit_lab.evaluate.score import SumErrors
 
 
 class Bigram(nn.Module):
@@ -42,7 +42,7 @@ def test_it_is_that_of_every_token_by_hand(batch: int):
 
 
 def test_logits_are_compared_with_those_of_the_reference():
-    text, reference = some_text(8), Reference()
+    text, reference = some_text(8), []
     first = perplexity(Bigram(), text, reference=reference)
     again = perplexity(Bigram(), text, reference=reference)
     other = perplexity(Bigram(noise=0.1), text, reference=reference)
@@ -58,14 +58,14 @@ def test_logits_are_compared_with_those_of_the_reference():
 
 def test_a_batch_that_is_not_remembered_ends_the_comparison(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(score, "REMEMBERED", 4 * 16 * 8 * 4)  # one batch of three windows, or the last window of four
-    text, reference = some_text(8), Reference()
+    text, reference = some_text(8), []
     perplexity(Bigram(), text, batch=3, reference=reference)
-    assert [len(logits) for logits in reference.batches] == [3]
+    assert [len(logits) for logits in reference] == [3]
     assert perplexity(Bigram(), text, batch=3, reference=reference).logits_error == 0
 
 
 def test_nan_is_seen():
-    model, reference = Bigram(), Reference()
+    model, reference = Bigram(), []
     perplexity(model, some_text(8), reference=reference)
     model.table[3] = math.nan
     result = perplexity(model, some_text(8), reference=reference)
