@@ -350,7 +350,6 @@ class Outgoing:
         return total
 
     def drain(self) -> None:
-        """Wait until the peer has everything."""
         while self._sent:
             self._sent.popleft().wait()
 
@@ -411,7 +410,6 @@ class Shares:
         return open_session(self._codec, shape=x.shape, dtype=x.dtype, device=x.device).encode(x), x.numel()
 
     def nbytes(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> int:
-        """Number of bytes that this rank sends or receives for hidden states of this shape."""
         return open_session(self._codec, shape=self._shape(shape), dtype=dtype, device=device).nbytes()
 
     def decode(self, payload: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -222,7 +222,6 @@ def calibrate(
     sent: dict[str, tuple[int, int, float]] = {}
 
     def prepare() -> Observer:
-        """Check the arguments and load the averages of `start`."""
         widths = {layer: summed.width for layer, summed in layers.items()}
         check_choice("gain", gain, GAINS)
         if not isinstance(momentum, int | float) or not 0 <= momentum < 1:
@@ -317,7 +316,6 @@ def _effects(run: _Run, codecs: Mapping[str, Codec], batches: Sequence[Tensor]) 
 def _held_out(
     calibration: Calibration, run: _Run, batches: Sequence[Tensor], before: int, report: Callable[[int], None]
 ) -> dict[str, tuple[tuple[float, float], ...]]:
-    """Measure the errors of the chosen formats: mean and standard deviation by layer, of each rank."""
     errors: dict[str, dict[str, list[float]]] = {name: {} for name in calibration.features}
     done = before
 
@@ -327,9 +325,8 @@ def _held_out(
             codec = calibration.codec(layer, rank)
             sampled = errors[layer].setdefault(str(rank), [])
             turns = range(len(sampled), len(sampled) + _SAMPLES)
-            found = [
-                relative_error(codec, sample(rows, turn)) for rows in x.reshape(-1, *x.shape[-2:]) for turn in turns
-            ]
+            sequences = x.reshape(-1, *x.shape[-2:])
+            found = [relative_error(codec, sample(rows, turn)) for rows in sequences for turn in turns]
             sampled.extend(torch.stack(found).tolist())
 
     def after(count: int) -> None:
@@ -338,17 +335,13 @@ def _held_out(
         report(done)
 
     run.show(batches, look, after)
-    found: list[Any] = [
-        {name: {rank: [statistics.fmean(values), statistics.pstdev(values)] for rank, values in by_rank.items()}
-         for name, by_rank in errors.items()}
-    ]  # fmt: skip
-    if run.group is not None:
-        found = gather_json(found[0], run.group)
-    together = {name: {rank: pair for one in found for rank, pair in one[name].items()} for name in errors}
-    return {
-        name: tuple((by_rank[str(rank)][0], by_rank[str(rank)][1]) for rank in range(calibration.world))
-        for name, by_rank in together.items() if by_rank
-    }  # fmt: skip
+    found: list[Any] = [errors] if run.group is None else gather_json(errors, run.group)
+    result: dict[str, tuple[tuple[float, float], ...]] = {}
+    for name in errors if batches else ():
+        by_rank = {rank: values for one in found for rank, values in one[name].items()}
+        ordered = [by_rank[str(rank)] for rank in range(calibration.world)]
+        result[name] = tuple((statistics.fmean(values), statistics.pstdev(values)) for values in ordered)
+    return result
 
 
 def _split(sequences: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -366,12 +359,10 @@ def _split(sequences: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     left = count - (max(1, count // 8) if count > 1 else 0)
     observed, held_out = [], []
     for batch in batches:
-        if left:
-            observed.append(batch[:left])
-        if len(batch) > left:
-            held_out.append(batch[left:])
+        observed.append(batch[:left])
+        held_out.append(batch[left:])
         left = max(0, left - len(batch))
-    return observed, held_out
+    return [batch for batch in observed if len(batch)], [batch for batch in held_out if len(batch)]
 
 
 def _sent(inputs: Summable | None, layers: Mapping[str, ModelSum], ranks: int) -> dict[str, tuple[int, int, float]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import operator
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -472,14 +473,14 @@ def spend(
         return effects[name] * curves[name][bits][1] / (curves[name][4][1] or 1.0)
 
     while True:
-        best: tuple[float, str, int] | None = None
-        for name, bits in chosen.items():
-            for more in WIDTHS[WIDTHS.index(bits) + 1 :]:
-                cost = costs[name][more] - costs[name][bits]
-                gain = (error(name, bits) - error(name, more)) / cost
-                if spent + cost <= budget and gain > 0 and (best is None or gain > best[0]):
-                    best = gain, name, more
-        if best is None:
+        offers = [
+            ((error(name, bits) - error(name, more)) / (costs[name][more] - costs[name][bits]), name, more)
+            for name, bits in chosen.items()
+            for more in WIDTHS[WIDTHS.index(bits) + 1 :]
+            if spent + costs[name][more] - costs[name][bits] <= budget
+        ]
+        gain, name, more = max(offers, key=operator.itemgetter(0), default=(0.0, "", 0))
+        if gain <= 0:
             return chosen
-        spent += costs[best[1]][best[2]] - costs[best[1]][chosen[best[1]]]
-        chosen[best[1]] = best[2]
+        spent += costs[name][more] - costs[name][chosen[name]]
+        chosen[name] = more

@@ -31,7 +31,6 @@ from lowbit.tensor_parallel.plan import (
     compute,
     cuts_of,
     is_row,
-    local_parameters,
     parameters_of_rank,
     partial_on_rank,
     plan_of,
@@ -84,7 +83,7 @@ def tensor_parallel_(
         for key, cut in own.items():
             _cut(module, key, mesh, cut)
         if name not in planned:
-            module.__dict__["forward"] = _local_forward(module)
+            module.__dict__["forward"] = partial_on_rank(module, "local_params", 0)
     for name, (module, style) in planned.items():
         if isinstance(module, nn.Linear) and not is_row(style):
             _cut(module, "weight", mesh, Cut(0))
@@ -109,16 +108,6 @@ def _cut(layer: nn.Module, name: str, mesh: DeviceMesh, cut: Cut) -> None:
     part = distribute_tensor(whole.detach(), mesh, [cut.placement()], src_data_rank=None)
     part = part.clone()  # a view would keep the whole weight in memory
     layer.register_parameter(name, nn.Parameter(part, requires_grad=whole.requires_grad))
-
-
-def _local_forward(module: nn.Module) -> Callable[..., Any]:
-    own = module.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        with local_parameters(module):
-            return own(*args, **kwargs)
-
-    return forward
 
 
 def _column_forward(

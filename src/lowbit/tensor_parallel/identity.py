@@ -112,7 +112,6 @@ def _part(parameter: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
 
 
 def _gathered(mine: Sums, layers: Mapping[str, ModelSum]) -> dict[str, str]:
-    """Return shapes and checksums of whole parameters, from the parts of all ranks."""
     group = next(iter(layers.values())).group
     parts: list[Any] = [mine] if group is None else gather_json(mine, group)
     whole: dict[str, str] = {}

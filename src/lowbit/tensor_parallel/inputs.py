@@ -181,7 +181,6 @@ class InputGather:
         return total
 
     def _stays(self, x: Tensor) -> bool:
-        """Whether the sum for these inputs is left uncoded."""
         partial = torch.empty((*x.shape[:-1], self.sums.width), dtype=x.dtype, device="meta")
         return self.sums.settings.choice(partial, self.sums.ranks, self.sums.codec) == "plain"
 

@@ -279,22 +279,17 @@ def routes_of_rank(top_k_index: Tensor, top_k_weights: Tensor, count: int, rank:
 
 
 def partial_on_rank(module: nn.Module, style: str, rank: int) -> Callable[..., Tensor]:
-    """Make a function that computes experts with this rank's parts of their parameters, which are `DTensor`s."""
+    """Make a forward that computes with this rank's parts of a module's parameters, which are `DTensor`s.
+
+    Other modules than experts compute by their own forward: rank 0 leaves biases as they are.
+    """
     own = module.forward
 
     def partial(*args: Any, **kwargs: Any) -> Tensor:
-        with local_parameters(module):
+        with parameters_of_rank(module, {name: local(p) for name, p in module.named_parameters(recurse=False)}):
             return compute(module, own, style, rank, args, kwargs)
 
     return partial
-
-
-@contextlib.contextmanager
-def local_parameters(module: nn.Module) -> Iterator[None]:
-    """Let a module compute with this rank's parts of its own parameters, for this block."""
-    parts = {name: p.to_local() for name, p in module.named_parameters(recurse=False) if isinstance(p, DTensor)}
-    with parameters_of_rank(module, parts):
-        yield
 
 
 def compute(

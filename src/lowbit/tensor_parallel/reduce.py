@@ -76,9 +76,8 @@ class Thresholds:
         return steps[index - 1][1] if index else "plain"
 
     def __str__(self) -> str:
-        parts = []
-        for kind, steps in self.steps.items():
-            parts.append(f"{kind}: {', '.join(f'{name} from {rows} rows' for rows, name in steps) or 'never coded'}")
+        coded = {kind: [f"{name} from {rows} rows" for rows, name in steps] for kind, steps in self.steps.items()}
+        parts = [f"{kind}: {', '.join(choices) or 'never coded'}" for kind, choices in coded.items()]
         return f"{'; '.join(parts)} ({self.ranks} ranks, {self.mbit:.0f} Mbit/s, {self.date})"
 
 

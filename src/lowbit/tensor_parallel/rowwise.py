@@ -120,18 +120,15 @@ def _group(name: str) -> dist.ProcessGroup:
 
 
 LAYER_SUM = "lowbit_sum"  # attribute of a forward: its `LayerSum`
-_GUARD = "lowbit_guard"  # attribute of a module: a `_NoCopy`
 
 Watch = Callable[[str, Sequence[Tensor], Tensor], None]
 """A callback with the name of a layer, the partial sums in this process (its own, or those of all emulated ranks), and
 their sum over all ranks."""
 
 
-class _NoCopy:
-    """Prevents copies of a module whose forward is replaced: a copy would compute with the original's weights."""
-
-    def __deepcopy__(self, memo: object) -> Self:
-        raise RuntimeError("a model with low-bit sums cannot be copied; allowed: a copy before, or after remove()")
+def _no_copy(memo: object) -> None:
+    """Prevent copies of a module whose forward is replaced: a copy would compute with the original's weights."""
+    raise RuntimeError("a model with low-bit sums cannot be copied; allowed: a copy before, or after remove()")
 
 
 class Installed:
@@ -150,8 +147,8 @@ class Installed:
 
     def replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         """Give a module another forward."""
-        self._before.append((module, {name: module.__dict__.get(name) for name in ("forward", _GUARD)}))
-        module.__dict__ |= {"forward": forward, _GUARD: _NoCopy()}
+        self._before.append((module, {name: module.__dict__.get(name) for name in ("forward", "__deepcopy__")}))
+        module.__dict__ |= {"forward": forward, "__deepcopy__": _no_copy}
 
     @property
     def thresholds(self) -> Thresholds | None:

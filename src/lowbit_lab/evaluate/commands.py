@@ -24,7 +24,7 @@ def _evaluate(settings: Any, earlier: Sequence[Row]) -> Iterator[Sequence[Row]]:
     """Evaluate; on a terminal, also print each row while others are still being measured."""
     screen = console(stderr=True)
     shown = screen.is_terminal and os.environ.get("RANK", "0") == "0"
-    for rows in importlib.import_module("lowbit_lab.evaluate.run").measure(settings):
+    for rows in importlib.import_module("lowbit_lab.evaluate.run").Evaluation(settings).rows():
         if shown:
             row = compare(rows, EVALUATE.baselines)[-1]
             screen.print(_line(row))
@@ -32,7 +32,6 @@ def _evaluate(settings: Any, earlier: Sequence[Row]) -> Iterator[Sequence[Row]]:
 
 
 def _line(row: Row) -> str:
-    """Describe the results of one case in one line."""
     shown = {
         "perplexity": "perplexity {:.4f}", "kept": "kept {:.2%}", "nearest": "nearest neighbour kept {:.1%}",
         "nearest_10": "10 nearest {:.1%}", "same_tokens": "tokens equal {:.1%}",

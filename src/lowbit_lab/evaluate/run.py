@@ -55,32 +55,6 @@ CALIBRATED = ("int4", LOW_BIT, STATIC)
 log = logging.getLogger(__name__)
 
 
-def measure(settings: EvaluationConfig) -> Iterator[list[dict[str, Any]]]:
-    """Measure every format on every number of ranks.
-
-    In one process ranks are emulated (`emulate_tensor_parallel_`); under torchrun the job's ranks are real, and with
-    the same number of threads the figures are the same to the last bit.
-
-    Yields:
-        All rows so far, with `model` (its folder's name), `kind` (of model), `format`, `tp`, `real` (ranks),
-        `algorithm` (of the all-reduce of coded values), `bits_per_value` (of everything sent), `coded` (share of the
-        values; the others belong to small sums, which stay in the model's dtype), `sum_error` (relative root mean
-        square over the layers; for emulated ranks), `token_error` (the same with equal weight for every token),
-        `layers`, `layers_by_token` (the same by layer), `calibration` (its text).
-
-        Models that predict tokens add `perplexity` (NaN if a sum was), `loss`,
-        `tokens`, `logits_error` (relative to the first row: one rank, or on real ranks bf16) and `logits` (digits of
-        the first batch's bits). Encoders add `sentences`, `nearest`, `nearest_10` and `rank_correlation`, compared with
-        the first row (`agreement`). `generate` adds `same_tokens`, `tokens_before`, `same_texts`, compared
-        with the first row (`score.same_tokens`). Tasks add `scores` (by task and metric), `scores_error` (their
-        standard errors), `score` (their mean) and, unless nothing was coded, `score_kept` (each over bf16's on the same
-        number of ranks), `score_kept_error` and `scores_kept_error` (standard errors).
-        The command adds `kept` (bf16's perplexity over this one) and `scores_kept` (`score` over bf16's), unless
-        nothing was coded.
-    """
-    return Evaluation(settings).rows()
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Case:
     """A row to measure."""
@@ -110,10 +84,8 @@ class Evaluation:
             raise ConfigError(
                 f"{key} is {asked[key]}; allowed for a causal language model only, and this is: {self.kind}"
             )
-        self.tasks = Tasks(settings)
         self.sequences, self.tokenizer = loading.read_text(settings, held_out=True, encoder=self.encoder)
-        if settings.task_files:
-            self.tasks.encode(self.tokenizer.hugging_face())
+        self.tasks = Tasks(settings, self.tokenizer)
         self.sentences = self._sentences() if self.encoder else []
         self.vectors: Tensor | None = None
         self.texts: Tensor | None = None
@@ -121,7 +93,27 @@ class Evaluation:
         self.reference: list[Tensor] = []
 
     def rows(self) -> Iterator[list[dict[str, Any]]]:
-        """Measure, and yield all rows so far."""
+        """Measure every format on every number of ranks.
+
+        In one process ranks are emulated (`emulate_tensor_parallel_`); under torchrun the job's ranks are real, and
+        with the same number of threads the figures are the same to the last bit.
+
+        Yields:
+            All rows so far, with `model` (its folder's name), `kind` (of model), `format`, `tp`, `real` (ranks),
+            `algorithm` (of the all-reduce of coded values), `bits_per_value` (of everything sent), `coded` (share of
+            the values; the others belong to small sums, which stay in the model's dtype), `sum_error` (relative root
+            mean square over the layers; for emulated ranks), `token_error` (the same with equal weight for every
+            token), `layers`, `layers_by_token` (the same by layer), `calibration` (its text).
+
+            Models that predict tokens add `perplexity` (NaN if a sum was), `loss`, `tokens`, `logits_error` (relative
+            to the first row: one rank, or on real ranks bf16) and `logits` (digits of the first batch's bits). Encoders
+            add `sentences`, `nearest`, `nearest_10` and `rank_correlation`, compared with the first row (`agreement`).
+            `generate` adds `same_tokens`, `tokens_before`, `same_texts`, compared with the first row
+            (`score.same_tokens`). Tasks add `scores` (by task and metric), `scores_error` (their standard errors),
+            `score` (their mean) and, unless nothing was coded, `score_kept` (each over bf16's on the same number of
+            ranks), `score_kept_error` and `scores_kept_error` (standard errors). The command adds `kept` (bf16's
+            perplexity over this one) and `scores_kept` (`score` over bf16's), unless nothing was coded.
+        """
         if self.rank == 0 and not self.encoder:
             self.sequences.warn_if_fewer(self.settings.sequences)
         rows: list[dict[str, Any]] = []

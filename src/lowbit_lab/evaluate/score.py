@@ -158,7 +158,6 @@ class SumErrors:
         self._layers[layer] = self._layers[layer] + found if layer in self._layers else found
 
     def relative(self) -> dict[str, float]:
-        """Return the error of each layer."""
         return {name: float((s[0] / s[1]).sqrt()) if s[1] else 0.0 for name, s in self._layers.items()}
 
     def by_token(self) -> dict[str, float]:
@@ -166,7 +165,6 @@ class SumErrors:
         return {name: float((s[2] / s[3]).sqrt()) if s[3] else 0.0 for name, s in self._layers.items()}
 
     def mean(self) -> float | None:
-        """Return the root mean square over the layers; None without calls."""
         return root_mean_square(self.relative().values())
 
 

@@ -44,7 +44,6 @@ class Question:
 
     @classmethod
     def of(cls, context: str, choices: Sequence[str], answer: int) -> Question:
-        """Make a question whose choices follow the same text, after a space."""
         endings = tuple(f" {choice}" for choice in choices)
         return cls(contexts=(context,) * len(choices), endings=endings, answer=answer)
 
@@ -107,7 +106,6 @@ def _rows(task: str, path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _texts(values: Any, least: int, most: int) -> list[str]:
-    """Return a list of texts, none of them empty."""
     if not isinstance(values, list) or not least <= len(values) <= most:
         raise ValueError(f"{values!r:.60} instead of {least if least == most else f'{least} to {most}'} texts")
     if wrong := [each for each in values if not isinstance(each, str) or not each.strip()]:
@@ -190,7 +188,6 @@ class Metric:
 
     @classmethod
     def mean(cls, items: Sequence[float]) -> Metric:
-        """Return the mean of the items."""
         error = statistics.stdev(items) / math.sqrt(len(items)) if len(items) > 1 else None
         return cls(value=statistics.fmean(items), error=error, items=tuple(items))
 
@@ -296,7 +293,6 @@ def mean_score(scores: Mapping[str, float]) -> float:
 
 
 def _by_task(values: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return the values of each task, from values by "task metric"."""
     by_task: dict[str, list[Any]] = {}
     for name, value in values.items():
         by_task.setdefault(name.partition(" ")[0], []).append(value)
@@ -335,21 +331,17 @@ _DRAWS = 100  # of the bootstrap, for errors of metrics that are not means
 class Tasks:
     """The tasks of the settings, read and checked before a model is loaded."""
 
-    def __init__(self, settings: EvaluationConfig) -> None:
+    def __init__(self, settings: EvaluationConfig, tokenizer: Any) -> None:
         self._settings = settings
         self._questions = {
             name: read_questions(name, file, settings.limit) for name, file in settings.task_files.items()
         }
         self._loaded = load_tasks(settings)
-        self._local: list[LocalTask] = []
-        self._baselines: dict[int, dict[str, Metric]] = {}
-
-    def encode(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Encode the questions; ConfigError if one does not fit."""
         self._local = [
-            LocalTask.encode(name, questions, tokenizer, self._settings.length)
+            LocalTask.encode(name, questions, tokenizer.hugging_face(), settings.length)
             for name, questions in self._questions.items()
         ]
+        self._baselines: dict[int, dict[str, Metric]] = {}
 
     def facts(self) -> str:
         """Name all tasks, with digests of the questions instead of the paths of files."""

@@ -189,11 +189,7 @@ def changed(record: dict[str, Any], **fields: Any) -> Records:
 
 WRONG: list[tuple[str, Records, str]] = [
     ("arc_easy", [], "has no questions; allowed: at least one"),
-    (
-        "arc_easy",
-        changed(ARC[0], answerKey=None),
-        "line 1 is not a valid question of arc_easy (no 'answerKey');",
-    ),
+    ("arc_easy", changed(ARC[0], answerKey=None), "line 1 is not a valid question of arc_easy (no 'answerKey');"),
     ("arc_easy", changed(ARC[0], answerKey="E"), "line 1 is not a valid question of arc_easy ('E' is not in list)"),
     ("arc_easy", changed(ARC[0], answerKey=1), "(1 is not in list)"),
     ("arc_easy", changed(ARC[0], choices=["a"]), "line 1 is not a valid question"),
@@ -246,8 +242,7 @@ REFUSED = [
     ("arc_easy={folder}/odd.json", "odd.json cannot be read: Is a directory; allowed: a local file"),
     ("arc_easy={folder}/config.json", "config.json line 1 is not JSON"),
     ("arc_easy={folder}/list.json", "list.json line 1 is not a valid question of arc_easy"),
-    ("arc={folder}/list.json",
-     "allowed with a file: NAME=FILE of arc_challenge, arc_easy, boolq, hellaswag, winogrand"),
+    ("arc={folder}/list.json", "allowed with a file: NAME=FILE of arc_challenge, arc_easy, boolq"),
     ("boolq=", "task is 'boolq='; allowed with a file: NAME=FILE of"),
     ("boolq=a.json,boolq", "task is boolq=a.json, boolq; allowed: each task once"),
     ("boolq={folder}/boolq.jsonl --task-folder x", "task-folder is 'x'; allowed: with --task"),
