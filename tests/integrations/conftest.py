@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed import HashStore  # pyright: ignore
 
 from lowbit.tensor_parallel import calibrate
 from tests.tensor_parallel.models import one_thread
+
+
+@pytest.fixture
+def alone() -> Iterator[dist.ProcessGroup]:
+    """A group of this process alone."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD
+    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

@@ -35,10 +35,12 @@ class Replicas:
         )
         self.processes: dict[str, Any] = {}
 
-    def start(self, name: str, work: Callable[..., None] | None = None, **more: Any) -> None:
-        arguments = (self.lighthouse.address(), name, str(self.folder / f"{name}.jsonl"), self.settings | more)
-        self.processes[name] = CONTEXT.Process(target=work or train, args=arguments, daemon=True)
-        self.processes[name].start()
+    def start(self, names: str, work: Callable[..., None] | None = None, **more: Any) -> None:
+        """Start a replica for each letter."""
+        for name in names:
+            arguments = (self.lighthouse.address(), name, str(self.folder / f"{name}.jsonl"), self.settings | more)
+            self.processes[name] = CONTEXT.Process(target=work or train, args=arguments, daemon=True)
+            self.processes[name].start()
 
     def signal(self, name: str, number: signal.Signals) -> None:
         os.kill(self.processes[name].pid, number)
@@ -49,10 +51,6 @@ class Replicas:
         while not ready():
             assert time.monotonic() < deadline, "nothing happens"
             time.sleep(0.02)
-
-    def kill(self, name: str) -> None:
-        self.processes[name].kill()
-        self.processes[name].join()
 
     def wait(self, seconds: float) -> dict[str, int]:
         """Exit codes; what runs after so many seconds is killed, and missing."""

@@ -51,21 +51,19 @@ def text_of(model: Any, way: str) -> Tensor:
         if manager.is_tp_driver:  # the others get its requests
             for number, ids in enumerate(inputs):
                 manager.add_request(ids, request_id=str(number))
-        found = {result.request_id: result.generated_tokens for result in (_result(manager) for _ in inputs)}
+        results: list[Any] = [manager.get_result(timeout=60) for _ in inputs]
+        found = {result.request_id: result.generated_tokens for result in results}
     return torch.tensor([found[key] for key in sorted(found)])
 
 
-def _result(manager: Any) -> Any:
-    result = manager.get_result(timeout=60)
-    assert result is not None
-    return result
+def loaded(folder: str) -> Any:
+    config = DistributedConfig(tp_size=dist.get_world_size())
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, distributed_config=config).eval()
 
 
 def ways(folder: str, bits: int) -> dict[str, tuple[Tensor, Tensor, Traffic]]:
     """By way: tokens with Transformers' own sums, tokens in few bits, and what these sums carried."""
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, distributed_config=DistributedConfig(tp_size=dist.get_world_size())
-    ).eval()
+    model = loaded(folder)
     own = {way: text_of(model, way) for way in WAYS}
     source = BYTE if bits == 8 else f"{folder}/tp{dist.get_world_size()}"
     found = {}
@@ -94,10 +92,7 @@ def test_all_ways_to_generate_use_low_bit_sums_and_agree(ranks: Ranks, shared_fo
 
 
 def thresholds(folder: str) -> tuple[int, int]:
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, distributed_config=DistributedConfig(tp_size=dist.get_world_size())
-    ).eval()
-    with low_bit_(model, BYTE, settings=SumSettings(small=ROWS * PROMPT * WIDTH)) as installed:
+    with low_bit_(model := loaded(folder), BYTE, settings=SumSettings(small=ROWS * PROMPT * WIDTH)) as installed:
         text_of(model, "KV cache")
     return installed.traffic.coded, installed.traffic.plain
 

@@ -18,7 +18,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import HashStore  # pyright: ignore
 
 pytest.importorskip("megatron.core")
 
@@ -100,11 +99,8 @@ def trained(codecs: dict[str, Any] | None, *, steps: int = 3, evaluate: bool = F
     world = dist.group.WORLD
     torch.manual_seed(dist.get_rank())
     model = Part(config)
-    link = (
-        p2p_communication.P2PCommunicator(world, config)
-        if codecs is None
-        else LowBitP2PCommunicator(world, config, **codecs)
-    )
+    kind = p2p_communication.P2PCommunicator if codecs is None else LowBitP2PCommunicator
+    link = kind(world, config, **codecs or {})
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     groups = ProcessGroupCollection(tp=alone, cp=alone, pp=world, embd=None, pos_embd=None, dp_cp=alone)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -242,14 +238,6 @@ def test_a_changed_payload_is_noticed(ranks: Ranks):
     assert (outcome.kind, outcome.text[:37]) == ("DamagedError", "the activation of rank 0 is damaged: ")
 
 
-@pytest.fixture
-def alone() -> Iterator[dist.ProcessGroup]:
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    assert dist.group.WORLD is not None
-    yield dist.group.WORLD
-    dist.destroy_process_group()
-
-
 @pytest.mark.parametrize(
     ("codecs", "changes", "error", "message"),
     [
@@ -276,9 +264,7 @@ def test_wrong_settings_are_refused(
 
 def test_a_tensor_of_another_dtype_is_refused(alone: dist.ProcessGroup):
     link = LowBitP2PCommunicator(alone, config_of())
-    with pytest.raises(
-        ValueError, match=r"a tensor to send is torch.float64; allowed: pipeline_dtype \(torch.float32\)"
-    ):
+    with pytest.raises(ValueError, match=r"a tensor to send is torch.float64; allowed: .*float32"):
         link.send_forward(torch.ones(1, 1, WIDTH, dtype=torch.float64), False)
     with pytest.raises(ValueError, match="tensor_shape is None"):
         link._communicate(

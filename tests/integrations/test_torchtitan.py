@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed import HashStore  # pyright: ignore
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
@@ -185,13 +183,6 @@ def build(*, fail: bool = False) -> tuple[Any, ...]:
 
 def build_none() -> tuple[Any, ...]:
     return SimpleNamespace(_stages=[object()]), []
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("alone")

@@ -135,11 +135,7 @@ def coded(folder: str, codec: Codec, dtype: torch.dtype, text: Tensor, logits: T
 
 @pytest.mark.parametrize(
     ("family", "codec", "dtype"),
-    [
-        ("qwen3", BYTE, torch.bfloat16),
-        ("qwen3", HALF, torch.float32),
-        ("llama", TAHQuant(), torch.float32),
-    ],
+    [("qwen3", BYTE, torch.bfloat16), ("qwen3", HALF, torch.float32), ("llama", TAHQuant(), torch.float32)],
     ids=str,
 )
 def test_few_bits_give_what_one_process_gives_with_them(
@@ -278,11 +274,7 @@ def refusals(folder: str) -> list[str]:
         return lambda: low_bit_pipeline_(model, codec, **options)
 
     texts = refused(
-        (
-            given(TransformQuant()),
-            ValueError,
-            r"^codec is TransformQuant\(step='token'\), which keeps state between mess",
-        ),
+        (given(TransformQuant()), ValueError, r"^codec is TransformQuant.*, which keeps state between messages"),
         (given("int8"), TypeError, "^codec is 'int8';"),
         (given(BYTE, timeout=0), ValueError, "^timeout is 0;"),
         (given(BYTE, checksums=1), TypeError, "^checksums is 1;"),
@@ -298,11 +290,7 @@ def refusals(folder: str) -> list[str]:
         return lambda: model.generate(ids, max_new_tokens=3, do_sample=False)
 
     texts += refused(
-        (
-            lambda: model(**prompts()),
-            RuntimeError,
-            r"gradients are enabled, .* allowed: calls within torch.no_grad\(\)",
-        ),
+        (lambda: model(**prompts()), RuntimeError, r"gradients are enabled, .* allowed: calls within torch.no_grad"),
         (generating(4), AgreementError, r"\(1, 4\), digest.*\(1, 4\), digest"),
         (generating(3), AgreementError, r"\(1, 4\), digest.*\(1, 3\), digest"),
     )
@@ -318,7 +306,7 @@ def test_wrong_arguments_and_modes_are_one_line(ranks: Ranks, folders: dict[str,
 @pytest.mark.parametrize("name", ["communicate", "broadcast_from_last"])
 def test_another_version_of_transformers_is_named(monkeypatch: pytest.MonkeyPatch, name: str):
     monkeypatch.delattr(pipeline_parallel.PipelineStage, name)
-    with pytest.raises(EngineError, match=rf"transformers 5\.\d+.* has no PipelineStage.{name}; lowbit works with"):
+    with pytest.raises(EngineError, match=rf"transformers 5\.\d+.* has no .*PipelineStage.{name}; lowbit works with"):
         importlib.reload(module)
     monkeypatch.undo()
     importlib.reload(module)

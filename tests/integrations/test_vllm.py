@@ -203,13 +203,9 @@ def set_twice() -> None:
         settings_of(config)
 
 
-class Another(nn.Module):
-    pass
-
-
 def another_plug_in() -> None:
     with mock.patch.dict(os.environ, {"LOWBIT_VLLM": json.dumps({"format": INT8})}), stand_in(VllmConfig()) as vllm:
-        vllm.custom_op.PluggableLayer.register_oot(name="RowParallelLinear")(Another)
+        vllm.custom_op.PluggableLayer.register_oot(name="RowParallelLinear")(type("Another", (), {}))
         plugin.register()
 
 
@@ -231,10 +227,7 @@ def refusals(path: str) -> list[str]:
     lora = VllmConfig(lora_config=SimpleNamespace())
     return refused(
         (serving(even, calibration=f"{path}4"), CalibrationError, "is for 4 ranks, and vLLM has 2 tensor-parallel"),
-        (
-            serving(calibration=f"{path}2"), CalibrationError,
-            "layers.0.attn.o, layers.0.mlp.down, layers.1.attn.o and 1 more, which vLLM does",
-        ),
+        (serving(calibration=f"{path}2"), CalibrationError, "layers.1.attn.o and 1 more, which vLLM does"),
         (serving(calibration=path), CalibrationError, "No such file"),
         (serving(config=experts, format=INT8), VllmError, "sums the expert layers model.layers.0.mlp.experts itself"),
         (serving(config=lora, format=INT8), VllmError, "LoRA layers sum in the model's dtype by themselves"),
@@ -295,21 +288,14 @@ def test_wrong_settings_are_refused_before_a_model_is_loaded():
     def settings(**given: Any) -> Any:
         return lambda: VllmSettings.of({"format": INT8} | given, "LOWBIT_VLLM")
 
-    wrong, no_vllm = (
-        "LOWBIT_VLLM cannot be used: ",
-        r"has no vllm.model_executor.custom_op: .*; lowbit was written for vLLM",
-    )
+    wrong, no_vllm = "LOWBIT_VLLM cannot be used: ", "has no vllm.model_executor.custom_op: .*; lowbit was written"
     refused(
-        (
-            register("nonsense"),
-            ValueError,
-            "LOWBIT_VLLM is 'nonsense'; allowed: a JSON object with calibration, format",
-        ),
+        (register("nonsense"), ValueError, "LOWBIT_VLLM is 'nonsense'; allowed: a JSON object with calibration"),
         (register('{"bits": 4}'), ValueError, r"LOWBIT_VLLM is \{'bits': 4\}; allowed: a JSON object"),
         (register("{}"), ValueError, "calibration is '' and format is ''; allowed: one of them"),
         (register('{"format": "bf16", "check": 0}'), ValueError, "check is 0; allowed: a number above 0"),
         (register('{"format": "bf16", "over": "stop"}'), ValueError, "over is 'stop'"),
-        (register(json.dumps({"format": INT8})), VllmError, f"{no_vllm} 0.33.0"),
+        (register(json.dumps({"format": INT8})), VllmError, f"{no_vllm} for vLLM 0.33.0"),
         (settings(format="int5x"), ValueError, f"{wrong}codec is 'int5x'; did you mean int5"),
         (settings(small="never"), ValueError, f"{wrong}small is 'never'; allowed"),
         (settings(algorithm="ring"), ValueError, f"{wrong}algorithm is 'ring'; allowed"),
@@ -317,12 +303,9 @@ def test_wrong_settings_are_refused_before_a_model_is_loaded():
     )
 
 
-def test_nothing_happens_unless_asked_for():
+def test_vllm_finds_the_plug_in_which_does_nothing_unless_asked_to():
     assert "LOWBIT_VLLM" not in os.environ
     plugin.register()  # there is no vLLM to import
-
-
-def test_vllm_finds_the_plug_in():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     (value,) = project["entry-points"]["vllm.general_plugins"].values()
     assert EntryPoint("lowbit", value, "vllm.general_plugins").load() is plugin.register

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -31,16 +32,10 @@ def titan_module(name: str) -> Any:
 def without_cuda() -> None:
     """Let TorchTitan find a CPU, also in those of its modules that are imported already."""
     titan_module("trainer")
-    device = SimpleNamespace(
-        set_device=lambda device: None,
-        device_count=lambda: 1,
-        current_device=lambda: 0,
-        synchronize=lambda: None,
+    device = mock.Mock(
+        **{"device_count.return_value": 1, "current_device.return_value": 0, "memory_stats.return_value": {}},
         get_device_name=lambda device: "cpu",
         get_device_properties=lambda device: SimpleNamespace(total_memory=1 << 34),
-        reset_peak_memory_stats=lambda: None,
-        empty_cache=lambda: None,
-        memory_stats=lambda device: {},
     )
     for name, module in list(sys.modules.items()):
         if name.startswith("torchtitan.") and hasattr(module, "device_type"):

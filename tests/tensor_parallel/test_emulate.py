@@ -1,8 +1,11 @@
-"""Tensor parallelism in one process; that it is what real ranks do is in `test_ranks`."""
+"""Tensor parallelism in one process; that it is what real ranks do is in `test_ranks`. Encoders, and layers that send
+their inputs instead of their partial sums.
+"""
 
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,12 +13,66 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lowbit.codecs import Cast, GroupInt
-from lowbit.tensor_parallel import Drift, SumSettings, emulate_tensor_parallel_, low_bit_, model_sums
-from lowbit.tensor_parallel.inputs import Slices
+from lowbit.codecs import Cast, GroupInt, TAHQuant
+from lowbit.tensor_parallel import (
+    Calibration,
+    Drift,
+    SumSettings,
+    calibrate,
+    emulate_tensor_parallel_,
+    low_bit_,
+    model_sums,
+    tensor_parallel_,
+)
+from lowbit.tensor_parallel.inputs import Slices, layers_with_inputs
+from lowbit.tensor_parallel.plan import ENCODERS, is_row, plan_of
+from tests.processes import Ranks
 from tests.refused import refused
-from tests.tensor_parallel.models import INT8, LAYERS, VOCAB, WIDTH, Toy, calibrated, ids, logits
-from tests.tensor_parallel.test_encoders import encoder
+from tests.tensor_parallel.models import INT8, LAYERS, ONE, VOCAB, WIDTH, Toy, calibrated, ids, logits, sequences
+
+
+def encoder(kind: str, heads: int = 4) -> Any:
+    """A tiny encoder with random weights."""
+    from transformers import AutoConfig, AutoModel
+
+    sizes = {"vocab_size": 61, "max_position_embeddings": 40, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
+    if kind == "distilbert":
+        sizes |= {"dim": 32, "n_layers": 2, "n_heads": heads, "hidden_dim": 64}
+    else:
+        sizes |= {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": heads, "intermediate_size": 64}
+    if kind == "electra":
+        sizes["embedding_size"] = 32
+    torch.manual_seed(0)
+    return AutoModel.from_config(AutoConfig.for_model(kind, **sizes)).eval()
+
+
+@torch.no_grad()
+def hidden(model: nn.Module) -> torch.Tensor:
+    return model(torch.randint(3, 61, (2, 9), generator=torch.Generator().manual_seed(1))).last_hidden_state
+
+
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_an_encoder_on_emulated_ranks_computes_what_it_does_whole(kind: str):
+    model = encoder(kind)
+    whole = hidden(model)
+    assert len(model_sums(model)) == 4
+    columns = [name for name, (_, style) in plan_of(model).items() if not is_row(style)]
+    assert len(columns) == (10 if kind == "nomic_bert" else 8)
+    with emulate_tensor_parallel_(model, 4):
+        torch.testing.assert_close(hidden(model), whole, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["bert", "distilbert"])
+def test_real_ranks_give_the_bits_of_emulated_ones(kind: str, ranks: Ranks):
+    model = encoder(kind)
+    with emulate_tensor_parallel_(model, 2):
+        expected = hidden(model)
+    for got in ranks.run(encoded, kind, ranks=2, timeout=60):
+        assert torch.equal(torch.tensor(got), expected)
+
+
+def encoded(kind: str) -> Any:
+    return hidden(tensor_parallel_(encoder(kind))).tolist()
 
 
 def test_row_wise_layers_are_those_of_the_plan():
@@ -75,9 +132,8 @@ def test_small_sums_stay_in_the_dtype_and_any_codec_will_do():
         with emulate_tensor_parallel_(model, 2, codec, settings=settings) as emulation:
             assert torch.equal(logits(model, ids()), full) == equal
             traffic = emulation.traffic
-            assert (traffic.plain, traffic.coded) == (
-                (values + size, 0) if equal else (size, values)  # and the embedding's
-            )
+            found = traffic.plain - size, traffic.coded  # without the embedding's
+            assert found == ((values, 0) if equal else (0, values))
             assert traffic.bits_per_value == pytest.approx(32 if equal else bits)
             assert traffic.other_bytes == ids().numel() * VOCAB * 4 // 2  # of the gathered logits
     logits(model, ids())  # no longer watched
@@ -158,25 +214,13 @@ def test_what_does_not_fit_is_refused():
         (emulated(model=Split()), ValueError, "Split has no tensor-parallel plan; allowed: .*Llama"),
         (planned(head="colwise"), ValueError, "no module of Toy is row-wise parallel"),
         (planned(head="sequence_parallel"), ValueError, "head has the style 'sequence_parallel'; allowed: colwise"),
-        (
-            planned(head="moe_tp_experts"),
-            ValueError,
-            "head has the style 'moe_tp_experts' and is a Linear; allowed: colw",
-        ),
+        (planned(head="moe_tp_experts"), ValueError, "head has the style 'moe_tp_experts' and is a Linear"),
         (emulated(plan={"layers.*.first": "rowwise"}), ValueError, "layers.0.first is LayerNorm; allowed .*nn.Linear"),
         (emulated(0), ValueError, "ranks is 0"),
         (emulated(4, calibration), ValueError, "for 2 ranks, this is a group of 4"),
-        (
-            emulated(4, calibration.codec(LAYERS[0])),
-            ValueError,
-            "for 2 ranks and 64 features; layers.0.attn.o has 4 ranks",
-        ),
+        (emulated(4, calibration.codec(LAYERS[0])), ValueError, "for 2 ranks and 64 .*; layers.0.attn.o has 4 ranks"),
         (emulated(4, model=shared), ValueError, "ranks is 4 and the model has num_key_value_heads 2"),
-        (
-            emulated(3, model=encoder("bert")),
-            ValueError,
-            "ranks is 3 and the model has num_attention_heads 4; allowed: a div",
-        ),
+        (emulated(3, model=encoder("bert")), ValueError, "ranks is 3 and the model has num_attention_heads 4"),
         (emulated(2, GroupInt(bits=4), drift=Drift()), TypeError, "codec is GroupInt.*; allowed: a FeatureInt"),
         (lambda: Drift(threshold=0.5), ValueError, "threshold is 0.5; allowed: a number of at least 1"),
         (lambda: Drift(every=0), ValueError, "every is 0"),
@@ -187,3 +231,88 @@ def test_what_does_not_fit_is_refused():
     with emulate_tensor_parallel_(model, 2), pytest.raises(RuntimeError, match="inference only"):
         model(ids())
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+ATTENTION = ["layers.0.attn.o", "layers.1.attn.o"]
+
+
+def made(inputs: Any, **options: Any) -> Calibration:
+    return calibrate(Toy(), sequences(), ranks=2, inputs=inputs, **options)
+
+
+def sums_of(calibration: Calibration) -> dict[str, list[Any]]:
+    """By layer: the sum of the emulated ranks' partial sums, and what they take for it."""
+    seen: dict[str, list[Any]] = {}
+    model = Toy()
+
+    def watch(layer: str, partials: Any, total: Any) -> None:
+        seen.setdefault(layer, [torch.stack(list(partials)).sum(0), total])
+
+    with emulate_tensor_parallel_(model, 2, calibration, settings=ONE, watch=watch):
+        logits(model, ids())
+    return seen
+
+
+def test_layers_send_inputs_with_a_tenth_of_the_error():
+    coded, sent = sums_of(calibrated()), sums_of(made(INT8))
+    for layer in coded:
+        errors = [float((total - exact).norm() / exact.norm()) for exact, total in (coded[layer], sent[layer])]
+        if layer in ATTENTION:
+            assert errors[1] < errors[0] / 10, (layer, errors)
+        else:
+            assert errors[1] > 0.01, (layer, errors)  # it has more inputs than outputs: its sums are coded
+    assert list(sent) == list(coded)
+
+
+def test_traffic_and_bits_are_those_of_inputs(tmp_path: Path):
+    model, calibration = Toy(), made(INT8)
+    with emulate_tensor_parallel_(model, 2, calibration, settings=ONE) as emulation:
+        logits(model, ids())
+    tokens, down = ids().numel(), calibration.codec("layers.0.mlp.down")
+    assert emulation.traffic.coded_bytes == 2 * (INT8.nbytes((tokens * 32,)) + down.nbytes((tokens, 64)))
+    assert calibration.bits_per_value(*ATTENTION) == INT8.bits_per_element((64 * 32,)) / 2
+    calibration.save(tmp_path / "file")
+    loaded = Calibration.load(tmp_path / "file")
+    assert loaded.fingerprint() == calibration.fingerprint() != made(None).fingerprint()
+    assert list(loaded.inputs_codecs().items()) == [(name, INT8) for name in ATTENTION]
+
+
+def test_which_layers_may_send_inputs(caplog: pytest.LogCaptureFixture):
+    sums = model_sums(Toy())
+    assert list(layers_with_inputs(sums, 2, INT8, 4.3)) == ATTENTION  # MLPs have more inputs than outputs
+    assert not layers_with_inputs(sums, 2, INT8, 4.1)  # more bits
+    assert not layers_with_inputs(sums, 3, INT8, 8)  # 64 inputs cannot be divided
+    assert list(layers_with_inputs(sums, 4, Cast(dtype=torch.bfloat16), 4.2)) == ATTENTION
+    assert not made(Cast(dtype=torch.bfloat16)).inputs
+    assert "no layer sends its inputs in Cast" in caplog.text
+
+
+def test_a_budget_counts_inputs_and_needs_measured_effects():
+    with_inputs = made(INT8, bits=4.6)
+    assert with_inputs.bits_per_value() <= 4.6
+    assert set(with_inputs.effects) == set(with_inputs.features) - set(ATTENTION)
+    with pytest.raises(ValueError, match="were not measured; allowed: a calibration made for a budget"):
+        made(None).within(5.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_slices_put_side_by_side_what_the_ranks_hold(dtype: torch.dtype, world: int):
+    codec = Slices(codec=Cast(dtype=torch.float32), width=16, world=world)
+    whole = torch.randn(5, 16).to(dtype)
+    parts = torch.zeros(world, 5, 16, dtype=dtype)
+    for rank, part in enumerate(parts):
+        size = 16 // world
+        part[:, rank * size : (rank + 1) * size] = whole[:, rank * size : (rank + 1) * size]
+    payloads = [codec.part(rank).encode(part.view(-1)) for rank, part in enumerate(parts)]
+    assert {payload.numel() for payload in payloads} == {4 * 5 * 16 // world}
+    out = torch.full((80,), torch.nan, dtype=dtype)
+    assert torch.equal(codec.sum(payloads, out=out), whole.view(-1))
+    assert torch.equal(codec.part(world - 1).decode(payloads[-1], shape=(80,), dtype=dtype), parts[-1].view(-1))
+    assert len({codec.part(rank).identity() for rank in range(world)}) == 1
+
+
+def test_bad_formats_get_one_clear_line():
+    for wrong in (calibrated().codec("layers.0.attn.o"), "int8", TAHQuant()):
+        with pytest.raises(ValueError, match=r"inputs is .*; allowed: None, GroupInt"):
+            made(wrong)

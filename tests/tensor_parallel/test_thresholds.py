@@ -17,12 +17,11 @@ from lowbit.tensor_parallel import (
     Thresholds,
     emulate_tensor_parallel_,
     low_bit_,
-    measure,
+    reduce,
     rowwise,
     tensor_parallel_,
 )
-from lowbit.tensor_parallel.measure import steps_of
-from lowbit.tensor_parallel.thresholds import kind_of
+from lowbit.tensor_parallel.reduce import kind_of, steps_of
 from lowbit.wire import pytorch
 from tests.processes import Ranks
 from tests.tensor_parallel.models import WIDTH, Toy, calibrated, ids, logits
@@ -43,7 +42,7 @@ def measured_with_a_slow_rank(path: str) -> dict[str, Any]:
     """Rank 1 is slow, first at coding, then at the engine's all-reduce; nobody else notices that."""
     model = tensor_parallel_(Toy())
     results: dict[str, Any] = {}
-    measure.ROWS = ROWS
+    reduce.ROWS = ROWS
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
             patch.setattr(FeatureInt, "_encode", delayed(FeatureInt._encode))

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-from types import ModuleType
+import operator
+from typing import Any
 
 __all__ = ["EngineError"]
 
@@ -16,39 +17,28 @@ class EngineError(ImportError):
     """An engine is not installed, or its version is not supported."""
 
 
-def engine(module: str, *, package: str, extra: str, tested: str) -> ModuleType:
-    """Import a module of an engine.
+def engine(module: str, *names: str, package: str, extra: str, tested: str) -> Any:
+    """Import a module of an engine, which must have the attributes `names`, such as "Manager.start".
 
     Args:
         module: name, such as "torchft.manager". package: name of the package that contains it.
         extra: extra of lowbit that installs it. tested: version with which the tests pass.
 
     Raises:
-        EngineError: the package or a dependency is missing, or this version has no such module.
+        EngineError: the package or a dependency is missing, or this version has no such module or attribute.
     """
-    install = f"pip install 'lowbit[{extra}]'"
+    needed = f"lowbit works with {package} {tested}: pip install 'lowbit[{extra}]'"
     try:
         version = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        raise EngineError(f"{package} is not installed; lowbit works with {package} {tested}: {install}") from None
+        raise EngineError(f"{package} is not installed; {needed}") from None
     try:
-        return importlib.import_module(module)
+        imported = importlib.import_module(module)
     except ImportError as error:
-        raise EngineError(
-            f"{package} {version} cannot be used: {error}; lowbit works with {package} {tested}: {install}"
-        ) from error
-
-
-def part(module: ModuleType, name: str, *, package: str, tested: str) -> object:
-    """An attribute of an engine's module.
-
-    Raises:
-        EngineError: this version has no attribute with this name.
-    """
-    try:
-        return getattr(module, name)
-    except AttributeError:
-        version = importlib.metadata.version(package)
-        raise EngineError(
-            f"{package} {version} has no {module.__name__}.{name}; lowbit works with {package} {tested}"
-        ) from None
+        raise EngineError(f"{package} {version} cannot be used: {error}; {needed}") from error
+    for name in names:
+        try:
+            operator.attrgetter(name)(imported)
+        except AttributeError:
+            raise EngineError(f"{package} {version} has no {module}.{name}; {needed}") from None
+    return imported

@@ -7,6 +7,7 @@ that stages send to each other. `LowBitP2PCommunicator` overrides the one method
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from lowbit.codecs.base import Codec, Session
 from lowbit.codecs.checks import FLOATS
 from lowbit.codecs.defaults import RECOMMENDED
 from lowbit.codecs.foreign import open_session
-from lowbit.integrations import engine, part
+from lowbit.integrations import engine
 from lowbit.pipeline import Traffic
 from lowbit.pipeline.arguments import check_numbers, default_backward
 from lowbit.wire import pytorch
@@ -32,17 +33,16 @@ from lowbit.wire.tags import ENGINES
 
 __all__ = ["LowBitP2PCommunicator"]
 
-_PACKAGE = {"package": "megatron-core", "tested": "0.16.1"}
-_p2p = engine("megatron.core.pipeline_parallel.p2p_communication", extra="megatron", **_PACKAGE)
-_Base: Any = part(_p2p, "P2PCommunicator", **_PACKAGE)
-_batched: Any = part(_p2p, "_batched_p2p_ops", **_PACKAGE)
-_single: Any = part(_p2p, "_p2p_ops", **_PACKAGE)
+_p2p = engine(
+    "megatron.core.pipeline_parallel.p2p_communication", "P2PCommunicator", "_batched_p2p_ops", "_p2p_ops",
+    package="megatron-core", extra="megatron", tested="0.16.1",
+)  # fmt: skip
 _SIDES = ("prev", "next")
 _WORDS = {"forward": "activation", "backward": "gradient"}
 _PATIENCE = 1800.0  # seconds for a message over Gloo, as PyTorch's groups allow by default
 
 
-class LowBitP2PCommunicator(_Base):
+class LowBitP2PCommunicator(_p2p.P2PCommunicator):
     """Megatron's `P2PCommunicator` that sends activations and gradients in few bits.
 
     Pass it to a schedule as `p2p_communicator=`, with the `pg_collection` that Megatron then requires. All else is
@@ -85,8 +85,7 @@ class LowBitP2PCommunicator(_Base):
         check_checksums(checksums)
         super().__init__(pp_group, config)
         codecs = {"forward": forward, "backward": default_backward(forward) if backward is None else backward}
-        for name, codec in codecs.items():
-            self._check(name, codec)
+        self._check(codecs)
         if config.use_ring_exchange_p2p:
             raise ValueError(
                 "use_ring_exchange_p2p is True; allowed: False, because a ring exchanges tensors of one size"
@@ -95,7 +94,8 @@ class LowBitP2PCommunicator(_Base):
             raise ValueError(f"pipeline_dtype is {config.pipeline_dtype}; allowed: {', '.join(map(str, FLOATS))}")
         self.traffic = Traffic()
         self._checksums = Checksums("megatron", enabled=checksums)
-        self._lanes = {(name, end): _Sessions(codec) for name, codec in codecs.items() for end in ("out", "in")}
+        self._sessions = {(name, end): _sessions(codec) for name, codec in codecs.items() for end in ("out", "in")}
+        self._numbers = {lane: itertools.count(1) for lane in self._sessions}  # of messages
         facts = {f"{name} codec": f"{codec} [{codec.fingerprint()}]" for name, codec in codecs.items()}
         facts |= {"lowbit version": __version__, "pipeline_dtype": str(config.pipeline_dtype)}
         agree(pp_group, facts | agreed_facts(checksums), timeout, topic="Megatron's pipeline")
@@ -106,24 +106,22 @@ class LowBitP2PCommunicator(_Base):
             self._mailbox = Mailbox(pp_group, self._checksums, board)
             self._channels = ENGINES.channels(number)
 
-    def _check(self, name: str, codec: object) -> None:
-        if not isinstance(codec, Codec):
-            raise TypeError(f"{name} is {codec!r}; allowed: a codec such as lowbit.codecs.TransformQuant()")
-        config, stages = self.config, self.virtual_pipeline_model_parallel_size
-        for problem, fact in (
-            (not codec.settled, "chooses a parameter in a warm-up, which Megatron's schedules do not have"),
-            (codec.needs_key, "needs the ids of samples, which Megatron's schedules do not pass on"),
-            (
-                codec.stateful and (stages or 1) > 1,
-                f"keeps state between messages, and there are {stages} virtual stages",
-            ),
-            (
-                codec.stateful and (config.variable_seq_lengths or config.mtp_standalone),
-                "keeps state between messages of one shape, and shapes vary (variable_seq_lengths or mtp_standalone)",
-            ),
-        ):
-            if problem:
-                raise ValueError(f"{name} is {codec}, which {fact}; allowed: formats without, such as GroupInt(bits=6)")
+    def _check(self, codecs: dict[str, Codec]) -> None:
+        stages = self.virtual_pipeline_model_parallel_size or 1
+        varying = self.config.variable_seq_lengths or self.config.mtp_standalone
+        shapes = "keeps state between messages of one shape, and shapes vary (variable_seq_lengths or mtp_standalone)"
+        for name, codec in codecs.items():
+            if not isinstance(codec, Codec):
+                raise TypeError(f"{name} is {codec!r}; allowed: a codec such as lowbit.codecs.TransformQuant()")
+            for fact, problem in {
+                "chooses a parameter in a warm-up, which Megatron's schedules do not have": not codec.settled,
+                "needs the ids of samples, which Megatron's schedules do not pass on": codec.needs_key,
+                f"keeps state between messages, and there are {stages} virtual stages": codec.stateful and stages > 1,
+                shapes: codec.stateful and varying,
+            }.items():
+                if problem:
+                    text = f"{name} is {codec}, which {fact}"
+                    raise ValueError(f"{text}; allowed: formats without, such as GroupInt(bits=6)")
 
     def _communicate(
         self,
@@ -139,13 +137,8 @@ class LowBitP2PCommunicator(_Base):
         config, device = self.config, _device()
         shapes = {"prev": tensor_shape, "next": tensor_shape}
         if config.variable_seq_lengths or config.mtp_standalone:
-            shapes = dict(
-                zip(
-                    _SIDES,
-                    self._communicate_shapes(tensor_send_next, tensor_send_prev, recv_prev, recv_next),
-                    strict=True,
-                )
-            )
+            found = self._communicate_shapes(tensor_send_next, tensor_send_prev, recv_prev, recv_next)
+            shapes = dict(zip(_SIDES, found, strict=True))
         leaving = {
             "prev": self._packed("backward", tensor_send_prev, self.prev_rank),
             "next": self._packed("forward", tensor_send_next, self.next_rank),
@@ -159,7 +152,7 @@ class LowBitP2PCommunicator(_Base):
             requests: Any = {f"send_{side}": message for side, message in leaving.items() if message is not None}
             requests |= {f"recv_{side}": None for side in arriving}
         else:
-            operations = _batched if config.batch_p2p_comm else _single
+            operations = _p2p._batched_p2p_ops if config.batch_p2p_comm else _p2p._p2p_ops
             requests = operations(
                 **{f"tensor_send_{side}": leaving[side] for side in _SIDES},
                 **{f"tensor_recv_{side}": arriving[side].message if side in arriving else None for side in _SIDES},
@@ -190,12 +183,11 @@ class LowBitP2PCommunicator(_Base):
             return None
         if x.dtype != self.config.pipeline_dtype:
             raise ValueError(f"a tensor to send is {x.dtype}; allowed: pipeline_dtype ({self.config.pipeline_dtype})")
-        lane, room = self._lanes[direction, "out"], self._checksums.room
-        session = lane.session(x.shape, x.dtype, x.device)
-        message = torch.empty(session.nbytes() + room, dtype=torch.uint8, device=x.device)
+        session = self._sessions[direction, "out"](shape=x.shape, dtype=x.dtype, device=x.device)
+        message = torch.empty(session.nbytes() + self._checksums.room, dtype=torch.uint8, device=x.device)
         session.encode(x, out=message[: session.nbytes()], training=torch.is_grad_enabled())
         self.traffic.count(direction, len(message), x.numel())
-        place = self.pp_group.rank(), direction == "backward", lane.next()
+        place = self.pp_group.rank(), direction == "backward", next(self._numbers[direction, "out"])
         if self._mailbox is not None:
             (sent,) = self._mailbox.send(message, place, self._route(direction, peer, dist.get_rank(), place[-1]))
             return sent
@@ -214,19 +206,9 @@ def _device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-class _Sessions:
-    """The sessions of one direction by shape, and the number of messages so far."""
-
-    def __init__(self, codec: Codec) -> None:
-        self._codec, self._messages = codec, 0
-        self.session: Callable[..., Session] = functools.cache(self._open)
-
-    def _open(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Session:
-        return open_session(self._codec, shape=shape, dtype=dtype, device=device)
-
-    def next(self) -> int:
-        self._messages += 1
-        return self._messages
+def _sessions(codec: Codec) -> Callable[..., Session]:
+    """Make a function that opens a session of this codec for each shape, and then returns it again."""
+    return functools.cache(functools.partial(open_session, codec))
 
 
 class _IncomingTensor:
@@ -237,11 +219,12 @@ class _IncomingTensor:
     ) -> None:
         if shape is None:
             raise ValueError("tensor_shape is None; allowed for a receive: the shape of the tensor")
-        dtype, lane = owner.config.pipeline_dtype, owner._lanes[direction, "in"]
-        self._session, self._checksums = lane.session(torch.Size(shape), dtype, device), owner._checksums
+        dtype, lane = owner.config.pipeline_dtype, (direction, "in")
+        self._session = owner._sessions[lane](shape=torch.Size(shape), dtype=dtype, device=device)
+        self._checksums = owner._checksums
         self.tensor = torch.empty(tuple(shape), dtype=dtype, device=device, requires_grad=True)
         self._sender = dist.get_group_rank(owner.pp_group, peer)
-        self._place = self._sender, direction == "backward", lane.next()
+        self._place = self._sender, direction == "backward", next(owner._numbers[lane])
         self._about = f"the {_WORDS[direction]} of rank {peer}"
         nbytes = self._session.nbytes()
         if owner._mailbox is not None:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
@@ -25,7 +26,7 @@ from lowbit.codecs.base import Codec
 from lowbit.codecs.checks import FLOATS
 from lowbit.collectives.calls import Pending
 from lowbit.collectives.reduce import SMALL, all_reduce, check_call, check_flat
-from lowbit.integrations import engine, part
+from lowbit.integrations import engine
 from lowbit.wire.agreement import Facts, listed
 from lowbit.wire.errors import AgreementError
 from lowbit.wire.store import bounded
@@ -34,14 +35,9 @@ __all__ = ["LowBitManager"]
 
 _log = logging.getLogger(__name__)
 
-_NEEDS: Any = {"package": "torchft-nightly", "tested": "2026.10.26"}
-_manager: Any = engine("torchft.manager", extra="ft", **_NEEDS)
-_groups: Any = engine("torchft.process_group", extra="ft", **_NEEDS)
-_Manager: Any = part(_manager, "Manager", **_NEEDS)
-_Wrapper: Any = part(_groups, "ProcessGroupWrapper", **_NEEDS)
-for _name in ("_reconfigure_pg", "_apply_pending_state_dict"):
-    part(_Manager, _name, **_NEEDS)
-part(_Wrapper, "get_reconfigure_handle", **_NEEDS)
+_engine = functools.partial(engine, package="torchft-nightly", extra="ft", tested="2026.10.26")
+_Manager: Any = _engine("torchft.manager", "Manager._reconfigure_pg", "Manager._apply_pending_state_dict").Manager
+_Wrapper: Any = _engine("torchft.process_group", "ProcessGroupWrapper.get_reconfigure_handle").ProcessGroupWrapper
 
 _FACTS = "lowbit/facts"  # key in the store to which a replica's handle points
 _OTHER_MANAGER = {"manager": "another one"}  # facts of a replica that publishes none
@@ -127,7 +123,15 @@ class LowBitManager(_Manager):
     def start_quorum(self, *arguments: Any, **more: Any) -> None:
         if self._feedback is not None:
             self._feedback.begin()
-        self._facts = self._facts or json.dumps(self._own_facts(), sort_keys=True)
+        if not self._facts:
+            states = {key: get() for key, get in self._user_state_dicts.items()}
+            facts = {
+                "manager": "LowBitManager", "lowbit version": __version__, "codec": self._how["codec"].identity(),
+                "small": str(self._how["small"]), "checksums": str(self._how["checksums"]),
+                "error feedback": "yes" if self._feedback else "no",
+                "model": _digest(json.dumps(sorted(_tensors(states, "")))), **self._more_facts,
+            }  # fmt: skip
+            self._facts = json.dumps(facts, sort_keys=True)
         super().start_quorum(*arguments, **more)
 
     def wait_quorum(self) -> None:
@@ -149,15 +153,6 @@ class LowBitManager(_Manager):
             self._facts_at = handle["store"]
         name = str(self._replica_id or self._logger._replica_id)
         return {"name": name, "facts": _digest(self._facts), "batches": self.batches_committed()}
-
-    def _own_facts(self) -> dict[str, str]:
-        states = {key: get() for key, get in self._user_state_dicts.items()}
-        return {
-            "manager": "LowBitManager", "lowbit version": __version__, "codec": self._how["codec"].identity(),
-            "small": str(self._how["small"]), "checksums": str(self._how["checksums"]),
-            "error feedback": "yes" if self._feedback else "no",
-            "model": _digest(json.dumps(sorted(_tensors(states, "")))), **self._more_facts,
-        }  # fmt: skip
 
     def _reconfigure_pg(self, communicator_id: int, handles: list[str]) -> None:
         """Compare facts with the replicas of a new quorum, then connect to them; an error fails the step."""

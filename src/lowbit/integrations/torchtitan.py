@@ -13,7 +13,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from lowbit.codecs.base import Codec
 from lowbit.codecs.defaults import RECOMMENDED
 from lowbit.collectives.reduce import all_reduce
 from lowbit.gradients import LowBitReduceScatter
-from lowbit.integrations import EngineError, engine, part
+from lowbit.integrations import EngineError, engine
 from lowbit.pipeline import LowBitStage
 from lowbit.pipeline.arguments import Codecs, check_numbers, check_warm_up, default_backward
 from lowbit.wire.checksum import check_checksums
@@ -39,11 +38,9 @@ STAGE = "PipelineStage"
 """The name under which TorchTitan's pipelining functions look up the class of their stages."""
 
 _engine = functools.partial(engine, package="torchtitan", extra="titan", tested=TESTED)
-_pipelines = _engine("torchtitan.distributed.pipeline_parallel")
-_checkpointing = _engine("torchtitan.distributed.activation_checkpoint")
-part(_pipelines, STAGE, package="torchtitan", tested=TESTED)
-_ModelSpec: Any = part(_engine("torchtitan.protocols.model_spec"), "ModelSpec", package="torchtitan", tested=TESTED)
-_FullAC: Any = part(_checkpointing, "FullAC", package="torchtitan", tested=TESTED)
+_pipelines = _engine("torchtitan.distributed.pipeline_parallel", STAGE)
+_ModelSpec: Any = _engine("torchtitan.protocols.model_spec", "ModelSpec").ModelSpec
+_FullAC: Any = _engine("torchtitan.distributed.activation_checkpoint", "FullAC").FullAC
 
 _swapping = threading.RLock()
 
@@ -83,7 +80,17 @@ class LowBitConfig:
         if self.forward is not None:
             backward = default_backward(self.forward) if self.backward is None else self.backward
             for name, codecs in (("forward", self.forward), ("backward", backward)):
-                _check_codecs(name, codecs)
+                for codec in codecs.values() if isinstance(codecs, Mapping) else [codecs]:
+                    if not isinstance(codec, Codec):
+                        raise TypeError(
+                            f"{name} is {codec!r}; allowed: a codec such as lowbit.codecs.TransformQuant(), "
+                            "or a mapping from boundary index to codec"
+                        )
+                    if codec.needs_key:
+                        raise ValueError(
+                            f"{name} is {codec}, which needs the ids of samples, and TorchTitan's loop has none; "
+                            "allowed: formats without, such as TransformQuant()"
+                        )
                 check_warm_up(name, codecs, self.warmup_steps)
         if self.gradients is not None:
             self.reduce_scatter()
@@ -170,7 +177,14 @@ def parallelize_fn(function: Callable[..., Any], config: LowBitConfig) -> Callab
     @functools.wraps(function)
     def low_bit_parallelize(model: nn.Module, **kwargs: Any) -> nn.Module:
         if config.activations is not None:
-            _check_activations(**kwargs)
+            checkpointing, dims = kwargs.get("ac_config"), kwargs["parallel_dims"]
+            if not isinstance(checkpointing, _FullAC.Config | None):
+                raise ValueError(
+                    f"activation_checkpoint is {type(checkpointing).__qualname__}, whose recomputation does not "
+                    "reproduce the tensors that low-bit activations save; allowed: FullAC.Config() or None"
+                )
+            if dims.tp_enabled:
+                raise ValueError(f"tensor_parallel_degree is {dims.tp}; allowed with low-bit activations: 1")
             compress_saved_(model, config.activations)
         model = function(model, **kwargs)
         if config.gradients is not None:
@@ -193,24 +207,13 @@ def _name(function: Callable[..., Any]) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def _check_codecs(name: str, codecs: Codecs) -> None:
-    for codec in codecs.values() if isinstance(codecs, Mapping) else [codecs]:
-        if not isinstance(codec, Codec):
-            raise TypeError(
-                f"{name} is {codec!r}; allowed: a codec such as lowbit.codecs.TransformQuant(), "
-                "or a mapping from boundary index to codec"
-            )
-        if codec.needs_key:
-            raise ValueError(
-                f"{name} is {codec}, which needs the ids of samples, and TorchTitan's loop has none; "
-                "allowed: formats without, such as TransformQuant()"
-            )
-
-
 @contextlib.contextmanager
 def _stages_of(function: Callable[..., Any], config: LowBitConfig) -> Iterator[None]:
     """Let the name of the stages stand for `LowBitStage` in the modules of a pipelining function, for this thread."""
-    thread = threading.get_ident()
+    thread, inner = threading.get_ident(), function
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    own = sys.modules.get(getattr(inner, "__module__", "") or "")
     options = {
         "forward": config.forward, "backward": config.backward, "warmup_steps": config.warmup_steps,
         "timeout": config.timeout, "checksums": config.checksums,
@@ -225,7 +228,7 @@ def _stages_of(function: Callable[..., Any], config: LowBitConfig) -> Iterator[N
             super().__init__(*args, **options, **kwargs)
 
     with _swapping:
-        modules = [module for module in _modules_of(function) if getattr(module, STAGE, None) is PipelineStage]
+        modules = [module for module in {_pipelines, own} if getattr(module, STAGE, None) is PipelineStage]
         for module in modules:
             setattr(module, STAGE, Stage)
         try:
@@ -233,23 +236,6 @@ def _stages_of(function: Callable[..., Any], config: LowBitConfig) -> Iterator[N
         finally:
             for module in modules:
                 setattr(module, STAGE, PipelineStage)
-
-
-def _modules_of(function: Callable[..., Any]) -> list[ModuleType]:
-    while isinstance(function, functools.partial):
-        function = function.func
-    own = sys.modules.get(getattr(function, "__module__", "") or "")
-    return [_pipelines] if own in (None, _pipelines) else [_pipelines, own]
-
-
-def _check_activations(*, parallel_dims: Any, ac_config: Any = None, **_: Any) -> None:
-    if ac_config is not None and not isinstance(ac_config, _FullAC.Config):
-        raise ValueError(
-            f"activation_checkpoint is {type(ac_config).__qualname__}, whose recomputation does not reproduce the "
-            "tensors that low-bit activations save; allowed: FullAC.Config() or None"
-        )
-    if parallel_dims.tp_enabled:
-        raise ValueError(f"tensor_parallel_degree is {parallel_dims.tp}; allowed with low-bit activations: 1")
 
 
 def _reduce_in_few_bits(model: nn.Module, config: LowBitConfig, name: str) -> None:

@@ -18,9 +18,11 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
+import itertools
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -33,7 +35,7 @@ from lowbit import __version__
 from lowbit.codecs import Codec, GroupInt
 from lowbit.codecs.checks import check_dtype
 from lowbit.codecs.foreign import open_session
-from lowbit.integrations import engine, part
+from lowbit.integrations import engine
 from lowbit.pipeline.arguments import check_numbers
 from lowbit.wire import pytorch
 from lowbit.wire.agreement import agree
@@ -43,14 +45,10 @@ from lowbit.wire.traffic import Traffic
 
 __all__ = ["LowBitPipelineStage", "low_bit_pipeline_"]
 
-_PACKAGE: Any = {"package": "transformers", "tested": "5.23.0"}
-_pipeline = engine("transformers.distributed.pipeline_parallel", extra="train", **_PACKAGE)
-_caches = engine("transformers.cache_utils", extra="train", **_PACKAGE)
-_Stage: Any = part(_pipeline, "PipelineStage", **_PACKAGE)
-_Dummy: Any = part(_caches, "DummyLayer", **_PACKAGE)
-_Cache: Any = part(_caches, "Cache", **_PACKAGE)
-for _name in ("communicate", "broadcast_from_last", "layer_range_for_rank"):
-    part(_Stage, _name, **_PACKAGE)
+from_transformers = functools.partial(engine, package="transformers", extra="train", tested="5.23.0")
+_STAGE = "PipelineStage.communicate", "PipelineStage.broadcast_from_last", "PipelineStage.layer_range_for_rank"
+_Stage: Any = from_transformers("transformers.distributed.pipeline_parallel", *_STAGE).PipelineStage
+_caches = from_transformers("transformers.cache_utils", "DummyLayer", "Cache")
 
 AHEAD = 2
 """Number of receives that are posted ahead."""
@@ -123,13 +121,16 @@ class LowBitPipelineStage(_Stage):
         self.own, self.codec, self.traffic = own, codec, Traffic()
         config = model.config.get_text_config()
         self._vocabulary = int(config.vocab_size)
-        group = _over_gloo(own.pp_group, timeout)
+        group: Any = own.pp_group
+        if "gloo" not in dist.get_backend_config(group):  # host tensors travel by Gloo, next to NCCL's group
+            options: Any = {"timeout": timedelta(seconds=timeout), "use_local_synchronization": True}
+            group = dist.new_group(dist.get_process_group_ranks(group), backend="gloo", **options)
         numbers = f"{config.model_type}, {config.num_hidden_layers} layers, {config.hidden_size} wide"
         facts = {
             "codec": f"{codec} [{codec.fingerprint()}]",
             "model": f"{numbers}, {self._vocabulary} tokens, {next(model.parameters()).dtype}",
             "lowbit version": __version__,
-            "transformers version": str(engine("transformers", extra="train", **_PACKAGE).__version__),
+            "transformers version": from_transformers("transformers").__version__,
             **agreed_facts(checksums),
         }
         agree(group, facts, timeout, topic="transformers pipeline")
@@ -144,7 +145,12 @@ class LowBitPipelineStage(_Stage):
         self._simple = False  # no argument of `generate` forbids choosing on the last stage
         self._choosing = False  # the last stage sends tokens, not logits
         self._model = weakref.ref(model)
-        self._install(model)
+        model._pp_stage = self
+        base = getattr(model, model.base_model_prefix)
+        held = range(*self.layer_range_for_rank(self.pp_rank, len(base.layers)))
+        self._hook = base.register_forward_pre_hook(functools.partial(_own_layers_only, held), with_kwargs=True)
+        model.generate = self._generating(model.generate)
+        model._get_logits_processor = self._choosing_last(model._get_logits_processor)
 
     def remove(self) -> None:
         """Restore Transformers' own stage; call it on every rank."""
@@ -177,10 +183,21 @@ class LowBitPipelineStage(_Stage):
             )
         if operation == "recv_forward" and not self.pp_is_first_stage:
             assert shape is not None  # Transformers derives it from the inputs
-            return self._receive(shape, dtype, device)
+            self._batch, self._tokens = shape[0], shape[1]
+            nbytes = self._shares.nbytes(shape, dtype, device)
+            with self.traffic.timing("wait_seconds"):
+                payload = self._incoming.receive(nbytes, f"hidden states {tuple(shape)}")
+            with self.traffic.timing("codec_seconds"):
+                return self._shares.decode(payload, shape, dtype, device)
         if operation == "send_forward" and not self.pp_is_last_stage:
             assert tensor is not None
-            return self._send(tensor.detach().to(dtype))
+            self._batch, self._tokens = tensor.shape[0], tensor.shape[1]
+            with self.traffic.timing("codec_seconds"):
+                payload, elements = self._shares.encode(tensor.detach().to(dtype))
+            with self.traffic.timing("wait_seconds"):
+                nbytes = self._outgoing.send(payload)
+            self.traffic.count("forward", nbytes, elements)
+            return None
         return super().communicate(operation, device=device, dtype=dtype, tensor=tensor, shape=shape)
 
     def broadcast_from_last(self, tensor: Tensor | None, *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -234,39 +251,14 @@ class LowBitPipelineStage(_Stage):
             self._outgoing.drain()
         return torch.full_like(scores, -torch.inf).scatter_(1, tokens, 0.0)
 
-    def _send(self, x: Tensor) -> None:
-        self._batch, self._tokens = x.shape[0], x.shape[1]
-        with self.traffic.timing("codec_seconds"):
-            payload, elements = self._shares.encode(x)
-        with self.traffic.timing("wait_seconds"):
-            nbytes = self._outgoing.send(payload)
-        self.traffic.count("forward", nbytes, elements)
-
-    def _receive(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        self._batch, self._tokens = shape[0], shape[1]
-        nbytes = self._shares.nbytes(shape, dtype, device)
-        with self.traffic.timing("wait_seconds"):
-            payload = self._incoming.receive(nbytes, f"hidden states {tuple(shape)}")
-        with self.traffic.timing("codec_seconds"):
-            return self._shares.decode(payload, shape, dtype, device)
-
     def _to_others(self, *tensors: Tensor) -> None:
-        sent: deque[Sent] = deque()
-        for tensor in tensors:
-            for rank in range(self.pp_size - 1):
-                sent.append(self._messages.send(tensor, rank))
-                self.traffic.count("backward", sent[-1].message.numel(), tensor.numel())
+        sent: list[Sent] = []
+        for tensor, rank in itertools.product(tensors, range(self.pp_size - 1)):
+            sent.append(self._messages.send(tensor, rank))
+            self.traffic.count("backward", sent[-1].message.numel(), tensor.numel())
         with self.traffic.timing("wait_seconds"):
             for each in sent:
                 each.wait()
-
-    def _install(self, model: Any) -> None:
-        model._pp_stage = self
-        base = getattr(model, model.base_model_prefix)
-        held = range(*self.layer_range_for_rank(self.pp_rank, len(base.layers)))
-        self._hook = base.register_forward_pre_hook(functools.partial(_own_layers_only, held), with_kwargs=True)
-        model.generate = self._generating(model.generate)
-        model._get_logits_processor = self._choosing_last(model._get_logits_processor)
 
     def _generating(self, generate: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(generate)
@@ -287,11 +279,14 @@ class LowBitPipelineStage(_Stage):
     def _choosing_last(self, processors_of: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(processors_of)
         def wrapped(generation_config: Any, *args: Any, **kwargs: Any) -> Any:
-            processors = processors_of(generation_config, *args, **kwargs)
-            self._choosing = self._simple and _is_simple(generation_config)
+            config, processors = generation_config, processors_of(generation_config, *args, **kwargs)
+            shown = config.return_dict_in_generate and (config.output_scores or config.output_logits)
+            guided = config.guidance_scale not in (None, 1)  # its processor calls the model
+            one_by_one = config.get_generation_mode().value in _SIMPLE and not config.is_assistant
+            self._choosing = self._simple and one_by_one and not shown and not guided
             if not self._choosing:
                 return processors
-            sample = bool(generation_config.do_sample)
+            sample = bool(config.do_sample)
             before = processors if self.pp_is_last_stage else ()  # other stages have no logits to process
             return type(processors)([*before, _Choice(self, sample)])
 
@@ -300,48 +295,32 @@ class LowBitPipelineStage(_Stage):
 
 def _inputs(given: Mapping[str, Any]) -> dict[str, str]:
     """Shapes and digests of all tensors passed to `generate`, which must be the same on all ranks."""
-    tensors = {name: value for name, value in (given | given.get("kwargs", {})).items() if isinstance(value, Tensor)}
-    return {name: f"{tuple(x.shape)}, digest {_digest(x)}" for name, x in sorted(tensors.items())}
+    facts: dict[str, str] = {}
+    for name, x in sorted((given | given.get("kwargs", {})).items()):
+        if isinstance(x, Tensor):
+            digest = hashlib.sha256(x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+            facts[name] = f"{tuple(x.shape)}, digest {digest.hexdigest()[:12]}"
+    return facts
 
 
-def _digest(x: Tensor) -> str:
-    return hashlib.sha256(x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:12]
-
-
+@dataclass
 class _Choice:
     """The last processor of scores in `generate`. A class: the signature of a function's `__call__` takes 1 ms."""
 
-    def __init__(self, stage: LowBitPipelineStage, sample: bool) -> None:
-        self._stage, self._sample = stage, sample
+    stage: LowBitPipelineStage
+    sample: bool
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        return self._stage.choose(scores, sample=self._sample)
-
-
-def _over_gloo(group: dist.ProcessGroup, timeout: float) -> dist.ProcessGroup:
-    """A group of the same ranks that sends host tensors by Gloo: this one, or a new one in addition to NCCL's."""
-    if "gloo" in dist.get_backend_config(group):
-        return group
-    ranks, limit = dist.get_process_group_ranks(group), timedelta(seconds=timeout)
-    host_group = dist.new_group(ranks, timeout=limit, backend="gloo", use_local_synchronization=True)
-    assert isinstance(host_group, dist.ProcessGroup)  # this rank is in it
-    return host_group
-
-
-def _is_simple(config: Any) -> bool:
-    """Whether `generate` chooses one token at a time, and does not return the scores."""
-    shown = config.return_dict_in_generate and (config.output_scores or config.output_logits)
-    guided = config.guidance_scale not in (None, 1)  # its processor calls the model
-    return config.get_generation_mode().value in _SIMPLE and not shown and not guided and not config.is_assistant
+        return self.stage.choose(scores, sample=self.sample)
 
 
 def _own_layers_only(held: range, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
     """Leave the layers of other stages out of a cache, so that its length is that of a layer of this stage."""
     cache: Any = kwargs.get("past_key_values")
-    if isinstance(cache, _Cache):
+    if isinstance(cache, _caches.Cache):
         for index, layer in enumerate(cache.layers):
-            if index not in held and not isinstance(layer, _Dummy):
-                cache.layers[index] = _Dummy()
+            if index not in held and not isinstance(layer, _caches.DummyLayer):
+                cache.layers[index] = _caches.DummyLayer()
 
 
 def _check_mode(model: Any) -> None:
@@ -371,7 +350,6 @@ class Outgoing:
         return total
 
     def drain(self) -> None:
-        """Wait until the peer has everything."""
         while self._sent:
             self._sent.popleft().wait()
 
@@ -398,14 +376,9 @@ class Incoming:
     def receive(self, size: int, about: str) -> Tensor:
         """Wait for the next payload, uint8 (size,) on the CPU. `about`: its name in errors."""
         short: list[Expected] = []
-        found: Expected | None = None
-        while self._posted and found is None:
-            room, expected = self._posted.popleft()
-            if room < size:
-                short.append(expected)
-            else:
-                found = expected
-        found = found or self._post(size, about)
+        while self._posted and self._posted[0][0] < size:
+            short.append(self._posted.popleft()[1])
+        found = self._posted.popleft()[1] if self._posted else self._post(size, about)
         while len(self._posted) < AHEAD:
             self._posted.append((size, self._post(size, "hidden states")))
         for expected in short:
@@ -437,7 +410,6 @@ class Shares:
         return open_session(self._codec, shape=x.shape, dtype=x.dtype, device=x.device).encode(x), x.numel()
 
     def nbytes(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> int:
-        """Number of bytes that this rank sends or receives for hidden states of this shape."""
         return open_session(self._codec, shape=self._shape(shape), dtype=dtype, device=device).nbytes()
 
     def decode(self, payload: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -21,20 +21,17 @@ import torch.distributed as dist
 from torch import nn
 
 from lowbit.codecs import Codec
-from lowbit.integrations import engine, part
-from lowbit.integrations.transformers import _PACKAGE, LowBitPipelineStage, low_bit_pipeline_
+from lowbit.integrations.transformers import LowBitPipelineStage, from_transformers, low_bit_pipeline_
 from lowbit.tensor_parallel import Calibration, Drift, Installed, SumSettings
 from lowbit.tensor_parallel.low_bit import install_formats, load_agreed
 from lowbit.tensor_parallel.sums import group_of, real_sums
 
 __all__ = ["LowBitParallel", "load_parallel", "low_bit_parallel_"]
 
-_mixin = engine("transformers.distributed.mixin", extra="train", **_PACKAGE)
-_configuration = engine("transformers.distributed.configuration_utils", extra="train", **_PACKAGE)
-_pipeline = engine("transformers.distributed.pipeline_parallel", extra="train", **_PACKAGE)
-_Config: Any = part(_configuration, "DistributedConfig", **_PACKAGE)
-_Absent: Any = part(_pipeline, "PipelineIdentityLayer", **_PACKAGE)
-_apply: Any = part(_mixin, "apply_tensor_parallelism", **_PACKAGE)
+_mixin = from_transformers("transformers.distributed.mixin", "apply_tensor_parallelism")
+_apply: Any = _mixin.apply_tensor_parallelism
+_Config: Any = from_transformers("transformers.distributed.configuration_utils", "DistributedConfig").DistributedConfig
+_pipeline = from_transformers("transformers.distributed.pipeline_parallel", "PipelineIdentityLayer")
 
 
 def load_parallel(folder: str | Path, *, tensor: int, stages: int, **options: Any) -> Any:
@@ -67,7 +64,9 @@ def load_parallel(folder: str | Path, *, tensor: int, stages: int, **options: An
 def of_this_stage(model: nn.Module, mesh: Any, plan: dict[str, str]) -> nn.Module:
     """Call Transformers' `apply_tensor_parallelism` without the modules that other stages hold."""
     parameters = {name for name, _ in model.named_parameters()}
-    held = parameters | {name for name, module in model.named_modules() if not isinstance(module, _Absent)}
+    held = parameters | {
+        name for name, module in model.named_modules() if not isinstance(module, _pipeline.PipelineIdentityLayer)
+    }
     return _apply(model, mesh, {name: style for name, style in plan.items() if name in held})
 
 

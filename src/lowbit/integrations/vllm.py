@@ -20,7 +20,6 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any, Literal
 
 import torch
@@ -114,17 +113,18 @@ class VllmSettings:
 def settings_of(config: Any) -> VllmSettings:
     """Return the settings; store those of the environment in `additional_config`, a part of vLLM's graph key."""
     more = config.additional_config
-    given = more.get(KEY) if isinstance(more, dict) else None
+    found = more.get(KEY) if isinstance(more, dict) else None
+    given = None if found is None else VllmSettings.of(found, f"additional_config[{KEY!r}]")
     settings = from_environment()
-    if settings is not None and given is not None and VllmSettings.of(given, f"additional_config[{KEY!r}]") != settings:
-        raise VllmError(f"LOWBIT_VLLM and additional_config[{KEY!r}] differ; allowed: one of them, or {VARIABLE}=on")
     if settings is None:
         if given is None:
             raise VllmError(
                 f"{VARIABLE} is 'on' and vLLM's additional_config has no {KEY!r}; allowed: "
                 """--additional-config '{"lowbit": {"calibration": "calibration.safetensors"}}'"""
             )
-        return VllmSettings.of(given, f"additional_config[{KEY!r}]")
+        return given
+    if given not in (None, settings):
+        raise VllmError(f"LOWBIT_VLLM and additional_config[{KEY!r}] differ; allowed: one of them, or {VARIABLE}=on")
     if isinstance(more, dict):
         more[KEY] = dataclasses.asdict(settings)
     return settings
@@ -151,9 +151,9 @@ def register() -> None:
     if not os.environ.get(VARIABLE):
         return
     from_environment()  # reports an error in it now, and not after the model is loaded
-    registry = _vllm("model_executor.custom_op")
-    linear = _vllm("model_executor.layers.linear")
-    replaced = _part(registry, "op_registry_oot").get(_BASE)
+    registry = _vllm("model_executor.custom_op", "op_registry_oot", "PluggableLayer")
+    linear = _vllm("model_executor.layers.linear", _BASE)
+    replaced = registry.op_registry_oot.get(_BASE)
     if getattr(replaced, "sums_in_few_bits", False):
         return
     if replaced is not None:
@@ -161,7 +161,7 @@ def register() -> None:
             f"{replaced.__module__}.{replaced.__name__} has replaced {_BASE} of vLLM already; "
             f"allowed: one plug-in that does (VLLM_PLUGINS names those that vLLM loads)"
         )
-    _part(registry, "PluggableLayer").register_oot(name=_BASE)(_subclass(_part(linear, _BASE)))
+    registry.PluggableLayer.register_oot(name=_BASE)(_subclass(linear.RowParallelLinear))
 
 
 def row_sums() -> RowSums | None:
@@ -224,8 +224,7 @@ class RowSums:
     _prefills: bool = False
 
     def __post_init__(self) -> None:
-        parallel = _vllm("distributed.parallel_state")
-        self._group: Any = _part(parallel, "get_tp_group")()
+        self._group: Any = _vllm("distributed.parallel_state", "get_tp_group").get_tp_group()
         self._context = _vllm("forward_context")
 
     @property
@@ -241,7 +240,13 @@ class RowSums:
         own = layer.sum
         if own is None or own.settings.choice(x, own.ranks, own.codec) == "plain":
             return self._whole(x)
-        if not self._has_prefill() or _capturing(x):
+        known = self._context.is_forward_context_available()
+        metadata = self._context.get_forward_context().attn_metadata if known else None
+        if metadata is not self._seen:
+            speculative = getattr(self.config, "speculative_config", None)
+            self._prefills = has_prefill(metadata, 1 + (getattr(speculative, "num_speculative_tokens", 0) or 0))
+            self._seen = metadata
+        if not self._prefills or _capturing(x):
             return self._whole(x)
         total = x.clone(memory_format=torch.contiguous_format)
         own.reduce_(total, self._group.device_group)
@@ -253,24 +258,22 @@ class RowSums:
         total = self._group._all_reduce_out_place(x)
         return total.clone() if total.data_ptr() == x.data_ptr() else total
 
-    def _has_prefill(self) -> bool:
-        known = self._context.is_forward_context_available()
-        metadata = self._context.get_forward_context().attn_metadata if known else None
-        if metadata is not self._seen:
-            speculative = getattr(self.config, "speculative_config", None)
-            self._prefills = has_prefill(metadata, 1 + (getattr(speculative, "num_speculative_tokens", 0) or 0))
-            self._seen = metadata
-        return self._prefills
-
     def _start(self, dtype: torch.dtype) -> None:
         """Choose the formats of all layers, and compare them with those of other ranks, during vLLM's trial run."""
         from lowbit.tensor_parallel import Calibration, Traffic
         from lowbit.tensor_parallel.low_bit import load_agreed
-        from lowbit.tensor_parallel.measure import SumSample, measured
+        from lowbit.tensor_parallel.reduce import SumSample, measured
         from lowbit.tensor_parallel.rowwise import LayerSum
 
         settings, cpu_group = self.settings, self._group.cpu_group
-        self._refuse()
+        experts = getattr(self.config.compilation_config, "static_all_moe_layers", None) or []
+        if experts and settings.experts == "refuse":
+            raise VllmError(
+                f"vLLM sums the expert layers {_some(experts)} itself, in the model's dtype; allowed: models without, "
+                'or "experts": "engine" to code the other sums only'
+            )
+        if getattr(self.config, "lora_config", None) is not None:
+            raise VllmError("vLLM's LoRA layers sum in the model's dtype by themselves; allowed: a model without LoRA")
         agree(cpu_group, {"settings": str(settings), "layers": ", ".join(self.layers)}, settings.timeout, topic="vllm")
         source: Any = settings.calibration
         if settings.format:
@@ -298,16 +301,6 @@ class RowSums:
         if left := [name for name in self.layers if name not in calibrated]:
             _log.warning("vLLM sums %s itself: the calibration has no format for that", _some(left))
         _log.info("%d row-parallel layers sum prefills in few bits", len(self.layers) - len(left))
-
-    def _refuse(self) -> None:
-        experts = getattr(self.config.compilation_config, "static_all_moe_layers", None) or []
-        if experts and self.settings.experts == "refuse":
-            raise VllmError(
-                f"vLLM sums the expert layers {_some(experts)} itself, in the model's dtype; allowed: models without, "
-                'or "experts": "engine" to code the other sums only'
-            )
-        if getattr(self.config, "lora_config", None) is not None:
-            raise VllmError("vLLM's LoRA layers sum in the model's dtype by themselves; allowed: a model without LoRA")
 
     def _compare(self, calibration: Any) -> None:
         """Raise unless the calibration is for this model. Weights are not compared, because vLLM renames them."""
@@ -350,7 +343,7 @@ class RowSums:
             _log.warning("%s: vLLM's own sum is %s; this batch does not count as a check", layer.name, what)
             return whole
         error = float(found[0])
-        layer.error = max(error, layer.error if layer.error == layer.error else 0.0)
+        layer.error = max(error, layer.error)  # nothing is larger than NaN
         if error > self.settings.check:
             text = (
                 f"{layer.name}: sums in few bits differ from vLLM's by {100 * error:.1f} %, more than "
@@ -370,7 +363,7 @@ class RowSums:
         return whole
 
 
-_current: RowSums | None = None
+_current: Any = None  # `RowSums`; None before vLLM has built a model
 
 
 def has_prefill(metadata: Any, decode: int) -> bool:
@@ -392,7 +385,7 @@ def has_prefill(metadata: Any, decode: int) -> bool:
 def _adopt(layer: Any) -> bool:
     """Register a layer that vLLM is building; False (vLLM sums it) if it has no name, or the name is taken."""
     global _current
-    config = _part(_vllm("config"), "get_current_vllm_config")()
+    config = _vllm("config", "get_current_vllm_config").get_current_vllm_config()
     compilation = config.compilation_config
     if _current is None or _current.config.compilation_config is not compilation:
         _current = RowSums(settings_of(config), config)
@@ -407,18 +400,16 @@ def _adopt(layer: Any) -> bool:
     return True
 
 
-def _vllm(name: str) -> ModuleType:
+def _vllm(module: str, *names: str) -> Any:
+    """Import a module of vLLM, which must have these attributes."""
     try:
-        return importlib.import_module(f"vllm.{name}")
+        imported = importlib.import_module(f"vllm.{module}")
     except ImportError as error:
-        raise VllmError(f"this vLLM has no vllm.{name}: {error}; lowbit was written for vLLM {TESTED}") from error
-
-
-def _part(module: ModuleType, name: str) -> Any:
-    try:
-        return getattr(module, name)
-    except AttributeError:
-        raise VllmError(f"this vLLM has no {module.__name__}.{name}; lowbit was written for vLLM {TESTED}") from None
+        raise VllmError(f"this vLLM has no vllm.{module}: {error}; lowbit was written for vLLM {TESTED}") from error
+    for name in names:
+        if not hasattr(imported, name):
+            raise VllmError(f"this vLLM has no vllm.{module}.{name}; lowbit was written for vLLM {TESTED}")
+    return imported
 
 
 def _capturing(x: Tensor) -> bool:
@@ -429,11 +420,6 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _row_sum(x: Tensor, layer: str) -> Tensor:
-    assert _current is not None  # the layer that calls this is in it
-    return _current.sum(x, layer)
-
-
 _library.define("vllm_row_sum(Tensor x, str layer) -> Tensor")
-_library.impl("vllm_row_sum", _row_sum, "CompositeExplicitAutograd")
+_library.impl("vllm_row_sum", lambda x, layer: _current.sum(x, layer), "CompositeExplicitAutograd")
 torch.library.register_fake("lowbit::vllm_row_sum", lambda x, layer: torch.empty_like(x), lib=_library)

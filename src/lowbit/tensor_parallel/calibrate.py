@@ -20,6 +20,7 @@ from lowbit.codecs.checks import check_choice, check_int
 from lowbit.codecs.feature_int.codec import GAINS
 from lowbit.collectives import agree
 from lowbit.tensor_parallel.calibration import (
+    AVERAGES,
     SHARE,
     Calibration,
     CalibrationError,
@@ -30,16 +31,124 @@ from lowbit.tensor_parallel.calibration import (
     outlier_count,
     tables_of,
 )
+from lowbit.tensor_parallel.cut import emulate_tensor_parallel_
 from lowbit.tensor_parallel.drift import relative_error, sample
-from lowbit.tensor_parallel.emulate import emulate_tensor_parallel_
 from lowbit.tensor_parallel.identity import identity
 from lowbit.tensor_parallel.inputs import input_numbers, layers_with_inputs
-from lowbit.tensor_parallel.observe import Observer
 from lowbit.tensor_parallel.plan import Plan
 from lowbit.tensor_parallel.reduce import SumSettings
-from lowbit.tensor_parallel.rowwise import Installed, Watch, install
+from lowbit.tensor_parallel.rowwise import Watch, install
 from lowbit.tensor_parallel.sums import ModelSum, model_sums
-from lowbit.wire.messages import gather_json
+from lowbit.wire.messages import gather_json, gather_tensor
+
+MOST_ROWS = 128
+"""Number of rows that are kept for each layer and rank."""
+_PER_SEQUENCE = 32
+
+
+def sampling(count: int) -> tuple[int, int]:
+    """Return the rows to keep per sequence, and n if only every n-th sequence is kept, of `count` sequences."""
+    rows, every = _PER_SEQUENCE, 1
+    while rows * -(-count // every) > MOST_ROWS:
+        rows, every = (rows // 2, every) if rows > 1 else (1, 2 * every)
+    return rows, every
+
+
+class Observer:
+    """Moving averages over sequences, started at zero and corrected for that, like Adam's averages of gradients.
+
+    After n sequences the corrected average is sum_i m^(n - i) (1 - m) value_i / (1 - m^n). Unlike an average that
+    starts with the first value, it gives the first sequences no more weight than the others.
+
+    Args:
+        widths: features of each layer. ranks: of the tensor-parallel model. momentum: m, from 0 to 1 (exclusive).
+
+    Attributes:
+        averages: "low", "high" and "mean" by layer, float32 (ranks + 1, E), not corrected; the last row is of the sum
+            over the ranks.
+        samples: rows by layer, bfloat16 (ranks, sequences, rows, E), spread evenly over the sequences of this run; on
+            real ranks those of the other ranks are 0 until `gather`.
+        count: number of sequences observed. before: those of earlier runs, whose rows are not available.
+    """
+
+    def __init__(self, widths: Mapping[str, int], *, ranks: int, momentum: float) -> None:
+        self.ranks, self.momentum, self.count, self.before = ranks, momentum, 0, 0
+        self.averages = {
+            kind: {name: torch.zeros(ranks + 1, width) for name, width in widths.items()} for kind in AVERAGES
+        }
+        self.samples = {
+            name: torch.zeros(ranks, 0, _PER_SEQUENCE, width, dtype=torch.bfloat16) for name, width in widths.items()
+        }
+        self._seen: dict[str, dict[int, dict[str, Tensor]]] = {name: {} for name in widths}
+
+    def see(self, layer: str, rank: int, x: Tensor) -> None:
+        """Observe the sums of a rank, or of `ranks` for the total: (..., sequence, E); ValueError for NaN and Inf."""
+        x = x.detach().reshape(-1, *x.shape[-2:])
+        low, high, mean = x.amin(1).float().cpu(), x.amax(1).float().cpu(), x.mean(1, dtype=torch.float32).cpu()
+        wrong = ~(torch.isfinite(low) & torch.isfinite(high))
+        if bool(wrong.any()):
+            feature = int(wrong.any(0).nonzero()[0])
+            raise ValueError(
+                f"sequence {self.count + int(wrong.any(1).nonzero()[0])} makes feature {feature} of {layer} "
+                f"on rank {rank} NaN or infinite; allowed: finite values"
+            )
+        seen = {"low": low, "high": high, "mean": mean}
+        if rank < self.ranks:
+            chosen = torch.arange(_PER_SEQUENCE, device=x.device) * x.shape[1] // _PER_SEQUENCE
+            seen["rows"] = x[:, chosen].bfloat16().cpu()
+        self._seen[layer][rank] = seen
+
+    def commit(self) -> None:
+        """Add the observations of one forward pass, which must have used all layers."""
+        if missing := [name for name, seen in self._seen.items() if self.ranks not in seen]:
+            raise ValueError(f"a forward pass did not use {', '.join(missing)}; allowed: layers that every pass uses")
+        batch = 0
+        for name, seen in self._seen.items():
+            rows = None
+            for rank, values in seen.items():
+                batch = len(values["low"])
+                for kind in AVERAGES:
+                    average = self.averages[kind][name][rank]
+                    for i in range(batch):
+                        average.mul_(self.momentum).add_(values[kind][i], alpha=1 - self.momentum)
+                if rank < self.ranks:
+                    rows = values["rows"].new_zeros(self.ranks, *values["rows"].shape) if rows is None else rows
+                    rows[rank] = values["rows"]
+            assert rows is not None
+            # Keep rows spread over all sequences, including these: the more sequences, the fewer of each.
+            start = self.count - self.before
+            (before_rows, before_every), (kept_rows, every) = sampling(start), sampling(start + batch)
+            kept = self.samples[name][:, :: every // before_every, :: before_rows // kept_rows]
+            chosen = [i for i in range(batch) if (start + i) % every == 0]
+            self.samples[name] = torch.cat([kept, rows[:, chosen, :: _PER_SEQUENCE // kept_rows]], 1)
+            seen.clear()
+        self.count += batch
+
+    def gather(self, group: dist.ProcessGroup) -> None:
+        """Complete this rank's averages and rows with those of the others; all ranks of a real group must call this."""
+        rank = dist.get_rank(group)
+        widths = {name: low.shape[1] for name, low in sorted(self.averages["low"].items())}
+        agree(group, {"features of layers": str(widths)}, topic="calibration")
+        for averages in self.averages.values():
+            parts = gather_tensor(torch.cat([averages[name][rank] for name in widths]), group)
+            for name, part in zip(widths, parts.split(list(widths.values()), dim=1), strict=True):
+                averages[name][: self.ranks] = part
+        for name in widths:
+            self.samples[name] = gather_tensor(self.samples[name][rank], group)
+
+    def resume(self, start: Calibration, model: str) -> None:
+        """Continue from the averages of an earlier run for this model, or raise CalibrationError."""
+        for what, earlier, now in (
+            ("the model", start.model, model), ("a world of", start.world, self.ranks),
+            ("a momentum of", start.momentum, self.momentum),
+        ):  # fmt: skip
+            if earlier != now:
+                raise CalibrationError(f"start is a calibration for {what} {earlier}, this one is for {now}")
+        for kind, by_layer in start.averages.items():
+            for name, average in by_layer.items():
+                self.averages[kind][name].copy_(average)
+        self.count = self.before = start.count
+
 
 _log = logging.getLogger("lowbit.tensor_parallel")
 _SAMPLES, _TRIED = 4, 4  # rows of a held-out sequence; sequences for measuring the effect of coding on the outputs
@@ -112,25 +221,19 @@ def calibrate(
     sent: dict[str, tuple[int, int, float]] = {}
 
     def prepare() -> Observer:
-        """Check the arguments and load the averages of `start`."""
         widths = {layer: summed.width for layer, summed in layers.items()}
         check_choice("gain", gain, GAINS)
         if not isinstance(momentum, int | float) or not 0 <= momentum < 1:
             raise ValueError(f"momentum is {momentum!r}; allowed: a number from 0 to below 1")
-        sent.update(_sent(inputs, layers, _world(ranks, group)))
+        world = _world(ranks, group)
+        sent.update(_sent(inputs, layers, world))
         check_budget(
             bits, widths, {layer: outlier_count(layer, k, width) for layer, width in widths.items()},
             {layer: row for layer, (_, _, row) in sent.items()}, gain,
         )  # fmt: skip
-        observer = Observer(widths, ranks=_world(ranks, group), momentum=momentum)
+        observer = Observer(widths, ranks=world, momentum=momentum)
         if start is not None:
-            for what, earlier, now in (
-                ("the model", start.model, name), ("a world of", start.world, observer.ranks),
-                ("a momentum of", start.momentum, momentum),
-            ):  # fmt: skip
-                if earlier != now:
-                    raise CalibrationError(f"start is a calibration for {what} {earlier}, this one is for {now}")
-            observer.resume(start.averages, start.count)
+            observer.resume(start, name)
         return observer
 
     settings = {
@@ -171,10 +274,8 @@ def calibrate(
 
 def _curves(calibration: Calibration, observer: Observer, group: dist.ProcessGroup | None) -> dict[str, Curve]:
     """Measure the errors of all layers' formats; on real ranks, use those of the first rank."""
-    curves = {
-        layer: curve_of(calibration.codec(layer), rows.flatten(1, 2).float())
-        for layer, rows in observer.samples.items()
-    }
+    rows = {layer: samples.flatten(1, 2).float() for layer, samples in observer.samples.items()}
+    curves = {layer: curve_of(calibration.codec(layer), x) for layer, x in rows.items()}
     if group is None:
         return curves
     # All ranks compute them from the same rows, but results may differ in the last bits between processors.
@@ -193,7 +294,7 @@ def _effects(run: _Run, codecs: Mapping[str, Codec], batches: Sequence[Tensor]) 
     """
 
     def outputs(coded: Mapping[str, Codec]) -> list[Tensor]:
-        with run.installed(coded, _CODED):
+        with run.coding(coded, _CODED):
             return [plain(run.output(batch)).float().flatten(0, -2) for batch in batches]
 
     def plain(y: Any) -> Tensor:
@@ -214,7 +315,6 @@ def _effects(run: _Run, codecs: Mapping[str, Codec], batches: Sequence[Tensor]) 
 def _held_out(
     calibration: Calibration, run: _Run, batches: Sequence[Tensor], before: int, report: Callable[[int], None]
 ) -> dict[str, tuple[tuple[float, float], ...]]:
-    """Measure the errors of the chosen formats: mean and standard deviation by layer, of each rank."""
     errors: dict[str, dict[str, list[float]]] = {name: {} for name in calibration.features}
     done = before
 
@@ -224,9 +324,8 @@ def _held_out(
             codec = calibration.codec(layer, rank)
             sampled = errors[layer].setdefault(str(rank), [])
             turns = range(len(sampled), len(sampled) + _SAMPLES)
-            found = [
-                relative_error(codec, sample(rows, turn)) for rows in x.reshape(-1, *x.shape[-2:]) for turn in turns
-            ]
+            sequences = x.reshape(-1, *x.shape[-2:])
+            found = [relative_error(codec, sample(rows, turn)) for rows in sequences for turn in turns]
             sampled.extend(torch.stack(found).tolist())
 
     def after(count: int) -> None:
@@ -235,17 +334,13 @@ def _held_out(
         report(done)
 
     run.show(batches, look, after)
-    found: list[Any] = [
-        {name: {rank: [statistics.fmean(values), statistics.pstdev(values)] for rank, values in by_rank.items()}
-         for name, by_rank in errors.items()}
-    ]  # fmt: skip
-    if run.group is not None:
-        found = gather_json(found[0], run.group)
-    together = {name: {rank: pair for one in found for rank, pair in one[name].items()} for name in errors}
-    return {
-        name: tuple((by_rank[str(rank)][0], by_rank[str(rank)][1]) for rank in range(calibration.world))
-        for name, by_rank in together.items() if by_rank
-    }  # fmt: skip
+    found: list[Any] = [errors] if run.group is None else gather_json(errors, run.group)
+    result: dict[str, tuple[tuple[float, float], ...]] = {}
+    for name in errors if batches else ():
+        by_rank = {rank: values for one in found for rank, values in one[name].items()}
+        ordered = [by_rank[str(rank)] for rank in range(calibration.world)]
+        result[name] = tuple((statistics.fmean(values), statistics.pstdev(values)) for values in ordered)
+    return result
 
 
 def _split(sequences: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -263,12 +358,10 @@ def _split(sequences: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     left = count - (max(1, count // 8) if count > 1 else 0)
     observed, held_out = [], []
     for batch in batches:
-        if left:
-            observed.append(batch[:left])
-        if len(batch) > left:
-            held_out.append(batch[left:])
+        observed.append(batch[:left])
+        held_out.append(batch[left:])
         left = max(0, left - len(batch))
-    return observed, held_out
+    return [batch for batch in observed if len(batch)], [batch for batch in held_out if len(batch)]
 
 
 def _sent(inputs: Summable | None, layers: Mapping[str, ModelSum], ranks: int) -> dict[str, tuple[int, int, float]]:
@@ -283,14 +376,12 @@ def _sent(inputs: Summable | None, layers: Mapping[str, ModelSum], ranks: int) -
 
 
 def _world(ranks: int | None, group: dist.ProcessGroup | None) -> int:
-    if group is not None:
-        size = dist.get_world_size(group)
-        if ranks not in (None, size):
-            raise ValueError(f"ranks is {ranks} and the model is on {size}; allowed: {size}, or None")
-        return size
-    check_int("ranks", ranks, 1, 1 << 16)
-    assert ranks is not None
-    return ranks
+    world = ranks if group is None else dist.get_world_size(group)
+    check_int("ranks", world, 1, 1 << 16)
+    assert world is not None
+    if ranks not in (None, world):
+        raise ValueError(f"ranks is {ranks} and the model is on {world}; allowed: {world}, or None")
+    return world
 
 
 def _prepare_agreed(
@@ -303,8 +394,11 @@ def _prepare_agreed(
     error: Exception | None = None
     stated = {name: str(value) for name, value in settings.items()}
     try:
-        observer = prepare()
-        stated |= {"sequences": _digest(sequences), "ready": "yes"}
+        observer, digest = prepare(), hashlib.sha256()
+        for batch in sequences:
+            digest.update(f"/{batch.dtype}/{tuple(batch.shape)}/".encode())
+            digest.update(batch.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        stated |= {"sequences": digest.hexdigest()[:16], "ready": "yes"}
     except Exception as failure:  # of any kind: the other ranks wait for this one's statement
         error, stated["ready"] = failure, f"no ({failure})"
     agree(group, stated, topic="calibration")
@@ -313,17 +407,9 @@ def _prepare_agreed(
     return observer
 
 
-def _digest(sequences: Iterable[Tensor]) -> str:
-    digest = hashlib.sha256()
-    for batch in sequences:
-        digest.update(f"/{batch.dtype}/{tuple(batch.shape)}/".encode())
-        digest.update(batch.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
 @dataclass(frozen=True)
 class _Run:
-    """A model in evaluation mode whose partial sums are observed; as a rank's number, `ranks` means their total."""
+    """A model whose partial sums are observed; as a rank's number, `ranks` means their total."""
 
     model: nn.Module
     layers: Mapping[str, ModelSum]
@@ -335,8 +421,21 @@ class _Run:
         self, batches: Iterable[Tensor], look: Callable[[str, int, Tensor], None], after: Callable[[int], None]
     ) -> None:
         """Call `look` with the partial sums of all batches, by layer and rank, and `after` with each batch's length."""
-        with self._watched(look):
+        shape = torch.Size((1, 1))
+        first = 0 if self.group is None else dist.get_rank(self.group)
+
+        def by_sequence(x: Tensor) -> Tensor:
+            """Undo the reshaping for experts, which get all sequences as one, some once for each expert."""
+            return x.view(-1, *shape, x.shape[-1]).transpose(0, 1).reshape(shape[0], -1, x.shape[-1])
+
+        def see(layer: str, partials: Sequence[Tensor], total: Tensor) -> None:
+            for rank, partial in enumerate(partials, first):
+                look(layer, rank, by_sequence(partial))
+            look(layer, self.ranks, by_sequence(total))
+
+        with self.coding({}, SumSettings(), see):
             for batch in batches:
+                shape = batch.shape
                 self.output(batch)
                 after(len(batch))
 
@@ -344,37 +443,19 @@ class _Run:
         options = {"use_cache": False} if hasattr(self.model, "config") else {}
         return self.model(batch.to(next(self.model.parameters()).device), **options)
 
-    def installed(self, codecs: Mapping[str, Codec], settings: SumSettings, watch: Watch | None = None) -> Installed:
-        """Code the sums of these layers, and show all sums to `watch`, on real or emulated ranks."""
-        if self.group is not None:
-            return install(self.layers, codecs, self.group, settings, watch=watch)
-        return emulate_tensor_parallel_(self.model, self.ranks, codecs, settings=settings, plan=self.plan, watch=watch)
-
     @contextlib.contextmanager
-    def _watched(self, look: Callable[[str, int, Tensor], None]) -> Iterator[None]:
-        batch = torch.Size((1, 1))
-        first = 0 if self.group is None else dist.get_rank(self.group)
-
-        def note(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-            nonlocal batch
-            batch = args[0].shape
-
-        def by_sequence(x: Tensor) -> Tensor:
-            """Undo the reshaping for experts, which get all sequences as one, some once for each expert."""
-            return x.view(-1, *batch, x.shape[-1]).transpose(0, 1).reshape(batch[0], -1, x.shape[-1])
-
-        def see(layer: str, partials: Sequence[Tensor], total: Tensor) -> None:
-            for rank, partial in enumerate(partials, first):
-                look(layer, rank, by_sequence(partial))
-            look(layer, self.ranks, by_sequence(total))
-
-        training = {module: module.training for module in self.model.modules()}
-        self.model.eval()
-        hook = self.model.register_forward_pre_hook(note)
+    def coding(self, codecs: Mapping[str, Codec], settings: SumSettings, watch: Watch | None = None) -> Iterator[None]:
+        """Code the sums of these layers, and show all sums to `watch`, on real or emulated ranks."""
+        model, ranks = self.model, self.ranks
+        training = {module: module.training for module in model.modules()}
+        model.eval()
+        if self.group is not None:
+            installed = install(self.layers, codecs, self.group, settings, watch=watch)
+        else:
+            installed = emulate_tensor_parallel_(model, ranks, codecs, settings=settings, plan=self.plan, watch=watch)
         try:
-            with self.installed({}, SumSettings(), see):
+            with installed:
                 yield
         finally:
-            hook.remove()
             for module, mode in training.items():
                 module.training = mode

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import operator
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,11 @@ from lowbit.codecs.feature_int.codec import CLIPS, GAINS
 from lowbit.codecs.feature_int.reference import FEWEST, MOST
 from lowbit.tensor_parallel.identity import identity
 from lowbit.tensor_parallel.inputs import input_format
-from lowbit.tensor_parallel.observe import AVERAGES
 from lowbit.tensor_parallel.sums import ModelSum, model_sums
 from lowbit.wire.messages import gather_json
 
 _FORMAT = "lowbit-calibration"
+AVERAGES = ("low", "high", "mean")
 SHARE = 64
 """By default one feature in this many is sent as bfloat16: with 4-bit codes (16 + 4 * 63) / 64 = 4.1875 bits per value,
 and 16 for each row."""
@@ -52,6 +53,7 @@ class CalibrationError(ValueError):
 Tensors = Mapping[str, Mapping[str, Tensor]]
 """By kind ("low", "high", ...), then by layer."""
 _DIGEST = "sha256"
+_TABLES = ("settings", "features", "bits", "effects", "inputs", "curves", "held_out")  # fields in a file as JSON
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -203,10 +205,7 @@ class Calibration:
 
     @cached_property
     def _fingerprint(self) -> str:
-        digest = hashlib.sha256(json.dumps(self._metadata(), sort_keys=True).encode())
-        for name, tensor in sorted(join(self.averages).items()):
-            digest.update(name.encode() + tensor.contiguous().numpy().tobytes())
-        return digest.hexdigest()[:16]
+        return digest_of(join(self.averages), self._metadata())[:16]
 
     def check(
         self, model: nn.Module, world: int, layers: Mapping[str, ModelSum] | None = None,
@@ -244,7 +243,18 @@ class Calibration:
 
     def save(self, path: str | Path) -> None:
         """Write one safetensors file, atomically: a reader finds the old one or the whole new one."""
-        _write(path, self.averages, self._metadata())
+        from safetensors.torch import save
+
+        path, metadata = Path(path), self._metadata()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        whole = {name: t.contiguous() for name, t in join(self.averages).items()}
+        data = save(whole, {**metadata, _DIGEST: digest_of(whole, metadata)})
+        part = path.with_name(f".{os.getpid()}-{path.name}")
+        try:
+            part.write_bytes(data)
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: str | Path) -> Calibration:
@@ -262,24 +272,21 @@ class Calibration:
                 f"{FeatureInt.payload_version} of FeatureInt: calibrate again"
             )
         try:
+            tables = {name: json.loads(metadata[name]) for name in _TABLES}
+            tables["features"] = {name: tuple(k) for name, k in tables["features"].items()}
+            tables["inputs"] = {
+                name: (int(bits), int(group), float(row)) for name, (bits, group, row) in tables["inputs"].items()
+            }
+            tables["curves"] = {
+                name: {int(bits): (clip, error) for bits, (clip, error) in curve.items()}
+                for name, curve in tables["curves"].items()
+            }
+            tables["held_out"] = {
+                name: tuple((mean, spread) for mean, spread in ranks) for name, ranks in tables["held_out"].items()
+            }
             return cls(
-                averages=averages, count=int(metadata["count"]),
-                features={name: tuple(k) for name, k in json.loads(metadata["features"]).items()},
-                bits=json.loads(metadata["bits"]), effects=json.loads(metadata["effects"]),
-                inputs={
-                    name: (int(bits), int(group), float(row))
-                    for name, (bits, group, row) in json.loads(metadata["inputs"]).items()
-                },
-                curves={
-                    name: {int(bits): (clip, error) for bits, (clip, error) in curve.items()}
-                    for name, curve in json.loads(metadata["curves"]).items()
-                },
-                held_out={
-                    name: tuple((mean, spread) for mean, spread in by_rank)
-                    for name, by_rank in json.loads(metadata["held_out"]).items()
-                },
-                model=metadata["model"], dtype=metadata["dtype"], world=int(metadata["world"]), text=metadata["text"],
-                settings=json.loads(metadata["settings"]),
+                averages=averages, count=int(metadata["count"]), world=int(metadata["world"]),
+                model=metadata["model"], dtype=metadata["dtype"], text=metadata["text"], **tables,
             )  # fmt: skip
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise CalibrationError(
@@ -291,10 +298,7 @@ class Calibration:
             "format": _FORMAT, "codec": "FeatureInt", "codec_version": str(FeatureInt.payload_version),
             "model": self.model, "dtype": self.dtype, "world": str(self.world), "count": str(self.count),
             "text": self.text,
-            **{
-                name: json.dumps(dict(getattr(self, name)), sort_keys=True)
-                for name in ("settings", "features", "bits", "effects", "inputs", "curves", "held_out")
-            },
+            **{name: json.dumps(dict(getattr(self, name)), sort_keys=True) for name in _TABLES},
         }  # fmt: skip
 
 
@@ -310,22 +314,6 @@ def digest_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str
         digest.update(f"/{name} {t.dtype} {tuple(t.shape)}/".encode())
         digest.update(t.flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-def _write(path: str | Path, tensors: Tensors, metadata: Mapping[str, str]) -> None:
-    """Write a file next to the target, then rename it: a reader finds the old file or the new one."""
-    from safetensors.torch import save
-
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    whole = {name: t.contiguous() for name, t in join(tensors).items()}
-    data = save(whole, {**metadata, _DIGEST: digest_of(whole, metadata)})
-    part = path.with_name(f".{os.getpid()}-{path.name}")
-    try:
-        part.write_bytes(data)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def _read(path: str | Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, str]]:
@@ -444,27 +432,23 @@ def outlier_count(name: str, k: int | None, width: int) -> int:
 
 def curve_of(codec: FeatureInt, rows: Tensor) -> Curve:
     """Measure a layer's error on (ranks, rows, E) for each width of codes, with the clip for which it is least."""
-    exact = rows.double().sum(0)
-    return {bits: _best(codec, bits, rows, exact) for bits in WIDTHS}
+    exact, curve = rows.double().sum(0), Curve()
 
+    @cache
+    def error(bits: int, i: int) -> float:
+        each = codec.like(bits=bits, clip=GRID[i])
+        payloads = [each.part(rank).encode(part) for rank, part in enumerate(rows)]
+        total = each.sum(payloads, out=torch.empty(exact.shape))
+        return float((total - exact).square().sum(1).mean())
 
-def _best(codec: FeatureInt, bits: int, rows: Tensor, exact: Tensor) -> tuple[float, float]:
-    """Descend from the usual clip, because the error has one minimum over the grid. Static ranges are not clipped."""
-    errors: dict[int, float] = {}
-
-    def error(i: int) -> float:
-        if i not in errors:
-            each = codec.like(bits=bits, clip=GRID[i])
-            payloads = [each.part(rank).encode(part) for rank, part in enumerate(rows)]
-            total = each.sum(payloads, out=torch.empty(exact.shape))
-            errors[i] = float((total - exact).square().sum(1).mean())
-        return errors[i]
-
-    at = GRID.index(CLIPS[bits] if codec.gain == "token" else 1.0)
-    for step in (-1, 1) if codec.gain == "token" else ():
-        while 0 <= at + step < len(GRID) and error(at + step) < error(at):
-            at += step
-    return GRID[at], error(at)
+    for bits in WIDTHS:
+        # Descend from the usual clip: the error has one minimum over the grid. Static ranges are not clipped.
+        at = GRID.index(CLIPS[bits] if codec.gain == "token" else 1.0)
+        for step in (-1, 1) if codec.gain == "token" else ():
+            while 0 <= at + step < len(GRID) and error(bits, at + step) < error(bits, at):
+                at += step
+        curve[bits] = GRID[at], error(bits, at)
+    return curve
 
 
 def spend(
@@ -489,14 +473,14 @@ def spend(
         return effects[name] * curves[name][bits][1] / (curves[name][4][1] or 1.0)
 
     while True:
-        best: tuple[float, str, int] | None = None
-        for name, bits in chosen.items():
-            for more in WIDTHS[WIDTHS.index(bits) + 1 :]:
-                cost = costs[name][more] - costs[name][bits]
-                gain = (error(name, bits) - error(name, more)) / cost
-                if spent + cost <= budget and gain > 0 and (best is None or gain > best[0]):
-                    best = gain, name, more
-        if best is None:
+        offers = [
+            ((error(name, bits) - error(name, more)) / (costs[name][more] - costs[name][bits]), name, more)
+            for name, bits in chosen.items()
+            for more in WIDTHS[WIDTHS.index(bits) + 1 :]
+            if spent + costs[name][more] - costs[name][bits] <= budget
+        ]
+        gain, name, more = max(offers, key=operator.itemgetter(0), default=(0.0, "", 0))
+        if gain <= 0:
             return chosen
-        spent += costs[best[1]][best[2]] - costs[best[1]][chosen[best[1]]]
-        chosen[best[1]] = best[2]
+        spent += costs[name][more] - costs[name][chosen[name]]
+        chosen[name] = more

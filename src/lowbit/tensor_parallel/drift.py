@@ -120,7 +120,8 @@ class Drift:
             error = relative_error(watched.codec.part(rank), rows)
             sums = torch.stack([good.double(), error, 1 - good.double()])
             watched.sums[rank] = watched.sums[rank] + sums if rank in watched.sums else sums
-        self._warn(layer, watched)
+        if not watched.warned:
+            self._warn(layer, watched)
 
     def report(self, group: dist.ProcessGroup | None = None) -> DriftReport:
         """Return the samples of this process; with a group, those of all its ranks, each of which must call this."""
@@ -134,8 +135,6 @@ class Drift:
         return DriftReport(threshold=self.threshold, rows=tuple(mine))
 
     def _warn(self, layer: str, watched: _Watched) -> None:
-        if watched.warned:
-            return
         rows = self._rows(layer, watched)
         if any(row.bad for row in rows):
             watched.warned = True

@@ -51,7 +51,11 @@ def identity(model: nn.Module, layers: Mapping[str, ModelSum], stages: dist.Proc
         model: a module; its config counts if it has one. layers: its sums by name.
         stages: ranks that hold the other layers of a model that is cut into stages; all of them must call this.
     """
-    description, config = _describe(model), text_config(model)
+    description, config = type(model).__name__, text_config(model)
+    if config is not None:
+        sizes = {key: getattr(config, key, None) for key in _SIZES}
+        kind = str(sizes.pop("model_type") or description)
+        description = ", ".join([kind, *(f"{key} {n}" for key, n in sizes.items() if n is not None)])
     formulas = json.dumps({key: getattr(config, key, None) for key in _FORMULAS}, sort_keys=True, default=str)
     names, held = set(layers), _gathered(_checksums(model), layers)
     for others, theirs in () if stages is None else gather_json([list(layers), held], stages):
@@ -61,15 +65,6 @@ def identity(model: nn.Module, layers: Mapping[str, ModelSum], stages: dist.Proc
     for name, checksums in sorted(held.items()):
         digest.update(f"/{name}/{checksums}".encode())
     return f"{description} [{digest.hexdigest()[:16]}]"
-
-
-def _describe(model: nn.Module) -> str:
-    config = text_config(model)
-    if config is None:
-        return type(model).__name__
-    sizes = {key: getattr(config, key, None) for key in _SIZES}
-    kind = str(sizes.pop("model_type") or type(model).__name__)
-    return ", ".join([kind, *(f"{key} {n}" for key, n in sizes.items() if n is not None)])
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -86,23 +81,21 @@ def _parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _checksums(model: nn.Module) -> Sums:
     """Return sums of the bits of each parameter, or of this rank's part, weighted by position in each dimension.
 
-    Computed in int16, whose sums are ten times as fast on CPUs as wider ones.
+    Floats are rounded to bfloat16. Computed in int16, whose sums are ten times as fast on CPUs as wider ones. Each
+    position has an odd weight, so that any change shows; sums of parts add up, modulo 2^16.
     """
     checksums: Sums = {}
     for name, parameter in _parameters(model):
         part, positions = _part(parameter)
-        bits = _bits(part.reshape(-1, 1) if part.dim() < 2 else part)
+        x = part.reshape(-1, 1) if part.dim() < 2 else part
+        bits = x.to(torch.bfloat16).contiguous().view(torch.int16) if x.is_floating_point() else x.to(torch.int16)
         sums = []
         for dim in range(bits.dim()):
-            others = [d for d in range(bits.dim()) if d != dim]
-            sums.append(_weighted(bits.sum(others, dtype=torch.int16), positions.get(dim)))
+            total = bits.sum([d for d in range(bits.dim()) if d != dim], dtype=torch.int16)
+            at = positions.get(dim, torch.arange(len(total))).to(total.device) % _MODULUS
+            sums.append(int((total.long() * (at * _EVEN + 1)).sum()) % _MODULUS)
         checksums[name] = (list(parameter.shape), part.shape != parameter.shape, sums)
     return checksums
-
-
-def _bits(x: Tensor) -> Tensor:
-    """Return the bits of floats rounded to bfloat16, or of integers modulo 2^16."""
-    return x.to(torch.bfloat16).contiguous().view(torch.int16) if x.is_floating_point() else x.to(torch.int16)
 
 
 def _part(parameter: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
@@ -118,14 +111,7 @@ def _part(parameter: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
     return parameter.to_local(), positions
 
 
-def _weighted(sums: Tensor, positions: Tensor | None) -> int:
-    """Add up with an odd weight for each position, so that any change shows; sums of parts add up, modulo 2^16."""
-    at = torch.arange(len(sums)) if positions is None else positions
-    return int((sums.long() * ((at.to(sums.device) % _MODULUS) * _EVEN + 1)).sum()) % _MODULUS
-
-
 def _gathered(mine: Sums, layers: Mapping[str, ModelSum]) -> dict[str, str]:
-    """Return shapes and checksums of whole parameters, from the parts of all ranks."""
     group = next(iter(layers.values())).group
     parts: list[Any] = [mine] if group is None else gather_json(mine, group)
     whole: dict[str, str] = {}

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -21,10 +22,8 @@ from torch.distributed.tensor import DTensor
 from lowbit.codecs import Cast, GroupInt
 from lowbit.codecs.base import Summable
 from lowbit.collectives.reduce import check_flat
-from lowbit.tensor_parallel import op
-from lowbit.tensor_parallel.plan import shards
-from lowbit.tensor_parallel.reduce import check_inference, sum_in_process, sum_over_ranks
-from lowbit.tensor_parallel.rowwise import LAYER_SUM, Installed, LayerSum, local, own_input
+from lowbit.tensor_parallel.reduce import sum_in_process, sum_over_ranks
+from lowbit.tensor_parallel.rowwise import Installed, LayerSum, register, row_forward, tp_linear
 from lowbit.tensor_parallel.sums import ModelSum, mark
 
 _ROWS = 64  # rows of the message whose bits are counted
@@ -152,20 +151,7 @@ class InputGather:
 
     def __post_init__(self) -> None:
         self.slices = Slices(codec=self.codec, width=self.layer.in_features, world=self.sums.ranks)
-        self.number = op.register(self)
-
-    def real_forward(self, whole: Tensor, rank: int) -> Callable[[Tensor], Tensor]:
-        """Make the layer's forward on a real rank that keeps its `whole` weight."""
-        sums, layer = self.sums, self.layer
-
-        def forward(x: Tensor) -> Tensor:
-            check_inference(sums.name, x, layer.weight)
-            weight = local(layer.weight)
-            x = own_input(x, layer, weight, sums.ranks, rank)
-            total = op.tp_linear(x, weight, whole, self.number, sums.group_name)
-            return total if layer.bias is None else total + local(layer.bias)
-
-        return forward
+        self.number = register(self)
 
     def linear(self, x: Tensor, weight: Tensor, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
         """Return the layer's output without bias, of x (..., E / W), weight (F, E / W) and whole (F, E)."""
@@ -182,28 +168,19 @@ class InputGather:
             sums.watch(sums.name, [F.linear(x, weight)], total)
         return total
 
-    def emulated_forward(self) -> Callable[[Tensor], Tensor]:
-        """Make the forward of a whole layer that does what `linear` does on the ranks."""
-        sums, layer = self.sums, self.layer
-
-        def forward(x: Tensor) -> Tensor:
-            check_inference(sums.name, x, layer.weight)
-            parts, weights = shards(x, sums.ranks, -1), shards(layer.weight, sums.ranks, 1)
-            pairs = [(part.contiguous(), own.contiguous()) for part, own in zip(parts, weights, strict=True)]
-            if self._stays(parts[0]):
-                total = sums([F.linear(part, own) for part, own in pairs])
-            else:
-                full = [self._placed(part, rank) for rank, (part, _) in enumerate(pairs)]
-                sums.traffic.take(full[0], sums.ranks, self.slices, "one_shot")
-                total = F.linear(sum_in_process(full, self.slices, "one_shot"), layer.weight)
-                if sums.watch is not None:
-                    sums.watch(sums.name, [F.linear(part, own) for part, own in pairs], total)
-            return total if layer.bias is None else total + layer.bias
-
-        return forward
+    def emulated(self, parts: Sequence[Tensor], columns: Sequence[Tensor]) -> Tensor:
+        """Return what `linear` returns on ranks that have these parts of the input and these columns of the weight."""
+        sums = self.sums
+        if self._stays(parts[0]):
+            return sums(list(map(F.linear, parts, columns)))
+        full = [self._placed(part, rank) for rank, part in enumerate(parts)]
+        sums.traffic.take(full[0], sums.ranks, self.slices, "one_shot")
+        total = F.linear(sum_in_process(full, self.slices, "one_shot"), self.layer.weight)
+        if sums.watch is not None:
+            sums.watch(sums.name, list(map(F.linear, parts, columns)), total)
+        return total
 
     def _stays(self, x: Tensor) -> bool:
-        """Whether the sum for these inputs is left uncoded."""
         partial = torch.empty((*x.shape[:-1], self.sums.width), dtype=x.dtype, device="meta")
         return self.sums.settings.choice(partial, self.sums.ranks, self.sums.codec) == "plain"
 
@@ -223,15 +200,9 @@ def send_inputs(
         layer = summed.module
         if layer_sum.name in inputs and isinstance(layer, nn.Linear) and isinstance(layer.weight, DTensor):
             gather = InputGather(sums=layer_sum, layer=layer, codec=inputs[layer_sum.name])
-            forward = gather.real_forward(layer.weight.full_tensor().detach(), dist.get_rank(group))
-            setattr(forward, LAYER_SUM, layer_sum)
-            installed.replace(layer, mark(forward, summed))
+            product = partial(_product, gather, layer.weight.full_tensor().detach())
+            installed.replace(layer, mark(row_forward(layer, layer_sum, group, product), summed))
 
 
-def emulate_inputs(emulation: Installed, modules: Mapping[str, nn.Module], inputs: Mapping[str, Summable]) -> None:
-    """Let layers of emulated ranks send their inputs in these formats."""
-    for layer_sum in emulation.sums:
-        layer = modules[layer_sum.name]
-        if layer_sum.name in inputs and isinstance(layer, nn.Linear):
-            gather = InputGather(sums=layer_sum, layer=layer, codec=inputs[layer_sum.name])
-            emulation.replace(layer, gather.emulated_forward())
+def _product(gather: InputGather, whole: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    return tp_linear(x, weight, whole, gather.number, gather.sums.group_name)

@@ -1,15 +1,18 @@
-"""Derives which layers of a model tensor parallelism cuts, and how, from the model's own plan."""
+"""Derives from a model's own plan which layers and parameters tensor parallelism cuts, and how."""
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import itertools
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 COLUMN = ("colwise", "colwise_rep", "colwise_gather_output")
 GATHERED = ("colwise_rep", "colwise_gather_output")
@@ -26,6 +29,8 @@ _EXACT = (
     "embedding_colwise", "replicated_with_grad_allreduce", "replicate", "local_params", "mla_kv_a_proj",
 )  # fmt: skip
 """Styles that do not change results, not even in the last bit."""
+
+_ON_RANKS = " (quantized layers: calibrate and run them on real ranks, as Transformers shards them)"
 
 _BERT = {
     **{f"*encoder.layer.*.attention.self.{name}": "colwise" for name in ("query", "key", "value")},
@@ -78,12 +83,21 @@ def plan_of(model: nn.Module, plan: Plan | None = None) -> dict[str, tuple[nn.Mo
     planned: dict[str, tuple[nn.Module, str]] = {}
     for name, module in model.named_modules():
         style = style_of(name, rules)
-        if style is None:
-            _check_parameters(name, module, rules)
+        for key, _ in module.named_parameters(prefix=name, recurse=False) if style is None else ():
+            if (cut := style_of(key, rules)) not in (None, *_EXACT):
+                raise ValueError(
+                    f"{key} has the style {cut!r}, but {name} ({type(module).__name__}) has none that defines its "
+                    f"output; allowed: {', '.join((*EXPERTS, 'local_params'))}"
+                )
         if style is None or style in _EXACT:
             continue
         if style in COLUMN or is_row(style):
-            check_linear(name, module)
+            if type(module) is not nn.Linear:
+                kind = type(module).__name__
+                raise ValueError(f"{name} is {kind}; allowed for tensor parallelism here: torch.nn.Linear{_ON_RANKS}")
+            if is_quantized(module.weight):
+                kind = type(module.weight.data).__name__
+                raise ValueError(f"{name} has quantized weights ({kind}); allowed in a whole model: floats{_ON_RANKS}")
         elif style not in (*EXPERTS, EMBEDDING):
             known = ", ".join((*COLUMN, *ROW, *ROW_OF_WHOLE_INPUT, *EXPERTS, EMBEDDING, *_EXACT))
             raise ValueError(f"{name} has the style {style!r}; allowed: {known}")
@@ -97,37 +111,12 @@ def plan_of(model: nn.Module, plan: Plan | None = None) -> dict[str, tuple[nn.Mo
     return planned
 
 
-def _check_parameters(name: str, module: nn.Module, rules: Plan) -> None:
-    """Raise ValueError if a module without a style has parameters that the plan cuts: its output is unknown."""
-    for key, _ in module.named_parameters(prefix=name, recurse=False):
-        style = style_of(key, rules)
-        if style not in (None, *_EXACT):
-            raise ValueError(
-                f"{key} has the style {style!r}, but {name} ({type(module).__name__}) has none that defines its "
-                f"output; allowed: {', '.join((*EXPERTS, 'local_params'))}"
-            )
-
-
 def style_of(name: str, rules: Plan) -> str | None:
     """Return the style of a module or parameter from the rule with its name, else from the first that matches."""
     generic = re.sub(r"\.\d+(?=\.|$)", ".*", name)
     if generic in rules:
         return rules[generic]
     return next((style for rule, style in rules.items() if fnmatch.fnmatchcase(name, rule)), None)
-
-
-def check_linear(name: str, module: nn.Module) -> None:
-    """Raise ValueError unless a module is a `Linear` whose weight can be cut here."""
-    if type(module) is not nn.Linear:
-        raise ValueError(
-            f"{name} is {type(module).__name__}; allowed for tensor parallelism here: torch.nn.Linear{_ON_RANKS}"
-        )
-    if is_quantized(module.weight):
-        kind = type(module.weight.data).__name__
-        raise ValueError(f"{name} has quantized weights ({kind}); allowed in a whole model: floats{_ON_RANKS}")
-
-
-_ON_RANKS = " (quantized layers: calibrate and run them on real ranks, as Transformers shards them)"
 
 
 def is_quantized(weight: Tensor) -> bool:
@@ -168,9 +157,149 @@ def check_heads(model: nn.Module, ranks: int, planned: Mapping[str, tuple[nn.Mod
             raise ValueError(f"ranks is {ranks} and the model has {key} {heads}; allowed: a divisor of it")
 
 
+def local(x: Tensor) -> Tensor:
+    """Return this rank's part of a `DTensor`, any other tensor as it is."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
 def shards(x: Tensor, ranks: int, dim: int) -> list[Tensor]:
     """Cut a tensor as `DTensor` does: equal parts, but the last ones may be smaller or empty."""
     size = x.shape[dim]
     length = -(-size // ranks) if size else 0
     starts = [min(rank * length, size) for rank in range(ranks + 1)]
     return [x.narrow(dim, a, b - a) for a, b in itertools.pairwise(starts)]
+
+
+BIAS = "down_proj_bias"
+"""Biases of the experts' last product. Only the first rank may add them, or the sum would contain them repeatedly."""
+
+
+class Cut(NamedTuple):
+    """How a parameter is divided among the ranks: each of `blocks` blocks of a dimension into equal parts."""
+
+    dim: int
+    blocks: int = 1
+
+    def placement(self) -> Placement:
+        return Shard(self.dim) if self.blocks == 1 else _StridedShard(self.dim, split_factor=self.blocks)
+
+    def parts(self, x: Tensor, ranks: int) -> list[Tensor]:
+        """Return the ranks' parts of a tensor, in memory of their own."""
+        blocks = [block.chunk(ranks, self.dim) for block in x.chunk(self.blocks, self.dim)]
+        return [torch.cat([block[rank] for block in blocks], self.dim).clone() for rank in range(ranks)]
+
+
+def cuts_of(name: str, module: nn.Module, rules: Plan, ranks: int) -> dict[str, Cut]:
+    """Return how the module's own parameters are cut, by parameter name; those that all ranks hold whole are absent."""
+    cuts: dict[str, Cut] = {}
+    for key, parameter in module.named_parameters(recurse=False):
+        style = style_of(f"{name}.{key}", rules)
+        if style is None:
+            continue
+        dims = parameter.dim()
+        outputs = max(dims - 2, 0)
+        known = {  # as Transformers cuts; None: not at all
+            "colwise": Cut(outputs),
+            "rowwise": Cut(dims - 1),
+            "packed_colwise": Cut(outputs, 1 if dims == 1 else 2),
+            "packed_rowwise": None if dims == 1 else Cut(dims - 1, 2),
+            "grouped_gemm": Cut(0),
+            "replicate": None,
+        }
+        if style not in known:
+            raise ValueError(f"{name}.{key} has the style {style!r}; allowed for a parameter: {', '.join(known)}")
+        if (cut := known[style]) is None:
+            continue
+        size = parameter.shape[cut.dim]
+        if size % (ranks * cut.blocks):
+            raise ValueError(
+                f"{name}.{key} has size {size} and is cut over {ranks} ranks; allowed: a multiple of "
+                f"{ranks * cut.blocks}"
+            )
+        cuts[key] = cut
+    return cuts
+
+
+def check_experts(name: str, module: nn.Module, style: str) -> None:
+    """Raise ValueError if the ranks' outputs are not partial sums."""
+    if getattr(module, "has_post_expert_norm", False):
+        raise ValueError(
+            f"{name} ({type(module).__name__}, style {style!r}) normalizes each expert's output, so that the outputs "
+            "of the ranks are not partial sums; allowed: experts without a norm of their outputs"
+        )
+
+
+def width_of(model: nn.Module, module: nn.Module) -> int:
+    """Return the number of features of a module's output."""
+    for owner, key in ((module, "out_features"), (module, "hidden_dim"), (module, "hidden_size")):
+        if isinstance(width := getattr(owner, key, None), int):
+            return width
+    return int(text_config(model).hidden_size)
+
+
+@contextlib.contextmanager
+def parameters_of_rank(module: nn.Module, parts: Mapping[str, Tensor]) -> Iterator[None]:
+    """Let a module compute with these instead of its own parameters, for this block."""
+    own = {name: module._parameters[name] for name in parts}
+    module._parameters.update(parts)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        module._parameters.update(own)
+
+
+@contextlib.contextmanager
+def bias_of_first_rank(module: nn.Module, rank: int) -> Iterator[None]:
+    """Let the experts' last bias be zero on all ranks except the first, for this block, if the ranks hold it whole."""
+    bias = module._parameters.get(BIAS)
+    whole = bias is not None and not (isinstance(bias, DTensor) and any(hasattr(p, "dim") for p in bias.placements))
+    if bias is None or not whole or rank == 0:
+        yield
+        return
+    with parameters_of_rank(module, {BIAS: torch.zeros_like(local(bias))}):
+        yield
+
+
+@contextlib.contextmanager
+def experts_of_rank(module: nn.Module, count: int) -> Iterator[None]:
+    """Let an expert layer compute with this many experts, for this block, as Transformers sets it on a rank."""
+    before = {key: getattr(module, key) for key in ("num_experts", "_is_expert_parallel") if hasattr(module, key)}
+    module.num_experts, module._is_expert_parallel = count, True  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for key, value in before.items():
+            setattr(module, key, value)
+
+
+def routes_of_rank(top_k_index: Tensor, top_k_weights: Tensor, count: int, rank: int) -> tuple[Tensor, Tensor]:
+    """Return indices and weights of one rank's experts; those of other ranks get the index `count` and weight 0."""
+    elsewhere = torch.div(top_k_index, count, rounding_mode="floor") != rank
+    return torch.where(elsewhere, count, top_k_index % count), top_k_weights.masked_fill(elsewhere, 0.0)
+
+
+def partial_on_rank(module: nn.Module, style: str, rank: int) -> Callable[..., Tensor]:
+    """Make a forward that computes with this rank's parts of a module's parameters, which are `DTensor`s.
+
+    Other modules than experts compute by their own forward: rank 0 leaves biases as they are.
+    """
+    own = module.forward
+
+    def partial(*args: Any, **kwargs: Any) -> Tensor:
+        with parameters_of_rank(module, {name: local(p) for name, p in module.named_parameters(recurse=False)}):
+            return compute(module, own, style, rank, args, kwargs)
+
+    return partial
+
+
+def compute(
+    module: nn.Module, own: Any, style: str, rank: int, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Tensor:
+    """Return the partial sum of experts, by their own forward, when their parameters are those of a rank."""
+    if style != "ep_dispatch_experts":
+        with bias_of_first_rank(module, rank):
+            return own(*args, **kwargs)
+    x, index, weights = args
+    count = len(next(module.parameters(recurse=False)))
+    with experts_of_rank(module, count):
+        return own(x, *routes_of_rank(index, weights, count, rank))

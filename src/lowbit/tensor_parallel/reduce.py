@@ -1,10 +1,17 @@
-"""Sums over ranks, in few bits if that is faster: on real ranks, and bit-identical in one process."""
+"""How sums travel over ranks: settings, measured thresholds, and the sums themselves, also in one process."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import logging
+import statistics
+import time
+import weakref
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from functools import cache, cached_property
 from typing import Literal
 
 import torch
@@ -18,10 +25,74 @@ from lowbit.collectives.algorithms import CHUNK, Shards, choose, one_shot, two_s
 from lowbit.collectives.calls import TIMEOUT
 from lowbit.collectives.exchange import CollectiveExchange, Marks, Scratch
 from lowbit.collectives.reduce import check_summable
-from lowbit.tensor_parallel.thresholds import Choice, Thresholds, kind_of
 from lowbit.wire import pytorch
 from lowbit.wire.checksum import Checksums, check_checksums
+from lowbit.wire.messages import gather_json
 from lowbit.wire.pytorch import rank_names
+
+_log = logging.getLogger("lowbit.tensor_parallel")
+
+Choice = Literal["plain", "one_shot", "two_shot"]
+"""How a sum is computed: by the engine's own all-reduce in the model's dtype, or coded by one of two algorithms."""
+Steps = tuple[tuple[int, Choice], ...]
+"""Numbers of rows, ascending, and the choice from each of them on. With fewer rows than the first: "plain"."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Thresholds:
+    """Measurements of one link, and the choices that follow from them; the same on all ranks.
+
+    `low_bit_` measures them unless `SumSettings.small` is a number or earlier thresholds:
+
+        installed = low_bit_(model, calibration)
+        ...
+        low_bit_(another, calibration, settings=SumSettings(small=installed.thresholds))
+
+    Args:
+        ranks: of the group. steps: by kind of sum (features, dtype, whole bits of the format).
+        milliseconds: by kind, measured number of rows and choice: the slowest rank's median.
+        mbit: rate of the engine's all-reduce at the largest size, in 10^6 bits per second. date: in UTC.
+    """
+
+    ranks: int
+    steps: Mapping[str, Steps]
+    milliseconds: Mapping[str, Mapping[str, Mapping[str, float]]]
+    mbit: float
+    date: str
+
+    @cached_property
+    def least(self) -> int:
+        """The fewest rows from which on sums of any kind are coded; 0 if none is."""
+        return min((steps[0][0] for steps in self.steps.values() if steps), default=0)
+
+    def choice(self, kind: str, rows: int) -> Choice:
+        """Return the choice for a sum of `rows` rows: "plain" for an unmeasured kind, which is logged once."""
+        if kind not in self.steps:
+            _warn_unmeasured(kind, ", ".join(self.steps))
+            return "plain"
+        steps = self.steps[kind]
+        index = bisect_right([least for least, _ in steps], rows)
+        return steps[index - 1][1] if index else "plain"
+
+    def __str__(self) -> str:
+        coded = {kind: [f"{name} from {rows} rows" for rows, name in steps] for kind, steps in self.steps.items()}
+        parts = [f"{kind}: {', '.join(choices) or 'never coded'}" for kind, choices in coded.items()]
+        return f"{'; '.join(parts)} ({self.ranks} ranks, {self.mbit:.0f} Mbit/s, {self.date})"
+
+
+def kind_of(width: int, dtype: torch.dtype, codec: Codec) -> str:
+    """Name the kind of a sum: everything but its rows on which its time depends."""
+    bits = codec.bits_per_element((64, width))
+    return f"{width} features, {str(dtype).removeprefix('torch.')}, {bits:.0f} bits"
+
+
+@cache
+def _warn_unmeasured(kind: str, measured: str) -> None:
+    _log.warning(
+        "sums of %s are not coded: thresholds were measured for %s; give the model its dtype before low_bit_, or a "
+        "number as small", kind, measured,
+    )  # fmt: skip
+
 
 SMALL = 1 << 15
 """With emulated ranks, where no link can be measured, sums of fewer elements stay in the model's dtype."""
@@ -224,3 +295,127 @@ def check_inference(name: str, x: Tensor, weight: Tensor | None = None) -> None:
             f"{name} is cut over ranks for inference only, and gradients are on; allowed: calls under "
             "torch.no_grad() or torch.inference_mode()"
         )
+
+
+ROWS = 1, 8, 32, 128, 512, 2048
+"""Numbers of rows that are measured. Sums with another number of rows use the result of the next smaller one."""
+_TURNS, _FEWER, _LONG = 5, 3, 0.5  # turns after an untimed one; fewer after sizes that took `_LONG` seconds
+_GAIN = 0.97  # a coded sum must take at most this share of the engine's time in three of four turns
+_SECONDS = 4.0  # limit for all kinds: larger sums are not measured once it is used up
+
+Times = dict[int, dict[Choice, list[float]]]
+"""Seconds of the slowest rank in each turn, by rows and choice."""
+
+
+@dataclass(frozen=True)
+class SumSample:
+    """A kind of sum to measure; `codec` is that of any layer with these sizes."""
+
+    width: int
+    dtype: torch.dtype
+    device: torch.device
+    codec: Codec
+
+
+_measured: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, str, bool], tuple[Times, str]]]
+_measured = weakref.WeakKeyDictionary()
+
+
+def measured(
+    samples: Sequence[SumSample], group: dist.ProcessGroup, settings: SumSettings, *, anew: bool = False
+) -> SumSettings:
+    """Return settings with thresholds instead of `small="auto"`; all ranks must call this.
+
+    Earlier measurements on this group are used again, unless `anew`.
+    """
+    kinds = {kind_of(sample.width, sample.dtype, sample.codec): sample for sample in samples}
+    if isinstance(given := settings.small, Thresholds):
+        missing = [kind for kind in kinds if kind not in given.steps]
+        if missing or given.ranks != dist.get_world_size(group):
+            raise ValueError(
+                f"thresholds are for {given.ranks} ranks and {', '.join(given.steps)}; allowed: for "
+                f"{dist.get_world_size(group)} ranks and {', '.join(kinds)}"
+            )
+        return settings
+    if settings.small != "auto" or dist.get_world_size(group) == 1 or not kinds:
+        return settings
+    cache = _measured.setdefault(group, {})
+    for kind, sample in kinds.items():
+        key = kind, settings.algorithm, settings.checksums
+        if anew or key not in cache:
+            cache[key] = _times(sample, group, settings, _SECONDS / len(kinds))
+    results = {kind: cache[kind, settings.algorithm, settings.checksums] for kind in kinds}
+    times = {kind: times for kind, (times, _) in results.items()}
+    milliseconds = {
+        kind: {
+            str(rows): {name: round(1e3 * statistics.median(turns), 3) for name, turns in by_choice.items()}
+            for rows, by_choice in by_rows.items()
+        }
+        for kind, by_rows in times.items()
+    }
+    ranks, (kind, sample) = dist.get_world_size(group), next(iter(kinds.items()))
+    rows = max(times[kind])
+    nbytes = 2 * (ranks - 1) / ranks * rows * sample.width * sample.dtype.itemsize
+    thresholds = Thresholds(
+        ranks=ranks, steps={kind: steps_of(by_rows) for kind, by_rows in times.items()}, milliseconds=milliseconds,
+        mbit=round(8e-6 * nbytes / statistics.median(times[kind][rows]["plain"]), 1),
+        date=max(date for _, date in results.values()),
+    )  # fmt: skip
+    if dist.get_rank(group) == 0:
+        _log.info("all-reduces of partial sums: %s", thresholds)
+    return replace(settings, small=thresholds)
+
+
+def _times(sample: SumSample, group: dist.ProcessGroup, settings: SumSettings, seconds: float) -> tuple[Times, str]:
+    """Time all choices in turn on sums of more and more rows; return times and the date, the same on all ranks."""
+    # On two ranks two_shot sends the same bytes as one_shot and codes twice.
+    several: tuple[Choice, ...] = ("one_shot",) if dist.get_world_size(group) == 2 else ("one_shot", "two_shot")
+    competing: tuple[Choice, ...] = ("plain", *(several if settings.algorithm == "auto" else (settings.algorithm,)))
+    times = Times()
+    spent = last = 0.0
+    date: str = gather_json(datetime.now(UTC).strftime("%Y-%m-%d %H:%M"), group, timeout=settings.timeout)[0]
+    for rows in ROWS:
+        turns = _FEWER if last > _LONG else _TURNS
+        x = torch.zeros(rows, sample.width, dtype=sample.dtype, device=sample.device)
+        mine = [[_turn(x, sample.codec, c, group, settings) for c in competing] for _ in range(1 + turns)]
+        by_rank: list[list[list[float]]] = gather_json(mine, group, timeout=settings.timeout)
+        slowest = [[max(one) for one in zip(*turn, strict=True)] for turn in zip(*by_rank, strict=True)]
+        times[rows] = {c: [turn[i] for turn in slowest[1:]] for i, c in enumerate(competing)}
+        last = sum(map(sum, slowest[1:]))  # the first calls of a process take seconds
+        spent += last
+        if spent + 3 * last > seconds:
+            break
+    return times, date
+
+
+@torch.no_grad()
+def _turn(x: torch.Tensor, codec: Codec, choice: Choice, group: dist.ProcessGroup, settings: SumSettings) -> float:
+    """Return the seconds of one sum, which all ranks begin together."""
+    pytorch.finish(pytorch.total(x.new_zeros(1), group), group, settings.timeout)
+    wait = torch.cuda.synchronize if x.device.type == "cuda" else lambda device: None
+    wait(x.device)
+    start = time.perf_counter()
+    sum_over_ranks(x, codec, group, choice, settings)
+    wait(x.device)
+    return time.perf_counter() - start
+
+
+def steps_of(times: Times) -> Steps:
+    """Return the numbers of rows from which on each choice is used.
+
+    A sum is coded from the first number of rows at which few bits are faster beyond the noise, there and at every
+    larger measured size.
+    """
+    steps: list[tuple[int, Choice]] = []
+    for rows in sorted(times, reverse=True):
+        medians: dict[float, Choice] = {
+            statistics.median(turns): choice for choice, turns in times[rows].items() if choice != "plain"
+        }
+        best = medians[min(medians)]
+        ratios = sorted(a / b for a, b in zip(times[rows][best], times[rows]["plain"], strict=True))
+        if ratios[3 * (len(ratios) - 1) // 4] > _GAIN:
+            break
+        if steps and steps[-1][1] == best:
+            steps.pop()
+        steps.append((rows, best))
+    return tuple(reversed(steps))

@@ -1,7 +1,9 @@
-"""Row-wise layers on real ranks: a matrix product with this rank's columns, and a sum over the ranks in few bits."""
+"""Sums of layers on real ranks: operators that are opaque to graphs, and forwards that add up in few bits."""
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,41 +13,122 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import RowwiseParallel
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor import DTensor, Shard
 
 from lowbit.codecs.base import Codec
-from lowbit.collectives import agree
-from lowbit.tensor_parallel import op
 from lowbit.tensor_parallel.drift import Drift
-from lowbit.tensor_parallel.measure import SumSample, measured
-from lowbit.tensor_parallel.plan import is_cut_by_input, shards
+from lowbit.tensor_parallel.plan import local, shards
 from lowbit.tensor_parallel.reduce import (
+    Choice,
+    SumSample,
     SumSettings,
+    Thresholds,
     Traffic,
     check_codec,
     check_inference,
+    measured,
     sum_in_process,
     sum_over_ranks,
 )
 from lowbit.tensor_parallel.sums import ModelSum, mark
-from lowbit.tensor_parallel.thresholds import Choice, Thresholds
+from lowbit.wire import pytorch
+
+_boundaries: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""`LayerSum`s, `InputGather`s, and functions of `counting`, by number."""
+_numbers = itertools.count()
+
+
+def register(boundary: object) -> int:
+    """Return the number under which operators know a boundary for as long as it lives."""
+    number = next(_numbers)
+    _boundaries[number] = boundary
+    return number
+
+
+@torch.library.custom_op("lowbit::tp_all_reduce_", mutates_args=("x",))
+def tp_all_reduce_(x: Tensor, boundary: int, group: str) -> None:
+    """Replace a partial sum by that of all ranks, coded where that is faster. For inference.
+
+    Args:
+        x: (..., E), contiguous. boundary: the `number` of a `LayerSum`. group: name of the process group.
+    """
+    _boundaries[boundary].reduce_(x, _group(group))
+
+
+@torch.library.custom_op("lowbit::tp_linear", mutates_args=())
+def tp_linear(x: Tensor, weight: Tensor, whole: Tensor, boundary: int, group: str) -> Tensor:
+    """Return the whole output of a row-wise layer: `InputGather.linear`. For inference."""
+    return _boundaries[boundary].linear(x, weight, whole, _group(group))
+
+
+@tp_linear.register_fake
+def _(x: Tensor, weight: Tensor, whole: Tensor, boundary: int, group: str) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+@torch.library.custom_op("lowbit::tp_all_gather", mutates_args=())
+def tp_all_gather(x: Tensor, group: str, timeout: float) -> Tensor:
+    """Return the `x` of all ranks, (ranks, *x.shape), in the dtype of `x`: each rank sends (ranks - 1) times its bytes.
+
+    `timeout`: seconds, as in `SumSettings`.
+    """
+    process_group = _group(group)
+    parts = x.new_empty((process_group.size(), *x.shape))
+    work = pytorch.gather(parts.view(-1), x.contiguous().view(-1), process_group, async_op=True)
+    pytorch.finish(work, process_group, timeout)
+    return parts
+
+
+@tp_all_gather.register_fake
+def _(x: Tensor, group: str, timeout: float) -> Tensor:
+    return x.new_empty((_group(group).size(), *x.shape))
+
+
+@torch.library.custom_op("lowbit::tp_count", mutates_args=("y",))
+def _tp_count(y: Tensor, counter: int) -> None:
+    """Count `y`, which is not changed, but declared as changed so that compiled graphs keep the call."""
+    _boundaries[counter](y)
+
+
+def counting(own: Callable[..., Tensor], traffic: Traffic, ranks: int, *, gathers: bool) -> Callable[..., Tensor]:
+    """Make a forward that counts the output of another one, such as that of an embedding cut by the vocabulary.
+
+    `gathers`: the ranks' outputs are gathered; otherwise they are added up.
+    """
+
+    def count(y: Tensor) -> None:
+        nbytes = y.numel() * y.element_size()
+        if gathers:
+            traffic.other_bytes += nbytes // ranks
+        else:
+            traffic.plain += y.numel()
+            traffic.plain_bytes += nbytes
+
+    number = register(count)
+
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        y = own(*args, **kwargs)
+        if ranks > 1:
+            _tp_count(y, number) if torch.compiler.is_compiling() else count(y)
+        return y
+
+    return forward
+
+
+def _group(name: str) -> dist.ProcessGroup:
+    return dist.distributed_c10d._resolve_process_group(name)  # pyright: ignore
+
 
 LAYER_SUM = "lowbit_sum"  # attribute of a forward: its `LayerSum`
-_GUARD = "lowbit_guard"  # attribute of a module: a `_NoCopy`
 
 Watch = Callable[[str, Sequence[Tensor], Tensor], None]
 """A callback with the name of a layer, the partial sums in this process (its own, or those of all emulated ranks), and
 their sum over all ranks."""
 
 
-class _NoCopy:
-    """Prevents copies of a module whose forward is replaced: a copy would compute with the original's weights."""
-
-    def __deepcopy__(self, memo: object) -> Self:
-        raise RuntimeError("a model with low-bit sums cannot be copied; allowed: a copy before, or after remove()")
+def _no_copy(memo: object) -> None:
+    """Prevent copies of a module whose forward is replaced: a copy would compute with the original's weights."""
+    raise RuntimeError("a model with low-bit sums cannot be copied; allowed: a copy before, or after remove()")
 
 
 class Installed:
@@ -64,8 +147,8 @@ class Installed:
 
     def replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         """Give a module another forward."""
-        self._before.append((module, {name: module.__dict__.get(name) for name in ("forward", _GUARD)}))
-        module.__dict__ |= {"forward": forward, _GUARD: _NoCopy()}
+        self._before.append((module, {name: module.__dict__.get(name) for name in ("forward", "__deepcopy__")}))
+        module.__dict__ |= {"forward": forward, "__deepcopy__": _no_copy}
 
     @property
     def thresholds(self) -> Thresholds | None:
@@ -142,7 +225,7 @@ class LayerSum:
             sum_in_process([row] * self.ranks, self.codec, "two_shot")
         if self.group is not None:
             self.group_name = self.group.group_name
-        self.number = op.register(self)
+        self.number = register(self)
 
     def __call__(self, partials: Sequence[Tensor]) -> Tensor:
         """Return the sum over all ranks, of this rank's partial sum, which it overwrites, or of all emulated ranks'."""
@@ -150,7 +233,7 @@ class LayerSum:
             partial = partials[0]
             check_inference(self.name, partial)
             if torch.compiler.is_compiling():
-                op.tp_all_reduce_(partial, self.number, self.group_name)
+                tp_all_reduce_(partial, self.number, self.group_name)
             else:  # without the operator, which takes tens of microseconds more
                 self.reduce_(partial, self.group)
             return partial
@@ -216,7 +299,7 @@ def install(
     for name, summed in sums.items():
         installed.replace(summed.module, sum_forward(summed, layer_sums[name]))
     for module, gathers in counted:
-        installed.replace(module, op.counting(module.forward, installed.traffic, ranks, gathers=gathers))
+        installed.replace(module, counting(module.forward, installed.traffic, ranks, gathers=gathers))
     return installed
 
 
@@ -239,112 +322,27 @@ def sum_forward(summed: ModelSum, layer_sum: LayerSum) -> Callable[..., Tensor]:
     return mark(forward, summed)
 
 
-def row_forward(layer: nn.Linear, layer_sum: LayerSum, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
-    """Make a forward for a row-wise layer that maps its rank's part of the input, or all of it, to the whole output."""
+def row_forward(
+    layer: nn.Linear,
+    layer_sum: LayerSum,
+    group: dist.ProcessGroup,
+    product: Callable[[Tensor, Tensor], Tensor] | None = None,
+) -> Callable[[Tensor], Tensor]:
+    """Make a forward for a row-wise layer that maps its rank's part of the input, or all of it, to the whole output.
+
+    `product`: computes the whole product from the rank's parts of input and weight; None: `layer_sum` adds them up.
+    """
     ranks, rank = layer_sum.ranks, dist.get_rank(group)
 
     def forward(x: Tensor) -> Tensor:
         check_inference(layer_sum.name, x, layer.weight)
         weight = local(layer.weight)
-        total = layer_sum([F.linear(own_input(x, layer, weight, ranks, rank), weight)])
+        if isinstance(x, DTensor):
+            x = x.redistribute(placements=[Shard(-1)]).to_local()
+        elif x.shape[-1] == layer.in_features != weight.shape[1]:
+            x = shards(x, ranks, -1)[rank].contiguous()
+        total = layer_sum([F.linear(x, weight)]) if product is None else product(x, weight)
         return total if layer.bias is None else total + local(layer.bias)
 
     setattr(forward, LAYER_SUM, layer_sum)
     return forward
-
-
-def own_input(x: Tensor, layer: nn.Linear, weight: Tensor, ranks: int, rank: int) -> Tensor:
-    """Return the part of a row-wise layer's input that belongs to this rank, given this part or the whole input."""
-    if isinstance(x, DTensor):
-        return x.redistribute(placements=[Shard(-1)]).to_local()
-    if x.shape[-1] == layer.in_features != weight.shape[1]:
-        return shards(x, ranks, -1)[rank].contiguous()
-    return x
-
-
-def local(x: Tensor) -> Tensor:
-    """Return this rank's part of a `DTensor`, any other tensor as it is."""
-    return x.to_local() if isinstance(x, DTensor) else x
-
-
-class LowBitRowwiseParallel(RowwiseParallel):
-    """A `RowwiseParallel` for `parallelize_module` whose partial sums are added up in few bits. For inference.
-
-    The weight is cut by inputs and the bias kept whole, as by PyTorch's style. Of n values of b bits (4.1875 with
-    `FeatureInt` and E // 64 outliers) each of W ranks sends (W - 1) n b / 8 bytes with one_shot and
-    2 (W - 1) / W n b / 8 with two_shot; results are bit-identical on all ranks. Sums that `settings.small` leaves
-    uncoded are added up by PyTorch's all-reduce in the model's dtype. By default their size is measured when
-    `parallelize_module` meets the first layer of a kind. An `Embedding` is cut and summed by PyTorch's own style: all
-    ranks but one add zeros.
-
-    Args:
-        codec: format of the layer's partial sums: `calibration.codec(name)`, or `GroupInt`; see also `low_bit_styles`.
-        settings: how they are added up.
-        input_layouts: `Shard(-1)` (default) or `Replicate()`.
-        output_layouts: `Replicate()` only.
-        use_local_output: return a plain tensor instead of a `DTensor`.
-        drift: watches at run time whether the calibrated ranges hold.
-        name: of the layer, in reports and errors; each style that shares a `drift` needs its own.
-
-    Raises:
-        ValueError: another layout; in `parallelize_module` a module other than `Linear`, or of another width.
-        AgreementError: in `parallelize_module`, if codecs or settings differ between ranks; the same text on all.
-    """
-
-    def __init__(
-        self,
-        codec: Codec,
-        *,
-        settings: SumSettings | None = None,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-        drift: Drift | None = None,
-        name: str = "this module",
-    ) -> None:
-        if output_layouts not in (None, Replicate()):
-            raise ValueError(f"output_layouts is {output_layouts}; allowed: Replicate()")
-        if input_layouts not in (None, Shard(-1), Replicate()):
-            raise ValueError(f"input_layouts is {input_layouts}; allowed: Shard(-1), Replicate()")
-        super().__init__(input_layouts=input_layouts, use_local_output=use_local_output)
-        check_codec("codec", codec)
-        self.codec, self.settings = codec, settings or SumSettings()
-        self.drift, self.name = drift, name
-        self.agreed = False
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if isinstance(module, nn.Embedding):
-            return super()._apply(module, device_mesh)
-        if type(module) is not nn.Linear:
-            raise ValueError(
-                f"LowBitRowwiseParallel is for row-wise parallel modules; {self.name} is {type(module).__name__}; "
-                "allowed: torch.nn.Linear and torch.nn.Embedding"
-            )
-        group = device_mesh.get_group()
-        check_codec(self.name, self.codec, module.out_features, device_mesh.size())
-        if not self.agreed:
-            facts = {
-                "codec": f"{type(self.codec).__name__} [{self.codec.fingerprint()}]",
-                "codec version": str(self.codec.payload_version),
-                "settings": str(self.settings),
-            }
-            agree(group, facts, self.settings.timeout, topic="tensor parallel")
-        self._partition_linear_fn(self.name, module, device_mesh)
-        assert is_cut_by_input(module)
-        weight = local(module.weight)
-        sample = SumSample(module.out_features, weight.dtype, weight.device, self.codec)
-        layer_sum = LayerSum(
-            name=self.name, width=module.out_features, device=weight.device, codec=self.codec,
-            settings=measured([sample], group, self.settings), ranks=device_mesh.size(), group=group, drift=self.drift,
-        )  # fmt: skip
-        forward = row_forward(module, layer_sum, group)
-
-        def wrapped(x: Tensor) -> Tensor:
-            total = forward(x)
-            if self.use_local_output:
-                return total
-            return DTensor.from_local(total, device_mesh, [Replicate()], run_check=False)
-
-        setattr(wrapped, LAYER_SUM, layer_sum)
-        module.__dict__["forward"] = wrapped
-        return module

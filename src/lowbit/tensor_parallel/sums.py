@@ -12,16 +12,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from lowbit.tensor_parallel.experts import bias_of_first_rank, check_experts, routes_of_rank, width_of
 from lowbit.tensor_parallel.plan import (
     COLUMN,
     EMBEDDING,
     GATHERED,
     Plan,
+    bias_of_first_rank,
+    check_experts,
     is_cut_by_input,
     is_quantized,
     is_sum,
+    local,
     plan_of,
+    routes_of_rank,
+    width_of,
 )
 
 SUM = "lowbit_model_sum"
@@ -97,10 +101,11 @@ def real_sums(model: nn.Module) -> dict[str, ModelSum]:
             sums[name] = ModelSum(name=name, module=module, style="rowwise", width=module.out_features, group=group)
         elif installed is None:
             _check_known(name, module)
-        elif (parts := partial_sum(installed)) is not None:
+        elif installed.kind in SUMS:
+            partial, finish = _parts_of(installed)
             sums[name] = ModelSum(
                 name=name, module=module, style=installed.kind, width=width_of(model, module), group=installed.group,
-                partial=parts[0], finish=parts[1],
+                partial=partial, finish=finish,
             )  # fmt: skip
     return sums
 
@@ -186,7 +191,7 @@ class Style:
 
     Args:
         name, module: of the module. kind: one of `SUMS`, or "embedding", "column", "gather", "whole".
-        style: the object. mesh: the ranks. own: the module's forward without the style. state: the rest of its closure.
+        style: the object. mesh: the ranks. own: the module's forward without the style.
     """
 
     name: str
@@ -195,15 +200,10 @@ class Style:
     style: Any
     mesh: Any
     own: Callable[..., Any]
-    state: dict[str, Any]
 
     @property
     def group(self) -> dist.ProcessGroup:
         return self.mesh.get_group() if self.mesh.ndim == 1 else self.mesh.get_group("tp")
-
-
-Parts = tuple[Callable[..., Tensor], Callable[[Tensor], Tensor] | None]
-"""The two parts of a forward: what a rank computes before the sum, and what follows the sum."""
 
 
 def style_on(name: str, module: nn.Module) -> Style | None:
@@ -216,7 +216,7 @@ def style_on(name: str, module: nn.Module) -> Style | None:
     kind = type(style).__name__ if style is not None else forward.__qualname__.partition(".")[0]
     role = _KINDS.get(kind)
     if role == "whole":
-        return Style(name=name, module=module, kind=role, style=style, mesh=mesh, own=forward, state=state)
+        return Style(name=name, module=module, kind=role, style=style, mesh=mesh, own=forward)
     own = state.get("original_forward", state.get("implementation"))
     if style is None or role is None or mesh is None or own is None:
         raise ValueError(
@@ -226,56 +226,37 @@ def style_on(name: str, module: nn.Module) -> Style | None:
     layout = getattr(style, "output_layouts", None)
     if (role == "column" and isinstance(layout, Replicate)) or (role == "embedding" and style.shard_dim != 0):
         role = "gather"
-    return Style(name=name, module=module, kind=role, style=style, mesh=mesh, own=own, state=state)
+    return Style(name=name, module=module, kind=role, style=style, mesh=mesh, own=own)
 
 
-def partial_sum(style: Style) -> Parts | None:
-    """Return a module's forward on a rank without the style's all-reduce; None if it sends no sum to be coded."""
-    if style.kind == "rowwise":
-        return _linear_parts(style)
-    if style.kind in ("moe_tp_experts", "all_reduce"):
-        check_experts(style.name, style.module, style.kind)
-        return (_without_all_reduce(style), None)
-    if style.kind == "ep_dispatch_experts":
-        check_experts(style.name, style.module, style.kind)
-        return _dispatched(style)
-    return None
-
-
-def _without_all_reduce(style: Style) -> Callable[..., Tensor]:
+def _parts_of(style: Style) -> tuple[Callable[..., Tensor], Callable[[Tensor], Tensor] | None]:
+    """Return the two parts of a forward: what a rank computes before the style's all-reduce, and what follows it."""
     module, mesh, rank = style.module, style.mesh, dist.get_rank(style.group)
 
     def partial(*args: Any, **kwargs: Any) -> Tensor:
         args, kwargs = style.style.transform_inputs_pre_forward(module, args, kwargs, mesh)
         with style.style.context_around_forward(module, mesh), bias_of_first_rank(module, rank):
-            y = style.own(*args, **kwargs)
-        return y.to_local() if isinstance(y, DTensor) else y
+            return local(style.own(*args, **kwargs))
 
-    return partial
+    def finish(total: Tensor) -> Tensor:
+        bias = module._parameters.get("bias")
+        return total if bias is None else total + local(bias)
 
-
-def _linear_parts(style: Style) -> Parts:
-    """Return the parts of a row-wise layer without a `DTensor` of floats, which Transformers runs on local tensors."""
-    module = style.module
+    if style.kind != "rowwise":
+        check_experts(style.name, module, style.kind)
+        return (_dispatched(style) if style.kind == "ep_dispatch_experts" else partial), None
     with torch.no_grad():
-        local = style.style.should_use_local_tensors(module)
-    if not local or not isinstance(style.style.output_layouts, Replicate):
+        on_local_tensors = style.style.should_use_local_tensors(module)
+    if not on_local_tensors or not isinstance(style.style.output_layouts, Replicate):
         raise ValueError(
             f"{style.name} ({type(module).__name__}) is row-wise parallel, and its output is not a partial sum on each "
             "rank; allowed: layers that Transformers runs on local tensors, with a whole output on each rank"
         )
-
-    def finish(total: Tensor) -> Tensor:
-        bias = module._parameters.get("bias")
-        if bias is None:
-            return total
-        return total + (bias.to_local() if isinstance(bias, DTensor) else bias)
-
-    return (_without_all_reduce(style), finish)
+    return partial, finish
 
 
-def _dispatched(style: Style) -> Parts:
-    """Return the parts of a layer with whole experts on each rank: a sum if all ranks compute with the same tokens."""
+def _dispatched(style: Style) -> Callable[..., Tensor]:
+    """Make the forward of a layer with whole experts on each rank: a sum if all ranks have the same tokens."""
     implementation = style.own
     if getattr(implementation, "megamoe", None) is None:
         implementation = getattr(implementation, "all_reduce", None) or implementation
@@ -288,9 +269,9 @@ def _dispatched(style: Style) -> Parts:
     count, rank = implementation.num_local_experts, implementation.ep_mesh.get_local_rank()
 
     def partial(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        x, weights = (t.to_local() if isinstance(t, DTensor) else t for t in (hidden_states, top_k_weights))
+        x, weights = local(hidden_states), local(top_k_weights)
         with style.style.context_around_forward(style.module, style.mesh):
             y = implementation.experts_forward(x, *routes_of_rank(top_k_index, weights, count, rank))
         return y.to(x.dtype)
 
-    return (partial, None)
+    return partial

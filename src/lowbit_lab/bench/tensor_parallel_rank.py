@@ -13,11 +13,8 @@ from torch.nn import functional
 from lowbit.codecs import Codec
 from lowbit.collectives import all_reduce
 from lowbit.tensor_parallel import Installed, SumSettings, calibrate, low_bit_, tensor_parallel_
-from lowbit.tensor_parallel.measure import SumSample, measured
-from lowbit.tensor_parallel.plan import is_cut_by_input
-from lowbit.tensor_parallel.reduce import sum_over_ranks
-from lowbit.tensor_parallel.rowwise import local
-from lowbit.tensor_parallel.thresholds import Choice
+from lowbit.tensor_parallel.plan import is_cut_by_input, local
+from lowbit.tensor_parallel.reduce import Choice, SumSample, measured, sum_over_ranks
 from lowbit.train.config import ModelConfig
 from lowbit.train.model import build_model, vocabulary
 from lowbit.wire.pytorch import default_group

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 from lowbit_lab.evaluate.settings import CalibrationConfig, EvaluationConfig
 
 if TYPE_CHECKING:
+    from lowbit_lab.evaluate.loading import Sequences
     from lowbit_lab.evaluate.score import Score, perplexity
-    from lowbit_lab.evaluate.text import Sequences
 
 __all__ = ["CalibrationConfig", "EvaluationConfig", "Score", "Sequences", "perplexity"]
 
-_LATER = {"Score": "score", "perplexity": "score", "Sequences": "text"}
+_LATER = {"Score": "score", "perplexity": "score", "Sequences": "loading"}
 
 
 def __getattr__(name: str) -> Any:

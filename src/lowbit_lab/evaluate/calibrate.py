@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowbit.codecs import parse
-from lowbit.codecs.base import Summable
 from lowbit.collectives import agree
 from lowbit.collectives.reduce import check_summable
 from lowbit.config import ConfigError
 from lowbit.job.process_group import world
 from lowbit.report import check_output
 from lowbit.tensor_parallel import Calibration, calibrate
-from lowbit_lab.evaluate import loading, text
+from lowbit_lab.evaluate import loading
 from lowbit_lab.evaluate.settings import CalibrationConfig
 
 if TYPE_CHECKING:
@@ -50,17 +49,17 @@ def measure(settings: CalibrationConfig) -> list[dict[str, Any]]:
     return [_row(calibration, name) for name in calibration.ranges]
 
 
-def read(settings: CalibrationConfig) -> text.Sequences:
+def read(settings: CalibrationConfig) -> loading.Sequences:
     """Read the text that sequences are drawn from; ConfigError if it is missing or shorter than one sequence."""
     encoder = loading.model_kind(settings.model) != loading.CAUSAL
-    sequences, _ = text.read(settings, encoder=encoder)
+    sequences, _ = loading.read_text(settings, encoder=encoder)
     sequences.draw(1, settings.seed)
     return sequences
 
 
 def make(
     model: PreTrainedModel,
-    sequences: text.Sequences,
+    sequences: loading.Sequences,
     settings: CalibrationConfig,
     *,
     start: Calibration | None = None,
@@ -73,7 +72,9 @@ def make(
     if start is not None and not settings.features:
         k = start.settings.get("k")
     gain = settings.gain or (start.gain if start is not None else "token")
-    inputs = _inputs(settings, start)
+    inputs = check_summable(parse(settings.inputs)) if settings.inputs else None
+    if start is not None and not settings.inputs:
+        inputs = next(iter(start.inputs_codecs().values()), None)
     bits = start.settings.get("bits") if start is not None and settings.bits is None else settings.bits
     description = (
         f"{len(drawn)} of {settings.length} tokens from {sequences.source}, seed {settings.seed}, "
@@ -93,14 +94,6 @@ def make(
             start=start,
             progress=progress,
         )
-
-
-def _inputs(settings: CalibrationConfig, start: Calibration | None) -> Summable | None:
-    """Return the requested format of inputs, or that of the calibration to continue."""
-    if settings.inputs:
-        return check_summable(parse(settings.inputs))
-    earlier = start.inputs_codecs() if start is not None else {}
-    return next(iter(earlier.values()), None)
 
 
 def _row(calibration: Calibration, layer: str) -> dict[str, Any]:

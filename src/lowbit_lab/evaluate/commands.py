@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import math
 import os
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,8 +14,6 @@ from lowbit.terminal import console
 from lowbit_lab.charts import Bars, Heights
 from lowbit_lab.charts.style import recommended, title_of
 from lowbit_lab.evaluate.settings import BASELINE, CalibrationConfig, EvaluationConfig
-
-_SHOWN = 4  # features in the table of a calibration
 
 
 def _calibrate(settings: Any, earlier: Sequence[Row]) -> Iterator[Sequence[Row]]:
@@ -24,7 +24,7 @@ def _evaluate(settings: Any, earlier: Sequence[Row]) -> Iterator[Sequence[Row]]:
     """Evaluate; on a terminal, also print each row while others are still being measured."""
     screen = console(stderr=True)
     shown = screen.is_terminal and os.environ.get("RANK", "0") == "0"
-    for rows in importlib.import_module("lowbit_lab.evaluate.run").measure(settings):
+    for rows in importlib.import_module("lowbit_lab.evaluate.run").Evaluation(settings).rows():
         if shown:
             row = compare(rows, EVALUATE.baselines)[-1]
             screen.print(_line(row))
@@ -32,7 +32,6 @@ def _evaluate(settings: Any, earlier: Sequence[Row]) -> Iterator[Sequence[Row]]:
 
 
 def _line(row: Row) -> str:
-    """Describe the results of one case in one line."""
     shown = {
         "perplexity": "perplexity {:.4f}", "kept": "kept {:.2%}", "nearest": "nearest neighbour kept {:.1%}",
         "nearest_10": "10 nearest {:.1%}", "same_tokens": "tokens equal {:.1%}",
@@ -46,14 +45,6 @@ def _ranges_title(rows: Sequence[Row]) -> str:
     bits = sum(row["bits_per_value"] * row["width"] for row in rows) / sum(row["width"] for row in rows)
     published = ", as published: no gain for each token" if rows[0].get("gain") == "static" else ""
     return f"Ranges of partial sums; {bits:.4f} bits per value{published}"
-
-
-def _kind(row: Row) -> str:
-    return importlib.import_module("lowbit_lab.evaluate.errors").kind_of(row["layer"])
-
-
-def _few(features: Sequence[int]) -> str:
-    return ", ".join(map(str, features[:_SHOWN])) + (", ..." if len(features) > _SHOWN else "")
 
 
 CALIBRATE = Command(
@@ -74,13 +65,14 @@ CALIBRATE = Command(
                 Column("largest", "range_largest", "{:.3g}"),
                 Column("over\nmedian", lambda row: row["range_largest"] / row["range_median"], "{:.1f}"),
                 Column("in\nbf16", "k"),
-                Column("which", "features", _few),
+                Column("which", lambda row: ", ".join(map(str, row["features"][:4])) + ", ..." * (row["k"] > 4)),
             ),
         ),
     ),
     charts=(
         Heights(
-            panel=_kind, values=lambda row: [value / row["range_median"] for value in row["aggregated"]],
+            panel=lambda row: kind_of(row["layer"]),
+            values=lambda row: [value / row["range_median"] for value in row["aggregated"]],
             marks="features", x_label="feature", y_label="layer", label="range over the layer's median",
         ),
     ),
@@ -88,8 +80,8 @@ CALIBRATE = Command(
 )  # fmt: skip
 
 
-def _parallel(rows: Sequence[Row]) -> Sequence[Row]:
-    return [row for row in rows if row["tp"] > 1]
+def _parallel(rows: Sequence[Row], field: str) -> Sequence[Row]:
+    return [row for row in rows if row["tp"] > 1 and row.get(field) is not None]
 
 
 def _ranks(row: Row) -> str:
@@ -99,19 +91,19 @@ def _ranks(row: Row) -> str:
 def _with(field: str) -> Callable[[Sequence[Row]], Sequence[Row]]:
     """Select the rows that measured this; drop the shares of coded values if all were coded."""
 
-    def rows_with(rows: Sequence[Row]) -> Sequence[Row]:
+    def select(rows: Sequence[Row]) -> Sequence[Row]:
         rows = [row for row in rows if row.get(field) is not None]
         everything = all(row["coded"] in (None, 1) for row in rows)
         return [{**row, "coded": None} for row in rows] if everything else rows
 
-    return rows_with
+    return select
 
 
 def _title(measured: str) -> Callable[[Sequence[Row]], str]:
     """Make titles that state the measure with values of the rows, the model, and whether its ranks are real."""
 
     def title(rows: Sequence[Row]) -> str:
-        first, formats = rows[0], [row for row in _parallel(rows) if row["format"] != BASELINE]
+        first, formats = rows[0], [row for row in _parallel(rows, "format") if row["format"] != BASELINE]
         what = measured.format(**first)
         nothing = "; NOTHING WAS CODED" if formats and all(row["coded"] == 0 for row in formats) else ""
         return f"{what}: {first['model']}, {'real' if first['real'] else 'emulated'} ranks{nothing}"
@@ -119,15 +111,24 @@ def _title(measured: str) -> Callable[[Sequence[Row]], str]:
     return title
 
 
+def kind_of(layer: str) -> str:
+    """Return `mlp.down_proj` for model.layers.3.mlp.down_proj."""
+    parts = layer.split(".")
+    numbers = [i for i, part in enumerate(parts) if part.isdecimal()]
+    return ".".join(parts[numbers[-1] + 1 :] if numbers else parts)
+
+
 def _layer_columns(rows: Sequence[Row]) -> list[Column]:
-    kinds = importlib.import_module("lowbit_lab.evaluate.errors").by_kind
-    names = dict.fromkeys(name for row in rows for name in kinds(row["layers"]))
-    columns = [
-        Column(name.replace(".", "\n"), lambda row, name=name: kinds(row["layers"]).get(name), "{:.2%}")
-        for name in names
-    ]
+    """Make a column for each kind of layer: the root mean square of the errors of its layers."""
+
+    def error_of(row: Row, kind: str) -> float | None:
+        squares = [error**2 for layer, error in row["layers"].items() if kind_of(layer) == kind]
+        return math.sqrt(statistics.fmean(squares)) if squares else None
+
+    kinds = dict.fromkeys(kind_of(layer) for row in rows for layer in row["layers"])
     return [
-        *_CASE, *columns,
+        *_CASE,
+        *(Column(kind.replace(".", "\n"), lambda row, kind=kind: error_of(row, kind), "{:.2%}") for kind in kinds),
         Column("worst\nboundary", lambda row: max(row["layers"].values(), default=None), "{:.2%}"),
         Column("each token\nalike", "token_error", "{:.2%}"),
     ]  # fmt: skip
@@ -135,7 +136,7 @@ def _layer_columns(rows: Sequence[Row]) -> list[Column]:
 
 def _with_errors(rows: Sequence[Row]) -> Sequence[Row]:
     """Return rows with the error of sums, and names of bars: the format, and the algorithm if there are several."""
-    rows = [row for row in _parallel(rows) if row["sum_error"] is not None]
+    rows = _parallel(rows, "sum_error")
     several = len({(row["tp"], row["format"]) for row in rows}) < len(rows)
     names = [" ".join(filter(None, (row["format"], row["algorithm"] if several else None))) for row in rows]
     return [{**row, "bar": name} for row, name in zip(rows, names, strict=True)]
@@ -251,7 +252,7 @@ EVALUATE = Command(
         Bars(
             title=_finding("kept", "{:.2%} of the perplexity of {}", "Perplexity with low-bit sums"),
             subtitle="Perplexity of BF16 over that of the format, minus 100 %.",
-            rows=lambda rows: [row for row in _parallel(rows) if row["kept"] is not None],
+            rows=lambda rows: _parallel(rows, "kept"),
             group=_ranks, series="format", y=lambda row: 100 * (row["kept"] - 1),
             show=lambda row: f"{round(row['kept'] - 1, 4) + 0.0:+.2%}",
             label="perplexity kept, difference to BF16 in %",
@@ -261,7 +262,7 @@ EVALUATE = Command(
                 "nearest_10", "{:.1%} of the 10 nearest neighbours of {}", "Nearest neighbours with low-bit sums"
             ),
             subtitle="10 nearest neighbours that are the same as in the first row.",
-            rows=lambda rows: [row for row in _parallel(rows) if row.get("nearest_10") is not None],
+            rows=lambda rows: _parallel(rows, "nearest_10"),
             group=_ranks, series="format", y=lambda row: 100 * row["nearest_10"],
             label="10 nearest neighbours kept, %",
         ),

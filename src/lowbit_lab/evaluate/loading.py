@@ -1,15 +1,20 @@
-"""Load local Hugging Face checkpoints, whole or split over the ranks of a job, and calibrations, for both commands."""
+"""Loads what both commands need: a local checkpoint, whole or on the ranks of a job, text as tokens, calibrations."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import itertools
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from lowbit.config import ConfigError
 from lowbit.job.process_group import joined, world
@@ -17,17 +22,146 @@ from lowbit.tensor_parallel import Calibration, SumSettings, tensor_parallel_
 from lowbit.tensor_parallel.low_bit import load_agreed
 from lowbit.tensor_parallel.plan import ENCODERS
 from lowbit.terminal import console, filtered_again
+from lowbit.train import data as corpus
+from lowbit.train.config import DataConfig
 from lowbit.train.device import choose_autocast, choose_device
-from lowbit.train.pretrained import check_files, load, transformers_config
+from lowbit.train.pretrained import FolderTokenizer, Tokenizer, check_files, load, load_tokenizer, transformers_config
 from lowbit.wire.pytorch import default_group
 from lowbit_lab.evaluate.settings import InferenceConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
+log = logging.getLogger(__name__)
 TIMEOUT = 300.0
 CAUSAL, ENCODER = "causal language model", "encoder"
-log = logging.getLogger(__name__)
+LIBRARY = "Python's standard library"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Sequences:
+    """Windows of a text, back to back. Every token is predicted once, except for the very first without a `begin`.
+
+    Args:
+        tokens: token ids of the whole text, one dimension.
+        length: tokens of a model's input; that of the last window may be shorter.
+        begin: id that every window begins with, if the model expects one (its tokenizer's BOS); None: a window begins
+            with the token before the first that it predicts.
+        end: id that every window of an encoder ends with, in place of its last token.
+        source: name of the text, for messages and files.
+    """
+
+    tokens: np.ndarray
+    length: int
+    begin: int | None = None
+    end: int | None = None
+    source: str = "text"
+
+    def __len__(self) -> int:
+        return -(-self.predicted // self.length)
+
+    @property
+    def predicted(self) -> int:
+        """Number of tokens that are predicted: all, or all but the first."""
+        return max(0, len(self.tokens) - (self.begin is None))
+
+    @property
+    def whole(self) -> int:
+        """Number of windows of full length."""
+        return self.predicted // self.length
+
+    def window(self, index: int) -> tuple[Tensor, Tensor]:
+        """Return inputs and targets: int64, (length,) each; the last window may be shorter."""
+        start = index * self.length
+        both = torch.from_numpy(self.tokens[start : start + self.length + (self.begin is None)].astype(np.int64))
+        if self.begin is None:
+            return both[:-1], both[1:]
+        return torch.cat([torch.tensor([self.begin]), both[:-1]]), both
+
+    def warn_if_fewer(self, count: int) -> None:
+        """Log a warning if there are fewer windows than `count`."""
+        if count > len(self):
+            log.warning(
+                "sequences is %d, and %s has %d of %d tokens: using all of them",
+                count, self.source, len(self), self.length,
+            )  # fmt: skip
+
+    def spread(self, count: int) -> list[int]:
+        """Return the indices of `count` windows, evenly spread over the text; all if `count` is 0 or too large."""
+        if not count or count >= len(self):
+            return list(range(len(self)))
+        return [i * len(self) // count for i in range(count)]
+
+    def batches(self, indices: list[int], size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield inputs and targets of these windows, (up to `size`, length) each; a shorter window comes alone."""
+        full, shorter = [i for i in indices if i < self.whole], [[i] for i in indices if i >= self.whole]
+        for group in [*(full[i : i + size] for i in range(0, len(full), size)), *shorter]:
+            inputs, targets = zip(*map(self.window, group), strict=True)
+            yield torch.stack(inputs), torch.stack(targets)
+
+    def draw(self, count: int, seed: int) -> list[Tensor]:
+        """Return up to `count` different full windows in an order that depends on the seed: int64, (length,) each.
+
+        Raises:
+            ConfigError: the text is shorter than one window.
+        """
+        if not self.whole:
+            raise ConfigError(
+                f"{self.source} has {len(self.tokens)} tokens; allowed: at least one sequence of {self.length} "
+                f"({self.length + (self.begin is None)} tokens)"
+            )
+        generator = torch.Generator().manual_seed(seed)
+        order = torch.randperm(self.whole, generator=generator)[:count]
+        return [self.sequence(i) for i in order.tolist()]
+
+    def sequence(self, index: int) -> Tensor:
+        """Return a window as a model reads it, with its `end`: int64, (length,)."""
+        inputs, _ = self.window(index)
+        return inputs if self.end is None else torch.cat([inputs[:-1], torch.tensor([self.end])])
+
+    def fingerprint(self) -> str:
+        """Return 16 hexadecimal digits of the tokens, whatever the length of the windows."""
+        digest = hashlib.sha256(str(self.begin).encode())
+        digest.update(np.ascontiguousarray(self.tokens, np.int64).data)
+        return digest.hexdigest()[:16]
+
+
+def read_text(
+    settings: InferenceConfig, *, held_out: bool = False, encoder: bool = False
+) -> tuple[Sequences, Tokenizer]:
+    """Read the text of the settings; also return its tokenizer.
+
+    Args:
+        held_out: take the end of the standard library that `lowbit train` holds out, not the rest.
+        encoder: the model reads a text between two special tokens.
+    """
+    tokenizer = load_tokenizer(settings.tokenizer or settings.model, key="tokenizer")
+    tokens = corpus.encode_documents(documents(settings, held_out=held_out), tokenizer)
+    source = ", ".join(settings.text) or LIBRARY
+    if len(tokens) < 2:
+        raise ConfigError(f"{source} has {len(tokens)} tokens; allowed: at least 2")
+    ends: Any = None, None  # the ids that the tokenizer puts around every text
+    if isinstance(tokenizer, FolderTokenizer):
+        own = tokenizer.hugging_face()
+        around = own("a")["input_ids"]
+        ends = (own.cls_token_id, own.sep_token_id) if encoder else (own.bos_token_id, None)
+        if ends[0] is None or around[:1] != [ends[0]] or (encoder and around[-1:] != [ends[1]]):
+            ends = None, None
+    sequences = Sequences(tokens=tokens, length=settings.length, begin=ends[0], end=ends[1], source=source)
+    return sequences, tokenizer
+
+
+def documents(settings: InferenceConfig, *, held_out: bool = False) -> Iterator[bytes]:
+    """Return the documents of the settings, up to `max_bytes`; of the standard library one part (`held_out`)."""
+    data = DataConfig(text=settings.text, max_bytes=settings.max_bytes)
+    texts: Iterable[bytes] = corpus.documents(data)
+    if not data.text:
+        texts = list(texts)
+        split = corpus.held_out_start(sum(map(len, texts)), data.held_out_share)
+        starts = itertools.accumulate(map(len, texts), initial=0)
+        cuts = [(text, max(split - start, 0)) for text, start in zip(texts, starts, strict=False)]
+        texts = filter(None, (text[cut:] if held_out else text[:cut] for text, cut in cuts))
+    return corpus.capped(texts, data.max_bytes)
 
 
 def prepare(settings: InferenceConfig) -> torch.device:
@@ -66,7 +200,9 @@ def load_model(folder: str, dtype: str, device: torch.device) -> PreTrainedModel
     from transformers import AutoModel, AutoModelForCausalLM
 
     auto: Any = AutoModelForCausalLM if model_kind(folder) == CAUSAL else AutoModel
-    model, missing = load(auto, folder, "model", complete=False, dtype=choose_dtype(dtype, device))
+    # "auto": bfloat16 if the device has instructions for it.
+    kind = choose_autocast("auto", device) or torch.float32 if dtype == "auto" else getattr(torch, dtype)
+    model, missing = load(auto, folder, "model", complete=False, dtype=kind)
     if any(name.startswith("pooler.") for name in missing):  # the pooler is not needed
         model.pooler, missing = None, [name for name in missing if not name.startswith("pooler.")]
     if missing:
@@ -95,13 +231,6 @@ def model_kind(folder: str) -> str:
     return CAUSAL
 
 
-def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the dtype of the computation; "auto": bfloat16 if the device has instructions for it, else float32."""
-    if name == "auto":
-        return choose_autocast("auto", device) or torch.float32
-    return getattr(torch, name)
-
-
 def model_config(folder: str) -> PreTrainedConfig:
     """Return the config of the checkpoint's text model, with the defaults of its architecture."""
     return transformers_config(folder, "model").get_text_config()
@@ -122,11 +251,12 @@ def check_ranks(key: str, ranks: int, folder: str) -> None:
 
 def load_calibrations(files: tuple[str, ...]) -> dict[int, Calibration]:
     """Load calibrations, at most one for each number of ranks, and return them by number (`load_calibration`)."""
-    loaded = [load_calibration(file) for file in files]
-    worlds = [calibration.world for calibration in loaded]
-    if twice := next((world for world in worlds if worlds.count(world) > 1), None):
-        raise ConfigError(f"calibration has two files for {twice} ranks; allowed: one for each number of ranks")
-    return dict(zip(worlds, loaded, strict=True))
+    loaded: dict[int, Calibration] = {}
+    for calibration in map(load_calibration, files):
+        if (ranks := calibration.world) in loaded:
+            raise ConfigError(f"calibration has two files for {ranks} ranks; allowed: one for each number of ranks")
+        loaded[ranks] = calibration
+    return loaded
 
 
 def load_calibration(path: str | Path) -> Calibration:

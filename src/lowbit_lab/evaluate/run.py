@@ -24,10 +24,18 @@ from lowbit.tensor_parallel import (
 )
 from lowbit.tensor_parallel.reduce import SMALL
 from lowbit.wire.messages import gather_json
-from lowbit_lab.evaluate import calibrate, loading, neighbours, text
-from lowbit_lab.evaluate.choices import Metric
-from lowbit_lab.evaluate.errors import SumErrors, root_mean_square
-from lowbit_lab.evaluate.score import Reference, generate, perplexity, same_tokens
+from lowbit_lab.evaluate import calibrate, loading
+from lowbit_lab.evaluate.score import (
+    NEAREST,
+    SumErrors,
+    agreement,
+    embed,
+    generate,
+    perplexity,
+    root_mean_square,
+    same_tokens,
+    sentences,
+)
 from lowbit_lab.evaluate.settings import (
     BASELINE,
     LOW_BIT,
@@ -36,7 +44,7 @@ from lowbit_lab.evaluate.settings import (
     EvaluationConfig,
     default_calibration,
 )
-from lowbit_lab.evaluate.tasks import Tasks
+from lowbit_lab.evaluate.tasks import Metric, Tasks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,32 +53,6 @@ if TYPE_CHECKING:
 CALIBRATED = ("int4", LOW_BIT, STATIC)
 """Formats with calibrated ranges; other names are codecs, whose scales are sent."""
 log = logging.getLogger(__name__)
-
-
-def measure(settings: EvaluationConfig) -> Iterator[list[dict[str, Any]]]:
-    """Measure every format on every number of ranks.
-
-    In one process ranks are emulated (`emulate_tensor_parallel_`); under torchrun the job's ranks are real, and with
-    the same number of threads the figures are the same to the last bit.
-
-    Yields:
-        All rows so far, with `model` (its folder's name), `kind` (of model), `format`, `tp`, `real` (ranks),
-        `algorithm` (of the all-reduce of coded values), `bits_per_value` (of everything sent), `coded` (share of the
-        values; the others belong to small sums, which stay in the model's dtype), `sum_error` (relative root mean
-        square over the layers; for emulated ranks), `token_error` (the same with equal weight for every token),
-        `layers`, `layers_by_token` (the same by layer), `calibration` (its text).
-
-        Models that predict tokens add `perplexity` (NaN if a sum was), `loss`,
-        `tokens`, `logits_error` (relative to the first row: one rank, or on real ranks bf16) and `logits` (digits of
-        the first batch's bits). Encoders add `sentences`, `nearest`, `nearest_10` and `rank_correlation`, compared with
-        the first row (`neighbours.agreement`). `generate` adds `same_tokens`, `tokens_before`, `same_texts`, compared
-        with the first row (`score.same_tokens`). Tasks add `scores` (by task and metric), `scores_error` (their
-        standard errors), `score` (their mean) and, unless nothing was coded, `score_kept` (each over bf16's on the same
-        number of ranks), `score_kept_error` and `scores_kept_error` (standard errors).
-        The command adds `kept` (bf16's perplexity over this one) and `scores_kept` (`score` over bf16's), unless
-        nothing was coded.
-    """
-    return Evaluation(settings).rows()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,26 +73,47 @@ class Evaluation:
 
     def __init__(self, settings: EvaluationConfig) -> None:
         self.settings = settings
-        for name in settings.compared:
-            _check_format(name)
+        self.codecs = {name: _parsed(name) for name in settings.compared if name not in CALIBRATED}
         self.rank, self.ranks = world()
         self.device = loading.prepare(settings)
         self.tps = self._tps()
         self.kind = loading.model_kind(settings.model)
         self.encoder = self.kind != loading.CAUSAL
-        self._check_measures()
-        self.tasks = Tasks(settings)
-        self.sequences, self.tokenizer = text.read(settings, held_out=True, encoder=self.encoder)
-        if settings.task_files:
-            self.tasks.encode(self.tokenizer.hugging_face())
+        asked = {"generate": settings.generate, "task": ", ".join(settings.tasks)}
+        if self.encoder and (key := next((key for key, value in asked.items() if value), None)):
+            raise ConfigError(
+                f"{key} is {asked[key]}; allowed for a causal language model only, and this is: {self.kind}"
+            )
+        self.sequences, self.tokenizer = loading.read_text(settings, held_out=True, encoder=self.encoder)
+        self.tasks = Tasks(settings, self.tokenizer)
         self.sentences = self._sentences() if self.encoder else []
         self.vectors: Tensor | None = None
         self.texts: Tensor | None = None
         self.sums = SumSettings(algorithm=settings.algorithm, small=SMALL if settings.small is None else settings.small)
-        self.reference = Reference()
+        self.reference: list[Tensor] = []
 
     def rows(self) -> Iterator[list[dict[str, Any]]]:
-        """Measure, and yield all rows so far."""
+        """Measure every format on every number of ranks.
+
+        In one process ranks are emulated (`emulate_tensor_parallel_`); under torchrun the job's ranks are real, and
+        with the same number of threads the figures are the same to the last bit.
+
+        Yields:
+            All rows so far, with `model` (its folder's name), `kind` (of model), `format`, `tp`, `real` (ranks),
+            `algorithm` (of the all-reduce of coded values), `bits_per_value` (of everything sent), `coded` (share of
+            the values; the others belong to small sums, which stay in the model's dtype), `sum_error` (relative root
+            mean square over the layers; for emulated ranks), `token_error` (the same with equal weight for every
+            token), `layers`, `layers_by_token` (the same by layer), `calibration` (its text).
+
+            Models that predict tokens add `perplexity` (NaN if a sum was), `loss`, `tokens`, `logits_error` (relative
+            to the first row: one rank, or on real ranks bf16) and `logits` (digits of the first batch's bits). Encoders
+            add `sentences`, `nearest`, `nearest_10` and `rank_correlation`, compared with the first row (`agreement`).
+            `generate` adds `same_tokens`, `tokens_before`, `same_texts`, compared with the first row
+            (`score.same_tokens`). Tasks add `scores` (by task and metric), `scores_error` (their standard errors),
+            `score` (their mean) and, unless nothing was coded, `score_kept` (each over bf16's on the same number of
+            ranks), `score_kept_error` and `scores_kept_error` (standard errors). The command adds `kept` (bf16's
+            perplexity over this one) and `scores_kept` (`score` over bf16's), unless nothing was coded.
+        """
         if self.rank == 0 and not self.encoder:
             self.sequences.warn_if_fewer(self.settings.sequences)
         rows: list[dict[str, Any]] = []
@@ -124,34 +127,25 @@ class Evaluation:
                 rows = [*rows, self._measure(model, case)]
                 yield rows
 
-    def _check_measures(self) -> None:
-        """Raise ConfigError for a measure that this kind of model does not have."""
-        asked = {"generate": self.settings.generate, "task": ", ".join(self.settings.tasks)}
-        for key, value in asked.items():
-            if value and self.encoder:
-                raise ConfigError(
-                    f"{key} is {value}; allowed for a causal language model only, and this is: {self.kind}"
-                )
-
     def _check_calibrations(self, calibrations: Mapping[int, Calibration]) -> None:
         """Raise, before anything is measured, unless the given files suit all ranks and formats."""
         names = [name for name in self.settings.compared if name in CALIBRATED]
-        for tp in self.tps if calibrations and names else ():
-            if tp > 1 and tp not in calibrations:
+        for tp in (tp for tp in self.tps if tp > 1 and calibrations and names):
+            if tp not in calibrations:
                 given = ", ".join(map(str, calibrations))
                 raise CalibrationError(
                     f"calibration is for {given} ranks and tp is {tp}; allowed: a file for each number of ranks"
                 )
-            for name in names if tp > 1 else ():
+            for name in names:
                 _with_features(calibrations[tp], name)
 
     def _sentences(self) -> list[str]:
         wanted = self.settings.sentences
-        chosen = neighbours.sentences(text.documents(self.settings, held_out=True), wanted, self.settings.seed)
-        if len(chosen) < min(wanted, neighbours.NEAREST + 2):
+        chosen = sentences(loading.documents(self.settings, held_out=True), wanted, self.settings.seed)
+        if len(chosen) < min(wanted, NEAREST + 2):
             raise ConfigError(
                 f"{self.sequences.source} has {len(chosen)} sentences of 40 to 400 characters; "
-                f"allowed: at least {neighbours.NEAREST + 2}"
+                f"allowed: at least {NEAREST + 2}"
             )
         if len(chosen) < wanted and self.rank == 0:
             log.warning("sentences is %d, and %s has %d: using all of them", wanted, self.sequences.source, len(chosen))
@@ -169,11 +163,10 @@ class Evaluation:
 
     def _facts(self) -> dict[str, str]:
         """Return facts that must be the same on all ranks."""
-        facts = {key: str(value) for key, value in dataclasses.asdict(self.settings).items()}
-        facts |= {"text": self.sequences.fingerprint(), "tasks": self.tasks.facts()}
-        facts["calibrations"] = str(len(self.settings.calibrations))
         paths = ("model", "calibration_text", "task_folder", "tokenizer")
-        return {key: value for key, value in facts.items() if key not in paths}
+        facts = {key: str(value) for key, value in dataclasses.asdict(self.settings).items() if key not in paths}
+        calibrations = str(len(self.settings.calibrations))
+        return facts | {"text": self.sequences.fingerprint(), "tasks": self.tasks.facts(), "calibrations": calibrations}
 
     def _cases(self, model: PreTrainedModel, calibrations: Mapping[int, Calibration]) -> Iterator[_Case]:
         warned = False
@@ -183,8 +176,8 @@ class Evaluation:
                 continue
             calibration: Calibration | None = None
             for name in self.settings.compared:
-                if name not in CALIBRATED:
-                    yield _Case(format=name, tp=tp, low_bit=parse(name))
+                if name in self.codecs:
+                    yield _Case(format=name, tp=tp, low_bit=self.codecs[name])
                     continue
                 if calibration is None:
                     calibration = self._calibration(model, tp, calibrations)
@@ -203,8 +196,14 @@ class Evaluation:
         if tp in calibrations:
             return calibrations[tp]
         in_folder = default_calibration(settings.model, tp)
-        if not settings.calibration_text and self._all_have(in_folder):
-            return loading.load_calibration(in_folder)
+        if not settings.calibration_text:
+            exists = gather_json(in_folder.exists()) if self.ranks > 1 else [in_folder.exists()]
+            if all(exists):
+                return loading.load_calibration(in_folder)
+            if any(exists):
+                missing = ", ".join(str(rank) for rank, here in enumerate(exists) if not here)
+                where = f"in the model's folder, but not on rank {missing}"
+                raise CalibrationError(f"{in_folder.name} is {where}; allowed: on all ranks or none")
         wanted = CalibrationConfig(
             ranks=tp, text=settings.calibration_text, sequences=settings.calibration_sequences,
             **{name: getattr(settings, name) for name in ("model", "length", "tokenizer", "seed", "max_bytes")},
@@ -212,24 +211,20 @@ class Evaluation:
         if self.rank == 0:
             log.warning(
                 "no calibration for %d ranks is given: making one from %s (lowbit calibrate keeps it)",
-                tp, ", ".join(wanted.text) or text.LIBRARY,
+                tp, ", ".join(wanted.text) or loading.LIBRARY,
             )  # fmt: skip
         return calibrate.make(model, calibrate.read(wanted), wanted)
-
-    def _all_have(self, path: Path) -> bool:
-        """Whether the file exists; the same on all ranks."""
-        exists = gather_json(path.exists()) if self.ranks > 1 else [path.exists()]
-        if len(set(exists)) > 1:
-            missing = ", ".join(str(rank) for rank, here in enumerate(exists) if not here)
-            raise CalibrationError(
-                f"{path.name} is in the model's folder, but not on rank {missing}; allowed: on all ranks or none"
-            )
-        return exists[0]
 
     def _measure(self, model: PreTrainedModel, case: _Case) -> dict[str, Any]:
         settings, errors = self.settings, SumErrors()
         scored: dict[str, Metric] = {}
-        with self._install(model, case, errors) as installed:
+        if case.low_bit is None:
+            installed = Installed()  # one rank: nothing to change
+        elif self.ranks > 1:
+            installed = low_bit_(model, case.low_bit, settings=self.sums)
+        else:
+            installed = emulate_tensor_parallel_(model, case.tp, case.low_bit, settings=self.sums, watch=errors)
+        with installed:
             measured = self._neighbours(model, case) if self.encoder else self._predict(model, case)
             if settings.generate:
                 texts = generate(model, self.sequences, settings.generate, self.device)
@@ -263,7 +258,6 @@ class Evaluation:
         }
 
     def _predict(self, model: PreTrainedModel, case: _Case) -> dict[str, Any]:
-        """Predict next tokens."""
         settings, windows = self.settings, len(self.sequences.spread(self.settings.sequences))
         with loading.progress_bar(str(case), windows) as progress:
             score = perplexity(
@@ -274,38 +268,26 @@ class Evaluation:
             agree(None, {"logits": score.logits, "loss": repr(score.loss)}, topic="outcome")
         if not math.isfinite(score.loss) and self.rank == 0:
             log.warning("%s: the loss is %s: a sum over ranks was NaN or infinite", case, score.loss)
-        fields = ("perplexity", "loss", "tokens", "logits_error", "logits")
-        return {name: getattr(score, name) for name in fields}
+        return {"perplexity": score.perplexity, **vars(score)}
 
     def _neighbours(self, model: PreTrainedModel, case: _Case) -> dict[str, Any]:
-        """Compare the nearest neighbours of sentences with those of the first case."""
         with loading.progress_bar(f"{case}, sentences", len(self.sentences)) as progress:
-            vectors = neighbours.embed(
+            vectors = embed(
                 model, self.tokenizer.hugging_face(), self.sentences, batch=8 * self.settings.batch,
                 device=self.device, progress=progress,
             )  # fmt: skip
         if not bool(vectors.isfinite().all()) and self.rank == 0:
             log.warning("%s: a sentence's vector is NaN or infinite: a sum over ranks was", case)
         self.vectors = vectors if self.vectors is None else self.vectors
-        return {"sentences": len(self.sentences), **neighbours.agreement(self.vectors, vectors)}
-
-    def _install(self, model: PreTrainedModel, case: _Case, errors: SumErrors) -> Installed:
-        """Make the model add up its partial sums in the format of the case."""
-        if case.low_bit is None:
-            return Installed()  # one rank: nothing to change
-        if self.ranks > 1:
-            return low_bit_(model, case.low_bit, settings=self.sums)
-        return emulate_tensor_parallel_(model, case.tp, case.low_bit, settings=self.sums, watch=errors)
+        return {"sentences": len(self.sentences), **agreement(self.vectors, vectors)}
 
 
-def _check_format(name: str) -> None:
-    """Raise ConfigError unless this is the name of a format."""
-    if name not in CALIBRATED:
-        try:
-            parse(name)
-        except ValueError as error:
-            which = "" if name.startswith("feature-int") else f": {error}"  # theirs would ask for a calibration
-            raise ConfigError(f"format is {name!r}; allowed: {', '.join(CALIBRATED)}, or a codec{which}") from error
+def _parsed(name: str) -> Codec:
+    try:
+        return parse(name)
+    except ValueError as error:
+        which = "" if name.startswith("feature-int") else f": {error}"  # theirs would ask for a calibration
+        raise ConfigError(f"format is {name!r}; allowed: {', '.join(CALIBRATED)}, or a codec{which}") from error
 
 
 def _with_features(calibration: Calibration, name: str) -> Calibration:

@@ -155,17 +155,14 @@ class EvaluationConfig(InferenceConfig):
             )
         if self.task_folder and not self.harness_tasks:
             raise ConfigError(f"task-folder is {self.task_folder!r}; allowed: with --task and a name in lm-eval")
-        self._check_tasks()
-        if self.limit and not self.tasks:
-            raise ConfigError(f"limit is {self.limit}; allowed: with --task")
-
-    def _check_tasks(self) -> None:
         named = [task.partition("=")[0] for task in self.tasks]
         for task, name in zip(self.tasks, named, strict=True):
             if "=" in task and (name not in FILE_TASKS or not self.task_files[name]):
                 raise ConfigError(f"task is {task!r}; allowed with a file: NAME=FILE of {', '.join(FILE_TASKS)}")
             if named.count(name) > 1:
                 raise ConfigError(f"task is {', '.join(self.tasks)}; allowed: each task once")
+        if self.limit and not self.tasks:
+            raise ConfigError(f"limit is {self.limit}; allowed: with --task")
 
     @property
     def task_files(self) -> dict[str, str]:

@@ -12,9 +12,8 @@ from lowbit.report import run
 from lowbit.train.pretrained import load_tokenizer
 from lowbit_lab.evaluate import CalibrationConfig, EvaluationConfig, loading
 from lowbit_lab.evaluate.commands import CALIBRATE, EVALUATE
-from lowbit_lab.evaluate.neighbours import agreement, embed
-from lowbit_lab.evaluate.score import same_tokens
-from lowbit_lab.evaluate.text import read
+from lowbit_lab.evaluate.loading import read_text
+from lowbit_lab.evaluate.score import agreement, embed, same_tokens
 from tests.command_line import invoke
 from tests.lab.evaluate.models import TEXT, write_checkpoint
 from tests.processes import Ranks
@@ -103,7 +102,7 @@ def test_a_calibration_of_an_encoder_reads_whole_sequences(folder: Path, tmp_pat
     rows = run(CALIBRATE, settings).rows
     assert len(rows) == 4
     assert output.exists()
-    sequences, _ = read(settings, encoder=True)
+    sequences, _ = read_text(settings, encoder=True)
     assert all(drawn[0] == 2 and drawn[-1] == 3 for drawn in sequences.draw(4, 0))
 
 

@@ -1,16 +1,18 @@
-"""Perplexity against a slow, obvious computation; errors of logits and of sums; NaN is seen."""
+"""Perplexity and errors of sums by hand; windows of a text, of which every token is predicted once."""
 
 import math
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lowbit_lab.evaluate import Sequences, perplexity, score
-from lowbit_lab.evaluate.errors import SumErrors
-from lowbit_lab.evaluate.score import Reference
+from lowbit.config import ConfigError
+from lowbit_lab.evaluate import EvaluationConfig, Sequences, loading, perplexity, score
+from lowbit_lab.evaluate.score import SumErrors
 
 
 class Bigram(nn.Module):
@@ -43,7 +45,7 @@ def test_it_is_that_of_every_token_by_hand(batch: int):
 
 
 def test_logits_are_compared_with_those_of_the_reference():
-    text, reference = some_text(8), Reference()
+    text, reference = some_text(8), []
     first = perplexity(Bigram(), text, reference=reference)
     again = perplexity(Bigram(), text, reference=reference)
     other = perplexity(Bigram(noise=0.1), text, reference=reference)
@@ -59,14 +61,14 @@ def test_logits_are_compared_with_those_of_the_reference():
 
 def test_a_batch_that_is_not_remembered_ends_the_comparison(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(score, "REMEMBERED", 4 * 16 * 8 * 4)  # one batch of three windows, or the last window of four
-    text, reference = some_text(8), Reference()
+    text, reference = some_text(8), []
     perplexity(Bigram(), text, batch=3, reference=reference)
-    assert [len(logits) for logits in reference.batches] == [3]
+    assert [len(logits) for logits in reference] == [3]
     assert perplexity(Bigram(), text, batch=3, reference=reference).logits_error == 0
 
 
 def test_nan_is_seen():
-    model, reference = Bigram(), Reference()
+    model, reference = Bigram(), []
     perplexity(model, some_text(8), reference=reference)
     model.table[3] = math.nan
     result = perplexity(model, some_text(8), reference=reference)
@@ -83,3 +85,73 @@ def test_errors_of_sums_are_those_of_all_calls():
     assert errors.relative() == {"a": pytest.approx((8 / 160) ** 0.5), "b": 0.0}
     assert errors.mean() == pytest.approx((8 / 160 / 2) ** 0.5)
     assert SumErrors().mean() is None
+
+
+def windows_of(count: int, length: int, begin: int | None = None) -> Sequences:
+    return Sequences(tokens=np.arange(count, dtype=np.uint8), length=length, begin=begin)
+
+
+@pytest.mark.parametrize("begin", [None, 200])
+@pytest.mark.parametrize("count", [2, 9, 16, 17, 18, 40])
+def test_every_token_is_predicted_once_from_the_one_before_it(count: int, begin: int | None):
+    windows = windows_of(count, 8, begin)
+    batches = list(windows.batches(windows.spread(0), 2))
+    predicted = torch.cat([targets.flatten() for _, targets in batches])
+    assert sorted(predicted.tolist()) == list(range(0 if begin else 1, count))
+    assert windows.predicted == len(predicted)
+    for inputs, targets in batches:
+        assert inputs.shape == targets.shape
+        assert inputs.shape[1] == 8 or len(inputs) == 1
+        if begin is None:
+            assert (inputs + 1 == targets).all()
+        else:
+            assert (inputs[:, 0] == begin).all()
+            assert (inputs[:, 1:] == targets[:, :-1]).all()
+
+
+def test_windows_are_spread_over_the_text():
+    windows = windows_of(161, 8)
+    assert windows.spread(4) == [0, 5, 10, 15]
+    assert windows.spread(100) == list(range(20))
+
+
+def test_fewer_windows_than_asked_for_are_logged(caplog: pytest.LogCaptureFixture):
+    for count in (0, 20, 21):
+        windows_of(161, 8).warn_if_fewer(count)
+    assert [r.getMessage() for r in caplog.records] == [
+        "sequences is 21, and text has 20 of 8 tokens: using all of them"
+    ]
+
+
+def test_draws_are_different_windows_that_the_seed_decides():
+    windows = windows_of(81, 8)
+    first, again, other = windows.draw(5, 0), windows.draw(5, 0), windows.draw(5, 1)
+    assert [w.tolist() for w in first] == [w.tolist() for w in again]
+    assert [w.tolist() for w in first] != [w.tolist() for w in other]
+    assert len({w[0].item() for w in windows.draw(50, 0)}) == 10
+    assert all(len(w) == 8 and w[0] % 8 == 0 for w in first)
+
+
+def test_text_shorter_than_a_sequence_is_refused():
+    with pytest.raises(ConfigError, match="text has 8 tokens; allowed: at least one sequence of 8"):
+        windows_of(8, 8).draw(1, 0)
+
+
+def test_the_end_of_the_library_is_held_out():
+    settings = EvaluationConfig(model="m", tokenizer="bytes", max_bytes=10**9)
+    rest, held_out = (loading.read_text(settings, held_out=held_out)[0].tokens for held_out in (False, True))
+    assert len(held_out) / (len(rest) + len(held_out)) == pytest.approx(0.05, abs=1e-4)
+    assert rest[-1000:].tobytes() not in held_out.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("setting", "error"),
+    [
+        ({"text": ("nowhere.txt",)}, "'nowhere.txt'"),
+        ({"tokenizer": "nowhere"}, "^tokenizer is 'nowhere'; allowed: bytes, or a folder"),
+        ({"tokenizer": str(Path(__file__).parent)}, "^tokenizer .* cannot be loaded"),
+    ],
+)
+def test_missing_text_and_tokenizers_are_named(setting: dict[str, Any], error: str):
+    with pytest.raises(ConfigError, match=error):
+        loading.read_text(EvaluationConfig(**{"model": "m", "tokenizer": "bytes", **setting}))

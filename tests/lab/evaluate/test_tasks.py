@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from lowbit.config import ConfigError
 from lowbit.report import run
 from lowbit.train.pretrained import ByteTokenizer
-from lowbit_lab.evaluate import EvaluationConfig, choices, task_files
-from lowbit_lab.evaluate.choices import LocalTask, Metric
+from lowbit_lab.evaluate import EvaluationConfig
 from lowbit_lab.evaluate.commands import EVALUATE
 from lowbit_lab.evaluate.settings import FILE_TASKS
+from lowbit_lab.evaluate.tasks import LocalTask, Metric, count_inputs, kept, read_questions, score
 from tests.command_line import invoke
 from tests.lab.evaluate.models import write_checkpoint
 from tests.lab.evaluate.questions import ARC, BOOLQ, HELLASWAG, RECORDS, WINOGRANDE, Records
@@ -44,17 +44,15 @@ def write(folder: Path, name: str, records: Records, suffix: str = ".jsonl") -> 
 @pytest.mark.parametrize("name", FILE_TASKS)
 def test_formats_of_hub_and_publisher_are_the_same_questions(name: str, tmp_path: Path):
     hub, published = RECORDS[name]
-    lines = task_files.read_questions(name, str(write(tmp_path, "hub", hub)))
-    assert task_files.read_questions(name, str(write(tmp_path, "hub", hub, ".parquet"))) == lines
-    assert task_files.read_questions(name, str(write(tmp_path, "own", published))) == lines
-    assert task_files.read_questions(name, str(tmp_path / "own.jsonl"), 1) == lines[:1]
+    lines = read_questions(name, str(write(tmp_path, "hub", hub)))
+    assert read_questions(name, str(write(tmp_path, "hub", hub, ".parquet"))) == lines
+    assert read_questions(name, str(write(tmp_path, "own", published))) == lines
+    assert read_questions(name, str(tmp_path / "own.jsonl"), 1) == lines[:1]
     assert len(lines) == len(hub)
 
 
 def test_prompts_are_those_of_lm_eval_word_for_word(tmp_path: Path):
-    first = {
-        name: task_files.read_questions(name, str(write(tmp_path, name, RECORDS[name][0])))[0] for name in FILE_TASKS
-    }
+    first = {name: read_questions(name, str(write(tmp_path, name, RECORDS[name][0])))[0] for name in FILE_TASKS}
     assert first["arc_easy"].contexts[0] == "Question: Which of these falls when a cat pushes it off a table?\nAnswer:"
     assert first["arc_easy"].endings == (" a cup", " the moon", " a shadow")
     assert first["boolq"].contexts[1].endswith("than water.\nQuestion: is ice made of water?\nAnswer:")
@@ -63,7 +61,7 @@ def test_prompts_are_those_of_lm_eval_word_for_word(tmp_path: Path):
     assert first["hellaswag"].endings[2:] == ("  reads the tin.", "  is a tin.")
     assert first["winogrande"].contexts[1] == "The cup did not fit into the box because the box"
     assert first["winogrande"].endings == (" was too small.",) * 2
-    washing = task_files.read_questions("hellaswag", str(tmp_path / "hellaswag.jsonl"))[1]
+    washing = read_questions("hellaswag", str(tmp_path / "hellaswag.jsonl"))[1]
     assert washing.contexts[0] == "Personal Care: How to wash your hands. Use water. Turn the tap."
 
 
@@ -79,9 +77,7 @@ class Uniform:
 
 
 def local_tasks(folder: Path, length: int = 512) -> list[LocalTask]:
-    questions = {
-        name: task_files.read_questions(name, str(write(folder, name, RECORDS[name][0]))) for name in FILE_TASKS
-    }
+    questions = {name: read_questions(name, str(write(folder, name, RECORDS[name][0]))) for name in FILE_TASKS}
     tokenizer = ByteTokenizer().hugging_face()
     return [LocalTask.encode(name, listed, tokenizer, length) for name, listed in questions.items()]
 
@@ -93,7 +89,7 @@ def test_scores_by_hand(tmp_path: Path):
     """
     model, tasks = Uniform(), local_tasks(tmp_path)
     done: list[int] = []
-    scores = choices.score(model, tasks, batch=4, progress=done.append)
+    scores = score(model, tasks, batch=4, progress=done.append)
     assert {name: metric.items for name, metric in scores.items()} == {
         "arc_challenge acc": (1, 0),  # a cup; sand
         "arc_challenge acc_norm": (0, 0),  # a shadow; music, the first of four
@@ -107,7 +103,7 @@ def test_scores_by_hand(tmp_path: Path):
     assert scores["arc_easy acc"].value == pytest.approx(2 / 3)
     assert scores["arc_easy acc"].error == pytest.approx(1 / 3)  # deviations 1/3, 1/3, -2/3, over n - 1, over n
     inputs = [tuple(row.tolist()) for rows in model.read for row in rows]
-    assert done[-1] == len(inputs) == choices.count_inputs(tasks)
+    assert done[-1] == len(inputs) == count_inputs(tasks)
     assert len(inputs) < sum(len(each) for task in tasks for each in task.choices), "equal inputs are read once"
 
 
@@ -134,22 +130,22 @@ def test_log_likelihoods_do_not_depend_on_the_batch(folder: Path, tmp_path: Path
             return {}
 
     watched = [Watched(name=task.name, questions=task.questions, choices=task.choices) for task in tasks]
-    choices.score(model, watched, batch=3)
+    score(model, watched, batch=3)
     assert seen.keys() == found.keys()
     assert all(seen[choice] == pytest.approx(found[choice], rel=1e-5) for choice in found)
 
 
 def test_shares_kept_have_errors_of_pairs():
     exact, other = Metric.mean([1, 1, 1, 0]), Metric.mean([1, 1, 0, 0])
-    share = choices.kept({"a acc": other}, {"a acc": exact})
+    share = kept({"a acc": other}, {"a acc": exact})
     # a - 2/3 b is 1/3, 1/3, -2/3, 0, of mean 0: their variance is 6/9 over 3
     assert share == pytest.approx((2 / 3, math.sqrt(6 / 27 / 4) / 0.75))
-    assert choices.kept({"a acc": exact}, {"a acc": exact}) == (1, 0)
-    both = choices.kept({"a acc": other, "b acc": exact}, {"a acc": exact, "b acc": exact})
+    assert kept({"a acc": exact}, {"a acc": exact}) == (1, 0)
+    both = kept({"a acc": other, "b acc": exact}, {"a acc": exact, "b acc": exact})
     assert both is not None
     assert both[0] == pytest.approx(1.25 / 1.5)
-    assert choices.kept({"a acc": other}, {"a acc": Metric.mean([0, 0])}) is None
-    unpaired = choices.kept({"a f1": Metric(value=0.5)}, {"a f1": Metric(value=1.0)})
+    assert kept({"a acc": other}, {"a acc": Metric.mean([0, 0])}) is None
+    unpaired = kept({"a f1": Metric(value=0.5)}, {"a f1": Metric(value=1.0)})
     assert unpaired == (0.5, None)
     assert Metric.mean([1.0]) == Metric(value=1.0, error=None, items=(1.0,))
 
@@ -165,11 +161,11 @@ def test_the_command_scores_files_with_and_without_low_bit_sums(folder: Path, tm
     assert len(exact["scores"]) == 8
     assert exact["scores_kept"] == 1
     assert exact["scores_kept_error"] == 0
-    for name, score in int8["scores"].items():
-        assert score in (0, 0.5, 1)
-        assert int8["scores_error"][name] == (0.5 if score == 0.5 else 0)
+    for name, value in int8["scores"].items():
+        assert value in (0, 0.5, 1)
+        assert int8["scores_error"][name] == (0.5 if value == 0.5 else 0)
         if exact["scores"][name]:
-            assert int8["score_kept"][name] == score / exact["scores"][name]
+            assert int8["score_kept"][name] == value / exact["scores"][name]
         else:
             assert name not in int8["score_kept"]
     assert "Zero-shot scores, ± standard errors" in done.stdout
@@ -193,11 +189,7 @@ def changed(record: dict[str, Any], **fields: Any) -> Records:
 
 WRONG: list[tuple[str, Records, str]] = [
     ("arc_easy", [], "has no questions; allowed: at least one"),
-    (
-        "arc_easy",
-        changed(ARC[0], answerKey=None),
-        "line 1 is not a valid question of arc_easy (no 'answerKey');",
-    ),
+    ("arc_easy", changed(ARC[0], answerKey=None), "line 1 is not a valid question of arc_easy (no 'answerKey');"),
     ("arc_easy", changed(ARC[0], answerKey="E"), "line 1 is not a valid question of arc_easy ('E' is not in list)"),
     ("arc_easy", changed(ARC[0], answerKey=1), "(1 is not in list)"),
     ("arc_easy", changed(ARC[0], choices=["a"]), "line 1 is not a valid question"),
@@ -224,23 +216,23 @@ WRONG: list[tuple[str, Records, str]] = [
 def test_a_wrong_question_is_named_by_its_line(name: str, records: Records, line: str, tmp_path: Path):
     path = write(tmp_path, "wrong", records)
     with pytest.raises(ConfigError) as caught:
-        task_files.read_questions(name, str(path))
+        read_questions(name, str(path))
     assert f"task {name}={path}" in str(caught.value)
     assert line in str(caught.value)
 
 
 def test_brackets_that_nothing_closes_stay_and_take_no_time(tmp_path: Path):
     path = write(tmp_path, "open", changed(HELLASWAG[0], activity_label="[a] b", ctx_a="[" * 10**6, ctx_b=""))
-    assert task_files.read_questions("hellaswag", str(path))[0].contexts[0] == f" b: {'[' * 10**6}"
+    assert read_questions("hellaswag", str(path))[0].contexts[0] == f" b: {'[' * 10**6}"
 
 
 def test_a_wrong_row_of_parquet_is_named(tmp_path: Path):
     path = write(tmp_path, "wrong", changed(BOOLQ[0], label=7), ".parquet")
     with pytest.raises(ConfigError, match=r"row 1 is not a valid question of boolq \(7 is not in list\)"):
-        task_files.read_questions("boolq", str(path))
+        read_questions("boolq", str(path))
     path.write_bytes(b"PAR1")
     with pytest.raises(ConfigError, match=r"wrong.parquet is not parquet \(.*\); allowed: a parquet file"):
-        task_files.read_questions("boolq", str(path))
+        read_questions("boolq", str(path))
 
 
 REFUSED = [
@@ -250,8 +242,7 @@ REFUSED = [
     ("arc_easy={folder}/odd.json", "odd.json cannot be read: Is a directory; allowed: a local file"),
     ("arc_easy={folder}/config.json", "config.json line 1 is not JSON"),
     ("arc_easy={folder}/list.json", "list.json line 1 is not a valid question of arc_easy"),
-    ("arc={folder}/list.json",
-     "allowed with a file: NAME=FILE of arc_challenge, arc_easy, boolq, hellaswag, winogrand"),
+    ("arc={folder}/list.json", "allowed with a file: NAME=FILE of arc_challenge, arc_easy, boolq"),
     ("boolq=", "task is 'boolq='; allowed with a file: NAME=FILE of"),
     ("boolq=a.json,boolq", "task is boolq=a.json, boolq; allowed: each task once"),
     ("boolq={folder}/boolq.jsonl --task-folder x", "task-folder is 'x'; allowed: with --task"),
