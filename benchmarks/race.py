@@ -23,14 +23,14 @@ from typing import Any, Literal
 from lowbit.config import ConfigError, NonNegative, Positive, section
 from lowbit.report import Baseline, Column, Command, Row, Table
 from lowbit.train.config import DataConfig, ModelConfig, OptimizerConfig, PipelineConfig
-from lowbit_lab.bench.curves import reached
-from lowbit_lab.bench.recipes import (
+from lowbit_lab.bench.runs import (
     MANY_STAGES,
     PROGRAM,
     THIN_MODEL,
     as_mapping,
     check_recipes,
     check_samples,
+    reached,
     recipe,
     step,
 )

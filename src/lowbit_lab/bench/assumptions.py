@@ -27,7 +27,7 @@ from lowbit.train.config import DataConfig, ModelConfig, OptimizerConfig
 from lowbit.train.data import Windows
 from lowbit.train.model import count_layers, hidden_size
 from lowbit.train.single_process import Loss, PlainGradients, train_single_process
-from lowbit_lab.bench.codec_speed import ends_of
+from lowbit_lab.bench.codecs import ends_of
 from lowbit_lab.bench.settings import Device, Names, check_device, check_plain, check_shape
 from lowbit_lab.bench.training import TrainingRecipe, boundary_modules, prepare, spread_evenly, traffic_between
 from lowbit_lab.charts import Lines

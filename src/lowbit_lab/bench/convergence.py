@@ -33,10 +33,9 @@ from lowbit.train.corpus import library_files
 from lowbit.train.data import load_data
 from lowbit.train.lora import check_lora
 from lowbit.train.model import hidden_size, vocabulary
-from lowbit_lab.bench.progress import step_bars
 from lowbit_lab.bench.settings import Device, EachOnce, check_device, check_shape
 from lowbit_lab.bench.training import RANKS, TrainingRecipe, formats_in
-from lowbit_lab.bench.workers import Workers
+from lowbit_lab.bench.workers import Workers, step_bars
 from lowbit_lab.charts import Points
 from lowbit_lab.charts.style import family, recommended, row_name, title_of
 

@@ -25,13 +25,11 @@ from lowbit.train.folder import RunFolder
 from lowbit.train.metrics import read_metrics
 from lowbit.train.pretrained import load
 from lowbit.train.summary import read_summary
-from lowbit_lab.bench.curves import curve, seconds_until
 from lowbit_lab.bench.pipeline import PipelineBenchmark
-from lowbit_lab.bench.progress import step_bars
-from lowbit_lab.bench.recipes import PROGRAM, as_mapping
-from lowbit_lab.bench.recipes import recipe as recipe_of
+from lowbit_lab.bench.runs import PROGRAM, as_mapping, curve, seconds_until
+from lowbit_lab.bench.runs import recipe as recipe_of
 from lowbit_lab.bench.settings import LINK, link_name
-from lowbit_lab.bench.workers import UNLIMITED, set_link, started
+from lowbit_lab.bench.workers import UNLIMITED, set_link, started, step_bars
 from lowbit_lab.charts import Lines
 from lowbit_lab.charts.charts import draw
 from lowbit_lab.network import Link, LinkUnavailable, SlowLink

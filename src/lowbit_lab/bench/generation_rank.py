@@ -23,7 +23,7 @@ from lowbit.train.data import Windows, load_data
 from lowbit.train.pretrained import load
 from lowbit_lab.bench.generation import GAINS, OWN, codec_of
 from lowbit_lab.bench.sums import sent_bytes
-from lowbit_lab.bench.worker import TIMEOUT_SECONDS, serve
+from lowbit_lab.bench.workers import TIMEOUT_SECONDS, serve
 
 Key = tuple[str, str]
 """Layout and format."""

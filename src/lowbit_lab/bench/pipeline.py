@@ -21,11 +21,11 @@ from lowbit.config import ConfigError, NonNegative, Positive, section
 from lowbit.report import Baseline, Column, Command, Row, Table
 from lowbit.train.config import DataConfig, ModelConfig, PipelineConfig
 from lowbit.wire.connections import MOST_CONNECTIONS
-from lowbit_lab.bench.device import Duration
-from lowbit_lab.bench.recipes import (
+from lowbit_lab.bench.runs import (
     MANY_STAGES,
     PROGRAM,
     THIN_MODEL,
+    Duration,
     Split,
     as_mapping,
     check_recipes,

@@ -24,11 +24,9 @@ from lowbit.report import Column, Command, Row, Table
 from lowbit.train.config import DataConfig, ModelConfig
 from lowbit.train.data import load_data
 from lowbit.train.model import build_model, count_layers, vocabulary
-from lowbit_lab.bench import bound
-from lowbit_lab.bench.codec_speed import ends_of
-from lowbit_lab.bench.samples import capture
+from lowbit_lab.bench.codecs import ends_of
 from lowbit_lab.bench.settings import check_plain
-from lowbit_lab.bench.training import spread_evenly
+from lowbit_lab.bench.training import capture, spread_evenly
 from lowbit_lab.charts import Lines
 
 DIRECTIONS = ("forward", "backward")
@@ -67,6 +65,63 @@ class SpectrumBenchmark:
             check_plain("codecs", name, parse(name))
 
 
+def spectrum(x: Tensor) -> Tensor:
+    """Mean squares of tokens (..., C) along their principal directions: (C,) float64; NaN if any is not finite."""
+    tokens = x.reshape(-1, x.shape[-1]).double()
+    count, channels = tokens.shape
+    if not bool(tokens.isfinite().all()):
+        return torch.full((channels,), math.nan, dtype=torch.float64)
+    size = tokens.abs().amax().clamp(min=torch.finfo(torch.float64).tiny)
+    tokens = tokens / size
+    products = tokens.t() @ tokens if channels <= count else tokens @ tokens.t()
+    energies = torch.linalg.eigvalsh(products).clamp(min=0) * (size.square() / count)
+    return torch.cat([energies, energies.new_zeros(channels - len(energies))])
+
+
+def norms(x: Tensor) -> Tensor:
+    """Norms of tokens (..., C), (..., 1) float64; 1 for tokens of zeros."""
+    norm = torch.linalg.vector_norm(x.double(), dim=-1, keepdim=True)
+    return torch.where(norm > 0, norm, 1.0)
+
+
+def rate(spectra: Sequence[Tensor], error: float) -> float | None:
+    """Return the least bits per element of messages with these spectra: the rate-distortion bound.
+
+    It is that of Gaussian sources with the messages' second moments, by reverse water-filling: there is one level, a
+    component above it takes 1/2 log2(variance / level) bits, the others none, and the errors, min(variance, level), add
+    up to the requested one. A format that uses only second moments cannot go below it. One that uses more, such as the
+    norm of each token, can. The bits that describe the spectrum and its directions to a receiver are not counted, so
+    the bound of messages with few tokens compared with their channels is lower than what a format can reach.
+
+    Args:
+        spectra: of messages with equally many tokens.
+        error: mean squared error of the elements of all messages. The bound distributes it among them in the best way.
+
+    Returns:
+        0 if sending nothing has no larger error; None for an error of 0, which no finite rate reaches, or NaN.
+    """
+    variances = torch.cat(list(spectra)).sort().values
+    count = len(variances)
+    mean = float(variances.mean())
+    if math.isnan(mean) or math.isnan(error):
+        return None
+    if error >= mean:
+        return 0.0
+    if error <= 0:
+        return None
+    # If the n smallest variances are below the level, their components have these variances as errors, and the others
+    # share the rest. For every n that is too small, the level is above the next variance.
+    below = torch.cat([variances.new_zeros(1), variances.cumsum(0)[:-1]])
+    levels = (error * count - below) / torch.arange(count, 0, -1, dtype=torch.float64)
+    n = min(int((levels > variances).sum()), count - 1)
+    return float((variances[n:] / levels[n]).log2().sum()) / (2 * count)
+
+
+def rate_at(spectra: Sequence[Tensor], decibels: float) -> float | None:
+    """Return `rate` for an error this many decibels below the messages."""
+    return rate(spectra, float(torch.cat(list(spectra)).mean()) * 10 ** (-decibels / 10))
+
+
 @dataclass
 class _Errors:
     """Sums of squared errors, and of the squares that they are relative to, over all counted messages."""
@@ -85,7 +140,7 @@ class _Errors:
 
     def bound(self, spectra: Sequence[Tensor]) -> float | None:
         """Return the bits per element of the rate-distortion bound at this error."""
-        return bound.rate(spectra, self.noise / self.elements)
+        return rate(spectra, self.noise / self.elements)
 
 
 @dataclass
@@ -103,7 +158,7 @@ class _Trial:
         y = receiver.decode(sender.encode(x))
         if counted:
             x, error = x.double(), x.double() - y.double()
-            norm = bound.norms(x)
+            norm = norms(x)
             self.total.add(x, error)
             self.by_token.add(x / norm, error / norm)
 
@@ -124,8 +179,8 @@ class _Boundary:
 
     def carry(self, x: Tensor, counted: bool) -> None:
         if counted:
-            self.spectra.append(bound.spectrum(x))
-            self.token_spectra.append(bound.spectrum(x.double() / bound.norms(x)))
+            self.spectra.append(spectrum(x))
+            self.token_spectra.append(spectrum(x.double() / norms(x)))
         for trial in self.trials:
             trial.carry(x, counted)
 
@@ -145,7 +200,7 @@ class _Boundary:
             }
         about = {"boundary": self.index, "direction": self.direction, "shape": list(shape), "format": BOUND}
         for decibels in BOUND_DECIBELS:
-            bits = bound.rate_at(self.spectra, decibels)
+            bits = rate_at(self.spectra, decibels)
             yield {**about, "bits_per_element": bits, "decibels": float(decibels)}
 
 
@@ -160,7 +215,7 @@ def measure(settings: SpectrumBenchmark, earlier: Sequence[Row]) -> Iterator[lis
     Yields:
         Rows with `boundary`, `direction`, `shape` (of a message), `format` (a name), `codec`, `bits_per_element` (every
         byte counted), `decibels` (signal over noise, second half of the messages), `bound` (bits per element of the
-        rate-distortion bound of these messages at this error, see `lowbit_lab.bench.bound`; None if not defined),
+        rate-distortion bound of these messages at this error, see `rate`; None if not defined),
         `above` (bits of the format above it); `token_decibels`, `token_bound`, `token_above`: the same for each
         token's error relative to its own norm. Rows whose format is "bound" are points of the bound.
     """

@@ -18,8 +18,7 @@ from lowbit.report.results import Report
 from lowbit.report.rows import Row, distinct
 from lowbit.report.training import differences, distinct_names, shown
 from lowbit_lab.bench import COMMANDS
-from lowbit_lab.charts.bars import Bars
-from lowbit_lab.charts.charts import Chart, draw, figure
+from lowbit_lab.charts.charts import Bars, Chart, draw, figure
 from lowbit_lab.charts.style import THEMES, Palette
 
 _MOST_ROWS = 2000

@@ -13,9 +13,8 @@ from lowbit.train.config import DataConfig, ModelConfig, PipelineConfig
 from lowbit.train.model import build_model, next_token_loss
 from lowbit.train.prepare import prepare
 from lowbit.wire.checksum import CHECKSUM_BYTES
-from lowbit_lab.bench.device import Duration, Recording
 from lowbit_lab.bench.pipeline import COMMAND, PipelineBenchmark
-from lowbit_lab.bench.recipes import recipe
+from lowbit_lab.bench.runs import Duration, Recording, recipe
 from lowbit_lab.bench.workers import set_link
 from lowbit_lab.network import Link, LinkUnavailable, SlowLink
 from lowbit_lab.network.shape import burst_bytes

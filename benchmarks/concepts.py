@@ -1,23 +1,47 @@
-"""Draw each picture on a figure in the colours of a theme."""
+"""`python -m benchmarks.concepts`: draw the pictures of docs/concepts, light and dark.
+
+Their data is recorded in docs/concepts/data/. To record it again, with a model of `examples/tensor-parallel.toml` and a
+text that it was not trained on:
+
+    python -m benchmarks.concepts record CHECKPOINT TEXT
+    lowbit bench spectrum CHECKPOINT TEXT --codec int2,int3,int4,int6,int8,fp8,tah-quant,tah-quant-published \
+        --json docs/concepts/data/spectrum.json
+"""
 
 from __future__ import annotations
 
+import argparse
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, cast
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
+from torch import Tensor
 
-from benchmarks.concepts.timeline import LANES, Interval, TwoStageStep, message_seconds
 from lowbit.codecs import GroupInt, TAHQuant, backward_codec
+from lowbit.report.results import Report, machine
 from lowbit.report.rows import Row
-from lowbit_lab.charts.style import SMALL, TEXT, TITLE, WIDTH, Theme, family, mixed, title_of
+from lowbit.train.config import DataConfig, ModelConfig
+from lowbit.train.data import load_data
+from lowbit.train.model import build_model, vocabulary
+from lowbit_lab.bench.spectrum import outside
+from lowbit_lab.bench.training import capture, spread_evenly
+from lowbit_lab.charts.style import SMALL, TEXT, THEMES, TITLE, WIDTH, Theme, family, mixed, title_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+PAGES = Path(__file__).parents[1] / "docs" / "concepts"
+DATA, FIGURES = PAGES / "data", PAGES / "figures"
+STAGES, SEQUENCE, BATCH = 4, 256, 4
+TOKEN = 100
+"""The token of the first window whose channels are shown."""
+KEPT = 128
+"""Most directions for which the energy outside is recorded."""
 Rows = Sequence[Row]
 MESSAGE = (8, 128, 128)
 MBIT = 25.0
@@ -27,6 +51,98 @@ MICRO_BATCHES = 4
 GROUP, BITS = 64, 4
 OUTLIER, TIMES = 100, 8
 """A channel of the token, and the factor by which it is enlarged."""
+Lane = Literal["stage 0", "activations", "gradients", "stage 1"]
+LANES: tuple[Lane, ...] = ("stage 0", "activations", "gradients", "stage 1")
+TCP_SHARE = 0.956
+"""Share of a link's bits that TCP carries as payload; the rest are headers (docs/how-to/links.md)."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A time in which a stage computes or a link carries a message.
+
+    Args:
+        lane: a stage, which computes, or a direction of the link, which carries a message.
+        pass_: forward or backward.
+        micro_batch: its number.
+        start, end: seconds from the beginning of the step.
+    """
+
+    lane: Lane
+    pass_: Literal["forward", "backward"]
+    micro_batch: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class TwoStageStep:
+    """A GPipe step of two stages, with its times in seconds: the rules of docs/concepts/pipelines-and-links.md.
+
+    A stage computes one micro-batch after the other, first all forward, then all backward. A link carries one message
+    at a time in each direction. A message leaves as soon as it is ready, its receiver has posted the receive, and the
+    link is free; posting it takes half a round trip to reach the sender, the message as long to reach the receiver.
+    PyTorch's stage posts a receive when it needs the message, `LowBitStage` posts all of them ahead.
+
+    Args:
+        forward, backward: computing one micro-batch on one stage.
+        activations, gradients: one message on the link.
+        micro_batches: in the step.
+        ahead: receives are posted ahead.
+        one_way: half a round trip.
+    """
+
+    forward: float
+    backward: float
+    activations: float
+    gradients: float
+    micro_batches: int = 4
+    ahead: bool = True
+    one_way: float = 0.0
+
+    def spans(self) -> list[Interval]:
+        """Return all intervals, in the order of the rules."""
+        n, spans = self.micro_batches, list[Interval]()
+        spans += [Interval("stage 0", "forward", i, i * self.forward, (i + 1) * self.forward) for i in range(n)]
+        ready = [span.end for span in spans]
+        there = self._cross(spans, "activations", "forward", ready, after=0.0)
+        last = there[-1].end
+        ready = []
+        for i in range(n):
+            start = max(last, ready[-1]) if ready else last
+            ready.append(start + self.backward)
+            spans.append(Interval("stage 1", "backward", i, start, ready[-1]))
+        # PyTorch's first stage waits for its sends before it asks for gradients.
+        sent = max(span.end for span in spans if span.lane == "activations")
+        self._cross(spans, "gradients", "backward", ready, after=sent)
+        return spans
+
+    def seconds(self) -> float:
+        """Return the seconds from the first forward pass to the end of the last backward pass."""
+        return max(span.end for span in self.spans())
+
+    def _cross(
+        self, spans: list[Interval], lane: Lane, pass_: Literal["forward", "backward"], ready: list[float], after: float
+    ) -> list[Interval]:
+        """Send a message for each micro-batch that becomes ready, and compute with it; return the computing."""
+        message, compute = (self.activations, self.forward) if pass_ == "forward" else (self.gradients, self.backward)
+        receiver: Lane = "stage 1" if pass_ == "forward" else "stage 0"
+        free, idle, computed = 0.0, after, list[Interval]()
+        for i, moment in enumerate(ready):
+            posted = 0.0 if self.ahead else idle + self.one_way
+            start = max(moment, free, posted)
+            free = start + message
+            spans.append(Interval(lane, pass_, i, start, free))
+            begin = max(free + self.one_way, idle)
+            idle = begin + compute
+            computed.append(Interval(receiver, pass_, i, begin, idle))
+        spans += computed
+        return computed
+
+
+def message_seconds(tokens: int, channels: int, bits: float, mbit: float) -> float:
+    """Return the seconds of one message of `tokens` tokens in `bits` bits per element, on a link of `mbit` Mbit/s."""
+    return tokens * channels * bits / (mbit * 1e6 * TCP_SHARE)
 
 
 def steps() -> dict[str, tuple[str, TwoStageStep]]:
@@ -270,3 +386,66 @@ def themed(theme: Theme) -> AbstractContextManager[None]:
     from matplotlib import rc_context
 
     return rc_context(cast(Any, theme.settings()))
+
+
+def recorded() -> Mapping[str, Sequence[Row]]:
+    """Return the rows that the pictures show, by the name of their file."""
+    return {path.stem: Report.read_json(path).rows for path in sorted(DATA.glob("*.json"))}
+
+
+def draw(folder: Path = FIGURES) -> None:
+    """Write every picture, NAME-light.svg and NAME-dark.svg."""
+    folder.mkdir(parents=True, exist_ok=True)
+    data = recorded()
+    for name in PICTURES:
+        for theme in THEMES.values():
+            figure = figure_of(name, theme, data)
+            with themed(theme):
+                figure.savefig(folder / f"{name}-{theme.name}.svg", metadata={"Date": None})
+
+
+def record(checkpoint: str, text: Sequence[str], path: Path) -> None:
+    """Run a model on one message of a text, and record the tensors at its boundaries.
+
+    Args:
+        checkpoint: local folder with a Hugging Face checkpoint.
+        text: files that it was not trained on.
+        path: of the JSON file. Rows have `boundary`, `direction` and `outside`: the share of energy that the best k
+            directions leave out, for k from 0 to `KEPT`. The forward row of the middle boundary also has `token`: the
+            channels of one token.
+    """
+    config = ModelConfig(pretrained=checkpoint)
+    data = load_data(DataConfig(text=tuple(text), tokenizer="bytes", sequence=SEQUENCE, batch=BATCH, held_out_share=0))
+    model = build_model(config, vocab=vocabulary(config, data.tokenizer.size), sequence=SEQUENCE, seed=0)
+    batch = data.train.batch(spread_evenly(BATCH, len(data.train)))
+    rows = []
+    for direction, tensors in zip(("forward", "backward"), capture(model, *batch, stages=STAGES), strict=True):
+        rows += [_row(boundary, direction, x) for boundary, x in enumerate(tensors)]
+    settings = {"stages": STAGES, "sequence": SEQUENCE, "batch": BATCH}
+    Report(command="concepts record", settings=settings, machine=machine(), rows=rows).write_json(path)
+
+
+def _row(boundary: int, direction: str, x: Tensor) -> dict[str, Any]:
+    shares = [round(share, 7) for share in outside(x)[: KEPT + 1].tolist()]
+    row: dict[str, Any] = {"boundary": boundary, "direction": direction, "shape": list(x.shape), "outside": shares}
+    if direction == "forward" and boundary == STAGES // 2 - 1:
+        row["token"] = [round(value, 4) for value in x[0, TOKEN].tolist()]
+    return row
+
+
+def main() -> None:
+    """Draw, or record."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.concepts", description=(__doc__ or "").split("\n")[0])
+    commands = parser.add_subparsers(dest="command")
+    recording = commands.add_parser("record", help="run a model on a text and record what its boundaries carry")
+    recording.add_argument("checkpoint", help="local folder with a Hugging Face checkpoint")
+    recording.add_argument("text", nargs="+", help="files that it was not trained on")
+    arguments = parser.parse_args()
+    if arguments.command == "record":
+        record(arguments.checkpoint, arguments.text, DATA / "boundaries.json")
+    else:
+        draw()
+
+
+if __name__ == "__main__":
+    main()
